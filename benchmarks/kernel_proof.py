@@ -139,7 +139,7 @@ def distances(case: Case) -> Distances:
     torch.manual_seed(0)
     inputs = case.inputs()
     weights: torch.Tensor | None = None
-    found = []
+    tensors_of_kinds = []
     for function, dtype in (
         (case.plain, torch.float64),
         (case.ours, torch.float32),
@@ -150,8 +150,8 @@ def distances(case: Case) -> Distances:
         result = function(*own)
         weights = torch.randn_like(result) if weights is None else weights
         (result * weights.to(dtype)).sum().backward()
-        found.append([result.detach(), *(x.grad for x in own if x.grad is not None)])
-    exact, *others = found
+        tensors_of_kinds.append([result.detach(), *(x.grad for x in own if x.grad is not None)])
+    exact, *others = tensors_of_kinds
     ours, plain = (
         max(
             float((a.double() - b).abs().max() / b.abs().max())
@@ -324,8 +324,8 @@ def main() -> None:
     for result in results:
         kernels = ", ".join(f"`{n}`" for n in dict.fromkeys(x["name"] for x in result["launches"]))
         both = [Distances(**one) for one in result["distances"]]
-        found = " | ".join(f"{one.ours:.1e} | {one.plain:.1e}" for one in both)
-        print(f"| {result['case']} | {kernels} | {found} |")
+        distances = " | ".join(f"{one.ours:.1e} | {one.plain:.1e}" for one in both)
+        print(f"| {result['case']} | {kernels} | {distances} |")
         wrong += [] if all(one.is_rounding for one in both) else [result["case"]]
     print("\nRegisters of a thread, spilled bytes, bytes of shared memory of a block:\n")
     print("\n".join(_table(results)))

@@ -50,8 +50,8 @@ class Compiled:
 
 def fetch_headers(folder: Path) -> Path:
     """Return the folder of NVIDIA's headers below `folder`; fetched by pip where there are none."""
-    found = sorted(folder.glob("nvidia/*/include"))
-    if not found:
+    headers = sorted(folder.glob("nvidia/*/include"))
+    if not headers:
         wheels = folder / "wheels"
         names = [f"nvidia-{name}" for name in HEADERS]
         command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(wheels)]
@@ -60,11 +60,11 @@ def fetch_headers(folder: Path) -> Path:
             with zipfile.ZipFile(wheel) as archive:
                 archive.extractall(folder, [n for n in archive.namelist() if "/include/" in n])
         shutil.rmtree(wheels)
-        found = sorted(folder.glob("nvidia/*/include"))
-    macros = found[0] / _MACROS
+        headers = sorted(folder.glob("nvidia/*/include"))
+    macros = headers[0] / _MACROS
     macros.parent.mkdir(parents=True, exist_ok=True)
     macros.write_text("#pragma once\n#define C10_CUDA_BUILD_SHARED_LIBS\n")
-    return found[0]
+    return headers[0]
 
 
 def sources() -> list[tuple[str, Path, list[str]]]:

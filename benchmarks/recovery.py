@@ -163,8 +163,8 @@ class TrainedRun:
         times = []
         for name in names:
             log = (self._folder / f"{name}.log").read_text()
-            found = [at for at, text in agent_lines(log) if words in text and at >= after]
-            times += found[:1]
+            matching_times = [at for at, text in agent_lines(log) if words in text and at >= after]
+            times += matching_times[:1]
         return times
 
     def _wait_for_world(self, starts: int) -> None:
@@ -187,20 +187,20 @@ class TrainedRun:
         return sum(log.rfind(_SPARE) > log.rfind(_STARTED) for log in logs)
 
     def _wait(self, value: Callable[[], Value | None], what: str) -> Value:
-        found: list[Value] = []
+        values: list[Value] = []
 
         def is_there() -> bool:
             there = value()
             if there is not None:
-                found.append(there)
-            return bool(found)
+                values.append(there)
+            return bool(values)
 
         try:
             wait_until(what, is_there, _LIMIT_SECONDS)
         except AssertionError as error:
             logs = [path.read_text()[-2500:] for path in sorted(self._folder.glob("n*.log"))]
             raise AssertionError("\n".join([str(error), *logs])) from None
-        return found[0]
+        return values[0]
 
     def _ranks_by_host(self) -> dict[str, list[int]]:
         path = self.directory / "environment.json"
@@ -213,8 +213,8 @@ class TrainedRun:
 
     def _line_after(self, count: int) -> float | None:
         """Return when the first step of a launch after the first `count` ended."""
-        found = _START_LINE.findall(self._log())
-        return float(found[count][0]) if len(found) > count else None
+        start_times = _START_LINE.findall(self._log())
+        return float(start_times[count][0]) if len(start_times) > count else None
 
     def _log(self) -> str:
         path = self.directory / "log.txt"

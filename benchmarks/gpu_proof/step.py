@@ -55,7 +55,7 @@ class Traced:
     def problems(self, case: Case) -> list[str]:
         """Return what contradicts the planner: dtype and number of reduced gradients, the peak."""
         reductions = [each for each in self.step.collectives if _is_of_gradients(each)]
-        found = [
+        differences = [
             f"{each.operation} of {each.num_elements:,} gradients in {each.dtype} by {each.place}: "
             f"the planner counts {self.gradient_bytes} bytes each"
             for each in reductions
@@ -63,14 +63,14 @@ class Traced:
         ]
         reduced = sum(each.num_elements for each in reductions)
         if case.world_size > 1 and not 1 <= reduced / self.num_reduced < 1.01:  # with padding
-            found.append(f"{reduced:,} gradients are reduced, and not {self.num_reduced:,}")
+            differences.append(f"{reduced:,} gradients are reduced, and not {self.num_reduced:,}")
         error = self.predicted / self.step.peak - 1
         if case.follows_memory and not -PEAK_ERROR < error < PEAK_ERROR:
-            found.append(
+            differences.append(
                 f"the planner's peak of {self.predicted / 2**20:.1f} MiB is {error:+.0%} off "
                 f"{self.step.peak / 2**20:.1f}"
             )
-        return found
+        return differences
 
 
 def _is_of_gradients(each: Collective) -> bool:

@@ -121,8 +121,8 @@ class Hosts:
             log: Any = SimpleNamespace(info=print)
             files = open_memory_files(context, log, IDENTITY.run, create=False)
             assert isinstance(files, MemoryFiles)
-            found = files.complete(log)
-            newest = on_main_rank(lambda: found[0], files.group)
+            complete = files.complete(log)
+            newest = on_main_rank(lambda: complete[0], files.group)
             used.append(files.prepare(newest, context))
             files.close()
 

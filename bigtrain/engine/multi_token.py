@@ -42,8 +42,8 @@ class MultiTokenLoss:
         def states(hidden: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
             ids, known = inputs["input_ids"], inputs.get("position_ids")
             options = {n: v for n, v in inputs.items() if n not in ("input_ids", "position_ids")}
-            found = self._layers.hidden_states(self._model, hidden, ids, known, **options)
-            yield from zip(found, labels, strict=True)
+            hidden_states = self._layers.hidden_states(self._model, hidden, ids, known, **options)
+            yield from zip(hidden_states, labels, strict=True)
 
         return FurtherLosses(states, self.share)
 

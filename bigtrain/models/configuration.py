@@ -162,8 +162,8 @@ def with_objective_head(
         raise _refused(key, config, rule, "an architecture with one, such as llama or qwen3")
     if scores_samples(hf_config) and (why := _other_labels(hf_config, labels)):
         raise _refused(key, config, why, "tokenize with its labels, or start from a causal LM")
-    found = copy.deepcopy(hf_config)
-    text = found.get_text_config()
+    scoring_config = copy.deepcopy(hf_config)
+    text = scoring_config.get_text_config()
     if text.pad_token_id is None:
         end = text.eos_token_id
         text.pad_token_id = end[0] if isinstance(end, list) else end
@@ -174,12 +174,14 @@ def with_objective_head(
         remedy = "model.overrides={pad_token_id: ID}"
         raise _refused(key, config, rule + "that is not padding", remedy)
     if not labels:
-        found.num_labels = 1
+        scoring_config.num_labels = 1
     else:
-        found.id2label = dict(enumerate(labels))
-        found.label2id = {name: number for number, name in enumerate(labels)}
-    found.architectures = [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(found)].__name__]
-    return found
+        scoring_config.id2label = dict(enumerate(labels))
+        scoring_config.label2id = {name: number for number, name in enumerate(labels)}
+    scoring_config.architectures = [
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(scoring_config)].__name__
+    ]
+    return scoring_config
 
 
 def with_mtp_layers(hf_config: PreTrainedConfig, *, trains: bool) -> PreTrainedConfig:
@@ -251,15 +253,15 @@ def save_configuration(
     if not isinstance(source, str):
         return
     # None also if the hub cannot be reached: settings that were written before then stay.
-    found = cached_file(
+    generation_config = cached_file(
         local_path(source, weights=False),
         GENERATION_CONFIG,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
         _raise_exceptions_for_gated_repo=False,
     )
-    if found is not None:
-        shutil.copyfile(found, directory / GENERATION_CONFIG)
+    if generation_config is not None:
+        shutil.copyfile(generation_config, directory / GENERATION_CONFIG)
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:

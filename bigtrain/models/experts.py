@@ -49,10 +49,10 @@ def ask_for_router_logits(model: Any) -> None:
 def router_logits_of(outputs: Any) -> tuple[torch.Tensor, ...]:
     """Return the logits of each layer's router [tokens, experts] that a model returned. Raises
     ModelError if it returned none."""
-    found = getattr(outputs, KEY, None)
-    if not isinstance(found, tuple) or not found or not all(map(torch.is_tensor, found)):
+    logits = getattr(outputs, KEY, None)
+    if not isinstance(logits, tuple) or not logits or not all(map(torch.is_tensor, logits)):
         raise ModelError("the model returns no router logits")
-    return found
+    return logits
 
 
 @dataclass(frozen=True)
@@ -102,14 +102,14 @@ class ExpertCounts:
 
     def __init__(self, model: nn.Module) -> None:
         names = {module: name for name, module in model.named_modules()}
-        found: dict[str, Any] = {names[module]: module for module in modules_of_experts(model)}
-        self.modules: dict[str, Any] = found
-        self.num_experts = {name: int(module.num_experts) for name, module in found.items()}
+        modules: dict[str, Any] = {names[module]: module for module in modules_of_experts(model)}
+        self.modules: dict[str, Any] = modules
+        self.num_experts = {name: int(module.num_experts) for name, module in modules.items()}
         self._counts: dict[str, torch.Tensor] = {}
         self._is_counting = False
         self._hooks = [
             module.register_forward_pre_hook(partial(self._note, name), with_kwargs=True)
-            for name, module in found.items()
+            for name, module in modules.items()
         ]
 
     def begin(self, *, counting: bool) -> None:
@@ -168,7 +168,7 @@ def selection_biases(model: nn.Module, untrained: Collection[str] = ()) -> list[
     the parameters without one.
     """
     modules = dict(model.named_modules())
-    found = []
+    selection_biases = []
     for experts in list(modules_of_experts(model)):
         name = next(key for key, module in modules.items() if module is experts)
         block = name.rpartition(".")[0]
@@ -184,19 +184,19 @@ def selection_biases(model: nn.Module, untrained: Collection[str] = ()) -> list[
             if _count(bias.tensor) == int(experts.num_experts)  # type: ignore[arg-type]
         ]
         if len(biases) == 1:
-            found += biases
-    return found
+            selection_biases += biases
+    return selection_biases
 
 
 def _biases(
     experts: str, prefix: str, module: nn.Module, untrained: Collection[str]
 ) -> list[SelectionBias]:
-    found = [
+    selection_biases = [
         SelectionBias(experts, f"{prefix}.{leaf}", buffer, False)
         for leaf, buffer in module.named_buffers(recurse=False)
         if "bias" in leaf and buffer.is_floating_point()
     ]
-    return found + [
+    return selection_biases + [
         SelectionBias(experts, f"{prefix}.{leaf}", own_parameter(module, leaf), True)
         for leaf, _ in module.named_parameters(recurse=False)
         if "bias" in leaf and f"{prefix}.{leaf}" in untrained

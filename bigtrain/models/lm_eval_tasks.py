@@ -73,14 +73,14 @@ def check_tasks(section: EvaluationSection) -> list[Problem]:
         key, rule = "evaluation.tasks_directory", "no such directory"
         return [Problem(key, directory, rule, "name the one with the tasks' YAML files")]
     known = _manager(section).all_tasks
-    found = []
+    problems = []
     for name in section.tasks:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=3)
             remedy = f"did you mean {' or '.join(close)}?" if close else "lm_eval ls tasks"
             where = "" if directory is None else f", nor is it one of {directory}"
-            found.append(Problem(KEY, name, f"lm-eval has no such task{where}", remedy))
-    return found
+            problems.append(Problem(KEY, name, f"lm-eval has no such task{where}", remedy))
+    return problems
 
 
 def _manager(section: EvaluationSection) -> Any:
@@ -176,14 +176,14 @@ class Tasks:
 
 def figures_of(results: Any) -> dict[str, float]:
     """Return the metrics in what lm-eval returns, as `Tasks.figures` names them."""
-    found = {}
+    by_name = {}
     for task, figures in results["results"].items():
         for key, value in figures.items():
             metric, comma, kind = key.partition(",")
             if comma and isinstance(value, float | int) and not metric.endswith("_stderr"):
                 name = metric if kind == "none" else f"{metric}@{kind}"
-                found[f"{task}/{name}"] = float(value)
-    return found
+                by_name[f"{task}/{name}"] = float(value)
+    return by_name
 
 
 def _begin_contexts(tokenizer: Any, texts: TextRecord) -> dict[str, Any]:

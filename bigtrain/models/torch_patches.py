@@ -322,15 +322,15 @@ def flash_attention_gradients(
     With `out` and `lse` over more keys than these, they are their part of the full gradients."""
     query, key, value = states
     if query.device.type == "cpu":
-        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad_out, query, key, value, out, lse, 0.0, is_causal, scale=scale
         )
     else:
         seed = torch.zeros((), dtype=torch.int64, device=query.device)  # of no dropout
         lengths = (None, None, query.shape[2], key.shape[2])
-        found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             *(grad_out, query, key, value, out, lse, *lengths, 0.0, is_causal, seed, seed),
             scale=scale,
         )
-    of_query, of_key, of_value = found
+    of_query, of_key, of_value = gradients
     return of_query, of_key, of_value

@@ -201,15 +201,15 @@ def recorded_classes(model: nn.Module, output: str) -> tuple[type, ...]:
     """Return the classes whose outputs any model in `model` records as `output`, such as
     router_logits."""
     models = (module for module in model.modules() if isinstance(module, PreTrainedModel))
-    return tuple({kind for found in models for kind in _recorded(found, output)})
+    return tuple({kind for submodel in models for kind in _recorded(submodel, output)})
 
 
 def _recorded(model: Any, output: str) -> tuple[type, ...]:
     """Return `_can_record_outputs` of a model's class: classes or `OutputRecorder`s by output name
     (utils/output_capturing.py:58)."""
     declared: Any = getattr(model, "_can_record_outputs", None) or {}
-    found = declared.get(output, ())
-    recorded: list[Any] = list(found) if isinstance(found, list | tuple) else [found]
+    classes = declared.get(output, ())
+    recorded: list[Any] = list(classes) if isinstance(classes, list | tuple) else [classes]
     return tuple(getattr(item, "target_class", item) for item in recorded)
 
 

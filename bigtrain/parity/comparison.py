@@ -71,7 +71,7 @@ class Verdict:
 
 def compare(
     references: Sequence[TrainingTrace],
-    found: TrainingTrace,
+    trace: TrainingTrace,
     reordered: Sequence[TrainingTrace] = (),
 ) -> Verdict:
     """Return the worst differences of `found`, and where the first arises if they are too large.
@@ -82,15 +82,15 @@ def compare(
     limit, or farthest beyond it.
     """
     reference, limits = mean_of(references)
-    loss, norm, weight = _distances(reference, found)
+    loss, norm, weight = _distances(reference, trace)
     if reordered:
-        apart, allowed = _weight_distances(reference, found), _rounding(reference, reordered)
+        apart, allowed = _weight_distances(reference, trace), _rounding(reference, reordered)
         name = worst(apart, allowed)
         weight, limits = apart[name], replace(limits, weight=allowed[name])
     verdict = Verdict(loss, norm, weight, limits)
     if verdict.passed:
         return verdict
-    return replace(verdict, where=_first_difference(reference, found, limits))
+    return replace(verdict, where=_first_difference(reference, trace, limits))
 
 
 def mean_of(references: Sequence[TrainingTrace]) -> tuple[TrainingTrace, Limits]:
@@ -126,24 +126,24 @@ def _mean(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {name: sum(part[name] for part in parts) / len(parts) for name in parts[0]}
 
 
-def _distances(reference: TrainingTrace, found: TrainingTrace) -> tuple[float, float, float]:
+def _distances(reference: TrainingTrace, trace: TrainingTrace) -> tuple[float, float, float]:
     """Return differences of the loss and the (relative) norm at the worst step, and of the worst
     weight."""
     norms = _scalars(reference.norms)
     steps = distances(
         {"loss": _scalars(reference.losses), "norm": norms / norms},
-        {"loss": _scalars(found.losses), "norm": _scalars(found.norms) / norms},
+        {"loss": _scalars(trace.losses), "norm": _scalars(trace.norms) / norms},
     )
-    return steps["loss"], steps["norm"], max(_weight_distances(reference, found).values())
+    return steps["loss"], steps["norm"], max(_weight_distances(reference, trace).values())
 
 
-def _weight_distances(reference: TrainingTrace, found: TrainingTrace) -> dict[str, float]:
+def _weight_distances(reference: TrainingTrace, trace: TrainingTrace) -> dict[str, float]:
     """Return the difference of each weight of `reference` at the end."""
-    apart = distances(reference.last, found.last)
+    apart = distances(reference.last, trace.last)
     return {name: apart[name] for name in reference.last}
 
 
-def _first_difference(reference: TrainingTrace, found: TrainingTrace, limits: Limits) -> str:
+def _first_difference(reference: TrainingTrace, measured: TrainingTrace, limits: Limits) -> str:
     tolerances = {
         OUTPUT: Tolerance(own=limits.layer),
         LOSS: Tolerance(absolute=limits.loss),
@@ -155,7 +155,7 @@ def _first_difference(reference: TrainingTrace, found: TrainingTrace, limits: Li
             LOSS: {"loss": _scalars(trace.losses[:1])},
             GRADIENT: {name: trace.first[name] for name in reference.first if name in trace.first},
         }
-        for trace in (reference, found)
+        for trace in (reference, measured)
     )
     difference = first_difference(expected, actual, tolerances)
     if difference is None:

@@ -135,11 +135,11 @@ class OuterSteps:
             tokens=state.tokens + missed * plan.tokens_per_step,
         )
 
-    def _log_steps(self, state: TrainState, found: Sequence[OuterStepMetrics]) -> None:
+    def _log_steps(self, state: TrainState, outer_steps: Sequence[OuterStepMetrics]) -> None:
         metrics = self._log.metrics
         if metrics is None:
             return
-        for figures in found:
+        for figures in outer_steps:
             values = asdict(figures)
             number, sites = values.pop("number"), list(values.pop("sites"))
             metrics.log_outer_step(state.step, outer_step=number, sites=sites, **values)

@@ -45,15 +45,15 @@ def _owner(directory: Path) -> str | None:
     if not directory.is_dir():
         return None
     with os.scandir(directory) as entries:
-        found = {entry.name: entry.is_file() for entry in entries}
-    repository = next((name for name in _REPOSITORIES if name in found), None)
+        is_file_by_name = {entry.name: entry.is_file() for entry in entries}
+    repository = next((name for name in _REPOSITORIES if name in is_file_by_name), None)
     if repository is not None:
         return f"is a repository (it has a {repository})"
-    if any(name in found for name in _MARKS):
+    if any(name in is_file_by_name for name in _MARKS):
         return None
     others = sorted(
         name
-        for name, is_file in found.items()
+        for name, is_file in is_file_by_name.items()
         if not name.startswith(".") and not (is_file and name.endswith(_NOTES))
     )
     if not others:

@@ -81,11 +81,11 @@ class ReferenceScores:
         # With adapters off the model is what it was, also in a run that began without stages.
         is_known = self.context.config.adapters is not None and objective.reference is None
         made = state.step == 0 or is_known
-        found = self._made(wanted) if made else self._read(wanted)
-        train = [self._rows(found, dataset, "train") for dataset in self.inputs.datasets]
+        scores = self._made(wanted) if made else self._read(wanted)
+        train = [self._rows(scores, dataset, "train") for dataset in self.inputs.datasets]
         batches.scores = np.concatenate(train)
         return [
-            replace(one, batches=replace(one.batches, scores=self._rows(found, *source)))
+            replace(one, batches=replace(one.batches, scores=self._rows(scores, *source)))
             for one, source in zip(held_out, measured_splits(*sets), strict=True)
         ]
 
@@ -107,12 +107,12 @@ class ReferenceScores:
         data = identity_of(dataset)
 
         def copy() -> None:
-            found = reference_of(config, dataset, splits)
-            refuse_other_model(config, found, model)
+            scores = reference_of(config, dataset, splits)
+            refuse_other_model(config, scores, model)
             directory = scores_directory(output, data)
             with writing(directory, OUTPUT_REMEDY):
                 shutil.rmtree(directory, ignore_errors=True)
-                copy_documents(found, splits, directory)
+                copy_documents(scores, splits, directory)
 
         work = self.context.long_work
         work.on_main_rank(copy)
@@ -139,13 +139,13 @@ class ReferenceScores:
         output: Path = self.context.directory / DIRECTORY
 
         def read() -> dict[str, Scores]:
-            found: dict[str, Scores] = {}
+            scores: dict[str, Scores] = {}
             for dataset, splits in wanted:
                 data = identity_of(dataset)
-                found[data.hash] = find_scores(output, data)
+                scores[data.hash] = find_scores(output, data)
                 for split in splits:
-                    found[data.hash].sums(split)
-            return found
+                    scores[data.hash].sums(split)
+            return scores
 
         work = self.context.long_work
         try:
@@ -156,9 +156,11 @@ class ReferenceScores:
                 "a new run in another output.directory"
             ) from error
 
-    def _rows(self, found: dict[str, Scores], dataset: TokenDataset, split: Split) -> RowScores:
+    def _rows(
+        self, scores_by_hash: dict[str, Scores], dataset: TokenDataset, split: Split
+    ) -> RowScores:
         """Return scores of the samples of a split: float32 [samples, rows of a sample]."""
-        scores = found[identity_of(dataset).hash]
+        scores = scores_by_hash[identity_of(dataset).hash]
         sums = scores.sums(split).astype(np.float32)
         if self.context.config.objective.type == "kto":
             return np.stack([sums, scores.mismatched_sums(split).astype(np.float32)], 1)

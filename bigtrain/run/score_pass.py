@@ -68,10 +68,10 @@ def score_inputs(
                 score_dataset(context, engine, mesh, wanted[number], options.output)
                 _log(log, wanted[number], options.output)
             engine.close()
-        found = context.long_work.on_every_rank(
+        inputs_of_ranks = context.long_work.on_every_rank(
             lambda: [find_scores(options.output, one.request.data) for one in wanted]
         )
-        return found[world.rank]
+        return inputs_of_ranks[world.rank]
 
 
 def _wanted(

@@ -282,5 +282,5 @@ def _summed(array: npt.NDArray[Any], device: torch.device, mesh: Mesh) -> npt.ND
         return array
     total = torch.from_numpy(array).to(device)
     dist.all_reduce(total, group=mesh.replicas)
-    found: npt.NDArray[Any] = total.cpu().numpy()
-    return found
+    summed: npt.NDArray[Any] = total.cpu().numpy()
+    return summed

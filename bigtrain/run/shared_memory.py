@@ -46,11 +46,11 @@ def _file_system(directory: Path) -> str | None:
         path, kind = directory.resolve(), None
         longest = -1
         for line in Path("/proc/self/mounts").read_text().splitlines():
-            mount, found = line.split()[1:3]
+            mount, mount_kind = line.split()[1:3]
             point = Path(re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), mount))
             # The last of several mounts at one point is the visible one.
             if path.is_relative_to(point) and len(point.parts) >= longest:
-                longest, kind = len(point.parts), found
+                longest, kind = len(point.parts), mount_kind
         return kind
     return None
 

@@ -36,7 +36,7 @@ def import_named(key: str, name: str) -> Any:
     Raises ConfigError if it cannot be imported; with the file and line where its module fails."""
     module_name, _, path = name.partition(":")
     try:
-        found: Any = _import(module_name)
+        extension: Any = _import(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise ConfigError(_not_imported(key, name, error)) from error
@@ -48,13 +48,13 @@ def import_named(key: str, name: str) -> Any:
             raise
         raise ConfigError(_not_imported(key, name, error)) from error
     for part in path.split("."):
-        if not hasattr(found, part):
+        if not hasattr(extension, part):
             file = getattr(sys.modules[module_name], "__file__", None) or module_name
-            names = [known for known in vars(found) if not known.startswith("_")]
+            names = [known for known in vars(extension) if not known.startswith("_")]
             rule = f"{file} has no {part}"
             raise ConfigError(Problem(key, name, rule, did_you_mean(part, names)))
-        found = getattr(found, part)
-    return found
+        extension = getattr(extension, part)
+    return extension
 
 
 def _import(name: str) -> ModuleType:
@@ -106,23 +106,23 @@ def _is_installed(file: str) -> bool:
     return any(Path(file).is_relative_to(root) for root in roots)
 
 
-def source_file(found: object) -> str | None:
+def source_file(extension: object) -> str | None:
     """Return the file in which a function or class is defined; None if unknown."""
     try:
-        return inspect.getsourcefile(found)  # type: ignore[arg-type]
+        return inspect.getsourcefile(extension)  # type: ignore[arg-type]
     except TypeError:
-        module = sys.modules.get(getattr(found, "__module__", None) or "")
+        module = sys.modules.get(getattr(extension, "__module__", None) or "")
         return getattr(module, "__file__", None)
 
 
-def location(found: object) -> str:
+def location(extension: object) -> str:
     """Return file and line, as ``file.py:12``, of a function or class; empty if unknown."""
-    file = source_file(found)
+    file = source_file(extension)
     if file is None:
         return ""
     linecache.checkcache(file)  # a notebook's cell may have changed
     try:
-        return f"{file}:{inspect.getsourcelines(found)[1]}"  # type: ignore[arg-type]
+        return f"{file}:{inspect.getsourcelines(extension)[1]}"  # type: ignore[arg-type]
     except (OSError, TypeError):
         return file
 

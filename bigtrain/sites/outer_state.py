@@ -31,8 +31,8 @@ def fragment_of(name: str, num_fragments: int) -> int:
 
     The layer is the first number in a Hugging Face name: ``model.layers.7.mlp.up_proj``.
     """
-    found = re.search(r"\.(\d+)\.", name)
-    return int(found.group(1)) % num_fragments if found else 0
+    layer_number = re.search(r"\.(\d+)\.", name)
+    return int(layer_number.group(1)) % num_fragments if layer_number else 0
 
 
 @dataclass(frozen=True)

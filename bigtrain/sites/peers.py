@@ -33,7 +33,7 @@ def overlapping_peers(layouts: Sequence[Layout], site: int, rank: int) -> dict[R
     patches in the same order.
     """
     owned = [_by_name(layout) for layout in layouts]
-    found: dict[Ranks, list[tuple[tuple[str, Ranks], Patch]]] = defaultdict(list)
+    patches: dict[Ranks, list[tuple[tuple[str, Ranks], Patch]]] = defaultdict(list)
     for index, own in enumerate(layouts[site][rank]):
         near = [
             [one for one in of_site[own.name] if own.intersect(one[2]) is not None]
@@ -55,21 +55,21 @@ def overlapping_peers(layouts: Sequence[Layout], site: int, rank: int) -> dict[R
             key = own.name, tuple(number for _, number in members)
             for cell, holders in _held_alike(box, near):
                 if _are_paired(ranks, holders):
-                    found[ranks].append((key, Patch(index, cell)))
+                    patches[ranks].append((key, Patch(index, cell)))
     # A stable sort keeps the cells of one rectangle in the order in which all ranks find them.
     return {
-        ranks: [patch for _, patch in sorted(found[ranks], key=lambda item: item[0])]
-        for ranks in sorted(found)
+        ranks: [patch for _, patch in sorted(patches[ranks], key=lambda item: item[0])]
+        for ranks in sorted(patches)
     }
 
 
 def _by_name(layout: Layout) -> Mapping[str, list[_Owned]]:
     """Return the rectangles by parameter, in the order of the ranks."""
-    found: dict[str, list[_Owned]] = defaultdict(list)
+    by_name: dict[str, list[_Owned]] = defaultdict(list)
     for rank, boxes in enumerate(layout):
         for index, box in enumerate(boxes):
-            found[box.name].append((rank, index, box))
-    return found
+            by_name[box.name].append((rank, index, box))
+    return by_name
 
 
 def _held_alike(

@@ -145,13 +145,13 @@ def _texts(tree: Any) -> list[str]:
         return [text for item in tree for text in _texts(item)]
     if not isinstance(tree, dict):
         return []
-    found = []
+    texts = []
     for key in ("prompt", "completion", "content"):
         if isinstance(tree.get(key), str):
-            found.append(tree[key])
+            texts.append(tree[key])
     for key in ("messages", "answer", "chosen", "rejected"):
-        found += _texts(tree.get(key))
-    return found
+        texts += _texts(tree.get(key))
+    return texts
 
 
 def _imported(name: str) -> Any:

@@ -130,34 +130,34 @@ def _fitting(
     config: RunConfig, key: str, name: str, dataset: TokenDataset, splits: Sequence[Split]
 ) -> Scores:
     try:
-        found = find_scores(Path(name), identity_of(dataset))
+        scores = find_scores(Path(name), identity_of(dataset))
         for split in splits:
-            found.parts(split)
+            scores.parts(split)
             if config.objective.type == "kto":
-                found.mismatched_sums(split)
+                scores.mismatched_sums(split)
     except DataError as error:
         raise ConfigError(Problem(key, name, *str(error).split(" -> ", 1))) from error
     length = config.batch.sequence_length
-    if config.objective.type == "kto" and found.request.sequence_length != length:
-        there = found.request.sequence_length
+    if config.objective.type == "kto" and scores.request.sequence_length != length:
+        there = scores.request.sequence_length
         rule = f"has mismatched answers of sequence_length {there}, and this run has {length}"
         raise ConfigError(Problem(key, name, rule, "score the data with the settings of this run"))
-    longest = max(found.record.longest[split] for split in splits)
-    if longest <= min(length, found.request.sequence_length) + 1:
-        return found
-    own = request_of(config, found.request.model, dataset)
+    longest = max(scores.record.longest[split] for split in splits)
+    if longest <= min(length, scores.request.sequence_length) + 1:
+        return scores
+    own = request_of(config, scores.request.model, dataset)
     named = {"sequence_length", "long_documents"}
-    changes = [text for text in differences(found.request, own) if text.split(":")[0] in named]
+    changes = [text for text in differences(scores.request, own) if text.split(":")[0] in named]
     if not changes:
-        return found
+        return scores
     rule = f"its longest document has {longest} tokens, and was divided: {'; '.join(changes)}"
     remedy = "score the data with the settings of this run"
     raise ConfigError(Problem(key, name, rule, remedy))
 
 
-def refuse_other_model(config: RunConfig, found: Scores, model: Identity) -> None:
+def refuse_other_model(config: RunConfig, scores: Scores, model: Identity) -> None:
     """Raise ConfigError for scores of another model than `model`, with which the run begins."""
-    there = found.request.model
+    there = scores.request.model
     if there.hash != model.hash:
         rule = (
             f"has scores of the model {there.name} ({there.hash}), and this run begins with "

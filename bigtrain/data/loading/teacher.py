@@ -37,8 +37,8 @@ class TeacherRows:
             assert isinstance(packed, PackedDocuments)
             positions = packed.stream_positions(inside)[:, 1:]
             row, column = np.nonzero(positions >= 0)
-            found = self._parts[number].at(positions[row, column])
-            values[own[row], column], ids[own[row], column] = found
+            top_k = self._parts[number].at(positions[row, column])
+            values[own[row], column], ids[own[row], column] = top_k
         return values, ids
 
 

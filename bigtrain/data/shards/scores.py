@@ -243,13 +243,13 @@ class Scores:
     def perplexities(self) -> dict[Split, npt.NDArray[np.float64]]:
         """Return the perplexity of each document by split, float64 [documents]; NaN for a document
         without targets."""
-        found: dict[Split, npt.NDArray[np.float64]] = {}
+        by_split: dict[Split, npt.NDArray[np.float64]] = {}
         for split in self.record.splits:
             targets = self.targets(split)
             means = np.full(len(targets), np.nan)
             np.divide(-self.sums(split), targets, out=means, where=targets > 0)
-            found[split] = np.exp(means)
-        return found
+            by_split[split] = np.exp(means)
+        return by_split
 
 
 def open_scores(directory: str | Path) -> Scores:

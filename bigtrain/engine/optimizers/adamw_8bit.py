@@ -227,8 +227,8 @@ class AdamW8bit(UpdateRule):
         # Where elements of a block are on other ranks, the scale stands for them: the kernel finds
         # it again as the largest magnitude.
         rows = blocks.spread(moment, scale[blocks.index].to(moment.device))
-        found, _ = self._quantize(rows, code=table, blocksize=BLOCK_ELEMENTS)
-        codes.copy_(blocks.take(found).view(codes.shape))
+        quantized, _ = self._quantize(rows, code=table, blocksize=BLOCK_ELEMENTS)
+        codes.copy_(blocks.take(quantized).view(codes.shape))
 
     def _pieces(self, masters: Sequence[Master]) -> Iterator[Piece]:
         assert self._parts is not None
@@ -240,11 +240,11 @@ class AdamW8bit(UpdateRule):
             shape = self._shapes[part.name]
             tensors = [master.values, master.gradient, *(master.codes(kind) for kind in CODES)]
             cuts = [cut_parts(part.shard, part.start, part.of(tensor)) for tensor in tensors]
-            for found in zip(*cuts, strict=True):
-                box = found[0][0]
+            for views in zip(*cuts, strict=True):
+                box = views[0][0]
                 for inner in box.split(_CHUNK):
                     where = inner.relative_to(box).slices
-                    values, gradient, first, second = (view[where] for _, view in found)
+                    values, gradient, first, second = (view[where] for _, view in views)
                     blocks = Blocks(shape, inner, values.device)
                     yield Piece(part.name, blocks, values, gradient, (first, second))
 

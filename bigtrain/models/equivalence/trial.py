@@ -110,8 +110,8 @@ def first_difference(
     gradients, the worst."""
     for kind, tolerance in tolerances.items():
         limits = tolerance.limits(expected.get(kind, {}))
-        found = distances(expected.get(kind, {}), actual.get(kind, {}))
-        large = {name: d for name, d in found.items() if d > limits.get(name, 0.0)}
+        by_name = distances(expected.get(kind, {}), actual.get(kind, {}))
+        large = {name: d for name, d in by_name.items() if d > limits.get(name, 0.0)}
         if large:
             name = worst(large, limits) if kind == GRADIENT else next(iter(large))
             return Difference(kind, name, large[name], limits.get(name, 0.0))
@@ -139,14 +139,14 @@ def _distance(one: torch.Tensor | None, other: torch.Tensor | LocalTensor | None
     return math.inf if math.isnan(distance) else distance
 
 
-def worst(found: Mapping[str, float], limits: Mapping[str, float]) -> str:
+def worst(by_name: Mapping[str, float], limits: Mapping[str, float]) -> str:
     """Return the name whose distance is closest to its limit, or farthest beyond it."""
 
     def excess(name: str) -> tuple[float, float]:
         limit = limits.get(name, 0.0)
-        return found[name] / limit if limit else math.inf, found[name]
+        return by_name[name] / limit if limit else math.inf, by_name[name]
 
-    return max(found, key=excess)
+    return max(by_name, key=excess)
 
 
 def largest_value(tensor: torch.Tensor) -> float:

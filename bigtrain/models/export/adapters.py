@@ -105,18 +105,18 @@ def probe_beside(
         plain = section.model_copy(update={"quantization": "none"})
         model = _load(base, hf_config, directory, DTYPES[probe.dtype], plain).eval()
         logits = model(input_ids=probe.input_ids, use_cache=False).logits.float()
-    found = Probe(probe.input_ids, logits, probe.dtype)
-    return found, relative_difference(logits, probe.logits)
+    computed = Probe(probe.input_ids, logits, probe.dtype)
+    return computed, relative_difference(logits, probe.logits)
 
 
 def adapter_state(weights: Mapping[str, torch.Tensor], dtype: str) -> dict[str, torch.Tensor]:
     """Return the adapters among a run's `weights`, by their names in peft's files, in memory."""
-    found = {}
+    tensors = {}
     for name, tensor in sorted(weights.items()):
         if f".{ADAPTER}." in name:  # a checkpoint holds the base's buffers as well
             tensor = tensor.read() if isinstance(tensor, LazyTensor) else tensor.detach()
-            found[peft_name(name)] = tensor.to(DTYPES[dtype]).contiguous()
-    return found
+            tensors[peft_name(name)] = tensor.to(DTYPES[dtype]).contiguous()
+    return tensors
 
 
 def merged_weights(

@@ -48,8 +48,8 @@ def export_grown(
             f"--model = {source!r}: its {vocabulary_size(base)} rows are enough for the "
             f"tokenizer's {tokens} tokens -> use it as it is, with that tokenizer"
         )
-    found = find_weights(source, base_configuration(hf_config, growth))
-    weights = grown_weights(found, hf_config, growth, section, seed, lambda work: work())
+    base_weights = find_weights(source, base_configuration(hf_config, growth))
+    weights = grown_weights(base_weights, hf_config, growth, section, seed, lambda work: work())
     name = str(hf_config.dtype).removeprefix("torch.")
     dtype = name if name in DTYPES else "float32"
     model = build_model(section, hf_config, seed=0, dtype=DTYPES[dtype], weights="left").eval()
@@ -58,7 +58,7 @@ def export_grown(
     with torch.no_grad():
         logits = model(input_ids=ids, use_cache=False).logits.float()
     with TemporaryDirectory() as name:
-        record_base(source, found, Path(name))
+        record_base(source, base_weights, Path(name))
         notes = export_model(
             weights.tensors,
             hf_config,

@@ -234,11 +234,11 @@ def _verify_mtp_layers(
     ModelError."""
     if not num_trained_mtp_layers(hf_config):
         return
-    found = find_weights(str(directory), hf_config)
+    exported = find_weights(str(directory), hf_config)
     for name, tensor in weights.items():
         if name.startswith(f"{MTP}."):
             trained = tensor.read() if isinstance(tensor, LazyTensor) else tensor
-            stored = found.tensors[name].read()
+            stored = exported.tensors[name].read()
             if not torch.equal(trained.to(stored.dtype), stored):
                 raise ModelError(f"{output}: not written: reloaded, {name} differs")
 

@@ -190,11 +190,11 @@ def trained_copy(module: Any) -> Any:
 def computing_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return all modules by the names they have in the model without copies (`modules_to_save`); of
     one that has a trained copy, that."""
-    found: dict[str, nn.Module] = {}
+    modules: dict[str, nn.Module] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if ".original_module." not in f"{name}.":
-            found[f"{name}.".replace(COPY, ".").rstrip(".")] = module
-    return found
+            modules[f"{name}.".replace(COPY, ".").rstrip(".")] = module
+    return modules
 
 
 def _select(
@@ -265,11 +265,13 @@ def _check_quantized(model: PreTrainedModel, section: AdaptersSection) -> list[P
     if stacks := stacks_of(model, "mlp"):
         rule = f"{stacks[0]} is a stacked weight, and only linear layers have weights in 4 bits"
         return [Problem(QUANTIZED_KEY, section.quantization, rule, f"{QUANTIZED_KEY}=none")]
-    found = set(find_saved(model, section)[0]).intersection(quantized_layers(model))
+    quantized_saved = set(find_saved(model, section)[0]).intersection(quantized_layers(model))
     rule = "{} would be in 4 bits, and a copy of it cannot be trained"
     remedy = f"an adapter for it (adapters.targets), or {QUANTIZED_KEY}=none"
     value = list(section.modules_to_save)
-    return [Problem(SAVED_KEY, value, rule.format(name), remedy) for name in sorted(found)]
+    return [
+        Problem(SAVED_KEY, value, rule.format(name), remedy) for name in sorted(quantized_saved)
+    ]
 
 
 def quantized_layers(model: PreTrainedModel) -> list[str]:
@@ -349,8 +351,8 @@ def file_config(model: PreTrainedModel, section: AdaptersSection) -> LoraConfig:
             *(f"{name}.weight" for name in taken),
         ]
         config.lora_dropout = 0.0
-    found: LoraConfig = config
-    return found
+    converted: LoraConfig = config
+    return converted
 
 
 def _taken_for_experts(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
@@ -483,7 +485,7 @@ def stacked_weights(model: nn.Module) -> list[str]:
 def _kinds(model: PreTrainedModel) -> dict[str, Preset]:
     """Return the kind of each linear layer of a decoder layer that is of one."""
     classes = attention_classes(model)
-    found: dict[str, Preset] = {}
+    kinds: dict[str, Preset] = {}
     routed = {e.module for e in parameter_roles(model).values() if e.role is Role.ROUTER}
     for layer_name, layer in decoder_layers(model):
         attention = {
@@ -494,10 +496,10 @@ def _kinds(model: PreTrainedModel) -> dict[str, Preset]:
             if not is_product(module):
                 continue
             if _is_in(name, attention):
-                found[f"{layer_name}.{name}"] = "attention"
+                kinds[f"{layer_name}.{name}"] = "attention"
             elif not _is_in(name, mixers) and f"{layer_name}.{name}" not in routed:
-                found[f"{layer_name}.{name}"] = "mlp"
-    return found if classes or "attention" in found.values() else {}
+                kinds[f"{layer_name}.{name}"] = "mlp"
+    return kinds if classes or "attention" in kinds.values() else {}
 
 
 def _modules(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:

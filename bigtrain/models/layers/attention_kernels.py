@@ -81,7 +81,7 @@ def gradients(
         return _gradients_in_tiles(grad_out, query, key, value, out, lse, band, scores)
     copies, queries = _grouped(query, key, is_causal=band.is_causal)
     rows = queries.shape[:3]
-    found = flash_attention_gradients(
+    kernel_gradients = flash_attention_gradients(
         grad_out.reshape(*rows, -1),
         (queries, _repeated(key, copies), _repeated(value, copies)),
         out.reshape(*rows, -1),
@@ -89,7 +89,7 @@ def gradients(
         is_causal=band.is_causal,
         scale=scores.scale,
     )
-    of_query, of_key, of_value = (x.float() for x in found)
+    of_query, of_key, of_value = (x.float() for x in kernel_gradients)
     if copies > 1:
         of_key, of_value = (x.unflatten(1, (-1, copies)).sum(2) for x in (of_key, of_value))
     return of_query.reshape(query.shape), of_key, of_value

@@ -228,12 +228,12 @@ class ChunkedLoss:
             loss += of_chunk.detach()
             if of_rows is not None:
                 wanted = [chunk, *(leaf for leaf in leaves if leaf.requires_grad)]
-                found = torch.autograd.grad(of_chunk, wanted, mantissa)
-                of_rows[part] = found[0]
+                chunk_gradients = torch.autograd.grad(of_chunk, wanted, mantissa)
+                of_rows[part] = chunk_gradients[0]
                 trained = [total for total in sums if total is not None]
-                for total, gradient in zip(trained, found[1:], strict=True):
+                for total, gradient in zip(trained, chunk_gradients[1:], strict=True):
                     total.add(gradient)
-                del found
+                del chunk_gradients
             del of_chunk, leaves, chunk
         if gradients is not None:
             assert of_rows is not None
@@ -317,10 +317,10 @@ class ChunkedLoss:
             with torch.enable_grad(), substituted(self._head, weights, leaves):
                 entropies = self._entropies(chunk, labels[part])
             wanted = [chunk, *(leaf for leaf in leaves if leaf.requires_grad)]
-            found = torch.autograd.grad(entropies, wanted, upstream[part])
-            of_rows[part] = found[0]
+            gradients = torch.autograd.grad(entropies, wanted, upstream[part])
+            of_rows[part] = gradients[0]
             trained = [total for total in sums if total is not None]
-            for total, gradient in zip(trained, found[1:], strict=True):
+            for total, gradient in zip(trained, gradients[1:], strict=True):
                 total.add(gradient)
         if index is not None:
             of_rows = torch.zeros_like(hidden).flatten(0, -2).index_copy_(0, index, of_rows)

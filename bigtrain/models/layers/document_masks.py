@@ -94,7 +94,7 @@ def _attend(
     scale = width**-0.5 if scaling is None else scaling
     # [H, tokens of all samples, D], split into documents
     rows = [x.transpose(0, 1).flatten(1, 2).split(sizes, 1) for x in (query, key, value)]
-    found = []
+    attended = []
     for one, others, values in zip(*rows, strict=True):
         scores = one @ others.transpose(1, 2) * scale
         if softcap is not None:
@@ -103,5 +103,5 @@ def _attend(
         hidden = distance < 0
         if sliding_window is not None:
             hidden |= distance >= sliding_window
-        found.append(F.softmax(scores.masked_fill(hidden, -torch.inf), -1) @ values)
-    return torch.cat(found, 1).unflatten(1, (samples, tokens)).permute(1, 2, 0, 3), None
+        attended.append(F.softmax(scores.masked_fill(hidden, -torch.inf), -1) @ values)
+    return torch.cat(attended, 1).unflatten(1, (samples, tokens)).permute(1, 2, 0, 3), None

@@ -47,11 +47,11 @@ def substituted(
     """Let `module` compute with `leaves` instead of its `parameters` inside, so that no hooks of
     these run per part; ZeRO-3's are gathered here."""
     places: list[tuple[nn.Module, str]] = []
-    found = dict(zip(map(id, parameters), leaves, strict=True))
+    leaf_by_id = dict(zip(map(id, parameters), leaves, strict=True))
     for owner in module.modules():
         for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
-            if id(parameter) in found:
-                shadow(owner, name, found[id(parameter)])
+            if id(parameter) in leaf_by_id:
+                shadow(owner, name, leaf_by_id[id(parameter)])
                 places.append((owner, name))
     try:
         yield

@@ -91,8 +91,8 @@ def add_mtp_layers(model: PreTrainedModel, hf_config: PreTrainedConfig) -> None:
 
 def mtp_layers(model: nn.Module) -> MultiTokenLayers | None:
     """Return the layers that `add_mtp_layers` added; None without any."""
-    found = getattr(model, NAME, None)
-    return found if isinstance(found, MultiTokenLayers) else None
+    layers = getattr(model, NAME, None)
+    return layers if isinstance(layers, MultiTokenLayers) else None
 
 
 def labels_at_depth(

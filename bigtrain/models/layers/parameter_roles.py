@@ -93,18 +93,18 @@ def parameter_roles(model: nn.Module) -> dict[str, ParameterRole]:
     """Return the role of every parameter of `model` by its first name, in the model's order. The
     model may be on the meta device, partitioned, sharded, a pipeline stage, and have adapters. Not
     collective. A parameter that is an embedding and a head is an embedding."""
-    found = _Classifier(model)
+    classifier = _Classifier(model)
     roles: dict[str, ParameterRole] = {}
     by_id: dict[int, str] = {}
     for prefix, module in model.named_modules():
         own = module.named_parameters(recurse=False, remove_duplicate=False)
         for leaf, parameter in own:
-            role = found.role(prefix, module, leaf, parameter)
+            role = classifier.role(prefix, module, leaf, parameter)
             name = f"{prefix}.{leaf}" if prefix else leaf
             first = by_id.setdefault(id(parameter), name)
             known = roles.get(first)
             if known is None or (role in _TABLES and known.role not in _TABLES):
-                is_stacked, groups = found.holds_stacks(prefix, module), _num_groups(module)
+                is_stacked, groups = classifier.holds_stacks(prefix, module), _num_groups(module)
                 roles[first] = ParameterRole(first, role, prefix, leaf, is_stacked, groups)
     return roles
 
@@ -256,8 +256,8 @@ def split_by_decay(
 def adapted_weight(name: str) -> str:
     """Return the weight of the model without adapters that an adapter's parameter `name` is added
     to; the name itself of any other."""
-    head, found, _ = f".{name}".partition(f".{_ADAPTER}")
-    return f"{head[1:]}.weight" if found else name
+    head, marker, _ = f".{name}".partition(f".{_ADAPTER}")
+    return f"{head[1:]}.weight" if marker else name
 
 
 def collapsed(names: Iterable[str]) -> list[str]:

@@ -68,10 +68,10 @@ def parameter_of(model: nn.Module, name: str) -> nn.Parameter:
 
 def names_of(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[int, list[str]]:
     """Return all names of every parameter, by its id; tied ones have several, the first counts."""
-    found: dict[int, list[str]] = {}
+    names_by_id: dict[int, list[str]] = {}
     for name, parameter in parameters:
-        found.setdefault(id(parameter), []).append(name)
-    return found
+        names_by_id.setdefault(id(parameter), []).append(name)
+    return names_by_id
 
 
 def give_properties(module: nn.Module, properties: dict[str, property], **marks: object) -> None:
@@ -147,7 +147,7 @@ def listed_layers(model: nn.Module, count: int | None) -> list[tuple[str, nn.Mod
     lists: dict[str, list[tuple[str, nn.Module]]] = {}
     for name, module in layers:
         lists.setdefault(name.rpartition(".")[0], []).append((name, module))
-    return next((found for found in lists.values() if len(found) == count), layers)
+    return next((listed for listed in lists.values() if len(listed) == count), layers)
 
 
 def expert_stacks(model: nn.Module) -> Iterator[nn.Module]:

@@ -60,10 +60,10 @@ def find_mlps(model: PreTrainedModel) -> list[str]:
                 yield from of(f"{name}.{leaf}", child)
 
     return [
-        found
+        mlp
         for name, layer in decoder_layers(model)
         for leaf, child in layer.named_children()
-        for found in of(f"{name}.{leaf}", child)
+        for mlp in of(f"{name}.{leaf}", child)
     ]
 
 
@@ -134,10 +134,10 @@ class Tiles:
         rows = [tensor.reshape(-1, tensor.shape[-1]) for tensor in tensors]
         output: torch.Tensor | None = None
         for part in self._parts(len(rows[0])):
-            found = call.run([tensor[part] for tensor in rows])
+            tile = call.run([tensor[part] for tensor in rows])
             if output is None:
-                output = found.new_empty(*tensors[0].shape[:-1], found.shape[-1])
-            output.view(-1, found.shape[-1])[part] = found
+                output = tile.new_empty(*tensors[0].shape[:-1], tile.shape[-1])
+            output.view(-1, tile.shape[-1])[part] = tile
         assert output is not None
         return output
 
@@ -163,9 +163,9 @@ class Tiles:
                 ]
                 output = call.run(tile)
                 wanted = [tensor for tensor in tile if tensor.requires_grad] + leaves
-                found = torch.autograd.grad(output, wanted, upstream[part], allow_unused=True)
+                gradients = torch.autograd.grad(output, wanted, upstream[part], allow_unused=True)
                 del output
-                _take(found, part, [target for target in of_rows if target is not None], sums)
+                _take(gradients, part, [target for target in of_rows if target is not None], sums)
         of_tensors = [
             None if gradient is None else gradient.view(tensor.shape)
             for gradient, tensor in zip(of_rows, tensors, strict=True)
@@ -182,16 +182,16 @@ class Tiles:
 
 
 def _take(
-    found: Sequence[torch.Tensor | None],
+    gradients: Sequence[torch.Tensor | None],
     part: slice,
     of_rows: Sequence[torch.Tensor],
     sums: Sequence[GradientSum],
 ) -> None:
     """Store the gradients of a tile: of its tokens in `of_rows`, and of parameters in `sums`."""
-    for target, gradient in zip(of_rows, found, strict=False):
+    for target, gradient in zip(of_rows, gradients, strict=False):
         if gradient is not None:
             target[part] = gradient
-    for total, gradient in zip(sums, found[len(of_rows) :], strict=True):
+    for total, gradient in zip(sums, gradients[len(of_rows) :], strict=True):
         if gradient is not None:
             total.add(gradient)
 

@@ -77,13 +77,13 @@ def divergence(logits: torch.Tensor, values: torch.Tensor, ids: torch.Tensor) ->
     over all tokens, and equal to it for k = V. logits float32 [N, V]; values, ids: `Teacher`."""
     total, known = logits.logsumexp(-1), values.exp()
     own = logits.gather(-1, ids) - total.unsqueeze(-1)
-    found: torch.Tensor = (torch.special.xlogy(known, known) - known * own).sum(-1)
+    of_tokens: torch.Tensor = (torch.special.xlogy(known, known) - known * own).sum(-1)
     if ids.shape[-1] == logits.shape[-1]:
-        return found
+        return of_tokens
     rest = (-torch.expm1(values.logsumexp(-1))).clamp(min=0)
     others = logits.scatter(-1, ids, -torch.inf).logsumexp(-1) - total
-    found += torch.special.xlogy(rest, rest) - rest * others
-    return found
+    of_tokens += torch.special.xlogy(rest, rest) - rest * others
+    return of_tokens
 
 
 def token_log_probabilities(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

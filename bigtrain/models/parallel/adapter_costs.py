@@ -90,11 +90,13 @@ def _packed(
     """Return costs of each decoder layer; linear layers outside of those count as plain ones."""
     sizes: dict[str, list[int]] = {prefix: [] for prefix in prefixes}
     for name in quantized_layers(model):
-        of_layer = next((found for prefix, found in sizes.items() if name.startswith(prefix)), None)
+        of_layer = next(
+            (layer_sizes for prefix, layer_sizes in sizes.items() if name.startswith(prefix)), None
+        )
         if of_layer is not None:
             of_layer.append(model.get_submodule(name).weight.numel())
     double = section.double_quantization
-    return tuple(QuantizedWeights.of(found, double=double) for found in sizes.values())
+    return tuple(QuantizedWeights.of(layer_sizes, double=double) for layer_sizes in sizes.values())
 
 
 def _product(model: PreTrainedModel, name: str, plan: Plan) -> Matmul:

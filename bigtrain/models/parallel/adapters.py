@@ -82,8 +82,8 @@ def _measure_whole_rows(dora: Any, side: Side, group: Group, gathered: Shard | N
     def product(lora_A: Any, lora_B: Any, adapter_name: str | None = None) -> torch.Tensor:
         """Compute this rank's part; peft calls both with an identity matrix, which would
         exchange."""
-        found: torch.Tensor = lora_B.weight @ lora_A.weight
-        return found
+        low_rank: torch.Tensor = lora_B.weight @ lora_A.weight
+        return low_rank
 
     def norm(weight: Any, lora_weight: Any, scaling: float, adapter_name: str | None = None) -> Any:
         if gathered is not None:

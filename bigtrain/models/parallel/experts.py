@@ -51,21 +51,21 @@ class Experts:
 def expert_modules(model: PreTrainedModel) -> list[Experts]:
     """Return the modules of experts, as the model's plan has them, or those that keep the contract.
     Raises ModelError for an architecture without either, or whose experts do not fit its plan."""
-    found = _of_the_plan(model) or _of_the_contract(model)
-    if not found:
+    experts = _of_the_plan(model) or _of_the_contract(model)
+    if not experts:
         raise ModelError(
             f"parallel.expert: transformers has no expert-parallel plan for model_type "
             f"{model.config.model_type}, and it has no modules of equally long stacks that are "
             "called with tokens, their experts and weights -> parallel.expert=1, and "
             "parallel.tensor or ZeRO 3 for models too large for one device"
         )
-    return found
+    return experts
 
 
 def _of_the_plan(model: PreTrainedModel) -> list[Experts]:
     plan = expanded_plan(model, dict(model.ep_plan or {}))
     modules = dict(model.named_modules(remove_duplicate=False))
-    found = []
+    experts = []
     for name, style in plan.items():
         if style != _MODULE or name not in modules:
             continue
@@ -80,14 +80,14 @@ def _of_the_plan(model: PreTrainedModel) -> list[Experts]:
                 f"parallel.expert: {name}: its experts are not stacked as in its plan -> "
                 "parallel.expert=1"
             )
-        found.append(Experts(name, modules[name], stacks))
-    return found
+        experts.append(Experts(name, modules[name], stacks))
+    return experts
 
 
 def _of_the_contract(model: PreTrainedModel) -> list[Experts]:
     """Return modules of `num_experts` experts that are called by the contract, and all of
     whose parameters have the rows of one expert after the other (Dbrx)."""
-    found = []
+    experts = []
     for name, module in model.named_modules():
         num_experts = getattr(module, "num_experts", None)
         if not isinstance(num_experts, int) or num_experts < 2:
@@ -97,8 +97,8 @@ def _of_the_contract(model: PreTrainedModel) -> list[Experts]:
         if arguments == _ARGUMENTS and all(
             len(full_shape(p)) > 1 and full_shape(p)[0] % num_experts == 0 for p in stacks.values()
         ):
-            found.append(Experts(name, module, stacks))
-    return found
+            experts.append(Experts(name, module, stacks))
+    return experts
 
 
 def shard_experts(

@@ -43,7 +43,7 @@ def hidden_matrices(model: nn.Module) -> dict[str, HiddenMatrix]:
     with one row or column. Parameters may be partitioned or sharded. Not collective.
     """
     roles = {(entry.module, entry.leaf): entry for entry in parameter_roles(model).values()}
-    found: dict[str, HiddenMatrix] = {}
+    matrices: dict[str, HiddenMatrix] = {}
     for layer_name, layer in decoder_layers(model):
         stacks = {id(module) for module in expert_stacks(layer)}
         for module_name, module in layer.named_modules(prefix=layer_name):
@@ -53,8 +53,8 @@ def hidden_matrices(model: nn.Module) -> dict[str, HiddenMatrix]:
                     continue
                 if parameter.requires_grad:
                     groups = entry.num_groups
-                    found[entry.name] = HiddenMatrix(entry.name, shape, output_dim, groups)
-    return found
+                    matrices[entry.name] = HiddenMatrix(entry.name, shape, output_dim, groups)
+    return matrices
 
 
 def _weights(module: Any, is_stack: bool) -> Iterator[tuple[str, nn.Parameter, int]]:
@@ -105,12 +105,14 @@ class Matrix:
             begin += box.sizes[self.output_dim]
 
 
-def matrices_of(found: Iterable[HiddenMatrix], splits: Mapping[str, SplitSection]) -> list[Matrix]:
+def matrices_of(
+    hidden_matrices: Iterable[HiddenMatrix], splits: Mapping[str, SplitSection]
+) -> list[Matrix]:
     """Return all matrices of these parameters: one each, one per expert of a stack and per group of
     a grouped layer, and the parts of those that match a pattern of `splits`. Raises ConfigError for
     widths that do not add up."""
     matrices = []
-    for hidden in found:
+    for hidden in hidden_matrices:
         pattern = next((p for p in splits if fnmatchcase(hidden.name, p)), None)
         output_dim = hidden.output_dim - len(hidden.shape)
         width = hidden.shape[output_dim]
@@ -162,22 +164,22 @@ def _boxes(
 def check_matrices(model: nn.Module, optimizer: OptimizerSection) -> list[Problem]:
     """Return why an optimizer of hidden matrices cannot update `model`, which may be on the meta
     device: it has no hidden matrix, or `split` does not fit it."""
-    found, section = hidden_matrices(model), optimizer.muon
+    matrices, section = hidden_matrices(model), optimizer.muon
     problems = [
         Problem(
             f"{KEY}.{pattern}",
             split.parts,
             "matches the name of no matrix of a hidden layer",
-            f"a shell pattern of full names, such as {next(iter(found), 'none')}",
+            f"a shell pattern of full names, such as {next(iter(matrices), 'none')}",
         )
         for pattern, split in section.split.items()
-        if not any(fnmatchcase(name, pattern) for name in found)
+        if not any(fnmatchcase(name, pattern) for name in matrices)
     ]
-    if not found:
+    if not matrices:
         rule = "is for matrices of hidden layers, and nothing of this model that is trained is one"
         return [Problem("optimizer.type", optimizer.type, rule, "adamw")]
     try:
-        matrices_of(found.values(), section.split)
+        matrices_of(matrices.values(), section.split)
     except ConfigError as error:
         problems += error.problems
     return problems

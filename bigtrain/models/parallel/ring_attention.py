@@ -105,16 +105,16 @@ class _RingAttention(torch.autograd.Function):
         for step in range(exchange.size):
             block = plan.block(exchange.rank, keys.source(step))
             states = keys.get(step)
-            found = tuple(torch.zeros_like(x, dtype=torch.float32) for x in states)
+            block_gradients = tuple(torch.zeros_like(x, dtype=torch.float32) for x in states)
             for piece, (k, v) in _with_columns(block, states):
                 of_rows, *of_columns = gradients(
                     *(_rows(grad_out, piece), _rows(query, piece), k, v),
                     *(_rows(out, piece), _rows(lse, piece), _band(piece), ctx.scores),
                 )
                 _rows(of_query, piece).add_(of_rows)
-                for total, more in zip(found, of_columns, strict=True):
+                for total, more in zip(block_gradients, of_columns, strict=True):
                     _columns(total, piece).add_(more)
-            returns.put(step, found)
+            returns.put(step, block_gradients)
         returns.finish()
         of_sinks = None
         if sinks is not None:
@@ -189,12 +189,12 @@ class _Returns:
         self._sent: torch.Tensor | None = None
         self._wait: Wait = _nothing
 
-    def put(self, step: int, found: Sequence[torch.Tensor]) -> None:
+    def put(self, step: int, gradients: Sequence[torch.Tensor]) -> None:
         """Send the gradients of the keys of step `step` to their rank, and begin to receive those
         that another rank has found for this one's keys."""
         rank, size = self._exchange.rank, self._exchange.size
         if step == 0:
-            self._add(self._plan.block(rank, rank), found)
+            self._add(self._plan.block(rank, rank), gradients)
             return
         self.finish()
         to, source = (rank - step) % size, (rank + step) % size
@@ -202,7 +202,7 @@ class _Returns:
         widths = sum(x.shape[3] for x in self._own)
         samples, heads = self._own[0].shape[:2]
         arriving = self._own[0].new_empty(samples * heads * block.num_columns * widths)
-        sent = torch.cat([x.flatten() for x in found]) if found[0].numel() else None
+        sent = torch.cat([x.flatten() for x in gradients]) if gradients[0].numel() else None
         self._arriving, self._sent = (block, arriving), sent
         self._wait = self._exchange.start(to, sent, source, arriving if arriving.numel() else None)
 
@@ -217,8 +217,8 @@ class _Returns:
         parts = arrived.split([torch.Size(shape).numel() for shape in shapes])
         self._add(block, [part.view(shape) for part, shape in zip(parts, shapes, strict=True)])
 
-    def _add(self, block: Block, found: Sequence[torch.Tensor]) -> None:
-        for total, more in zip(self._own, found, strict=True):
+    def _add(self, block: Block, gradients: Sequence[torch.Tensor]) -> None:
+        for total, more in zip(self._own, gradients, strict=True):
             passed = 0
             for start, stop in block.columns:
                 total[:, :, start:stop] += more[:, :, passed : passed + stop - start]

@@ -138,7 +138,7 @@ class RingPlan:
         return self._blocks[rank, source]
 
     def _make(self, rank: int, source: int) -> Block:
-        found: list[tuple[int, Piece]] = []
+        numbered: list[tuple[int, Piece]] = []
         passed = 0
         for number, keys in enumerate(chunks_of(self.length, self.ring_size, source)):
             row = 0
@@ -152,10 +152,10 @@ class RingPlan:
                             rows[0] - columns[0],
                             self.window,
                         )
-                        found.append((number, piece))
+                        numbered.append((number, piece))
                 row += queries[1] - queries[0]
             passed += keys[1] - keys[0]
-        return _gathered(found)
+        return _gathered(numbered)
 
 
 def _meetings(
@@ -181,14 +181,14 @@ def _meetings(
             yield rows, columns
 
 
-def _gathered(found: Sequence[tuple[int, Piece]]) -> Block:
+def _gathered(numbered: Sequence[tuple[int, Piece]]) -> Block:
     """Return the block of pieces, each with the number of the chunk of its columns: only the
     columns from the first to the last that is needed of each chunk."""
     columns: list[Range] = []
     moves: dict[int, int] = {}
     passed = 0
-    for number in sorted({number for number, _ in found}):
-        own = [piece.columns for n, piece in found if n == number]
+    for number in sorted({number for number, _ in numbered}):
+        own = [piece.columns for n, piece in numbered if n == number]
         hull = (min(start for start, _ in own), max(stop for _, stop in own))
         moves[number] = passed - hull[0]
         passed += hull[1] - hull[0]
@@ -198,7 +198,7 @@ def _gathered(found: Sequence[tuple[int, Piece]]) -> Block:
             columns.append(hull)
     pieces = [
         part
-        for number, piece in found
+        for number, piece in numbered
         for part in _without_hidden(
             Piece(
                 piece.samples,

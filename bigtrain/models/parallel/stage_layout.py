@@ -198,9 +198,9 @@ def _reaches(tensors: list[torch.Tensor], parameters: list[nn.Parameter]) -> boo
 
 
 def _dependencies(tensors: list[torch.Tensor], outside: dict[str, nn.Parameter]) -> frozenset[str]:
-    found = _gradients(tensors, list(outside.values()))
+    gradients = _gradients(tensors, list(outside.values()))
     return frozenset(
-        name for name, gradient in zip(outside, found, strict=True) if gradient is not None
+        name for name, gradient in zip(outside, gradients, strict=True) if gradient is not None
     )
 
 

@@ -185,7 +185,7 @@ def stages_of_parameters(
     """Return the stages that hold each parameter of the full model, by its first name, ascending.
     Raises ModelError if layers of different stages share parameters."""
     last = len(cuts) - 2
-    found: dict[str, tuple[int, ...]] = {}
+    stages_by_name: dict[str, tuple[int, ...]] = {}
     prefix = f"{layout.layers}."
     for names in names_of(model.named_parameters(remove_duplicate=False)).values():
         parameter = parameter_of(model, names[0])
@@ -201,16 +201,16 @@ def stages_of_parameters(
         if not parameter.requires_grad and not stages:
             stages = set(range(last + 1))  # no gradient has shown where it is needed
         # A parameter that nothing depends on is on the first stage, to be saved.
-        found[names[0]] = tuple(sorted(stages or {0}))
-    return found
+        stages_by_name[names[0]] = tuple(sorted(stages or {0}))
+    return stages_by_name
 
 
 def replicated_parameters(
     model: PreTrainedModel, layout: StageLayout, cuts: Sequence[int]
 ) -> dict[str, tuple[int, ...]]:
     """Return the `stages_of_parameters` on more than one stage, whose gradients must be summed."""
-    found = stages_of_parameters(model, layout, cuts)
-    return {name: stages for name, stages in found.items() if len(stages) > 1}
+    stages_by_name = stages_of_parameters(model, layout, cuts)
+    return {name: stages for name, stages in stages_by_name.items() if len(stages) > 1}
 
 
 def _stage_of(layer: int, cuts: Sequence[int]) -> int:

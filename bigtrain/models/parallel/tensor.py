@@ -100,9 +100,9 @@ def _inside_wrappers(model: PreTrainedModel, rules: Plan) -> Plan:
     if not has_adapters(model):
         return {}
     names = [base_name(name) for name, _ in model.named_parameters(remove_duplicate=False)]
-    found = {name: style_of(rules, name, is_parameter=True) for name in names}
-    found |= {n: style_of(rules, n, is_parameter=False) for n in computing_modules(model)}
-    return {name: style for name, style in found.items() if style is not None}
+    styles = {name: style_of(rules, name, is_parameter=True) for name in names}
+    styles |= {n: style_of(rules, n, is_parameter=False) for n in computing_modules(model)}
+    return {name: style for name, style in styles.items() if style is not None}
 
 
 def _with_tied(model: PreTrainedModel, plan: Plan) -> Plan:
@@ -405,8 +405,8 @@ def _vocabulary_parallel(module: Any, forward: Any, group: Group) -> Any:
 
     def lookup(ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         foreign = (ids < first) | (ids >= first + rows)
-        found = forward((ids - first).masked_fill(foreign, 0), *args, **kwargs)
-        return sum_partial(found.masked_fill(foreign.unsqueeze(-1), 0.0), group)
+        embedded = forward((ids - first).masked_fill(foreign, 0), *args, **kwargs)
+        return sum_partial(embedded.masked_fill(foreign.unsqueeze(-1), 0.0), group)
 
     return lookup
 

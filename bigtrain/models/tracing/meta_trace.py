@@ -408,8 +408,8 @@ def _collected(
     order: list[int] = []
     for index, layer in enumerate(layers):
         seen = tracer.layers.get(index, _Layer())
-        found = replace(seen, parameters=_parameters(names[layer], layer, plan, stacked))
-        costs = found.costs(tokens)
+        layer_trace = replace(seen, parameters=_parameters(names[layer], layer, plan, stacked))
+        costs = layer_trace.costs(tokens)
         if costs not in kinds:
             kinds.append(costs)
         order.append(kinds.index(costs))
@@ -470,12 +470,12 @@ def run_once(layers: Sequence[nn.Module], same: Callable[[int, int], None]) -> I
         def forward(*args: Any, **kwargs: Any) -> Any:
             key = (built, _called(args), _called(kwargs))
             if key in outputs:
-                first, found = outputs[key]
+                first, output = outputs[key]
                 same(index, first)
-                return found
-            found = own(*args, **kwargs)
-            outputs[key] = (index, found)
-            return found
+                return output
+            output = own(*args, **kwargs)
+            outputs[key] = (index, output)
+            return output
 
         return forward
 

@@ -62,7 +62,7 @@ def trace_apart(source: ConfigurationSource, dtype: str, *, trains_mtp: bool = F
             "dtype": dtype,
             "trains_mtp": trains_mtp,
         }
-        found = subprocess.run(
+        finished = subprocess.run(
             [sys.executable, "-m", "bigtrain.models.tracing.trace_process"],
             input=json.dumps(request),
             stdout=subprocess.PIPE,
@@ -71,7 +71,7 @@ def trace_apart(source: ConfigurationSource, dtype: str, *, trains_mtp: bool = F
             check=True,
             timeout=_TIMEOUT_SECONDS,
         )
-        return ModelCosts.from_json(json.loads(found.stdout))
+        return ModelCosts.from_json(json.loads(finished.stdout))
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         raise NoTraceProcessError(str(error)) from error
 

@@ -56,10 +56,10 @@ def _own_costs(config: RunConfig, hf_config: Any, traces: bool) -> tuple[ModelCo
     values = written_configuration(config.model)
     key = _key(config, values, hf_config) if values else None
     if key is not None:
-        found = cache_get(KIND, key)
-        if found is not None:
+        stored = cache_get(KIND, key)
+        if stored is not None:
             with suppress(ValueError):
-                return ModelCosts.from_json(found), ""
+                return ModelCosts.from_json(stored), ""
     try:
         if not traces:
             raise ModelError("it has no earlier trace, and only --gpu NAME makes one")
@@ -90,10 +90,10 @@ def _adapter_costs(
         return of_all_linear(costs, section.rank, double)
     values = written_configuration(config.model)
     key = _key(config, values, None, section) if values else None
-    found = cache_get(KIND, key) if key is not None else None
-    if found is not None:
+    stored = cache_get(KIND, key) if key is not None else None
+    if stored is not None:
         with suppress(ValueError):
-            return AdapterCosts.from_json(found)
+            return AdapterCosts.from_json(stored)
     if not traces:
         raise ModelError("which layers get adapters was not looked up yet")
     from bigtrain.models.build import empty_model

@@ -70,12 +70,12 @@ def read_sums(path: Path) -> Sums:
         raise ModelError(f"{path} cannot be read: {error} -> restore it, or remove it") from error
 
 
-def differences(found: Sums, listed: Sums, where: Path) -> list[str]:
+def differences(actual: Sums, listed: Sums, where: Path) -> list[str]:
     """Return how the files that were `found` differ from those `listed` in the file `where`."""
     return [
         f"{name} has {have.num_bytes} bytes and checksum {have.xxh3}; {where} lists "
         f"{listed[name].num_bytes} and {listed[name].xxh3}"
-        for name, have in sorted(found.items())
+        for name, have in sorted(actual.items())
         if name in listed and have != listed[name]
     ]
 
@@ -128,7 +128,7 @@ def changes_of(sums: Sums, directory: Path, run: Path) -> list[str]:
     from those that the first launch of the run in `run` read. `sums`: by absolute path. Raises
     ModelError if a list cannot be read."""
     exported, begun = directory / CHECKSUMS, run / BASE_MODEL
-    by_name = {Path(path).name: found for path, found in sums.items()}
+    by_name = {Path(path).name: checksum for path, checksum in sums.items()}
     return [
         *differences(by_name, read_sums(exported), exported),
         *differences(sums, read_sums(begun), begun),

@@ -172,7 +172,7 @@ def _state(
         exact += [pattern.replace("*", ".*") for pattern in dtype_plan(model, dtype)]
         exact += [f"^{re.escape(name)}$" for name in computed_in_float32(model, dtype)]
     unchanged = {alias.get(name, name) for name in as_stored}
-    found = {}
+    state = {}
     for name, like in model.state_dict().items():
         tensor = kept.get(alias.get(name, name))
         if name in skipped or tensor is None:
@@ -184,8 +184,8 @@ def _state(
         elif tensor.is_floating_point() and alias.get(name, name) not in unchanged:
             in_float32 = any(re.search(pattern, name) for pattern in exact)
             tensor = tensor.detach().to(torch.float32 if in_float32 else dtype)
-        found[name] = tensor
-    return found
+        state[name] = tensor
+    return state
 
 
 def _materialized(tensor: torch.Tensor) -> torch.Tensor:

@@ -124,20 +124,20 @@ def find_weights(
         raise ModelError(f"{setting}: no such directory -> restore it, or name where it is now")
     try:
         files = tuple(weight_files(local_path(source), hf_config))
-        found: dict[str, _Origin] = dict(stored_tensors_of(files))
+        origins: dict[str, _Origin] = dict(stored_tensors_of(files))
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ModelError(f"{setting}: {one_line(error, None)}") from error
     with torch.device("meta"):
         model: Any = auto_class(hf_config).from_config(
             copy.deepcopy(hf_config), dtype=torch.float32
         )
-    if scores_samples(hf_config) and not found.keys() & set(head_parameters(model)):
-        for name in _token_head(hf_config, found):
-            del found[name]
+    if scores_samples(hf_config) and not origins.keys() & set(head_parameters(model)):
+        for name in _token_head(hf_config, origins):
+            del origins[name]
         for name, tensor in initial_head(model, seed):
-            found[name] = _Drawn(name, tensor)
-    lazy = {name: LazyTensor(leaf.shape, leaf.dtype, leaf) for name, leaf in found.items()}
-    of_copies, problems = _load_all(model, hf_config, lazy, found)
+            origins[name] = _Drawn(name, tensor)
+    lazy = {name: LazyTensor(leaf.shape, leaf.dtype, leaf) for name, leaf in origins.items()}
+    of_copies, problems = _load_all(model, hf_config, lazy, origins)
     if problems and (method := _quantization(source)) is not None:
         problems.append(
             f"its config.json has quantization_config.quant_method = {method!r}: quantized weights "
@@ -169,11 +169,11 @@ def find_weights(
             copies[leaves[0][0]] = leaves[1][0]
         tensors[target] = tensors[origin] = both[-1]
     for name, parameter in of_copies.items():
-        origins = _leaf_names(tensors[parameter])
-        copies |= {name: origins[0]} if len(origins) == 1 else {}
+        leaf_names = _leaf_names(tensors[parameter])
+        copies |= {name: leaf_names[0]} if len(leaf_names) == 1 else {}
     lazies = {n: t for n, t in tensors.items() if isinstance(t, LazyTensor)}
     stored = {
-        name: tensor for name, tensor in lazy.items() if isinstance(found[name], StoredTensor)
+        name: tensor for name, tensor in lazy.items() if isinstance(origins[name], StoredTensor)
     }
     return Weights(setting, lazies, files, stored, copies)
 
@@ -182,7 +182,7 @@ def _load_all(
     model: Any,
     hf_config: PreTrainedConfig,
     lazy: Mapping[str, LazyTensor],
-    found: Mapping[str, _Origin],
+    origins: Mapping[str, _Origin],
 ) -> tuple[dict[str, str], list[str]]:
     """Load `lazy` into `model`, and into layers for multi-token prediction that it is given here if
     a run with `hf_config` trains them; else tensors of theirs are unused. Returns names in files
@@ -190,9 +190,9 @@ def _load_all(
     trains = num_trained_mtp_layers(hf_config) > 0
     names = MtpNames.find(model) if trains else MtpNames.find_known(model)
     if names is None:
-        return {}, _load(model, dict(lazy), found)
+        return {}, _load(model, dict(lazy), origins)
     main = {name: tensor for name, tensor in lazy.items() if not names.is_one(name)}
-    problems = _load(model, main, found)
+    problems = _load(model, main, origins)
     if not trains:
         return {}, problems
     copies, own = {}, {}
@@ -209,13 +209,13 @@ def _load_all(
     return copies, [*problems, *load_mtp_layers(model, layers, own)]
 
 
-def _token_head(hf_config: PreTrainedConfig, found: Mapping[str, _Origin]) -> set[str]:
+def _token_head(hf_config: PreTrainedConfig, origins: Mapping[str, _Origin]) -> set[str]:
     """Return the names of the stored tensors that the head of the causal LM of `hf_config` is made
     of; none if it is tied."""
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(hf_config))
-    lazy = {name: LazyTensor(leaf.shape, leaf.dtype, leaf) for name, leaf in found.items()}
-    _load(model, lazy, found)
+    lazy = {name: LazyTensor(leaf.shape, leaf.dtype, leaf) for name, leaf in origins.items()}
+    _load(model, lazy, origins)
     heads = map(model.get_parameter, head_parameters(model))
     return {leaf for head in heads if isinstance(head, LazyTensor) for leaf in _leaf_names(head)}
 
@@ -235,7 +235,7 @@ def _quantization(source: str) -> str | None:
     return None
 
 
-def _load(model: Any, lazy: dict[str, LazyTensor], found: Mapping[str, _Origin]) -> list[str]:
+def _load(model: Any, lazy: dict[str, LazyTensor], origins: Mapping[str, _Origin]) -> list[str]:
     """Let transformers load `lazy` into `model`; returns the problems."""
     settings = LoadStateDictConfig(
         dtype=torch.float32,
@@ -246,7 +246,7 @@ def _load(model: Any, lazy: dict[str, LazyTensor], found: Mapping[str, _Origin])
         info, _ = convert_and_load_state_dict_in_model(model, dict(lazy), settings, None)
     shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
     problems = [
-        f"{_where(name, found)} has shape {list(there)}, the model's {name} {list(here)}"
+        f"{_where(name, origins)} has shape {list(there)}, the model's {name} {list(here)}"
         for name, there, here in sorted(info.mismatched_keys)
     ]
     problems += [
@@ -259,7 +259,7 @@ def _load(model: Any, lazy: dict[str, LazyTensor], found: Mapping[str, _Origin])
             info.missing_keys -= lacking
         elif not lacking and not torch.equal(*(model.get_parameter(n) for n in (target, origin))):
             problems.append(
-                f"{_where(target, found)} and {_where(origin, found)} are tied in this "
+                f"{_where(target, origins)} and {_where(origin, origins)} are tied in this "
                 "configuration and hold different values -> set tie_word_embeddings: false"
             )
     # Some models initialize missing parameters randomly; pretrained weights must be complete.
@@ -274,7 +274,7 @@ def _load(model: Any, lazy: dict[str, LazyTensor], found: Mapping[str, _Origin])
         f"no tensor there is the model's {name} {shapes[name]}{tied.get(name, '')}"
         for name in sorted(info.missing_keys - wrong)
     ]
-    problems += [f"{_where(n, found)}{_UNKNOWN}" for n in sorted(info.unexpected_keys)]
+    problems += [f"{_where(n, origins)}{_UNKNOWN}" for n in sorted(info.unexpected_keys)]
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, LazyTensor) and tensor.is_floating_point():
             problems += [
@@ -294,11 +294,11 @@ def _heads(model: Any) -> dict[str, str]:
     return dict.fromkeys(names, remedy)
 
 
-def _where(name: str, found: Mapping[str, _Origin]) -> str:
+def _where(name: str, origins: Mapping[str, _Origin]) -> str:
     """Return the tensor of a file that becomes `name`, as far as names tell."""
     alike = [
         leaf
-        for key, leaf in found.items()
+        for key, leaf in origins.items()
         if key == name or key.endswith(f".{name}") or name.endswith(f".{key}")
     ]
     return str(alike[0]) if alike else f"what becomes {name}"

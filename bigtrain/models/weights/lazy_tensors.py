@@ -62,9 +62,9 @@ class LazyTensor(torch.Tensor):
 
     def read(self) -> torch.Tensor:
         """Return the full tensor."""
-        found = allocate(tuple(self.shape), self.dtype)
-        self.fill((0,) * self.ndim, found)
-        return found
+        tensor = allocate(tuple(self.shape), self.dtype)
+        self.fill((0,) * self.ndim, tensor)
+        return tensor
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub lacks the class argument
@@ -335,14 +335,14 @@ class _Computed:
     def _compute(self) -> torch.Tensor:
         func, args, kwargs, index = self._call
         inputs = map_instances(LazyTensor, LazyTensor.read, (args, kwargs))
-        found = func(*inputs[0], **inputs[1])
-        result: torch.Tensor = found if index is None else found[index]
+        computed = func(*inputs[0], **inputs[1])
+        result: torch.Tensor = computed if index is None else computed[index]
         return result
 
     def sources(self) -> Iterator[object]:
-        found: list[LazyTensor] = []
-        map_instances(LazyTensor, found.append, self._call[1:3])
-        return _sources(found)
+        inputs: list[LazyTensor] = []
+        map_instances(LazyTensor, inputs.append, self._call[1:3])
+        return _sources(inputs)
 
 
 def forget_computed() -> None:

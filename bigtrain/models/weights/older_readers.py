@@ -121,9 +121,9 @@ def _effective_key(
     """Return the first of `keys` that sets `field` of the class's rotary parameters."""
     unlikely = 0.375 if field == "partial_rotary_factor" else 123457.0
     for key in keys:
-        found = _rope_of(config_class, {**plain, key: unlikely})
-        found = found.get(layer_type) if found is not None and layer_type else found
-        if isinstance(found, dict) and found.get(field) == unlikely:
+        rope = _rope_of(config_class, {**plain, key: unlikely})
+        rope = rope.get(layer_type) if rope is not None and layer_type else rope
+        if isinstance(rope, dict) and rope.get(field) == unlikely:
             return key
     return None
 

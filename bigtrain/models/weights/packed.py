@@ -27,5 +27,5 @@ def packed_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
         yield weight.data
         for state in (weight.quant_state, getattr(weight.quant_state, "state2", None)):
             if state is not None:
-                found = (state.absmax, state.code, state.offset)
-                yield from (tensor for tensor in found if tensor is not None)
+                parts = (state.absmax, state.code, state.offset)
+                yield from (tensor for tensor in parts if tensor is not None)

@@ -203,8 +203,8 @@ class _DequantizedView:
     layer: Any
 
     def fill(self, offsets: Offsets, out: torch.Tensor) -> None:
-        found = magnitude(dequantized(self.layer), transposed=False)
-        out.copy_(found[offsets[0] : offsets[0] + out.shape[0]])
+        magnitudes = magnitude(dequantized(self.layer), transposed=False)
+        out.copy_(magnitudes[offsets[0] : offsets[0] + out.shape[0]])
 
     def sources(self) -> Iterator[object]:
         return iter(())

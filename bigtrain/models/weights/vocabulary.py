@@ -92,8 +92,8 @@ def _empty_model(hf_config: PreTrainedConfig) -> Any:
 
 def _by_token(model: Any) -> list[nn.Module]:
     """Embedding and head."""
-    found = model.get_input_embeddings(), model.get_output_embeddings()
-    return [module for module in found if module is not None]
+    embeddings = model.get_input_embeddings(), model.get_output_embeddings()
+    return [module for module in embeddings if module is not None]
 
 
 def grown_weights(
@@ -124,18 +124,18 @@ def new_rows(
     which are read here. Raises ModelError for a file that cannot be read."""
     assert section.vocabulary is not None
     kind, count = section.vocabulary.new_rows, growth.after - growth.before
-    found: Rows = {}
+    rows: Rows = {}
     for name in growth.names:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed_of(seed, name))
             if kind == "normal":
-                found[name] = _initialized(hf_config, name, count)
+                rows[name] = _initialized(hf_config, name, count)
                 continue
             lazy = weights.tensors[name]
             old = allocate(tuple(lazy.shape), torch.float32)
             weights.fill(name, (0,) * lazy.ndim, old)
-            found[name] = _initialize_near_mean(old, count, spread=kind == "mean_covariance")
-    return found
+            rows[name] = _initialize_near_mean(old, count, spread=kind == "mean_covariance")
+    return rows
 
 
 def _initialize_near_mean(old: torch.Tensor, count: int, *, spread: bool) -> torch.Tensor:

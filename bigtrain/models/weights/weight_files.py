@@ -50,16 +50,16 @@ class UnreadableError(Exception):
 def stored_tensors_of(files: Sequence[Path]) -> dict[str, StoredTensor]:
     """Return all tensors of `files` by name. Raises ValueError for a name in two of them, of which
     transformers would take the last."""
-    found: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     for path in files:
         for name, leaf in _leaves(path):
-            if name in found:
+            if name in tensors:
                 raise ValueError(
-                    f"two files hold the tensor {name}, {found[name].file.path} and {path} -> "
+                    f"two files hold the tensor {name}, {tensors[name].file.path} and {path} -> "
                     "remove the file, or the tensor, that is not meant"
                 )
-            found[name] = leaf
-    return found
+            tensors[name] = leaf
+    return tensors
 
 
 def _leaves(path: Path) -> Iterator[tuple[str, StoredTensor]]:
@@ -195,5 +195,5 @@ def find_file(source: str, name: str) -> Path | None:
     if Path(source).is_dir():
         path = Path(source, name)
         return path if path.is_file() else None
-    found = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
-    return None if found is None else Path(found)
+    cached = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
+    return None if cached is None else Path(cached)

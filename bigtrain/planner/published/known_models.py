@@ -64,8 +64,8 @@ class ModelShape:
 @functools.cache
 def _table() -> list[dict[str, Any]]:
     text = Path(__file__).with_name("known_models.json").read_text(encoding="utf-8")
-    found: list[dict[str, Any]] = json.loads(text)["models"]
-    return found
+    models: list[dict[str, Any]] = json.loads(text)["models"]
+    return models
 
 
 def known_figures(name: str) -> Mapping[str, Any]:

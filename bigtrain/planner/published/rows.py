@@ -299,7 +299,7 @@ def _fastest_micro(
 ) -> int:
     """Return the micro-batch size that is predicted to be the fastest of those that fit."""
     dp, p = layout.data_size, layout.pipeline_size
-    best, found = 0.0, 1
+    best, best_size = 0.0, 1
     for tried in _powers(batch // dp if batch else 64):
         number_of = batch // dp // tried if batch else 4 * p if p > 1 else 1
         larger = replace(layout, micro_batch_size=tried, num_accumulation=number_of)
@@ -307,8 +307,8 @@ def _fastest_micro(
             break
         seconds = step_time(model, larger, device, engine, gain=gain).total
         if larger.global_batch_size / seconds > best:
-            best, found = larger.global_batch_size / seconds, tried
-    return found
+            best, best_size = larger.global_batch_size / seconds, tried
+    return best_size
 
 
 def _powers(number: int) -> Iterator[int]:

@@ -51,15 +51,15 @@ def number(row: Row, name: str, default: int | None = None) -> int:
             return default
         raise ValueError(f"{name} is empty")
     plain = text.replace(",", "").replace("_", "").lower()
-    found = re.fullmatch(
+    match = re.fullmatch(
         r"x?\s*([-+.\de]*\d\.?)\s*([km]?)\s*x?(?:\s*[(\[].*|\s*(?:tokens|gpus).*)?", plain
     )
     try:
-        value = float(found[1]) if found else float(plain)
+        value = float(match[1]) if match else float(plain)
     except ValueError as error:
         raise ValueError(f"{name} = {text} is not a count") from error
-    if found and found[2]:
-        value *= _kilo(value) ** (2 if found[2] == "m" else 1)
+    if match and match[2]:
+        value *= _kilo(value) ** (2 if match[2] == "m" else 1)
     if not 1 <= value <= MOST or value != int(value):
         raise ValueError(f"{name} = {text} is not a count")
     return int(value)
@@ -80,18 +80,18 @@ def engine_name(row: Row) -> str:
     """Return the engine that the page names; compiled FSDP is one of its own. Default: Megatron
     with tensor or pipeline parallelism, else DeepSpeed."""
     said = words(row, "notes", "source")
-    found = next((name for pattern, name in _ENGINES if re.search(pattern, said)), None)
-    if found is None:
+    engine = next((name for pattern, name in _ENGINES if re.search(pattern, said)), None)
+    if engine is None:
         # Tables that name their FSDP in the column of stages.
-        found = "fsdp" if re.search(r"fsdp|shard", words(row, "zero")) else "deepspeed"
+        engine = "fsdp" if re.search(r"fsdp|shard", words(row, "zero")) else "deepspeed"
         if degree(row, "tp") * degree(row, "pp") > 1:
-            found = "megatron_core"
-    if found == "fsdp" and re.search(r"(?<!no )(?<!without )compile", said):
+            engine = "megatron_core"
+    if engine == "fsdp" and re.search(r"(?<!no )(?<!without )compile", said):
         return "fsdp_compiled"
     # Fused attention came to Megatron with what is called Megatron-Core since.
-    if found == "megatron" and re.search(r"flash|transformer.?engine|fp8", said):
+    if engine == "megatron" and re.search(r"flash|transformer.?engine|fp8", said):
         return "megatron_core"
-    return found
+    return engine
 
 
 def zero_stage(row: Row, engine: str) -> int:
@@ -197,9 +197,9 @@ def network_bits(notes: str) -> float | None:
 def virtual_stages(notes: str) -> int:
     """Return the stages per rank of an interleaved pipeline."""
     pattern = r"(?:interleav\w*|\bvpp?\b|virtual)[^0-9]{0,20}(\d+)(?!\s*f1b)"
-    found = re.search(pattern, notes, re.I)
-    if found:
-        return max(1, int(found[1]))
+    match = re.search(pattern, notes, re.I)
+    if match:
+        return max(1, int(match[1]))
     # If no number is stated, the smallest possible one.
     return 2 if re.search(r"(?<!non[- ])(?<!no )(?<!not )interleav", notes, re.I) else 1
 
@@ -219,11 +219,11 @@ def billions(row: Row) -> float:
     try:
         value = float(text)
     except ValueError:
-        found = re.search(
+        match = re.search(
             r"(?<![\w.])(\d+(?:\.\d+)?)\s*([bmt])\b(?!it)",
             words(row, "model").replace("_", " ").replace("-", " "),
         )
-        value = float(found[1]) * {"b": 1.0, "m": 1e-3, "t": 1e3}[found[2]] if found else 0.0
+        value = float(match[1]) * {"b": 1.0, "m": 1e-3, "t": 1e3}[match[2]] if match else 0.0
     return value if math.isfinite(value) and value > 0 else 0.0
 
 

@@ -116,16 +116,16 @@ class Engine:
     network: float = 0.0
     expert_host_seconds: float = 0.0
 
-    def with_measured(self, found: MeasuredEngine) -> Engine:
+    def with_measured(self, measured: MeasuredEngine) -> Engine:
         """Return this engine on the CPUs that `found` was measured on: without a CUDA context, and
         with host and device time added up, since the CPU does both."""
         return replace(
             self,
             context_bytes=0.0,
-            kernel_host_seconds=found.kernel_host_seconds,
-            parameter_host_seconds=found.parameter_host_seconds,
+            kernel_host_seconds=measured.kernel_host_seconds,
+            parameter_host_seconds=measured.parameter_host_seconds,
             launch_overlap=1.0,
-            measured=found,
+            measured=measured,
         )
 
 

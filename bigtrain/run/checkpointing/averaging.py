@@ -34,14 +34,15 @@ def chosen_steps(
         return list(steps)
     if last < 2:
         raise ConfigError(Problem("--last", last, "is not several checkpoints", "--last 2"))
-    found: list[int] = []
+    complete_steps: list[int] = []
     for directory in checkpoints.usable(run_directory, warn, "all"):
-        found.append(int(checkpoints.read_state(directory)["step"]))
-        if len(found) == last:
-            return found[::-1]
+        complete_steps.append(int(checkpoints.read_state(directory)["step"]))
+        if len(complete_steps) == last:
+            return complete_steps[::-1]
+    num_complete = len(complete_steps)
     raise CheckpointError(
-        f"{run_directory} has {len(found)} complete checkpoints, and --last {last} needs {last} -> "
-        f"{f'--last {len(found)}' if len(found) > 1 else 'train longer'}, or keep more "
+        f"{run_directory} has {num_complete} complete checkpoints, and --last {last} needs {last} "
+        f"-> {f'--last {num_complete}' if num_complete > 1 else 'train longer'}, or keep more "
         "(checkpoint.keep_last)"
     )
 
@@ -116,9 +117,9 @@ def _means(
     """Return lazy means by name. Raises ModelError for checkpoints of another model."""
     expected = {name: tuple(tensor.shape) for name, tensor in opened[-1].items()}
     for directory, tensors in zip(directories, opened, strict=True):
-        found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        if found != expected:
-            names = sorted(name for name, _ in found.items() ^ expected.items())
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        if shapes != expected:
+            names = sorted(name for name, _ in shapes.items() ^ expected.items())
             raise ModelError(
                 f"{directory} has other tensors than {directories[-1]} ({names[0]}) -> merge "
                 "checkpoints of one model"

@@ -105,12 +105,12 @@ class MemoryDirectory:
     def stored(self) -> list[StoredInMemory]:
         """Return the checkpoints whose small files are complete, oldest first. Tensor files are
         verified when they are read."""
-        found = []
+        complete = []
         for step in checkpoints.list_steps(self.path):
             directory = checkpoints.checkpoint_path(self.path, step)
             with suppress(CorruptCheckpointError, OSError):
-                found.append(stored_at(directory))
-        return found
+                complete.append(stored_at(directory))
+        return complete
 
     def keep_only(self, step: int | None) -> None:
         """Remove everything but the checkpoint of `step`. Raises OSError."""

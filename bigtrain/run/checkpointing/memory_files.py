@@ -207,7 +207,7 @@ class MemoryFiles:
             return []
         run = checkpoints.read_run_id(self._context.directory)
         newest_by_attempt = steps_of_attempts(self._context.directory)
-        found = []
+        complete = []
         for (step, digest), holdings in sorted(everywhere.items(), reverse=True):
             newest = newest_by_attempt.get(holdings.attempt, -1)
             if holdings.run != run or step > newest:
@@ -223,8 +223,8 @@ class MemoryFiles:
                     f"{missing[0]}" + (f" and {len(missing) - 1} more" if missing[1:] else "")
                 )
             else:
-                found.append(MemoryCheckpoint(step, digest, holdings.first))
-        return found
+                complete.append(MemoryCheckpoint(step, digest, holdings.first))
+        return complete
 
     def prepare(self, checkpoint: MemoryCheckpoint, engine: TrainEngine) -> Path:
         """Get what this host lacks of a checkpoint from others; return its directory on this host.

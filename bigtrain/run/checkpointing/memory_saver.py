@@ -131,12 +131,12 @@ class MemorySaver:
         (with a line, once), and for weights that are not finite on any rank."""
         begun = time.perf_counter()
         write = self._pending
-        found = torch.zeros(3)
-        found[0] = float(write is not None and write.is_running)
-        found[1] = float(write is not None and not found[0] and write.error is not None)
-        found[2] = float(not_finite(self._engine) is not None)
-        maximum_of_all(found, self._files.group)
-        is_running, has_failed, is_not_finite = map(bool, found)
+        flags = torch.zeros(3)
+        flags[0] = float(write is not None and write.is_running)
+        flags[1] = float(write is not None and not flags[0] and write.error is not None)
+        flags[2] = float(not_finite(self._engine) is not None)
+        maximum_of_all(flags, self._files.group)
+        is_running, has_failed, is_not_finite = map(bool, flags)
         if is_running:
             self._skip_slow(state.step)
         else:

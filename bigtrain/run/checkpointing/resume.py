@@ -56,10 +56,10 @@ def restore_or_start(
     in_memory = [] if memory is None else memory.complete(log)
     candidates = _merged(context, log, in_memory)
     while (candidate := context.long_work.on_main_rank(lambda: next(candidates, None))) is not None:
-        found = _loadable(candidate, log, engine, memory)
-        if found is None:
+        loadable = _loadable(candidate, log, engine, memory)
+        if loadable is None:
             continue
-        directory, document = found
+        directory, document = loadable
         sources, data_hash = inputs.sources, inputs.data_hash
         parameters = inputs.model_plan.parameters
         config = context.run.recorded_config
@@ -204,8 +204,8 @@ def roll_back(
             "checkpoint"
         )
     good = _good_checkpoints(context, log, state)
-    while (found := _next(context, good)) is not None:
-        directory, document = found
+    while (loadable := _next(context, good)) is not None:
+        directory, document = loadable
         if not _is_restored(log, engine, directory, document):
             continue
         there = GuardState.from_json(document.get("guard"))
@@ -274,8 +274,8 @@ def restore_alike(
             f"{what}, again on {', '.join(differing.again)}, whose memory or processors may be "
             "faulty -> exclude it, and start the run again: it resumes from before"
         )
-    found = _usable(context, log)
-    while (loadable := _next(context, found)) is not None:
+    usable = _usable(context, log)
+    while (loadable := _next(context, usable)) is not None:
         checkpoint, document = loadable
         if not _is_restored(log, engine, checkpoint, document):
             continue

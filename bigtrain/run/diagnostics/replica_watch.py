@@ -93,15 +93,15 @@ def differing_ranks(
     """Return the ranks with another checksum than most of their group, and whether all groups have
     a majority; without one, all ranks of a group. Pure. checksums: by rank, one of each kind;
     kinds: the groups of ranks that have the same one."""
-    found: set[int] = set()
+    differing: set[int] = set()
     is_known = True
     for kind, groups in enumerate(kinds):
         for group in groups:
             counts = Counter(checksums[rank][kind] for rank in group)
             usual, count = counts.most_common(1)[0]
             if 2 * count > len(group):
-                found |= {rank for rank in group if checksums[rank][kind] != usual}
+                differing |= {rank for rank in group if checksums[rank][kind] != usual}
             else:
-                found |= set(group)
+                differing |= set(group)
                 is_known = False
-    return tuple(sorted(found)), is_known
+    return tuple(sorted(differing)), is_known

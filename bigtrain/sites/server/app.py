@@ -137,17 +137,17 @@ class OuterServer:
             return None
         if marks.instance != self._instance:
             return protocol.OTHER_START, "the server has started again"
-        found = _NONCE.fullmatch(marks.nonce)
+        nonce = _NONCE.fullmatch(marks.nonce)
         with self._lock:
-            last = self._last.get(found[1]) if found else None
-            if found is None or last is None:
+            last = self._last.get(nonce[1]) if nonce else None
+            if nonce is None or last is None:
                 return protocol.OTHER_START, "the session is not known any longer"
-            if int(found[2]) <= last:
+            if int(nonce[2]) <= last:
                 self._note(
                     host, "sent before", f"refused a message ({action}) that was sent before"
                 )
                 return protocol.FORGED, "the message was sent before"
-            self._last[found[1]] = int(found[2])
+            self._last[nonce[1]] = int(nonce[2])
         return None
 
     async def _reply(self, request: Request, host: str, marks: _Marks) -> Response:

@@ -200,9 +200,9 @@ class Members:
         """Return what `ready` returns, as soon as that is not None, or after `seconds`."""
         end = time.monotonic() + min(seconds, LONGEST_POLL_SECONDS)
         with self.changed:
-            while (found := ready()) is None and (left := end - time.monotonic()) > 0:
+            while (answer := ready()) is None and (left := end - time.monotonic()) > 0:
                 self.changed.wait(left)
-            return found
+            return answer
 
     def write_round(
         self,
