@@ -18,6 +18,7 @@ from bigtrain.engine.checkpoint.tensor_files import (
     Wanted,
     find_boxes,
     find_parts,
+    no_tensor,
     refuse_other_shape,
 )
 from bigtrain.engine.optimizers.update_rule import AVERAGE
@@ -72,7 +73,7 @@ def open_boxes(
     for key, tensor in wanted.items():
         rows = layout.rows.get(key)
         if rows is None:
-            raise CheckpointError(f"{directory}: holds no tensor {key}")
+            raise CheckpointError(no_tensor(directory, key))
         refuse_other_shape(directory, key, rows[0].shard.shape, tensor)
         for box in tensor.boxes:
             ranks |= layout.writers(key, box)

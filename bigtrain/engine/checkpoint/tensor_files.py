@@ -97,7 +97,7 @@ def find_boxes(
     for key, tensor in wanted.items():
         if key not in parts_by_key:
             kind = CheckpointError if ranks is None else MissingPartsError
-            raise kind(f"{directory}: holds no tensor {key}")
+            raise kind(no_tensor(directory, key))
         for box in tensor.boxes:
             cover = Cover(box.sizes)
             for part in parts_by_key[key]:
@@ -106,6 +106,15 @@ def find_boxes(
                     cover.add(box.sizes, common.relative_to(box), part.dtype)
             _require_covered(directory, {key: cover})
     return parts_by_key
+
+
+def no_tensor(directory: Path, key: str) -> str:
+    """Return the error of a tensor that a run wants and its checkpoint does not have."""
+    return (
+        f"{directory}: holds no tensor {key}, which a run with these settings trains -> restore "
+        "the settings of the run that wrote it, or train as a run of its own in another "
+        "output.directory"
+    )
 
 
 def refuse_other_shape(directory: Path, key: str, shape: Numbers, wanted: Wanted) -> None:

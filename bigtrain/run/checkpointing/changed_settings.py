@@ -24,6 +24,10 @@ from bigtrain.settings.run_config import BatchSection, RunConfig
 from bigtrain.settings.sections.optimizer import OPTIMIZERS
 
 _TABLE = yaml.safe_load(Path(__file__).with_name("changed_settings.yaml").read_text("utf-8"))
+_RULES = {
+    "shapes": "leaves every tensor its shape",
+    "trained": "trains no tensor that the checkpoint lacks",
+}
 
 
 class Parameters(Protocol):
@@ -94,7 +98,7 @@ def resumed_phases(
     if _has_phases(document, config):  # compared by `_changed_batches`
         named.add("batch.sequence_length")
     changes += [change for change in differences(phases[-1], following) if change[0] not in named]
-    _refuse_changes(changes, document, config, directory)
+    _refuse_changes(changes, document, config, directory, parameters)
     return phases if following is phases[-1] else (*phases, following)
 
 
@@ -154,6 +158,26 @@ def _refuse_other_states(document: dict[str, Any], config: RunConfig, directory:
         f"{directory}: has states of optimizer.type = {there}, which {now} cannot continue -> "
         f"optimizer.type={there}, or export the weights and begin a new run with them"
     )
+
+
+def _refuse_thawed(
+    document: dict[str, Any], parameters: Parameters | None, directory: Path
+) -> None:
+    """Raise CheckpointError for parameters that were frozen and are trained now. Their moments
+    would begin at 0, and AdamW corrects that by its number of steps, which all parameters share:
+    their first updates would have another size."""
+    frozen = (document.get("parameters") or {}).get("frozen")
+    if parameters is None or not frozen:
+        return
+    thawed = [name for name in frozen if name not in set(parameters.record()["frozen"])]
+    if thawed:
+        more = f" and {len(thawed) - 1} more" if len(thawed) > 1 else ""
+        raise CheckpointError(
+            f"{directory}: {thawed[0]}{more} had no optimizer states there, being frozen, and "
+            "would be trained now -> restore model.frozen, or begin a run of its own from these "
+            f"weights in another output.directory: checkpoint.initialize_from={directory} with "
+            "model.config, or model.path=EXPORT"
+        )
 
 
 def _refuse_other_packing(changes: Sequence[tuple[str, str]], directory: Path) -> None:
@@ -252,11 +276,17 @@ def _differences(before: Any, now: Any) -> Iterator[str]:
 
 
 def _refuse_changes(
-    changes: Sequence[tuple[str, str]], document: dict[str, Any], config: RunConfig, directory: Path
+    changes: Sequence[tuple[str, str]],
+    document: dict[str, Any],
+    config: RunConfig,
+    directory: Path,
+    parameters: Parameters | None = None,
 ) -> None:
+    # First what no setting allows, so that no remedy is offered that is refused in turn.
+    _refuse_other_states(document, config, directory)
+    _refuse_thawed(document, parameters, directory)
     is_over = config.train.total_steps <= document["step"]
     _refuse(changes, config.checkpoint.allow_changes, directory, is_over=is_over)
-    _refuse_other_states(document, config, directory)
 
 
 def _refuse(
@@ -281,9 +311,9 @@ def _refuse(
             if is_over
             else f"restore the settings, or resume with these by checkpoint.allow_changes=[{keys}]"
         )
-        models = ", ".join(sorted({key for key, _ in refused} & {*_TABLE["shapes"]}))
-        if models:
-            remedy += f" (of {models} only what leaves every tensor its shape can change)"
+        for table, rule in _RULES.items():
+            if named := sorted({key for key, _ in refused} & {*_TABLE[table]}):
+                remedy += f" (of {', '.join(named)} only what {rule} can change)"
         raise CheckpointError(
             f"{directory} belongs to a run with other settings; use another output.directory, "
             f"{remedy}:\n" + "\n".join(f"  {key}: {text}" for key, text in refused)

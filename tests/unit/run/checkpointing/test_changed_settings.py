@@ -291,6 +291,36 @@ def test_groups_that_an_upgrade_has_changed_are_another_run() -> None:
         resumed_phases(document, now, inputs().sources, "h", Path("checkpoint"), fewer)
 
 
+def test_frozen_parameters_are_not_trained_at_a_resume() -> None:
+    """Not even if the change is allowed, which is then not advised; the reverse is."""
+    allowed = {**tree(), "checkpoint": {"allow_changes": ["model.frozen"]}}
+    frozen = {"frozen": ["model.embed*"], **tree()["model"]}
+    names = ("model.embed_tokens.weight", "model.embed_positions.weight")
+    document = {
+        **with_phases({**tree(), "model": frozen}),
+        "parameters": replace(NOW, frozen=names).record(),
+    }
+    for now in (tree(), allowed):
+        run = RunConfig.model_validate(now)
+        with pytest.raises(CheckpointError) as caught:
+            resumed_phases(document, run, (SHARDS,), "h", Path("checkpoint"), NOW)
+        assert "model.embed_tokens.weight and 1 more had no optimizer states" in str(caught.value)
+        assert "initialize_from=checkpoint" in str(caught.value)
+        assert "allow_changes" not in str(caught.value)
+    run = RunConfig.model_validate(allowed)
+    more = replace(NOW, frozen=(*names, "model.norm.weight"))
+    assert resumed_phases(document, run, (SHARDS,), "h", Path("checkpoint"), more)
+
+
+@pytest.mark.parametrize("key", ["rank", "targets", "dora", "modules_to_save"])
+def test_what_trains_other_tensors_is_named(key: str) -> None:
+    other = {"rank": 4, "targets": ["q_proj"], "dora": True, "modules_to_save": ["lm_head"]}
+    model = {"model": {"path": "base"}}
+    document = with_phases({**tree(), **model, "adapters": {"rank": 8}})
+    with pytest.raises(CheckpointError, match=rf"\(of adapters\.{key} only what trains no tensor"):
+        resume(document, {**tree(), **model, "adapters": {"rank": 8, key: other[key]}})
+
+
 def test_states_of_another_optimizer_are_not_continued() -> None:
     """Not even if the change is allowed: the checkpoint has no moments in 8 bits, or only those."""
     allowed = {**tree(), "checkpoint": {"allow_changes": ["optimizer"]}}
