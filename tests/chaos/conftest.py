@@ -30,7 +30,6 @@ def run_yaml(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of `STEPS` steps with dropout that saves after every second one."""
     root = tmp_path_factory.mktemp("chaos")
     shards = write_dataset(root / "shards", vocab_size=64)
-    (shards / "tokenizer").mkdir()  # copied into the run directory; nothing here reads text
     tree = {
         "model": {
             "config": {

@@ -40,7 +40,6 @@ def unscored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("distillation")
     for name, seed in (("one", 0), ("two", 1)):
         write_dataset(directory / name, vocab_size=VOCAB_SIZE, seed=seed, masked=name == "two")
-        (directory / name / "tokenizer").mkdir()
     save_llama(directory / "student")
     save_experts(directory / "student", directory / "experts")
     save_llama(directory / "teacher", hidden_size=48, seed=1)

@@ -40,7 +40,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("multi_token")
     for name, seed in (("one", 0), ("two", 1)):
         write_dataset(directory / name, vocab_size=VOCAB_SIZE, seed=seed, masked=name == "two")
-        (directory / name / "tokenizer").mkdir()
     for name in CONFIGURATIONS:
         multi_token_models.save(name, directory / name)
     return directory

@@ -30,7 +30,7 @@ SETTINGS = {"length": LENGTH, "weights": "fractions"}
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("weights")
-    (write_dataset(directory / "shards", vocab_size=VOCAB_SIZE) / "tokenizer").mkdir()
+    write_dataset(directory / "shards", vocab_size=VOCAB_SIZE)
     save_llama(directory / "base")
     return directory
 

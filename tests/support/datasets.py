@@ -42,9 +42,9 @@ def write_dataset(
     """Random documents of 5 to 60 tokens with a learnable pattern, each closed by token 0.
 
     A tenth of them are held out, and the others are in `num_shards`. `masked`: about two in
-    five tokens are targets. They have no tokenizer: nothing here reads text.
+    five tokens are targets. The tokenizer's directory is empty: nothing here reads text.
     """
-    directory.mkdir(parents=True)
+    (directory / "tokenizer").mkdir(parents=True)
     generator = np.random.default_rng(seed)
     dtype = token_dtype(vocab_size)
     splits: dict[Split, tuple[ShardRecord, ...]] = {"train": (), "held_out": ()}

@@ -69,6 +69,17 @@ def test_it_refuses_what_the_run_refuses(
     assert not (tmp_path / "run").exists()
 
 
+def test_data_without_its_tokenizer_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run would copy it once its processes have started."""
+    data = write_dataset(tmp_path / "shards", vocab_size=50)
+    (data / "tokenizer").rmdir()
+    path = run_yaml(tmp_path, data, {"model_type": "llama"})
+    assert main(["check", "--config", path, "--inputs"]) == 2
+    assert "has no directory tokenizer" in capsys.readouterr().err
+
+
 def test_it_says_what_the_run_would_choose(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
