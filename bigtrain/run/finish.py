@@ -138,7 +138,7 @@ def finish(
             summary += copies.wait(context.config.output.copy_wait_seconds)
         return summary
 
-    # Everything is saved, and the export is atomic: a signal may end this at once.
+    # Everything is saved, and the next start exports again: a signal may end this at once.
     context.signals.exit_after(lambda received: _leave_unexported(context, log, state, received))
     engine.close()
     try:

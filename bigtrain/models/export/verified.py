@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import glob
 import json
 import os
 import shutil
@@ -124,9 +125,10 @@ def export_model(
     weights that are not cast to `dtype`, but stay as in the base; `known`, notes to begin with.
     Returns a note for each thing that was changed or added, which the card lists as well.
     One process. Of `LazyTensor`s it holds one file's at a time, and one layer's when verifying.
-    The directory appears under its name only after it has been reloaded with plain transformers and
-    its logits agree. Raises ModelError otherwise, or if `output` exists and may not be replaced;
-    OutputError if it cannot be written. What is replaced stays until then.
+    The directory appears under its name only after it has been reloaded into transformers' model
+    (by transformers, or if it has several weight files one layer at a time) and its logits agree.
+    Raises ModelError otherwise, or if `output` exists and may not be replaced; OutputError if it
+    cannot be written. What is replaced stays until then.
     """
     with writing_directory(output, replace=replace) as temporary:
         hf_config.use_cache = True  # for generation, whatever the run's says
@@ -167,19 +169,24 @@ def _changes(notes: Sequence[str], base: BaseRecord | None) -> str:
 
 @contextmanager
 def writing_directory(output: Path, *, replace: bool) -> Iterator[Path]:
-    """Yields a temporary directory that becomes `output`, with checksums, when the block ends. It
-    is removed after an error. Raises ModelError if `output` exists and may not be replaced,
-    OutputError if it cannot be written."""
+    """Yield a temporary directory that becomes `output`, with checksums, when the block ends. It
+    is removed after an error. `replace`: an existing `output`, which must be this run's alone; then
+    what exports that were killed have left is removed too. Raises ModelError if `output` exists and
+    may not be replaced, OutputError if it cannot be written."""
     if output.exists() and not replace:
         raise ModelError(f"{output}: exists already; choose another --output or remove it")
+    if replace:
+        for leftover in output.parent.glob(f".{glob.escape(output.name)}.unfinished-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
     temporary = output.with_name(f".{output.name}.unfinished-{os.getpid()}")
+    replaced = output.with_name(f"{temporary.name}-replaced")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         with without_progress():
             yield temporary
         write_checksums(temporary)
-        if replace:
-            shutil.rmtree(output, ignore_errors=True)
+        if replace and os.path.lexists(output):
+            output.rename(replaced)  # at once, while removing it takes long
         temporary.rename(output)
     except (OSError, SafetensorError) as error:
         remedy = (
@@ -187,7 +194,10 @@ def writing_directory(output: Path, *, replace: bool) -> Iterator[Path]:
         )
         raise OutputError(cannot_be_written(output, error, remedy)) from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if replaced.exists() and not output.exists():
+            replaced.rename(output)
+        for directory in (temporary, replaced):
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 @torch.no_grad()

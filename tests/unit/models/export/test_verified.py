@@ -10,10 +10,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from bigtrain.errors import ModelError
+from bigtrain.errors import ModelError, OutputError
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.export import verified
-from bigtrain.models.export.verified import Probe, compare_logits, why_not_reloaded
+from bigtrain.models.export.verified import (
+    Probe,
+    compare_logits,
+    why_not_reloaded,
+    writing_directory,
+)
 from bigtrain.models.weights.older_readers import rewrite_config
 from bigtrain.settings.run_config import ModelSection
 from tools.tiny_models import tiny_config
@@ -102,3 +107,51 @@ def test_several_language_models_are_refused(tmp_path: Path) -> None:
     tiny_config("musicgen").save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="holds several language models"):
         load_hf_config(ModelSection(config=str(tmp_path)))
+
+
+def names_in(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_a_runs_own_export_is_replaced_whole(tmp_path: Path) -> None:
+    """And what an export that was killed has left goes; that of another directory stays."""
+    output = tmp_path / "hf"
+    for name in ("hf", ".hf.unfinished-1", ".hf2.unfinished-1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "old").touch()
+    with writing_directory(output, replace=True) as directory:
+        directory.mkdir()
+        (directory / "new").touch()
+        assert names_in(output) == ["old"]
+    assert "new" in names_in(output)
+    assert "old" not in names_in(output)
+    assert names_in(tmp_path) == [".hf2.unfinished-1", "hf"]
+    with pytest.raises(ModelError, match="exists already"):
+        with writing_directory(output, replace=False):
+            pass
+
+
+def test_an_export_that_cannot_get_its_name_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "hf"
+    output.mkdir()
+    (output / "old").touch()
+    rename = Path.rename
+
+    def fail(self: Path, target: Path) -> Path:
+        if (self / "new").exists():
+            raise OSError(28, "No space left on device")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fail)
+
+    def export() -> None:
+        with writing_directory(output, replace=True) as directory:
+            directory.mkdir()
+            (directory / "new").touch()
+
+    with pytest.raises(OutputError, match="No space left"):
+        export()
+    assert names_in(tmp_path) == ["hf"]
+    assert names_in(output) == ["old"]
