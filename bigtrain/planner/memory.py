@@ -28,8 +28,8 @@ class MemoryUse:
     and their gradient; `teacher`: parameters of a teacher in the run; `context`: of the CUDA
     context and communicators, and memory that the
     allocator reserves without using it. Main memory of the same rank is not in `total`:
-    `host_offload`; `host_activations`: inputs of recomputed layers; `host_checkpoint`: the copy
-    that is written while training continues;
+    `host_offload`: offloaded masters, moments, gradients and parameters; `host_activations`: inputs
+    of recomputed layers; `host_checkpoint`: the copy that is written while training continues;
     `host_memory_checkpoints`: checkpoints in shared memory, with the copy that they are written of;
     `host_export`: on the main rank after training, one file and one layer. A save takes no device
     memory: fragments are copied one by one.

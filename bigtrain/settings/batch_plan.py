@@ -18,10 +18,10 @@ _MOST_RANKS = 1 << 32  # of one site
 class BatchPlan:
     """Split of one optimizer step's samples over sites, ranks and micro-steps.
 
-    Sample ``global_batch_size * step + site_begin + (micro_step * data_size + data_rank) *
-    micro_batch_size + j`` is row ``j`` of the micro-batch, so the samples of a step do not depend
-    on the split: each site reads a contiguous block of them. Packed documents are first sorted
-    within a step (`data.balance_attention`).
+    Sample ``first + site_begin + (micro_step * data_size + data_rank) * micro_batch_size + j`` is
+    row ``j`` of the micro-batch, where ``first`` is the step's first sample. So the samples of a
+    step do not depend on the split: each site reads a contiguous block of them. Packed documents
+    are first sorted within a step (`data.balance_attention`).
 
     `global_batch_size` is of all sites together; `data_size`, `accumulation`, `site_batch_size` and
     `site_begin` (the samples of a step that it reads, and the first of them) are this site's.

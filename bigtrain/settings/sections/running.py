@@ -235,8 +235,8 @@ class WatchdogSection(Section):
     """without progress of any rank, after which all ranks dump their stacks and exit (exit code
     76); null turns the watchdog off"""
     slow_timeout_seconds: Seconds = 1800.0
-    """the same while the run starts, in its first step, while it waits for a save to be written and
-    while it exports, where one operation may take long"""
+    """the same in phases where one operation may take long: start, first step, waiting for a save,
+    rolling back, outer steps, tasks, callbacks, export"""
     rendezvous_timeout_seconds: Seconds = RENDEZVOUS_TIMEOUT_SECONDS
     """for all ranks to join at the start, after which the missing ranks are named and the others
     exit"""
