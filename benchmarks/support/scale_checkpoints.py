@@ -16,14 +16,14 @@ import torch.distributed as dist
 from benchmarks.support.simulated import Cost, Meter, world
 from bigtrain.engine.checkpoint.fragments import Fragment
 from bigtrain.engine.checkpoint.io import Staging, TensorSnapshot, divide, read_tensors
-from bigtrain.engine.checkpoint.layout import Row, merge
-from bigtrain.engine.checkpoint.tensor_file import Identity, file_name, write_parts
+from bigtrain.engine.checkpoint.layout import LayoutRow, merge
+from bigtrain.engine.checkpoint.tensor_file import SaveIdentity, file_name, write_parts
 from bigtrain.engine.startup.mesh import open_mesh
 from bigtrain.models.parallel.sharding import Shard
 from bigtrain.run.checkpointing import checkpoints
 from bigtrain.settings.topology import Topology
 
-IDENTITY = Identity("0" * 16, 1)
+IDENTITY = SaveIdentity("0" * 16, 1)
 SIDE = 512
 """Of every parameter, a square matrix: at 4,096 ranks a part of ZeRO 3 has 64 elements of it."""
 KINDS = ("master", "exp_avg", "exp_avg_sq")
@@ -52,7 +52,7 @@ class Zero3:
         names = map(_name, range(self.num_parameters))
         return [Fragment(name, shard, start, tensors(), capacity) for name in names]
 
-    def all_rows(self, directory: Path) -> list[tuple[Row, ...]]:
+    def all_rows(self, directory: Path) -> list[tuple[LayoutRow, ...]]:
         """Return the rows of each rank: those of the first for all, since all parts are alike."""
         with world(0, self.num_ranks):
             mesh = open_mesh(self.topology, 0)
@@ -97,12 +97,12 @@ class Zero1Cut:
         each = -(-self.num_parameters // self.topology.pipeline_size)
         return range(stage * each, min((stage + 1) * each, self.num_parameters))
 
-    def all_rows(self, directory: Path) -> list[tuple[Row, ...]]:
+    def all_rows(self, directory: Path) -> list[tuple[LayoutRow, ...]]:
         """Return the rows of each rank: of one group of replicas from `divide`, of the others by
         their position, as theirs differ only in names and shard."""
         topology = self.topology
         tried = topology.tensor_size - 1  # of the first stage; rank 0 of tensors gathers buffers
-        rows_by_rank: list[tuple[Row, ...]] = [()] * self.num_ranks
+        rows_by_rank: list[tuple[LayoutRow, ...]] = [()] * self.num_ranks
         with world(tried, self.num_ranks):
             mesh = open_mesh(topology, tried)
             own = [
@@ -155,7 +155,7 @@ def measure_save(num_ranks: int, size: int, directory: Path) -> Cost:
 
 def _prepared(
     cutting: Cutting, written: Collection[int], directory: Path
-) -> tuple[Path, list[tuple[Entry, tuple[Row, ...]]]]:
+) -> tuple[Path, list[tuple[Entry, tuple[LayoutRow, ...]]]]:
     """Return a checkpoint before it is committed, and what the main rank gets from each rank.
 
     written: ranks whose files are there; each other rank's is a link to the first of these, since

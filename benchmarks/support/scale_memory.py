@@ -19,7 +19,7 @@ from benchmarks.support.scale_checkpoints import IDENTITY, Zero3, _write
 from benchmarks.support.simulated import RANKS_OF_HOST, Cost, Meter
 from bigtrain.engine.checkpoint.io import writers
 from bigtrain.engine.checkpoint.layout import merge
-from bigtrain.engine.checkpoint.tensor_file import Identity, file_name
+from bigtrain.engine.checkpoint.tensor_file import SaveIdentity, file_name
 from bigtrain.engine.startup.long_work import on_main_rank
 from bigtrain.run.checkpointing import checkpoints, memory_files
 from bigtrain.run.checkpointing.host_files import Partners
@@ -92,8 +92,10 @@ class Hosts:
             for rank in range(self.num_ranks)
         }
         files |= {name: (len(text), xxhash.xxh3_64_hexdigest(text)) for name, text in small.items()}
-        identity = Identity(IDENTITY.run, step, IDENTITY.attempt)
-        manifest = checkpoints.manifest_text(checkpoints.Manifest(identity, files)).encode()
+        identity = SaveIdentity(IDENTITY.run, step, IDENTITY.attempt)
+        manifest = checkpoints.manifest_text(
+            checkpoints.CheckpointManifest(identity, files)
+        ).encode()
         folder = self._directory / f"documents-{step}"
         folder.mkdir()
         for name, content in {**small, checkpoints.MANIFEST: manifest}.items():

@@ -86,7 +86,7 @@ def _launch(arguments: Sequence[str]) -> int:
             "the rendezvous, and restart it and all nodes"
         )
         return 2
-    except elastic_patches.FaultyHostError as error:
+    except elastic_patches.FaultyNodeError as error:
         _say(f"{error} -> test it (bigtrain doctor) before it takes part in any run again")
         return EXIT_FAULTY_HOST
     except elastic_patches.TooManyHostsError as error:

@@ -32,7 +32,7 @@ from bigtrain.errors import EXIT_FAULTY_HOST, EXIT_STOPPED
 from bigtrain.launchers.elastic_patches import (
     BACKEND,
     GRACE_SECONDS,
-    FaultyHostError,
+    FaultyNodeError,
     Rendezvous,
     say,
 )
@@ -82,11 +82,11 @@ class Agent(LocalElasticAgent):
             self._leave_if_faulty()
 
     def _leave_if_faulty(self) -> None:
-        """Leave the run if a rank that has ended found this host faulty. Raises FaultyHostError."""
+        """Leave the run if a rank that has ended found this host faulty. Raises FaultyNodeError."""
         processes = {} if self._pcontext is None else _processes(self._pcontext)
         if EXIT_FAULTY_HOST in map(_exit_code, processes.values()):
             self._rendezvous_handler.leave()
-            raise FaultyHostError("this node computes wrong bits, so it leaves the run")
+            raise FaultyNodeError("this node computes wrong bits, so it leaves the run")
 
     @property
     def _rendezvous_handler(self) -> Rendezvous:

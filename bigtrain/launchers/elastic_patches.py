@@ -68,7 +68,7 @@ class TooManyHostsError(RendezvousError):
     """The run has all hosts and spares that it may have."""
 
 
-class FaultyHostError(RendezvousError):
+class FaultyNodeError(RendezvousError):
     """A rank found that this host computes wrong bits: its agent leaves the run."""
 
 

@@ -207,7 +207,7 @@ def _live_model(
 ) -> Any:
     from lm_eval.models.huggingface import HFLM
 
-    class LiveModel(HFLM):  # type: ignore[misc]
+    class HarnessModel(HFLM):  # type: ignore[misc]
         """lm-eval's model of transformers, with another model behind it."""
 
         @property
@@ -247,7 +247,7 @@ def _live_model(
                 row[: len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
             return torch.cat([context, filled], 1)
 
-    return LiveModel(
+    return HarnessModel(
         pretrained=empty_model(hf_config),
         tokenizer=tokenizer,
         backend="causal",

@@ -75,7 +75,7 @@ _CHUNK_TOKENS, _TILES = 7, 3
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineChoice:
     """DeepSpeed JSON: its label in the output, its name or path, and whether it is the run's
     own."""
 
@@ -90,7 +90,7 @@ class Proxy:
     None if that is float32. notes: human-readable lines on its differences from the user's run."""
 
     config: RunConfig
-    engines: tuple[Engine, ...]
+    engines: tuple[EngineChoice, ...]
     precision: PrecisionSection | None
     notes: tuple[str, ...]
 
@@ -315,13 +315,13 @@ def _own_plan(config: RunConfig) -> BatchPlan:
     return BatchPlan(batch.samples_per_step, batch.micro_batch_size, 1, 1, batch.sequence_length)
 
 
-def _engines(config: RunConfig, directory: Path) -> tuple[Engine, ...]:
+def _engines(config: RunConfig, directory: Path) -> tuple[EngineChoice, ...]:
     """Return one for each ZeRO stage, and the run's own JSON if it is not one of those."""
-    shipped = [Engine(name, name, False) for name in SHIPPED]
+    shipped = [EngineChoice(name, name, False) for name in SHIPPED]
     path = find_deepspeed_config(config.engine.deepspeed_config)
     label = Path(label_of(path)).name.removesuffix(".json")
     if path.name == label_of(path) and label in SHIPPED:
-        return tuple(Engine(e.label, e.config, e.label == label) for e in shipped)
+        return tuple(EngineChoice(e.label, e.config, e.label == label) for e in shipped)
     raw = read_deepspeed_config(path)
     plan = BatchPlan(1, 1, 1, 1, config.batch.sequence_length)
     for owned in owned_values(config, plan, raw, zero_stage_of(raw)):
@@ -331,7 +331,7 @@ def _engines(config: RunConfig, directory: Path) -> tuple[Engine, ...]:
     _set_auto(raw, "gradient_accumulation_steps")
     own = directory / f"{label}.json"
     own.write_text(json.dumps(raw))
-    return (*shipped, Engine(label, str(own), True))
+    return (*shipped, EngineChoice(label, str(own), True))
 
 
 def _set_auto(tree: dict[str, Any], key: str) -> None:

@@ -29,7 +29,7 @@ from bigtrain.models.parallel.grouped_experts import fit_experts
 from bigtrain.parity.adapters import with_adapters, without_adapters
 from bigtrain.parity.optimizers import plain_optimizer
 from bigtrain.parity.proxy import RATES, STEPS, micro_batches
-from bigtrain.parity.routers import Division, RouterTerms
+from bigtrain.parity.routers import RouterTerms, StepDivision
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.objective import rows_per_sample, unit_of
 from bigtrain.settings.run_config import RunConfig
@@ -54,7 +54,7 @@ class TrainingTrace:
 
 
 def train_reference(
-    config: RunConfig, sum_dtype: torch.dtype | None = None, division: Division | None = None
+    config: RunConfig, sum_dtype: torch.dtype | None = None, division: StepDivision | None = None
 ) -> list[TrainingTrace]:
     """Train plain transformers with torch's own optimizer in this process.
 
@@ -77,7 +77,7 @@ def train_reference(
     return runs
 
 
-def train_reordered(config: RunConfig, division: Division | None = None) -> list[TrainingTrace]:
+def train_reordered(config: RunConfig, division: StepDivision | None = None) -> list[TrainingTrace]:
     """Run `train_reference` in float32, with the sums of linear layers in other orders. Dividing
     the work over ranks reorders sums in the same way: these runs differ only by rounding."""
     runs = []

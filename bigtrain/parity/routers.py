@@ -22,7 +22,7 @@ AUXILIARY, Z_LOSS, BIAS_RATE = 0.5, 0.05, 0.02
 
 
 @dataclass(frozen=True)
-class Division:
+class StepDivision:
     """Division of a step by a topology: samples of a rank's micro-batch, ranks with other
     samples."""
 

@@ -24,7 +24,7 @@ from bigtrain.parity.reference import (
     train_reference,
     train_reordered,
 )
-from bigtrain.parity.routers import Division
+from bigtrain.parity.routers import StepDivision
 from bigtrain.parity.topologies import Point, points
 from bigtrain.settings.deepspeed.engine_config import gradient_dtype_of
 from bigtrain.settings.resolve import resolve_run
@@ -85,13 +85,13 @@ def reference_of(point: Point, world_size: int) -> Sequence[TrainingTrace]:
         raise ModelError(f"plain transformers cannot train the proxy model: {reason}") from error
 
 
-def _division(point: Point, world_size: int) -> Division | None:
+def _division(point: Point, world_size: int) -> StepDivision | None:
     """Return how `point` divides a step, if its router losses depend on it."""
     if not has_auxiliary_loss(load_hf_config(point.config.model)):
         return None
     plan = resolve_run(point.config, world_size, point.engine, "cpu").plan
     is_global = point.config.moe.auxiliary_loss == "global_batch"
-    return Division(plan.micro_batch_size, plan.data_size if is_global else 1)
+    return StepDivision(plan.micro_batch_size, plan.data_size if is_global else 1)
 
 
 def reordered_of(point: Point, world_size: int) -> Sequence[TrainingTrace]:
@@ -109,13 +109,13 @@ def _key(point: Point) -> str:
 
 
 @cache
-def _reordered(config: str, division: Division | None) -> Sequence[TrainingTrace]:
+def _reordered(config: str, division: StepDivision | None) -> Sequence[TrainingTrace]:
     return train_reordered(RunConfig.model_validate_json(config), division)
 
 
 @cache
 def _reference(
-    config: str, sum_dtype: torch.dtype | None, division: Division | None
+    config: str, sum_dtype: torch.dtype | None, division: StepDivision | None
 ) -> Sequence[TrainingTrace]:
     return train_reference(RunConfig.model_validate_json(config), sum_dtype, division)
 

@@ -12,7 +12,7 @@ from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.equivalence.model_plan import try_model
 from bigtrain.models.equivalence.tensor_parallel import check_tensor_size
 from bigtrain.models.experts import has_auxiliary_loss
-from bigtrain.parity.proxy import SHIPPED, Engine, Proxy
+from bigtrain.parity.proxy import SHIPPED, EngineChoice, Proxy
 from bigtrain.settings.hf_config_keys import inspect_configuration
 from bigtrain.settings.resolve import resolve_run
 from bigtrain.settings.run_config import MoeSection, ParallelSection, RunConfig
@@ -98,7 +98,7 @@ def _degrees(world_size: int, *, has_experts: bool) -> Iterator[ParallelSection]
                 )
 
 
-def _name(config: RunConfig, engine: Engine, world_size: int) -> str:
+def _name(config: RunConfig, engine: EngineChoice, world_size: int) -> str:
     parallel = config.parallel
     kinds = ("sequence",) if parallel.degrees.ring_size == 1 else ("ulysses", "ring")
     sizes = {

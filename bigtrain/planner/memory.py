@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from bigtrain.planner.layout import Layout
 from bigtrain.planner.model_costs import LayerCosts, ModelCosts
 from bigtrain.planner.seconds.sequence_bytes import sequence_bytes
-from bigtrain.planner.stages import Stage, StageSizes, block_bytes, stage_sizes, stages_of
+from bigtrain.planner.stages import PlannedStage, StageSizes, block_bytes, stage_sizes, stages_of
 from bigtrain.planner.tables.engines import Engine
 
 
@@ -127,7 +127,7 @@ def _divided(total: float, of_experts: float, layout: Layout) -> float:
     return (total - of_experts) / layout.partition_size + of_experts / layout.expert_replicas
 
 
-def _stage(stage: Stage, model: ModelCosts, layout: Layout, engine: Engine) -> MemoryUse:
+def _stage(stage: PlannedStage, model: ModelCosts, layout: Layout, engine: Engine) -> MemoryUse:
     sizes, zero = stage_sizes(stage, model, layout), layout.zero_stage
     trained = sizes.trained
     divided = _divided(trained, sizes.trained_expert, layout)
@@ -254,7 +254,7 @@ that a gated MLP saves there are two gradients at a time."""
 
 
 def _activations_and_loss(
-    stage: Stage, model: ModelCosts, layout: Layout, engine: Engine
+    stage: PlannedStage, model: ModelCosts, layout: Layout, engine: Engine
 ) -> tuple[float, float, float]:
     """Return the bytes that autograd keeps at the peak, those of the logits at that moment, and
     those that it keeps in main memory.
@@ -282,7 +282,7 @@ def _activations_and_loss(
 
 
 def _kept(
-    stage: Stage, model: ModelCosts, layout: Layout, engine: Engine, hidden: int
+    stage: PlannedStage, model: ModelCosts, layout: Layout, engine: Engine, hidden: int
 ) -> tuple[float, float, float]:
     """Return the bytes kept per micro-batch in a stage's layers, those of recomputing one layer,
     and those kept in main memory."""

@@ -104,7 +104,7 @@ def _minimax(num_layers: int, num_stages: int, cost_of: StageCost) -> tuple[floa
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity: `stages_of` makes each once
-class Stage:
+class PlannedStage:
     """Stage `index` of a pipeline: its `layers` by number, and their `kinds`.
     `num_alike` stages have the same kinds in the same order, this one is the first of them."""
 
@@ -156,7 +156,7 @@ def _cut(model: ModelCosts, num_stages: int) -> tuple[range, ...]:
 
 
 @functools.lru_cache(maxsize=512)
-def stages_of(model: ModelCosts, num_stages: int, balanced: bool) -> tuple[Stage, ...]:
+def stages_of(model: ModelCosts, num_stages: int, balanced: bool) -> tuple[PlannedStage, ...]:
     """Return the distinct stages in order: the first of each group of identical ones."""
     ranges = stage_layers(model, num_stages, balanced=balanced)
     indices_by_kinds: dict[tuple[object, ...], list[int]] = {}
@@ -165,7 +165,7 @@ def stages_of(model: ModelCosts, num_stages: int, balanced: bool) -> tuple[Stage
         key = (kinds, index == 0, index == len(ranges) - 1)
         indices_by_kinds.setdefault(key, []).append(index)
     return tuple(
-        Stage(
+        PlannedStage(
             alike[0],
             ranges[alike[0]],
             tuple(model.layers[layer] for layer in ranges[alike[0]]),
@@ -193,13 +193,15 @@ class StageSizes:
     packed_bytes: float = 0.0
 
 
-def stage_sizes(stage: Stage, model: ModelCosts, layout: Layout) -> StageSizes:
+def stage_sizes(stage: PlannedStage, model: ModelCosts, layout: Layout) -> StageSizes:
     """Return the sizes of a rank of `stage`. Routers count as matrices, and are small."""
     return _sizes(stage, model, layout.tensor_size, layout.expert_parts)
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _sizes(stage: Stage, model: ModelCosts, tensor_size: int, expert_parts: int) -> StageSizes:
+def _sizes(
+    stage: PlannedStage, model: ModelCosts, tensor_size: int, expert_parts: int
+) -> StageSizes:
     dense = expert = largest = matrices = 0.0
     for index, count in stage.counts:
         kind = model.kinds[index]
@@ -244,7 +246,7 @@ def block_bytes(sizes: StageSizes, layout: Layout) -> float:
     return layout.optimizer.block_bytes * full
 
 
-def matrix_exchange(stage: Stage, model: ModelCosts, layout: Layout) -> tuple[float, float]:
+def matrix_exchange(stage: PlannedStage, model: ModelCosts, layout: Layout) -> tuple[float, float]:
     """Return the mean bytes that a rank of `stage` sends per step to gather the matrices of hidden
     layers at their owners and to return the results (`engine/optimizers/matrix_exchange.py`);
     zeros for optimizers that do not need full matrices.

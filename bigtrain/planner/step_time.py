@@ -24,7 +24,7 @@ from bigtrain.planner.seconds.layer import (
     orthogonalizing_seconds,
     scale_seconds,
 )
-from bigtrain.planner.stages import Stage, stage_sizes, stages_of
+from bigtrain.planner.stages import PlannedStage, stage_sizes, stages_of
 from bigtrain.planner.tables.engines import Engine
 from bigtrain.planner.tables.hardware import Device
 
@@ -96,7 +96,7 @@ def step_time(
 
 
 def _pipeline(
-    stages: Sequence[Stage],
+    stages: Sequence[PlannedStage],
     works: Sequence[Work],
     model: ModelCosts,
     layout: Layout,

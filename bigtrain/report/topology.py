@@ -22,7 +22,7 @@ _COLUMNS = 4
 
 
 @dataclass(frozen=True)
-class Layout:
+class RecordedLayout:
     """World size and parallel degrees as recorded by a run.
 
     sizes: size of each axis; order: the axes from outermost to innermost, which defines the order
@@ -47,7 +47,7 @@ class Layout:
         return [axis for axis in self.order if self.sizes[axis] > 1]
 
 
-def layout_of(environment: Mapping[str, Any] | None) -> Layout | None:
+def layout_of(environment: Mapping[str, Any] | None) -> RecordedLayout | None:
     """Return the layout in `environment.json`; None if it is missing or inconsistent."""
     topology = (environment or {}).get("topology")
     if not isinstance(topology, dict):
@@ -65,7 +65,7 @@ def layout_of(environment: Mapping[str, Any] | None) -> Layout | None:
     order = environment.get("rank_order")
     if not isinstance(order, list) or sorted(map(str, order)) != sorted(_AXES):
         order = list(_AXES)
-    return Layout(product, sizes, order, _hosts(environment.get("hosts"), product))
+    return RecordedLayout(product, sizes, order, _hosts(environment.get("hosts"), product))
 
 
 def _hosts(value: Any, world_size: int) -> dict[str, list[int]]:
@@ -100,7 +100,7 @@ def topology_html(environment: Mapping[str, Any] | None) -> str:
     return section("topology", sentence=_sentence(layout), **values)
 
 
-def _sentence(layout: Layout) -> str:
+def _sentence(layout: RecordedLayout) -> str:
     if layout.world_size == 1:
         return "One rank."
     text = f"{layout.world_size:,} ranks = {_degrees(layout)}"
@@ -113,12 +113,12 @@ def _sentence(layout: Layout) -> str:
     return text + "."
 
 
-def _degrees(layout: Layout, without: str = "") -> str:
+def _degrees(layout: RecordedLayout, without: str = "") -> str:
     axes = [axis for axis in layout.axes if axis != without] or ["data"]
     return " x ".join(f"{layout.sizes[axis]:,} {axis}-parallel" for axis in axes)
 
 
-def _drawing(layout: Layout, title: str, ranks: Sequence[int]) -> dict[str, Any]:
+def _drawing(layout: RecordedLayout, title: str, ranks: Sequence[int]) -> dict[str, Any]:
     """Return one host, or one replica: a cell for each rank, coloured by pipeline stage."""
     columns = min(len(ranks), _columns(layout))
     rows = -(-len(ranks) // columns)
@@ -147,7 +147,7 @@ def _drawing(layout: Layout, title: str, ranks: Sequence[int]) -> dict[str, Any]
     }
 
 
-def _columns(layout: Layout) -> int:
+def _columns(layout: RecordedLayout) -> int:
     """Return the number of columns: tensor-parallel peers in a row, if they fit a phone's
     screen."""
     innermost = layout.sizes[layout.order[-1]]

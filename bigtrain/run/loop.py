@@ -61,7 +61,7 @@ class MemorySaver(Protocol):
     def metrics(self) -> dict[str, float] | None: ...
 
 
-class Replicas(Protocol):
+class ReplicaWatch(Protocol):
     """See `bigtrain.run.diagnostics.replica_watch.ReplicaWatch`."""
 
     def policy(self, state: TrainState, policy: SkipPolicy | None) -> SkipPolicy | None: ...
@@ -99,7 +99,7 @@ class Loop:
     utilization: Callable[[float], float | None] = lambda _: None
     start_times: StartTimes | None = None
     memory_saver: MemorySaver | None = None
-    replicas: Replicas | None = None
+    replicas: ReplicaWatch | None = None
     with_position: Callable[[TrainState], TrainState] = lambda state: state
 
     def __post_init__(self) -> None:

@@ -46,7 +46,7 @@ from bigtrain.run.context import RunContext
 from bigtrain.run.preflight import Inputs
 from bigtrain.run.reporting.progress import OUTPUT_REMEDY
 from bigtrain.run.run_log import RunLog
-from bigtrain.run.scoring import Wanted, model_identity, score_dataset
+from bigtrain.run.scoring import ScoredSplits, model_identity, score_dataset
 from bigtrain.run.state import TrainState
 from bigtrain.settings.objective import reads_scores
 from bigtrain.system.files import writing
@@ -130,7 +130,7 @@ class ReferenceScores:
                 shutil.rmtree(directory)  # of an earlier launch that began with another model
 
         context.long_work.on_main_rank(remove_others)
-        wanted = Wanted(dataset, splits, request)
+        wanted = ScoredSplits(dataset, splits, request)
         with self.engine.reference():
             return score_dataset(context, self.engine, self.mesh, wanted, output)
 

@@ -25,7 +25,7 @@ from bigtrain.run.checkpointing.initialize import verify_weights, weights_source
 from bigtrain.run.context import RunContext
 from bigtrain.run.preflight import Inputs
 from bigtrain.run.run_log import RunLog
-from bigtrain.run.scoring import Wanted, model_identity, score_dataset
+from bigtrain.run.scoring import ScoredSplits, model_identity, score_dataset
 from bigtrain.run.session import open_session
 from bigtrain.run.training import build
 from bigtrain.settings.resolve import ResolvedRun
@@ -76,12 +76,12 @@ def score_inputs(
 
 def _wanted(
     context: RunContext, inputs: Inputs, model: Identity, options: PassOptions
-) -> list[Wanted]:
+) -> list[ScoredSplits]:
     every: dict[str, TokenDataset] = {}
     for dataset in (*inputs.datasets, *inputs.held_out_sets):
         every.setdefault(identity_of(dataset).hash, dataset)
     return [
-        Wanted(
+        ScoredSplits(
             dataset,
             [split for split in options.splits if dataset.table.num_tokens(split)],
             request_of(
@@ -97,7 +97,7 @@ def _wanted(
     ]
 
 
-def _missing(wanted: Sequence[Wanted], output: Path) -> list[int]:
+def _missing(wanted: Sequence[ScoredSplits], output: Path) -> list[int]:
     """Return the numbers of those without complete scores. Raises DataError for other scores."""
     missing = []
     for number, one in enumerate(wanted):
@@ -117,7 +117,7 @@ def _missing(wanted: Sequence[Wanted], output: Path) -> list[int]:
     return missing
 
 
-def _log(log: RunLog, one: Wanted, output: Path) -> None:
+def _log(log: RunLog, one: ScoredSplits, output: Path) -> None:
     table = one.dataset.table
     documents = sum(table.num_documents(split) for split in one.splits)
     directory = scores_directory(output, one.request.data)

@@ -31,7 +31,7 @@ from bigtrain.data.shards.manifest import Split
 from bigtrain.data.shards.scores import (
     MISMATCHED,
     Identity,
-    PartRecord,
+    ScorePartRecord,
     ScoreRequest,
     Scores,
     ScoreWriter,
@@ -55,7 +55,7 @@ _NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dt
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ScoredSplits:
     """Splits of a dataset to score, and what of them."""
 
     dataset: TokenDataset
@@ -92,7 +92,7 @@ def model_identity(context: RunContext, inputs: Inputs, sums: Sums | None) -> Id
 
 
 def score_dataset(
-    context: RunContext, engine: TrainEngine, mesh: Mesh, wanted: Wanted, output: Path
+    context: RunContext, engine: TrainEngine, mesh: Mesh, wanted: ScoredSplits, output: Path
 ) -> Scores:
     """Write the scores of a dataset into its directory of `output`, unless they are complete there,
     and return them. Collective. Raises DataError on every rank if other scores are there."""
@@ -105,7 +105,7 @@ def score_dataset(
             writers.append(ScoreWriter(directory, request))
 
     work.on_main_rank(begin)
-    splits: dict[Split, list[PartRecord]] = {}
+    splits: dict[Split, list[ScorePartRecord]] = {}
     longest: dict[Split, int] = {}
     for split in wanted.splits:
         samples, rated = _samples(wanted, split), _rated_samples(wanted, split)
@@ -117,7 +117,7 @@ def score_dataset(
                 if rated is not None:
                     arrays[MISMATCHED] = _mismatched_sums(context, engine, mesh, rated, part)
 
-                def write(part: _Part = part, arrays: dict[str, Any] = arrays) -> PartRecord:
+                def write(part: _Part = part, arrays: dict[str, Any] = arrays) -> ScorePartRecord:
                     with writing(directory, OUTPUT_REMEDY):
                         return writers[0].write(part.name, part.first, part.num_tokens, arrays)
 
@@ -133,14 +133,14 @@ def score_dataset(
     return work.on_every_rank(lambda: open_scores(directory))[context.world.rank]
 
 
-def _samples(wanted: Wanted, split: Split) -> DocumentSamples:
+def _samples(wanted: ScoredSplits, split: Split) -> DocumentSamples:
     request = wanted.request
     longer: Longer = "truncate" if request.long_documents == "truncate" else "divide"
     stream = split_stream(wanted.dataset, split)
     return DocumentSamples(stream, request.sequence_length, longer)
 
 
-def _rated_samples(wanted: Wanted, split: Split) -> RatedSamples | None:
+def _rated_samples(wanted: ScoredSplits, split: Split) -> RatedSamples | None:
     """Return rated answers with mismatched ones; None for other data."""
     if wanted.dataset.table.rows != "kto":
         return None

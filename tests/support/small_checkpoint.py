@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from bigtrain.engine.checkpoint.tensor_file import Identity, NewPart, write_parts
+from bigtrain.engine.checkpoint.tensor_file import NewPart, SaveIdentity, write_parts
 from bigtrain.run.checkpointing import checkpoints
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.system.boxes import Box
@@ -22,7 +22,7 @@ def write_small_checkpoint(run: Path, step: int, config: dict[str, Any]) -> Path
     settings = RunConfig.model_validate(config).model_dump(mode="json")
     place = {"run": RUN_ID, "step": step, "samples": 12, "data_hash": "h"}
     (partial / checkpoints.STATE).write_text(json.dumps({**place, "config": settings}))
-    identity = Identity(RUN_ID, step, "0123abcd")
+    identity = SaveIdentity(RUN_ID, step, "0123abcd")
     part = NewPart("m/a", (4,), Box.full((4,)), "U8", lambda: memoryview(b"mean"))
     name = "rank-00000.safetensors"
     written = {name: write_parts(partial / checkpoints.TENSORS / name, identity, 0, [part])}

@@ -12,7 +12,13 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from bigtrain.data.documents import line_readers, table_readers
 from bigtrain.data.documents.files import READ_ERRORS, Source, without_compression
 from bigtrain.data.documents.line_readers import TextReader
-from bigtrain.data.documents.reader import Part, PartReader, ReadOptions, RejectedDocuments, unsplit
+from bigtrain.data.documents.reader import (
+    PartReader,
+    ReadOptions,
+    RejectedDocuments,
+    SourcePart,
+    unsplit,
+)
 from bigtrain.errors import DataError, first_line
 
 READERS: tuple[type[PartReader], ...] = (*line_readers.READERS, *table_readers.READERS)
@@ -24,7 +30,7 @@ BATCH_BYTES = 1 << 20
 BATCH_DOCUMENTS = 2048
 
 
-def part_reader(part: Part, options: ReadOptions, rejects: RejectedDocuments) -> PartReader:
+def part_reader(part: SourcePart, options: ReadOptions, rejects: RejectedDocuments) -> PartReader:
     """Return the reader for the format of `part`'s source."""
     reader: type[PartReader] = part.source.format
     return reader(part, options, rejects)

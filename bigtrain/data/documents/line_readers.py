@@ -23,9 +23,9 @@ from bigtrain.data.documents.files import (
 )
 from bigtrain.data.documents.reader import (
     BadDocument,
-    Part,
     PartReader,
     ReadOptions,
+    SourcePart,
     even_parts,
     unsplit,
 )
@@ -88,7 +88,7 @@ class JsonLinesReader(PartReader):
         return ()
 
     @classmethod
-    def split(cls, source: Source, options: ReadOptions, shard_bytes: int) -> list[Part]:
+    def split(cls, source: Source, options: ReadOptions, shard_bytes: int) -> list[SourcePart]:
         if source.compressed or source.record.bytes is None:
             return [unsplit(source)]
         return even_parts(source, source.record.bytes, shard_bytes)
@@ -196,7 +196,7 @@ class JsonReader(JsonLinesReader):
         return list(tree) if isinstance(tree, dict) else ()
 
     @classmethod
-    def split(cls, source: Source, options: ReadOptions, shard_bytes: int) -> list[Part]:
+    def split(cls, source: Source, options: ReadOptions, shard_bytes: int) -> list[SourcePart]:
         return [unsplit(source)]
 
     def reject_at(self, place: int, why: str) -> None:

@@ -102,7 +102,7 @@ class PartReader(ABC):
     random_access: ClassVar[bool] = False
     hashes_documents: ClassVar[bool] = False
 
-    def __init__(self, part: Part, options: ReadOptions, rejects: RejectedDocuments) -> None:
+    def __init__(self, part: SourcePart, options: ReadOptions, rejects: RejectedDocuments) -> None:
         self.part = part
         self.options = options
         self.rejects = rejects
@@ -118,7 +118,7 @@ class PartReader(ABC):
         return ()
 
     @classmethod
-    def split(cls, source: Source, options: ReadOptions, shard_bytes: int) -> list[Part]:
+    def split(cls, source: Source, options: ReadOptions, shard_bytes: int) -> list[SourcePart]:
         """Return `source` in parts of about `shard_bytes`; by default as one part."""
         return [unsplit(source)]
 
@@ -232,7 +232,7 @@ class ReadOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SourcePart:
     """Input split: the part of a source that is read at once. `begin`, `end`: see `PartRecord`.
     `num_bytes`: its share of the source's bytes, 0 if unknown."""
 
@@ -242,16 +242,16 @@ class Part:
     num_bytes: int = 0
 
 
-def unsplit(source: Source) -> Part:
+def unsplit(source: Source) -> SourcePart:
     """Return all of `source` as one part."""
-    return Part(source, num_bytes=source.record.bytes or 0)
+    return SourcePart(source, num_bytes=source.record.bytes or 0)
 
 
-def even_parts(source: Source, count: int, shard_bytes: int | None) -> list[Part]:
+def even_parts(source: Source, count: int, shard_bytes: int | None) -> list[SourcePart]:
     """Return ranges of `count` items of equal size; without `shard_bytes` one item each."""
     num_bytes = source.record.bytes or 0
     wanted = count if shard_bytes is None else -(-num_bytes // shard_bytes)
     num_parts = max(1, min(count, wanted))
     cuts = [count * i // num_parts for i in range(num_parts + 1)]
     at = [num_bytes * cut // max(1, count) for cut in cuts]
-    return [Part(source, cuts[i], cuts[i + 1], at[i + 1] - at[i]) for i in range(num_parts)]
+    return [SourcePart(source, cuts[i], cuts[i + 1], at[i + 1] - at[i]) for i in range(num_parts)]

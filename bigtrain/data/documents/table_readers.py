@@ -31,15 +31,15 @@ from bigtrain.data.documents.files import (
 from bigtrain.data.documents.line_readers import first_lines
 from bigtrain.data.documents.reader import (
     BadDocument,
-    Part,
     PartReader,
     ReadOptions,
     RejectedDocuments,
+    SourcePart,
     even_parts,
     unsplit,
 )
 from bigtrain.data.documents.table_rows import (
-    Block,
+    RowBlock,
     TextColumn,
     aligned,
     bytes_of_columns,
@@ -61,7 +61,7 @@ STREAMED_ROWS_PER_READ = 32
 class RowReader(PartReader):
     """Base of the readers of tables. columns: those that are read of the current file."""
 
-    def __init__(self, part: Part, options: ReadOptions, rejects: RejectedDocuments) -> None:
+    def __init__(self, part: SourcePart, options: ReadOptions, rejects: RejectedDocuments) -> None:
         super().__init__(part, options, rejects)
         self.columns: list[str] = []
 
@@ -190,10 +190,10 @@ class TableReader(RowReader):
             yield contents
 
     @abstractmethod
-    def _rows(self, file: Any) -> Iterator[Block]:
+    def _rows(self, file: Any) -> Iterator[RowBlock]:
         """Yield the rows of the part. `file`: opened instead of the source's path, or None."""
 
-    def _contents(self, block: Block, sizes: array[int]) -> Iterator[bytes]:
+    def _contents(self, block: RowBlock, sizes: array[int]) -> Iterator[bytes]:
         """Yield the rows that are documents. Append the size of each to `sizes`, and for others the
         reason as a negative number."""
         values = block.values
@@ -228,7 +228,7 @@ class ParquetReader(TableReader):
             return list(parquet.read_schema(open_table(source)).names)
 
     @classmethod
-    def split(cls, source: Source, options: ReadOptions, shard_bytes: int) -> list[Part]:
+    def split(cls, source: Source, options: ReadOptions, shard_bytes: int) -> list[SourcePart]:
         """Return parts of row groups, assuming that bytes are spread evenly over rows."""
         from pyarrow import parquet
 
@@ -239,15 +239,15 @@ class ParquetReader(TableReader):
         )
         num_bytes = source.record.bytes or 0
         at = [num_bytes * end // max(1, ends[-1]) for end in ends]
-        parts: list[Part] = []
+        parts: list[SourcePart] = []
         begin = done = 0
         for group in range(len(ends)):
             if group == len(ends) - 1 or at[group + 1] - done > shard_bytes:
-                parts.append(Part(source, begin, group + 1, at[group] - done))
+                parts.append(SourcePart(source, begin, group + 1, at[group] - done))
                 begin, done = group + 1, at[group]
         return parts or [unsplit(source)]
 
-    def _rows(self, file: Any) -> Iterator[Block]:
+    def _rows(self, file: Any) -> Iterator[RowBlock]:
         from pyarrow import parquet
 
         path, keys, begin = self.part.source.path, self.options.keys, self.part.begin
@@ -265,7 +265,7 @@ class ParquetReader(TableReader):
                 at_once = rows_per_read(num_bytes, rows[group])
                 for batch in table.iter_batches(at_once, row_groups=[group], columns=stored):
                     done = (row - first) / max(1, count)
-                    yield Block(row, rows_of_batch(batch, columns, keys), done)
+                    yield RowBlock(row, rows_of_batch(batch, columns, keys), done)
                     row += batch.num_rows
 
 
@@ -286,7 +286,7 @@ class ArrowReader(TableReader):
             return list(opened.schema.names)
 
     @classmethod
-    def split(cls, source: Source, options: ReadOptions, shard_bytes: int) -> list[Part]:
+    def split(cls, source: Source, options: ReadOptions, shard_bytes: int) -> list[SourcePart]:
         """Return parts of record batches; one part for a stream, which has no index of them."""
         import pyarrow
 
@@ -295,7 +295,7 @@ class ArrowReader(TableReader):
             batches = int(pyarrow.ipc.open_file(mapped).num_record_batches) if is_file else 0
         return even_parts(source, batches, shard_bytes) if batches else [unsplit(source)]
 
-    def _rows(self, file: Any) -> Iterator[Block]:
+    def _rows(self, file: Any) -> Iterator[RowBlock]:
         path, keys = self.part.source.path, self.options.keys
         with _reading(path), _mapped(path if file is None else file) as mapped:
             row = 0
@@ -309,7 +309,7 @@ class ArrowReader(TableReader):
                     at_once = rows_per_read(num_bytes, batch.num_rows)
                     for first in range(0, batch.num_rows, at_once):
                         part = batch.slice(first, at_once)
-                        yield Block(row + first, rows_of_batch(part, columns, keys), done)
+                        yield RowBlock(row + first, rows_of_batch(part, columns, keys), done)
                 row += batch.num_rows
 
 
@@ -332,7 +332,7 @@ class DatasetReader(TableReader):
             return list(dataset.column_names)
         return list(next(iter(dataset), ()))
 
-    def _rows(self, file: Any) -> Iterator[Block]:
+    def _rows(self, file: Any) -> Iterator[RowBlock]:
         path, keys = self.part.source.path, self.options.keys
         dataset, first, count = self._open_part()
         row = first
@@ -347,7 +347,7 @@ class DatasetReader(TableReader):
                 names = list(batch)
                 self.columns = columns = columns_of(path, keys, names)
                 rows = joined_rows(len(batch[names[0]]), columns, keys, names, batch.__getitem__)
-                yield Block(row, rows, (row - first) / count if count else 0.0)
+                yield RowBlock(row, rows, (row - first) / count if count else 0.0)
                 row += len(rows)
         except (DataError, GeneratorExit):
             raise
@@ -372,7 +372,7 @@ class SavedDatasetReader(DatasetReader):
             return saved[options.selection.dataset_split] if is_dict else saved
 
     @classmethod
-    def split(cls, source: Source, options: ReadOptions, shard_bytes: int) -> list[Part]:
+    def split(cls, source: Source, options: ReadOptions, shard_bytes: int) -> list[SourcePart]:
         return even_parts(source, len(cls.open(source, options)), shard_bytes)
 
     def _open_part(self) -> tuple[Any, int, int]:
@@ -403,7 +403,7 @@ class HubDatasetReader(DatasetReader):
             )
 
     @classmethod
-    def split(cls, source: Source, options: ReadOptions, shard_bytes: int) -> list[Part]:
+    def split(cls, source: Source, options: ReadOptions, shard_bytes: int) -> list[SourcePart]:
         return even_parts(source, cls.open(source, options).num_shards, None)
 
     def _open_part(self) -> tuple[Any, int, int]:

@@ -90,7 +90,7 @@ class Keys:
 
 
 @dataclass(frozen=True)
-class Block:
+class RowBlock:
     """Rows that were read together, starting with row `row` of the source. `done`: share of the
     part that was read before, for progress; 0.0 if unknown."""
 

@@ -23,7 +23,7 @@ from bigtrain.data.samples.mixture import MixedSamples, MixtureOrder
 from bigtrain.data.samples.packing_plan import PackedDocuments, balanced, packed_documents
 from bigtrain.data.samples.phases import JoinedWindows, Phase, first_phase, identify_sources
 from bigtrain.data.samples.rated import labels_of
-from bigtrain.data.samples.sample_stream import StreamOrder, StreamPosition, StreamSamples
+from bigtrain.data.samples.sample_stream import PositionedSamples, StreamOrder, StreamPosition
 from bigtrain.data.samples.shuffle import SampleOrder
 from bigtrain.data.samples.source import SourceDataset, StreamDataset, with_source
 from bigtrain.data.samples.token_stream import Indices, PackedWindows, Samples, split_stream
@@ -74,7 +74,7 @@ class TrainingBatches:
         self._order_lock = Lock()
         self._closed = Event()
         self._step_rows = plan.accumulation * plan.micro_batch_size
-        self._stream = dataset if isinstance(dataset, StreamSamples) else None
+        self._stream = dataset if isinstance(dataset, PositionedSamples) else None
         tokens = self._step_rows * _row_length(plan)
         most = STEPS_AT_ONCE if self._stream is None else 1  # a slow stream delays one step only
         self._steps_at_once = min(most, max(1, TOKENS_AT_ONCE // tokens))
@@ -135,7 +135,7 @@ class TrainingBatches:
         return EverySample(self.dataset, self.plan, self.data_rank, self.options)
 
     @property
-    def stream(self) -> StreamSamples | None:
+    def stream(self) -> PositionedSamples | None:
         """Samples that are a stream with a state; None if they have no state."""
         return self._stream
 
@@ -370,7 +370,7 @@ def open_training_data(
     assert phase.sequence_length == plan.sequence_length
     options = _options(config, datasets, device_pin)
     if isinstance(datasets[0], StreamDataset):
-        stream = StreamSamples(datasets[0].train, plan.global_batch_size, position)
+        stream = PositionedSamples(datasets[0].train, plan.global_batch_size, position)
         return TrainingBatches(stream, plan, data_rank, StreamOrder(), options)
     sources: list[Samples] = []
     for source, dataset in zip(phase.read, datasets, strict=True):

@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from bigtrain.data.shards.format import Shard
+from bigtrain.data.shards.format import TokenShard
 
 LongDocuments = Literal["cut", "truncate"]
 
@@ -48,7 +48,7 @@ class PackingCounts:
 
 
 @dataclass(frozen=True)
-class Block:
+class PackBlock:
     """Packs of one block in CSR form. Pack ``p`` is the pieces ``row_ends[p - 1]`` to
     ``row_ends[p]`` (from 0 for the first), which are the tokens ``starts`` to ``starts + lengths``
     of the stream. All int64."""
@@ -59,11 +59,11 @@ class Block:
 
 
 def pack_blocks(
-    shards: Sequence[Shard],
+    shards: Sequence[TokenShard],
     sequence_length: int,
     long_documents: LongDocuments,
     counts: PackingCounts,
-) -> Iterator[Block]:
+) -> Iterator[PackBlock]:
     """Yield the packs of all documents of `shards`, block by block; update `counts`. Raises
     DataError if an index is corrupt."""
     pieces = _pieces(shards, sequence_length, long_documents, counts)
@@ -72,7 +72,7 @@ def pack_blocks(
         order = np.argsort(packs, kind="stable")
         row_ends = np.cumsum(np.bincount(packs, minlength=num_packs))
         counts.packed_tokens += int(lengths.sum())
-        yield Block(row_ends, starts[order], lengths[order])
+        yield PackBlock(row_ends, starts[order], lengths[order])
 
 
 def best_fit_decreasing(lengths: Integers, capacity: int) -> tuple[Integers, int]:
@@ -149,7 +149,7 @@ def _blocks(pieces: Iterable[tuple[Integers, Integers]]) -> Iterator[tuple[Integ
 
 
 def _pieces(
-    shards: Sequence[Shard],
+    shards: Sequence[TokenShard],
     sequence_length: int,
     long_documents: LongDocuments,
     counts: PackingCounts,
@@ -194,7 +194,7 @@ def _cut(begins: Integers, lengths: Integers, sequence_length: int) -> tuple[Int
     return begins[document] + offset, np.minimum(lengths[document] - offset, sequence_length + 1)
 
 
-def _documents(shard: Shard) -> Iterator[tuple[Integers, Integers]]:
+def _documents(shard: TokenShard) -> Iterator[tuple[Integers, Integers]]:
     """Yield first token and length of every document of `shard`, many at a time."""
     item = shard.dtype.itemsize
     for low in range(0, shard.num_documents, READ_DOCUMENTS):

@@ -19,7 +19,7 @@ from bigtrain.data.samples.token_stream import (
     TokenRows,
     TokenStream,
 )
-from bigtrain.data.shards.format import Shard
+from bigtrain.data.shards.format import TokenShard
 from bigtrain.errors import DataError
 
 Longer = Literal["refuse", "truncate", "divide"]
@@ -78,7 +78,7 @@ class DocumentSamples(StreamSamples):
         return Ranges(np.arange(len(samples)), begins, lengths, np.zeros_like(samples))
 
 
-def document_lengths(shards: Sequence[Shard], *, may_be_empty: bool = False) -> Indices:
+def document_lengths(shards: Sequence[TokenShard], *, may_be_empty: bool = False) -> Indices:
     """Return the tokens of each document, int64. `may_be_empty`: documents may have no token, or
     several sequences; otherwise raises DataError for those."""
     parts = [np.empty(0, np.int64)]

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from bigtrain.data.samples.documents import document_lengths
 from bigtrain.data.samples.token_stream import TokenStream, split_stream
 from bigtrain.data.shards.dataset import TokenDataset
-from bigtrain.data.shards.format import Shard
+from bigtrain.data.shards.format import TokenShard
 from bigtrain.data.shards.manifest import (
     LABELED,
     TOKENIZER_DIRECTORY,
@@ -97,7 +97,7 @@ class _Writer:
 
     dataset: TokenDataset
     stream: TokenStream
-    shard: Shard
+    shard: TokenShard
     begin: int
     kept: Kept
 

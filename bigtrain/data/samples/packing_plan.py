@@ -33,7 +33,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from bigtrain.data.samples.best_fit import Block, LongDocuments, PackingCounts, pack_blocks
+from bigtrain.data.samples.best_fit import LongDocuments, PackBlock, PackingCounts, pack_blocks
 from bigtrain.data.samples.token_stream import (
     Indices,
     Ranges,
@@ -43,7 +43,7 @@ from bigtrain.data.samples.token_stream import (
     split_stream,
 )
 from bigtrain.data.shards.dataset import TokenDataset
-from bigtrain.data.shards.format import Shard
+from bigtrain.data.shards.format import TokenShard
 from bigtrain.data.shards.manifest import SPLITS, Split
 from bigtrain.errors import DataError
 from bigtrain.settings.run_config import RunConfig
@@ -57,8 +57,8 @@ DIRECTORY = "plans"
 @dataclass(frozen=True)
 class PackingPlan:
     """Packing plan: memory maps of its file, and packing statistics. `row_ends` int64 [packs],
-    `starts` int64 [pieces], `lengths` int32 [pieces]: `best_fit.Block`. `path` is None if it could
-    not be stored."""
+    `starts` int64 [pieces], `lengths` int32 [pieces]: `best_fit.PackBlock`. `path` is None if it
+    could not be stored."""
 
     row_ends: npt.NDArray[np.int64]
     starts: npt.NDArray[np.int64]
@@ -137,7 +137,10 @@ def open_plan(
 
 
 def _write(
-    file: IO[bytes], shards: Sequence[Shard], sequence_length: int, long_documents: LongDocuments
+    file: IO[bytes],
+    shards: Sequence[TokenShard],
+    sequence_length: int,
+    long_documents: LongDocuments,
 ) -> None:
     """Write a new plan."""
     counts = PackingCounts()
@@ -152,7 +155,7 @@ def _write(
 
 
 def _write_arrays(
-    arrays: Sequence[IO[bytes]], blocks: Iterable[Block], counts: PackingCounts
+    arrays: Sequence[IO[bytes]], blocks: Iterable[PackBlock], counts: PackingCounts
 ) -> bytes:
     """Write each of the three arrays into a file; return the header."""
     num_packs = num_pieces = 0

@@ -210,7 +210,7 @@ def _not_json(value: Any, name: str) -> str | None:
     return next((rule for rule in rules if rule is not None), None)
 
 
-class StreamSamples:
+class PositionedSamples:
     """Samples of a stream from a position on, in ascending order; see `Samples`. Thread-safe.
     `samples_per_step`: over all ranks."""
 

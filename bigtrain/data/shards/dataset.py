@@ -24,7 +24,7 @@ from typing import Any, Literal, overload
 import numpy as np
 import numpy.typing as npt
 
-from bigtrain.data.shards.format import IGNORED_LABEL, Shard
+from bigtrain.data.shards.format import IGNORED_LABEL, TokenShard
 from bigtrain.data.shards.manifest import (
     TOKENIZER_DIRECTORY,
     Manifest,
@@ -50,7 +50,7 @@ Document = dict[str, npt.NDArray[Any]]
 """Tokens of a document, and what is known of each of them."""
 
 
-class ShardList(Sequence[Shard]):
+class ShardList(Sequence[TokenShard]):
     """Shards in stream order, of one token type, each opened on first access. num_tokens: int64
     [shards]. Thread-safe. Accessing one raises DataError if it is missing, corrupt, or differs from
     the manifest."""
@@ -63,11 +63,11 @@ class ShardList(Sequence[Shard]):
         self._directory = directory
         self._paths: list[Path] | None = None
         self._columns = columns
-        self._opened: OrderedDict[int, Shard] = OrderedDict()
+        self._opened: OrderedDict[int, TokenShard] = OrderedDict()
         self._lock = Lock()
 
     @classmethod
-    def of(cls, shards: Sequence[Shard]) -> ShardList:
+    def of(cls, shards: Sequence[TokenShard]) -> ShardList:
         """Build a list of open shards without a dataset and without checksums."""
         rows = np.zeros(len(shards), ROW)
         rows["tokens"] = [shard.num_tokens for shard in shards]
@@ -84,9 +84,9 @@ class ShardList(Sequence[Shard]):
         return len(self.num_tokens)
 
     @overload
-    def __getitem__(self, number: int) -> Shard: ...
+    def __getitem__(self, number: int) -> TokenShard: ...
     @overload
-    def __getitem__(self, number: slice) -> Sequence[Shard]: ...
+    def __getitem__(self, number: slice) -> Sequence[TokenShard]: ...
     def __getitem__(self, number: int | slice) -> Any:
         if isinstance(number, slice):
             return [self[index] for index in range(*number.indices(len(self)))]
@@ -112,8 +112,8 @@ class ShardList(Sequence[Shard]):
             return self._paths[number].with_suffix(f".{suffix}")
         return self._directory / f"{self._columns.name(number)}.{suffix}"
 
-    def _open(self, number: int) -> Shard:
-        shard = Shard(
+    def _open(self, number: int) -> TokenShard:
+        shard = TokenShard(
             self._directory / self._columns.name(number),
             masked=self.is_masked,
             checksums=self._columns.checksums(number),
@@ -133,10 +133,14 @@ class Documents(Sequence[Document]):
     """Documents of shards in stream order, by number: ``input_ids`` int64 [n], with the
     end-of-document token, and ``labels``, the same with -100 where a token is not learned; of a
     dataset with weights other than 0 and 1 also ``loss_weights``, float32 [n]. Reading one raises
-    DataError as `Shard.document`."""
+    DataError as `TokenShard.document`."""
 
     def __init__(
-        self, shards: Sequence[Shard], counts: npt.NDArray[np.int64], *, are_weighted: bool = False
+        self,
+        shards: Sequence[TokenShard],
+        counts: npt.NDArray[np.int64],
+        *,
+        are_weighted: bool = False,
     ) -> None:
         self._shards, self._ends = shards, np.cumsum(counts)
         self._are_weighted = are_weighted
@@ -175,7 +179,7 @@ class TokenDataset:
     table: ShardTable
     splits: dict[Split, ShardList]
 
-    def shards(self, split: Split) -> Sequence[Shard]:
+    def shards(self, split: Split) -> Sequence[TokenShard]:
         """Return the shards of `split`; empty if the dataset has no such split."""
         return self.splits.get(split, ())
 

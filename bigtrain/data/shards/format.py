@@ -73,7 +73,7 @@ def token_dtype(vocab_size: int) -> Literal["uint16", "int32"]:
     return "uint16" if vocab_size < 65_500 else "int32"
 
 
-class Shard:
+class TokenShard:
     """`.bin/.idx` pair, whose arrays are memory maps: a file must not be truncated while it is
     open. Opening reads only the header and the file sizes.
 

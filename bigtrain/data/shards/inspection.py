@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bigtrain.data.shards.dataset import open_dataset
-from bigtrain.data.shards.format import CHUNK_ITEMS, Shard, Tokens
+from bigtrain.data.shards.format import CHUNK_ITEMS, Tokens, TokenShard
 from bigtrain.data.shards.manifest import TOKENIZER_DIRECTORY, Manifest
 from bigtrain.errors import DataError
 
@@ -40,7 +40,7 @@ class Inspected:
 
     path: Path
     manifest: Manifest | None
-    splits: dict[str, tuple[Shard, ...]]
+    splits: dict[str, tuple[TokenShard, ...]]
 
     def lengths(self, split: str) -> LengthHistogram | None:
         """Return the lengths of the documents of `split`; None if it has none."""
@@ -48,7 +48,7 @@ class Inspected:
         # Other tools may write documents of several sequences; bigtrain does not.
         return length_histogram(shards, self.manifest is not None) if shards else None
 
-    def document(self, split: str, index: int) -> tuple[Shard, int, Tokens]:
+    def document(self, split: str, index: int) -> tuple[TokenShard, int, Tokens]:
         """Return (shard, index in it, tokens) of document `index` of `split`."""
         ends = list(accumulate(shard.num_documents for shard in self.splits[split]))
         if not 0 <= index < (ends[-1] if ends else 0):
@@ -66,7 +66,7 @@ def inspect_shards(path: Path) -> Inspected:
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
     if not path.is_dir() and prefix.with_name(prefix.name + ".idx").is_file():
         masked = prefix.with_name(prefix.name + ".mask").is_file()
-        return Inspected(prefix, None, {LONE: (Shard(prefix, masked=masked),)})
+        return Inspected(prefix, None, {LONE: (TokenShard(prefix, masked=masked),)})
     if not path.exists():
         raise DataError(
             f"{path}: neither a dataset directory nor a shard ({prefix.name}.idx is missing) -> "
@@ -191,7 +191,7 @@ def _rows(manifest: Manifest) -> str:
     return f"kto: {desirable:,} desirable and {documents - desirable:,} undesirable answers"
 
 
-def row_of(inspected: Inspected, index: int, shard: Shard, within: int) -> str | None:
+def row_of(inspected: Inspected, index: int, shard: TokenShard, within: int) -> str | None:
     """Describe document `index` of a split as part of a row, which is document `within` of
     `shard`; None if it is a document by itself."""
     rows = None if inspected.manifest is None else inspected.manifest.rows
@@ -271,7 +271,7 @@ _STYLE = (
 
 
 @dataclass(frozen=True)
-class Run:
+class LearnedRange:
     """Consecutive tokens of a document that are all learned, or all not."""
 
     text: str
@@ -281,17 +281,17 @@ class Run:
 
 def runs_of(
     tokens: Sequence[int], mask: npt.NDArray[np.bool_], decode: Callable[[Sequence[int]], str]
-) -> list[Run]:
+) -> list[LearnedRange]:
     """Return the runs of a document. mask: bool, same length as `tokens`."""
     edges = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(tokens)]
     return [
-        Run(decode(tokens[low:high]), high - low, bool(mask[low]))
+        LearnedRange(decode(tokens[low:high]), high - low, bool(mask[low]))
         for low, high in pairwise(edges)
         if low < high
     ]
 
 
-def for_terminal(runs: Sequence[Run], *, colors: bool) -> str:
+def for_terminal(runs: Sequence[LearnedRange], *, colors: bool) -> str:
     """Return the text of `runs`, learned ones colored, or between `OPEN` and `CLOSE`."""
     before, after = (_GREEN, _PLAIN) if colors else (OPEN, CLOSE)
     return "".join(f"{before}{run.text}{after}" if run.is_learned else run.text for run in runs)
@@ -306,7 +306,7 @@ def as_html(title: str, documents: Sequence[dict[str, Any]]) -> str:
         "have a loss.</p>",
     ]
     for document in documents:
-        runs: Sequence[Run] = document["runs"]
+        runs: Sequence[LearnedRange] = document["runs"]
         learned = sum(run.num_tokens for run in runs if run.is_learned)
         shown = sum(run.num_tokens for run in runs)
         parts.append(
@@ -360,7 +360,7 @@ class LengthHistogram:
             yield low, high, int(counts.sum()), int((self.lengths[chosen] * counts).sum())
 
 
-def length_histogram(shards: Iterable[Shard], one_sequence: bool) -> LengthHistogram:
+def length_histogram(shards: Iterable[TokenShard], one_sequence: bool) -> LengthHistogram:
     """Return the lengths of all documents of `shards`, which must have one. Reads the indexes, in
     chunks. `one_sequence`: every document is one sequence or none, as bigtrain writes them; then a
     third of the index is enough. Raises DataError if an index is corrupt."""
@@ -387,12 +387,12 @@ def length_histogram(shards: Iterable[Shard], one_sequence: bool) -> LengthHisto
     )
 
 
-def _sequence_lengths(shard: Shard) -> Iterator[npt.NDArray[np.int64]]:
+def _sequence_lengths(shard: TokenShard) -> Iterator[npt.NDArray[np.int64]]:
     for low in range(0, shard.num_sequences, CHUNK_ITEMS):
         yield shard.sequence_lengths[low : low + CHUNK_ITEMS].astype(np.int64)
 
 
-def _document_lengths(shard: Shard) -> Iterator[npt.NDArray[np.int64]]:
+def _document_lengths(shard: TokenShard) -> Iterator[npt.NDArray[np.int64]]:
     for low in range(0, shard.num_documents, MANY_SEQUENCES_CHUNK):
         starts = shard.document_starts[low : low + MANY_SEQUENCES_CHUNK + 1].astype(np.int64)
         first, last = int(starts[0]), int(starts[-1])

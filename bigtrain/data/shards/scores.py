@@ -77,7 +77,7 @@ class ScoreRequest(Record):
     """tokens of a part, but for documents that are longer"""
 
 
-class PartRecord(Record):
+class ScorePartRecord(Record):
     """Part of a split: consecutive documents, and the XXH3-64 of each array's file."""
 
     name: str
@@ -92,7 +92,7 @@ class ScoresRecord(Record):
 
     request: ScoreRequest
     longest: dict[Split, Count]
-    splits: dict[Split, tuple[PartRecord, ...]]
+    splits: dict[Split, tuple[ScorePartRecord, ...]]
 
 
 def data_identity(name: str, table: ShardTable) -> Identity:
@@ -130,19 +130,19 @@ class ScoreWriter:
             return
         write_whole(path, _content(request))
 
-    def finished(self, name: str) -> PartRecord | None:
+    def finished(self, name: str) -> ScorePartRecord | None:
         """Return the record of a part if it is complete and its arrays are not corrupt."""
         path = self.directory / f"{name}.json"
         if not path.exists():
             return None
-        record = _parsed(PartRecord, path)
+        record = _parsed(ScorePartRecord, path)
         intact = all(
             file.exists() and file_checksum(file) == xxh3
             for file, xxh3 in self._files(record).items()
         )
         return record if intact else None
 
-    def write(self, name: str, first_document: int, tokens: int, arrays: Arrays) -> PartRecord:
+    def write(self, name: str, first_document: int, tokens: int, arrays: Arrays) -> ScorePartRecord:
         """Write a part and return its record. Raises OSError."""
         sums: dict[str, str] = {}
         for array, values in arrays.items():
@@ -152,7 +152,7 @@ class ScoreWriter:
             sums[array] = xxhash.xxh3_64_hexdigest(content)
             write_whole(self.directory / f"{name}.{array}.npy", content)
         documents = len(arrays["sums"])
-        record = PartRecord(
+        record = ScorePartRecord(
             name=name,
             first_document=first_document,
             documents=documents,
@@ -163,14 +163,14 @@ class ScoreWriter:
         return record
 
     def close(
-        self, splits: Mapping[Split, Sequence[PartRecord]], longest: Mapping[Split, int]
+        self, splits: Mapping[Split, Sequence[ScorePartRecord]], longest: Mapping[Split, int]
     ) -> None:
         """Write `scores.json`, with which the scores are complete. Raises OSError."""
         parts = {split: tuple(records) for split, records in splits.items()}
         record = ScoresRecord(request=self.request, longest=dict(longest), splits=parts)
         write_whole(self.directory / SCORES_NAME, _content(record))
 
-    def _files(self, record: PartRecord) -> dict[Path, str]:
+    def _files(self, record: ScorePartRecord) -> dict[Path, str]:
         return {
             self.directory / f"{record.name}.{array}.npy": xxh3
             for array, xxh3 in record.arrays.items()
@@ -206,7 +206,7 @@ class Scores:
             )
         return self._joined(split, MISMATCHED)
 
-    def part(self, record: PartRecord, array: str) -> npt.NDArray[Any]:
+    def part(self, record: ScorePartRecord, array: str) -> npt.NDArray[Any]:
         """Return an array of a part, after comparing it with its checksum. Raises DataError."""
         path = self.directory / f"{record.name}.{array}.npy"
         try:
@@ -218,7 +218,7 @@ class Scores:
             raise DataError(f"{path} is corrupt: another checksum than in {SCORES_NAME} -> restore")
         return values
 
-    def mapped(self, record: PartRecord, array: str) -> npt.NDArray[Any]:
+    def mapped(self, record: ScorePartRecord, array: str) -> npt.NDArray[Any]:
         """Return an array of a part as a memory map, without comparing its checksum. Raises
         DataError for another shape than the record's."""
         path = self.directory / f"{record.name}.{array}.npy"
@@ -230,7 +230,7 @@ class Scores:
             raise DataError(f"{path} has {len(values)} tokens of {record.tokens} -> restore it")
         return values
 
-    def parts(self, split: Split) -> Sequence[PartRecord]:
+    def parts(self, split: Split) -> Sequence[ScorePartRecord]:
         """Return the parts of a split in order. Raises DataError without this split."""
         if split not in self.record.splits:
             raise DataError(f"{self.directory} has no scores of the split {split} -> score it")
@@ -280,7 +280,7 @@ def copy_documents(scores: Scores, splits: Sequence[Split], directory: Path) -> 
     DataError for corrupt ones, OSError."""
     request = scores.request.model_copy(update={"kind": "documents", "top_k": 0})
     writer = ScoreWriter(directory, request)
-    copied: dict[Split, list[PartRecord]] = {}
+    copied: dict[Split, list[ScorePartRecord]] = {}
     for split in splits:
         copied[split] = [
             writer.write(

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from bigtrain.data.documents.files import Source
 from bigtrain.data.documents.formats import part_reader
-from bigtrain.data.documents.reader import Part, ReadOptions, RejectedDocuments
+from bigtrain.data.documents.reader import ReadOptions, RejectedDocuments, SourcePart
 from bigtrain.data.shards.dataset import open_dataset
 from bigtrain.data.shards.manifest import (
     CHECKSUM_FIELDS,
@@ -217,7 +217,7 @@ def confirm_sources(
             confirmed.append(record)
             continue
         if not record.parts or not all(
-            _holds(Part(source, read.begin, read.end), read.xxh3, read.layout_xxh3, options)
+            _holds(SourcePart(source, read.begin, read.end), read.xxh3, read.layout_xxh3, options)
             for read in record.parts
         ):
             return None
@@ -225,7 +225,7 @@ def confirm_sources(
     return tuple(confirmed)
 
 
-def _holds(part: Part, xxh3: str, layout_xxh3: str | None, options: ReadOptions) -> bool:
+def _holds(part: SourcePart, xxh3: str, layout_xxh3: str | None, options: ReadOptions) -> bool:
     """Compare checksums; `layout_xxh3` is optional if all parts of a file (not table) are
     compared."""
     if part.source.read_once or (layout_xxh3 is None and part.source.is_hashed_by_documents):

@@ -182,7 +182,7 @@ class _Build:
         done = sum(unit.num_bytes for unit in self.units if unit.key in records)
         sizes = [source.record.bytes for source in self.sources]
         total = 0 if None in sizes else sum(size or 0 for size in sizes)
-        with Progress(total, done, self._workers(others).num_processes) as progress:
+        with TokenizeProgress(total, done, self._workers(others).num_processes) as progress:
             while len(records) < len(self.units):
                 if self.workspace.is_finished():
                     return self._finished_by_other()
@@ -219,7 +219,7 @@ class _Build:
     def _records(self) -> dict[str, UnitRecord]:
         return self.workspace.records(self.units, moved=begun_plan(self.workspace) == self.plan)
 
-    def _work(self, records: dict[str, UnitRecord], progress: Progress) -> None:
+    def _work(self, records: dict[str, UnitRecord], progress: TokenizeProgress) -> None:
         """Run one round of workers over unfinished units; pause if others build them."""
         left = tuple(unit for unit in self.units if unit.key not in records)
         leases = self.workspace.leases
@@ -310,7 +310,7 @@ MAX_INPUT_BARS = 8
 
 
 @dataclass
-class Progress:
+class TokenizeProgress:
     """Progress of one command's workers: over all inputs, and in the input each worker reads.
     `total_bytes` of the inputs (0: unknown), `done_bytes` of them finished before it started."""
 

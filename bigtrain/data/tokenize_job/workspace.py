@@ -32,7 +32,7 @@ from pydantic import Field, ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from bigtrain.data.documents.files import Source
-from bigtrain.data.documents.reader import Part, ReadOptions, unsplit
+from bigtrain.data.documents.reader import ReadOptions, SourcePart, unsplit
 from bigtrain.data.shards.manifest import (
     COMPACT,
     MANIFEST_NAME,
@@ -259,7 +259,7 @@ class Unit:
     """Consecutive parts of sources that become one shard."""
 
     key: str
-    parts: tuple[Part, ...]
+    parts: tuple[SourcePart, ...]
 
     @property
     def num_bytes(self) -> int:
@@ -291,7 +291,7 @@ def plan_key(units: Sequence[Unit]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(described).encode())
 
 
-def _key(common: Sequence[object], parts: Sequence[Part]) -> str:
+def _key(common: Sequence[object], parts: Sequence[SourcePart]) -> str:
     described = [
         [part.source.kind, *part.source.record.place, part.begin, part.end] for part in parts
     ]
@@ -300,12 +300,12 @@ def _key(common: Sequence[object], parts: Sequence[Part]) -> str:
 
 def _groups(
     sources: Sequence[Source], options: ReadOptions, shard_bytes: int
-) -> Iterator[list[Part]]:
+) -> Iterator[list[SourcePart]]:
     """Return groups of parts: large sources are split, small ones grouped. The end of a group of
     small files depends only on nearby files: on the hash of a path, once the group has half its
     size. So a file that is fixed, added or removed changes its own group and few after it, not all
     that follow."""
-    group: list[Part] = []
+    group: list[SourcePart] = []
     size = 0
     for source in sources:
         num_bytes = source.record.bytes

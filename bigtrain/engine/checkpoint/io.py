@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from bigtrain.engine.checkpoint.fragments import MASTER, Fragment
-from bigtrain.engine.checkpoint.layout import Layout, Row, merge
+from bigtrain.engine.checkpoint.layout import CheckpointLayout, LayoutRow, merge
 from bigtrain.engine.checkpoint.lazy import (
     BUFFER,
     DTYPES,
@@ -27,8 +27,8 @@ from bigtrain.engine.checkpoint.lazy import (
     open_weights,
 )
 from bigtrain.engine.checkpoint.tensor_file import (
-    Identity,
     NewPart,
+    SaveIdentity,
     file_name,
     in_file_order,
     write_parts,
@@ -85,11 +85,11 @@ class Staging:
         self._copies = copies
         self._pinned_limit_bytes = pinned_limit_bytes
         self._arena = torch.empty(0, dtype=torch.uint8)
-        self._division: Division | None = None
+        self._division: WriterShare | None = None
 
     def division(
         self, fragments: Sequence[Fragment], buffers: Mapping[str, torch.Tensor], mesh: Mesh
-    ) -> Division:
+    ) -> WriterShare:
         """Return the parts that this rank writes. The first call, which is collective, computes
         them."""
         if self._division is None:
@@ -138,7 +138,7 @@ class Written:
     of the header by name."""
 
     files: Mapping[str, tuple[int, str]]
-    layout: Layout
+    layout: CheckpointLayout
 
 
 class TensorSnapshot:
@@ -173,7 +173,7 @@ class TensorSnapshot:
         self,
         directory: Path,
         group: dist.ProcessGroup | None = None,
-        identity: Identity | None = None,
+        identity: SaveIdentity | None = None,
     ) -> Written:
         """Write and fsync the file of every rank. Collective over `group`, a CPU group of all
         ranks, and in a thread of its own if that group is used by nothing else meanwhile. Raises
@@ -185,7 +185,7 @@ class TensorSnapshot:
             directory.mkdir(exist_ok=True)
             parts = [chunk.part() for chunk in self._chunks]
             path = directory / file_name(rank)
-            entry = write_parts(path, identity or Identity(), rank, parts, self._content)
+            entry = write_parts(path, identity or SaveIdentity(), rank, parts, self._content)
 
         _on_all_ranks(write, group)
         everyone = gather_on_main((entry, self._rows), group)
@@ -221,7 +221,7 @@ def _wanted(chunks: Iterable[_Chunk]) -> dict[str, Wanted]:
 
 
 def writers(
-    fragments: Iterable[Fragment], buffers: Mapping[str, torch.Tensor], layout: Layout
+    fragments: Iterable[Fragment], buffers: Mapping[str, torch.Tensor], layout: CheckpointLayout
 ) -> set[int]:
     """Return the ranks that wrote what `read_tensors` reads here, and perhaps more."""
     wanted = _wanted(_chunks(fragments, buffers))
@@ -283,16 +283,16 @@ def read_full(directory: Path, kinds: Collection[str] | None = None) -> dict[str
 
 
 @dataclass(frozen=True)
-class Division:
+class WriterShare:
     """keys: the tensors of which this rank writes its part. rows: its part of the layout."""
 
     keys: frozenset[str]
-    rows: tuple[Row, ...]
+    rows: tuple[LayoutRow, ...]
 
 
 def divide(
     fragments: Iterable[Fragment], buffers: Mapping[str, torch.Tensor], mesh: Mesh
-) -> Division:
+) -> WriterShare:
     """Return this rank's share of fragments and buffers. Collective over `mesh.pipeline`.
 
     A tensor that all replicas hold (of experts: all ranks with the same ones) is assigned to the
@@ -302,7 +302,7 @@ def divide(
     groups = {"tensor": mesh.replicas, "expert": mesh.expert_replicas}
     # Once, not for each parameter: rows of one group share the same list of ranks.
     members = {over: tuple(dist.get_process_group_ranks(group)) for over, group in groups.items()}
-    rows: list[Row] = []
+    rows: list[LayoutRow] = []
     keys: set[str] = set()
     alike: dict[str, list[tuple[str, ShardRanges, torch.Tensor]]] = {over: [] for over in groups}
     for fragment in fragments:
@@ -319,9 +319,9 @@ def divide(
                 continue
             keys.add(key)
             if capacity is None or fragment.start != capacity * place:
-                rows.append(Row(key, ranges, (mesh.rank,), fragment.start, tensor.numel()))
+                rows.append(LayoutRow(key, ranges, (mesh.rank,), fragment.start, tensor.numel()))
             elif place == 0:  # for all of them
-                rows.append(Row(key, ranges, replicas, 0, capacity))
+                rows.append(LayoutRow(key, ranges, replicas, 0, capacity))
     if mesh.coordinates.tensor_rank == 0:
         held_before = _buffers_of_earlier_stages(buffers, mesh)
         alike["tensor"] += [
@@ -336,8 +336,8 @@ def divide(
             heapq.heapreplace(loads, (num_bytes + tensor.numel() * tensor.itemsize, writer))
             if writer == dist.get_rank(group) and tensor.numel():
                 keys.add(key)
-                rows.append(Row(key, ranges, (mesh.rank,), 0, tensor.numel()))
-    return Division(frozenset(keys), tuple(rows))
+                rows.append(LayoutRow(key, ranges, (mesh.rank,), 0, tensor.numel()))
+    return WriterShare(frozenset(keys), tuple(rows))
 
 
 def _buffers_of_earlier_stages(buffers: Mapping[str, torch.Tensor], mesh: Mesh) -> set[str]:

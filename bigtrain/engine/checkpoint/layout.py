@@ -18,7 +18,7 @@ FORMAT = 1
 
 
 @dataclass(frozen=True)
-class Row:
+class LayoutRow:
     """Writers of a shard of the tensor `key`, or of a flat range of one. `ranks` hold equal ranges
     of `count` elements, one after the other from element `start` on, the last of them short."""
 
@@ -40,10 +40,10 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Layout:
+class CheckpointLayout:
     """Rows of a checkpoint by the key of their tensors."""
 
-    rows: dict[str, list[Row]] = field(default_factory=dict)
+    rows: dict[str, list[LayoutRow]] = field(default_factory=dict)
 
     def writers(self, key: str, box: Box) -> set[int]:
         """Return the ranks that wrote some of a rectangle of tensor `key`, and perhaps more."""
@@ -69,16 +69,16 @@ class Layout:
         return {"format": FORMAT, "groups": list(groups), "cuts": cuts, "tensors": tensors}
 
 
-def merge(rows: Iterable[Row]) -> Layout:
+def merge(rows: Iterable[LayoutRow]) -> CheckpointLayout:
     """Return the layout of all ranks' rows together."""
-    rows_by_key: dict[str, list[Row]] = {}
+    rows_by_key: dict[str, list[LayoutRow]] = {}
     for row in rows:
         rows_by_key.setdefault(row.key, []).append(row)
-    return Layout(dict(sorted(rows_by_key.items())))
+    return CheckpointLayout(dict(sorted(rows_by_key.items())))
 
 
-def parse_layout(text: bytes) -> Layout:
-    """Parse the JSON of `Layout.to_json`. Raises ValueError."""
+def parse_layout(text: bytes) -> CheckpointLayout:
+    """Parse the JSON of `CheckpointLayout.to_json`. Raises ValueError."""
     try:
         document = json.loads(text)
         if document["format"] != FORMAT:
@@ -90,11 +90,11 @@ def parse_layout(text: bytes) -> Layout:
         ]
         rows = {
             key: [
-                Row(key, shards[cut], groups[group], int(start), max(1, int(count)))
+                LayoutRow(key, shards[cut], groups[group], int(start), max(1, int(count)))
                 for cut, group, start, count in entries
             ]
             for key, entries in document["tensors"].items()
         }
     except (KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
-    return Layout(rows)
+    return CheckpointLayout(rows)

@@ -30,7 +30,7 @@ from bigtrain.engine.checkpoint.io import (
     stored_dtypes,
     writers,
 )
-from bigtrain.engine.checkpoint.layout import Layout
+from bigtrain.engine.checkpoint.layout import CheckpointLayout
 from bigtrain.engine.checkpoint.tensor_files import Listing
 from bigtrain.engine.deepspeed_patches.optimizers import (
     inner_optimizer,
@@ -170,7 +170,7 @@ def restore_engine(
     engine.refresh_parameters()
 
 
-def writers_of_own_parts(engine: TrainEngine, layout: Layout) -> set[int]:
+def writers_of_own_parts(engine: TrainEngine, layout: CheckpointLayout) -> set[int]:
     """Return the ranks of the save described by `layout` that wrote what this rank reads of it, and
     perhaps more. Not collective."""
     ensure_optimizer_states(engine.engine)

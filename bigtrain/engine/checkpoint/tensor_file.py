@@ -52,7 +52,7 @@ _MISMATCH = "contents do not match their checksum"
 
 
 @dataclass(frozen=True)
-class Identity:
+class SaveIdentity:
     """The save that a file belongs to. run: drawn when the run began, the same for all of its
     launches. attempt: names the launch."""
 
@@ -124,7 +124,7 @@ def file_name(rank: int) -> str:
 
 def write_parts(
     path: Path,
-    identity: Identity,
+    identity: SaveIdentity,
     rank: int,
     parts: Sequence[NewPart],
     content: memoryview | None = None,
@@ -158,7 +158,7 @@ def in_file_order(parts: Iterable[NewPart]) -> list[NewPart]:
 
 
 def _header(
-    parts: Sequence[NewPart], identity: Identity, rank: int, digests: Mapping[str, str]
+    parts: Sequence[NewPart], identity: SaveIdentity, rank: int, digests: Mapping[str, str]
 ) -> bytes:
     metadata = {
         "format": FORMAT,
@@ -199,7 +199,7 @@ def verify_parts(parts: Sequence[Part]) -> None:
         raise CorruptCheckpointError(f"{parts[0].path}: cannot be read: {error}") from error
 
 
-def read_header(path: Path, digest: str) -> tuple[Identity, list[Part]]:
+def read_header(path: Path, digest: str) -> tuple[SaveIdentity, list[Part]]:
     """Read the identity and parts from a header; `digest`: of the header, empty if unknown."""
     try:
         with path.open("rb", buffering=0) as file:
@@ -219,13 +219,13 @@ def read_header(path: Path, digest: str) -> tuple[Identity, list[Part]]:
 
 def _parse(
     path: Path, header: bytes, data_begin: int, num_bytes: int
-) -> tuple[Identity, list[Part]]:
+) -> tuple[SaveIdentity, list[Part]]:
     """Raises ValueError and what wrong types raise, unless all entries hold together."""
     document = json.loads(header, object_pairs_hook=_without_duplicates)
     metadata = document.pop(_METADATA)
     if metadata.get("format") != FORMAT:
         raise ValueError(f"format {metadata.get('format')!r}, this is {FORMAT!r}")
-    identity = Identity(metadata["run"], _numbers(metadata["step"])[0], metadata["attempt"])
+    identity = SaveIdentity(metadata["run"], _numbers(metadata["step"])[0], metadata["attempt"])
     parts = []
     for name, entry in document.items():
         key, _, corner = name.rpartition("@")

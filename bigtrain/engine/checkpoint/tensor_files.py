@@ -8,11 +8,11 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bigtrain.engine.checkpoint.layout import Layout
+from bigtrain.engine.checkpoint.layout import CheckpointLayout
 from bigtrain.engine.checkpoint.tensor_file import (
     SUFFIX,
-    Identity,
     Part,
+    SaveIdentity,
     file_name,
     read_header,
     verify_parts,
@@ -40,8 +40,8 @@ class Listing:
     writers of each part. None if unknown."""
 
     headers: Mapping[str, str]
-    identity: Identity | None = None
-    layout: Layout | None = None
+    identity: SaveIdentity | None = None
+    layout: CheckpointLayout | None = None
 
 
 def files_there(directory: Path) -> Listing:
@@ -161,7 +161,7 @@ def _require_covered(directory: Path, covers: Mapping[str, Cover]) -> None:
             raise MissingPartsError(f"{directory}: {problem} of {key}")
 
 
-def _words(identity: Identity) -> str:
+def _words(identity: SaveIdentity) -> str:
     return f"run {identity.run or '?'}, step {identity.step}"
 
 

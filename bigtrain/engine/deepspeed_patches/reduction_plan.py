@@ -26,7 +26,7 @@ class Slot:
 
 
 @dataclass(slots=True)
-class Run:
+class CopiedRange:
     """`count` elements of a bucket from `source` on are those of a partition from `begin` on."""
 
     source: int
@@ -47,7 +47,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ReductionPlan:
     """Reduction of a bucket of `slots`: `reduced`, the elements of each collective, one after the
     other; `pieces`, the elements of each piece that it is split into. sources: the slots of each
     target, by their number in the bucket, in the target's order."""
@@ -59,14 +59,14 @@ class Plan:
     sources: list[list[int]] = field(default_factory=list, compare=False)
 
 
-def plan_of(slots: list[Slot], bucket_size: int) -> Plan:
+def plan_of(slots: list[Slot], bucket_size: int) -> ReductionPlan:
     """Return the plan of a bucket that holds the gradients of `slots`, one after the other.
     `bucket_size`: elements; only a single parameter may be larger."""
-    runs: list[Run] = []
+    runs: list[CopiedRange] = []
     total = 0
     for slot in slots:
         if slot.count:
-            _append_run(runs, Run(total + slot.start, slot.group, slot.begin, slot.count))
+            _append_run(runs, CopiedRange(total + slot.start, slot.group, slot.begin, slot.count))
         total += slot.size
     pieces: list[int] = []
     end = 0
@@ -79,7 +79,7 @@ def plan_of(slots: list[Slot], bucket_size: int) -> Plan:
     shares = slots[0].shares if total > bucket_size else [total]
     targets = _targets(runs)
     sources = [_slots_within(target, slots) for target in targets]
-    return Plan(slots, _collectives(shares, bucket_size), pieces, targets, sources)
+    return ReductionPlan(slots, _collectives(shares, bucket_size), pieces, targets, sources)
 
 
 def _slots_within(target: Target, slots: list[Slot]) -> list[int]:
@@ -92,7 +92,7 @@ def _slots_within(target: Target, slots: list[Slot]) -> list[int]:
     return sorted(numbers, key=lambda number: slots[number].begin)
 
 
-def _append_run(runs: list[Run], run: Run) -> None:
+def _append_run(runs: list[CopiedRange], run: CopiedRange) -> None:
     """Lengthen the last run where `run` follows it in the bucket and in the same partition."""
     last = runs[-1] if runs else None
     if (
@@ -105,7 +105,7 @@ def _append_run(runs: list[Run], run: Run) -> None:
         runs.append(run)
 
 
-def _targets(runs: Iterable[Run]) -> list[Target]:
+def _targets(runs: Iterable[CopiedRange]) -> list[Target]:
     """Ranges of partitions as long as `runs` make them."""
     targets: list[Target] = []
     for run in sorted(runs, key=lambda run: (run.group, run.begin)):

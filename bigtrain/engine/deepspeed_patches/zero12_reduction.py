@@ -27,7 +27,7 @@ from torch import nn
 from torch._utils import _flatten_dense_tensors
 
 from bigtrain.engine.deepspeed_patches.host_time import HostTime
-from bigtrain.engine.deepspeed_patches.reduction_plan import Plan, Slot, plan_of
+from bigtrain.engine.deepspeed_patches.reduction_plan import ReductionPlan, Slot, plan_of
 
 
 def replace_reduction(optimizer: Any, host_time: HostTime) -> bool:
@@ -109,7 +109,7 @@ class _Reduction:
             if slot.count:
                 self._own_slots[slot.group].append(slot)
         self._sizes = [self._sizes_of(i) for i in _groups(optimizer)]
-        self._plans: dict[tuple[int, int], Plan] = {}
+        self._plans: dict[tuple[int, int], ReductionPlan] = {}
         self._step = 1
         self._bucket: list[Slot] = []
         self._gradients: list[torch.Tensor] = []
@@ -305,14 +305,14 @@ class _Reduction:
             for gradient in self._gradients:
                 gradient.record_stream(current)
 
-    def _plan_of(self, slots: list[Slot]) -> Plan:
+    def _plan_of(self, slots: list[Slot]) -> ReductionPlan:
         key = (id(slots[0]), len(slots))
         plan = self._plans.get(key)
         if plan is None or plan.slots != slots:
             plan = self._plans[key] = plan_of(slots, self._optimizer.reduce_bucket_size)
         return plan
 
-    def _needs_no_reduction(self, gradients: list[torch.Tensor], plan: Plan) -> bool:
+    def _needs_no_reduction(self, gradients: list[torch.Tensor], plan: ReductionPlan) -> bool:
         """Return whether partitions get exactly these gradients."""
         return (
             self._world_size == 1
@@ -322,7 +322,7 @@ class _Reduction:
             and all(g.dtype == self._dtype and g.is_contiguous() for g in gradients)
         )
 
-    def _reduce(self, flat: torch.Tensor, plan: Plan, places: list[torch.Tensor]) -> None:
+    def _reduce(self, flat: torch.Tensor, plan: ReductionPlan, places: list[torch.Tensor]) -> None:
         optimizer = self._optimizer
         if optimizer.gradient_average and self._divisor != 1.0:
             flat.div_(self._divisor)

@@ -82,7 +82,7 @@ def _flat_positions(shape: Sequence[int], box: Box, device: torch.device) -> tor
 
 
 @dataclass(frozen=True)
-class Piece:
+class UpdatedRange:
     """Elements of a parameter that are updated together: views into a master, its gradient and its
     codes."""
 
@@ -197,7 +197,7 @@ class AdamW8bit(UpdateRule):
         for name in names:
             self._scales[name].copy_(by_name[name])
 
-    def _next_moments(self, piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
+    def _next_moments(self, piece: UpdatedRange) -> tuple[torch.Tensor, torch.Tensor]:
         """Return both moments with the gradient, in float32."""
         gradient = piece.gradient.reshape(-1)
         first, second = (
@@ -230,7 +230,7 @@ class AdamW8bit(UpdateRule):
         quantized, _ = self._quantize(rows, code=table, blocksize=BLOCK_ELEMENTS)
         codes.copy_(blocks.take(quantized).view(codes.shape))
 
-    def _pieces(self, masters: Sequence[Master]) -> Iterator[Piece]:
+    def _pieces(self, masters: Sequence[Master]) -> Iterator[UpdatedRange]:
         assert self._parts is not None
         places = {id(master.values): master for master in masters}
         for part in self._parts:
@@ -246,7 +246,7 @@ class AdamW8bit(UpdateRule):
                     where = inner.relative_to(box).slices
                     values, gradient, first, second = (view[where] for _, view in views)
                     blocks = Blocks(shape, inner, values.device)
-                    yield Piece(part.name, blocks, values, gradient, (first, second))
+                    yield UpdatedRange(part.name, blocks, values, gradient, (first, second))
 
     def _by_name(self, names: Sequence[str], flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return views of the scales of each parameter in `flat`."""

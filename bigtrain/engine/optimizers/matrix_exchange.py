@@ -31,7 +31,7 @@ class MatrixBox:
 
 
 @dataclass(frozen=True)
-class Piece(MatrixBox):
+class MasterRectangle(MatrixBox):
     """Rectangle stored in a master: ``master.view(-1)[begin:end].view(sizes)[where]``."""
 
     master: int
@@ -48,7 +48,7 @@ class Piece(MatrixBox):
 
 def pieces_of(
     part: MasterPart, master: int, matrices: Mapping[str, Sequence[tuple[int, Matrix]]]
-) -> Iterator[Piece]:
+) -> Iterator[MasterRectangle]:
     """Yield the pieces of its parameter's numbered `matrices` that `part`, stored in master number
     `master`, holds."""
     candidates = matrices.get(part.name, ())
@@ -64,7 +64,7 @@ def pieces_of(
                     where = common.relative_to(full).moved(local.offsets).slices
                     offsets = common.relative_to(outer).offsets[-2:]
                     inner = Box(offsets, common.sizes[-2:]).moved(corner)
-                    yield Piece(number, inner, master, begin, end, box.sizes, where)
+                    yield MasterRectangle(number, inner, master, begin, end, box.sizes, where)
         begin = end
 
 
@@ -81,7 +81,7 @@ class HeldShard:
     """A piece that this rank holds. is_sent: whether this rank sends it to an owner (rank in the
     group); of the ranks that hold the same piece, one does."""
 
-    piece: Piece
+    piece: MasterRectangle
     is_sent: Callable[[int], bool]
 
 
@@ -91,9 +91,9 @@ class _ExchangeRound:
     rectangles of results to return."""
 
     size: int
-    sent: list[list[Piece]] = field(default_factory=list)
+    sent: list[list[MasterRectangle]] = field(default_factory=list)
     received: list[list[MatrixBox]] = field(default_factory=list)
-    wanted: list[list[Piece]] = field(default_factory=list)
+    wanted: list[list[MasterRectangle]] = field(default_factory=list)
     returned: list[list[MatrixBox]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -150,9 +150,9 @@ class MatrixExchange:
     def run(
         self,
         dtype: torch.dtype,
-        read: Callable[[Piece, torch.Tensor], object],
+        read: Callable[[MasterRectangle, torch.Tensor], object],
         compute: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
-        write: Callable[[Piece, torch.Tensor], object],
+        write: Callable[[MasterRectangle, torch.Tensor], object],
     ) -> None:
         """Compute on every matrix once. Collective over the group. `dtype`: of matrices and
         messages; `read` fills a tensor [rows, columns] with a piece; `compute` returns a matrix of
@@ -194,7 +194,7 @@ class MatrixExchange:
         )
         return incoming
 
-    def _announce(self, lists: Sequence[Sequence[Piece]]) -> list[list[MatrixBox]]:
+    def _announce(self, lists: Sequence[Sequence[MasterRectangle]]) -> list[list[MatrixBox]]:
         """Exchange the lists: what each rank of the group lists for this one. Collective."""
         rows = torch.tensor(
             [[p.matrix, *p.box.offsets, *p.box.sizes] for p in chain.from_iterable(lists)],

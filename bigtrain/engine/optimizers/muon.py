@@ -17,7 +17,12 @@ import torch.distributed as dist
 from torch import nn
 
 from bigtrain.engine.optimizers.masters import MasterPart
-from bigtrain.engine.optimizers.matrix_exchange import HeldShard, MatrixExchange, Piece, pieces_of
+from bigtrain.engine.optimizers.matrix_exchange import (
+    HeldShard,
+    MasterRectangle,
+    MatrixExchange,
+    pieces_of,
+)
 from bigtrain.engine.optimizers.update_rule import (
     Master,
     RuleInputs,
@@ -91,7 +96,7 @@ class Muon(UpdateRule):
             lambda piece, part: self._apply(masters[piece.master].values, piece, part, group),
         )
 
-    def _direction(self, piece: Piece, master: Master) -> torch.Tensor:
+    def _direction(self, piece: MasterRectangle, master: Master) -> torch.Tensor:
         buffer = piece.of(master.state["momentum_buffer"]).float()
         if not self._section.nesterov:
             return buffer
@@ -116,7 +121,11 @@ class Muon(UpdateRule):
         return outputs
 
     def _apply(
-        self, master: torch.Tensor, piece: Piece, update: torch.Tensor, group: Mapping[str, Any]
+        self,
+        master: torch.Tensor,
+        piece: MasterRectangle,
+        update: torch.Tensor,
+        group: Mapping[str, Any],
     ) -> None:
         matrix = self._matrices["moe" in group][piece.matrix]
         values = piece.of(master)

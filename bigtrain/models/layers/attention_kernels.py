@@ -39,7 +39,7 @@ class Band:
 
 
 @dataclass(frozen=True)
-class Scores:
+class ScoreScaling:
     """Scale of the products of queries and keys, and soft cap of the result (Gemma 2)."""
 
     scale: float
@@ -47,7 +47,7 @@ class Scores:
 
 
 def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, band: Band, scores: Scores
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, band: Band, scores: ScoreScaling
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output float32 [B, H, m, Dv] of queries [B, H, m, D] to keys [B, K, n, D], and
     the log-sum-exp of their scores, float32 [B, H, m]; -inf for a query that sees none."""
@@ -73,7 +73,7 @@ def gradients(
     out: torch.Tensor,
     lse: torch.Tensor,
     band: Band,
-    scores: Scores,
+    scores: ScoreScaling,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of query, key and value from this block, float32. `out` [B, H, m, Dv]
     and `lse` [B, H, m] are those over all keys."""
@@ -95,7 +95,7 @@ def gradients(
     return of_query.reshape(query.shape), of_key, of_value
 
 
-def _has_kernel(query: torch.Tensor, value: torch.Tensor, band: Band, scores: Scores) -> bool:
+def _has_kernel(query: torch.Tensor, value: torch.Tensor, band: Band, scores: ScoreScaling) -> bool:
     """Return whether torch's flash kernels compute the block."""
     width = query.shape[-1]
     is_plain = (band.is_full or band.is_causal) and scores.softcap is None
@@ -132,7 +132,9 @@ class _Tile:
     slope: torch.Tensor | None
 
 
-def _tiles(query: torch.Tensor, key: torch.Tensor, band: Band, scores: Scores) -> Iterator[_Tile]:
+def _tiles(
+    query: torch.Tensor, key: torch.Tensor, band: Band, scores: ScoreScaling
+) -> Iterator[_Tile]:
     """Yield the tiles in which a query sees a key; `query` [B, K, H / K, m, D], float32."""
     num_rows, num_columns = query.shape[-2], key.shape[-2]
     for top in range(0, num_rows, TILE):
@@ -164,7 +166,7 @@ def _tiles(query: torch.Tensor, key: torch.Tensor, band: Band, scores: Scores) -
 
 
 def _attend_in_tiles(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, band: Band, scores: Scores
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, band: Band, scores: ScoreScaling
 ) -> tuple[torch.Tensor, torch.Tensor]:
     shape = query.shape[:3]
     query = query.float().unflatten(1, (key.shape[1], -1))
@@ -191,7 +193,7 @@ def _gradients_in_tiles(
     out: torch.Tensor,
     lse: torch.Tensor,
     band: Band,
-    scores: Scores,
+    scores: ScoreScaling,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     shape, groups = query.shape, (key.shape[1], -1)
     query, grad_out, out = (x.float().unflatten(1, groups) for x in (query, grad_out, out))

@@ -34,7 +34,7 @@ _SIZES: ContextVar[tuple[int, ...] | None] = ContextVar("sizes", default=None)
 
 
 @dataclass(frozen=True)
-class Documents:
+class DocumentBoundaries:
     """Document boundaries that layers get instead of a mask. sizes: tokens of the documents of a
     micro-batch, sample after sample. window: how many tokens a token sees, itself among them; None:
     all before it in its document."""
@@ -110,7 +110,7 @@ def _mask(
         local_size=local_size,
         config=config,
     )
-    return Documents(sizes, window)
+    return DocumentBoundaries(sizes, window)
 
 
 def require_causal_window(
@@ -164,7 +164,7 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: `query` [B, H, T, D], the result [B, T, H, D]."""
     base = attention_of(name, module)
-    if not isinstance(attention_mask, Documents):
+    if not isinstance(attention_mask, DocumentBoundaries):
         return base(module, query, key, value, attention_mask, **kwargs)[0], None
     if kwargs.get("is_causal") is False or kwargs.get("position_bias") is not None:
         raise ModelError(f"{type(module).__name__} attends to more than the tokens before")

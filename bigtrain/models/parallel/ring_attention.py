@@ -17,13 +17,13 @@ import torch
 
 from bigtrain.models.layers.attention_kernels import (
     Band,
-    Scores,
+    ScoreScaling,
     attend,
     finite,
     gradients,
     merge,
 )
-from bigtrain.models.parallel.ring_plan import Block, Piece, Range, RingPlan
+from bigtrain.models.parallel.ring_plan import AttentionRectangle, Range, RingBlock, RingPlan
 
 Message = torch.Tensor | None
 """Tensor to send or to receive; None for none."""
@@ -52,7 +52,7 @@ def ring_attention(
     sinks: torch.Tensor | None,
     plan: RingPlan,
     exchange: RingExchange,
-    scores: Scores,
+    scores: ScoreScaling,
 ) -> torch.Tensor:
     """Return the attention of a rank's queries [B, H, t, D] to the keys of all ranks, of which it
     has [B, K, t, D]: [B, H, t, Dv] in the dtype of `query`. `sinks` [H]: scores of a key without a
@@ -73,7 +73,7 @@ class _RingAttention(torch.autograd.Function):
         sinks: torch.Tensor | None,
         plan: RingPlan,
         exchange: RingExchange,
-        scores: Scores,
+        scores: ScoreScaling,
     ) -> torch.Tensor:
         shape = (*query.shape[:3], value.shape[-1])
         out = query.new_zeros(shape, dtype=torch.float32)
@@ -185,7 +185,7 @@ class _Returns:
         exchange: RingExchange,
     ) -> None:
         self._own, self._plan, self._exchange = (of_key, of_value), plan, exchange
-        self._arriving: tuple[Block, torch.Tensor] | None = None
+        self._arriving: tuple[RingBlock, torch.Tensor] | None = None
         self._sent: torch.Tensor | None = None
         self._wait: Wait = _nothing
 
@@ -217,7 +217,7 @@ class _Returns:
         parts = arrived.split([torch.Size(shape).numel() for shape in shapes])
         self._add(block, [part.view(shape) for part, shape in zip(parts, shapes, strict=True)])
 
-    def _add(self, block: Block, gradients: Sequence[torch.Tensor]) -> None:
+    def _add(self, block: RingBlock, gradients: Sequence[torch.Tensor]) -> None:
         for total, more in zip(self._own, gradients, strict=True):
             passed = 0
             for start, stop in block.columns:
@@ -237,22 +237,22 @@ def _chosen(states: torch.Tensor, columns: Sequence[Range]) -> torch.Tensor:
     return torch.cat(parts, 2) if parts else states[:, :, :0]
 
 
-def _with_columns(block: Block, states: tuple[torch.Tensor, torch.Tensor]) -> Any:
+def _with_columns(block: RingBlock, states: tuple[torch.Tensor, torch.Tensor]) -> Any:
     """Yield each piece of `block` with its keys and values of `states`."""
     key, value = states
     for piece in block.pieces:
         yield piece, (_columns(key, piece), _columns(value, piece))
 
 
-def _rows(states: torch.Tensor, piece: Piece) -> torch.Tensor:
+def _rows(states: torch.Tensor, piece: AttentionRectangle) -> torch.Tensor:
     (first, last), (start, stop) = piece.samples, piece.rows
     return states[first:last, :, start:stop]
 
 
-def _columns(states: torch.Tensor, piece: Piece) -> torch.Tensor:
+def _columns(states: torch.Tensor, piece: AttentionRectangle) -> torch.Tensor:
     (first, last), (start, stop) = piece.samples, piece.columns
     return states[first:last, :, start:stop]
 
 
-def _band(piece: Piece) -> Band:
+def _band(piece: AttentionRectangle) -> Band:
     return Band(piece.diagonal, piece.window, piece.is_full, piece.is_causal)

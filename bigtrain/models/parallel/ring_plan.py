@@ -50,7 +50,7 @@ def tokens_of(length: int, ulysses_size: int, ring_size: int, rank: int) -> list
 
 
 @dataclass(frozen=True)
-class Piece:
+class AttentionRectangle:
     """Queries and keys that see each other: a rectangle of samples x rows x columns.
 
     samples, rows: in the queries of a rank. columns: in the keys that it has or has received. A
@@ -93,12 +93,12 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Block:
+class RingBlock:
     """Work of a rank on the keys of one rank. columns: the keys that it needs, in that rank's
     tokens; `pieces` count them in this order."""
 
     columns: tuple[Range, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[AttentionRectangle, ...]
 
     @property
     def num_columns(self) -> int:
@@ -122,7 +122,7 @@ class RingPlan:
     ) -> None:
         self.ring_size, self.length, self.window = ring_size, length, window
         self._edges = edges
-        self._blocks: dict[tuple[int, int], Block] = {}
+        self._blocks: dict[tuple[int, int], RingBlock] = {}
 
     @cached_property
     def _samples(self) -> list[tuple[Range, Sequence[int]]]:
@@ -131,21 +131,21 @@ class RingPlan:
             return [((0, len(self._edges)), self._edges[0])]
         return [((i, i + 1), edges) for i, edges in enumerate(self._edges)]
 
-    def block(self, rank: int, source: int) -> Block:
+    def block(self, rank: int, source: int) -> RingBlock:
         """Return the work of the queries of `rank` on the keys of `source`."""
         if (rank, source) not in self._blocks:
             self._blocks[rank, source] = self._make(rank, source)
         return self._blocks[rank, source]
 
-    def _make(self, rank: int, source: int) -> Block:
-        numbered: list[tuple[int, Piece]] = []
+    def _make(self, rank: int, source: int) -> RingBlock:
+        numbered: list[tuple[int, AttentionRectangle]] = []
         passed = 0
         for number, keys in enumerate(chunks_of(self.length, self.ring_size, source)):
             row = 0
             for queries in chunks_of(self.length, self.ring_size, rank):
                 for samples, edges in self._samples:
                     for rows, columns in _meetings(queries, keys, edges, self.window):
-                        piece = Piece(
+                        piece = AttentionRectangle(
                             samples,
                             (row + rows[0] - queries[0], row + rows[1] - queries[0]),
                             (passed + columns[0] - keys[0], passed + columns[1] - keys[0]),
@@ -181,7 +181,7 @@ def _meetings(
             yield rows, columns
 
 
-def _gathered(numbered: Sequence[tuple[int, Piece]]) -> Block:
+def _gathered(numbered: Sequence[tuple[int, AttentionRectangle]]) -> RingBlock:
     """Return the block of pieces, each with the number of the chunk of its columns: only the
     columns from the first to the last that is needed of each chunk."""
     columns: list[Range] = []
@@ -200,7 +200,7 @@ def _gathered(numbered: Sequence[tuple[int, Piece]]) -> Block:
         part
         for number, piece in numbered
         for part in _without_hidden(
-            Piece(
+            AttentionRectangle(
                 piece.samples,
                 piece.rows,
                 (piece.columns[0] + moves[number], piece.columns[1] + moves[number]),
@@ -209,10 +209,10 @@ def _gathered(numbered: Sequence[tuple[int, Piece]]) -> Block:
             )
         )
     ]
-    return Block(tuple(columns), tuple(pieces))
+    return RingBlock(tuple(columns), tuple(pieces))
 
 
-def _without_hidden(piece: Piece) -> Iterator[Piece]:
+def _without_hidden(piece: AttentionRectangle) -> Iterator[AttentionRectangle]:
     """Yield the parts of `piece` that a kernel computes at once: full ones, causal squares, and
     narrow ones at the end of a window."""
     if piece.is_full or piece.is_causal:
@@ -227,7 +227,7 @@ def _without_hidden(piece: Piece) -> Iterator[Piece]:
         cuts = [first, late, enter, last] if late <= enter else [first, last]
         for low, high in pairwise(cuts):
             if low < high:
-                yield Piece(
+                yield AttentionRectangle(
                     piece.samples,
                     (piece.rows[0] + start, piece.rows[0] + stop),
                     (piece.columns[0] + low, piece.columns[0] + high),

@@ -27,7 +27,7 @@ from transformers.masking_utils import (
 
 from bigtrain.errors import ModelError, one_line
 from bigtrain.models import experts
-from bigtrain.models.layers.attention_kernels import Scores
+from bigtrain.models.layers.attention_kernels import ScoreScaling
 from bigtrain.models.layers.document_attention import (
     IMPLEMENTATIONS,
     attention_of,
@@ -217,7 +217,7 @@ class SequenceParallel:
         scale = kwargs.get("scaling")
         is_sdpa = self._base in ("sdpa", IMPLEMENTATIONS["sdpa"])  # which ignores caps and sinks
         cap = None if is_sdpa else kwargs.get("softcap")
-        scores = Scores(query.shape[-1] ** -0.5 if scale is None else scale, cap)
+        scores = ScoreScaling(query.shape[-1] ** -0.5 if scale is None else scale, cap)
         output = ring_attention(
             self._to_heads(query),
             self._to_heads(key),

@@ -30,7 +30,7 @@ COLUMNS = (
 
 
 @dataclass(frozen=True)
-class Prediction:
+class RowPrediction:
     """Prediction for one row: tokens/s per device, and GiB; `refused`: why there is none."""
 
     tokens_per_second: float | None
@@ -88,19 +88,19 @@ def _measured(row: Mapping[str, str], name: str = "tokens_per_s_per_gpu") -> flo
     return value
 
 
-def predict(row: Mapping[str, str]) -> Prediction:
+def predict(row: Mapping[str, str]) -> RowPrediction:
     """Return the prediction for one row; `refused` has the reason if there is none."""
     if reason := _why_not_measured(row):
-        return Prediction(None, None, reason)
+        return RowPrediction(None, None, reason)
     try:
         run = run_of(row)
     except (ValueError, KeyError, ConfigError) as error:
-        return Prediction(None, None, str(error).replace("\n", " "))
+        return RowPrediction(None, None, str(error).replace("\n", " "))
     seconds = step_time(run.model, run.layout, run.device, run.engine, gain=run.gain).total
     tokens = run.layout.global_batch_size * run.layout.sequence_length
     use = peak_memory(run.model, run.layout, run.engine)
     peak = _as_measured(use, run.engine, row.get("notes", ""))
-    return Prediction(tokens / seconds / run.layout.world_size, peak / GIB)
+    return RowPrediction(tokens / seconds / run.layout.world_size, peak / GIB)
 
 
 def _as_measured(use: MemoryUse, engine: Engine, notes: str) -> float:
@@ -130,7 +130,7 @@ class SourceErrors:
 
 
 def summarize(
-    rows: Sequence[Mapping[str, str]], predictions: Sequence[Prediction]
+    rows: Sequence[Mapping[str, str]], predictions: Sequence[RowPrediction]
 ) -> list[SourceErrors]:
     """Return the errors of each source, in the order of the rows; the last one is of all rows."""
     sources = dict.fromkeys(row["source"] for row in rows)
@@ -139,7 +139,7 @@ def summarize(
     return [*errors, _of_source("all", pairs)] if len(errors) > 1 else errors
 
 
-_Pairs = Sequence[tuple[Mapping[str, str], Prediction]]
+_Pairs = Sequence[tuple[Mapping[str, str], RowPrediction]]
 
 
 def _of_source(name: str, pairs: _Pairs) -> SourceErrors:
@@ -230,7 +230,7 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 
 def write_rows(
-    path: Path, rows: Sequence[Mapping[str, str]], predictions: Sequence[Prediction]
+    path: Path, rows: Sequence[Mapping[str, str]], predictions: Sequence[RowPrediction]
 ) -> None:
     """Write every row with its prediction, or the reason for none. Raises OSError."""
     added = ("predicted_tokens_per_s_per_gpu", "predicted_peak_gib", "refused")

@@ -25,7 +25,7 @@ from bigtrain.planner.model_costs import (
 
 
 @dataclass(frozen=True)
-class Experts:
+class ExpertDimensions:
     """Experts of a layer: `num` of `inner` width, of which a token is routed to `per_token`, in
     addition to `shared_inner` of shared ones. The first `num_dense_layers` have none; after them
     one layer in `every` has."""
@@ -51,11 +51,11 @@ class Latent:
 
 
 @dataclass(frozen=True)
-class ModelShape:
+class PublishedModelShape:
     """Dimensions of a model. `window` of every `window_every`-th layer's attention."""
 
     dense: DenseShape
-    experts: Experts | None = None
+    experts: ExpertDimensions | None = None
     latent: Latent | None = None
     window: int | None = None
     window_every: int = 1
@@ -84,7 +84,7 @@ def usual_shape(billions: float, *, gated: bool) -> Mapping[str, int]:
     return {"layers": layers, "hidden": 128 * layers, "vocab": 32000 if gated else 50257}
 
 
-def costs_of(shape: ModelShape, element_bytes: int = 2) -> ModelCosts:
+def costs_of(shape: PublishedModelShape, element_bytes: int = 2) -> ModelCosts:
     """Return the costs of a model of `shape`."""
     model = closed_form(shape.dense, element_bytes)
     plain = model.kinds[0]
@@ -106,7 +106,7 @@ def costs_of(shape: ModelShape, element_bytes: int = 2) -> ModelCosts:
 
 
 def _expert_layer(
-    layer: LayerCosts, dense: DenseShape, experts: Experts, element_bytes: int
+    layer: LayerCosts, dense: DenseShape, experts: ExpertDimensions, element_bytes: int
 ) -> LayerCosts:
     """Return `layer` with experts instead of its feed-forward network: a router, products over
     groups, and tokens copied to `per_token` experts and back."""

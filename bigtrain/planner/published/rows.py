@@ -17,9 +17,9 @@ from bigtrain.planner.layout import Layout
 from bigtrain.planner.memory import peak_memory
 from bigtrain.planner.model_costs import DenseShape, ModelCosts, of_all_linear, with_adapters
 from bigtrain.planner.published.known_models import (
-    Experts,
+    ExpertDimensions,
     Latent,
-    ModelShape,
+    PublishedModelShape,
     costs_of,
     known_figures,
     usual_shape,
@@ -125,7 +125,7 @@ def _model(row: Row, engine: Engine, element_bytes: int) -> ModelCosts:
     window, every = known.get("window"), known.get("window_every", 1)
     if re.search(r"\bpacked\b", said):
         window, every = _PACKED, 1
-    shape = ModelShape(dense, experts, latent, window, every)
+    shape = PublishedModelShape(dense, experts, latent, window, every)
     model = costs_of(shape, element_bytes)
     if re.search(r"\bq?lora\b|\bpeft\b", words(row, "model", "notes", "source", "precision")):
         rank = re.search(r"(?:rank|\br|dim)\W{0,3}(\d+)", said)
@@ -144,13 +144,13 @@ def _usual_heads(hidden: int) -> int:
     return next(near)
 
 
-def _experts(row: Row, known: Mapping[str, object], hidden: int) -> Experts | None:
+def _experts(row: Row, known: Mapping[str, object], hidden: int) -> ExpertDimensions | None:
     """Return the experts of a model known by name, scaled with the hidden size for a proxy."""
     if "experts" not in known:
         return None
     figures = {name: value for name, value in known.items() if isinstance(value, int)}
     scale = hidden / figures["hidden"]
-    return Experts(
+    return ExpertDimensions(
         num=figures["experts"],
         per_token=figures["experts_per_token"],
         inner=max(1, round(figures["expert_ffn"] * scale)),
@@ -160,7 +160,7 @@ def _experts(row: Row, known: Mapping[str, object], hidden: int) -> Experts | No
     )
 
 
-def _guessed_experts(row: Row, said: str, dense: DenseShape) -> Experts | None:
+def _guessed_experts(row: Row, said: str, dense: DenseShape) -> ExpertDimensions | None:
     """Return the experts of an unknown model: from text such as "8x7B", "64 experts", "top-2" and
     "A3B", and from its parameters (`params_b`) in addition to those of `dense`, whose `ffn` is then
     an expert's."""
@@ -169,7 +169,7 @@ def _guessed_experts(row: Row, said: str, dense: DenseShape) -> Experts | None:
     number = int((times or stated).group(1)) if times or stated else 0  # type: ignore[union-attr]
     each = (3 if dense.gated else 2) * dense.hidden_size * dense.intermediate_size
     per_expert = each * dense.num_layers
-    rest = costs_of(ModelShape(dense)).num_parameters - per_expert
+    rest = costs_of(PublishedModelShape(dense)).num_parameters - per_expert
     whole = billions(row) * 1e9
     speaks = bool(number) or "moe" in said or "expert" in said or degree(row, "ep") > 1
     if not number and speaks and whole > 1.3 * (rest + per_expert):
@@ -181,7 +181,7 @@ def _guessed_experts(row: Row, said: str, dense: DenseShape) -> Experts | None:
     met = int(chosen.group(1)) if chosen else 2
     if active and not chosen:
         met = max(1, round((float(active.group(1)) * 1e9 - rest) / per_expert))
-    return Experts(number, min(met, number), dense.intermediate_size)
+    return ExpertDimensions(number, min(met, number), dense.intermediate_size)
 
 
 def _layout(

@@ -21,7 +21,7 @@ from bigtrain.planner.seconds.kernels import (
     weight_seconds,
 )
 from bigtrain.planner.seconds.sequence_bytes import sequence_bytes
-from bigtrain.planner.stages import Stage, block_bytes, matrix_exchange, stage_sizes
+from bigtrain.planner.stages import PlannedStage, block_bytes, matrix_exchange, stage_sizes
 from bigtrain.planner.tables.engines import Engine
 from bigtrain.planner.tables.hardware import Device
 
@@ -329,7 +329,7 @@ def _excess(device: float, host: float, exponent: float) -> float:
 
 
 def orthogonalizing_seconds(
-    stage: Stage, model: ModelCosts, layout: Layout, device: Device, groups: Groups
+    stage: PlannedStage, model: ModelCosts, layout: Layout, device: Device, groups: Groups
 ) -> float:
     """Return the seconds of Muon in addition to a pass over its parameters: matrices are sent to
     the ranks that own them, orthogonalized, and sent back."""
@@ -355,7 +355,7 @@ def orthogonalizing_seconds(
 
 
 def scale_seconds(
-    stage: Stage, model: ModelCosts, layout: Layout, device: Device, groups: Groups
+    stage: PlannedStage, model: ModelCosts, layout: Layout, device: Device, groups: Groups
 ) -> float:
     """Return the seconds of the all-reduce of the scales of 8-bit moments."""
     group = groups.tensor if layout.partition_size == 1 else groups.partition
@@ -364,7 +364,7 @@ def scale_seconds(
 
 
 def gradient_seconds(
-    stage: Stage,
+    stage: PlannedStage,
     model: ModelCosts,
     layout: Layout,
     device: Device,
@@ -396,7 +396,7 @@ def gradient_seconds(
 
 
 def optimizer_seconds(
-    stage: Stage, model: ModelCosts, layout: Layout, device: Device, engine: Engine
+    stage: PlannedStage, model: ModelCosts, layout: Layout, device: Device, engine: Engine
 ) -> tuple[float, float]:
     """Return the seconds of the update, including its transfers to main memory and back."""
     sizes = stage_sizes(stage, model, layout)

@@ -37,7 +37,7 @@ from typing import Any, Literal
 import xxhash
 
 from bigtrain.engine.checkpoint.layout import parse_layout
-from bigtrain.engine.checkpoint.tensor_file import Identity
+from bigtrain.engine.checkpoint.tensor_file import SaveIdentity
 from bigtrain.engine.checkpoint.tensor_files import Listing, verify_files
 from bigtrain.errors import CheckpointError, CorruptCheckpointError
 from bigtrain.system.files import (
@@ -64,11 +64,11 @@ all but tensor files, which every rank compares block by block as it reads of th
 
 
 @dataclass(frozen=True)
-class Manifest:
+class CheckpointManifest:
     """Save that wrote a checkpoint, and its files by path: bytes, and checksum (of the file;
     of its header for a tensor file)."""
 
-    identity: Identity
+    identity: SaveIdentity
     files: Mapping[str, tuple[int, str]]
 
     @property
@@ -102,7 +102,7 @@ def prepare(partial: Path) -> None:
 def commit(
     partial: Path,
     written: Mapping[str, tuple[int, str]],
-    identity: Identity,
+    identity: SaveIdentity,
     permit: Callable[[], None] = lambda: None,
 ) -> Path:
     """Commit the checkpoint: list every file, then rename the directory; return its path.
@@ -123,7 +123,7 @@ def commit(
         sync_to_disk(path)
         files[path.name] = (path.stat().st_size, file_checksum(path))
     sync_to_disk(partial / TENSORS)
-    write_whole(partial / MANIFEST, manifest_text(Manifest(identity, files)).encode())
+    write_whole(partial / MANIFEST, manifest_text(CheckpointManifest(identity, files)).encode())
     final = partial.with_name(partial.name.split(".", 1)[0])
     permit()
     if os.path.lexists(final):
@@ -135,7 +135,7 @@ def commit(
     return final
 
 
-def manifest_text(manifest: Manifest) -> str:
+def manifest_text(manifest: CheckpointManifest) -> str:
     """Return the contents of ``manifest.json``."""
     files = {
         name: {"bytes": num_bytes, _checksum_key(name): checksum}
@@ -155,7 +155,7 @@ def _document_checksum(document: Mapping[str, Any]) -> str:
     return xxhash.xxh3_64_hexdigest(text.encode())
 
 
-def read_manifest(directory: Path) -> Manifest:
+def read_manifest(directory: Path) -> CheckpointManifest:
     """Return the manifest of the checkpoint `directory`; its step must match the directory's name.
     Raises CorruptCheckpointError."""
     path = directory / MANIFEST
@@ -174,7 +174,7 @@ def read_manifest(directory: Path) -> Manifest:
             )
         if document.pop("xxh3") != _document_checksum(document):
             raise CorruptCheckpointError(f"{path}: contents do not match their checksum")
-        identity = Identity(*(document[name] for name in asdict(Identity())))
+        identity = SaveIdentity(*(document[name] for name in asdict(SaveIdentity())))
         files = {
             name: (int(entry["bytes"]), str(entry[_checksum_key(name)]))
             for name, entry in document["files"].items()
@@ -186,7 +186,7 @@ def read_manifest(directory: Path) -> Manifest:
         raise CorruptCheckpointError(f"{path}: missing") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(f"{path}: unreadable ({error})") from error
-    manifest = Manifest(identity, files)
+    manifest = CheckpointManifest(identity, files)
     if STATE not in files or not manifest.headers:
         raise CorruptCheckpointError(
             f"{path}: does not list {f'{TENSORS}/' if STATE in files else STATE}"
@@ -224,7 +224,7 @@ def _verify(directory: Path, contents: Contents) -> None:
         verify_files(directory / TENSORS, Listing(manifest.headers, manifest.identity))
 
 
-def verify_small_files(directory: Path, manifest: Manifest) -> None:
+def verify_small_files(directory: Path, manifest: CheckpointManifest) -> None:
     """Compare all files but tensor files with their checksums. Raises CorruptCheckpointError, or
     OSError for an unreadable file."""
     for name, (num_bytes, checksum) in manifest.files.items():
@@ -242,7 +242,7 @@ def _verify_file(path: Path, num_bytes: int, checksum: str | None) -> None:
         raise CorruptCheckpointError(f"{path}: contents do not match their checksum")
 
 
-def _verify_identity(directory: Path, identity: Identity) -> None:
+def _verify_identity(directory: Path, identity: SaveIdentity) -> None:
     """Check that ``state.json`` and the run's directory (if there is one) name the same run and
     step."""
     state = read_state(directory)

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from bigtrain.engine.checkpoint.layout import Layout, parse_layout
+from bigtrain.engine.checkpoint.layout import CheckpointLayout, parse_layout
 from bigtrain.engine.checkpoint.snapshot import writers_of_own_parts
 from bigtrain.engine.checkpoint.tensor_file import file_name
 from bigtrain.engine.startup.cpu_collectives import (
@@ -237,7 +237,7 @@ class MemoryFiles:
         destination = directory if here else fetched
         self._fetch(set(_DOCUMENTS) if self.is_keeper else set(), here, directory, destination)
 
-        def read_layout() -> Layout:
+        def read_layout() -> CheckpointLayout:
             path = fetched / checkpoints.LAYOUT
             return parse_layout((path if path.exists() else directory / path.name).read_bytes())
 

@@ -23,7 +23,7 @@ import xxhash
 
 from bigtrain.engine.checkpoint.io import Staging, Written
 from bigtrain.engine.checkpoint.snapshot import EngineSnapshot, not_finite, snapshot_engine
-from bigtrain.engine.checkpoint.tensor_file import Identity, file_name
+from bigtrain.engine.checkpoint.tensor_file import SaveIdentity, file_name
 from bigtrain.engine.startup.cpu_collectives import cpu_group, maximum_of_all
 from bigtrain.engine.startup.long_work import on_all_ranks, on_main_rank
 from bigtrain.engine.train_engine import TrainEngine
@@ -95,7 +95,7 @@ class MemorySaver:
         engine: TrainEngine,
         section: MemoryCheckpointSection,
         files: MemoryFiles,
-        identity: Identity,
+        identity: SaveIdentity,
         run_document: Mapping[str, Any],
     ) -> None:
         """Remove all that `files` hold but the checkpoint that the run resumed from
@@ -296,7 +296,7 @@ class MemorySaver:
         return exchange_files(own, partner, copy, source, self._group)
 
     def _documents(
-        self, write: _MemoryWrite, written: Written, identity: Identity
+        self, write: _MemoryWrite, written: Written, identity: SaveIdentity
     ) -> dict[str, bytes]:
         """Return the small files of a checkpoint, the same on all hosts."""
         self._context.claim.check()
@@ -307,7 +307,7 @@ class MemorySaver:
         }
         files = {f"{checkpoints.TENSORS}/{name}": one for name, one in written.files.items()}
         files |= {name: (len(text), xxhash.xxh3_64_hexdigest(text)) for name, text in small.items()}
-        manifest = checkpoints.Manifest(identity, files)
+        manifest = checkpoints.CheckpointManifest(identity, files)
         return {**small, checkpoints.MANIFEST: checkpoints.manifest_text(manifest).encode()}
 
 

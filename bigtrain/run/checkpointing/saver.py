@@ -22,7 +22,7 @@ from bigtrain.engine.checkpoint.snapshot import (
     refuse_not_finite,
     snapshot_engine,
 )
-from bigtrain.engine.checkpoint.tensor_file import Identity
+from bigtrain.engine.checkpoint.tensor_file import SaveIdentity
 from bigtrain.engine.startup.cpu_collectives import cpu_group
 from bigtrain.engine.startup.long_work import on_main_rank
 from bigtrain.engine.train_engine import TrainEngine
@@ -109,7 +109,7 @@ class Saver:
         self._identity = self._on_main(lambda: self._begin(inputs, base))
 
     @property
-    def identity(self) -> Identity:
+    def identity(self) -> SaveIdentity:
         """Run and attempt of this launch's checkpoints, without a step."""
         return self._identity
 
@@ -119,11 +119,11 @@ class Saver:
         the others."""
         return self._run_document
 
-    def _begin(self, inputs: Inputs, base: BaseWeights | None) -> Identity:
+    def _begin(self, inputs: Inputs, base: BaseWeights | None) -> SaveIdentity:
         context = self._context
         token = context.claim.token
         attempt = "" if token is None else token.attempt
-        identity = Identity(checkpoints.make_run_id(context.directory), 0, attempt)
+        identity = SaveIdentity(checkpoints.make_run_id(context.directory), 0, attempt)
         self._run_document = {
             "format": checkpoints.FORMAT,
             "run": identity.run,
@@ -286,7 +286,7 @@ class Saver:
         taken: _Taken,
         partial: Path,
         written: Written,
-        identity: Identity,
+        identity: SaveIdentity,
     ) -> None:
         layout = json.dumps(written.layout.to_json(), separators=(",", ":"))
         (partial / checkpoints.LAYOUT).write_text(layout)

@@ -24,7 +24,7 @@ from bigtrain.system.units import GIB
 
 
 @dataclass(frozen=True)
-class MemoryUse:
+class MeasuredMemory:
     """Use of a device's memory, in bytes; `rest`: activations and everything else."""
 
     parameters: int
@@ -45,7 +45,7 @@ class MemoryUse:
         return f"of {self.total / GIB:.2f} GiB: {shown}"
 
 
-def memory_use(model: nn.Module, optimizer: Any, allocated: int, total: int) -> MemoryUse:
+def memory_use(model: nn.Module, optimizer: Any, allocated: int, total: int) -> MeasuredMemory:
     """Return the use of the `allocated` bytes of a device with `total`, by a `model` and
     DeepSpeed's or torch's `optimizer`; each storage counts once."""
     seen: set[int] = set()
@@ -60,7 +60,7 @@ def memory_use(model: nn.Module, optimizer: Any, allocated: int, total: int) -> 
     state += _tensors([group["params"] for group in getattr(optimizer, "param_groups", [])])
     held = _bytes(state, seen)
     rest = max(0, allocated - parameters - gradients - held)
-    return MemoryUse(parameters, gradients, held, rest, total)
+    return MeasuredMemory(parameters, gradients, held, rest, total)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -80,7 +80,7 @@ def _bytes(tensors: Any, seen: set[int]) -> int:
     return num_bytes
 
 
-def remedies(config: RunConfig, zero_stage: int, held: MemoryUse) -> list[str]:
+def remedies(config: RunConfig, zero_stage: int, held: MeasuredMemory) -> list[str]:
     """Return settings that reduce the largest uses of memory, the cheapest change first."""
     settings = []
     if held.rest >= held.total / 4:
@@ -121,7 +121,7 @@ def explained(context: RunContext, engine: TrainEngine) -> Iterator[None]:
         raise LaunchError(_text(context, held, error)) from error
 
 
-def _text(context: RunContext, held: MemoryUse, error: Exception) -> str:
+def _text(context: RunContext, held: MeasuredMemory, error: Exception) -> str:
     directory = context.directory / DIRECTORY
     path = directory / f"out_of_memory_rank_{context.world.rank}.pickle"
     try:

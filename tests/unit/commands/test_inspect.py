@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from bigtrain.cli import main
 from bigtrain.data.shards.dataset import open_dataset
-from bigtrain.data.shards.format import HEADER, MAGIC, Shard
+from bigtrain.data.shards.format import HEADER, MAGIC, TokenShard
 from bigtrain.data.shards.inspection import length_histogram
 from bigtrain.data.tokenizers.training import train_tokenizer
 from bigtrain.errors import DataError
@@ -210,13 +210,13 @@ def test_corrupt_lengths(tmp_path: Path) -> None:
     (tmp_path / "x.idx").write_bytes(content)
     for one_sequence in (True, False):
         with pytest.raises(DataError, match=r"x\.idx is corrupt: a document has negative length"):
-            length_histogram([Shard(prefix)], one_sequence)
+            length_histogram([TokenShard(prefix)], one_sequence)
     write_foreign(prefix, [[3], [5], [2]])
     content = bytearray((tmp_path / "x.idx").read_bytes())
     struct.pack_into("<q", content, len(content) - 24, 9)
     (tmp_path / "x.idx").write_bytes(content)
     with pytest.raises(DataError, match=r"x\.idx is corrupt: documents after 0 are out of order"):
-        length_histogram([Shard(prefix)], one_sequence=False)
+        length_histogram([TokenShard(prefix)], one_sequence=False)
 
 
 @settings(max_examples=examples(60))
@@ -228,7 +228,7 @@ def test_histogram_is_the_plain_count(
     tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]], chunk: int
 ) -> None:
     expected = sorted(map(sum, documents))
-    shard = Shard(write_foreign(tmp_path_factory.mktemp("x") / "x", documents))
+    shard = TokenShard(write_foreign(tmp_path_factory.mktemp("x") / "x", documents))
     with pytest.MonkeyPatch.context() as patch:
         for name in ("CHUNK_ITEMS", "MANY_SEQUENCES_CHUNK"):
             patch.setattr(f"bigtrain.data.shards.inspection.{name}", chunk)

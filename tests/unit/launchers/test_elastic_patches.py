@@ -97,7 +97,7 @@ CONTRACTS = [
     ),
     # An agent that leaves closes nothing for others, because `Rendezvous.shutdown` is called.
     reads(
-        elastic_patches.FaultyHostError,
+        elastic_patches.FaultyNodeError,
         lambda: launcher.launch_agent,
         "spec.rdzv_handler.shutdown()",
     ),

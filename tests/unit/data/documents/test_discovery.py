@@ -18,7 +18,7 @@ from pyarrow import parquet
 from bigtrain.data.documents.discovery import find_sources
 from bigtrain.data.documents.files import Selection
 from bigtrain.data.documents.formats import DocumentReader, part_reader
-from bigtrain.data.documents.reader import BadDocument, Part, ReadOptions, RejectedDocuments
+from bigtrain.data.documents.reader import BadDocument, ReadOptions, RejectedDocuments, SourcePart
 from bigtrain.errors import DataError
 
 TEXTS = ["first\r\n", "", "zweite Zeile äöü", "第三 \u2028 line", 'tab\tand \\ quote" \0 nul']
@@ -202,7 +202,7 @@ def test_true_lines_in_the_middle_of_a_file(tmp_path: Path) -> None:
     selection = Selection([str(path)])
     (source,) = find_sources(selection)
     for begin in range(0, len(good) * 7 + 1):
-        part = Part(source, begin, size, size - begin)
+        part = SourcePart(source, begin, size, size - begin)
         reader = part_reader(part, ReadOptions(selection), RejectedDocuments(False))
         with pytest.raises(DataError, match=r"a\.jsonl:8: 'text' is not text but int"):
             list(reader.blocks())

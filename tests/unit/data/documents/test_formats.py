@@ -15,9 +15,9 @@ from bigtrain.commands.arguments import add_arguments, table
 from bigtrain.data.documents import formats
 from bigtrain.data.documents.discovery import find_sources
 from bigtrain.data.documents.files import COMPRESSION_SUFFIXES, Selection, Source
-from bigtrain.data.documents.reader import Part, ReadOptions, even_parts
+from bigtrain.data.documents.reader import ReadOptions, SourcePart, even_parts
 from bigtrain.data.documents.table_readers import TableReader
-from bigtrain.data.documents.table_rows import Block, columns_of, joined_rows
+from bigtrain.data.documents.table_rows import RowBlock, columns_of, joined_rows
 from bigtrain.data.tokenizers.training import train_tokenizer
 from bigtrain.errors import DataError
 from bigtrain.python_api.tokenizing import build_tokens
@@ -35,18 +35,18 @@ class ColumnsReader(TableReader):
         return list(json.loads(Path(source.path).read_text()))
 
     @classmethod
-    def split(cls, source: Source, options: ReadOptions, shard_bytes: int) -> list[Part]:
+    def split(cls, source: Source, options: ReadOptions, shard_bytes: int) -> list[SourcePart]:
         columns = json.loads(Path(source.path).read_text())
         return even_parts(source, len(next(iter(columns.values()))), shard_bytes)
 
-    def _rows(self, file: Any) -> Iterator[Block]:
+    def _rows(self, file: Any) -> Iterator[RowBlock]:
         path, keys, begin = self.part.source.path, self.options.keys, self.part.begin
         table = json.loads(Path(path).read_text())
         table = {name: values[begin : self.part.end] for name, values in table.items()}
         names = list(table)
         wanted = columns_of(path, keys, names)
         rows = joined_rows(len(table[names[0]]), wanted, keys, names, table.__getitem__)
-        yield Block(begin, rows)
+        yield RowBlock(begin, rows)
 
 
 def test_kinds_and_suffixes_are_declared_once() -> None:

@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 from bigtrain.data.samples import best_fit
 from bigtrain.data.samples import packing_plan as plans
 from bigtrain.data.samples.best_fit import (
-    Block,
     LongDocuments,
+    PackBlock,
     PackingCounts,
     best_fit_decreasing,
     pack_blocks,
 )
 from bigtrain.data.samples.packing_plan import open_plan
 from bigtrain.data.shards.dataset import open_dataset
-from bigtrain.data.shards.format import HEADER, Shard
+from bigtrain.data.shards.format import HEADER, TokenShard
 from bigtrain.data.shards.writer import ShardWriter
 from bigtrain.errors import DataError
 from tests.support.datasets import write_dataset
@@ -55,7 +55,7 @@ def test_it_is_best_fit_decreasing(data: st.DataObject, capacity: int) -> None:
     assert sorted((capacity - used).astype(int).tolist()) == naive_rooms(lengths, capacity)
 
 
-def write_shards(directory: Path, documents: list[list[int]], masked: bool) -> list[Shard]:
+def write_shards(directory: Path, documents: list[list[int]], masked: bool) -> list[TokenShard]:
     """Two shards of documents that are given as mask bits; token i of the stream is i."""
     shards = []
     position = 0
@@ -68,11 +68,11 @@ def write_shards(directory: Path, documents: list[list[int]], masked: bool) -> l
                 writer.add(tokens, np.array([len(bits)]), 0, mask)
                 position += len(bits)
             writer.close()
-        shards.append(Shard(directory / f"s{number}", masked=masked))
+        shards.append(TokenShard(directory / f"s{number}", masked=masked))
     return shards
 
 
-def pieces_of(blocks: list[Block]) -> list[list[range]]:
+def pieces_of(blocks: list[PackBlock]) -> list[list[range]]:
     packs = []
     for block in blocks:
         for low, high in zip([0, *block.row_ends[:-1]], block.row_ends, strict=True):
@@ -145,7 +145,7 @@ def test_documents_of_several_sequences(tmp_path: Path) -> None:
     content[-24:] = np.array([0, 2, 2], "<i8").tobytes()
     shard.index_path.write_bytes(content)
     counts = PackingCounts()
-    blocks = list(pack_blocks([Shard(tmp_path / "s0")], 10, "cut", counts))
+    blocks = list(pack_blocks([TokenShard(tmp_path / "s0")], 10, "cut", counts))
     assert pieces_of(blocks) == [[range(7)]]
     assert (counts.documents, counts.dropped_pieces) == (2, 1)
 
@@ -157,7 +157,7 @@ def test_corrupt_documents_are_refused(tmp_path: Path, entry: list[int]) -> None
     content[-24:] = np.array(entry, "<i8").tobytes()
     shard.index_path.write_bytes(content)
     with pytest.raises(DataError, match=r"s0\.idx is corrupt: documents from 0 on are out of ord"):
-        list(pack_blocks([Shard(tmp_path / "s0")], 10, "cut", PackingCounts()))
+        list(pack_blocks([TokenShard(tmp_path / "s0")], 10, "cut", PackingCounts()))
 
 
 @pytest.mark.parametrize("pointers", [[8, 0], [0, 999], [-4, 12]])
@@ -168,7 +168,7 @@ def test_corrupt_pointers_are_refused(tmp_path: Path, pointers: list[int]) -> No
     content[offset : offset + 16] = np.array(pointers, "<i8").tobytes()
     shard.index_path.write_bytes(content)
     with pytest.raises(DataError, match=r"s0\.idx is corrupt: sequences 0 to 2 are out of order"):
-        list(pack_blocks([Shard(tmp_path / "s0")], 10, "cut", PackingCounts()))
+        list(pack_blocks([TokenShard(tmp_path / "s0")], 10, "cut", PackingCounts()))
 
 
 @pytest.fixture

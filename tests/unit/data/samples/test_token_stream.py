@@ -18,7 +18,7 @@ from bigtrain.data.samples.token_stream import (
     split_stream,
 )
 from bigtrain.data.shards.dataset import ShardList, open_dataset
-from bigtrain.data.shards.format import HEADER, MAGIC, Shard
+from bigtrain.data.shards.format import HEADER, MAGIC, TokenShard
 from bigtrain.data.shards.writer import ShardWriter
 from bigtrain.errors import DataError
 from tests.support.datasets import forget_blocks, write_dataset
@@ -33,7 +33,7 @@ def write_stream(directory: Path, lengths: list[int]) -> tuple[TokenStream, np.n
         with ShardWriter(directory, f"s{number}", "int32") as writer:
             writer.add(np.arange(position, position + length), np.array([length]), length)
             writer.close()
-        shards.append(Shard(directory / f"s{number}"))
+        shards.append(TokenShard(directory / f"s{number}"))
         position += length
     return TokenStream(ShardList.of(shards), max(1, position)), np.arange(position)
 
@@ -122,7 +122,7 @@ def write_documents(directory: Path, shards: list[list[int]]) -> tuple[TokenStre
         with ShardWriter(directory, f"p{number}", "int32") as writer:
             writer.add(np.zeros(sum(lengths), np.int64), np.array(lengths, np.int64), 0)
             writer.close()
-        opened.append(Shard(directory / f"p{number}"))
+        opened.append(TokenShard(directory / f"p{number}"))
         positions += [position for length in lengths for position in range(length)]
     return TokenStream(ShardList.of(opened), 1), positions
 
@@ -167,8 +167,8 @@ def test_documents_of_several_sequences_have_one_beginning(tmp_path: Path) -> No
         header + lengths.tobytes() + pointers.tobytes() + starts.tobytes()
     )
     (tmp_path / "s.bin").write_bytes(np.zeros(10, "<i4").tobytes())
-    assert Shard(tmp_path / "s").document_begins(0, 10) == [0, 20]
-    assert Shard(tmp_path / "s").document_begins(1, 5) == []
+    assert TokenShard(tmp_path / "s").document_begins(0, 10) == [0, 20]
+    assert TokenShard(tmp_path / "s").document_begins(1, 5) == []
 
 
 @settings(
@@ -188,7 +188,7 @@ def test_a_corrupt_index_gives_positions_or_an_error(
         if place < len(content):
             content[place] = value
     (tmp_path / "p0.idx").write_bytes(content)
-    stream = TokenStream(ShardList.of([Shard(tmp_path / "p0")]), 1)
+    stream = TokenStream(ShardList.of([TokenShard(tmp_path / "p0")]), 1)
     for start in range(0, 20, 3):
         try:
             begins = stream.begins(np.array([start]), np.array([6]), np.array([100]))

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bigtrain.data.shards.dataset import open_dataset
-from bigtrain.data.shards.format import Shard, token_dtype
+from bigtrain.data.shards.format import TokenShard, token_dtype
 from bigtrain.data.shards.manifest import MANIFEST_NAME, read_manifest
 from bigtrain.data.shards.verification import corrupt_files
 from bigtrain.data.shards.writer import ShardWriter
@@ -77,7 +77,7 @@ def test_deepspeed_reads_it(tmp_path: Path, dtype: Any, monkeypatch: pytest.Monk
 
 
 def test_reader_gives_documents_back(tmp_path: Path) -> None:
-    shard = Shard(write_small(tmp_path))
+    shard = TokenShard(write_small(tmp_path))
     shard.check_index()
     assert [shard.document(i).tolist() for i in range(3)] == [[5, 6, 0], [], [7, 0]]
     with pytest.raises(DataError, match="has documents 0 to 2, not 3"):
@@ -112,12 +112,12 @@ def test_corrupt_index_is_refused(tmp_path: Path, data: st.DataObject) -> None:
     (tmp_path / "x.bin").write_bytes(EXPECTED_BIN)
     (tmp_path / "x.idx").write_bytes(content)
     with suppress(DataError):
-        shard = Shard(tmp_path / "x")
+        shard = TokenShard(tmp_path / "x")
         for index in range(min(shard.num_documents, 10)):
             document = shard.document(index)
             assert document.nbytes <= len(EXPECTED_BIN)
     with suppress(DataError):
-        shard = Shard(tmp_path / "x")
+        shard = TokenShard(tmp_path / "x")
         shard.check_index()
         assert shard.num_tokens * shard.dtype.itemsize == len(EXPECTED_BIN)
         assert int(shard.sequence_lengths.sum()) == shard.num_tokens
@@ -128,7 +128,7 @@ def test_truncated_tokens_are_refused(tmp_path: Path, kept: int) -> None:
     write_small(tmp_path)
     (tmp_path / "small.bin").write_bytes(EXPECTED_BIN[:kept])
     with pytest.raises(DataError, match=r"small\.idx is corrupt"):
-        Shard(tmp_path / "small").check_index()
+        TokenShard(tmp_path / "small").check_index()
 
 
 @pytest.fixture(scope="module")

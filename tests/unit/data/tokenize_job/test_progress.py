@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 
-from bigtrain.data.tokenize_job.job import LINE_EVERY_S, Progress
+from bigtrain.data.tokenize_job.job import LINE_EVERY_S, TokenizeProgress
 from bigtrain.data.tokenize_job.worker_pool import Counts
 
 
@@ -27,7 +27,7 @@ def counts(megabytes: int, tokens: int, path: str = "in/a.jsonl", bad: int = 0) 
 
 def test_an_occasional_line() -> None:
     stream, clock = io.StringIO(), Clock()
-    with Progress(100 * 10**6, 20 * 10**6, 2, stream, clock) as progress:
+    with TokenizeProgress(100 * 10**6, 20 * 10**6, 2, stream, clock) as progress:
         progress.update(0, counts(1, 1))
         clock.now_s += LINE_EVERY_S / 2
         progress.update(0, counts(10, 10**6))
@@ -42,7 +42,7 @@ def test_an_occasional_line() -> None:
 
 
 def test_rounds_add_up() -> None:
-    progress = Progress(0, 0, 1, io.StringIO(), Clock())
+    progress = TokenizeProgress(0, 0, 1, io.StringIO(), Clock())
     progress.update(0, counts(10, 100))
     progress.end_round()
     progress.update(0, counts(5, 50))
@@ -52,7 +52,7 @@ def test_rounds_add_up() -> None:
 
 def test_waiting_is_said_now_and_then() -> None:
     stream, clock = io.StringIO(), Clock()
-    progress = Progress(0, 0, 1, stream, clock)
+    progress = TokenizeProgress(0, 0, 1, stream, clock)
     progress.wait_for_others(3)
     assert stream.getvalue() == ""
     clock.now_s += LINE_EVERY_S
@@ -63,7 +63,7 @@ def test_waiting_is_said_now_and_then() -> None:
 def test_bars_on_a_terminal() -> None:
     """One in total, and one for the input that each worker reads."""
     stream, clock = Terminal(), Clock()
-    with Progress(100 * 10**6, 20 * 10**6, 2, stream, clock) as progress:
+    with TokenizeProgress(100 * 10**6, 20 * 10**6, 2, stream, clock) as progress:
         clock.now_s += 10
         progress.update(0, counts(10, 10**7))
         progress.update(1, counts(20, 10**7, "in/b.jsonl", bad=2))

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from bigtrain.engine.checkpoint import tensor_files
 from bigtrain.engine.checkpoint.fragments import MASTER, Fragment
-from bigtrain.engine.checkpoint.layout import Layout, Row, merge, parse_layout
+from bigtrain.engine.checkpoint.layout import CheckpointLayout, LayoutRow, merge, parse_layout
 from bigtrain.engine.checkpoint.lazy import memory_of, open_boxes
-from bigtrain.engine.checkpoint.tensor_file import Identity, NewPart, file_name, write_parts
+from bigtrain.engine.checkpoint.tensor_file import NewPart, SaveIdentity, file_name, write_parts
 from bigtrain.engine.checkpoint.tensor_files import Listing, Wanted, files_there
 from bigtrain.errors import CheckpointError, CorruptCheckpointError
 from bigtrain.models.parallel.sharding import Shard, even_ranges, padded_range
@@ -67,7 +67,7 @@ def fragments_of(
 
 def write(
     directory: Path, full: torch.Tensor, held: list[Shard], replicas: int, *, even: bool
-) -> Layout:
+) -> CheckpointLayout:
     """A checkpoint of one tensor; rank = replica * tensor_size + tensor rank."""
     rows, size = [], len(held)
     files: dict[int, list[NewPart]] = {rank: [] for rank in range(replicas * size)}
@@ -80,19 +80,19 @@ def write(
             rank = group[number]
             count = fragment.tensors[MASTER].numel()
             if not even:
-                rows.append(Row(KEY, ranges, (rank,), fragment.start, count))
+                rows.append(LayoutRow(KEY, ranges, (rank,), fragment.start, count))
             elif number == 0:
-                rows.append(Row(KEY, ranges, group, 0, capacity))
+                rows.append(LayoutRow(KEY, ranges, group, 0, capacity))
             for box, view in fragment.parts(MASTER):
                 memory = memory_of(view.contiguous())
                 shape = tuple(full.shape)
                 files[rank].append(NewPart(KEY, shape, box, "F32", lambda m=memory: m))
     for rank, parts in files.items():
-        write_parts(directory / file_name(rank), Identity("0" * 16, 1), rank, parts)
+        write_parts(directory / file_name(rank), SaveIdentity("0" * 16, 1), rank, parts)
     return merge(rows)
 
 
-def listed(directory: Path, layout: Layout | None) -> Listing:
+def listed(directory: Path, layout: CheckpointLayout | None) -> Listing:
     return replace(files_there(directory), layout=layout)
 
 
@@ -174,7 +174,7 @@ def test_headers_of_other_files_are_not_read(
 def test_a_wrong_layout_is_not_trusted(tmp_path: Path, rows: list[Any]) -> None:
     full = torch.randn(40, 5)
     write(tmp_path, full, shards((40, 5), 1, None, "even"), 8, even=True)
-    wrong = merge(Row(KEY, ShardRanges((40, 5)), *row) for row in rows)
+    wrong = merge(LayoutRow(KEY, ShardRanges((40, 5)), *row) for row in rows)
     wanted = {KEY: Wanted((40, 5), [Box((3, 0), (30, 5))])}
     out = torch.empty(30, 5)
     open_boxes(tmp_path, wanted, listed(tmp_path, wrong))[KEY].fill((3, 0), out)

@@ -23,8 +23,8 @@ from bigtrain.engine.checkpoint.lazy import DTYPES, memory_of, open_tensors
 from bigtrain.engine.checkpoint.tensor_file import (
     BLOCK_BYTES,
     DTYPE_BYTES,
-    Identity,
     NewPart,
+    SaveIdentity,
     file_name,
     verify_parts,
     write_parts,
@@ -36,7 +36,7 @@ from tests.support.tiers import examples
 from tests.support.worlds import ROOT
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-IDENTITY = Identity("0123456789abcdef", 7, "89abcdef")
+IDENTITY = SaveIdentity("0123456789abcdef", 7, "89abcdef")
 
 
 def part_of(key: str, tensor: torch.Tensor, box: Box) -> NewPart:
@@ -49,7 +49,7 @@ def whole(tensor: torch.Tensor) -> Box:
     return Box.full(tensor.shape)
 
 
-def write(directory: Path, *ranks: Sequence[NewPart], identity: Identity = IDENTITY) -> None:
+def write(directory: Path, *ranks: Sequence[NewPart], identity: SaveIdentity = IDENTITY) -> None:
     for rank, parts in enumerate(ranks):
         write_parts(directory / file_name(rank), identity, rank, parts)
 
@@ -358,7 +358,11 @@ def test_a_length_that_cannot_be(length: int, tmp_path: Path) -> None:
 def test_files_of_two_saves_do_not_mix(tmp_path: Path) -> None:
     tensor = torch.zeros(2, 2)
     halves = [[part_of("m/a", tensor, Box((row, 0), (1, 2)))] for row in (0, 1)]
-    for other in (Identity("f" * 16, 7), Identity(IDENTITY.run, 8), Identity(IDENTITY.run, 7, "x")):
+    for other in (
+        SaveIdentity("f" * 16, 7),
+        SaveIdentity(IDENTITY.run, 8),
+        SaveIdentity(IDENTITY.run, 7, "x"),
+    ):
         write(tmp_path, *halves)
         write_parts(tmp_path / file_name(1), other, 1, halves[1])
         with pytest.raises(CorruptCheckpointError, match=r"rank-00001.*is of run .*, and not of"):

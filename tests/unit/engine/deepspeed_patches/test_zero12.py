@@ -20,7 +20,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from bigtrain.engine.deepspeed_patches import zero12_reduction
 from bigtrain.engine.deepspeed_patches.host_time import HostTime
-from bigtrain.engine.deepspeed_patches.reduction_plan import Plan, Slot, Target, plan_of
+from bigtrain.engine.deepspeed_patches.reduction_plan import ReductionPlan, Slot, Target, plan_of
 from bigtrain.engine.deepspeed_patches.startup import restore_process_state
 from bigtrain.engine.deepspeed_patches.zero12 import (
     NORM_CHUNK,
@@ -327,7 +327,7 @@ def test_a_bucket_is_cut_into_what_partitions_take() -> None:
     last, shared = slot(0, 5, own=(0, 7, 5)), slot(0, 6, 4, 2, own=(4, 5, 2))
     first, far, other = slot(0, 5, own=(0, 0, 5)), slot(0, 3), slot(1, 2, own=(0, 1, 2))
     slots = [far, last, shared, other, first]
-    assert plan_of(slots, 100) == Plan(
+    assert plan_of(slots, 100) == ReductionPlan(
         slots,
         reduced=[21],
         pieces=[3, 5, 4, 2, 2, 5],

@@ -16,7 +16,7 @@ from bigtrain.models.build import _set_gradient_checkpointing
 from bigtrain.models.equivalence.document_isolation import find_isolation
 from bigtrain.models.equivalence.proxy_model import build_proxy_model, with_heads
 from bigtrain.models.layers.document_attention import (
-    Documents,
+    DocumentBoundaries,
     Isolation,
     attend_by_document,
     per_document_attention,
@@ -250,8 +250,10 @@ def test_other_masks_than_causal_ones_are_not_made_up() -> None:
     chunks = masking_utils.chunked_causal_mask_function(5, torch.zeros(1, dtype=torch.int64))
     with per_document_attention(POSITIONS[:1]):
         causal = masks(mask_function=masking_utils.causal_mask_function, **common)
-        assert causal == Documents((7, 9, 8), None)
-        assert masks(mask_function=sliding, local_size=5, **common) == Documents((7, 9, 8), 5)
+        assert causal == DocumentBoundaries((7, 9, 8), None)
+        assert masks(mask_function=sliding, local_size=5, **common) == DocumentBoundaries(
+            (7, 9, 8), 5
+        )
         for other in (
             {"mask_function": chunks, "local_size": 5},
             {"mask_function": sliding},

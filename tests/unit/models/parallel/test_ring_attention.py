@@ -12,7 +12,7 @@ import torch
 
 from bigtrain.models.equivalence.trial import RankThreads
 from bigtrain.models.layers import attention_kernels
-from bigtrain.models.layers.attention_kernels import Band, Scores
+from bigtrain.models.layers.attention_kernels import Band, ScoreScaling
 from bigtrain.models.parallel import ring_attention as ring
 from bigtrain.models.parallel.ring_attention import ring_attention
 from bigtrain.models.parallel.ring_plan import RingPlan, chunks_of
@@ -124,7 +124,13 @@ def around(case: Case, inputs: Inputs, threads: Watched) -> list[torch.Tensor]:
         sinks = None if inputs.sinks is None else inputs.sinks.float().requires_grad_()
         with threads.as_rank(rank):
             output = ring_attention(
-                states[0], states[1], states[2], sinks, plan, threads, Scores(SCALE, case.softcap)
+                states[0],
+                states[1],
+                states[2],
+                sinks,
+                plan,
+                threads,
+                ScoreScaling(SCALE, case.softcap),
             )
             leaves = [*states, *([] if sinks is None else [sinks])]
             gradient = inputs.gradient[:, :, order].float()

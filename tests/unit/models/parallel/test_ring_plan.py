@@ -104,4 +104,4 @@ def test_windows_and_documents_need_few_keys() -> None:
     windowed = RingPlan(2, 64, [[0, 64]], 8)
     assert windowed.block(1, 0).num_columns == 7
     apart = RingPlan(2, 64, [[0, 16, 32, 48, 64]], None)
-    assert apart.block(1, 0) == ring_plan.Block((), ())
+    assert apart.block(1, 0) == ring_plan.RingBlock((), ())

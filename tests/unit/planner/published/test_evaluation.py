@@ -12,7 +12,7 @@ import pytest
 from bigtrain.errors import ConfigError
 from bigtrain.planner.published.evaluation import (
     COLUMNS,
-    Prediction,
+    RowPrediction,
     error_table,
     predict,
     read_rows,
@@ -33,13 +33,13 @@ ROW = {
 
 
 @pytest.fixture(scope="module")
-def published() -> tuple[list[dict[str, str]], list[Prediction]]:
+def published() -> tuple[list[dict[str, str]], list[RowPrediction]]:
     rows = read_rows(ROWS)
     return rows, [predict(row) for row in rows]
 
 
 def test_published_rows_are_told_within_a_tenth(
-    published: tuple[list[dict[str, str]], list[Prediction]],
+    published: tuple[list[dict[str, str]], list[RowPrediction]],
 ) -> None:
     errors = summarize(*published)
     *sources, everything = errors
@@ -53,7 +53,7 @@ def test_published_rows_are_told_within_a_tenth(
 
 
 def test_table_of_the_docs_is_the_one_that_comes_out(
-    published: tuple[list[dict[str, str]], list[Prediction]],
+    published: tuple[list[dict[str, str]], list[RowPrediction]],
 ) -> None:
     text = (ROOT / "docs" / "planner.md").read_text()
     assert error_table(summarize(*published)) in text
@@ -61,7 +61,7 @@ def test_table_of_the_docs_is_the_one_that_comes_out(
 
 def test_errors_against_hand_counts() -> None:
     rows = [{**ROW, "tokens_per_s_per_gpu": str(t), "peak_gib": "10"} for t in (100, 200, 400)]
-    told = [Prediction(110.0, 11.0), Prediction(190.0, 9.0), Prediction(None, None, "why")]
+    told = [RowPrediction(110.0, 11.0), RowPrediction(190.0, 9.0), RowPrediction(None, None, "why")]
     (found,) = summarize(rows, told)
     assert (found.num_rows, found.num_refused, found.memory_rows) == (3, 1, 2)
     assert found.mean == pytest.approx(0.075)
@@ -74,7 +74,7 @@ def test_errors_against_hand_counts() -> None:
 @pytest.mark.parametrize(("order", "expected"), [((1, 2, 3, 4), 1.0), ((4, 3, 2, 1), -1.0)])
 def test_rank_correlation(order: tuple[int, ...], expected: float) -> None:
     rows = [{**ROW, "tokens_per_s_per_gpu": str(t)} for t in (10, 20, 30, 40)]
-    (found,) = summarize(rows, [Prediction(float(t), None) for t in order])
+    (found,) = summarize(rows, [RowPrediction(float(t), None) for t in order])
     assert found.rank_correlation == pytest.approx(expected)
 
 
@@ -179,7 +179,7 @@ def test_rows_may_have_measured_speed_or_memory_alone(tmp_path: Path) -> None:
         writer.writeheader()
         writer.writerows(rows)
     read = read_rows(tmp_path / "rows.csv")
-    (found,) = summarize(read, [Prediction(1100.0, 9.0)] * 3)
+    (found,) = summarize(read, [RowPrediction(1100.0, 9.0)] * 3)
     assert (found.num_rows, found.memory_rows, found.num_refused) == (3, 2, 0)
     assert (found.mean, found.memory_mean) == (pytest.approx(0.1), pytest.approx(0.1))
     (tmp_path / "rows.csv").write_text(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from bigtrain.engine.checkpoint.tensor_file import Identity, NewPart, write_parts
+from bigtrain.engine.checkpoint.tensor_file import NewPart, SaveIdentity, write_parts
 from bigtrain.engine.checkpoint.tensor_files import find_parts
 from bigtrain.errors import CheckpointError, CorruptCheckpointError
 from bigtrain.run.checkpointing import checkpoints
@@ -41,7 +41,7 @@ def write_state(directory: Path, step: int, **more: object) -> None:
 
 def commit(partial: Path, step: int) -> Path:
     """With one file of one tensor, of `PAYLOAD`."""
-    identity = Identity(RUN, step, "0123abcd")
+    identity = SaveIdentity(RUN, step, "0123abcd")
     part = NewPart("m/a", SHAPE, Box.full(SHAPE), "U8", lambda: memoryview(PAYLOAD))
     written = {FILE: write_parts(partial / checkpoints.TENSORS / FILE, identity, 0, [part])}
     return checkpoints.commit(partial, written, identity)
@@ -345,9 +345,9 @@ def test_commit_refuses_files_that_are_not_what_was_written(tmp_path: Path) -> N
     partial = write_checkpoint(tmp_path, 10, finished=False)
     (partial / "tensors" / FILE).write_bytes(PAYLOAD)
     with pytest.raises(CheckpointError, match=r"rank-00000\.\w+: 10240 bytes on .* 99 bytes"):
-        checkpoints.commit(partial, {FILE: (99, "0" * 16)}, Identity())
+        checkpoints.commit(partial, {FILE: (99, "0" * 16)}, SaveIdentity())
     with pytest.raises(CheckpointError, match=r"rank-00001\.\w+: missing on the main .* share"):
-        checkpoints.commit(partial, {"rank-00001.safetensors": (99, "0" * 16)}, Identity())
+        checkpoints.commit(partial, {"rank-00001.safetensors": (99, "0" * 16)}, SaveIdentity())
     assert checkpoints.list_steps(tmp_path) == []
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bigtrain.cli import main
-from bigtrain.engine.checkpoint.tensor_file import Identity, NewPart, write_parts
+from bigtrain.engine.checkpoint.tensor_file import NewPart, SaveIdentity, write_parts
 from bigtrain.run.checkpointing import checkpoints
 from bigtrain.system.boxes import Box
 from tests.support.worlds import ROOT
@@ -33,7 +33,7 @@ def save(directory: Path, step: int, loss: float | None, **more: object) -> None
         **more,
     }
     (partial / "state.json").write_text(json.dumps(state))
-    identity = Identity("0123456789abcdef", step, "0123abcd")
+    identity = SaveIdentity("0123456789abcdef", step, "0123abcd")
     part = NewPart("m/a", (3000,), Box.full((3000,)), "U8", lambda: memoryview(bytes(3000)))
     written = {FILE: write_parts(partial / "tensors" / FILE, identity, 0, [part])}
     checkpoints.commit(partial, written, identity)

@@ -14,7 +14,7 @@ from torch.profiler import profile
 
 from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.engine.forward import DeviceFeed
-from bigtrain.run.diagnostics.out_of_memory import MemoryUse, memory_use, remedies
+from bigtrain.run.diagnostics.out_of_memory import MeasuredMemory, memory_use, remedies
 from bigtrain.run.diagnostics.profiling import NUM_TOP_OPS, Profiler, top_ops
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.system.units import GIB
@@ -104,14 +104,14 @@ def test_holdings_count_every_storage_once() -> None:
     assert held.parameters == held.gradients == size
     assert 2 * size <= held.optimizer <= 2 * size + 8  # and two step counts
     assert held.rest == 6 * size - held.parameters - held.gradients - held.optimizer
-    assert MemoryUse(GIB, GIB // 2, 2 * GIB, 4 * GIB, 8 * GIB).describe() == (
+    assert MeasuredMemory(GIB, GIB // 2, 2 * GIB, 4 * GIB, 8 * GIB).describe() == (
         "of 8.00 GiB: parameters 1.00, gradients 0.50, optimizer 2.00, activations and other 4.00"
     )
 
 
 def test_remedies_are_for_what_holds_most() -> None:
-    activations = MemoryUse(1, 1, 1, 90, 100)
-    states = MemoryUse(20, 20, 50, 5, 100)
+    activations = MeasuredMemory(1, 1, 1, 90, 100)
+    states = MeasuredMemory(20, 20, 50, 5, 100)
     assert remedies(config_of(model={"loss": "plain"}), 1, activations) == [
         "batch.micro_batch_size=2",
         "model.loss=auto",

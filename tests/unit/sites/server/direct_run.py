@@ -11,7 +11,7 @@ from bigtrain.sites.protocol import RoundPlan, digest_of, parse_request
 from bigtrain.sites.server.direct import DirectExchange
 from bigtrain.sites.server.members import Rules
 from bigtrain.sites.server.state import OuterServerState
-from bigtrain.sites.server.store import Store
+from bigtrain.sites.server.store import ServerStore
 
 WINDOW = 100.0
 LAYOUT = b'{"ranks": 1}'
@@ -36,7 +36,9 @@ class DirectRun:
 
     def _start(self) -> OuterServerState:
         rules = Rules(False, WINDOW)
-        return OuterServerState(Store(self.directory), rules, self.said.append, lambda: self.now)
+        return OuterServerState(
+            ServerStore(self.directory), rules, self.said.append, lambda: self.now
+        )
 
     def restart(self) -> None:
         self.state.store.close()

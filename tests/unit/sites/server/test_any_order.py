@@ -21,7 +21,7 @@ from bigtrain.sites.outer_optimizer import outer_update
 from bigtrain.sites.protocol import RefusedError, RoundPlan
 from bigtrain.sites.server.members import Rules
 from bigtrain.sites.server.state import OuterServerState
-from bigtrain.sites.server.store import Store
+from bigtrain.sites.server.store import ServerStore
 from tests.support.tiers import examples
 from tests.unit.sites.server.direct_run import WINDOW, DirectRun, Site
 from tests.unit.sites.server.test_deliveries import SHAPES, Weights, changed, section, start
@@ -53,7 +53,7 @@ def asked(work: Callable[[], Any]) -> Any:
     raise AssertionError
 
 
-def fill_disk(store: Store, number: int) -> None:
+def fill_disk(store: ServerStore, number: int) -> None:
     """Let the next so many commits of a store fail."""
     left = [number]
 
@@ -61,7 +61,7 @@ def fill_disk(store: Store, number: int) -> None:
         if left[0]:
             left[0] -= 1
             raise OSError(28, "No space left on device")
-        Store._commit(store)
+        ServerStore._commit(store)
 
     store._commit = failing  # type: ignore[method-assign]
 
@@ -220,7 +220,7 @@ class ServerOrders(RuleBasedStateMachine):
 
     def started(self) -> OuterServerState:
         rules = Rules(False, WINDOW)
-        return OuterServerState(Store(self.folder), rules, lambda _: None, lambda: self.now)
+        return OuterServerState(ServerStore(self.folder), rules, lambda _: None, lambda: self.now)
 
     def teardown(self) -> None:
         self.state.store.close()
