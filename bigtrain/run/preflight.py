@@ -211,7 +211,7 @@ def _check_tokenizer_directories(datasets: Sequence[TokenDataset]) -> list[Probl
     """Check that the datasets have the tokenizers that their shards were made with, one of which
     the run directory and the export get."""
     rule = f"has no directory {TOKENIZER_DIRECTORY}, which is a part of the dataset"
-    remedy = "copy the dataset again, whole, or make it with `bigtrain tokenize`"
+    remedy = "copy the complete dataset again, or make it with `bigtrain tokenize`"
     return [
         Problem("data.path", str(dataset.path), rule, remedy)
         for dataset in datasets

@@ -170,7 +170,7 @@ def _changes(notes: Sequence[str], base: BaseRecord | None) -> str:
 @contextmanager
 def writing_directory(output: Path, *, replace: bool) -> Iterator[Path]:
     """Yield a temporary directory that becomes `output`, with checksums, when the block ends. It
-    is removed after an error. `replace`: an existing `output`, which must be this run's alone; then
+    is removed after an error. `replace`: an existing `output`, which no other process writes; then
     what exports that were killed have left is removed too. Raises ModelError if `output` exists and
     may not be replaced, OutputError if it cannot be written."""
     if output.exists() and not replace:

@@ -282,7 +282,7 @@ def _refuse_changes(
     directory: Path,
     parameters: Parameters | None = None,
 ) -> None:
-    # First what no setting allows, so that no remedy is offered that is refused in turn.
+    # First what no setting allows, so that no advice is refused in turn.
     _refuse_other_states(document, config, directory)
     _refuse_thawed(document, parameters, directory)
     is_over = config.train.total_steps <= document["step"]
