@@ -217,6 +217,29 @@ def _check_phases(config: RunConfig) -> list[Problem]:
     return problems
 
 
+def _check_objective_data(config: RunConfig) -> list[Problem]:
+    """Check what an objective that is known needs of data and model."""
+    return [
+        *check_pairs(config),
+        *check_scores(config),
+        *check_reference(config),
+        *check_distillation(config),
+    ]
+
+
+def _check_scoring(config: RunConfig) -> list[Problem]:
+    """Check that a run's data can be scored (`bigtrain score`)."""
+    problems = []
+    if config.objective.scores_samples:
+        rule = "its model predicts no tokens, whose log-probabilities would be stored"
+        problems.append(Problem("objective.type", config.objective.type, rule, "next_token"))
+    if config.data.samples is not None:
+        rule = "scores are stored next to documents of shards, and these are samples of your code"
+        fix = "data.samples=null scores the shards of data.path; or tokenize rows with input_ids"
+        problems.append(Problem("data.samples.type", config.data.samples.type, rule, fix))
+    return problems
+
+
 def _resolve_alone(
     config: RunConfig,
     world_size: int,
@@ -232,22 +255,8 @@ def _resolve_alone(
     problems.extend(_check_profile(config, world_size))
     problems.extend(_check_extensions(config))
     of_objective = check_objective(config.objective)
-    problems.extend(
-        of_objective
-        or [
-            *check_pairs(config),
-            *check_scores(config),
-            *check_reference(config),
-            *check_distillation(config),
-        ]
-    )
-    if scores and config.objective.scores_samples:
-        rule = "its model predicts no tokens, whose log-probabilities would be stored"
-        problems.append(Problem("objective.type", config.objective.type, rule, "next_token"))
-    if scores and config.data.samples is not None:
-        rule = "scores are stored next to documents of shards, and these are samples of your code"
-        fix = "data.samples=null scores the shards of data.path; or tokenize rows with input_ids"
-        problems.append(Problem("data.samples.type", config.data.samples.type, rule, fix))
+    problems.extend(of_objective or _check_objective_data(config))
+    problems.extend(_check_scoring(config) if scores else ())
     model, of_model = inspect_configuration(config.model)
     problems.extend(of_model)
     plan = None

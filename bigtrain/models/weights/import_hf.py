@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -144,19 +144,7 @@ def find_weights(
             "are not trained -> convert them to bfloat16 first, or take the unquantized model"
         )
     if problems:
-        shown = problems[:_SHOWN]
-        if len(problems) > _SHOWN:
-            shown.append(f"and {len(problems) - _SHOWN} more, the last: {problems[-1]}")
-        if all(text.endswith(_UNKNOWN) for text in problems):
-            shown.append(
-                "-> if the model does not need them, write it again without them: "
-                f"{REWRITE.format(source=source)}"
-            )
-        raise ModelError(
-            f"{setting}: its weights are not those of a {hf_config.model_type} "
-            f"{'with a score head' if scores_samples(hf_config) else 'causal LM'} of this "
-            "configuration:\n" + "\n".join(f"  {text}" for text in shown)
-        )
+        raise ModelError(_mismatch(setting, source, hf_config, problems))
     tensors = {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
@@ -176,6 +164,25 @@ def find_weights(
         name: tensor for name, tensor in lazy.items() if isinstance(origins[name], StoredTensor)
     }
     return Weights(setting, lazies, files, stored, copies)
+
+
+def _mismatch(
+    setting: str, source: str, hf_config: PreTrainedConfig, problems: Sequence[str]
+) -> str:
+    """Return the error of files whose tensors are not the model's."""
+    shown = [*problems[:_SHOWN]]
+    if len(problems) > _SHOWN:
+        shown.append(f"and {len(problems) - _SHOWN} more, the last: {problems[-1]}")
+    if all(text.endswith(_UNKNOWN) for text in problems):
+        shown.append(
+            "-> if the model does not need them, write it again without them: "
+            f"{REWRITE.format(source=source)}"
+        )
+    head = "with a score head" if scores_samples(hf_config) else "causal LM"
+    return (
+        f"{setting}: its weights are not those of a {hf_config.model_type} {head} of this "
+        "configuration:\n" + "\n".join(f"  {text}" for text in shown)
+    )
 
 
 def _load_all(

@@ -53,15 +53,8 @@ def export_run(
     directory = checkpoints.find(run_directory, step, warn=warn)
     state = checkpoints.read_state(directory)
     config = RunConfig.model_validate(state["config"])
-    model_config = run_directory / MODEL_CONFIG
-    # Not from config.model: a directory or Hub name may be deleted or changed by now.
-    section = ModelSection(config=str(model_config), type=config.model.type)
-    hf_config = with_mtp_layers(load_hf_config(section), trains=config.objective.mtp_weight > 0)
-    if average and state["engine"].get("ema") is None:
-        raise CheckpointError(
-            f"{directory}: --average: it has no averages of the weights -> omit --average, or "
-            "train with optimizer.ema.decay=0.999, which begins averages when it resumes"
-        )
+    hf_config = _model_configuration(run_directory, config)
+    _refuse_options(directory, state, config, merge=merge, average=average)
     weights: Mapping[str, torch.Tensor] = open_weights(
         directory / checkpoints.TENSORS, checkpoints.list_tensors(directory), average=average
     )
@@ -73,8 +66,6 @@ def export_run(
         run_directory / "metrics.jsonl",
         library="transformers" if config.adapters is None or merge else "peft",
     )
-    if config.adapters is None and merge:
-        raise ModelError(f"{run_directory}: has no adapters to merge -> remove --merge")
     if config.adapters is not None:
         base = _base_of(config, hf_config, state, directory)
         if not merge:
@@ -112,6 +103,25 @@ def export_run(
         warn=warn,
     )
     return int(state["step"])
+
+
+def _model_configuration(run_directory: Path, config: RunConfig) -> Any:
+    """Return the model's configuration as the run directory has it: a directory or Hub name of
+    `config.model` may be deleted or changed by now."""
+    section = ModelSection(config=str(run_directory / MODEL_CONFIG), type=config.model.type)
+    return with_mtp_layers(load_hf_config(section), trains=config.objective.mtp_weight > 0)
+
+
+def _refuse_options(
+    directory: Path, state: dict[str, Any], config: RunConfig, *, merge: bool, average: bool
+) -> None:
+    if average and state["engine"].get("ema") is None:
+        raise CheckpointError(
+            f"{directory}: --average: it has no averages of the weights -> omit --average, or "
+            "train with optimizer.ema.decay=0.999, which begins averages when it resumes"
+        )
+    if merge and config.adapters is None:
+        raise ModelError(f"{directory}: has no adapters to merge -> remove --merge")
 
 
 def write_export(
