@@ -156,7 +156,7 @@ def measure(layout: Layout, shape: dict[str, int], data: Path, num_steps: int) -
     return {
         "seconds": seconds,
         "loss": loss,
-        "exchanged": dict(exchanged.found),
+        "exchanged": dict(exchanged.bytes_by_operator),
         "sent_bytes": load.sent_bytes,
         "imbalance": max(load.imbalance.values()),
     }

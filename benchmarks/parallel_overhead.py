@@ -101,7 +101,7 @@ class ExchangedBytes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: Counter[str] = Counter()
+        self.bytes_by_operator: Counter[str] = Counter()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -113,7 +113,7 @@ class ExchangedBytes(TorchDispatchMode):
         ):
             # Of a gathering or scattering operator, the full size and not the shard's.
             size = max(sum(t.nbytes for t in _tensors(argument)) for argument in args[:2])
-            self.found[func._opname.strip("_")] += size
+            self.bytes_by_operator[func._opname.strip("_")] += size
         return func(*args, **(kwargs or {}))
 
 
@@ -184,7 +184,7 @@ def measure(layout: Layout, shape: dict[str, int], data: Path, num_steps: int) -
     batches.close()
     engine.close()
     everyone: list[Any] = [None] * world.size
-    dist.all_gather_object(everyone, dict(exchanged.found))
+    dist.all_gather_object(everyone, dict(exchanged.bytes_by_operator))
     return {"seconds": seconds, "loss": losses[-1], "exchanged": _of_one_process(everyone)}
 
 

@@ -68,7 +68,7 @@ def parity_fp16(setup: Setup, part: Part) -> None:
 def _check_saved_scale(
     setup: Setup, part: Part, case: Case, trained: Trained, device: torch.device
 ) -> None:
-    """Restore what `found` has saved last into a new engine, and ask for its loss scale."""
+    """Restore what `trained` has saved last into a new engine, and ask for its loss scale."""
     with engine_of(setup, run_of(setup, case), device) as engine:
         restore_engine(engine, trained.saved_in, trained.scalars)
         restored = loss_scale_of(engine)

@@ -180,12 +180,12 @@ def circle(arrows: dict[str, set[str]]) -> list[str]:
         if name in done:
             return []
         for following in sorted(arrows.get(name, ())):
-            if found := walk(following, [*way, name]):
-                return found
+            if cycle := walk(following, [*way, name]):
+                return cycle
         done.add(name)
         return []
 
-    return next((found for name in sorted(arrows) if (found := walk(name, []))), [])
+    return next((cycle for name in sorted(arrows) if (cycle := walk(name, []))), [])
 
 
 FOLDERS = sorted({path.parent for path in FILES})

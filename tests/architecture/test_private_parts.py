@@ -192,26 +192,26 @@ class Source:
     def _load(self, node: ast.expr) -> Any:
         """The library's class that an expression of names means."""
         written = ast.unparse(node).split("[")[0].split(".")
-        found: Any = None
+        loaded: Any = None
         parts = [*self.foreign[written[0]].split("."), *written[1:]]
         for number, part in enumerate(parts):
-            if found is not None and hasattr(found, part):
-                found = getattr(found, part)
+            if loaded is not None and hasattr(loaded, part):
+                loaded = getattr(loaded, part)
             else:
-                found = importlib.import_module(".".join(parts[: number + 1]))
-        return found
+                loaded = importlib.import_module(".".join(parts[: number + 1]))
+        return loaded
 
 
 def test_private_parts_are_touched_in_patch_modules_alone() -> None:
-    found = {
+    places_by_name = {
         (module, name): f"{path}:{line}: {name}"
         for module, path in MODULES.items()
         if not module.startswith(PATCHES)
         for line, name in Source(parse(path)).findings()
     }
-    others = [place for key, place in found.items() if key not in ALLOWED]
+    others = [place for key, place in places_by_name.items() if key not in ALLOWED]
     assert others == [], "private parts belong into a patch module"
-    assert found.keys() == ALLOWED
+    assert places_by_name.keys() == ALLOWED
     assert all(any(module.startswith(patch) for module in MODULES) for patch in PATCHES)
 
 

@@ -41,8 +41,8 @@ def words(run_yaml: Path, run: Path, memory: Path, *more: str) -> list[str]:
 
 def steps_in_memory(memory: Path) -> list[int]:
     """Steps of the complete checkpoints in `memory`."""
-    found = memory.glob("bigtrain-*/*/checkpoints/step-????????")
-    return sorted(int(path.name.removeprefix("step-")) for path in found)
+    directories = memory.glob("bigtrain-*/*/checkpoints/step-????????")
+    return sorted(int(path.name.removeprefix("step-")) for path in directories)
 
 
 def resumed(text: str) -> list[tuple[int, str]]:

@@ -27,7 +27,9 @@ def test_replicas_are_divided(
     tensors = checkpoints.find(run, 4) / checkpoints.TENSORS
     parts = find_parts(tensors)
     assert parts.keys() == read_full(tensors).keys()
-    assert all(len(found) == 1 for found in parts.values())  # whole tensors, each of them once
+    assert all(
+        len(parts_of_tensor) == 1 for parts_of_tensor in parts.values()
+    )  # whole tensors, each of them once
     sizes = [path.stat().st_size for path in tensors.iterdir()]
     assert max(sizes) < 0.6 * sum(sizes)
     assert sorted(losses(run)) == [1, 2, 3, 4]

@@ -23,10 +23,10 @@ def test_a_slow_process_is_named(
     words = arguments(run_yaml, run, "watchdog.straggler_seconds=0.2", "--deepspeed_config", engine)
     codes, text = server.live(words, slow={"rank": 1, "seconds": 0.01})
     assert codes == [0, 0], text
-    found = events(run, "straggler")
-    assert found
-    assert {(event["rank"], event["host"]) for event in found} == {(1, socket.gethostname())}
-    assert all(event["work_seconds"] > 1.5 * event["median_seconds"] for event in found)
+    stragglers = events(run, "straggler")
+    assert stragglers
+    assert {(event["rank"], event["host"]) for event in stragglers} == {(1, socket.gethostname())}
+    assert all(event["work_seconds"] > 1.5 * event["median_seconds"] for event in stragglers)
     assert f"rank 1 on {socket.gethostname()} is slow: " in text
 
 
@@ -56,6 +56,6 @@ def test_waiting_for_the_busiest_experts_is_not_being_slow(
     )
     codes, text = server.live(words, slow={"rank": 1, "seconds": 0.01})
     assert codes == [0, 0], text
-    found = events(run, "straggler")
-    assert {event["rank"] for event in found} == {1}, text
-    assert all(event["work_seconds"] > 1.5 * event["median_seconds"] for event in found)
+    stragglers = events(run, "straggler")
+    assert {event["rank"] for event in stragglers} == {1}, text
+    assert all(event["work_seconds"] > 1.5 * event["median_seconds"] for event in stragglers)

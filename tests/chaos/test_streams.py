@@ -48,9 +48,9 @@ def undisturbed(
 def position(run: Path, step: int = STEPS) -> dict[str, Any]:
     """Return the position of the stream in a checkpoint, which is that of its samples."""
     state = checkpoints.read_state(checkpoints.find(run, step))
-    found: dict[str, Any] = state["stream"]
-    assert found["sample"] == found["state"]["given"] == state["samples"]
-    return found
+    stream: dict[str, Any] = state["stream"]
+    assert stream["sample"] == stream["state"]["given"] == state["samples"]
+    return stream
 
 
 def assert_same_stream(run: Path, reference: Path) -> None:

@@ -50,9 +50,9 @@ def hang_directory(run: Path) -> Path:
 def assert_flight_recorder_reads(directory: Path) -> None:
     """By torch's own reader: both processes, and where in the step each began a collective."""
     details, _ = read_dir(Namespace(prefix=None, trace_dir=str(directory)))
-    assert {found["rank"] for found in details.values()} == {0, 1}
-    for found in details.values():
-        entries = [e for e in found["entries"] if e["profiling_name"].startswith("gloo:")]
+    assert {recording["rank"] for recording in details.values()} == {0, 1}
+    for recording in details.values():
+        entries = [e for e in recording["entries"] if e["profiling_name"].startswith("gloo:")]
         assert any("train_step" in [f["name"] for f in e["frames"]] for e in entries)
 
 

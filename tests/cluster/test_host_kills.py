@@ -111,16 +111,16 @@ class Campaign(Elastic):
 
     def wait_for_moment(self) -> dict[str, Any] | None:
         """Return the event of the armed moment, None if it is missed."""
-        found: list[dict[str, Any]] = []
+        new_events: list[dict[str, Any]] = []
 
         def has_come() -> bool:
-            found.extend(self.events.news())
+            new_events.extend(self.events.news())
             ended = [host for host, (agent, _) in self.agents.items() if agent.poll() is not None]
             assert not ended, f"{ended} ended before {self.moment()}"
-            return bool(found) or self.is_missed()
+            return bool(new_events) or self.is_missed()
 
         wait_until(f"the moment {self.moment()}", has_come, 200)
-        return found[0] if found else None
+        return new_events[0] if new_events else None
 
     def is_missed(self) -> bool:
         """Return whether a moment of a start has not come: the host makes steps again."""
@@ -179,7 +179,9 @@ def test_hosts_lost_at_random_moments_change_no_bit(campaign: Campaign, tmp_path
     host = campaign.arm(phases[0])
     campaign.start_all()
     for number, phase in enumerate(phases):
-        while (found := campaign.wait_for_moment()) is None:  # made more calls in an earlier launch
+        while (
+            moment := campaign.wait_for_moment()
+        ) is None:  # made more calls in an earlier launch
             lost = host
             campaign.lose(lost)
             host = campaign.arm(phase)
@@ -188,8 +190,8 @@ def test_hosts_lost_at_random_moments_change_no_bit(campaign: Campaign, tmp_path
         kind = campaign.chooser.choice(["rank", "host", "host"])
         if following[:1] == ["transfer"]:  # to a host that has lost its memory
             kind = "host"
-        print(f"kill {number}: {kind} {host} at {found}", flush=True)
-        assert found["phase"] == phase
+        print(f"kill {number}: {kind} {host} at {moment}", flush=True)
+        assert moment["phase"] == phase
         hits["zero1, agents", kind, phase] += 1
         if kind == "host":
             campaign.lose(killed)

@@ -80,12 +80,12 @@ class Lab:
 
     def num_steps(self, site: int, sites: list[int]) -> int:
         """Outer steps that a site has made with just these."""
-        found = 0
+        count = 0
         with suppress(FileNotFoundError):
             for line in (self.folder / str(site) / "metrics.jsonl").read_text().splitlines():
                 with suppress(ValueError):  # the last one may be written just now
-                    found += json.loads(line).get("sites") == sites
-        return found
+                    count += json.loads(line).get("sites") == sites
+        return count
 
     def wait_for_steps(self, sites: list[int], at: list[int] | None = None) -> None:
         """Until two more outer steps were made with just these sites, on all of them."""
@@ -117,8 +117,8 @@ def net() -> Iterator[Network]:
     reason = why_no_network()
     if reason is not None:
         pytest.skip(reason)
-    with network(["hub", "s0", "s1", "s2"]) as found:
-        yield found
+    with network(["hub", "s0", "s1", "s2"]) as site_network:
+        yield site_network
 
 
 def finish(lab: Lab, *settings: str) -> None:

@@ -71,8 +71,8 @@ class Lab:
 
     def outer_steps(self) -> list[tuple[int, str]]:
         """Number and sites of the outer steps that the server has told of."""
-        found = re.findall(r"outer step (\d+) with site (.*)", self.text("hub"))
-        return [(int(number), sites) for number, sites in found]
+        matches = re.findall(r"outer step (\d+) with site (.*)", self.text("hub"))
+        return [(int(number), sites) for number, sites in matches]
 
     def wait_for_steps(self, sites: str, count: int = 2) -> None:
         """Until so many more outer steps were made with just these sites."""

@@ -44,12 +44,12 @@ def state(lab: Lab, job: str) -> str:
 def completions(lab: Lab, job: str) -> list[str]:
     """State and exit code of `job` in the log of completed jobs, for every time that it ended."""
     lines = (lab.cluster.state / "jobcomp.log").read_text().splitlines()
-    found = []
+    states = []
     for line in lines:
         told = dict(word.partition("=")[::2] for word in line.split())
         if told["JobId"] == job:
-            found.append(f"{told['JobState']} {told['ExitCode']}")
-    return found
+            states.append(f"{told['JobState']} {told['ExitCode']}")
+    return states
 
 
 def ended(lab: Lab, job: str, log: Path, timeout: float = 200) -> str:
@@ -160,10 +160,10 @@ def test_a_run_outlives_its_time_limit_and_a_hang(lab: Lab, submit: Submit) -> N
     assert story.count("near the time limit, saving") == 1
     assert story.count("saved; back into the queue") == 1
 
-    found = [p for p in lab.cluster.processes("n2", "train.py --config") if is_training(p)]
-    assert len(found) == 1
+    processes = [p for p in lab.cluster.processes("n2", "train.py --config") if is_training(p)]
+    assert len(processes) == 1
     newest = checkpoints.list_steps(lab.folder / "run")[-1]
-    found[0].suspend()
+    processes[0].suspend()
     assert wait_for_resume(lab, log, 2) >= newest
     assert ended(lab, job, log, 300) == "COMPLETED", log.read_text()
     story = log.read_text()

@@ -96,13 +96,13 @@ def pages() -> tuple[str, ...]:
 def text_of(page: str) -> str:
     """With the files that it includes."""
     text = (ROOT / page).read_text(encoding="utf-8")
-    return re.sub(r'--8<-- "(.*?)"', lambda found: (ROOT / found[1]).read_text(), text)
+    return re.sub(r'--8<-- "(.*?)"', lambda match: (ROOT / match[1]).read_text(), text)
 
 
 @cache
 def lines(page: str) -> tuple[str, ...]:
     """The command lines of a page's code blocks, without comments."""
-    found = []
+    commands = []
     for language, block in re.findall(
         r"^ *```(\w*)\n(.*?)^ *```$", text_of(page), flags=re.M | re.S
     ):
@@ -111,8 +111,8 @@ def lines(page: str) -> tuple[str, ...]:
         for line in block.replace("\\\n", " ").splitlines():
             for part in re.split(r" && ", re.sub(r"(^| )#.*", "", line)):
                 if part.strip():
-                    found.append(part.strip())
-    return tuple(found)
+                    commands.append(part.strip())
+    return tuple(commands)
 
 
 def listed(line: str) -> str | None:

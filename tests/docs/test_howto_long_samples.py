@@ -135,12 +135,12 @@ def test_predictions_of_the_table(row: str) -> None:
     number = {"one": 1, "eight": 8, "32": 32}[re.search(r"(\w+) H\d00", first)[1]]  # type: ignore[index]
     devices = f"{number}x" + ("H200-141GB" if "H200" in first else "H100-80GB")
     if "GiB" not in told:
-        found = plan("llama3_8b", devices, longest=True, host_memory_bytes=1.9e12)
-        assert f"{found.config.batch.sequence_length:,}" == told
+        planned = plan("llama3_8b", devices, longest=True, host_memory_bytes=1.9e12)
+        assert f"{planned.config.batch.sequence_length:,}" == told
         return
     tokens = 1048576
-    found = plan("qwen3_8b_continue", devices, f"batch.sequence_length={tokens}",
-                 "batch.global_tokens=null", "batch.global_batch_size=1",
-                 f"model.overrides={{max_position_embeddings: {tokens}}}")  # fmt: skip
-    best = found.fitting[0]
+    planned = plan("qwen3_8b_continue", devices, f"batch.sequence_length={tokens}",
+                   "batch.global_tokens=null", "batch.global_batch_size=1",
+                   f"model.overrides={{max_position_embeddings: {tokens}}}")  # fmt: skip
+    best = planned.fitting[0]
     assert told == f"{best.memory.total / 2**30:.1f} GiB, {tokens / best.tokens_per_second:.0f} s"

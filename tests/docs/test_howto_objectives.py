@@ -274,8 +274,8 @@ def test_a_reward_model_is_a_base_and_has_adapters(
         merged = AutoModelForSequenceClassification.from_pretrained("merged").eval()
     inputs_of = tokenizer("2 + 3 = 5.", return_tensors="pt")
     with torch.no_grad():
-        expected, found = (float(one(**inputs_of).logits) for one in (adapted, merged))
-    assert found == pytest.approx(expected, abs=1e-5)
+        expected, score = (float(one(**inputs_of).logits) for one in (adapted, merged))
+    assert score == pytest.approx(expected, abs=1e-5)
     half = ("precision.dtype=bfloat16", "output.directory=runs/half")
     run_script(2, WORKER, folder, *arguments, *half, "engine.deepspeed_config=zero2")
     assert metrics(folder / "runs/half") == pytest.approx(losses, abs=0.1)

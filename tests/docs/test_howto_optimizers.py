@@ -39,8 +39,8 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def blocks(kind: str) -> list[str]:
-    found = re.findall(rf"^( *)```{kind}\n(.*?)^ *```", PAGE, flags=re.M | re.S)
-    return [text for _, text in found]
+    matches = re.findall(rf"^( *)```{kind}\n(.*?)^ *```", PAGE, flags=re.M | re.S)
+    return [text for _, text in matches]
 
 
 def test_the_sections_are_read() -> None:

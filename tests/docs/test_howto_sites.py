@@ -43,10 +43,10 @@ def test_bytes_of_the_table() -> None:
     assert float(rows["ZeRO++ over both sites (`zeropp`)"]) == 0.75 * weights
     assert float(rows["data parallelism between them, gradients in bfloat16"]) == weights
     for codec, steps in (("float32", 100), ("bfloat16", 100), ("bfloat16", 500), ("int8", 500)):
-        found = sent_bytes(PARAMETERS, 2, codec) / steps / 1e9
-        assert float(rows[f"sites, {codec}, {steps} inner steps"]) == round(found, 4)
-    found = sent_bytes(PARAMETERS, 2, "int4") / 500 / 1e9
-    assert float(rows["sites, int4, 500 inner steps"]) == round(found, 4)
+        gigabytes = sent_bytes(PARAMETERS, 2, codec) / steps / 1e9
+        assert float(rows[f"sites, {codec}, {steps} inner steps"]) == round(gigabytes, 4)
+    gigabytes = sent_bytes(PARAMETERS, 2, "int4") / 500 / 1e9
+    assert float(rows["sites, int4, 500 inner steps"]) == round(gigabytes, 4)
     assert f"takes {sent_bytes(PARAMETERS, 2, 'bfloat16') / 500 * 8 / 1e9:.2f} s of every" in TEXT
     assert f"ZeRO++ {0.75 * weights * 8:.0f} s" in TEXT
 

@@ -18,15 +18,15 @@ PAGES += sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*
 
 def command_lines(page: str) -> list[list[str]]:
     """Every line of the page's code blocks that starts bigtrain or train.py."""
-    found = []
+    commands = []
     text = (ROOT / page).read_text()
     for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", text, flags=re.M | re.S):
         for line in [] if language else block.replace("\\\n", " ").splitlines():
             for part in line.split("&&"):
                 words = shlex.split(part, comments=True)
                 if "bigtrain/train.py" in words or words[:1] == ["bigtrain"]:
-                    found.append(words)
-    return found
+                    commands.append(words)
+    return commands
 
 
 WITH_COMMANDS = [page for page in PAGES if command_lines(page)]

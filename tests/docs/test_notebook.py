@@ -17,8 +17,8 @@ PATH = ROOT / "docs/notebooks/quickstart.ipynb"
 
 
 def cells(kind: str) -> list[str]:
-    found = json.loads(PATH.read_text(encoding="utf-8"))["cells"]
-    return ["".join(cell["source"]) for cell in found if cell["cell_type"] == kind]
+    all_cells = json.loads(PATH.read_text(encoding="utf-8"))["cells"]
+    return ["".join(cell["source"]) for cell in all_cells if cell["cell_type"] == kind]
 
 
 def test_it_has_no_outputs_and_calls_what_is_offered() -> None:
@@ -48,8 +48,12 @@ def test_it_runs_from_its_top(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     client = NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(tmp_path)}})
     client.execute()
     outputs = {
-        number: "".join(o.get("text", "") + o.get("data", {}).get("text/plain", "") for o in found)
-        for number, found in enumerate(c["outputs"] for c in notebook.cells if "outputs" in c)
+        number: "".join(
+            o.get("text", "") + o.get("data", {}).get("text/plain", "") for o in cell_outputs
+        )
+        for number, cell_outputs in enumerate(
+            c["outputs"] for c in notebook.cells if "outputs" in c
+        )
     }
     assert "parallel.tensor" in outputs[3]
     # Plain lines, one for each logged step, and no bar in a notebook.

@@ -58,13 +58,13 @@ def test_the_template_with_tools_and_reasoning() -> None:
         {"role": "assistant", "content": "It rains.", "reasoning_content": "Grey."},
     ]
     tools = [{"type": "function", "function": tool}]
-    found = encoder.encode([conversation_bytes(messages, tools)])
-    assert not found.problems
-    assert not found.unrendered
-    assert found.ends == {"<|im_end|>"}
-    text = tokenizer.decode(found.tokens)
+    chats = encoder.encode([conversation_bytes(messages, tools)])
+    assert not chats.problems
+    assert not chats.unrendered
+    assert chats.ends == {"<|im_end|>"}
+    text = tokenizer.decode(chats.tokens)
     assert text.count("Be brief.") == text.count('{"sky": "grey"}') == 1
-    assert tokenizer.decode(found.tokens[found.mask]) == (
+    assert tokenizer.decode(chats.tokens[chats.mask]) == (
         '<think>\nI have to look.\n</think>\n\n<tool_call>{"name": "get_weather", "arguments": '
         '{"city": "Paris", "days": 3}}</tool_call><|im_end|>'
         "<think>\nGrey.\n</think>\nIt rains.<|im_end|>"

@@ -24,8 +24,8 @@ def pages() -> dict[str, str]:
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True, text=True
     )
-    found: dict[str, str] = json.loads(done.stdout)
-    return found
+    pages_by_path: dict[str, str] = json.loads(done.stdout)
+    return pages_by_path
 
 
 def test_the_pages_are_what_the_tool_writes(pages: dict[str, str]) -> None:

@@ -51,8 +51,8 @@ MORE = {
 
 def blocks() -> list[list[list[str]]]:
     """Command lines of the page, by its blocks."""
-    found = re.findall(r"^```\n(.*?)^```", PAGE, flags=re.M | re.S)
-    return [[shlex.split(line) for line in block.splitlines()] for block in found]
+    texts = re.findall(r"^```\n(.*?)^```", PAGE, flags=re.M | re.S)
+    return [[shlex.split(line) for line in block.splitlines()] for block in texts]
 
 
 def commands() -> list[list[str]]:

@@ -13,14 +13,14 @@ import transformers
 
 
 def main() -> None:
-    found = hashlib.sha256()
+    checksum = hashlib.sha256()
     for dtype in (torch.float32, torch.bfloat16):
         for name, tensor in train(dtype):
-            found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-            found.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            checksum.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+            checksum.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     # Kernels for shapes that are not tried here change between versions.
     libraries = f"torch {torch.__version__.split('+')[0]}, transformers {transformers.__version__}"
-    print(f"{libraries}: {found.hexdigest()}")
+    print(f"{libraries}: {checksum.hexdigest()}")
 
 
 def train(dtype: torch.dtype) -> list[tuple[str, torch.Tensor]]:

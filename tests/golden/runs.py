@@ -107,13 +107,20 @@ def write_datasets(root: Path) -> dict[str, Path]:
     size = str(VOCAB_SIZE)
     _bigtrain("tokenizer", "--input", texts, "--vocab-size", size, "--output", tokenizer)
     common = ("--tokenizer", tokenizer, "--held-out", "0.05", "--workers", "1")
-    found = {"text": root / "text", "chat": root / "chat"}
+    datasets_by_name = {"text": root / "text", "chat": root / "chat"}
     # So small that there are several.
-    shards = ("--shard-size", "64KiB", "--output", found["text"])
+    shards = ("--shard-size", "64KiB", "--output", datasets_by_name["text"])
     _bigtrain("tokenize", "--input", texts, *common, *shards)
-    chat = ("--chat-key", "messages", "--chat-template", template, "--output", found["chat"])
+    chat = (
+        "--chat-key",
+        "messages",
+        "--chat-template",
+        template,
+        "--output",
+        datasets_by_name["chat"],
+    )
     _bigtrain("tokenize", "--input", chats, *common, *chat)
-    return found
+    return datasets_by_name
 
 
 def _bigtrain(*arguments: str | Path) -> None:
@@ -339,12 +346,12 @@ def run_figures(directory: Path) -> dict[str, Any]:
 def digest(tensors: Mapping[str, torch.Tensor]) -> str:
     """SHA-256 of names, types, shapes and bytes."""
     assert tensors
-    found = hashlib.sha256()
+    checksum = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name].contiguous()
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        found.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+        checksum.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        checksum.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return checksum.hexdigest()
 
 
 def canary() -> str:
@@ -372,10 +379,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         server = Server(Path(name), PORTABLE_ARITHMETIC)
         try:
-            found = {"canary": canary(), **dict(all_figures(Path(name), server))}
+            figures = {"canary": canary(), **dict(all_figures(Path(name), server))}
         finally:
             server.close()
-    FIGURES.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+    FIGURES.write_text(json.dumps(figures, indent=1, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":

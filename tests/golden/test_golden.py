@@ -81,14 +81,14 @@ def test_runs(
     log = (directory / "log.txt").read_text().splitlines()
     patches = [line.partition("speed patches: ")[2] for line in log if "speed patches: " in line]
     assert patches == SPEED_PATCHES.get(name, [ZERO_12])
-    found, expected = runs.run_figures(directory), EXPECTED[name]
+    figures, expected = runs.run_figures(directory), EXPECTED[name]
     if same_arithmetic:
-        assert found["metrics"] == expected["metrics"]
-        assert found == expected
+        assert figures["metrics"] == expected["metrics"]
+        assert figures == expected
         return
-    assert found["checkpoints"].keys() == expected["checkpoints"].keys()
-    assert [line.keys() for line in found["metrics"]] == [
+    assert figures["checkpoints"].keys() == expected["checkpoints"].keys()
+    assert [line.keys() for line in figures["metrics"]] == [
         line.keys() for line in expected["metrics"]
     ]
-    for ours, theirs in zip(found["metrics"], expected["metrics"], strict=True):
+    for ours, theirs in zip(figures["metrics"], expected["metrics"], strict=True):
         assert ours == pytest.approx(theirs, rel=TOLERANCE)

@@ -211,13 +211,13 @@ def finished_run(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 def metrics(run: Path, key: str = "loss") -> dict[int, float]:
     """Values of `key` by step; a step that stands twice in metrics.jsonl is an error."""
-    found: dict[int, float] = {}
+    values_by_step: dict[int, float] = {}
     for line in (run / "metrics.jsonl").read_text().splitlines():
         figures = json.loads(line)
         if key in figures:
-            assert figures["step"] not in found
-            found[figures["step"]] = figures[key]
-    return found
+            assert figures["step"] not in values_by_step
+            values_by_step[figures["step"]] = figures[key]
+    return values_by_step
 
 
 def snapshot(directory: Path) -> dict[str, bytes]:

@@ -64,8 +64,8 @@ def adapted(inputs: Inputs, base: Path, tmp_path_factory: pytest.TempPathFactory
 
 def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
-        found: torch.Tensor = model.eval()(input_ids=IDS).logits
-    return found
+        token_logits: torch.Tensor = model.eval()(input_ids=IDS).logits
+    return token_logits
 
 
 def test_exports_what_plain_peft_loads(
@@ -147,10 +147,12 @@ def test_goes_on_at_another_topology(
     assert finished.code == 0, finished.output
     assert f"resumed at step {SAVED} " in finished.output
     assert metrics(run) == pytest.approx(metrics(adapted), rel=1e-5)
-    found, expected = (load_file(r / "hf" / "adapter_model.safetensors") for r in (run, adapted))
-    assert found.keys() == expected.keys()
+    weights_by_name, expected = (
+        load_file(r / "hf" / "adapter_model.safetensors") for r in (run, adapted)
+    )
+    assert weights_by_name.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert_close(found[name], tensor, rtol=0, atol=1e-5)
+        assert_close(weights_by_name[name], tensor, rtol=0, atol=1e-5)
 
 
 FILES = ("adapter_model.safetensors", "adapter_config.json")

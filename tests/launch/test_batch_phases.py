@@ -30,15 +30,15 @@ TURN, END = 4, 8
 @pytest.fixture
 def tree(inputs: Inputs, base: Path, tmp_path: Path) -> dict[str, Any]:
     """A run of two phases of four steps."""
-    found = run_tree(inputs.shards, tmp_path / "run")
-    found["model"] = {"path": str(base)}
-    found["data"]["chunk_length"] = 32
-    found["batch"] = {**THEN, "micro_batch_size": 1, "phases": [{"steps": TURN, **FIRST}]}
-    found["train"] = {"steps": END}
-    found["checkpoint"] = {"every_steps": 2, "keep_last": 8}
-    found["engine"]["deepspeed_config"] = "zero1"
-    found["output"]["export"] = False
-    return found
+    settings = run_tree(inputs.shards, tmp_path / "run")
+    settings["model"] = {"path": str(base)}
+    settings["data"]["chunk_length"] = 32
+    settings["batch"] = {**THEN, "micro_batch_size": 1, "phases": [{"steps": TURN, **FIRST}]}
+    settings["train"] = {"steps": END}
+    settings["checkpoint"] = {"every_steps": 2, "keep_last": 8}
+    settings["engine"]["deepspeed_config"] = "zero1"
+    settings["output"]["export"] = False
+    return settings
 
 
 def start(tree: dict[str, Any], *overrides: str, ranks: int = 2) -> Finished:

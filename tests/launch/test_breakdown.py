@@ -135,14 +135,14 @@ def train(
     assert "data " in summary
     log.close()
     lines = (context.directory / "metrics.jsonl").read_text().splitlines()
-    found = [json.loads(line) for line in lines]
-    assert [line["step"] for line in found] == [10, 13]
-    for line in found:
+    records = [json.loads(line) for line in lines]
+    assert [line["step"] for line in records] == [10, 13]
+    for line in records:
         assert "peak_memory_gib_by_phase" not in line  # a CPU
         parts = {k: v for k, v in line["breakdown"].items() if k != "communication_seconds"}
         seconds = sum(v for v in parts.values() if v is not None)
         assert seconds == pytest.approx(line["step_seconds"])
-    return found
+    return records
 
 
 @pytest.mark.parametrize(
@@ -169,10 +169,10 @@ def test_every_part_of_a_step_is_what_it_took(
 
     for line in train(session, tmp_path, zero_stage, prepare):
         assert line["step_seconds"] == pytest.approx(sum(PARTS.values()))
-        found = line["breakdown"]
-        assert {part: found[f"{part}_seconds"] for part in PARTS} == pytest.approx(PARTS)
-        assert found["compute_seconds"] is None
-        assert found["communication_seconds"] == 0.0
+        breakdown = line["breakdown"]
+        assert {part: breakdown[f"{part}_seconds"] for part in PARTS} == pytest.approx(PARTS)
+        assert breakdown["compute_seconds"] is None
+        assert breakdown["communication_seconds"] == 0.0
 
 
 @pytest.mark.slow
@@ -191,11 +191,11 @@ def test_hooks_of_zero_3_are_the_engine_s(
         num_modules = sum(type(m).__name__ != "ModuleList" for m in engine.module.modules())
 
     for line in train(session, tmp_path, 3, prepare):
-        found = line["breakdown"]
-        assert found["forward_seconds"] == 7.0 * ACCUMULATION
-        assert found["backward_seconds"] == 0.0
+        breakdown = line["breakdown"]
+        assert breakdown["forward_seconds"] == 7.0 * ACCUMULATION
+        assert breakdown["backward_seconds"] == 0.0
         # Two calls before and after each pass of a module; some have no input with a gradient.
-        calls = found["engine_seconds"] / ACCUMULATION
+        calls = breakdown["engine_seconds"] / ACCUMULATION
         assert 3 * num_modules <= calls <= 4 * num_modules
 
 
@@ -224,8 +224,8 @@ def test_waiting_for_other_ranks_is_a_part_of_the_others(
         engine.engine.allreduce_gradients = engine.host_time.timed(waiting)
 
     for line in train(session, tmp_path, 0, prepare):
-        found = line["breakdown"]
-        assert found["forward_seconds"] == ACCUMULATION
-        assert found["backward_seconds"] == 2 * ACCUMULATION
-        assert found["communication_seconds"] >= 3 * ACCUMULATION
-        assert found["communication_seconds"] == pytest.approx(line["step_seconds"])
+        breakdown = line["breakdown"]
+        assert breakdown["forward_seconds"] == ACCUMULATION
+        assert breakdown["backward_seconds"] == 2 * ACCUMULATION
+        assert breakdown["communication_seconds"] >= 3 * ACCUMULATION
+        assert breakdown["communication_seconds"] == pytest.approx(line["step_seconds"])

@@ -32,16 +32,16 @@ def tree(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     root = tmp_path_factory.mktemp("changed")
     texts = write_documents(root / "more.jsonl", 60, seed=1)
     more = tokenize(texts, inputs.tokenizer, root / "more")
-    found = run_tree(inputs.shards, root / "run")
-    found["data"] = {
+    settings = run_tree(inputs.shards, root / "run")
+    settings["data"] = {
         "sources": [
             {"path": str(inputs.shards), "weight": 3, "name": "old"},
             {"path": str(more), "weight": 1},
         ]
     }
-    found["train"] = {"steps": 4}
-    found["evaluation"]["samples"] = 3
-    return found
+    settings["train"] = {"steps": 4}
+    settings["evaluation"]["samples"] = 3
+    return settings
 
 
 def start(tree: dict[str, Any], *overrides: str) -> tuple[int, str]:

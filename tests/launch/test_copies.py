@@ -45,5 +45,7 @@ def test_a_run_resumes_from_its_copy(
     )
     assert again.code == 0, again.output
     assert "not everything was copied" in again.output
-    found, wanted = metrics(tmp_path / "back"), metrics(finished_run)
-    assert {step: found[step] for step in range(9, 13)} == {s: wanted[s] for s in range(9, 13)}
+    losses_by_step, wanted = metrics(tmp_path / "back"), metrics(finished_run)
+    assert {step: losses_by_step[step] for step in range(9, 13)} == {
+        s: wanted[s] for s in range(9, 13)
+    }

@@ -139,14 +139,14 @@ def greedy(directory: Path, prompt: str) -> str:
     tokenizer = AutoTokenizer.from_pretrained(directory)
     model = AutoModelForCausalLM.from_pretrained(directory)
     ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids
-    found = model.generate(
+    generated = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=NEW_TOKENS,
         do_sample=False,
         pad_token_id=tokenizer.eos_token_id,
     )
-    return str(tokenizer.decode(found[0, ids.shape[1] :]))
+    return str(tokenizer.decode(generated[0, ids.shape[1] :]))
 
 
 def test_the_best_checkpoint_stays_and_is_exported(evaluated: Path, tmp_path: Path) -> None:

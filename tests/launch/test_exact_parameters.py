@@ -64,7 +64,7 @@ BASES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Models in float32, whose values no 16-bit dtype holds."""
-    found = {}
+    directories_by_name = {}
     for name, values in BASES.items():
         torch.manual_seed(1)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **values))
@@ -73,9 +73,9 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
                 parameter.add_(torch.randn(parameter.shape) * 0.02)
                 if key.endswith("e_score_correction_bias"):
                     parameter.add_(10)
-        found[name] = tmp_path_factory.mktemp("bases") / name
-        model.float().save_pretrained(found[name])
-    return found
+        directories_by_name[name] = tmp_path_factory.mktemp("bases") / name
+        model.float().save_pretrained(directories_by_name[name])
+    return directories_by_name
 
 
 def run(
@@ -157,12 +157,12 @@ def test_a_router_that_its_architecture_keeps_in_float32(
     output = run(inputs, base, directory, engine, num_processes)
     assert "kept in float32 by its architecture: 2 parameters" in output
     assert same_bytes(base, directory / "hf", "e_score_correction_bias") == 1
-    found = weights(directory / "hf")
-    router = found["model.layers.1.mlp.gate.weight"]
+    weights_by_name = weights(directory / "hf")
+    router = weights_by_name["model.layers.1.mlp.gate.weight"]
     assert router.dtype == torch.float32
     assert not torch.equal(router, router.bfloat16().float())
     # As in the base, which is in float32.
-    assert found["model.layers.1.self_attn.q_proj.weight"].dtype == torch.float32
+    assert weights_by_name["model.layers.1.self_attn.q_proj.weight"].dtype == torch.float32
     # The trained model's logits are those of plain transformers, whose router is in float32.
     model = AutoModelForCausalLM.from_pretrained(directory / "hf", dtype=torch.bfloat16).eval()
     assert model.model.layers[1].mlp.gate.weight.dtype == torch.float32

@@ -41,14 +41,14 @@ class Forked:
 
     def ranks(self) -> dict[str, psutil.Process]:
         """Processes of the ranks by name."""
-        found = {}
+        processes_by_name = {}
         for one in self.agent.children(recursive=True):
             try:
                 if one.status() != psutil.STATUS_ZOMBIE and one.name().startswith("rank-"):
-                    found[one.name()] = one
+                    processes_by_name[one.name()] = one
             except psutil.Error:  # it has ended
                 continue
-        return found
+        return processes_by_name
 
     def story(self) -> str:
         path = self.run / "log.txt"

@@ -59,9 +59,11 @@ def documents(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]
     """The manifests for the quickstart on two nodes, by kind."""
     node = ["--nodes", "2", "--gpus-per-node", "1", "--claim", "disk", "--dry-run"]
     assert bigtrain([*COMMAND, *node, *PATHS, *words]) == 0
-    found = {document["kind"]: document for document in yaml.safe_load_all(capsys.readouterr().out)}
-    assert list(found) == ["ConfigMap", "TrainingRuntime", "TrainJob"]
-    return found
+    documents_by_kind = {
+        document["kind"]: document for document in yaml.safe_load_all(capsys.readouterr().out)
+    }
+    assert list(documents_by_kind) == ["ConfigMap", "TrainingRuntime", "TrainJob"]
+    return documents_by_kind
 
 
 def closed(schema: Any) -> Any:
@@ -110,21 +112,21 @@ def test_the_schemas_accept_them(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("patch.yaml").write_text(PATCH)
-    found = documents(capsys, *words)
+    documents_by_kind = documents(capsys, *words)
     for kind, plural in (("TrainingRuntime", "trainingruntimes"), ("TrainJob", "trainjobs")):
-        errors = [error.message for error in validator(plural).iter_errors(found[kind])]
+        errors = [error.message for error in validator(plural).iter_errors(documents_by_kind[kind])]
         assert errors == []
 
 
 def test_the_schemas_refuse_a_misspelt_field(capsys: pytest.CaptureFixture[str]) -> None:
-    found = documents(capsys)
-    job = found["TrainJob"]
+    documents_by_kind = documents(capsys)
+    job = documents_by_kind["TrainJob"]
     job["spec"]["trainer"]["numNode"] = 2
     job["spec"]["trainer"]["numNodes"] = "2"
     messages = " ".join(error.message for error in validator("trainjobs").iter_errors(job))
     assert "numNode" in messages
     assert "'2' is not of type 'integer'" in messages
-    runtime = found["TrainingRuntime"]
+    runtime = documents_by_kind["TrainingRuntime"]
     [pod] = runtime["spec"]["template"]["spec"]["replicatedJobs"]
     [node] = pod["template"]["spec"]["template"]["spec"]["containers"]
     node["livenesProbe"] = node.pop("livenessProbe")
@@ -133,8 +135,8 @@ def test_the_schemas_refuse_a_misspelt_field(capsys: pytest.CaptureFixture[str])
 
 
 def test_they_hang_together(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    found = documents(capsys, "--token-secret", "hub", "--deepspeed_config", "zero3")
-    config, runtime, job = found.values()
+    documents_by_kind = documents(capsys, "--token-secret", "hub", "--deepspeed_config", "zero3")
+    config, runtime, job = documents_by_kind.values()
     trainer = job["spec"]["trainer"]
     assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
     assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 1)
@@ -165,15 +167,17 @@ def test_they_hang_together(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     train_parser().parse_intermixed_args(trainer["args"][1:])
 
 
-def node_pod(found: dict[str, Any]) -> dict[str, Any]:
+def node_pod(documents_by_kind: dict[str, Any]) -> dict[str, Any]:
     """The pods' template."""
-    replicated = found["TrainingRuntime"]["spec"]["template"]["spec"]["replicatedJobs"][-1]
+    replicated = documents_by_kind["TrainingRuntime"]["spec"]["template"]["spec"]["replicatedJobs"][
+        -1
+    ]
     return replicated["template"]["spec"]["template"]
 
 
 def test_what_a_site_asks_for(capsys: pytest.CaptureFixture[str]) -> None:
-    found = documents(capsys, *EVERYTHING)
-    pod = node_pod(found)["spec"]
+    documents_by_kind = documents(capsys, *EVERYTHING)
+    pod = node_pod(documents_by_kind)["spec"]
     [check], [node] = pod["initContainers"], pod["containers"]
     assert node["env"] == check["env"]
     variables = {entry["name"]: entry for entry in node["env"]}
@@ -196,7 +200,7 @@ def test_what_a_site_asks_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert pod["priorityClassName"] == "high"
     assert pod["securityContext"]["fsGroup"] == 2000
     assert node["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
-    job = found["TrainJob"]
+    job = documents_by_kind["TrainJob"]
     assert job["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "llm"}
     assert job["spec"]["trainer"]["resourcesPerNode"]["limits"]["rdma/hca"] == "8"
 
@@ -214,12 +218,12 @@ def test_the_volume_is_the_images_and_a_save_has_time(capsys: pytest.CaptureFixt
     assert threads["value"] == "12"
 
 
-def action(found: dict[str, Any], **pod: Any) -> str:
+def action(documents_by_kind: dict[str, Any], **pod: Any) -> str:
     """What JobSet does where a `pod` has failed first, by the rules in their order.
 
     As Kubernetes (pkg/controller/job/pod_failure_policy.go) and JobSet (failure_policy.go) do.
     """
-    spec = found["TrainingRuntime"]["spec"]["template"]["spec"]
+    spec = documents_by_kind["TrainingRuntime"]["spec"]["template"]["spec"]
     job = spec["replicatedJobs"][-1]["template"]["spec"]
     replaced = "the pod is replaced" if job["backoffLimit"] else ""
     reason, message = "BackoffLimitExceeded", "Job has reached the specified backoff limit"
@@ -242,44 +246,46 @@ def action(found: dict[str, Any], **pod: Any) -> str:
 
 
 def test_preemptions_leave_the_restarts_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    found = documents(capsys)
+    documents_by_kind = documents(capsys)
     free = "RestartJobSetAndIgnoreMaxRestarts"
-    assert action(found, condition="DisruptionTarget", node=137) == free
-    assert action(found, node=EXIT_STOPPED) == free  # its peers, which saved with it
-    assert action(found, node=1) == "RestartJobSet"
-    assert action(found, check=EXIT_USER_ERROR) == "FailJobSet"
+    assert action(documents_by_kind, condition="DisruptionTarget", node=137) == free
+    assert action(documents_by_kind, node=EXIT_STOPPED) == free  # its peers, which saved with it
+    assert action(documents_by_kind, node=1) == "RestartJobSet"
+    assert action(documents_by_kind, check=EXIT_USER_ERROR) == "FailJobSet"
 
 
 def test_a_lost_pod_is_replaced_while_the_others_stay(capsys: pytest.CaptureFixture[str]) -> None:
-    found = documents(capsys, "--spares", "1")
-    assert action(found, condition="DisruptionTarget", node=143) == "replaced, not counted"
+    documents_by_kind = documents(capsys, "--spares", "1")
+    assert (
+        action(documents_by_kind, condition="DisruptionTarget", node=143) == "replaced, not counted"
+    )
     for code in (137, EXIT_FAULTY_HOST):  # killed, as without memory; its agent left the run
-        assert action(found, node=code) == "the pod is replaced"
+        assert action(documents_by_kind, node=code) == "the pod is replaced"
     # The run itself has ended: its restarts are used up, or its rendezvous cannot be reached.
-    assert action(found, node=1) == "RestartJobSet"
-    assert action(found, node=EXIT_STOPPED) == "RestartJobSetAndIgnoreMaxRestarts"
-    assert action(found, check=EXIT_USER_ERROR) == "FailJobSet"
+    assert action(documents_by_kind, node=1) == "RestartJobSet"
+    assert action(documents_by_kind, node=EXIT_STOPPED) == "RestartJobSetAndIgnoreMaxRestarts"
+    assert action(documents_by_kind, check=EXIT_USER_ERROR) == "FailJobSet"
 
 
 def test_pods_with_spares_meet(capsys: pytest.CaptureFixture[str]) -> None:
-    found = documents(capsys, "--spares", "2")
-    spec = found["TrainingRuntime"]["spec"]["template"]["spec"]
+    documents_by_kind = documents(capsys, "--spares", "2")
+    spec = documents_by_kind["TrainingRuntime"]["spec"]["template"]["spec"]
     rendezvous, node = spec["replicatedJobs"]
     assert spec["successPolicy"] == {"operator": "All", "targetReplicatedJobs": [node["name"]]}
     assert node["dependsOn"] == [{"name": rendezvous["name"], "status": "Ready"}]
-    assert found["TrainJob"]["spec"]["trainer"]["numNodes"] == 4
-    assert found["TrainingRuntime"]["spec"]["mlPolicy"]["numNodes"] == 4
+    assert documents_by_kind["TrainJob"]["spec"]["trainer"]["numNodes"] == 4
+    assert documents_by_kind["TrainingRuntime"]["spec"]["mlPolicy"]["numNodes"] == 4
     # As JobSet names pods: JOBSET-JOB-0-0, in the domain of the JobSet.
-    name = found["TrainJob"]["metadata"]["name"]
+    name = documents_by_kind["TrainJob"]["metadata"]["name"]
     endpoint = f"{name}-{rendezvous['name']}-0-0.{name}:29400"
     [server] = rendezvous["template"]["spec"]["template"]["spec"]["containers"]
     assert server["command"][-2:] == ["bigtrain.launchers.rendezvous_server", endpoint]
     assert server["readinessProbe"]["tcpSocket"]["port"] == 29400
-    arguments = found["TrainJob"]["spec"]["trainer"]["args"]
+    arguments = documents_by_kind["TrainJob"]["spec"]["trainer"]["args"]
     assert f"--rdzv-endpoint={endpoint}" in arguments
     assert {"--nnodes=2", "--rdzv-conf=is_host=0,spares=2"} <= set(arguments)
     # All 4 have an agent, but the run has the ranks of 2.
-    [check] = node_pod(found)["spec"]["initContainers"]
+    [check] = node_pod(documents_by_kind)["spec"]["initContainers"]
     assert check["command"][check["command"].index("--world-size") + 1] == "2"
     assert "setpriv" in arguments
     forked = documents(capsys, "--spares", "2", "--ranks", "forked")
@@ -290,11 +296,11 @@ class Pods(Hosts):
     """Pods of a TrainJob as processes here: their command, and the variables that Kubeflow's torch
     policy sets. In place of train.py they run the worker of `Hosts`."""
 
-    def __init__(self, folder: Path, found: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, documents_by_kind: dict[str, Any]) -> None:
         super().__init__(folder, "", 0)
-        trainer = found["TrainJob"]["spec"]["trainer"]
+        trainer = documents_by_kind["TrainJob"]["spec"]["trainer"]
         self.num_pods = trainer["numNodes"]
-        [node] = node_pod(found)["spec"]["containers"]
+        [node] = node_pod(documents_by_kind)["spec"]["containers"]
         self.variables = {entry["name"]: entry["value"] for entry in node["env"]}
         words = [*trainer["command"], *trainer["args"]]
         self.words = words[: words.index("bigtrain/train.py")]
@@ -368,8 +374,8 @@ def test_patch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     patch = tmp_path / "patch.yaml"
     patch.write_text(PATCH)
     before = node_pod(documents(capsys))
-    found = documents(capsys, "--patch", str(patch))
-    after = node_pod(found)
+    documents_by_kind = documents(capsys, "--patch", str(patch))
+    after = node_pod(documents_by_kind)
     assert after["metadata"] == {"annotations": {"site/profile": "llm"}}
     spec = after["spec"]
     assert spec["hostNetwork"] is True

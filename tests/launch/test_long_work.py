@@ -50,12 +50,12 @@ with process_group.process_group(world) as joined:
     refusal = told(wrong)
     assert told(lambda: work.on_main_rank(wrong)) == refusal
     assert told(lambda: work.on_every_rank(lambda: world.rank and wrong())) == refusal
-    found = told(lambda: work.on_main_rank(bug))
+    message = told(lambda: work.on_main_rank(bug))
     there = "LaunchError: another rank failed: KeyError('no key')"
-    assert found == ("KeyError: 'no key'" if world.is_main else there)
-    found = told(lambda: work.on_main_rank(interrupted))
+    assert message == ("KeyError: 'no key'" if world.is_main else there)
+    message = told(lambda: work.on_main_rank(interrupted))
     there = "LaunchError: another rank failed: KeyboardInterrupt()"
-    assert found == ("KeyboardInterrupt: " if world.is_main else there), found
+    assert message == ("KeyboardInterrupt: " if world.is_main else there), message
     # It waits no longer than the main process lives.
     end = told(lambda: work.on_main_rank(lambda: os._exit(0)))
     assert end.startswith("LaunchError: the main rank ended while rank 1 waited for it"), end

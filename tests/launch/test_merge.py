@@ -55,9 +55,9 @@ def test_the_mean_of_the_last_ones(run: Path, tmp_path: Path) -> None:
     assert main(["merge", "--run", str(run), "--last", "3", "--output", str(output),
                  "--dtype", "float32"]) == 0  # fmt: skip
     expected = mean_of(run, {4: 1.0, 8: 1.0, 12: 1.0})
-    found = load_file(output / "model.safetensors")
-    assert found
-    for name, tensor in found.items():
+    means_by_name = load_file(output / "model.safetensors")
+    assert means_by_name
+    for name, tensor in means_by_name.items():
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0)
     (model_card,) = output.glob("README.md")
     assert "mean of the checkpoints of steps (shares) 4 (0.333), 8 (0.333), 12 (0.333)" in (
@@ -65,7 +65,7 @@ def test_the_mean_of_the_last_ones(run: Path, tmp_path: Path) -> None:
     )
     AutoModelForCausalLM.from_pretrained(output)
     newest = bigtrain.load_state_dict(run)
-    assert any(not torch.equal(found[name], newest[name]) for name in found)
+    assert any(not torch.equal(means_by_name[name], newest[name]) for name in means_by_name)
 
 
 def test_shares_of_named_steps(run: Path, tmp_path: Path) -> None:

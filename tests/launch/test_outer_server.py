@@ -185,7 +185,7 @@ def test_a_server_that_is_killed_and_started_again_loses_nothing(
     inputs: Inputs, tmp_path: Path
 ) -> None:
     """The same weights as with a server that ran through. It is killed after every fourth round."""
-    found = []
+    exports = []
     for name, dies in (("through", False), ("restarted", True)):
         directory, port = tmp_path / name, free_port()
         directory.mkdir()
@@ -209,9 +209,9 @@ def test_a_server_that_is_killed_and_started_again_loses_nothing(
         assert codes == [0, 0], output
         assert_same_weights(directory)
         assert [line["sites"] for line in outer_lines(directory / "0")] == [[0, 1]] * 20
-        found.append(load_file(directory / "0" / "hf" / "model.safetensors"))
-    for key, weight in found[0].items():
-        assert torch.equal(weight, found[1][key]), key
+        exports.append(load_file(directory / "0" / "hf" / "model.safetensors"))
+    for key, weight in exports[0].items():
+        assert torch.equal(weight, exports[1][key]), key
 
 
 def _num_rounds(directory: Path) -> int:

@@ -72,8 +72,8 @@ def logits(model: Any) -> torch.Tensor:
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False  # a kernel that computes in bfloat16
     with torch.no_grad():
-        found: torch.Tensor = model.eval()(input_ids=IDS).logits
-    return found
+        token_logits: torch.Tensor = model.eval()(input_ids=IDS).logits
+    return token_logits
 
 
 @pytest.mark.slow
@@ -92,9 +92,9 @@ def test_exports_what_plain_peft_loads(
         assert words[0] == "bigtrain"
         assert bigtrain(words[1:]) == 0
     said = capsys.readouterr().err
-    found = re.search(r"differ from the trained model's by (\S+) \(root mean square", said)
-    assert found is not None
-    assert 1e-4 < float(found[1]) < 0.3
+    match = re.search(r"differ from the trained model's by (\S+) \(root mean square", said)
+    assert match is not None
+    assert 1e-4 < float(match[1]) < 0.3
     written = "my-adapter/adapter_model.safetensors"
     assert Path(written).read_bytes() == (adapted / "hf" / Path(written).name).read_bytes()
     assert "quantization: nf4" in Path("my-adapter/README.md").read_text(encoding="utf-8")
@@ -175,6 +175,8 @@ def test_goes_on_with_one_process(
     assert finished.code == 0, finished.output
     assert f"resumed at step {SAVED} " in finished.output
     assert metrics(run) == pytest.approx(metrics(adapted), rel=1e-5)
-    found, expected = (load_file(r / "hf" / "adapter_model.safetensors") for r in (run, adapted))
+    weights_by_name, expected = (
+        load_file(r / "hf" / "adapter_model.safetensors") for r in (run, adapted)
+    )
     for name, tensor in expected.items():
-        assert_close(found[name], tensor, rtol=0, atol=1e-5)
+        assert_close(weights_by_name[name], tensor, rtol=0, atol=1e-5)

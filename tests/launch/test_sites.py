@@ -141,9 +141,9 @@ def test_goes_on_in_the_middle_of_a_window(trained: Path, inputs: Inputs, tmp_pa
             "sent_bytes",
         ):
             assert metrics(tmp_path / site, key) == metrics(trained / site, key), key
-        found = load_file(tmp_path / site / "hf" / "model.safetensors")
+        weights_by_name = load_file(tmp_path / site / "hf" / "model.safetensors")
         for name, weight in load_file(trained / site / "hf" / "model.safetensors").items():
-            assert torch.equal(found[name], weight), name
+            assert torch.equal(weights_by_name[name], weight), name
 
 
 def events(run: Path) -> list[tuple[str, str]]:
@@ -217,8 +217,10 @@ def test_sites_with_other_layouts_and_a_resume_on_yet_others(
     assert "sites differ in layout (2, 1 ranks): they exchange by rectangles" in output
 
     def weights(directory: Path, site: str) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = load_file(directory / site / "hf" / "model.safetensors")
-        return found
+        weights_by_name: dict[str, torch.Tensor] = load_file(
+            directory / site / "hf" / "model.safetensors"
+        )
+        return weights_by_name
 
     first = weights(tmp_path, "0")
     expected = weights(trained, "0")
@@ -255,9 +257,9 @@ def test_resumes_with_another_number_of_sites(
     for site in map(str, range(count)):
         last = outer_lines(tmp_path / site)[-1]
         assert last["sites"] == list(range(count))
-        found = load_file(tmp_path / site / "hf" / "model.safetensors")
+        weights_by_name = load_file(tmp_path / site / "hf" / "model.safetensors")
         for name, weight in first.items():
-            assert torch.equal(found[name], weight), name
+            assert torch.equal(weights_by_name[name], weight), name
         state = checkpoints.read_state(checkpoints.checkpoint_path(tmp_path / site, STEPS))
         assert state["samples"] == STEPS * 8  # of all sites together, before and after
 

@@ -301,9 +301,9 @@ def train_and_save(
             "save_to": str(directory / case.name),
             **job_of(case),
         }
-    found: dict[str, Any] = {}
+    results_by_case: dict[str, Any] = {}
     for world_size in sorted(jobs):
         place = directory / f"world{world_size}"
         place.mkdir()
-        found |= train_cases(world_size, jobs[world_size], place)
-    return {"results": found, "directory": directory}
+        results_by_case |= train_cases(world_size, jobs[world_size], place)
+    return {"results": results_by_case, "directory": directory}

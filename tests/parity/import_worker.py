@@ -80,8 +80,8 @@ def main() -> None:
     cases = json.loads(Path(sys.argv[1]).read_text())
     world = read_world(os.environ)
     with process_group(world) as joined:
-        found = {name: measure(case, world, joined.device) for name, case in cases.items()}
-    Path(f"{sys.argv[2]}.{world.rank}").write_text(json.dumps(found))
+        sizes_by_case = {name: measure(case, world, joined.device) for name, case in cases.items()}
+    Path(f"{sys.argv[2]}.{world.rank}").write_text(json.dumps(sizes_by_case))
 
 
 if __name__ == "__main__":

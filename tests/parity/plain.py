@@ -196,7 +196,7 @@ def train(
         optimizer: Any = adamw(list(masters.values()), config["optimizer"], exempt)
     else:
         optimizer = optimizer_of(masters, config["optimizer"])
-    found = Training([], [], masters)
+    training = Training([], [], masters)
     for number, step in enumerate(steps[:num_steps]):
         num_targets = int((step.labels != IGNORED).sum())
         sums: dict[str, torch.Tensor] = {}
@@ -223,8 +223,8 @@ def train(
         for name, master in masters.items():
             master.grad = sums[name].float() if name in sums else None
         limit = config["optimizer"]["clip_norm"] or math.inf
-        found.norms.append(float(torch.nn.utils.clip_grad_norm_(masters.values(), limit)))
-        found.losses.append(total / num_targets)
+        training.norms.append(float(torch.nn.utils.clip_grad_norm_(masters.values(), limit)))
+        training.losses.append(total / num_targets)
         for group in optimizer.param_groups:
             group["lr"] = _rate(number, config)
         if number not in skipped:
@@ -234,7 +234,7 @@ def train(
                     parameter.copy_(masters[name])
             after_update(model)
         after_step()
-    return found
+    return training
 
 
 def compute_in_halves(model: Any, seed: int | None = None) -> None:
@@ -344,9 +344,13 @@ class Spread:
         )
 
 
-def root_mean_square(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+def root_mean_square(
+    weights_by_name: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+) -> float:
     """Of the differences of all weights."""
-    squares = [(found[name] - weight).double().square() for name, weight in expected.items()]
+    squares = [
+        (weights_by_name[name] - weight).double().square() for name, weight in expected.items()
+    ]
     return math.sqrt(sum(float(s.sum()) for s in squares) / sum(s.numel() for s in squares))
 
 

@@ -107,9 +107,9 @@ def _ordered(everyone: Sequence[Seen]) -> Routing:
     return {"experts": experts, "times": max(times, default=0)}
 
 
-def differing(found: Routing, expected: Routing) -> dict[str, int]:
+def differing(routing: Routing, expected: Routing) -> dict[str, int]:
     """How many tokens go elsewhere, by layer; empty where none does."""
-    one, other = found["experts"], expected["experts"]
+    one, other = routing["experts"], expected["experts"]
     assert one.keys() == other.keys()
     assert {n: len(rows) for n, rows in one.items()} == {n: len(r) for n, r in other.items()}
     counts = {n: sum(a != b for a, b in zip(one[n], other[n], strict=True)) for n in one}

@@ -63,11 +63,13 @@ def plain_model(root: Path, num_labels: int, padding: int = 0) -> Any:
 def places_of(path: Path) -> dict[tuple[int, ...], tuple[str, int]]:
     """Return split and number of each document, by its tokens, from the files."""
     dataset = open_dataset(path)
-    found = {}
+    places_by_tokens = {}
     for split in ("train", "held_out"):
         documents = [s.document(n) for s in dataset.shards(split) for n in range(s.num_documents)]
-        found |= {tuple(one.tolist()): (split, number) for number, one in enumerate(documents)}
-    return found
+        places_by_tokens |= {
+            tuple(one.tolist()): (split, number) for number, one in enumerate(documents)
+        }
+    return places_by_tokens
 
 
 def documents_in(parts: list[Any]) -> list[torch.Tensor]:
@@ -131,15 +133,15 @@ def plain_run(
     return Plain(rows, evaluated, head, model.state_dict())
 
 
-def compare(directory: Path, found: list[dict[str, Any]], plain: Plain) -> None:
+def compare(directory: Path, records: list[dict[str, Any]], plain: Plain) -> None:
     """Compare the run in `directory` with the plain one."""
-    rows = [row for row in found if "loss" in row]
+    rows = [row for row in records if "loss" in row]
     losses, norms = ([row[key] for row in plain.rows] for key in ("loss", "grad_norm"))
     assert [row["loss"] for row in rows] == pytest.approx(losses, abs=1e-5, rel=1e-5)
     assert [row["grad_norm"] for row in rows] == pytest.approx(norms, rel=1e-4)
     for row, expected in zip(rows, plain.rows, strict=True):
         assert row["recorded"] == pytest.approx(expected["recorded"], abs=1e-5, rel=1e-5)
-    held_out = [row["held_out_loss"] for row in found if "held_out_loss" in row]
+    held_out = [row["held_out_loss"] for row in records if "held_out_loss" in row]
     assert held_out == pytest.approx(plain.evaluated, abs=1e-5, rel=1e-5)
     trained = bigtrain.load_state_dict(directory)
     if any("lora_" in name for name in trained):

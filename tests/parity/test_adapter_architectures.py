@@ -63,8 +63,8 @@ def trained(
         }
         for name, case in CASES.items()
     }
-    found = train_cases(2, jobs, place)
-    return {n: found[n] | {"weights": torch.load(place / f"{n}.pt")} for n in jobs}
+    results_by_case = train_cases(2, jobs, place)
+    return {n: results_by_case[n] | {"weights": torch.load(place / f"{n}.pt")} for n in jobs}
 
 
 def adapted(model: Any) -> Any:

@@ -415,7 +415,7 @@ def adapted(model: Any, case: Case) -> Any:
 
 
 def plain_run(case: Case, data: Path, base: Path, **options: Any) -> Training:
-    found = plain_training(
+    training = plain_training(
         data,
         base,
         config_of(case, data, base),
@@ -423,8 +423,8 @@ def plain_run(case: Case, data: Path, base: Path, **options: Any) -> Training:
         frozen=r"(?!.*\.(lora_|modules_to_save\.))",
         **options,
     )
-    weights = {n.removeprefix("base_model.model."): w for n, w in found.weights.items()}
-    return Training(found.losses, found.norms, weights)
+    weights = {n.removeprefix("base_model.model."): w for n, w in training.weights.items()}
+    return Training(training.losses, training.norms, weights)
 
 
 Results = Callable[[Case], dict[str, Any]]
@@ -433,15 +433,15 @@ Results = Callable[[Case], dict[str, Any]]
 def results_of(cases: list[Case], data: Path, bases: dict[str, Path], root: Path) -> Results:
     """Of a case, when it is first asked for: then `WORLD` of them train in one world of processes,
     so that what ends one of them ends no more than these, and one test waits for no others."""
-    found: dict[str, dict[str, Any]] = {}
+    results_by_case: dict[str, dict[str, Any]] = {}
 
     def of(case: Case) -> dict[str, Any]:
-        if case.name not in found:
+        if case.name not in results_by_case:
             kind = case.world_size, case.slow
             alike = [each for each in cases if (each.world_size, each.slow) == kind]
             start = alike.index(case) // WORLD * WORLD
-            found.update(run_cases(alike[start : start + WORLD], data, bases, root))
-        return found[case.name]
+            results_by_case.update(run_cases(alike[start : start + WORLD], data, bases, root))
+        return results_by_case[case.name]
 
     return of
 
@@ -459,11 +459,11 @@ def run_cases(
         }
         for case in cases
     }
-    found = {}
+    results_by_case = {}
     for name, result in train_cases(cases[0].world_size, asked, place).items():
         weights = [torch.load(asked[name]["weights"][str(step)]) for step in (0, STEPS)]
-        found[name] = result | {"begun": weights[0], "trained": weights[1]}
-    return found
+        results_by_case[name] = result | {"begun": weights[0], "trained": weights[1]}
+    return results_by_case
 
 
 @pytest.fixture(scope="module")
@@ -612,14 +612,16 @@ def merged(place: Path, base: Path, case: Case) -> bytes:
     """A file of the base's weights with the adapters of a checkpoint added."""
     config = load_hf_config(ModelSection(path=str(base)))
     asked = LORA[case.model] | case.sections.get("adapters", {})
-    found = merged_weights(
+    weights_by_name = merged_weights(
         open_weights(place / "tensors"),
         AdaptersSection.model_validate(asked),
         find_weights(str(base), config),
         config,
     )
-    assert len(found) > 2 * 7
-    return save({n: t.read() if isinstance(t, LazyTensor) else t for n, t in found.items()})
+    assert len(weights_by_name) > 2 * 7
+    return save(
+        {n: t.read() if isinstance(t, LazyTensor) else t for n, t in weights_by_name.items()}
+    )
 
 
 def compare_checkpoints(places: list[Path], base: Path, case: Case) -> None:
@@ -726,8 +728,8 @@ def test_16_bit_is_among_plain_runs(
 
 def test_reference_learns_and_clips(dataset: Path, hf_directories: dict[str, Path]) -> None:
     for case in (Case(1, "zero0"), Case(1, "zero0", "gpt2")):
-        found = plain_run(case, dataset, hf_directories[case.model])
-        assert found.losses[-1] < found.losses[0] - 0.03
-        assert max(found.norms) > 0.2
-        moved = [w.abs().max() for n, w in found.weights.items() if ".lora_B." in n]
+        training = plain_run(case, dataset, hf_directories[case.model])
+        assert training.losses[-1] < training.losses[0] - 0.03
+        assert max(training.norms) > 0.2
+        moved = [w.abs().max() for n, w in training.weights.items() if ".lora_B." in n]
         assert min(moved) > 1e-3

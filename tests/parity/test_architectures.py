@@ -53,10 +53,14 @@ def written() -> dict[str, dict[str, str]]:
 
 
 def known(
-    found: dict[str, dict[str, str]], table: dict[str, dict[str, str]]
+    results_by_name: dict[str, dict[str, str]], table: dict[str, dict[str, str]]
 ) -> dict[str, dict[str, str]]:
-    """Of `found`, the columns that the committed table has."""
-    return {name: {c: found[name][c] for c in table[name]} for name in found if name in table}
+    """Of `results_by_name`, the columns that the committed table has."""
+    return {
+        name: {c: results_by_name[name][c] for c in table[name]}
+        for name in results_by_name
+        if name in table
+    }
 
 
 @pytest.mark.slow
@@ -72,13 +76,18 @@ def test_a_sample_of_families(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("BIGTRAIN_CACHE", str(tmp_path))
     monkeypatch.setattr(architectures, "_run_world", run_forked)
     outcomes = architectures.sweep(SAMPLE)
-    found = {name: {c: result for c, (result, _) in of.items()} for name, of in outcomes.items()}
-    assert found.keys() == set(SAMPLE)
-    assert all(found[name].keys() == set(COLUMNS) for name in SAMPLE)
+    results_by_name = {
+        name: {c: result for c, (result, _) in of.items()} for name, of in outcomes.items()
+    }
+    assert results_by_name.keys() == set(SAMPLE)
+    assert all(results_by_name[name].keys() == set(COLUMNS) for name in SAMPLE)
     table = written()
-    assert not table or known(found, table) == {name: table[name] for name in SAMPLE}
-    assert set(found["qwen3_moe"].values()) == {"exact"}
-    assert {c for c, result in found["gemma"].items() if result != "exact"} == {EP_2, EP_2_PP_2}
+    assert not table or known(results_by_name, table) == {name: table[name] for name in SAMPLE}
+    assert set(results_by_name["qwen3_moe"].values()) == {"exact"}
+    assert {c for c, result in results_by_name["gemma"].items() if result != "exact"} == {
+        EP_2,
+        EP_2_PP_2,
+    }
     for name, column, reason in (
         ("gemma", EP_2, "no expert-parallel plan"),
         ("apertus", "TP 2", "mlp.act_fn.alpha_"),
@@ -94,10 +103,10 @@ def test_a_sample_of_families(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_every_architecture(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     swept(tmp_path / "cache", "--output", str(page))
-    found = statuses(page.read_text(encoding="utf-8"))
-    assert len(found) > 150
+    results_by_name = statuses(page.read_text(encoding="utf-8"))
+    assert len(results_by_name) > 150
     table = written()
-    assert not table or known(found, table) == table
+    assert not table or known(results_by_name, table) == table
 
 
 def test_what_ends_the_processes_is_wrong_and_the_rest_goes_on(
@@ -116,9 +125,11 @@ def test_what_ends_the_processes_is_wrong_and_the_rest_goes_on(
         "    cache_put('architectures', task['key'], {'TP 2': ('exact', '')})\n"
     )
     monkeypatch.setattr(architectures, "WORKER", worker)
-    found = architectures.sweep(["gemma", "gpt2"], ["TP 2"])
-    assert found["gpt2"] == {"TP 2": ("exact", "")}
-    assert found["gemma"] == {"TP 2": ("wrong", "its processes end with exit codes [3, 3]")}
+    results_by_name = architectures.sweep(["gemma", "gpt2"], ["TP 2"])
+    assert results_by_name["gpt2"] == {"TP 2": ("exact", "")}
+    assert results_by_name["gemma"] == {
+        "TP 2": ("wrong", "its processes end with exit codes [3, 3]")
+    }
 
 
 def test_wrong_plans_are_named_on_every_process(tmp_path: Path) -> None:

@@ -305,12 +305,14 @@ class Trainer:
         worlds = [{**begun, **taken}]
         if any(case.alone for case in cases):
             worlds = [{name: job} for name, job in worlds[0].items()]
-        found = {}
+        results_by_job = {}
         for jobs in worlds:
-            found |= train_cases(2, jobs, self._make("two"))
-        found |= train_cases(1, resumed, self._make("one"))
+            results_by_job |= train_cases(2, jobs, self._make("two"))
+        results_by_job |= train_cases(1, resumed, self._make("one"))
         return {
-            case.name: {kind: found[f"{kind}-{number}"] for kind in ("begun", "taken", "resumed")}
+            case.name: {
+                kind: results_by_job[f"{kind}-{number}"] for kind in ("begun", "taken", "resumed")
+            }
             | {"end": root / f"end{number}"}
             for number, case in enumerate(cases)
         }
@@ -332,26 +334,30 @@ class Trainer:
             config["batch"]["micro_batch_size"] = micro
         return {"config": config, "deepspeed_config": stage}
 
-    def compare(self, case: Case, found: dict[str, Any], directory: Path) -> None:
+    def compare(self, case: Case, results_by_kind: dict[str, Any], directory: Path) -> None:
         engine, plain = ENGINES[case.engine], self.plain(case)
         loss, norm = LOSS[engine.dtype], NORM[engine.dtype]
         if case.reduces_in_bfloat16:
             exact = self._plain(engine.architecture, engine.dtype, "float32", "adamw")
             assert exact.norms != plain.norms
-        assert found["begun"]["losses"] == pytest.approx(plain.losses[:STOP], abs=loss)
-        assert found["begun"]["norms"] == pytest.approx(plain.norms[:STOP], rel=norm)
+        assert results_by_kind["begun"]["losses"] == pytest.approx(plain.losses[:STOP], abs=loss)
+        assert results_by_kind["begun"]["norms"] == pytest.approx(plain.norms[:STOP], rel=norm)
         if case.reduces_in_bfloat16:
             return  # what one process resumes adds up in float32
         for kind in ("taken", "resumed"):
-            assert found[kind]["losses"] == pytest.approx(plain.losses[STOP:], abs=loss), kind
-            assert found[kind]["norms"] == pytest.approx(plain.norms[STOP:], rel=norm), kind
-        weights = read_full_masters(found["end"] / "tensors")
+            assert results_by_kind[kind]["losses"] == pytest.approx(
+                plain.losses[STOP:], abs=loss
+            ), kind
+            assert results_by_kind[kind]["norms"] == pytest.approx(plain.norms[STOP:], rel=norm), (
+                kind
+            )
+        weights = read_full_masters(results_by_kind["end"] / "tensors")
         if engine.dtype == "float32":
             for name, weight in plain.weights.items():
                 torch.testing.assert_close(
                     weights[name], weight, atol=WEIGHT, rtol=WEIGHT, msg=name
                 )
-        self._export(case, weights, torch.tensor(found["taken"]["logits"]), directory)
+        self._export(case, weights, torch.tensor(results_by_kind["taken"]["logits"]), directory)
 
     def _export(
         self, case: Case, weights: dict[str, Any], logits: torch.Tensor, directory: Path
@@ -423,6 +429,6 @@ def test_key_alone(case: Case, trainer: Trainer, alone: dict[str, Any], tmp_path
 def test_keys_with(name: str, trainer: Trainer, tmp_path: Path) -> None:
     cases = packed_cases(name, trainer.data)
     assert cases
-    found = trainer.train(cases)
+    results_by_case = trainer.train(cases)
     for number, case in enumerate(cases):
-        trainer.compare(case, found[case.name], tmp_path / str(number))
+        trainer.compare(case, results_by_case[case.name], tmp_path / str(number))

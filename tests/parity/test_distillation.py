@@ -107,8 +107,8 @@ def plain_loss(student: Any, teacher: Any, batch: Any) -> torch.Tensor:
             with torch.no_grad():
                 known = teacher(input_ids=text, use_cache=False).logits[0][wanted].double()
             top = known.topk(TOP_K).indices
-            expected, found = coarse(known, top), coarse(logits.double(), top)
-            divergences = F.kl_div(found.log(), expected, reduction="none").sum(-1)
+            expected, probabilities = coarse(known, top), coarse(logits.double(), top)
+            divergences = F.kl_div(probabilities.log(), expected, reduction="none").sum(-1)
             entropies = F.cross_entropy(logits, targets, reduction="none")
             losses.append(ALPHA * divergences + (1 - ALPHA) * entropies)
     return torch.cat(losses).mean()
@@ -188,13 +188,13 @@ def test_divergence_and_its_gradient(num_known: int) -> None:
     known[0, 0] = 40.0  # certain of one token
     values, ids = known.log_softmax(-1).topk(num_known)
     logits.requires_grad_()
-    found = divergence(logits, values, ids)
+    divergences = divergence(logits, values, ids)
     expected, own = coarse(known.double(), ids), coarse(logits.double(), ids)
     if num_known == VOCAB_SIZE:
         expected, own = expected[:, :-1], own[:, :-1]
     wanted = F.kl_div(own.log(), expected.clamp(min=0), reduction="none").sum(-1)
-    torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=1e-5)
-    (gradient,) = torch.autograd.grad(found.sum(), logits)
+    torch.testing.assert_close(divergences.double(), wanted, atol=1e-5, rtol=1e-5)
+    (gradient,) = torch.autograd.grad(divergences.sum(), logits)
     (exact,) = torch.autograd.grad(wanted.sum(), logits)
     torch.testing.assert_close(gradient, exact, atol=1e-5, rtol=1e-5)
     assert divergence(known, values, ids).abs().max() < 1e-5

@@ -413,8 +413,8 @@ def test_biases_continue_at_another_degree(
 def job_of(name: str, is_fast: bool, request: pytest.FixtureRequest) -> tuple[Any, Path]:
     """Return the result of one of `more_jobs` and the directory of its saved state."""
     if is_fast:
-        found: tuple[Any, Path] = request.getfixturevalue("trained").also(name)
-        return found
+        result_and_directory: tuple[Any, Path] = request.getfixturevalue("trained").also(name)
+        return result_and_directory
     results, place = request.getfixturevalue("others")
     return results[name], place / name
 

@@ -43,7 +43,7 @@ def in_16_bit(
     dataset: Path, directory: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, Any]]:
     place = tmp_path_factory.mktemp("experts_16_bit")
-    found: dict[str, Any] = {}
+    results_by_case: dict[str, Any] = {}
     for world_size in sorted({size for _, size, _ in IN_16_BIT}):
         jobs = {
             str(number): {
@@ -63,9 +63,10 @@ def in_16_bit(
         }
         world = place / str(world_size)
         world.mkdir()
-        found |= train_cases(world_size, jobs, world)
+        results_by_case |= train_cases(world_size, jobs, world)
     return [
-        found[str(n)] | {"weights": torch.load(place / f"{n}.pt")} for n in range(len(IN_16_BIT))
+        results_by_case[str(n)] | {"weights": torch.load(place / f"{n}.pt")}
+        for n in range(len(IN_16_BIT))
     ]
 
 
@@ -85,12 +86,12 @@ def test_16_bit_is_among_plain_runs(
     number: int, spread: Spread, in_16_bit: list[dict[str, Any]]
 ) -> None:
     """Norms above all: each of DeepSpeed's optimizers adds those of experts up in its own way."""
-    found = in_16_bit[number]
-    losses = [abs(a - b) for a, b in zip(found["losses"], spread.losses, strict=True)]
-    norms = [abs(a - b) / b for a, b in zip(found["norms"], spread.norms, strict=True)]
+    result = in_16_bit[number]
+    losses = [abs(a - b) for a, b in zip(result["losses"], spread.losses, strict=True)]
+    norms = [abs(a - b) / b for a, b in zip(result["norms"], spread.norms, strict=True)]
     assert max(losses) <= SPREADS * spread.loss
     assert max(norms) <= SPREADS * spread.norm < 0.1
-    assert root_mean_square(found["weights"], spread.weights) <= SPREADS * spread.weight
+    assert root_mean_square(result["weights"], spread.weights) <= SPREADS * spread.weight
 
 
 ISOLATED = {
@@ -155,7 +156,7 @@ def besides(
     dataset: Path, directory: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
     place = tmp_path_factory.mktemp("experts_besides")
-    found: dict[str, Any] = {}
+    results_by_case: dict[str, Any] = {}
     for world_size in (2, 4):
         world = place / str(world_size)
         world.mkdir()
@@ -169,8 +170,11 @@ def besides(
             for name, (engine, _, _) in BESIDES.items()
             if world_size_of(name) == world_size
         }
-        found |= train_cases(world_size, jobs, world)
-    return {name: found[name] | {"weights": torch.load(place / f"{name}.pt")} for name in BESIDES}
+        results_by_case |= train_cases(world_size, jobs, world)
+    return {
+        name: results_by_case[name] | {"weights": torch.load(place / f"{name}.pt")}
+        for name in BESIDES
+    }
 
 
 @pytest.mark.parametrize("name", BESIDES)
@@ -186,8 +190,8 @@ def test_equals_plain_training_besides(
         frozen=FROZEN.get(name, "nothing"),
         watch=lambda model: choices.append(Choices(model)),
     )
-    found = besides[name]
+    result = besides[name]
     samples = [[checksum(row) for row in step.inputs] for step in read_steps(dataset, config)]
-    assert differing(found["choices"], choices[0].of_one(samples)) == {}
-    assert_same_steps(found, expected, loss=LOSS["float32"], norm=NORM["float32"])
-    assert_same_tensors(found["weights"], expected.weights, limit=WEIGHTS)
+    assert differing(result["choices"], choices[0].of_one(samples)) == {}
+    assert_same_steps(result, expected, loss=LOSS["float32"], norm=NORM["float32"])
+    assert_same_tensors(result["weights"], expected.weights, limit=WEIGHTS)

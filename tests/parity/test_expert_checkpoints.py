@@ -124,7 +124,7 @@ def write_and_read(
 ) -> tuple[Path, dict[str, Any]]:
     """Every writer to END without a break, then every reader from STOP on, in as few worlds."""
     root = tmp_path_factory.mktemp("expert-checkpoints")
-    found: dict[str, Any] = {}
+    results_by_case: dict[str, Any] = {}
     writers = dict.fromkeys(wrote for wrote, _ in pairs)
     sizes = sorted({wrote.world_size for wrote in writers})
 
@@ -152,10 +152,10 @@ def write_and_read(
         }
         if size == sizes[-1]:
             cases |= of_readers(size)
-        found |= train_cases(size, cases, tmp_path_factory.mktemp("write"))
+        results_by_case |= train_cases(size, cases, tmp_path_factory.mktemp("write"))
     for size in sorted({read.world_size for _, read in pairs} - {sizes[-1]}):
-        found |= train_cases(size, of_readers(size), tmp_path_factory.mktemp("read"))
-    return root, found
+        results_by_case |= train_cases(size, of_readers(size), tmp_path_factory.mktemp("read"))
+    return root, results_by_case
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +203,7 @@ def test_every_layout_goes_on_from_every_other(
     assert_goes_on(pair, *every)
 
 
-def assert_goes_on(pair: Pair, root: Path, found: dict[str, Any]) -> None:
+def assert_goes_on(pair: Pair, root: Path, results_by_case: dict[str, Any]) -> None:
     wrote, read = pair
     saved = read_full(root / wrote.name / "tensors")
     again = read_full(root / name_of(pair) / "tensors")
@@ -211,7 +211,7 @@ def assert_goes_on(pair: Pair, root: Path, found: dict[str, Any]) -> None:
     assert "exp_avg_sq/model.layers.0.mlp.experts.down_proj" in saved
     for key, tensor in saved.items():
         assert torch.equal(tensor, again[key]), key
-    uninterrupted, resumed = found[wrote.name], found[name_of(pair)]
+    uninterrupted, resumed = results_by_case[wrote.name], results_by_case[name_of(pair)]
     if wrote == read:
         assert resumed["losses"] == uninterrupted["losses"][STOP:]
         assert resumed["norms"] == uninterrupted["norms"][STOP:]
@@ -222,11 +222,11 @@ def assert_goes_on(pair: Pair, root: Path, found: dict[str, Any]) -> None:
 
 def test_initial_weights_do_not_depend_on_the_degree(few: tuple[Path, dict[str, Any]]) -> None:
     """All begin with random weights and train the same samples."""
-    _, found = few
-    expected = found[Point(1, 1, "zero1").name]["losses"]
+    _, results_by_case = few
+    expected = results_by_case[Point(1, 1, "zero1").name]["losses"]
     for wrote in PAIRS:
         if wrote.dtype == "float32":
-            assert found[wrote.name]["losses"] == pytest.approx(expected, abs=1e-5), wrote
+            assert results_by_case[wrote.name]["losses"] == pytest.approx(expected, abs=1e-5), wrote
 
 
 def test_export_does_not_know_the_degree(few: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:

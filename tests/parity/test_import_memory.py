@@ -127,9 +127,9 @@ def test_no_process_holds_more_than_its_experts_and_a_layer(dataset: Path, tmp_p
         file.write_text(json.dumps(of_size))
         run_world(size, [str(WORKER), str(file), str(tmp_path / f"seen{size}")])
         for rank in range(size):
-            found = json.loads((tmp_path / f"seen{size}.{rank}").read_text())
-            assert found.keys() == of_size.keys()
-            for name, seen in found.items():
+            sizes_by_case = json.loads((tmp_path / f"seen{size}.{rank}").read_text())
+            assert sizes_by_case.keys() == of_size.keys()
+            for name, seen in sizes_by_case.items():
                 mb = {key: round(value / 1e6) for key, value in seen.items()}
                 print(f"{name} rank {rank} MB: {mb}, a layer {layer / 1e6:.0f}")
                 # A stage has half of the layers.

@@ -66,8 +66,8 @@ def test_packed_equals_separate(dataset: Path, architecture: str, attention: str
     summed, _ = summed_loss(model, step, slice(None), separate=True)
     loss, expected = packed_loss(model, batch), summed / (step.labels != IGNORED).sum()
     assert float(loss.detach()) == pytest.approx(float(expected.detach()), abs=1e-6)
-    found, wanted = gradients(model, loss), gradients(model, expected)
-    assert_same_tensors(found, wanted, limit=1e-6)
+    gradients_by_name, wanted = gradients(model, loss), gradients(model, expected)
+    assert_same_tensors(gradients_by_name, wanted, limit=1e-6)
     crossing = packed_loss(model, MicroBatch(batch.input_ids, batch.labels))
     assert abs(float((crossing - expected).detach())) > 1e-5
 

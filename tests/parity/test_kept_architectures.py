@@ -55,13 +55,13 @@ def config_of(case: Case, data: Path, directories: dict[str, Path]) -> dict[str,
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    found = {}
+    directories_by_name = {}
     for name in KEEPING:
-        found[name] = tmp_path_factory.mktemp("hf") / name
+        directories_by_name[name] = tmp_path_factory.mktemp("hf") / name
         model: Any = tiny_model(name)
         model.config.output_router_logits = False  # without an auxiliary loss
-        model.save_pretrained(found[name])
-    return found
+        model.save_pretrained(directories_by_name[name])
+    return directories_by_name
 
 
 @pytest.fixture(scope="module")

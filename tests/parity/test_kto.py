@@ -119,8 +119,8 @@ def plain_loss(
         "logps/chosen": policy[likes].mean(),
         "logps/rejected": policy[~likes].mean(),
     }
-    found = {name: float(value.detach()) for name, value in metrics.items()}
-    return losses.mean(), found, float(mismatched)
+    metrics_by_name = {name: float(value.detach()) for name, value in metrics.items()}
+    return losses.mean(), metrics_by_name, float(mismatched)
 
 
 @cache
@@ -160,16 +160,16 @@ def plain_run(
     return rows, evaluated, model.state_dict(), divergences
 
 
-def compare(root: Path, name: str, found: list[dict[str, Any]], *, full: bool = False) -> None:
+def compare(root: Path, name: str, records: list[dict[str, Any]], *, full: bool = False) -> None:
     """Compare a run with the plain one. A divergence differs by the rounding of two sums."""
     expected, evaluated, weights, _ = plain_run(root, full)
-    rows = [row for row in found if "loss" in row]
+    rows = [row for row in records if "loss" in row]
     losses, norms = ([row[key] for row in expected] for key in ("loss", "grad_norm"))
     assert [row["loss"] for row in rows] == pytest.approx(losses, abs=1e-5, rel=1e-5)
     assert [row["grad_norm"] for row in rows] == pytest.approx(norms, rel=1e-4)
     for row, plain in zip(rows, expected, strict=True):
         assert row["recorded"] == pytest.approx(plain["recorded"], abs=2e-5, rel=1e-5)
-    held_out = [row["held_out_loss"] for row in found if "held_out_loss" in row]
+    held_out = [row["held_out_loss"] for row in records if "held_out_loss" in row]
     assert held_out == pytest.approx(evaluated, abs=1e-5, rel=1e-5)
     trained = bigtrain.load_state_dict(root / name)
     keys = [key for key in trained if full or "lora_" in key]

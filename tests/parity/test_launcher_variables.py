@@ -39,10 +39,10 @@ def test_it_trains_the_same(dataset: Path, tmp_path: Path) -> None:
     cases = tmp_path / "cases.json"
     case = {"config": config, "deepspeed_config": "zero2", "last_step": 2}
     cases.write_text(json.dumps({"zero2": case}))
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     for number, environment in enumerate(({}, LEFT)):
         output = tmp_path / f"{number}.json"
         run_forked_world(2, [str(WORKER), str(cases), str(output)], environment, 120)
-        found.append(json.loads(output.read_text())["zero2"])
-    assert found[0]["losses"] == found[1]["losses"]
-    assert found[0]["norms"] == found[1]["norms"]
+        results.append(json.loads(output.read_text())["zero2"])
+    assert results[0]["losses"] == results[1]["losses"]
+    assert results[0]["norms"] == results[1]["norms"]

@@ -195,8 +195,8 @@ def covering(points: Sequence[Point]) -> list[Point]:
         for point in points
     ]
     costs = [cost(point) for point in points]
-    found = [greedy(pairs, costs, exponent / 20) for exponent in range(4, 20)]
-    sets = [[points[number] for number in chosen] for chosen in found]
+    covers = [greedy(pairs, costs, exponent / 20) for exponent in range(4, 20)]
+    sets = [[points[number] for number in chosen] for chosen in covers]
     return min(sets, key=cost_of_all)
 
 
@@ -382,14 +382,14 @@ class Matrix:
         config = self.config_of(replace(COVERING[0], documents=documents))
         steps = read_steps(self.data[documents], config)[:num_steps]
         choices: list[Choices] = []
-        found = train(
+        training = train(
             self.hf_directories[tied, experts],
             steps,
             config,
             watch=lambda model: choices.append(Choices(model)),
         )
         samples = [[checksum(row) for row in step.inputs] for step in steps]
-        return found, choices[0].of_one(samples)
+        return training, choices[0].of_one(samples)
 
     @cache  # noqa: B019
     def spread(
@@ -536,23 +536,23 @@ def test_every_other_point_is_refused_by_name(matrix: Matrix) -> None:
         problems = {problem.rule for problem in check_compatibility(point.facts)}
         try:
             resolve_run(config, point.world_size, point.engine, "cpu")
-            found = set()
+            rules = set()
         except ConfigError as error:
-            found = {problem.rule for problem in error.problems}
+            rules = {problem.rule for problem in error.problems}
         # Besides, the JSON of ZeRO 2 and 3 has overlap_comm, which is refused of its own.
-        assert problems <= found, point
-        assert bool(problems) == bool(found), point
+        assert problems <= rules, point
+        assert bool(problems) == bool(rules), point
 
 
 def test_halves_differ_by_rounding_alone(matrix: Matrix) -> None:
     config = matrix.config_of(COVERING[0])
     steps = read_steps(matrix.data[COVERING[0].documents], config)
-    found, expected = (
+    training, expected = (
         train(matrix.hf_directories[True, False], steps, config, num_steps=FEW_STEPS, halves=halves)
         for halves in (True, False)
     )
-    assert found.losses == pytest.approx(expected.losses, abs=LOSS)
-    assert found.norms == pytest.approx(expected.norms, rel=NORM)
+    assert training.losses == pytest.approx(expected.losses, abs=LOSS)
+    assert training.norms == pytest.approx(expected.norms, rel=NORM)
 
 
 def test_halves_are_rounded_before_they_are_added() -> None:
@@ -636,8 +636,8 @@ def test_dropout_streams(dropout: dict[str, Any], name: str) -> None:
             assert masks[first] == masks[second]
         else:
             assert not seen(masks[first]) & seen(masks[second])
-    for found in masks:
-        assert len(seen(found)) == sum(len(calls) for calls in found.values())
+    for masks_of_process in masks:
+        assert len(seen(masks_of_process)) == sum(len(calls) for calls in masks_of_process.values())
 
 
 def seen(masks: dict[str, list[int]]) -> set[int]:

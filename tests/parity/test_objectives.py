@@ -143,9 +143,9 @@ def compare_rewards(rows: list[dict[str, Any]], rewards: list[dict[str, float]])
     are zero, or what rounding leaves of passes in other shapes."""
     for row, expected in zip(rows, rewards, strict=True):
         names = [key for key in expected if row["step"] > 1 or key != "rewards/accuracies"]
-        found = {key: row["recorded"][key] for key in names}
+        recorded = {key: row["recorded"][key] for key in names}
         wanted = {key: expected[key] for key in names}
-        assert found == pytest.approx(wanted, abs=2e-5, rel=1e-5)
+        assert recorded == pytest.approx(wanted, abs=2e-5, rel=1e-5)
 
 
 def num_ranks(parallel: dict[str, Any]) -> int:

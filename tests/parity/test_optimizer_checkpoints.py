@@ -91,7 +91,7 @@ def travel(
 ) -> tuple[Path, dict[str, Any]]:
     """Every writer to END without a break, then every reader from STOP on."""
     root = tmp_path_factory.mktemp("optimizer-checkpoints")
-    found: dict[str, Any] = {}
+    results_by_case: dict[str, Any] = {}
     writers = dict.fromkeys((trip.optimizer, trip.wrote) for trip in trips)
     for size in (1, 2):
         cases = {
@@ -106,7 +106,7 @@ def travel(
             for name, wrote in writers
             if wrote.world_size == size
         }
-        found |= train_cases(size, cases, tmp_path_factory.mktemp("write"))
+        results_by_case |= train_cases(size, cases, tmp_path_factory.mktemp("write"))
     for size in (1, 2):
         cases = {
             trip.name: case(
@@ -121,8 +121,8 @@ def travel(
             for trip in trips
             if trip.read.world_size == size
         }
-        found |= train_cases(size, cases, tmp_path_factory.mktemp("read"))
-    return root, found
+        results_by_case |= train_cases(size, cases, tmp_path_factory.mktemp("read"))
+    return root, results_by_case
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +138,7 @@ def test_goes_on_from_anywhere(trip: Trip, everything: tuple[Path, dict[str, Any
     assert_goes_on(trip, *everything)
 
 
-def assert_goes_on(trip: Trip, root: Path, found: dict[str, Any]) -> None:
+def assert_goes_on(trip: Trip, root: Path, results_by_case: dict[str, Any]) -> None:
     writer = f"{trip.optimizer} {trip.wrote.name}"
     saved = read_full(root / writer / "tensors")
     again = read_full(root / trip.name / "tensors")
@@ -148,7 +148,7 @@ def assert_goes_on(trip: Trip, root: Path, found: dict[str, Any]) -> None:
     for key, tensor in saved.items():
         assert torch.equal(tensor, again[key]), key
         assert key.startswith("buffer") or tensor.any(), key
-    uninterrupted, resumed = found[writer], found[trip.name]
+    uninterrupted, resumed = results_by_case[writer], results_by_case[trip.name]
     if trip.wrote == trip.read:
         assert resumed["losses"] == uninterrupted["losses"][STOP:]
         assert resumed["norms"] == uninterrupted["norms"][STOP:]

@@ -97,8 +97,8 @@ def train(cases: list[Case], data: Path, directory: Path, place: Path) -> dict[s
         }
         for case in cases
     }
-    found = train_cases(2, jobs, place)
-    return {n: found[n] | {"weights": torch.load(place / f"{n}.pt")} for n in jobs}
+    results_by_case = train_cases(2, jobs, place)
+    return {n: results_by_case[n] | {"weights": torch.load(place / f"{n}.pt")} for n in jobs}
 
 
 @pytest.fixture(scope="module")
@@ -161,10 +161,10 @@ def spread(dataset: Path, hf_directories: dict[str, Path]) -> SpreadOf:
 def test_16_bit_is_among_plain_runs(
     case: Case, spread: SpreadOf, request: pytest.FixtureRequest
 ) -> None:
-    found = request.getfixturevalue("trained" if case.name in FAST else "slow_trained")[case.name]
+    result = request.getfixturevalue("trained" if case.name in FAST else "slow_trained")[case.name]
     plain = spread(case.optimizer, case.kept, not case.kept and "tensor" in case.degrees)
-    losses = [abs(a - b) for a, b in zip(found["losses"], plain.losses, strict=True)]
-    norms = [abs(a - b) / b for a, b in zip(found["norms"], plain.norms, strict=True)]
+    losses = [abs(a - b) for a, b in zip(result["losses"], plain.losses, strict=True)]
+    norms = [abs(a - b) / b for a, b in zip(result["norms"], plain.norms, strict=True)]
     assert max(losses) <= SPREADS * plain.loss
     assert max(norms) <= SPREADS * plain.norm < 0.1
-    assert root_mean_square(found["weights"], plain.weights) <= SPREADS * plain.weight
+    assert root_mean_square(result["weights"], plain.weights) <= SPREADS * plain.weight

@@ -80,11 +80,11 @@ def documents_of(data: Path, sample: int) -> list[tuple[torch.Tensor, torch.Tens
         [byte >> bit & 1 for byte in shards[0].mask_bytes.tolist() for bit in range(8)]
     )
     low = int(plan.row_ends[sample - 1]) if sample else 0
-    found = []
+    documents = []
     for piece in range(low, int(plan.row_ends[sample])):
         start, length = int(plan.starts[piece]), int(plan.lengths[piece])
-        found.append((tokens[start : start + length], bits[start : start + length].bool()))
-    return found
+        documents.append((tokens[start : start + length], bits[start : start + length].bool()))
+    return documents
 
 
 def separate_loss(model: Any, pieces: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
@@ -120,8 +120,8 @@ def test_packed_equals_separate(
     assert len(pieces) > SAMPLES
     loss, expected = packed_loss(model, batch), separate_loss(model, pieces)
     assert float(loss.detach()) == pytest.approx(float(expected.detach()), abs=1e-6)
-    found, wanted = gradients(model, loss), gradients(model, expected)
-    assert_same_tensors(found, wanted, limit=1e-6)
+    gradients_by_name, wanted = gradients(model, loss), gradients(model, expected)
+    assert_same_tensors(gradients_by_name, wanted, limit=1e-6)
 
 
 def transformers_pieces(

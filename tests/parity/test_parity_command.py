@@ -62,11 +62,11 @@ def reference(small: Proxy) -> TrainingTrace:
 
 
 def test_every_topology_is_listed_once(small: Proxy) -> None:
-    found = points(small, 2)
-    assert len({point.name for point in found}) == len(found)
-    legal = [point.name for point in found if point.refusal is None]
+    all_points = points(small, 2)
+    assert len({point.name for point in all_points}) == len(all_points)
+    legal = [point.name for point in all_points if point.refusal is None]
     assert {"zero0, data 2", "zero3, data 2", "zero2, data 1, sequence 2"} <= set(legal)
-    assert all(point.refusal for point in found if point.name not in legal)
+    assert all(point.refusal for point in all_points if point.name not in legal)
 
 
 def test_an_architecture_without_a_plan_is_refused_at_that_degree_alone(tmp_path: Path) -> None:
@@ -80,9 +80,9 @@ def test_an_architecture_without_a_plan_is_refused_at_that_degree_alone(tmp_path
 def test_experts_are_divided_where_there_are_some(small: Proxy, tmp_path: Path) -> None:
     values = run_config(Path("unread"), {"config": ARCHITECTURES["qwen3_moe"]}, micro_batch_size=1)
     proxy = shrink(RunConfig.model_validate(values), 2, tmp_path / "model")
-    found = [point for point in points(proxy, 2) if "expert" in point.name]
-    assert {point.name for point in found} >= {"zero3, data 2, expert 2"}
-    assert all(point.refusal is None for point in found)
+    expert_points = [point for point in points(proxy, 2) if "expert" in point.name]
+    assert {point.name for point in expert_points} >= {"zero3, data 2, expert 2"}
+    assert all(point.refusal is None for point in expert_points)
     assert not [point for point in points(small, 2) if "expert" in point.name]
 
 
@@ -149,9 +149,9 @@ def test_another_model_is_found_out(
     point = next(p for p in points(small, 2) if p.name == "zero1, data 2")
     model = point.config.model.model_copy(update={"overrides": {"rms_norm_eps": 0.1}})
     changed = replace(point, config=point.config.model_copy(update={"model": model}))
-    ((_, found),) = train_points([changed], 2, tmp_path)
-    assert isinstance(found, TrainingTrace)
-    verdict = compare([reference], found)
+    ((_, trace),) = train_points([changed], 2, tmp_path)
+    assert isinstance(trace, TrainingTrace)
+    verdict = compare([reference], trace)
     assert not verdict.passed
     assert "layers.0, in the forward pass" in verdict.where
 
@@ -283,11 +283,11 @@ def test_a_crash_is_a_row(small: Proxy, tmp_path: Path, forked: None) -> None:
     first, second, third = (replace(p, config=alone(p.config)) for p in points(small, 2)[:3])
     model = second.config.model.model_copy(update={"path": str(tmp_path / "gone")})
     crashing = replace(second, config=second.config.model_copy(update={"model": model}))
-    found = train_points([first, crashing, third], 1, tmp_path)
-    assert [point for point, _ in found] == [first, crashing, third]
-    assert isinstance(found[0][1], TrainingTrace)
-    assert str(found[1][1]).startswith("ModelError: model.path = ")
-    assert isinstance(found[2][1], TrainingTrace)
+    outcomes = train_points([first, crashing, third], 1, tmp_path)
+    assert [point for point, _ in outcomes] == [first, crashing, third]
+    assert isinstance(outcomes[0][1], TrainingTrace)
+    assert str(outcomes[1][1]).startswith("ModelError: model.path = ")
+    assert isinstance(outcomes[2][1], TrainingTrace)
 
 
 def alone(config: RunConfig) -> RunConfig:
@@ -587,13 +587,13 @@ def test_terms_of_the_loss_and_adapters_are_compared(
     proxy = shrink(config, 2, tmp_path / "model")
     chosen = [point for point in points(proxy, 2) if point.name in names]
     assert [point.refusal for point in chosen] == [None] * len(names)
-    for point, found in train_points(chosen, 2, tmp_path):
-        assert isinstance(found, TrainingTrace), found
-        assert compare(reference_of(point, 2), found).passed
+    for point, trace in train_points(chosen, 2, tmp_path):
+        assert isinstance(trace, TrainingTrace), trace
+        assert compare(reference_of(point, 2), trace).passed
         # Without the term the reference is another one.
         model = point.config.model.model_copy(update={"overrides": {"router_aux_loss_coef": 0.0}})
         other = replace(point, config=point.config.model_copy(update={"model": model, **without}))
-        assert not compare(train_reference(other.config), found).passed
+        assert not compare(train_reference(other.config), trace).passed
 
 
 def test_the_proxy_says_what_it_changes_of_routers_and_adapters(tmp_path: Path) -> None:

@@ -140,18 +140,18 @@ class References:
     def __init__(self, data: Path, directory: Path) -> None:
         self.data = data
         self.directory = directory
-        self.found: dict[Any, Training] = {}
+        self.trainings_by_key: dict[Any, Training] = {}
 
     def of(self, case: Case) -> Training:
         key = case.model, case.clip_norm
-        if key not in self.found:
+        if key not in self.trainings_by_key:
             source = self.directory / case.model
             if not source.exists():
                 section = ModelSection(config=MODELS[case.model])
                 build_model(section, load_hf_config(section), seed=SEED).save_pretrained(source)
             config = run_config(self.data, {}, micro_batch_size=8, optimizer=optimizer_of(case))
-            self.found[key] = plain_training(self.data, source, config)
-        return self.found[key]
+            self.trainings_by_key[key] = plain_training(self.data, source, config)
+        return self.trainings_by_key[key]
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +160,7 @@ def references(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Refer
 
 
 def train_matrix(cases: list[Case], data: Path, directory: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    results_by_case: dict[str, Any] = {}
     for size in sorted({case.world_size for case in cases}):
         world = directory / f"world{size}"
         world.mkdir()
@@ -174,8 +174,8 @@ def train_matrix(cases: list[Case], data: Path, directory: Path) -> dict[str, An
             for case in cases
             if case.world_size == size
         }
-        found.update(train(size, jobs, world))
-    return {"results": found, "directory": directory}
+        results_by_case.update(train(size, jobs, world))
+    return {"results": results_by_case, "directory": directory}
 
 
 @pytest.fixture(scope="module")

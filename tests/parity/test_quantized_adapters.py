@@ -102,7 +102,7 @@ def adapted(model: Any, case: Case) -> Any:
 def plain_run(case: Case, data: Path, base: Path, **options: Any) -> Training:
     asked = case.sections["adapters"]
     dtype = options.get("dtype", torch.float32)
-    found = plain_training(
+    training = plain_training(
         data,
         base,
         config_of(case, data, base),
@@ -116,8 +116,8 @@ def plain_run(case: Case, data: Path, base: Path, **options: Any) -> Training:
         ),
         **options,
     )
-    weights = {n.removeprefix("base_model.model."): w for n, w in found.weights.items()}
-    return Training(found.losses, found.norms, weights)
+    weights = {n.removeprefix("base_model.model."): w for n, w in training.weights.items()}
+    return Training(training.losses, training.norms, weights)
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +132,7 @@ def run_cases(
     cases: list[Case], data: Path, bases: dict[str, Path], root: Path
 ) -> dict[str, dict[str, Any]]:
     """Each case; the state of `SAVED` after three steps, and what `RESTORED` saves of it again."""
-    found: dict[str, dict[str, Any]] = {}
+    results_by_case: dict[str, dict[str, Any]] = {}
     for size in sorted({case.world_size for case in cases}, reverse=True):
         asked: dict[str, dict[str, Any]] = {
             case.name: {
@@ -155,8 +155,8 @@ def run_cases(
             }
         place = root / str(size)
         place.mkdir()
-        found |= train_cases(size, asked, place)
-    return found
+        results_by_case |= train_cases(size, asked, place)
+    return results_by_case
 
 
 @pytest.fixture(scope="module")
@@ -181,11 +181,11 @@ def slow_results(
 def test_equals_plain_peft(
     case: Case, dataset: Path, bases: dict[str, Path], request: pytest.FixtureRequest
 ) -> None:
-    found = request.getfixturevalue("slow_results" if case.slow else "results")
+    results_by_case = request.getfixturevalue("slow_results" if case.slow else "results")
     expected = plain_run(case, dataset, bases[case.model])
-    assert found[case.name]["losses"] == pytest.approx(expected.losses, abs=LOSS)
-    assert found[case.name]["norms"] == pytest.approx(expected.norms, rel=NORM)
-    trained = torch.load(found["root"] / f"{case.name}.pt")
+    assert results_by_case[case.name]["losses"] == pytest.approx(expected.losses, abs=LOSS)
+    assert results_by_case[case.name]["norms"] == pytest.approx(expected.norms, rel=NORM)
+    trained = torch.load(results_by_case["root"] / f"{case.name}.pt")
     assert expected.weights.keys() <= trained.keys()
     # No weight in 4 bits is taken for one that has a master.
     assert not any(".base_layer.weight" in name for name in trained)

@@ -57,7 +57,7 @@ def write_and_read(
 ) -> tuple[Path, dict[str, Any]]:
     """Uninterrupted runs that save at STOP, then every reader on its writer's checkpoint."""
     root = tmp_path_factory.mktemp("resume")
-    found: dict[str, Any] = {}
+    results_by_case: dict[str, Any] = {}
 
     def readers(world_size: int) -> dict[str, Any]:
         return {
@@ -84,9 +84,9 @@ def write_and_read(
         if world_size == 2:  # all has been written when they begin
             cases |= readers(2)
         if cases:
-            found.update(train_cases(world_size, cases, tmp_path_factory.mktemp("write")))
-    found.update(train_cases(1, readers(1), tmp_path_factory.mktemp("read")))
-    return root, found
+            results_by_case.update(train_cases(world_size, cases, tmp_path_factory.mktemp("write")))
+    results_by_case.update(train_cases(1, readers(1), tmp_path_factory.mktemp("read")))
+    return root, results_by_case
 
 
 @pytest.fixture(scope="module")
@@ -114,9 +114,9 @@ def test_others_go_on(wrote: Point, read: Point, others: tuple[Path, dict[str, A
     assert_goes_on(wrote, read, *others)
 
 
-def assert_goes_on(wrote: Point, read: Point, root: Path, found: dict[str, Any]) -> None:
+def assert_goes_on(wrote: Point, read: Point, root: Path, results_by_case: dict[str, Any]) -> None:
     name = f"{name_of(wrote)}-to-{name_of(read)}"
-    uninterrupted, resumed = found[f"write-{name_of(wrote)}"], found[name]
+    uninterrupted, resumed = results_by_case[f"write-{name_of(wrote)}"], results_by_case[name]
     if wrote == read:
         assert resumed["losses"] == uninterrupted["losses"][STOP:]
         assert resumed["norms"] == uninterrupted["norms"][STOP:]

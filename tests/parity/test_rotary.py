@@ -55,14 +55,14 @@ def config_of(data: Path, name: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def expected(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Training]:
-    found = {}
+    trainings_by_kind = {}
     for kind, values in MODELS.items():
         section = ModelSection(config=values)
         directory = tmp_path_factory.mktemp("hf") / kind
         build_model(section, load_hf_config(section), seed=SEED).save_pretrained(directory)
         config = config_of(dataset, "documents data" if kind == "documents" else "samples sequence")
-        found[kind] = plain_training(dataset, directory, config, num_steps=STEPS)
-    return found
+        trainings_by_kind[kind] = plain_training(dataset, directory, config, num_steps=STEPS)
+    return trainings_by_kind
 
 
 @pytest.fixture(scope="module")

@@ -111,9 +111,9 @@ def test_the_files_are_the_same(name: str, request: pytest.FixtureRequest, tmp_p
 
 def tensors_of(directory: Path) -> dict[str, tuple[str, torch.Size, bytes]]:
     """Dtype, shape and bytes of every tensor, by name."""
-    found = {}
+    tensors_by_name = {}
     for path in directory.glob("*.safetensors"):
         for name, tensor in load_file(path).items():
             data = tensor.view(-1).view(torch.uint8).numpy().tobytes()
-            found[name] = (str(tensor.dtype), tensor.shape, data)
-    return found
+            tensors_by_name[name] = (str(tensor.dtype), tensor.shape, data)
+    return tensors_by_name

@@ -63,7 +63,7 @@ def plain_scores(place: Path, longest: int, base: str) -> list[tuple[np.ndarray,
     """Of each training document: log-probabilities of its tokens (0 without a target), and of all
     tokens of the vocabulary, in pieces of `longest` tokens."""
     model = AutoModelForCausalLM.from_pretrained(place / base, dtype=torch.float32).eval()
-    found = []
+    scores = []
     for document in bigtrain.open_dataset(place / "pairs"):
         tokens, labels = (torch.from_numpy(document[key]) for key in ("input_ids", "labels"))
         values = np.zeros(len(tokens), np.float32)
@@ -77,8 +77,8 @@ def plain_scores(place: Path, longest: int, base: str) -> list[tuple[np.ndarray,
                 values[inside] = log_probabilities(model, ids, own)[0].numpy()
                 logits = model(input_ids=ids, use_cache=False).logits[0]
                 every[inside] = logits.log_softmax(-1).numpy()
-        found.append((values, every))
-    return found
+        scores.append((values, every))
+    return scores
 
 
 @pytest.mark.parametrize(

@@ -152,8 +152,8 @@ def test_checkpoints_do_not_know_of_it(
         place.mkdir()
         results.append(train_cases(case.world_size, {"run": run}, place)["run"])
     for key in ("losses", "norms"):
-        found = [value for result in results for value in result[key]]
-        assert found == pytest.approx(getattr(references["llama"], key), abs=1e-5, rel=1e-4)
+        values = [value for result in results for value in result[key]]
+        assert values == pytest.approx(getattr(references["llama"], key), abs=1e-5, rel=1e-4)
     for step in (FIRST_STOP, SECOND_STOP):
         saved = read_full(tmp_path / str(step) / "tensors")
         again = read_full(tmp_path / f"{step} again" / "tensors")

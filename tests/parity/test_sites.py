@@ -100,7 +100,7 @@ def by_site(
     """A case for each site, with the settings `meeting`; it keeps its weights, and what it names of
     a checkpoint, apart. `of_sites`: what some of them have otherwise."""
     sites = case["config"]["sites"]
-    found = []
+    cases_of_sites = []
     for index in range(sites["count"]):
         section = sites | meeting | {"index": index, "timeout_seconds": LIMIT_SECONDS}
         other = case.get("of_sites", {}).get(index, {})
@@ -110,8 +110,8 @@ def by_site(
             if key in case:
                 own[key] = f"{case[key]}-site-{index}"
         weights = {str(n): f"{directory}/{name}-{n}-{index}.pt" for n in case.get("keep", ())}
-        found.append({**case, **own, "weights": weights})
-    return found
+        cases_of_sites.append({**case, **own, "weights": weights})
+    return cases_of_sites
 
 
 def train_sites(
@@ -128,13 +128,13 @@ def train_sites(
             request["cases"][name] = by_site(case, directory, name, meeting)
         (directory / "request.json").write_text(json.dumps(request))
         run_script(sum(ranks), WORKER, directory / "request.json", *outputs)
-    found = [json.loads(output.read_text()) for output in outputs]
+    results_of_sites = [json.loads(output.read_text()) for output in outputs]
     for name, of_sites in request["cases"].items():
-        for results, case in zip(found, of_sites, strict=True):
+        for results, case in zip(results_of_sites, of_sites, strict=True):
             if "error" not in results[name]:
                 files = case["weights"].items()
                 results[name]["weights"] = {int(n): torch.load(file) for n, file in files}
-    return {name: [results[name] for results in found] for name in cases}
+    return {name: [results[name] for results in results_of_sites] for name in cases}
 
 
 def samples_of_site(step: Step, config: dict[str, Any], site: int) -> Step:
@@ -279,7 +279,7 @@ class Compared:
     """Cases that were trained by sites, and what plain copies came to; `unrounded`: their weights
     where a codec rounds, and they do not."""
 
-    found: dict[str, list[dict[str, Any]]]
+    results_by_case: dict[str, list[dict[str, Any]]]
     plain: dict[str, tuple[list[list[float]], dict[str, torch.Tensor]]]
     unrounded: dict[str, dict[str, torch.Tensor]]
 
@@ -373,7 +373,7 @@ BY_SHARDS = [
 
 
 def compare(names: Sequence[str], data: Path, hf_directory: Path, directory: Path) -> Compared:
-    found: dict[str, list[dict[str, Any]]] = {}
+    results_by_case: dict[str, list[dict[str, Any]]] = {}
     plain, unrounded = {}, {}
     worlds: dict[tuple[int, ...], dict[str, Any]] = {}
     references: dict[str, Any] = {}
@@ -410,8 +410,8 @@ def compare(names: Sequence[str], data: Path, hf_directory: Path, directory: Pat
     for ranks, cases in worlds.items():
         place = directory / "-".join(map(str, ranks))
         place.mkdir()
-        found |= train_sites(ranks, cases, place)
-    return Compared(found, plain, unrounded)
+        results_by_case |= train_sites(ranks, cases, place)
+    return Compared(results_by_case, plain, unrounded)
 
 
 Inputs = tuple[Path, Path]
@@ -433,13 +433,13 @@ def slow(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Compared:
 
 
 def assert_as_plain(name: str, compared: Compared) -> None:
-    found, (losses, weights) = compared.found[name], compared.plain[name]
+    results_of_sites, (losses, weights) = compared.results_by_case[name], compared.plain[name]
     parts = CASES[name].more.get("fragments", 1)
     num_outer = (STEPS - 1) // (CASES[name].inner_steps // parts) + parts
-    assert not [site["error"] for site in found if "error" in site]
-    first = found[0]["weights"][STEPS]
+    assert not [site["error"] for site in results_of_sites if "error" in site]
+    first = results_of_sites[0]["weights"][STEPS]
     is_integer = CASES[name].codec.startswith("int")
-    for site, expected in zip(found, losses, strict=True):
+    for site, expected in zip(results_of_sites, losses, strict=True):
         if not is_integer:
             assert site["losses"] == pytest.approx(expected, abs=LOSS)
         assert [step["number"] for step in site["outer_steps"]] == list(range(1, num_outer + 1))
@@ -481,7 +481,7 @@ def held_twice(layout: Layout, weights: dict[str, torch.Tensor]) -> int:
 def assert_bytes(name: str, compared: Compared) -> None:
     """The ranks of a site divide the model, in ZeRO 0 too; each sends half of its part to its
     counterpart, and the mean of the other half."""
-    case, first = CASES[name], compared.found[name][0]
+    case, first = CASES[name], compared.results_by_case[name][0]
     ranks, weights = case.layout.ranks, first["weights"][STEPS]
     full, twice = (
         sum(weight.numel() for weight in weights.values()),
@@ -518,13 +518,13 @@ def test_so_they_do_with_every_layout_and_codec(name: str, slow: Compared) -> No
 
 
 def assert_bytes_between(name: str, compared: Compared) -> None:
-    case, found = CASES[name], compared.found[name]
-    weights, count = found[0]["weights"][STEPS], len(case.layouts)
+    case, results_of_sites = CASES[name], compared.results_by_case[name]
+    weights, count = results_of_sites[0]["weights"][STEPS], len(case.layouts)
     full = sum(weight.numel() for weight in weights.values())
     twice = sum(held_twice(layout, weights) for layout in case.layouts)
     codec = "float32" if case.codec.startswith("int") else case.codec
     expected = sent_bytes(full - twice, count, case.codec) + sent_bytes(2 * twice, count, codec)
-    for site in found:
+    for site in results_of_sites:
         for step in site["outer_steps"]:
             assert step["sent_bytes"] == pytest.approx(expected, rel=5e-3)
 
@@ -578,9 +578,9 @@ def assert_identity(names: Sequence[str], data: Path, directory: Path) -> None:
                 "deepspeed_config": engine,
                 "weights": {str(FEW_STEPS): file},
             }
-    found = train_cases(2, cases, directory)
+    results_by_case = train_cases(2, cases, directory)
     for name in names:
-        ordinary, site = found[f"{name}-ordinary"], found[f"{name}-site"]
+        ordinary, site = results_by_case[f"{name}-ordinary"], results_by_case[f"{name}-site"]
         assert len(site["outer_steps"]) == FEW_STEPS
         assert site["losses"] == ordinary["losses"], name
         assert site["norms"] == ordinary["norms"], name
@@ -683,8 +683,8 @@ def test_goes_on_in_a_window_on_any_layout(dataset: Path, tmp_path: Path) -> Non
             for key, tensor in saved.items():
                 assert torch.equal(tensor, again[key]), key
             if name == writer:
-                found = read[f"{writer} to {name}"][site]
+                result = read[f"{writer} to {name}"][site]
                 expected = wrote[writer][site]
-                assert found["losses"] == expected["losses"][STOP:]
+                assert result["losses"] == expected["losses"][STOP:]
                 for key, weight in expected["weights"][2 * STOP].items():
-                    assert torch.equal(weight, found["weights"][2 * STOP][key]), key
+                    assert torch.equal(weight, result["weights"][2 * STOP][key]), key

@@ -47,10 +47,13 @@ READERS: dict[Point, list[tuple[int, int, str]]] = {
 
 def pairs() -> list[tuple[Point, Point]]:
     """Every writer with itself, and with each of its readers."""
-    found = []
+    pairs_of_points = []
     for wrote, readers in READERS.items():
-        found += [(wrote, wrote), *((wrote, (*read, wrote[3], wrote[4])) for read in readers)]
-    return found
+        pairs_of_points += [
+            (wrote, wrote),
+            *((wrote, (*read, wrote[3], wrote[4])) for read in readers),
+        ]
+    return pairs_of_points
 
 
 SMALL = [pair for pair in pairs() if max(point[0] for point in pair) <= 2]
@@ -96,7 +99,7 @@ def write_and_read(
 ) -> tuple[Path, dict[str, Any]]:
     """Every writer to END without a break, then every reader from STOP on."""
     root = tmp_path_factory.mktemp("tensor-checkpoints")
-    found: dict[str, Any] = {}
+    results_by_case: dict[str, Any] = {}
     for size in sorted({wrote[0] for wrote, _ in chosen}):
         cases = {
             name_of(point): case(
@@ -105,7 +108,7 @@ def write_and_read(
             for point in dict.fromkeys(wrote for wrote, _ in chosen)
             if point[0] == size
         }
-        found |= train_cases(size, cases, tmp_path_factory.mktemp("write"))
+        results_by_case |= train_cases(size, cases, tmp_path_factory.mktemp("write"))
     for size in sorted({read[0] for _, read in chosen}):
         cases = {
             name_of(wrote, read): case(
@@ -119,8 +122,8 @@ def write_and_read(
             for wrote, read in chosen
             if read[0] == size
         }
-        found |= train_cases(size, cases, tmp_path_factory.mktemp("read"))
-    return root, found
+        results_by_case |= train_cases(size, cases, tmp_path_factory.mktemp("read"))
+    return root, results_by_case
 
 
 @pytest.mark.slow
@@ -137,14 +140,14 @@ def test_goes_on_with_four(
     assert_goes_on(wrote, read, *runs_with_four)
 
 
-def assert_goes_on(wrote: Point, read: Point, root: Path, found: dict[str, Any]) -> None:
+def assert_goes_on(wrote: Point, read: Point, root: Path, results_by_case: dict[str, Any]) -> None:
     saved = read_full(root / name_of(wrote) / "tensors")
     again = read_full(root / name_of(wrote, read) / "tensors")
     assert saved.keys() == again.keys()
     assert any(key.startswith("exp_avg_sq/") for key in saved)
     for key, tensor in saved.items():
         assert torch.equal(tensor, again[key]), key
-    uninterrupted, resumed = found[name_of(wrote)], found[name_of(wrote, read)]
+    uninterrupted, resumed = results_by_case[name_of(wrote)], results_by_case[name_of(wrote, read)]
     if wrote == read:
         assert resumed["losses"] == uninterrupted["losses"][STOP:]
         assert resumed["norms"] == uninterrupted["norms"][STOP:]

@@ -119,7 +119,7 @@ def train_all(
     dataset: Path, directories: dict[str, Path], cases: list[Case], root: Path
 ) -> dict[str, Any]:
     """Figures of every case by name, and its final masters by parameter."""
-    found: dict[str, Any] = {}
+    results_by_case: dict[str, Any] = {}
     for size in sorted({case.tensor * case.data for case in cases}):
         chosen = [case for case in cases if case.tensor * case.data == size]
         (root / str(size)).mkdir()
@@ -128,11 +128,11 @@ def train_all(
             | {"save_at": STEPS, "save_to": str(root / case.name), "evaluates": True}
             for case in chosen
         }
-        found |= train(size, asked, root / str(size))
+        results_by_case |= train(size, asked, root / str(size))
     for case in cases:
         masters = read_full(root / case.name / "tensors", kinds=("master",))
-        found[case.name]["weights"] = {k.split("/", 1)[1]: v for k, v in masters.items()}
-    return found
+        results_by_case[case.name]["weights"] = {k.split("/", 1)[1]: v for k, v in masters.items()}
+    return results_by_case
 
 
 def assert_equal(case: Case, reference: Training, result: dict[str, Any]) -> None:
@@ -186,11 +186,11 @@ def test_everything_equals_plain_training(
     tmp_path: Path,
 ) -> None:
     cases = everything()
-    found = train_all(dataset, directories, cases, tmp_path)
+    results_by_case = train_all(dataset, directories, cases, tmp_path)
     wrong = {}
     for case in cases:
         try:
-            assert_equal(case, references[case.model], found[case.name])
+            assert_equal(case, references[case.model], results_by_case[case.name])
         except AssertionError as error:
             wrong[case.name] = str(error)[:300]
     assert not wrong, json.dumps(wrong, indent=1)

@@ -156,8 +156,8 @@ def case(data: Path, variant: str, topology: str, **steps: Any) -> dict[str, Any
         precision={"dtype": chosen.dtype},
         parallel=degrees,
     )
-    found = {"config": config, "deepspeed_config": engine, **steps}
-    return found if chosen.optimizer is None else found | {"optimizer": chosen.optimizer}
+    job = {"config": config, "deepspeed_config": engine, **steps}
+    return job if chosen.optimizer is None else job | {"optimizer": chosen.optimizer}
 
 
 def write_and_read(
@@ -165,7 +165,7 @@ def write_and_read(
 ) -> tuple[Path, dict[str, Any]]:
     """Every writer to the end without a break, then every reader from STOP on."""
     root = tmp_path_factory.mktemp("topologies")
-    found: dict[str, Any] = {}
+    results_by_case: dict[str, Any] = {}
     writers = dict.fromkeys((variant, wrote) for variant, wrote, _ in pairs)
     for size in sorted({TOPOLOGIES[wrote][0] for _, wrote in writers}):
         cases = {
@@ -175,7 +175,7 @@ def write_and_read(
             for variant, wrote in writers
             if TOPOLOGIES[wrote][0] == size
         }
-        found |= train_cases(size, cases, tmp_path_factory.mktemp("write"))
+        results_by_case |= train_cases(size, cases, tmp_path_factory.mktemp("write"))
     for size in sorted({TOPOLOGIES[read][0] for *_, read in pairs}):
         cases = {
             name_of((variant, wrote, read)): case(
@@ -189,8 +189,8 @@ def write_and_read(
             for variant, wrote, read in pairs
             if TOPOLOGIES[read][0] == size
         }
-        found |= train_cases(size, cases, tmp_path_factory.mktemp("read"))
-    return root, found
+        results_by_case |= train_cases(size, cases, tmp_path_factory.mktemp("read"))
+    return root, results_by_case
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +235,7 @@ def test_goes_on_from_each_at_each(
     assert_goes_on(pair, *everything(pair[0]))
 
 
-def assert_goes_on(pair: Pair, root: Path, found: dict[str, Any]) -> None:
+def assert_goes_on(pair: Pair, root: Path, results_by_case: dict[str, Any]) -> None:
     variant, wrote, read = pair
     saved = read_full(root / f"{variant}-{wrote}" / "tensors")
     again = read_full(root / name_of(pair) / "tensors")
@@ -244,7 +244,7 @@ def assert_goes_on(pair: Pair, root: Path, found: dict[str, Any]) -> None:
     assert saved.keys() == again.keys()
     for key, tensor in saved.items():
         assert torch.equal(tensor, again[key]), key
-    uninterrupted, resumed = found[f"{variant}-{wrote}"], found[name_of(pair)]
+    uninterrupted, resumed = results_by_case[f"{variant}-{wrote}"], results_by_case[name_of(pair)]
     assert len(resumed["losses"]) == STEPS - STOP
     assert resumed["samples"] == uninterrupted["samples"][STOP:]
     if wrote == read:
@@ -258,13 +258,13 @@ def assert_goes_on(pair: Pair, root: Path, found: dict[str, Any]) -> None:
 @pytest.fixture(scope="module")
 def initial(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The models that all of them start from."""
-    found = {}
+    directories_by_variant = {}
     for variant in ("tied", "untied"):
         section = ModelSection(config=VARIANTS[variant].model)
-        found[variant] = tmp_path_factory.mktemp("initial") / variant
+        directories_by_variant[variant] = tmp_path_factory.mktemp("initial") / variant
         model = build_model(section, load_hf_config(section), seed=SEED)
-        model.save_pretrained(found[variant])
-    return found
+        model.save_pretrained(directories_by_variant[variant])
+    return directories_by_variant
 
 
 @pytest.mark.slow
@@ -291,7 +291,7 @@ def assert_frozen(
     variant: str,
     writers: set[tuple[str, str]],
     root: Path,
-    found: dict[str, Any],
+    results_by_case: dict[str, Any],
     initial: dict[str, Path],
     dataset: Path,
 ) -> None:
@@ -301,7 +301,7 @@ def assert_frozen(
     section = ModelSection(path=str(initial[variant]))
     before = dict(build_model(section, load_hf_config(section), seed=0).named_parameters())
     for _, wrote in sorted(writers):
-        result = found[f"{variant}-{wrote}"]
+        result = results_by_case[f"{variant}-{wrote}"]
         assert result["losses"] == pytest.approx(plain.losses, abs=1e-5), wrote
         assert result["norms"] == pytest.approx(plain.norms, rel=1e-4), wrote
         saved = read_full(root / f"{variant}-{wrote}" / "tensors")

@@ -54,7 +54,7 @@ FEW = ["tied, ZeRO 3", "bias, tensor 2", "tied, pipeline 2"]
 
 
 def bases(directory: Path) -> dict[str, Path]:
-    found = {}
+    directories_by_name = {}
     for name, config in MODELS.items():
         section = ModelSection(config=config)
         model: Any = build_model(section, load_hf_config(section), seed=SEED)
@@ -62,9 +62,9 @@ def bases(directory: Path) -> dict[str, Path]:
             model.get_input_embeddings().weight += 0.1
             if model.get_output_embeddings().bias is not None:
                 model.get_output_embeddings().bias.normal_()
-        found[name] = directory / name
-        model.save_pretrained(found[name])
-    return found
+        directories_by_name[name] = directory / name
+        model.save_pretrained(directories_by_name[name])
+    return directories_by_name
 
 
 def resized(
@@ -100,11 +100,11 @@ def test_growing_is_the_same_under_every_topology(tmp_path: Path) -> None:
 
 def assert_as_plain(names: list[str], tmp_path: Path) -> None:
     data = write_dataset(tmp_path / "shards", vocab_size=TOKENS)
-    found = bases(tmp_path)
+    directories_by_name = bases(tmp_path)
     cases, configs = {}, {}
     chosen = {name: CASES[name] for name in names}
     for name, (model, degrees, engine) in chosen.items():
-        section = {"path": str(found[model]), "vocabulary": GROWS}
+        section = {"path": str(directories_by_name[model]), "vocabulary": GROWS}
         configs[name] = run_config(data, section, micro_batch_size=4, parallel=degrees)
         last = str(configs[name]["train"]["steps"])
         cases[name] = {
@@ -115,7 +115,9 @@ def assert_as_plain(names: list[str], tmp_path: Path) -> None:
     results = train_cases(2, cases, tmp_path)
     plain = {
         model: plain_training(
-            data, resized(found[model], tmp_path / f"{model}-resized"), configs[names[0]]
+            data,
+            resized(directories_by_name[model], tmp_path / f"{model}-resized"),
+            configs[names[0]],
         )
         for model in {model for model, *_ in chosen.values()}
     }

@@ -70,16 +70,16 @@ def references(dataset: Path, hf_directories: dict[str, Path]) -> References:
 
 
 def test_reference_learns_and_clips(references: References) -> None:
-    found = references["llama"]
-    assert found.losses[-1] < found.losses[0] - 0.015 * STEPS
-    assert min(found.norms) > 0.5
+    training = references["llama"]
+    assert training.losses[-1] < training.losses[0] - 0.015 * STEPS
+    assert min(training.norms) > 0.5
 
 
 def train_all(
     cases: list[Case], data: Path, directories: dict[str, Path], root: Path
 ) -> dict[str, Any]:
     """Losses and gradient norms of every case, by name."""
-    found: dict[str, Any] = {}
+    results_by_case: dict[str, Any] = {}
     for world_size in sorted({case.world_size for case in cases}):
         asked = {}
         for case in cases:
@@ -96,8 +96,8 @@ def train_all(
                 "deepspeed_config": case.deepspeed_config,
             }
         (root / str(world_size)).mkdir()
-        found |= train_cases(world_size, asked, root / str(world_size))
-    return found
+        results_by_case |= train_cases(world_size, asked, root / str(world_size))
+    return results_by_case
 
 
 @pytest.fixture(scope="module")

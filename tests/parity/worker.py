@@ -148,7 +148,7 @@ def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[s
     engine.close()
     if outer is not None:
         outer.close()
-    found = {
+    results = {
         "losses": losses,
         "norms": norms,
         "accumulation": run.plan.accumulation,
@@ -163,8 +163,8 @@ def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[s
         "held_out": held_out,
     }
     if choices is not None:
-        found["choices"] = choices.of_all_ranks(samples, place.sequence_rank)
-    return found if masks is None else found | {"masks": masks.of_all_processes()}
+        results["choices"] = choices.of_all_ranks(samples, place.sequence_rank)
+    return results if masks is None else results | {"masks": masks.of_all_processes()}
 
 
 def evaluations_of_ranks(
@@ -256,9 +256,9 @@ FOUND: dict[tuple[str, bool], Isolation] = {}
 def isolation_of(model: str, isolates: bool, config: RunConfig) -> Isolation:
     """How a model is told of documents; found once for all cases."""
     if (model, isolates) not in FOUND:
-        found, problems = plan_isolation(config, load_hf_config(config.model))
+        isolation, problems = plan_isolation(config, load_hf_config(config.model))
         assert not problems
-        FOUND[model, isolates] = found
+        FOUND[model, isolates] = isolation
     return FOUND[model, isolates]
 
 
@@ -349,9 +349,9 @@ class DropoutMasks:
 
     def of_all_processes(self) -> list[dict[str, list[int]]]:
         """By rank. Collective."""
-        found: Any = [None] * dist.get_world_size()
-        dist.all_gather_object(found, self.seen)
-        return list(found)
+        seen_by_process: Any = [None] * dist.get_world_size()
+        dist.all_gather_object(seen_by_process, self.seen)
+        return list(seen_by_process)
 
 
 def samples_of_steps(own: list[list[int]], data_rank: int, world: World) -> list[list[int]]:

@@ -178,7 +178,7 @@ def main() -> None:
     output, directory = Path(sys.argv[1]), Path(sys.argv[2])
     prepare_forks()
     assert "torchao" not in sys.modules, "its import initializes CUDA, which no fork may use then"
-    found = {}
+    results_by_word = {}
     for word in sys.argv[3:]:
         if word == "made-up":
             setup = Setup("cpu", True, directory, 60.0)
@@ -191,9 +191,14 @@ def main() -> None:
         if word.endswith("~"):
             function = pretending(function)
         setup = Setup("cpu", True, directory / word, 120.0)
-        found[word] = asdict(run_part(name, function, setup, "fork"))
-        print(word, found[word]["status"], f"{found[word]['seconds']:.1f} s", flush=True)
-    output.write_text(json.dumps(found))
+        results_by_word[word] = asdict(run_part(name, function, setup, "fork"))
+        print(
+            word,
+            results_by_word[word]["status"],
+            f"{results_by_word[word]['seconds']:.1f} s",
+            flush=True,
+        )
+    output.write_text(json.dumps(results_by_word))
 
 
 if __name__ == "__main__":

@@ -312,9 +312,9 @@ def test_predicted_memory_is_held_against_real_allocations() -> None:
         line, summary = finished.stdout.splitlines()[-2:]
         assert line.startswith(only)
         assert "predicted" in line
-        found = re.fullmatch(r"1 layouts: mean error ([0-9.]+)%, worst [0-9.]+%", summary)
-        assert found is not None, summary
-        assert float(found[1]) < 10
+        match = re.fullmatch(r"1 layouts: mean error ([0-9.]+)%, worst [0-9.]+%", summary)
+        assert match is not None, summary
+        assert float(match[1]) < 10
 
 
 @pytest.mark.slow
@@ -341,8 +341,8 @@ def test_the_loss_of_local_steps_is_compared(shards: Path, tmp_path: Path) -> No
     )
     assert finished.returncode == 0, finished.stdout + finished.stderr
     figures = json.loads(output.read_text())
-    found = [loss for of_seed in figures["sites"].values() for loss in of_seed.values()]
-    assert len({*found, *figures["synchronous"].values()}) == 2 * 5
+    losses = [loss for of_seed in figures["sites"].values() for loss in of_seed.values()]
+    assert len({*losses, *figures["synchronous"].values()}) == 2 * 5
     both = [figures["sites"][seed]["2 4 int4"] for seed in ("1", "2")]
     assert f"| 2 | 4 | int4 | {sum(both) / 2:.4f} +- " in finished.stdout
     assert "| 2 | 4 | " in finished.stdout

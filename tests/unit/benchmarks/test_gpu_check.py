@@ -41,12 +41,12 @@ def drive(directory: Path, words: list[str]) -> dict[str, Any]:
         check=False,
     )
     assert finished.returncode == 0, finished.stdout + finished.stderr
-    found: dict[str, Any] = json.loads(output.read_text())
-    return found
+    results_by_word: dict[str, Any] = json.loads(output.read_text())
+    return results_by_word
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def results_by_part(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Of the parts that take a second or two, and their faults."""
     words = ["made-up", *QUICK, *(f"{name}!" for name in QUICK)]
     directory = tmp_path_factory.mktemp("check")
@@ -61,9 +61,9 @@ def rest(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_a_part_passes_on_a_cpu(name: str, found: dict[str, Any]) -> None:
-    assert found[name]["status"] == "passed", found[name]
-    assert found[name]["figures"]
+def test_a_part_passes_on_a_cpu(name: str, results_by_part: dict[str, Any]) -> None:
+    assert results_by_part[name]["status"] == "passed", results_by_part[name]
+    assert results_by_part[name]["figures"]
 
 
 @pytest.mark.slow
@@ -80,9 +80,11 @@ def test_another_part_finds_its_fault(name: str, rest: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_a_part_finds_the_fault_that_is_planted(name: str, found: dict[str, Any]) -> None:
-    assert found[f"{name}!"]["status"] == "failed"
-    assert "Found" in found[f"{name}!"]["reason"]  # of the part itself, not of the planting
+def test_a_part_finds_the_fault_that_is_planted(name: str, results_by_part: dict[str, Any]) -> None:
+    assert results_by_part[f"{name}!"]["status"] == "failed"
+    assert (
+        "Found" in results_by_part[f"{name}!"]["reason"]
+    )  # of the part itself, not of the planting
 
 
 @pytest.mark.slow
@@ -110,8 +112,12 @@ def test_a_machine_with_a_gpu_is_described(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
-    found = machine.describe()
-    assert (found["gpu"], found["gpu_gib"], found["nccl"]) == ("NVIDIA H200", 139.0, "2.28.9")
+    description = machine.describe()
+    assert (description["gpu"], description["gpu_gib"], description["nccl"]) == (
+        "NVIDIA H200",
+        139.0,
+        "2.28.9",
+    )
 
 
 @pytest.mark.slow
@@ -141,8 +147,8 @@ def test_figures_that_matter_are_there(rest: dict[str, Any]) -> None:
     assert rest["checkpoints"]["figures"]["tensors_at_8"] > 0
 
 
-def test_grouped_products_are_measured_at_both_loads(found: dict[str, Any]) -> None:
-    figures = found["grouped-products"]["figures"]
+def test_grouped_products_are_measured_at_both_loads(results_by_part: dict[str, Any]) -> None:
+    figures = results_by_part["grouped-products"]["figures"]
     for name in ("even, up", "even, down", "uneven, up", "uneven, down"):
         row = figures[name]
         assert {"forward_tflops", "to_inputs_tflops", "to_weights_tflops"} <= row.keys()
@@ -173,8 +179,8 @@ def test_a_row_that_the_planner_has_a_figure_for() -> None:
     assert speed._beside({"peak_gib": 8.0, "tokens_per_second": 1.0}) == {}
 
 
-def test_what_a_cpu_cannot_call_is_named(found: dict[str, Any]) -> None:
-    said = found["losses"]["figures"]["skipped"]
+def test_what_a_cpu_cannot_call_is_named(results_by_part: dict[str, Any]) -> None:
+    said = results_by_part["losses"]["figures"]["skipped"]
     assert said.keys() == {"liger-fp32", "liger-bf16", "liger-kernels"}
 
 
@@ -185,8 +191,8 @@ def test_what_a_cpu_cannot_call_of_other_parts(rest: dict[str, Any]) -> None:
     assert "needs CUDA" in said["attention"]["sdpa-cudnn"]
 
 
-def test_a_part_that_fails_ends_no_other(found: dict[str, Any]) -> None:
-    tree = json.loads((found["directory"] / "results.json").read_text())
+def test_a_part_that_fails_ends_no_other(results_by_part: dict[str, Any]) -> None:
+    tree = json.loads((results_by_part["directory"] / "results.json").read_text())
     said = {part["part"]: (part["status"], part["reason"]) for part in tree["parts"]}
     assert said["works"] == ("passed", "")
     assert said["works-again"] == ("passed", "")
@@ -197,9 +203,9 @@ def test_a_part_that_fails_ends_no_other(found: dict[str, Any]) -> None:
     assert said["raises"] == ("failed", "RuntimeError: planted")
     assert said["needs-much"][0] == "skipped"
     assert "s were left of 60" in said["needs-much"][1]
-    written = (found["directory"] / "table.md").read_text()
+    written = (results_by_part["directory"] / "table.md").read_text()
     assert "| works | passed | 0 | seen 1.5 |" in written
-    assert "RuntimeError: planted" in (found["directory"] / "logs.txt").read_text()
+    assert "RuntimeError: planted" in (results_by_part["directory"] / "logs.txt").read_text()
 
 
 def test_a_table_is_one_line_a_part() -> None:

@@ -67,8 +67,8 @@ def test_wheels_are_installed_once_into_a_folder_of_their_own(tmp_path: Path) ->
     packages = gpu_check.install([first], tmp_path)
     environment = gpu_check.environment_for(packages)
     command = [sys.executable, "-c", "import carried_thing; print(carried_thing.VERSION)"]
-    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "1.0"
+    completed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert completed.stdout.strip() == "1.0"
     first.write_bytes(b"")  # nobody reads it again
     assert gpu_check.install([first], tmp_path) == packages
     other = gpu_check.install([wheel(tmp_path / "wheels", "2.0")], tmp_path)

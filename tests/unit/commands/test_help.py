@@ -23,13 +23,13 @@ NO_DEFAULT = (None, False, [], ())
 
 def parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
     """Every command's parser by name, those of commands below a command and train.py's too."""
-    found = [("bigtrain", build_parser(*COMMANDS)), ("train.py", train_parser())]
-    while found:
-        name, parser = found.pop()
+    named_parsers = [("bigtrain", build_parser(*COMMANDS)), ("train.py", train_parser())]
+    while named_parsers:
+        name, parser = named_parsers.pop()
         yield name, parser
         for action in parser._actions:
             if isinstance(action, argparse._SubParsersAction):
-                found += [(f"{name} {word}", sub) for word, sub in action.choices.items()]
+                named_parsers += [(f"{name} {word}", sub) for word, sub in action.choices.items()]
 
 
 PARSERS = dict(parsers())

@@ -73,12 +73,12 @@ def test_figures_are_the_datasets(dataset: Path, capsys: pytest.CaptureFixture[s
         part = tree["splits"][split]
         assert (part["documents"], part["tokens"]) == (len(lengths), sum(lengths))
         assert [s["name"] for s in part["shards"]] == [s.bin_path.stem for s in shards]
-        found = part["lengths"]
-        assert (found["min"], found["max"]) == (min(lengths), max(lengths))
-        assert found["mean"] == pytest.approx(np.mean(lengths))
-        for fraction, value in found["quantiles"].items():
+        statistics = part["lengths"]
+        assert (statistics["min"], statistics["max"]) == (min(lengths), max(lengths))
+        assert statistics["mean"] == pytest.approx(np.mean(lengths))
+        for fraction, value in statistics["quantiles"].items():
             assert value == np.quantile(lengths, float(fraction), method="inverted_cdf")
-        buckets = found["buckets"]
+        buckets = statistics["buckets"]
         assert sum(bucket["tokens"] for bucket in buckets) == sum(lengths)
         for bucket in buckets:
             inside = [n for n in lengths if bucket["low"] <= n <= bucket["high"]]

@@ -44,15 +44,15 @@ def tokenize(*arguments: object) -> int:
 
 
 def documents_of(path: Path, split: Any = "train") -> list[tuple[list[int], list[int]]]:
-    found = []
+    documents = []
     for shard in open_verified(path).shards(split):
         mask = np.unpackbits(shard.mask_bytes, bitorder="little", count=shard.num_tokens)
         begin = 0
         for length in shard.sequence_lengths.tolist():
             tokens = shard.tokens[begin : begin + length].tolist()
-            found.append((tokens, mask[begin : begin + length].tolist()))
+            documents.append((tokens, mask[begin : begin + length].tolist()))
             begin += length
-    return found
+    return documents
 
 
 @cache
@@ -151,11 +151,11 @@ def test_masks_move_with_their_shards(
     with monkeypatch.context() as patched:
         patched.setattr(ChatEncoder, "encode", None)  # nothing is encoded again
         assert tokenize(*command, "--output", tmp_path / "d") == 0
-    found, wanted = (
+    contents_by_file, wanted = (
         {path.name: path.read_bytes() for path in folder.glob("train-*")}
         for folder in (tmp_path / "d", tmp_path / "whole")
     )
-    assert found == wanted
+    assert contents_by_file == wanted
     assert len(wanted) >= 9
 
 

@@ -92,17 +92,17 @@ def test_every_format_gives_the_same(
 ) -> None:
     wanted, mask = tokenized(ROWS["messages"], kind, tokenizer, tmp_path / "0", "--workers", "1")
     for number, (name, row) in enumerate(ROWS.items(), 1):
-        found = tokenized(row, kind, tokenizer, tmp_path / str(number), "--workers", "1")
+        tokens_and_mask = tokenized(row, kind, tokenizer, tmp_path / str(number), "--workers", "1")
         assert f"match --format {name}" in capsys.readouterr().err
-        assert np.array_equal(found[0], wanted), name
+        assert np.array_equal(tokens_and_mask[0], wanted), name
         if name == "prompt-completion":
             last = tokenized(
                 ROWS["messages"], kind, tokenizer, tmp_path / "last", "--learn", "last"
             )
-            assert np.array_equal(found[1], last[1])
+            assert np.array_equal(tokens_and_mask[1], last[1])
             assert 0 < last[1].sum() < mask.sum()
         else:
-            assert np.array_equal(found[1], mask), name
+            assert np.array_equal(tokens_and_mask[1], mask), name
 
 
 def test_other_names_of_keys(tokenizer: Path, tmp_path: Path) -> None:
@@ -110,16 +110,16 @@ def test_other_names_of_keys(tokenizer: Path, tmp_path: Path) -> None:
     names = {"instruction": "question", "output": "answer"}
     row = {names.get(key, key): value for key, value in ROWS["alpaca"].items()}
     mapping = [word for name, key in names.items() for word in ("--key", f"{name}={key}")]
-    found, _ = tokenized(row, "jsonl", tokenizer, tmp_path / "1", "--format", "alpaca", *mapping)
-    assert np.array_equal(found, wanted)
+    tokens, _ = tokenized(row, "jsonl", tokenizer, tmp_path / "1", "--format", "alpaca", *mapping)
+    assert np.array_equal(tokens, wanted)
     turns = [
         {"speaker": {"user": "customer"}.get(m["role"], "agent"), "said": m["content"]}
         for m in MESSAGES
     ]
     mapping = ["--key", "from=speaker", "--key", "value=said", "--key", "conversations=talk"]
     mapping += ["--role", "customer=user", "--role", "agent=assistant", "--format", "sharegpt"]
-    found, _ = tokenized({"talk": turns}, "parquet", tokenizer, tmp_path / "2", *mapping)
-    assert np.array_equal(found, wanted)
+    tokens, _ = tokenized({"talk": turns}, "parquet", tokenizer, tmp_path / "2", *mapping)
+    assert np.array_equal(tokens, wanted)
 
 
 @pytest.mark.parametrize(

@@ -52,8 +52,8 @@ def test_equal_to_megatrons_own_script(dtype: str, encoder: str, tmp_path: Path)
     command = ["tokenize", "--input", str(DATA / "documents.jsonl"), "--encoder", encoder]
     command += ["--tokenizer", str(tokenizer_of(dtype, tmp_path)), "--parse-special-tokens"]
     assert main([*command, "--output", str(tmp_path / "d")]) == 0
-    found = [
+    checksums = [
         hashlib.sha256((tmp_path / "d" / f"train-00000.{suffix}").read_bytes()).hexdigest()
         for suffix in ("bin", "idx")
     ]
-    assert tuple(found) == MEGATRON[dtype]
+    assert tuple(checksums) == MEGATRON[dtype]

@@ -60,13 +60,13 @@ def test_a_calibration_needs_a_place(capsys: pytest.CaptureFixture[str], tmp_pat
 
 @pytest.mark.slow
 def test_the_engine_is_measured() -> None:
-    found = calibrate_engine.measure_engine()
-    assert 1e-7 < found.kernel_host_seconds < 1e-2
-    assert 0 <= found.parameter_host_seconds < 0.1
-    assert sorted(found.zero) == [0, 1, 2, 3]
-    for stage, costs in found.zero.items():
+    engine_costs = calibrate_engine.measure_engine()
+    assert 1e-7 < engine_costs.kernel_host_seconds < 1e-2
+    assert 0 <= engine_costs.parameter_host_seconds < 0.1
+    assert sorted(engine_costs.zero) == [0, 1, 2, 3]
+    for stage, costs in engine_costs.zero.items():
         parts = (costs.micro_batch, costs.step, costs.micro_batch_exchange, costs.step_exchange)
         assert all(0 <= part < 1e-6 for part in parts), stage
         assert sum(parts) > 1e-11, stage
     # ZeRO 2 and 3 exchange with every micro-batch. How much more than ZeRO 0 is the clock's to say.
-    assert min(found.zero[stage].micro_batch_exchange for stage in (2, 3)) > 0
+    assert min(engine_costs.zero[stage].micro_batch_exchange for stage in (2, 3)) > 0

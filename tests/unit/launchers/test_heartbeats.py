@@ -38,7 +38,7 @@ def test_a_lost_host_changes_what_its_watchers_watch_only() -> None:
 def test_neighbours_of_a_rack_do_not_only_watch_each_other() -> None:
     rack = set(HOSTS[:16])
     watchers = {host: [each for each in HOSTS if host in watched(each, HOSTS)] for host in rack}
-    assert all(set(found) - rack for found in watchers.values())
+    assert all(set(watchers_of_host) - rack for watchers_of_host in watchers.values())
 
 
 @pytest.mark.parametrize(("num_hosts", "seconds"), [(2, 0.2), (1000, 0.2), (10_000, 2.0)])

@@ -155,10 +155,10 @@ def test_hosts_of_a_slurm_job() -> None:
         "gpus": {**job, "SLURM_GPUS_PER_NODE": "h100:8"},
         "on node": {**job, "SLURM_GPUS_ON_NODE": "4"},
     }
-    found = {name: render_hostfile(hosts_of_slurm(slots[name])) for name in slots}
-    assert found["tasks"] == "gpu1 slots=1\ngpu2 slots=1\n"
-    assert found["gpus"] == "gpu1 slots=8\ngpu2 slots=8\n"
-    assert found["on node"] == "gpu1 slots=4\ngpu2 slots=4\n"
+    hostfiles_by_name = {name: render_hostfile(hosts_of_slurm(slots[name])) for name in slots}
+    assert hostfiles_by_name["tasks"] == "gpu1 slots=1\ngpu2 slots=1\n"
+    assert hostfiles_by_name["gpus"] == "gpu1 slots=8\ngpu2 slots=8\n"
+    assert hostfiles_by_name["on node"] == "gpu1 slots=4\ngpu2 slots=4\n"
     assert [host.slots for host in hosts_of_slurm(job, slots=3)] == [3, 3]
     with pytest.raises(LaunchError, match="this is not a Slurm job"):
         hosts_of_slurm({})

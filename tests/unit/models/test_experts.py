@@ -53,13 +53,13 @@ def test_each_token_counts_once_for_each_of_its_experts(recompute: bool) -> None
 
 
 def choices_of(model: Any) -> torch.Tensor:
-    found = []
+    choices = []
     block = model.model.layers[0].mlp
-    hook = block.experts.register_forward_pre_hook(lambda _m, inputs: found.append(inputs[1]))
+    hook = block.experts.register_forward_pre_hook(lambda _m, inputs: choices.append(inputs[1]))
     with torch.no_grad():
         model(input_ids=torch.arange(12).view(2, 6), use_cache=False)
     hook.remove()
-    return torch.bincount(found[0].flatten(), minlength=4)
+    return torch.bincount(choices[0].flatten(), minlength=4)
 
 
 def test_nothing_else_is_counted() -> None:

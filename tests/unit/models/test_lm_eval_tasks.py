@@ -64,7 +64,9 @@ def test_lm_eval_calls_a_model_in_these_methods() -> None:
     code = "from lm_eval.models.huggingface import HFLM; import inspect; "
     code += "print(list(inspect.signature(HFLM._loglikelihood_tokens).parameters), "
     code += "list(inspect.signature(HFLM._model_generate).parameters))"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    completed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     scoring = ["self", "requests", "disable_tqdm", "override_bs"]
     generating = ["self", "context", "max_length", "stop", "generation_kwargs"]
-    assert found.stdout.splitlines()[-1] == f"{scoring} {generating}"
+    assert completed.stdout.splitlines()[-1] == f"{scoring} {generating}"

@@ -197,8 +197,8 @@ def test_experts_are_told_by_their_role(name: str) -> None:
         n: p for n, p in model.named_parameters() if re.search(r"\.experts\.(gate_up|down)_proj", n)
     }
     assert stacked
-    found = sum(costs.kinds[kind].num_parameters_expert for kind in costs.layers)
-    assert found == sum(p.numel() for p in stacked.values())
+    num_parameters = sum(costs.kinds[kind].num_parameters_expert for kind in costs.layers)
+    assert num_parameters == sum(p.numel() for p in stacked.values())
     layout = find_layout(model.eval(), torch.arange(8)[None])
     times = stage_costs(config, layout).layer_time
     share = {"mixtral": 2 / 4, "deepseek_v3": 2 / 4}.get(name, 2 / 8)

@@ -112,15 +112,17 @@ def test_a_causal_models_weights_become_those_of_the_base(
     AutoModelForCausalLM.from_config(causal_config).save_pretrained(tmp_path / "causal")
     labels = ("low", "middle", "high")
     hf_config = configured({"path": str(tmp_path / "causal")}, labels)
-    found = find_weights(str(tmp_path / "causal"), hf_config, seed=3)
+    weights = find_weights(str(tmp_path / "causal"), hf_config, seed=3)
     expected = AutoModelForSequenceClassification.from_pretrained(
         tmp_path / "causal", num_labels=len(labels)
     )
     names = {name for name, _ in expected.named_parameters()}
-    assert names == {n for n in found.tensors if "rotary" not in n and not n.endswith("bias_mask")}
+    assert names == {
+        n for n in weights.tensors if "rotary" not in n and not n.endswith("bias_mask")
+    }
     for name, parameter in expected.named_parameters():
         if name != "score.weight":
-            assert torch.equal(found.tensors[name].read(), parameter), name
+            assert torch.equal(weights.tensors[name].read(), parameter), name
     head, again = (
         find_weights(str(tmp_path / "causal"), hf_config, seed=seed).tensors["score.weight"].read()
         for seed in (3, 4)
@@ -128,7 +130,7 @@ def test_a_causal_models_weights_become_those_of_the_base(
     assert head.shape == (3, 32)
     assert float(head.std()) == pytest.approx(0.02, rel=0.3)
     assert not torch.equal(head, again)
-    assert found.unused() == {}
+    assert weights.unused() == {}
     expected.config.id2label = hf_config.id2label
     expected.save_pretrained(tmp_path / "scorer")
     known = configured({"path": str(tmp_path / "scorer")}, labels)

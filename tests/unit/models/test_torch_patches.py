@@ -72,9 +72,9 @@ def finds_shadow_before_parameter() -> bool:
 def calls_shadow_of_step() -> bool:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
     torch_patches.shadow(optimizer, "step", lambda: "shadow")
-    found = optimizer.step()
+    result = optimizer.step()
     torch_patches.unshadow(optimizer, "step")
-    return found == "shadow" and "step" not in vars(optimizer)
+    return result == "shadow" and "step" not in vars(optimizer)
 
 
 def counts_writes() -> bool:
@@ -106,8 +106,8 @@ def converts_by_to_copy() -> bool:
 
 def maps() -> bool:
     tree = {"a": [1, (2, "b")], "c": None}
-    found = torch_patches.map_instances(int, lambda number: -number, tree)
-    return found == {"a": [-1, (-2, "b")], "c": None}
+    mapped = torch_patches.map_instances(int, lambda number: -number, tree)
+    return mapped == {"a": [-1, (-2, "b")], "c": None}
 
 
 def dumps_trace() -> bool:
@@ -176,9 +176,9 @@ def is_observed_on_a_device() -> bool:
 def collectives_called() -> set[str]:
     """Methods of a group by which torch.distributed communicates, by its own source."""
     called = set(re.findall(r"\bgroup\.(\w+)\(", inspect.getsource(dist.distributed_c10d)))
-    found = {name for name in called if hasattr(dist.ProcessGroup, name)} - _NO_COLLECTIVES
-    assert {"allreduce", "broadcast", "barrier"} <= found
-    return found
+    collectives = {name for name in called if hasattr(dist.ProcessGroup, name)} - _NO_COLLECTIVES
+    assert {"allreduce", "broadcast", "barrier"} <= collectives
+    return collectives
 
 
 _NO_COLLECTIVES = {"_start_coalescing", "_end_coalescing", "_get_backend", "rank", "size"}
@@ -207,12 +207,12 @@ def attends() -> bool:
     gradient = torch.randn_like(out)
     expected = torch.autograd.grad(out, [blocks[1], blocks[3]], gradient)
     own = (query.detach(), blocks[1].detach(), blocks[3].detach())
-    found = torch_patches.flash_attention_gradients(
+    gradients = torch_patches.flash_attention_gradients(
         gradient, own, out.detach(), lse.detach(), is_causal=False, scale=0.5
     )
     _, alone = torch_patches.flash_attention(*own, is_causal=False, scale=0.5)
     close = torch.allclose(alone, scores[..., 8:].logsumexp(-1), atol=1e-5)
-    pairs = zip(found[1:], expected, strict=True)
+    pairs = zip(gradients[1:], expected, strict=True)
     return close and all(torch.allclose(*pair, atol=1e-5) for pair in pairs)
 
 
@@ -222,10 +222,10 @@ def attends_on_cuda() -> bool:
         query = torch.empty(2, 4, 16, 8, dtype=torch.bfloat16, device="cuda")
         key = torch.empty(2, 4, 24, 8, dtype=torch.bfloat16, device="cuda")
         out, lse = torch_patches.flash_attention(query, key, key, is_causal=False, scale=0.5)
-        found = torch_patches.flash_attention_gradients(
+        gradients = torch_patches.flash_attention_gradients(
             out, (query, key, key), out, lse, is_causal=False, scale=0.5
         )
-        shapes = [x.shape for x in (out, *found)]
+        shapes = [x.shape for x in (out, *gradients)]
         return lse.dtype == torch.float32 and [lse.shape, *shapes] == [
             query.shape[:3],
             query.shape,

@@ -69,14 +69,20 @@ def expands() -> bool:
 
 def styles() -> bool:
     plan, name = {"layers.*.up": "x", "layers.*.up.bias": "y"}, "layers.3.up"
-    found = [patches.style_of(plan, f"{name}.{leaf}", is_parameter=True) for leaf in ("w", "bias")]
+    leaf_styles = [
+        patches.style_of(plan, f"{name}.{leaf}", is_parameter=True) for leaf in ("w", "bias")
+    ]
     whole = [patches.style_of(plan, name, is_parameter=of) for of in (False, True)]
-    return [*found, *whole] == ["x", "y", "x", "x"]
+    return [*leaf_styles, *whole] == ["x", "y", "x", "x"]
 
 
 def finds_experts() -> bool:
-    found = list(patches.modules_of_experts(empty(MixtralConfig(**SMALL, num_local_experts=2))))
-    return len(found) == 1 and not list(patches.modules_of_experts(empty(LlamaConfig(**SMALL))))
+    expert_modules = list(
+        patches.modules_of_experts(empty(MixtralConfig(**SMALL, num_local_experts=2)))
+    )
+    return len(expert_modules) == 1 and not list(
+        patches.modules_of_experts(empty(LlamaConfig(**SMALL)))
+    )
 
 
 def ernie() -> PreTrainedModel:
@@ -90,8 +96,8 @@ def ernie() -> PreTrainedModel:
 def takes_names_for_experts() -> bool:
     shared = DeepseekV3Config(**SMALL, n_routed_experts=2, first_k_dense_replace=1)
     ends = ["q_proj", "gate_proj", "up_proj", "down_proj"]
-    found = patches.taken_for_experts(empty(shared), ends)
-    return found == set(ends[1:]) and not patches.taken_for_experts(
+    names = patches.taken_for_experts(empty(shared), ends)
+    return names == set(ends[1:]) and not patches.taken_for_experts(
         empty(LlamaConfig(**SMALL)), ends
     )
 
@@ -99,11 +105,11 @@ def takes_names_for_experts() -> bool:
 def refuses_beside_mamba() -> bool:
     mamba = empty(Mamba2Config(num_hidden_layers=1))
     ends = ["in_proj", "out_proj"]
-    found = (
+    refused = (
         patches.refused_by_peft(mamba, ends),
         patches.refused_by_peft(empty(LlamaConfig(**SMALL)), ends),
     )
-    return found == ({"out_proj"}, set())
+    return refused == ({"out_proj"}, set())
 
 
 def gives_adapters_where_it_is_told() -> bool:
@@ -138,8 +144,8 @@ def follows() -> bool:
 
 def ignores_keys() -> bool:
     model = empty(DeepseekV3Config(**SMALL, n_routed_experts=2))
-    found = patches.ignored_keys(model), patches.ignored_keys(empty(LlamaConfig(**SMALL)))
-    return found == (["model\\.layers\\.61.*"], [])
+    ignored = patches.ignored_keys(model), patches.ignored_keys(empty(LlamaConfig(**SMALL)))
+    return ignored == (["model\\.layers\\.61.*"], [])
 
 
 def keeps_float32() -> bool:

@@ -58,10 +58,12 @@ def traced(model: str, section: AdaptersSection) -> tuple[ModelCosts, AdapterCos
 
 @pytest.mark.parametrize(("model", "options"), KINDS)
 def test_as_much_is_counted_as_is_trained(model: str, options: dict[str, Any]) -> None:
-    found, _, trained = traced(model, AdaptersSection(rank=4, **options))
-    inner = sum(found.kinds[kind].num_adapter_parameters(1) for kind in found.layers)
-    assert inner + found.others_outside.trained(1) == trained
-    assert ModelCosts.from_json(found.to_json()).kinds == found.kinds
+    adapted_costs, _, trained = traced(model, AdaptersSection(rank=4, **options))
+    inner = sum(
+        adapted_costs.kinds[kind].num_adapter_parameters(1) for kind in adapted_costs.layers
+    )
+    assert inner + adapted_costs.others_outside.trained(1) == trained
+    assert ModelCosts.from_json(adapted_costs.to_json()).kinds == adapted_costs.kinds
 
 
 COPIES = ("lm_head", "embed_tokens", "norm", "o_proj")
@@ -78,7 +80,7 @@ def test_a_rank_has_its_part_of_what_is_cut(
     section = AdaptersSection(rank=4, **options)
     even = MODELS[model] | {"vocab_size": 98}
     monkeypatch.setitem(MODELS, model, even)
-    found, _, _ = traced(model, section)
+    adapted_costs, _, _ = traced(model, section)
     own = ModelSection(config=even)
     built = build_model(own, load_hf_config(own), seed=0, adapters=section)
     monkeypatch.setattr(dist, "get_rank", lambda _group: 1)
@@ -87,8 +89,10 @@ def test_a_rank_has_its_part_of_what_is_cut(
     shard_model(built, tensor_plan(built), group)
     shards = [shard_of(p) for p in built.parameters() if p.requires_grad]
     held = sum(math.prod(shard.local_shape) for shard in shards if shard is not None)
-    inner = sum(found.kinds[kind].num_adapter_parameters(2) for kind in found.layers)
-    assert inner + found.others_outside.trained(2) == held
+    inner = sum(
+        adapted_costs.kinds[kind].num_adapter_parameters(2) for kind in adapted_costs.layers
+    )
+    assert inner + adapted_costs.others_outside.trained(2) == held
 
 
 def test_sums_of_stacks_and_adapters_are_saved() -> None:
@@ -96,23 +100,27 @@ def test_sums_of_stacks_and_adapters_are_saved() -> None:
     config = MODELS["qwen3_moe"]
     matrices = 3 * config["hidden_size"] * config["moe_intermediate_size"]
     assert [layer.summed for layer in costs.others] == [config["num_experts"] * matrices] * 2
-    found, _, _ = traced("qwen3_moe", AdaptersSection(rank=4, targets="attention"))
+    adapted_costs, _, _ = traced("qwen3_moe", AdaptersSection(rank=4, targets="attention"))
     layout = Layout(data_size=2, zero_stage=2, loss_chunk_tokens=8)
     summed = replace(
-        found, kinds=tuple(replace(kind, others=costs.others[0]) for kind in found.kinds)
+        adapted_costs,
+        kinds=tuple(replace(kind, others=costs.others[0]) for kind in adapted_costs.kinds),
     )
     engine = engine_named("deepspeed")
-    uses = [peak_memory(model, layout, engine).activations for model in (summed, found)]
+    uses = [peak_memory(model, layout, engine).activations for model in (summed, adapted_costs)]
     assert uses[0] - uses[1] == 4 * sum(layer.summed for layer in costs.others)
 
 
 def test_all_linear_is_known_without_the_model() -> None:
-    found, costs, _ = traced("llama", AdaptersSection(rank=4))
-    plain = replace(found, kinds=tuple(replace(k, adapters=()) for k in found.kinds))
+    adapted_costs, costs, _ = traced("llama", AdaptersSection(rank=4))
+    plain = replace(
+        adapted_costs, kinds=tuple(replace(k, adapters=()) for k in adapted_costs.kinds)
+    )
     closed = with_adapters(plain, of_all_linear(plain, 4))
     for size in (1, 2):
         sums = [
-            sum(m.kinds[k].num_adapter_parameters(size) for k in m.layers) for m in (closed, found)
+            sum(m.kinds[k].num_adapter_parameters(size) for k in m.layers)
+            for m in (closed, adapted_costs)
         ]
         assert sums[0] == sums[1]
     assert AdapterCosts.from_json(costs.to_json()) == costs
@@ -120,10 +128,10 @@ def test_all_linear_is_known_without_the_model() -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_gradients_and_states_are_those_of_what_is_trained(stage: int) -> None:
-    found, _, trained = traced("llama", AdaptersSection(rank=4))
+    adapted_costs, _, trained = traced("llama", AdaptersSection(rank=4))
     layout = Layout(data_size=2, zero_stage=stage, loss_chunk_tokens=8)
-    use = peak_memory(found, layout, engine_named("deepspeed"))
-    base = found.num_parameters
+    use = peak_memory(adapted_costs, layout, engine_named("deepspeed"))
+    base = adapted_costs.num_parameters
     parts = 2 if stage else 1
     parameters = 2 * (base + trained) / (2 if stage == 3 else 1)
     assert use.states == pytest.approx(parameters + 12 * trained / parts)

@@ -69,10 +69,10 @@ def test_a_step_has_its_share_of_the_copies() -> None:
     layout = Layout(zero_stage=3, data_size=64, partner_copies=1)
     without = step_time(LLAMA_8B, layout, H100, ENGINE)
     for every in (1, 10):
-        found = step_time(LLAMA_8B, layout.changed(memory_every_steps=every), H100, ENGINE)
+        with_copies = step_time(LLAMA_8B, layout.changed(memory_every_steps=every), H100, ENGINE)
         share = costs_of(memory_every_steps=every).blocked_seconds / every
-        assert found.terms()["memory checkpoints"] == pytest.approx(share)
-        assert found.total == pytest.approx(without.total + share)
+        assert with_copies.terms()["memory checkpoints"] == pytest.approx(share)
+        assert with_copies.total == pytest.approx(without.total + share)
     assert "memory checkpoints" not in without.terms()
 
 

@@ -39,9 +39,9 @@ def search(
     request: SearchSpace, cluster: Cluster, engine: Engine
 ) -> tuple[list[Candidate], list[Candidate]]:
     """Every layout looked at."""
-    found = whole_search(request, cluster, engine, prunes=False)
-    assert found.num_larger == 0
-    return found.fitting, found.others
+    result = whole_search(request, cluster, engine, prunes=False)
+    assert result.num_larger == 0
+    return result.fitting, result.others
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 8, 16])
@@ -194,11 +194,11 @@ def test_a_thousand_layouts_are_had_by_few_evaluations(monkeypatch: pytest.Monke
         lambda model, layout, *rest: looked_at.append(layout) or assess(model, layout, *rest),
     )
     request = replace(REQUEST, model=LARGE, sequence_length=8192, global_batch_size=512)
-    found = whole_search(request, cluster(512), ENGINE)
-    assert len(found.fitting) + found.num_others > 1000
-    assert len(looked_at) < 0.7 * (len(found.fitting) + found.num_others)
-    assert all(candidate.time.total > 0 for candidate in found.fitting)
-    assert layer_seconds._passes.cache_info().misses < len(found.fitting) / 2
+    result = whole_search(request, cluster(512), ENGINE)
+    assert len(result.fitting) + result.num_others > 1000
+    assert len(looked_at) < 0.7 * (len(result.fitting) + result.num_others)
+    assert all(candidate.time.total > 0 for candidate in result.fitting)
+    assert layer_seconds._passes.cache_info().misses < len(result.fitting) / 2
     assert stages._sizes.cache_info().misses < 200
 
 

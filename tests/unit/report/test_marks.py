@@ -18,8 +18,8 @@ def marks(directory: Path) -> dict[str, Marks]:
 
 
 def test_each_kind_of_an_eventful_run(tmp_path: Path) -> None:
-    found = marks(eventful_run(tmp_path / "run"))
-    assert {kind: one.steps for kind, one in found.items()} == {
+    marks_by_kind = marks(eventful_run(tmp_path / "run"))
+    assert {kind: one.steps for kind, one in marks_by_kind.items()} == {
         "restart": [200, 450],
         "rollback": [405],
         "hang": [247],
@@ -27,12 +27,12 @@ def test_each_kind_of_an_eventful_run(tmp_path: Path) -> None:
         "straggler": [320],
         "other sites": [200, 300],
     }
-    rows = {kind: one.rows[0][1] for kind, one in found.items()}
+    rows = {kind: one.rows[0][1] for kind, one in marks_by_kind.items()}
     assert rows["restart"] == "start 2 on node0, 2026-11-21 10:00:00 UTC, 16 ranks"
     assert rows["rollback"] == "back to step 400; samples 3,200 to 3,239"
     assert "rank 11 on node1 (process 4711): step 247, backward" in rows["hang"]
     assert rows["skipped step"] == "loss is not finite; samples 1,272 to 1,279"
-    assert found["skipped step"].rows[1][1].startswith("loss is not finite, 2 in a row; ")
+    assert marks_by_kind["skipped step"].rows[1][1].startswith("loss is not finite, 2 in a row; ")
     assert rows["straggler"] == (
         "rank 5 on node0: 0.71 s of work, its peers 0.36 s; samples 2,552 to 2,559"
     )
@@ -50,8 +50,8 @@ def test_events_of_sites(tmp_path: Path) -> None:
     ):
         more = {"event": name, "who": who, "reason": reason, "count": count}
         lines.append({"step": step, **event, **more})
-    found = marks(make_run(tmp_path / "run", lines))
-    assert {kind: one.rows for kind, one in found.items()} == {
+    marks_by_kind = marks(make_run(tmp_path / "run", lines))
+    assert {kind: one.rows for kind, one in marks_by_kind.items()} == {
         "site detached": [(10, "site 0: http://hub:29700 did not answer in time; outer step 3")],
         "site excluded": [(10, "site 1: late; outer step 3")],
         "site rejoined": [(20, "site 1: joined; outer step 3")],
@@ -67,10 +67,10 @@ def test_a_step_that_is_not_finite_is_marked_unless_it_was_skipped(tmp_path: Pat
     lines: list[dict[str, Any]] = [step_line(1), step_line(2, loss=None), step_line(3)]
     lines += [step_line(4, grad_norm=None), {"step": 4, "event": "skipped"}]
     lines += [step_line(5, loss=None, grad_norm=None)]
-    found = marks(make_run(tmp_path / "run", lines))
-    assert found["not finite"].steps == [2, 5]
-    assert found["not finite"].total == 2
-    assert found["not finite"].rows == [
+    marks_by_kind = marks(make_run(tmp_path / "run", lines))
+    assert marks_by_kind["not finite"].steps == [2, 5]
+    assert marks_by_kind["not finite"].total == 2
+    assert marks_by_kind["not finite"].rows == [
         (2, "loss not finite"),
         (5, "loss and grad_norm not finite"),
     ]
@@ -85,29 +85,29 @@ def test_an_event_of_a_later_version_keeps_its_name(tmp_path: Path) -> None:
 
 def test_events_of_other_forms_are_told_without_details(tmp_path: Path) -> None:
     lines = [{"step": 5, "event": name} for name in ("skipped", "rolled_back", "straggler")]
-    found = marks(make_run(tmp_path / "run", [*lines, {"step": 6, "event": None}]))
-    assert found["skipped step"].rows == [(5, "no reason recorded")]
-    assert found["rollback"].rows == [(5, "back to step not recorded")]
-    assert "rank not recorded" in found["straggler"].rows[0][1]
-    assert found["None"].steps == [6]
+    marks_by_kind = marks(make_run(tmp_path / "run", [*lines, {"step": 6, "event": None}]))
+    assert marks_by_kind["skipped step"].rows == [(5, "no reason recorded")]
+    assert marks_by_kind["rollback"].rows == [(5, "back to step not recorded")]
+    assert "rank not recorded" in marks_by_kind["straggler"].rows[0][1]
+    assert marks_by_kind["None"].steps == [6]
 
 
 def test_neighbours_of_thousands_are_one_mark(tmp_path: Path) -> None:
     lines = [{"step": step, "event": "skipped"} for step in range(1, 50_001)]
-    found = marks(make_run(tmp_path / "run", lines))["skipped step"]
-    assert found.total == 50_000
-    assert len(found.steps) <= 1000
-    assert sum(found.counts) == 50_000
-    assert found.steps == sorted(set(found.steps))
-    assert found.steps[0] == 1
-    assert found.steps[-1] > 49_900
-    assert len(found.rows) == 100
+    skipped_steps = marks(make_run(tmp_path / "run", lines))["skipped step"]
+    assert skipped_steps.total == 50_000
+    assert len(skipped_steps.steps) <= 1000
+    assert sum(skipped_steps.counts) == 50_000
+    assert skipped_steps.steps == sorted(set(skipped_steps.steps))
+    assert skipped_steps.steps[0] == 1
+    assert skipped_steps.steps[-1] > 49_900
+    assert len(skipped_steps.rows) == 100
 
 
 def test_two_events_of_a_step_are_one_mark(tmp_path: Path) -> None:
     lines = [{"step": step, "event": "straggler", "rank": step} for step in (7, 7, 9)]
-    found = marks(make_run(tmp_path / "run", lines))["straggler"]
-    assert (found.steps, found.counts, found.total) == ([7, 9], [2, 1], 3)
+    stragglers = marks(make_run(tmp_path / "run", lines))["straggler"]
+    assert (stragglers.steps, stragglers.counts, stragglers.total) == ([7, 9], [2, 1], 3)
 
 
 def test_a_restart_that_did_not_record_its_step_is_in_the_table(tmp_path: Path) -> None:
@@ -116,10 +116,10 @@ def test_a_restart_that_did_not_record_its_step_is_in_the_table(tmp_path: Path) 
     for number in (1, 2):
         holder = {"generation": number, "host": "a", "since": "then", "slurm_job_id": "12"}
         (run / "generations" / f"{number:08d}.json").write_text(json.dumps(holder))
-    found = marks(run)["restart"]
-    assert found.steps == []
-    assert found.total == 1
-    assert found.rows == [(None, "start 2 on a, then, Slurm job 12; its step was not recorded")]
+    restarts = marks(run)["restart"]
+    assert restarts.steps == []
+    assert restarts.total == 1
+    assert restarts.rows == [(None, "start 2 on a, then, Slurm job 12; its step was not recorded")]
 
 
 @pytest.mark.parametrize("report", [None, "", "no line that is indented"])
@@ -130,6 +130,6 @@ def test_a_hang_without_a_report(tmp_path: Path, report: str | None) -> None:
     (run / "hangs" / "something").mkdir()
     if report is not None:
         (hang / "report.txt").write_text(report)
-    found = marks(run)["hang"]
-    assert found.steps == [3]
-    assert found.rows[0][1].endswith("UTC, without a report")
+    hangs = marks(run)["hang"]
+    assert hangs.steps == [3]
+    assert hangs.rows[0][1].endswith("UTC, without a report")

@@ -64,11 +64,11 @@ def test_what_a_run_writes_is_read(tmp_path: Path) -> None:
             distance=0.2,
         )
         metrics.log_event("skipped", step=3, first_sample=32, num_samples=16, reason="bad")
-    found = read(tmp_path / "metrics.jsonl")
-    assert steps_of(found) == list(range(1, 8))
-    np.testing.assert_array_equal(loss_of(found), [6, 5, np.nan, 3, 2, 1, 0])
-    assert found.evaluations.reduced().series["held_out_loss"].mean.tolist() == [2.5]
-    outer = found.outer_steps.reduced().series
+    file_metrics = read(tmp_path / "metrics.jsonl")
+    assert steps_of(file_metrics) == list(range(1, 8))
+    np.testing.assert_array_equal(loss_of(file_metrics), [6, 5, np.nan, 3, 2, 1, 0])
+    assert file_metrics.evaluations.reduced().series["held_out_loss"].mean.tolist() == [2.5]
+    outer = file_metrics.outer_steps.reduced().series
     assert {name: one.mean.tolist() for name, one in outer.items()} == {
         "sent_bytes": [10],
         "link_bytes": [5],
@@ -78,11 +78,11 @@ def test_what_a_run_writes_is_read(tmp_path: Path) -> None:
         "distance": [0.2],
         "sites": [2],
     }
-    assert found.events.count("skipped") == 1
-    assert found.events.steps[NON_FINITE].tolist() == [3]
-    assert +found.missing == {"loss": 1, "model_flops_utilization": 7}
-    assert found.unreadable.count == 0
-    assert found.steps.reduced().last["hours"][-1] == pytest.approx(7 * 0.5 / 3600)
+    assert file_metrics.events.count("skipped") == 1
+    assert file_metrics.events.steps[NON_FINITE].tolist() == [3]
+    assert +file_metrics.missing == {"loss": 1, "model_flops_utilization": 7}
+    assert file_metrics.unreadable.count == 0
+    assert file_metrics.steps.reduced().last["hours"][-1] == pytest.approx(7 * 0.5 / 3600)
 
 
 def test_hours_count_steps_that_were_not_logged(tmp_path: Path) -> None:
@@ -96,9 +96,9 @@ def test_a_last_line_that_was_cut_off_is_not_there(tmp_path: Path, final: bool) 
     path = tmp_path / "metrics.jsonl"
     write_lines(path, [step_line(1), step_line(2)])
     path.write_bytes(path.read_bytes()[:-40])
-    found = read(path, final)
-    assert steps_of(found) == [1]
-    assert found.unreadable.count == 0
+    metrics = read(path, final)
+    assert steps_of(metrics) == [1]
+    assert metrics.unreadable.count == 0
 
 
 def test_a_last_line_that_lacks_its_end_alone_counts(tmp_path: Path) -> None:
@@ -125,26 +125,26 @@ def test_a_last_line_that_lacks_its_end_alone_counts(tmp_path: Path) -> None:
 def test_an_unreadable_line_is_counted_and_named(tmp_path: Path, line: str, reason: str) -> None:
     path = tmp_path / "metrics.jsonl"
     write_lines(path, [step_line(1), line, step_line(5)])
-    found = read(path)
-    assert steps_of(found) == [1, 5]
-    assert (found.unreadable.count, found.unreadable.first) == (1, [reason])
+    metrics = read(path)
+    assert steps_of(metrics) == [1, 5]
+    assert (metrics.unreadable.count, metrics.unreadable.first) == (1, [reason])
 
 
 def test_two_lines_that_are_one_value_together_are_unreadable(tmp_path: Path) -> None:
     """Lines are parsed a block at a time, joined by commas."""
     path = tmp_path / "metrics.jsonl"
     write_lines(path, [step_line(1), '{"step": 2, "loss": [1', "2]}", step_line(3)])
-    found = read(path)
-    assert steps_of(found) == [1, 3]
-    assert found.unreadable.first == ["line 2 is not JSON", "line 3 is not JSON"]
+    metrics = read(path)
+    assert steps_of(metrics) == [1, 3]
+    assert metrics.unreadable.first == ["line 2 is not JSON", "line 3 is not JSON"]
 
 
 def test_of_many_unreadable_lines_the_first_are_named(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write_lines(path, ["x"] * 1000)
-    found = read(path)
-    assert found.unreadable.count == 1000
-    assert len(found.unreadable.first) == 5
+    metrics = read(path)
+    assert metrics.unreadable.count == 1000
+    assert len(metrics.unreadable.first) == 5
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", '"2.5"', "true", "[2.5]", "1" * 400, "{}"])
@@ -152,25 +152,25 @@ def test_what_is_no_number_is_a_gap(tmp_path: Path, value: str) -> None:
     path = tmp_path / "metrics.jsonl"
     text = json.dumps(step_line(2)).replace('"lr": 0.0003', f'"lr": {value}')
     write_lines(path, [step_line(1), text, step_line(3)])
-    found = read(path)
+    metrics = read(path)
     np.testing.assert_array_equal(
-        found.steps.reduced().series["lr"].mean, [np.float64(3e-4), np.nan, np.float64(3e-4)]
+        metrics.steps.reduced().series["lr"].mean, [np.float64(3e-4), np.nan, np.float64(3e-4)]
     )
-    assert found.missing["lr"] == 1
+    assert metrics.missing["lr"] == 1
 
 
 def test_sources_and_breakdown_are_series_of_their_own(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write_lines(path, eventful_lines(100))
-    found = read(path)
-    assert found.evaluations.names == [
+    metrics = read(path)
+    assert metrics.evaluations.names == [
         "held_out_loss",
         "held_out_sources/code",
         "held_out_sources/web",
     ]
-    breakdown = [name for name in found.steps.names if name.startswith("breakdown/")]
+    breakdown = [name for name in metrics.steps.names if name.startswith("breakdown/")]
     assert len(breakdown) == 6
-    assert not np.isnan(found.steps.reduced().series["breakdown/forward_seconds"].mean).any()
+    assert not np.isnan(metrics.steps.reduced().series["breakdown/forward_seconds"].mean).any()
 
 
 @pytest.mark.parametrize("value", [7, "x", [1], None, {"a": "x"}, {"a": {"b": 1}}])
@@ -269,7 +269,7 @@ def test_a_block_is_read_as_its_lines_are(
     path.write_bytes("".join(f"{line}\n" for line in lines).encode())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(metrics_file, "_BLOCK_BYTES", block_bytes)
-        found = read(path)
+        metrics = read(path)
     expected_steps: list[int] = []
     unreadable = evaluated = events = 0
     for line in lines:
@@ -290,9 +290,9 @@ def test_a_block_is_read_as_its_lines_are(
             later = value["step"] > evaluated
             unreadable += not later
             evaluated = max(evaluated, value["step"])
-    assert steps_of(found) == expected_steps
-    assert found.events.count("skipped") == events
-    assert found.unreadable.count == unreadable
+    assert steps_of(metrics) == expected_steps
+    assert metrics.events.count("skipped") == events
+    assert metrics.unreadable.count == unreadable
 
 
 def test_tasks_and_bits_per_byte_are_series_of_evaluations(tmp_path: Path) -> None:
@@ -303,9 +303,9 @@ def test_tasks_and_bits_per_byte_are_series_of_evaluations(tmp_path: Path) -> No
         {"step": 4, "held_out_loss": 1.0, "tasks": {"arc_easy/acc": 0.5}},
     ]
     write_lines(path, lines)
-    found = read(path)
-    series = found.evaluations.reduced().series
+    metrics = read(path)
+    series = metrics.evaluations.reduced().series
     np.testing.assert_array_equal(series["tasks/arc_easy/acc"].mean, [np.nan, 0.25, 0.5])
     np.testing.assert_array_equal(series["held_out_loss"].mean, [2.0, np.nan, 1.0])
     np.testing.assert_array_equal(series["held_out_bits_per_byte"].mean, [1.5, np.nan, np.nan])
-    assert found.best == lines[2]
+    assert metrics.best == lines[2]

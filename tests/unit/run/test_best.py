@@ -24,13 +24,13 @@ def config_of(**evaluation: Any) -> RunConfig:
 
 def run(config: RunConfig, values: list[float | None]) -> list[tuple[float | None, int, bool]]:
     """Best value, its step and whether the run is over after each evaluation, one a step."""
-    state, found = TrainState(), []
+    state, rows = TrainState(), []
     for step, value in enumerate(values, 1):
         state = TrainState(step=step, best=state.best)
         figures = {} if value is None else {config.evaluation.best.metric: value}
         state = after_evaluation(config, state, figures)
-        found.append((state.best.value, state.best.step, is_over(config, state)))
-    return found
+        rows.append((state.best.value, state.best.step, is_over(config, state)))
+    return rows
 
 
 def test_a_run_ends_when_nothing_is_better_for_long() -> None:

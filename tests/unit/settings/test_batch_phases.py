@@ -19,9 +19,9 @@ from tests.unit.settings.test_run_config import make_tree
 
 def tree(*phases: dict[str, Any], **sections: Any) -> dict[str, Any]:
     """A run with `phases`."""
-    found = make_tree()
-    found["batch"]["phases"] = list(phases)
-    return {**found, **sections}
+    settings = make_tree()
+    settings["batch"]["phases"] = list(phases)
+    return {**settings, **sections}
 
 
 def refusal(run: dict[str, Any], ranks: int = 2) -> str:

@@ -130,10 +130,10 @@ def test_not_finite_at_any_depth() -> None:
     assert text.startswith("model.config.rope_parameters.factor = inf: must be a finite number")
 
 
-@pytest.mark.parametrize(("found", "nearest"), [(3, 2), (8, 4), (0, 1), (-2, 1)])
-def test_key_heads_divide_the_query_heads(found: int, nearest: int) -> None:
-    assert problems_of(num_attention_heads=4, num_key_value_heads=found) == [
-        f"model.config.num_key_value_heads = {found}: num_attention_heads = 4 must be a multiple "
+@pytest.mark.parametrize(("heads", "nearest"), [(3, 2), (8, 4), (0, 1), (-2, 1)])
+def test_key_heads_divide_the_query_heads(heads: int, nearest: int) -> None:
+    assert problems_of(num_attention_heads=4, num_key_value_heads=heads) == [
+        f"model.config.num_key_value_heads = {heads}: num_attention_heads = 4 must be a multiple "
         f"of it -> nearest: {nearest}"
     ]
     for right in (1, 2, 4, None):
@@ -179,12 +179,12 @@ def test_check_knows_the_heads_that_the_run_divides(
     if "moe" in model_type or model_type == "mixtral":
         config |= {"moe_intermediate_size": 24} if "moe" in model_type else {}
     section = ModelSection(config=config)
-    found, problems = inspect_configuration(section)
+    dimensions, problems = inspect_configuration(section)
     assert problems == []
     hf_config = load_hf_config(section)
     for size in (2, 3):
         facts = Facts(
-            tensor_size=size, cut_heads=found.cut_heads, cut_key_heads=found.cut_key_heads
+            tensor_size=size, cut_heads=dimensions.cut_heads, cut_key_heads=dimensions.cut_key_heads
         )
         try:
             expected = list(map(str, check_tensor_size(hf_config, size)))
@@ -204,8 +204,8 @@ def test_check_knows_the_heads_that_the_run_divides(
     ],
 )
 def test_layers_for_multi_token_prediction(config: dict[str, Any], count: int | None) -> None:
-    found, problems = inspect_configuration(ModelSection(config=config))
-    assert (found.num_mtp_layers, problems) == (count, [])
+    dimensions, problems = inspect_configuration(ModelSection(config=config))
+    assert (dimensions.num_mtp_layers, problems) == (count, [])
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]"])

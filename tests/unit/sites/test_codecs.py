@@ -21,8 +21,8 @@ def test_no_value_is_off_by_more_than_half_a_scale(name: str, size: int) -> None
     values = magnitudes * torch.randn(3, size, generator=generator)
     codes = codec.encode(values)
     assert codes.shape == (3, codec.num_bytes(size))
-    found = codec.decode(codes, size)
-    for row, back in zip(values, found, strict=True):
+    decoded = codec.decode(codes, size)
+    for row, back in zip(values, decoded, strict=True):
         for part, near in zip(row.split(codec.block), back.split(codec.block), strict=True):
             scale = part.abs().max() / codec.levels
             assert (part - near).abs().max() <= scale * 0.5001

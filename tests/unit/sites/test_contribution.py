@@ -90,5 +90,5 @@ def test_sites_name_the_one_whose_values_they_cannot_use(codec: str, bad: float)
         return -1
 
     with ThreadPoolExecutor(3) as threads:
-        found = list(threads.map(of_site, range(3)))
-    assert found == [None, None, 1]
+        positions = list(threads.map(of_site, range(3)))
+    assert positions == [None, None, 1]

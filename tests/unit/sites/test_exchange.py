@@ -70,9 +70,9 @@ def exchanged(
         exchange = SiteGroup(group, shares or [1] * count)
         kind = CODECS[codec]
         error = torch.zeros_like(weights) if kind.keeps_error else None
-        found = [exchange.mean(kind, own[index].clone(), weights, error) for own in local]
+        means = [exchange.mean(kind, own[index].clone(), weights, error) for own in local]
         group.barrier().wait()
-        return found, error, exchange.num_bytes
+        return means, error, exchange.num_bytes
 
     with ThreadPoolExecutor(count) as threads:
         return list(threads.map(of_site, range(count)))
@@ -89,19 +89,19 @@ def test_all_sites_get_the_same_mean(codec: str, count: int) -> None:
     else:
         changes = (local - weights).bfloat16().double()
         mean = weights + changes.mean(0).bfloat16().float()
-    for (found,), _, num_bytes in exchanged(codec, local.unsqueeze(0), weights):
-        assert torch.equal(found, mean)
+    for (site_mean,), _, num_bytes in exchanged(codec, local.unsqueeze(0), weights):
+        assert torch.equal(site_mean, mean)
         assert num_bytes == sent_bytes(100, count, codec)
 
 
 def rounded(codec: str, values: torch.Tensor) -> torch.Tensor:
     """`values` [N] as they come out of blocks, by plain arithmetic."""
     levels, block = (127, 256) if codec == "int8" else (7, 64)
-    found = []
+    parts = []
     for part in values.float().split(block):
         scale = part.abs().max() / levels
-        found.append(torch.round(part / scale) * scale if scale else part)
-    return torch.cat(found)
+        parts.append(torch.round(part / scale) * scale if scale else part)
+    return torch.cat(parts)
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -114,7 +114,7 @@ def test_integers_of_all_sites_are_summed_and_what_is_lost_is_sent_later(
     generator = torch.Generator().manual_seed(5)
     changes = 1e-3 * torch.randn(rounds, count, size, generator=generator)
     weights = torch.randn(size, generator=generator)
-    found = exchanged(codec, weights + changes, weights)
+    results = exchanged(codec, weights + changes, weights)
     part = -(-size // count)
     owns = [slice(i * part, min(size, (i + 1) * part)) for i in range(count)]
     errors = torch.zeros(count, size)
@@ -130,15 +130,15 @@ def test_integers_of_all_sites_are_summed_and_what_is_lost_is_sent_later(
         for site, own in enumerate(owns):
             result[own] = rounded(codec, mean[own])
             errors[site, own] += count * (mean[own] - result[own])
-        for of_site, (means, error, num_bytes) in enumerate(found):
+        for of_site, (means, error, num_bytes) in enumerate(results):
             assert torch.equal(means[number], result + weights)
             if number == rounds - 1:
                 torch.testing.assert_close(error, errors[of_site], rtol=0, atol=1e-9)
                 assert num_bytes == rounds * sent_bytes(size, count, codec)
     # All that was lost is still there: what was sent differs from the truth by what is kept.
-    total = torch.stack([found[0][0][n] - weights for n in range(rounds)]).double().sum(0)
+    total = torch.stack([results[0][0][n] - weights for n in range(rounds)]).double().sum(0)
     truth = changes.double().mean(1).sum(0)
-    kept = torch.stack([error for _, error, _ in found]).double().mean(0)
+    kept = torch.stack([error for _, error, _ in results]).double().mean(0)
     torch.testing.assert_close(total + kept, truth, rtol=0, atol=1e-6)
 
 
@@ -147,11 +147,11 @@ def test_sites_count_by_their_shares(codec: str) -> None:
     generator = torch.Generator().manual_seed(7)
     weights = torch.randn(999, generator=generator)
     local = weights + 1e-3 * torch.randn(3, 2, 999, generator=generator)
-    found = exchanged(codec, local, weights, (3, 1))
+    results = exchanged(codec, local, weights, (3, 1))
     truth = ((3 * (local[:, 0] - weights) + local[:, 1] - weights).double() / 4).sum(0)
-    total = sum((mean - weights).double() for mean in found[0][0])
+    total = sum((mean - weights).double() for mean in results[0][0])
     if codec == "int8":
-        total = total + (3 * found[0][1] + found[1][1]).double() / 4
+        total = total + (3 * results[0][1] + results[1][1]).double() / 4
     torch.testing.assert_close(total, truth, rtol=0, atol=1e-6)
 
 
@@ -167,8 +167,8 @@ def test_bytes_of_the_formula() -> None:
 
 def test_three_sites_with_the_same_weights_keep_them() -> None:
     local = torch.randn(50, generator=torch.Generator().manual_seed(4))
-    for (found,), _, _ in exchanged("float32", local.expand(1, 3, -1), torch.zeros(50)):
-        assert torch.equal(found, local)
+    for (site_mean,), _, _ in exchanged("float32", local.expand(1, 3, -1), torch.zeros(50)):
+        assert torch.equal(site_mean, local)
 
 
 def test_a_site_that_sends_nothing_is_not_waited_for_longer() -> None:

@@ -72,7 +72,7 @@ def entry(number: int, fragment: int | None = 0, **more: Any) -> dict[str, Any]:
 
 def together(*works: Callable[[], Any]) -> list[Any]:
     with ThreadPoolExecutor(len(works)) as threads:
-        return [found.result() for found in [threads.submit(work) for work in works]]
+        return [future.result() for future in [threads.submit(work) for work in works]]
 
 
 def begun(reach: dict[str, Any], **more: Any) -> tuple[Membership, Membership]:
@@ -251,8 +251,8 @@ def test_gloo_connects_by_the_store_of_the_server(count: int, reach: dict[str, A
         assert site.commit(plan.attempt, is_done=True, unusable=None)
         return mean
 
-    for found in together(*(lambda index=index: of_site(index) for index in range(count))):
-        assert torch.equal(found, torch.full((10,), sum(range(count)) / count))
+    for site_mean in together(*(lambda index=index: of_site(index) for index in range(count))):
+        assert torch.equal(site_mean, torch.full((10,), sum(range(count)) / count))
 
 
 def test_a_handshake_ends_when_another_member_votes_against_the_round(
@@ -274,5 +274,5 @@ def test_a_handshake_ends_when_another_member_votes_against_the_round(
         plan = site.enter(entry(0))
         return site.commit(plan.attempt, is_done=False, unusable=None)
 
-    found, _ = together(lambda: opens(sites[0]), lambda: refuses(sites[1]))
-    assert "the round of this generation is over" in found
+    reason, _ = together(lambda: opens(sites[0]), lambda: refuses(sites[1]))
+    assert "the round of this generation is over" in reason

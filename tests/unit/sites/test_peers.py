@@ -17,9 +17,9 @@ SHAPES = {"embed": (13, 6), "cube": (3, 4, 5), "norm": (7,), "single": (1,)}
 
 def cut(box: ParameterBox, draw: random.Random, pieces: int) -> list[ParameterBox]:
     """A rectangle in so many pieces that tile it, or fewer where it is small."""
-    found = [box]
+    boxes = [box]
     for _ in range(pieces):
-        whole = draw.choice(found)
+        whole = draw.choice(boxes)
         dims = [dim for dim, size in enumerate(whole.sizes) if size > 1]
         if not dims:
             continue
@@ -27,26 +27,26 @@ def cut(box: ParameterBox, draw: random.Random, pieces: int) -> list[ParameterBo
         size = draw.randint(1, whole.sizes[dim] - 1)
         sizes = (*whole.sizes[:dim], size, *whole.sizes[dim + 1 :])
         first = ParameterBox(whole.offsets, sizes, whole.name)
-        found.remove(whole)
-        found += [first, *whole.difference(first)]
-    return found
+        boxes.remove(whole)
+        boxes += [first, *whole.difference(first)]
+    return boxes
 
 
 def layout(draw: random.Random, ranks: int, copied: Sequence[str]) -> list[list[ParameterBox]]:
     """Every parameter in pieces on random ranks; the `copied` ones as a whole on two as well."""
-    found: list[list[ParameterBox]] = [[] for _ in range(ranks)]
+    boxes_of_ranks: list[list[ParameterBox]] = [[] for _ in range(ranks)]
     for name, shape in SHAPES.items():
         whole = ParameterBox((0,) * len(shape), shape, name)
         holders = list(range(ranks))
         if name in copied and ranks > 1:
             rank = draw.choice(holders)
             holders.remove(rank)
-            found[rank].append(whole)
+            boxes_of_ranks[rank].append(whole)
         for box in cut(whole, draw, draw.randint(0, 5)):
-            found[draw.choice(holders)].append(box)
-    for of_rank in found:
+            boxes_of_ranks[draw.choice(holders)].append(box)
+    for of_rank in boxes_of_ranks:
         draw.shuffle(of_rank)
-    return found
+    return boxes_of_ranks
 
 
 def groups_of(layouts: Sequence[Layout]) -> dict[tuple[int, int], dict[Ranks, list[Patch]]]:
@@ -59,10 +59,10 @@ def groups_of(layouts: Sequence[Layout]) -> dict[tuple[int, int], dict[Ranks, li
 
 def counted(boxes: Sequence[ParameterBox]) -> dict[str, torch.Tensor]:
     """How often every element is in one of them."""
-    found = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in SHAPES.items()}
+    counts_by_name = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in SHAPES.items()}
     for box in boxes:
-        found[box.name][box.slices].add_(1)
-    return found
+        counts_by_name[box.name][box.slices].add_(1)
+    return counts_by_name
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -70,9 +70,9 @@ def test_every_element_is_exchanged_by_the_same_ranks_of_all_sites(seed: int) ->
     draw = random.Random(seed)
     copied = draw.sample(sorted(SHAPES), draw.randint(0, 3))
     layouts = [layout(draw, draw.randint(1, 4), copied) for _ in range(draw.randint(2, 3))]
-    found = groups_of(layouts)
+    groups_by_rank = groups_of(layouts)
     together: dict[Ranks, list[list[ParameterBox]]] = defaultdict(list)
-    for (site, rank), groups in found.items():
+    for (site, rank), groups in groups_by_rank.items():
         assert list(groups) == sorted(groups)
         for ranks, patches in groups.items():
             assert ranks[site] == rank
@@ -90,7 +90,7 @@ def test_every_element_is_exchanged_by_the_same_ranks_of_all_sites(seed: int) ->
     for name, counts in exchanged.items():
         most = torch.stack([of_site[name] for of_site in held]).amax(0)
         assert torch.equal(counts, most), name
-    for (site, rank), groups in found.items():
+    for (site, rank), groups in groups_by_rank.items():
         own = counted([p.box for patches in groups.values() for p in patches])
         for name, counts in counted(layouts[site][rank]).items():
             assert torch.equal(own[name] > 0, counts > 0), name
@@ -102,6 +102,6 @@ def test_equal_layouts_meet_rank_by_rank() -> None:
     halves = [ParameterBox((0, 0), (6, 6), "embed"), ParameterBox((6, 0), (7, 6), "embed")]
     site = [[halves[0], whole], [halves[1], whole]]
     for rank in (0, 1):
-        (found,) = overlapping_peers([site, site], 0, rank).items()
-        assert found[0] == (rank, rank)
-        assert Counter(p.index for p in found[1]) == {0: 1, 1: 1}
+        (group,) = overlapping_peers([site, site], 0, rank).items()
+        assert group[0] == (rank, rank)
+        assert Counter(p.index for p in group[1]) == {0: 1, 1: 1}

@@ -161,8 +161,8 @@ def test_boxes_of_a_shard_are_those_of_the_elements_that_it_holds(
             seen[here.slices] = full[there.slices]
         np.testing.assert_array_equal(seen, local[part.slices])
     wanted = data.draw(boxes_of(shard.shape))
-    found = [n for box in shard.to_local(wanted) for n in local[box.slices].flat]
-    assert sorted(found) == sorted(
+    values = [n for box in shard.to_local(wanted) for n in local[box.slices].flat]
+    assert sorted(values) == sorted(
         set(full[wanted.slices].ravel().tolist()) & set(local.ravel().tolist())
     )
 

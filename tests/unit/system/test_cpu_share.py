@@ -14,8 +14,8 @@ def test_how_many_processes_the_launcher_started_here() -> None:
 
 
 def test_torchruns_one_thread_is_not_enough_for_an_optimizer_in_host_memory() -> None:
-    found = cpu_share(TORCHRUN, 1, HOST, 16, computes_on_cpu=True)
-    assert found == CpuShare(4, frozenset({4, 5, 6, 7}))
+    share = cpu_share(TORCHRUN, 1, HOST, 16, computes_on_cpu=True)
+    assert share == CpuShare(4, frozenset({4, 5, 6, 7}))
 
 
 def test_a_process_that_only_feeds_its_gpu_is_left_alone() -> None:
@@ -31,8 +31,10 @@ def test_a_users_number_of_threads_wins() -> None:
 
 
 def test_cores_are_divided_with_nothing_left_to_two() -> None:
-    found = [cpu_share(TORCHRUN, rank, HOST, 16, computes_on_cpu=True).cores for rank in range(4)]
-    cores = [core for part in found if part is not None for core in part]
+    cores_of_ranks = [
+        cpu_share(TORCHRUN, rank, HOST, 16, computes_on_cpu=True).cores for rank in range(4)
+    ]
+    cores = [core for part in cores_of_ranks if part is not None for core in part]
     assert sorted(cores) == list(HOST)
 
 

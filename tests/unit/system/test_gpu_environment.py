@@ -28,9 +28,9 @@ def test_nccl_gets_what_the_user_has_not_set() -> None:
     ],
 )
 def test_a_users_variable_wins_by_either_name(set_by_user: str, left_out: str) -> None:
-    found = nccl_defaults({set_by_user: "0"}, RUN)
-    assert left_out not in found
-    assert len(found) == 3
+    defaults = nccl_defaults({set_by_user: "0"}, RUN)
+    assert left_out not in defaults
+    assert len(defaults) == 3
 
 
 def test_the_allocator_is_asked_for_less_where_torch_does_not_know_a_key() -> None:
@@ -42,11 +42,11 @@ def test_the_allocator_is_asked_for_less_where_torch_does_not_know_a_key() -> No
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_a_users_settings_of_the_allocator_stay(name: str) -> None:
-    found = allocator_settings({name: "max_split_size_mb:128,expandable_segments:False"})
-    assert found == [
+    settings = allocator_settings({name: "max_split_size_mb:128,expandable_segments:False"})
+    assert settings == [
         "max_split_size_mb:128,expandable_segments:False,pinned_max_round_threshold_mb:64"
     ]
-    assert allocator_settings({name: f"{found[0]}"}) == []
+    assert allocator_settings({name: f"{settings[0]}"}) == []
 
 
 def test_another_allocator_has_no_such_settings() -> None:

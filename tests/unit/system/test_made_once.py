@@ -68,15 +68,15 @@ def test_threads_and_processes_make_it_once(tmp_path: Path) -> None:
 
 
 def test_others_wait_for_a_living_maker(tmp_path: Path) -> None:
-    place, maker, found = tmp_path / "x", Maker(), []
+    place, maker, values = tmp_path / "x", Maker(), []
     held = Leases(tmp_path, "other", lambda _name, _token: None)
     with held.take("x") as mine:
         assert mine
-        waiting = threading.Thread(target=lambda: found.append(made_once([place], read, maker)))
+        waiting = threading.Thread(target=lambda: values.append(made_once([place], read, maker)))
         waiting.start()
         place.write_bytes(WANTED)
         waiting.join()
-    assert found == [WANTED]
+    assert values == [WANTED]
     assert maker.num_calls == 0
 
 

@@ -198,10 +198,10 @@ def words_of(value: Any) -> set[str]:
 
 def lost_parts(messages: list[dict[str, Any]], tools: Any, text: str) -> dict[str, int]:
     """How many parts have a word that is not in `text`, by kind."""
-    found = {"content": 0, "tool_calls": 0, "tools": 0, "any_reasoning": 0}
+    lost_by_kind = {"content": 0, "tool_calls": 0, "tools": 0, "any_reasoning": 0}
 
     def look(kind: str, value: Any) -> None:
-        found[kind] += not words_of(value) <= words_of(text)
+        lost_by_kind[kind] += not words_of(value) <= words_of(text)
 
     for message in messages:
         content = message["content"]
@@ -215,7 +215,7 @@ def lost_parts(messages: list[dict[str, Any]], tools: Any, text: str) -> dict[st
             look("tool_calls", [function["name"], json.loads(function["arguments"])])
     for tool in tools or []:
         look("tools", tool["function"])
-    return {kind: count for kind, count in found.items() if count}
+    return {kind: count for kind, count in lost_by_kind.items() if count}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -244,14 +244,14 @@ def test_nothing_is_lost_in_silence(name: str) -> None:
 
 
 def ends_of_answers_are_learned(
-    tokenizer: Tokenizer, messages: list[dict[str, Any]], found: EncodedChats
+    tokenizer: Tokenizer, messages: list[dict[str, Any]], chats: EncodedChats
 ) -> None:
     """Every run of learned tokens ends in control tokens one of which ends generation, and none of
     those before does."""
-    ends = {*tokenizer.ids_of(found.ends)}
+    ends = {*tokenizer.ids_of(chats.ends)}
     special = {*tokenizer.huggingface.all_special_ids, *tokenizer.huggingface.added_tokens_decoder}
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], found.mask.astype(int), [0]])))
-    runs = [found.tokens[low:high].tolist() for low, high in edges.reshape(-1, 2).tolist()]
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], chats.mask.astype(int), [0]])))
+    runs = [chats.tokens[low:high].tolist() for low, high in edges.reshape(-1, 2).tolist()]
     assert 1 <= len(runs) <= sum(message["role"] == "assistant" for message in messages)
     for run in runs:
         behind: list[int] = []  # white space, and all control tokens of the answer's end
@@ -267,10 +267,10 @@ def test_tokens_are_those_of_the_template(name: str) -> None:
     source = (TEMPLATES / f"{name}.jinja").read_text()
     tokenizer = tokenizer_of(source)
     messages, _ = CONVERSATIONS["turns"]
-    found = encode(source, "turns")
+    chats = encode(source, "turns")
     expected = tokenizer.huggingface.apply_chat_template(messages, return_dict=True)["input_ids"]
-    added = found.tokens[len(expected) :].tolist()
-    assert found.tokens[: len(expected)].tolist() == expected
+    added = chats.tokens[len(expected) :].tolist()
+    assert chats.tokens[: len(expected)].tolist() == expected
     assert added == (tokenizer.ids_of(["<|user|>"]) if name == "glm4moe" else [])
 
 
@@ -309,8 +309,8 @@ def test_an_end_that_is_also_inside_of_answers_is_refused() -> None:
     ((_, why),) = encoder.encode([conversation_bytes(messages)]).problems
     assert "ends an answer in <|end|>" in why
     assert "--learn last" in why
-    found = encoder.encode([conversation_bytes(messages, last_only=True)])
-    assert found.ends == {"<|return|>"}
+    chats = encoder.encode([conversation_bytes(messages, last_only=True)])
+    assert chats.ends == {"<|return|>"}
 
 
 def test_short_strings_are_not_found_in_others() -> None:
@@ -320,8 +320,8 @@ def test_short_strings_are_not_found_in_others() -> None:
         "(message.content if loop.last else 'no 24') + '<|im_end|>' }}{% end",
     )
     messages = [said("user", "24?"), said("assistant", "4"), said("user", "4x"), ANSWERED]
-    found = encoder_of(source).encode([conversation_bytes(messages)])
-    assert "does not write the content of message 2" in found.problems[0][1]
+    chats = encoder_of(source).encode([conversation_bytes(messages)])
+    assert "does not write the content of message 2" in chats.problems[0][1]
 
 
 @pytest.mark.parametrize("dropped", ["b", "7", "你", "é", "🎉"])
@@ -329,8 +329,8 @@ def test_a_letter_that_is_dropped_inside_of_a_text_is_missed(dropped: str) -> No
     source = CHATML.replace("message['content']", f"message['content'] | replace('{dropped}', '')")
     assert source != CHATML
     messages = [ASKED, said("assistant", "a b 7 你 é 🎉 c")]
-    found = encoder_of(source, True).encode([conversation_bytes(messages)])
-    assert found.unrendered == {"content": 1}
+    chats = encoder_of(source, True).encode([conversation_bytes(messages)])
+    assert chats.unrendered == {"content": 1}
     escaped = CHATML.replace("message['content']", "message['content'] | tojson(ensure_ascii=true)")
     assert not encoder_of(escaped, True).encode([conversation_bytes(messages)]).unrendered
 
@@ -354,8 +354,8 @@ def test_spaces_and_punctuation_inside_a_text_are_part_of_it(change: str, lost: 
     source = CHATML.replace("+ message['content'] +", f"+ (message['content'] {change}) +")
     assert source != CHATML or not change
     text = 'def f():\n    return "a.b" < 1  # é \U0001f600'
-    found = encoder_of(source, True).encode([conversation_bytes([said("user", text), ANSWERED])])
-    assert found.unrendered == ({"content": 1} if lost else {})
+    chats = encoder_of(source, True).encode([conversation_bytes([said("user", text), ANSWERED])])
+    assert chats.unrendered == ({"content": 1} if lost else {})
 
 
 @pytest.mark.parametrize("is_read", [True, False])
@@ -365,35 +365,35 @@ def test_keys_of_a_message_that_the_template_ignores_are_counted(is_read: bool) 
     role = "message['role'] + (' ' + message['name'] if message['name'] else '')"
     source = CHATML.replace("message['role'] + '\n'", f"{role} + '\n'") if is_read else CHATML
     for allowed in (True, False):
-        found = encoder_of(source, allowed).encode([conversation_bytes(messages)])
-        assert found.unrendered == ({} if is_read else {"message_keys": 1})
+        chats = encoder_of(source, allowed).encode([conversation_bytes(messages)])
+        assert chats.unrendered == ({} if is_read else {"message_keys": 1})
 
 
 def test_an_answer_that_is_dropped_is_not_learned() -> None:
     """Llama 3's template writes nothing of a call: its end alone would be learned."""
     source = (TEMPLATES / "llama3.jinja").read_text()
-    found = encode(source, "a call", True)
-    learned = tokenizer_of(source).decode(found.tokens[found.mask])
+    chats = encode(source, "a call", True)
+    learned = tokenizer_of(source).decode(chats.tokens[chats.mask])
     assert learned == "wim<|eot_id|>"
-    assert found.unrendered == {"tool_calls": 1, "tools": 1, "message_keys": 1}
+    assert chats.unrendered == {"tool_calls": 1, "tools": 1, "message_keys": 1}
 
 
 @pytest.mark.parametrize("name", ["qwen3", "glm4moe"])
 @pytest.mark.parametrize("title", ["reasoning of two turns", "thoughts in content"])
 def test_reasoning_of_earlier_turns_is_dropped_by_design(name: str, title: str) -> None:
     """It is counted, and no error: the last turn's is written."""
-    found = encode((TEMPLATES / f"{name}.jinja").read_text(), title)
-    assert not found.problems
-    assert found.unrendered == {"stripped_reasoning": 1}
+    chats = encode((TEMPLATES / f"{name}.jinja").read_text(), title)
+    assert not chats.problems
+    assert chats.unrendered == {"stripped_reasoning": 1}
 
 
 @pytest.mark.parametrize("title", ["a call", "two calls and content", "escapes"])
 def test_calls_without_marks(title: str) -> None:
     """Qwen 3's template writes a call otherwise at the end of a conversation."""
     source = (TEMPLATES / "qwen3.jinja").read_text()
-    found = encode(source, title)
-    assert not found.problems
-    learned = tokenizer_of(source).decode(found.tokens[found.mask])
+    chats = encode(source, title)
+    assert not chats.problems
+    learned = tokenizer_of(source).decode(chats.tokens[chats.mask])
     assert learned.count("<tool_call>") == title.count("calls") + 1
     assert learned.count("<|im_end|>") == 2
 
@@ -434,9 +434,9 @@ def test_names_keys_and_values_of_a_call(written: str, lost: bool) -> None:
         ASKED,
         said("assistant", "", tool_calls=[{"type": "function", "function": function}]),
     ]
-    found = encoder_of(source, True).encode([conversation_bytes(messages)])
-    assert found.unrendered == ({"tool_calls": 1} if lost else {})
-    assert not found.problems
+    chats = encoder_of(source, True).encode([conversation_bytes(messages)])
+    assert chats.unrendered == ({"tool_calls": 1} if lost else {})
+    assert not chats.problems
 
 
 @pytest.mark.parametrize(

@@ -40,12 +40,12 @@ def document(name: str, row: dict[str, Any]) -> tuple[bytes | None, str]:
 def encoded(encoder: Any, name: Rows, row: dict[str, Any]) -> list[tuple[list[int], list[int]]]:
     content, why = document(name, row)
     assert content is not None, why
-    found = encode_rows(encoder, [content], None, name).chats
-    assert not found.problems
+    chats = encode_rows(encoder, [content], None, name).chats
+    assert not chats.problems
     parts, begin = [], 0
-    for length in found.lengths.tolist():
+    for length in chats.lengths.tolist():
         own = slice(begin, begin + length)
-        parts.append((found.tokens[own].tolist(), found.mask[own].astype(int).tolist()))
+        parts.append((chats.tokens[own].tolist(), chats.mask[own].astype(int).tolist()))
         begin += length
     return parts
 
@@ -59,10 +59,10 @@ def by_trl(kind: str, tokenizer: Any, row: dict[str, Any]) -> dict[str, list[int
     own = SimpleNamespace(_tokenizer=tokenizer, calculate_KL=False)
     options = SimpleNamespace(dataset_num_proc=None, max_length=None, truncation_mode="keep_start")
     rows = Dataset.from_list([row])
-    found: dict[str, list[int]] = trainer._prepare_dataset(own, rows, tokenizer, options, "train")[
-        0
-    ]
-    return found
+    tokens_by_column: dict[str, list[int]] = trainer._prepare_dataset(
+        own, rows, tokenizer, options, "train"
+    )[0]
+    return tokens_by_column
 
 
 PAIRS: dict[str, dict[str, Any]] = {
@@ -128,23 +128,29 @@ def test_a_sample_to_classify_has_transformers_tokens(label: Any, with_begin: bo
     ):
         content, why = document("classification", {**row, "label": label})
         assert content is not None, why
-        found = encode_rows(encoder, [content], None, "classification", ("low", "high"))
-        assert found.chats.tokens.tolist() == wanted
-        assert found.chats.mask.all()
-        assert found.labels is not None
-        assert found.labels.tolist() == [1]
+        encoded_rows = encode_rows(encoder, [content], None, "classification", ("low", "high"))
+        assert encoded_rows.chats.tokens.tolist() == wanted
+        assert encoded_rows.chats.mask.all()
+        assert encoded_rows.labels is not None
+        assert encoded_rows.labels.tolist() == [1]
 
 
 def test_labels_without_a_name_are_bad_documents() -> None:
     rows = [{"text": "a b", "label": label} for label in ("low", 2, -1, "other", 1)]
     contents = [content for row in rows if (content := document("classification", row)[0])]
-    found = encode_rows(encoder_of(None), contents, None, "classification", ("low", "high"))
-    assert [number for number, _ in found.chats.problems] == [1, 2, 3]
+    encoded_rows = encode_rows(encoder_of(None), contents, None, "classification", ("low", "high"))
+    assert [number for number, _ in encoded_rows.chats.problems] == [1, 2, 3]
     why = "its label is 'other', which is not 0 to 1 or one of low, high"
-    assert found.chats.problems[2][1] == why
-    assert [length > 0 for length in found.chats.lengths] == [True, False, False, False, True]
-    assert found.labels is not None
-    assert found.labels[[0, 4]].tolist() == [0, 1]
+    assert encoded_rows.chats.problems[2][1] == why
+    assert [length > 0 for length in encoded_rows.chats.lengths] == [
+        True,
+        False,
+        False,
+        False,
+        True,
+    ]
+    assert encoded_rows.labels is not None
+    assert encoded_rows.labels[[0, 4]].tolist() == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -273,13 +279,15 @@ def test_pairs_become_shards_that_only_a_preference_may_train(
         assert "rejected: no assistant tokens to train on" in (out / "errors.jsonl").read_text()
         assert "preference: 40 pairs" in capsys.readouterr().out
     splits: list[Any] = ["train", "held_out"]
-    found = [documents_of(tmp_path / "out1", split) for split in splits]
-    assert found == [documents_of(tmp_path / "out2", split) for split in splits]
-    assert [len(part) % 2 for part in found] == [0, 0]
-    assert sum(map(len, found)) == 80
-    assert len(found[1]) > 0
+    documents_of_splits = [documents_of(tmp_path / "out1", split) for split in splits]
+    assert documents_of_splits == [documents_of(tmp_path / "out2", split) for split in splits]
+    assert [len(part) % 2 for part in documents_of_splits] == [0, 0]
+    assert sum(map(len, documents_of_splits)) == 80
+    assert len(documents_of_splits[1]) > 0
     tokenizer_of_data = tokenizer_of(CHATML)
-    for chosen, rejected in zip(found[0][::2], found[0][1::2], strict=True):
+    for chosen, rejected in zip(
+        documents_of_splits[0][::2], documents_of_splits[0][1::2], strict=True
+    ):
         both = [
             tokenizer_of_data.decode([t for t, m in zip(*half, strict=True) if m])
             for half in (chosen, rejected)
@@ -349,9 +357,9 @@ def test_what_a_template_drops_is_counted_of_pairs_that_are_used() -> None:
     ]
     contents = [content for row in rows if (content := document("preference", row)[0])]
     assert len(contents) == 2
-    found = encode_rows(encoder_of(LLAMA3), contents, None, "preference").chats
-    assert [number for number, _ in found.problems] == [1]
-    assert found.unrendered == {"message_keys": 2}
+    chats = encode_rows(encoder_of(LLAMA3), contents, None, "preference").chats
+    assert [number for number, _ in chats.problems] == [1]
+    assert chats.unrendered == {"message_keys": 2}
 
 
 def test_a_shard_of_text_has_no_labels_file(tmp_path: Path) -> None:

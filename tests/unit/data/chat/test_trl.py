@@ -97,9 +97,9 @@ def encoded(
     how = Conversations(known, known.keys, roles=roles or {})
     content, why = document_in(row, known.keys[:1], how)
     assert content is not None, why
-    found = encoder.encode([content])
-    assert not found.problems
-    return found.tokens.tolist(), found.mask.astype(int).tolist()
+    chats = encoder.encode([content])
+    assert not chats.problems
+    return chats.tokens.tolist(), chats.mask.astype(int).tolist()
 
 
 def by_trl(tokenizer: Any, row: dict[str, Any], *, assistant_only: bool) -> Encoded:

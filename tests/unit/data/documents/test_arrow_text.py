@@ -24,13 +24,13 @@ TEXTS = st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=8), 
 def test_rows_are_the_columns(texts: list[str], low: int, count: int, large: bool) -> None:
     column = pa.array(texts, pa.large_string() if large else pa.string()).slice(low, count)
     expected = [text.encode() for text in texts[low : low + count]]
-    found = text_column(column)
+    column_texts = text_column(column)
     if not expected:
-        assert found is None
+        assert column_texts is None
         return
-    assert found is not None
-    assert found.contents == expected
-    assert found.joined == b"".join(expected)
+    assert column_texts is not None
+    assert column_texts.contents == expected
+    assert column_texts.joined == b"".join(expected)
 
 
 def invalid() -> pa.Array:

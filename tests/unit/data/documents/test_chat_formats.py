@@ -66,14 +66,16 @@ def test_a_system_turn_and_tools_of_sharegpt() -> None:
 def test_prompts_and_completions() -> None:
     strings = {"prompt": "2 + 2", "completion": "4"}
     assert document("prompt-completion", strings) == strings
-    found = document("prompt-completion", {"prompt": MESSAGES[:4], "completion": MESSAGES[4:]})
-    learned = [m.get("train", True) for m in found["messages"] if m["role"] == "assistant"]
+    conversation = document(
+        "prompt-completion", {"prompt": MESSAGES[:4], "completion": MESSAGES[4:]}
+    )
+    learned = [m.get("train", True) for m in conversation["messages"] if m["role"] == "assistant"]
     assert learned == [False, True]
 
 
 def test_only_the_last_answer_is_learned() -> None:
-    found = document("sharegpt", ROWS["sharegpt"], last_only=True)["messages"]
-    assert [m.get("weight") for m in found if m["role"] == "assistant"] == [0, None]
+    messages = document("sharegpt", ROWS["sharegpt"], last_only=True)["messages"]
+    assert [m.get("weight") for m in messages if m["role"] == "assistant"] == [0, None]
 
 
 def test_tools_one_by_one_as_text() -> None:
@@ -165,8 +167,8 @@ def test_parts_of_text_are_text() -> None:
     parts = [{"type": "text", "text": "Who are"}, {"text": " you?"}]
     for role in ("user", "tool"):
         given = parts[:1] if role == "tool" else parts
-        [found] = orjson.loads(conversation_bytes([{"role": role, "content": given}]))["messages"]
-        assert found == {"role": role, "content": "".join(part["text"] for part in given)}
+        [message] = orjson.loads(conversation_bytes([{"role": role, "content": given}]))["messages"]
+        assert message == {"role": role, "content": "".join(part["text"] for part in given)}
     result = [{"role": "tool", "content": {"rows": [1, 2]}}, {"role": "tool", "content": None}]
     assert orjson.loads(conversation_bytes(result))["messages"] == [result[0], {"role": "tool"}]
 
@@ -256,11 +258,11 @@ def calling(arguments: Any) -> dict[str, Any]:
 )
 def test_arguments_of_tool_calls_are_objects(arguments: Any, parsed: Any) -> None:
     """OpenAI has them as JSON text; a template would write that out as a string in quotes."""
-    found = document("messages", {"messages": [*MESSAGES[:2], calling(arguments)]})["messages"][2]
-    assert found["tool_calls"][0]["function"] == {"name": "f", "arguments": parsed}
-    assert "content" not in found
+    message = document("messages", {"messages": [*MESSAGES[:2], calling(arguments)]})["messages"][2]
+    assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": parsed}
+    assert "content" not in message
     as_text = {**calling(arguments), "tool_calls": json.dumps(calling(arguments)["tool_calls"])}
-    assert document("messages", {"messages": json.dumps([as_text])})["messages"] == [found]
+    assert document("messages", {"messages": json.dumps([as_text])})["messages"] == [message]
 
 
 @pytest.mark.parametrize(
@@ -289,11 +291,11 @@ def test_turns_with_other_keys() -> None:
     turns = [{"speaker": t["from"], "said": t["value"], "train": None} for t in TURNS]
     for given in (turns, json.dumps(turns)):
         row = {"conversations": given, "system": "Be short."}
-        found = document("sharegpt", row, turn_keys=("speaker", "said"))
-        assert found == {"messages": MESSAGES}
+        conversation = document("sharegpt", row, turn_keys=("speaker", "said"))
+        assert conversation == {"messages": MESSAGES}
     messages = [{"author": m["role"], "content": m["content"]} for m in MESSAGES]
-    found = document("messages", {"messages": messages}, turn_keys=("author", "content"))
-    assert found == {"messages": MESSAGES}
+    conversation = document("messages", {"messages": messages}, turn_keys=("author", "content"))
+    assert conversation == {"messages": MESSAGES}
 
 
 def test_lists_as_text_of_csv() -> None:

@@ -90,8 +90,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def words(tokenizer: Path, source: Path, output: Path, *more: object) -> list[str]:
-    found = ["tokenize", "--input", source, "--tokenizer", tokenizer, "--output", output]
-    return [str(word) for word in (*found, "--encoder", "reference", "--suffix", ".parquet",
+    command = ["tokenize", "--input", source, "--tokenizer", tokenizer, "--output", output]
+    return [str(word) for word in (*command, "--encoder", "reference", "--suffix", ".parquet",
                                    "--suffix", ".arrow", *more)]  # fmt: skip
 
 
@@ -106,9 +106,9 @@ def test_the_same_tokens_as_of_the_plain_file(
     source = packed(tmp_path / "in", kind, compression)
     # A folder is searched for compressed files of the suffix as well.
     assert main(words(tokenizer, source.parent, tmp_path / "d")) == 0
-    found, expected = files_of(tmp_path / "d"), files_of(tmp_path / "plain")
-    manifest = json.loads(found.pop("manifest.json"))
-    assert found == {name: b for name, b in expected.items() if name != "manifest.json"}
+    contents_by_file, expected = files_of(tmp_path / "d"), files_of(tmp_path / "plain")
+    manifest = json.loads(contents_by_file.pop("manifest.json"))
+    assert contents_by_file == {name: b for name, b in expected.items() if name != "manifest.json"}
     (record,) = manifest["sources"]
     # As of other compressed files: one part, with the checksum of the file as it lies there.
     checksum = xxhash.xxh3_64_hexdigest(source.read_bytes())
@@ -141,13 +141,13 @@ def test_progress_and_what_is_left(tmp_path: Path, kind: str) -> None:
     path = packed(tmp_path / "in", kind, "gz")
     documents = reader(path, scratch)
     before = nameless()
-    done, found = [], []
+    done, texts = [], []
     for block in documents.blocks():
         done.append(documents.bytes_done)
-        found += [text.decode() for text in block]
+        texts += [text.decode() for text in block]
         assert not list(scratch.iterdir())
         assert any(str(scratch) in name for name in nameless())
-    assert found == TEXTS
+    assert texts == TEXTS
     assert done == sorted(done)
     assert 0 < done[1] < done[-1] < documents.bytes_done == path.stat().st_size
     assert nameless() == before

@@ -44,15 +44,15 @@ def test_every_line_is_in_one_range(content: bytes, cuts: list[int], limit: int)
     assert flat(stream_chunks(io.BytesIO(content))) == expected
     ends = sorted({0, len(content), *(min(cut, len(content)) for cut in cuts)})
     for shortened in (1 << 20, limit):
-        found: list[bytes | None] = []
+        all_lines: list[bytes | None] = []
         for begin, end in pairwise(ends):
             digest = xxhash.xxh3_64()
             part = flat(
                 range_chunks(io.BytesIO(content), begin, end, digest, xxhash.xxh3_64()), shortened
             )
             assert digest.digest() == xxhash.xxh3_64_digest(content[begin:end])
-            found += part
-        assert found == [
+            all_lines += part
+        assert all_lines == [
             line if len(line.removesuffix(b"\n")) <= shortened else None for line in expected
         ]
 

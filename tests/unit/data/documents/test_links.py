@@ -29,7 +29,9 @@ def folder(tmp_path: Path) -> Path:
     return place
 
 
-def found(folder: object, follow: bool = False, exclude: tuple[str, ...] = ()) -> list[str]:
+def names_of_sources(
+    folder: object, follow: bool = False, exclude: tuple[str, ...] = ()
+) -> list[str]:
     selection = Selection([str(folder)], exclude=exclude, follow_links=follow)
     return [Path(source.path).name for source in find_sources(selection)]
 
@@ -40,14 +42,14 @@ def test_a_link_out_of_the_folder_is_refused_by_name(folder: Path, target: str, 
     link = folder / where / ("c.txt" if target.endswith("txt") else "more")
     link.symlink_to(folder.parent / target)
     with pytest.raises(DataError) as caught:
-        found(folder)
+        names_of_sources(folder)
     below = link.relative_to(folder)
     assert str(caught.value) == (
         f"--input {folder}: {link} is a link to {folder.parent / target}, outside of the folder -> "
         f"--follow-links to read the targets of links, or --exclude {below}"
     )
-    assert found(folder, exclude=(str(below),)) == ["a.txt", "b.txt"]
-    names = found(folder, follow=True)
+    assert names_of_sources(folder, exclude=(str(below),)) == ["a.txt", "b.txt"]
+    names = names_of_sources(folder, follow=True)
     assert sorted(names) == sorted(["a.txt", "b.txt", "c.txt" if "txt" in target else "key.txt"])
 
 
@@ -55,7 +57,7 @@ def test_links_of_links_are_followed_to_their_end(folder: Path) -> None:
     (folder / "first.bin").symlink_to(folder.parent / "secret" / "key.txt")
     (folder / "c.txt").symlink_to("first.bin")
     with pytest.raises(DataError, match=r"c.txt is a link to .*key.txt, outside of the folder"):
-        found(folder)
+        names_of_sources(folder)
 
 
 @pytest.mark.parametrize("pattern", ["*.txt", "**/*.txt", "*/*.txt"])
@@ -64,8 +66,8 @@ def test_globs_are_as_folders(folder: Path, pattern: str) -> None:
     (folder / "c.txt").symlink_to(folder.parent / "secret" / "key.txt")
     (folder / "more").symlink_to(folder.parent / "secret")
     with pytest.raises(DataError, match="outside of the folder"):
-        found(folder / pattern)
-    assert ("key.txt" in found(folder / pattern, follow=True)) == (pattern == "*/*.txt")
+        names_of_sources(folder / pattern)
+    assert ("key.txt" in names_of_sources(folder / pattern, follow=True)) == (pattern == "*/*.txt")
 
 
 @pytest.mark.parametrize("follow", [False, True])
@@ -75,7 +77,7 @@ def test_a_file_is_read_once_by_whatever_links(
     (folder / "again.txt").symlink_to("a.txt")
     (folder / "loop").symlink_to(".")
     (folder / "also").symlink_to("sub")
-    assert found(folder, follow) == ["a.txt", "b.txt"]
+    assert names_of_sources(folder, follow) == ["a.txt", "b.txt"]
     said = " ".join(record.message for record in caplog.records)
     assert "1 links to files that are inputs themselves are not read again" in said
     assert "loop is a link to" in said
@@ -86,13 +88,13 @@ def test_a_link_to_a_file_that_is_no_input_itself(folder: Path) -> None:
     (folder / "data.bin").write_text("text")
     (folder / "c.txt").symlink_to("data.bin")
     (folder / "d.txt").symlink_to("data.bin")
-    assert found(folder) == ["a.txt", "c.txt", "b.txt"]
+    assert names_of_sources(folder) == ["a.txt", "c.txt", "b.txt"]
 
 
 def test_two_links_to_one_file_elsewhere(folder: Path) -> None:
     for name in ("c.txt", "d.txt"):
         (folder / name).symlink_to(folder.parent / "secret" / "key.txt")
-    assert found(folder, follow=True) == ["a.txt", "c.txt", "b.txt"]
+    assert names_of_sources(folder, follow=True) == ["a.txt", "c.txt", "b.txt"]
 
 
 def test_a_snapshot_of_the_hub_has_its_blobs(tmp_path: Path) -> None:
@@ -101,15 +103,15 @@ def test_a_snapshot_of_the_hub_has_its_blobs(tmp_path: Path) -> None:
     snapshot = tmp_path / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
     (snapshot / "a.txt").symlink_to("../../blobs/123")
-    assert found(snapshot) == ["a.txt"]
+    assert names_of_sources(snapshot) == ["a.txt"]
 
 
 def test_a_named_link_is_followed(folder: Path) -> None:
     link = folder / "c.txt"
     link.symlink_to(folder.parent / "secret" / "key.txt")
-    assert found(link) == ["c.txt"]
+    assert names_of_sources(link) == ["c.txt"]
     (folder.parent / "in2").symlink_to(folder.parent / "secret")
-    assert found(folder.parent / "in2") == ["key.txt"]
+    assert names_of_sources(folder.parent / "in2") == ["key.txt"]
 
 
 def _socket(path: Path) -> None:
@@ -133,10 +135,10 @@ def test_what_is_no_file_is_refused(
     make(folder / "c.txt")
     for follow in (False, True):
         with pytest.raises(DataError, match=words):
-            found(folder, follow)
+            names_of_sources(folder, follow)
         with pytest.raises(DataError, match=words):
-            found(folder / "*.txt", follow)
-    assert found(folder, exclude=("c.txt",)) == ["a.txt", "b.txt"]
+            names_of_sources(folder / "*.txt", follow)
+    assert names_of_sources(folder, exclude=("c.txt",)) == ["a.txt", "b.txt"]
 
 
 @pytest.mark.parametrize("suffix", ["json", "idx", "bin", "blocks"])

@@ -114,15 +114,15 @@ def test_what_was_read_does_not_depend_on_how_much_at_once(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = save(tmp_path / name_of(kind), kind, pa.table({"text": ROWS}))
-    found = set()
+    readings = set()
     for size in (1, 8, 30, 1 << 20):
         monkeypatch.setattr(tables, "READ_BYTES", size)
         bad: list[BadDocument] = []
         reader = reader_of(path, bad, limit=20)
         documents = b"|".join(text for block in reader.blocks() for text in block)
         reasons = json.dumps([[one.row, one.reason] for one in bad])
-        found.add((documents, reader.checksum(), reader.layout(), reasons))
-    ((documents, _, _, reasons),) = found
+        readings.add((documents, reader.checksum(), reader.layout(), reasons))
+    ((documents, _, _, reasons),) = readings
     assert documents == b"one|two||three|four"
     assert [row for row, _ in json.loads(reasons)] == [1, 3, 6]
 

@@ -52,11 +52,11 @@ def read(row: dict[str, Any]) -> tuple[TokenRow | None, str]:
 def test_a_row_is_learned_as_it_says(
     row: dict[str, Any], tokens: list[int], learned: list[int], padding: int
 ) -> None:
-    found, why = read(row)
-    assert found is not None, why
-    assert found.tokens.tolist() == tokens
-    assert found.learned.astype(int).tolist() == learned
-    assert found.padding == padding
+    token_row, why = read(row)
+    assert token_row is not None, why
+    assert token_row.tokens.tolist() == tokens
+    assert token_row.learned.astype(int).tolist() == learned
+    assert token_row.padding == padding
     near = nearest(row)
     assert near is KNOWN
 
@@ -104,8 +104,8 @@ def test_a_row_is_learned_as_it_says(
     ],
 )
 def test_a_row_that_contradicts_itself_is_refused(row: dict[str, Any], why: str) -> None:
-    found, reason = read(row)
-    assert found is None
+    token_row, reason = read(row)
+    assert token_row is None
     assert reason.startswith("'input_ids' is not a row of tokens: ")
     assert why in reason
 
@@ -123,10 +123,10 @@ def test_a_row_that_contradicts_itself_is_refused(row: dict[str, Any], why: str)
 def test_losses_have_weights(
     row: dict[str, Any], learned: list[int], weights: list[float] | None
 ) -> None:
-    found, why = read({"input_ids": [5, 6, 7], **row})
-    assert found is not None, why
-    assert found.learned.astype(int).tolist() == learned
-    assert (None if found.weights is None else found.weights.tolist()) == weights
+    token_row, why = read({"input_ids": [5, 6, 7], **row})
+    assert token_row is not None, why
+    assert token_row.learned.astype(int).tolist() == learned
+    assert (None if token_row.weights is None else token_row.weights.tolist()) == weights
 
 
 def test_tokens_beside_their_text_are_not_guessed() -> None:

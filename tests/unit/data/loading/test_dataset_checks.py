@@ -38,8 +38,8 @@ def config_for(path: Path, *, vocab_size: int = 50, **sections: Any) -> RunConfi
 
 def texts(config: RunConfig, *arguments: int) -> list[str]:
     datasets, problems = open_checked(config)
-    found = check_datasets(config, datasets, *arguments) if datasets else problems
-    return [str(problem) for problem in found]
+    all_problems = check_datasets(config, datasets, *arguments) if datasets else problems
+    return [str(problem) for problem in all_problems]
 
 
 @pytest.mark.parametrize("vocab_size", [50, 64, 50 + 1024])
@@ -194,11 +194,11 @@ def test_sources_whose_texts_begin_differently(dataset: Path, masked: bool, tmp_
     """Conversations begin as their template writes; what has no record begins with nothing."""
     other = write_dataset(tmp_path / "other", vocab_size=50, seed=1, masked=masked)
     data = {**mixture(dataset, with_record(other, beginning_ids=(7,))), "packing": "best_fit"}
-    found = texts(config_for(dataset, data=data))
+    problems = texts(config_for(dataset, data=data))
     if masked:
-        assert found == []
+        assert problems == []
         return
-    (problem,) = found
+    (problem,) = problems
     assert "its texts begin with token 7, those of" in problem
     assert "with no special token -> tokenize both with the same --beginning" in problem
     with_record(other, beginning_ids=())

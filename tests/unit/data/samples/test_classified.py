@@ -31,8 +31,8 @@ def test_rows_are_complete_documents_with_their_labels(tmp_path: Path) -> None:
         numbers = np.array([5, 0, samples.num_samples - 1, 20])
         batch = BatchReader(samples, BatchOptions()).read(numbers, 5)
         counts = (batch.labels != -100).sum(-1).tolist()
-        found = [ids[:n].tolist() for ids, n in zip(batch.input_ids, counts, strict=True)]
-        assert found == [*(documents[number][:length] for number in numbers), []]
+        rows = [ids[:n].tolist() for ids, n in zip(batch.input_ids, counts, strict=True)]
+        assert rows == [*(documents[number][:length] for number in numbers), []]
         known = labels_of(samples)
         assert known is not None
         assert known.tolist() == np.concatenate([s.labels for s in stream.shards]).tolist()

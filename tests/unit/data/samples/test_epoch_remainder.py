@@ -64,7 +64,7 @@ Row = tuple[list[int], list[int], list[int]]
 
 def expected(phase: Phase, datasets: tuple[TokenDataset, ...], isolate: bool) -> list[Row]:
     """Inputs, labels and positions of each joined sample, source after source, token by token."""
-    found = []
+    rows = []
     for source, dataset in zip(phase.read, datasets, strict=True):
         assert source.rest is not None
         (shard,) = dataset.shards("train")
@@ -90,8 +90,8 @@ def expected(phase: Phase, datasets: tuple[TokenDataset, ...], isolate: bool) ->
                     inputs.append(tokens[place])
                     labels.append(tokens[place + 1] if is_target else -100)
                     positions.append(0 if begins else positions[-1] + 1)
-            found.append((inputs, labels, positions))
-    return found
+            rows.append((inputs, labels, positions))
+    return rows
 
 
 @pytest.mark.parametrize("isolate", [True, pytest.param(False, marks=pytest.mark.slow)])

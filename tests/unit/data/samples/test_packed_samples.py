@@ -71,19 +71,19 @@ def masked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pieces_of(batch: MicroBatch) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Tokens and labels of every document in a batch, cut where positions restart."""
     assert batch.position_ids is not None
-    found = []
+    pieces = []
     for ids, labels, positions in zip(
         batch.input_ids.tolist(), batch.labels.tolist(), batch.position_ids.tolist(), strict=True
     ):
         begins = [place for place, position in enumerate(positions) if position == 0]
         for low, high in zip(begins, [*begins[1:], len(ids)], strict=True):
             assert positions[low:high] == list(range(high - low))
-            found.append((tuple(ids[low:high]), tuple(labels[low:high])))
-    return found
+            pieces.append((tuple(ids[low:high]), tuple(labels[low:high])))
+    return pieces
 
 
 def documents_of(path: Path) -> list[tuple[list[int], list[bool]]]:
-    found = []
+    documents = []
     for shard in open_dataset(path).shards("train"):
         mask = np.ones(shard.num_tokens, bool)
         if shard.mask_path is not None:
@@ -92,21 +92,21 @@ def documents_of(path: Path) -> list[tuple[list[int], list[bool]]]:
         begin = 0
         for length in shard.sequence_lengths.tolist():
             part = slice(begin, begin + length)
-            found.append((shard.tokens[part].tolist(), mask[part].tolist()))
+            documents.append((shard.tokens[part].tolist(), mask[part].tolist()))
             begin += length
-    return found
+    return documents
 
 
 def expected_pieces(path: Path) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """What the model sees of each document: inputs, and labels where there is a loss."""
-    found = []
+    pieces = []
     for tokens, mask in documents_of(path):
         for low in range(0, max(1, len(tokens) - 1), LENGTH):
             piece, bits = tokens[low : low + LENGTH + 1], mask[low + 1 : low + LENGTH + 1]
             labels = [token if bit else -100 for token, bit in zip(piece[1:], bits, strict=True)]
             if any(bits):
-                found.append((tuple(piece), (*labels, -100)))
-    return found
+                pieces.append((tuple(piece), (*labels, -100)))
+    return pieces
 
 
 @pytest.mark.parametrize("kind", ["plain", "masked"])
@@ -119,15 +119,15 @@ def test_an_epoch_holds_every_document(kind: str, request: pytest.FixtureRequest
     with closing(open_training_data(config, plan, 0)) as batches:
         (batch,) = batches.step(0)
     expected = expected_pieces(path)
-    found = []
+    pieces = []
     for ids, labels in pieces_of(batch):
         if set(ids) == {0} and set(labels) == {-100}:
             continue  # padding; token 0 alone is no document here
         assert any(label != -100 for label in labels)
         # The last token of a full row is no input, only the last label.
         last = 1 if (ids, labels) in expected else 0
-        found.append((ids[: len(ids) - last], labels[: len(ids) - last]))
-    assert sorted(found) == sorted((ids[:-1], labels[:-1]) for ids, labels in expected)
+        pieces.append((ids[: len(ids) - last], labels[: len(ids) - last]))
+    assert sorted(pieces) == sorted((ids[:-1], labels[:-1]) for ids, labels in expected)
     places = samples * (LENGTH + 1)
     tokens = sum(len(ids) for ids, _ in expected)
     assert report.plan.padding_fraction == pytest.approx(1 - tokens / places)

@@ -64,14 +64,14 @@ def read_pieces(phase: Phase, until: int) -> list[tuple[str, int, list[tuple[int
     sizes = [size + phase.num_joined(one) for size, one in zip(windows, phase.read, strict=True)]
     ends = np.cumsum(sizes)
     places = [one.start for one in phase.read]
-    found = []
+    source_pieces = []
     samples = phase.order(5).windows(phase.first_sample, until - phase.first_sample)
     for sample in samples.tolist():
         number = int(np.searchsorted(ends, sample, side="right"))
         one, own = phase.read[number], sample - int(ends[number]) + sizes[number]
         if own < windows[number]:
             epoch = places[number] // windows[number]
-            found.append((one.hash, epoch, [(own * length, (own + 1) * length)]))
+            source_pieces.append((one.hash, epoch, [(own * length, (own + 1) * length)]))
             places[number] += 1
         else:
             assert one.rest is not None
@@ -80,15 +80,15 @@ def read_pieces(phase: Phase, until: int) -> list[tuple[str, int, list[tuple[int
             ends_at = pieces.starts + pieces.lengths
             ends_at[-1] -= 1  # the label after the last input
             ranges = list(zip(pieces.starts.tolist(), ends_at.tolist(), strict=True))
-            found.append((one.hash, one.rest.epoch, ranges))
-    return found
+            source_pieces.append((one.hash, one.rest.epoch, ranges))
+    return source_pieces
 
 
 def read_samples(phase: Phase, until: int) -> list[tuple[str, int, int]]:
     """The same where no sample is joined, with the first token alone."""
-    found = read_pieces(phase, until)
-    assert all(len(ranges) == 1 for _, _, ranges in found)
-    return [(hash_, epoch, ranges[0][0]) for hash_, epoch, ranges in found]
+    pieces = read_pieces(phase, until)
+    assert all(len(ranges) == 1 for _, _, ranges in pieces)
+    return [(hash_, epoch, ranges[0][0]) for hash_, epoch, ranges in pieces]
 
 
 changes = st.lists(

@@ -55,12 +55,12 @@ def test_rows_are_the_answer_and_the_one_before_it(dataset: TokenDataset, length
     several, ones = [20, 0, 21, 31, 5], [[number] for number in range(32)]
     for numbers in [several, *ones]:
         batch = reader.read(np.array(numbers), len(numbers)).of_pairs()
-        found = [
+        rows_read = [
             [*ids, -1, *labels]
             for ids, labels in zip(batch.input_ids.tolist(), batch.labels.tolist(), strict=True)
         ]
         expected = [expected_rows(dataset, number, length) for number in numbers]
-        assert found == [row for rows in expected for row in rows]
+        assert rows_read == [row for rows in expected for row in rows]
 
 
 def test_labels_are_those_of_the_shards(dataset: TokenDataset) -> None:

@@ -23,13 +23,13 @@ LENGTH = 8
 
 
 def items(count: int = 30) -> list[dict[str, list[int]]]:
-    found = []
+    rows = []
     for number in range(count):
         tokens = [1 + number % 50] * (2 + number % LENGTH)
         labels = [-100, *tokens[1:]]
         labels[len(tokens) // 2] = -100
-        found.append({"input_ids": tokens, "labels": labels})
-    return found
+        rows.append({"input_ids": tokens, "labels": labels})
+    return rows
 
 
 @pytest.fixture(scope="module")

@@ -95,8 +95,8 @@ def test_documents_are_rearranged_as_in_starcoder(
     assert manifest.options.fill_in_middle == FillInMiddleRecord(rate=0.6, seed=3)
 
     def of(part: bytes) -> list[int]:
-        found: list[int] = loaded.encode(part.decode(), add_special_tokens=False)
-        return found
+        token_ids: list[int] = loaded.encode(part.decode(), add_special_tokens=False)
+        return token_ids
 
     how = FillInMiddle(FillInMiddleRecord(rate=0.6, seed=3), (pre, suf, mid))
     contents = [text.encode() for text in TEXTS]

@@ -290,8 +290,8 @@ def test_units_of_an_encoder_found_wrong_are_done_again(
     ended = commands.run(*words)
     assert ended.code == 0, ended.output
     assert f"encoder {engine} is not used: it was wrong elsewhere" in ended.output
-    found, expected = files_of(output), files_of(unbroken)
-    assert {n: c for n, c in found.items() if n != "manifest.json"} == {
+    contents_by_file, expected = files_of(output), files_of(unbroken)
+    assert {n: c for n, c in contents_by_file.items() if n != "manifest.json"} == {
         n: c for n, c in expected.items() if n != "manifest.json"
     }
     tokenizer = read_manifest(output).tokenizer

@@ -61,8 +61,8 @@ def bucket(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def stack() -> Iterator[ExitStack]:
-    with ExitStack() as found:
-        yield found
+    with ExitStack() as exit_stack:
+        yield exit_stack
 
 
 @pytest.fixture(autouse=True)

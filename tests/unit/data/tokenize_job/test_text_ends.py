@@ -139,10 +139,10 @@ def test_prompts_and_completions_follow_the_setting(tmp_path: Path) -> None:
     directory = save_tokenizer(tmp_path / "t")
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"prompt": "Q: 2+2? A:", "completion": " 4"}) + "\n")
-    found = {}
+    tokens_by_policy = {}
     for policy in ("auto", "never"):
         assert tokenize(path, directory, tmp_path / policy, "--beginning-of-text", policy) == 0
-        (found[policy],) = documents(tmp_path / policy)
+        (tokens_by_policy[policy],) = documents(tmp_path / policy)
     bos = load_tokenizer(str(directory)).huggingface.bos_token_id
-    assert found["auto"] == [bos, *found["never"]]
-    assert np.array_equal(found["never"][-1:], [0])
+    assert tokens_by_policy["auto"] == [bos, *tokens_by_policy["never"]]
+    assert np.array_equal(tokens_by_policy["never"][-1:], [0])

@@ -98,13 +98,13 @@ OPTIONS = ReadOptions(Selection([]))
 
 
 def read(units: list[Unit], options: ReadOptions = OPTIONS) -> list[str]:
-    found: list[str] = []
+    documents: list[str] = []
     for unit in units:
         for part in unit.parts:
             reader = part_reader(part, options, RejectedDocuments(False))
             done = [0]
             for block in reader.blocks():
-                found += [content.decode() for content in block]
+                documents += [content.decode() for content in block]
                 done.append(reader.bytes_done)
             assert done == sorted(done)
             known = part.source.kind == "parquet" or (
@@ -113,7 +113,7 @@ def read(units: list[Unit], options: ReadOptions = OPTIONS) -> list[str]:
             if known and len(done) > 2:
                 assert 0 < done[-1] < part.num_bytes
             assert reader.bytes_done == part.num_bytes
-    return found
+    return documents
 
 
 @pytest.mark.parametrize(

@@ -99,8 +99,8 @@ def test_as_transformers_loads_it(directory: Path, change: Change) -> None:
     truth = (PreTrainedTokenizerFast if plain else AutoTokenizer).from_pretrained(directory)
     expected = json.loads(truth.backend_tokenizer.to_str())
     # As `tokenizers` understands it: merges have had several spellings.
-    found = encoders.ReferenceEncoder(second.encoder().tokenizer_json, 0)
-    for part, value in json.loads(found._load().to_str()).items():
+    encoder = encoders.ReferenceEncoder(second.encoder().tokenizer_json, 0)
+    for part, value in json.loads(encoder._load().to_str()).items():
         assert part in ("truncation", "padding") or value == expected[part], part
     ids = truth(" a<bos> naïve", add_special_tokens=False).input_ids
     assert second.decode(ids) == truth.decode(ids, clean_up_tokenization_spaces=False)
@@ -204,8 +204,8 @@ def test_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     known.cache_put("kind", "b", {"x": 2})
     assert known.cache_get("kind", "b") == {"x": 2}
-    found = sorted(str(f.relative_to(tmp_path)) for f in tmp_path.rglob("*.json"))
-    assert found == [".cache/bigtrain/kind/a.json", "xdg/bigtrain/kind/b.json"]
+    files = sorted(str(f.relative_to(tmp_path)) for f in tmp_path.rglob("*.json"))
+    assert files == [".cache/bigtrain/kind/a.json", "xdg/bigtrain/kind/b.json"]
 
 
 class Wrong(GigatokenEncoder):

@@ -100,9 +100,9 @@ def test_equal_on_the_hard_sample(
 def test_equal_on_anything(
     name: str, encoders: tuple[dict[str, Encoder], dict[str, Encoder]], texts: list[str]
 ) -> None:
-    found, expected = (pair[name].encode(texts) for pair in encoders)
-    assert found.tokens.tolist() == expected.tokens.tolist()
-    assert found.lengths.tolist() == expected.lengths.tolist()
+    encoded, expected = (pair[name].encode(texts) for pair in encoders)
+    assert encoded.tokens.tolist() == expected.tokens.tolist()
+    assert encoded.lengths.tolist() == expected.lengths.tolist()
 
 
 @pytest.mark.parametrize("name", [*FAST, "reference"])

@@ -104,8 +104,8 @@ def test_a_run_and_its_checkpoint_are_models(tmp_path: Path) -> None:
     config = config_of(tmp_path / "no")
     for place in (run, step):
         section = config.checkpoint.model_copy(update={"initialize_from": str(place)})
-        found = check_model_tokens(config.model_copy(update={"checkpoint": section}), data, "d")
-        assert "checkpoint.initialize_from" in str(*found)
+        problems = check_model_tokens(config.model_copy(update={"checkpoint": section}), data, "d")
+        assert "checkpoint.initialize_from" in str(*problems)
     output = config.output.model_copy(update={"directory": str(run)})
     resumed = config.model_copy(update={"output": output})
     assert "2 ids mean other" in str(*check_model_tokens(resumed, data, "d", resumes=True))

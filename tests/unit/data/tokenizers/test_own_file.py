@@ -89,16 +89,16 @@ def save(directory: Path, kind: str | None, change: Callable[[Any], None] | None
     return directory
 
 
-def assert_as_in_file(directory: Path, found: Any, texts: list[str]) -> None:
+def assert_as_in_file(directory: Path, loaded: Any, texts: list[str]) -> None:
     own = Tokenizer.from_file(str(directory / "tokenizer.json"))
     for text in texts:
         ids = own.encode(text, add_special_tokens=False).ids
-        assert found.huggingface(text, add_special_tokens=False).input_ids == ids
-        assert found.huggingface(text).input_ids == own.encode(text).ids
-        assert found.encoder(True, ends=False).encode([text]).tokens.tolist() == ids
-        assert found.decode(ids) == own.decode(ids, skip_special_tokens=False)
-    assert found.huggingface.get_vocab() == own.get_vocab()
-    assert found.vocab_size == own.get_vocab_size()
+        assert loaded.huggingface(text, add_special_tokens=False).input_ids == ids
+        assert loaded.huggingface(text).input_ids == own.encode(text).ids
+        assert loaded.encoder(True, ends=False).encode([text]).tokens.tolist() == ids
+        assert loaded.decode(ids) == own.decode(ids, skip_special_tokens=False)
+    assert loaded.huggingface.get_vocab() == own.get_vocab()
+    assert loaded.vocab_size == own.get_vocab_size()
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -157,8 +157,8 @@ def test_a_class_of_its_own_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFix
     path = tmp_path / "t" / "tokenizer_config.json"
     settings = json.loads(path.read_text())
     path.write_text(json.dumps({**settings, "tokenizer_class": "GPT2Tokenizer"}))
-    found = load_tokenizer(str(tmp_path / "t"))
-    assert type(found.huggingface).__name__ == "GPT2Tokenizer"
+    loaded = load_tokenizer(str(tmp_path / "t"))
+    assert type(loaded.huggingface).__name__ == "GPT2Tokenizer"
     assert not caplog.records
 
 
@@ -171,9 +171,9 @@ def test_a_class_that_adds_a_token(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(directory / "tokenizer.json"))
-    found = load_tokenizer(str(directory))
-    assert_as_in_file(directory, found, TEXTS)
-    assert found.end_of_document_id == tokenizer.token_to_id("<|finis|>")
+    loaded = load_tokenizer(str(directory))
+    assert_as_in_file(directory, loaded, TEXTS)
+    assert loaded.end_of_document_id == tokenizer.token_to_id("<|finis|>")
 
 
 def test_a_file_that_is_none(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def shards(shape: tuple[int, ...], tensor_size: int, dim: int | None, kind: str)
     matrices."""
     if dim is None:
         return [Shard(shape, primary=rank == 0) for rank in range(tensor_size)]
-    found = []
+    shards_of_ranks = []
     for rank in range(tensor_size):
         if kind == "padded":
             piece, held = padded_range(shape[dim], tensor_size, rank)
@@ -45,8 +45,8 @@ def shards(shape: tuple[int, ...], tensor_size: int, dim: int | None, kind: str)
             pieces = [low, (high[0] + half, high[1] + half)]
             held = sum(stop - start for start, stop in pieces)
         ranges = tuple((start, stop) for start, stop in pieces if start < stop)
-        found.append(Shard(shape, dim, ranges, held, primary=True))
-    return found
+        shards_of_ranks.append(Shard(shape, dim, ranges, held, primary=True))
+    return shards_of_ranks
 
 
 def fragments_of(

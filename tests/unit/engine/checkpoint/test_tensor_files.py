@@ -78,7 +78,7 @@ def test_safetensors_opens_them(tmp_path: Path) -> None:
     assert xxhash.xxh3_64_hexdigest(contents[:length]) == checksum
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
-        found = {name: file.get_tensor(name) for name in file.keys()}
+        tensors_by_name = {name: file.get_tensor(name) for name in file.keys()}
     assert [metadata[name] for name in ("run", "step", "attempt", "rank")] == [
         "0123456789abcdef",
         "7",
@@ -86,7 +86,9 @@ def test_safetensors_opens_them(tmp_path: Path) -> None:
         "3",
     ]
     for key, tensor in made.items():
-        assert torch.equal(found[f"{key}@1,0"].view(torch.uint8), tensor[1:].view(torch.uint8)), key
+        assert torch.equal(
+            tensors_by_name[f"{key}@1,0"].view(torch.uint8), tensor[1:].view(torch.uint8)
+        ), key
         assert metadata[f"{key}@1,0"].startswith("3,4 ")
 
 
@@ -206,13 +208,13 @@ def small_checkpoint(directory: Path) -> tuple[dict[str, str], dict[str, torch.T
 
 def assert_refused_or_same(directory: Path, headers: dict[str, str], tensors: Any) -> bool:
     try:
-        found = {
+        tensors_by_name = {
             key: lazy.read() for key, lazy in open_tensors(directory, Listing(headers)).items()
         }
     except CorruptCheckpointError:
         return True
-    assert found.keys() == tensors.keys()
-    assert all(torch.equal(found[key], tensor) for key, tensor in tensors.items())
+    assert tensors_by_name.keys() == tensors.keys()
+    assert all(torch.equal(tensors_by_name[key], tensor) for key, tensor in tensors.items())
     return False
 
 

@@ -96,7 +96,7 @@ def train(value: float, dtype: torch.dtype, *, whole: bool) -> list[object]:
     )
     if not whole:
         skip_overflow_check(optimizer)
-    found: list[object] = []
+    numbers: list[object] = []
     for number in range(3):
         for parameter in parameters:
             parameter.grad = torch.randn(3, 5, generator=generator).to(dtype)
@@ -104,18 +104,18 @@ def train(value: float, dtype: torch.dtype, *, whole: bool) -> list[object]:
             parameters[2].grad[1, 1] = value
         optimizer.step()
         scale = optimizer.loss_scale_config.cur_scale
-        found += [optimizer.overflow, float(optimizer._global_grad_norm), float(scale)]
-        found += [parameter.tolist() for parameter in parameters]
-        found += [state["step"].item() for state in optimizer.optimizer.state.values()]
-    return found
+        numbers += [optimizer.overflow, float(optimizer._global_grad_norm), float(scale)]
+        numbers += [parameter.tolist() for parameter in parameters]
+        numbers += [state["step"].item() for state in optimizer.optimizer.state.values()]
+    return numbers
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("value", BAD.values(), ids=BAD.keys())
 def test_the_norm_finds_what_the_overflow_check_finds(value: float, dtype: torch.dtype) -> None:
-    found = train(value, dtype, whole=False)
-    assert found == train(value, dtype, whole=True)
-    assert (True in [f for f in found if isinstance(f, bool)]) == (not math.isfinite(value))
+    numbers = train(value, dtype, whole=False)
+    assert numbers == train(value, dtype, whole=True)
+    assert (True in [f for f in numbers if isinstance(f, bool)]) == (not math.isfinite(value))
 
 
 def test_float16_of_zero_0_is_scaled_before_the_backward_pass() -> None:
@@ -703,8 +703,8 @@ def test_a_function_that_carries_its_signature_is_not_inspected(
         "_signature_from_function",
         lambda *a, **k: inspected.append(a) or real(*a, **k),
     )
-    found = LinearFunctionForZeroStage3.apply(data, weight, bias)
-    assert torch.equal(found, expected)
+    output = LinearFunctionForZeroStage3.apply(data, weight, bias)
+    assert torch.equal(output, expected)
     assert torch.equal(LinearFunctionForZeroStage3.apply(data, weight), data @ weight.t())
     assert inspected == []
 

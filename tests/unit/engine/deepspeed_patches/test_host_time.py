@@ -27,7 +27,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.mark.parametrize("zero_stage", [0, 2])
 def test_reductions_count_once_and_without_waiting(clock: Clock, zero_stage: int) -> None:
-    found = HostTime()
+    timer = HostTime()
 
     def reduce(number: int) -> int:
         clock.now += number
@@ -35,7 +35,7 @@ def test_reductions_count_once_and_without_waiting(clock: Clock, zero_stage: int
 
     def reduce_all(*, bucket_size: int) -> int:
         clock.now += 8.0
-        found.add_wait(3.0)
+        timer.add_wait(3.0)
         if zero_stage:
             engine.optimizer.reduce_ready_partitions_and_remove_grads(16)
         return bucket_size
@@ -44,18 +44,18 @@ def test_reductions_count_once_and_without_waiting(clock: Clock, zero_stage: int
     if zero_stage:
         optimizer.reduce_ready_partitions_and_remove_grads = reduce
     engine: Any = SimpleNamespace(optimizer=optimizer, allreduce_gradients=reduce_all)
-    time_reductions(engine, found)
+    time_reductions(engine, timer)
     if zero_stage:
         assert engine.optimizer.reduce_ready_partitions_and_remove_grads(2) == 2
-        assert found.seconds == 2.0
-    before = found.seconds
+        assert timer.seconds == 2.0
+    before = timer.seconds
     assert engine.allreduce_gradients(bucket_size=5) == 5
-    assert found.seconds - before == 5.0 + (16.0 if zero_stage else 0.0)
-    assert found.waited == 3.0
+    assert timer.seconds - before == 5.0 + (16.0 if zero_stage else 0.0)
+    assert timer.waited == 3.0
 
 
 def test_what_fails_is_over(clock: Clock) -> None:
-    found = HostTime()
+    timer = HostTime()
 
     def fail() -> None:
         clock.now += 1.0
@@ -63,5 +63,5 @@ def test_what_fails_is_over(clock: Clock) -> None:
 
     for number in (1, 2):
         with pytest.raises(ArithmeticError):
-            found.timed(fail)()
-        assert found.seconds == number
+            timer.timed(fail)()
+        assert timer.seconds == number

@@ -127,10 +127,10 @@ def test_a_step_without_redundant_work_has_the_same_bits(
     make: Callable[[], Stack], options: dict[str, Any]
 ) -> None:
     theirs, _ = train(make, options, ours=False)
-    found, replaced = train(make, options, ours=True)
+    tensors, replaced = train(make, options, ours=True)
     assert replaced
-    assert len(found) == len(theirs) > 20
-    assert all(same_bits(a, b) for a, b in zip(found, theirs, strict=True))
+    assert len(tensors) == len(theirs) > 20
+    assert all(same_bits(a, b) for a, b in zip(tensors, theirs, strict=True))
 
 
 class Wide(torch.nn.Module):
@@ -239,9 +239,9 @@ def test_streams_wait_for_each_other_as_with_two_buffers(monkeypatch: pytest.Mon
         optimizer.reduction_stream = streams.side
 
     theirs, _ = train(Stack, options, ours=False)
-    found, replaced = train(Stack, options, ours=True, prepare=prepare)
+    tensors, replaced = train(Stack, options, ours=True, prepare=prepare)
     assert replaced
-    assert all(same_bits(a, b) for a, b in zip(found, theirs, strict=True))
+    assert all(same_bits(a, b) for a, b in zip(tensors, theirs, strict=True))
     reduction = ["backward waits for reduction", "reduction waits for backward", "on reduction"]
     passes = "; ".join(streams.log).split("; synchronize")
     assert passes.pop() == ""
@@ -267,8 +267,8 @@ def test_gradients_of_other_streams_are_waited_for(monkeypatch: pytest.MonkeyPat
 
     main = streams.current
     theirs, _ = train(Stack, {"stage": 2}, ours=False)
-    found, _ = train(Stack, {"stage": 2}, ours=True, prepare=prepare)
-    assert all(same_bits(a, b) for a, b in zip(found, theirs, strict=True))
+    tensors, _ = train(Stack, {"stage": 2}, ours=True, prepare=prepare)
+    assert all(same_bits(a, b) for a, b in zip(tensors, theirs, strict=True))
     assert len(streams.log) == 10
     assert set(streams.log) <= {"backward waits for compiled", "compiled waits for backward"}
     assert len(used) == 10 * len(list(Stack().parameters()))

@@ -269,31 +269,31 @@ def train(
         assert replace_hooks(engine.optimizer, host_time)
     prepare(engine.optimizer)
     depth = len(FWD_MODULE_STACK)
-    found = Found([], [])
+    training = Found([], [])
     with monkeypatch.context() as patched:
-        watch(patched, engine, found.calls)
+        watch(patched, engine, training.calls)
         for step in range(STEPS):
             ids = torch.randint(0, 7, (2, 5), generator=torch.Generator().manual_seed(step))
             if step == 3:
                 engine.eval()
                 with torch.no_grad():
-                    found.numbers.append(engine(ids))
+                    training.numbers.append(engine(ids))
                 engine.train()
-            found.calls.append(("step", step))
+            training.calls.append(("step", step))
             loss = engine(ids)
             engine.backward(loss)
-            found.calls.append(("update", step))
+            training.calls.append(("update", step))
             engine.step()
-            found.numbers.append(loss.detach())
-            found.numbers.append(torch.as_tensor(engine.get_global_grad_norm()))
-    found.numbers += [flat.clone() for flat in engine.optimizer.fp32_partitioned_groups_flat]
+            training.numbers.append(loss.detach())
+            training.numbers.append(torch.as_tensor(engine.get_global_grad_norm()))
+    training.numbers += [flat.clone() for flat in engine.optimizer.fp32_partitioned_groups_flat]
     if ours:
         # DeepSpeed's own hooks leave more with every step of a recomputed model.
         assert len(FWD_MODULE_STACK) - depth <= len(list(engine.module.modules()))
     engine.destroy()
     hooks = [[*m._forward_hooks, *m._forward_pre_hooks] for m in engine.module.modules()]
     assert sum(map(len, hooks)) == 2  # the engine's own, of the whole model
-    return found
+    return training
 
 
 def watch(patched: pytest.MonkeyPatch, engine: Any, calls: list[tuple[str, Any]]) -> None:
@@ -363,10 +363,10 @@ def test_hooks_do_what_those_of_deepspeed_do(
     make: Callable[[], Stack], settings: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     theirs = train(make, SETTINGS[settings], monkeypatch, ours=False)
-    found = train(make, SETTINGS[settings], monkeypatch, ours=True)
-    assert found.calls == theirs.calls
-    assert len(found.numbers) == len(theirs.numbers) > STEPS
-    assert all(torch.equal(a, b) for a, b in zip(found.numbers, theirs.numbers, strict=True))
+    training = train(make, SETTINGS[settings], monkeypatch, ours=True)
+    assert training.calls == theirs.calls
+    assert len(training.numbers) == len(theirs.numbers) > STEPS
+    assert all(torch.equal(a, b) for a, b in zip(training.numbers, theirs.numbers, strict=True))
 
 
 def test_what_stays_whole_is_gathered_at_once_after_an_update(
@@ -374,16 +374,16 @@ def test_what_stays_whole_is_gathered_at_once_after_an_update(
 ) -> None:
     settings = SETTINGS["persistent"]
     theirs = train(Stack, settings, monkeypatch, ours=True)
-    found = train(Stack, settings, monkeypatch, ours=True, prepare=gather_persistent_at_once)
-    assert all(torch.equal(a, b) for a, b in zip(found.numbers, theirs.numbers, strict=True))
+    training = train(Stack, settings, monkeypatch, ours=True, prepare=gather_persistent_at_once)
+    assert all(torch.equal(a, b) for a, b in zip(training.numbers, theirs.numbers, strict=True))
     small = [n for n, p in enumerate(Stack().parameters()) if p.numel() <= 20]
     assert len(small) == 13
     for step in range(STEPS):
-        begun = found.calls.index(("update", step))
-        rest = found.calls[begun:]
+        begun = training.calls.index(("update", step))
+        rest = training.calls[begun:]
         ended = rest.index(("step", step + 1)) if step + 1 < STEPS else len(rest)
         assert ("gather", small) in rest[:ended]
-    without = [call for call in found.calls if call != ("gather", small)]
+    without = [call for call in training.calls if call != ("gather", small)]
     assert without == [call for call in theirs.calls if call != ("gather", small)]
     assert ("gather", small) not in theirs.calls
 

@@ -81,7 +81,7 @@ def train(
     with mock.patch.object(get_accelerator(), "is_fp16_supported", return_value=True):
         engine, *_ = deepspeed.initialize(model=make().to(dtype), config=config)
     optimizer = engine.optimizer
-    rank, found = int(os.environ.get("RANK", "0")), []
+    rank, tensors = int(os.environ.get("RANK", "0")), []
     with pytest.MonkeyPatch.context() as patched:
         # What is patched for all optimizers is put back.
         name = "count_used_parameters_in_backward"
@@ -94,12 +94,12 @@ def train(
             loss = engine(torch.randint(0, 7, (2, 5), generator=generator))
             engine.backward(loss)
             engine.step()
-            found += [loss.detach(), torch.as_tensor(engine.get_global_grad_norm() or 0.0)]
-            found.append(torch.tensor([float(optimizer.overflow), float(optimizer.loss_scale)]))
-    found += [flat.clone() for flat in optimizer.single_partition_of_fp32_groups]
+            tensors += [loss.detach(), torch.as_tensor(engine.get_global_grad_norm() or 0.0)]
+            tensors.append(torch.tensor([float(optimizer.overflow), float(optimizer.loss_scale)]))
+    tensors += [flat.clone() for flat in optimizer.single_partition_of_fp32_groups]
     replaced = "independent_gradient_partition_epilogue" in vars(optimizer)
     engine.destroy()
-    return found, replaced
+    return tensors, replaced
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -110,13 +110,13 @@ def main() -> None:
     with process_group(read_world(os.environ)):
         for make, options in CASES:
             theirs, _ = train(make, options, ours=False)
-            found, replaced = train(make, options, ours=True)
-            assert len(found) == len(theirs) > 3 * PASSES
+            tensors, replaced = train(make, options, ours=True)
+            assert len(tensors) == len(theirs) > 3 * PASSES
             assert replaced != ("round_robin_gradients" in options), options
-            for number, (a, b) in enumerate(zip(found, theirs, strict=True)):
+            for number, (a, b) in enumerate(zip(tensors, theirs, strict=True)):
                 assert same_bits(a, b), (make.__name__, options, number, a, b)
             if options.get("dtype") == "fp16":
-                overflows = [bool(t[0]) for t in found if t.shape == (2,)]
+                overflows = [bool(t[0]) for t in tensors if t.shape == (2,)]
                 assert True in overflows
                 assert False in overflows[-2:]
     print("same bits")

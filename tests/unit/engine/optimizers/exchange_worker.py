@@ -26,15 +26,15 @@ SPLITS = {"fused": SplitSection(parts=(2, 4), interleaved=4)}
 def num_away(numbered: Any, full: Any, shapes: Any, num_ranks: int) -> int:
     """Elements that are not at the owner of their matrix."""
     owners = module.assign({n: rows * columns for n, (rows, columns) in shapes.items()}, num_ranks)
-    found = []
+    flat_owners = []
     for name, tensor in full.items():
         owner = torch.zeros_like(tensor)
         for number, matrix in numbered[name]:
             for box in matrix.boxes:
                 pairs = zip(box.offsets, box.sizes, strict=True)
                 owner[tuple(slice(low, low + size) for low, size in pairs)] = owners[number]
-        found.append(owner.flatten())
-    at = torch.cat(found)
+        flat_owners.append(owner.flatten())
+    at = torch.cat(flat_owners)
     edges = [at.numel() * rank // num_ranks for rank in range(num_ranks + 1)]
     return sum(int((at[edges[rank] : edges[rank + 1]] != rank).sum()) for rank in range(num_ranks))
 

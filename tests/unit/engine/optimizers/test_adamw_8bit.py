@@ -104,9 +104,9 @@ def gradients() -> list[dict[str, torch.Tensor]]:
 
     def draw(shape: tuple[int, ...]) -> torch.Tensor:
         size = torch.randn(shape, generator=generator).mul_(3).exp_()
-        found = torch.randn(shape, generator=generator) * size
-        found[:5] = 0
-        return found
+        gradient = torch.randn(shape, generator=generator) * size
+        gradient[:5] = 0
+        return gradient
 
     return [{name: draw(shape) for name, shape in SHAPES.items()} for _ in range(STEPS)]
 
@@ -118,9 +118,9 @@ def expected(gradients: list[dict[str, torch.Tensor]]) -> tuple[dict[str, torch.
     optimizer = library.optim.AdamW8bit(
         list(values.values()), GROUP["lr"], BETAS, EPS, weight_decay=GROUP["weight_decay"]
     )
-    for found in gradients:
+    for gradients_by_name in gradients:
         for name, value in values.items():
-            value.grad = found[name].clone()
+            value.grad = gradients_by_name[name].clone()
         optimizer.step()
     return values, {name: optimizer.state[value] for name, value in values.items()}
 
@@ -152,8 +152,8 @@ def test_equals_bitsandbytes(
     monkeypatch.setattr("bigtrain.engine.optimizers.adamw_8bit._CHUNK", PIECE)
     values, states = expected
     ranks = world(initial(), dims, degree, zero)
-    for found in gradients:
-        step(ranks, found)
+    for gradients_by_name in gradients:
+        step(ranks, gradients_by_name)
     for kind, own in (("master", None), *zip(CODES, ("state1", "state2"), strict=True)):
         dtype = torch.float32 if own is None else torch.uint8
         full = {name: torch.zeros(shape, dtype=dtype) for name, shape in SHAPES.items()}

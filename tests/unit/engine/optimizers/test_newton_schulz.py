@@ -16,12 +16,12 @@ def test_is_that_of_torch(shape: tuple[int, int]) -> None:
     """To the bit where sums are short; of longer ones a few round to the neighbour."""
     gradient = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 1e-3
     expected = _muon._zeropower_via_newtonschulz(gradient, COEFFICIENTS, 5, 1e-7)
-    found = orthogonalized(gradient.bfloat16(), COEFFICIENTS, 5, 1e-7)
-    assert found.dtype == torch.bfloat16
+    update = orthogonalized(gradient.bfloat16(), COEFFICIENTS, 5, 1e-7)
+    assert update.dtype == torch.bfloat16
     if max(shape) < 64:
-        assert torch.equal(found, expected)
-    assert float((found - expected).abs().max()) < 0.01 * float(expected.abs().max())
-    assert float((found != expected).double().mean()) < 0.5
+        assert torch.equal(update, expected)
+    assert float((update - expected).abs().max()) < 0.01 * float(expected.abs().max())
+    assert float((update != expected).double().mean()) < 0.5
 
 
 def test_several_at_once() -> None:

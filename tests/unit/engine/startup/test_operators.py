@@ -96,9 +96,9 @@ class Loader:
 
     def answer(self, source: Path, answer: int = 1) -> int:
         pid = self.begin(source, answer)
-        who, _, found = self.line().split()
+        who, _, value = self.line().split()
         assert int(who) == pid
-        return int(found)
+        return int(value)
 
     def num_compiled(self) -> int:
         return len((self.folder / "count").read_text().split())

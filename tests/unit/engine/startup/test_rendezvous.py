@@ -95,7 +95,7 @@ def test_nobody_is_waited_for_under_torchruns_agent(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_store_listens_at_the_address_alone_that_all_know(size: int) -> None:
     port = int(os.environ["MASTER_PORT"])
-    found: list[set[str]] = []
+    addresses: list[set[str]] = []
     barrier = threading.Barrier(size)
 
     def come(rank: int) -> None:
@@ -103,7 +103,7 @@ def test_the_store_listens_at_the_address_alone_that_all_know(size: int) -> None
             barrier.wait(timeout=30)
             sockets = psutil.Process().net_connections(kind="inet")
             places = [one.laddr for one in sockets if one.status == psutil.CONN_LISTEN]
-            found.append({place.ip for place in places if place.port == port})
+            addresses.append({place.ip for place in places if place.port == port})
             barrier.wait(timeout=30)
 
     threads = [threading.Thread(target=come, args=(rank,)) for rank in range(size)]
@@ -111,7 +111,7 @@ def test_the_store_listens_at_the_address_alone_that_all_know(size: int) -> None
         thread.start()
     for thread in threads:
         thread.join(timeout=60)
-    assert found == [{"127.0.0.1"}] * size
+    assert addresses == [{"127.0.0.1"}] * size
 
 
 @pytest.mark.parametrize(

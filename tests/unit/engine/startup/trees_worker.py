@@ -28,8 +28,8 @@ if __name__ == "__main__":
         group = cpu_group()
         for number in range(3):
             values = [(rank, "x" * (10 ** ((rank + number) % 5))) for rank in range(world.size)]
-            found = gather_on_main(values[world.rank], group)
-            assert found == (values if world.rank == 0 else [])
+            gathered = gather_on_main(values[world.rank], group)
+            assert gathered == (values if world.rank == 0 else [])
         for number in range(3):
             of_ranks = [torch.tensor([(r * 7 + number) % 5, -r]) for r in range(world.size)]
             values = of_ranks[world.rank].clone()

@@ -166,10 +166,12 @@ def alone_and(
     return wanted, gradients(model, packed(inputs).square().sum())
 
 
-def assert_equal(wanted: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> None:
+def assert_equal(
+    wanted: dict[str, torch.Tensor], gradients_by_name: dict[str, torch.Tensor]
+) -> None:
     largest = max(float(gradient.abs().max()) for gradient in wanted.values())
     for name, gradient in wanted.items():
-        assert torch.allclose(found[name], gradient, rtol=0, atol=1e-5 * largest), name
+        assert torch.allclose(gradients_by_name[name], gradient, rtol=0, atol=1e-5 * largest), name
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
@@ -283,10 +285,10 @@ def test_documents_by_block_masks_have_the_gradients_of_documents_alone(
     model.set_attn_implementation("flex_attention")
     with torch.compiler.set_stance("force_eager"):
         packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits
-        found = gradients(model, packed.square().sum())
+        gradients_by_name = gradients(model, packed.square().sum())
     largest = max(float(gradient.abs().max()) for gradient in wanted.values())
     for name, gradient in wanted.items():
-        assert torch.allclose(found[name], gradient, rtol=0, atol=1e-5 * largest), name
+        assert torch.allclose(gradients_by_name[name], gradient, rtol=0, atol=1e-5 * largest), name
 
 
 @pytest.mark.slow

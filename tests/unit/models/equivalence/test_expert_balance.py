@@ -131,8 +131,8 @@ def test_a_bias_that_does_not_decide_the_choice_is_refused(monkeypatch: pytest.M
         return outputs
 
     monkeypatch.setattr(router, "forward", forward)
-    (found,) = problems(BIAS, DEEPSEEK)
-    assert "is not a bias by which tokens choose experts" in found
+    (problem,) = problems(BIAS, DEEPSEEK)
+    assert "is not a bias by which tokens choose experts" in problem
 
 
 def test_another_formula_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,8 +142,8 @@ def test_another_formula_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         modeling_mixtral, "load_balancing_loss_func", lambda *args: 1.01 * own(*args)
     )
-    (found,) = problems(GLOBAL, MIXTRAL | ROUTED)
-    assert "computes another auxiliary loss" in found
+    (problem,) = problems(GLOBAL, MIXTRAL | ROUTED)
+    assert "computes another auxiliary loss" in problem
 
 
 def test_both_router_losses_are_tried_on_one_model(monkeypatch: pytest.MonkeyPatch) -> None:

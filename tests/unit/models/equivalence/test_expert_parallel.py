@@ -37,9 +37,9 @@ def config_of(kind: str, **values: Any) -> PreTrainedConfig:
 
 
 def problems(config: PreTrainedConfig, size: int = 2) -> list[str]:
-    found = check_expert_parallel(config, "auto", size, sequence_length=16)
-    assert all(problem.key == "parallel.expert" for problem in found)
-    return [f"{problem.rule} -> {problem.remedy}" for problem in found]
+    all_problems = check_expert_parallel(config, "auto", size, sequence_length=16)
+    assert all(problem.key == "parallel.expert" for problem in all_problems)
+    return [f"{problem.rule} -> {problem.remedy}" for problem in all_problems]
 
 
 @pytest.mark.parametrize(

@@ -32,10 +32,10 @@ def absent_gradients(model_type: str) -> list[str]:
 
 @pytest.mark.parametrize("model_type", SAMPLE)
 def test_found_without_a_backward_pass(model_type: str) -> None:
-    found = parameters_without_gradient(tiny_config(model_type))
-    assert found is not None
-    assert list(found) == absent_gradients(model_type)
-    assert bool(found) == (model_type not in ("llama", "gpt2", "jetmoe"))
+    names = parameters_without_gradient(tiny_config(model_type))
+    assert names is not None
+    assert list(names) == absent_gradients(model_type)
+    assert bool(names) == (model_type not in ("llama", "gpt2", "jetmoe"))
 
 
 @pytest.mark.slow
@@ -45,19 +45,19 @@ def test_found_for_every_architecture(model_type: str) -> None:
         expected = absent_gradients(model_type)
     except Exception as error:
         pytest.skip(f"no tiny model: {type(error).__name__}")
-    found = parameters_without_gradient(tiny_config(model_type))
+    names = parameters_without_gradient(tiny_config(model_type))
     if model_type == "xmod":  # its configuration has no default language beside tiny_config's
-        assert found in (None, ())
+        assert names in (None, ())
         return
-    assert found is not None
-    assert list(found) == expected
+    assert names is not None
+    assert list(names) == expected
 
 
 def test_layers_that_share_keys_of_others_are_told_apart() -> None:
     config = tiny_config("gemma3n_text")
     assert config.num_kv_shared_layers == 1
-    found = parameters_without_gradient(config)
-    assert found == tuple(absent_gradients("gemma3n_text"))
+    names = parameters_without_gradient(config)
+    assert names == tuple(absent_gradients("gemma3n_text"))
 
 
 def test_a_model_that_cannot_be_run_is_trained_in_full(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,8 +157,8 @@ def test_frozen_weights_keep_the_base_s_dtype_whatever_is_asked(base: Path, tmp_
     hf_config = load_hf_config(ModelSection(path=str(changed)))
     record_base(str(changed), find_weights(str(changed), hf_config), tmp_path / "record")
     masters = {n: t.float() for n, t in stored.items()}
-    found, _ = BaseRecord(tmp_path / "record").like_base(
+    weights_by_name, _ = BaseRecord(tmp_path / "record").like_base(
         masters, masters, keep_dtypes=False, frozen=[name]
     )
-    assert found[name].dtype == torch.bfloat16
-    assert found[other].dtype == torch.float32
+    assert weights_by_name[name].dtype == torch.bfloat16
+    assert weights_by_name[other].dtype == torch.float32

@@ -31,15 +31,18 @@ def test_inputs_of_checkpointed_layers_may_lie_elsewhere(every: int) -> None:
     assert offload_checkpoints(models[1], "cpu") == LAYERS // every
     ids = torch.randint(1, 97, (2, 16), generator=torch.Generator().manual_seed(0))
     hidden = [[*ids.shape, COMMON["hidden_size"]]] * 2
-    found, num_copies = [], []
+    gradients_of_models, num_copies = [], []
     for model in models:
         with profile(record_shapes=True, acc_events=True) as recorded:
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-            found.append(gradients(model, loss))
+            gradients_of_models.append(gradients(model, loss))
         copies = [e for e in recorded.events() if e.name == "aten::copy_"]
         num_copies.append(sum(e.input_shapes[:2] == hidden for e in copies))
     assert num_copies[1] - num_copies[0] == 2 * (LAYERS // every) - 1
-    assert all(torch.equal(found[1][name], gradient) for name, gradient in found[0].items())
+    assert all(
+        torch.equal(gradients_of_models[1][name], gradient)
+        for name, gradient in gradients_of_models[0].items()
+    )
 
 
 def test_offload_needs_layers_that_recompute() -> None:
@@ -143,9 +146,11 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Device:
 def test_waits_suffice(late: Device) -> None:
     expected = trained(None)
     with late:
-        found = trained(late)
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+        gradients_by_name = trained(late)
+    assert expected.keys() == gradients_by_name.keys()
+    assert all(
+        torch.equal(gradients_by_name[name], gradient) for name, gradient in expected.items()
+    )
 
 
 def test_a_wait_that_is_missing_is_found(late: Device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,8 +162,8 @@ def test_a_wait_that_is_missing_is_found(late: Device, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(Stream, "wait_event", forgetting)
     with late:
-        found = trained(late, num_steps=1)
-    assert any(gradient.isnan().any() for gradient in found.values())
+        gradients_by_name = trained(late, num_steps=1)
+    assert any(gradient.isnan().any() for gradient in gradients_by_name.values())
 
 
 @pytest.mark.parametrize("missing", ["leave", "arrive"])
@@ -169,8 +174,8 @@ def test_each_of_the_two_waits_is_needed(
     none = SimpleNamespace(wait_event=lambda _: None)
     monkeypatch.setattr(activation_offload._Kept, missing, lambda kept, _: own(kept, none))
     with late:
-        found = trained(late, num_steps=1)
-    assert any(gradient.isnan().any() for gradient in found.values())
+        gradients_by_name = trained(late, num_steps=1)
+    assert any(gradient.isnan().any() for gradient in gradients_by_name.values())
 
 
 def test_at_most_one_input_leaves_and_one_returns(

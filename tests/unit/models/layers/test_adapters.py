@@ -264,9 +264,9 @@ OF_KINDS: dict[str, tuple[dict[str, Any], set[str], set[str]]] = {
 
 def ends(names: list[str], expected: set[str]) -> set[str]:
     """Those of `expected` that names end with; every name must end with one."""
-    found = {name: [e for e in expected if name.endswith(f".{e}")] for name in names}
-    assert all(found.values()), found
-    return {end for matching in found.values() for end in matching}
+    ends_by_name = {name: [e for e in expected if name.endswith(f".{e}")] for name in names}
+    assert all(ends_by_name.values()), ends_by_name
+    return {end for matching in ends_by_name.values() for end in matching}
 
 
 @pytest.mark.parametrize("name", OF_KINDS)

@@ -68,18 +68,18 @@ def both(model: Any, chunk_tokens: int) -> tuple[Any, Any, Any, Any]:
     chunked = ChunkedLoss(model, chunk_tokens)
     outputs = model(input_ids=ids, use_cache=False, targets=labels)
     loss = outputs.loss / num_targets
-    found = gradients(model, loss if aux is None else loss + outputs.aux_loss)
+    gradients_by_name = gradients(model, loss if aux is None else loss + outputs.aux_loss)
     chunked.remove()
-    return plain.detach(), wanted, loss.detach(), found
+    return plain.detach(), wanted, loss.detach(), gradients_by_name
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 1000])
 @pytest.mark.parametrize("model_type", sorted(MODELS))
 def test_equals_the_plain_loss(model_type: str, chunk_tokens: int) -> None:
-    plain, wanted, loss, found = both(model_of(model_type), chunk_tokens)
+    plain, wanted, loss, gradients_by_name = both(model_of(model_type), chunk_tokens)
     assert float(loss) == pytest.approx(float(plain), abs=1e-6)
-    assert wanted.keys() == found.keys()
-    assert_same_tensors(found, wanted, limit=1e-6)
+    assert wanted.keys() == gradients_by_name.keys()
+    assert_same_tensors(gradients_by_name, wanted, limit=1e-6)
 
 
 def test_gradients_of_many_chunks_are_added_up_in_float32() -> None:
@@ -93,9 +93,9 @@ def test_gradients_of_many_chunks_are_added_up_in_float32() -> None:
         logits = model(input_ids=ids, use_cache=False).logits.flatten(0, 1).float()
         expected += gradients(model, F.cross_entropy(logits, one, reduction="sum"))[name]
     chunked = ChunkedLoss(model, 1)
-    found = gradients(model, model(input_ids=ids, use_cache=False, targets=labels).loss)
+    gradients_by_name = gradients(model, model(input_ids=ids, use_cache=False, targets=labels).loss)
     chunked.remove()
-    assert torch.equal(found[name], expected.bfloat16())
+    assert torch.equal(gradients_by_name[name], expected.bfloat16())
 
 
 def test_16_bit_gradients_are_rounded_as_those_of_the_plain_loss() -> None:
@@ -108,10 +108,10 @@ def test_16_bit_gradients_are_rounded_as_those_of_the_plain_loss() -> None:
     wanted = gradients(model, summed * factor)
     chunked = ChunkedLoss(model, 1000)
     loss = model(input_ids=ids, use_cache=False, targets=labels, factor=factor).loss
-    found = gradients(model, loss * factor)
+    gradients_by_name = gradients(model, loss * factor)
     chunked.remove()
     for name, gradient in wanted.items():
-        assert torch.equal(found[name], gradient), name
+        assert torch.equal(gradients_by_name[name], gradient), name
 
 
 def test_without_targets_the_model_is_as_before() -> None:
@@ -132,9 +132,9 @@ def test_without_targets_the_model_is_as_before() -> None:
 def test_frozen_heads_get_no_gradient() -> None:
     model = model_of("llama")
     model.lm_head.weight.requires_grad_(False)
-    _, wanted, _, found = both(model, 7)
-    assert wanted.keys() == found.keys()
-    assert "lm_head.weight" not in found
+    _, wanted, _, gradients_by_name = both(model, 7)
+    assert wanted.keys() == gradients_by_name.keys()
+    assert "lm_head.weight" not in gradients_by_name
 
 
 def config_of(model_type: str, **model: Any) -> RunConfig:

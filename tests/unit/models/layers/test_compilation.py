@@ -56,9 +56,11 @@ def test_nothing_is_compiled_after_step_2(model_type: str, checkpointing: bool) 
         ids = torch.randint(1, 97, (2, 16), generator=generator)
         losses = [m(input_ids=ids, labels=ids, use_cache=False).loss for m in models]
         assert float(losses[1].detach()) == pytest.approx(float(losses[0].detach()), abs=1e-5)
-        wanted, found = (gradients(m, loss) for m, loss in zip(models, losses, strict=True))
+        wanted, gradients_by_name = (
+            gradients(m, loss) for m, loss in zip(models, losses, strict=True)
+        )
         for name, gradient in wanted.items():
-            assert torch.allclose(found[name], gradient, rtol=0, atol=1e-5), name
+            assert torch.allclose(gradients_by_name[name], gradient, rtol=0, atol=1e-5), name
         for optimizer in optimizers:
             optimizer.step()
         graphs.append(counters["stats"]["unique_graphs"])

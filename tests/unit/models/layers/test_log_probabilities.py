@@ -23,9 +23,11 @@ SMALL = {
 
 
 def gradients(model: Any) -> dict[str, torch.Tensor]:
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    gradients_by_name = {
+        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+    }
     model.zero_grad()
-    return found
+    return gradients_by_name
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 100])

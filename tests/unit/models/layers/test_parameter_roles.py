@@ -175,11 +175,11 @@ def test_what_decays_is_what_trainer_decays_but_for_these() -> None:
 @pytest.mark.slow
 def test_every_block_of_experts_has_its_router_and_nothing_else_has() -> None:
     for model_type, model in every_model().items():
-        found = routers(model)
+        router_names = routers(model)
         modules = dict(model.named_modules())
         stacks = [n for n, m in modules.items() if type(m).__name__.endswith("Experts")]
-        assert bool(found) == bool(stacks), model_type
-        for name in found:
+        assert bool(router_names) == bool(stacks), model_type
+        for name in router_names:
             assert any(word in name for word in ("router", "gate")), (model_type, name)
     assert routers(every_model()["gemma3n_text"]) == []  # its modality_router chooses no experts
     doge = AutoConfig.for_model(

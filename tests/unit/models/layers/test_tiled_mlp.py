@@ -84,13 +84,13 @@ def test_equals_mlps_at_once(model_type: str, tile_tokens: int) -> None:
     wanted = gradients(model, expected)
     with tiled(model, tile_tokens):
         loss = loss_of(model)
-        found = gradients(model, loss)
+        gradients_by_name = gradients(model, loss)
         with torch.no_grad():
             evaluated = float(loss_of(model))
             assert evaluated == pytest.approx(float(loss.detach()), abs=1e-6)
     assert float(loss.detach()) == pytest.approx(float(expected.detach()), abs=1e-6)
-    assert wanted.keys() == found.keys()
-    assert_same_tensors(found, wanted, limit=1e-6)
+    assert wanted.keys() == gradients_by_name.keys()
+    assert_same_tensors(gradients_by_name, wanted, limit=1e-6)
     assert torch.equal(loss_of(model), expected)  # as before
 
 
@@ -122,9 +122,9 @@ def test_frozen_parameters_and_inputs() -> None:
     wanted = gradients(model, loss_of(model))
     assert "model.layers.0.mlp.up_proj.weight" in wanted
     with tiled(model, 7):
-        found = gradients(model, loss_of(model))
-    assert found.keys() == wanted.keys()
-    assert_same_tensors(found, wanted, limit=1e-6)
+        gradients_by_name = gradients(model, loss_of(model))
+    assert gradients_by_name.keys() == wanted.keys()
+    assert_same_tensors(gradients_by_name, wanted, limit=1e-6)
 
 
 @pytest.mark.parametrize("dora", [False, True])
@@ -139,9 +139,9 @@ def test_adapters(dora: bool) -> None:
     wanted = gradients(model, loss_of(model))
     for name in names:
         Tiles(model.get_submodule(name), 7)
-    found = gradients(model, loss_of(model))
-    assert found.keys() == wanted.keys()
-    assert_same_tensors(found, wanted, limit=1e-6)
+    gradients_by_name = gradients(model, loss_of(model))
+    assert gradients_by_name.keys() == wanted.keys()
+    assert_same_tensors(gradients_by_name, wanted, limit=1e-6)
 
 
 def test_gradients_of_many_tiles_are_added_up_in_float32() -> None:
@@ -184,8 +184,8 @@ def test_the_backward_pass_draws_the_same_dropout(recomputed: bool) -> None:
 
     def results() -> tuple[Any, torch.Tensor]:
         torch.manual_seed(3)
-        found = gradients(model, loss_of(model))
-        return found, torch.rand(3)
+        gradients_by_name = gradients(model, loss_of(model))
+        return gradients_by_name, torch.rand(3)
 
     for mlp, forward in zip(mlps, own, strict=True):
         mlp.forward = lambda x, forward=forward: torch.cat(
@@ -197,8 +197,8 @@ def test_the_backward_pass_draws_the_same_dropout(recomputed: bool) -> None:
     if recomputed:
         recompute(model)
     with tiled(model, 7):
-        found, then = results()
-    assert_same_tensors(found, wanted, limit=1e-6)
+        gradients_by_name, then = results()
+    assert_same_tensors(gradients_by_name, wanted, limit=1e-6)
     assert torch.equal(after, then)
 
 
@@ -253,8 +253,8 @@ def peak_bytes(model: Any, ids: torch.Tensor) -> float:
     with torch.profiler.profile(activities=activities, profile_memory=True) as seen:
         with torch.profiler.record_function(MARK):
             model(input_ids=ids, use_cache=False).logits.sum().backward()
-    found = peak_of(seen)
-    return found["peak"] - found["resting"]
+    memory = peak_of(seen)
+    return memory["peak"] - memory["resting"]
 
 
 def test_inner_activations_are_not_kept() -> None:
@@ -273,14 +273,16 @@ def test_peak_memory_has_the_inner_activations_of_one_tile(recomputed: bool) -> 
         recompute(model)
     tensor = 4 * TOKENS * INNER
     once = peak_bytes(model, ids)
-    found = {}
+    peaks_by_tiles = {}
     for num_tiles in (4, 16):
         with tiled(model, TOKENS // num_tiles):
-            found[num_tiles] = peak_bytes(model, ids)
+            peaks_by_tiles[num_tiles] = peak_bytes(model, ids)
     # Kept by every layer, or the one that is recomputed, and gradients inside that one.
     num_kept = 4 if recomputed else 12
     assert once > num_kept * tensor
     # Of a tile there are the four tensors and gradients of two of them at most.
     weights = 4 * 3 * WIDTH * INNER
-    assert once - found[4] > (num_kept - 6 / 4) * tensor - weights
-    assert found[4] - found[16] == pytest.approx(6 * tensor * (1 / 4 - 1 / 16), rel=0.05)
+    assert once - peaks_by_tiles[4] > (num_kept - 6 / 4) * tensor - weights
+    assert peaks_by_tiles[4] - peaks_by_tiles[16] == pytest.approx(
+        6 * tensor * (1 / 4 - 1 / 16), rel=0.05
+    )

@@ -42,7 +42,7 @@ def test_chunks_have_the_same_loss_and_gradients(terms: LossTerms) -> None:
     model: Any = AutoModelForCausalLM.from_config(config).eval()
     ids, labels = torch.randint(1, 40, (2, 9)), torch.randint(1, 40, (2, 9))
     labels[0, 2:5] = -100
-    found = []
+    results = []
     for in_chunks in (False, True):
         if in_chunks:
             chunked = ChunkedLoss(model, 5, terms=terms)
@@ -54,9 +54,9 @@ def test_chunks_have_the_same_loss_and_gradients(terms: LossTerms) -> None:
         loss.backward()
         gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
         model.zero_grad()
-        found.append({"loss": loss.detach(), **gradients})
-    for name, value in found[0].items():
-        torch.testing.assert_close(found[1][name], value, rtol=1e-4, atol=1e-5)
+        results.append({"loss": loss.detach(), **gradients})
+    for name, value in results[0].items():
+        torch.testing.assert_close(results[1][name], value, rtol=1e-4, atol=1e-5)
 
 
 def test_further_losses_have_the_same_head_and_terms() -> None:
@@ -78,10 +78,10 @@ def test_further_losses_have_the_same_head_and_terms() -> None:
     chunked = ChunkedLoss(model, 5, terms=terms)
     further = FurtherLosses(lambda states: iter([(states.tanh(), later)]), share)
     factor = torch.tensor(0.7)
-    found = model(input_ids=ids, use_cache=False, targets=labels, factor=factor, further=further)
+    outputs = model(input_ids=ids, use_cache=False, targets=labels, factor=factor, further=further)
     chunked.remove()
-    ((found.loss + share * found.further[0]) * factor).backward()
-    torch.testing.assert_close(torch.stack([found.loss, *found.further]), torch.stack(expected))
+    ((outputs.loss + share * outputs.further[0]) * factor).backward()
+    torch.testing.assert_close(torch.stack([outputs.loss, *outputs.further]), torch.stack(expected))
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, factor * gradients[name], rtol=1e-4, atol=1e-5)
 

@@ -61,8 +61,8 @@ def test_padded_products_take_16_bit(dtype: torch.dtype) -> None:
     fit_experts(model)
     ids = torch.arange(12).view(2, 6)
     expected = model(input_ids=ids).logits
-    found = model.to(dtype)(input_ids=ids).logits.float()
-    assert float((found - expected).abs().max()) < 0.05 * float(expected.abs().max())
+    logits = model.to(dtype)(input_ids=ids).logits.float()
+    assert float((logits - expected).abs().max()) < 0.05 * float(expected.abs().max())
 
 
 AMBIENT = {

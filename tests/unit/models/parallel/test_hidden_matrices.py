@@ -47,10 +47,12 @@ def test_neither_embeddings_nor_head_norms_or_biases(tied: bool) -> None:
     ],
 )
 def test_experts_and_no_router(model_type: str, more: dict[str, Any]) -> None:
-    found = hidden_matrices(model_of(model_type=model_type, **more))
-    assert found.keys() == ATTENTION | STACKS
+    matrices_by_name = hidden_matrices(model_of(model_type=model_type, **more))
+    assert matrices_by_name.keys() == ATTENTION | STACKS
     is_transposed = model_type == "gpt_oss"
-    assert found["model.layers.0.mlp.experts.down_proj"].output_dim == (2 if is_transposed else 1)
+    assert matrices_by_name["model.layers.0.mlp.experts.down_proj"].output_dim == (
+        2 if is_transposed else 1
+    )
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
@@ -72,19 +74,19 @@ def test_a_grouped_layer_is_a_matrix_for_each_group(groups: int) -> None:
 def test_experts_that_transformers_has_not_marked(width: int) -> None:
     """Llama 4's are [experts, in, out], also where widths are alike, and its router is linear."""
     more = {"intermediate_size": width, "num_local_experts": 4, "head_dim": 8}
-    found = hidden_matrices(model_of(model_type="llama4_text", **more))
+    matrices_by_name = hidden_matrices(model_of(model_type="llama4_text", **more))
     experts = "model.layers.0.feed_forward.experts."
     stacks = {f"{experts}{name}" for name in ("gate_up_proj", "down_proj")}
-    shared = {n for n in found if ".shared_expert." in n}
-    assert found.keys() == ATTENTION | stacks | shared
+    shared = {n for n in matrices_by_name if ".shared_expert." in n}
+    assert matrices_by_name.keys() == ATTENTION | stacks | shared
     assert len(shared) == 3
-    assert {found[name].output_dim for name in stacks} == {2}
+    assert {matrices_by_name[name].output_dim for name in stacks} == {2}
 
 
 def test_a_router_around_a_linear_layer() -> None:
     """DBRX's experts lie in one matrix, and are no stacks."""
-    found = hidden_matrices(empty_model(tiny_config("dbrx")))
-    assert {name.partition("norm_attn_norm.")[2] for name in found} == {
+    matrices_by_name = hidden_matrices(empty_model(tiny_config("dbrx")))
+    assert {name.partition("norm_attn_norm.")[2] for name in matrices_by_name} == {
         "attn.Wqkv.weight",
         "attn.out_proj.weight",
     }
@@ -92,22 +94,22 @@ def test_a_router_around_a_linear_layer() -> None:
 
 def test_a_router_that_is_a_linear_layer_and_a_gate_of_one_row() -> None:
     more = {"num_experts": 4, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8}
-    found = hidden_matrices(model_of(model_type="qwen2_moe", **more))
+    matrices_by_name = hidden_matrices(model_of(model_type="qwen2_moe", **more))
     shared = {f"model.layers.0.mlp.shared_expert.{n}_proj.weight" for n in ("gate", "up", "down")}
-    assert found.keys() == ATTENTION | STACKS | shared
+    assert matrices_by_name.keys() == ATTENTION | STACKS | shared
 
 
 def test_conv1d_lies_the_other_way_round() -> None:
     values = {"model_type": "gpt2", "vocab_size": 48, "n_embd": 16, "n_layer": 1, "n_head": 2}
     model = empty_model(load_hf_config(ModelSection(config=values)))
-    found = hidden_matrices(model)
-    assert {name.partition("h.0.")[2] for name in found} == {
+    matrices_by_name = hidden_matrices(model)
+    assert {name.partition("h.0.")[2] for name in matrices_by_name} == {
         "attn.c_attn.weight",
         "attn.c_proj.weight",
         "mlp.c_fc.weight",
         "mlp.c_proj.weight",
     }
-    assert found["transformer.h.0.attn.c_attn.weight"].output_dim == 1
+    assert matrices_by_name["transformer.h.0.attn.c_attn.weight"].output_dim == 1
 
 
 def test_frozen_matrices_are_left_out() -> None:

@@ -134,8 +134,8 @@ def around(case: Case, inputs: Inputs, threads: Watched) -> list[torch.Tensor]:
             )
             leaves = [*states, *([] if sinks is None else [sinks])]
             gradient = inputs.gradient[:, :, order].float()
-            found = torch.autograd.grad(output, leaves, gradient)
-        return [order, output.detach(), *found]
+            gradients = torch.autograd.grad(output, leaves, gradient)
+        return [order, output.detach(), *gradients]
 
     with ThreadPoolExecutor(case.size) as pool:
         orders, *parts = zip(*pool.map(compute, range(case.size)), strict=True)
@@ -147,10 +147,10 @@ def around(case: Case, inputs: Inputs, threads: Watched) -> list[torch.Tensor]:
 def largest_error(case: Case) -> float:
     """Return the largest difference of output and gradients, relative to the largest value."""
     inputs = inputs_of(case)
-    found, expected = around(case, inputs, Watched(case.size)), expected_of(case, inputs)
+    tensors, expected = around(case, inputs, Watched(case.size)), expected_of(case, inputs)
     return max(
         float((one - other).abs().max() / other.abs().max())
-        for one, other in zip(found, expected, strict=True)
+        for one, other in zip(tensors, expected, strict=True)
     )
 
 
@@ -177,9 +177,9 @@ def _shifted(piece: Any) -> Band:
     return Band(piece.diagonal - 1, piece.window, piece.is_full, is_causal=False)
 
 
-def _not_sent_back(self: Any, step: int, found: Any) -> None:
+def _not_sent_back(self: Any, step: int, gradients: Any) -> None:
     if step == 0:
-        self._add(self._plan.block(self._exchange.rank, self._exchange.rank), found)
+        self._add(self._plan.block(self._exchange.rank, self._exchange.rank), gradients)
 
 
 @pytest.mark.parametrize(

@@ -55,10 +55,10 @@ def _counted(
         visible = (distance >= 0) & (distance < (window or plan.length))
         assert not piece.is_full or visible.all()
         assert not piece.is_causal or torch.equal(visible, row >= column)
-        found = columns[piece.columns[0] : piece.columns[1]]
+        piece_columns = columns[piece.columns[0] : piece.columns[1]]
         for sample in range(*piece.samples):
             rows = torch.arange(*piece.rows)
-            counts[sample, rows[:, None], found] += visible.long()
+            counts[sample, rows[:, None], piece_columns] += visible.long()
     place = torch.tensor([[bisect_right(e, p) for p in range(plan.length)] for e in edges])
     query, key = torch.tensor(queries)[:, None], torch.tensor(keys)
     near = (query >= key) & (query - key < (window or plan.length))

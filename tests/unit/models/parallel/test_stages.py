@@ -181,7 +181,9 @@ def test_every_parameter_has_its_stages(tied: bool) -> None:
     for index in (0, 1):
         stage = Stage(copy.deepcopy(model), layout, (0, 1, 4), index)
         held = dict(stage.model.named_parameters())
-        assert held.keys() == {name for name, found in stages.items() if index in found}
+        assert held.keys() == {
+            name for name, stages_of_parameter in stages.items() if index in stages_of_parameter
+        }
 
 
 def test_adapters_are_on_the_stage_of_their_layer() -> None:
@@ -221,7 +223,7 @@ def test_initial_weights_do_not_depend_on_the_stage(model_type: str) -> None:
     section = ModelSection(config=config)
     whole = dict(build_model(section, load_hf_config(section), seed=3).named_parameters())
     layout = find_layout(small(model_type), tokens())
-    found: set[str] = set()
+    names: set[str] = set()
     for index in range(3):
         stages: list[Stage] = []
 
@@ -233,8 +235,8 @@ def test_initial_weights_do_not_depend_on_the_stage(model_type: str) -> None:
         )
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter, whole[name]), name
-            found.add(name)
-    assert found == whole.keys()
+            names.add(name)
+    assert names == whole.keys()
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])

@@ -38,17 +38,17 @@ LLAMA: dict[str, Any] = {
 
 def shards_of(shape: tuple[int, ...], dim: int, packed: int, parts: int) -> list[Shard]:
     """All processes' shards of a parameter cut evenly, or with padding where it is not packed."""
-    found = []
+    shards = []
     for rank in range(parts):
         if packed:
             width = shape[dim] // packed
             start, stop = even_ranges(width, parts, rank)
             ranges = tuple((n * width + start, n * width + stop) for n in range(packed))
-            found.append(Shard(shape, dim, ranges, packed * (stop - start), primary=True))
+            shards.append(Shard(shape, dim, ranges, packed * (stop - start), primary=True))
         else:
             span, rows = padded_range(shape[dim], parts, rank)
-            found.append(Shard(shape, dim, (span,), rows, primary=True))
-    return found
+            shards.append(Shard(shape, dim, (span,), rows, primary=True))
+    return shards
 
 
 @st.composite

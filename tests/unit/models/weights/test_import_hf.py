@@ -47,14 +47,14 @@ def save(name: str, directory: Path, **how: Any) -> PreTrainedModel:
 
 
 def assert_equal_to_transformers(source: str, plain: PreTrainedModel) -> None:
-    found = find_weights(source, load_hf_config(ModelSection(path=source)))
+    weights = find_weights(source, load_hf_config(ModelSection(path=source)))
     for name, tensor in plain.state_dict().items():
-        assert torch.equal(found.tensors[name].read(), tensor), name
+        assert torch.equal(weights.tensors[name].read(), tensor), name
         if tensor.ndim:
             part = tuple(max(1, n // 3) for n in tensor.shape)
             corner = tuple(n - p for n, p in zip(tensor.shape, part, strict=True))
             out = torch.full(part, torch.nan, dtype=torch.float64)
-            found.fill(name, corner, out)
+            weights.fill(name, corner, out)
             assert torch.equal(out, narrowed(tensor, corner, part).double()), name
 
 
@@ -137,9 +137,9 @@ def test_a_name_is_found_in_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.M
     (place / "refs").mkdir()
     (place / "refs" / "main").write_text(revision)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    found = find_weights("somebody/tiny", plain.config)
+    weights = find_weights("somebody/tiny", plain.config)
     for name, tensor in plain.state_dict().items():
-        assert torch.equal(found.tensors[name].read(), tensor), name
+        assert torch.equal(weights.tensors[name].read(), tensor), name
 
 
 def refusal(directory: Path, **overrides: Any) -> str:

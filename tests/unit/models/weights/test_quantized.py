@@ -54,12 +54,14 @@ MODELS = {
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    found = {}
+    directories_by_name = {}
     for name, config in MODELS.items():
         section = ModelSection(config=config)
-        found[name] = tmp_path_factory.mktemp("bases") / name
-        build_model(section, load_hf_config(section), seed=3).save_pretrained(found[name])
-    return found
+        directories_by_name[name] = tmp_path_factory.mktemp("bases") / name
+        build_model(section, load_hf_config(section), seed=3).save_pretrained(
+            directories_by_name[name]
+        )
+    return directories_by_name
 
 
 def packed_bytes(model: Any) -> int:
@@ -90,11 +92,11 @@ def plain(base: Path, section: AdaptersSection, dtype: torch.dtype = torch.float
 def test_packs_what_transformers_packs(
     name: str, section: AdaptersSection, dtype: torch.dtype, bases: dict[str, Path]
 ) -> None:
-    expected, found = plain(bases[name], section, dtype), filled(bases[name], section, dtype)
+    expected, model = plain(bases[name], section, dtype), filled(bases[name], section, dtype)
     layers = {n: m for n, m in expected.named_modules() if isinstance(m, library.nn.Linear4bit)}
-    assert quantized_layers(empty_model(found.config)) == list(layers)
+    assert quantized_layers(empty_model(model.config)) == list(layers)
     for layer_name, layer in layers.items():
-        own = found.get_submodule(f"{layer_name}.base_layer")
+        own = model.get_submodule(f"{layer_name}.base_layer")
         assert torch.equal(own.weight, layer.weight), layer_name
         assert own.weight.dtype == torch.uint8
         assert not own.weight.requires_grad
@@ -119,8 +121,8 @@ def test_values_are_those_of_the_paper(bases: dict[str, Path]) -> None:
         scales = flat.abs().amax(1, keepdim=True)
         nearest = levels[(flat / scales)[..., None].sub(levels).abs().argmin(-1)] * scales
         expected = nearest.flatten()[: weight.numel()].view(weight.shape)
-        found = dequantized(model.get_submodule(f"{name}.base_layer"))
-        assert torch.allclose(found, expected, rtol=0, atol=1e-6), name
+        values = dequantized(model.get_submodule(f"{name}.base_layer"))
+        assert torch.allclose(values, expected, rtol=0, atol=1e-6), name
 
 
 @pytest.mark.parametrize("section", [NF4, FP4, NF4.model_copy(update={"dora": True})])
@@ -150,11 +152,11 @@ def test_magnitudes_are_of_what_is_packed(bases: dict[str, Path]) -> None:
     model = filled(bases["llama"], section)
     weights = with_magnitudes(find_weights(str(bases["llama"]), model.config), model)
     name = "model.layers.0.mlp.up_proj"
-    found = weights.tensors[f"{name}.lora_magnitude_vector.default.weight"]
+    magnitudes = weights.tensors[f"{name}.lora_magnitude_vector.default.weight"]
     expected = dequantized(model.get_submodule(f"{name}.base_layer")).norm(dim=1)
-    assert torch.equal(found.read(), expected)  # type: ignore[attr-defined]
+    assert torch.equal(magnitudes.read(), expected)  # type: ignore[attr-defined]
     part = torch.empty(5)
-    found.fill((3,), part)  # type: ignore[attr-defined]
+    magnitudes.fill((3,), part)  # type: ignore[attr-defined]
     assert torch.equal(part, expected[3:8])
 
 
@@ -162,12 +164,12 @@ def test_magnitudes_are_of_what_is_packed(bases: dict[str, Path]) -> None:
 def test_bytes_are_predicted(name: str, section: AdaptersSection, bases: dict[str, Path]) -> None:
     model = filled(bases[name], section)
     costs = adapter_costs(empty_model(model.config), section)
-    found = with_adapters(trace_model(model.config, torch.float32), costs)
-    assert found.packed.num_bytes == packed_bytes(model)
+    adapted_costs = with_adapters(trace_model(model.config, torch.float32), costs)
+    assert adapted_costs.packed.num_bytes == packed_bytes(model)
     held = sum(p.numel() * p.itemsize for p in model.parameters() if not is_packed(p))
     layout = Layout(data_size=2, parameter_bytes=4, loss_chunk_tokens=8)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    use = peak_memory(found, layout, engine_named("deepspeed"))
+    use = peak_memory(adapted_costs, layout, engine_named("deepspeed"))
     moments = 8 * trained
     assert use.states - moments == pytest.approx(held + packed_bytes(model))
     largest = max(m.in_features * m.out_features for m in model.modules() if is_quantized(m))
@@ -215,13 +217,13 @@ def test_which_layers_compute_in_what(bases: dict[str, Path]) -> None:
 
 def test_adapters_are_not_in_what_layers_compute_in(bases: dict[str, Path]) -> None:
     """peft makes them so; their initial values would be rounded to bfloat16."""
-    found = []
+    parameters_of_models = []
     for dtype in ("float32", "bfloat16"):
         model = built(bases["llama"], NF4.model_copy(update={"compute_dtype": dtype}))
-        found.append({n: p for n, p in model.named_parameters() if p.requires_grad})
-    for name, parameter in found[0].items():
-        assert parameter.dtype == found[1][name].dtype == torch.float32
-        assert torch.equal(parameter, found[1][name]), name
+        parameters_of_models.append({n: p for n, p in model.named_parameters() if p.requires_grad})
+    for name, parameter in parameters_of_models[0].items():
+        assert parameter.dtype == parameters_of_models[1][name].dtype == torch.float32
+        assert torch.equal(parameter, parameters_of_models[1][name]), name
 
 
 def test_all_of_it_has_adapters(bases: dict[str, Path]) -> None:

@@ -81,12 +81,12 @@ def test_rows_are_those_of_transformers(base: Path) -> None:
 def test_they_have_the_mean_and_the_covariance_of_the_old_ones(base: Path) -> None:
     weights, rows = rows_of(section_of(base), tokens=BEFORE + 20_000)
     old = weights.tensors["model.embed_tokens.weight"].read().double()
-    found = rows["model.embed_tokens.weight"].double()
+    embeddings = rows["model.embed_tokens.weight"].double()
     # The spread is 3e-5 of the old one; float32 resolves a hundredth of that here.
     expected = 1e-9 * torch.cov(old.T, correction=0)
     scale = expected.diagonal().max()
-    torch.testing.assert_close(found.mean(0), old.mean(0), rtol=0, atol=1e-6)
-    torch.testing.assert_close(torch.cov(found.T), expected, rtol=0, atol=0.06 * float(scale))
+    torch.testing.assert_close(embeddings.mean(0), old.mean(0), rtol=0, atol=1e-6)
+    torch.testing.assert_close(torch.cov(embeddings.T), expected, rtol=0, atol=0.06 * float(scale))
 
 
 def test_other_ways(base: Path) -> None:
@@ -94,10 +94,10 @@ def test_other_ways(base: Path) -> None:
     old = weights.tensors["model.embed_tokens.weight"].read()
     assert torch.equal(rows["model.embed_tokens.weight"], old.mean(0).expand(AFTER - BEFORE, -1))
     _, rows = rows_of(section_of(base, "normal"), tokens=BEFORE + 5000)
-    found = rows["model.embed_tokens.weight"]
+    embeddings = rows["model.embed_tokens.weight"]
     spread = load_hf_config(ModelSection(path=str(base))).initializer_range
-    assert float(found.std()) == pytest.approx(spread, rel=0.02)
-    assert float(found.mean()) == pytest.approx(0, abs=spread / 50)
+    assert float(embeddings.std()) == pytest.approx(spread, rel=0.02)
+    assert float(embeddings.mean()) == pytest.approx(0, abs=spread / 50)
     assert not rows["lm_head.bias"].any()
 
 

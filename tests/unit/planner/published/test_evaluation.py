@@ -49,7 +49,7 @@ def test_published_rows_are_told_within_a_tenth(
     assert everything.memory_mean < 0.05
     assert everything.rank_correlation is not None
     assert everything.rank_correlation > 0.95
-    assert all(found.mean < 0.09 for found in sources)
+    assert all(source.mean < 0.09 for source in sources)
 
 
 def test_table_of_the_docs_is_the_one_that_comes_out(
@@ -62,20 +62,20 @@ def test_table_of_the_docs_is_the_one_that_comes_out(
 def test_errors_against_hand_counts() -> None:
     rows = [{**ROW, "tokens_per_s_per_gpu": str(t), "peak_gib": "10"} for t in (100, 200, 400)]
     told = [RowPrediction(110.0, 11.0), RowPrediction(190.0, 9.0), RowPrediction(None, None, "why")]
-    (found,) = summarize(rows, told)
-    assert (found.num_rows, found.num_refused, found.memory_rows) == (3, 1, 2)
-    assert found.mean == pytest.approx(0.075)
-    assert found.worst == pytest.approx(0.1)
-    assert found.memory_mean == pytest.approx(0.1)
+    (errors,) = summarize(rows, told)
+    assert (errors.num_rows, errors.num_refused, errors.memory_rows) == (3, 1, 2)
+    assert errors.mean == pytest.approx(0.075)
+    assert errors.worst == pytest.approx(0.1)
+    assert errors.memory_mean == pytest.approx(0.1)
     # One model, utilizations 1 and 2: their mean 1.5 is half too much and a quarter too little.
-    assert found.baseline == pytest.approx((0.5 + 0.25) / 2)
+    assert errors.baseline == pytest.approx((0.5 + 0.25) / 2)
 
 
 @pytest.mark.parametrize(("order", "expected"), [((1, 2, 3, 4), 1.0), ((4, 3, 2, 1), -1.0)])
 def test_rank_correlation(order: tuple[int, ...], expected: float) -> None:
     rows = [{**ROW, "tokens_per_s_per_gpu": str(t)} for t in (10, 20, 30, 40)]
-    (found,) = summarize(rows, [RowPrediction(float(t), None) for t in order])
-    assert found.rank_correlation == pytest.approx(expected)
+    (errors,) = summarize(rows, [RowPrediction(float(t), None) for t in order])
+    assert errors.rank_correlation == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -92,9 +92,9 @@ def test_rank_correlation(order: tuple[int, ...], expected: float) -> None:
 def test_what_does_not_fit_together_is_refused_with_its_reason(
     changes: dict[str, str], reason: str
 ) -> None:
-    found = predict({**ROW, **changes})
-    assert found.tokens_per_second is None
-    assert reason in found.refused
+    prediction = predict({**ROW, **changes})
+    assert prediction.tokens_per_second is None
+    assert reason in prediction.refused
 
 
 def test_words_of_a_page_decide() -> None:
@@ -147,15 +147,15 @@ def test_rows_of_no_sense_are_refused_and_never_crash() -> None:
         row = dict(ROW)
         for name in draw.sample(sorted(ROW), 4):
             row[name] = draw.choice(["", "0", "-1", "nan", "1e9", "7", "x", "3.5"])
-        found = predict(row)
-        assert (found.tokens_per_second is None) == bool(found.refused)
-        if found.tokens_per_second is not None:
-            assert math.isfinite(found.tokens_per_second)
-            assert found.tokens_per_second > 0
+        prediction = predict(row)
+        assert (prediction.tokens_per_second is None) == bool(prediction.refused)
+        if prediction.tokens_per_second is not None:
+            assert math.isfinite(prediction.tokens_per_second)
+            assert prediction.tokens_per_second > 0
 
 
 @pytest.mark.parametrize(
-    ("name", "found"),
+    ("name", "device"),
     [
         ("NVIDIA H100 80GB HBM3", "H100-80GB"),
         ("A100-SXM", "A100-80GB"),
@@ -165,9 +165,9 @@ def test_rows_of_no_sense_are_refused_and_never_crash() -> None:
         ("H100-96GB-HBM2e-500W", "H100-96GB-500W"),
     ],
 )
-def test_devices_are_found_by_what_torch_and_tables_call_them(name: str, found: str) -> None:
-    assert find_device(name).name == found
-    assert found in device_names()
+def test_devices_are_found_by_what_torch_and_tables_call_them(name: str, device: str) -> None:
+    assert find_device(name).name == device
+    assert device in device_names()
 
 
 def test_rows_may_have_measured_speed_or_memory_alone(tmp_path: Path) -> None:
@@ -179,9 +179,9 @@ def test_rows_may_have_measured_speed_or_memory_alone(tmp_path: Path) -> None:
         writer.writeheader()
         writer.writerows(rows)
     read = read_rows(tmp_path / "rows.csv")
-    (found,) = summarize(read, [RowPrediction(1100.0, 9.0)] * 3)
-    assert (found.num_rows, found.memory_rows, found.num_refused) == (3, 2, 0)
-    assert (found.mean, found.memory_mean) == (pytest.approx(0.1), pytest.approx(0.1))
+    (errors,) = summarize(read, [RowPrediction(1100.0, 9.0)] * 3)
+    assert (errors.num_rows, errors.memory_rows, errors.num_refused) == (3, 2, 0)
+    assert (errors.mean, errors.memory_mean) == (pytest.approx(0.1), pytest.approx(0.1))
     (tmp_path / "rows.csv").write_text(
         (tmp_path / "rows.csv").read_text().replace("10 GiB", "").replace('"1,000"', "")
     )

@@ -205,7 +205,7 @@ def test_adapters_and_number_formats() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "found"),
+    ("name", "device"),
     [
         ("V100", "V100-32GB"),
         ("Tesla V100-SXM2-16GB", "V100-16GB"),
@@ -228,8 +228,8 @@ def test_adapters_and_number_formats() -> None:
         ("MI250", "MI250X-64GB"),
     ],
 )
-def test_devices_of_other_tables(name: str, found: str) -> None:
-    assert find_device(name).name == found
+def test_devices_of_other_tables(name: str, device: str) -> None:
+    assert find_device(name).name == device
 
 
 def test_a_device_that_no_table_has_is_refused_with_the_nearest_names() -> None:

@@ -121,16 +121,16 @@ ROWS: dict[str, dict[str, str]] = {
 
 @pytest.mark.parametrize("name", ROWS)
 def test_it_is_a_number(name: str) -> None:
-    found = predict({**EMPTY, **ROWS[name]})
-    assert found.refused == ""
-    assert found.tokens_per_second is not None
-    assert found.peak_gib is not None
+    prediction = predict({**EMPTY, **ROWS[name]})
+    assert prediction.refused == ""
+    assert prediction.tokens_per_second is not None
+    assert prediction.peak_gib is not None
     # Between a 100th and all of what the device could do for a model of this size.
     run = run_of({**EMPTY, **ROWS[name]})
     active = sum(run.model.kinds[k].num_active_parameters for k in run.model.layers)
     spent = 6 * (active + run.model.vocabulary_size * run.model.hidden_size)
-    share = spent * found.tokens_per_second / run.device.peak_flops
-    assert math.isfinite(found.peak_gib)
+    share = spent * prediction.tokens_per_second / run.device.peak_flops
+    assert math.isfinite(prediction.peak_gib)
     assert 0.01 < share < 1.6  # of 8-bit products twice as many are done
 
 
@@ -156,7 +156,7 @@ def test_what_the_words_mean() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "engine", "found"),
+    ("text", "engine", "recomputed"),
     [
         ("", "fsdp", ("none", 1)),
         ("off", "fsdp", ("none", 1)),
@@ -177,5 +177,5 @@ def test_what_the_words_mean() -> None:
         ("mlp", "automodel", ("none", 1)),
     ],
 )
-def test_what_is_recomputed(text: str, engine: str, found: tuple[str, int]) -> None:
-    assert recompute({"recompute": text}, engine) == found
+def test_what_is_recomputed(text: str, engine: str, recomputed: tuple[str, int]) -> None:
+    assert recompute({"recompute": text}, engine) == recomputed

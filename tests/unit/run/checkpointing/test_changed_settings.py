@@ -63,8 +63,10 @@ def resume(
     document: dict[str, Any], now: dict[str, Any], inputs_now: Inputs | None = None
 ) -> tuple[Phase, ...]:
     run = RunConfig.model_validate(now)
-    found = inputs_now or inputs()
-    return resumed_phases(document, run, found.sources, found.data_hash, Path("checkpoint"))
+    current_inputs = inputs_now or inputs()
+    return resumed_phases(
+        document, run, current_inputs.sources, current_inputs.data_hash, Path("checkpoint")
+    )
 
 
 def test_a_checkpoint_from_before_mixtures_and_boundaries_goes_on() -> None:
@@ -254,8 +256,8 @@ def of_plan(document: dict[str, Any], plan: ParameterPlan, **optimizer: Any) -> 
     now["optimizer"] |= optimizer
     document = {**document, "config": RunConfig.model_validate(now).model_dump(mode="json")}
     allowed = {**now, "checkpoint": {"allow_changes": ["optimizer.weight_decay"]}}
-    run, found = RunConfig.model_validate(now), inputs()
-    arguments = (found.sources, found.data_hash, Path("checkpoint"), plan)
+    run, current_inputs = RunConfig.model_validate(now), inputs()
+    arguments = (current_inputs.sources, current_inputs.data_hash, Path("checkpoint"), plan)
     try:
         return resumed_phases(document, run, *arguments)
     except CheckpointError:

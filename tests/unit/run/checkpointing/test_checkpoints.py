@@ -469,9 +469,9 @@ def test_what_is_no_directory_is_not_passed_over_in_silence(
 
 def newest_step_after_save(run: Path) -> int:
     write_checkpoint(run, 2)
-    found = newest(run, pytest.fail)
-    assert found is not None
-    return checkpoints.read_manifest(found).identity.step
+    checkpoint = newest(run, pytest.fail)
+    assert checkpoint is not None
+    return checkpoints.read_manifest(checkpoint).identity.step
 
 
 @pytest.mark.parametrize("name", [checkpoints.MANIFEST, checkpoints.STATE, f"tensors/{FILE}"])

@@ -32,16 +32,20 @@ def test_holdings_of_all_hosts_are_one_range() -> None:
     everything: dict[tuple[int, str], _Holdings] = {}
     for one in deepcopy(of_hosts):
         everything = _add_holdings(everything, one)
-    [found] = everything.values()
-    assert found.ranges == [(0, num_hosts * each)]
-    assert (found.first, found.num_hosts, found.missing()) == (0, num_hosts, [])
+    [joined_holdings] = everything.values()
+    assert joined_holdings.ranges == [(0, num_hosts * each)]
+    assert (joined_holdings.first, joined_holdings.num_hosts, joined_holdings.missing()) == (
+        0,
+        num_hosts,
+        [],
+    )
     lost = [one for one in of_hosts if one[7, "digest"].first not in (8, 16)]
     everything = {}
     for one in lost:
         everything = _add_holdings(everything, one)
-    [found] = everything.values()
+    [joined_holdings] = everything.values()
     # Host 1 is lost with its partner: host 2 had the copies of its files.
-    assert found.missing() == [file_name(rank) for rank in range(8, 16)]
+    assert joined_holdings.missing() == [file_name(rank) for rank in range(8, 16)]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -63,8 +67,8 @@ def test_needs_are_what_hosts_lack_in_any_order(seed: int) -> None:
         keeper: set().union(*(wanted[r] for r, k in enumerate(keepers) if k == keeper)) - files
         for keeper, files in held.items()
     }
-    found = {keeper: needs.wanted for keeper, needs in ranks[0].items()}
-    assert found == {keeper: files for keeper, files in expected.items() if files}
+    wanted_by_keeper = {keeper: needs.wanted for keeper, needs in ranks[0].items()}
+    assert wanted_by_keeper == {keeper: files for keeper, files in expected.items() if files}
 
 
 def test_who_holds_most_copies_does_not_send_all() -> None:

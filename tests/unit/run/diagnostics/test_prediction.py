@@ -26,9 +26,9 @@ PLAIN = LossPlan("plain", 1024, "")
 def prediction(*overrides: str, world_size: int = 2, loss: LossPlan = PLAIN) -> RunPrediction:
     run = resolve_run_files("quickstart", overrides, world_size)
     hf_config = load_hf_config(run.config.model)
-    found, reason = predict(run, hf_config, loss, torch.device("cpu"))
-    assert found is not None, reason
-    return found
+    run_prediction, reason = predict(run, hf_config, loss, torch.device("cpu"))
+    assert run_prediction is not None, reason
+    return run_prediction
 
 
 @pytest.fixture
@@ -36,9 +36,9 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> RunPrediction:
     run = resolve_run_files("quickstart", ["precision.dtype=bfloat16"], 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H100 80GB HBM3")
     hf_config = load_hf_config(run.config.model)
-    found, reason = predict(run, hf_config, PLAIN, torch.device("cuda"))
-    assert found is not None, reason
-    return found
+    run_prediction, reason = predict(run, hf_config, PLAIN, torch.device("cuda"))
+    assert run_prediction is not None, reason
+    return run_prediction
 
 
 def test_what_the_run_says_decides() -> None:
@@ -78,20 +78,22 @@ def test_a_cpu_gets_no_rate_and_a_gpu_does(
 
 
 def test_what_cannot_fit_is_refused_unless_told_otherwise() -> None:
-    found = prediction()
-    smallest = found.memory.total / 0.95
-    assert refuse_too_large(found, smallest * 1.001, refuses=True) == ""
+    run_prediction = prediction()
+    smallest = run_prediction.memory.total / 0.95
+    assert refuse_too_large(run_prediction, smallest * 1.001, refuses=True) == ""
     with pytest.raises(LaunchError, match=r"engine\.refuse_too_large=false"):
-        refuse_too_large(found, smallest * 0.999, refuses=True)
-    assert "predicted to need" in refuse_too_large(found, smallest * 0.9, refuses=False)
+        refuse_too_large(run_prediction, smallest * 0.999, refuses=True)
+    assert "predicted to need" in refuse_too_large(run_prediction, smallest * 0.9, refuses=False)
 
 
 def test_a_plan_and_a_run_go_by_one_rule() -> None:
-    found = prediction()
+    run_prediction = prediction()
     for share in (0.999, 1.001):
-        device = replace(find_device("H100"), memory_bytes=share * found.memory.total / 0.95)
-        fits = found.memory.total <= Cluster(device, 2, 1e12).usable_memory
-        assert fits == (refuse_too_large(found, device.memory_bytes, refuses=False) == "")
+        device = replace(
+            find_device("H100"), memory_bytes=share * run_prediction.memory.total / 0.95
+        )
+        fits = run_prediction.memory.total <= Cluster(device, 2, 1e12).usable_memory
+        assert fits == (refuse_too_large(run_prediction, device.memory_bytes, refuses=False) == "")
 
 
 def test_a_calibrated_cpu_gets_a_rate_and_no_word_on_memory(

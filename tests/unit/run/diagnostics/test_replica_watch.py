@@ -10,7 +10,7 @@ ALL, PAIRS = [[0, 1, 2, 3]], [[0, 2], [1, 3]]
 
 
 @pytest.mark.parametrize(
-    ("parameters", "groups", "found"),
+    ("parameters", "groups", "expected"),
     [
         ([5, 5, 5, 5], ALL, ((), True)),
         ([5, 5, -6, 5], ALL, ((2,), True)),
@@ -22,13 +22,13 @@ ALL, PAIRS = [[0, 1, 2, 3]], [[0, 2], [1, 3]]
     ],
 )
 def test_the_majority_of_replicas_is_right(
-    parameters: list[int], groups: list[list[int]], found: tuple[tuple[int, ...], bool]
+    parameters: list[int], groups: list[list[int]], expected: tuple[tuple[int, ...], bool]
 ) -> None:
     checksums = [(one, 0) for one in parameters]
     alone = [[rank] for rank in range(len(parameters))]
-    assert differing_ranks(checksums, (groups, alone)) == found
+    assert differing_ranks(checksums, (groups, alone)) == expected
     of_experts = [(0, one) for one in parameters]
-    assert differing_ranks(of_experts, (alone, groups)) == found
+    assert differing_ranks(of_experts, (alone, groups)) == expected
 
 
 def test_the_same_rank_is_named_once() -> None:

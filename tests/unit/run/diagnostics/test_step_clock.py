@@ -90,8 +90,8 @@ PASSES = (
 )
 
 
-def sum_of(found: Breakdown) -> float:
-    parts = asdict(found)
+def sum_of(breakdown: Breakdown) -> float:
+    parts = asdict(breakdown)
     del parts["communication_seconds"]
     return sum(seconds for seconds in parts.values() if seconds is not None)
 
@@ -136,9 +136,9 @@ def test_a_device_s_waits_are_those_of_the_logged_step() -> None:
     assert run.clock.read().breakdown.communication_seconds is None
     step(5.0, is_logged=False)
     step(0.25, is_logged=True)
-    found = run.clock.read().breakdown
-    assert found.communication_seconds == pytest.approx(0.5)
-    assert found.forward_seconds == pytest.approx((12.0 + 2.5) / 2)
+    breakdown = run.clock.read().breakdown
+    assert breakdown.communication_seconds == pytest.approx(0.5)
+    assert breakdown.forward_seconds == pytest.approx((12.0 + 2.5) / 2)
     run.clock.begin_step(is_logged=True)
     run.clock.count_step()
     assert run.clock.read().breakdown.communication_seconds == 0.0
@@ -181,18 +181,24 @@ def test_hooks_inside_of_passes_are_the_engine_s_and_waiting_is_a_part_of_all() 
     run.clocks.both(1.0)
     run.host_time.seconds += 0.125  # of the update, whose own this is
     run.clock.count_step()
-    found = run.clock.read().breakdown
-    assert (found.forward_seconds, found.optimizer_seconds) == (1.5, 1.0)
-    assert (found.engine_seconds, found.communication_seconds) == (0.5, 0.25)
+    breakdown = run.clock.read().breakdown
+    assert (breakdown.forward_seconds, breakdown.optimizer_seconds) == (1.5, 1.0)
+    assert (breakdown.engine_seconds, breakdown.communication_seconds) == (0.5, 0.25)
 
 
 def test_passes_that_take_turns_are_one_part() -> None:
     run = Run()
     run.step((BOTH_PASSES, 6.0), (OPTIMIZER_UPDATE, 3.0))
-    found = run.clock.read().breakdown
-    assert (found.forward_seconds, found.backward_seconds, found.compute_seconds) == (None, None, 6)
-    assert sum_of(found) == pytest.approx(10.5)
-    assert found.describe().startswith("data 1,000, compute 6,000, optimizer 3,000, engine 500 ms")
+    breakdown = run.clock.read().breakdown
+    assert (breakdown.forward_seconds, breakdown.backward_seconds, breakdown.compute_seconds) == (
+        None,
+        None,
+        6,
+    )
+    assert sum_of(breakdown) == pytest.approx(10.5)
+    assert breakdown.describe().startswith(
+        "data 1,000, compute 6,000, optimizer 3,000, engine 500 ms"
+    )
 
 
 def test_a_batch_that_the_device_did_not_wait_for_costs_nothing() -> None:
@@ -204,10 +210,10 @@ def test_a_batch_that_the_device_did_not_wait_for_costs_nothing() -> None:
     with run.clock.part("data"):
         run.clocks.host += 8.0
     run.clocks.host += 3.0
-    found = run.clock.read()
-    assert found.step_seconds == 11.0
-    assert found.breakdown.forward_seconds == 10.0
-    assert (found.breakdown.data_seconds, found.breakdown.engine_seconds) == (1.0, 0.0)
+    reading = run.clock.read()
+    assert reading.step_seconds == 11.0
+    assert reading.breakdown.forward_seconds == 10.0
+    assert (reading.breakdown.data_seconds, reading.breakdown.engine_seconds) == (1.0, 0.0)
 
 
 def test_only_some_steps_are_timed_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,8 +225,8 @@ def test_only_some_steps_are_timed_by_events(monkeypatch: pytest.MonkeyPatch) ->
     for _ in range(50):
         run.step(*PASSES)
     assert len(made) < 40
-    found = run.clock.read().breakdown
-    assert (found.forward_seconds, found.backward_seconds) == (4.0, 10.0)
+    breakdown = run.clock.read().breakdown
+    assert (breakdown.forward_seconds, breakdown.backward_seconds) == (4.0, 10.0)
     run.step(*PASSES)
     assert run.clock.read().breakdown.forward_seconds == 4.0
 

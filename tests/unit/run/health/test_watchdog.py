@@ -48,9 +48,9 @@ def verdict(*positions: Position) -> Diagnosis:
 
 def test_a_process_outside_of_the_collective_lags() -> None:
     asleep = position(2, collective=None, phase="forward pass", module="model.layers.3")
-    found = verdict(position(0), position(1), asleep, position(3))
-    assert found.ranks == (2,)
-    assert found.text.splitlines()[:4] == [
+    diagnosis = verdict(position(0), position(1), asleep, position(3))
+    assert diagnosis.ranks == (2,)
+    assert diagnosis.text.splitlines()[:4] == [
         "lagging:",
         "  rank 2 on n1 (process 102): step 7, forward pass, model.layers.3, outside of "
         "collectives (the others wait for it in a collective)",
@@ -61,9 +61,9 @@ def test_a_process_outside_of_the_collective_lags() -> None:
 
 def test_a_process_that_does_not_answer_comes_first() -> None:
     answers = {0: position(0, collective=None), 1: position(1), 3: position(3)}
-    found = diagnose(answers, {2: position(2, module="model.layers.1")}, HOSTS)
-    assert found.ranks == (2,)
-    assert found.text.splitlines()[1] == (
+    diagnosis = diagnose(answers, {2: position(2, module="model.layers.1")}, HOSTS)
+    assert diagnosis.ranks == (2,)
+    assert diagnosis.text.splitlines()[1] == (
         "  rank 2 on n1 does not respond: it was last in step 7, backward pass, model.layers.1"
     )
     assert "rank 2 on n1 does not respond: never did" in diagnose(answers, {}, HOSTS).text
@@ -128,8 +128,8 @@ def test_marks_of_layers_in_both_passes_change_no_number() -> None:
         ("backward pass", "layers.1"),
         ("backward pass", "layers.0"),
     ]
-    found = [p.grad for p in model.parameters() if p.grad is not None]
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
 
 
 def test_the_first_step_of_a_process_may_take_long() -> None:
@@ -225,5 +225,5 @@ def test_of_thousands_each_is_compared_with_the_median_of_the_others() -> None:
             others = [work[r] for r in range(size) if r != rank and peers[r] == peers[rank]]
             if others and seconds > 1.2 * median(others) and seconds - median(others) > 0.1:
                 expected.append((rank, seconds, median(others)))
-        found = find_stragglers(work, peers, 1.0, 1.2)
-        assert [(one.rank, one.work_seconds, one.median_seconds) for one in found] == expected
+        stragglers = find_stragglers(work, peers, 1.0, 1.2)
+        assert [(one.rank, one.work_seconds, one.median_seconds) for one in stragglers] == expected

@@ -148,12 +148,12 @@ def test_samples_are_texts_of_tensorboard(tmp_path: Path) -> None:
         metrics.log_samples(10, SAMPLES)
         metrics.log_samples(20, SAMPLES[:1])
     events = read_events(tmp_path)
-    found = {tag: events.Tensors(tag) for tag in events.Tags()["tensors"]}
-    assert {tag: [one.step for one in values] for tag, values in found.items()} == {
+    texts_by_tag = {tag: events.Tensors(tag) for tag in events.Tags()["tensors"]}
+    assert {tag: [one.step for one in values] for tag, values in texts_by_tag.items()} == {
         "samples/0/text_summary": [10, 20],
         "samples/1/text_summary": [10],
     }
-    (shown,) = found["samples/0/text_summary"][0].tensor_proto.string_val
+    (shown,) = texts_by_tag["samples/0/text_summary"][0].tensor_proto.string_val
     assert shown.decode() == ("prompt:\n\n    Ada\n\ncontinuation:\n\n     proved *a*\n    theorem")
 
 

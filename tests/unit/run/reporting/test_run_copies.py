@@ -26,9 +26,9 @@ def test_a_run_is_copied(tmp_path: Path) -> None:
     (tmp_path / "run_id").write_text("x")
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer/tokenizer.json").write_text("{}")
-    found = RunCopies(tmp_path, "memory://runs/a")
-    found.add(checkpoint(tmp_path, 4))
-    (note,) = found.wait(60)
+    copies = RunCopies(tmp_path, "memory://runs/a")
+    copies.add(checkpoint(tmp_path, 4))
+    (note,) = copies.wait(60)
     assert note.startswith("checkpoints/step-00000004 copied to memory://runs/a/checkpoints/step-")
     names = {name.removeprefix("/runs/a/") for name in fsspec.filesystem("memory").find("/runs/a")}
     own = {f"checkpoints/step-00000004/{name}" for name in ("state.json", "manifest.json")}
@@ -38,8 +38,8 @@ def test_a_run_is_copied(tmp_path: Path) -> None:
         "tokenizer/tokenizer.json",
     }
     # The next launch looks again, and has nothing to say.
-    found.add(tmp_path / "checkpoints/step-00000004")
-    assert found.wait(60) == []
+    copies.add(tmp_path / "checkpoints/step-00000004")
+    assert copies.wait(60) == []
 
 
 def test_the_newest_is_copied_and_nothing_waits(
@@ -55,17 +55,17 @@ def test_the_newest_is_copied_and_nothing_waits(
         return 0
 
     monkeypatch.setattr(run_copies, "copy_tree", slowly)
-    found = RunCopies(tmp_path, "memory://runs/b")
-    found.add(checkpoint(tmp_path, 1))
+    copies = RunCopies(tmp_path, "memory://runs/b")
+    copies.add(checkpoint(tmp_path, 1))
     assert began.wait(60)
     for step in (2, 3):
-        found.add(checkpoint(tmp_path, step))
-    (note,) = found.notes()
+        copies.add(checkpoint(tmp_path, step))
+    (note,) = copies.notes()
     assert note.startswith("step-00000002 was not copied to memory://runs/b: copying takes longer")
-    (note,) = found.wait(0.01)
+    (note,) = copies.wait(0.01)
     assert note.startswith("not everything was copied to memory://runs/b within 0.01 s")
     free.set()
-    assert found.wait(60) == []
+    assert copies.wait(60) == []
     assert copied == ["step-00000001", "step-00000003"]
 
 
@@ -86,13 +86,13 @@ def test_what_fails_is_named(
     def fail(path: Path, place: str, last: str | None) -> int:
         raise error
 
-    found = RunCopies(tmp_path, f"memory://{tmp_path.name}")
+    copies = RunCopies(tmp_path, f"memory://{tmp_path.name}")
     monkeypatch.setattr(run_copies, "copy_tree", fail)
-    found.add(checkpoint(tmp_path, 4))
-    (note,) = found.wait(60)
+    copies.add(checkpoint(tmp_path, 4))
+    (note,) = copies.wait(60)
     assert words in note
     assert "checkpoints/step-00000004" in note
     monkeypatch.undo()  # the next one is tried again
-    found.add(checkpoint(tmp_path, 8))
-    (note,) = found.wait(60)
+    copies.add(checkpoint(tmp_path, 8))
+    (note,) = copies.wait(60)
     assert "step-00000008 copied to" in note

@@ -39,8 +39,8 @@ def tree_of(key: str, value: Any) -> dict[str, Any]:
     tree: Any = value
     for name in reversed(key.split(".")):
         tree = {name: tree}
-    found: dict[str, Any] = tree
-    return found
+    whole_tree: dict[str, Any] = tree
+    return whole_tree
 
 
 def accepted_keys() -> set[str]:

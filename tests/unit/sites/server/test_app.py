@@ -130,8 +130,8 @@ def test_a_run_over_http_and_what_is_refused_on_the_way(tmp_path: Path) -> None:
         assert told >= {("message_refused", "corrupted", 1)}
         assert ("forged", "127.0.0.1") in {(e["reason"], e["who"]) for e in state["events"]}
         _, payload = ask(client, "weights", site=0, number=1, form="full", boxes=boxes)
-        found = split_cuts(CODECS["float32"], payload, [(ParameterBox((0,), (4,), "w"), (4,))])
-        assert torch.equal(found, weights + 1)
+        values = split_cuts(CODECS["float32"], payload, [(ParameterBox((0,), (4,), "w"), (4,))])
+        assert torch.equal(values, weights + 1)
         with pytest.raises(RefusedByServerError, match="outer step 1 was made meanwhile"):
             ask(client, "weights", site=0, number=0, form="full", boxes=boxes)
         with pytest.raises(RefusedByServerError, match="unknown action 'dance'"):
@@ -162,9 +162,9 @@ def post(port: int, action: str, body: bytes, headers: dict[str, str]) -> tuple[
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
     connection.request("POST", f"/{action}", body, headers)
     response = connection.getresponse()
-    found = response.status, response.read()
+    status_and_body = response.status, response.read()
     connection.close()
-    return found
+    return status_and_body
 
 
 def test_a_message_that_is_sent_again_is_never_accepted(tmp_path: Path) -> None:
@@ -261,14 +261,14 @@ def unsigned(action: str, length: int, start: bytes = b"") -> bytes:
 def answer(port: int, request: bytes) -> bytes:
     """What comes until the server closes the connection."""
     with socket.create_connection(("127.0.0.1", port), 10) as raw:
-        found = b""
+        reply = b""
         try:
             raw.sendall(request)
             while chunk := raw.recv(1 << 16):
-                found += chunk
+                reply += chunk
         except ConnectionError:  # it does not read what was refused
             pass
-        return found
+        return reply
 
 
 def test_what_comes_from_outside_is_escaped_in_the_log(tmp_path: Path) -> None:

@@ -245,8 +245,8 @@ def test_a_rectangle_of_an_update_means_the_same_whatever_else_is_cut() -> None:
             ParameterBox((12, 69), (1, 1), "w"),
         ):
             payload = memoryview(join_cuts(codec, [update.cut(box)] * 2))
-            found = split_cuts(codec, payload, [(box, (13, 70))] * 2)
-            assert torch.equal(found, update.values[box.slices].reshape(-1).repeat(2)), (name, box)
+            values = split_cuts(codec, payload, [(box, (13, 70))] * 2)
+            assert torch.equal(values, update.values[box.slices].reshape(-1).repeat(2)), (name, box)
         if isinstance(codec, BlockCodec):
             whole = codec.decode(codec.encode(full.view(1, -1)), full.numel())
             assert torch.equal(update.values.view(1, -1), whole)

@@ -50,8 +50,8 @@ def test_strangers_are_answered_before_any_body_is_read(tmp_path: Path) -> None:
         for _ in range(200):  # of 16 MiB each, which do not come
             assert answer(port, unsigned("wait", 16 << 20, b"x")).startswith(b"HTTP/1.1 401")
         for body in (deep, wide):
-            found = answer(port, unsigned("join", len(body), body))
-            assert found.startswith(b"HTTP/1.1 401") or not found
+            reply = answer(port, unsigned("join", len(body), body))
+            assert reply.startswith(b"HTTP/1.1 401") or not reply
         for request in (
             b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
             b"POST /join HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n",
@@ -207,22 +207,22 @@ def test_a_body_that_stalls_or_drips_is_given_up(
             raw.sendall(signed(client, "upload", body) + body[:-20])
             raws.append(raw)
         for raw in raws:
-            found = b"-"
-            while found:
+            reply = b"-"
+            while reply:
                 if limit == "_LEAST_RATE":
                     with suppress(OSError):
                         raw.send(body[-20:-19])
                     raw.settimeout(0.1)
                 with suppress(TimeoutError):
-                    found = received(raw)
+                    reply = received(raw)
         assert ask(client, "join", **JOIN)[0]["uploads"]
 
 
 def received(raw: socket.socket) -> bytes:
     with suppress(ConnectionError):
-        found = raw.recv(1 << 16)
-        assert not found or found.startswith(b"HTTP/1.1 400"), found
-        return found
+        reply = raw.recv(1 << 16)
+        assert not reply or reply.startswith(b"HTTP/1.1 400"), reply
+        return reply
     return b""
 
 
@@ -263,11 +263,11 @@ def test_wide_and_deep_json_is_refused_before_it_is_decoded(
         tracemalloc.start()
         for action in ("join", "contribute"):
             for body in (wide, deep):
-                found = answer(port, unsigned(action, len(body), body))
-                assert found.startswith(b"HTTP/1.1 401") or not found
+                reply = answer(port, unsigned(action, len(body), body))
+                assert reply.startswith(b"HTTP/1.1 401") or not reply
         for action, status in (("join", b"413"), ("wait", b"413"), ("contribute", b"400")):
-            found = answer(port, signed(client, action, wide) + wide)
-            assert found.startswith(b"HTTP/1.1 " + status) or (not found and status == b"413")
+            reply = answer(port, signed(client, action, wide) + wide)
+            assert reply.startswith(b"HTTP/1.1 " + status) or (not reply and status == b"413")
         assert not decoded
         assert answer(port, signed(client, "join", deep) + deep).startswith(b"HTTP/1.1 400")
         most = tracemalloc.get_traced_memory()[1]

@@ -30,8 +30,8 @@ def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     root = tmp_path_factory.mktemp("server")
     (root / "bucket").mkdir()
     (root / "bucket/a.txt").write_text("hello")
-    with s3_server(root) as found:
-        yield found
+    with s3_server(root) as server_port:
+        yield server_port
 
 
 @pytest.fixture
@@ -123,13 +123,13 @@ def test_variables_come_before_files(aws: Path, port: int, monkeypatch: pytest.M
 
 def test_new_keys_in_the_file_are_found(aws: Path) -> None:
     (aws / "credentials").write_text("[default]\naws_access_key_id=1\naws_secret_access_key=%2\n")
-    found = s3_options()["credential_provider"]
-    assert isinstance(found, ProfileCredentials)
-    assert (found()["access_key_id"], found()["secret_access_key"]) == ("1", "%2")
+    provider = s3_options()["credential_provider"]
+    assert isinstance(provider, ProfileCredentials)
+    assert (provider()["access_key_id"], provider()["secret_access_key"]) == ("1", "%2")
     (aws / "credentials").write_text(
         "[default]\naws_access_key_id=3\naws_secret_access_key=4\naws_session_token=5\n"
     )
-    keys = found()
+    keys = provider()
     assert (keys["access_key_id"], keys["token"]) == ("3", "5")
 
 

@@ -40,12 +40,12 @@ def line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BreakingLi
     """To an S3 server of the folder ``server`` with the bucket ``bucket``; no break yet."""
     (tmp_path / "server/bucket").mkdir(parents=True)
     with ExitStack() as stack:
-        found = BreakingLine(stack.enter_context(s3_server(tmp_path / "server")), [])
-        port = stack.enter_context(found.running())
+        breaking_line = BreakingLine(stack.enter_context(s3_server(tmp_path / "server")), [])
+        port = stack.enter_context(breaking_line.running())
         for name, value in S3_VARIABLES.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
-        yield found
+        yield breaking_line
 
 
 def tree(directory: Path, *without: str) -> dict[str, bytes]:
@@ -158,8 +158,8 @@ def test_the_command_fetches_the_newest_complete_checkpoint(
 
 
 def test_nothing_is_written_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {"../evil": RemoteStat(1, "1")}
-    monkeypatch.setattr(copies, "list_tree", lambda address, wanted: found)
+    files_by_name = {"../evil": RemoteStat(1, "1")}
+    monkeypatch.setattr(copies, "list_tree", lambda address, wanted: files_by_name)
     with pytest.raises(StorageError, match="which is not a file name"):
         fetch_tree("memory://x", tmp_path / "back")
     assert not (tmp_path / "evil").exists()

@@ -28,8 +28,8 @@ SOON = RetryPolicy(tries=3, sleep=lambda seconds: None)
 
 @pytest.fixture
 def stack() -> Iterator[ExitStack]:
-    with ExitStack() as found:
-        yield found
+    with ExitStack() as exit_stack:
+        yield exit_stack
 
 
 @pytest.fixture(autouse=True)
