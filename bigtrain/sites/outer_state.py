@@ -36,7 +36,7 @@ def fragment_of(name: str, num_fragments: int) -> int:
 
 
 @dataclass(frozen=True)
-class MasterRange:
+class ShardRange:
     """Flat range of the master of the parameter `name`, from element `start` of `shard` on."""
 
     name: str
@@ -50,7 +50,7 @@ class Window:
     """Pieces of masters that are exchanged together, and their outer states: float32 [N] views in
     host memory; None if the run has no such state."""
 
-    pieces: list[MasterRange]
+    pieces: list[ShardRange]
     codec: Codec
     weights: torch.Tensor
     momentum: torch.Tensor | None
@@ -217,7 +217,7 @@ class OuterState:
                 yield self._window(pieces, codec, begin + first, last - first)
             begin += sum(ends[-1:])
 
-    def _window(self, pieces: list[MasterRange], codec: Codec, begin: int, count: int) -> Window:
+    def _window(self, pieces: list[ShardRange], codec: Codec, begin: int, count: int) -> Window:
         states = self.momentum, self.error if codec.keeps_error else None
         cuts = [None if state is None else state[begin : begin + count] for state in states]
         return Window(pieces, codec, self.weights[begin : begin + count], *cuts)
@@ -238,11 +238,11 @@ class OuterState:
         return sorted(parts, key=lambda p: (self._fragment(p), p.name in self.plain))
 
 
-def _piece(part: MasterPart, first: int, last: int) -> MasterRange:
+def _piece(part: MasterPart, first: int, last: int) -> ShardRange:
     """Return the elements `first` to `last` of a part, both counted from its end."""
     taken = part.count + first
     master = part.of(part.master.data)[taken : part.count + last]
-    return MasterRange(part.name, part.shard, part.start + taken, master)
+    return ShardRange(part.name, part.shard, part.start + taken, master)
 
 
 def held_twice(engine: TrainEngine) -> set[str]:

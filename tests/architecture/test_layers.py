@@ -275,3 +275,15 @@ def test_modules_and_public_names_have_docstrings() -> None:
             if not ast.get_docstring(node)
         ]
     assert missing == []
+
+
+def test_a_class_name_has_one_meaning() -> None:
+    """A protocol has the name of the class that it stands for."""
+    defined: dict[str, list[str]] = {}
+    for path in FILES:
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                bases = {base.id for base in node.bases if isinstance(base, ast.Name)}
+                if "Protocol" not in bases:
+                    defined.setdefault(node.name, []).append(module_of(path))
+    assert {name: modules for name, modules in defined.items() if len(modules) > 1} == {}

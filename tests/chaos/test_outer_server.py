@@ -18,7 +18,7 @@ from bigtrain.sites.client import RefusedByServerError, ServerClient
 from bigtrain.sites.codecs import CODECS
 from bigtrain.sites.protocol import RoundPlan, digest_of
 from bigtrain.sites.rectangles import ParameterBox, split_cuts
-from bigtrain.sites.server.store import ServerStore
+from bigtrain.sites.server.store import ServerDirectory
 from bigtrain.system.boxes import Box
 from tests.support.fork_outer_server import TOKEN
 from tests.support.outer_server_lives import ServerLives, random_kills
@@ -119,7 +119,7 @@ def train_by_server(lives: ServerLives, is_over: Callable[[int], bool]) -> torch
 
 def assert_sound(directory: Path) -> int:
     """The database has every round once, and there is no file that no row names."""
-    with closing(ServerStore(directory)) as store:
+    with closing(ServerDirectory(directory)) as store:
         numbers = [record["number"] for record in store.records_after(-1, limit=1_000_000)]
     assert numbers == list(range(len(numbers)))
     assert not list(directory.glob("parts/*"))

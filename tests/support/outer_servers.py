@@ -12,7 +12,7 @@ from typing import Any
 from bigtrain.sites.server.app import HTTPServer, OuterServer, Place
 from bigtrain.sites.server.members import Rules
 from bigtrain.sites.server.state import OuterServerState
-from bigtrain.sites.server.store import ServerStore
+from bigtrain.sites.server.store import ServerDirectory
 from tests.support.worlds import free_port
 
 TOKEN = b"0123456789abcdef0123456789abcdef"
@@ -30,7 +30,7 @@ def outer_server(directory: Path, *, window_seconds: float) -> Iterator[dict[str
         with (directory / "server.log").open("a") as file:
             file.write(f"{text}\n")
 
-    store = ServerStore(directory / "state")
+    store = ServerDirectory(directory / "state")
     state = OuterServerState(store, Rules(False, window_seconds), log)
     port = free_port()
     server = HTTPServer(OuterServer(state, TOKEN, log), Place("127.0.0.1", port))
@@ -58,5 +58,5 @@ def outer_server(directory: Path, *, window_seconds: float) -> Iterator[dict[str
 def rounds(directory: Path) -> list[dict[str, Any]]:
     """Return the records of a server that has ended, oldest first; the initial weights are the
     first."""
-    with closing(ServerStore(directory)) as store:
+    with closing(ServerDirectory(directory)) as store:
         return store.records_after(-1, limit=1_000_000)

@@ -34,7 +34,7 @@ from bigtrain.sites.server.connections import (
 )
 from bigtrain.sites.server.members import Rules
 from bigtrain.sites.server.state import OuterServerState
-from bigtrain.sites.server.store import ServerStore
+from bigtrain.sites.server.store import ServerDirectory
 
 BODIES_AT_ONCE = 4
 _WAITING_AT_ONCE = 1024
@@ -300,7 +300,7 @@ def serve(
 
     until_left: or until every site that joined has left, or none was heard of for `IDLE_SECONDS`.
     """
-    with closing(ServerStore(directory)) as store:
+    with closing(ServerDirectory(directory)) as store:
         state = OuterServerState(store, rules, say)
         server = HTTPServer(OuterServer(state, token, say), place)
         ended = threading.Event()

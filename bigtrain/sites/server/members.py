@@ -19,7 +19,7 @@ from bigtrain.sites.protocol import (
     RefusedError,
     escaping,
 )
-from bigtrain.sites.server.store import ServerStore, SiteRow
+from bigtrain.sites.server.store import ServerDirectory, SiteRow
 
 RECONNECT_SECONDS = 3.0
 """Time that a site has to be heard of again once the connection of its heartbeats was closed."""
@@ -53,7 +53,7 @@ class Members:
 
     def __init__(
         self,
-        store: ServerStore,
+        store: ServerDirectory,
         rules: Rules,
         log: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
@@ -213,7 +213,7 @@ class Members:
         **more: Any,
     ) -> None:
         """Store a round of the sites `made_by`; those `absent` are not waited for after it. told:
-        the events before it that its record contains. more: as of `ServerStore.write_round`."""
+        the events before it that its record contains. more: as of `ServerDirectory.write_round`."""
         rows = [
             replace(
                 row,

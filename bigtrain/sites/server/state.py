@@ -12,7 +12,7 @@ from bigtrain.sites.protocol import Header, JoinRequest, RefusedError
 from bigtrain.sites.server.deliveries import ServerExchange
 from bigtrain.sites.server.direct import DirectExchange
 from bigtrain.sites.server.members import Members, Rules, described, refuse_index
-from bigtrain.sites.server.store import ServerStore
+from bigtrain.sites.server.store import ServerDirectory
 
 
 class OuterServerState(Members):
@@ -21,7 +21,7 @@ class OuterServerState(Members):
 
     def __init__(
         self,
-        store: ServerStore,
+        store: ServerDirectory,
         rules: Rules,
         log: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,

@@ -85,7 +85,7 @@ class Delivery:
     num_messages: int
 
 
-class ServerStore:
+class ServerDirectory:
     """The directory of one outer server. Methods return when what they wrote is on disk, and raise
     OSError, with nothing changed, if it cannot be written."""
 

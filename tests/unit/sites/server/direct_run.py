@@ -11,7 +11,7 @@ from bigtrain.sites.protocol import RoundPlan, digest_of, parse_request
 from bigtrain.sites.server.direct import DirectExchange
 from bigtrain.sites.server.members import Rules
 from bigtrain.sites.server.state import OuterServerState
-from bigtrain.sites.server.store import ServerStore
+from bigtrain.sites.server.store import ServerDirectory
 
 WINDOW = 100.0
 LAYOUT = b'{"ranks": 1}'
@@ -37,7 +37,7 @@ class DirectRun:
     def _start(self) -> OuterServerState:
         rules = Rules(False, WINDOW)
         return OuterServerState(
-            ServerStore(self.directory), rules, self.said.append, lambda: self.now
+            ServerDirectory(self.directory), rules, self.said.append, lambda: self.now
         )
 
     def restart(self) -> None:

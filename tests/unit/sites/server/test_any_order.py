@@ -21,7 +21,7 @@ from bigtrain.sites.outer_optimizer import outer_update
 from bigtrain.sites.protocol import RefusedError, RoundPlan
 from bigtrain.sites.server.members import Rules
 from bigtrain.sites.server.state import OuterServerState
-from bigtrain.sites.server.store import ServerStore
+from bigtrain.sites.server.store import ServerDirectory
 from tests.support.tiers import examples
 from tests.unit.sites.server.direct_run import WINDOW, DirectRun, Site
 from tests.unit.sites.server.test_deliveries import SHAPES, Weights, changed, section, start
@@ -53,7 +53,7 @@ def asked(work: Callable[[], Any]) -> Any:
     raise AssertionError
 
 
-def fill_disk(store: ServerStore, number: int) -> None:
+def fill_disk(store: ServerDirectory, number: int) -> None:
     """Let the next so many commits of a store fail."""
     left = [number]
 
@@ -61,7 +61,7 @@ def fill_disk(store: ServerStore, number: int) -> None:
         if left[0]:
             left[0] -= 1
             raise OSError(28, "No space left on device")
-        ServerStore._commit(store)
+        ServerDirectory._commit(store)
 
     store._commit = failing  # type: ignore[method-assign]
 
@@ -220,7 +220,9 @@ class ServerOrders(RuleBasedStateMachine):
 
     def started(self) -> OuterServerState:
         rules = Rules(False, WINDOW)
-        return OuterServerState(ServerStore(self.folder), rules, lambda _: None, lambda: self.now)
+        return OuterServerState(
+            ServerDirectory(self.folder), rules, lambda _: None, lambda: self.now
+        )
 
     def teardown(self) -> None:
         self.state.store.close()

@@ -39,7 +39,7 @@ from bigtrain.sites.rectangles import ParameterBox, split_cuts
 from bigtrain.sites.server.app import HTTPServer, OuterServer, Place, _Marks
 from bigtrain.sites.server.members import Rules
 from bigtrain.sites.server.state import OuterServerState
-from bigtrain.sites.server.store import ServerStore
+from bigtrain.sites.server.store import ServerDirectory
 from tests.support.worlds import free_port
 
 TOKEN = b"0123456789abcdef"
@@ -60,7 +60,7 @@ JOIN: dict[str, Any] = {
 def serving(
     directory: Path, said: list[str], port: int, certificate: tuple[Path, Path] | None = None
 ) -> Iterator[None]:
-    store = ServerStore(directory)
+    store = ServerDirectory(directory)
     state = OuterServerState(store, Rules(False, 1000.0), said.append)
     server_ = OuterServer(state, TOKEN, said.append)
     server = HTTPServer(server_, Place("127.0.0.1", port, *(certificate or (None, None))))
@@ -190,7 +190,7 @@ def test_a_message_that_is_sent_again_is_never_accepted(tmp_path: Path) -> None:
         assert post(port, "join", body, headers)[0] == 401
     # Never, however many messages later, and not at another start of the server.
     server = OuterServer(
-        OuterServerState(ServerStore(tmp_path), Rules(False, 1.0), said.append), TOKEN, print
+        OuterServerState(ServerDirectory(tmp_path), Rules(False, 1.0), said.append), TOKEN, print
     )
 
     def status(marks: Any) -> int | None:
@@ -379,15 +379,15 @@ def test_a_full_disk_is_tried_again_by_the_site(tmp_path: Path) -> None:
     port = free_port()
     client = ServerClient(f"http://127.0.0.1:{port}", TOKEN)
     full = iter([True])
-    write = ServerStore.write_run
+    write = ServerDirectory.write_run
 
-    def write_run(self: ServerStore, tree: Any) -> None:
+    def write_run(self: ServerDirectory, tree: Any) -> None:
         if next(full, False):
             raise OSError(errno.ENOSPC, "No space left on device")
         write(self, tree)
 
     with pytest.MonkeyPatch.context() as patch, serving(tmp_path, said, port):
-        patch.setattr(ServerStore, "write_run", write_run)
+        patch.setattr(ServerDirectory, "write_run", write_run)
         assert ask(client, "join", **JOIN)[0]["uploads"]
     assert (
         sum("join could not be done yet, and the site asks again: [Errno 28]" in t for t in said)

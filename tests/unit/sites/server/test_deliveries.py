@@ -19,7 +19,7 @@ from bigtrain.sites.rectangles import ParameterBox, Update, join_cuts, split_cut
 from bigtrain.sites.server.deliveries import staleness_weight
 from bigtrain.sites.server.members import Rules
 from bigtrain.sites.server.state import OuterServerState
-from bigtrain.sites.server.store import ServerStore
+from bigtrain.sites.server.store import ServerDirectory
 
 SHAPES = {"a.weight": (7, 5), "b.weight": (300,), "c.weight": (2, 3, 4)}
 HALVES = {
@@ -164,7 +164,7 @@ def quiet(_text: str) -> None:
     pass
 
 
-_STORES: dict[Path, ServerStore] = {}
+_STORES: dict[Path, ServerDirectory] = {}
 
 
 def ledger_at(
@@ -176,7 +176,7 @@ def ledger_at(
 ) -> OuterServerState:
     if path in _STORES:  # of the server before: one at a time
         _STORES[path].close()
-    _STORES[path] = ServerStore(path)
+    _STORES[path] = ServerDirectory(path)
     return OuterServerState(_STORES[path], Rules(asynchronous, seconds), say)
 
 

@@ -19,7 +19,7 @@ from bigtrain.sites.rectangles import ParameterBox
 from bigtrain.sites.server import store
 from bigtrain.sites.server.members import RECONNECT_SECONDS, Rules
 from bigtrain.sites.server.state import OuterServerState
-from bigtrain.sites.server.store import ServerStore
+from bigtrain.sites.server.store import ServerDirectory
 from bigtrain.system.files import sync_to_disk
 from tests.unit.sites.server.test_deliveries import (
     SHAPES,
@@ -32,7 +32,7 @@ from tests.unit.sites.server.test_deliveries import (
 )
 
 
-class Trouble(ServerStore):
+class Trouble(ServerDirectory):
     """A disk that is full for the next so many writes of a kind: state files, messages, or the
     database before or while a transaction is committed."""
 
@@ -117,7 +117,7 @@ def test_a_commit_that_fails_after_it_was_written_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As by a sync that fails: the database is opened again, and asked."""
-    disk = ServerStore(tmp_path)
+    disk = ServerDirectory(tmp_path)
     plain = disk._connection
 
     class Connection:
@@ -148,17 +148,20 @@ def test_a_commit_that_fails_after_it_was_written_is_found(
 
 
 def test_a_directory_has_one_server_of_this_version(tmp_path: Path) -> None:
-    with closing(ServerStore(tmp_path)), pytest.raises(LaunchError, match="another server uses"):
-        ServerStore(tmp_path)
-    ServerStore(tmp_path).close()
+    with (
+        closing(ServerDirectory(tmp_path)),
+        pytest.raises(LaunchError, match="another server uses"),
+    ):
+        ServerDirectory(tmp_path)
+    ServerDirectory(tmp_path).close()
     (tmp_path / "server.sqlite").write_bytes(b"x" * 4096)
     with pytest.raises(LaunchError, match="is not a database"):
-        ServerStore(tmp_path)
+        ServerDirectory(tmp_path)
     (tmp_path / "run.json").write_text("{}")
     with pytest.raises(
         LaunchError, match=r"of an earlier version of bigtrain \(it has a run\.json"
     ):
-        ServerStore(tmp_path)
+        ServerDirectory(tmp_path)
 
 
 def test_a_delivery_that_is_not_on_disk_is_not_in_memory(tmp_path: Path) -> None:
@@ -339,7 +342,9 @@ def test_a_delivery_whose_reply_was_lost_is_used_once(
 def test_a_site_that_is_lost_is_not_waited_for_until_the_window_ends(tmp_path: Path) -> None:
     """One that has not joined yet is."""
     now = [0.0]
-    ledger = OuterServerState(ServerStore(tmp_path), Rules(False, 1000.0), quiet, lambda: now[0])
+    ledger = OuterServerState(
+        ServerDirectory(tmp_path), Rules(False, 1000.0), quiet, lambda: now[0]
+    )
     sites = [Site(ledger, index, "float32") for index in range(3)]
     for site in sites:
         site.request["sites"]["count"] = 3
@@ -368,7 +373,9 @@ def test_a_site_whose_heartbeats_are_cut_off_has_a_short_time_to_come_back(
     is_back: bool, tmp_path: Path
 ) -> None:
     now = [0.0]
-    ledger = OuterServerState(ServerStore(tmp_path), Rules(False, 1000.0), quiet, lambda: now[0])
+    ledger = OuterServerState(
+        ServerDirectory(tmp_path), Rules(False, 1000.0), quiet, lambda: now[0]
+    )
     sites = [Site(ledger, index, "float32") for index in range(2)]
     for index, site in enumerate(sites):
         site.request["run"] = f"{index:016x}"
