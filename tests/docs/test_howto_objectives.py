@@ -149,7 +149,7 @@ def test_the_distillation_of_the_page(inputs: Inputs, folder: Path, finished_run
     for name in ("base", "teacher"):
         shutil.copytree(finished_run / "hf", folder / name)
     shutil.copytree(inputs.shards, folder / "shards")
-    *_, teacher, student = blocks("yaml")
+    teacher, student, live = blocks("yaml")[6:9]
     (folder / "teacher.yaml").write_text(teacher)
     (folder / "distill.yaml").write_text(student)
     (command,) = re.findall(r"^bigtrain (score --config teacher.*)", PAGE, flags=re.M)
@@ -161,6 +161,12 @@ def test_the_distillation_of_the_page(inputs: Inputs, folder: Path, finished_run
     # The student is the teacher: half of its loss has no divergence yet.
     held_out = metrics(folder / "runs/distilled", "held_out_loss")
     assert 0 < losses[5] < 0.6 * next(iter(held_out.values()))
+    (folder / "live.yaml").write_text(
+        yaml.safe_dump(yaml.safe_load(student) | yaml.safe_load(live))
+    )
+    run_script(2, WORKER, folder, "--config", "live.yaml", "output.directory=runs/live")
+    # Scores are stored in 16 bit, and its teacher's are not.
+    assert metrics(folder / "runs/live") == pytest.approx(losses, abs=1e-3)
 
 
 @pytest.mark.slow
