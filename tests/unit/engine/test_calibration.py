@@ -68,5 +68,42 @@ def test_the_engine_is_measured() -> None:
         parts = (costs.micro_batch, costs.step, costs.micro_batch_exchange, costs.step_exchange)
         assert all(0 <= part < 1e-6 for part in parts), stage
         assert sum(parts) > 1e-11, stage
-    # ZeRO 2 and 3 exchange with every micro-batch. How much more than ZeRO 0 is the clock's to say.
-    assert min(engine_costs.zero[stage].micro_batch_exchange for stage in (2, 3)) > 0
+
+
+@pytest.mark.parametrize("exchange", [2.0, 0.5])
+def test_costs_are_recovered_from_seconds_of_steps(
+    monkeypatch: pytest.MonkeyPatch, exchange: float
+) -> None:
+    """`exchange`: a step of two ranks in those of one. Less is a busy machine's, and no cost."""
+    deep, wide = map(calibrate_engine._costs, (calibrate_engine._DEEP, calibrate_engine._WIDE))
+    kernel, hook = 1e-5, 2e-5
+    launched = 3 * calibrate_engine._num_kernels(wide) * kernel
+
+    def seconds_of(world_size: int) -> dict[str, float]:
+        factor = exchange if world_size == 2 else 1.0
+        deep_step = 3 * calibrate_engine._num_kernels(deep) * kernel
+        seconds = {
+            "deep 0 1": deep_step,
+            "deep 3 1": deep_step + calibrate_engine._num_tensors(deep) * hook,
+        }
+        for zero in range(4):
+            for count in calibrate_engine._ACCUMULATIONS:
+                batch, step = launched + factor * (1 + zero), factor * 10.0 * (1 + zero)
+                seconds[f"wide {zero} {count}"] = count * batch + step
+        return seconds
+
+    monkeypatch.setattr(calibrate_engine, "_seconds", seconds_of)
+    measured = calibrate_engine.measure_engine()
+    size = wide.num_parameters * 4
+    assert measured.kernel_host_seconds == pytest.approx(kernel)
+    assert measured.parameter_host_seconds == pytest.approx(hook)
+    own, more = min(1.0, exchange), max(0.0, exchange - 1.0)
+    for zero, costs in measured.zero.items():
+        expected = [
+            own * (1 + zero),
+            own * 10 * (1 + zero),
+            more * (1 + zero),
+            more * 10 * (1 + zero),
+        ]
+        parts = [costs.micro_batch, costs.step, costs.micro_batch_exchange, costs.step_exchange]
+        assert [part * size for part in parts] == pytest.approx(expected)
