@@ -6,13 +6,24 @@ import json
 import math
 import random
 from collections.abc import Iterable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
+
+from bigtrain.report.step_metrics import StepMetrics, is_optional
+
+NUMBERS: dict[str, Any] = {
+    row.name: 1.0
+    for row in fields(StepMetrics)
+    if row.metadata["kind"] == "number" and not is_optional(row)
+}
+"""A value for each number that every logged step has, also for those that no test is about."""
 
 
 def step_line(step: int, **figures: Any) -> dict[str, Any]:
     """Return a logged step as `bigtrain.run.reporting.metrics` writes it."""
     return {
+        **NUMBERS,
         "step": step,
         "loss": 2.0 + 6.0 * math.exp(-step / 200),
         "lr": 3e-4,

@@ -22,23 +22,25 @@ from bigtrain.run.reporting import trackers as trackers_module
 from bigtrain.run.reporting.metrics import HeldOutLoss, MetricsWriter, check_trackers
 from bigtrain.run.reporting.progress import format_duration, format_lr, format_rate
 from bigtrain.run.reporting.trackers import flatten
+from tests.support.run_directories import NUMBERS
 
 FIELDS = [row.name for row in fields(StepMetrics) if not is_optional(row)]
 
 
 def step_metrics(step: int, loss: float = 6.0, utilization: float | None = None) -> StepMetrics:
-    return StepMetrics(
-        step=step,
-        loss=loss,
-        lr=1e-3,
-        grad_norm=1.25,
-        tokens=step * 4096,
-        samples=step * 16,
-        tokens_per_second=5300.4,
-        step_seconds=0.5,
-        model_flops_utilization=utilization,
-        memory_gib=1.5,
-    )
+    known = {
+        "step": step,
+        "loss": loss,
+        "lr": 1e-3,
+        "grad_norm": 1.25,
+        "tokens": step * 4096,
+        "samples": step * 16,
+        "tokens_per_second": 5300.4,
+        "step_seconds": 0.5,
+        "model_flops_utilization": utilization,
+        "memory_gib": 1.5,
+    }
+    return StepMetrics(**(NUMBERS | known))
 
 
 def writer(directory: Path, **changes: Any) -> MetricsWriter:
