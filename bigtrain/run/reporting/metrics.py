@@ -2,8 +2,8 @@
 
 ``metrics.jsonl`` contains one JSON object per line, of four kinds. Every logged step is a line of
 `bigtrain.report.step_metrics.StepMetrics`; trackers receive entries of its objects as
-``breakdown/NAME``, ``peak_memory_gib/PHASE``, ``expert_imbalance/MODULE``,
-``expert_exchange/NAME``, ``optimizer_exchange/NAME`` and ``recorded/NAME``. Every evaluation::
+``FIELD/ENTRY`` (``breakdown/data_seconds``), those of "peak_memory_gib_by_phase" as
+``peak_memory_gib/PHASE``. Every evaluation::
 
     {"step", "held_out_loss", "held_out_perplexity", "held_out_tokens", "held_out_bits_per_byte",
      "held_out_sources", "tasks"}
