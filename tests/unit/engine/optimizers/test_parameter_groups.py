@@ -10,10 +10,11 @@ from bigtrain.models.build import build_model
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.equivalence.parameter_plan import parameters_without_gradient
 from bigtrain.settings.run_config import AdaptersSection, ModelSection, OptimizerSection
+from bigtrain.settings.sections.optimizer import OPTIMIZERS
 from tests.parity.conftest import COMPOSITE
 
 
-@pytest.mark.parametrize("kind", ["adamw", "muon", "lion", "adafactor"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_adapters_without_a_gradient_never_decay(kind: str) -> None:
     """DeepSpeed gives them gradients of zeros, by which only weight decay changes anything."""
     section = ModelSection(config=COMPOSITE)

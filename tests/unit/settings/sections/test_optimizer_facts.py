@@ -32,9 +32,10 @@ def test_every_row_has_a_rule_and_something_to_compare_it_with(name: str) -> Non
     assert facts.unread.keys() | facts.defaults.keys() <= OptimizerSection.model_fields.keys()
 
 
-def test_an_optimizer_that_is_none() -> None:
-    expected = r"Input should be 'adamw', 'adamw_8bit', 'muon', 'lion' or 'adafactor'"
-    with pytest.raises(ValueError, match=expected):
+def test_an_optimizer_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in OPTIMIZERS.keys() - {"adamw", "muon", "lion"}:
+        monkeypatch.delitem(OPTIMIZERS, name)
+    with pytest.raises(ValueError, match="Input should be 'adamw', 'muon' or 'lion'"):
         OptimizerSection(type="signum", lr=1e-3)
 
 
