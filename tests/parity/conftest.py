@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -232,6 +233,32 @@ AnyCase = TypeVar("AnyCase", bound=Trained)
 AnyTiered = TypeVar("AnyTiered", bound=TieredCase)
 
 
+_with_tests: set[int] = set()
+_selected: set[int] = set()
+"""Identities of the parameters of all tests, and of those that run."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    _with_tests.update(map(id, parameters_of(items)))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    _selected.update(map(id, parameters_of(session.items)))
+
+
+def parameters_of(items: list[pytest.Item]) -> Iterator[Any]:
+    """Yield the values of the parameters of tests."""
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            yield from item.callspec.params.values()
+
+
+def is_deselected(case: object) -> bool:
+    """Return whether there are tests with the parameter `case`, and none of them runs."""
+    return id(case) in _with_tests and id(case) not in _selected
+
+
 def each_case(cases: Iterable[TieredCase]) -> pytest.MarkDecorator:
     """Return a decorator that runs a test with each `case`; the slow ones are marked so."""
     parameters = [
@@ -242,8 +269,9 @@ def each_case(cases: Iterable[TieredCase]) -> pytest.MarkDecorator:
 
 
 class TrainedCases(Generic[AnyTiered]):
-    """Results of a file's cases. The first test that asks for a fast case trains all of these; the
-    slow ones are trained likewise. Arguments: as of `train_and_save`, but `also` by tier."""
+    """Results of a file's cases. The first test that asks for a fast case trains all of these, but
+    those whose own tests are all deselected; the slow ones are trained likewise. Arguments: as of
+    `train_and_save`, but `also` by tier."""
 
     def __init__(
         self,
@@ -261,6 +289,8 @@ class TrainedCases(Generic[AnyTiered]):
     def of(self, case: AnyTiered) -> tuple[dict[str, Any], Path]:
         """Return the result of a case and the directory of its saved state."""
         results = self.results(slow=case.slow)
+        if case.name not in results:
+            results |= self._train([case], {}, self._place(case.slow))
         return results[case.name], self._place(case.slow) / case.name
 
     def also(self, name: str) -> tuple[dict[str, Any], Path]:
@@ -272,11 +302,16 @@ class TrainedCases(Generic[AnyTiered]):
         if slow not in self._results:
             place = self._place(slow)
             place.mkdir()
-            cases = [case for case in self._cases if case.slow == slow]
-            more = {} if slow else self._also(place)
-            trained = train_and_save(cases, self._config_of, place, self._job_of, more)
-            self._results[slow] = trained["results"]
+            cases = [case for case in self._cases if case.slow == slow and not is_deselected(case)]
+            self._results[slow] = self._train(cases, {} if slow else self._also(place), place)
         return self._results[slow]
+
+    def _train(
+        self, cases: list[AnyTiered], more: Mapping[int, dict[str, Any]], place: Path
+    ) -> dict[str, Any]:
+        trained = train_and_save(cases, self._config_of, place, self._job_of, more)
+        results: dict[str, Any] = trained["results"]
+        return results
 
     def _place(self, slow: bool) -> Path:
         return self._directory / ("slow" if slow else "fast")
@@ -303,7 +338,6 @@ def train_and_save(
         }
     results_by_case: dict[str, Any] = {}
     for world_size in sorted(jobs):
-        place = directory / f"world{world_size}"
-        place.mkdir()
+        place = Path(tempfile.mkdtemp(prefix=f"world{world_size}-", dir=directory))
         results_by_case |= train_cases(world_size, jobs[world_size], place)
     return {"results": results_by_case, "directory": directory}

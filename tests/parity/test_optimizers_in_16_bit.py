@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.parity import plain_optimizers
-from tests.parity.conftest import STEPS, run_config, train_cases
+from tests.parity.conftest import STEPS, is_deselected, run_config, train_cases
 from tests.parity.plain import Spread, orders, plain_training, root_mean_square
 from tests.parity.test_matrix import SPREADS
 
@@ -114,7 +114,7 @@ def trained(
 def slow_trained(
     dataset: Path, hf_directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
-    cases = [case for case in CASES if case.name not in FAST]
+    cases = [case for case in CASES if case.name not in FAST and not is_deselected(case)]
     place = tmp_path_factory.mktemp("optimizers-in-16-bit-slow")
     return train(cases, dataset, hf_directories["llama"], place)
 
