@@ -23,8 +23,8 @@ from bigtrain.data.shards.manifest import TOKENIZER_DIRECTORY, TokenizerRecord
 from bigtrain.models.configuration import save_configuration
 from bigtrain.models.weights.checksums import BASE_MODEL, Sums, write_sums
 from bigtrain.run.preflight import Inputs
+from bigtrain.settings.degrees import AXES
 from bigtrain.settings.resolve import ResolvedRun
-from bigtrain.settings.topology import AXES
 from bigtrain.system.files import write_whole
 from bigtrain.system.machine import version_of
 from bigtrain.system.shipped_files import checkout

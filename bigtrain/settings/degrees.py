@@ -1,13 +1,28 @@
 """Parallel degrees and their products, listed only here. Pure.
 
-A new degree is a field here and a key in section ``parallel`` of the run YAML.
+A new degree is a field here and a key in section ``parallel`` of the run YAML; one that divides the
+world is an axis too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
-from math import isqrt
-from typing import Any, Self
+from math import isqrt, prod
+from operator import attrgetter
+from typing import Any, Literal, Self
+
+Axis = Literal["data", "pipeline", "sequence", "tensor"]
+
+AXES: tuple[Axis, ...] = ("data", "pipeline", "sequence", "tensor")
+"""From outermost to innermost. Tensor-parallel ranks communicate most and are neighbours, so that a
+group of them stays on one host; data-parallel ranks communicate once a step."""
+
+REPLICA_AXES: tuple[Axis, ...] = ("data", "sequence")
+"""Those along which ranks hold the same parameters, experts aside; ZeRO partitions over them."""
+
+MODEL_AXES: tuple[Axis, ...] = tuple(axis for axis in AXES if axis not in REPLICA_AXES)
+"""Those along which ranks hold different parameters of one copy of the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +48,13 @@ class ModelDegrees:
     @property
     def replica_size(self) -> int:
         """Ranks that share one replica of the model."""
-        return self.tensor_size * self.pipeline_size * self.sequence_size
+        return prod(_inner_sizes(self))
+
+    @property
+    def factors(self) -> dict[str, int]:
+        """The degrees that divide the world, by axis, in the order of the fields."""
+        names = (field.name.removesuffix("_size") for field in _MODEL_FIELDS)
+        return {name: getattr(self, f"{name}_size") for name in names if name in AXES}
 
     def model_degrees(self) -> dict[str, Any]:
         """Return the degrees by name, as keyword arguments, without the data-parallel one."""
@@ -42,10 +63,20 @@ class ModelDegrees:
 
 _MODEL_FIELDS = fields(ModelDegrees)
 
+MODEL_DEGREES: tuple[str, ...] = tuple(field.name for field in _MODEL_FIELDS)
+
+
+def _sizes(axes: Iterable[Axis]) -> Callable[[object], tuple[int, ...]]:
+    return attrgetter(*(f"{axis}_size" for axis in axes))
+
+
+_inner_sizes = _sizes(axis for axis in AXES if axis != "data")
+_replica_sizes = _sizes(REPLICA_AXES)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Degrees(ModelDegrees):
-    """Numbers of ranks on all axes. ZeRO partitions over data x sequence."""
+    """Numbers of ranks on all axes. ZeRO partitions over `REPLICA_AXES`."""
 
     data_size: int = 1
 
@@ -62,7 +93,11 @@ class Degrees(ModelDegrees):
     @property
     def partition_size(self) -> int:
         """Ranks over which ZeRO partitions."""
-        return self.data_size * self.sequence_size
+        return prod(_replica_sizes(self))
+
+    def size(self, axis: Axis) -> int:
+        """Return the number of ranks along `axis`."""
+        return int(getattr(self, f"{axis}_size"))
 
     def degrees(self) -> dict[str, Any]:
         """Return all degrees by name, as keyword arguments."""

@@ -4,17 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from bigtrain.errors import Problem
-from bigtrain.settings.degrees import Degrees
+from bigtrain.settings.degrees import AXES, REPLICA_AXES, Axis, Degrees
 from bigtrain.settings.run_config import ParallelSection
-
-Axis = Literal["data", "pipeline", "sequence", "tensor"]
-
-AXES: tuple[Axis, ...] = ("data", "pipeline", "sequence", "tensor")
-"""From outermost to innermost. Tensor-parallel ranks communicate most and are neighbours, so that a
-group of them stays on one host; data-parallel ranks communicate once a step."""
 
 
 @dataclass(frozen=True)
@@ -31,13 +24,8 @@ class Coordinates:
 class Topology(Degrees):
     """Degrees of parallelism, the coordinates of ranks, and their groups."""
 
-    def size(self, axis: Axis) -> int:
-        """Return the number of ranks along `axis`."""
-        return int(getattr(self, f"{axis}_size"))
-
     def coordinates(self, rank: int) -> Coordinates:
-        """Return the coordinates of `rank`: ``rank = ((data * pipeline_size + pipeline) *
-        sequence_size + sequence) * tensor_size + tensor``."""
+        """Return the coordinates of `rank`; those of the last of `AXES` vary fastest."""
         assert 0 <= rank < self.world_size
         ranks = {}
         for axis in reversed(AXES):
@@ -82,8 +70,8 @@ class Topology(Degrees):
         """Return the groups of ranks that differ along `axes` only, each in ascending order; every
         rank is in one of them.
 
-        ``groups("tensor")`` are the tensor-parallel groups, ``groups("data", "sequence")`` those
-        that hold the same parameters.
+        ``groups("tensor")`` are the tensor-parallel groups, ``groups(*REPLICA_AXES)`` those that
+        hold the same parameters.
         """
         fixed = [f"{axis}_rank" for axis in AXES if axis not in axes]
         groups: dict[tuple[int, ...], list[int]] = {}
@@ -112,21 +100,19 @@ class Topology(Degrees):
         size = self.expert_size
         return [
             group[first : first + size]
-            for group in self.groups("data", "sequence")
+            for group in self.groups(*REPLICA_AXES)
             for first in range(0, len(group), size)
         ]
 
     def expert_replica_groups(self) -> list[list[int]]:
         """Return the groups of ranks that hold the same experts."""
         size = self.expert_size
-        return [
-            group[place::size] for group in self.groups("data", "sequence") for place in range(size)
-        ]
+        return [group[place::size] for group in self.groups(*REPLICA_AXES) for place in range(size)]
 
     def holder_groups(self) -> list[list[int]]:
         """Return the groups of ranks that together hold one pipeline stage's parameters, experts
         aside."""
-        return self.groups("data", "sequence", "tensor")
+        return self.groups(*REPLICA_AXES, "tensor")
 
     def expert_holder_groups(self) -> list[list[int]]:
         """Return the groups of ranks that together hold the same experts."""
@@ -147,9 +133,10 @@ def derive_topology(
     if world_size % inner:
         below = world_size // inner * inner
         nearest = f"{below} or {below + inner}" if below else str(inner)
+        factors = degrees.factors
         rule = (
-            f"must be a multiple of parallel.tensor x pipeline x sequence = {parallel.tensor} x "
-            f"{parallel.pipeline} x {degrees.sequence_size} = {inner}"
+            f"must be a multiple of parallel.{' x '.join(factors)} = "
+            f"{' x '.join(map(str, factors.values()))} = {inner}"
         )
         return None, [Problem("world size", world_size, rule, f"start {nearest} processes")]
     return Topology.of_world(world_size, degrees), []

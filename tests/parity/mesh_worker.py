@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from bigtrain.engine.startup.mesh import ModelParallelUnit, open_mesh, warm_up
 from bigtrain.engine.startup.process_group import process_group
-from bigtrain.settings.topology import AXES, Topology
+from bigtrain.settings.degrees import AXES
+from bigtrain.settings.topology import Topology
 from bigtrain.system.world import read_world
 
 TOPOLOGIES = [

@@ -26,9 +26,9 @@ from bigtrain.errors import ConfigError
 from bigtrain.models.build import build_model
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.settings.compatibility.check import RULES, Facts, check_compatibility
+from bigtrain.settings.degrees import AXES as TOPOLOGY_AXES
 from bigtrain.settings.resolve import resolve_run
 from bigtrain.settings.run_config import ModelSection, ParallelSection, RunConfig
-from bigtrain.settings.topology import AXES as TOPOLOGY_AXES
 from bigtrain.settings.topology import derive_topology
 from tests.parity.conftest import SEED, STEPS, VOCAB_SIZE, llama, run_config, train_cases
 from tests.parity.plain import (

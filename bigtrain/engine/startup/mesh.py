@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from bigtrain.errors import LaunchError
+from bigtrain.settings.degrees import MODEL_AXES, REPLICA_AXES
 from bigtrain.settings.sections.running import COLLECTIVE_TIMEOUT_SECONDS
 from bigtrain.settings.topology import Coordinates, Topology
 
@@ -24,8 +25,8 @@ def groups_of(topology: Topology) -> dict[str, list[list[int]]]:
         "ring": topology.ring_groups(),
         "pipeline": topology.groups("pipeline"),
         "data": topology.groups("data"),
-        "replicas": topology.groups("data", "sequence"),
-        "model": topology.groups("pipeline", "tensor"),
+        "replicas": topology.groups(*REPLICA_AXES),
+        "model": topology.groups(*MODEL_AXES),
         "expert": topology.expert_groups(),
         "expert_replicas": topology.expert_replica_groups(),
     }

@@ -4,7 +4,8 @@ from itertools import product
 
 import pytest
 
-from bigtrain.settings.topology import AXES, Coordinates, Topology
+from bigtrain.settings.degrees import AXES
+from bigtrain.settings.topology import Coordinates, Topology
 
 SHAPES = [
     Topology(data_size=1),
