@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bigtrain.errors import ConfigError, Problem
+from bigtrain.settings.degrees import Degrees
 from bigtrain.settings.loading import load_run_config
 from bigtrain.settings.resolve import resolve_run_files
 
@@ -113,13 +114,15 @@ def _batch_for_all(
     """Return the nearest global batch that is divisible for every number of nodes; None if it is
     far."""
     run = load_run_config(config, overrides)
-    inner = run.parallel.degrees.replica_size
+    degrees = run.parallel.degrees
+    inner = degrees.replica_size
     worlds = [n * processes_per_node for n in range(smallest, largest + 1)]
-    experts = run.parallel.expert
-    sequence = run.parallel.degrees.sequence_size
-    if any(world % inner or world // inner * sequence % experts for world in worlds):
+    if any(world % inner for world in worlds):
         return None
-    divisor = run.batch.micro_batch_size * math.lcm(*(world // inner for world in worlds))
+    of_worlds = [Degrees.of_world(world, degrees) for world in worlds]
+    if any(each.partition_size % degrees.expert_size for each in of_worlds):
+        return None
+    divisor = run.batch.micro_batch_size * math.lcm(*(each.data_size for each in of_worlds))
     samples = run.batch.samples_per_step
     nearest = max(1, round(samples / divisor)) * divisor
     if nearest > _MOST_GROWTH * samples:

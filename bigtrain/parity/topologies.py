@@ -13,6 +13,7 @@ from bigtrain.models.equivalence.model_plan import try_model
 from bigtrain.models.equivalence.tensor_parallel import check_tensor_size
 from bigtrain.models.experts import has_auxiliary_loss
 from bigtrain.parity.proxy import SHIPPED, EngineChoice, Proxy
+from bigtrain.settings.degrees import Degrees
 from bigtrain.settings.hf_config_keys import inspect_configuration
 from bigtrain.settings.resolve import resolve_run
 from bigtrain.settings.run_config import MoeSection, ParallelSection, RunConfig
@@ -89,13 +90,12 @@ def _is_other_auxiliary_loss(config: RunConfig, parallel: ParallelSection) -> bo
 def _degrees(world_size: int, *, has_experts: bool) -> Iterator[ParallelSection]:
     divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
     for tensor, pipeline, ulysses, ring in product(divisors, repeat=4):
-        if world_size % (tensor * pipeline * ulysses * ring) == 0:
-            sequence = SequenceSection(ulysses=ulysses, ring=ring) if ring > 1 else ulysses
-            replicas = world_size // (tensor * pipeline)
+        sequence = SequenceSection(ulysses=ulysses, ring=ring) if ring > 1 else ulysses
+        parallel = ParallelSection(tensor=tensor, pipeline=pipeline, sequence=sequence)
+        if world_size % parallel.degrees.replica_size == 0:
+            replicas = Degrees.of_world(world_size, parallel.degrees).partition_size
             for expert in (n for n in divisors if replicas % n == 0 and (n == 1 or has_experts)):
-                yield ParallelSection(
-                    tensor=tensor, pipeline=pipeline, sequence=sequence, expert=expert
-                )
+                yield parallel.model_copy(update={"expert": expert})
 
 
 def _name(config: RunConfig, engine: EngineChoice, world_size: int) -> str:
@@ -106,7 +106,7 @@ def _name(config: RunConfig, engine: EngineChoice, world_size: int) -> str:
         for name in ("tensor", "pipeline", *kinds, "expert")
     }
     degrees = [f"{name} {size}" for name, size in sizes.items() if size > 1]
-    data_size = world_size // parallel.degrees.replica_size
+    data_size = Degrees.of_world(world_size, parallel.degrees).data_size
     return ", ".join([engine.label, f"data {data_size}", *degrees])
 
 

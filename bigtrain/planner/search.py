@@ -386,7 +386,7 @@ def _degrees(request: SearchSpace, world_size: int, devices_per_node: int) -> It
     has_plan = any(kind.num_parameters_cut for kind in kinds)
     attends = all(kind.attention is not None for kind in kinds)
     shapes = [
-        (t, p, s, r, e)
+        replace(degrees, ring_size=r, expert_size=e)
         for t in _divisors(world_size)
         for p in _divisors(world_size // t)
         for s in _divisors(world_size // t // p)
@@ -394,18 +394,20 @@ def _degrees(request: SearchSpace, world_size: int, devices_per_node: int) -> It
         and (attends or s == 1)
         and p <= len(request.model.layers)
         and request.sequence_length % s == 0
-        and request.global_batch_size % (world_size // (t * p * s)) == 0
+        for degrees in [_of_world(world_size, t, p, s)]
+        if request.global_batch_size % degrees.data_size == 0
         for r in _rings(request, t, s, devices_per_node)
-        for e in _divisors(math.gcd(world_size // t // p, request.model.num_experts))
+        for e in _divisors(math.gcd(degrees.partition_size, request.model.num_experts))
     ]
     for zero in request.zero_stages:
-        for t, p, s, r, e in shapes:
-            model = ModelDegrees(
-                tensor_size=t, pipeline_size=p, sequence_size=s, ring_size=r, expert_size=e
-            )
-            degrees = Degrees.of_world(world_size, model)
+        for degrees in shapes:
             if is_legal(request.facts, zero, degrees):
                 yield _Degrees(zero_stage=zero, **degrees.degrees())
+
+
+def _of_world(world_size: int, tensor: int, pipeline: int, sequence: int) -> Degrees:
+    model = ModelDegrees(tensor_size=tensor, pipeline_size=pipeline, sequence_size=sequence)
+    return Degrees.of_world(world_size, model)
 
 
 def _rings(

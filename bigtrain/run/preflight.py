@@ -128,7 +128,7 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
     problems += check_float8(config.precision.float8)
     problems += check_quantization(config.adapters)
     problems += check_optimizer_package(config.optimizer)
-    num_replicas = run.topology.data_size * run.topology.sequence_size
+    num_replicas = run.topology.partition_size
     problems += check_expert_gathering(hf_config, run.engine.zero_stage, num_replicas)
     model_plan, teacher = None, None
     if not problems:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from bigtrain.planner.layout import Layout
 from bigtrain.planner.tables.hardware import Device
+from bigtrain.settings.degrees import AXES, REPLICA_AXES, Axis
 
 DIRECT = 0.9
 """Share of a network's bandwidth that messages from one rank to another reach, without the waits of
@@ -125,28 +126,31 @@ class Groups:
 
 
 def groups_of(layout: Layout, devices_per_node: int, *, pipeline_outermost: bool = False) -> Groups:
-    """Return the groups of `layout`, tensor innermost and data outermost as in bigtrain
-    (`bigtrain.settings.topology.AXES`), or the pipeline outermost."""
-    world = layout.world_size
-    t, s, p = layout.tensor_size, layout.sequence_size, layout.pipeline_size
-    u = layout.ulysses_size
+    """Return the groups of `layout`, in the order of ranks of bigtrain
+    (`bigtrain.settings.degrees.AXES`), or with the pipeline outermost."""
+    order: tuple[Axis, ...] = AXES
+    if pipeline_outermost:
+        order = ("pipeline", *(axis for axis in AXES if axis != "pipeline"))
+    inner = 1
+    next_to: dict[Axis, int] = {}
+    for axis in reversed(order):
+        next_to[axis] = inner
+        inner *= layout.size(axis)
 
     def group(inner: int, size: int) -> Group:
-        return place(world, inner, size, devices_per_node)
+        return place(layout.world_size, inner, size, devices_per_node)
 
-    data = group(t * s * (1 if pipeline_outermost else p), layout.data_size)
+    along = {axis: group(next_to[axis], layout.size(axis)) for axis in AXES}
+    u = layout.ulysses_size
     partition = Group(
-        layout.partition_size,
-        max(1, min(layout.partition_size, data.per_node * (min(s, max(1, devices_per_node // t))))),
+        layout.partition_size, math.prod(along[axis].per_node for axis in REPLICA_AXES)
     )
-    if world <= devices_per_node:
-        partition = Group(layout.partition_size, layout.partition_size)
     return Groups(
-        group(1, t),
-        group(t, u),
-        group(t * u, layout.ring_size),
-        group(t * s * (layout.data_size if pipeline_outermost else 1), p),
-        data,
+        along["tensor"],
+        group(next_to["sequence"], u),
+        group(next_to["sequence"] * u, layout.ring_size),
+        along["pipeline"],
+        along["data"],
         partition,
         Group(layout.expert_size, min(layout.expert_size, partition.per_node)),
         Group(layout.expert_replicas, max(1, partition.per_node // layout.expert_size)),

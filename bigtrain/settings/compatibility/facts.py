@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar, cast
 from bigtrain.settings.deepspeed.engine_config import offload_device, zero_stage_of
 from bigtrain.settings.deepspeed.keys import AUTO, value_at
 from bigtrain.settings.deepspeed.ownership import optimizer_is_torch
-from bigtrain.settings.degrees import largest_divisor
+from bigtrain.settings.degrees import largest_divisor, replicas_in_world
 from bigtrain.settings.hf_config_keys import ModelDimensions
 from bigtrain.settings.run_config import RunConfig
 
@@ -231,8 +231,7 @@ class Facts:
     def num_replicas(self) -> int:
         """Ranks of data x sequence; 0 where the degrees do not divide the world, which is
         refused."""
-        inner = self.tensor_size * self.pipeline_size * self.sequence_size
-        return 0 if self.world_size % inner else self.world_size // inner * self.sequence_size
+        return replicas_in_world(self, self.world_size)
 
     @property
     def may_compile(self) -> bool:
