@@ -341,7 +341,7 @@ class LiveModel:
         place = engine.mesh.coordinates
         self._data_rank, self._data_size = place.data_rank, engine.mesh.topology.data_size
         # One rank per data rank provides the result.
-        self._reports = not (place.tensor_rank or place.pipeline_rank or place.sequence_rank)
+        self._reports = place.is_first("data")
 
     def score(self, requests: Sequence[tuple[Tokens, Tokens]]) -> list[tuple[float, bool]]:
         """Return, for each (context, continuation), the log-probability of the continuation in

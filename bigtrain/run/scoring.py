@@ -46,6 +46,7 @@ from bigtrain.run.checkpointing.initialize import find_checkpoint
 from bigtrain.run.context import RunContext
 from bigtrain.run.preflight import Inputs
 from bigtrain.run.reporting.progress import OUTPUT_REMEDY
+from bigtrain.settings.degrees import MODEL_AXES
 from bigtrain.system.files import file_checksum, writing
 
 MAX_ROWS = 8
@@ -191,7 +192,7 @@ def _compute(
     begins = np.cumsum(samples.document_lengths[part.first : part.last])
     begins -= samples.document_lengths[part.first : part.last]
     reader = BatchReader(samples, BatchOptions())
-    counts = mesh.coordinates.sequence_rank == 0  # of the ranks that return the same scores
+    counts = mesh.coordinates.is_first("data", *MODEL_AXES)  # of those with the same scores
     lengths = samples.lengths[part.samples]
     for numbers, batch in _batches(engine, part.samples, lengths, reader.read):
         context.heartbeat.set_phase(_PHASE, slow=True)
@@ -240,7 +241,7 @@ def _mismatched_sums(
 
     documents = np.arange(part.first, part.last)
     sums = np.zeros(len(documents), np.float64)
-    counts = mesh.coordinates.sequence_rank == 0
+    counts = mesh.coordinates.is_first("data", *MODEL_AXES)
     for numbers, batch in _batches(engine, documents, rated.mismatched_lengths(documents), read):
         context.heartbeat.set_phase(_PHASE, slow=True)
         values = engine.token_scores(batch, 0).numpy()[: len(numbers), :, 0]

@@ -19,6 +19,11 @@ class Coordinates:
     sequence_rank: int
     tensor_rank: int
 
+    def is_first(self, *besides: Axis) -> bool:
+        """Return whether the rank is first on all axes but `besides`: of those that do the same,
+        one counts."""
+        return not any(getattr(self, f"{axis}_rank") for axis in AXES if axis not in besides)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Topology(Degrees):

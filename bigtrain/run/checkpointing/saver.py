@@ -326,8 +326,7 @@ def refuse_small_disk(context: RunContext, engine: TrainEngine) -> None:
     """Raise CheckpointError on every rank if the disk has no space for a checkpoint. Collective.
     Writes nothing; called before the first step, whose work would be lost."""
     place = context.topology.coordinates(context.world.rank)
-    is_first = not (place.data_rank or place.tensor_rank or place.sequence_rank)
-    own = checkpoint_bytes(engine) if is_first else 0
+    own = checkpoint_bytes(engine) if place.is_first("pipeline") else 0
     total = torch.tensor(own, dtype=torch.int64, device=context.device)
     dist.all_reduce(total)
 

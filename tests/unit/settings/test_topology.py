@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from bigtrain.settings.degrees import AXES
+from bigtrain.settings.degrees import AXES, MODEL_AXES
 from bigtrain.settings.topology import Coordinates, Topology
 
 SHAPES = [
@@ -39,6 +39,15 @@ def test_groups_cover_the_world_once(topology: Topology, axis: str) -> None:
     groups = topology.groups(axis)  # type: ignore[arg-type]
     assert sorted(rank for group in groups for rank in group) == list(range(topology.world_size))
     assert {len(group) for group in groups} == {topology.size(axis)}  # type: ignore[arg-type]
+
+
+def test_one_of_the_ranks_with_the_same_samples_counts() -> None:
+    topology = Topology(data_size=2, pipeline_size=2, sequence_size=2, tensor_size=2)
+    places = [topology.coordinates(rank) for rank in range(topology.world_size)]
+    assert [rank for rank, place in enumerate(places) if place.is_first("data")] == [0, 8]
+    assert [rank for rank, place in enumerate(places) if place.is_first("pipeline")] == [0, 4]
+    counting = [rank for rank, place in enumerate(places) if place.is_first("data", *MODEL_AXES)]
+    assert counting == [0, 1, 4, 5, 8, 9, 12, 13]
 
 
 def test_ranks_that_divide_the_experts_are_neighbours_in_data_x_sequence() -> None:
