@@ -13,7 +13,7 @@ from bigtrain.models.equivalence.model_plan import try_model
 from bigtrain.models.equivalence.tensor_parallel import check_tensor_size
 from bigtrain.models.experts import has_auxiliary_loss
 from bigtrain.parity.proxy import SHIPPED, EngineChoice, Proxy
-from bigtrain.settings.degrees import Degrees
+from bigtrain.settings.degrees import MODEL_DEGREES, Degrees
 from bigtrain.settings.hf_config_keys import inspect_configuration
 from bigtrain.settings.resolve import resolve_run
 from bigtrain.settings.run_config import MoeSection, ParallelSection, RunConfig
@@ -99,15 +99,14 @@ def _degrees(world_size: int, *, has_experts: bool) -> Iterator[ParallelSection]
 
 
 def _name(config: RunConfig, engine: EngineChoice, world_size: int) -> str:
-    parallel = config.parallel
-    kinds = ("sequence",) if parallel.degrees.ring_size == 1 else ("ulysses", "ring")
-    sizes = {
-        name: getattr(parallel.degrees, f"{name}_size")
-        for name in ("tensor", "pipeline", *kinds, "expert")
-    }
-    degrees = [f"{name} {size}" for name, size in sizes.items() if size > 1]
-    data_size = Degrees.of_world(world_size, parallel.degrees).data_size
-    return ", ".join([engine.label, f"data {data_size}", *degrees])
+    degrees = Degrees.of_world(world_size, config.parallel.degrees)
+    sizes = {name.removesuffix("_size"): getattr(degrees, name) for name in MODEL_DEGREES}
+    if degrees.ring_size > 1:
+        kinds = {"sequence": "ulysses"}
+        sizes = {kinds.get(name, name): size for name, size in sizes.items()}
+        sizes["ulysses"] = degrees.ulysses_size
+    words = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    return ", ".join([engine.label, f"data {degrees.data_size}", *words])
 
 
 def _rule_refusal(config: RunConfig, engine: str, world_size: int) -> str | None:

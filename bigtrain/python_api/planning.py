@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from bigtrain.errors import ConfigError, OutputError, Problem
 from bigtrain.python_api.configuring import Config, load_config
-from bigtrain.settings.run_config import RunConfig
+from bigtrain.settings.run_config import ParallelSection, RunConfig
 
 if TYPE_CHECKING:
     from bigtrain.planner.layout import Layout
@@ -261,16 +261,7 @@ def run_and_engine(
     if layout.offload_optimizer and not layout.offload_parameters:
         raw["zero_optimization"].pop("offload_param", None)
     tree = config.model_dump(mode="json", exclude_unset=True)
-    parallel = {
-        "tensor": layout.tensor_size,
-        "pipeline": layout.pipeline_size,
-        "sequence": layout.sequence_size,
-        "expert": layout.expert_size,
-    }
-    tree["parallel"] = {name: degree for name, degree in parallel.items() if degree > 1}
-    if layout.ring_size > 1:
-        kinds = {"ulysses": layout.ulysses_size, "ring": layout.ring_size}
-        tree["parallel"]["sequence"] = {kind: size for kind, size in kinds.items() if size > 1}
+    tree["parallel"] = ParallelSection.tree_of(layout)
     tree["batch"]["micro_batch_size"] = layout.micro_batch_size
     tree["model"]["gradient_checkpointing"] = layout.gradient_checkpointing
     if layout.offload_activations or config.model.activation_offload:

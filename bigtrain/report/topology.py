@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from bigtrain.report.templates import section
+from bigtrain.settings.degrees import AXES
 
 _MOST_RANKS = 64
 """Maximum number of ranks drawn one by one; also for one replica."""
-_AXES = ("data", "pipeline", "sequence", "tensor")
 _CELL = (74, 44)
 """Width and height of a rank; `sections.html` draws it."""
 _GAP = 6
@@ -52,7 +52,7 @@ def layout_of(environment: Mapping[str, Any] | None) -> RecordedLayout | None:
     topology = (environment or {}).get("topology")
     if not isinstance(topology, dict):
         return None
-    sizes = {axis: topology.get(f"{axis}_size", 1) for axis in _AXES}
+    sizes: dict[str, Any] = {axis: topology.get(f"{axis}_size", 1) for axis in AXES}
     world_size = topology.get("world_size")
     product = 1
     for size in sizes.values():
@@ -63,8 +63,8 @@ def layout_of(environment: Mapping[str, Any] | None) -> RecordedLayout | None:
         return None
     assert environment is not None
     order = environment.get("rank_order")
-    if not isinstance(order, list) or sorted(map(str, order)) != sorted(_AXES):
-        order = list(_AXES)
+    if not isinstance(order, list) or sorted(map(str, order)) != sorted(AXES):
+        order = list(AXES)
     return RecordedLayout(product, sizes, order, _hosts(environment.get("hosts"), product))
 
 

@@ -29,16 +29,16 @@ MODEL_AXES: tuple[Axis, ...] = tuple(axis for axis in AXES if axis not in REPLIC
 class ModelDegrees:
     """Numbers of ranks that share one replica of the model, by axis.
 
-    expert_size: ranks that share the experts, neighbors within data x sequence. It is not a factor
-    of the world size, since these ranks also compute samples of their own. ring_size: the factor of
-    `sequence_size` that passes keys around; the other one, Ulysses, divides the heads.
+    ring_size: the factor of `sequence_size` that passes keys around; the other one, Ulysses,
+    divides the heads. expert_size: ranks that share the experts, neighbors within data x sequence.
+    It is not a factor of the world size, since these ranks also compute samples of their own.
     """
 
     tensor_size: int = 1
     pipeline_size: int = 1
     sequence_size: int = 1
-    expert_size: int = 1
     ring_size: int = 1
+    expert_size: int = 1
 
     @property
     def ulysses_size(self) -> int:
@@ -64,6 +64,7 @@ class ModelDegrees:
 _MODEL_FIELDS = fields(ModelDegrees)
 
 MODEL_DEGREES: tuple[str, ...] = tuple(field.name for field in _MODEL_FIELDS)
+"""Fields of `ModelDegrees`, in the order in which people read them."""
 
 
 def _sizes(axes: Iterable[Axis]) -> Callable[[object], tuple[int, ...]]:

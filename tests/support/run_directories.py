@@ -10,14 +10,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from bigtrain.report.step_metrics import StepMetrics, is_optional
-
-NUMBERS: dict[str, Any] = {
-    row.name: 1.0
-    for row in fields(StepMetrics)
-    if row.metadata["kind"] == "number" and not is_optional(row)
-}
-"""A value for each number that every logged step has, also for those that no test is about."""
+from bigtrain.settings.degrees import AXES
+from bigtrain.settings.topology import Topology
 
 
 def step_line(step: int, **figures: Any) -> dict[str, Any]:
@@ -95,19 +89,14 @@ def environment(
     data: int = 2, tensor: int = 1, pipeline: int = 1, hosts: int = 1
 ) -> dict[str, Any]:
     """Versions and topology, as `bigtrain.run.run_directory` writes them."""
-    size = data * tensor * pipeline
+    topology = Topology(data_size=data, tensor_size=tensor, pipeline_size=pipeline)
+    size = topology.world_size
     each = size // hosts
     return {
         "bigtrain": "0.1.0",
         "torch": "2.13.0",
-        "topology": {
-            "world_size": size,
-            "data_size": data,
-            "tensor_size": tensor,
-            "pipeline_size": pipeline,
-            "sequence_size": 1,
-        },
-        "rank_order": ["data", "pipeline", "sequence", "tensor"],
+        "topology": {"world_size": size, **topology.degrees()},
+        "rank_order": list(AXES),
         "hosts": {f"node{n}": list(range(n * each, (n + 1) * each)) for n in range(hosts)},
     }
 

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from bigtrain.errors import CheckpointError
 from bigtrain.run.checkpointing import checkpoints
 from bigtrain.run.checkpointing.retention import best_value, newest_good, reasons_to_keep
+from bigtrain.settings.degrees import MODEL_DEGREES
 from bigtrain.settings.run_config import BestSection, CheckpointSection
 from bigtrain.settings.sections.adapters import AdaptersSection
 
@@ -159,9 +160,9 @@ def _topology(document: dict[str, Any]) -> str:
         stage = document["deepspeed"]["zero_optimization"]["stage"]
         count = topology["world_size"]
         words = [f"{count} rank{'s' if count != 1 else ''}", f"ZeRO {stage}"]
-        for axis in ("tensor", "pipeline", "sequence", "ring", "expert"):
-            degree = topology.get(f"{axis}_size", 1)  # older checkpoints lack the newest degrees
-            words += [f"{axis} {degree}"] if degree > 1 else []
+        for name in MODEL_DEGREES:
+            degree = topology.get(name, 1)  # older checkpoints lack the newest degrees
+            words += [f"{name.removesuffix('_size')} {degree}"] if degree > 1 else []
     except (KeyError, TypeError):
         return "?"
     return ", ".join(words)

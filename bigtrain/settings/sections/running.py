@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Annotated, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from bigtrain.settings.degrees import ModelDegrees
+from bigtrain.settings.degrees import MODEL_DEGREES, ModelDegrees
 from bigtrain.settings.sections.base import (
     Fraction,
     NonNegativeInt,
@@ -63,13 +63,19 @@ class ParallelSection(Section):
         kinds = self.sequence
         if isinstance(kinds, int):
             kinds = SequenceSection(ulysses=kinds)
-        return ModelDegrees(
-            tensor_size=self.tensor,
-            pipeline_size=self.pipeline,
-            sequence_size=kinds.size,
-            expert_size=self.expert,
-            ring_size=kinds.ring,
-        )
+        others = {f"{name}_size": value for name, value in self if name != "sequence"}
+        return ModelDegrees(**others, sequence_size=kinds.size, ring_size=kinds.ring)
+
+    @staticmethod
+    def tree_of(degrees: ModelDegrees) -> dict[str, Any]:
+        """Return the section with `degrees`, without those that are 1."""
+        names = {name: name.removesuffix("_size") for name in MODEL_DEGREES if name != "ring_size"}
+        tree = {key: getattr(degrees, name) for name, key in names.items()}
+        tree = {key: size for key, size in tree.items() if size > 1}
+        if degrees.ring_size > 1:
+            kinds = {"ulysses": degrees.ulysses_size, "ring": degrees.ring_size}
+            tree["sequence"] = {kind: size for kind, size in kinds.items() if size > 1}
+        return tree
 
 
 DEFAULT_MEMORY_DIRECTORY = "/dev/shm"

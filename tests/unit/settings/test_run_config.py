@@ -328,6 +328,14 @@ def test_the_world_is_divided_by_the_degrees() -> None:
     assert (topology.data_size, topology.tensor_size, topology.pipeline_size) == (2, 2, 2)
 
 
+@pytest.mark.parametrize("sequence", [1, 4, {"ring": 2}, {"ulysses": 2, "ring": 2}])
+def test_degrees_are_written_as_a_section(sequence: Any) -> None:
+    section = ParallelSection(tensor=2, sequence=sequence, expert=8)
+    tree = ParallelSection.tree_of(section.degrees)
+    assert "pipeline" not in tree
+    assert ParallelSection.model_validate(tree).degrees == section.degrees
+
+
 def test_a_world_that_does_not_divide_names_the_nearest() -> None:
     topology, (problem,) = derive_topology(ParallelSection(tensor=4), 6)
     assert topology is None
