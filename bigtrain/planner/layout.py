@@ -15,6 +15,14 @@ Recompute = Literal["none", "attention", "operators", "full"]
 every second matrix product and all other operations (torchtitan's selective-op), or full layers."""
 
 
+_SHORT_NAMES = {
+    "tensor_size": "TP",
+    "pipeline_size": "PP",
+    "sequence_size": "SP",
+    "expert_size": "EP",
+}
+
+
 @dataclass(frozen=True)
 class OptimizerCosts:
     """Memory and communication of an optimizer. state_bytes: per element of a moment. wire_bytes:
@@ -147,11 +155,9 @@ class Layout(Degrees):
         """Return a short description for a table, such as ``ZeRO 1, TP 8, PP 4, micro 2,
         recompute``."""
         words = [f"ZeRO {self.zero_stage}"]
-        degrees = {"TP": self.tensor_size, "PP": self.pipeline_size, "SP": self.sequence_size,
-                   "EP": self.expert_size}  # fmt: skip
-        words += [f"{name} {size}" for name, size in degrees.items() if size > 1]
-        if self.ring_size > 1:
-            words.append(f"ring {self.ring_size}")
+        degrees = sorted(self.model_degrees().items(), key=lambda degree: degree[0] == "ring_size")
+        names = ((_SHORT_NAMES.get(name, name.removesuffix("_size")), n) for name, n in degrees)
+        words += [f"{name} {size}" for name, size in names if size > 1]
         words.append(f"micro {self.micro_batch_size}")
         if self.recompute != "none":
             fraction = f" 1/{self.recompute_every}" if self.recompute_every > 1 else ""

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from math import isqrt, prod
 from operator import attrgetter
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 Axis = Literal["data", "pipeline", "sequence", "tensor"]
 
-AXES: tuple[Axis, ...] = ("data", "pipeline", "sequence", "tensor")
+AXES: tuple[Axis, ...] = get_args(Axis)
 """From outermost to innermost. Tensor-parallel ranks communicate most and are neighbours, so that a
 group of them stays on one host; data-parallel ranks communicate once a step."""
 
