@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bigtrain.cli import main as bigtrain
 from bigtrain.run.checkpointing import checkpoints
+from bigtrain.settings.degrees import AXES
 from tests.launch.conftest import (
     SAVE_EVERY,
     STEPS,
@@ -130,7 +131,7 @@ def test_run_directory_is_whole(
     world_size = 1 if name == "python" else 2
     environment = read_json(run / "environment.json")
     assert environment["topology"]["world_size"] == world_size
-    assert environment["rank_order"] == ["data", "pipeline", "sequence", "tensor"]
+    assert environment["rank_order"] == list(AXES)
     assert list(environment["hosts"].values()) == [list(range(world_size))]
     assert {"bigtrain", "torch", "deepspeed", "transformers", "git_commit"} <= environment.keys()
     assert read_json(run / "config.json")["data"]["path"] == str(inputs.shards)

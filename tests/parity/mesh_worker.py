@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from bigtrain.engine.startup.mesh import ModelParallelUnit, open_mesh, warm_up
 from bigtrain.engine.startup.process_group import process_group
-from bigtrain.settings.degrees import AXES
+from bigtrain.settings.degrees import AXES, MODEL_AXES, REPLICA_AXES
 from bigtrain.settings.topology import Topology
 from bigtrain.system.world import read_world
 
@@ -25,7 +26,7 @@ TOPOLOGIES = [
     Topology(data_size=2, sequence_size=2, expert_size=4),
     Topology(data_size=2, pipeline_size=2, expert_size=2),
 ]
-COMBINED = {"replicas": ("data", "sequence"), "model": ("pipeline", "tensor")}
+COMBINED = {"replicas": REPLICA_AXES, "model": MODEL_AXES}
 
 
 def check(topology: Topology, rank: int) -> None:
@@ -45,8 +46,10 @@ def check(topology: Topology, rank: int) -> None:
     place = topology.coordinates(rank)
     assert unit.get_tensor_model_parallel_rank() == place.tensor_rank
     assert unit.get_data_parallel_group() is mesh.replicas
-    assert unit.get_data_parallel_world_size() == topology.data_size * topology.sequence_size
-    assert unit.get_model_parallel_world_size() == topology.tensor_size * topology.pipeline_size
+    assert unit.get_data_parallel_world_size() == topology.partition_size
+    assert unit.get_model_parallel_world_size() == math.prod(
+        topology.size(axis) for axis in MODEL_AXES
+    )
     assert not hasattr(unit, "get_sequence_parallel_world_size")
     assert not hasattr(unit, "initialize_sequence_parallel")
 

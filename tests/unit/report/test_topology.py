@@ -17,13 +17,9 @@ def test_coordinates_are_those_of_a_run(rank: int) -> None:
     layout = layout_of(environment(data=2, tensor=4, pipeline=2))
     assert layout is not None
     topology = Topology(data_size=2, tensor_size=4, pipeline_size=2)
-    place = topology.coordinates(rank)
-    assert layout.coordinates(rank) == {
-        "data": place.data_rank,
-        "pipeline": place.pipeline_rank,
-        "sequence": place.sequence_rank,
-        "tensor": place.tensor_rank,
-    }
+    place = vars(topology.coordinates(rank))
+    found = {f"{axis}_rank": number for axis, number in layout.coordinates(rank).items()}
+    assert found == place
 
 
 def test_each_rank_is_drawn_on_its_host() -> None:

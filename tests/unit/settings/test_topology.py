@@ -28,7 +28,7 @@ def test_tensor_is_innermost_and_data_outermost() -> None:
 def test_every_place_is_taken_once(topology: Topology) -> None:
     places = [topology.coordinates(rank) for rank in range(topology.world_size)]
     assert len(set(places)) == topology.world_size
-    assert {(p.data_rank, p.pipeline_rank, p.sequence_rank, p.tensor_rank) for p in places} == set(
+    assert {tuple(getattr(place, f"{axis}_rank") for axis in AXES) for place in places} == set(
         product(*(range(topology.size(axis)) for axis in AXES))
     )
 
