@@ -10,8 +10,16 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from bigtrain.report.step_metrics import StepMetrics, is_optional
 from bigtrain.settings.degrees import AXES
 from bigtrain.settings.topology import Topology
+
+NUMBERS: dict[str, Any] = {
+    row.name: 1.0
+    for row in fields(StepMetrics)
+    if row.metadata["kind"] == "number" and not is_optional(row)
+}
+"""A value for each number that every logged step has, also for those that no test is about."""
 
 
 def step_line(step: int, **figures: Any) -> dict[str, Any]:

@@ -44,9 +44,9 @@ _LOCK_SECONDS = 10.0  # processes of an earlier launch may be ending
 
 @dataclass(frozen=True)
 class StoredInMemory:
-    """Checkpoint in memory of one host. run, attempt: as of `SaveIdentity`. digest: of its manifest,
-    the same on all hosts that have it. writers: number of ranks that wrote it, a tensor file each.
-    files: names of those that are on this host with the listed size."""
+    """Checkpoint in memory of one host. run, attempt: as of `SaveIdentity`. digest: of its
+    manifest, the same on all hosts that have it. writers: number of ranks that wrote it, a tensor
+    file each. files: names of those that are on this host with the listed size."""
 
     step: int
     run: str
