@@ -13,7 +13,6 @@ from bigtrain.data.loading.stored_scores import check_reference_scores
 from bigtrain.data.samples.packing_plan import PackingReport, packing_reports
 from bigtrain.data.samples.phases import SourceIdentity, data_hash, identify_sources
 from bigtrain.data.shards.dataset import Level, TokenDataset
-from bigtrain.data.shards.manifest import TOKENIZER_DIRECTORY
 from bigtrain.data.tokenizers.equivalence import tokenizer_edge_cases
 from bigtrain.data.tokenizers.model_tokens import beginning_note, check_model_tokens
 from bigtrain.data.tokenizers.training import check_added_tokens
@@ -113,7 +112,6 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
     if datasets:
         problems += check_datasets(config, datasets, vocabulary_size(hf_config))
         if check != "listed":
-            problems += _check_tokenizer_directories(datasets)
             problems += _check_tokenizer(config, datasets[0])
             if config.output.export:
                 problems += _check_export(hf_config, datasets[0])
@@ -205,18 +203,6 @@ def check_base_weights(config: RunConfig, inputs: Inputs) -> None:
 
 def _resumes(config: RunConfig) -> bool:
     return any(Path(config.output.directory, "checkpoints").glob("step-*"))
-
-
-def _check_tokenizer_directories(datasets: Sequence[TokenDataset]) -> list[Problem]:
-    """Check that the datasets have the tokenizers that their shards were made with, one of which
-    the run directory and the export get."""
-    rule = f"has no directory {TOKENIZER_DIRECTORY}, which is a part of the dataset"
-    remedy = "copy the complete dataset again, or make it with `bigtrain tokenize`"
-    return [
-        Problem("data.path", str(dataset.path), rule, remedy)
-        for dataset in datasets
-        if not dataset.tokenizer_path.is_dir()
-    ]
 
 
 def _check_tokenizer(config: RunConfig, dataset: TokenDataset) -> Sequence[Problem]:

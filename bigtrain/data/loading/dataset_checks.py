@@ -185,11 +185,16 @@ def check_same_directory(config: RunConfig) -> list[Problem]:
 
 
 def check_tokenizer_files(config: RunConfig) -> list[Problem]:
-    """Check that the data's tokenizer, which a run copies, consists of regular files."""
+    """Check that the data's tokenizer, which a run copies, is there and consists of regular
+    files."""
     problems = []
     for number, source in enumerate(config.data.mixture):
         why = foreign_file(Path(source.path), TOKENIZER_DIRECTORY)
-        if why is not None:
+        if not Path(source.path, TOKENIZER_DIRECTORY).is_dir():
+            rule = f"has no directory {TOKENIZER_DIRECTORY}, which is a part of the dataset"
+            fix = "copy the complete dataset again, or make it with `bigtrain tokenize`"
+            problems.append(_problem(config, number, rule, fix))
+        elif why is not None:
             fix = "check the origin of this dataset, and replace links by files"
             problems.append(_problem(config, number, why, fix))
     return problems
