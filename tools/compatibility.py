@@ -65,7 +65,9 @@ def page() -> str:
 
 def _row(rule: Rule) -> str:
     example, nearest = rule.example, rule.nearest(rule.example)
-    said = [f"`{name}={value!r}`" for name, value in _differences(Facts(), example)]
+    # Also the defaults that the last column changes.
+    facts = dict(_differences(Facts(), example)) | dict(_differences(nearest, example))
+    said = [f"`{name}={value!r}`" for name, value in facts.items()]
     instead = [f"`{name}={value!r}`" for name, value in _differences(example, nearest)]
     cells = (
         rule.name,
