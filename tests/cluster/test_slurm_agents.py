@@ -78,6 +78,8 @@ class Job(Elastic):
     def lose(self, process: psutil.Process) -> None:
         """Kill `process`; two ranks continue from the memory of their hosts."""
         story, steps = self.story(), self.steps()
+        # Steps are shorter than a checkpoint in memory takes on a busy machine.
+        wait_until("checkpoints of these steps", lambda: self.steps() >= steps + 20, 60)
         process.kill()
         assert self.wait_for_resume(2, story) >= steps - 2
         resumed = re.findall(r"resumed at step \d+ from (\S+)", self.story().removeprefix(story))
