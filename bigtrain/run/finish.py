@@ -8,6 +8,7 @@ from signal import Signals
 
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.planner.run_prediction import RunPrediction
+from bigtrain.run.checkpointing import checkpoints
 from bigtrain.run.checkpointing.export import export_run
 from bigtrain.run.checkpointing.retention import superfluous
 from bigtrain.run.context import RunContext
@@ -80,6 +81,8 @@ def is_complete(context: RunContext, log: RunLog, state: TrainState) -> bool:
     def all_is_written() -> bool:
         directory = context.directory
         if superfluous(directory, state.step, config.checkpoint, config.evaluation.best):
+            return False
+        if checkpoints.garbage(directory):  # of a removal that a kill interrupted
             return False
         return not config.output.export or (
             (directory / EXPORT).is_dir() and _exported_step(directory) == state.step

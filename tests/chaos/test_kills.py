@@ -93,11 +93,17 @@ def test_killed_run_ends_as_the_run_nobody_killed_many_times(
 def test_what_a_kill_after_the_last_checkpoint_left_is_removed(
     server: Server, run_yaml: Path, tmp_path: Path
 ) -> None:
-    """Retention comes after a checkpoint is complete; a kill between the two leaves older ones."""
+    """Retention comes after a checkpoint is complete; a kill between the two leaves older ones, and
+    one while it removes them a part of one."""
     run = tmp_path / "run"
     codes, text = server.live(arguments(run_yaml, run, "checkpoint.keep_last=4"))
     assert codes == [0, 0], text
     assert checkpoints.list_steps(run) == [8, 16, 18, 20, 22, 24]
+    codes, text = server.live(arguments(run_yaml, run))
+    assert codes == [0, 0], text
+    assert "nothing to do" not in text
+    assert_tidy(run)
+    (run / "checkpoints/step-00000020.removed-1/tensors").mkdir(parents=True)
     codes, text = server.live(arguments(run_yaml, run))
     assert codes == [0, 0], text
     assert "nothing to do" not in text

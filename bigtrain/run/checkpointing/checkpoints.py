@@ -393,8 +393,13 @@ def _discard(path: Path) -> None:
             path.unlink()
 
 
+def garbage(run_directory: Path) -> list[Path]:
+    """Return leftovers of interrupted saves and deletions, if no save is in progress."""
+    paths = (run_directory / "checkpoints").glob("step-*")
+    return [path for path in paths if not _NAME.fullmatch(path.name)]
+
+
 def clear_garbage(run_directory: Path) -> None:
     """Remove leftovers of interrupted saves and deletions. No save may be in progress."""
-    for path in (run_directory / "checkpoints").glob("step-*"):
-        if not _NAME.fullmatch(path.name):
-            _discard(path)
+    for path in garbage(run_directory):
+        _discard(path)
