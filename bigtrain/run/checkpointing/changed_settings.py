@@ -169,7 +169,8 @@ def _refuse_thawed(
     frozen = (document.get("parameters") or {}).get("frozen")
     if parameters is None or not frozen:
         return
-    thawed = [name for name in frozen if name not in set(parameters.record()["frozen"])]
+    still_frozen = set(parameters.record()["frozen"])
+    thawed = [name for name in frozen if name not in still_frozen]
     if thawed:
         more = f" and {len(thawed) - 1} more" if len(thawed) > 1 else ""
         raise CheckpointError(
