@@ -189,12 +189,11 @@ def check_tokenizer_files(config: RunConfig) -> list[Problem]:
     files."""
     problems = []
     for number, source in enumerate(config.data.mixture):
-        why = foreign_file(Path(source.path), TOKENIZER_DIRECTORY)
         if not Path(source.path, TOKENIZER_DIRECTORY).is_dir():
             rule = f"has no directory {TOKENIZER_DIRECTORY}, which is a part of the dataset"
             fix = "copy the complete dataset again, or make it with `bigtrain tokenize`"
             problems.append(_problem(config, number, rule, fix))
-        elif why is not None:
+        elif why := foreign_file(Path(source.path), TOKENIZER_DIRECTORY):
             fix = "check the origin of this dataset, and replace links by files"
             problems.append(_problem(config, number, why, fix))
     return problems
