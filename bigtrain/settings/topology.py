@@ -19,10 +19,10 @@ class Coordinates:
     sequence_rank: int
     tensor_rank: int
 
-    def is_first(self, *besides: Axis) -> bool:
-        """Return whether the rank is first on all axes but `besides`: of those that do the same,
-        one counts."""
-        return not any(getattr(self, f"{axis}_rank") for axis in AXES if axis not in besides)
+    def is_first(self, *ignored: Axis) -> bool:
+        """Return whether the rank is 0 on all axes except `ignored`. It selects one of the ranks
+        that compute the same."""
+        return not any(getattr(self, f"{axis}_rank") for axis in AXES if axis not in ignored)
 
 
 @dataclass(frozen=True, kw_only=True)
