@@ -186,7 +186,7 @@ def test_a_corrupt_copy_is_named_and_an_older_checkpoint_is_used(
     server: Server, memory: Path, killed: tuple[Path, list[str]], uninterrupted: Path
 ) -> None:
     run, command = killed
-    newest = steps_in_memory(memory)[-1]
+    newest = newest_in_memory(run, memory)
     for step in steps_in_memory(memory):
         [file] = memory.glob(f"*/*/checkpoints/step-{step:08d}/tensors/rank-00001.safetensors")
         content = bytearray(file.read_bytes())
