@@ -317,21 +317,30 @@ def _kept(
 def _ring_bytes(layer: LayerCosts, model: ModelCosts, layout: Layout) -> float:
     """Return the bytes that the backward pass of a ring takes in one layer
     (models/parallel/ring_attention.py): keys and values received, arriving (none in the last of
-    two steps) and, half of them, sent; the gradient of the output; in float32 those of queries, of
-    keys and values, and those of one rank's as they are computed, sent and, half of them, received;
-    and what the kernel of one piece, half of the queries and keys, takes: copies, and gradients."""
+    two steps) and, half of them, sent; the gradient of the output; in float32 the gradients of
+    queries, of keys and values, and of one rank's keys and values as they are computed, sent and,
+    half of them, received; and what the kernel of one piece, half of the queries and keys, takes:
+    copies, and gradients."""
     if layout.ring_size == 1 or layer.attention is None:
         return 0.0
-    own, t, size = layer.attention, layout.tensor_size, model.element_bytes
-    tokens = layout.tokens_per_micro_batch
-    degrees = (t, layout.ulysses_size, layout.ring_size)
-    sent = sequence_bytes(own, tokens, size, degrees)
-    queries = tokens * own.num_heads * own.head_size / t
-    kernel = size * queries + 1.5 * (size * queries + sent.keys)
+    attention, element_bytes = layer.attention, model.element_bytes
+    num_tokens = layout.tokens_per_micro_batch
+    sent_bytes = sequence_bytes(
+        attention,
+        num_tokens,
+        element_bytes,
+        tensor_size=layout.tensor_size,
+        ulysses_size=layout.ulysses_size,
+    )
+    num_queries = num_tokens * attention.num_heads * attention.head_size / layout.tensor_size
+    query_bytes = element_bytes * num_queries
+    kernel_bytes = query_bytes + 1.5 * (query_bytes + sent_bytes.keys)
+    bytes_for_queries = (4 + element_bytes) * num_queries
     if layout.ring_size == 2:
-        kernel = max(kernel, 1.5 * sent.gradients)  # sent when the last kernel has ended
-        return (4 + size) * queries + 1.5 * sent.keys + 2 * sent.gradients + kernel
-    return (4 + size) * queries + 2.5 * sent.keys + 3.5 * sent.gradients + kernel
+        # Gradients are sent when the last kernel has ended.
+        kernel_bytes = max(kernel_bytes, 1.5 * sent_bytes.gradients)
+        return bytes_for_queries + 1.5 * sent_bytes.keys + 2 * sent_bytes.gradients + kernel_bytes
+    return bytes_for_queries + 2.5 * sent_bytes.keys + 3.5 * sent_bytes.gradients + kernel_bytes
 
 
 def _norm_bytes(layer: LayerCosts, model: ModelCosts, layout: Layout) -> float:

@@ -2,8 +2,9 @@
 
 The slowest pipeline stage determines the time of ``m`` micro-batches; the other stages' time for
 one micro-batch is the bubble (1F1B: Narayanan et al. 2021, arXiv 2104.04473, section 2.2; with
-``v`` virtual stages a ``v``-th of it). Layers and the end of a step are computed in
-`bigtrain.planner.seconds.layer`.
+``v`` virtual stages a ``v``-th of it). Seconds of layers are computed in
+`bigtrain.planner.seconds.layer`, of the head and the end of a step in
+`bigtrain.planner.seconds.step_end`.
 """
 
 from __future__ import annotations
@@ -14,12 +15,11 @@ from dataclasses import dataclass, field
 from bigtrain.planner.layout import Layout
 from bigtrain.planner.memory_checkpoints import memory_checkpoint_costs
 from bigtrain.planner.model_costs import ModelCosts
-from bigtrain.planner.seconds.communication import Groups, groups_of
-from bigtrain.planner.seconds.layer import (
-    Work,
+from bigtrain.planner.seconds.communication import groups_of
+from bigtrain.planner.seconds.layer import Machine, Work, layer_work
+from bigtrain.planner.seconds.step_end import (
     gradient_seconds,
     head_work,
-    layer_work,
     optimizer_seconds,
     orthogonalizing_seconds,
     scale_seconds,
@@ -51,16 +51,19 @@ class StepTime:
     @property
     def total(self) -> float:
         """Seconds of the step."""
-        exposed = sum(self.communication.values())
-        parts = (self.matmul, self.memory_bound, self.bubble, self.optimizer, self.offload)
-        return sum(parts) + self.host + self.memory_checkpoints + self.teacher + exposed
+        communication = sum(self.communication.values())
+        terms = (self.matmul, self.memory_bound, self.bubble, self.optimizer, self.offload)
+        return sum(terms) + self.host + self.memory_checkpoints + self.teacher + communication
 
     def terms(self) -> dict[str, float]:
         """Return seconds by term, communication by kind, without terms that are zero."""
-        named = {
+        seconds_by_term = {
             "matmul": self.matmul,
             "memory-bound": self.memory_bound,
-            **{f"{kind} communication": value for kind, value in self.communication.items()},
+            **{
+                f"{parallelism} communication": seconds
+                for parallelism, seconds in self.communication.items()
+            },
             "bubble": self.bubble,
             "optimizer": self.optimizer,
             "offload": self.offload,
@@ -68,7 +71,7 @@ class StepTime:
             "memory checkpoints": self.memory_checkpoints,
             "teacher": self.teacher,
         }
-        return {name: value for name, value in named.items() if value > 0}
+        return {name: seconds for name, seconds in seconds_by_term.items() if seconds > 0}
 
 
 def step_time(
@@ -79,80 +82,90 @@ def step_time(
     # All other engines have their pipelines outermost: expert- and data-parallel ranks side by
     # side on a node, stages on different ones.
     groups = groups_of(layout, device.devices_per_node, pipeline_outermost=not engine.is_deepspeed)
-    kinds = [
-        layer_work(layer, model, layout, device, engine, groups, gain) for layer in model.kinds
-    ]
-    head = head_work(model, layout, device, engine, groups)
+    machine = Machine(device, engine, groups, gain)
+    layer_works = [layer_work(layer, model, layout, machine) for layer in model.kinds]
+    last_work = head_work(model, layout, machine)
     stages = stages_of(model, layout.pipeline_size, engine.balances_stages)
-    works: list[Work] = []
+    stage_works: list[Work] = []
     for stage in stages:
         work = Work()
-        for kind, count in stage.counts:
-            work.add(kinds[kind], count)
+        for kind, num_layers in stage.counts:
+            work.add(layer_works[kind], num_layers)
         if stage.is_last:
-            work.add(head)
-        works.append(work)
-    return _pipeline(stages, works, model, layout, device, engine, groups)
+            work.add(last_work)
+        stage_works.append(work)
+    return _pipeline_time(stages, stage_works, model, layout, machine)
 
 
-def _pipeline(
+def _pipeline_time(
     stages: Sequence[PlannedStage],
-    works: Sequence[Work],
+    stage_works: Sequence[Work],
     model: ModelCosts,
     layout: Layout,
-    device: Device,
-    engine: Engine,
-    groups: Groups,
+    machine: Machine,
 ) -> StepTime:
-    at = max(range(len(stages)), key=lambda index: works[index].total)
-    slowest, pace, m = stages[at], works[at], layout.num_accumulation
-    hidden = layout.tokens_per_micro_batch * model.hidden_size * model.element_bytes
-    hidden //= layout.tensor_size  # each rank sends its shard, and the next stage gathers them
-    send = groups.pipeline.send(device, hidden)
-    virtual = layout.num_virtual_stages
-    everyone = sum(s.num_alike * work.total for s, work in zip(stages, works, strict=True))
-    others = everyone - pace.total
-    bubble = others / virtual + 2 * send * (layout.pipeline_size - 1)
-    optimizer, offload = optimizer_seconds(slowest, model, layout, device, engine)
-    if engine.measured is None or layout.offload_optimizer:
-        data = gradient_seconds(slowest, model, layout, device, engine, groups, pace)
-    else:
-        optimizer, data = engine.measured.seconds(
-            layout.zero_stage,
-            layout.num_accumulation,
-            layout.partition_size,
-            stage_sizes(slowest, model, layout).trained * layout.parameter_bytes,
-        )
-    optimizer += orthogonalizing_seconds(slowest, model, layout, device, groups)
-    optimizer += scale_seconds(slowest, model, layout, device, groups)
-    communication = {
-        "tensor": m * pace.tensor,
-        "sequence": m * pace.sequence,
-        "expert": m * pace.expert,
-        "pipeline": 2 * send * m * virtual * engine.pipeline_exposed,
-        "data": m * pace.zero + data,
-    }
-    alone = StepTime(
-        matmul=m * pace.matmul,
-        memory_bound=m * pace.memory_bound,
-        communication={kind: value for kind, value in communication.items() if value > 0},
-        bubble=bubble,
-        optimizer=optimizer,
-        offload=offload,
-        host=m * pace.host,
-        memory_checkpoints=_memory_checkpoints(model, layout, device, engine),
+    """Return the seconds of a step whose stages have `stage_works` per micro-batch."""
+    device, engine, num_micro_batches = machine.device, machine.engine, layout.num_accumulation
+
+    # The slowest stage sets the pace, and waits for the work of the other stages once (the bubble).
+    slowest_index = max(range(len(stages)), key=lambda index: stage_works[index].total)
+    slowest_stage, pace = stages[slowest_index], stage_works[slowest_index]
+    all_stages_seconds = sum(
+        stage.num_alike * work.total for stage, work in zip(stages, stage_works, strict=True)
     )
-    return _on_shared_cores(alone, everyone / (layout.pipeline_size * pace.total), layout, device)
+    other_stages_seconds = all_stages_seconds - pace.total
+    hidden_bytes = layout.tokens_per_micro_batch * model.hidden_size * model.element_bytes
+    # Each rank sends its shard, and the next stage gathers the shards.
+    hidden_bytes //= layout.tensor_size
+    send_seconds = machine.groups.pipeline.send(device, hidden_bytes)
+    num_virtual = layout.num_virtual_stages
+    bubble = other_stages_seconds / num_virtual + 2 * send_seconds * (layout.pipeline_size - 1)
+
+    # The end of the step: gradients, update, memory checkpoints.
+    update = optimizer_seconds(slowest_stage, model, layout, machine)
+    if engine.measured is None or layout.offload_optimizer:
+        update_seconds = update.update
+        data_seconds = gradient_seconds(slowest_stage, model, layout, machine, pace)
+    else:
+        update_seconds, data_seconds = engine.measured.seconds(
+            layout.zero_stage,
+            num_micro_batches,
+            layout.partition_size,
+            stage_sizes(slowest_stage, model, layout).trained * layout.parameter_bytes,
+        )
+    update_seconds += orthogonalizing_seconds(slowest_stage, model, layout, machine)
+    update_seconds += scale_seconds(slowest_stage, model, layout, machine)
+    checkpoints = memory_checkpoint_costs(model, layout, device, engine)
+
+    sends_seconds = 2 * send_seconds * num_micro_batches * num_virtual
+    communication = {
+        "tensor": num_micro_batches * pace.tensor,
+        "sequence": num_micro_batches * pace.sequence,
+        "expert": num_micro_batches * pace.expert,
+        "pipeline": sends_seconds * engine.pipeline_exposed,
+        "data": num_micro_batches * pace.zero + data_seconds,
+    }
+    time = StepTime(
+        matmul=num_micro_batches * pace.matmul,
+        memory_bound=num_micro_batches * pace.memory_bound,
+        communication={name: seconds for name, seconds in communication.items() if seconds > 0},
+        bubble=bubble,
+        optimizer=update_seconds,
+        offload=update.transfer,
+        host=num_micro_batches * pace.host,
+        memory_checkpoints=checkpoints.blocked_seconds / checkpoints.every_steps
+        if checkpoints
+        else 0.0,
+    )
+    stage_balance = all_stages_seconds / (layout.pipeline_size * pace.total)
+    return _on_shared_cores(time, stage_balance, layout, device)
 
 
-def _memory_checkpoints(model: ModelCosts, layout: Layout, device: Device, engine: Engine) -> float:
-    costs = memory_checkpoint_costs(model, layout, device, engine)
-    return 0.0 if costs is None else costs.blocked_seconds / costs.every_steps
-
-
-def _on_shared_cores(alone: StepTime, balance: float, layout: Layout, device: Device) -> StepTime:
-    """Return `alone`, the time of ranks with one core each, adjusted for more ranks that share a
-    node's cores; `balance`: the mean of the stages' work over the slowest one's.
+def _on_shared_cores(
+    time: StepTime, stage_balance: float, layout: Layout, device: Device
+) -> StepTime:
+    """Return `time`, which assumes a core for each rank, adjusted for more ranks that share a
+    node's cores; `stage_balance`: the mean of the stages' work over the slowest stage's.
 
     Cores then have work if any of their ranks has, so waiting stages cost nothing while others
     compute: a step takes the time of all ranks' work on the cores, but at least the time with a
@@ -160,16 +173,16 @@ def _on_shared_cores(alone: StepTime, balance: float, layout: Layout, device: De
     """
     num_ranks = min(layout.world_size, device.devices_per_node)
     if not device.num_cores or num_ranks <= device.num_cores:
-        return alone
-    share = balance * num_ranks / device.num_cores
-    work = share * (alone.total - alone.bubble)
+        return time
+    share = stage_balance * num_ranks / device.num_cores
+    work_seconds = share * (time.total - time.bubble)
     return StepTime(
-        matmul=share * alone.matmul,
-        memory_bound=share * alone.memory_bound,
-        communication={kind: share * value for kind, value in alone.communication.items()},
-        bubble=max(0.0, alone.total - work),
-        optimizer=share * alone.optimizer,
-        offload=share * alone.offload,
-        host=share * alone.host,
-        memory_checkpoints=share * alone.memory_checkpoints,
+        matmul=share * time.matmul,
+        memory_bound=share * time.memory_bound,
+        communication={name: share * seconds for name, seconds in time.communication.items()},
+        bubble=max(0.0, time.total - work_seconds),
+        optimizer=share * time.optimizer,
+        offload=share * time.offload,
+        host=share * time.host,
+        memory_checkpoints=share * time.memory_checkpoints,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import NamedTuple
 
 from bigtrain.planner.model_costs import Attention, Matmul
 from bigtrain.planner.tables.hardware import Device
@@ -33,109 +34,128 @@ def matmul_seconds(
     faster number format."""
     if min(rows, in_size, out_size) <= 0:
         return 0.0
-    size = rows * in_size + in_size * out_size + rows * out_size
-    moved = element_bytes * size / (device.memory_bandwidth * device.reach.memory)
+    num_elements = rows * in_size + in_size * out_size + rows * out_size
+    moving_seconds = element_bytes * num_elements / (device.memory_bandwidth * device.reach.memory)
     peak = device.peak_flops if element_bytes <= 2 else device.float32_flops or device.peak_flops
     peak *= device.matmul_factor * device.reach.matmul * gain
     if device.is_cpu:
-        return max(2.0 * rows * in_size * out_size / peak, moved) + device.reach.kernel_seconds
-    best = math.inf
+        computing_seconds = 2.0 * rows * in_size * out_size / peak
+        return max(computing_seconds, moving_seconds) + device.reach.kernel_seconds
+    # The fastest tile: waves of as many tiles as the device has multiprocessors.
+    fastest_seconds = math.inf
     for tile_rows, tile_columns, speed in _TILES:
-        tiles = math.ceil(rows / tile_rows) * math.ceil(out_size / tile_columns)
-        waves = math.ceil(tiles / device.num_units)
-        # If tiles are few, several multiprocessors share the inner dimension of one (split-K).
-        depth = in_size / max(1, min(device.num_units // tiles, in_size // _LEAST_DEPTH))
-        work = 2.0 * tile_rows * tile_columns * (depth + device.reach.matmul_depth)
-        best = min(best, waves * work * device.num_units / (peak * speed))
-    return max(best, moved) + device.reach.kernel_seconds
+        num_tiles = math.ceil(rows / tile_rows) * math.ceil(out_size / tile_columns)
+        num_waves = math.ceil(num_tiles / device.num_units)
+        # If tiles are few, several multiprocessors share the inner dimension of a tile (split-K).
+        depth = in_size / max(1, min(device.num_units // num_tiles, in_size // _LEAST_DEPTH))
+        tile_flops = 2.0 * tile_rows * tile_columns * (depth + device.reach.matmul_depth)
+        tile_seconds = num_waves * tile_flops * device.num_units / (peak * speed)
+        fastest_seconds = min(fastest_seconds, tile_seconds)
+    return max(fastest_seconds, moving_seconds) + device.reach.kernel_seconds
 
 
-def weight_seconds(
-    device: Device,
-    matmul: Matmul,
-    tokens: int,
-    tensor_size: int,
-    expert_size: int,
-    element_bytes: int,
-    gain: float,
-) -> tuple[float, float]:
-    """Return the forward and backward seconds of a product with a rank's shard of a weight.
+class PassCosts(NamedTuple):
+    """Seconds or bytes of a forward and of a backward pass."""
 
-    With expert parallelism a rank receives all tokens of its `expert_size` group for its experts:
-    as many tokens as without it, for fewer experts. Tensor parallelism does not shard experts then;
-    each of its ranks sends a slice of the tokens.
+    forward: float
+    backward: float
+
+
+class RankShare(NamedTuple):
+    """Tokens of a rank, the degrees that divide its matrix products, and bytes of an element."""
+
+    num_tokens: int
+    tensor_size: int
+    expert_size: int
+    element_bytes: int
+
+
+class _LocalProduct(NamedTuple):
+    """Matrix product that a rank computes `times` times: ``rows x in_size`` by
+    ``in_size x out_size``."""
+
+    rows: int
+    in_size: int
+    out_size: int
+    times: float
+
+
+def _local_product(matmul: Matmul, share: RankShare) -> _LocalProduct:
+    """Return the part of `matmul` that a rank computes.
+
+    With expert parallelism a rank receives all tokens of its group of `expert_size` for its
+    experts: as many tokens as without it, for fewer experts. Tensor parallelism does not divide
+    experts then; each tensor-parallel rank sends a slice of the tokens.
     """
-    in_size, out_size, rows, times = _part(matmul, tokens, tensor_size, expert_size)
-    forward = matmul_seconds(device, rows, in_size, out_size, element_bytes, gain)
-    inputs = matmul_seconds(device, rows, out_size, in_size, element_bytes, gain)
-    weights = matmul_seconds(device, in_size, rows, out_size, element_bytes, gain)
-    return times * forward, times * (inputs + weights)
-
-
-def _part(
-    matmul: Matmul, tokens: int, tensor_size: int, expert_size: int
-) -> tuple[int, int, int, float]:
-    """Return, for a rank: the weight's dimensions, the rows it is multiplied with, and the
-    repetitions."""
-    if matmul.num_groups > 1 and expert_size > 1:
-        tokens, tensor_size = max(1, tokens // tensor_size), 1
+    num_tokens, tensor_size = share.num_tokens, share.tensor_size
+    if matmul.num_groups > 1 and share.expert_size > 1:
+        num_tokens, tensor_size = max(1, num_tokens // tensor_size), 1
     in_size = matmul.in_size // (tensor_size if matmul.cut == "in" else 1)
     out_size = matmul.out_size // (tensor_size if matmul.cut == "out" else 1)
     if matmul.num_groups == 1 and matmul.share == 1.0:
-        return in_size, out_size, tokens, float(matmul.count)
+        return _LocalProduct(num_tokens, in_size, out_size, float(matmul.count))
     # Experts: assumes perfect load balance.
-    own = max(1, matmul.num_groups // expert_size)
-    rows = max(1, round(tokens * matmul.share / own))
-    return in_size, out_size, rows, float(own * matmul.count)
+    num_experts = max(1, matmul.num_groups // share.expert_size)
+    rows = max(1, round(num_tokens * matmul.share / num_experts))
+    return _LocalProduct(rows, in_size, out_size, float(num_experts * matmul.count))
 
 
-def cast_bytes(
-    matmul: Matmul, tokens: int, tensor_size: int, expert_size: int, element_bytes: int
-) -> tuple[float, float]:
-    """Return the bytes moved for an 8-bit product, forward and backward: its input and the gradient
-    of its output are read and written twice in 8 bits, plain and transposed. Weights are cast once
-    per step."""
-    in_size, out_size, rows, times = _part(matmul, tokens, tensor_size, expert_size)
-    each = (element_bytes + 2) * rows * times
-    return each * in_size, each * out_size
+def weight_seconds(device: Device, matmul: Matmul, share: RankShare, gain: float) -> PassCosts:
+    """Return the seconds of a product with a rank's shard of a weight; `gain`: as in
+    `matmul_seconds`. The backward pass has two products: the gradients of inputs and weight."""
+    rows, in_size, out_size, times = _local_product(matmul, share)
+    size = share.element_bytes
+    output_seconds = matmul_seconds(device, rows, in_size, out_size, size, gain)
+    input_gradient_seconds = matmul_seconds(device, rows, out_size, in_size, size, gain)
+    weight_gradient_seconds = matmul_seconds(device, in_size, rows, out_size, size, gain)
+    return PassCosts(
+        times * output_seconds, times * (input_gradient_seconds + weight_gradient_seconds)
+    )
+
+
+def cast_bytes(matmul: Matmul, share: RankShare) -> PassCosts:
+    """Return the bytes moved for an 8-bit product: its input and the gradient of its output are
+    read and written twice in 8 bits, plain and transposed. Weights are cast once per step."""
+    product = _local_product(matmul, share)
+    bytes_per_column = (share.element_bytes + 2) * product.rows * product.times
+    return PassCosts(bytes_per_column * product.in_size, bytes_per_column * product.out_size)
 
 
 def attention_seconds(
     device: Device,
     attention: Attention,
-    samples: int,
+    num_rows: int,
     sequence_length: int,
+    *,
     num_ranks: int,
     score_passes: tuple[float, float] | None,
     speed: float = 1.0,
-) -> tuple[float, float]:
-    """Return the forward and backward seconds of softmax attention with heads split over
-    `num_ranks`.
+) -> PassCosts:
+    """Return the seconds of softmax attention with heads split over `num_ranks`.
 
     Fused kernels compute causal scores only, and recompute them in the backward pass (2.5 times the
     forward's work: Dao 2023, arXiv 2307.08691, section 3), at `speed` relative to the device's best
     kernels. Unfused ones compute all scores and move them through memory `score_passes` times,
     forward and backward.
     """
-    heads = attention.num_heads / num_ranks
-    looked_at = float(sequence_length)
+    num_heads = attention.num_heads / num_ranks
+    attended_tokens = float(sequence_length)
     if attention.window is not None:
-        looked_at = min(looked_at, 2.0 * attention.window)
-    pairs = samples * sequence_length * looked_at * heads
-    flops = 2.0 * pairs * (attention.head_size + attention.value_size)
+        attended_tokens = min(attended_tokens, 2.0 * attention.window)
+    num_scores = num_rows * sequence_length * attended_tokens * num_heads
+    flops = 2.0 * num_scores * (attention.head_size + attention.value_size)
+    peak = device.peak_flops * device.matmul_factor
     if score_passes is None:
-        seconds = flops / 2 / (_peak(device) * device.reach.attention * speed)
-        return seconds, 2.5 * seconds
-    moved = 2.0 * pairs / (device.memory_bandwidth * device.reach.memory)
-    seconds = flops / (_peak(device) * device.reach.matmul)
+        seconds = flops / 2 / (peak * device.reach.attention * speed)
+        return PassCosts(seconds, 2.5 * seconds)
+    pass_seconds = 2.0 * num_scores / (device.memory_bandwidth * device.reach.memory)
+    seconds = flops / (peak * device.reach.matmul)
     if max(attention.head_size % _ALIGNED, attention.value_size % _ALIGNED):
         seconds *= _UNALIGNED
-    forward, backward = score_passes
-    return seconds + forward * moved, 2 * seconds + backward * moved
-
-
-def _peak(device: Device) -> float:
-    return device.peak_flops * device.matmul_factor
+    forward_passes, backward_passes = score_passes
+    return PassCosts(
+        seconds + forward_passes * pass_seconds, 2 * seconds + backward_passes * pass_seconds
+    )
 
 
 def memory_seconds(device: Device, num_bytes: float) -> float:

@@ -1,29 +1,41 @@
-"""Seconds of a micro-batch in one layer and in the head, and of the end of a step. Pure.
+"""Seconds of a micro-batch in one decoder layer. Pure.
 
-Within a layer, collectives of tensor, sequence and expert parallelism are exposed; those of ZeRO
-overlap with computation.
+Collectives of tensor, sequence and expert parallelism are exposed; ZeRO's collectives overlap with
+computation.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from bigtrain.planner.layout import Layout
 from bigtrain.planner.model_costs import LayerCosts, ModelCosts
 from bigtrain.planner.seconds.communication import Group, Groups
 from bigtrain.planner.seconds.kernels import (
+    PassCosts,
+    RankShare,
     attention_seconds,
     cast_bytes,
-    matmul_seconds,
     memory_seconds,
     weight_seconds,
 )
 from bigtrain.planner.seconds.sequence_bytes import sequence_bytes
-from bigtrain.planner.stages import PlannedStage, block_bytes, matrix_exchange, stage_sizes
 from bigtrain.planner.tables.engines import Engine
 from bigtrain.planner.tables.hardware import Device
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Hardware and software that run a layout: the device of a rank, the training engine, the
+    groups of ranks on their nodes, and the speed-up of matrix products in a faster number
+    format."""
+
+    device: Device
+    engine: Engine
+    groups: Groups
+    product_gain: float = 1.0
 
 
 @dataclass
@@ -38,14 +50,14 @@ class Work:
     zero: float = 0.0
     host: float = 0.0
 
-    def add(self, other: Work, times: float = 1.0) -> None:
-        self.matmul += times * other.matmul
-        self.memory_bound += times * other.memory_bound
-        self.tensor += times * other.tensor
-        self.sequence += times * other.sequence
-        self.expert += times * other.expert
-        self.zero += times * other.zero
-        self.host += times * other.host
+    def add(self, other_work: Work, times: float = 1.0) -> None:
+        self.matmul += times * other_work.matmul
+        self.memory_bound += times * other_work.memory_bound
+        self.tensor += times * other_work.tensor
+        self.sequence += times * other_work.sequence
+        self.expert += times * other_work.expert
+        self.zero += times * other_work.zero
+        self.host += times * other_work.host
 
     def copy(self) -> Work:
         copied = Work()
@@ -61,351 +73,315 @@ class Work:
         return self.device + self.zero + self.host
 
 
-def layer_work(
-    layer: LayerCosts,
-    model: ModelCosts,
-    layout: Layout,
-    device: Device,
-    engine: Engine,
-    groups: Groups,
-    gain: float,
-) -> Work:
+def layer_work(layer: LayerCosts, model: ModelCosts, layout: Layout, machine: Machine) -> Work:
     """Return the work of a micro-batch forward and backward through one layer."""
-    size = (layout.num_rows, layout.sequence_length)
-    degrees = (
-        layout.tensor_size, layout.ulysses_size, layout.ring_size, layout.expert_size,
-    )  # fmt: skip
-    apart = (groups.tensor, groups.ulysses, groups.ring, groups.expert)
-    of_model = (model.element_bytes, model.hidden_size, model.is_frozen)
-    of_engine = (
-        engine.moved, engine.attention, engine.products, engine.score_passes, engine.is_deepspeed,
-    )  # fmt: skip
-    there, back, again = _passes(
-        layer, of_model, size, degrees, apart, layout.tensor_sequence, device, of_engine, gain
-    )
-    forward, backward = there.copy(), back.copy()
+    device, engine = machine.device, machine.engine
+    passes = _passes(_pass_key(layer, model, layout, machine))
+    forward, backward = passes.forward.copy(), passes.backward.copy()
     for work in (forward, backward):
         work.tensor *= engine.tensor_exposed
         work.expert *= engine.expert_exposed
+
+    # Recomputation repeats parts of the forward pass in the backward pass. `kernel_launches` counts
+    # how often the backward pass launches the kernels of a forward pass.
     num_tiles = layout.num_tiles(model.hidden_size) if layer.mlp.products else 0
-    tiles = _tiles(layer, model, layout, device, forward, again, num_tiles)
-    repeated = 2.0
+    tile_work = Work()
+    if num_tiles:
+        tile_work = _tile_work(layer, model, layout, device, passes, forward)
+    kernel_launches = 2.0
     if layout.recompute == "full":
         backward.add(forward, 1 / layout.recompute_every)
-        repeated += 1 / layout.recompute_every
+        kernel_launches += 1 / layout.recompute_every
     elif layout.recompute == "operators":
         backward.matmul += forward.matmul / 2
         backward.memory_bound += forward.memory_bound
-        repeated = 3.0
+        kernel_launches = 3.0
     elif layout.recompute == "attention":
-        backward.matmul += again
-    backward.add(tiles)
-    host = layer.num_kernels * engine.kernel_host_seconds
+        backward.matmul += passes.attention_forward_seconds
+    backward.add(tile_work)
+
+    # The host launches kernels and, under ZeRO 3, runs the engine's hooks, a third of them in the
+    # forward pass.
+    host_seconds = layer.num_kernels * engine.kernel_host_seconds
     if layer.num_parameters_expert and engine.expert_host_seconds:
-        host += engine.expert_host_seconds * max(1, model.num_experts // layout.expert_size)
+        host_seconds += engine.expert_host_seconds * max(1, model.num_experts // layout.expert_size)
     if layout.zero_stage == 3:
-        # Hooks of the engine, a third of them in the forward pass.
-        host += layer.num_tensors * engine.parameter_host_seconds / 3
-    # Every tile has the MLP's kernels, which are launched once more in the backward pass.
-    of_tile = layer.mlp.num_kernels * engine.kernel_host_seconds
-    more = max(0, num_tiles - 1) * of_tile
-    launched = repeated * (host + more) + num_tiles * of_tile
-    forward.host = _excess(forward.device, host + more, engine.launch_overlap)
-    backward.host = _excess(backward.device, launched, engine.launch_overlap)
+        host_seconds += layer.num_tensors * engine.parameter_host_seconds / 3
+    # Every tile launches the MLP's kernels, and once more in the backward pass.
+    mlp_host_seconds = layer.mlp.num_kernels * engine.kernel_host_seconds
+    tiles_host_seconds = max(0, num_tiles - 1) * mlp_host_seconds
+    backward_host_seconds = kernel_launches * (host_seconds + tiles_host_seconds)
+    backward_host_seconds += num_tiles * mlp_host_seconds
+    forward.host = _exposed_host_seconds(forward, host_seconds + tiles_host_seconds, engine)
+    backward.host = _exposed_host_seconds(backward, backward_host_seconds, engine)
+
     if layout.zero_stage == 3 and engine.measured is None:
-        _partitioned(layer, model, layout, device, engine, groups, forward, backward)
+        _add_zero3_exchange(layer, model, layout, machine, forward, backward)
     if layout.offload_activations:
-        # Copies of its input during computation (models/layers/activation_offload.py).
-        hidden = model.element_bytes * model.hidden_size * layout.tokens_per_micro_batch
-        copied = hidden / layout.recompute_every / device.host_bandwidth
-        forward.zero += max(0.0, copied - forward.device)
-        backward.zero += max(0.0, copied - backward.device)
-    again = layout.num_reference_rows / layout.rows_per_sample
-    forward.add(forward.copy(), again)
+        # The layer's input is copied during computation (models/layers/activation_offload.py).
+        hidden_bytes = model.element_bytes * model.hidden_size * layout.tokens_per_micro_batch
+        copy_seconds = hidden_bytes / layout.recompute_every / device.host_bandwidth
+        forward.zero += max(0.0, copy_seconds - forward.device)
+        backward.zero += max(0.0, copy_seconds - backward.device)
+
+    # Reference rows have a forward pass only.
+    forward.add(forward.copy(), layout.num_reference_rows / layout.rows_per_sample)
     forward.add(backward)
     return forward
 
 
-def _tiles(
+def _exposed_host_seconds(work: Work, host_seconds: float, engine: Engine) -> float:
+    """Return the seconds that launching on the host adds to the device's time of `work`:
+    ``(host^q + device^q)^(1/q) - device`` with q = `engine.launch_overlap`."""
+    device_seconds, exponent = work.device, engine.launch_overlap
+    if device_seconds <= 0 or host_seconds <= 0:
+        return host_seconds
+    larger = max(device_seconds, host_seconds)
+    smaller = min(device_seconds, host_seconds)
+    return float(larger * (1 + (smaller / larger) ** exponent) ** (1 / exponent) - device_seconds)
+
+
+def _tile_work(
     layer: LayerCosts,
     model: ModelCosts,
     layout: Layout,
     device: Device,
+    passes: _LayerPasses,
     forward: Work,
-    attention: float,
-    num_tiles: int,
 ) -> Work:
-    """Return what tiles of a layer's MLPs add to its backward pass: their forward pass once more,
-    and for each tile but the first, gradients of parameters that are added to sums in float32.
-    `attention`: seconds of the layer's forward pass that are its attention's."""
-    work, own = Work(), layer.mlp
-    if num_tiles == 0:
-        return work
-    work.matmul = own.products * (forward.matmul - attention)
-    work.memory_bound = own.moved * forward.memory_bound
-    work.tensor = forward.tensor / 2  # one of its two all-reduces
+    """Return what tiles of a layer's MLPs add to its backward pass: a second forward pass of the
+    MLPs, and for each tile but the first, gradients that are added to sums in float32."""
+    work, mlp = Work(), layer.mlp
+    work.matmul = mlp.products * (forward.matmul - passes.attention_forward_seconds)
+    work.memory_bound = mlp.moved * forward.memory_bound
+    work.tensor = forward.tensor / 2  # one of the layer's two all-reduces
     work.expert = forward.expert
     if not model.is_frozen:
-        size = own.num_parameters / layout.tensor_size
-        size += own.num_parameters_expert / layout.expert_parts
-        moved = (num_tiles - 1) * size * (8 + model.element_bytes)
-        work.memory_bound += memory_seconds(device, moved)
+        num_gradients = mlp.num_parameters / layout.tensor_size
+        num_gradients += mlp.num_parameters_expert / layout.expert_parts
+        num_sums = layout.num_tiles(model.hidden_size) - 1
+        moved_bytes = num_sums * num_gradients * (8 + model.element_bytes)
+        work.memory_bound += memory_seconds(device, moved_bytes)
     return work
 
 
+class _PassKey(NamedTuple):
+    """Everything that the two passes of a layer depend on, without recomputation and ZeRO.
+
+    Layouts that differ in stages, ZeRO and recomputation have the same key. A named tuple, because
+    a search builds tens of thousands.
+    """
+
+    layer: LayerCosts
+    element_bytes: int
+    hidden_size: int
+    is_frozen: bool
+    num_rows: int
+    sequence_length: int
+    tensor_size: int
+    ulysses_size: int
+    ring_size: int
+    expert_size: int
+    tensor_group: Group
+    ulysses_group: Group
+    ring_group: Group
+    expert_group: Group
+    splits_norms: bool
+    device: Device
+    moved_share: float
+    attention_speed: float
+    product_speed: float
+    product_gain: float
+    score_passes: tuple[float, float] | None
+    is_deepspeed: bool
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a micro-batch on one rank."""
+        return self.num_rows * self.sequence_length // (self.ulysses_size * self.ring_size)
+
+
+@dataclass(frozen=True)
+class _LayerPasses:
+    """Device time and collectives of a layer's two passes, and the seconds of the forward pass that
+    attention takes. Callers copy the work before they change it."""
+
+    forward: Work
+    backward: Work
+    attention_forward_seconds: float
+
+
+def _pass_key(layer: LayerCosts, model: ModelCosts, layout: Layout, machine: Machine) -> _PassKey:
+    engine, groups = machine.engine, machine.groups
+    return _PassKey(
+        layer=layer,
+        element_bytes=model.element_bytes,
+        hidden_size=model.hidden_size,
+        is_frozen=model.is_frozen,
+        num_rows=layout.num_rows,
+        sequence_length=layout.sequence_length,
+        tensor_size=layout.tensor_size,
+        ulysses_size=layout.ulysses_size,
+        ring_size=layout.ring_size,
+        expert_size=layout.expert_size,
+        tensor_group=groups.tensor,
+        ulysses_group=groups.ulysses,
+        ring_group=groups.ring,
+        expert_group=groups.expert,
+        splits_norms=layout.tensor_sequence,
+        device=machine.device,
+        moved_share=engine.moved,
+        attention_speed=engine.attention,
+        product_speed=engine.products,
+        product_gain=machine.product_gain,
+        score_passes=engine.score_passes,
+        is_deepspeed=engine.is_deepspeed,
+    )
+
+
 @functools.lru_cache(maxsize=1 << 15)
-def _passes(
-    layer: LayerCosts,
-    of_model: tuple[int, int, bool],
-    size: tuple[int, int],
-    degrees: tuple[int, int, int, int],
-    apart: tuple[Group, Group, Group, Group],
-    tensor_sequence: bool,
-    device: Device,
-    of_engine: tuple[float, float, float, tuple[float, float] | None, bool],
-    gain: float,
-) -> tuple[Work, Work, float]:
-    """Return the device time and collectives of a layer's two passes without recomputation and
-    ZeRO, and the forward time of attention only. Cached: layouts with one micro-batch and degrees
-    differ in stages, ZeRO and recomputation. The caller copies the result before changing it."""
-    (element_bytes, hidden_size, is_frozen), (samples, length) = of_model, size
-    tensor, ulysses, ring, expert = degrees
-    sequence = ulysses * ring
-    moved, speed, products, score_passes, is_deepspeed = of_engine
-    tokens = samples * length // sequence
+def _passes(key: _PassKey) -> _LayerPasses:
+    layer, device, num_tokens = key.layer, key.device, key.num_tokens
     forward, backward = Work(), Work()
-    again = 0.0
-    for matmuls, factor in ((layer.matmuls, 0.5 if is_frozen else 1.0), (layer.adapters, 1.0)):
-        for matmul in matmuls:
-            there, back = weight_seconds(
-                device, matmul, tokens, tensor, expert, element_bytes, gain * products
-            )
-            forward.matmul += there
-            # Frozen weights have only the gradient of the inputs.
-            backward.matmul += back * factor
-            if gain > 1:
-                there, back = cast_bytes(matmul, tokens, tensor, expert, element_bytes)
-                forward.memory_bound += memory_seconds(device, there)
-                backward.memory_bound += memory_seconds(device, back)
-    whole = layer.moved_bytes_whole / (tensor if tensor_sequence else 1)
-    elementwise = memory_seconds(device, moved * (whole + layer.moved_bytes_cut / tensor) * tokens)
-    # Weights in 4 bits are dequantized before each product.
-    own = layer.packed
-    unpacking = memory_seconds(device, own.num_bytes + own.num_weights * element_bytes)
-    forward.memory_bound += elementwise + unpacking
-    backward.memory_bound += 2 * elementwise + unpacking
+
+    # Matrix products. Frozen weights have only the gradient of their inputs, half of the work.
+    share = RankShare(num_tokens, key.tensor_size, key.expert_size, key.element_bytes)
+    gain = key.product_gain * key.product_speed
+    products = [(matmul, 0.5 if key.is_frozen else 1.0) for matmul in layer.matmuls]
+    products += [(matmul, 1.0) for matmul in layer.adapters]
+    for matmul, backward_share in products:
+        seconds = weight_seconds(device, matmul, share, gain)
+        forward.matmul += seconds.forward
+        backward.matmul += seconds.backward * backward_share
+        if key.product_gain > 1:
+            num_bytes = cast_bytes(matmul, share)
+            forward.memory_bound += memory_seconds(device, num_bytes.forward)
+            backward.memory_bound += memory_seconds(device, num_bytes.backward)
+
+    # Elementwise operations; weights in 4 bits are dequantized before each product.
+    undivided_bytes = layer.moved_bytes_whole / (key.tensor_size if key.splits_norms else 1)
+    bytes_per_token = key.moved_share * (undivided_bytes + layer.moved_bytes_cut / key.tensor_size)
+    elementwise_seconds = memory_seconds(device, bytes_per_token * num_tokens)
+    packed = layer.packed
+    dequantize_bytes = packed.num_bytes + packed.num_weights * key.element_bytes
+    dequantize_seconds = memory_seconds(device, dequantize_bytes)
+    forward.memory_bound += elementwise_seconds + dequantize_seconds
+    backward.memory_bound += 2 * elementwise_seconds + dequantize_seconds
+
+    # Attention. A ring computes its blocks with fused kernels, whatever attention the architecture
+    # has.
+    attention = PassCosts(0.0, 0.0)
     if layer.attention is not None:
-        # A ring computes its blocks with fused kernels whatever the architecture's attention is.
-        passes = score_passes if layer.score_bytes and ring == 1 else None
-        again, back = attention_seconds(
-            device, layer.attention, samples, length, tensor * sequence, passes, speed
+        score_passes = key.score_passes if layer.score_bytes and key.ring_size == 1 else None
+        attention = attention_seconds(
+            device,
+            layer.attention,
+            key.num_rows,
+            key.sequence_length,
+            num_ranks=key.tensor_size * (key.ulysses_size * key.ring_size),
+            score_passes=score_passes,
+            speed=key.attention_speed,
         )
-        forward.matmul += again
-        backward.matmul += back
-    hidden = tokens * hidden_size * element_bytes
-    _exchange(layer, hidden, degrees, apart, device, forward, deduplicates=not is_deepspeed)
+        forward.matmul += attention.forward
+        backward.matmul += attention.backward
+
+    # Collectives inside the layer.
+    _add_hidden_state_exchange(key, forward)
     backward.tensor, backward.expert = forward.tensor, forward.expert
-    if sequence > 1 and layer.attention is not None:
-        sent = sequence_bytes(layer.attention, tokens, element_bytes, degrees[:3])
-        if ulysses > 1:
-            exchange = apart[1].all_to_all(device, sent.heads) + 3 * apart[1].latency(device)
-            forward.sequence = backward.sequence = exchange
-        if ring > 1:
-            # Keys and values go around in parallel with attention to those that are here; the first
-            # rank needs those of all. Other engines return gradients in the dtype of the keys.
-            keys = apart[2].around(device, sent.keys)
-            back_again = apart[2].around(device, sent.gradients if is_deepspeed else sent.keys)
-            forward.sequence += max(0.0, keys - again)
-            backward.sequence += max(0.0, keys + back_again - back)
-    return forward, backward, again
+    if key.ulysses_size * key.ring_size > 1 and layer.attention is not None:
+        _add_sequence_exchange(key, attention, forward, backward)
+    return _LayerPasses(forward, backward, attention.forward)
 
 
-def _exchange(
-    layer: LayerCosts,
-    hidden: int,
-    degrees: tuple[int, int, int, int],
-    apart: tuple[Group, Group, Group, Group],
-    device: Device,
-    forward: Work,
-    *,
-    deduplicates: bool,
-) -> None:
-    """Return the exchanges of a forward pass: two all-reduces of the hidden states (in bytes) under
-    tensor parallelism, and tokens to their experts. `deduplicates`: a token is sent to another node
-    once regardless of how many of its experts are there (DeepEP, HybridEP)."""
-    (tensor, *_, expert), (in_tensor, *_, in_expert) = degrees, apart
-    if tensor > 1:
-        forward.tensor = 2 * in_tensor.all_reduce(device, hidden)
-    if expert > 1:
-        rows = bytes_to_experts(layer, hidden, tensor)
-        if rows:  # tokens, their outputs, and their counts beforehand
-            once = hidden / tensor
-            far = once * in_expert.far_nodes(rows / once) if deduplicates else None
-            forward.expert = 2 * in_expert.all_to_all(device, rows, far)
-            forward.expert += in_expert.latency(device)
+def _add_hidden_state_exchange(key: _PassKey, forward: Work) -> None:
+    """Add the exchanges of a forward pass: two all-reduces of the hidden states under tensor
+    parallelism, and the tokens' way to their experts and back."""
+    device = key.device
+    hidden_bytes = key.num_tokens * key.hidden_size * key.element_bytes
+    if key.tensor_size > 1:
+        forward.tensor = 2 * key.tensor_group.all_reduce(device, hidden_bytes)
+    if key.expert_size > 1:
+        expert_bytes = bytes_to_experts(key.layer, hidden_bytes, key.tensor_size)
+        if expert_bytes:
+            far_bytes = None
+            if not key.is_deepspeed:
+                # Other engines send a token to another node once, however many of its experts are
+                # there (DeepEP, HybridEP).
+                token_bytes = hidden_bytes / key.tensor_size
+                num_experts_per_token = expert_bytes / token_bytes
+                far_bytes = token_bytes * key.expert_group.far_nodes(num_experts_per_token)
+            # Tokens, their outputs, and before them the counts of tokens.
+            forward.expert = 2 * key.expert_group.all_to_all(device, expert_bytes, far_bytes)
+            forward.expert += key.expert_group.latency(device)
 
 
-def bytes_to_experts(layer: LayerCosts, hidden: float, tensor_size: int) -> float:
-    """Return the bytes that a rank sends to the experts of `layer`, for tokens with `hidden` bytes:
+def bytes_to_experts(layer: LayerCosts, hidden_bytes: float, tensor_size: int) -> float:
+    """Return the bytes that a rank sends to the experts of `layer`, for tokens with `hidden_bytes`:
     a row for each expert that a token chooses, of a slice of the tokens from each tensor-parallel
     rank. The same number returns, and again in each direction in the backward pass."""
-    share = max((m.share for m in layer.matmuls if m.num_groups > 1), default=0.0)
-    return hidden * share / tensor_size
+    experts_per_token = max((m.share for m in layer.matmuls if m.num_groups > 1), default=0.0)
+    return hidden_bytes * experts_per_token / tensor_size
 
 
-def _partitioned(
+def _add_sequence_exchange(
+    key: _PassKey, attention: PassCosts, forward: Work, backward: Work
+) -> None:
+    """Add the exposed exchanges of Ulysses and of the ring; `attention`: its seconds, during which
+    keys and values travel around the ring."""
+    assert key.layer.attention is not None
+    device = key.device
+    sent_bytes = sequence_bytes(
+        key.layer.attention,
+        key.num_tokens,
+        key.element_bytes,
+        tensor_size=key.tensor_size,
+        ulysses_size=key.ulysses_size,
+    )
+    if key.ulysses_size > 1:
+        group = key.ulysses_group
+        exchange_seconds = group.all_to_all(device, sent_bytes.heads) + 3 * group.latency(device)
+        forward.sequence = backward.sequence = exchange_seconds
+    if key.ring_size > 1:
+        # Keys and values travel while attention to local keys is computed; the first rank needs the
+        # keys of all ranks. Other engines return gradients in the dtype of the keys.
+        gradient_bytes = sent_bytes.gradients if key.is_deepspeed else sent_bytes.keys
+        keys_seconds = key.ring_group.around(device, sent_bytes.keys)
+        gradients_seconds = key.ring_group.around(device, gradient_bytes)
+        forward.sequence += max(0.0, keys_seconds - attention.forward)
+        backward.sequence += max(0.0, keys_seconds + gradients_seconds - attention.backward)
+
+
+def _add_zero3_exchange(
     layer: LayerCosts,
     model: ModelCosts,
     layout: Layout,
-    device: Device,
-    engine: Engine,
-    groups: Groups,
+    machine: Machine,
     forward: Work,
     backward: Work,
 ) -> None:
     """Add ZeRO 3's exchanges: all-gather of parameters before both passes, reduce-scatter of
     gradients after the backward pass."""
-    dense = layer.num_parameters_whole + layer.num_parameters_cut / layout.tensor_size
-    expert = layer.num_parameters_expert / layout.expert_parts
-    gather = groups.gather(device, dense, expert, layout.parameter_bytes)
-    scatter = groups.gather(device, dense, expert, layout.gradient_bytes)
+    device, engine, groups = machine.device, machine.engine, machine.groups
+    num_dense = layer.num_parameters_whole + layer.num_parameters_cut / layout.tensor_size
+    num_expert = layer.num_parameters_expert / layout.expert_parts
+    gather_seconds = groups.gather(device, num_dense, num_expert, layout.parameter_bytes)
+    scatter_seconds = groups.gather(device, num_dense, num_expert, layout.gradient_bytes)
     if model.is_frozen:
-        own = layer.num_adapter_parameters(layout.tensor_size)
-        scatter = groups.gather(device, own, 0.0, layout.gradient_bytes)
+        num_trained = layer.num_adapter_parameters(layout.tensor_size)
+        scatter_seconds = groups.gather(device, num_trained, 0.0, layout.gradient_bytes)
     if engine.network and groups.partition.size > groups.partition.per_node:
-        longer = device.reach.network / engine.network
-        gather, scatter = gather * longer, scatter * longer
-    for work, sent in ((forward, gather), (backward, gather + scatter)):
-        beside = engine.overlap * (work.device + work.host)
-        work.zero = max(0.0, sent - beside) + engine.slowdown * min(sent, beside)
+        slowdown = device.reach.network / engine.network
+        gather_seconds, scatter_seconds = gather_seconds * slowdown, scatter_seconds * slowdown
+    for work, exchange_seconds in (
+        (forward, gather_seconds), (backward, gather_seconds + scatter_seconds),
+    ):  # fmt: skip
+        # The part that computation hides slows computation down.
+        hideable_seconds = engine.overlap * (work.device + work.host)
+        work.zero = max(0.0, exchange_seconds - hideable_seconds)
+        work.zero += engine.slowdown * min(exchange_seconds, hideable_seconds)
     if layout.offload_parameters:
         # Each rank copies its shard from main memory before it is gathered.
-        own = dense / groups.partition.size + expert / groups.expert_replicas.size
-        up = own * layout.parameter_bytes / device.host_bandwidth
-        forward.zero += up
-        backward.zero += up
-
-
-def head_work(
-    model: ModelCosts, layout: Layout, device: Device, engine: Engine, groups: Groups
-) -> Work:
-    """Return the work of logits and losses of a micro-batch, forward and backward. Heads stay in 16
-    bits."""
-    times = 1 + model.num_further_losses
-    tokens, size = layout.tokens_per_micro_batch, model.element_bytes
-    columns, hidden = model.vocabulary_size // layout.tensor_size, model.hidden_size
-    work = Work()
-    for rows, inner, outer in (
-        (tokens, hidden, columns), (tokens, columns, hidden), (hidden, tokens, columns),
-    ):  # fmt: skip
-        seconds = matmul_seconds(device, rows, inner, outer, size, engine.products)
-        work.matmul += times * seconds
-    work.host = engine.step_seconds
-    if layout.tensor_size > 1:
-        work.tensor = groups.tensor.all_reduce(device, tokens * hidden * size)
-        if engine.is_deepspeed:  # each rank gathers all columns and computes the full loss
-            columns = model.vocabulary_size
-            work.tensor += groups.tensor.all_gather(device, tokens * columns * size)
-        else:
-            work.tensor += groups.tensor.all_reduce(device, 12 * tokens)
-    moved = engine.loss_bytes * tokens * columns
-    trains_outside = not model.is_frozen or model.others_outside.trained(1) > 0
-    if layout.loss_chunk_tokens is not None and trains_outside:
-        # After each chunk its gradients of the head are read and added to a sum in float32 (writing
-        # them is a part of their product).
-        chunks = math.ceil(tokens / layout.loss_chunk_tokens)
-        weight = model.vocabulary_size // layout.tensor_size * hidden
-        moved += (chunks - 1) * weight * (8 + size)
-    work.memory_bound = times * memory_seconds(device, moved)
-    return work
-
-
-def _excess(device: float, host: float, exponent: float) -> float:
-    """Return the seconds that launching on the host adds to the device's time."""
-    if device <= 0 or host <= 0:
-        return host
-    larger, smaller = max(device, host), min(device, host)
-    return float(larger * (1 + (smaller / larger) ** exponent) ** (1 / exponent) - device)
-
-
-def orthogonalizing_seconds(
-    stage: PlannedStage, model: ModelCosts, layout: Layout, device: Device, groups: Groups
-) -> float:
-    """Return the seconds of Muon in addition to a pass over its parameters: matrices are sent to
-    the ranks that own them, orthogonalized, and sent back."""
-    own = layout.optimizer
-    if not own.needs_whole_matrices:
-        return 0.0
-    work = 0.0
-    for kind, alike in stage.counts:
-        for product in model.kinds[kind].matmuls:
-            short, long = sorted((product.in_size, product.out_size))
-            count = alike * product.count * product.num_groups * own.num_iterations
-            # X X^T, then A A and A X (engine/optimizers/newton_schulz.py).
-            for rows, inner, columns in (
-                (short, long, short),
-                (short, short, short),
-                (short, short, long),
-            ):
-                work += count * matmul_seconds(device, rows, inner, columns, own.wire_bytes)
-    group = groups.tensor if layout.partition_size == 1 else groups.partition
-    sent = [num_bytes for num_bytes in matrix_exchange(stage, model, layout) if num_bytes]
-    moving = sum(sent) / group.bandwidth(device) + len(sent) * group.latency(device)
-    return work / (layout.partition_size * layout.tensor_size) + moving
-
-
-def scale_seconds(
-    stage: PlannedStage, model: ModelCosts, layout: Layout, device: Device, groups: Groups
-) -> float:
-    """Return the seconds of the all-reduce of the scales of 8-bit moments."""
-    group = groups.tensor if layout.partition_size == 1 else groups.partition
-    scales = block_bytes(stage_sizes(stage, model, layout), layout)
-    return group.all_reduce(device, scales) if scales else 0.0
-
-
-def gradient_seconds(
-    stage: PlannedStage,
-    model: ModelCosts,
-    layout: Layout,
-    device: Device,
-    engine: Engine,
-    groups: Groups,
-    pace: Work,
-) -> float:
-    """Return the exposed seconds of reducing gradients and gathering updated parameters, ZeRO 0 to
-    2."""
-    if layout.partition_size == 1 or layout.zero_stage == 3:
-        return 0.0
-    sizes = stage_sizes(stage, model, layout)
-    expert = sizes.trained_expert
-    dense = sizes.trained - expert
-    scatter = groups.gather(device, dense, expert, layout.gradient_bytes)
-    gather = groups.gather(device, dense, expert, layout.parameter_bytes)
-    if engine.is_deepspeed and layout.zero_stage:
-        # Each bucket is a collective of its own; those of ZeRO 0 are not configurable.
-        latency = groups.partition.latency(device)
-        scatter += latency * max(0, math.ceil(sizes.trained / layout.reduce_bucket_elements) - 1)
-        gather += latency * max(0, math.ceil(sizes.trained / layout.gather_bucket_elements) - 1)
-    # In a pipeline gradients are summed after the last micro-batch, also by FSDP.
-    often = engine.reduces_every_micro_batch and layout.pipeline_size == 1
-    times = layout.num_accumulation if often else 1
-    times = times if layout.zero_stage == 2 else 1
-    backward = engine.overlap * pace.device * 2 / 3
-    exposed = max(scatter * engine.exposed_gradients, scatter - backward) * times
-    return exposed + (scatter if layout.zero_stage == 0 else gather) * engine.exposed_gradients
-
-
-def optimizer_seconds(
-    stage: PlannedStage, model: ModelCosts, layout: Layout, device: Device, engine: Engine
-) -> tuple[float, float]:
-    """Return the seconds of the update, including its transfers to main memory and back."""
-    sizes = stage_sizes(stage, model, layout)
-    own, expert = sizes.trained, sizes.trained_expert
-    if layout.zero_stage:
-        own = (own - expert) / layout.partition_size + expert / layout.expert_replicas
-    if not layout.offload_optimizer:
-        return memory_seconds(device, engine.optimizer_bytes * own), 0.0
-    # Gradients down, parameters up, and AdamW over 28 bytes of a parameter in main memory.
-    moved = own * (layout.gradient_bytes + layout.parameter_bytes) / device.host_bandwidth
-    bandwidth = device.host_memory_bandwidth / device.devices_per_node
-    return 28 * own / bandwidth, moved
+        num_stored = num_dense / groups.partition.size + num_expert / groups.expert_replicas.size
+        upload_seconds = num_stored * layout.parameter_bytes / device.host_bandwidth
+        forward.zero += upload_seconds
+        backward.zero += upload_seconds

@@ -10,7 +10,12 @@ import pytest
 from bigtrain.planner.layout import Layout, OptimizerCosts
 from bigtrain.planner.model_costs import Attention, DenseShape, Matmul, ModelCosts, closed_form
 from bigtrain.planner.seconds.communication import DIRECT, Group, place
-from bigtrain.planner.seconds.kernels import attention_seconds, cast_bytes, matmul_seconds
+from bigtrain.planner.seconds.kernels import (
+    RankShare,
+    attention_seconds,
+    cast_bytes,
+    matmul_seconds,
+)
 from bigtrain.planner.stages import matrix_exchange, stage_layers, stages_of
 from bigtrain.planner.step_time import StepTime, step_time
 from bigtrain.planner.tables.engines import MeasuredEngine, ZeroCosts, engine_named
@@ -45,11 +50,13 @@ def test_thin_products_are_bound_by_memory() -> None:
 
 def test_attention_looks_at_half_of_the_pairs_or_at_a_window() -> None:
     heads = Attention(32, 8, 128, 128)
-    forward, backward = attention_seconds(A100, heads, 1, 8192, 1, None)
+    forward, backward = attention_seconds(A100, heads, 1, 8192, num_ranks=1, score_passes=None)
     assert forward == pytest.approx(2 * 8192**2 * 32 * 128 / 312e12)
     assert backward == pytest.approx(2.5 * forward)
     narrow = replace(heads, window=1024)
-    assert attention_seconds(A100, narrow, 1, 8192, 1, None)[0] == pytest.approx(forward / 4)
+    assert attention_seconds(
+        A100, narrow, 1, 8192, num_ranks=1, score_passes=None
+    ).forward == pytest.approx(forward / 4)
 
 
 @pytest.mark.parametrize(("size", "share"), [(2, 0.5), (8, 7 / 8)])
@@ -117,16 +124,24 @@ def test_keys_go_around_a_ring_beside_attention() -> None:
     )
     left = step_time(MODEL, layout, slow, ring).communication["sequence"]
     keys = 3 * (1024 * 4096 * 2 * 2 / 4) / (1e9 * DIRECT)
-    forward, backward = attention_seconds(slow, MODEL.kinds[0].attention, 1, 4096, 4, None)  # type: ignore[arg-type]
+    forward, backward = attention_seconds(
+        slow, MODEL.kinds[0].attention, 1, 4096, num_ranks=4, score_passes=None
+    )  # type: ignore[arg-type]
     assert left == pytest.approx(8 * (3 * keys - forward - backward))
 
 
 def test_heads_that_tensor_cores_cannot_load_take_longer_where_scores_are_unfused() -> None:
     aligned, odd = Attention(64, 64, 216, 216), Attention(128, 128, 108, 108)
     passes = (0.0, 0.0)
-    fast, slow = (attention_seconds(A100, h, 1, 2048, 1, passes)[0] for h in (aligned, odd))
+    fast, slow = (
+        attention_seconds(A100, h, 1, 2048, num_ranks=1, score_passes=passes).forward
+        for h in (aligned, odd)
+    )
     assert slow / fast == pytest.approx(22)
-    fused = [attention_seconds(A100, h, 1, 2048, 1, None)[0] for h in (aligned, odd)]
+    fused = [
+        attention_seconds(A100, h, 1, 2048, num_ranks=1, score_passes=None).forward
+        for h in (aligned, odd)
+    ]
     assert fused[0] == pytest.approx(fused[1])
 
 
@@ -140,11 +155,11 @@ def test_few_tiles_share_the_inner_dimension() -> None:
 def test_products_in_eight_bits_cast_what_they_are_given() -> None:
     """Forward its input, backward the gradient of its output: read, and written twice in 8 bits."""
     product = Matmul(4096, 14336, "out")
-    assert cast_bytes(product, 100, 2, 1, 2) == (4 * 100 * 4096, 4 * 100 * 7168)
+    assert cast_bytes(product, RankShare(100, 2, 1, 2)) == (4 * 100 * 4096, 4 * 100 * 7168)
     expert = Matmul(4096, 14336, "out", num_groups=8, share=2.0)
-    assert cast_bytes(expert, 100, 1, 8, 2)[0] == pytest.approx(4 * 200 * 4096)
+    assert cast_bytes(expert, RankShare(100, 1, 8, 2)).forward == pytest.approx(4 * 200 * 4096)
     plain, cast = (step_time(MODEL, Layout(), A100, ENGINE, gain=gain) for gain in (1.0, 2.0))
-    moved = sum(sum(cast_bytes(m, 2048, 1, 1, 2)) for m in MODEL.kinds[0].matmuls)
+    moved = sum(sum(cast_bytes(m, RankShare(2048, 1, 1, 2))) for m in MODEL.kinds[0].matmuls)
     assert cast.memory_bound - plain.memory_bound == pytest.approx(8 * moved / 2.039e12)
     assert plain.matmul / 2 < cast.matmul < plain.matmul
 
