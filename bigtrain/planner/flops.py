@@ -68,8 +68,10 @@ def model_shape(
     if num_layers is None:
         return None
     # Some architectures have other heads in some layers (Gemma 4): a configuration for each layer.
-    by_layer = getattr(config, "per_layer_config", None)
-    layers = [by_layer[n] for n in range(num_layers)] if by_layer else [config] * num_layers
+    layer_configs = getattr(config, "per_layer_config", None)
+    layers = (
+        [layer_configs[n] for n in range(num_layers)] if layer_configs else [config] * num_layers
+    )
     widths = [width for layer in layers if (width := _attention_width(layer)) is not None]
     if len(widths) < num_layers:
         return None

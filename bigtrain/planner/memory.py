@@ -74,8 +74,8 @@ class MemoryUse:
     @property
     def allocated(self) -> float:
         """Bytes of live tensors at the peak."""
-        kept = self.states + self.gradients + self.gathered + self.buckets
-        return kept + self.activations + self.loss + self.teacher
+        tensor_bytes = self.states + self.gradients + self.gathered + self.buckets
+        return tensor_bytes + self.activations + self.loss + self.teacher
 
     def terms(self) -> dict[str, float]:
         """Return bytes by name, without main memory."""
@@ -122,9 +122,9 @@ def _checkpoint_part(sizes: StageSizes, layout: Layout) -> float:
     return part + block_bytes(sizes, layout) / layout.partition_size
 
 
-def _divided(total: float, of_experts: float, layout: Layout) -> float:
+def _divided(total: float, num_expert: float, layout: Layout) -> float:
     """Return a rank's share of `total` parameters that ZeRO partitions."""
-    return (total - of_experts) / layout.partition_size + of_experts / layout.expert_replicas
+    return (total - num_expert) / layout.partition_size + num_expert / layout.expert_replicas
 
 
 def _stage(stage: PlannedStage, model: ModelCosts, layout: Layout, engine: Engine) -> MemoryUse:
@@ -204,8 +204,8 @@ def _export(model: ModelCosts) -> float:
 def _layer_bytes(layer: LayerCosts, model: ModelCosts, layout: Layout, engine: Engine) -> float:
     """Return the bytes that autograd saves per layer and micro-batch without recomputation."""
     t = layout.tensor_size
-    whole = layer.saved_bytes_whole / (t if layout.tensor_sequence else 1)
-    per_token = whole + layer.saved_bytes_cut / t
+    undivided_bytes = layer.saved_bytes_whole / (t if layout.tensor_sequence else 1)
+    per_token = undivided_bytes + layer.saved_bytes_cut / t
     per_token -= _mlp_bytes(layer, layout) - _mlp_bytes_kept(layer, model, layout)
     keeps_scores = layer.score_bytes and layout.recompute != "attention" and layout.ring_size == 1
     if keeps_scores and layer.attention is not None:
@@ -221,8 +221,8 @@ def _layer_bytes(layer: LayerCosts, model: ModelCosts, layout: Layout, engine: E
 
 def _mlp_bytes(layer: LayerCosts, layout: Layout) -> float:
     """Return the bytes per token that autograd saves inside the MLPs that can be tiled."""
-    t, own = layout.tensor_size, layer.mlp
-    return own.saved_bytes_whole / (t if layout.tensor_sequence else 1) + own.saved_bytes_cut / t
+    t, mlp = layout.tensor_size, layer.mlp
+    return mlp.saved_bytes_whole / (t if layout.tensor_sequence else 1) + mlp.saved_bytes_cut / t
 
 
 def _mlp_bytes_kept(layer: LayerCosts, model: ModelCosts, layout: Layout) -> float:
@@ -239,12 +239,14 @@ def _tile_bytes(layer: LayerCosts, model: ModelCosts, layout: Layout, engine: En
         return 0.0
     tokens = layout.tokens_per_micro_batch
     tile = engine.saved * _mlp_bytes(layer, layout) * math.ceil(tokens / num_tiles)
-    own, size = layer.mlp, model.element_bytes
+    mlp, size = layer.mlp, model.element_bytes
     weights = 0.0
     if not model.is_frozen:
-        dense, expert = own.num_parameters, own.num_parameters_expert
-        each = size if num_tiles == 1 else size + 4
-        weights = each * max(dense / layout.tensor_size, expert / layout.expert_parts)
+        dense, expert = mlp.num_parameters, mlp.num_parameters_expert
+        bytes_per_parameter = size if num_tiles == 1 else size + 4
+        weights = bytes_per_parameter * max(
+            dense / layout.tensor_size, expert / layout.expert_parts
+        )
     return _TILE_GRADIENTS * tile + size * model.hidden_size * tokens + weights
 
 

@@ -215,22 +215,22 @@ class ModelCosts:
     @functools.cached_property
     def num_experts(self) -> int:
         """Number of experts in an expert layer; 1 if there is none."""
-        return max((m.num_groups for kind in self.kinds for m in kind.matmuls), default=1)
+        return max((m.num_groups for layer in self.kinds for m in layer.matmuls), default=1)
 
     @functools.cached_property
     def num_parameters(self) -> int:
         """Elements of all parameters, a tied one once."""
-        inner = sum(self.kinds[kind].num_parameters for kind in self.layers)
+        inner = sum(self.kinds[layer_type].num_parameters for layer_type in self.layers)
         return inner + self.embedding_parameters + self.head_parameters + self.num_other_parameters
 
     @functools.cached_property
     def packed(self) -> QuantizedWeights:
         """Quantized weights of all layers."""
-        each = [self.kinds[kind].packed for kind in self.layers]
+        packed_layers = [self.kinds[layer_type].packed for layer_type in self.layers]
         return QuantizedWeights(
-            sum(one.num_weights for one in each),
-            sum(one.num_bytes for one in each),
-            max((one.largest for one in each), default=0),
+            sum(packed.num_weights for packed in packed_layers),
+            sum(packed.num_bytes for packed in packed_layers),
+            max((packed.largest for packed in packed_layers), default=0),
         )
 
     def with_score_head(self) -> ModelCosts:
@@ -274,8 +274,8 @@ _Costs = TypeVar("_Costs", ModelCosts, AdapterCosts)
 
 
 @functools.cache
-def _reader(kind: type[_Costs]) -> TypeAdapter[_Costs]:
-    return TypeAdapter(kind)
+def _reader(costs_class: type[_Costs]) -> TypeAdapter[_Costs]:
+    return TypeAdapter(costs_class)
 
 
 def adapter_of(product: Matmul, rank: int) -> tuple[Matmul, Matmul]:
@@ -289,15 +289,17 @@ def adapter_of(product: Matmul, rank: int) -> tuple[Matmul, Matmul]:
 def of_all_linear(model: ModelCosts, rank: int, double: bool | None = None) -> AdapterCosts:
     """Return the costs of adapters on every dense product of every layer. `double`: None for
     unquantized weights, else whether the 4-bit weights are doubly quantized."""
-    each = [
-        tuple(part for m in kind.matmuls if m.num_groups == 1 for part in adapter_of(m, rank))
-        for kind in model.kinds
+    adapters_by_type = [
+        tuple(part for m in layer.matmuls if m.num_groups == 1 for part in adapter_of(m, rank))
+        for layer in model.kinds
     ]
-    products = tuple(each[kind] for kind in model.layers)
+    products = tuple(adapters_by_type[layer_type] for layer_type in model.layers)
     packed: tuple[QuantizedWeights, ...] = ()
     if double is not None:
-        of_kinds = [QuantizedWeights.of(_dense_sizes(kind), double=double) for kind in model.kinds]
-        packed = tuple(of_kinds[kind] for kind in model.layers)
+        packed_by_type = [
+            QuantizedWeights.of(_dense_sizes(layer), double=double) for layer in model.kinds
+        ]
+        packed = tuple(packed_by_type[layer_type] for layer_type in model.layers)
     return AdapterCosts(products, (ExtraAdapterParameters(),) * len(products), packed=packed)
 
 
@@ -308,18 +310,24 @@ def _dense_sizes(kind: LayerCosts) -> list[int]:
 
 def with_adapters(model: ModelCosts, costs: AdapterCosts) -> ModelCosts:
     """Return `model`, frozen, with `costs` added."""
-    kinds: list[LayerCosts] = []
+    layer_types: list[LayerCosts] = []
     order: list[int] = []
     packed = costs.packed or (QuantizedWeights(),) * len(model.layers)
-    for index, products, other, own in zip(
+    for index, products, extra_parameters, packed_weights in zip(
         model.layers, costs.products, costs.others, packed, strict=True
     ):
-        kind = replace(model.kinds[index], adapters=products, others=other, packed=own)
-        if kind not in kinds:
-            kinds.append(kind)
-        order.append(kinds.index(kind))
+        layer = replace(
+            model.kinds[index], adapters=products, others=extra_parameters, packed=packed_weights
+        )
+        if layer not in layer_types:
+            layer_types.append(layer)
+        order.append(layer_types.index(layer))
     return replace(
-        model, kinds=tuple(kinds), layers=tuple(order), is_frozen=True, others_outside=costs.outside
+        model,
+        kinds=tuple(layer_types),
+        layers=tuple(order),
+        is_frozen=True,
+        others_outside=costs.outside,
     )
 
 
@@ -362,7 +370,7 @@ def closed_form(shape: DenseShape, element_bytes: int = 2) -> ModelCosts:
         Matmul(inner, hidden, "in"),
     )
     cut = sum(m.in_size * m.out_size for m in matmuls)
-    of_mlp = sum(m.in_size * m.out_size for m in matmuls[2:])
+    mlp_parameters = sum(m.in_size * m.out_size for m in matmuls[2:])
     scale = element_bytes / 2
     if shape.gated:
         saved_whole, saved_cut = 8.0 * hidden, 4.0 * queries + 6.0 * keys + 8.0 * inner
@@ -390,8 +398,8 @@ def closed_form(shape: DenseShape, element_bytes: int = 2) -> ModelCosts:
         num_kernels=45 if shape.gated else 35,
         mlp=MlpCosts(
             saved_bytes_cut=(8.0 if shape.gated else 4.0) * inner * scale,
-            num_parameters=of_mlp,
-            products=of_mlp / cut,
+            num_parameters=mlp_parameters,
+            products=mlp_parameters / cut,
             moved=0.2,
             num_kernels=5 if shape.gated else 3,
         ),

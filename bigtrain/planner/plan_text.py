@@ -110,12 +110,12 @@ def _memory_checkpoints(candidate: Candidate, cluster: Cluster) -> dict[str, Any
     return {"memory_checkpoints": costs.as_json(cluster.ranks_of_host)}
 
 
-def nothing_fits(others: Sequence[Candidate], cluster: Cluster) -> tuple[str, str]:
+def nothing_fits(candidates: Sequence[Candidate], cluster: Cluster) -> tuple[str, str]:
     """Return why no layout fits, and the nearest change that would help: (rule, fix)."""
-    on_device = [c for c in others if c.memory.total <= cluster.usable_memory]
+    on_device = [c for c in candidates if c.memory.total <= cluster.usable_memory]
     if on_device:
         return _main_memory_lacks(min(on_device, key=lambda c: c.memory.host), cluster)
-    best = others[0]
+    best = candidates[0]
     need, has = best.memory.total, cluster.usable_memory
     name = cluster.device.name
     terms = best.memory.terms()

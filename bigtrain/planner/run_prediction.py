@@ -128,9 +128,14 @@ def with_teacher(
     memory = replace(prediction.memory, teacher=peak_memory(model, layout, engine).states)
     time = prediction.time
     if time is not None and device is not None:
-        more = layout.changed(num_reference_rows=layout.num_reference_rows + layout.rows_per_sample)
-        both, alone = (step_time(model, one, device, engine).total for one in (more, layout))
-        time = replace(time, teacher=both - alone)
+        layout_with_teacher = layout.changed(
+            num_reference_rows=layout.num_reference_rows + layout.rows_per_sample
+        )
+        seconds_with_teacher, run_seconds = (
+            step_time(model, timed_layout, device, engine).total
+            for timed_layout in (layout_with_teacher, layout)
+        )
+        time = replace(time, teacher=seconds_with_teacher - run_seconds)
     return replace(prediction, memory=memory, time=time)
 
 
@@ -162,7 +167,7 @@ def layout_of(
     """Return the layout of `run`. `loss_chunk_tokens`: the chunk that model.loss = auto resolved
     to; `has_partners`: hosts have others to keep copies of checkpoints in memory."""
     config, topology = run.config, run.topology
-    in_memory = config.checkpoint.memory
+    memory_checkpoints = config.checkpoint.memory
     zero = run.engine.deepspeed.get("zero_optimization", {})
     dtype = config.precision.dtype
     gradients = value_at(run.engine.deepspeed, "data_types.grad_accum_dtype")
@@ -189,8 +194,10 @@ def layout_of(
         gather_bucket_elements=int(zero.get("allgather_bucket_size", 500_000_000)),
         overlap_communication=zero.get("overlap_comm") is True,
         copies_states=config.checkpoint.asynchronous,
-        memory_every_steps=None if in_memory is None else in_memory.every_steps,
-        partner_copies=0 if in_memory is None or not has_partners else in_memory.copies,
+        memory_every_steps=None if memory_checkpoints is None else memory_checkpoints.every_steps,
+        partner_copies=0
+        if memory_checkpoints is None or not has_partners
+        else memory_checkpoints.copies,
         optimizer=optimizer_costs(config.optimizer),
     )
 

@@ -166,22 +166,22 @@ def longest_sample(request: SearchSpace, cluster: Cluster, engine: Engine) -> tu
     def at(num_grains: int) -> Ranking:
         ranking = Ranking([], [], 0)
         for samples in divisors:
-            tried = replace(
+            longer_request = replace(
                 request,
                 facts=facts,
                 sequence_length=num_grains * grain,
                 global_batch_size=samples,
             )
-            ranking = search(tried, cluster, engine)
+            ranking = search(longer_request, cluster, engine)
             if ranking.fitting or ranking.others:
                 break
         return ranking
 
-    low, most = 1, _MOST_TOKENS // grain
+    low, most_grains = 1, _MOST_TOKENS // grain
     best = at(low)
     if not best.fitting:
         return 0, best
-    while 2 * low <= most and (larger := at(2 * low)).fitting:
+    while 2 * low <= most_grains and (larger := at(2 * low)).fitting:
         low, best = 2 * low, larger
     high = 2 * low
     while high - low > max(1, low // 100):
@@ -204,16 +204,18 @@ def _vary(ranking: Ranking, request: SearchSpace, cluster: Cluster, engine: Engi
     """Test other buckets, and the loss that `auto` would not choose, for layouts within a tenth of
     the fastest; a variant replaces a layout if it is more than a percent faster. If nothing fits,
     test variants of the smallest."""
-    least = 0.9 * ranking.fitting[0].tokens_per_second if ranking.fitting else 0.0
+    least_tokens_per_second = 0.9 * ranking.fitting[0].tokens_per_second if ranking.fitting else 0.0
     for index, candidate in enumerate(ranking.fitting[:_VARIED]):
-        if candidate.tokens_per_second < least:
+        if candidate.tokens_per_second < least_tokens_per_second:
             break
-        tried = [
+        variants = [
             assess(request.model, layout, cluster, engine)
             for layout in _variants(candidate.layout, request)
         ]
         best = max(
-            (each for each in tried if each.fits), key=lambda c: c.tokens_per_second, default=None
+            (variant for variant in variants if variant.fits),
+            key=lambda c: c.tokens_per_second,
+            default=None,
         )
         if best is not None and best.tokens_per_second > 1.01 * candidate.tokens_per_second:
             ranking.fitting[index] = _with_variant_note(best, candidate.layout)
@@ -249,14 +251,14 @@ def _variants(layout: Layout, request: SearchSpace) -> Iterator[Layout]:
         )
     for loss in losses:
         for bucket in (request.bucket_elements, *BUCKETS):
-            other = replace(
+            variant = replace(
                 layout,
                 loss_chunk_tokens=loss,
                 reduce_bucket_elements=bucket,
                 gather_bucket_elements=bucket,
             )
-            if other != layout:
-                yield other
+            if variant != layout:
+                yield variant
 
 
 def _of_degrees(
@@ -284,25 +286,25 @@ def _of_degrees(
                 micro * request.sequence_length // degrees.sequence_size,
             ),
         )
-        tried = list(_recomputed(layout, request, cluster, engine, too_large))
+        candidates = list(_recomputed(layout, request, cluster, engine, too_large))
         if prunes:
-            skipped += 2 - sum(1 for c in tried if c.layout.recompute_every == 1)
+            skipped += 2 - sum(1 for c in candidates if c.layout.recompute_every == 1)
         else:
             too_large.clear()
-        roomy = roomy or any(candidate.fits for candidate in tried)
+        roomy = roomy or any(candidate.fits for candidate in candidates)
         # Micro-batches of the same degrees ascend. A larger one that needs offload to fit saves
         # less than the prediction error: 4% of a 70B's step on 64 H100, where the error is 6%.
         for smaller in () if roomy else _smaller(layout, savings, request):
             candidate = assess(request.model, smaller, cluster, engine)
-            tried.append(candidate)
+            candidates.append(candidate)
             if candidate.fits:
                 break
-        for candidate in tried:
+        for candidate in candidates:
             (ranking.fitting if candidate.fits else ranking.others).append(candidate)
-        if prunes and not any(candidate.fits for candidate in tried):
+        if prunes and not any(candidate.fits for candidate in candidates):
             for larger, _ in micro_sizes[index + 1 :]:
-                rest = layout.changed(micro_batch_size=larger)
-                skipped += 2 + (0 if roomy else len(_smaller(rest, savings, request)))
+                larger_layout = layout.changed(micro_batch_size=larger)
+                skipped += 2 + (0 if roomy else len(_smaller(larger_layout, savings, request)))
             return skipped
     return skipped
 
@@ -313,7 +315,11 @@ def _smaller(
     """Return `layout` with each of `savings`; with tiles only where there is more than one."""
     changed = [layout.changed(**changes) for changes in savings]
     width = request.model.hidden_size
-    return [each for each in changed if each.tiled_mlp != "auto" or each.num_tiles(width)]
+    return [
+        smaller_layout
+        for smaller_layout in changed
+        if smaller_layout.tiled_mlp != "auto" or smaller_layout.num_tiles(width)
+    ]
 
 
 def _recomputed(
@@ -327,12 +333,12 @@ def _recomputed(
     also with the fewest recomputed layers that fit. `too_large`: recomputation that did not fit
     smaller micro-batches; that which does not fit this one is added."""
 
-    def fits(kind: Recompute | int, each: Layout) -> Candidate | None:
-        if kind in too_large:
+    def fits(recompute: Recompute | int, recomputed_layout: Layout) -> Candidate | None:
+        if recompute in too_large:
             return None
-        candidate = assess(request.model, each, cluster, engine)
+        candidate = assess(request.model, recomputed_layout, cluster, engine)
         if not candidate.fits:
-            too_large.add(kind)
+            too_large.add(recompute)
         return candidate
 
     full = layout.changed(recompute="full")
@@ -382,9 +388,9 @@ def _degrees(request: SearchSpace, world_size: int, devices_per_node: int) -> It
     (state spaces), ranks cannot divide a sample. Sequence parallelism is Ulysses, and a ring of as
     few ranks as the heads need, or one with Ulysses inside of nodes.
     """
-    kinds = request.model.kinds
-    has_plan = any(kind.num_parameters_cut for kind in kinds)
-    attends = all(kind.attention is not None for kind in kinds)
+    layer_types = request.model.kinds
+    has_plan = any(layer.num_parameters_cut for layer in layer_types)
+    attends = all(layer.attention is not None for layer in layer_types)
     shapes = [
         replace(degrees, ring_size=r, expert_size=e)
         for t in _divisors(world_size)
@@ -415,10 +421,10 @@ def _rings(
 ) -> list[int]:
     """Return the sizes of the ring to search among `sequence_size` ranks."""
     heads = request.facts.attention_heads
-    own = sequence_size if heads is None else heads // math.gcd(heads, tensor_size)
-    needed = sequence_size // math.gcd(sequence_size, own)
-    inside = math.gcd(sequence_size, max(1, devices_per_node // tensor_size))
-    nodes = sequence_size // inside
+    heads_per_rank = sequence_size if heads is None else heads // math.gcd(heads, tensor_size)
+    needed = sequence_size // math.gcd(sequence_size, heads_per_rank)
+    ranks_per_node = math.gcd(sequence_size, max(1, devices_per_node // tensor_size))
+    nodes = sequence_size // ranks_per_node
     # Both divide the number of ranks, and so does their least common multiple.
     return sorted({needed, math.lcm(needed, nodes)})
 
@@ -428,7 +434,9 @@ def _micro_sizes(degrees: _Degrees, request: SearchSpace) -> list[tuple[int, int
     per_rank = request.global_batch_size // degrees.data_size
     sizes = [(micro, per_rank // micro) for micro in _divisors(per_rank) if micro <= 64]
     # With more stages than micro-batches a pipeline is mostly bubble.
-    return [one for one in sizes if degrees.pipeline_size == 1 or one[1] >= degrees.pipeline_size]
+    return [
+        size for size in sizes if degrees.pipeline_size == 1 or size[1] >= degrees.pipeline_size
+    ]
 
 
 def _smallest(degrees: _Degrees, request: SearchSpace) -> Layout:
@@ -476,17 +484,17 @@ def _savings(degrees: _Degrees, request: SearchSpace) -> list[dict[str, Any]]:
     full = {"recompute": "full"}
     tiles = {**full, "tiled_mlp": "auto"}
     activations = {**full, "offload_activations": True}
-    of_layers: list[dict[str, Any]] = []
+    layer_savings: list[dict[str, Any]] = []
     if request.tiled_mlp == "off" and legal(tiled_mlp="auto"):
-        of_layers.append(tiles)
+        layer_savings.append(tiles)
     if legal(activation_offload=True):
-        of_layers += [activations, *({**activations, **each} for each in of_layers)]
-    options, optimizer = list(of_layers), {"offload_optimizer": True}
+        layer_savings += [activations, *({**activations, **changes} for changes in layer_savings)]
+    options, optimizer = list(layer_savings), {"offload_optimizer": True}
     if legal(offload_optimizer="cpu"):
-        options += [{**optimizer, **each} for each in ({}, full, *of_layers)]
+        options += [{**optimizer, **changes} for changes in ({}, full, *layer_savings)]
     if degrees.zero_stage == 3 and legal(offload_optimizer="cpu", offload_param="cpu"):
         everything = {**optimizer, "offload_parameters": True}
-        options += [{**everything, **each} for each in (full, *of_layers)]
+        options += [{**everything, **changes} for changes in (full, *layer_savings)]
     return options
 
 

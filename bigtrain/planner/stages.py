@@ -130,10 +130,10 @@ def stage_layers(model: ModelCosts, num_stages: int, *, balanced: bool) -> list[
     or equally many layers per stage, as in Megatron."""
     if balanced:
         return list(_cut(model, num_stages))
-    base, more = divmod(len(model.layers), num_stages)
+    base, num_longer = divmod(len(model.layers), num_stages)
     bounds = [0]
     for stage in range(num_stages):
-        bounds.append(bounds[-1] + base + (1 if stage < more else 0))
+        bounds.append(bounds[-1] + base + (1 if stage < num_longer else 0))
     return [range(begin, end) for begin, end in itertools.pairwise(bounds)]
 
 
@@ -141,8 +141,8 @@ def stage_layers(model: ModelCosts, num_stages: int, *, balanced: bool) -> list[
 def _cut(model: ModelCosts, num_stages: int) -> tuple[range, ...]:
     if num_stages == 1:
         return (range(len(model.layers)),)
-    sizes = tuple(float(model.kinds[kind].num_parameters) for kind in model.layers)
-    times = tuple(model.kinds[kind].num_active_parameters for kind in model.layers)
+    sizes = tuple(float(model.kinds[layer_type].num_parameters) for layer_type in model.layers)
+    times = tuple(model.kinds[layer_type].num_active_parameters for layer_type in model.layers)
     head = float(model.head_parameters or model.embedding_parameters)
     costs = StageCosts(
         layer_time=times,
@@ -161,8 +161,8 @@ def stages_of(model: ModelCosts, num_stages: int, balanced: bool) -> tuple[Plann
     ranges = stage_layers(model, num_stages, balanced=balanced)
     indices_by_kinds: dict[tuple[object, ...], list[int]] = {}
     for index, layers in enumerate(ranges):
-        kinds = tuple(model.layers[layer] for layer in layers)
-        key = (kinds, index == 0, index == len(ranges) - 1)
+        stage_types = tuple(model.layers[layer] for layer in layers)
+        key = (stage_types, index == 0, index == len(ranges) - 1)
         indices_by_kinds.setdefault(key, []).append(index)
     return tuple(
         PlannedStage(
@@ -204,28 +204,28 @@ def _sizes(
 ) -> StageSizes:
     dense = expert = largest = matrices = 0.0
     for index, count in stage.counts:
-        kind = model.kinds[index]
-        own = kind.num_parameters_whole + kind.num_parameters_cut / tensor_size
-        experts = kind.num_parameters_expert / expert_parts
-        largest = max(largest, own + experts)
-        dense += count * own
+        layer = model.kinds[index]
+        layer_dense = layer.num_parameters_whole + layer.num_parameters_cut / tensor_size
+        experts = layer.num_parameters_expert / expert_parts
+        largest = max(largest, layer_dense + experts)
+        dense += count * layer_dense
         expert += count * experts
         matrices += count * sum(m.in_size * m.out_size * m.num_groups * m.count
-                                for m in kind.matmuls)  # fmt: skip
+                                for m in layer.matmuls)  # fmt: skip
     if stage.is_first:
         dense += model.embedding_parameters / tensor_size
     if stage.is_last:
         dense += model.num_other_parameters
         head = model.head_parameters or (0 if stage.is_first else model.embedding_parameters)
         dense += head / tensor_size
-    held = dense + expert
+    total = dense + expert
     share = 1.0
     if (tensor_size, expert_parts) != (1, 1):
         share = _sizes(stage, model, 1, 1).matrix_share
-    elif held:
-        share = min(1.0, matrices / max(1.0, held))
+    elif total:
+        share = min(1.0, matrices / max(1.0, total))
     if not model.is_frozen:
-        return StageSizes(held, expert, held, expert, largest, share)
+        return StageSizes(total, expert, total, expert, largest, share)
     trained = sum(
         count * model.kinds[index].num_adapter_parameters(tensor_size)
         for index, count in stage.counts
@@ -233,10 +233,10 @@ def _sizes(
     # Copies outside of the layers are counted on the last stage, with the head. Adapters are not
     # parts of experts.
     trained += model.others_outside.trained(tensor_size) if stage.is_last else 0
-    each = [(model.kinds[index].packed, count) for index, count in stage.counts]
-    packed = sum(count * own.num_weights for own, count in each)
-    num_bytes = sum(count * own.num_bytes for own, count in each)
-    return StageSizes(held, expert, trained, 0.0, largest, share, packed, num_bytes)
+    packed_counts = [(model.kinds[index].packed, count) for index, count in stage.counts]
+    packed = sum(count * packed_weights.num_weights for packed_weights, count in packed_counts)
+    num_bytes = sum(count * packed_weights.num_bytes for packed_weights, count in packed_counts)
+    return StageSizes(total, expert, trained, 0.0, largest, share, packed, num_bytes)
 
 
 def block_bytes(sizes: StageSizes, layout: Layout) -> float:
@@ -256,12 +256,12 @@ def matrix_exchange(stage: PlannedStage, model: ModelCosts, layout: Layout) -> t
     all of a matrix or nothing of it: with few matrices the result is inexact. Routers count as
     matrices.
     """
-    own = layout.optimizer
-    if not own.needs_whole_matrices:
+    optimizer = layout.optimizer
+    if not optimizer.needs_whole_matrices:
         return 0.0, 0.0
-    there = back = 0.0
-    for kind, alike in stage.counts:
-        for product in model.kinds[kind].matmuls:
+    gather_elements = return_elements = 0.0
+    for layer_type, alike in stage.counts:
+        for product in model.kinds[layer_type].matmuls:
             replicas, cut = layout.partition_size, layout.tensor_size
             size: float = (
                 alike * product.count * product.num_groups * product.in_size * product.out_size
@@ -277,6 +277,6 @@ def matrix_exchange(stage: PlannedStage, model: ModelCosts, layout: Layout) -> t
             copies = layout.tensor_size / cut * (1 if layout.zero_stage else replicas)
             part = 1 / (cut * (replicas if layout.zero_stage else 1))
             missing = 1 - 1 / (ranks if layout.zero_stage else layout.tensor_size)
-            there += size * missing / ranks
-            back += size * (copies - part) / ranks
-    return own.wire_bytes * there, own.wire_bytes * back
+            gather_elements += size * missing / ranks
+            return_elements += size * (copies - part) / ranks
+    return optimizer.wire_bytes * gather_elements, optimizer.wire_bytes * return_elements

@@ -65,15 +65,17 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 def _why_not_measured(row: Mapping[str, str]) -> str:
     """Return why a row has no measurement (throughput or memory, as positive numbers); empty if it
     has one."""
-    given = [name for name in ("tokens_per_s_per_gpu", "peak_gib") if has_value(row, name)]
-    for name in given:
+    measured_columns = [
+        name for name in ("tokens_per_s_per_gpu", "peak_gib") if has_value(row, name)
+    ]
+    for name in measured_columns:
         try:
             right = (_measured(row, name) or 0.0) > 0
         except ValueError:
             right = False
         if not right:
             return f"{name} = {(row.get(name) or '').strip()!r} is not a positive number"
-    return "" if given else "neither tokens_per_s_per_gpu nor peak_gib is given"
+    return "" if measured_columns else "neither tokens_per_s_per_gpu nor peak_gib is given"
 
 
 def _measured(row: Mapping[str, str], name: str = "tokens_per_s_per_gpu") -> float | None:
@@ -189,8 +191,8 @@ def _baseline_errors(rows: Sequence[tuple[Mapping[str, str], float]]) -> list[fl
 def _flops_per_token(run: RowRun) -> float:
     """Return the FLOPs forward and backward, attention in full, without recomputation."""
     flops = 6.0 * run.model.vocabulary_size * run.model.hidden_size
-    for kind in run.model.layers:
-        layer = run.model.kinds[kind]
+    for layer_type in run.model.layers:
+        layer = run.model.kinds[layer_type]
         flops += 6.0 * layer.num_active_parameters
         if layer.attention is not None:
             heads = layer.attention

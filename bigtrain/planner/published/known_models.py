@@ -90,19 +90,23 @@ def costs_of(shape: PublishedModelShape, element_bytes: int = 2) -> ModelCosts:
     plain = model.kinds[0]
     if shape.latent is not None:
         plain = _latent_layer(plain, shape.dense, shape.latent, element_bytes)
-    kinds: list[LayerCosts] = []
+    layer_types: list[LayerCosts] = []
     order: list[int] = []
     for index in range(shape.dense.num_layers):
-        kind = plain
-        own = shape.experts
-        if own is not None and index >= own.num_dense_layers and (index + 1) % own.every == 0:
-            kind = _expert_layer(kind, shape.dense, own, element_bytes)
-        if shape.window is not None and index % shape.window_every == 0 and kind.attention:
-            kind = replace(kind, attention=replace(kind.attention, window=shape.window))
-        if kind not in kinds:
-            kinds.append(kind)
-        order.append(kinds.index(kind))
-    return replace(model, kinds=tuple(kinds), layers=tuple(order))
+        layer = plain
+        experts = shape.experts
+        if (
+            experts is not None
+            and index >= experts.num_dense_layers
+            and (index + 1) % experts.every == 0
+        ):
+            layer = _expert_layer(layer, shape.dense, experts, element_bytes)
+        if shape.window is not None and index % shape.window_every == 0 and layer.attention:
+            layer = replace(layer, attention=replace(layer.attention, window=shape.window))
+        if layer not in layer_types:
+            layer_types.append(layer)
+        order.append(layer_types.index(layer))
+    return replace(model, kinds=tuple(layer_types), layers=tuple(order))
 
 
 def _expert_layer(

@@ -85,12 +85,12 @@ def run_of(row: Row) -> RowRun:
 
 def _model(row: Row, engine: Engine, element_bytes: int) -> ModelCosts:
     said = words(row, "model", "notes")
-    known = known_figures(row["model"])
-    gated = known.get("gated", bool(known) or bool(re.search(_GATED, said)))
-    usual = known
-    if not known and not (has_value(row, "layers") and has_value(row, "hidden")):
+    named_figures = known_figures(row["model"])
+    gated = named_figures.get("gated", bool(named_figures) or bool(re.search(_GATED, said)))
+    usual = named_figures
+    if not named_figures and not (has_value(row, "layers") and has_value(row, "hidden")):
         size = billions(row) or active_billions(row)
-        usual = usual_shape(size, gated=gated) if size else known
+        usual = usual_shape(size, gated=gated) if size else named_figures
 
     def figure(column: str, default: int | None = None) -> int:
         return number(row, column, usual.get(column, default))
@@ -99,13 +99,13 @@ def _model(row: Row, engine: Engine, element_bytes: int) -> ModelCosts:
     if layers > MOST // 1000:
         raise ValueError(f"layers = {layers} is not a count")
     heads = figure("heads", _usual_heads(hidden))
-    head_size = known.get("head_size") if known.get("heads") == heads else None
+    head_size = named_figures.get("head_size") if named_figures.get("heads") == heads else None
     if hidden % heads and not head_size:
         head_size = 128  # heads of such models are not a division of the hidden size
-    experts = _experts(row, known, hidden)
+    experts = _experts(row, named_figures, hidden)
     # A gated layer has three matrices in its feed-forward network where others have two.
     wide = 8 * hidden // 3 if gated else 4 * hidden
-    ffn = known["ffn"] if known and experts else figure("ffn", wide)
+    ffn = named_figures["ffn"] if named_figures and experts else figure("ffn", wide)
     dense = DenseShape(
         num_layers=layers,
         hidden_size=hidden,
@@ -114,15 +114,15 @@ def _model(row: Row, engine: Engine, element_bytes: int) -> ModelCosts:
         intermediate_size=ffn,
         vocabulary_size=figure("vocab", 32000 if gated else 50257),
         gated=gated,
-        tied="tied" in said.replace("untied", "") or known.get("tied", not gated),
+        tied="tied" in said.replace("untied", "") or named_figures.get("tied", not gated),
         dropout=engine.score_passes is not None,
         fused_attention=engine.score_passes is None or "flash" in said,
         head_size=head_size,
     )
-    if experts is None and not known:
+    if experts is None and not named_figures:
         experts = _guessed_experts(row, said, dense)
-    latent = Latent(*known["latent"]) if "latent" in known else None
-    window, every = known.get("window"), known.get("window_every", 1)
+    latent = Latent(*named_figures["latent"]) if "latent" in named_figures else None
+    window, every = named_figures.get("window"), named_figures.get("window_every", 1)
     if re.search(r"\bpacked\b", said):
         window, every = _PACKED, 1
     shape = PublishedModelShape(dense, experts, latent, window, every)
@@ -144,11 +144,11 @@ def _usual_heads(hidden: int) -> int:
     return next(near)
 
 
-def _experts(row: Row, known: Mapping[str, object], hidden: int) -> ExpertDimensions | None:
+def _experts(row: Row, named_figures: Mapping[str, object], hidden: int) -> ExpertDimensions | None:
     """Return the experts of a model known by name, scaled with the hidden size for a proxy."""
-    if "experts" not in known:
+    if "experts" not in named_figures:
         return None
-    figures = {name: value for name, value in known.items() if isinstance(value, int)}
+    figures = {name: value for name, value in named_figures.items() if isinstance(value, int)}
     scale = hidden / figures["hidden"]
     return ExpertDimensions(
         num=figures["experts"],
@@ -167,20 +167,20 @@ def _guessed_experts(row: Row, said: str, dense: DenseShape) -> ExpertDimensions
     times = re.search(r"\b(\d+)x\d+(?:\.\d+)?b\b", said)
     stated = re.search(r"(\d+)\s*(?:routed\s*)?experts", said)
     number = int((times or stated).group(1)) if times or stated else 0  # type: ignore[union-attr]
-    each = (3 if dense.gated else 2) * dense.hidden_size * dense.intermediate_size
-    per_expert = each * dense.num_layers
-    rest = costs_of(PublishedModelShape(dense)).num_parameters - per_expert
-    whole = billions(row) * 1e9
+    matrix_parameters = (3 if dense.gated else 2) * dense.hidden_size * dense.intermediate_size
+    per_expert = matrix_parameters * dense.num_layers
+    other_parameters = costs_of(PublishedModelShape(dense)).num_parameters - per_expert
+    all_parameters = billions(row) * 1e9
     speaks = bool(number) or "moe" in said or "expert" in said or degree(row, "ep") > 1
-    if not number and speaks and whole > 1.3 * (rest + per_expert):
-        number = round((whole - rest) / per_expert)
+    if not number and speaks and all_parameters > 1.3 * (other_parameters + per_expert):
+        number = round((all_parameters - other_parameters) / per_expert)
     if number < 2:
         return None
-    chosen = re.search(r"top.?(\d+)", said)
+    top_k = re.search(r"top.?(\d+)", said)
     active = re.search(r"-a(\d+(?:\.\d+)?)b", said)
-    met = int(chosen.group(1)) if chosen else 2
-    if active and not chosen:
-        met = max(1, round((float(active.group(1)) * 1e9 - rest) / per_expert))
+    met = int(top_k.group(1)) if top_k else 2
+    if active and not top_k:
+        met = max(1, round((float(active.group(1)) * 1e9 - other_parameters) / per_expert))
     return ExpertDimensions(number, min(met, number), dense.intermediate_size)
 
 
@@ -195,7 +195,7 @@ def _layout(
         ep = math.gcd(model.num_experts, dp * cp)  # a library for nothing but that
     said = words(row, "zero", "notes")
     zero = zero_stage(row, engine.name)
-    kind, every = recompute(row, engine.name)
+    recompute_name, every = recompute(row, engine.name)
     layout = Layout(
         data_size=dp,
         tensor_size=tp,
@@ -205,7 +205,7 @@ def _layout(
         expert_size=min(ep, model.num_experts),
         zero_stage=zero,
         sequence_length=sequence_length(row),
-        recompute=kind,
+        recompute=recompute_name,
         recompute_every=every,
         tensor_sequence="REDUCE_SCATTER" in notes
         or "sequence parallel" in notes.lower()
@@ -239,8 +239,8 @@ def _replicas(row: Row, tp: int, pp: int, cp: int) -> int:
     product = stated * tp * pp * cp
     if product == world:
         return stated
-    replicas, rest = divmod(world, tp * pp * cp)
-    if rest or (replicas % stated and stated % replicas):
+    replicas, remainder = divmod(world, tp * pp * cp)
+    if remainder or (replicas % stated and stated % replicas):
         raise ValueError(f"dp x tp x pp x cp = {product} is not num_gpus = {row['num_gpus']}")
     return replicas
 
@@ -278,8 +278,8 @@ def _with_least_recompute(
     """Return `layout` with the least recomputation that fits memory (+10 %), for a page that does
     not state it."""
 
-    def fits(tried: Layout) -> bool:
-        return peak_memory(model, tried, engine).total <= 1.1 * device.memory_bytes
+    def fits(candidate_layout: Layout) -> bool:
+        return peak_memory(model, candidate_layout, engine).total <= 1.1 * device.memory_bytes
 
     if fits(layout):
         return layout
@@ -300,14 +300,14 @@ def _fastest_micro(
     """Return the micro-batch size that is predicted to be the fastest of those that fit."""
     dp, p = layout.data_size, layout.pipeline_size
     best, best_size = 0.0, 1
-    for tried in _powers(batch // dp if batch else 64):
-        number_of = batch // dp // tried if batch else 4 * p if p > 1 else 1
-        larger = replace(layout, micro_batch_size=tried, num_accumulation=number_of)
+    for micro in _powers(batch // dp if batch else 64):
+        number_of = batch // dp // micro if batch else 4 * p if p > 1 else 1
+        larger = replace(layout, micro_batch_size=micro, num_accumulation=number_of)
         if peak_memory(model, larger, engine).total > device.memory_bytes and best:
             break
         seconds = step_time(model, larger, device, engine, gain=gain).total
         if larger.global_batch_size / seconds > best:
-            best, best_size = larger.global_batch_size / seconds, tried
+            best, best_size = larger.global_batch_size / seconds, micro
     return best_size
 
 

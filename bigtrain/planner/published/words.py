@@ -143,10 +143,10 @@ def recompute(row: Row, engine: str) -> tuple[Recompute, int]:
     if re.search(r"core.?att|attention|attn", text) and not re.search(r"\bop\b|mlp", text):
         return "attention", 1
     if "selective" in text:
-        by_operator = engine in ("fsdp", "fsdp_compiled", "automodel") or re.search(
+        recomputes_operators = engine in ("fsdp", "fsdp_compiled", "automodel") or re.search(
             r"\bops?\b", text
         )
-        return ("operators" if by_operator else "attention"), 1
+        return ("operators" if recomputes_operators else "attention"), 1
     # Activations of experts or norms only: a few percent of a layer's work.
     if re.search(r"^(mla|moe|norm|layer.?norm|rms|act(?!ivation.?(c|rec))|swiglu|mlp)", text):
         return "none", 1
@@ -188,10 +188,10 @@ def network_bits(notes: str) -> float | None:
     cards = re.search(r"(\d+)\s*x\s*(\d+)\s*Gb", notes)
     if cards:
         return int(cards[1]) * int(cards[2]) * 1e9
-    whole = re.search(r"(\d+(?:\.\d+)?)\s*([GT])bps (?:per )?node", notes)
-    if whole is None:
+    node_rate = re.search(r"(\d+(?:\.\d+)?)\s*([GT])bps (?:per )?node", notes)
+    if node_rate is None:
         return None
-    return float(whole[1]) * {"G": 1e9, "T": 1e12}[whole[2]]
+    return float(node_rate[1]) * {"G": 1e9, "T": 1e12}[node_rate[2]]
 
 
 def virtual_stages(notes: str) -> int:
@@ -209,8 +209,8 @@ def sequence_length(row: Row) -> int:
     said = re.search(
         r"(?:seq\w*(?: length)?|context)\D{0,6}(\d[\d,]*\s*k?)\b", words(row, "notes", "model")
     )
-    told = number({"seq": said[1]}, "seq") if said and not has_value(row, "seq") else 2048
-    return number(row, "seq", told)
+    noted_length = number({"seq": said[1]}, "seq") if said and not has_value(row, "seq") else 2048
+    return number(row, "seq", noted_length)
 
 
 def billions(row: Row) -> float:

@@ -39,10 +39,10 @@ class Group:
         """Return the seconds of an empty message: the start, and a hop for each additional rank."""
         if self.size == 1:
             return 0.0
-        inside = min(self.size, self.per_node)
-        outside = math.ceil(self.size / max(1, self.per_node))
-        hops = device.reach.start_seconds + device.reach.link_seconds * (inside - 1)
-        return hops + device.reach.network_seconds * (outside - 1)
+        ranks_per_node = min(self.size, self.per_node)
+        num_nodes = math.ceil(self.size / max(1, self.per_node))
+        hops = device.reach.start_seconds + device.reach.link_seconds * (ranks_per_node - 1)
+        return hops + device.reach.network_seconds * (num_nodes - 1)
 
     def all_reduce(self, device: Device, num_bytes: float) -> float:
         """Return the seconds to all-reduce `num_bytes`."""

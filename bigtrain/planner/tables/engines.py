@@ -49,9 +49,9 @@ class MeasuredEngine:
         """Return the seconds of a step with `num_bytes` of parameters per rank: of the engine, and
         of communication among `num_ranks`, scaled like the bytes of a ring."""
         costs, m, n = self.zero[zero_stage], num_accumulation, num_ranks
-        own = (m * costs.micro_batch + costs.step) * num_bytes
+        engine_seconds = (m * costs.micro_batch + costs.step) * num_bytes
         exchange = (m * costs.micro_batch_exchange + costs.step_exchange) * num_bytes
-        return own, exchange * 2 * (n - 1) / n
+        return engine_seconds, exchange * 2 * (n - 1) / n
 
 
 @dataclass(frozen=True)

@@ -101,12 +101,12 @@ def find_device(name: str, option: str = "--gpus") -> Device:
     family ("A100") its most common member. Raises ConfigError that lists the nearest names."""
     entry = _find(name)
     if entry is None:
-        known = device_names()
+        device_list = device_names()
         # Compare names without the memory: MI300X is nearer to H100 than to H100-80GB.
-        short = {entry.rsplit("-", 1)[0]: entry for entry in reversed(known)}
+        short = {entry.rsplit("-", 1)[0]: entry for entry in reversed(device_list)}
         close = difflib.get_close_matches(name.upper(), list(short), n=3, cutoff=0.0)
         remedy = f"nearest names: {', '.join(short[match] for match in close)}; "
-        remedy += f"known: {', '.join(known)}; or measure one with bigtrain plan --calibrate"
+        remedy += f"known: {', '.join(device_list)}; or measure one with bigtrain plan --calibrate"
         raise ConfigError(Problem(option, name, "no such device in the hardware tables", remedy))
     return _device(entry, _table()["devices"][entry])
 
@@ -122,10 +122,10 @@ def _find(name: str) -> str | None:
     name = re.sub(
         r"(?i)(?<=\d)(?=(sxm|pcie?|nvl|hbm)\d*\b)", " ", re.sub(_AROUND, " ", name)
     ).strip()
-    wanted = _plain(name)
+    plain_name = _plain(name)
     devices = _table()["devices"]
     for entry, figures in devices.items():
-        if wanted in {_plain(entry), *(_plain(alias) for alias in figures.get("aliases", ()))}:
+        if plain_name in {_plain(entry), *(_plain(alias) for alias in figures.get("aliases", ()))}:
             return str(entry)
     # Names as in torch or a table: "NVIDIA H100 80GB HBM3", "A100-SXM4-80GB", "H100-80GB-SXM".
     for entry, figures in devices.items():
