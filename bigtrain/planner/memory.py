@@ -104,7 +104,7 @@ def peak_memory(model: ModelCosts, layout: Layout, engine: Engine) -> MemoryUse:
     """Return the memory of the fullest rank of all stages. Of identical stages the first has the
     most micro-batches in flight."""
     stages = stages_of(model, layout.pipeline_size, engine.balances_stages)
-    uses = [_stage(stage, model, layout, engine) for stage in stages]
+    uses = [_stage_memory(stage, model, layout, engine) for stage in stages]
     return max(uses, key=lambda use: use.total)
 
 
@@ -127,76 +127,88 @@ def _divided(total: float, num_expert: float, layout: Layout) -> float:
     return (total - num_expert) / layout.partition_size + num_expert / layout.expert_replicas
 
 
-def _stage(stage: PlannedStage, model: ModelCosts, layout: Layout, engine: Engine) -> MemoryUse:
+def _stage_memory(
+    stage: PlannedStage, model: ModelCosts, layout: Layout, engine: Engine
+) -> MemoryUse:
+    """Return the memory of a rank of `stage`."""
     sizes, zero = stage_sizes(stage, model, layout), layout.zero_stage
-    trained = sizes.trained
-    divided = _divided(trained, sizes.trained_expert, layout)
+    num_trained = sizes.trained
+    num_divided = _divided(num_trained, sizes.trained_expert, layout)
+
     # Moments, and float32 masters: of 16-bit parameters, and of any parameters that ZeRO
     # partitions.
-    moments = layout.optimizer.bytes_per_parameter(sizes.matrix_share)
-    per_state = moments + (4 if layout.parameter_bytes < 4 or zero else 0)
-    optimizer = per_state * (divided if zero else trained)
-    present = sizes.held + trained if model.is_frozen else sizes.held
-    parameters = layout.parameter_bytes * (
-        _divided(present, sizes.held_expert, layout) if zero == 3 else present - sizes.packed
-    )
-    parameters += sizes.packed_bytes
-    gradients = layout.gradient_bytes * (divided if zero >= 2 else trained)
+    state_bytes = layout.optimizer.bytes_per_parameter(sizes.matrix_share)
+    state_bytes += 4 if layout.parameter_bytes < 4 or zero else 0
+    optimizer = state_bytes * (num_divided if zero else num_trained)
+
+    # Parameters, 4-bit weights among them, and gradients.
+    num_parameters = sizes.total + num_trained if model.is_frozen else sizes.total
+    if zero == 3:
+        num_stored = _divided(num_parameters, sizes.total_expert, layout)
+    else:
+        num_stored = num_parameters - sizes.packed
+    parameters = layout.parameter_bytes * num_stored + sizes.packed_bytes
+    gradients = layout.gradient_bytes * (num_divided if zero >= 2 else num_trained)
     if engine.is_deepspeed and zero == 1 and layout.gradient_bytes > layout.parameter_bytes:
         # BF16_Optimizer adds 16-bit gradients up in float32 and keeps both.
-        gradients += trained * layout.parameter_bytes
-    host = buffer = 0.0
+        gradients += num_trained * layout.parameter_bytes
+
+    # Offload moves states to main memory.
+    host_offload = offload_buffer = 0.0
     if layout.offload_optimizer:
-        buffer = _offload_buffer(model, layout)
-        # Masters, moments and float32 gradients; then the accumulated gradients (like
-        # the parameters), and the buffer through which a parameter's are copied.
-        host, optimizer = optimizer + 4 * divided + buffer, 0.0
+        offload_buffer = _offload_buffer(model, layout)
+        # Masters, moments and float32 gradients; then the accumulated gradients (like the
+        # parameters), and the buffer through which the gradient of a parameter is copied.
+        host_offload, optimizer = optimizer + 4 * num_divided + offload_buffer, 0.0
         if zero == 3 or layout.num_accumulation > 1:
-            host += layout.parameter_bytes * divided
+            host_offload += layout.parameter_bytes * num_divided
         if zero >= 2:
-            gradients = layout.parameter_bytes * divided if zero == 2 else 0.0
+            gradients = layout.parameter_bytes * num_divided if zero == 2 else 0.0
     if layout.offload_parameters:
-        host, parameters = host + parameters, 0.0
-    activations, loss, inputs = _activations_and_loss(stage, model, layout, engine)
-    gathered, buckets = _buckets(sizes, model, layout, engine)
-    gathered += model.packed.largest * model.element_bytes
+        host_offload, parameters = host_offload + parameters, 0.0
+
+    # Activations and loss, and the buffers of collectives.
+    passes = _pass_bytes(stage, model, layout, engine)
+    collectives = _collective_bytes(sizes, model, layout, engine)
+    buckets = collectives.buckets
     if _plans_reduction(layout, engine):
         # A bucket is assembled when it is full; by then the backward pass has freed as much memory.
-        buckets = max(0.0, buckets - activations - loss)
+        buckets = max(0.0, buckets - passes.activations - passes.loss)
     elif engine.is_deepspeed and zero == 1 and layout.pipeline_size > 1:
         # DeepSpeed's `reduce_gradients` takes a second bucket after the last backward pass.
-        buckets = max(buckets, 2 * buckets - activations - loss)
-    buckets += buffer
+        buckets = max(buckets, 2 * buckets - passes.activations - passes.loss)
+    buckets += offload_buffer
+    gathered = collectives.gathered + model.packed.largest * model.element_bytes
+
     states = parameters + optimizer + block_bytes(sizes, layout)
-    live = states + gradients + gathered + buckets + activations + loss
-    context = engine.context_bytes + (engine.reserved - 1.0) * live
-    checkpoint = _checkpoint_part(sizes, layout)
+    tensor_bytes = states + gradients + gathered + buckets + passes.activations + passes.loss
+    checkpoint_bytes = _checkpoint_part(sizes, layout)
     return MemoryUse(
-        states,
-        gradients,
-        gathered,
-        buckets,
-        activations,
-        loss,
-        context,
-        host,
-        checkpoint if engine.is_deepspeed and layout.copies_states else 0.0,
-        _export(model) if engine.is_deepspeed else 0.0,
-        stage.index,
-        checkpoint * layout.memory_copies,
-        inputs,
+        states=states,
+        gradients=gradients,
+        gathered=gathered,
+        buckets=buckets,
+        activations=passes.activations,
+        loss=passes.loss,
+        context=engine.context_bytes + (engine.reserved - 1.0) * tensor_bytes,
+        host_offload=host_offload,
+        host_checkpoint=checkpoint_bytes if engine.is_deepspeed and layout.copies_states else 0.0,
+        host_export=_export_bytes(model) if engine.is_deepspeed else 0.0,
+        stage=stage.index,
+        host_memory_checkpoints=checkpoint_bytes * layout.memory_copies,
+        host_activations=passes.host_inputs,
     )
 
 
 @functools.lru_cache(maxsize=64)
-def _export(model: ModelCosts) -> float:
+def _export_bytes(model: ModelCosts) -> float:
     """Return the bytes of one file's masters and of the largest layer, with which an export is
     verified."""
     if model.is_frozen:  # adapters are verified on the full base (models/export/adapters.py)
         packed = model.packed
         plain = model.num_parameters - packed.num_weights + packed.largest
         return float(model.element_bytes * plain + packed.num_bytes)
-    largest = max((kind.num_parameters for kind in model.kinds), default=0)
+    largest = max((layer.num_parameters for layer in model.kinds), default=0)
     table = model.embedding_parameters
     return 4.0 * min(model.num_parameters, _FILE_BYTES / 2) + 4.0 * max(largest, table)
 
@@ -255,65 +267,102 @@ _TILE_GRADIENTS = 1.5
 that a gated MLP saves there are two gradients at a time."""
 
 
-def _activations_and_loss(
+@dataclass(frozen=True)
+class _PassBytes:
+    """Bytes that autograd keeps at the peak of a step: activations, logits with their gradients,
+    and inputs of recomputed layers in main memory."""
+
+    activations: float
+    loss: float
+    host_inputs: float
+
+
+def _pass_bytes(
     stage: PlannedStage, model: ModelCosts, layout: Layout, engine: Engine
-) -> tuple[float, float, float]:
-    """Return the bytes that autograd keeps at the peak, those of the logits at that moment, and
-    those that it keeps in main memory.
+) -> _PassBytes:
+    """Return what autograd keeps at the peak.
 
     The peak is when the loss is computed, or later, when a layer is recomputed and only the logits
     remain of the loss.
     """
-    in_flight: float = min(layout.pipeline_size - stage.index, layout.num_accumulation)
+    num_micro_batches: float = min(layout.pipeline_size - stage.index, layout.num_accumulation)
     if layout.num_virtual_stages > 1:
         p, v = layout.pipeline_size, layout.num_virtual_stages
-        in_flight *= 1.0 + (p - 1) / (p * v)
-    hidden = model.element_bytes * model.hidden_size * layout.tokens_per_micro_batch
+        num_micro_batches *= 1.0 + (p - 1) / (p * v)
+    hidden_bytes = model.element_bytes * model.hidden_size * layout.tokens_per_micro_batch
     if layout.tensor_sequence:
-        hidden //= layout.tensor_size
-    kept, working, inputs = _kept(stage, model, layout, engine, hidden)
-    kept, inputs = kept * in_flight, inputs * in_flight
+        hidden_bytes //= layout.tensor_size
+    layers = _layers_bytes(stage, model, layout, engine, hidden_bytes)
+    saved, host_inputs = layers.saved * num_micro_batches, layers.host_inputs * num_micro_batches
     if not stage.is_last:  # received from the next stage, and sent to the previous one
-        return kept + working + 2 * hidden, 0.0, inputs
-    loss, left = _loss(model, layout, engine, hidden)
-    # Saved by what follows the layers, and freed before theirs is needed.
-    outside = model.saved_bytes_outside * layout.tokens_per_micro_batch
-    if outside + loss >= left + working:
-        return kept + outside, loss, inputs
-    return kept + working, left, inputs
+        return _PassBytes(saved + layers.working + 2 * hidden_bytes, 0.0, host_inputs)
+    loss = _loss_bytes(model, layout, engine, hidden_bytes)
+    # What follows the layers saves tensors that are freed before the layers' backward pass.
+    head_bytes = model.saved_bytes_outside * layout.tokens_per_micro_batch
+    if head_bytes + loss.peak >= loss.remaining + layers.working:
+        return _PassBytes(saved + head_bytes, loss.peak, host_inputs)
+    return _PassBytes(saved + layers.working, loss.remaining, host_inputs)
 
 
-def _kept(
-    stage: PlannedStage, model: ModelCosts, layout: Layout, engine: Engine, hidden: int
-) -> tuple[float, float, float]:
-    """Return the bytes kept per micro-batch in a stage's layers, those of recomputing one layer,
-    and those kept in main memory."""
-    sizes = {kind: _layer_bytes(model.kinds[kind], model, layout, engine)
-             for kind, _ in stage.counts}  # fmt: skip
-    everything = sum(count * sizes[kind] for kind, count in stage.counts)
-    largest = max(sizes.values(), default=0.0)
-    passing = 0.0  # inside a ring, an MLP in tiles, or a norm
+@dataclass(frozen=True)
+class _LayersBytes:
+    """Bytes of the layers of a stage: saved per micro-batch, of the backward pass of one layer, and
+    inputs of recomputed layers in main memory."""
+
+    saved: float
+    working: float
+    host_inputs: float = 0.0
+
+
+def _layers_bytes(
+    stage: PlannedStage, model: ModelCosts, layout: Layout, engine: Engine, hidden_bytes: int
+) -> _LayersBytes:
+    saved_by_type = {
+        layer_type: _layer_bytes(model.kinds[layer_type], model, layout, engine)
+        for layer_type, _ in stage.counts
+    }
+    all_saved = sum(count * saved_by_type[layer_type] for layer_type, count in stage.counts)
+    largest = max(saved_by_type.values(), default=0.0)
+
+    # Memory of one layer's backward pass, inside a ring, a norm, or an MLP in tiles.
+    working = 0.0
     if engine.is_deepspeed:
-        for kind in (model.kinds[kind] for kind in sizes):
-            of_ring = _ring_bytes(kind, model, layout) - _freed_bytes(kind, model, layout)
-            of_norm = 0.0 if layout.recompute == "operators" else _norm_bytes(kind, model, layout)
-            passing = max(passing, of_ring, of_norm, _tile_bytes(kind, model, layout, engine))
+        tokens = layout.tokens_per_micro_batch
+        for layer in (model.kinds[layer_type] for layer_type in saved_by_type):
+            mlp_bytes = _mlp_bytes_kept(layer, model, layout)
+            # Before the backward pass of attention the layer has freed what its MLPs saved, and
+            # half of what is saved outside of MLPs and not divided by tensor parallelism.
+            outside_bytes = layer.saved_bytes_whole - layer.mlp.saved_bytes_whole
+            freed = tokens * (mlp_bytes + outside_bytes / 2)
+            ring = _ring_bytes(layer, model, layout) - freed
+            # The norm before the MLPs has four tensors of the hidden size in float32.
+            norm = tokens * (4 * 4.0 * model.hidden_size - mlp_bytes)
+            if layout.recompute == "operators":
+                norm = 0.0
+            working = max(working, ring, norm, _tile_bytes(layer, model, layout, engine))
+
     if layout.recompute == "operators":
-        kept = {kind: _results_kept(model.kinds[kind], model, layout) for kind in sizes}
-        return sum(count * kept[kind] for kind, count in stage.counts), largest / 2 + passing, 0.0
+        results = sum(
+            count * _results_kept(model.kinds[layer_type], model, layout)
+            for layer_type, count in stage.counts
+        )
+        return _LayersBytes(results, largest / 2 + working)
     if layout.recompute != "full":
-        return everything, passing, 0.0
-    anew = stage.every(layout.recompute_every)
-    # The output of a stage is kept too, for the backward pass from the next stage. `largest` has
-    # the input of the layer that is recomputed once more: as much as the gradient of its output.
-    inputs = hidden * (sum(n for _, n in anew) + (1 if layout.pipeline_size > 1 else 0))
-    left = everything - sum(count * sizes[kind] for kind, count in anew)
-    if anew is stage.counts:
-        left = 0.0
+        return _LayersBytes(all_saved, working)
+
+    # Recomputed layers save their inputs only. The output of a stage is saved too, for the
+    # backward pass from the next stage. `largest` includes the input of the layer that is
+    # recomputed: as much as the gradient of its output.
+    recomputed = stage.every(layout.recompute_every)
+    num_inputs = sum(count for _, count in recomputed) + (1 if layout.pipeline_size > 1 else 0)
+    inputs = hidden_bytes * num_inputs
+    saved = all_saved - sum(count * saved_by_type[layer_type] for layer_type, count in recomputed)
+    if recomputed is stage.counts:
+        saved = 0.0
     if layout.offload_activations:
-        # All but the inputs of the layer that is recomputed and of the next.
-        return left, largest + passing + 2 * hidden, float(inputs)
-    return left + inputs, largest + passing, 0.0
+        # On the device are the inputs of the layer that is recomputed and of the next one.
+        return _LayersBytes(saved, largest + working + 2 * hidden_bytes, float(inputs))
+    return _LayersBytes(saved + inputs, largest + working)
 
 
 def _ring_bytes(layer: LayerCosts, model: ModelCosts, layout: Layout) -> float:
@@ -345,21 +394,6 @@ def _ring_bytes(layer: LayerCosts, model: ModelCosts, layout: Layout) -> float:
     return bytes_for_queries + 2.5 * sent_bytes.keys + 3.5 * sent_bytes.gradients + kernel_bytes
 
 
-def _norm_bytes(layer: LayerCosts, model: ModelCosts, layout: Layout) -> float:
-    """Return the bytes of the backward pass of the norm before the MLPs, in addition to what the
-    layer has saved without them: four tensors of the hidden size, in float32."""
-    tokens = layout.tokens_per_micro_batch
-    return tokens * (4 * 4.0 * model.hidden_size - _mlp_bytes_kept(layer, model, layout))
-
-
-def _freed_bytes(layer: LayerCosts, model: ModelCosts, layout: Layout) -> float:
-    """Return the bytes kept for the backward pass of a layer that are freed before its attention:
-    those of its MLPs, and half of those outside of MLPs and of what tensor parallelism divides."""
-    others = layer.saved_bytes_whole - layer.mlp.saved_bytes_whole
-    freed = _mlp_bytes_kept(layer, model, layout) + others / 2
-    return layout.tokens_per_micro_batch * freed
-
-
 def _results_kept(layer: LayerCosts, model: ModelCosts, layout: Layout) -> float:
     """Return the bytes kept per layer and micro-batch under torchtitan's selective activation
     checkpointing by operator: every second product and all operations other than products and
@@ -376,33 +410,43 @@ def _results_kept(layer: LayerCosts, model: ModelCosts, layout: Layout) -> float
     return model.element_bytes * width * layout.tokens_per_micro_batch
 
 
-def _loss(model: ModelCosts, layout: Layout, engine: Engine, hidden: int) -> tuple[float, float]:
-    """Return the peak bytes of logits, losses and their gradients; and of the logits only, which
-    remain in the layers' backward pass unless the loss is computed in chunks. Chunks keep the
-    gradient of the hidden states, of `hidden` bytes."""
-    tokens, head = layout.tokens_per_micro_batch, 0.0
+@dataclass(frozen=True)
+class _LossBytes:
+    """Bytes of logits, losses and their gradients at the peak, and of the part that remains in the
+    backward pass of the layers."""
+
+    peak: float
+    remaining: float
+
+
+def _loss_bytes(model: ModelCosts, layout: Layout, engine: Engine, hidden_bytes: int) -> _LossBytes:
+    """Return the bytes of the loss. Full logits remain in the layers' backward pass; chunks keep
+    the gradient of the hidden states, of `hidden_bytes`."""
+    num_tokens, head_sum_bytes = layout.tokens_per_micro_batch, 0.0
     # Gradients of hidden states and head, of each further loss, kept until the backward pass.
-    kept = hidden + model.element_bytes * model.vocabulary_size * model.hidden_size
-    kept *= model.num_further_losses
-    # Further losses are in chunks, also where one chunk has all tokens.
-    in_chunks = layout.loss_chunk_tokens is not None or model.num_further_losses > 0
-    if in_chunks:
-        tokens = min(tokens, layout.loss_chunk_tokens or tokens)
+    further_bytes = hidden_bytes + model.element_bytes * model.vocabulary_size * model.hidden_size
+    further_bytes *= model.num_further_losses
+    # Further losses are computed in chunks, also where one chunk has all tokens.
+    is_chunked = layout.loss_chunk_tokens is not None or model.num_further_losses > 0
+    if is_chunked:
+        num_tokens = min(num_tokens, layout.loss_chunk_tokens or num_tokens)
         if not model.is_frozen or model.others_outside.trained(1):
             # Gradients of the head are added up over the chunks.
-            head = 8.0 * model.vocabulary_size * model.hidden_size / layout.tensor_size
-    logits = tokens * model.vocabulary_size
+            head_elements = model.vocabulary_size * model.hidden_size / layout.tensor_size
+            head_sum_bytes = 8.0 * head_elements
+    num_logits = num_tokens * model.vocabulary_size
     if not engine.is_deepspeed:
-        each = engine.logit_bytes_cut / layout.tensor_size + engine.logit_bytes_whole
-        return head + logits * each, 0.0
+        logit_bytes = engine.logit_bytes_cut / layout.tensor_size + engine.logit_bytes_whole
+        return _LossBytes(head_sum_bytes + num_logits * logit_bytes, 0.0)
     # Logits, their logarithms, and the gradients of both; float32 except for 16-bit logits. Every
     # tensor-parallel rank has all columns, in addition to its own and the gather buffer.
-    whole = logits * (model.element_bytes + 12.0)
+    logits_bytes = num_logits * (model.element_bytes + 12.0)
     if layout.tensor_size > 1:
-        whole += logits * model.element_bytes * (1 + 1 / layout.tensor_size)
-    if in_chunks:
-        return head + whole + hidden + kept, float(kept)
-    return whole, logits * model.element_bytes
+        logits_bytes += num_logits * model.element_bytes * (1 + 1 / layout.tensor_size)
+    if is_chunked:
+        peak = head_sum_bytes + logits_bytes + hidden_bytes + further_bytes
+        return _LossBytes(peak, float(further_bytes))
+    return _LossBytes(logits_bytes, num_logits * model.element_bytes)
 
 
 def _offload_buffer(model: ModelCosts, layout: Layout) -> float:
@@ -412,25 +456,32 @@ def _offload_buffer(model: ModelCosts, layout: Layout) -> float:
     if layout.zero_stage > 2:
         return 0.0
     largest = model.embedding_parameters / layout.tensor_size
-    for kind in model.kinds:
-        for product in kind.matmuls:
+    for layer in model.kinds:
+        for product in layer.matmuls:
             parts = layout.expert_parts if product.num_groups > 1 else layout.tensor_size
             size = product.in_size * product.out_size * product.num_groups
             largest = max(largest, size / (parts if product.cut or product.num_groups > 1 else 1))
     return layout.parameter_bytes * largest
 
 
-def _buckets(
+@dataclass(frozen=True)
+class _CollectiveBytes:
+    """Bytes of parameters that ZeRO 3 has gathered at a time, and of the buckets of collectives."""
+
+    gathered: float
+    buckets: float
+
+
+def _collective_bytes(
     sizes: StageSizes, model: ModelCosts, layout: Layout, engine: Engine
-) -> tuple[float, float]:
-    """Return the bytes that ZeRO 3 has gathered at a time, and those of the buckets of
-    collectives."""
+) -> _CollectiveBytes:
+    nothing = _CollectiveBytes(0.0, 0.0)
     if not engine.has_buckets or layout.zero_stage == 0:
-        return 0.0, 0.0
+        return nothing
     if not engine.is_deepspeed:
-        return _usual_buckets(sizes, model, layout)
+        return _fsdp_bytes(sizes, model, layout)
     if layout.zero_stage == 1 and layout.gradient_bytes > layout.parameter_bytes:
-        return 0.0, 0.0  # BF16_Optimizer reduces gradients in place
+        return nothing  # BF16_Optimizer reduces gradients in place
     # A second bucket if reduction overlaps computation.
     num_buckets = 2 if layout.overlap_communication and layout.zero_stage == 2 else 1
     elements = layout.reduce_bucket_elements
@@ -438,12 +489,13 @@ def _buckets(
         elements = min(elements, math.ceil(sizes.trained))
         num_buckets += layout.zero_stage == 2  # the gradients themselves; ZeRO 1 keeps all
     # Otherwise full buckets, regardless of the model's size.
-    bucket = num_buckets * elements * layout.gradient_bytes
+    bucket_bytes = num_buckets * elements * layout.gradient_bytes
     if layout.zero_stage < 3:
-        return 0.0, bucket
+        return _CollectiveBytes(0.0, bucket_bytes)
     # A parameter that is reused within this many elements stays gathered
     # (stage3_max_reuse_distance).
-    return min(sizes.held, _MOST_LIVE) * layout.parameter_bytes, bucket
+    gathered = min(sizes.total, _MOST_LIVE) * layout.parameter_bytes
+    return _CollectiveBytes(gathered, bucket_bytes)
 
 
 def _plans_reduction(layout: Layout, engine: Engine) -> bool:
@@ -464,14 +516,15 @@ _FILE_BYTES = 5e9  # of 16-bit weights in a file of an export (models/weights/ex
 _MOST_LIVE = 1e9  # elements; stage3_max_live_parameters and stage3_max_reuse_distance of DeepSpeed
 
 
-def _usual_buckets(sizes: StageSizes, model: ModelCosts, layout: Layout) -> tuple[float, float]:
+def _fsdp_bytes(sizes: StageSizes, model: ModelCosts, layout: Layout) -> _CollectiveBytes:
+    """Return the bytes of engines that gather layer by layer."""
     if layout.partition_size == 1:
-        return 0.0, 0.0
-    reduce = min(layout.reduce_bucket_elements, sizes.held) * layout.gradient_bytes
+        return _CollectiveBytes(0.0, 0.0)
+    reduce_bytes = min(layout.reduce_bucket_elements, sizes.total) * layout.gradient_bytes
     if layout.zero_stage < 3:
-        twice = 2 if layout.overlap_communication else 1
-        gather = min(layout.gather_bucket_elements, sizes.held) * layout.parameter_bytes
-        return 0.0, max(twice * reduce, gather)
-    table = model.embedding_parameters / layout.tensor_size
-    live = max(2 * sizes.largest_layer, table) * layout.parameter_bytes
-    return min(live, sizes.held * layout.parameter_bytes), reduce
+        num_buckets = 2 if layout.overlap_communication else 1
+        gather_bytes = min(layout.gather_bucket_elements, sizes.total) * layout.parameter_bytes
+        return _CollectiveBytes(0.0, max(num_buckets * reduce_bytes, gather_bytes))
+    embedding = model.embedding_parameters / layout.tensor_size
+    gathered = max(2 * sizes.largest_layer, embedding) * layout.parameter_bytes
+    return _CollectiveBytes(min(gathered, sizes.total * layout.parameter_bytes), reduce_bytes)

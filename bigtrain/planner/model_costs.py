@@ -296,16 +296,13 @@ def of_all_linear(model: ModelCosts, rank: int, double: bool | None = None) -> A
     products = tuple(adapters_by_type[layer_type] for layer_type in model.layers)
     packed: tuple[QuantizedWeights, ...] = ()
     if double is not None:
-        packed_by_type = [
-            QuantizedWeights.of(_dense_sizes(layer), double=double) for layer in model.kinds
-        ]
+        packed_by_type = []
+        for layer in model.kinds:
+            dense = [matmul for matmul in layer.matmuls if matmul.num_groups == 1]
+            sizes = [m.in_size * m.out_size for m in dense for _ in range(m.count)]
+            packed_by_type.append(QuantizedWeights.of(sizes, double=double))
         packed = tuple(packed_by_type[layer_type] for layer_type in model.layers)
     return AdapterCosts(products, (ExtraAdapterParameters(),) * len(products), packed=packed)
-
-
-def _dense_sizes(kind: LayerCosts) -> list[int]:
-    dense = [m for m in kind.matmuls if m.num_groups == 1]
-    return [m.in_size * m.out_size for m in dense for _ in range(m.count)]
 
 
 def with_adapters(model: ModelCosts, costs: AdapterCosts) -> ModelCosts:

@@ -14,27 +14,47 @@ from bigtrain.system.units import GIB
 def plan_table(candidates: Sequence[Candidate], cluster: Cluster, num_shown: int) -> str:
     """Return the first `num_shown` layouts, one per line, and memory and step time of the best by
     term."""
-    head = ("", "layout", "GPU GiB", "host GiB", "step s", "tokens/s/GPU", "limited by")
-    body = [
-        (
+    # A row for each layout; text columns are aligned to the left.
+    rows = [["", "layout", "GPU GiB", "host GiB", "step s", "tokens/s/GPU", "limited by"]]
+    for number, candidate in enumerate(candidates[:num_shown], start=1):
+        rate = candidate.tokens_per_second / cluster.num_devices
+        limit_share = candidate.time.terms()[candidate.limit] / candidate.time.total
+        row = [
             str(number),
             candidate.describe(),
             f"{candidate.memory.total / GIB:.1f}",
             f"{candidate.memory.host / GIB:.1f}",
             f"{candidate.time.total:.3g}",
-            _rate(candidate.tokens_per_second / cluster.num_devices),
-            f"{candidate.limit} ({_share(candidate):.0%})",
-        )
-        for number, candidate in enumerate(candidates[:num_shown], start=1)
-    ]
-    widths = [max(len(row[column]) for row in (head, *body)) for column in range(len(head))]
-    lines = [_line(row, widths) for row in (head, *body)]
+            f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}",
+            f"{candidate.limit} ({limit_share:.0%})",
+        ]
+        rows.append(row)
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        for column in (1, 6):
+            cells[column] = row[column].ljust(widths[column])
+        lines.append("  ".join(cells).rstrip())
+
+    # Layouts that are tight, and memory and time of the best layout by term.
     best = candidates[0]
     tight = [n for n, c in enumerate(candidates[:num_shown], start=1) if c.is_tight(cluster)]
     if tight:
-        named = ", ".join(map(str, tight))
-        lines += ["", f"tight, within {MEMORY_ERROR:.0%} of the usable memory: {named}"]
-    lines += ["", _memory_line(best, cluster), _time_line(best)]
+        numbers = ", ".join(map(str, tight))
+        lines += ["", f"tight, within {MEMORY_ERROR:.0%} of the usable memory: {numbers}"]
+    gib_by_term = ", ".join(
+        f"{name} {size / GIB:.3g}" for name, size in best.memory.terms().items() if size > 0
+    )
+    seconds_by_term = ", ".join(
+        f"{name} {seconds:.3g} s" for name, seconds in best.time.terms().items()
+    )
+    lines += [
+        "",
+        f"memory of 1, GiB of {cluster.usable_memory / GIB:.1f} usable, "
+        f"stage {best.memory.stage}: {gib_by_term}",
+        f"step of 1: {seconds_by_term}",
+    ]
     if (costs := best.memory_checkpoints) is not None:
         stored = cluster.ranks_of_host * costs.directory_bytes / GIB
         lines.append(f"checkpoints in memory of 1: {stored:.3g} GiB of each host")
@@ -56,39 +76,12 @@ def parameter_count(number: float) -> str:
     return f"{number:.0f}"
 
 
-def _rate(tokens_per_second: float) -> str:
-    return f"{tokens_per_second:,.0f}" if tokens_per_second >= 100 else f"{tokens_per_second:.3g}"
-
-
-def _line(row: Sequence[str], widths: Sequence[int]) -> str:
-    cells = [
-        cell.ljust(width) if column in (1, 6) else cell.rjust(width)
-        for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-    ]
-    return "  ".join(cells).rstrip()
-
-
-def _share(candidate: Candidate) -> float:
-    return candidate.time.terms()[candidate.limit] / candidate.time.total
-
-
-def _memory_line(candidate: Candidate, cluster: Cluster) -> str:
-    terms = candidate.memory.terms()
-    named = ", ".join(f"{name} {size / GIB:.3g}" for name, size in terms.items() if size > 0)
-    usable = cluster.usable_memory / GIB
-    return f"memory of 1, GiB of {usable:.1f} usable, stage {candidate.memory.stage}: {named}"
-
-
-def _time_line(candidate: Candidate) -> str:
-    terms = candidate.time.terms()
-    return "step of 1: " + ", ".join(f"{name} {value:.3g} s" for name, value in terms.items())
-
-
 def as_json(candidates: Sequence[Candidate], cluster: Cluster) -> list[dict[str, Any]]:
     """Return each layout with memory (bytes) and time (seconds) by their terms, and the costs of
     checkpoints in memory, if it has them."""
-    return [
-        {
+    rows = []
+    for candidate in candidates:
+        row = {
             "layout": asdict(candidate.layout),
             "fits": candidate.fits,
             "memory_bytes": {"total": candidate.memory.total, **candidate.memory.terms()},
@@ -98,16 +91,11 @@ def as_json(candidates: Sequence[Candidate], cluster: Cluster) -> list[dict[str,
             "tokens_per_second": candidate.tokens_per_second,
             "tokens_per_second_per_device": candidate.tokens_per_second / cluster.num_devices,
             "limited_by": candidate.limit,
-            **_memory_checkpoints(candidate, cluster),
         }
-        for candidate in candidates
-    ]
-
-
-def _memory_checkpoints(candidate: Candidate, cluster: Cluster) -> dict[str, Any]:
-    if (costs := candidate.memory_checkpoints) is None:
-        return {}
-    return {"memory_checkpoints": costs.as_json(cluster.ranks_of_host)}
+        if (costs := candidate.memory_checkpoints) is not None:
+            row["memory_checkpoints"] = costs.as_json(cluster.ranks_of_host)
+        rows.append(row)
+    return rows
 
 
 def nothing_fits(candidates: Sequence[Candidate], cluster: Cluster) -> tuple[str, str]:

@@ -400,7 +400,11 @@ def _degrees(request: SearchSpace, world_size: int, devices_per_node: int) -> It
         and (attends or s == 1)
         and p <= len(request.model.layers)
         and request.sequence_length % s == 0
-        for degrees in [_of_world(world_size, t, p, s)]
+        for degrees in [
+            Degrees.of_world(
+                world_size, ModelDegrees(tensor_size=t, pipeline_size=p, sequence_size=s)
+            )
+        ]
         if request.global_batch_size % degrees.data_size == 0
         for r in _rings(request, t, s, devices_per_node)
         for e in _divisors(math.gcd(degrees.partition_size, request.model.num_experts))
@@ -409,11 +413,6 @@ def _degrees(request: SearchSpace, world_size: int, devices_per_node: int) -> It
         for degrees in shapes:
             if is_legal(request.facts, zero, degrees):
                 yield _Degrees(zero_stage=zero, **degrees.degrees())
-
-
-def _of_world(world_size: int, tensor: int, pipeline: int, sequence: int) -> Degrees:
-    model = ModelDegrees(tensor_size=tensor, pipeline_size=pipeline, sequence_size=sequence)
-    return Degrees.of_world(world_size, model)
 
 
 def _rings(

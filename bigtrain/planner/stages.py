@@ -183,8 +183,8 @@ class StageSizes:
     experts; the largest layer; the share of hidden matrices. Of all parameters, `packed` are stored
     in 4 bits, in `packed_bytes`."""
 
-    held: float
-    held_expert: float
+    total: float
+    total_expert: float
     trained: float
     trained_expert: float
     largest_layer: float

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bigtrain.errors import ConfigError, Problem
-from bigtrain.planner.memory import MemoryUse, peak_memory
+from bigtrain.planner.memory import peak_memory
 from bigtrain.planner.published.rows import RowRun, run_of
 from bigtrain.planner.published.words import has_value
 from bigtrain.planner.step_time import step_time
-from bigtrain.planner.tables.engines import Engine
 from bigtrain.system.units import GIB
 
 COLUMNS = (
@@ -101,17 +100,13 @@ def predict(row: Mapping[str, str]) -> RowPrediction:
     seconds = step_time(run.model, run.layout, run.device, run.engine, gain=run.gain).total
     tokens = run.layout.global_batch_size * run.layout.sequence_length
     use = peak_memory(run.model, run.layout, run.engine)
-    peak = _as_measured(use, run.engine, row.get("notes", ""))
-    return RowPrediction(tokens / seconds / run.layout.world_size, peak / GIB)
-
-
-def _as_measured(use: MemoryUse, engine: Engine, notes: str) -> float:
-    """Return the bytes as the source counts them: allocated, reserved, or used on the device."""
-    said = notes.lower()
-    if re.search(r"peak.?alloc|max_memory_alloc|\(allocated\)|memory allocated", said):
-        return use.allocated
-    reserved = re.search(r"\(reserved\)|max_memory_reserved|peak.?reserved", said)
-    return use.allocated * engine.reserved if reserved else use.total
+    # Bytes as the source counts them: allocated, reserved, or used on the device.
+    peak_bytes, notes = use.total, row.get("notes", "").lower()
+    if re.search(r"peak.?alloc|max_memory_alloc|\(allocated\)|memory allocated", notes):
+        peak_bytes = use.allocated
+    elif re.search(r"\(reserved\)|max_memory_reserved|peak.?reserved", notes):
+        peak_bytes = use.allocated * run.engine.reserved
+    return RowPrediction(tokens / seconds / run.layout.world_size, peak_bytes / GIB)
 
 
 @dataclass(frozen=True)

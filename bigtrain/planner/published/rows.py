@@ -98,7 +98,9 @@ def _model(row: Row, engine: Engine, element_bytes: int) -> ModelCosts:
     layers, hidden = figure("layers"), figure("hidden")
     if layers > MOST // 1000:
         raise ValueError(f"layers = {layers} is not a count")
-    heads = figure("heads", _usual_heads(hidden))
+    # Heads of about 128 that divide the hidden size, where the number is not stated.
+    near_128 = (n for n in range(max(1, hidden // 128), 0, -1) if hidden % n == 0)
+    heads = figure("heads", next(near_128))
     head_size = named_figures.get("head_size") if named_figures.get("heads") == heads else None
     if hidden % heads and not head_size:
         head_size = 128  # heads of such models are not a division of the hidden size
@@ -136,12 +138,6 @@ def _model(row: Row, engine: Engine, element_bytes: int) -> ModelCosts:
 _PACKED = 256
 """Tokens of a sample in a packed sequence, which attends only to itself: instructions and answers
 of fine-tuning sets have some 100 to 500."""
-
-
-def _usual_heads(hidden: int) -> int:
-    """Return the number of heads of about 128 that divides the hidden size."""
-    near = (heads for heads in range(max(1, hidden // 128), 0, -1) if hidden % heads == 0)
-    return next(near)
 
 
 def _experts(row: Row, named_figures: Mapping[str, object], hidden: int) -> ExpertDimensions | None:

@@ -59,15 +59,11 @@ def number(row: Row, name: str, default: int | None = None) -> int:
     except ValueError as error:
         raise ValueError(f"{name} = {text} is not a count") from error
     if match and match[2]:
-        value *= _kilo(value) ** (2 if match[2] == "m" else 1)
+        is_power_of_two = value == int(value) and int(value) & (int(value) - 1) == 0
+        value *= (1024 if is_power_of_two else 1000) ** (2 if match[2] == "m" else 1)
     if not 1 <= value <= MOST or value != int(value):
         raise ValueError(f"{name} = {text} is not a count")
     return int(value)
-
-
-def _kilo(value: float) -> int:
-    is_power = value == int(value) and int(value) & (int(value) - 1) == 0
-    return 1024 if is_power else 1000
 
 
 def degree(row: Row, name: str) -> int:
