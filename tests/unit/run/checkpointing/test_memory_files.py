@@ -179,6 +179,7 @@ def test_a_stale_checkpoint_in_memory_is_not_used(
 
 def test_files_of_another_checkpoint_of_the_same_step_are_not_used(tmp_path: Path) -> None:
     directory = write_small_checkpoint(tmp_path, 3, SMALL_RUN)
+    (directory / checkpoints.LAYOUT).write_text("{}")
     digest = stored_at(directory).digest
     assert "tensors/rank-00000.safetensors" in _files_at(directory, digest)
     assert _files_at(directory, digest[::-1]) == {}
