@@ -453,10 +453,9 @@ MUTATIONS_OF_RANKS: dict[str, tuple[dict[str, tuple[str, str]], dict[str, Any], 
 
 def run_of(sections: dict[str, Any], directory: Path) -> dict[str, Any]:
     """A run of a model of its configuration, or with adapters on one of its files."""
-    more = {name: section for name, section in sections.items() if name != "model"}
-    run: dict[str, Any] = run_config(
-        Path("unread"), {"config": sections["model"]}, micro_batch_size=1, **more
-    )
+    more = {name: section for name, section in sections.items() if name not in ("model", "loss")}
+    model = {"config": sections["model"], "loss": sections.get("loss", "auto")}
+    run: dict[str, Any] = run_config(Path("unread"), model, micro_batch_size=1, **more)
     run["data"]["mask_end_of_document"] = "objective" not in more
     if more.get("objective", {}).get("type") == "distillation":
         run["data"]["packing"] = "best_fit"
@@ -547,7 +546,7 @@ def test_what_is_wrong_between_ranks_is_told(name: str, tmp_path: Path) -> None:
             marks=pytest.mark.slow,
         ),
         (
-            {"model": llama(), "optimizer": AVERAGED},
+            {"model": llama(), "loss": "chunked", "optimizer": AVERAGED},
             {"optimizer": OptimizerSection(**(AVERAGED | {"ema": {"decay": 0.79}}))},
             ("pipeline_zero1, data 1, pipeline 2",),
         ),
