@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from bigtrain.data.loading.micro_batch import MicroBatch
@@ -30,6 +29,7 @@ from bigtrain.parity.adapters import with_adapters, without_adapters
 from bigtrain.parity.batches import RATES, STEPS, micro_batches
 from bigtrain.parity.optimizers import plain_optimizer
 from bigtrain.parity.routers import RouterTerms, StepDivision
+from bigtrain.parity.sums_in_parts import SumsInParts
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.objective import rows_per_sample, unit_of
 from bigtrain.settings.run_config import RunConfig
@@ -374,52 +374,3 @@ def layer_outputs(model: torch.nn.Module, forward: Callable[[], object]) -> dict
                 hooks.enter_context(layer.register_forward_hook(partial(record, name)))
         forward()
     return sums
-
-
-class SumsInParts(TorchFunctionMode):
-    """Inside, linear layers add up `num_parts` partial sums, as that many ranks would. Over inputs
-    in the forward pass; over outputs, and over tokens, for the gradients."""
-
-    def __init__(self, num_parts: int) -> None:
-        super().__init__()
-        self.num_parts = num_parts
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """See `torch.overrides.TorchFunctionMode`."""
-        if function is not F.linear:
-            return function(*args, **(kwargs or {}))
-        return self._linear(*args, **(kwargs or {}))
-
-    def _linear(
-        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        product: torch.Tensor = _Linear.apply(input, weight, self.num_parts)  # type: ignore[no-untyped-call]
-        return product if bias is None else product + bias
-
-
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, states: torch.Tensor, weight: torch.Tensor, num_parts: int
-    ) -> torch.Tensor:
-        ctx.save_for_backward(states, weight)
-        ctx.num_parts = num_parts
-        return _product(states, weight.t(), num_parts)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        states, weight = ctx.saved_tensors
-        (gradient,) = gradients
-        outputs, inputs = (x.reshape(-1, x.shape[-1]) for x in (gradient, states))
-        of_weight = _product(outputs.t(), inputs, ctx.num_parts)
-        return _product(gradient, weight, ctx.num_parts), of_weight, None
-
-
-def _product(left: torch.Tensor, right: torch.Tensor, num_parts: int) -> torch.Tensor:
-    pairs = zip(left.tensor_split(num_parts, -1), right.tensor_split(num_parts, 0), strict=True)
-    first, *others = (one @ other for one, other in pairs)
-    for product in others:
-        first = first + product
-    return first
