@@ -98,8 +98,8 @@ def _random_batch(config: RunConfig, plan: BatchPlan, step: int) -> MicroBatch:
         lengths = torch.randint(length // 2, length + 1, (num_rows, 1), generator=generator)
         labels = torch.where(torch.arange(length) < lengths, tokens[:, 1:], IGNORED_LABEL)
     if objective.type == "classification":
-        own = load_hf_config(ModelSection(path=config.model.path))
-        num_labels = int(own.num_labels or 0)
+        hf_config = load_hf_config(ModelSection(path=config.model.path))
+        num_labels = int(hf_config.num_labels or 0)
         classes = torch.randint(num_labels, (num_rows,), generator=generator)
     if objective.teacher is not None:
         logits = 2 * torch.randn(*labels.shape, VOCABULARY, generator=generator)

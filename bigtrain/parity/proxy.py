@@ -65,7 +65,7 @@ SHIPPED = ("zero0", "zero1", "zero2", "zero3", "pipeline_zero1")
 _LABELS = ("first", "second", "third")
 _SMALLEST_EPS = 1e-3
 _CHUNK_TOKENS, _TILES = 7, 3
-_LEAST = {
+_MINIMA = {
     "moe": {"z_loss_coefficient": Z_LOSS, "bias_update_rate": BIAS_RATE},
     "objective": {
         "label_smoothing": 0.05,
@@ -254,9 +254,11 @@ def _objective(section: ObjectiveSection, directory: Path, notes: list[str]) -> 
 
 
 def _enlarged(section: SectionT, name: str, notes: list[str]) -> SectionT:
-    """Return `section` with each coefficient that is not 0 at least as large as in `_LEAST`."""
+    """Return `section` with each coefficient that is not 0 at least as large as in `_MINIMA`."""
     update = {
-        key: least for key, least in _LEAST[name].items() if 0 < getattr(section, key) < least
+        key: minimum
+        for key, minimum in _MINIMA[name].items()
+        if 0 < getattr(section, key) < minimum
     }
     if update:
         changed = ", ".join(f"{name}.{key} = {value:g}" for key, value in update.items())

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.data.shards.format import IGNORED_LABEL
 from bigtrain.engine.objectives import make_objective
+from bigtrain.errors import ModelError, one_line
 from bigtrain.models.layers.adapters import base_name
 from bigtrain.models.layers.parameters import decoder_layers
 from bigtrain.models.parallel.grouped_experts import fit_experts
@@ -68,8 +69,20 @@ def train_reference(
     In float32 once, full batches at a time. In 16 bit, with float32 masters, several times, with
     samples in other orders and micro-batches: these runs differ only by rounding. sum_dtype: the
     dtype in which gradients of micro-batches are accumulated; None: that of the parameters.
-    division: of the compared topology, if router losses depend on it.
+    division: of the compared topology, if router losses depend on it. Raises ModelError if plain
+    transformers fails.
     """
+    try:
+        return _train_divisions(config, sum_dtype, division)
+    except (RuntimeError, ValueError, TypeError) as error:
+        reason = one_line(error)
+        raise ModelError(f"plain transformers cannot train the proxy model: {reason}") from error
+
+
+def _train_divisions(
+    config: RunConfig, sum_dtype: torch.dtype | None, division: StepDivision | None
+) -> list[TrainingTrace]:
+    """Train with each division of a step into micro-batches."""
     if config.precision.dtype == "float32":
         samples = config.batch.samples_per_step
         chunks = _whole(config) if division is None else division.chunks(samples, config.moe)
@@ -274,8 +287,10 @@ class PlainPasses:
         losses = losses + self._section.z_loss * logits.exp().sum(-1).log().square()
         if batch.teacher is not None:
             values, ids = (part[is_target] for part in batch.teacher)
-            own = _with_rest(logits.softmax(-1).gather(-1, ids))
-            divergences = F.kl_div(own.log(), _with_rest(values.exp()), reduction="none").sum(-1)
+            probabilities = _with_rest(logits.softmax(-1).gather(-1, ids))
+            divergences = F.kl_div(
+                probabilities.log(), _with_rest(values.exp()), reduction="none"
+            ).sum(-1)
             losses = (1 - alpha) * losses + alpha * divergences
         if batch.weights is not None:
             losses = losses * batch.weights[is_target]

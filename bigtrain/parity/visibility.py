@@ -4,12 +4,14 @@ the reference, and thresholds that its steps do not cross."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from pydantic import ValidationError
 
 from bigtrain.parity.comparison import compare
 from bigtrain.parity.reference import train_reference, train_reordered
 from bigtrain.settings.run_config import RunConfig
+from bigtrain.settings.sections.base import Section
 
 _SECTIONS = ("objective", "moe", "optimizer", "adapters")
 _CHANGE = 0.9
@@ -33,8 +35,8 @@ def invisible_settings(config: RunConfig) -> list[str]:
     (reference,), reordered = train_reference(config), train_reordered(config)
     lines = []
     for key, changed in _changed_settings(config):
-        (other,) = train_reference(changed)
-        if compare([reference], other, reordered).passed:
+        (trace,) = train_reference(changed)
+        if compare([reference], trace, reordered).passed:
             lines.append(f"{key}: an error of a tenth would pass as rounding")
     for name, distances in reference.distances.items():
         for side, nearest in (("above", max(distances)), ("below", -min(distances))):
@@ -48,23 +50,29 @@ def _changed_settings(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
     that the run does not read, which its validation refuses, are not changed."""
     for name in _SECTIONS:
         section = getattr(config, name)
-        for key, value in [] if section is None else list(section):
+        for key, values in () if section is None else _changed_values(section):
             if (name, key) == ("optimizer", "lr"):  # `RATES` are used instead
                 continue
-            if hasattr(value, "decay"):
-                numbers = {f"{key}.decay": type(value)(decay=_CHANGE * value.decay)}
-            elif isinstance(value, float) and value:
-                numbers = {key: _CHANGE * value}
-            elif key == "betas":
-                numbers = {f"{key}[0]": (_CHANGE * value[0], value[1])}
-                numbers |= {f"{key}[1]": (value[0], _CHANGE * value[1])}
-            else:
+            try:
+                yield f"{name}.{key}", _with(config, name, **values)
+            except ValidationError:
                 continue
-            for shown, changed in numbers.items():
-                try:
-                    yield f"{name}.{shown}", _with(config, name, **{key: changed})
-                except ValidationError:
-                    continue
+
+
+def _changed_values(section: Section) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the key of each number in `section`, and the field of the section with that number
+    changed."""
+    for key, value in section:
+        if isinstance(value, float) and value:
+            yield key, {key: _CHANGE * value}
+        elif isinstance(value, tuple) and all(isinstance(number, float) for number in value):
+            for place, number in enumerate(value):
+                changed = (*value[:place], _CHANGE * number, *value[place + 1 :])
+                yield f"{key}[{place}]", {key: changed}
+        elif isinstance(value, Section):
+            for inner_key, inner in _changed_values(value):
+                if not inner_key.startswith("eps"):  # limits that only prevent a division by 0
+                    yield f"{key}.{inner_key}", {key: {**dict(value), **inner}}
 
 
 def _with(config: RunConfig, name: str, **values: object) -> RunConfig:
