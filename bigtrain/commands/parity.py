@@ -16,7 +16,8 @@ EXIT_DIFFERENT = 1
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a table. Returns 0 if all topologies agree, 1 if one differs or crashes."""
+    """Print a table. Returns 0 if all topologies agree, 1 if one differs or crashes, or if the
+    comparison would not detect an error in a setting of the run."""
     config = load_run_config(args.config, args.overrides)
 
     from bigtrain.parity.run import run_parity

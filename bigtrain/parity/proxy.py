@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
-import operator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
-from bigtrain.data.loading.micro_batch import MicroBatch
-from bigtrain.data.shards.format import IGNORED_LABEL
 from bigtrain.errors import ConfigError, ModelError, Problem
 from bigtrain.models.configuration import (
     load_hf_config,
@@ -23,16 +19,16 @@ from bigtrain.models.configuration import (
 )
 from bigtrain.models.equivalence.loss import choose_loss
 from bigtrain.models.equivalence.proxy_model import (
-    VOCABULARY,
     build_noisy_proxy,
     deterministic,
-    document_positions,
+    rescale_weights,
     with_heads,
 )
 from bigtrain.models.equivalence.tiles import choose_tiles
 from bigtrain.models.experts import has_auxiliary_loss
 from bigtrain.models.layers.parameters import KEY as FROZEN
 from bigtrain.parity.adapters import comparable_adapters
+from bigtrain.parity.batches import RATES, STEPS, TEACHER_TOP_K, save_reference_scores
 from bigtrain.parity.optimizers import check_comparable
 from bigtrain.parity.routers import (
     AUXILIARY,
@@ -40,6 +36,7 @@ from bigtrain.parity.routers import (
     Z_LOSS,
     can_be_put_together,
 )
+from bigtrain.parity.visibility import with_crossed_clipping
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.deepspeed.engine_config import (
     find_deepspeed_config,
@@ -49,11 +46,11 @@ from bigtrain.settings.deepspeed.engine_config import (
 )
 from bigtrain.settings.deepspeed.keys import AUTO
 from bigtrain.settings.deepspeed.ownership import owned_values
-from bigtrain.settings.objective import reads_scores
+from bigtrain.settings.objective import teacher_run
 from bigtrain.settings.run_config import (
     BatchSection,
     ModelSection,
-    MoeSection,
+    ObjectiveSection,
     OptimizerSection,
     OutputSection,
     PrecisionSection,
@@ -61,17 +58,28 @@ from bigtrain.settings.run_config import (
     ScheduleSection,
     TrainSection,
 )
-
-STEPS = 5
-RATES = tuple(1e-2 * (0.5 + 0.25 * step) for step in range(STEPS))
-"""The learning rate of every step, all different, so that one applied a step late is detected."""
+from bigtrain.settings.sections.base import Section
+from bigtrain.settings.sections.optimizer import AverageSection
 
 SHIPPED = ("zero0", "zero1", "zero2", "zero3", "pipeline_zero1")
 _LABELS = ("first", "second", "third")
-_TEACHER_TOP_K = 5
-_CLIP_NORM = 0.5
 _SMALLEST_EPS = 1e-3
 _CHUNK_TOKENS, _TILES = 7, 3
+_MINIMA = {
+    "moe": {"z_loss_coefficient": Z_LOSS, "bias_update_rate": BIAS_RATE},
+    "objective": {
+        "label_smoothing": 0.05,
+        "z_loss": 0.01,
+        "gamma": 0.1,
+        "center_rewards_coefficient": 0.1,
+    },
+    "optimizer": {"weight_decay": 0.1},
+}
+"""Minimum of coefficients in a comparison, so that an error in a term is detected."""
+_AVERAGE_DECAY = 0.8
+"""Maximum of ``optimizer.ema.decay``: five updates move an average by more than rounding."""
+
+SectionT = TypeVar("SectionT", bound=Section)
 
 
 @dataclass(frozen=True)
@@ -114,6 +122,12 @@ def shrink(config: RunConfig, world_size: int, directory: Path) -> Proxy:
     tokens = 8 * max(2, world_size)
     model = _proxy_model(config, hf_config, attention, world_size, tokens, notes)
     model.save_pretrained(directory)
+    if config.objective.teacher_model is not None:
+        # A model that differs from the student also where both are of one architecture, and whose
+        # probabilities depend on positions.
+        hf_teacher = load_hf_config(teacher_run(config).model)
+        teacher = _proxy_model(config, hf_teacher, attention, world_size, tokens, notes)
+        rescale_weights(teacher).save_pretrained(_teacher_directory(directory))
     adapters = config.adapters
     if adapters is not None:
         adapters = comparable_adapters(model, adapters, notes)
@@ -129,17 +143,19 @@ def shrink(config: RunConfig, world_size: int, directory: Path) -> Proxy:
             tiled_mlp=_TILES if _is_tiled(config, hf_config) else "off",
         ),
         adapters=adapters,
-        moe=_moe(config.moe, notes),
+        moe=_enlarged(config.moe, "moe", notes),
         data=config.data,
         batch=BatchSection(sequence_length=tokens, global_batch_size=2 * world_size),
         train=TrainSection(steps=STEPS),
-        objective=config.objective.model_copy(update={"reference": None, "mtp_weight": 0.0}),
+        objective=_objective(config.objective, directory, notes),
         optimizer=_optimizer(config.optimizer, notes),
         schedule=ScheduleSection(type="constant"),
         precision=PrecisionSection(dtype="float32"),
         output=OutputSection(directory=str(directory)),
         seed=config.seed,
     )
+    save_reference_scores(model, small)
+    small = with_crossed_clipping(small)
     precision = None
     if config.precision.dtype == "bfloat16":
         precision = config.precision.model_copy(update={"float8": "none"})
@@ -224,19 +240,29 @@ def _proxy_model(
     return model
 
 
-def _moe(section: MoeSection, notes: list[str]) -> MoeSection:
+def _teacher_directory(directory: Path) -> Path:
+    return directory.with_name(f"{directory.name}-teacher")
+
+
+def _objective(section: ObjectiveSection, directory: Path, notes: list[str]) -> ObjectiveSection:
     """Return the run's section, with terms that are large enough for comparison."""
+    update: dict[str, Any] = {"reference": None, "mtp_weight": 0.0}
+    if section.teacher_model is not None:
+        update["teacher_model"] = str(_teacher_directory(directory))
+        update["teacher_top_k"] = TEACHER_TOP_K
+    return _enlarged(section, "objective", notes).model_copy(update=update)
+
+
+def _enlarged(section: SectionT, name: str, notes: list[str]) -> SectionT:
+    """Return `section` with each coefficient that is not 0 at least as large as in `_MINIMA`."""
     update = {
-        name: max(value, least)
-        for name, value, least in (
-            ("z_loss_coefficient", section.z_loss_coefficient, Z_LOSS),
-            ("bias_update_rate", section.bias_update_rate, BIAS_RATE),
-        )
-        if value
+        key: minimum
+        for key, minimum in _MINIMA[name].items()
+        if 0 < getattr(section, key) < minimum
     }
-    changed = [f"moe.{k} = {v:g}" for k, v in update.items() if v != getattr(section, k)]
-    if changed:
-        notes.append(f"{', '.join(changed)} here, so that an error is detected")
+    if update:
+        changed = ", ".join(f"{name}.{key} = {value:g}" for key, value in update.items())
+        notes.append(f"{changed} here, so that an error is detected")
     return section.model_copy(update=update)
 
 
@@ -272,11 +298,14 @@ def _optimizer(section: OptimizerSection, notes: list[str]) -> OptimizerSection:
         notes.append(
             "optimizer states are float32 here: in bfloat16 they are rounded stochastically"
         )
-    update = {
+    section = _enlarged(section, "optimizer", notes)
+    update: dict[str, Any] = {
         "lr": max(RATES),
         "state_dtype": "float32",
-        "clip_norm": _CLIP_NORM if section.clip_norm else 0.0,
     }
+    if section.ema is not None and section.ema.decay > _AVERAGE_DECAY:
+        notes.append(f"optimizer.ema.decay = {_AVERAGE_DECAY:g} here, so that an error is detected")
+        update["ema"] = AverageSection(decay=_AVERAGE_DECAY)
     if "eps" not in section.facts.unread:
         update["eps"] = max(section.eps, _SMALLEST_EPS)
     return section.model_copy(update=update)
@@ -342,51 +371,3 @@ def _set_auto(tree: dict[str, Any], key: str) -> None:
         node = node.get(name) if isinstance(node, dict) else None
     if isinstance(node, dict) and leaf in node:
         node[leaf] = AUTO
-
-
-def micro_batches(
-    config: RunConfig, plan: BatchPlan, step: int, data_rank: int
-) -> list[MicroBatch]:
-    """Return the batches of a step for `data_rank`: random tokens, the same samples at every
-    topology. Stored scores of a reference are near those of the proxy model. Of samples that are
-    scored, each token up to the end has a target, and other tokens follow."""
-    generator = torch.Generator().manual_seed(1000 + step)
-    num_rows = plan.global_batch_size * plan.rows_per_sample
-    shape = (num_rows, plan.sequence_length + 1)
-    tokens = torch.randint(1, VOCABULARY, shape, generator=generator)
-    inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].clone()
-    labels[torch.rand(labels.shape, generator=generator) < 0.2] = IGNORED_LABEL
-    positions = reference = desirable = classes = values = ids = None
-    if config.data.isolates:
-        positions = document_positions(num_rows, plan.sequence_length)
-        labels[:, :-1][positions[:, 1:] == 0] = IGNORED_LABEL
-    if reads_scores(config):
-        noise = torch.rand(num_rows, generator=generator)
-        reference = noise - math.log(VOCABULARY) * (labels != IGNORED_LABEL).sum(-1)
-    if config.objective.type == "kto":
-        desirable = (torch.rand(num_rows // 2, generator=generator) < 0.5).repeat_interleave(2)
-    if config.objective.scores_samples:
-        lengths = torch.randint(
-            plan.sequence_length // 2, shape[1], (num_rows, 1), generator=generator
-        )
-        is_target = torch.arange(plan.sequence_length) < lengths
-        labels = torch.where(is_target, tokens[:, 1:], IGNORED_LABEL)
-    if config.objective.type == "classification":
-        own = load_hf_config(ModelSection(path=config.model.path))
-        num_labels = int(own.num_labels or 0)
-        classes = torch.randint(num_labels, (num_rows,), generator=generator)
-    if config.objective.type == "distillation":
-        logits = 2 * torch.randn(*labels.shape, VOCABULARY, generator=generator)
-        values, ids = logits.log_softmax(-1).topk(_TEACHER_TOP_K)
-    batch = MicroBatch(
-        inputs,
-        labels,
-        positions,
-        reference=reference,
-        desirable=desirable,
-        classes=classes,
-        teacher_values=values,
-        teacher_ids=ids,
-    )
-    rows = torch.arange(num_rows).reshape(plan.accumulation, plan.data_size, -1)[:, data_rank]
-    return [batch.moved(operator.itemgetter(row)) for row in rows]

@@ -17,19 +17,20 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.data.shards.format import IGNORED_LABEL
 from bigtrain.engine.objectives import make_objective
+from bigtrain.errors import ModelError, one_line
 from bigtrain.models.layers.adapters import base_name
 from bigtrain.models.layers.parameters import decoder_layers
 from bigtrain.models.parallel.grouped_experts import fit_experts
 from bigtrain.parity.adapters import with_adapters, without_adapters
+from bigtrain.parity.batches import RATES, STEPS, micro_batches
 from bigtrain.parity.optimizers import plain_optimizer
-from bigtrain.parity.proxy import RATES, STEPS, micro_batches
 from bigtrain.parity.routers import RouterTerms, StepDivision
+from bigtrain.parity.sums_in_parts import SumsInParts
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.objective import rows_per_sample, unit_of
 from bigtrain.settings.run_config import RunConfig
@@ -44,13 +45,20 @@ _DIVISIONS = 8
 class TrainingTrace:
     """Measurements of a training run of `STEPS` steps. layers: sums of squares of each layer's
     output before the first step, in model order. first and last: the weights after the first and
-    the last step, by name."""
+    the last step, by name, and averages of weights (`average_name`). distances: of a value of each
+    step from a threshold at which the computation changes, by the name of the threshold."""
 
     losses: list[float]
     norms: list[float]
     layers: dict[str, float]
     first: dict[str, torch.Tensor] = field(default_factory=dict)
     last: dict[str, torch.Tensor] = field(default_factory=dict)
+    distances: dict[str, list[float]] = field(default_factory=dict)
+
+
+def average_name(name: str) -> str:
+    """Return the name of the average of the weights `name` in a `TrainingTrace`."""
+    return f"average of {name}"
 
 
 def train_reference(
@@ -61,8 +69,20 @@ def train_reference(
     In float32 once, full batches at a time. In 16 bit, with float32 masters, several times, with
     samples in other orders and micro-batches: these runs differ only by rounding. sum_dtype: the
     dtype in which gradients of micro-batches are accumulated; None: that of the parameters.
-    division: of the compared topology, if router losses depend on it.
+    division: of the compared topology, if router losses depend on it. Raises ModelError if plain
+    transformers fails.
     """
+    try:
+        return _train_divisions(config, sum_dtype, division)
+    except (RuntimeError, ValueError, TypeError) as error:
+        reason = one_line(error)
+        raise ModelError(f"plain transformers cannot train the proxy model: {reason}") from error
+
+
+def _train_divisions(
+    config: RunConfig, sum_dtype: torch.dtype | None, division: StepDivision | None
+) -> list[TrainingTrace]:
+    """Train with each division of a step into micro-batches."""
     if config.precision.dtype == "float32":
         samples = config.batch.samples_per_step
         chunks = _whole(config) if division is None else division.chunks(samples, config.moe)
@@ -123,6 +143,13 @@ def _train(
     num_rows = rows_per_sample(config.objective)
     plan = BatchPlan(samples, samples, 1, 1, config.batch.sequence_length, rows_per_sample=num_rows)
     objective = make_objective(config)
+    teacher: Any = None
+    if config.objective.teacher_model is not None:
+        name = config.objective.teacher_model
+        teacher = AutoModelForCausalLM.from_pretrained(
+            name, dtype=dtype, attn_implementation=attention
+        ).eval()
+        fit_experts(teacher)
     figures = TrainingTrace([], [], {})
     with torch.no_grad():
         model.eval()
@@ -133,12 +160,18 @@ def _train(
             batch = replace(batch, input_ids=batch.input_ids.masked_fill(ended, padding))
         figures.layers = layer_outputs(model, lambda: _outputs(model, batch)[1])
     model.train()
+    averages: dict[str, torch.Tensor] = {}
     for step in range(STEPS):
         (batch,) = micro_batches(config, plan, step, 0)
+        if teacher is not None:
+            batch = _taught(batch, teacher, config.objective.teacher_top_k)
         parts = [batch.moved(operator.itemgetter(_rows(chunk, num_rows))) for chunk in chunks[step]]
         passes = PlainPasses(model, config.objective)
         objective.prepare(passes, [batch])
-        num_units = _num_units(config.objective, batch.labels)
+        if passes.summed is not None:
+            total, count = passes.summed.tolist()
+            figures.distances.setdefault("divergence of KTO", []).append(total / count)
+        num_units = _num_units(config.objective, batch)
         losses = (objective.summed_loss(passes, part, part) for part in parts)
         loss = _backward(
             losses, num_units, len(parts), parameters, masters, sum_dtype or dtype, terms
@@ -155,9 +188,17 @@ def _train(
         terms.update_biases()
         figures.losses.append(loss)
         figures.norms.append(float(norm))
+        if config.optimizer.clip_norm:
+            excess = float(norm) / config.optimizer.clip_norm - 1
+            figures.distances.setdefault("optimizer.clip_norm", []).append(excess)
+        if config.optimizer.ema is not None:
+            for name, master in masters.items():
+                average = averages.setdefault(name, master.clone())
+                average.lerp_(master, 1 - config.optimizer.ema.decay)
         if step == 0:
             figures.first = _weights(model, masters, terms)
     figures.last = _weights(model, masters, terms)
+    figures.last |= {average_name(name): average for name, average in averages.items()}
     return figures
 
 
@@ -174,9 +215,18 @@ def _trained(model: nn.Module, frozen: Sequence[str]) -> dict[str, nn.Parameter]
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def _num_units(section: ObjectiveSection, labels: torch.Tensor) -> int:
-    """Return the units of `labels` of which a step's loss is the mean."""
-    targets = labels != IGNORED_LABEL
+@torch.no_grad()
+def _taught(batch: MicroBatch, teacher: Any, top_k: int) -> MicroBatch:
+    """Return `batch` with the most probable tokens of the model `teacher` at each position."""
+    values, ids = _outputs(teacher, batch)[1].float().log_softmax(-1).topk(top_k)
+    return replace(batch, teacher_values=values, teacher_ids=ids)
+
+
+def _num_units(section: ObjectiveSection, batch: MicroBatch) -> float:
+    """Return the units of which a step's loss is the mean, or the sum of the weights of losses."""
+    if batch.weights is not None:
+        return float(batch.weights.double().sum())
+    targets = batch.labels != IGNORED_LABEL
     if unit_of(section) == "tokens":
         return int(targets.sum())
     return int(targets.any(-1).sum()) // rows_per_sample(section)
@@ -189,7 +239,7 @@ def _rows(samples: torch.Tensor, rows_per_sample: int) -> torch.Tensor:
 
 def _backward(
     losses: Iterable[tuple[torch.Tensor, list[Any]]],
-    num_units: int,
+    num_units: float,
     num_parts: int,
     parameters: dict[str, nn.Parameter],
     masters: dict[str, torch.Tensor],
@@ -218,30 +268,33 @@ def _backward(
 
 
 class PlainPasses:
-    """Passes of plain transformers in one process, that an objective makes its loss of."""
+    """Passes of plain transformers in one process, that an objective makes its loss of. summed: the
+    values that the objective added up over all samples of a step, if any."""
 
     def __init__(self, model: Any, section: ObjectiveSection) -> None:
         self._model, self._section = model, section
+        self.summed: torch.Tensor | None = None
 
     def cross_entropy(
         self, batch: MicroBatch, moved: MicroBatch, factor: torch.Tensor | None
     ) -> tuple[torch.Tensor, list[Any]]:
         """Return the loss of the next token, summed over targets, with the terms of the run."""
         outputs, logits = _outputs(self._model, batch)
-        logits, labels = logits.flatten(0, 1).float(), batch.labels.flatten()
-        smoothing = self._section.label_smoothing
-        loss = F.cross_entropy(
-            logits, labels, ignore_index=IGNORED_LABEL, reduction="sum", label_smoothing=smoothing
-        )
-        if self._section.z_loss:
-            targets = logits[labels != IGNORED_LABEL]
-            loss = loss + self._section.z_loss * targets.exp().sum(-1).log().square().sum()
+        is_target = batch.labels != IGNORED_LABEL
+        logits, labels = logits[is_target].float(), batch.labels[is_target]
+        smoothing, alpha = self._section.label_smoothing, self._section.alpha
+        losses = F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
+        losses = losses + self._section.z_loss * logits.exp().sum(-1).log().square()
         if batch.teacher is not None:
-            alpha, is_target = self._section.alpha, labels != IGNORED_LABEL
-            values, ids = (part.flatten(0, 1)[is_target] for part in batch.teacher)
-            own = _with_rest(logits[is_target].softmax(-1).gather(-1, ids))
-            divergence = F.kl_div(own.log(), _with_rest(values.exp()), reduction="sum")
-            loss = (1 - alpha) * loss + alpha * divergence
+            values, ids = (part[is_target] for part in batch.teacher)
+            probabilities = _with_rest(logits.softmax(-1).gather(-1, ids))
+            divergences = F.kl_div(
+                probabilities.log(), _with_rest(values.exp()), reduction="none"
+            ).sum(-1)
+            losses = (1 - alpha) * losses + alpha * divergences
+        if batch.weights is not None:
+            losses = losses * batch.weights[is_target]
+        loss = losses.sum()
         return loss, outputs
 
     def log_probabilities(
@@ -271,6 +324,7 @@ class PlainPasses:
 
     def sum_over_replicas(self, values: torch.Tensor) -> torch.Tensor:
         """Return `values`: there is one process."""
+        self.summed = values
         return values
 
     def reference(self) -> AbstractContextManager[None]:
@@ -335,52 +389,3 @@ def layer_outputs(model: torch.nn.Module, forward: Callable[[], object]) -> dict
                 hooks.enter_context(layer.register_forward_hook(partial(record, name)))
         forward()
     return sums
-
-
-class SumsInParts(TorchFunctionMode):
-    """Inside, linear layers add up `num_parts` partial sums, as that many ranks would. Over inputs
-    in the forward pass; over outputs, and over tokens, for the gradients."""
-
-    def __init__(self, num_parts: int) -> None:
-        super().__init__()
-        self.num_parts = num_parts
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """See `torch.overrides.TorchFunctionMode`."""
-        if function is not F.linear:
-            return function(*args, **(kwargs or {}))
-        return self._linear(*args, **(kwargs or {}))
-
-    def _linear(
-        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        product: torch.Tensor = _Linear.apply(input, weight, self.num_parts)  # type: ignore[no-untyped-call]
-        return product if bias is None else product + bias
-
-
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, states: torch.Tensor, weight: torch.Tensor, num_parts: int
-    ) -> torch.Tensor:
-        ctx.save_for_backward(states, weight)
-        ctx.num_parts = num_parts
-        return _product(states, weight.t(), num_parts)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        states, weight = ctx.saved_tensors
-        (gradient,) = gradients
-        outputs, inputs = (x.reshape(-1, x.shape[-1]) for x in (gradient, states))
-        of_weight = _product(outputs.t(), inputs, ctx.num_parts)
-        return _product(gradient, weight, ctx.num_parts), of_weight, None
-
-
-def _product(left: torch.Tensor, right: torch.Tensor, num_parts: int) -> torch.Tensor:
-    pairs = zip(left.tensor_split(num_parts, -1), right.tensor_split(num_parts, 0), strict=True)
-    first, *others = (one @ other for one, other in pairs)
-    for product in others:
-        first = first + product
-    return first

@@ -15,13 +15,14 @@ import torch.distributed as dist
 from bigtrain.engine.build import build_engine
 from bigtrain.engine.checkpoint.snapshot import read_weights, save_engine
 from bigtrain.engine.deepspeed_patches.startup import destroyed_groups
+from bigtrain.engine.live_teacher import LiveTeacher
 from bigtrain.engine.startup.mesh import open_mesh
 from bigtrain.engine.startup.process_group import process_group
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.weights.import_hf import find_weights
-from bigtrain.parity.proxy import RATES, micro_batches
+from bigtrain.parity.batches import RATES, micro_batches
 from bigtrain.parity.reference import layer_outputs
-from bigtrain.settings.resolve import resolve_run
+from bigtrain.settings.resolve import resolve_run, resolve_teacher
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.system.processes import exit_process
 from bigtrain.system.world import World, read_world
@@ -41,6 +42,16 @@ def train_case(case: dict[str, Any], world: World, device: torch.device) -> None
     engine = build_engine(config, run.engine, run.plan, hf_config, device, mesh)
     assert config.model.path is not None
     read_weights(engine, find_weights(config.model.path, hf_config))
+    teacher = resolve_teacher(run)
+    if teacher is not None:
+        section = teacher.config.model
+        assert section.path is not None
+        hf_teacher = load_hf_config(section)
+        frozen = build_engine(
+            teacher.config, teacher.engine, teacher.plan, hf_teacher, device, mesh
+        )
+        read_weights(frozen, find_weights(section.path, hf_teacher))
+        engine.teach = LiveTeacher(frozen, config.objective.teacher_top_k, {})
     first = micro_batches(config, run.plan, 0, place.data_rank)
     outputs = layer_outputs(engine.module, lambda: engine.evaluate(first))
     layers = _sum_over_ranks(outputs if place.tensor_rank == 0 else {})
@@ -54,6 +65,8 @@ def train_case(case: dict[str, Any], world: World, device: torch.device) -> None
             save_engine(engine, directory / "first")
     save_engine(engine, directory / "last")
     engine.close()
+    if isinstance(engine.teach, LiveTeacher):
+        engine.teach.close()
     if world.is_main:
         figures = {"losses": losses, "norms": norms, "layers": layers}
         (directory / "figures.json").write_text(json.dumps(figures))

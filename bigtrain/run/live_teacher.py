@@ -1,43 +1,20 @@
-"""Teacher of a distillation that is computed in the run: a second model, which is frozen."""
+"""Opening of the teacher of a distillation that is computed in the run."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.engine.build import build_engine
 from bigtrain.engine.checkpoint.snapshot import read_weights
+from bigtrain.engine.live_teacher import LiveTeacher
 from bigtrain.engine.startup.mesh import Mesh
-from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.errors import ModelError
-from bigtrain.models.weights.checksums import Sums, read_sums
+from bigtrain.models.weights.checksums import read_sums
 from bigtrain.models.weights.import_hf import find_weights
 from bigtrain.run.checkpointing.initialize import verify_weights
 from bigtrain.run.context import RunContext
 from bigtrain.run.preflight import Inputs
 from bigtrain.run.run_directory import TEACHER_MODEL
-
-
-@dataclass(frozen=True)
-class LiveTeacher:
-    """A frozen model on the ranks of a run. sums: checksums of its files."""
-
-    engine: TrainEngine
-    top_k: int
-    sums: Sums
-
-    def __call__(self, batch: MicroBatch) -> MicroBatch:
-        """Return `batch` with the log-probabilities of the teacher's most probable tokens at each
-        target. Collective as `TrainEngine.token_scores`."""
-        with self.engine.reference():
-            scores = self.engine.token_scores(replace(batch, weights=None), self.top_k)
-        values, ids = scores[..., 1 : 1 + self.top_k], scores[..., 1 + self.top_k :]
-        return replace(batch, tokens=None, teacher_values=values, teacher_ids=ids.long())
-
-    def close(self) -> None:
-        """Free the model."""
-        self.engine.close()
 
 
 def open_teacher(context: RunContext, inputs: Inputs, mesh: Mesh) -> LiveTeacher | None:

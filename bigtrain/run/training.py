@@ -22,6 +22,7 @@ from bigtrain.data.loading.loader import (
 from bigtrain.data.shards.block_checksums import NOT_VERIFIED
 from bigtrain.data.shards.verification import ListedShards, rank_slice
 from bigtrain.engine.build import build_engine
+from bigtrain.engine.live_teacher import LiveTeacher
 from bigtrain.engine.startup.mesh import Mesh, open_mesh, warm_up
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.errors import DataError, ModelError, TrainingError
@@ -50,7 +51,7 @@ from bigtrain.run.diagnostics.replica_watch import Differing, ReplicaWatch
 from bigtrain.run.diagnostics.start_times import GROUPS, IMPORTS, MODEL, WEIGHTS, StartTimes
 from bigtrain.run.evaluation import Evaluator
 from bigtrain.run.finish import closing_result, finish, is_complete, stop_early
-from bigtrain.run.live_teacher import LiveTeacher, open_teacher
+from bigtrain.run.live_teacher import open_teacher
 from bigtrain.run.loop import Loop
 from bigtrain.run.outer_steps import OuterSteps, refuse_other_run
 from bigtrain.run.prediction import log_prediction, utilization_of

@@ -19,14 +19,16 @@ from bigtrain.cli import main
 from bigtrain.errors import ConfigError
 from bigtrain.models.build import build_model
 from bigtrain.models.configuration import load_hf_config
+from bigtrain.parity.batches import micro_batches
 from bigtrain.parity.comparison import compare, mean_of
-from bigtrain.parity.proxy import Proxy, micro_batches, shrink
+from bigtrain.parity.proxy import Proxy, shrink
 from bigtrain.parity.reference import TrainingTrace, train_reference, train_reordered
 from bigtrain.parity.run import reference_of, train_points
 from bigtrain.parity.topologies import points
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import ModelSection, MoeSection, RunConfig
 from bigtrain.settings.sections.objective import ObjectiveSection
+from bigtrain.settings.sections.optimizer import OptimizerSection
 from tests.parity.conftest import ARCHITECTURES, llama, run_config
 from tests.parity.expert_models import MODELS as EXPERT_MODELS
 from tests.support.lives import run_forked_world
@@ -359,6 +361,8 @@ DEEPSEEK = {**EXPERT_MODELS["deepseek_v3"], "num_hidden_layers": 2}
 GLOBAL = {"auxiliary_loss": "global_batch"}
 PREFERENCE = {"objective": {"type": "preference", "loss": "ipo"}}
 KTO = {"objective": {"type": "kto"}}
+AVERAGED: dict[str, Any] = {"lr": 1e-3, "ema": {"decay": 0.99}}
+LIVE = {"type": "distillation", "teacher_model": "teacher"}
 REWARD = {"objective": {"type": "reward", "center_rewards_coefficient": 0.5}}
 CLASSES = {"objective": {"type": "classification"}}
 
@@ -449,13 +453,16 @@ MUTATIONS_OF_RANKS: dict[str, tuple[dict[str, tuple[str, str]], dict[str, Any], 
 
 def run_of(sections: dict[str, Any], directory: Path) -> dict[str, Any]:
     """A run of a model of its configuration, or with adapters on one of its files."""
-    more = {name: section for name, section in sections.items() if name != "model"}
-    run: dict[str, Any] = run_config(
-        Path("unread"), {"config": sections["model"]}, micro_batch_size=1, **more
-    )
+    more = {name: section for name, section in sections.items() if name not in ("model", "loss")}
+    model = {"config": sections["model"], "loss": sections.get("loss", "auto")}
+    run: dict[str, Any] = run_config(Path("unread"), model, micro_batch_size=1, **more)
     run["data"]["mask_end_of_document"] = "objective" not in more
     if more.get("objective", {}).get("type") == "distillation":
         run["data"]["packing"] = "best_fit"
+    if "teacher_model" in more.get("objective", {}):
+        section = ModelSection(config=sections["model"])
+        build_model(section, load_hf_config(section), seed=2).save_pretrained(directory / "teacher")
+        run["objective"] = {**more["objective"], "teacher_model": str(directory / "teacher")}
     if "adapters" in more:
         section = ModelSection(config=sections["model"])
         build_model(section, load_hf_config(section), seed=1).save_pretrained(directory / "base")
@@ -527,16 +534,31 @@ def test_what_is_wrong_between_ranks_is_told(name: str, tmp_path: Path) -> None:
             ("pipeline_zero1, data 1, pipeline 2",),
             marks=pytest.mark.slow,
         ),
+        (
+            {"model": llama(), **KTO},
+            {"objective": ObjectiveSection()},
+            ("zero1, data 2",),
+        ),
         pytest.param(
             {"model": llama(), **KTO},
             {"objective": ObjectiveSection()},
-            ("zero1, data 2", "zero3, data 1, sequence 2"),
+            ("zero3, data 1, sequence 2",),
             marks=pytest.mark.slow,
+        ),
+        (
+            {"model": llama(), "loss": "chunked", "optimizer": AVERAGED},
+            {"optimizer": OptimizerSection(**(AVERAGED | {"ema": {"decay": 0.79}}))},
+            ("pipeline_zero1, data 1, pipeline 2",),
+        ),
+        (
+            {"model": llama(), "objective": LIVE},
+            {"objective": ObjectiveSection()},
+            ("zero3, data 2",),
         ),
         pytest.param(
             {"model": llama(), "adapters": LORA, **KTO},
             {"objective": ObjectiveSection()},
-            ("zero3, data 2", "zero1, data 1, tensor 2"),
+            ("zero3, data 2", "zero1, data 1, tensor 2", "pipeline_zero1, data 1, pipeline 2"),
             marks=pytest.mark.slow,
         ),
         pytest.param(
@@ -572,7 +594,8 @@ def test_what_is_wrong_between_ranks_is_told(name: str, tmp_path: Path) -> None:
     ],
     ids=[
         "global batch", "auxiliary loss", "biases", "adapters", "pairs", "pairs in stages",
-        "answers", "answers with adapters", "rewards", "classes with adapters", "answers in stages",
+        "answers", "answers in parts", "weights and averages in stages", "live teacher",
+        "answers with adapters", "rewards", "classes with adapters", "answers in stages",
         "terms", "teacher",
     ],
 )  # fmt: skip

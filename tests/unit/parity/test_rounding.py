@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from bigtrain.parity.reference import SumsInParts
+from bigtrain.parity.sums_in_parts import SumsInParts
 
 
 def test_sums_in_parts() -> None:

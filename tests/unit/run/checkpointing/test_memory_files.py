@@ -3,22 +3,41 @@ which files go from where."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from copy import deepcopy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from bigtrain.engine.checkpoint.tensor_file import file_name
+from bigtrain.run.checkpointing import checkpoints, memory_files, resume
+from bigtrain.run.checkpointing.memory_directory import StoredInMemory, stored_at
 from bigtrain.run.checkpointing.memory_files import (
+    MemoryCheckpoint,
+    MemoryFiles,
     _add_holders,
     _add_holdings,
     _add_needs,
+    _files_at,
     _Holdings,
     _joined,
     _Needs,
     _NeedsOfHosts,
     plan_transfers,
 )
+from tests.support.small_checkpoint import write_small_checkpoint
+
+SMALL_RUN: dict[str, Any] = {
+    "model": {"path": "base"},
+    "data": {"path": "shards"},
+    "batch": {"sequence_length": 8, "global_batch_size": 1},
+    "train": {"steps": 5},
+    "optimizer": {"lr": 1e-3},
+    "output": {"directory": "run"},
+}
 
 
 def test_holdings_of_all_hosts_are_one_range() -> None:
@@ -86,3 +105,81 @@ def test_no_more_holders_are_told_than_hosts_that_lack_a_file() -> None:
     for keeper in (24, 8, 0, 16):
         holders = _add_holders(lacking, holders, {"a": {keeper: 5}, "b": {keeper: 6}})
     assert holders == {"a": {0: 5, 8: 5}, "b": {0: 6}}
+
+
+@pytest.mark.parametrize(
+    ("in_memory", "on_disk", "order"),
+    [
+        ((9, 7), (6, 3), ("memory 9", "memory 7", "disk 6", "disk 3")),
+        ((5,), (8, 3), ("disk 8", "memory 5", "disk 3")),
+        ((8, 4), (8, 6), ("memory 8", "disk 8", "disk 6", "memory 4")),
+        ((2,), (), ("memory 2",)),
+    ],
+)
+def test_a_run_resumes_from_the_newest_of_memory_and_disk(
+    in_memory: tuple[int, ...],
+    on_disk: tuple[int, ...],
+    order: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(checkpoints, "list_steps", lambda _: sorted(on_disk))
+    usable = [(Path("disk"), {"step": step}) for step in on_disk]
+    monkeypatch.setattr(resume, "_usable", lambda *_: iter(usable))
+    context: Any = SimpleNamespace(directory=Path("run"))
+    stored = [MemoryCheckpoint(step, "digest", 0) for step in in_memory]
+    candidates = resume._merged(context, SimpleNamespace(info=print), stored)  # type: ignore[arg-type]
+    shown = [
+        f"memory {one.step}" if isinstance(one, MemoryCheckpoint) else f"disk {one[1]['step']}"
+        for one in itertools.islice(candidates, len(order))
+    ]
+    assert tuple(shown) == order
+
+
+@pytest.mark.parametrize(
+    ("run", "attempt", "step", "files", "told"),
+    [
+        ("this", "second", 9, 2, None),
+        ("this", "first", 5, 2, None),
+        ("this", "first", 6, 2, "the run has continued from an earlier step since"),
+        ("other", "second", 9, 2, "the run has continued from an earlier step since"),
+        ("this", "unknown", 5, 2, "the run has continued from an earlier step since"),
+        ("this", "second", 9, 1, "no remaining host has rank-00001.safetensors"),
+    ],
+    ids=["newest", "earlier", "trained again", "other run", "other launch", "incomplete"],
+)
+def test_a_stale_checkpoint_in_memory_is_not_used(
+    run: str,
+    attempt: str,
+    step: int,
+    files: int,
+    told: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first launch trained on from step 5; the second one continued from there."""
+    monkeypatch.setattr(memory_files, "combine_on_main", lambda own, *_: own)
+    monkeypatch.setattr(checkpoints, "read_run_id", lambda _: "this")
+    newest = {"first": 5.0, "second": float("inf")}
+    monkeypatch.setattr(memory_files, "steps_of_attempts", lambda _: newest)
+    names = frozenset(map(file_name, range(files)))
+    stored = [StoredInMemory(step, run, attempt, "digest", 2, names)]
+    lines: list[str] = []
+    held: Any = SimpleNamespace(
+        directory=SimpleNamespace(stored=lambda: stored),
+        is_keeper=True,
+        group=None,
+        _keeper=0,
+        _context=SimpleNamespace(directory=tmp_path, hosts=["host"]),
+    )
+    complete = MemoryFiles.complete(held, SimpleNamespace(info=lines.append))  # type: ignore[arg-type]
+    assert [one.step for one in complete] == ([step] if told is None else [])
+    assert all(told in line for line in lines) if told else not lines
+    assert len(lines) == bool(told)
+
+
+def test_files_of_another_checkpoint_of_the_same_step_are_not_used(tmp_path: Path) -> None:
+    directory = write_small_checkpoint(tmp_path, 3, SMALL_RUN)
+    (directory / checkpoints.LAYOUT).write_text("{}")
+    digest = stored_at(directory).digest
+    assert "tensors/rank-00000.safetensors" in _files_at(directory, digest)
+    assert _files_at(directory, digest[::-1]) == {}

@@ -1,0 +1,30 @@
+"""Teacher of a distillation that is computed in the run: a second model, which is frozen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from bigtrain.data.loading.micro_batch import MicroBatch
+from bigtrain.engine.train_engine import TrainEngine
+from bigtrain.models.weights.checksums import Sums
+
+
+@dataclass(frozen=True)
+class LiveTeacher:
+    """A frozen model on the ranks of a run. sums: checksums of its files."""
+
+    engine: TrainEngine
+    top_k: int
+    sums: Sums
+
+    def __call__(self, batch: MicroBatch) -> MicroBatch:
+        """Return `batch` with the log-probabilities of the teacher's most probable tokens at each
+        target. Collective as `TrainEngine.token_scores`."""
+        with self.engine.reference():
+            scores = self.engine.token_scores(replace(batch, weights=None), self.top_k)
+        values, ids = scores[..., 1 : 1 + self.top_k], scores[..., 1 + self.top_k :]
+        return replace(batch, tokens=None, teacher_values=values, teacher_ids=ids.long())
+
+    def close(self) -> None:
+        """Free the model."""
+        self.engine.close()

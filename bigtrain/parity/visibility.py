@@ -1,0 +1,83 @@
+"""Errors that a comparison would not detect: settings whose change does not show in the numbers of
+the reference, and thresholds that its steps do not cross."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import ValidationError
+
+from bigtrain.parity.comparison import compare
+from bigtrain.parity.reference import train_reference, train_reordered
+from bigtrain.settings.run_config import RunConfig
+from bigtrain.settings.sections.base import Section
+
+_SECTIONS = ("objective", "moe", "optimizer", "adapters")
+_CHANGE = 0.9
+"""Factor of a setting whose change must be visible."""
+_MARGIN = 1e-3
+"""Least distance from a threshold, on either side."""
+
+
+def with_crossed_clipping(config: RunConfig) -> RunConfig:
+    """Return `config` with a clipping norm between the norms of its steps, if it clips."""
+    if not config.optimizer.clip_norm:
+        return config
+    (trace,) = train_reference(_with(config, "optimizer", clip_norm=0.0))
+    middle = (min(trace.norms) * max(trace.norms)) ** 0.5
+    return _with(config, "optimizer", clip_norm=float(f"{middle:.4g}"))
+
+
+def invisible_settings(config: RunConfig) -> list[str]:
+    """Return a line for each setting of the float32 run `config` whose change by a tenth would pass
+    as rounding, and for each threshold that its steps do not cross."""
+    (reference,), reordered = train_reference(config), train_reordered(config)
+    lines = []
+    for key, changed in _changed_settings(config):
+        (trace,) = train_reference(changed)
+        if compare([reference], trace, reordered).passed:
+            lines.append(f"{key}: an error of a tenth would pass as rounding")
+    for name, distances in reference.distances.items():
+        for side, nearest in (("above", max(distances)), ("below", -min(distances))):
+            if nearest < _MARGIN:
+                lines.append(f"{name}: no step is {side} the threshold")
+    return lines
+
+
+def _changed_settings(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
+    """Yield `config` with one number changed, by the number's key. Numbers that are 0, and those
+    that the run does not read, which its validation refuses, are not changed."""
+    for name in _SECTIONS:
+        section = getattr(config, name)
+        for key, values in () if section is None else _changed_values(section):
+            if (name, key) == ("optimizer", "lr"):  # `RATES` are used instead
+                continue
+            try:
+                yield f"{name}.{key}", _with(config, name, **values)
+            except ValidationError:
+                continue
+
+
+def _changed_values(section: Section) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the key of each number in `section`, and the field of the section with that number
+    changed."""
+    for key, value in section:
+        if isinstance(value, float) and value:
+            yield key, {key: _CHANGE * value}
+        elif isinstance(value, tuple) and all(isinstance(number, float) for number in value):
+            for place, number in enumerate(value):
+                changed = (*value[:place], _CHANGE * number, *value[place + 1 :])
+                yield f"{key}[{place}]", {key: changed}
+        elif isinstance(value, Section):
+            for inner_key, inner in _changed_values(value):
+                if not inner_key.startswith("eps"):  # limits that only prevent a division by 0
+                    yield f"{key}.{inner_key}", {key: {**dict(value), **inner}}
+
+
+def _with(config: RunConfig, name: str, **values: object) -> RunConfig:
+    """Return `config` with other values in the section `name`. Raises ValidationError for values
+    that it does not read."""
+    section = getattr(config, name)
+    changed = type(section).model_validate({**dict(section), **values})
+    return config.model_copy(update={name: changed})
