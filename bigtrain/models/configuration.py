@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import difflib
 import importlib.util
+import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -26,7 +27,7 @@ from transformers.utils import cached_file
 
 from bigtrain.errors import ConfigError, ModelError, Problem, first_line, one_line
 from bigtrain.settings.extensions import import_named
-from bigtrain.settings.hf_config_keys import not_causal
+from bigtrain.settings.hf_config_keys import TEXT_IDS, not_causal
 from bigtrain.system.storage.copies import local_path
 
 if TYPE_CHECKING:
@@ -242,26 +243,52 @@ def _refused(key: str, config: RunConfig, rule: str, remedy: str) -> ConfigError
     return ConfigError(Problem(key, config.model.path, rule, remedy))
 
 
-def save_configuration(
-    section: ConfigurationSource, hf_config: PreTrainedConfig, directory: Path
-) -> None:
-    """Write `hf_config` into `directory`, and an unchanged copy of the generation settings of the
-    model that `section` names, if it has any. Raises OSError."""
-    with unmarked(hf_config):
-        hf_config.save_pretrained(directory)
+def _generation_file(section: ConfigurationSource) -> str | None:
+    """Return the file with the generation settings of the model that `section` names; None if it
+    has none, or if the hub cannot be reached."""
     source = section.path or section.config
     if not isinstance(source, str):
-        return
-    # None also if the hub cannot be reached: settings that were written before then stay.
-    generation_config = cached_file(
+        return None
+    path: str | None = cached_file(
         local_path(source, weights=False),
         GENERATION_CONFIG,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
         _raise_exceptions_for_gated_repo=False,
     )
-    if generation_config is not None:
-        shutil.copyfile(generation_config, directory / GENERATION_CONFIG)
+    return path
+
+
+def generation_settings(section: ConfigurationSource) -> dict[str, Any]:
+    """Return the generation settings of the model that `section` names; empty if it has none, or
+    if they are not a JSON object, which `unusable_files` refuses."""
+    path = _generation_file(section)
+    try:
+        settings = {} if path is None else json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return settings if isinstance(settings, dict) else {}
+
+
+def save_configuration(
+    section: ConfigurationSource, hf_config: PreTrainedConfig, directory: Path
+) -> None:
+    """Write `hf_config` into `directory`, and the generation settings of the model that `section`
+    names, if it has any: unchanged for trained weights, with the ids of `hf_config` for random
+    ones. Settings that were written before the hub could not be reached stay. Raises OSError."""
+    with unmarked(hf_config):
+        hf_config.save_pretrained(directory)
+    path = _generation_file(section)
+    if path is None:
+        return
+    shutil.copyfile(path, directory / GENERATION_CONFIG)
+    settings = generation_settings(section)
+    if section.path is None and settings:
+        text = text_config(hf_config)
+        ids = {name: getattr(text, name, None) for name in TEXT_IDS}
+        settings = {name: value for name, value in settings.items() if name not in ids}
+        settings |= {name: value for name, value in ids.items() if value is not None}
+        (directory / GENERATION_CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:

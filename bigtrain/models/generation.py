@@ -13,9 +13,9 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
 from bigtrain.errors import ModelError, one_line
-from bigtrain.models.export.verified import end_of_turn_ids
 from bigtrain.models.layers.adapters import quiet_bitsandbytes
 from bigtrain.models.parallel.grouped_experts import fit_experts
+from bigtrain.models.text_ids import stop_ids
 from bigtrain.models.transformers_patches import without_progress
 from bigtrain.models.weights.weight_files import refuse_pickles
 from bigtrain.system.storage.copies import local_path
@@ -59,6 +59,7 @@ def generate(
         input_ids=inputs,
         attention_mask=torch.ones_like(inputs),
         max_new_tokens=max_new_tokens,
+        eos_token_id=_ends(network, tokenizer, model),
         pad_token_id=tokenizer.eos_token_id,
         **sampling.options(),
     )
@@ -69,15 +70,20 @@ def prompt_ids(tokenizer: Any, prompt: str, record: TextRecord | None) -> list[i
     """Return the tokens of `prompt` after those that texts begin with; empty for an empty
     prompt."""
     ids = list(tokenizer(prompt, add_special_tokens=False).input_ids)
+    if not ids:
+        return []
     if record is None:
         own = list(tokenizer(prompt).input_ids)
         begin = next((n for n in range(len(own)) if own[n : n + len(ids)] == ids), 0)
-        beginning = own[:begin]
-    else:
-        beginning = [*record.beginning_ids]
-    if not ids or not beginning or ids[: len(beginning)] == beginning:
-        return ids
-    return [*beginning, *ids]
+        record = TextRecord(tuple(own[:begin]), -1, ())
+    return record.begin(ids)
+
+
+def _ends(network: Any, tokenizer: Any, model: str) -> list[int] | None:
+    """Return the tokens at which generation from the directory or hub name `model` stops; None for
+    none. Next to adapters a record names them; `network` has the settings of their base."""
+    record = read_record(Path(local_path(model)))
+    return stop_ids(record, tokenizer, network.generation_config.eos_token_id) or None
 
 
 class Conversation:
@@ -97,13 +103,7 @@ class Conversation:
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._network = _load_network(model).to(self._device)
         self._max_new_tokens, self._sampling = max_new_tokens, sampling
-        known = self._network.generation_config.eos_token_id
-        endings = [known] if isinstance(known, int) else list(known or [])
-        record = read_record(Path(local_path(model)))
-        learned = () if record is None else record.answer_end_ids
-        self._endings = list(dict.fromkeys((*endings, *learned, *end_of_turn_ids(self._tokenizer))))
-        if not self._endings and self._tokenizer.eos_token_id is not None:
-            self._endings = [self._tokenizer.eos_token_id]
+        self._endings = _ends(self._network, self._tokenizer, model)
         torch.manual_seed(sampling.seed)
 
     @torch.no_grad()
@@ -122,7 +122,7 @@ class Conversation:
             input_ids=inputs.input_ids,
             attention_mask=inputs.attention_mask,
             max_new_tokens=self._max_new_tokens,
-            eos_token_id=self._endings or None,
+            eos_token_id=self._endings,
             pad_token_id=self._tokenizer.eos_token_id,
             streamer=_Written(self._tokenizer, write),
             **self._sampling.options(),

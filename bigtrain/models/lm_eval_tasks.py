@@ -12,7 +12,7 @@ import difflib
 import importlib.util
 import io
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ import torch
 
 from bigtrain.errors import ConfigError, Problem, one_line
 from bigtrain.models.build import empty_model
+from bigtrain.models.text_ids import stop_ids
 from bigtrain.models.transformers_patches import only_errors
 from bigtrain.settings.run_config import EvaluationSection
 from bigtrain.system.text_record import TextRecord
@@ -98,18 +99,17 @@ class Tasks:
         section: EvaluationSection,
         tokenizer: Any,
         hf_config: Any,
-        texts: TextRecord | None = None,
+        texts: TextRecord,
     ) -> None:
         """Load the tasks and their data, from the hub if it is not cached; `tokenizer`: of
-        transformers; `texts`: how training texts begin, and so contexts, None for what lm-eval does
-        with the tokenizer.
+        transformers; `texts`: how training texts, and so contexts, begin and answers end.
 
         Raises ConfigError where that fails, or ``evaluation.best.metric`` is none of theirs.
         """
         self._section = section
         self._tokenizer = tokenizer
         self._hf_config = hf_config
-        self._options = {} if texts is None else _begin_contexts(tokenizer, texts)
+        self._texts = texts
         try:
             with _quiet():
                 self._loaded = _manager(section).load(list(section.tasks))
@@ -152,7 +152,7 @@ class Tasks:
 
             self._prepare()
             results = evaluate(
-                _live_model(model, self._tokenizer, self._hf_config, self._options),
+                _live_model(model, self._tokenizer, self._hf_config, self._texts),
                 self._loaded,
                 limit=self._section.tasks_limit,
                 bootstrap_iters=0,
@@ -186,26 +186,13 @@ def figures_of(results: Any) -> dict[str, float]:
     return by_name
 
 
-def _begin_contexts(tokenizer: Any, texts: TextRecord) -> dict[str, Any]:
-    """Make `tokenizer` begin contexts like training texts; return lm-eval's options for it."""
-    from tokenizers.processors import TemplateProcessing
-
-    backend, ids = tokenizer.backend_tokenizer, texts.beginning_ids
-    alone = tokenizer("a", add_special_tokens=False).input_ids
-    if tokenizer("a").input_ids[: -len(alone)] != [*ids]:
-        named = [(f"begin{number}", id_) for number, id_ in enumerate(ids)]
-        special = [{"id": name, "ids": [id_], "tokens": [name]} for name, id_ in named]
-        backend.post_processor = TemplateProcessing(
-            single=" ".join([*(name for name, _ in named), "$A"]), special_tokens=special
-        )
-    prefix = ids[-1] if ids else texts.end_of_document_id
-    return {"add_bos_token": bool(ids), "prefix_token_id": prefix}
-
-
-def _live_model(
-    model: TokenModel, tokenizer: Any, hf_config: Any, options: Mapping[str, Any]
-) -> Any:
+def _live_model(model: TokenModel, tokenizer: Any, hf_config: Any, texts: TextRecord) -> Any:
     from lm_eval.models.huggingface import HFLM
+
+    beginning = [*texts.beginning_ids]
+    # A text without a beginning follows the end of another one, as in the training stream.
+    prefix = beginning[-1] if beginning else texts.end_of_document_id
+    ends = frozenset(stop_ids(texts, tokenizer))
 
     class HarnessModel(HFLM):  # type: ignore[misc]
         """lm-eval's model of transformers, with another model behind it."""
@@ -214,22 +201,52 @@ def _live_model(
         def device(self) -> torch.device:
             return torch.device("cpu")
 
+        def tok_encode(
+            self,
+            string: str,
+            add_special_tokens: bool | None = None,
+            left_truncate_len: int | None = None,
+            **_: Any,
+        ) -> list[int]:
+            """Encode a text that begins like training texts, also if it spells its beginning."""
+            ids = list(tokenizer(string, add_special_tokens=False).input_ids)
+            if add_special_tokens is not False:
+                ids = texts.begin(ids)
+            return ids[-left_truncate_len:] if left_truncate_len else ids
+
+        def tok_batch_encode(
+            self, strings: list[str], *_: Any, left_truncate_len: int | None = None, **__: Any
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            """Encode each text separately: lm-eval's method decides by the first one of a batch
+            whether all of them get a beginning."""
+            rows = [self.tok_encode(text, left_truncate_len=left_truncate_len) for text in strings]
+            width = max(map(len, rows))
+            ids, mask = (torch.zeros((len(rows), width), dtype=torch.int64) for _ in range(2))
+            for number, row in enumerate(rows):
+                ids[number, width - len(row) :] = torch.tensor(row, dtype=torch.int64)
+                mask[number, width - len(row) :] = 1
+            return ids, mask
+
         def _loglikelihood_tokens(
             self, requests: Any, disable_tqdm: bool = False, override_bs: int | None = None
         ) -> list[tuple[float, bool]]:
             pairs = []
             for _, context, continuation in requests:
+                if context == [prefix] and beginning:
+                    # lm-eval begins a text that it scores completely (rolling) a second time.
+                    context, full_text = beginning, texts.begin(continuation)
+                    continuation = full_text[len(beginning) :]
                 # As many as there are positions, and the last one, which is only predicted.
                 tokens = [*context, *continuation][-(self.max_length + 1) :]
-                pairs.append((tokens[: -len(continuation)], continuation))
-            return model.score(pairs)
+                pairs.append((tokens[: len(tokens) - len(continuation)], continuation))
+            scores = iter(model.score([pair for pair in pairs if pair[1]]))
+            return [next(scores) if continuation else (0.0, True) for _, continuation in pairs]
 
         def _model_generate(
             self, context: torch.Tensor, max_length: int, stop: list[str], **options: Any
         ) -> torch.Tensor:
             mask = options["attention_mask"].bool()
             prompts = [row[kept].tolist() for row, kept in zip(context, mask, strict=True)]
-            ends = {self.eot_token_id}
 
             def is_finished(_number: int, new: Tokens) -> bool:
                 if new and new[-1] in ends:
@@ -252,7 +269,8 @@ def _live_model(
         tokenizer=tokenizer,
         backend="causal",
         batch_size=_TEXTS_AT_ONCE,
-        **options,
+        add_bos_token=bool(beginning),
+        prefix_token_id=prefix,
     )
 
 

@@ -23,14 +23,13 @@ from bigtrain.errors import ConfigError, Problem, one_line
 from bigtrain.models.configuration import text_config
 from bigtrain.models.generation import prompt_ids
 from bigtrain.models.lm_eval_tasks import Drawing, IsFinished, Tasks, Tokens
+from bigtrain.models.text_ids import stop_ids
 from bigtrain.run.context import RunContext
 from bigtrain.run.preflight import Inputs
 from bigtrain.run.reporting.metrics import HeldOutLoss
-from bigtrain.run.run_directory import text_record
 from bigtrain.run.run_log import RunLog
 from bigtrain.run.state import TrainState, after_evaluation, has_stopped
 from bigtrain.settings.sections.evaluation import TASKS
-from bigtrain.system.text_record import TextRecord
 
 
 class Evaluator:
@@ -178,15 +177,10 @@ class Prompts:
         limit = getattr(text_config(inputs.hf_config), "max_position_embeddings", None)
 
         def tokenize() -> list[list[int]]:
-            datasets = inputs.datasets
-            tokenizer = load_tokenizer(str(datasets[0].tokenizer_path))
+            tokenizer = load_tokenizer(str(inputs.tokenizer_path))
             self._tokenizer = tokenizer
-            record = text_record([dataset.table.tokenizer for dataset in datasets])
-            self._ends = {
-                tokenizer.end_of_document_id,
-                record.end_of_document_id,
-                *record.answer_end_ids,
-            }
+            record = inputs.text_record
+            self._ends = frozenset(stop_ids(record, tokenizer.huggingface))
             ids_of_prompts: list[list[int]] = []
             for number, text in enumerate(self._texts):
                 ids = prompt_ids(tokenizer.huggingface, text, record)
@@ -228,14 +222,9 @@ class TaskRunner:
         self._tasks: Tasks | None = None
 
         def load() -> None:
-            dataset = inputs.datasets[0]
-            tokenizer = load_tokenizer(str(dataset.tokenizer_path)).huggingface
+            tokenizer = load_tokenizer(str(inputs.tokenizer_path)).huggingface
             section, hf_config = context.config.evaluation, inputs.hf_config
-            listed = dataset.table.tokenizer
-            texts = None  # from a version without text beginnings: use lm-eval's default
-            if listed.beginning_ids is not None:
-                texts = TextRecord(listed.beginning_ids, listed.end_of_document_id)
-            self._tasks = Tasks(section, tokenizer, hf_config, texts)
+            self._tasks = Tasks(section, tokenizer, hf_config, inputs.text_record)
 
         context.long_work.on_main_rank(load)
 

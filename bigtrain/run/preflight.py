@@ -40,15 +40,20 @@ from bigtrain.models.weights.vocabulary import (
     base_configuration,
     grown_configuration,
 )
+from bigtrain.run.frozen_rows import check_frozen_rows
 from bigtrain.run.output_directory import check_output
 from bigtrain.run.reporting.metrics import check_trackers
 from bigtrain.run.shared_memory import check_memory_directory
+from bigtrain.run.text_ids import resolve_text_ids
 from bigtrain.settings.compatibility.check import Facts, check_model
 from bigtrain.settings.hf_config_keys import check_layer_drop
 from bigtrain.settings.objective import of_teacher
 from bigtrain.settings.resolve import ResolvedRun, resolve_teacher
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.settings.sections.optimizer import check_optimizer_package
+from bigtrain.system.text_record import TextRecord
+
+_NO_TEXTS = TextRecord((), 0, ())
 
 
 @dataclass(frozen=True)
@@ -65,8 +70,8 @@ class Inputs:
     """Inputs of a run, checked for existence and consistency. growth: of the vocabulary, if any.
     data_hash: `bigtrain.data.samples.phases`. sources, datasets: of the mixture, in its order.
     packing: of their documents. model_plan: how the model is split, isolates documents and computes
-    its loss. held_out_sets: of ``evaluation.held_out``. notes: on what is legal and rarely
-    meant."""
+    its loss. held_out_sets: of ``evaluation.held_out``. notes: on what is legal and rarely meant.
+    text_record: ids that begin and end texts."""
 
     hf_config: Any
     data_hash: str
@@ -78,6 +83,14 @@ class Inputs:
     teacher: TeacherInputs | None = None
     held_out_sets: tuple[TokenDataset, ...] = ()
     notes: tuple[str, ...] = ()
+    text_record: TextRecord = _NO_TEXTS
+
+    @property
+    def tokenizer_path(self) -> Path:
+        """Directory of the run's tokenizer: that of the first dataset with a chat template, if any
+        has one."""
+        with_template = (d for d in self.datasets if d.table.tokenizer.chat_template is not None)
+        return next(with_template, self.datasets[0]).tokenizer_path
 
 
 def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = None) -> Inputs:
@@ -92,7 +105,10 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
     config = run.config
     datasets, not_opened = open_checked(config, check, samples)
     labels = datasets[0].table.labels if datasets else ()
-    hf_config = with_objective_head(load_hf_config(config.model), config, labels)
+    hf_config = load_hf_config(config.model)
+    ids = resolve_text_ids(config, hf_config, datasets) if datasets else None
+    # Before the head, whose padding is an end of text unless the model has its own.
+    hf_config = with_objective_head(ids.hf_config if ids else hf_config, config, labels)
     hf_config = with_mtp_layers(hf_config, trains=config.objective.mtp_weight > 0)
     problems: list[Problem] = [
         *check_trackers(config.logging.trackers),
@@ -100,6 +116,7 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
         # Also the defaults of its class.
         *check_layer_drop(text_config(hf_config).to_dict(), "model.config"),
         *not_opened,
+        *(ids.problems if ids else ()),
     ]
     growth = None
     held_out_sets: tuple[TokenDataset, ...] = ()
@@ -129,11 +146,14 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
     num_replicas = run.topology.partition_size
     problems += check_expert_gathering(hf_config, run.engine.zero_stage, num_replicas)
     model_plan, teacher = None, None
+    row_notes: list[str] = []
     if not problems:
         model_plan, problems = cached_model_plan(config, hf_config, run.plan)
+    if not problems and check != "listed" and growth is None and not _resumes(config):
+        problems, row_notes = check_frozen_rows(config, hf_config, datasets)
     if not problems and config.objective.teacher_model is not None:
         teacher, problems = _inspect_teacher(run, hf_config, datasets)
-    if model_plan is None or problems:
+    if model_plan is None or ids is None or problems:
         raise ConfigError(problems, "the run's inputs")
     return Inputs(
         hf_config,
@@ -145,7 +165,8 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
         growth,
         teacher,
         held_out_sets,
-        _notes(config, datasets) if check != "listed" else (),
+        (*ids.notes, *row_notes, *_notes(config, datasets)) if check != "listed" else (),
+        ids.record,
     )
 
 

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 import bigtrain
-from bigtrain.data.shards.manifest import TOKENIZER_DIRECTORY, TokenizerRecord
 from bigtrain.models.configuration import save_configuration
 from bigtrain.models.weights.checksums import BASE_MODEL, Sums, write_sums
 from bigtrain.run.preflight import Inputs
@@ -28,7 +27,6 @@ from bigtrain.settings.resolve import ResolvedRun
 from bigtrain.system.files import write_whole
 from bigtrain.system.machine import version_of
 from bigtrain.system.shipped_files import checkout
-from bigtrain.system.text_record import TextRecord
 
 TEACHER_MODEL = "teacher_model.json"
 """File of a run directory with checksums of a teacher that is computed in the run."""
@@ -61,23 +59,8 @@ def write_run_directory(
     if teacher_model is not None:
         write_sums(directory / TEACHER_MODEL, teacher_model)
     save_configuration(run.config.model, inputs.hf_config, directory / MODEL_CONFIG)
-    records = [dataset.table.tokenizer for dataset in inputs.datasets]
-    tokens = Path(run.config.data.mixture[_with_template(records)].path)
-    shutil.copytree(tokens / TOKENIZER_DIRECTORY, directory / "tokenizer", dirs_exist_ok=True)
-    text_record(records).save(directory / "tokenizer")
-
-
-def _with_template(tokenizers: Sequence[TokenizerRecord]) -> int:
-    """Return the index of the dataset whose tokenizer the run uses: one with a chat template."""
-    return next((n for n, one in enumerate(tokenizers) if one.chat_template is not None), 0)
-
-
-def text_record(tokenizers: Sequence[TokenizerRecord]) -> TextRecord:
-    """Return how texts of a mixture's datasets begin and end. The first plain-text dataset decides
-    how they begin; conversations begin according to their template."""
-    first = next((one for one in tokenizers if one.chat_template is None), tokenizers[0])
-    ends = {number for one in tokenizers for number in one.answer_end_ids or ()}
-    return TextRecord(first.beginning_ids or (), first.end_of_document_id, tuple(sorted(ends)))
+    shutil.copytree(inputs.tokenizer_path, directory / "tokenizer", dirs_exist_ok=True)
+    inputs.text_record.save(directory / "tokenizer")
 
 
 def describe_environment(

@@ -49,6 +49,8 @@ CHOSEN_EXPERTS = (
 """Names that they have for how many of them a token is routed to."""
 _MTP_LAYERS = "num_mtp_layers"
 _AT_LEAST_ONE = (*_FIGURES, "vocab_size", "hidden_size", "intermediate_size")
+TEXT_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Keys with the ids of tokens that begin and end texts, and pad them."""
 _LAYER_DROP = re.compile(r"layer_?drop(?!out)", re.IGNORECASE)
 _NO_OVERRIDES: Mapping[str, Any] = {}
 _NAME_A_MODEL = "name a directory of a Hugging Face model, or a model of the hub"
@@ -104,6 +106,7 @@ def inspect_configuration(section: ModelSection) -> tuple[ModelDimensions, list[
         problems += _check_values(written, where, model_type, known)
     problems += _check_values(section.overrides, "model.overrides", model_type, known)
     problems += check_layer_drop({**written, **section.overrides}, where, section.overrides)
+    problems += _check_text_ids(section, {**written, **section.overrides}, known)
     if problems or not written:
         return ModelDimensions(), problems
     return _figures({**written, **section.overrides}, where, known)
@@ -213,6 +216,68 @@ def check_layer_drop(
         rule = "each rank would skip different layers at random, and wait for the others' gradients"
         problems.append(Problem(key, value, rule, remedy))
     return problems
+
+
+@dataclass(frozen=True)
+class GivenId:
+    """Value of one of `TEXT_IDS` that the run sets, and its key in the run YAML."""
+
+    name: str
+    key: str
+    value: Any
+
+    @property
+    def ids(self) -> list[int]:
+        """The ids in the value; none for null."""
+        return listed_ids(self.value)
+
+
+def listed_ids(value: object) -> list[int]:
+    """Return the ids in the value of one of `TEXT_IDS`: an id, a list of ids, or null."""
+    ids = value if isinstance(value, list | tuple) else [value]
+    return [number for number in ids if type(number) is int]
+
+
+def given_ids(section: ModelSection) -> list[GivenId]:
+    """Return the ids that the run sets itself, those that override others last."""
+    run_ids = []
+    for key, values in (("model.config", section.config), ("model.overrides", section.overrides)):
+        if not isinstance(values, Mapping):
+            continue  # the name of a configuration
+        nested = values.get("text_config")
+        parts = {key: values, f"{key}.text_config": nested if isinstance(nested, Mapping) else {}}
+        run_ids += [
+            GivenId(name, f"{section_key}.{name}", part[name])
+            for section_key, part in parts.items()
+            for name in TEXT_IDS
+            if name in part
+        ]
+    return run_ids
+
+
+def outside_vocabulary(entry: GivenId, num_rows: int) -> list[Problem]:
+    """Return the problem of an id of the run that is none of `num_rows` tokens."""
+    outside_ids = [number for number in entry.ids if not 0 <= number < num_rows]
+    if not outside_ids:
+        return []
+    rule = f"{outside_ids[0]} is outside the vocabulary of {num_rows} tokens"
+    remedy = f"{entry.key}=null"
+    if entry.name != "pad_token_id":
+        remedy += ", for the id that the texts of the data have"
+    return [Problem(entry.key, entry.value, rule, remedy)]
+
+
+def _check_text_ids(
+    section: ModelSection, values: Mapping[str, Any], known: Mapping[str, Any] | None
+) -> list[Problem]:
+    """Check that ids of the run are in the vocabulary, if the number of rows is written."""
+    text = values.get("text_config")
+    part: Mapping[str, Any] = text if isinstance(text, Mapping) else values
+    alias = known["aliases"].get("vocab_size", "") if known else ""
+    num_rows = part.get("vocab_size", part.get(alias))
+    if type(num_rows) is not int or section.vocabulary is not None:
+        return []  # unknown, or the vocabulary grows to that of the data
+    return [p for entry in given_ids(section) for p in outside_vocabulary(entry, num_rows)]
 
 
 def _check_values(

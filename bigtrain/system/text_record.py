@@ -1,12 +1,13 @@
 """Record of how training texts begin and end, as a file in a tokenizer's directory.
 
 A run writes it from its data's manifests, and an export includes it: so `bigtrain generate` begins
-a prompt like the training texts, and stops an answer where they stop.
+a prompt like the training texts, and stops where they stop.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,17 @@ RECORD_NAME = "bigtrain_text.json"
 
 @dataclass(frozen=True)
 class TextRecord:
-    """Token ids that begin every text, end a document, and end answers of conversations."""
+    """Token ids that begin every text, end a document, and stop generation: the ends of documents
+    and of answers, after those of the base that the run trained."""
 
     beginning_ids: tuple[int, ...]
     end_of_document_id: int
-    answer_end_ids: tuple[int, ...] = ()
+    stop_ids: tuple[int, ...]
+
+    def begin(self, ids: Sequence[int]) -> list[int]:
+        """Return `ids` after the tokens that texts begin with, which occur once."""
+        beginning = [*self.beginning_ids]
+        return [*ids] if [*ids[: len(beginning)]] == beginning else [*beginning, *ids]
 
     def save(self, directory: Path) -> None:
         text = json.dumps(asdict(self), indent=2) + "\n"
@@ -41,8 +48,8 @@ def read_record(directory: Path) -> TextRecord | None:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
     try:
         tree: dict[str, Any] = json.loads(content)
-        beginning, ends = tree["beginning_ids"], tree["answer_end_ids"]
-        ids = [int(number) for number in (*beginning, tree["end_of_document_id"], *ends)]
+        beginning, stops = tree["beginning_ids"], tree["stop_ids"]
+        ids = [int(number) for number in (*beginning, tree["end_of_document_id"], *stops)]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise DataError(
             f"{path} is corrupt: {type(error).__name__}: {error} -> remove it; texts then begin as "

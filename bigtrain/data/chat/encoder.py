@@ -228,7 +228,9 @@ class ChatEncoder:
         ids = tokens.tolist()
         pairs = zip(ids, prompt, strict=False)
         common = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(ids), len(prompt)))
-        begin = self.plain_ends.prefix
+        begin = list(self.plain_ends.prefix)
+        if self.trusted and ids[: len(begin)] == begin:  # spelled as tokens: once
+            begin = []
         end = [] if chat.is_open else [self.plain_ends.end_id]
         full = np.array([*begin, *ids, *end], np.int64)
         return full, np.arange(len(full)) >= len(begin) + common

@@ -89,19 +89,17 @@ class FillInMiddle:
         """Encode `contents`, transformed except those of `fixed`, bool [documents]. Raises
         EncoderError as `Checks.run`."""
         cuts = [None if keep else self.cut(c) for c, keep in zip(contents, fixed, strict=True)]
-        # The parts after the documents, so that the numbers in `checks` are those of documents.
         pieces = [part for cut in cuts if cut for part in (cut.prefix, cut.middle, cut.suffix)]
         whole = [b"" if cut else c for c, cut in zip(contents, cuts, strict=True)]
-        texts = [*whole, *pieces]
-        encoded = encoder.encode_utf8(texts)
-        checks.run(encoder, reference, texts, encoded)
-        parts = np.split(encoded.tokens, np.cumsum(encoded.lengths)[:-1])
-        begin, end = encoder.beginning_ids, encoder.end_of_document_id
-        assert end is not None
-        bare = iter(part[len(begin) : len(part) - 1] for part in parts[len(contents) :])
+        encoded = encoder.encode_utf8(whole)
+        checks.run(encoder, reference, whole, encoded)
+        documents_alone = np.split(encoded.tokens, np.cumsum(encoded.lengths)[:-1])
+        # A piece that spells a beginning or an end of text is not one.
+        encoded_pieces = encoder.encode_utf8(pieces, has_ends=False)
+        bare = iter(np.split(encoded_pieces.tokens, np.cumsum(encoded_pieces.lengths)[:-1]))
         documents = [
-            self._rearranged(cut.mode, [next(bare) for _ in range(3)], begin, end) if cut else own
-            for own, cut in zip(parts, cuts, strict=False)
+            self._rearranged(cut.mode, [next(bare) for _ in range(3)], encoder) if cut else document
+            for document, cut in zip(documents_alone, cuts, strict=True)
         ]
         return Transformed(
             Encoded(
@@ -115,11 +113,20 @@ class FillInMiddle:
         self,
         mode: Mode,
         parts: Sequence[npt.NDArray[np.integer[Any]]],
-        begin: tuple[int, ...],
-        end: int,
+        encoder: Encoder,
     ) -> npt.NDArray[np.int64]:
-        """Return a document of `parts` (prefix, middle, suffix) in the order of `mode`."""
-        prefix, middle, suffix = parts
+        """Return a document of `parts` (prefix, middle, suffix) in the order of `mode`. Its
+        beginning and end occur once, also where the text spells them as tokens."""
+        begin, end = [*encoder.beginning_ids], encoder.end_of_document_id
+        assert end is not None
+        bare = [part.tolist() for part in parts]
+        if encoder.parse_special_tokens:
+            if bare[0][: len(begin)] == begin:
+                bare[0] = bare[0][len(begin) :]
+            last = max((number for number, part in enumerate(bare) if part), default=0)
+            if bare[last][-1:] == [end]:
+                bare[last] = bare[last][:-1]
+        prefix, middle, suffix = bare
         of_prefix, of_suffix, of_middle = self.ids
         ordered = [[of_prefix], prefix, [of_suffix], suffix, [of_middle], middle]
         if mode == "spm":

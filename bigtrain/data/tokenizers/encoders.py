@@ -21,9 +21,9 @@ import numpy.typing as npt
 @dataclass(frozen=True)
 class Encoded:
     """Documents as tokens: `tokens` integers [sum of lengths], `lengths` int64 [documents]. Each
-    document begins with the beginning-of-text tokens and ends with the end-of-document token,
-    counted in its length; a document without tokens has length 0 and neither, as in Megatron's
-    ``preprocess_data.py``."""
+    document begins with the beginning-of-text tokens and ends with the end-of-document token, once
+    if the text itself spells them, counted in its length; a document without tokens has length 0
+    and neither, as in Megatron's ``preprocess_data.py``."""
 
     tokens: npt.NDArray[np.integer[Any]]
     lengths: npt.NDArray[np.int64]
@@ -59,30 +59,39 @@ class Encoder(ABC):
     def encode(self, texts: Sequence[str]) -> Encoded:
         return self.encode_utf8([text.encode("utf-8") for text in texts])
 
-    def encode_utf8(self, contents: Sequence[bytes]) -> Encoded:
+    def encode_utf8(self, contents: Sequence[bytes], *, has_ends: bool = True) -> Encoded:
         """Encode documents given as UTF-8, in all threads of the library. Their number is
-        RAYON_NUM_THREADS, or that of the cores. Raises EncoderError if a fast library fails."""
+        RAYON_NUM_THREADS, or that of the cores. `has_ends`: with beginnings and ends. Raises
+        EncoderError if a fast library fails."""
         if self._backend is None:
             self._backend = self._load()
         plain = self._encode(contents)
-        before = self.beginning_ids
-        after = () if self.end_of_document_id is None else (self.end_of_document_id,)
-        if not before and not after:
+        before, end = self.beginning_ids, self.end_of_document_id
+        if not has_ends or (not before and end is None):
             return plain
         tokens, lengths = plain.tokens, plain.lengths
-        full = lengths > 0
-        with_ends = lengths + full * (len(before) + len(after))
-        ends = np.cumsum(with_ends)
-        result = np.empty(int(with_ends.sum()), tokens.dtype)
+        last = np.cumsum(lengths) - 1
+        # A text may spell its beginning and its end as tokens: each occurs once.
+        is_begun = (lengths >= max(1, len(before))) & self.parse_special_tokens
+        for offset, id_ in enumerate(before):
+            is_begun[is_begun] = tokens[(last - lengths + 1 + offset)[is_begun]] == id_
+        is_ended = (lengths > 0) & (self.parse_special_tokens or end is None)
+        if end is not None:
+            is_ended[is_ended] = tokens[last[is_ended]] == end
+        gets_begin, gets_end = (lengths > 0) & ~is_begun, (lengths > 0) & ~is_ended
+        new_lengths = lengths + gets_begin * len(before) + gets_end
+        stops = np.cumsum(new_lengths)
+        result = np.empty(int(new_lengths.sum()), tokens.dtype)
         is_token = np.ones(len(result), bool)
-        begins = ends[full] - with_ends[full]
-        places = [*((begins + n, id_) for n, id_ in enumerate(before))]
-        places += [(ends[full] - 1, id_) for id_ in after]
-        for where, id_ in places:
+        begins = (stops - new_lengths)[gets_begin]
+        insertions = [(begins + offset, id_) for offset, id_ in enumerate(before)]
+        if end is not None:
+            insertions.append((stops[gets_end] - 1, end))
+        for where, id_ in insertions:
             is_token[where] = False
             result[where] = id_
         result[is_token] = tokens
-        return Encoded(result, with_ends)
+        return Encoded(result, new_lengths)
 
     @classmethod
     def engine(cls) -> str:
@@ -164,9 +173,9 @@ def _without_special_words(tokenizer_json: str) -> str:
 class _FastEncoder(Encoder):
     """Encoder by a library whose failures mean that it is unusable, not that the input is wrong."""
 
-    def encode_utf8(self, contents: Sequence[bytes]) -> Encoded:
+    def encode_utf8(self, contents: Sequence[bytes], *, has_ends: bool = True) -> Encoded:
         try:
-            return super().encode_utf8(contents)
+            return super().encode_utf8(contents, has_ends=has_ends)
         except (KeyboardInterrupt, SystemExit, MemoryError, EncoderError):
             raise
         except BaseException as error:  # a panic in Rust is not an Exception

@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from bigtrain.errors import ModelError
 from bigtrain.models.build import empty_model
-from bigtrain.models.configuration import auto_class
+from bigtrain.models.configuration import GENERATION_CONFIG, auto_class, scores_samples
 from bigtrain.models.export.verified import (
     CARD,
     Probe,
@@ -40,10 +40,12 @@ from bigtrain.models.layers.adapters import (
     peft_name,
 )
 from bigtrain.models.parallel.grouped_experts import fit_experts
+from bigtrain.models.text_ids import write_stop_ids
 from bigtrain.models.weights.export_hf import DTYPES, write_tokenizer
 from bigtrain.models.weights.import_hf import Weights
 from bigtrain.models.weights.lazy_tensors import LazyTensor
 from bigtrain.models.weights.quantized import bits_and_bytes, compute_plainly, magnitude
+from bigtrain.settings.hf_config_keys import listed_ids
 from bigtrain.settings.sections.adapters import AdaptersSection
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -60,15 +62,17 @@ def export_adapter(
     *,
     dtype: str,
     probe: Probe,
+    generation_config: Path | None = None,
     card: str = "",
     replace: bool = False,
-) -> None:
+) -> list[str]:
     """Write a directory that peft's `PeftModel.from_pretrained` loads on top of `base`.
 
     Parameters: `weights`, the trained ones by the run's names; `base`, a directory or hub name,
     written down as given; the others and errors as in `export_model`: the directory appears once
     plain peft has loaded it and gives the trained model's logits for `probe`. Holds the base in
-    memory for that. One process.
+    memory for that. Returns notes as `export_model`. One process. `generation_config`: the base's
+    generation settings, a file that may not exist.
     """
     state = adapter_state(weights, dtype)
     if not state:
@@ -80,11 +84,36 @@ def export_adapter(
         # safetensors writes with permissions for the owner only, whatever the umask is.
         shutil.copymode(directory / ADAPTER_CONFIG, directory / ADAPTER_WEIGHTS)
         write_tokenizer(tokenizer_directory, directory, output)
+        notes: list[str] = []
+        if not scores_samples(hf_config):
+            if generation_config is not None and generation_config.is_file():
+                shutil.copyfile(generation_config, directory / GENERATION_CONFIG)
+            notes += write_stop_ids(directory, hf_config)
         with torch.no_grad(), _quiet():
             model = _load(base, hf_config, directory, DTYPES[probe.dtype], section)
-            notes = compare_logits(model, probe, output, dtype)
+            notes += compare_logits(model, probe, output, dtype)
+        if not scores_samples(hf_config):
+            notes += _stops_of_base(model, directory, output)
         if card:
             (directory / CARD).write_text("\n".join([card, *notes]), encoding="utf-8")
+    return notes
+
+
+def _stops_of_base(model: Any, directory: Path, output: Path) -> list[str]:
+    """Return a note if generation from the loaded base does not stop where the settings in
+    `directory` do: transformers, peft and vLLM read the settings of the base, and those next to
+    adapters only if a call names them."""
+    settings = json.loads((directory / GENERATION_CONFIG).read_text(encoding="utf-8"))
+    base_ids = listed_ids(model.get_base_model().generation_config.eos_token_id)
+    missing = [n for n in listed_ids(settings.get("eos_token_id")) if n not in base_ids]
+    if not missing:
+        return []
+    return [
+        f"the base's generation settings, which transformers, peft and vLLM read, do not stop at "
+        f"token {', '.join(map(str, missing))}, where training texts end -> generate("
+        f"generation_config=GenerationConfig.from_pretrained({str(output)!r})), vllm serve "
+        f"--generation-config {output}, or export with --merge"
+    ]
 
 
 @torch.no_grad()

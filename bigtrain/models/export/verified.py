@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import glob
-import json
 import os
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -16,10 +15,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import CONFIG_NAME
 
 from bigtrain.errors import ModelError, OutputError, one_line
@@ -34,6 +32,7 @@ from bigtrain.models.configuration import (
 from bigtrain.models.export.base_record import BaseRecord
 from bigtrain.models.layers.multi_token import NAME as MTP
 from bigtrain.models.parallel.grouped_experts import fit_experts
+from bigtrain.models.text_ids import write_stop_ids
 from bigtrain.models.transformers_patches import without_progress
 from bigtrain.models.weights.checksums import write_checksums
 from bigtrain.models.weights.export_hf import DTYPES, MAX_SHARD_SIZE, write_model, write_tokenizer
@@ -42,7 +41,6 @@ from bigtrain.models.weights.lazy_tensors import LazyTensor
 from bigtrain.models.weights.older_readers import rewrite_config
 from bigtrain.settings.run_config import ModelSection
 from bigtrain.system.files import cannot_be_written
-from bigtrain.system.text_record import read_record
 
 CARD = "README.md"
 # Relative root-mean-square difference of logits that another kernel, thread count or device makes:
@@ -118,8 +116,8 @@ def export_model(
 
     Parameters: `weights`, full tensors by Hugging Face name, tied ones once; `dtype`, name of the
     dtype they are stored in (None: that of each in the base); `generation_config`, a file to copy
-    if it exists (otherwise transformers makes one from `hf_config`), with the end of an answer
-    added if the tokenizer has a chat template; `card`, the text of its README.md; `max_shard_size`,
+    if it exists (otherwise transformers makes one from `hf_config`), with the tokens that end the
+    training texts and answers; `card`, the text of its README.md; `max_shard_size`,
     of a file, such as 5GB; `base`, the record of the model that the weights were trained from, with
     which the directory equals that model's in all that was not trained; `as_stored`, names of
     weights that are not cast to `dtype`, but stay as in the base; `known`, notes to begin with.
@@ -148,7 +146,7 @@ def export_model(
         files = None if base is None else base.files
         notes += write_tokenizer(tokenizer_directory, temporary, output, files)
         if not scores_samples(hf_config):
-            notes += stop_at_end_of_turn(temporary)
+            notes += write_stop_ids(temporary, hf_config)
         coarsest = dtype if dtype is not None else base.lowest_precision if base else probe.dtype
         notes += _verify(temporary, probe, output, coarsest, in_turn=is_sharded)
         _verify_mtp_layers(temporary, weights, hf_config, output)
@@ -298,55 +296,3 @@ def relative_difference(ours: torch.Tensor, reference: torch.Tensor) -> float:
     spread = (reference - mean).square().mean().sqrt()
     difference = float((ours - reference).square().mean().sqrt() / spread.clamp(min=1e-30))
     return difference if difference == difference else float("inf")
-
-
-_ANSWER = "\U0010fffb"
-_QUESTION = {"role": "user", "content": "a"}
-_REPLY = {"role": "assistant", "content": _ANSWER}
-
-
-def end_of_turn_ids(tokenizer: Any) -> list[int]:
-    """Return ids of the first special token that the tokenizer's chat template writes after an
-    answer, or by which it begins the next message where nothing ends an answer; empty without a
-    template, or if it writes none."""
-    if not tokenizer.chat_template:
-        return []
-    added = tokenizer.added_tokens_decoder.items()
-    special = {*tokenizer.all_special_ids, *(number for number, token in added if token.special)}
-    for messages in ([_QUESTION, _REPLY], [_QUESTION, _REPLY, _QUESTION]):
-        ending = _after_answer(tokenizer, messages)
-        for token_id in tokenizer(ending, add_special_tokens=False).input_ids:
-            if token_id in special:
-                return [int(token_id)]
-        if ending.strip():
-            break  # text that is not a token ends an answer
-    return []
-
-
-def _after_answer(tokenizer: Any, messages: list[dict[str, str]]) -> str:
-    """Return the text that the chat template writes after the answer; empty if it refuses
-    `messages`."""
-    try:
-        text = str(tokenizer.apply_chat_template(messages, tokenize=False))
-    except (TemplateError, ValueError, TypeError, KeyError):
-        return ""
-    return text.rpartition(_ANSWER)[2] if _ANSWER in text else ""
-
-
-def stop_at_end_of_turn(directory: Path) -> list[str]:
-    """Make generation from a Hugging Face directory also stop at the end of an answer: as learned,
-    by the record of the training data, and as the chat template writes it. End tokens that the
-    settings already name stay, and come first. Returns a note if any is added."""
-    tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    record = read_record(directory)
-    endings = [*(() if record is None else record.answer_end_ids), *end_of_turn_ids(tokenizer)]
-    path = directory / GENERATION_CONFIG
-    settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    known = settings.get("eos_token_id")
-    listed = [known] if isinstance(known, int) else list(known or [])
-    missing = [token_id for token_id in dict.fromkeys(endings) if token_id not in listed]
-    if missing:
-        settings["eos_token_id"] = [*listed, *missing]
-        path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        return [f"{GENERATION_CONFIG}: eos_token_id also {missing}, which ends an answer in a chat"]
-    return []

@@ -69,7 +69,7 @@ def export_run(
     if config.adapters is not None:
         base = _base_of(config, hf_config, state, directory)
         if not merge:
-            export_adapter(
+            notes = export_adapter(
                 weights,
                 config.adapters,
                 str(config.model.path),
@@ -78,9 +78,12 @@ def export_run(
                 output,
                 dtype=dtype or "float32",
                 probe=probe,
+                generation_config=run_directory / MODEL_CONFIG / GENERATION_CONFIG,
                 card=card,
                 replace=replace,
             )
+            for note in notes:
+                warn(f"{output}: {note}")
             return int(state["step"])
         weights, probe = _merged(weights, config, base, hf_config, probe, warn)
     if average:

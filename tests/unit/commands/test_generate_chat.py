@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from bigtrain.cli import main
 from bigtrain.errors import DataError
-from bigtrain.models.export.verified import end_of_turn_ids, stop_at_end_of_turn
+from bigtrain.models.text_ids import end_of_turn_ids, write_stop_ids
 from bigtrain.system.text_record import RECORD_NAME, TextRecord, read_record
 from tests.support.chats import CHATML, LLAMA3, save_chat_tokenizer
 from tests.support.worlds import ROOT
@@ -101,16 +101,25 @@ def test_the_end_of_a_turn_is_among_the_ends(template: str, name: str, tmp_path:
     (ending,) = end_of_turn_ids(tokenizer)
     assert tokenizer.convert_ids_to_tokens(ending) == name
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": 0, "top_k": 7}))
+    hf_config = LlamaConfig(vocab_size=len(tokenizer), bos_token_id=None, eos_token_id=0)
     for _ in range(2):
-        stop_at_end_of_turn(directory)
+        write_stop_ids(directory, hf_config)
         settings = json.loads((directory / "generation_config.json").read_text())
         assert settings == {"eos_token_id": [0, ending], "top_k": 7}
+    # Without settings readers take the end of config.json, which a new file would hide.
+    (directory / "generation_config.json").unlink()
+    hf_config.save_pretrained(directory)
+    write_stop_ids(directory, hf_config)
+    settings = json.loads((directory / "generation_config.json").read_text())
+    assert settings == {"eos_token_id": [0, ending]}
 
 
 def test_no_template_no_end(tmp_path: Path) -> None:
     directory = save_chat_tokenizer(tmp_path / "t", None)
     assert end_of_turn_ids(AutoTokenizer.from_pretrained(directory)) == []
-    stop_at_end_of_turn(directory)
+    hf_config = LlamaConfig(eos_token_id=0)
+    hf_config.save_pretrained(directory)
+    write_stop_ids(directory, hf_config)
     assert not (directory / "generation_config.json").exists()
 
 
@@ -119,9 +128,9 @@ def test_the_ends_of_the_record_are_among_the_ends(tmp_path: Path) -> None:
     directory = save_chat_tokenizer(tmp_path / "t", CHATML)
     tokenizer: Any = AutoTokenizer.from_pretrained(directory)
     usual, other = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|user|>"])
-    TextRecord((), 0, (other,)).save(directory)
+    TextRecord((), 0, (0, other)).save(directory)
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [0]}))
-    stop_at_end_of_turn(directory)
+    write_stop_ids(directory, LlamaConfig(vocab_size=len(tokenizer)))
     settings = json.loads((directory / "generation_config.json").read_text())
     assert settings == {"eos_token_id": [0, other, usual]}
 

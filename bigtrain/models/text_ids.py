@@ -1,0 +1,249 @@
+"""Ids that begin and end texts, in a model's configuration and in its generation settings.
+
+Texts of the shards begin and end with tokens that their manifest records. A new model gets these
+ids, whatever transformers' class has as defaults. A pretrained model keeps its own ids in the
+vocabulary, and generation from it also stops where texts of the shards end. Ids that the run sets
+are used, or refused if they contradict the shards.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import AutoTokenizer, PreTrainedConfig
+from transformers.utils import CONFIG_NAME
+
+from bigtrain.errors import Problem
+from bigtrain.models.configuration import (
+    GENERATION_CONFIG,
+    generation_settings,
+    text_config,
+    vocabulary_size,
+)
+from bigtrain.settings.hf_config_keys import (
+    TEXT_IDS,
+    GivenId,
+    given_ids,
+    listed_ids,
+    outside_vocabulary,
+)
+from bigtrain.settings.run_config import ModelSection
+from bigtrain.system.text_record import TextRecord, read_record
+
+BEGIN, END, PADDING = TEXT_IDS
+
+
+@dataclass(frozen=True)
+class ShardTextIds:
+    """How the texts of a run's shards begin and end. source: name of the shards in messages.
+    vocab_size: of their tokenizer. are_written: whether the ids in `record` begin and end the
+    texts; rows that a user tokenized may end with other tokens. beginning_token: id of the
+    tokenizer's beginning-of-text token, None without one."""
+
+    record: TextRecord
+    source: str
+    vocab_size: int
+    are_written: Callable[[], bool]
+    beginning_token: Callable[[], int | None]
+
+
+@dataclass(frozen=True)
+class ModelTextIds:
+    """Configuration with the ids of the shards' texts, the record of these ids, a note for each
+    changed id that the run does not set, and problems of those that it sets."""
+
+    hf_config: PreTrainedConfig
+    record: TextRecord
+    notes: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
+
+
+def model_text_ids(
+    section: ModelSection,
+    hf_config: PreTrainedConfig,
+    shards: ShardTextIds,
+    *,
+    same_tokenizer: bool,
+) -> ModelTextIds:
+    """Return `hf_config` with the ids that begin and end the texts of `shards`.
+
+    same_tokenizer: whether the tokenizer of the shards is that of the model's weights; otherwise
+    the model's own ids are of other tokens. Raises ModelError for a model that does not exist.
+    """
+    num_rows = vocabulary_size(hf_config)
+    if section.vocabulary is not None:
+        num_rows = section.vocabulary.size(num_rows, shards.vocab_size)
+    run_ids = given_ids(section)
+    problems = [*_contradictions(run_ids, shards, num_rows)]
+    if problems:
+        return ModelTextIds(hf_config, shards.record, (), tuple(problems))
+    text, record = text_config(hf_config), shards.record
+    model_ids = {name: listed_ids(getattr(text, name, None)) for name in TEXT_IDS}
+    # Null leaves an id open, as does a key that the run does not have.
+    kept_ids = {entry.name: entry.ids for entry in run_ids if entry.ids}
+    if section.path is not None and same_tokenizer:
+        settings = generation_settings(section)
+        kept_ids = {**model_ids, END: [*model_ids[END], *listed_ids(settings.get(END))], **kept_ids}
+    kept_ids = {name: [n for n in ids if 0 <= n < num_rows] for name, ids in kept_ids.items()}
+    text_ids = {
+        BEGIN: kept_ids.get(BEGIN) or [*record.beginning_ids[:1]],
+        END: [*dict.fromkeys((*kept_ids.get(END, ()), *record.stop_ids))],
+        # Padding changes what the embedding learns: a default stays where the embedding has it.
+        PADDING: kept_ids.get(PADDING) or [n for n in model_ids[PADDING] if n < num_rows],
+    }
+    changed, notes = _with_ids(hf_config, model_ids, text_ids, shards.source)
+    return ModelTextIds(changed, replace(record, stop_ids=tuple(text_ids[END])), notes)
+
+
+def _contradictions(
+    run_ids: Sequence[GivenId], shards: ShardTextIds, num_rows: int
+) -> Iterator[Problem]:
+    """Yield a problem for each id that the run sets and that is outside the vocabulary, or not one
+    of the shards' texts."""
+    begins, stops, source = shards.record.beginning_ids, shards.record.stop_ids, shards.source
+    for entry in run_ids:
+        if outside_problems := outside_vocabulary(entry, num_rows):
+            yield from outside_problems
+        elif not entry.ids or entry.name == PADDING:
+            continue
+        elif entry.name == END:
+            if not set(entry.ids) & set(stops) and shards.are_written():
+                rule = f"texts of {source} end with token {_listed(stops)}"
+                yield Problem(entry.key, entry.value, rule, f"{entry.key}={stops[0]}")
+        elif begins:
+            if entry.ids[0] not in begins and shards.are_written():
+                rule = f"texts of {source} begin with token {_listed(begins)}"
+                yield Problem(entry.key, entry.value, rule, f"{entry.key}={begins[0]}")
+        # In a stream a text follows the end of another one; chat templates write their own start.
+        elif entry.ids[0] not in stops and shards.are_written():
+            if entry.ids[0] != shards.beginning_token():
+                rule = f"texts of {source} begin with no special token"
+                remedy = f"{entry.key}=null, or tokenize with --beginning-of-text always"
+                yield Problem(entry.key, entry.value, rule, remedy)
+
+
+def _with_ids(
+    hf_config: PreTrainedConfig,
+    model_ids: Mapping[str, list[int]],
+    text_ids: Mapping[str, list[int]],
+    source: str,
+) -> tuple[PreTrainedConfig, tuple[str, ...]]:
+    """Return `hf_config` with `text_ids` in the language model's part, and at the top level
+    where that has such a key; and a note on those that differ from its `model_ids`."""
+    changed = copy.deepcopy(hf_config)
+    text, changes = text_config(changed), []
+    for name, ids in text_ids.items():
+        if [*dict.fromkeys(model_ids[name])] == ids:
+            continue
+        before, value = getattr(text, name, None), _set_id(text, name, ids, text_ids[END])
+        if changed is not text and hasattr(changed, name):
+            _set_id(changed, name, ids, text_ids[END])
+        if value != before:
+            changes.append(f"{name} = {json.dumps(value)} instead of {json.dumps(before)}")
+    if not changes:
+        return changed, ()
+    return changed, (
+        f"model: {', '.join(changes)}: the ids with which texts of {source} begin and end",
+    )
+
+
+def _set_id(config: Any, name: str, ids: Sequence[int], ends: Sequence[int]) -> Any:
+    """Set `config.name` to `ids`, or to the first id that the class accepts there: some accept no
+    list, or not null. Returns the value."""
+    value = [*ids] if len(ids) > 1 else ids[0] if ids else None
+    before = getattr(config, name, None)
+    for accepted in (value, (*ids, *ends)[0]):
+        try:
+            setattr(config, name, accepted)
+            return accepted
+        except Exception:  # huggingface_hub's validators raise classes that it does not export
+            setattr(config, name, before)
+    return before
+
+
+def _listed(ids: Iterable[int]) -> str:
+    return ", ".join(map(str, ids))
+
+
+_ANSWER = "\U0010fffb"
+_QUESTION = {"role": "user", "content": "a"}
+_REPLY = {"role": "assistant", "content": _ANSWER}
+
+
+def end_of_turn_ids(tokenizer: Any) -> list[int]:
+    """Return ids of the first special token that the tokenizer's chat template writes after an
+    answer, or by which it begins the next message where nothing ends an answer; empty without a
+    template, or if it writes none."""
+    if not tokenizer.chat_template:
+        return []
+    added = tokenizer.added_tokens_decoder.items()
+    special = {*tokenizer.all_special_ids, *(number for number, token in added if token.special)}
+    for messages in ([_QUESTION, _REPLY], [_QUESTION, _REPLY, _QUESTION]):
+        ending = _after_answer(tokenizer, messages)
+        for token_id in tokenizer(ending, add_special_tokens=False).input_ids:
+            if token_id in special:
+                return [int(token_id)]
+        if ending.strip():
+            break  # text that is not a token ends an answer
+    return []
+
+
+def _after_answer(tokenizer: Any, messages: list[dict[str, str]]) -> str:
+    """Return the text that the chat template writes after the answer; empty if it refuses
+    `messages`."""
+    try:
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+    except (TemplateError, ValueError, TypeError, KeyError):
+        return ""
+    return text.rpartition(_ANSWER)[2] if _ANSWER in text else ""
+
+
+def stop_ids(record: TextRecord | None, tokenizer: Any, setting: object = None) -> list[int]:
+    """Return the tokens at which generation stops, for every reader: the `setting` of the
+    model, the ends of training texts, and the end of an answer by the tokenizer's chat template.
+    If none are known: the tokenizer's end-of-sequence token."""
+    ends = [*listed_ids(setting), *(() if record is None else record.stop_ids)]
+    ends = [*dict.fromkeys((*ends, *end_of_turn_ids(tokenizer)))]
+    if not ends and tokenizer.eos_token_id is not None:
+        ends = [int(tokenizer.eos_token_id)]
+    return ends
+
+
+def write_stop_ids(directory: Path, hf_config: PreTrainedConfig) -> list[str]:
+    """Write where generation stops into the generation settings of a Hugging Face `directory` with
+    a model of `hf_config`, or with adapters for one, unless its configuration lists the same ids.
+    Other settings stay, except ids outside the vocabulary. Returns a note on each change."""
+    path, num_rows = directory / GENERATION_CONFIG, vocabulary_size(hf_config)
+    is_new, has_model = not path.is_file(), (directory / CONFIG_NAME).is_file()
+    # Readers of the file take no id from config.json.
+    text = text_config(hf_config)
+    configured = {name: getattr(text, name, None) for name in TEXT_IDS}
+    before = configured if is_new else json.loads(path.read_text(encoding="utf-8"))
+    settings = {name: value for name, value in before.items() if value is not None}
+    for name in (BEGIN, PADDING):
+        if not all(0 <= number < num_rows for number in listed_ids(settings.get(name))):
+            del settings[name]
+    # A record has all ends; other ids are of a base whose tokenizer the run did not use.
+    record = read_record(directory)
+    listed = [n for n in listed_ids(settings.get(END, configured[END])) if 0 <= n < num_rows]
+    if record is not None:
+        listed = [number for number in listed if number in record.stop_ids]
+    tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    stops = stop_ids(record, tokenizer, listed)
+    if stops != listed_ids(before.get(END)):
+        settings[END] = stops if len(stops) > 1 else stops[0] if stops else None
+    changed = [n for n in sorted({*before, *settings}) if settings.get(n) != before.get(n)]
+    if changed or not has_model:
+        text_of_file = json.dumps(settings, indent=2, sort_keys=True) + "\n"
+        path.write_text(text_of_file, encoding="utf-8")
+    return [
+        f"{GENERATION_CONFIG}: {name} = {json.dumps(settings.get(name))} instead of "
+        f"{json.dumps(before.get(name))}, for generation that stops where training texts end"
+        for name in changed
+    ]
