@@ -2,7 +2,7 @@
 
 A conversation is a list of messages in the format of transformers' ``apply_chat_template``. The
 tokens equal that function's, and so does the mask (``return_assistant_tokens_mask``) of templates
-with ``{% generation %}`` blocks; for others see `bigtrain.data.chat.answer_ends`. A block ends
+with ``{% generation %}`` blocks; for others see `bigtrain.data.chat.answer_spans`. A block ends
 with the first token that contains part of its last character. If transformers does not find the
 last token of a block, it marks everything after it, and if it does not find the first, no further
 block: here the tokens that contain characters of the block are marked. A message of ``weight: 0``
@@ -32,13 +32,20 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from bigtrain.data.chat.answer_ends import Answer, AnswerEnds, assistant_spans, learned_blocks
+from bigtrain.data.chat.answer_ends import AnswerEnds
+from bigtrain.data.chat.answer_spans import (
+    Answer,
+    assistant_spans,
+    learned_blocks,
+    unmarked_parts,
+)
 from bigtrain.data.chat.control_tokens import ControlTokens
-from bigtrain.data.chat.rendered_parts import CALLS, CONTENT, COUNTED_ONLY, Lost, refuse, unrendered
+from bigtrain.data.chat.rendered_parts import CALLS, CONTENT, COUNTED_ONLY, Lost, find_parts, refuse
+from bigtrain.data.chat.template_demands import explained
 from bigtrain.data.documents.conversations import ConversationError, weight_of
 from bigtrain.data.documents.token_rows import PADDING, TokenRow
 from bigtrain.data.shards.format import Mask, Weights
-from bigtrain.data.tokenizers.chat_template import ChatTemplate
+from bigtrain.data.tokenizers.chat_template import ChatTemplate, TemplateRefusal
 from bigtrain.data.tokenizers.encoders import Encoder
 from bigtrain.data.tokenizers.equivalence import Checks
 
@@ -256,7 +263,8 @@ class ChatEncoder:
             )
         tools = conversation.get("tools")
         messages, text, spans = _rendered(self.template, conversation["messages"], tools)
-        lost = tuple(unrendered(self.template, messages, tools, text))
+        parts = find_parts(self.template, messages, tools, text)
+        lost = parts.lost
         if self.rules is not None and not self.rules.allow_unrendered:
             for part in lost:
                 if part.kind not in COUNTED_ONLY:
@@ -266,9 +274,12 @@ class ChatEncoder:
             return _Rendered(text, (), control, lost=lost)
         marked = self.template.marks_assistant(tools)
         if marked:
-            answers = learned_blocks(self.template, messages, tools, spans)
+            answers = learned_blocks(messages, text, spans, parts.places)
+            lost += tuple(unmarked_parts(messages, answers, parts.places))
         else:
-            answers = assistant_spans(self.template, self.control, messages, tools, text)
+            answers = assistant_spans(
+                self.template, self.control, messages, tools, text, parts.places
+            )
         control = self._written_control(self.template, text, messages, tools)
         if self.answer_ends is None:
             every = [span for answer in answers for span in answer.spans]
@@ -415,13 +426,12 @@ def _rendered(
     null as the content. Raises ConversationError if the template accepts neither."""
     try:
         return (messages, *template.render(messages, tools))
-    except ConversationError:
-        if not any(message.get("tool_calls") for message in messages):
-            raise
-        others = [_as_openai_has_it(message) for message in messages]
-        with suppress(ConversationError):
-            return (others, *template.render(others, tools))
-        raise
+    except TemplateRefusal as refusal:
+        if any(message.get("tool_calls") for message in messages):
+            others = [_as_openai_has_it(message) for message in messages]
+            with suppress(TemplateRefusal):
+                return (others, *template.render(others, tools))
+        raise explained(template, messages, tools, refusal) from refusal
 
 
 def _as_openai_has_it(message: dict[str, Any]) -> dict[str, Any]:
