@@ -75,16 +75,16 @@ def learned_blocks(
             raise ConversationError(WEIGHT_REMEDY.format((numbers or turns or [1])[-1]))
         else:  # all blocks are learned alike
             alone.append(Answer((numbers or turns or [1])[-1], (block,)))
-    for number, spans in answers.items():
-        pieces = [p for p in places if p.message == number and p.kind in (CONTENT, CALLS)]
-        if pieces and not any(_overlap(p, span) for p in pieces for span in spans):
+    given = [Answer(number, tuple(spans)) for number, spans in answers.items()]
+    learned = [answer for answer in given if is_learned(messages[answer.number - 1])]
+    for answer in learned:
+        own = [p for p in places if p.message == answer.number and p.kind in (CONTENT, CALLS)]
+        if own and not any(_overlap(place, span) for place in own for span in answer.spans):
             raise ConversationError(
-                f"the chat template closes the {{% generation %}} block of message {number} "
+                f"the chat template closes the {{% generation %}} block of message {answer.number} "
                 "without the message's text: only its end would be learned -> write the content "
                 "inside the block: --chat-template FILE"
             )
-    given = [Answer(number, tuple(spans)) for number, spans in answers.items()]
-    learned = [one for one in given if is_learned(messages[one.number - 1])]
     if weights != {False}:
         learned += alone
     return sorted(learned, key=lambda answer: answer.spans)
