@@ -146,7 +146,6 @@ def test_an_end_of_the_text_belongs_to_the_last_answer(name: str) -> None:
 
 
 BLOCK = "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
-ASSISTANT = "{{ '<|im_start|>assistant\n' }}"
 
 
 @pytest.mark.parametrize(
@@ -184,6 +183,18 @@ def test_blocks_of_other_shapes(block: str, words: str) -> None:
     source = CHATML.replace(BLOCK, block)
     assert source != CHATML
     assert re.match(f".*{words}", learned(source, TWO, last_only=True))
+
+
+def test_a_block_without_text_continues_the_block_before_it() -> None:
+    """Two answers in a row: the end between their texts is the first one's."""
+    block = (
+        "{% generation %}{{ message.content }}{% endgeneration %}"
+        "{% generation %}{{ '<|im_end|>' }}{% endgeneration %}"
+    )
+    source = CHATML.replace(BLOCK, block)
+    messages = [TWO[0], TWO[1], TWO[3]]
+    assert learned(source, messages, last_only=True) == "see you<|im_end|>"
+    assert learned(source, [*messages[:2], {**TWO[3], "weight": 0}]) == "hello<|im_end|>"
 
 
 def test_answers_outside_of_blocks_are_counted() -> None:
