@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from bigtrain.data.chat.answer_spans import Answer, Span
 from bigtrain.data.chat.control_tokens import ControlTokens

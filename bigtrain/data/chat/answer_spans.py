@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from os.path import commonprefix
 from typing import Any
 
 from bigtrain.data.chat.control_tokens import ControlTokens
@@ -120,7 +119,9 @@ def _owners_of_blocks(
         before = [place.message for place in firsts if place.end <= block[0]]
         after = [place.message for place in firsts if place.begin >= block[1]]
         first, last = before[-1] if before else 1, after[0] if after else len(messages)
-        owners[index] = [n for n in range(first, last + 1) if messages[n - 1]["role"] == "assistant"]
+        owners[index] = [
+            n for n in range(first, last + 1) if messages[n - 1]["role"] == "assistant"
+        ]
     return owners
 
 
@@ -246,7 +247,8 @@ def _around_content(
     ending = template.render(other[: number + 1], tools)[0].partition(PLACEHOLDER)[2]
     # The last turn of a conversation may have more at its end (Phi 3: the end of the text). Both
     # endings begin alike, at least up to a control token.
-    size = len(commonprefix((after, ending)))
+    pairs = enumerate(zip(after, ending, strict=False))
+    size = next((n for n, (a, b) in pairs if a != b), min(len(after), len(ending)))
     if size < len(ending):
         size = max((m.end() for m in control.find(after) if m.end() <= size), default=-1)
     if (

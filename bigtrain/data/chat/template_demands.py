@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
@@ -27,7 +27,9 @@ def explained(
     """Return the error for a conversation that the template refuses: the exception, the changes
     with which it would be accepted, and how to make them."""
     if any(m.get("tool_calls") for m in messages) and not template.supports_calls(tools):
-        return ConversationError(f"{refusal}, which does not support tool calls -> {OTHER_TEMPLATE}")
+        return ConversationError(
+            f"{refusal}, which does not support tool calls -> {OTHER_TEMPLATE}"
+        )
     for changed in _changed(messages, tools):
         with suppress(TemplateRefusal):
             template.render([message.content for message in changed.messages], changed.tools)
@@ -61,12 +63,12 @@ class _Numbered:
 
 @dataclass(frozen=True)
 class _Changed:
-    """Conversation after changes: `demands` say what the template accepts, `fixes` how to get it."""
+    """Conversation after changes: `demands` say what the template accepts, `fixes` how to do it."""
 
     messages: Sequence[_Numbered]
     tools: Tools
     demands: tuple[str, ...] = ()
-    fixes: tuple[str, ...] = field(default=())
+    fixes: tuple[str, ...] = ()
 
     def by(self, demand: str, fix: str, messages: Sequence[_Numbered]) -> _Changed:
         return replace(
@@ -143,11 +145,11 @@ def _omit_tools(given: _Changed) -> _Changed | None:
     calls = any(message.content.get("tool_calls") for message in given.messages)
     if not calls and not given.tools:
         return None
-    plain = []
-    for message in given.messages:
-        if message.role not in RESULTS:
-            content = {k: v for k, v in message.content.items() if k != "tool_calls"}
-            plain.append(replace(message, content={**content, "content": content.get("content") or "a"}))
+    plain = [
+        replace(message, content={"content": "a", **message.content, "tool_calls": None})
+        for message in given.messages
+        if message.role not in RESULTS
+    ]
     without = given.by("without tools and calls", "remove tools and calls", plain)
     return replace(without, tools=None)
 

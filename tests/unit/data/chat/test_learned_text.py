@@ -168,8 +168,8 @@ BLOCK = "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration
             r"the chat template closes the \{% generation %\} block of message 4 without",
         ),
         (
-            "{% generation %}{{ messages[loop.index0 - 1].content + message.content + '<|im_end|>' }}"
-            "{% endgeneration %}",
+            "{% generation %}{{ messages[loop.index0 - 1].content + message.content }}"
+            "{{ '<|im_end|>' }}{% endgeneration %}",
             r"writes text of message 1 \(role user\) inside a \{% generation %\} block",
         ),
         (

@@ -143,7 +143,8 @@ def tokenizer_of(source: str) -> Tokenizer:
         set(
             re.findall(
                 r"<[|\uff5c][^<>\s'\"{}]{1,40}[|\uff5c]>|<(?:start|end)_of_turn>|\[gMASK\]"
-                r"|<end_of_utterance>|<\|?[a-z_]+\|?>(?<=[|]>)|<\|[a-z_]+>", source
+                r"|<end_of_utterance>|<\|?[a-z_]+\|?>(?<=[|]>)|<\|[a-z_]+>",
+                source,
             )
         )
     )
