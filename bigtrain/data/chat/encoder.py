@@ -61,8 +61,9 @@ class EncodedChats:
     and `text_bytes` (UTF-8 of the rendered text), int64 [conversations]. `problems`: number and
     reason of each unusable conversation, whose length is 0. `unrendered`: number of parts of each
     kind that the template drops from the others; `ends`, `inside`: texts of the control tokens that
-    end answers, and of others in them. `weights`: float32 of the length of `mask`, of the losses;
-    None if all are 1.
+    end answers, and of others in them; `spelled`: texts of control tokens that are encoded as
+    letters, and how often. `weights`: float32 of the length of `mask`, of the losses; None if all
+    are 1.
     """
 
     tokens: npt.NDArray[np.integer[Any]]
@@ -74,6 +75,7 @@ class EncodedChats:
     ends: frozenset[str] = frozenset()
     inside: frozenset[str] = frozenset()
     weights: Weights | None = None
+    spelled: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -153,8 +155,8 @@ class ChatEncoder:
         is_complete: bool = False,
     ) -> EncodedChats:
         """Encode conversations given as `bigtrain.data.documents.conversations.conversation_bytes`.
-        group: so many consecutive ones are used together, and `unrendered`, `ends` and `inside` are
-        of groups without a problem. is_complete: all tokens are targets, those of a
+        group: so many consecutive ones are used together, and `unrendered`, `ends`, `inside` and
+        `spelled` are of groups without a problem. is_complete: all tokens are targets, those of a
         text (``text``) without an end, or of a conversation as its template renders it.
         Raises EncoderError if `checks` (of their texts) find the encoder wrong."""
         rendered: list[_Rendered] = []
@@ -209,7 +211,18 @@ class ChatEncoder:
             frozenset[str]().union(*(chat.ends for chat in good)),
             frozenset[str]().union(*(chat.inside for chat in good)),
             _joined(weights, [len(tokens) for tokens, _ in parts]),
+            self._spelled(good),
         )
+
+    def _spelled(self, chats: Sequence[_Rendered]) -> Counter[str]:
+        """Return the texts of control tokens in `chats` that are encoded as letters."""
+        spelled: Counter[str] = Counter()
+        for chat in chats:
+            if chat.control is not None:  # None: all texts of control tokens are control tokens
+                begins = {begin for begin, _ in chat.control}
+                matches = self.control.find(chat.text)
+                spelled.update(m.group() for m in matches if m.start() not in begins)
+        return spelled
 
     def _prompts(self, rendered: Sequence[_Rendered]) -> dict[int, list[int]]:
         """Return the tokens of each plain-text prompt, encoded separately."""

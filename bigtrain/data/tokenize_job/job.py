@@ -39,6 +39,7 @@ from bigtrain.data.tokenize_job.worker_pool import Counts, Job, Round, new_token
 from bigtrain.data.tokenize_job.workspace import Unit, UnitRecord, Workspace, plan_key, plan_units
 from bigtrain.data.tokenizers.encoders import EncoderError
 from bigtrain.data.tokenizers.equivalence import EncoderQueue, choose_encoder
+from bigtrain.data.tokenizers.spelled_tokens import SpelledTokens
 from bigtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from bigtrain.errors import DataError
 from bigtrain.system.files import make_parents
@@ -264,6 +265,9 @@ class _Build:
             rows=self.request.rows,
             labels=self.request.options.labels,
             fim=self.fim,
+            spelled=None
+            if self.request.options.chat or self.request.options.parse_special_tokens
+            else SpelledTokens(encoders.reference.tokenizer_json),
         )
         work = Round(left, self.request.share, job, self.workspace)
         try:
