@@ -126,8 +126,8 @@ def as_html(title: str, documents: Sequence[dict[str, Any]]) -> str:
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
         f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head><body>",
         f"<h1>{html.escape(title)}</h1><p>Learned text is <mark>marked</mark>: only these tokens "
-        "have a loss, with a factor where one is shown. Control tokens have a <b>frame</b>; letters "
-        "that spell one have none.</p>",
+        "have a loss, with a factor where one is shown. Control tokens have a <b>frame</b>, and "
+        "letters that spell one have none.</p>",
     ]
     for document in documents:
         runs: Sequence[LearnedRange] = document["runs"]
