@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bigtrain.data.chat.control_tokens import ControlTokens
-from bigtrain.data.chat.rendered_parts import CALLS, CONTENT, UNMARKED, Lost, Place
+from bigtrain.data.chat.rendered_parts import CALLS, CONTENT, UNMARKED, Lost, RenderedString
 from bigtrain.data.documents.conversations import ConversationError, is_learned, weight_of
 from bigtrain.data.tokenizers.chat_template import (
     ChatTemplate,
@@ -55,126 +55,135 @@ class Answer:
     spans: tuple[Span, ...]
 
 
-def learned_blocks(
-    messages: Messages, text: str, blocks: Sequence[Span], places: Sequence[Place]
-) -> list[Answer]:
+@dataclass(frozen=True)
+class Rendering:
+    """Conversation as text. strings: of its messages in `text`, by `begin`."""
+
+    messages: Messages
+    tools: Tools
+    text: str
+    strings: Sequence[RenderedString]
+
+    def answers(self) -> list[int]:
+        """Return the numbers of the assistant's messages, from 1."""
+        return [n for n, m in enumerate(self.messages, 1) if m["role"] == "assistant"]
+
+    def spoken_by(self, number: int) -> list[RenderedString]:
+        """Return the strings in content and calls of message `number`."""
+        strings = [string for string in self.strings if string.message == number]
+        return [string for string in strings if string.part_kind in (CONTENT, CALLS)]
+
+
+def learned_blocks(rendering: Rendering, blocks: Sequence[Span]) -> list[Answer]:
     """Return the learned messages of a template with ``{% generation %}`` blocks, without those of
     weight 0. Raise ConversationError for a block with text of another role, for an answer whose end
     only is in a block, and for a block of unknown message if messages have different weights."""
-    turns = [n for n, message in enumerate(messages, 1) if message["role"] == "assistant"]
-    weights = {is_learned(messages[n - 1]) and weight_of(messages[n - 1]) for n in turns}
+    messages, numbers = rendering.messages, rendering.answers()
+    weights = {is_learned(messages[n - 1]) and weight_of(messages[n - 1]) for n in numbers}
     blocks = [block for block in blocks if block[0] < block[1]]
-    owners = _owners_of_blocks(messages, text, blocks, places)
-    answers: dict[int, list[Span]] = {}
-    alone: list[Answer] = []
-    for block, numbers in zip(blocks, owners, strict=True):
-        if len(numbers) == 1:
-            answers.setdefault(numbers[0], []).append(block)
+    spans_by_number: dict[int, list[Span]] = {}
+    ambiguous_answers: list[Answer] = []
+    for block, owners in zip(blocks, _owners_of_blocks(rendering, blocks), strict=True):
+        last_owner = (owners or numbers or [1])[-1]
+        if len(owners) == 1:
+            spans_by_number.setdefault(last_owner, []).append(block)
         elif len(weights) > 1:
-            raise ConversationError(WEIGHT_REMEDY.format((numbers or turns or [1])[-1]))
-        else:  # all blocks are learned alike
-            alone.append(Answer((numbers or turns or [1])[-1], (block,)))
-    given = [Answer(number, tuple(spans)) for number, spans in answers.items()]
-    learned = [answer for answer in given if is_learned(messages[answer.number - 1])]
-    for answer in learned:
-        own = [p for p in places if p.message == answer.number and p.kind in (CONTENT, CALLS)]
-        if own and not any(_overlap(place, span) for place in own for span in answer.spans):
+            raise ConversationError(WEIGHT_REMEDY.format(last_owner))
+        elif weights != {False}:  # all blocks are learned alike
+            ambiguous_answers.append(Answer(last_owner, (block,)))
+    answers = [
+        Answer(number, tuple(spans))
+        for number, spans in spans_by_number.items()
+        if is_learned(messages[number - 1])
+    ]
+    for answer in answers:
+        strings = rendering.spoken_by(answer.number)
+        if strings and not any(_overlap(s, span) for s in strings for span in answer.spans):
             raise ConversationError(
                 f"the chat template closes the {{% generation %}} block of message {answer.number} "
                 "without the message's text: only its end would be learned -> write the content "
                 "inside the block: --chat-template FILE"
             )
-    if weights != {False}:
-        learned += alone
-    return sorted(learned, key=lambda answer: answer.spans)
+    return sorted([*answers, *ambiguous_answers], key=lambda answer: answer.spans)
 
 
-def _owners_of_blocks(
-    messages: Messages, text: str, blocks: Sequence[Span], places: Sequence[Place]
-) -> list[list[int]]:
+def _owners_of_blocks(rendering: Rendering, blocks: Sequence[Span]) -> list[list[int]]:
     """Return the numbers of the assistant's messages that may own each block; one if it is
     proven."""
     owners: list[list[int]] = []
     for block in blocks:
-        numbers = sorted({place.message for place in places if _overlap(place, block)})
+        numbers = sorted({s.message for s in rendering.strings if _overlap(s, block)})
         for number in numbers:
-            if messages[number - 1]["role"] != "assistant":
+            role = rendering.messages[number - 1]["role"]
+            if role != "assistant":
                 raise ConversationError(
-                    f"the chat template writes text of message {number} (role "
-                    f"{messages[number - 1]['role']}) inside a {{% generation %}} block: it would "
-                    "be learned -> close the block before it: --chat-template FILE"
+                    f"the chat template writes text of message {number} (role {role}) inside a "
+                    "{% generation %} block: it would be learned -> close the block before it: "
+                    "--chat-template FILE"
                 )
         owners.append(numbers)
     # A name may be repeated later: that of a call in its result.
-    firsts = list({place.piece: place for place in reversed(places)}.values())[::-1]
+    first_strings = list({s.piece: s for s in reversed(rendering.strings)}.values())[::-1]
     for index, block in enumerate(blocks):
         if owners[index]:
             continue
         # A block without a string: continues the one before it, or begins the one after it.
         near = [n for n in (index - 1, index + 1) if 0 <= n < len(blocks) and len(owners[n]) == 1]
-        touching = [n for n in near if not _between(blocks[n], block, text).strip()]
+        gaps = {n: sorted((blocks[n], block)) for n in near}
+        touching = [n for n, (a, b) in gaps.items() if not rendering.text[a[1] : b[0]].strip()]
         if touching:
             owners[index] = owners[touching[0]]
             continue
-        before = [place.message for place in firsts if place.end <= block[0]]
-        after = [place.message for place in firsts if place.begin >= block[1]]
-        first, last = before[-1] if before else 1, after[0] if after else len(messages)
-        owners[index] = [
-            n for n in range(first, last + 1) if messages[n - 1]["role"] == "assistant"
-        ]
+        # Or it is of the only answer between the strings before and after it.
+        before = [s.message for s in first_strings if s.end <= block[0]]
+        after = [s.message for s in first_strings if s.begin >= block[1]]
+        low = before[-1] if before else 1
+        high = after[0] if after else len(rendering.messages)
+        owners[index] = [n for n in rendering.answers() if low <= n <= high]
     return owners
 
 
-def _between(one: Span, other: Span, text: str) -> str:
-    first, second = sorted((one, other))
-    return text[first[1] : second[0]]
+def _overlap(string: RenderedString, span: Span) -> bool:
+    return string.begin < span[1] and span[0] < string.end
 
 
-def _overlap(place: Place, span: Span) -> bool:
-    return place.begin < span[1] and span[0] < place.end
-
-
-def unmarked_parts(
-    messages: Messages, answers: Sequence[Answer], places: Sequence[Place]
-) -> list[Lost]:
+def unmarked_parts(rendering: Rendering, answers: Sequence[Answer]) -> list[Lost]:
     """Return the parts of learned messages that are in a rendering, and outside of the ``{%
     generation %}`` blocks of `answers`."""
     spans = [span for answer in answers for span in answer.spans]
-    inside = {p.piece for p in places if any(a <= p.begin and p.end <= b for a, b in spans)}
-    outside = {
-        (p.message, p.kind)
-        for p in places
-        if p.piece not in inside and is_learned(messages[p.message - 1])
+    strings = rendering.strings
+    learned_pieces = {
+        s.piece for s in strings if any(a <= s.begin and s.end <= b for a, b in spans)
+    }
+    unlearned_parts = {
+        (s.message, s.part_kind)
+        for s in strings
+        if s.piece not in learned_pieces and is_learned(rendering.messages[s.message - 1])
     }
     return [
-        Lost(UNMARKED, message, f"the {kind} of message {message}")
-        for message, kind in sorted(outside)
+        Lost(UNMARKED, number, f"the {part_kind} of message {number}")
+        for number, part_kind in sorted(unlearned_parts)
     ]
 
 
 def assistant_spans(
-    template: ChatTemplate,
-    control: ControlTokens,
-    messages: Messages,
-    tools: Tools,
-    text: str,
-    places: Sequence[Place],
+    template: ChatTemplate, control: ControlTokens, rendering: Rendering
 ) -> list[Answer]:
-    """Return the assistant's messages in `text`, the rendering of `messages`, except those of
-    weight 0. Raise ConversationError if their character ranges cannot be determined."""
+    """Return the assistant's messages, except those of weight 0, of a template without blocks.
+    Raise ConversationError if their character ranges cannot be determined."""
     answers = []
-    for number, message in enumerate(messages):
-        if not is_learned(message):
+    for number in rendering.answers():
+        if not is_learned(rendering.messages[number - 1]):
             continue
         try:
-            begin, end = _span(template, control, messages, tools, text, number)
+            begin, end = _span(template, control, rendering, number)
         except TemplateRefusal as refusal:
-            raise _without_prompt(number + 1, refusal) from refusal
-        ending = [match.end() for match in control.find(text[begin:end])][-1:]
-        if ending and text[begin + ending[0] : end].isspace():
+            raise _without_prompt(number, refusal) from refusal
+        ending = [match.end() for match in control.find(rendering.text[begin:end])][-1:]
+        if ending and rendering.text[begin + ending[0] : end].isspace():
             end = begin + ending[0]
-        _require_own_text(number + 1, (begin, end), places)
-        answers.append(Answer(number + 1, ((begin, end),)))
+        _require_own_text(rendering, number, (begin, end))
+        answers.append(Answer(number, ((begin, end),)))
     return answers
 
 
@@ -189,62 +198,54 @@ def _without_prompt(number: int, refusal: TemplateRefusal) -> ConversationError:
     )
 
 
-def _require_own_text(number: int, span: Span, places: Sequence[Place]) -> None:
+def _require_own_text(rendering: Rendering, number: int, span: Span) -> None:
     """Raise ConversationError if `span` has text of another message than `number`, or if content or
     calls of that message are not in it."""
-    foreign = next((p for p in places if p.message != number and _overlap(p, span)), None)
-    if foreign is not None:
-        why = f"text of message {foreign.message} is inside message {number}"
-        raise ConversationError(REMEDY.format(why))
-    own = [p for p in places if p.message == number and p.kind in (CONTENT, CALLS)]
-    inside = {p.piece for p in own if span[0] <= p.begin and p.end <= span[1]}
-    if any(p.piece not in inside for p in own):
-        why = f"text of message {number} is outside of its turn"
-        raise ConversationError(REMEDY.format(why))
+    for string in rendering.strings:
+        if string.message != number and _overlap(string, span):
+            reason = f"text of message {string.message} is inside message {number}"
+            raise ConversationError(REMEDY.format(reason))
+    strings = rendering.spoken_by(number)
+    learned_pieces = {s.piece for s in strings if span[0] <= s.begin and s.end <= span[1]}
+    if any(string.piece not in learned_pieces for string in strings):
+        reason = f"text of message {number} is outside of its turn"
+        raise ConversationError(REMEDY.format(reason))
 
 
 def _span(
-    template: ChatTemplate,
-    control: ControlTokens,
-    messages: Messages,
-    tools: Tools,
-    text: str,
-    number: int,
+    template: ChatTemplate, control: ControlTokens, rendering: Rendering, number: int
 ) -> Span:
-    prompt, _ = template.render(messages[:number], tools, add_generation_prompt=True)
+    messages, tools, text = rendering.messages, rendering.tools, rendering.text
+    prompt, _ = template.render(messages[: number - 1], tools, add_generation_prompt=True)
     if text.startswith(prompt):
         begin = len(prompt)
         up_to_turn = text
-        if number + 1 < len(messages):
-            up_to_turn, _ = template.render(messages[: number + 1], tools)
+        if number < len(messages):
+            up_to_turn, _ = template.render(messages[:number], tools)
         if up_to_turn.startswith(prompt) and text.startswith(up_to_turn):
             return begin, len(up_to_turn)
-        content, end = _around_content(template, control, messages, tools, text, number)
+        content, end = _around_content(template, control, rendering, number)
         if begin <= content:
             return begin, end
-        raise ConversationError(REMEDY.format(f"message {number + 1} begins inside of its prompt"))
+        raise ConversationError(REMEDY.format(f"message {number} begins inside of its prompt"))
     # The prompt may contain more than the rendered turn: the opening of a reasoning block.
-    before, _ = template.render(messages[:number], tools)
-    begin, end = _around_content(template, control, messages, tools, text, number)
+    before, _ = template.render(messages[: number - 1], tools)
+    begin, end = _around_content(template, control, rendering, number)
     if not text.startswith(before) or not prompt.startswith(text[:begin]) or begin < len(before):
-        raise ConversationError(REMEDY.format(f"message {number + 1} does not follow its prompt"))
+        raise ConversationError(REMEDY.format(f"message {number} does not follow its prompt"))
     return begin, end
 
 
 def _around_content(
-    template: ChatTemplate,
-    control: ControlTokens,
-    messages: Messages,
-    tools: Tools,
-    text: str,
-    number: int,
+    template: ChatTemplate, control: ControlTokens, rendering: Rendering, number: int
 ) -> Span:
-    """Return the start of a message's content in `text`, or of the name of its last tool call if it
-    has no content, and the end of its turn."""
-    other = [*messages]
-    other[number] = _with_placeholder(messages[number])
-    before, is_present, after = template.render(other, tools)[0].partition(PLACEHOLDER)
-    ending = template.render(other[: number + 1], tools)[0].partition(PLACEHOLDER)[2]
+    """Return the start of a message's content in the rendering, or of the name of its last tool
+    call if it has no content, and the end of its turn."""
+    text = rendering.text
+    changed = [*rendering.messages]
+    changed[number - 1] = _with_placeholder(changed[number - 1])
+    before, is_present, after = template.render(changed, rendering.tools)[0].partition(PLACEHOLDER)
+    ending = template.render(changed[:number], rendering.tools)[0].partition(PLACEHOLDER)[2]
     # The last turn of a conversation may have more at its end (Phi 3: the end of the text). Both
     # endings begin alike, at least up to a control token.
     pairs = enumerate(zip(after, ending, strict=False))
@@ -259,7 +260,7 @@ def _around_content(
         or len(before) + len(after) > len(text)
     ):
         raise ConversationError(
-            REMEDY.format(f"message {number + 1} is rendered differently in a longer conversation")
+            REMEDY.format(f"message {number} is rendered differently in a longer conversation")
         )
     return len(before), len(text) - len(after) + size
 

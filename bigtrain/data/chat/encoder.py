@@ -35,6 +35,7 @@ import orjson
 from bigtrain.data.chat.answer_ends import AnswerEnds
 from bigtrain.data.chat.answer_spans import (
     Answer,
+    Rendering,
     assistant_spans,
     learned_blocks,
     unmarked_parts,
@@ -286,13 +287,12 @@ class ChatEncoder:
             control = self._written_control(self.template, text, messages, tools)
             return _Rendered(text, (), control, lost=lost)
         marked = self.template.marks_assistant(tools)
+        rendering = Rendering(messages, tools, text, parts.strings)
         if marked:
-            answers = learned_blocks(messages, text, spans, parts.places)
-            lost += tuple(unmarked_parts(messages, answers, parts.places))
+            answers = learned_blocks(rendering, spans)
+            lost += tuple(unmarked_parts(rendering, answers))
         else:
-            answers = assistant_spans(
-                self.template, self.control, messages, tools, text, parts.places
-            )
+            answers = assistant_spans(self.template, self.control, rendering)
         control = self._written_control(self.template, text, messages, tools)
         if self.answer_ends is None:
             every = [span for answer in answers for span in answer.spans]
@@ -441,9 +441,9 @@ def _rendered(
         return (messages, *template.render(messages, tools))
     except TemplateRefusal as refusal:
         if any(message.get("tool_calls") for message in messages):
-            others = [_as_openai_has_it(message) for message in messages]
+            in_openai_form = [_as_openai_has_it(message) for message in messages]
             with suppress(TemplateRefusal):
-                return (others, *template.render(others, tools))
+                return (in_openai_form, *template.render(in_openai_form, tools))
         raise explained(template, messages, tools, refusal) from refusal
 
 

@@ -67,13 +67,13 @@ class Lost:
 
 
 @dataclass(frozen=True)
-class Place:
+class RenderedString:
     """Characters `begin` to `end` of a rendering: string number `piece` of the conversation, of
-    message `message` (from 1). kind: of its part."""
+    message `message` (from 1). part_kind: of its part."""
 
     piece: int
     message: int
-    kind: str
+    part_kind: str
     begin: int
     end: int
 
@@ -81,11 +81,11 @@ class Place:
 @dataclass(frozen=True)
 class RenderedParts:
     """Parts of a conversation in its rendering. lost: parts that the template drops, each once;
-    places: the other strings of messages, by `begin`. A string has several if the template repeats
-    it, and none if it cannot be marked and its text is ambiguous."""
+    strings: the other strings of messages, by `begin`. A string that the template repeats is in it
+    several times; one that cannot be marked and whose text is ambiguous is not."""
 
     lost: tuple[Lost, ...]
-    places: tuple[Place, ...]
+    strings: tuple[RenderedString, ...]
 
 
 @dataclass(frozen=True)
@@ -257,25 +257,25 @@ def find_parts(
     # The characters of every piece; no range if the template drops it.
     if marked is not None and not _MARKS.search(text) and _MARKS.sub("", marked) == text:
         positions = _mark_positions(marked)
-        ranges = [_ranges(n, piece, positions, text) for n, piece in enumerate(pieces)]
+        ranges_of_pieces = [_ranges(n, piece, positions, text) for n, piece in enumerate(pieces)]
     else:
-        ranges = list(_ranges_singly(template, messages, tools, text, pieces))
-    missing = [piece.part for piece, own in zip(pieces, ranges, strict=True) if not own]
-    lost = list(dict.fromkeys(missing))
+        ranges_of_pieces = list(_ranges_singly(template, messages, tools, text, pieces))
+    located = list(zip(pieces, ranges_of_pieces, strict=True))
+    lost = list(dict.fromkeys(piece.part for piece, ranges in located if not ranges))
     lost = [part for part in lost if not _is_written_otherwise(part, messages, lost)]
     for part in lost:
         if part.kind == CONTENT and part.message is not None:
             _require_role(messages[part.message - 1], part.message)
-    places = [
-        Place(number, piece.part.message, piece.part.kind, *one)
-        for number, (piece, own) in enumerate(zip(pieces, ranges, strict=True))
+    strings = [
+        RenderedString(number, piece.part.message, piece.part.kind, begin, end)
+        for number, (piece, ranges) in enumerate(located)
         if piece.is_marked and piece.part.message is not None and piece.part.kind in WRITTEN
-        for one in own
-        if one != ANYWHERE
+        for begin, end in ranges
+        if (begin, end) != ANYWHERE
     ]
     return RenderedParts(
         tuple(_by_design(template, messages, tools, part) for part in lost),
-        tuple(sorted(places, key=lambda place: place.begin)),
+        tuple(sorted(strings, key=lambda string: string.begin)),
     )
 
 

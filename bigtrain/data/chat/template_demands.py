@@ -63,7 +63,7 @@ class _Numbered:
 
 @dataclass(frozen=True)
 class _Changed:
-    """Conversation after changes: `demands` say what the template accepts, `fixes` how to do it."""
+    """Conversation after changes, their `demands` and their `fixes` in words of an error."""
 
     messages: Sequence[_Numbered]
     tools: Tools
@@ -78,80 +78,82 @@ class _Changed:
 
 def _changed(messages: Messages, tools: Tools) -> Iterator[_Changed]:
     """Yield changed conversations, those with fewer changes first."""
-    given = _Changed([_Numbered(n, message) for n, message in enumerate(messages, 1)], tools)
+    conversation = _Changed([_Numbered(n, message) for n, message in enumerate(messages, 1)], tools)
     for size in range(1, MAX_CHANGES + 1):
         for changes in combinations(CHANGES, size):
-            changed: _Changed | None = given
+            changed: _Changed | None = conversation
             for change in changes:
                 changed = None if changed is None else change(changed)
             if changed is not None:
                 yield changed
 
 
-def _begin_with_user(given: _Changed) -> _Changed | None:
-    first = next((n for n, m in enumerate(given.messages) if not _is_system(m)), None)
-    if first is None or given.messages[first].role == "user":
+def _begin_with_user(conversation: _Changed) -> _Changed | None:
+    first = next((n for n, m in enumerate(conversation.messages) if not _is_system(m)), None)
+    if first is None or conversation.messages[first].role == "user":
         return None
-    answer = given.messages[first]
+    answer = conversation.messages[first]
     added = _Numbered(0, {"role": "user", "content": "a"})
-    return given.by(
+    return conversation.by(
         "after a message of the user",
         f"put a message of the user before {answer.name}",
-        [*given.messages[:first], added, *given.messages[first:]],
+        [*conversation.messages[:first], added, *conversation.messages[first:]],
     )
 
 
-def _begin_with_system(given: _Changed) -> _Changed | None:
-    system = [message for message in given.messages if _is_system(message)]
-    spoken = [message for message in given.messages if not _is_system(message)]
-    if [*system, *spoken] == [*given.messages]:
+def _begin_with_system(conversation: _Changed) -> _Changed | None:
+    system = [message for message in conversation.messages if _is_system(message)]
+    spoken = [message for message in conversation.messages if not _is_system(message)]
+    if [*system, *spoken] == [*conversation.messages]:
         return None
-    late = next(m for a, m in zip([*system, *spoken], given.messages, strict=True) if a != m)
-    late = next(m for m in given.messages[given.messages.index(late) :] if _is_system(m))
-    return given.by(
+    late = next(m for a, m in zip([*system, *spoken], conversation.messages, strict=True) if a != m)
+    late = next(
+        m for m in conversation.messages[conversation.messages.index(late) :] if _is_system(m)
+    )
+    return conversation.by(
         "with the system message first", f"move {late.name} to the start", [*system, *spoken]
     )
 
 
-def _omit_system(given: _Changed) -> _Changed | None:
-    system = [message for message in given.messages if _is_system(message)]
-    return given.by(
+def _omit_system(conversation: _Changed) -> _Changed | None:
+    system = [message for message in conversation.messages if _is_system(message)]
+    return conversation.by(
         "without a system message",
         f"put the text of {system[0].name} into a message of the user",
-        [message for message in given.messages if not _is_system(message)],
+        [message for message in conversation.messages if not _is_system(message)],
     ) if system else None  # fmt: skip
 
 
-def _join_neighbours(given: _Changed) -> _Changed | None:
-    kept: list[_Numbered] = []
+def _join_neighbours(conversation: _Changed) -> _Changed | None:
+    joined: list[_Numbered] = []
     pairs: list[tuple[_Numbered, _Numbered]] = []
-    for message in given.messages:
+    for message in conversation.messages:
         plain = message.role not in RESULTS and not message.content.get("tool_calls")
-        if kept and plain and kept[-1].role == message.role:
-            pairs.append((kept[-1], message))
+        if joined and plain and joined[-1].role == message.role:
+            pairs.append((joined[-1], message))
         else:
-            kept.append(message)
+            joined.append(message)
     if not pairs:
         return None
-    one, other = pairs[0]
-    return given.by(
+    first, second = pairs[0]
+    return conversation.by(
         "with alternating roles",
-        f"join messages {one.number} and {other.number}, both of role {one.role}",
-        kept,
+        f"join messages {first.number} and {second.number}, both of role {first.role}",
+        joined,
     )
 
 
-def _omit_tools(given: _Changed) -> _Changed | None:
-    calls = any(message.content.get("tool_calls") for message in given.messages)
-    if not calls and not given.tools:
+def _omit_tools(conversation: _Changed) -> _Changed | None:
+    calls = any(message.content.get("tool_calls") for message in conversation.messages)
+    if not calls and not conversation.tools:
         return None
     plain = [
         replace(message, content={"content": "a", **message.content, "tool_calls": None})
-        for message in given.messages
+        for message in conversation.messages
         if message.role not in RESULTS
     ]
-    without = given.by("without tools and calls", "remove tools and calls", plain)
-    return replace(without, tools=None)
+    without_calls = conversation.by("without tools and calls", "remove tools and calls", plain)
+    return replace(without_calls, tools=None)
 
 
 def _is_system(message: _Numbered) -> bool:

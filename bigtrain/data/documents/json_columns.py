@@ -40,7 +40,7 @@ def decoders_of(
 ) -> dict[str, Decoder]:
     """Return the converters of the columns that contain JSON. `types`: arrow types of the columns
     if they are known, `features`: of `datasets`, if there are any. is_text: JSON is still text,
-    also where a feature says that `datasets` decodes it."""
+    also where `datasets` would decode it."""
     names = dict.fromkeys((*types, *features))
     decoders = {n: _decoder(types.get(n), features.get(n), is_text) for n in names}
     return {name: decoder for name, decoder in decoders.items() if decoder is not None}
@@ -48,20 +48,20 @@ def decoders_of(
 
 def _decoder(arrow_type: Any, feature: Any, is_text: bool) -> Decoder | None:
     parts = feature if isinstance(feature, dict) else {}
-    kind = parts.get("_type")  # a name; in a struct, a field of this name is a feature
-    if kind == "Json" or getattr(arrow_type, "extension_name", None) == "arrow.json":
-        return _decoded if is_text or not parts.get("decode", True) else _kept
+    feature_type = parts.get("_type")  # a name; in a struct, a field of this name is a feature
+    if feature_type == "Json" or getattr(arrow_type, "extension_name", None) == "arrow.json":
+        return _from_text if is_text or not parts.get("decode", True) else _of_json
     arrow_type = getattr(arrow_type, "storage_type", arrow_type)
     arrow_item = getattr(arrow_type, "value_type", None)  # of a list or a dictionary column
     item = feature[0] if isinstance(feature, list) and feature else None
-    if isinstance(kind, str):
+    if isinstance(feature_type, str):
         parts, item = {}, parts.get("feature")
     if arrow_item is not None or item is not None:
-        of_item = _decoder(arrow_item, item, is_text)
-        return None if of_item is None else partial(_each_item, of_item)
+        item_decoder = _decoder(arrow_item, item, is_text)
+        return None if item_decoder is None else partial(_each_item, item_decoder)
     fields = {field.name: field.type for field in _fields_of(arrow_type)}
-    of_fields = decoders_of(fields, parts, is_text=is_text)
-    return partial(_each_field, of_fields) if of_fields else None
+    field_decoders = decoders_of(fields, parts, is_text=is_text)
+    return partial(_each_field, field_decoders) if field_decoders else None
 
 
 def _fields_of(arrow_type: Any) -> Iterable[Any]:
@@ -87,12 +87,12 @@ def _each_field(decoders: Mapping[str, Decoder], value: Any) -> Any:
     }
 
 
-def _decoded(value: Any) -> Any:
-    """Return the value of a JSON text. Raise ValueError if it is not JSON."""
-    return _kept(json.loads(value))
+def _from_text(value: Any) -> Any:
+    return _of_json(json.loads(value))
 
 
-def _kept(value: Any) -> Any:
+def _of_json(value: Any) -> Any:
+    """Return a JSON value whose keys without a value are kept."""
     if isinstance(value, dict):
         return JsonObject(value)
     return JsonList(value) if isinstance(value, list) else value

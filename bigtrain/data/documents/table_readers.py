@@ -348,7 +348,7 @@ class DatasetReader(TableReader):
         if dataset.column_names is not None:
             names = list(dataset.column_names)
             dataset = dataset.select_columns(stored_columns(columns_of(path, keys, names), names))
-        # `datasets` decodes JSON itself, unless the feature says otherwise.
+        # `datasets` decodes JSON itself, except for features with decode=False.
         features = {} if dataset.features is None else dataset.features.to_dict()
         decoders = decoders_of({}, features, is_text=False)
         at_once = STREAMED_ROWS_PER_READ

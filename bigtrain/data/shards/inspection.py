@@ -215,10 +215,11 @@ def row_of(inspected: Inspected, index: int, shard: TokenShard, within: int) -> 
 def _spelled(counts: Mapping[str, int]) -> str:
     """Describe control tokens that texts spell."""
     frequent = sorted(counts, key=lambda name: (-counts[name], name))
-    shown = ", ".join(f"{name} ({counts[name]:,})" for name in frequent[:SHOWN_NAMES])
-    more = f", and {len(frequent) - SHOWN_NAMES} more" if len(frequent) > SHOWN_NAMES else ""
+    listed = ", ".join(f"{name} ({counts[name]:,})" for name in frequent[:SHOWN_NAMES])
+    if len(frequent) > SHOWN_NAMES:
+        listed += f", and {len(frequent) - SHOWN_NAMES} more"
     return (
-        f"texts spell control tokens, which were encoded as letters: {shown}{more} -> to "
+        f"texts spell control tokens, which were encoded as letters: {listed} -> to "
         "encode them as control tokens: --parse-special-tokens"
     )
 

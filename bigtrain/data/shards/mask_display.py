@@ -99,7 +99,7 @@ def legend(runs: Sequence[LearnedRange], *, colors: bool) -> str:
 def for_terminal(runs: Sequence[LearnedRange], *, colors: bool) -> str:
     """Return the text of `runs`: learned ones colored, or between `OPEN` and `CLOSE`, with a weight
     other than 1; control tokens underlined, or between `CONTROL_OPEN` and `CONTROL_CLOSE`."""
-    shown = []
+    texts = []
     for run in runs:
         before, after = ("", "") if not run.is_learned else (OPEN, CLOSE)
         if colors:
@@ -112,8 +112,8 @@ def for_terminal(runs: Sequence[LearnedRange], *, colors: bool) -> str:
                 return f"{_CONTROL}{part}{_PLAIN}{before}"
             return f"{CONTROL_OPEN}{part}{CONTROL_CLOSE}"
 
-        shown.append(f"{before}{_weight(run)}{run.shown(written)}{after}")
-    return "".join(shown)
+        texts.append(f"{before}{_weight(run)}{run.shown(written)}{after}")
+    return "".join(texts)
 
 
 def _weight(run: LearnedRange) -> str:
