@@ -109,9 +109,37 @@ def check(source: str, seed: object) -> bool:
     return True
 
 
-@pytest.mark.parametrize("name", sorted(FILES))
+# The system prompt is in the first message of the user; every answer ends in the end of the text.
+LLAMA2 = (
+    "{% if messages[0].role == 'system' %}{% set system = '<<SYS>>' + messages[0].content %}"
+    "{% set turns = messages[1:] %}{% else %}{% set system = '' %}{% set turns = messages %}"
+    "{% endif %}{% for m in turns %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate') }}{% endif %}"
+    "{% if m.role == 'user' %}"
+    "{{ '[INST] ' + (system if loop.first else '') + m.content.strip() + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m.content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+CALLS = "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}"
+# Blocks of their own for the end of an answer and of the text; the system prompt is at the end.
+SYSTEM_LAST = (
+    "{% for m in messages if m.role != 'system' %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content or '' }}"
+    + CALLS
+    + "{% endgeneration %}"
+    "{% generation %}{{ '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}"
+    "{% if not add_generation_prompt %}"
+    "{% generation %}{{ eos_token }}{% endgeneration %}{% endif %}"
+)
+SOURCES = {"llama2": LLAMA2, "system last": SYSTEM_LAST} | {
+    name: path.read_text() for name, path in FILES.items()
+}
+
+
+@pytest.mark.parametrize("name", sorted(SOURCES))
 def test_learned_text_is_that_of_the_learned_messages(name: str) -> None:
-    source = FILES[name].read_text()
+    source = SOURCES[name]
     accepted = [check(source, (name, seed)) for seed in range(examples(10))]
     # GPT-OSS ends answers before the last in a token that it also writes inside of answers.
     assert any(accepted) or name.startswith(IMAGES) or name == "gptoss"
@@ -136,7 +164,7 @@ def learned(source: str, messages: list[dict[str, Any]], **how: Any) -> str:
 @pytest.mark.parametrize("name", ["phi3", "phi3_training", "phi3_5", "phi3_5_training"])
 def test_an_end_of_the_text_belongs_to_the_last_answer(name: str) -> None:
     """Phi 3's template writes it in a block of its own, or without marks after the last turn."""
-    source = FILES[name].read_text()
+    source = SOURCES[name]
     every, last = learned(source, TWO), learned(source, TWO, last_only=True)
     assert every.startswith("hello<|end|>")
     assert last.startswith("see you<|end|>")
