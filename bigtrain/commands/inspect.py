@@ -55,18 +55,17 @@ def _row(document: dict[str, Any]) -> str:
 
 
 def _text_of(document: dict[str, Any]) -> object:
-    from bigtrain.data.shards.inspection import for_terminal
+    from bigtrain.data.shards.mask_display import for_terminal, legend
 
     if "runs" in document:
         runs = document["runs"]
         colors = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-        learned = sum(run.num_tokens for run in runs if run.is_learned)
-        return f"({learned:,} tokens of these are learned)\n" + for_terminal(runs, colors=colors)
+        return f"{legend(runs, colors=colors)}\n{for_terminal(runs, colors=colors)}"
     return document["tokens"] if document["text"] is None else document["text"]
 
 
 def _write_html(path: Path, title: str, documents: list[dict[str, Any]]) -> None:
-    from bigtrain.data.shards.inspection import as_html
+    from bigtrain.data.shards.mask_display import as_html
 
     try:
         path.write_text(as_html(title, documents), encoding="utf-8")

@@ -53,7 +53,8 @@ def documents_of(
 ) -> list[dict[str, Any]]:
     """Return `read_documents` of open shards; with `mask` also `runs` of learned and other
     tokens."""
-    from bigtrain.data.shards.inspection import LONE, decoder_of, row_of, runs_of
+    from bigtrain.data.shards.inspection import LONE, decoder_of, row_of
+    from bigtrain.data.shards.mask_display import runs_of
 
     if inspected.manifest is None and split:
         raise DataError(f"--split {split}: a single shard has no splits -> remove it")
@@ -82,8 +83,9 @@ def documents_of(
         if mask:
             if decoder is None:
                 raise DataError("--mask shows text -> --tokenizer DIRECTORY to decode with")
-            mask_of_document = shard.document_mask(within)[:max_tokens]
-            documents[-1]["runs"] = runs_of(shown, mask_of_document, decoder.decode)
+            learned = shard.document_mask(within)[:max_tokens]
+            weights = shard.document_weights(within)[:max_tokens]
+            documents[-1]["runs"] = runs_of(shown, learned, weights, decoder)
     return documents
 
 

@@ -133,8 +133,10 @@ def build_tokens(
     say: gets a line on the detected format (default: print to standard error).
     """
     from bigtrain.data.tokenize_job.job import build_dataset
+    from bigtrain.data.tokenize_job.progress import announce
     from bigtrain.data.tokenize_job.request import BuildRequest, find_worker_rank
 
+    announce("finding the inputs")
     reading = read_options(inputs, **_reading_of(options))
     template = options.get("chat_template")
     return build_dataset(

@@ -2,7 +2,7 @@
 
 A conversation is a list of messages in the format of transformers' ``apply_chat_template``. The
 tokens equal that function's, and so does the mask (``return_assistant_tokens_mask``) of templates
-with ``{% generation %}`` blocks; for others see `bigtrain.data.chat.answer_ends`. A block ends
+with ``{% generation %}`` blocks; for others see `bigtrain.data.chat.answer_spans`. A block ends
 with the first token that contains part of its last character. If transformers does not find the
 last token of a block, it marks everything after it, and if it does not find the first, no further
 block: here the tokens that contain characters of the block are marked. A message of ``weight: 0``
@@ -32,13 +32,21 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from bigtrain.data.chat.answer_ends import Answer, AnswerEnds, assistant_spans, learned_blocks
+from bigtrain.data.chat.answer_ends import AnswerEnds
+from bigtrain.data.chat.answer_spans import (
+    Answer,
+    Rendering,
+    assistant_spans,
+    learned_blocks,
+    unmarked_parts,
+)
 from bigtrain.data.chat.control_tokens import ControlTokens
-from bigtrain.data.chat.rendered_parts import CALLS, CONTENT, COUNTED_ONLY, Lost, refuse, unrendered
+from bigtrain.data.chat.rendered_parts import CALLS, CONTENT, COUNTED_ONLY, Lost, find_parts, refuse
+from bigtrain.data.chat.template_demands import explained
 from bigtrain.data.documents.conversations import ConversationError, weight_of
 from bigtrain.data.documents.token_rows import PADDING, TokenRow
 from bigtrain.data.shards.format import Mask, Weights
-from bigtrain.data.tokenizers.chat_template import ChatTemplate
+from bigtrain.data.tokenizers.chat_template import ChatTemplate, TemplateRefusal
 from bigtrain.data.tokenizers.encoders import Encoder
 from bigtrain.data.tokenizers.equivalence import Checks
 
@@ -54,8 +62,9 @@ class EncodedChats:
     and `text_bytes` (UTF-8 of the rendered text), int64 [conversations]. `problems`: number and
     reason of each unusable conversation, whose length is 0. `unrendered`: number of parts of each
     kind that the template drops from the others; `ends`, `inside`: texts of the control tokens that
-    end answers, and of others in them. `weights`: float32 of the length of `mask`, of the losses;
-    None if all are 1.
+    end answers, and of others in them; `spelled`: texts of control tokens that are encoded as
+    letters, and how often. `weights`: float32 of the length of `mask`, of the losses; None if all
+    are 1.
     """
 
     tokens: npt.NDArray[np.integer[Any]]
@@ -67,6 +76,7 @@ class EncodedChats:
     ends: frozenset[str] = frozenset()
     inside: frozenset[str] = frozenset()
     weights: Weights | None = None
+    spelled: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -146,8 +156,8 @@ class ChatEncoder:
         is_complete: bool = False,
     ) -> EncodedChats:
         """Encode conversations given as `bigtrain.data.documents.conversations.conversation_bytes`.
-        group: so many consecutive ones are used together, and `unrendered`, `ends` and `inside` are
-        of groups without a problem. is_complete: all tokens are targets, those of a
+        group: so many consecutive ones are used together, and `unrendered`, `ends`, `inside` and
+        `spelled` are of groups without a problem. is_complete: all tokens are targets, those of a
         text (``text``) without an end, or of a conversation as its template renders it.
         Raises EncoderError if `checks` (of their texts) find the encoder wrong."""
         rendered: list[_Rendered] = []
@@ -202,7 +212,18 @@ class ChatEncoder:
             frozenset[str]().union(*(chat.ends for chat in good)),
             frozenset[str]().union(*(chat.inside for chat in good)),
             _joined(weights, [len(tokens) for tokens, _ in parts]),
+            self._spelled(good),
         )
+
+    def _spelled(self, chats: Sequence[_Rendered]) -> Counter[str]:
+        """Return the texts of control tokens in `chats` that are encoded as letters."""
+        spelled: Counter[str] = Counter()
+        for chat in chats:
+            if chat.control is not None:  # None: all texts of control tokens are control tokens
+                begins = {begin for begin, _ in chat.control}
+                matches = self.control.find(chat.text)
+                spelled.update(m.group() for m in matches if m.start() not in begins)
+        return spelled
 
     def _prompts(self, rendered: Sequence[_Rendered]) -> dict[int, list[int]]:
         """Return the tokens of each plain-text prompt, encoded separately."""
@@ -258,7 +279,8 @@ class ChatEncoder:
             )
         tools = conversation.get("tools")
         messages, text, spans = _rendered(self.template, conversation["messages"], tools)
-        lost = tuple(unrendered(self.template, messages, tools, text))
+        parts = find_parts(self.template, messages, tools, text)
+        lost = parts.lost
         if self.rules is not None and not self.rules.allow_unrendered:
             for part in lost:
                 if part.kind not in COUNTED_ONLY:
@@ -267,10 +289,12 @@ class ChatEncoder:
             control = self._written_control(self.template, text, messages, tools)
             return _Rendered(text, (), control, lost=lost)
         marked = self.template.marks_assistant(tools)
+        rendering = Rendering(messages, tools, text, parts.strings)
         if marked:
-            answers = learned_blocks(self.template, messages, tools, spans)
+            answers = learned_blocks(rendering, spans)
+            lost += tuple(unmarked_parts(rendering, answers))
         else:
-            answers = assistant_spans(self.template, self.control, messages, tools, text)
+            answers = assistant_spans(self.template, self.control, rendering)
         control = self._written_control(self.template, text, messages, tools)
         if self.answer_ends is None:
             every = [span for answer in answers for span in answer.spans]
@@ -417,13 +441,12 @@ def _rendered(
     null as the content. Raises ConversationError if the template accepts neither."""
     try:
         return (messages, *template.render(messages, tools))
-    except ConversationError:
-        if not any(message.get("tool_calls") for message in messages):
-            raise
-        others = [_as_openai_has_it(message) for message in messages]
-        with suppress(ConversationError):
-            return (others, *template.render(others, tools))
-        raise
+    except TemplateRefusal as refusal:
+        if any(message.get("tool_calls") for message in messages):
+            in_openai_form = [_as_openai_has_it(message) for message in messages]
+            with suppress(TemplateRefusal):
+                return (in_openai_form, *template.render(in_openai_form, tools))
+        raise explained(template, messages, tools, refusal) from refusal
 
 
 def _as_openai_has_it(message: dict[str, Any]) -> dict[str, Any]:

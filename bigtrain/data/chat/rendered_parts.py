@@ -1,13 +1,15 @@
-"""Parts of a conversation that a chat template drops: content, tool calls, tools, reasoning.
+"""Parts of a conversation in its rendering: their characters, and parts that a template drops.
 
 Every string of a conversation gets a pair of unique private-use characters around its text, and the
 conversation is rendered again. If the rendering contains both characters, the template wrote the
-string, however short or escaped. Without the characters the rendering must equal the first one; a
-template that inspects strings (``startswith``) may render them differently. Then each string is
-marked in a separate rendering, and one that cannot be marked is searched as text.
+string, however short or escaped, and its characters are between them. Without the characters the
+rendering must equal the first one; a template that inspects strings (``startswith``) may render
+them differently. Then each string is marked in a separate rendering, and one that cannot be marked
+is searched as text.
 
 Message keys that the template does not read, such as ``name``, are counted as `IGNORED`. Reasoning
-that it writes only in the last message is dropped by design: counted as `STRIPPED`.
+that it writes only in the last message is dropped by design: counted as `STRIPPED`. Parts of
+answers outside of its ``{% generation %}`` blocks are counted as `UNMARKED` (`answer_spans`).
 """
 
 from __future__ import annotations
@@ -24,9 +26,11 @@ from bigtrain.data.documents.token_rows import PADDING
 from bigtrain.data.tokenizers.chat_template import ChatTemplate, Messages, Tools
 
 CONTENT, CALLS, TOOLS, REASONING = "content", "tool_calls", "tools", "reasoning"
-STRIPPED, IGNORED = "stripped_reasoning", "message_keys"
-COUNTED_ONLY = (STRIPPED, IGNORED, PADDING)
+STRIPPED, IGNORED, UNMARKED = "stripped_reasoning", "message_keys", "unmarked_answers"
+COUNTED_ONLY = (STRIPPED, IGNORED, UNMARKED, PADDING)
 """Kinds of parts that are counted and reported, and cause no refusal."""
+WRITTEN = (CONTENT, CALLS, REASONING)
+"""Kinds of parts of a message that a template writes as its text."""
 REASONING_KEYS = tuple(key for key in WORDLESS if key != "tool_calls")
 
 FIRST_MARK = 0x100000
@@ -60,6 +64,28 @@ class Lost:
     message: int | None
     name: str
     number: int = 0
+
+
+@dataclass(frozen=True)
+class RenderedString:
+    """Characters `begin` to `end` of a rendering: string number `piece` of the conversation, of
+    message `message` (from 1). part_kind: of its part."""
+
+    piece: int
+    message: int
+    part_kind: str
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class RenderedParts:
+    """Parts of a conversation in its rendering. lost: parts that the template drops, each once;
+    strings: the other strings of messages, by `begin`. A string that the template repeats is in it
+    several times; one that cannot be marked and whose text is ambiguous is not."""
+
+    lost: tuple[Lost, ...]
+    strings: tuple[RenderedString, ...]
 
 
 @dataclass(frozen=True)
@@ -220,22 +246,37 @@ def _marked_tool(marking: _Marking, number: int, tool: dict[str, Any]) -> dict[s
     return marked if own is tool else {**tool, "function": marked}
 
 
-def unrendered(template: ChatTemplate, messages: Messages, tools: Tools, text: str) -> list[Lost]:
-    """Return the parts of a conversation that are not in `text`, its rendering, each once. Raises
-    ConversationError for a message of an unusual role that the template ignores."""
+def find_parts(
+    template: ChatTemplate, messages: Messages, tools: Tools, text: str
+) -> RenderedParts:
+    """Return the parts of a conversation in `text`, its rendering. Raises ConversationError for a
+    message of an unusual role that the template ignores."""
     marking = _Marking()
     marked = _rendered(template, *_marked(marking, messages, tools))
     pieces = marking.pieces
+    # The characters of every piece; no range if the template drops it.
     if marked is not None and not _MARKS.search(text) and _MARKS.sub("", marked) == text:
-        missing = [n for n, piece in enumerate(pieces) if not _is_in(n, piece, marked, text)]
+        positions = _mark_positions(marked)
+        ranges_of_pieces = [_ranges(n, piece, positions, text) for n, piece in enumerate(pieces)]
     else:
-        missing = list(_missing_singly(template, messages, tools, text, pieces))
-    lost = list(dict.fromkeys(pieces[n].part for n in missing))
+        ranges_of_pieces = list(_ranges_singly(template, messages, tools, text, pieces))
+    located = list(zip(pieces, ranges_of_pieces, strict=True))
+    lost = list(dict.fromkeys(piece.part for piece, ranges in located if not ranges))
     lost = [part for part in lost if not _is_written_otherwise(part, messages, lost)]
     for part in lost:
         if part.kind == CONTENT and part.message is not None:
             _require_role(messages[part.message - 1], part.message)
-    return [_by_design(template, messages, tools, part) for part in lost]
+    strings = [
+        RenderedString(number, piece.part.message, piece.part.kind, begin, end)
+        for number, (piece, ranges) in enumerate(located)
+        if piece.is_marked and piece.part.message is not None and piece.part.kind in WRITTEN
+        for begin, end in ranges
+        if (begin, end) != ANYWHERE
+    ]
+    return RenderedParts(
+        tuple(_by_design(template, messages, tools, part) for part in lost),
+        tuple(sorted(strings, key=lambda string: string.begin)),
+    )
 
 
 def _rendered(template: ChatTemplate, messages: Any, tools: Any) -> str | None:
@@ -255,23 +296,47 @@ def _unescaped(match: re.Match[str]) -> str:
     return chr(0x10000 + ((numbers[0] - 0xD800) << 10) + (numbers[1] - 0xDC00))
 
 
-def _is_in(number: int, piece: _Piece, marked: str, text: str) -> bool:
-    """Return whether a piece is in the rendering of marked messages."""
+def _mark_positions(marked: str) -> dict[str, list[int]]:
+    """Return the positions of every mark in a marked rendering, counted without marks."""
+    positions: dict[str, list[int]] = {}
+    for number, match in enumerate(_MARKS.finditer(marked)):
+        positions.setdefault(match.group(), []).append(match.start() - number)
+    return positions
+
+
+def _ranges(
+    number: int, piece: _Piece, positions: Mapping[str, Sequence[int]], text: str
+) -> list[tuple[int, int]]:
+    """Return the character ranges of a piece in `text`, the rendering of marked messages without
+    marks; none if the template drops it."""
     if not piece.is_marked or number >= MAX_MARKED:
-        return any(form in text for form in _forms(piece.text))
+        return _ranges_of_text(piece, text)
     first, last = _marks_of(number)
+    ends = positions.get(last, ())
     if piece.is_key:
-        forms = tuple(_forms(piece.text))
-        return any(
-            _MARKS.sub("", marked[: match.start()]).endswith(forms)
-            for match in re.finditer(last, marked)
-        )
-    begin = marked.find(first)
-    end = marked.find(last, begin)
-    if begin < 0 or end < 0:
-        return False
-    written = _MARKS.sub("", marked[begin + 1 : end])
-    return _says(written, piece.text)
+        forms = sorted(_forms(piece.text), key=len, reverse=True)
+        named = [(end, next((f for f in forms if text.endswith(f, 0, end)), None)) for end in ends]
+        return [(end - len(form), end) for end, form in named if form is not None]
+    # A template may write a part of the string as well: an end belongs to the last begin before it.
+    begins = positions.get(first, ())
+    ranges = []
+    for end in ends:
+        before = [begin for begin in begins if begin <= end]
+        if before and _says(text[before[-1] : end], piece.text):
+            ranges.append((before[-1], end))
+    return ranges
+
+
+ANYWHERE = (-1, -1)
+"""Range of a piece that is in a rendering, and that occurs more than once as text."""
+
+
+def _ranges_of_text(piece: _Piece, text: str) -> list[tuple[int, int]]:
+    """Return the range of a piece that is searched as text; `ANYWHERE` if it is ambiguous."""
+    forms = [form for form in _forms(piece.text) if form in text]
+    if len(forms) == 1 and text.count(forms[0]) == 1:
+        return [(text.index(forms[0]), text.index(forms[0]) + len(forms[0]))]
+    return [ANYWHERE] if forms else []
 
 
 def _says(written: str, text: str) -> bool:
@@ -298,20 +363,18 @@ def _forms(text: str) -> set[str]:
     return {text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1]}
 
 
-def _missing_singly(
+def _ranges_singly(
     template: ChatTemplate, messages: Messages, tools: Tools, text: str, pieces: Sequence[_Piece]
-) -> Iterator[int]:
-    """Yield the pieces that are missing in `text`, each marked in a separate rendering."""
+) -> Iterator[list[tuple[int, int]]]:
+    """Yield the ranges of every piece, each marked in a separate rendering."""
     for number, piece in enumerate(pieces):
         marked = None
         if piece.is_marked and number < MAX_SINGLE_RENDERINGS and not _MARKS.search(text):
             marked = _rendered(template, *_marked(_Marking(number), messages, tools))
         if marked is not None and _MARKS.sub("", marked) == text:
-            is_there = _is_in(number, piece, marked, text)
+            yield _ranges(number, piece, _mark_positions(marked), text)
         else:
-            is_there = any(form in text for form in _forms(piece.text))
-        if not is_there:
-            yield number
+            yield _ranges_of_text(piece, text)
 
 
 def _is_written_otherwise(
@@ -346,7 +409,7 @@ def _by_design(template: ChatTemplate, messages: Messages, tools: Tools, part: L
     shorter = messages[: part.message]
     try:
         text, _ = template.render(shorter, tools)
-        still = unrendered(template, shorter, tools, text)
+        still = find_parts(template, shorter, tools, text).lost
     except ConversationError:
         return part
     return part if part in still else Lost(STRIPPED, part.message, part.name)

@@ -28,6 +28,12 @@ from bigtrain.data.documents.files import (
     unpacked,
     without_compression,
 )
+from bigtrain.data.documents.json_columns import (
+    Decoder,
+    decoders_of,
+    features_of,
+    without_missing,
+)
 from bigtrain.data.documents.line_readers import first_lines
 from bigtrain.data.documents.reader import (
     BadDocument,
@@ -44,6 +50,7 @@ from bigtrain.data.documents.table_rows import (
     aligned,
     bytes_of_columns,
     columns_of,
+    decoded,
     joined_rows,
     other_columns,
     require_sound,
@@ -254,7 +261,7 @@ class ParquetReader(TableReader):
         # Buffering before reading holds all row groups in memory until the end.
         opened = path if file is None else file
         with _reading(path), parquet.ParquetFile(opened, pre_buffer=False) as table:
-            names = table.schema_arrow.names
+            names, decoders = table.schema_arrow.names, _decoders(table.schema_arrow)
             self.columns = columns = columns_of(path, keys, names)
             stored = stored_columns(columns, names)
             rows = [table.metadata.row_group(i).num_rows for i in range(table.num_row_groups)]
@@ -265,7 +272,7 @@ class ParquetReader(TableReader):
                 at_once = rows_per_read(num_bytes, rows[group])
                 for batch in table.iter_batches(at_once, row_groups=[group], columns=stored):
                     done = (row - first) / max(1, count)
-                    yield RowBlock(row, rows_of_batch(batch, columns, keys), done)
+                    yield RowBlock(row, rows_of_batch(batch, columns, keys, decoders), done)
                     row += batch.num_rows
 
 
@@ -273,7 +280,7 @@ class ArrowReader(TableReader):
     """Reader of record batches of an IPC file or stream; a stream is always read completely."""
 
     kind = "arrow"
-    suffixes = (".arrow",)
+    suffixes = (".arrow", ".feather")
     random_access = True
 
     @classmethod
@@ -305,11 +312,13 @@ class ArrowReader(TableReader):
                     stored = stored_columns(columns, batch.schema.names)
                     for column in stored:
                         require_sound(batch.column(column))
+                    decoders = _decoders(batch.schema)
                     num_bytes = sum(batch.column(column).nbytes for column in stored)
                     at_once = rows_per_read(num_bytes, batch.num_rows)
                     for first in range(0, batch.num_rows, at_once):
                         part = batch.slice(first, at_once)
-                        yield RowBlock(row + first, rows_of_batch(part, columns, keys), done)
+                        rows = rows_of_batch(part, columns, keys, decoders)
+                        yield RowBlock(row + first, rows, done)
                 row += batch.num_rows
 
 
@@ -339,6 +348,9 @@ class DatasetReader(TableReader):
         if dataset.column_names is not None:
             names = list(dataset.column_names)
             dataset = dataset.select_columns(stored_columns(columns_of(path, keys, names), names))
+        # `datasets` decodes JSON itself, except for features with decode=False.
+        features = {} if dataset.features is None else dataset.features.to_dict()
+        decoders = decoders_of({}, features, is_text=False)
         at_once = STREAMED_ROWS_PER_READ
         if count:
             at_once = rows_per_read(dataset.data.nbytes, dataset.data.num_rows)
@@ -346,7 +358,11 @@ class DatasetReader(TableReader):
             for batch in dataset.iter(at_once):
                 names = list(batch)
                 self.columns = columns = columns_of(path, keys, names)
-                rows = joined_rows(len(batch[names[0]]), columns, keys, names, batch.__getitem__)
+
+                def values(name: str, batch: Any = batch) -> Sequence[Any]:
+                    return decoded(name, batch[name], decoders)
+
+                rows = joined_rows(len(batch[names[0]]), columns, keys, names, values)
                 yield RowBlock(row, rows, (row - first) / count if count else 0.0)
                 row += len(rows)
         except (DataError, GeneratorExit):
@@ -432,6 +448,11 @@ def _reading(path: str) -> Iterator[None]:
         raise DataError(f"{path} cannot be read: {first_line(error)}") from error
 
 
+def _decoders(schema: Any) -> dict[str, Decoder]:
+    """Return the converters of the columns of an arrow schema that contain JSON."""
+    return decoders_of({field.name: field.type for field in schema}, features_of(schema))
+
+
 def _mapped(opened: Any) -> Any:
     """Return a path, an open file on disk or a remote file in the form that arrow reads."""
     import pyarrow
@@ -467,23 +488,16 @@ def _is_ipc_file(mapped: Any) -> bool:
     return bool(magic == b"ARROW1")
 
 
-def without_missing(value: Any) -> Any:
-    """Return `value` without the None-valued keys of objects: a struct column has every key of any
-    row in all rows, so that a tool would have the parameters of all others."""
-    if isinstance(value, dict):
-        return {key: without_missing(item) for key, item in value.items() if item is not None}
-    return [without_missing(item) for item in value] if isinstance(value, list) else value
-
-
 def _document(
     values: Sequence[Any], options: ReadOptions, columns: Sequence[str]
 ) -> tuple[bytes | None, str]:
     """Return the document of a row of `columns`, or None and the reason."""
-    values = values[: len(values) - len(other_columns(columns, options.keys))]
+    num_others = len(other_columns(columns, options.keys))
+    values = [without_missing(value) for value in values[: len(values) - num_others]]
     if options.conversations is not None:
         # A single text column is read without the others.
         given = [*values, *(None for _ in options.conversations.columns[len(values) :])]
-        content, why = conversation_of(without_missing(given), options.conversations)
+        content, why = conversation_of(given, options.conversations)
     else:
         content, why = text_of(values, options.text_keys)
     if content is not None and len(content) > options.max_document_bytes:

@@ -6,12 +6,13 @@ without a Python string per row, which costs as much as encoding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from bigtrain.data.documents.chat_formats import remedy_for_row, value_at
+from bigtrain.data.documents.json_columns import Decoder
 from bigtrain.errors import DataError
 
 
@@ -127,18 +128,38 @@ def other_columns(columns: Sequence[str], keys: Keys) -> list[str]:
     return [column for column in columns if column not in (*keys.wanted, *keys.optional)]
 
 
-def rows_of_batch(batch: Any, columns: Sequence[str], keys: Keys) -> Rows | TextColumn:
-    """Return the rows of an arrow record batch."""
+def rows_of_batch(
+    batch: Any, columns: Sequence[str], keys: Keys, decoders: Mapping[str, Decoder]
+) -> Rows | TextColumn:
+    """Return the rows of an arrow record batch. `decoders`: of its columns with JSON."""
     names = batch.schema.names
     if (
         len(columns) == 1
         and columns[0] in names
+        and columns[0] not in decoders
         and (texts := text_column(batch.column(columns[0])))
     ):
         return texts
-    return joined_rows(
-        batch.num_rows, columns, keys, names, lambda name: _values(batch.column(name))
-    )
+
+    def values(name: str) -> Sequence[Any]:
+        return decoded(name, _values(batch.column(name)), decoders)
+
+    return joined_rows(batch.num_rows, columns, keys, names, values)
+
+
+def decoded(name: str, values: Sequence[Any], decoders: Mapping[str, Decoder]) -> Sequence[Any]:
+    """Return the `values` of column `name` with their JSON decoded. Raises ArrowInvalid."""
+    decoder = decoders.get(name)
+    if decoder is None:
+        return values
+    try:
+        return [value if value is None else decoder(value) for value in values]
+    except (ValueError, RecursionError) as error:
+        from pyarrow import ArrowInvalid
+
+        raise ArrowInvalid(
+            f"column {name!r} is of Arrow's JSON type and has text that is not JSON: {error}"
+        ) from error
 
 
 def joined_rows(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import html
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +26,12 @@ KINDS = {
     "tools": "tool definitions that the chat template does not write",
     "reasoning": "reasoning that the chat template does not write",
     "stripped_reasoning": "reasoning of earlier turns, which the chat template drops by design",
+    "unmarked_answers": "parts of answers that are outside of the chat template's {% generation %} "
+    "blocks: read, not learned",
     "padding": "tokens of padding, attention_mask 0",
     "message_keys": "keys of messages, such as name, that the chat template does not read",
 }
+SHOWN_NAMES = 5
 LONE = "all"
 """Split of a shard without a dataset."""
 
@@ -154,6 +156,12 @@ class Decoder:
             )
         return str(self._backend.decode(list(tokens), skip_special_tokens=False))
 
+    @cached_property
+    def control_tokens(self) -> dict[int, str]:
+        """Texts of the special tokens, by id."""
+        added = self._backend.get_added_tokens_decoder().items()
+        return {number: token.content for number, token in added if token.special}
+
 
 def decoder_of(inspected: Inspected, tokenizer: Path | None) -> Decoder | None:
     """Return the decoder of directory `tokenizer`, else of the dataset's own; None if none."""
@@ -204,6 +212,18 @@ def row_of(inspected: Inspected, index: int, shard: TokenShard, within: int) -> 
     return None
 
 
+def _spelled(counts: Mapping[str, int]) -> str:
+    """Describe control tokens that texts spell."""
+    frequent = sorted(counts, key=lambda name: (-counts[name], name))
+    listed = ", ".join(f"{name} ({counts[name]:,})" for name in frequent[:SHOWN_NAMES])
+    if len(frequent) > SHOWN_NAMES:
+        listed += f", and {len(frequent) - SHOWN_NAMES} more"
+    return (
+        f"texts spell control tokens, which were encoded as letters: {listed} -> to "
+        "encode them as control tokens: --parse-special-tokens"
+    )
+
+
 def _text(text_bytes: int, tokens: int) -> str:
     if not text_bytes:
         return "unknown bytes of text"
@@ -230,9 +250,10 @@ def summary(output: Path, manifest: Manifest) -> str:
         )
     if manifest.rows is not None:
         lines.append(f"  rows:     {_rows(manifest)}")
-    engine, reason = manifest.tokenizer.engine, manifest.tokenizer.engine_reason
     lines.append(f"  texts:    {_ends(manifest)}")
-    lines.append(f"  encoder:  {engine}" + (f" ({reason})" if reason else ""))
+    lines.append(f"  encoder:  {manifest.tokenizer.engine}")
+    if manifest.spelled_tokens:
+        lines.append(f"  letters:  {_spelled(manifest.spelled_tokens)}")
     if manifest.options.fill_in_middle is not None:
         modes = ", ".join(f"{n:,} {m}" for m, n in (manifest.fill_in_middle or {}).items())
         ids = ", ".join(map(str, manifest.tokenizer.fill_in_middle_ids or ()))
@@ -258,69 +279,6 @@ def summary(output: Path, manifest: Manifest) -> str:
         for kind, count in (manifest.unrendered or {}).items()
     ]
     return "\n".join(lines)
-
-
-OPEN, CLOSE = "\u27e6", "\u27e7"
-"""Marks around learned text without colors."""
-_GREEN, _PLAIN = "\x1b[30;42m", "\x1b[0m"
-_STYLE = (
-    "body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:60rem;padding:0 1rem}"
-    "pre{white-space:pre-wrap;overflow-wrap:anywhere;background:#f6f6f6;padding:1rem}"
-    "mark{background:#9be29b;color:#000}"
-)
-
-
-@dataclass(frozen=True)
-class LearnedRange:
-    """Consecutive tokens of a document that are all learned, or all not."""
-
-    text: str
-    num_tokens: int
-    is_learned: bool
-
-
-def runs_of(
-    tokens: Sequence[int], mask: npt.NDArray[np.bool_], decode: Callable[[Sequence[int]], str]
-) -> list[LearnedRange]:
-    """Return the runs of a document. mask: bool, same length as `tokens`."""
-    edges = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(tokens)]
-    return [
-        LearnedRange(decode(tokens[low:high]), high - low, bool(mask[low]))
-        for low, high in pairwise(edges)
-        if low < high
-    ]
-
-
-def for_terminal(runs: Sequence[LearnedRange], *, colors: bool) -> str:
-    """Return the text of `runs`, learned ones colored, or between `OPEN` and `CLOSE`."""
-    before, after = (_GREEN, _PLAIN) if colors else (OPEN, CLOSE)
-    return "".join(f"{before}{run.text}{after}" if run.is_learned else run.text for run in runs)
-
-
-def as_html(title: str, documents: Sequence[dict[str, Any]]) -> str:
-    """Return a page with the `runs` of documents of `bigtrain.python_api.shards.documents_of`."""
-    parts = [
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">',
-        f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head><body>",
-        f"<h1>{html.escape(title)}</h1><p>Learned text is <mark>marked</mark>: only these tokens "
-        "have a loss.</p>",
-    ]
-    for document in documents:
-        runs: Sequence[LearnedRange] = document["runs"]
-        learned = sum(run.num_tokens for run in runs if run.is_learned)
-        shown = sum(run.num_tokens for run in runs)
-        parts.append(
-            f"<h2>Document {document['index']} of {html.escape(document['split'])}</h2>"
-            f"<p>{learned:,} of {shown:,} tokens are learned"
-            + (f"; the document has {document['num_tokens']:,}" if document["cut"] else "")
-            + "</p><pre>"
-        )
-        parts += [
-            f"<mark>{html.escape(run.text)}</mark>" if run.is_learned else html.escape(run.text)
-            for run in runs
-        ]
-        parts.append("</pre>")
-    return "".join(parts) + "</body></html>\n"
 
 
 LONG_TOKENS = 1 << 20

@@ -318,6 +318,8 @@ class Manifest(Record):
     """limits, if these are documents of a dataset that `bigtrain score --filter` kept"""
     unrendered: dict[str, Count] | None = None
     """parts of conversations that the chat template dropped, by kind"""
+    spelled_tokens: dict[str, Count] | None = None
+    """control tokens that texts spell, encoded as letters: how often, by name"""
     fill_in_middle: dict[str, Count] | None = None
     """documents rearranged by fill-in-the-middle, by mode"""
     splits: dict[Split, tuple[ShardRecord, ...]]

@@ -117,6 +117,7 @@ class Commit:
             skipped_documents=sum(record.bad_documents for record in done),
             unrendered=_total(record.unrendered for record in done) or None,
             filtered=_total(record.filtered for record in done) or None,
+            spelled_tokens=_total(record.spelled_tokens for record in done) or None,
             fill_in_middle=_total(record.fill_in_middle for record in done) or None,
             splits=splits,
         )

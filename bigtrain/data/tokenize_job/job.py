@@ -9,15 +9,11 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TextIO
-
-from tqdm import tqdm
 
 from bigtrain.data.chat.encoder import ChatEncoder, ChatRules, TextEnds
 from bigtrain.data.documents.discovery import find_sources
@@ -34,11 +30,13 @@ from bigtrain.data.tokenize_job.commit import (
 )
 from bigtrain.data.tokenize_job.existing_output import finished_manifest, inputs_outside, is_own
 from bigtrain.data.tokenize_job.fill_in_middle import fill_in_middle
+from bigtrain.data.tokenize_job.progress import TokenizeProgress, announce
 from bigtrain.data.tokenize_job.request import BuildRequest, Workers, divide
-from bigtrain.data.tokenize_job.worker_pool import Counts, Job, Round, new_token, run_round
+from bigtrain.data.tokenize_job.worker_pool import Job, Round, new_token, run_round
 from bigtrain.data.tokenize_job.workspace import Unit, UnitRecord, Workspace, plan_key, plan_units
 from bigtrain.data.tokenizers.encoders import EncoderError
 from bigtrain.data.tokenizers.equivalence import EncoderQueue, choose_encoder
+from bigtrain.data.tokenizers.spelled_tokens import SpelledTokens
 from bigtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from bigtrain.errors import DataError
 from bigtrain.system.files import make_parents
@@ -76,6 +74,7 @@ def build_dataset(request: BuildRequest) -> BuildResult:
     workspace = Workspace(request.output, new_token())
     if workspace.is_finished() or not is_own(workspace):
         return BuildResult(finished_manifest(request, sources, workspace), already_finished=True)
+    announce(f"loading tokenizer {request.tokenizer}")
     tokenizer = load_tokenizer(request.tokenizer)
     tokenizer = tokenizer.with_end_of_document(request.options.end_of_document)
     build = _Build(request, sources, tokenizer, workspace)
@@ -228,6 +227,7 @@ class _Build:
             time.sleep(POLL_S)
             return
         self.workspace.drop_invalid(left)
+        progress.show_step("comparing fast encoders with the reference")
         encoders = self._trusted_encoders()
         chat = None
         if self.request.options.chat:
@@ -264,10 +264,15 @@ class _Build:
             rows=self.request.rows,
             labels=self.request.options.labels,
             fim=self.fim,
+            spelled=None
+            if self.request.options.chat or self.request.options.parse_special_tokens
+            else SpelledTokens(encoders.reference.tokenizer_json),
         )
         work = Round(left, self.request.share, job, self.workspace)
+        workers = self._workers(left)
+        progress.show_step(f"starting {workers.num_processes} workers")
         try:
-            run_round(work, self._workers(left), progress.update)
+            run_round(work, workers, progress.update)
         except EncoderError as error:
             # Its earlier output may be wrong as well: all its units are rebuilt.
             self.workspace.reject(encoders.current.engine(), str(error))
@@ -303,117 +308,3 @@ class _Build:
                     roll_back(self.workspace)
                     return
             time.sleep(POLL_S)
-
-
-LINE_EVERY_S = 60.0
-MAX_INPUT_BARS = 8
-
-
-@dataclass
-class TokenizeProgress:
-    """Progress of one command's workers: over all inputs, and in the input each worker reads.
-    `total_bytes` of the inputs (0: unknown), `done_bytes` of them finished before it started."""
-
-    total_bytes: int
-    done_bytes: int
-    num_workers: int
-    stream: TextIO = field(default_factory=lambda: sys.stderr)
-    clock: Callable[[], float] = time.monotonic
-
-    def __post_init__(self) -> None:
-        self._finished = Counts()  # of rounds that ended
-        self._now: dict[int, Counts] = {}
-        self._began_at = self._line_at = self.clock()
-        self._bars: list[Any] = []
-        if self.stream.isatty():
-            total = self.total_bytes or None
-            self._bars = [self._bar("tokenize", total, self.done_bytes, 0)]
-            for position in range(1, min(self.num_workers, MAX_INPUT_BARS) + 1):
-                self._bars.append(self._bar("", None, 0, position))
-
-    def update(self, worker: int, counts: Counts) -> None:
-        self._now[worker] = replace(counts)
-        if self._bars:
-            self._draw(worker, counts)
-        elif self.clock() - self._line_at >= LINE_EVERY_S:
-            self._line_at = self.clock()
-            print(self.line(), file=self.stream, flush=True)
-
-    def end_round(self) -> None:
-        """Record that the workers have ended; new ones count from zero."""
-        self._finished = self.counts()
-        self._now = {}
-
-    def wait_for_others(self, num_units: int) -> None:
-        if self._bars:
-            self._bars[0].set_postfix_str(f"waiting for {num_units} parts of other processes")
-        elif self.clock() - self._line_at >= LINE_EVERY_S:
-            self._line_at = self.clock()
-            print(f"tokenize: waiting for {num_units} parts of other processes", file=self.stream)
-
-    def counts(self) -> Counts:
-        every = [self._finished, *self._now.values()]
-        return Counts(
-            num_bytes=sum(counts.num_bytes for counts in every),
-            num_tokens=sum(counts.num_tokens for counts in every),
-            bad_documents=sum(counts.bad_documents for counts in every),
-        )
-
-    def line(self) -> str:
-        counts = self.counts()
-        elapsed_s = max(1e-9, self.clock() - self._began_at)
-        done = self.done_bytes + counts.num_bytes
-        text = f"tokenize: {done / 1e6:,.0f} MB"
-        if self.total_bytes:
-            text += f" of {self.total_bytes / 1e6:,.0f} ({100 * done / self.total_bytes:.0f} %)"
-        text += (
-            f", {counts.num_tokens / 1e6:,.1f}M tokens, {counts.num_bytes / 1e6 / elapsed_s:,.1f} "
-            f"MB/s, {counts.num_tokens / elapsed_s:,.0f} tokens/s"
-        )
-        if self.total_bytes and counts.num_bytes:
-            left_s = (self.total_bytes - done) * elapsed_s / counts.num_bytes
-            text += f", {tqdm.format_interval(max(0, left_s))} left"
-        if counts.bad_documents:
-            text += f", {counts.bad_documents:,} bad documents"
-        reading = sorted({f"{_name(c)} {_percent(c)}" for c in self._now.values() if c.path})
-        return text + (f"; reading {', '.join(reading)}" if reading else "")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for bar in reversed(self._bars):
-            bar.close()
-
-    def _bar(self, name: str, total: int | None, initial: int, position: int) -> Any:
-        return tqdm(
-            desc=name,
-            total=total,
-            initial=initial,
-            position=position,
-            unit="B",
-            unit_scale=True,
-            file=self.stream,
-            leave=position == 0,
-        )
-
-    def _draw(self, worker: int, counts: Counts) -> None:
-        total = self.counts()
-        tokens_per_s = total.num_tokens / max(1e-9, self.clock() - self._began_at)
-        bad = f", {total.bad_documents:,} bad" if total.bad_documents else ""
-        self._bars[0].set_postfix_str(f"{tokens_per_s / 1e6:.2f}M tokens/s{bad}", refresh=False)
-        self._bars[0].update(self.done_bytes + total.num_bytes - self._bars[0].n)
-        if worker + 1 < len(self._bars):
-            bar = self._bars[worker + 1]
-            if bar.desc != f"  {_name(counts)}: ":
-                bar.reset(total=counts.part_bytes or None)
-                bar.set_description(f"  {_name(counts)}", refresh=False)
-            bar.update(counts.part_done - bar.n)
-
-
-def _name(counts: Counts) -> str:
-    return Path(counts.path).name
-
-
-def _percent(counts: Counts) -> str:
-    return f"{100 * counts.part_done // max(1, counts.part_bytes)} %"

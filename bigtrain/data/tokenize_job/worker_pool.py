@@ -17,7 +17,7 @@ import threading
 import traceback
 import uuid
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -51,6 +51,7 @@ from bigtrain.data.tokenize_job.workspace import (
 )
 from bigtrain.data.tokenizers.encoders import Encoder, EncoderError
 from bigtrain.data.tokenizers.equivalence import Checks, CheckSampler
+from bigtrain.data.tokenizers.spelled_tokens import SpelledTokens
 from bigtrain.errors import BigtrainError, DataError
 from bigtrain.system.files import sync_to_disk
 
@@ -66,7 +67,8 @@ class Job:
     it is not a faster one. `allow_bad`: list bad documents instead of stopping. `num_threads`:
     threads that encode during reading and writing; 1 thread does everything. `chat`: encoder of
     documents that are conversations; `rows`: of more than those,
-    `labels`: names of their labels; `fim`: transformation of documents of plain text."""
+    `labels`: names of their labels; `fim`: transformation of documents of plain text; `spelled`:
+    counter of control tokens that these spell, None if they become control tokens."""
 
     encoder: Encoder
     reference: Encoder
@@ -80,6 +82,7 @@ class Job:
     rows: Rows | None = None
     labels: tuple[str, ...] = ()
     fim: FillInMiddle | None = None
+    spelled: SpelledTokens | None = None
 
     def run(self, contents: list[bytes], checks: Checks) -> Batch:
         """Encode `contents`. Raise EncoderError if the encoder is wrong or fails."""
@@ -98,6 +101,7 @@ class Job:
             held_out,
             np.fromiter(map(len, contents), np.int64, len(contents)),
             modes=done.modes,
+            spelled={} if self.spelled is None else self.spelled.count(contents),
         )
 
     def _run_chat(self, chat: ChatEncoder, contents: list[bytes], checks: Checks) -> Batch:
@@ -117,6 +121,7 @@ class Job:
             encoded,
             None if read.labels is None else read.labels[good],
             weights=encoded.weights,
+            spelled=encoded.spelled,
         )
 
     def _held_out(self, contents: Sequence[bytes]) -> npt.NDArray[np.bool_]:
@@ -131,7 +136,7 @@ class Batch:
     conversations also: which tokens are targets, the number of conversations, and number and reason
     of those that are not among the documents, `chats`, which counts what the chat template drops,
     the `labels` of the documents and the `weights` of the losses if they have some, and `modes`:
-    documents rearranged by fill-in-the-middle."""
+    documents rearranged by fill-in-the-middle. `spelled`: control tokens that they spell."""
 
     tokens: Tokens
     lengths: npt.NDArray[np.int64]
@@ -144,6 +149,7 @@ class Batch:
     labels: npt.NDArray[np.uint8] | None = None
     modes: Counter[str] = field(default_factory=Counter)
     weights: Weights | None = None
+    spelled: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -218,6 +224,7 @@ def _commit(
         inside_answers=tuple(sorted(reader.inside_answers)),
         fill_in_middle=dict(reader.modes),
         filtered=dict(reader.rejects.filtered),
+        spelled_tokens=dict(reader.spelled),
     )
     for name in record.files:
         sync_to_disk(workspace.directory / name)
@@ -243,10 +250,13 @@ class _UnitReader:
         self.answer_ends: set[str] = set()
         self.inside_answers: set[str] = set()
         self.modes: Counter[str] = Counter()
+        self.spelled: Counter[str] = Counter()
 
     def note(self, batch: Batch) -> None:
-        """Count rearranged documents and what the chat template drops; note how it ends answers."""
+        """Count rearranged documents, spelled control tokens and what the chat template drops; note
+        how it ends answers."""
         self.modes.update(batch.modes)
+        self.spelled.update(batch.spelled)
         if batch.chats is not None:
             self.unrendered.update(batch.chats.unrendered)
             self.answer_ends |= batch.chats.ends

@@ -24,6 +24,16 @@ _RENDERING = Lock()
 """transformers stores the ranges of a rendering in the compiled template, shared by threads."""
 
 
+class TemplateRefusal(ConversationError):
+    """Exception of a template: `reason` is its type and text. by_author: raised by the template's
+    own ``raise_exception``, not by a fault."""
+
+    def __init__(self, error: Exception) -> None:
+        self.reason = f"{type(error).__name__}: {first_line(error)}"
+        self.by_author = type(error).__name__ == "TemplateError"
+        super().__init__(f"the chat template refuses it: {self.reason}")
+
+
 @dataclass(frozen=True)
 class ChatTemplate:
     """Chat template, rendered by transformers. Can be pickled. source: the Jinja text;
@@ -64,20 +74,12 @@ class ChatTemplate:
                     **self.variables,
                 )
         except Exception as error:  # a foreign template may raise anything
-            raise ConversationError(
-                f"the chat template refuses it: {type(error).__name__}: {first_line(error)}"
-                + self._remedy(error, messages, tools)
-            ) from error
+            raise TemplateRefusal(error) from error
         return texts[0], ranges[0] if ranges else []
 
-    def _remedy(self, error: Exception, messages: Messages, tools: object) -> str:
-        """Return the end of an error for a fault of the template; empty if its author refuses."""
-        if type(error).__name__ == "TemplateError":  # of raise_exception
-            return ""
-        calls = any(message.get("tool_calls") for message in messages)
-        unsupported = calls and "tool_calls" not in self._source(tools)
-        why = ", which does not support tool calls" if unsupported else ""
-        return f"{why} -> use a template for such messages: --chat-template FILE"
+    def supports_calls(self, tools: object) -> bool:
+        """Return whether the template reads the tool calls of messages."""
+        return "tool_calls" in self._source(tools)
 
     def save(self, directory: Path) -> None:
         (directory / CHAT_TEMPLATE_NAME).write_text(self.source, encoding="utf-8")

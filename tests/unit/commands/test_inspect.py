@@ -20,6 +20,8 @@ from bigtrain.cli import main
 from bigtrain.data.shards.dataset import open_dataset
 from bigtrain.data.shards.format import HEADER, MAGIC, TokenShard
 from bigtrain.data.shards.inspection import length_histogram
+from bigtrain.data.tokenizers import equivalence
+from bigtrain.data.tokenizers.encoders import EncoderError
 from bigtrain.data.tokenizers.training import train_tokenizer
 from bigtrain.errors import DataError
 from tests.support.datasets import write_dataset
@@ -117,6 +119,30 @@ def test_for_people(dataset: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "tokens per document: mean " in out
     assert "held_out: " in out
     assert "shard_bytes 400" in out
+
+
+def test_why_an_encoder_was_not_used_is_logged_once(
+    dataset: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the command that chose it; the manifest keeps the reason."""
+
+    def differs(fast: object, reference: object) -> None:
+        raise EncoderError("it differs")
+
+    monkeypatch.setattr(equivalence, "check_equivalence", differs)
+    command = ["tokenize", "--input", dataset.parent / "in.jsonl", "--output", tmp_path / "d"]
+    command += ["--tokenizer", dataset.parent / "tokenizer", "--encoder", "fastokens"]
+    assert main([*map(str, command)]) == 0
+    output = capsys.readouterr()
+    assert [record.getMessage().endswith("it differs") for record in caplog.records] == [True]
+    assert "it differs" not in output.out
+    assert inspect_json(capsys, tmp_path / "d")["tokenizer"]["engine_reason"].endswith("it differs")
+    assert main(["inspect", str(tmp_path / "d")]) == 0
+    assert "it differs" not in capsys.readouterr().out
 
 
 def test_it_needs_neither_torch_nor_transformers(dataset: Path) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow
 import pytest
 from pyarrow import parquet
+from tokenizers import AddedToken
 
 from bigtrain.cli import main
 from bigtrain.data.chat.encoder import ChatEncoder
@@ -326,13 +327,15 @@ def test_inspect_shows_what_is_learned(
     show = ["inspect", str(out), "--mask", "--document", str(number), "--html", str(page)]
     assert main(show) == 0
     shown = capsys.readouterr().out
-    assert "\u27e6Hello!<|im_end|>\u27e7" in shown
-    assert "\u27e6<|im_end|><|im_end|>\u27e7" in shown  # the answer is the text of a control token
-    assert "user\na < b<|im_end|>" in shown
+    assert "\u27e6Hello!\u2039<|im_end|>\u203a\u27e7" in shown
+    # The answer is the text of a control token.
+    assert "\u27e6<|im_end|>\u2039<|im_end|>\u203a\u27e7" in shown
+    assert "user\na < b\u2039<|im_end|>\u203a" in shown
     assert shown.count("\u27e6") == 2
     html = page.read_text()
-    assert "<mark>Hello!&lt;|im_end|&gt;</mark>" in html
-    assert "user\na &lt; b&lt;|im_end|&gt;" in html
+    assert "<mark>Hello!<b>&lt;|im_end|&gt;</b></mark>" in html
+    assert "<mark>&lt;|im_end|&gt;<b>&lt;|im_end|&gt;</b></mark>" in html
+    assert "user\na &lt; b<b>&lt;|im_end|&gt;</b>" in html
     assert html.count("<mark>") == 3  # one in the legend
     assert main([*show, "--json"]) == 0
     tree = json.loads(capsys.readouterr().out)
@@ -345,3 +348,81 @@ def test_inspect_shows_what_is_learned(
     assert "".join(run["text"] for run in document["runs"]) == document["text"]
     assert main([*show[:-1], str(tmp_path / "no" / "page.html")]) == 2
     assert "cannot be written" in capsys.readouterr().err
+
+
+def test_inspect_shows_weights(
+    tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In JSON the factor of each run, for people those other than 1."""
+    messages = turns("a", "b", "c", "d", "e", "f")
+    for number, weight in ((1, 0.25), (3, 0)):
+        messages[number]["weight"] = weight
+    source = write_lines(tmp_path / "chats.jsonl", [{"messages": messages}])
+    out, page = tmp_path / "out", tmp_path / "page.html"
+    assert tokenize("--input", source, "--tokenizer", tokenizer, "--output", out) == 0
+    capsys.readouterr()
+    assert main(["inspect", str(out), "--mask", "--html", str(page)]) == 0
+    shown = capsys.readouterr().out
+    assert "\u27e60.25\u00d7 b\u2039<|im_end|>\u203a\u27e7" in shown
+    assert "d\u2039<|im_end|>\u203a\n\u2039<|im_start|>\u203auser" in shown
+    assert "\u27e6f\u2039<|im_end|>\u203a\u27e7" in shown
+    assert "tokens of these are learned; control tokens are between" in shown
+    assert "<mark><small>0.25\u00d7 </small>b<b>" in page.read_text()
+    assert main(["inspect", str(out), "--mask", "--json"]) == 0
+    [document] = json.loads(capsys.readouterr().out)["documents"]
+    runs = document["runs"]
+    assert [run["weight"] for run in runs] == [0, 0.25, 0, 1, 0]
+    assert [run["is_learned"] for run in runs] == [False, True, False, True, False]
+    for run in runs:
+        assert {run["text"][a:b] for a, b in run["control"]} <= {"<|im_start|>", "<|im_end|>"}
+
+
+SPELLED = {"<|im_start|>": 3, "<|im_end|>": 2}
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "counts"),
+    [
+        ({"text": "<|im_start|>user\nx<|im_end|>"}, [], SPELLED),
+        ({"text": "<|im_start|>user\nx<|im_end|>"}, ["--parse-special-tokens"], None),
+        ({"text": "<|im_start|>user\nx<|im_end|>"}, ["--fim-rate", "0.5"], SPELLED),
+        ({"text": "<| im_start|> and <im_end>"}, [], None),
+        ({"prompt": "<|im_start|>user\nx", "completion": "y<|im_end|>"}, [], SPELLED),
+        ({"messages": turns("<|im_start|>user\nx", "y<|im_end|>")}, [], SPELLED),
+        ({"messages": turns("<|im_start|>", "<|im_end|>")}, ["--parse-special-tokens"], None),
+        ({"messages": turns("x", "y")}, [], None),
+    ],
+)
+def test_control_tokens_that_texts_spell_are_counted_and_named(
+    row: dict[str, Any],
+    options: list[str],
+    counts: dict[str, int] | None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Three rows, one of which spells only one: letters, unless the option says otherwise."""
+    last = json.loads(json.dumps(row).replace("<|im_end|>", "."))
+    source = write_lines(tmp_path / "in.jsonl", [row, row, last])
+    tokenizer = save_fim_tokenizer(tmp_path / "t")
+    out = tmp_path / "out"
+    command = ["tokenize", "--input", source, "--tokenizer", tokenizer, "--output", out, *options]
+    assert main([*map(str, command)]) == 0
+    outputs = [capsys.readouterr().out]
+    assert main(["inspect", str(out)]) == 0
+    outputs.append(capsys.readouterr().out)
+    assert read_manifest(out).spelled_tokens == counts
+    line = (
+        "  letters:  texts spell control tokens, which were encoded as letters: <|im_start|> (3), "
+        "<|im_end|> (2) -> to encode them as control tokens: --parse-special-tokens"
+    )
+    for output in outputs:
+        assert (line in output.splitlines()) == (counts is not None)
+        assert output.count("\n  letters:") == (counts is not None)
+
+
+def save_fim_tokenizer(directory: Path) -> Path:
+    tokenizer = chat_tokenizer(CHATML)
+    names = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
+    tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in names])
+    tokenizer.save_pretrained(str(directory))
+    return directory

@@ -533,7 +533,7 @@ def test_a_conversation_of_weight_0_has_nothing_to_learn() -> None:
 
 ONE_BLOCK = (
     "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
-    "{% generation %}{{ messages[-1].content }}{% endgeneration %}"
+    "{% generation %}{{ messages[1].content + messages[-1].content }}{% endgeneration %}"
 )
 
 

@@ -142,7 +142,9 @@ def tokenizer_of(source: str) -> Tokenizer:
     names = sorted(
         set(
             re.findall(
-                r"<[|\uff5c][^<>\s'\"{}]{1,40}[|\uff5c]>|<(?:start|end)_of_turn>|\[gMASK\]", source
+                r"<[|\uff5c][^<>\s'\"{}]{1,40}[|\uff5c]>|<(?:start|end)_of_turn>|\[gMASK\]"
+                r"|<end_of_utterance>|<\|?[a-z_]+\|?>(?<=[|]>)|<\|[a-z_]+>",
+                source,
             )
         )
     )

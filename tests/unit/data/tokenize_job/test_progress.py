@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
-from bigtrain.data.tokenize_job.job import LINE_EVERY_S, TokenizeProgress
+import pytest
+
+from bigtrain.data.tokenize_job import job
+from bigtrain.data.tokenize_job.progress import LINE_EVERY_S, TokenizeProgress, announce
 from bigtrain.data.tokenize_job.worker_pool import Counts
+from bigtrain.errors import DataError
+from bigtrain.python_api.tokenizing import build_tokens
 
 
 class Terminal(io.StringIO):
@@ -73,3 +79,31 @@ def test_bars_on_a_terminal() -> None:
     for part in ("tokenize:  50%", "50.0M/100M", "2.00M tokens/s, 2 bad", "a.jsonl:  25%"):
         assert part in shown
     assert "b.jsonl:  50%" in shown
+
+
+def test_steps_before_the_first_document_are_shown_on_a_terminal() -> None:
+    """Imports and comparisons take seconds; a log file gets none of these lines."""
+    for stream in (Terminal(), io.StringIO()):
+        announce("loading tokenizer x", stream)
+        with TokenizeProgress(100 * 10**6, 0, 1, stream, Clock()) as progress:
+            progress.show_step("starting 2 workers")
+        shown = stream.getvalue()
+        assert shown.startswith("tokenize: loading tokenizer x\n") == stream.isatty()
+        assert ("starting 2 workers" in shown) == stream.isatty()
+
+
+def test_a_terminal_sees_a_line_before_the_tokenizer_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "a.txt").write_text("x")
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+
+    def loaded(name: str) -> object:
+        assert terminal.getvalue().endswith(f"tokenize: loading tokenizer {name}\n")
+        raise DataError("seen")
+
+    monkeypatch.setattr(job, "load_tokenizer", loaded)
+    with pytest.raises(DataError, match="seen"):
+        build_tokens(tmp_path / "a.txt", "some", tmp_path / "out")
+    assert terminal.getvalue().startswith("tokenize: finding the inputs\n")

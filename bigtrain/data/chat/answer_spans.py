@@ -1,0 +1,281 @@
+"""Characters of a rendering that are learned: of which message, and proof that they are its own.
+
+Templates with ``{% generation %}`` blocks: a block belongs to the message whose strings are in it
+(`rendered_parts`). A block without a string, such as the end of the text after the last answer
+(Phi 3), belongs to the message of the block that it continues, or else to the only answer between
+the strings before and after it.
+
+Templates without such blocks: a turn begins at the end of the prompt that a model would get for it,
+the earlier messages rendered with the generation prompt. It ends with the rendering of the messages
+up to and including it, if the template renders a turn the same inside a longer conversation.
+Templates that remove the reasoning of earlier turns, or that end the last turn otherwise, do not:
+then the end is determined by rendering again with a placeholder as the turn's content. Every step
+is compared with the rendering of the full conversation. White space after the control token that
+ends a turn does not belong to the turn.
+
+In both cases learned characters contain no string of another message, and a learned message has
+more than its end in them; otherwise the conversation is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bigtrain.data.chat.control_tokens import ControlTokens
+from bigtrain.data.chat.rendered_parts import CALLS, CONTENT, UNMARKED, Lost, RenderedString
+from bigtrain.data.documents.conversations import ConversationError, is_learned, weight_of
+from bigtrain.data.tokenizers.chat_template import (
+    ChatTemplate,
+    Messages,
+    TemplateRefusal,
+    Tools,
+)
+
+Span = tuple[int, int]
+
+PLACEHOLDER = "\U0010fffb"
+REMEDY = (
+    "the chat template does not mark the assistant's text, and its renderings do not determine it "
+    "({}) -> use one with {{% generation %}} marks: --chat-template FILE"
+)
+
+WEIGHT_REMEDY = (
+    "messages have different weights, and it is ambiguous which {{% generation %}} blocks of the "
+    "chat template belong to message {} -> write one block for each message of the assistant"
+)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Learned message: its number from 1, and its character ranges in the rendering."""
+
+    number: int
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """Conversation as text. strings: of its messages in `text`, by `begin`."""
+
+    messages: Messages
+    tools: Tools
+    text: str
+    strings: Sequence[RenderedString]
+
+    def answers(self) -> list[int]:
+        """Return the numbers of the assistant's messages, from 1."""
+        return [n for n, m in enumerate(self.messages, 1) if m["role"] == "assistant"]
+
+    def spoken_by(self, number: int) -> list[RenderedString]:
+        """Return the strings in content and calls of message `number`."""
+        strings = [string for string in self.strings if string.message == number]
+        return [string for string in strings if string.part_kind in (CONTENT, CALLS)]
+
+
+def learned_blocks(rendering: Rendering, blocks: Sequence[Span]) -> list[Answer]:
+    """Return the learned messages of a template with ``{% generation %}`` blocks, without those of
+    weight 0. Raise ConversationError for a block with text of another role, for an answer whose end
+    only is in a block, and for a block of unknown message if messages have different weights."""
+    messages, numbers = rendering.messages, rendering.answers()
+    weights = {is_learned(messages[n - 1]) and weight_of(messages[n - 1]) for n in numbers}
+    blocks = [block for block in blocks if block[0] < block[1]]
+    spans_by_number: dict[int, list[Span]] = {}
+    ambiguous_answers: list[Answer] = []
+    for block, owners in zip(blocks, _owners_of_blocks(rendering, blocks), strict=True):
+        last_owner = (owners or numbers or [1])[-1]
+        if len(owners) == 1:
+            spans_by_number.setdefault(last_owner, []).append(block)
+        elif len(weights) > 1:
+            raise ConversationError(WEIGHT_REMEDY.format(last_owner))
+        elif weights != {False}:  # all blocks are learned alike
+            ambiguous_answers.append(Answer(last_owner, (block,)))
+    answers = [
+        Answer(number, tuple(spans))
+        for number, spans in spans_by_number.items()
+        if is_learned(messages[number - 1])
+    ]
+    for answer in answers:
+        strings = rendering.spoken_by(answer.number)
+        if strings and not any(_overlap(s, span) for s in strings for span in answer.spans):
+            raise ConversationError(
+                f"the chat template closes the {{% generation %}} block of message {answer.number} "
+                "without the message's text: only its end would be learned -> write the content "
+                "inside the block: --chat-template FILE"
+            )
+    return sorted([*answers, *ambiguous_answers], key=lambda answer: answer.spans)
+
+
+def _owners_of_blocks(rendering: Rendering, blocks: Sequence[Span]) -> list[list[int]]:
+    """Return the numbers of the assistant's messages that may own each block; one if it is
+    proven."""
+    owners: list[list[int]] = []
+    for block in blocks:
+        numbers = sorted({s.message for s in rendering.strings if _overlap(s, block)})
+        for number in numbers:
+            role = rendering.messages[number - 1]["role"]
+            if role != "assistant":
+                raise ConversationError(
+                    f"the chat template writes text of message {number} (role {role}) inside a "
+                    "{% generation %} block: it would be learned -> close the block before it: "
+                    "--chat-template FILE"
+                )
+        owners.append(numbers)
+    # A name may be repeated later: that of a call in its result.
+    first_strings = list({s.piece: s for s in reversed(rendering.strings)}.values())[::-1]
+    for index, block in enumerate(blocks):
+        if owners[index]:
+            continue
+        # A block without a string: continues the one before it, or begins the one after it.
+        near = [n for n in (index - 1, index + 1) if 0 <= n < len(blocks) and len(owners[n]) == 1]
+        gaps = {n: sorted((blocks[n], block)) for n in near}
+        touching = [n for n, (a, b) in gaps.items() if not rendering.text[a[1] : b[0]].strip()]
+        if touching:
+            owners[index] = owners[touching[0]]
+            continue
+        # Or it is of the only answer between the strings before and after it.
+        before = [s.message for s in first_strings if s.end <= block[0]]
+        after = [s.message for s in first_strings if s.begin >= block[1]]
+        low = before[-1] if before else 1
+        high = after[0] if after else len(rendering.messages)
+        owners[index] = [n for n in rendering.answers() if low <= n <= high]
+    return owners
+
+
+def _overlap(string: RenderedString, span: Span) -> bool:
+    return string.begin < span[1] and span[0] < string.end
+
+
+def unmarked_parts(rendering: Rendering, answers: Sequence[Answer]) -> list[Lost]:
+    """Return the parts of learned messages that are in a rendering, and outside of the ``{%
+    generation %}`` blocks of `answers`."""
+    spans = [span for answer in answers for span in answer.spans]
+    strings = rendering.strings
+    learned_pieces = {
+        s.piece for s in strings if any(a <= s.begin and s.end <= b for a, b in spans)
+    }
+    unlearned_parts = {
+        (s.message, s.part_kind)
+        for s in strings
+        if s.piece not in learned_pieces and is_learned(rendering.messages[s.message - 1])
+    }
+    return [
+        Lost(UNMARKED, number, f"the {part_kind} of message {number}")
+        for number, part_kind in sorted(unlearned_parts)
+    ]
+
+
+def assistant_spans(
+    template: ChatTemplate, control: ControlTokens, rendering: Rendering
+) -> list[Answer]:
+    """Return the assistant's messages, except those of weight 0, of a template without blocks.
+    Raise ConversationError if their character ranges cannot be determined."""
+    answers = []
+    for number in rendering.answers():
+        if not is_learned(rendering.messages[number - 1]):
+            continue
+        try:
+            begin, end = _span(template, control, rendering, number)
+        except TemplateRefusal as refusal:
+            raise _without_prompt(number, refusal) from refusal
+        ending = [match.end() for match in control.find(rendering.text[begin:end])][-1:]
+        if ending and rendering.text[begin + ending[0] : end].isspace():
+            end = begin + ending[0]
+        _require_own_text(rendering, number, (begin, end))
+        answers.append(Answer(number, ((begin, end),)))
+    return answers
+
+
+def _without_prompt(number: int, refusal: TemplateRefusal) -> ConversationError:
+    before = "no message" if number == 1 else f"only the messages before or up to message {number}"
+    return ConversationError(
+        f"the chat template cannot write the prompt of message {number}, an answer, so it is "
+        f"unknown which text is learned: with {before} it raises {refusal.reason} -> put a message "
+        f'of the user before message {number}; or do not learn message {number}: "train": false; '
+        "or use a template with {% generation %} marks: --chat-template FILE; or skip such "
+        "documents: --skip-bad"
+    )
+
+
+def _require_own_text(rendering: Rendering, number: int, span: Span) -> None:
+    """Raise ConversationError if `span` has text of another message than `number`, or if content or
+    calls of that message are not in it."""
+    for string in rendering.strings:
+        if string.message != number and _overlap(string, span):
+            reason = f"text of message {string.message} is inside message {number}"
+            raise ConversationError(REMEDY.format(reason))
+    strings = rendering.spoken_by(number)
+    learned_pieces = {s.piece for s in strings if span[0] <= s.begin and s.end <= span[1]}
+    if any(string.piece not in learned_pieces for string in strings):
+        reason = f"text of message {number} is outside of its turn"
+        raise ConversationError(REMEDY.format(reason))
+
+
+def _span(
+    template: ChatTemplate, control: ControlTokens, rendering: Rendering, number: int
+) -> Span:
+    messages, tools, text = rendering.messages, rendering.tools, rendering.text
+    prompt, _ = template.render(messages[: number - 1], tools, add_generation_prompt=True)
+    if text.startswith(prompt):
+        begin = len(prompt)
+        up_to_turn = text
+        if number < len(messages):
+            up_to_turn, _ = template.render(messages[:number], tools)
+        if up_to_turn.startswith(prompt) and text.startswith(up_to_turn):
+            return begin, len(up_to_turn)
+        content, end = _around_content(template, control, rendering, number)
+        if begin <= content:
+            return begin, end
+        raise ConversationError(REMEDY.format(f"message {number} begins inside of its prompt"))
+    # The prompt may contain more than the rendered turn: the opening of a reasoning block.
+    before, _ = template.render(messages[: number - 1], tools)
+    begin, end = _around_content(template, control, rendering, number)
+    if not text.startswith(before) or not prompt.startswith(text[:begin]) or begin < len(before):
+        raise ConversationError(REMEDY.format(f"message {number} does not follow its prompt"))
+    return begin, end
+
+
+def _around_content(
+    template: ChatTemplate, control: ControlTokens, rendering: Rendering, number: int
+) -> Span:
+    """Return the start of a message's content in the rendering, or of the name of its last tool
+    call if it has no content, and the end of its turn."""
+    text = rendering.text
+    changed = [*rendering.messages]
+    changed[number - 1] = _with_placeholder(changed[number - 1])
+    before, is_present, after = template.render(changed, rendering.tools)[0].partition(PLACEHOLDER)
+    ending = template.render(changed[:number], rendering.tools)[0].partition(PLACEHOLDER)[2]
+    # The last turn of a conversation may have more at its end (Phi 3: the end of the text). Both
+    # endings begin alike, at least up to a control token.
+    pairs = enumerate(zip(after, ending, strict=False))
+    size = next((n for n, (a, b) in pairs if a != b), min(len(after), len(ending)))
+    if size < len(ending):
+        size = max((m.end() for m in control.find(after) if m.end() <= size), default=-1)
+    if (
+        not is_present
+        or size < 0
+        or PLACEHOLDER in after + ending
+        or not (text.startswith(before) and text.endswith(after))
+        or len(before) + len(after) > len(text)
+    ):
+        raise ConversationError(
+            REMEDY.format(f"message {number} is rendered differently in a longer conversation")
+        )
+    return len(before), len(text) - len(after) + size
+
+
+def _with_placeholder(message: dict[str, Any]) -> dict[str, Any]:
+    """Return `message` with the placeholder as its content, or as the name of its last tool call if
+    it has no content: templates render empty content differently."""
+    content, calls = message.get("content"), message.get("tool_calls")
+    if isinstance(content, str) and (content.strip() or not calls):
+        return {**message, "content": PLACEHOLDER}
+    if not isinstance(calls, list) or not calls:
+        return message
+    last = calls[-1]
+    if isinstance(last.get("function"), dict):
+        named = {**last, "function": {**last["function"], "name": PLACEHOLDER}}
+    else:
+        named = {**last, "name": PLACEHOLDER}
+    return {**message, "tool_calls": [*calls[:-1], named]}

@@ -1,0 +1,169 @@
+"""Demands of a chat template that refuses a conversation: found by changing the conversation.
+
+Templates raise exceptions of all kinds: by their author ("Conversation roles must alternate") or by
+a fault ("list object has no element 0"). The error names the fewest changes with which the template
+accepts the same messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any
+
+from bigtrain.data.documents.conversations import RESULTS, ConversationError
+from bigtrain.data.tokenizers.chat_template import ChatTemplate, Messages, TemplateRefusal, Tools
+
+OTHER_TEMPLATE = "use a template for such messages: --chat-template FILE"
+MAX_CHANGES = 3
+SHOWN_ROLES = 8
+
+
+def explained(
+    template: ChatTemplate, messages: Messages, tools: Tools, refusal: TemplateRefusal
+) -> ConversationError:
+    """Return the error for a conversation that the template refuses: the exception, the changes
+    with which it would be accepted, and how to make them."""
+    if any(m.get("tool_calls") for m in messages) and not template.supports_calls(tools):
+        return ConversationError(
+            f"{refusal}, which does not support tool calls -> {OTHER_TEMPLATE}"
+        )
+    for changed in _changed(messages, tools):
+        with suppress(TemplateRefusal):
+            template.render([message.content for message in changed.messages], changed.tools)
+            demands, fixes = ", ".join(changed.demands), "; ".join(changed.fixes)
+            return ConversationError(
+                f"{refusal}; the template accepts these messages {demands} -> {fixes}; "
+                f"or {OTHER_TEMPLATE}; or skip such documents: --skip-bad"
+            )
+    roles = ", ".join(message["role"] for message in messages[:SHOWN_ROLES])
+    roles += ", ..." if len(messages) > SHOWN_ROLES else ""
+    # Only few rows may be such that the author of the template refuses them.
+    fix = "" if refusal.by_author else f" -> {OTHER_TEMPLATE}"
+    return ConversationError(f"{refusal} (roles: {roles}){fix}")
+
+
+@dataclass(frozen=True)
+class _Numbered:
+    """Message and its number in the user's conversation; 0 for an added one."""
+
+    number: int
+    content: dict[str, Any]
+
+    @property
+    def role(self) -> str:
+        return str(self.content["role"])
+
+    @property
+    def name(self) -> str:
+        return f"message {self.number} ({self.role})"
+
+
+@dataclass(frozen=True)
+class _Changed:
+    """Conversation after changes, their `demands` and their `fixes` in words of an error."""
+
+    messages: Sequence[_Numbered]
+    tools: Tools
+    demands: tuple[str, ...] = ()
+    fixes: tuple[str, ...] = ()
+
+    def by(self, demand: str, fix: str, messages: Sequence[_Numbered]) -> _Changed:
+        return replace(
+            self, messages=messages, demands=(*self.demands, demand), fixes=(*self.fixes, fix)
+        )
+
+
+def _changed(messages: Messages, tools: Tools) -> Iterator[_Changed]:
+    """Yield changed conversations, those with fewer changes first."""
+    conversation = _Changed([_Numbered(n, message) for n, message in enumerate(messages, 1)], tools)
+    for size in range(1, MAX_CHANGES + 1):
+        for changes in combinations(CHANGES, size):
+            changed: _Changed | None = conversation
+            for change in changes:
+                changed = None if changed is None else change(changed)
+            if changed is not None:
+                yield changed
+
+
+def _begin_with_user(conversation: _Changed) -> _Changed | None:
+    first = next((n for n, m in enumerate(conversation.messages) if not _is_system(m)), None)
+    if first is None or conversation.messages[first].role == "user":
+        return None
+    answer = conversation.messages[first]
+    added = _Numbered(0, {"role": "user", "content": "a"})
+    return conversation.by(
+        "after a message of the user",
+        f"put a message of the user before {answer.name}",
+        [*conversation.messages[:first], added, *conversation.messages[first:]],
+    )
+
+
+def _begin_with_system(conversation: _Changed) -> _Changed | None:
+    system = [message for message in conversation.messages if _is_system(message)]
+    spoken = [message for message in conversation.messages if not _is_system(message)]
+    if [*system, *spoken] == [*conversation.messages]:
+        return None
+    late = next(m for a, m in zip([*system, *spoken], conversation.messages, strict=True) if a != m)
+    late = next(
+        m for m in conversation.messages[conversation.messages.index(late) :] if _is_system(m)
+    )
+    return conversation.by(
+        "with the system message first", f"move {late.name} to the start", [*system, *spoken]
+    )
+
+
+def _omit_system(conversation: _Changed) -> _Changed | None:
+    system = [message for message in conversation.messages if _is_system(message)]
+    return conversation.by(
+        "without a system message",
+        f"put the text of {system[0].name} into a message of the user",
+        [message for message in conversation.messages if not _is_system(message)],
+    ) if system else None  # fmt: skip
+
+
+def _join_neighbours(conversation: _Changed) -> _Changed | None:
+    joined: list[_Numbered] = []
+    pairs: list[tuple[_Numbered, _Numbered]] = []
+    for message in conversation.messages:
+        plain = message.role not in RESULTS and not message.content.get("tool_calls")
+        if joined and plain and joined[-1].role == message.role:
+            pairs.append((joined[-1], message))
+        else:
+            joined.append(message)
+    if not pairs:
+        return None
+    first, second = pairs[0]
+    return conversation.by(
+        "with alternating roles",
+        f"join messages {first.number} and {second.number}, both of role {first.role}",
+        joined,
+    )
+
+
+def _omit_tools(conversation: _Changed) -> _Changed | None:
+    calls = any(message.content.get("tool_calls") for message in conversation.messages)
+    if not calls and not conversation.tools:
+        return None
+    plain = [
+        replace(message, content={"content": "a", **message.content, "tool_calls": None})
+        for message in conversation.messages
+        if message.role not in RESULTS
+    ]
+    without_calls = conversation.by("without tools and calls", "remove tools and calls", plain)
+    return replace(without_calls, tools=None)
+
+
+def _is_system(message: _Numbered) -> bool:
+    return message.role in ("system", "developer")
+
+
+CHANGES: tuple[Callable[[_Changed], _Changed | None], ...] = (
+    _begin_with_user,
+    _begin_with_system,
+    _omit_system,
+    _join_neighbours,
+    _omit_tools,
+)

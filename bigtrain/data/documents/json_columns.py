@@ -1,0 +1,110 @@
+"""Values of Arrow's JSON type: text in a column, any JSON value for the reader.
+
+`datasets` stores mixed objects so (its feature ``Json``), as a column or anywhere in lists and
+structs: tool calls whose arguments differ from row to row. A file may have the type, or only the
+features of `datasets` in the metadata of its schema.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+Decoder = Callable[[Any], Any]
+"""Converter of a value that is not None."""
+
+
+class JsonObject(dict[str, Any]):
+    """Object of a JSON value: unlike in a struct, a key without a value is one that its author
+    wrote."""
+
+
+class JsonList(list[Any]):
+    """List of a JSON value."""
+
+
+def features_of(schema: Any) -> Mapping[str, Any]:
+    """Return the features of `datasets` in the metadata of an arrow schema; empty if none."""
+    stored = (schema.metadata or {}).get(b"huggingface")
+    try:
+        features = json.loads(stored)["info"]["features"] if stored else {}
+    except (ValueError, LookupError, TypeError):
+        return {}
+    return features if isinstance(features, dict) else {}
+
+
+def decoders_of(
+    types: Mapping[str, Any], features: Mapping[str, Any], *, is_text: bool = True
+) -> dict[str, Decoder]:
+    """Return the converters of the columns that contain JSON. `types`: arrow types of the columns
+    if they are known, `features`: of `datasets`, if there are any. is_text: JSON is still text,
+    also where `datasets` would decode it."""
+    names = dict.fromkeys((*types, *features))
+    decoders = {n: _decoder(types.get(n), features.get(n), is_text) for n in names}
+    return {name: decoder for name, decoder in decoders.items() if decoder is not None}
+
+
+def _decoder(arrow_type: Any, feature: Any, is_text: bool) -> Decoder | None:
+    parts = feature if isinstance(feature, dict) else {}
+    feature_type = parts.get("_type")  # a name; in a struct, a field of this name is a feature
+    if feature_type == "Json" or getattr(arrow_type, "extension_name", None) == "arrow.json":
+        return _from_text if is_text or not parts.get("decode", True) else _of_json
+    arrow_type = getattr(arrow_type, "storage_type", arrow_type)
+    arrow_item = getattr(arrow_type, "value_type", None)  # of a list or a dictionary column
+    item = feature[0] if isinstance(feature, list) and feature else None
+    if isinstance(feature_type, str):
+        parts, item = {}, parts.get("feature")
+    if arrow_item is not None or item is not None:
+        item_decoder = _decoder(arrow_item, item, is_text)
+        return None if item_decoder is None else partial(_each_item, item_decoder)
+    fields = {field.name: field.type for field in _fields_of(arrow_type)}
+    field_decoders = decoders_of(fields, parts, is_text=is_text)
+    return partial(_each_field, field_decoders) if field_decoders else None
+
+
+def _fields_of(arrow_type: Any) -> Iterable[Any]:
+    """Return the fields of a struct; none of any other type."""
+    import pyarrow
+
+    is_struct = isinstance(arrow_type, pyarrow.DataType) and pyarrow.types.is_struct(arrow_type)
+    return arrow_type if is_struct else ()
+
+
+def _each_item(decoder: Decoder, value: Any) -> Any:
+    if not isinstance(value, list):  # of a dictionary column
+        return decoder(value)
+    return [item if item is None else decoder(item) for item in value]
+
+
+def _each_field(decoders: Mapping[str, Decoder], value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: item if item is None or key not in decoders else decoders[key](item)
+        for key, item in value.items()
+    }
+
+
+def _from_text(value: Any) -> Any:
+    return _of_json(json.loads(value))
+
+
+def _of_json(value: Any) -> Any:
+    """Return a JSON value whose keys without a value are kept."""
+    if isinstance(value, dict):
+        return JsonObject(value)
+    return JsonList(value) if isinstance(value, list) else value
+
+
+def without_missing(value: Any) -> Any:
+    """Return `value` without the None-valued keys of objects: a struct column has every key of any
+    row in all rows, so that a tool would have the parameters of all others. JSON keeps its own."""
+    if isinstance(value, JsonObject):
+        return dict(value)
+    if isinstance(value, JsonList):
+        return list(value)
+    if isinstance(value, dict):
+        return {key: without_missing(item) for key, item in value.items() if item is not None}
+    return [without_missing(item) for item in value] if isinstance(value, list) else value
