@@ -121,8 +121,8 @@ def train_inputs(
 class _Launch:
     """State shared by the segments of a launch. times: until the first step, None after it.
     copies: the main rank's, of checkpoints. is_begun: whether this launch writes the run
-    directory. logged_plan_of: the segment whose plan is in the log. rejected: checkpoints that could
-    not be read (`restore_or_start`)."""
+    directory. logged_plan_of: the segment whose plan is in the log. rejected: checkpoints that
+    could not be read (`restore_or_start`)."""
 
     context: RunContext
     log: RunLog
