@@ -32,6 +32,7 @@ from bigtrain.models.weights.older_readers import (
     LEGACY_ROPE_KEYS,
     ROPE,
     add_legacy_keys,
+    add_older_names,
     write_json,
 )
 from bigtrain.models.weights.weight_files import stored_tensors
@@ -258,6 +259,7 @@ class BaseRecord:
             notes.append(f"{key} = {dtype!r} (base: {raw.get(key)!r})")
             raw[key] = dtype
         added, missing = add_legacy_keys(raw)
+        added += add_older_names(raw)
         if added:
             notes.append(f"added for readers of transformers 4: {', '.join(added)}")
         if notes:
