@@ -227,5 +227,5 @@ def test_all_renamed_fields_are_known(python4: Path, tmp_path: Path) -> None:
     assert {"xlm", "vipllava"} <= renamed.keys()
     # More are known: 4.57.1 does not have every alias of 4.57.6.
     assert {key: names - {*RENAMED_FIELDS.get(key, ())} for key, names in renamed.items()} == (
-        dict.fromkeys(renamed, set())
+        {key: set() for key in renamed}
     )

@@ -20,6 +20,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 from transformers.utils import CONFIG_NAME
 
 from bigtrain.models.weights.import_hf import quiet_transformers
+from bigtrain.models.weights.left_overs import drop_quantization
 
 ROPE = "rope_parameters"
 _BASE_KEYS = ("rope_theta", "rotary_emb_base", "global_rope_theta")
@@ -235,6 +236,8 @@ def rewrite_config(path: Path) -> list[str]:
     OSError."""
     values = json.loads(path.read_text(encoding="utf-8"))
     notes = complete_config(values, AutoConfig.from_pretrained(path, trust_remote_code=False))
+    if removed := drop_quantization(values):
+        notes.append(f"{', '.join(removed)} removed: the tensors are not quantized")
     write_json(path, values)
     return [f"{CONFIG_NAME}: {note}" for note in notes]
 
