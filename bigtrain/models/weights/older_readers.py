@@ -242,23 +242,28 @@ def rewrite_config(path: Path) -> list[str]:
     return [f"{CONFIG_NAME}: {note}" for note in notes]
 
 
-def rewrite_tokenizer_config(directory: Path) -> None:
-    """Name tokenizer class and additional special tokens as transformers 4 and 5 both read them.
-    Raises OSError."""
+def rewrite_tokenizer_config(directory: Path, *, is_base: bool = False) -> list[str]:
+    """Name tokenizer class and additional special tokens as transformers 4 and 5 both read them;
+    return the names of the changed fields. `is_base`: the file is a base's, and stays unless
+    transformers 4 refuses it. Raises OSError."""
     path = directory / _TOKENIZER_CONFIG
     if not path.is_file():
-        return
-    values = json.loads(path.read_text(encoding="utf-8"))
+        return []
+    before = json.loads(path.read_text(encoding="utf-8"))
+    values = dict(before)
     if values.get("tokenizer_class") == _CLASS_OF_5:
         values["tokenizer_class"] = _CLASS_OF_4
     if isinstance(values.get("extra_special_tokens"), list):  # transformers 4 takes an object only
         tokens = values.pop("extra_special_tokens")
         values.setdefault("additional_special_tokens", tokens)
+    if is_base and values == before:
+        return []
     # transformers 4 adds token_type_ids by default, which few causal language models take.
     values.setdefault("model_input_names", ["input_ids", "attention_mask"])
     for key in ("backend", "is_local", "local_files_only"):  # how it was loaded here
         values.pop(key, None)
     write_json(path, values)
+    return sorted(k for k in before.keys() | values.keys() if before.get(k) != values.get(k))
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:

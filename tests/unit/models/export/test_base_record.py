@@ -270,6 +270,38 @@ def test_files_on_other_tensors_are_not_exported(
     assert any(note.startswith(f"{name}: not copied: ") for note in notes) == is_named
 
 
+@pytest.mark.parametrize(
+    ("fields", "changed"),
+    [
+        ({"tokenizer_class": "TokenizersBackend", "backend": "tokenizers"}, "backend, tokenizer_c"),
+        ({"extra_special_tokens": ["<pad>"]}, "additional_special_tokens, extra_special_tokens"),
+        ({"tokenizer_class": "PreTrainedTokenizerFast", "unknown": 1}, None),
+    ],
+)
+def test_a_base_tokenizer_that_transformers_4_refuses_is_rewritten(
+    fields: dict[str, Any],
+    changed: str | None,
+    round_trip: RoundTrip,
+    tokenizer: Path,
+    tmp_path: Path,
+) -> None:
+    base = tmp_path / "base"
+    BASES["llama"](base)
+    for file in tokenizer.glob("*.json"):
+        (base / file.name).write_bytes(file.read_bytes())
+    own = {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": ["input_ids"]}
+    (base / "tokenizer_config.json").write_text(json.dumps(own | fields))
+    output, notes = round_trip(base, tokenizer=base)
+    written = json.loads((output / "tokenizer_config.json").read_text())
+    if changed is None:
+        assert written == own | fields
+        return
+    assert written["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert not isinstance(written.get("extra_special_tokens"), list)
+    [note] = [note for note in notes if note.startswith("tokenizer_config.json")]
+    assert f"written for transformers 4: {changed}" in note
+
+
 def test_dtypes_of_parts_are_those_of_the_export() -> None:
     values = {"dtype": "float32", "text_config": {"model_type": "llama", "dtype": "float16"}}
     assert _set_nested_dtypes(values, "bfloat16", "") == [
