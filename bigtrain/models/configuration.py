@@ -26,6 +26,7 @@ from transformers import (
 from transformers.utils import cached_file
 
 from bigtrain.errors import ConfigError, ModelError, Problem, first_line, one_line
+from bigtrain.models.weights.left_overs import QUANTIZATION_KEYS
 from bigtrain.settings.extensions import import_named
 from bigtrain.settings.hf_config_keys import TEXT_IDS, not_causal
 from bigtrain.system.storage.copies import local_path
@@ -102,8 +103,10 @@ def load_hf_config(section: ConfigurationSource) -> PreTrainedConfig:
         raise ModelError(str(not_causal(config.to_dict(), key, source)))
     # Files of quantized tensors are refused by `find_weights`; of plain ones the key is left over,
     # and transformers would quantize what it loads.
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
+    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+        for name in QUANTIZATION_KEYS:
+            if name in vars(part):
+                delattr(part, name)
     if section.overrides:
         values = {**config.to_diff_dict(), **section.overrides}
         values.pop("model_type", None)

@@ -3,7 +3,8 @@
 A callback is called at the same points on every rank on which it runs (``ranks = "main"`` or
 ``"all"``), between two steps. What it asks for, and an error that it raises, take effect on all
 ranks after the same step, by `bigtrain.run.health.stopping.StopAgreement`. A run without user code
-makes no call and no collective here.
+makes no call here, and no collective but one at its start, since the calling programs of the ranks
+could differ.
 """
 
 from __future__ import annotations
@@ -41,14 +42,15 @@ class Callbacks:
 
     def __init__(self, context: RunContext, log: RunLog, given: Sequence[object] = ()) -> None:
         """Construct the callbacks of the run on the ranks that they run on. `given`: objects of the
-        calling program. Collective if there are any; raises ExtensionError on every rank if a
-        constructor fails."""
+        calling program, which must have the same classes on all ranks. Collective; raises
+        ExtensionError on every rank if they have not, or if a constructor fails."""
         self._context, self._log = context, log
         self._recorder = Recorder()
         self._requests = Requests()
         self._view: RunView | None = None
         self.failure: BigtrainError | None = None
         sections = context.config.callbacks
+        _refuse_other_callbacks(context, [section.type for section in sections], given)
         self.are_any = bool(sections or given)
         self.may_request = bool(given) or context.config.has_user_callbacks
         self.uses_code = self.may_request or context.config.records_metrics
@@ -235,3 +237,27 @@ class Callbacks:
                 raise self.failure
 
         self._context.long_work.on_every_rank(raise_own)
+
+
+def _refuse_other_callbacks(
+    context: RunContext, types: Sequence[str], given: Sequence[object]
+) -> None:
+    """Raise ExtensionError on every rank if the callbacks of the ranks differ: collectives at which
+    callbacks are called would wait for ranks without any. Collective."""
+    names = [*types, *(f"{type(one).__module__}:{type(one).__qualname__}" for one in given)]
+    names_of_ranks = context.long_work.on_every_rank(lambda: names)
+    ranks_by_names: dict[tuple[str, ...], list[int]] = {}
+    for rank, ranks_names in enumerate(names_of_ranks):
+        ranks_by_names.setdefault(tuple(ranks_names), []).append(rank)
+    if len(ranks_by_names) == 1:
+        return
+    texts = []
+    for shown, ranks in ranks_by_names.items():
+        more = f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""
+        which = f"{', '.join(map(str, ranks[:4]))}{more}"
+        texts.append(f"rank {which}: {', '.join(shown) or 'none'}")
+    raise ExtensionError(
+        f"callbacks: differ between the ranks ({'; '.join(texts)}) -> give train_run the same "
+        'callbacks on every rank; one that has ranks = "main", the default, is called on the main '
+        "rank only"
+    )

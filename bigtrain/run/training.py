@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from signal import Signals
 
@@ -122,7 +122,8 @@ def train_inputs(
 class _Launch:
     """State shared by the segments of a launch. times: until the first step, None after it.
     copies: the main rank's, of checkpoints. is_begun: whether this launch writes the run
-    directory."""
+    directory. logged_plan_of: the segment whose plan is in the log. rejected: checkpoints that
+    could not be read (`restore_or_start`)."""
 
     context: RunContext
     log: RunLog
@@ -137,6 +138,8 @@ class _Launch:
     copies: RunCopies | None = None
     teacher: LiveTeacher | None = None
     is_begun: bool = False
+    logged_plan_of: Segment | None = None
+    rejected: set[Hashable] = field(default_factory=set)
 
     def newest_step(self) -> int:
         """Return the step of the newest checkpoint on disk, 0 without one. Collective."""
@@ -147,24 +150,22 @@ class _Launch:
 
     def train(self, segment: Segment) -> TrainingResult | int:
         """Train a segment from the newest checkpoint; return the result of the launch, or the step
-        with which another segment continues. Collective."""
+        with which another engine continues. Collective."""
         context, log, inputs = replace(self.context, run=segment.run), self.log, segment.inputs
         context.heartbeat.set_phase("building the model", slow=True)
         engine = build(context, inputs, self.source, self.mesh)
         if self.times is not None:
             self.times.end(MODEL)
-        if not self.is_begun:
+        if not self.is_begun and self.logged_plan_of is not segment:
             patches = ", ".join(engine.speed_patches) or "none"
             log.to_file(f"DeepSpeed speed patches: {patches}")
             _log_plan(context, log, inputs)
+            self.logged_plan_of = segment
         if len(self.segments) > 1:
             log.info(segment.describe())
         engine.teach = self.teacher = open_teacher(context, inputs, self.mesh)
         outer = OuterSteps(context, log, inputs.data_hash, engine)
-        begun = _begin(
-            context, log, engine, inputs, self.mesh, self.source, self.weights, self.memory,
-            lambda step: segment_at(self.segments, step) is segment,
-        )  # fmt: skip
+        begun = self._restore(context, engine, segment)
         if begun is None:
             if self.memory is not None:
                 self.memory.end()
@@ -204,6 +205,48 @@ class _Launch:
             return state.step
         self.callbacks.end(state, received)
         return closing_result(context, state.step, received)
+
+    def _restore(
+        self, context: RunContext, engine: TrainEngine, segment: Segment
+    ) -> tuple[TrainState, BaseWeights | None, TrainingBatches, Evaluator] | int | None:
+        """Resume or start, with the run token acquired; return None if the run is complete, and a
+        step if another engine must continue there: of the segment of the checkpoint, or a new one
+        where a corrupt checkpoint may have filled parts of this one. Collective."""
+        log, config, plan, inputs = self.log, context.config, context.plan, segment.inputs
+        source, weights = self.source, self.weights
+        pin = context.device.type == "cuda"
+        base: BaseWeights | None = None
+        if config.adapters is not None:
+            # Checkpoints do not contain the base weights, so these are read first.
+            base = source.fill(context, log, engine, inputs, weights)
+        while True:
+            state = restore_or_start(context, log, engine, inputs, base, self.memory, self.rejected)
+            if state is None:
+                return segment.begin
+            if segment_at(self.segments, state.step) is not segment:
+                return state.step
+            if is_complete(context, log, state):
+                return None
+            if state.step == 0 and config.adapters is None:
+                base = source.fill(context, log, engine, inputs, weights)
+            data = config, plan, self.mesh.coordinates.data_rank, state.phases[-1]
+            batches = open_training_data(
+                *data, state.stream, datasets=inputs.datasets, device_pin=pin
+            )
+            held_out = open_held_out(*data, datasets=inputs.datasets, device_pin=pin)
+            # They count in the mean over all sets only if the data has no held-out documents.
+            weight = 0 if held_out else 1
+            held_out += open_held_out_sets(
+                *data[:3], inputs.held_out_sets, weight=weight, device_pin=pin
+            )
+            evaluator = Evaluator(context, log, engine, inputs, held_out)
+            if not is_over(config, state):
+                refuse_small_disk(context, engine)
+            # Before any rank writes; a signal from here on takes effect after the first step.
+            context.signals.listen()
+            if acquire_run_directory(context, state):
+                return state, base, batches, evaluator
+            batches.close()
 
     def _dismiss_teacher(self) -> None:
         if self.teacher is not None:
@@ -324,51 +367,6 @@ def _log_plan(context: RunContext, log: RunLog, inputs: Inputs) -> None:
     for dataset in inputs.datasets:
         if not dataset.table.has_blocks:
             log.info(f"{dataset.path}: {NOT_VERIFIED}")
-
-
-def _begin(
-    context: RunContext,
-    log: RunLog,
-    engine: TrainEngine,
-    inputs: Inputs,
-    mesh: Mesh,
-    source: WeightsSource,
-    weights: Weights | None,
-    memory: MemoryFiles | None,
-    continues: Callable[[int], bool],
-) -> tuple[TrainState, BaseWeights | None, TrainingBatches, Evaluator] | int | None:
-    """Resume or start, with the run token acquired; return None if the run is complete, and the
-    step of the checkpoint if the engine's segment does not continue there (`continues`)."""
-    config, plan = context.config, context.plan
-    pin = context.device.type == "cuda"
-    base: BaseWeights | None = None
-    if config.adapters is not None:
-        # Checkpoints do not contain the base weights, so these are read first.
-        base = source.fill(context, log, engine, inputs, weights)
-    while True:
-        state = restore_or_start(context, log, engine, inputs, base, memory)
-        if not continues(state.step):
-            return state.step
-        if is_complete(context, log, state):
-            return None
-        if state.step == 0 and config.adapters is None:
-            base = source.fill(context, log, engine, inputs, weights)
-        data = config, plan, mesh.coordinates.data_rank, state.phases[-1]
-        batches = open_training_data(*data, state.stream, datasets=inputs.datasets, device_pin=pin)
-        held_out = open_held_out(*data, datasets=inputs.datasets, device_pin=pin)
-        # They count in the mean over all sets only if the data has no held-out documents.
-        weight = 0 if held_out else 1
-        held_out += open_held_out_sets(
-            *data[:3], inputs.held_out_sets, weight=weight, device_pin=pin
-        )
-        evaluator = Evaluator(context, log, engine, inputs, held_out)
-        if not is_over(config, state):
-            refuse_small_disk(context, engine)
-        # Before any rank writes; a signal from here on takes effect after the first step.
-        context.signals.listen()
-        if acquire_run_directory(context, state):
-            return state, base, batches, evaluator
-        batches.close()
 
 
 def _roll_back(

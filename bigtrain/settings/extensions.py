@@ -91,6 +91,18 @@ def raised_at(error: BaseException, owner: object = None) -> str:
     return "".join(f"{file}:{line}" for file, line in chosen) or location(owner)
 
 
+def user_code_at(error: BaseException) -> str:
+    """Return the file and line, as ``file.py:12``, of the innermost user code in the traceback of
+    `error` or of an error that caused it; empty without any."""
+    cause: BaseException | None = error
+    while cause is not None:
+        for file, line in reversed(_frames(cause.__traceback__)):
+            if not _is_ours(file) and not _is_installed(file):
+                return f"{file}:{line}"
+        cause = cause.__cause__
+    return ""
+
+
 def _frames(trace: TracebackType | None) -> list[tuple[str, int]]:
     return [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(trace)]
 

@@ -11,8 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from bigtrain.engine.checkpoint.tensor_file import read_header
+from bigtrain.models.build import build_model
+from bigtrain.models.configuration import load_hf_config
 from bigtrain.run.checkpointing import checkpoints
+from bigtrain.settings.run_config import ModelSection
 from tests.chaos.conftest import arguments, final_tensors, losses
 from tests.support.lives import Server
 from tests.support.tiers import FULL
@@ -37,6 +42,13 @@ def words(run_yaml: Path, run: Path, memory: Path, *more: str) -> list[str]:
         "checkpoint.keep_every_steps=null",
     ]
     return arguments(run_yaml, run, *own, *more)
+
+
+def hugging_face_model(tree: dict[str, Any], directory: Path) -> Path:
+    """Write the model of a run with random weights as Hugging Face files."""
+    section = ModelSection.model_validate(tree["model"])
+    build_model(section, load_hf_config(section), seed=5).save_pretrained(directory)
+    return directory
 
 
 def steps_in_memory(memory: Path) -> list[int]:
@@ -197,6 +209,68 @@ def test_a_corrupt_copy_is_named_and_an_older_checkpoint_is_used(
     assert directory == str(checkpoints.checkpoint_path(run, step))
     [line] = [x for x in text.splitlines() if f"corrupt checkpoint at step {newest}" in x]
     assert "rank-00001.safetensors" in line
+
+
+def flip_bit(file: Path, key: str) -> None:
+    """Flip the last bit of the first part of a tensor whose key begins with `key`."""
+    _, parts = read_header(file, "")
+    part = next(part for part in parts if part.key.startswith(key) and part.num_bytes)
+    content = bytearray(file.read_bytes())
+    content[part.begin + part.num_bytes - 1] ^= 1
+    file.write_bytes(content)
+
+
+STARTED_AGAIN = {
+    # topology, initial weights, rank of the damaged file, key of the damaged tensor
+    "last states of a rank": ("zero1", "random", 1, "exp_avg_sq/model.norm.weight"),
+    "first weights of the main rank": ("zero3", "random", 0, "master/"),
+    "averages of a model's files": ("zero2", "hugging face", 1, "exp_avg/"),
+    "adapters": ("zero2", "adapters", 0, "exp_avg/"),
+    "weights of another run": ("zero2", "run", 1, "master/"),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if n > 2 else [])
+        for n, name in enumerate(STARTED_AGAIN)
+    ],
+)
+def test_a_run_without_a_usable_checkpoint_starts_with_a_new_engine(
+    name: str,
+    server: Server,
+    run_yaml: Path,
+    memory: Path,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    """All checkpoints are in memory, and corrupt. The loss of each step, the weights and states at
+    the end are those of a run that was never killed."""
+    topology, weights, rank, key = STARTED_AGAIN[name]
+    own = [f"engine.deepspeed_config={topology}", "checkpoint.every_steps=null"]
+    own.append("checkpoint.keep_every_steps=null")
+    if weights == "run":
+        own.append(f"checkpoint.initialize_from={request.getfixturevalue('uninterrupted')}")
+    elif weights != "random":
+        model = hugging_face_model(yaml.safe_load(run_yaml.read_text()), tmp_path / "model")
+        own += [f"model.path={model}", "model.config=null"]
+    own += ["optimizer.ema.decay=0.9"] if weights == "hugging face" else []
+    own += ["adapters.rank=2"] if weights == "adapters" else []
+    codes, text = server.live(arguments(run_yaml, tmp_path / "undisturbed", *own))
+    assert codes == [0, 0], text
+    command = words(run_yaml, tmp_path / "run", memory, *own)
+    codes, text = server.live(command, die=(1, 25))
+    assert -signal.SIGKILL in codes, text
+    steps = steps_in_memory(memory)
+    assert steps
+    for file in memory.glob(f"*/*/checkpoints/*/tensors/rank-{rank:05d}.safetensors"):
+        flip_bit(file, key)
+    text = continue_run(server, command, memory, tmp_path / "undisturbed")
+    assert resumed(text) == []
+    for step in steps:
+        assert f"skipping corrupt checkpoint at step {step}: " in text
+    assert text.count("building the engine again") == len(steps)
 
 
 @pytest.mark.slow

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bigtrain.errors import LaunchError
+from bigtrain.errors import EXIT_HANG, LaunchError
 from bigtrain.run.checkpointing import checkpoints
 from tests.launch.conftest import Inputs, metrics
-from tests.support.lives import run_script
+from tests.support.lives import run_script, shared_server
 from tests.support.worlds import ROOT
 
 WORKER = ROOT / "tests/launch/extension_worker.py"
@@ -212,3 +213,75 @@ def test_objects_of_a_program(inputs: Inputs, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM.replace("{run_yaml}", str(inputs.run_yaml)))
     assert "program done" in run_script(1, WORKER, tmp_path, "page", tmp_path / "program.py")
     assert not (tmp_path / "never").exists()
+
+
+SLOW = """
+import time
+
+class Slow:
+    ranks = "{ranks}"
+    def step(self, view):
+        if view.step == 4 and view.rank == {rank}: time.sleep({seconds})
+"""
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("ranks", "rank", "seconds", "slow_timeout", "codes"),
+    [
+        ("main", 0, 5, 60, [0, 0]),
+        pytest.param("all", 1, 5, 60, [0, 0], marks=pytest.mark.slow),
+        ("main", 0, 60, 4, [EXIT_HANG, EXIT_HANG]),
+    ],
+)
+def test_ranks_that_wait_for_a_slow_callback_have_its_limit(
+    inputs: Inputs,
+    tmp_path: Path,
+    ranks: str,
+    rank: int,
+    seconds: int,
+    slow_timeout: int,
+    codes: list[int],
+) -> None:
+    code = SLOW.format(ranks=ranks, rank=rank, seconds=seconds)
+    (tmp_path / "slow.py").write_text(code)
+    words = [
+        *("--config", str(inputs.run_yaml), 'callbacks=[{"type": "slow:Slow"}]'),
+        *("output.directory=run", "train.steps=6", "output.export=false"),
+        *("checkpoint.every_steps=null", "evaluation.every_steps=null"),
+        *("watchdog.timeout_seconds=2", f"watchdog.slow_timeout_seconds={slow_timeout}"),
+    ]
+    ended, text = shared_server().live([], script=[str(WORKER), str(tmp_path), *words])
+    assert ended == codes, text
+    if EXIT_HANG in codes:
+        assert re.search(r"lagging:\n  rank 0 .*: step 4, calling step of a callback", text)
+
+
+DIFFERENT = """
+import os
+import bigtrain
+
+class Watch:
+    ranks = "all"
+    def step(self, view): pass
+
+given = [Watch()] if os.environ["RANK"] == "{rank}" else []
+bigtrain.train_run("{run_yaml}", "output.directory=python", callbacks=given)
+"""
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_callbacks_of_some_ranks_only_are_refused(
+    inputs: Inputs, tmp_path: Path, rank: int
+) -> None:
+    program = DIFFERENT.replace("{run_yaml}", str(inputs.run_yaml)).replace("{rank}", str(rank))
+    (tmp_path / "program.py").write_text(program)
+    with pytest.raises(LaunchError) as caught:
+        run_script(2, WORKER, tmp_path, "page", tmp_path / "program.py", timeout_seconds=100)
+    shown = ["none", "none"]
+    shown[rank] = "__main__:Watch"
+    assert f"callbacks: differ between the ranks (rank 0: {shown[0]}; rank 1: {shown[1]}) -> " in (
+        str(caught.value)
+    )
+    assert not (tmp_path / "python").exists()

@@ -2,14 +2,19 @@
 
     python transformers4.py make OUT            tiny models of many families, one folder each
     python transformers4.py logits DIR...       writes logits.json into each, of its own loading
+    python transformers4.py try-logits DIR...   the same, or error.txt
     python transformers4.py generate DIR...     writes generated.json into each
+    python transformers4.py fields OUT          arguments of all configuration classes
 
 Imports nothing of bigtrain and nothing of transformers 5.
 """
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
+import pkgutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -113,6 +118,35 @@ def logits(directory: Path) -> None:
     torch.save(result, directory / "logits.pt")
 
 
+def try_logits(directory: Path) -> None:
+    """As `logits`, if transformers 4 has the model's type; writes an error to error.txt."""
+    model_type = json.loads((directory / "config.json").read_text())["model_type"]
+    if model_type not in transformers.CONFIG_MAPPING:
+        return
+    try:
+        logits(directory)
+    except Exception as error:
+        (directory / "error.txt").write_text(f"{type(error).__name__}: {error}")
+
+
+def fields(out: Path) -> None:
+    """Write the arguments of every configuration class by model type, and its other names for
+    fields."""
+    table = {}
+    for package in pkgutil.iter_modules(transformers.models.__path__):
+        try:
+            name = f"transformers.models.{package.name}.configuration_{package.name}"
+            module = importlib.import_module(name)
+        except ImportError:
+            continue
+        for kind in vars(module).values():
+            if isinstance(kind, type) and issubclass(kind, transformers.PretrainedConfig):
+                arguments = list(inspect.signature(kind.__init__).parameters)
+                table[kind.model_type] = arguments, kind.attribute_map
+    out.mkdir()
+    (out / "fields.json").write_text(json.dumps(table))
+
+
 @torch.no_grad()
 def generate(directory: Path) -> None:
     """Write the tokens and the text that the directory's model and tokenizer generate greedily."""
@@ -124,11 +158,19 @@ def generate(directory: Path) -> None:
     (directory / "generated.json").write_text(json.dumps(result))
 
 
+COMMANDS = {
+    "make": make,
+    "logits": logits,
+    "try-logits": try_logits,
+    "generate": generate,
+    "fields": fields,
+}
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     command, *places = sys.argv[1:]
     for place in places:
         try:
-            {"make": make, "logits": logits, "generate": generate}[command](Path(place))
+            COMMANDS[command](Path(place))
         except Exception as error:
             raise SystemExit(f"{place}: {type(error).__name__}: {error}") from error

@@ -7,10 +7,11 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from bigtrain.errors import ModelError, Problem, one_line
+from bigtrain.errors import ModelError, Problem
 from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
     build_proxy_model,
+    failure_text,
     proxy_tokens,
     rescale_weights,
     with_heads,
@@ -95,7 +96,7 @@ def find_isolation(
             undo()
         return MASKED, _difference(model, MASKED)
     except MODEL_FAILURES as error:
-        return MASKED, f"its proxy model could not be tested: {one_line(error)}"
+        return MASKED, f"its proxy model could not be tested: {failure_text(error)}"
 
 
 def _difference(model: PreTrainedModel, isolation: Isolation) -> str:

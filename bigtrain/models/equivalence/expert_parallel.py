@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from bigtrain.errors import ModelError, Problem, one_line
+from bigtrain.errors import ModelError, Problem
 from bigtrain.models.build import empty_model
 from bigtrain.models.equivalence.parameter_plan import (
     GradientReach,
@@ -31,6 +31,7 @@ from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
     build_noisy_proxy,
     build_proxy_model,
+    failure_text,
     fewer_experts,
     proxy_tokens,
     smaller,
@@ -103,7 +104,7 @@ def check_expert_parallel(
         rule, _, remedy = str(error).rpartition(" -> ")
         return [Problem("parallel.expert", size, rule.partition(": ")[2], remedy)]
     except (*MODEL_FAILURES, ImportError) as error:
-        rule = f"a proxy model of {kind} failed: {one_line(error)}"
+        rule = f"a proxy model of {kind} failed: {failure_text(error)}"
         return [Problem("parallel.expert", size, rule, "parallel.expert=1")]
     if difference is None:
         return []
@@ -280,7 +281,7 @@ def _reason(kind: str, check: Callable[[], str | None]) -> str | None:
     except ModelError as error:
         return f"a {kind}: {error}"
     except MODEL_FAILURES as error:
-        return f"a proxy model of {kind} failed: {one_line(error)}"
+        return f"a proxy model of {kind} failed: {failure_text(error)}"
 
 
 def _are_probabilities(layer: torch.Tensor) -> bool:

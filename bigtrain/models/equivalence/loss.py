@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from bigtrain.errors import ModelError, Problem, one_line
+from bigtrain.errors import ModelError, Problem
 from bigtrain.models.configuration import (
     num_trained_mtp_layers,
     scores_samples,
@@ -20,6 +20,7 @@ from bigtrain.models.configuration import (
 from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
     build_proxy_model,
+    failure_text,
     proxy_tokens,
     smaller,
     with_heads,
@@ -102,7 +103,7 @@ def _try(
             return softcap, _is_linear(model, softcap)
         difference = CHUNKED.difference(model)
     except (ModelError, *MODEL_FAILURES) as error:
-        return None, one_line(error)
+        return None, failure_text(error)
     return None, "" if difference is None else f"the {difference.where} differs {difference.size}"
 
 

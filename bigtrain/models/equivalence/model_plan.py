@@ -87,6 +87,8 @@ def choose(
         rule = (
             f"the code of a {hf_config.model_type} fails with this configuration: {reach.failure}"
         )
+        if config.model.type is not None:
+            return None, [Problem("model.type", config.model.type, rule, "correct the class")]
         return None, [Problem(key, config.model.path, rule, "correct its sizes")]
     problems, stages, isolation = try_model(config, hf_config, reach)
     if problems:

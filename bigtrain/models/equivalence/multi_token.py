@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from bigtrain.errors import ModelError, Problem, one_line
+from bigtrain.errors import ModelError, Problem
 from bigtrain.models.build import empty_model
 from bigtrain.models.configuration import num_trained_mtp_layers
 from bigtrain.models.equivalence.parameter_plan import WithoutValues
-from bigtrain.models.equivalence.proxy_model import MODEL_FAILURES
+from bigtrain.models.equivalence.proxy_model import MODEL_FAILURES, failure_text
 from bigtrain.models.layers.document_masks import document_boundaries
 from bigtrain.models.layers.multi_token import NAME, mtp_layers
 from bigtrain.models.weights.export_hf import stored_names
@@ -35,7 +35,7 @@ def check_mtp_layers(hf_config: PreTrainedConfig, weight: float) -> list[Problem
     except ModelError as error:
         reason = str(error)
     except MODEL_FAILURES as error:
-        reason = f"{type(error).__name__}: {one_line(error)}"
+        reason = f"{type(error).__name__}: {failure_text(error)}"
     if not reason:
         return []
     rule = (

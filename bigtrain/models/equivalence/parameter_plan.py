@@ -15,7 +15,6 @@ from torch.autograd.function import BackwardCFunction
 from transformers import PreTrainedConfig
 from transformers.initialization import no_init_weights
 
-from bigtrain.errors import one_line
 from bigtrain.models.build import empty_model
 from bigtrain.models.configuration import (
     auto_class,
@@ -25,6 +24,7 @@ from bigtrain.models.configuration import (
 from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
     build_proxy_model,
+    failure_text,
     proxy_tokens,
     smaller,
     with_heads,
@@ -198,7 +198,7 @@ def find_gradient_reach(hf_config: PreTrainedConfig, attention: str = "auto") ->
         except NotImplementedError:
             return GradientReach(None)
         except (*MODEL_FAILURES, ArithmeticError) as error:
-            return GradientReach(None, f"{type(error).__name__}: {one_line(error)}")
+            return GradientReach(None, f"{type(error).__name__}: {failure_text(error)}")
 
 
 def parameters_without_gradient(

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from bigtrain.errors import ModelError, Problem, one_line
+from bigtrain.errors import ModelError, Problem
 from bigtrain.models.build import empty_model
 from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
     build_proxy_model,
+    failure_text,
     proxy_tokens,
     smaller,
     with_heads,
@@ -83,7 +84,7 @@ def plan_stages(
         cuts = balanced_cuts(stage_costs(hf_config, layout), num_stages)
         plan, reason = find_stage_plan(model, layout, cuts, ids, router_losses=router_losses)
     except (ModelError, *MODEL_FAILURES) as error:
-        plan, reason = None, one_line(error)
+        plan, reason = None, failure_text(error)
     if plan is None:
         rule = f"is not supported for model_type {hf_config.model_type}: {reason}"
         remedy = "parallel.pipeline=1, or another architecture"
@@ -108,7 +109,7 @@ def find_stage_plan(
             trial = stage_trial(tried, cuts, input_ids, router_losses=router_losses)
             difference = trial.difference(model)
         except MODEL_FAILURES as error:
-            reason = reason or f"a stage of it fails ({one_line(error)})"
+            reason = reason or f"a stage of it fails ({failure_text(error)})"
             continue
         if difference is None:
             return StagePlan(tried, tuple(cuts)), ""

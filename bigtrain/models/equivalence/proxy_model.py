@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from bigtrain.errors import one_line
 from bigtrain.models.configuration import auto_class, scores_samples, text_config
 from bigtrain.models.parallel.grouped_experts import fit_experts
+from bigtrain.settings.extensions import user_code_at
 from bigtrain.settings.hf_config_keys import CHOSEN_EXPERTS, EXPERTS
 
 TOKENS = 24
@@ -121,6 +123,14 @@ _KEY_HEADS = ("num_key_value_heads", "kv_n_heads")
 MODEL_FAILURES = (ValueError, TypeError, RuntimeError, KeyError, IndexError, AttributeError)
 """Exceptions of a model's code that is used in a way its author did not expect."""
 
+
+def failure_text(error: BaseException) -> str:
+    """Return the text of an error that a model's code raised, with the file and line of the user's
+    class, if it was raised there."""
+    raised_in = user_code_at(error)
+    return f"{one_line(error)} ({raised_in})" if raised_in else one_line(error)
+
+
 Change = Callable[[Any], None]
 
 
@@ -174,7 +184,7 @@ def build_proxy_model(
             return model
         except Exception as error:  # constructors raise anything for odd values
             failure = failure or error
-    raise ValueError(failure)
+    raise ValueError(failure) from failure
 
 
 def _build(config: PreTrainedConfig, attention: str) -> PreTrainedModel:

@@ -6,10 +6,11 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedConfig
 
-from bigtrain.errors import ModelError, Problem, one_line
+from bigtrain.errors import ModelError, Problem
 from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
     build_noisy_proxy,
+    failure_text,
     proxy_tokens,
     smaller,
     with_heads,
@@ -37,7 +38,7 @@ def check_scoring(hf_config: PreTrainedConfig, attention: str, key: str) -> list
             for given in (ids, torch.cat([ids, padding], 1), others)
         )
     except (ModelError, *MODEL_FAILURES) as error:
-        return [Problem(key, hf_config.model_type, f"{kind} fails: {one_line(error)}", remedy)]
+        return [Problem(key, hf_config.model_type, f"{kind} fails: {failure_text(error)}", remedy)]
     limit = _TOLERANCE * largest_value(scores)
     if largest_value(padded - scores) > limit:
         rule = f"the scores of {kind} depend on the padding after a sample"

@@ -11,11 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from bigtrain.errors import BigtrainError, ModelError, Problem, one_line
+from bigtrain.errors import BigtrainError, ModelError, Problem
 from bigtrain.models.configuration import scores_samples, text_config
 from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
     build_proxy_model,
+    failure_text,
     proxy_tokens,
     rescale_weights,
     with_heads,
@@ -96,7 +97,7 @@ def check_sequence_parallel(
     except BigtrainError as error:
         return [_refusal(size, ring_size, str(error))]
     except MODEL_FAILURES as error:
-        reason = f"a proxy model of {kind} failed: {one_line(error)}"
+        reason = f"a proxy model of {kind} failed: {failure_text(error)}"
         return [_refusal(size, ring_size, reason)]
     if difference is None:
         return []

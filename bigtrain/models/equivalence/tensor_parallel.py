@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from bigtrain.errors import ModelError, Problem, one_line
+from bigtrain.errors import ModelError, Problem
 from bigtrain.models.build import empty_model
 from bigtrain.models.configuration import text_config
 from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
     build_noisy_proxy,
+    failure_text,
     smaller,
     with_heads,
 )
@@ -76,7 +77,7 @@ def check_tensor_plan(
         )
     except (ValueError, AttributeError) as error:
         raise ModelError(
-            f"parallel.tensor: a proxy model of {kind} could not be tested: {one_line(error)} "
+            f"parallel.tensor: a proxy model of {kind} could not be tested: {failure_text(error)} "
             "-> parallel.tensor=1"
         ) from error
     if adapters is not None:
@@ -117,7 +118,7 @@ def compare_with_whole(model: PreTrainedModel, group: Group) -> str | None:
         if difference is not None:
             failure = f"{difference.where} differs from the unsharded model"
     except MODEL_FAILURES as error:
-        failure = f"{_FAILS} {type(error).__name__}: {one_line(error)}"
+        failure = f"{_FAILS} {type(error).__name__}: {failure_text(error)}"
     failures: list[str | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(failures, failure, group=group)
     return next((reason for reason in failures if reason is not None), None)

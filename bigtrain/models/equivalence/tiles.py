@@ -7,13 +7,14 @@ from collections.abc import Collection
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from bigtrain.errors import ModelError, Problem, one_line
+from bigtrain.errors import ModelError, Problem
 from bigtrain.models.build import empty_model
 from bigtrain.models.configuration import text_config
 from bigtrain.models.equivalence.loss import loss_and_gradients
 from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
     build_proxy_model,
+    failure_text,
     smaller,
     with_heads,
 )
@@ -83,7 +84,7 @@ def _find(
         )
         difference = TILED.difference(proxy.eval())
     except (ModelError, *MODEL_FAILURES) as error:
-        return [], one_line(error)
+        return [], failure_text(error)
     if difference is None:
         return own, ""
     return [], f"the {difference.where} differs {difference.size}"

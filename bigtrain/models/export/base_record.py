@@ -28,10 +28,16 @@ from bigtrain.models.configuration import GENERATION_CONFIG, MTP_MARK, scores_sa
 from bigtrain.models.weights.checksums import CHECKSUMS
 from bigtrain.models.weights.import_hf import Weights
 from bigtrain.models.weights.lazy_tensors import LazyTensor
+from bigtrain.models.weights.left_overs import (
+    QUANTIZATION_KEYS,
+    drop_quantization,
+    left_over_reason,
+)
 from bigtrain.models.weights.older_readers import (
     LEGACY_ROPE_KEYS,
     ROPE,
     add_legacy_keys,
+    add_older_names,
     write_json,
 )
 from bigtrain.models.weights.weight_files import stored_tensors
@@ -42,15 +48,15 @@ BASE = "base"
 
 _FILES, _TENSORS, _UNUSED = "files", "tensors.json", "unused.safetensors"
 _WEIGHTS = (
-    *WEIGHT_SUFFIXES, ".safetensors.index.json", ".bin.index.json", ".onnx_data", ".ot", ".npz",
-    ".ckpt", ".tflite", ".mlmodel",
+    *WEIGHT_SUFFIXES, ".onnx_data", ".ot", ".npz", ".ckpt", ".tflite", ".mlmodel", ".pt2", ".pte",
+    ".distcp", ".nemo",
 )  # fmt: skip
 _MAX_FILE_BYTES = 256 << 20
 _CARD, _BASE_CARD = "README.md", "BASE_README.md"
 # Keys of a configuration that depend on who wrote or loaded it, not on the model.
 _OF_THE_WRITER = {
     "transformers_version", "_name_or_path", "use_cache", "dtype", "torch_dtype", "architectures",
-    "quantization_config", "_attn_implementation", "auto_map", MTP_MARK,
+    *QUANTIZATION_KEYS, "_attn_implementation", "auto_map", MTP_MARK,
 }  # fmt: skip
 
 
@@ -117,8 +123,9 @@ def _why_omitted(name: str, path: Path, weights: Weights) -> str | None:
         return "a link to nothing" if path.is_symlink() else "no regular file"
     if path.name.endswith(_WEIGHTS):
         taken = any(path.samefile(file) for file in weights.files)
-        is_index = name.endswith(".index.json")
-        return "" if taken or is_index else "weights in another file or format, not read"
+        return "" if taken else "weights in another file or format, not read"
+    if (reason := left_over_reason(name)) is not None:
+        return reason
     if path.stat().st_size > _MAX_FILE_BYTES:
         return f"larger than {_MAX_FILE_BYTES >> 20} MiB"
     return None
@@ -250,14 +257,16 @@ class BaseRecord:
         if scores_samples(hf_config) and raw.get("architectures") != hf_config.architectures:
             notes.append(f"architectures = {hf_config.architectures}")
             raw["architectures"] = hf_config.architectures
-        if "quantization_config" in raw:
-            del raw["quantization_config"]
-            notes.append("quantization_config removed: the tensors are not quantized")
+        if removed := drop_quantization(raw):
+            notes.append(f"{', '.join(removed)} removed: the tensors are not quantized")
         key = "torch_dtype" if "torch_dtype" in raw and "dtype" not in raw else "dtype"
         if dtype is not None and raw.get(key) != dtype:
             notes.append(f"{key} = {dtype!r} (base: {raw.get(key)!r})")
             raw[key] = dtype
+        if dtype is not None:
+            notes += _set_nested_dtypes(raw, dtype, "")
         added, missing = add_legacy_keys(raw)
+        added += add_older_names(raw)
         if added:
             notes.append(f"added for readers of transformers 4: {', '.join(added)}")
         if notes:
@@ -290,6 +299,21 @@ def _apply_changes(
                 raw.pop(legacy, None)
         raw[key] = value
         notes.append(f"{prefix}{key} = {json.dumps(value)} (base: {json.dumps(known)})")
+    return notes
+
+
+def _set_nested_dtypes(values: dict[str, Any], dtype: str, prefix: str) -> list[str]:
+    """Set the dtypes that configurations nested in the JSON `values` name; return a note for
+    each."""
+    notes = []
+    for name, nested in values.items():
+        if not isinstance(nested, dict) or "model_type" not in nested:
+            continue
+        for key in ("dtype", "torch_dtype"):
+            if nested.get(key) not in (None, dtype):
+                notes.append(f"{prefix}{name}.{key} = {dtype!r} (base: {nested[key]!r})")
+                nested[key] = dtype
+        notes += _set_nested_dtypes(nested, dtype, f"{prefix}{name}.")
     return notes
 
 

@@ -32,9 +32,9 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
-from bigtrain.errors import ModelError, one_line
+from bigtrain.errors import ModelError
 from bigtrain.models.configuration import num_trained_mtp_layers, text_config
-from bigtrain.models.equivalence.proxy_model import MODEL_FAILURES
+from bigtrain.models.equivalence.proxy_model import MODEL_FAILURES, failure_text
 from bigtrain.models.layers.document_masks import document_boundaries
 from bigtrain.models.layers.multi_token import MultiTokenLayers, add_mtp_layers, mtp_layers
 from bigtrain.models.layers.parameter_roles import parameter_roles
@@ -251,7 +251,7 @@ def trace_model(
         with torch.random.fork_rng(devices=[]):  # constructors may draw numbers
             return _trace(hf_config, dtype, sequence_length)
     except (*MODEL_FAILURES, ArithmeticError) as error:
-        reason = one_line(error)
+        reason = failure_text(error)
         raise ModelError(
             f"model_type {hf_config.model_type} cannot be traced on the meta device: {reason}"
         ) from error

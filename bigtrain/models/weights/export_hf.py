@@ -219,6 +219,8 @@ def write_tokenizer(
         if base_files is not None:
             files = ", ".join(sorted(replaced))
             notes.append(f"{files}: the tokenizer of the run's data; {difference}")
+    elif changed := rewrite_tokenizer_config(directory, is_base=True):
+        notes.append(f"tokenizer_config.json: written for transformers 4: {', '.join(changed)}")
     record, written = source / RECORD_NAME, directory / RECORD_NAME
     if record.is_file():
         is_new = not written.is_file() or written.read_bytes() != record.read_bytes()

@@ -20,6 +20,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 from transformers.utils import CONFIG_NAME
 
 from bigtrain.models.weights.import_hf import quiet_transformers
+from bigtrain.models.weights.left_overs import drop_quantization
 
 ROPE = "rope_parameters"
 _BASE_KEYS = ("rope_theta", "rotary_emb_base", "global_rope_theta")
@@ -28,7 +29,42 @@ _PARTIAL_KEYS = ("partial_rotary_factor", "rotary_pct")
 _SCALING = "rope_scaling"
 LEGACY_ROPE_KEYS = (*_BASE_KEYS, *_LOCAL_BASE_KEYS, *_PARTIAL_KEYS, _SCALING)
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
+RENAMED_FIELDS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        ("qwen3_moe", "qwen3_omni_moe_talker_text", "qwen3_vl_moe_text"), ("num_experts",)
+    ),
+    "xlm": ("bos_index", "eos_index", "pad_index"),
+    "mllama_vision_model": ("num_attention_heads",),
+    "vipllava": ("vision_feature_layers",),
+}
+"""Fields of transformers 4.57 by model type that transformers 5 writes under another name only:
+aliases of its `attribute_map` (tests/parity/test_older_readers.py compares all classes)."""
+
+_LAYER_TYPE_FIELDS = {
+    "granitemoehybrid": "layer_types",
+    "zamba": "layers_block_type",
+    "zamba2": "layers_block_type",
+}
+_LAYER_TYPES = {"linear_attention": "mamba", "full_attention": "attention"}
+"""Values of `_LAYER_TYPE_FIELDS` that transformers 4.57 calls otherwise; 5 reads both."""
+
+_SCALING_FIELDS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("phi3", "phi4_multimodal"), ("type", "short_factor", "long_factor")),
+    **dict.fromkeys(("chameleon", "fuyu", "olmo", "olmo2"), ("type", "factor")),
+}
+"""All fields of ``rope_scaling`` by model types whose class in transformers 4.57 refuses any other
+number of fields."""
+
+NOT_IN_4 = frozenset({
+    "bigbird_pegasus", "cpmant", "dbrx", "fuyu", "gemma3n_text", "got_ocr2", "recurrent_gemma",
+    "reformer",
+})  # fmt: skip
+"""Model types whose code in transformers 4.57 refuses every configuration that 5 reads, or computes
+other logits with the same configuration and weights."""
+
 _TOKENIZER_CONFIG = "tokenizer_config.json"
+_SHARED_FIELDS = {field.name for field in dataclasses.fields(PreTrainedConfig)}
+_SHARED_KEYS = _SHARED_FIELDS | PreTrainedConfig().to_dict().keys()
 _CLASS_OF_5, _CLASS_OF_4 = "TokenizersBackend", "PreTrainedTokenizerFast"
 
 
@@ -37,14 +73,50 @@ def complete_config(values: dict[str, Any], config: PreTrainedConfig) -> list[st
     configuration's own class, whose default may be another one there, and the keys for dtype and
     rotary embeddings. Returns a note for each part that has no older form."""
     full = config.to_dict()
-    shared = {field.name for field in dataclasses.fields(PreTrainedConfig)}
-    own = {field.name for field in dataclasses.fields(type(config))} - shared
+    own = {field.name for field in dataclasses.fields(type(config))} - _SHARED_FIELDS
     for name in sorted(own | {"tie_word_embeddings", "bos_token_id", "eos_token_id"}):
         if name in full and not name.startswith("_"):
             values.setdefault(name, full[name])
     if "dtype" in values:
         values.setdefault("torch_dtype", values["dtype"])
-    return add_legacy_keys(values)[1]
+    add_older_names(values)
+    notes = add_legacy_keys(values)[1]
+    if values.get("model_type") in NOT_IN_4:
+        notes.append(
+            f"transformers 4.57 refuses a {values['model_type']} that transformers 5 wrote, or "
+            "computes other logits: load the model with transformers 5"
+        )
+    return notes
+
+
+def add_older_names(values: dict[str, Any], prefix: str = "") -> list[str]:
+    """Write the JSON `values` of a configuration, and of those nested in it, as transformers 4.57
+    reads them: fields under their older names as well, layer types by their older names, infinite
+    numbers as Python's JSON has them, and no fields of the base class in a part without a type.
+    Returns the names of the fields that were added or rewritten."""
+    changed: list[str] = []
+    model_type = str(values.get("model_type"))
+    if model_type in CONFIG_MAPPING:
+        aliases = CONFIG_MAPPING[model_type].attribute_map
+        for name in RENAMED_FIELDS.get(model_type, ()):
+            if aliases[name] in values and name not in values:
+                values[name] = values[aliases[name]]
+                changed.append(prefix + name)
+    layers_field = _LAYER_TYPE_FIELDS.get(model_type)
+    for name, value in values.items():
+        if isinstance(value, dict) and "model_type" in value:
+            if not value["model_type"]:  # 4.57's classes of such parts take their own fields only
+                for shared in _SHARED_KEYS & value.keys():
+                    del value[shared]
+            changed += add_older_names(value, f"{prefix}{name}.")
+            continue
+        older = _with_floats(value)
+        if name == layers_field and isinstance(value, list):
+            older = [_LAYER_TYPES.get(layer_type, layer_type) for layer_type in value]
+        if older != value:
+            values[name] = older
+            changed.append(prefix + name)
+    return changed
 
 
 def add_legacy_keys(values: dict[str, Any], prefix: str = "") -> tuple[list[str], list[str]]:
@@ -100,8 +172,16 @@ def legacy_rope(values: Mapping[str, Any]) -> dict[str, Any] | None:
         wanted.append((_PARTIAL_KEYS, main, main_type, "partial_rotary_factor"))
     scaling = {k: v for k, v in main.items() if k not in ("rope_theta", "partial_rotary_factor")}
     legacy[_SCALING] = scaling if set(scaling) - {"rope_type"} else None
+    allowed = _SCALING_FIELDS.get(str(model_type))
+    if legacy[_SCALING] is not None and allowed is not None:
+        older = {"type": scaling["rope_type"], **scaling}
+        if not set(allowed) <= older.keys():
+            return None
+        legacy[_SCALING] = {name: older[name] for name in allowed}
     for keys, parameters, layer_type, field in wanted:
+        # A class may accept the key only with the scaling, or the scaling only with a later key.
         key = _effective_key(config_class, plain | legacy, keys, layer_type, field)
+        key = key or _effective_key(config_class, plain, keys, layer_type, field)
         if key is not None:
             legacy[key] = parameters[field]
         elif keys is _BASE_KEYS:  # the others may be constants of the architecture
@@ -133,7 +213,10 @@ def _rope_of(config_class: type[PreTrainedConfig], values: Mapping[str, Any]) ->
     with suppress(Exception), warnings.catch_warnings(), quiet_transformers():
         warnings.simplefilter("ignore")
         made = config_class.from_dict(_with_floats(dict(values)))
-        return made.to_dict().get(ROPE)
+        rope = made.to_dict().get(ROPE)
+        if isinstance(rope, dict) and "rope_type" in rope:
+            rope.pop("type", None)  # the older name of the same field
+        return rope
     return None
 
 
@@ -153,27 +236,34 @@ def rewrite_config(path: Path) -> list[str]:
     OSError."""
     values = json.loads(path.read_text(encoding="utf-8"))
     notes = complete_config(values, AutoConfig.from_pretrained(path, trust_remote_code=False))
+    if removed := drop_quantization(values):
+        notes.append(f"{', '.join(removed)} removed: the tensors are not quantized")
     write_json(path, values)
     return [f"{CONFIG_NAME}: {note}" for note in notes]
 
 
-def rewrite_tokenizer_config(directory: Path) -> None:
-    """Name tokenizer class and additional special tokens as transformers 4 and 5 both read them.
-    Raises OSError."""
+def rewrite_tokenizer_config(directory: Path, *, is_base: bool = False) -> list[str]:
+    """Name tokenizer class and additional special tokens as transformers 4 and 5 both read them;
+    return the names of the changed fields. `is_base`: the file is a base's, and stays unless
+    transformers 4 refuses it. Raises OSError."""
     path = directory / _TOKENIZER_CONFIG
     if not path.is_file():
-        return
-    values = json.loads(path.read_text(encoding="utf-8"))
+        return []
+    before = json.loads(path.read_text(encoding="utf-8"))
+    values = dict(before)
     if values.get("tokenizer_class") == _CLASS_OF_5:
         values["tokenizer_class"] = _CLASS_OF_4
     if isinstance(values.get("extra_special_tokens"), list):  # transformers 4 takes an object only
         tokens = values.pop("extra_special_tokens")
         values.setdefault("additional_special_tokens", tokens)
+    if is_base and values == before:
+        return []
     # transformers 4 adds token_type_ids by default, which few causal language models take.
     values.setdefault("model_input_names", ["input_ids", "attention_mask"])
     for key in ("backend", "is_local", "local_files_only"):  # how it was loaded here
         values.pop(key, None)
     write_json(path, values)
+    return sorted(k for k in before.keys() | values.keys() if before.get(k) != values.get(k))
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:

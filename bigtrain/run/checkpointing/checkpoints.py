@@ -23,6 +23,7 @@ Nothing here is collective: the main rank calls it. Imports no torch.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -195,6 +196,12 @@ def read_manifest(directory: Path) -> CheckpointManifest:
     if name is not None and int(name[1]) != identity.step:
         raise CorruptCheckpointError(f"{path}: is of step {identity.step}, unlike {directory.name}")
     return manifest
+
+
+def manifest_digest(directory: Path) -> str:
+    """Return the SHA-256 of a checkpoint's manifest, which two saves never have in common. Raises
+    OSError."""
+    return hashlib.sha256((directory / MANIFEST).read_bytes()).hexdigest()
 
 
 def find_corruption(directory: Path, contents: Contents = "small") -> str | None:

@@ -137,8 +137,7 @@ def stored_at(directory: Path) -> StoredInMemory:
             expected, _ = manifest.files.get(f"{checkpoints.TENSORS}/{entry.name}", (None, ""))
             if entry.is_file(follow_symlinks=False) and entry.stat().st_size == expected:
                 files.add(entry.name)
-    text = (directory / checkpoints.MANIFEST).read_bytes()
-    digest = hashlib.sha256(text).hexdigest()
+    digest = checkpoints.manifest_digest(directory)
     identity, writers = manifest.identity, len(manifest.headers)
     return StoredInMemory(
         identity.step, identity.run, identity.attempt, digest, writers, frozenset(files)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,17 +48,21 @@ def restore_or_start(
     engine: TrainEngine,
     inputs: Inputs,
     base: BaseWeights | None,
-    memory: MemoryFiles | None = None,
-) -> TrainState:
+    memory: MemoryFiles | None,
+    rejected: set[Hashable],
+) -> TrainState | None:
     """Resume from the newest complete checkpoint of the run directory or of `memory`, or start.
-    Collective. A corrupt one is skipped with a warning. Raises CheckpointError on every rank if it
-    belongs to a run with other settings (listing the differences), or if all are corrupt."""
+    Collective. A corrupt one is skipped with a warning, and added to `rejected`. Return None if
+    that may have filled parts of the engine, which cannot start a run any more: call again with a
+    new engine and the same `rejected`. Raises CheckpointError on every rank if a checkpoint belongs
+    to a run with other settings (listing the differences), or if all are corrupt."""
     in_memory = [] if memory is None else memory.complete(log)
-    candidates = _merged(context, log, in_memory)
+    candidates = (c for c in _merged(context, log, in_memory) if _key(c) not in rejected)
     while (candidate := context.long_work.on_main_rank(lambda: next(candidates, None))) is not None:
         loadable = _loadable(candidate, log, engine, memory)
         if loadable is None:
-            continue
+            _reject(context, log, candidate, rejected)
+            return None
         directory, document = loadable
         sources, data_hash = inputs.sources, inputs.data_hash
         parameters = inputs.model_plan.parameters
@@ -68,7 +72,8 @@ def restore_or_start(
             assert base is not None
             refuse_other_base(document, base.sums, directory)
         if not _is_restored(log, engine, directory, document):
-            continue
+            _reject(context, log, candidate, rejected)
+            return None
         state = _state_of(document, phases)
         log.info(f"resumed at step {state.step} from {directory}")
         if memory is not None:
@@ -84,6 +89,23 @@ def restore_or_start(
                 log.info(text)
         return state
     return TrainState(phases=(first_phase(context.config, inputs.sources),))
+
+
+def _key(candidate: _Candidate) -> Hashable:
+    """Return what identifies a checkpoint that was written once."""
+    if isinstance(candidate, MemoryCheckpoint):
+        return candidate
+    directory, _ = candidate
+    return directory, checkpoints.manifest_digest(directory)
+
+
+def _reject(
+    context: RunContext, log: RunLog, candidate: _Candidate, rejected: set[Hashable]
+) -> None:
+    """Add `candidate` to the main rank's `rejected`, so that no later search returns it."""
+    if context.world.is_main:
+        rejected.add(_key(candidate))
+    log.info("building the engine again, parts of which may have been read from that checkpoint")
 
 
 def _state_of(document: Mapping[str, Any], phases: tuple[Phase, ...]) -> TrainState:

@@ -30,7 +30,7 @@ from bigtrain.system.world import World
 
 _OPERATION_SECONDS = 5.0
 _CONNECT = timedelta(seconds=30)
-_ALARM, _LEADER, _FINISHED, _MOVES = "alarm", "leader", "finished", "moves"
+_ALARM, _LEADER, _FINISHED, _MOVES, _SLOW = "alarm", "leader", "finished", "moves", "slow"
 
 Result = TypeVar("Result")
 
@@ -102,16 +102,23 @@ class StatusStore:
         )
         threading.Thread(target=self._work, name="watchdog-status-store", daemon=True).start()
 
-    def report(self, position: Position, moved: bool) -> None:
-        """Report this rank's position, and whether it has `moved` since the last report."""
+    def report(self, position: Position, moved: bool, is_slow: bool) -> None:
+        """Report this rank's position, whether it has `moved` since the last report, and whether
+        other ranks may wait for it (`is_slow`), in a phase in which one operation may take long."""
         text = position.to_json()
         self._do(lambda: self._store.set(f"place/{self._rank}", text))
         if moved:
             self._do(lambda: self._store.add(_MOVES, 1))
+        if is_slow:
+            self._do(lambda: self._store.add(_SLOW, 1))
 
     def moves(self) -> int | None:
         """Return a counter that grows while any rank makes progress."""
         return self._do(lambda: self._store.add(_MOVES, 0))
+
+    def slow_reports(self) -> int | None:
+        """Return a counter that grows while any rank reports that it is in a slow phase."""
+        return self._do(lambda: self._store.add(_SLOW, 0))
 
     def alarm(self) -> str | None:
         """Return the name of the alarm, if one was raised."""

@@ -1,8 +1,9 @@
 """Watchdog that ends a hung run and reports the rank it waits for.
 
 A thread of every rank checks whether the training thread makes marks (`heartbeat`), and reports the
-rank's position (`status_store`). When no rank has made progress for ``watchdog.timeout_seconds``,
-one raises the alarm: all dump their stacks to ``RUN/hangs/step-.../`` and answer with their
+rank's position (`status_store`). When no rank has made progress for ``watchdog.timeout_seconds``
+(``slow_timeout_seconds`` while any rank is in a phase in which one operation may take long), one
+raises the alarm: all dump their stacks to ``RUN/hangs/step-.../`` and answer with their
 positions, one writes the report, and all end with exit code 76, so that the launcher restarts the
 run.
 
@@ -47,6 +48,8 @@ _REPORT_SECONDS = 3.0
 _LAST_SECONDS = 30.0
 _MOST_REQUEUES_PER_STEP = 3
 _SECONDS_BETWEEN_CONNECTIONS = 60.0
+_MISSED_LOOKS = 4
+"""Looks after which a rank in a slow phase, which reports at each of its own, counts as gone."""
 
 
 class Watchdog:
@@ -73,7 +76,7 @@ class Watchdog:
         self._status_store: StatusStore | None = None
         self._limit = section.timeout_seconds
         self._stop = threading.Event()
-        self._moved_at = time.monotonic()
+        self._moved_at = self._slow_seen_at = time.monotonic()
         self._transfers = Transfers()
         self._connects_at = 0.0
         self._thread: threading.Thread | None = None
@@ -98,7 +101,9 @@ class Watchdog:
             self._status_store.close()
 
     def _watch(self) -> None:
-        count, moves, self._moved_at = -1, -1, time.monotonic()
+        assert self._limit is not None
+        count, moves, slow_reports = -1, -1, -1
+        self._moved_at = own_moved_at = time.monotonic()
         while True:
             begun = time.monotonic()
             if self._stop.wait(self._look_seconds):
@@ -106,28 +111,39 @@ class Watchdog:
             now = time.monotonic()
             overslept = now - begun - self._look_seconds
             if overslept > 2 * self._look_seconds:
-                self._moved_at += overslept  # a stopped process; its training was stopped as well
+                # A stopped process: its training was stopped as well.
+                self._moved_at += overslept
+                own_moved_at += overslept
             moved = self._heartbeat.count != count
             moved |= self._heartbeat.slow and self._transfers.made_progress()
             count = self._heartbeat.count
             if moved:
-                self._moved_at = now
-            limit = self._current_limit()
+                self._moved_at = own_moved_at = now
+            limit = self._current_limit(now)
             self._set_last_alarm(limit)
             if self._status_store is not None and self._status_store.is_lost:
                 self._connect_again(self._status_store)
             if self._status_store is not None:
-                self._status_store.report(self._position(), moved)
+                is_slow = self._heartbeat.slow and now - own_moved_at <= self._slow_limit
+                # A rank that waits in a collective, too, is not the one that others wait for.
+                is_slow = is_slow and current_collective() is None
+                self._status_store.report(self._position(), moved, is_slow)
                 if self._status_store.alarm() is not None:
                     self._end()
-                if now - self._moved_at > limit / 2:
+                if now - self._moved_at > self._limit / 2:
                     # One rank's progress counts for all: one may export while all others wait.
                     seen = self._status_store.moves()
                     if seen is not None and moves not in (-1, seen):
                         self._moved_at = now
                     moves = -1 if seen is None else seen
+                    # A rank that is slow in a slow phase ends the run by its own limit.
+                    seen = self._status_store.slow_reports()
+                    if seen is not None and slow_reports not in (-1, seen):
+                        self._slow_seen_at = now
+                    slow_reports = -1 if seen is None else seen
+                    limit = self._current_limit(now)
                 else:
-                    moves = -1
+                    moves = slow_reports = -1
             if now - self._moved_at > limit:
                 self._end()
 
@@ -144,10 +160,17 @@ class Watchdog:
             self._connects_at = now + _SECONDS_BETWEEN_CONNECTIONS
             threading.Thread(target=connect, name="watchdog-connect", daemon=True).start()
 
-    def _current_limit(self) -> float:
+    @property
+    def _slow_limit(self) -> float:
         assert self._limit is not None
-        slow = max(self._limit, self._section.slow_timeout_seconds)
-        return slow if self._heartbeat.slow else self._limit
+        return max(self._limit, self._section.slow_timeout_seconds)
+
+    def _current_limit(self, now: float) -> float:
+        """Return the seconds without progress after which this rank raises the alarm: in a slow
+        phase, of this rank or of one that it may wait for, the longer limit."""
+        assert self._limit is not None
+        waits = now - self._slow_seen_at <= _MISSED_LOOKS * self._look_seconds
+        return self._slow_limit if self._heartbeat.slow or waits else self._limit
 
     def _set_last_alarm(self, limit: float) -> None:
         """Reset the C timer that ends this process if this check is the last."""

@@ -8,12 +8,19 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import get_args
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import pytest
 
 from bigtrain.cli import COMMANDS, build_parser, main
-from bigtrain.commands.arguments import table
+from bigtrain.commands.arguments import size, table
+from bigtrain.commands.report import DEFAULT_PORT
+from bigtrain.data.shards.manifest import DEFAULT_MAX_DOCUMENT_BYTES, DEFAULT_SHARD_BYTES
+from bigtrain.models.export.base_record import BaseRecord
+from bigtrain.python_api.scoring import DEFAULT_TOP_K
+from bigtrain.run.checkpointing import export
 from bigtrain.settings.compatibility.facts import Device
 from bigtrain.train import build_parser as train_parser
 
@@ -75,6 +82,48 @@ def test_the_table_has_the_defaults_that_its_texts_name() -> None:
                 assert named[1] in (shown, _SHOWN.get(shown)), f"{command} {flags}"
             if flags in choices:
                 assert tuple(settings["choices"]) == choices[flags]
+
+
+CODE_DEFAULTS: dict[str, object] = {
+    "reading text --max-document-bytes": DEFAULT_MAX_DOCUMENT_BYTES,
+    "tokenize --shard-size": DEFAULT_SHARD_BYTES,
+    "report --port": DEFAULT_PORT,
+    "score --top-k": DEFAULT_TOP_K,
+}
+"""Defaults of the code behind an argument without one in the table."""
+
+
+def test_a_default_that_only_the_code_has_is_the_one_in_the_text() -> None:
+    for where, default in CODE_DEFAULTS.items():
+        command, _, flag = where.rpartition(" ")
+        settings = table()[command][flag]
+        assert settings.get("default") is None, where
+        named = re.search(r"\(default: ([^\s);,:]+)\)", settings["help"])
+        assert named is not None, where
+        assert size(named[1]) == default, where
+
+
+def test_the_dtype_of_an_export_is_by_default_that_of_the_base(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As the texts of `--dtype` name it, and not the run's where there is a base."""
+    config: Any = SimpleNamespace(
+        precision=SimpleNamespace(dtype="bfloat16"), model=SimpleNamespace(path=None)
+    )
+    dtypes: list[str | None] = []
+    monkeypatch.setattr(export, "export_model", lambda *_, dtype, **__: dtypes.append(dtype) or [])
+    for has_base in (True, False):
+        record = BaseRecord(tmp_path) if has_base else None
+        monkeypatch.setattr(export.BaseRecord, "find", staticmethod(lambda _, found=record: found))
+        export.write_export(
+            *(tmp_path, tmp_path / "hf", {}, None, config),
+            **{"as_stored": (), "dtype": None, "probe": None, "card": "", "replace": False},
+            **{"max_shard_size": "5GB", "warn": print},
+        )  # type: ignore[arg-type]
+    assert dtypes == [None, "bfloat16"]
+    for command in ("export", "merge"):
+        text = " ".join(table()[command]["--dtype"]["help"].split())
+        assert "default: the dtype of each tensor in the base; without a base the run's" in text
 
 
 def test_a_reader_that_has_seen_enough_costs_no_traceback() -> None:

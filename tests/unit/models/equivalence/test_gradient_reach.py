@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,13 +10,15 @@ import torch
 from transformers import AutoConfig
 
 from bigtrain.models.build import empty_model
+from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.equivalence import parameter_plan
 from bigtrain.models.equivalence.parameter_plan import (
+    find_gradient_reach,
     parameters_without_gradient,
     plan_parameters,
     summarized,
 )
-from bigtrain.settings.run_config import RunConfig
+from bigtrain.settings.run_config import ModelSection, RunConfig
 from tools.tiny_models import model_types, tiny_config, tiny_model
 
 SAMPLE = ("llama", "gpt2", "gemma3", "deepseek_v32", "ernie4_5_moe", "reformer", "jetmoe", "bart")
@@ -115,3 +118,45 @@ def test_what_decayed_by_its_number_of_dimensions() -> None:
     assert "backbone.layers.*.mixer.A_log" not in plan.decaying
     assert "backbone.layers.*.mixer.conv1d.weight" in plan.decaying
     assert len(list(empty_model(config).parameters())) > len(plan.decaying)
+
+
+USER_CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class FailingConfig(LlamaConfig):
+    model_type = "failing_{name}"
+
+class Failing(LlamaForCausalLM):
+    config_class = FailingConfig
+
+    def {method}(self, *args, **options):
+        {body}
+        return super().{method}(*args, **options)
+"""
+
+
+@pytest.mark.parametrize(
+    ("method", "body"),
+    [
+        ("forward", "raise ValueError('as asked')"),
+        ("forward", "args[5]"),
+        ("__init__", "raise ValueError('as asked')"),
+        ("forward", "self.model.absent_attribute"),
+    ],
+)
+def test_a_failure_of_the_users_class_names_its_line(
+    method: str, body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that is raised below it, in torch."""
+    name = f"failing_{len(body)}_{method.strip('_')}"
+    file = tmp_path / f"{name}.py"
+    file.write_text(USER_CODE.format(name=name, method=method, body=body))
+    monkeypatch.chdir(tmp_path)
+    sizes = {
+        **{"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1},
+        **{"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32},
+    }
+    section = ModelSection(type=f"{name}:Failing", config=sizes)
+    reach = find_gradient_reach(load_hf_config(section))
+    line = file.read_text().splitlines().index(f"        {body}") + 1
+    assert f"({file}:{line})" in reach.failure

@@ -19,12 +19,13 @@ from bigtrain.data.tokenizers.training import train_tokenizer
 from bigtrain.errors import ModelError
 from bigtrain.models.build import build_model
 from bigtrain.models.configuration import load_hf_config
-from bigtrain.models.export.base_record import record_base
+from bigtrain.models.export.base_record import _set_nested_dtypes, record_base
 from bigtrain.models.export.verified import Probe, export_model
 from bigtrain.models.generation import Sampling, generate
 from bigtrain.models.weights.checksums import CHECKSUMS, corrupt_weights
 from bigtrain.models.weights.import_hf import find_weights
-from bigtrain.models.weights.older_readers import legacy_rope
+from bigtrain.models.weights.left_overs import drop_quantization
+from bigtrain.models.weights.older_readers import legacy_rope, rewrite_config
 from bigtrain.settings.hf_config_keys import inspect_configuration
 from bigtrain.settings.run_config import ModelSection
 from tests.support.tiny_bases import (
@@ -185,6 +186,128 @@ def test_what_must_change_is_listed(round_trip: RoundTrip, tmp_path: Path) -> No
     for part in expected.split():
         assert any(part in note for note in notes), part
     assert {tensor.dtype for tensor in tensors_of(output).values()} == {torch.bfloat16}
+
+
+PACKED = {"quant_method": "compressed-tensors", "config_groups": {}, "format": "pack-quantized"}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("compression_config",),
+        ("quantization_config", "compression_config"),
+        ("quantization",),
+        ("quant_config", "sparsity_config"),
+    ],
+)
+def test_keys_on_quantized_tensors_are_not_exported(
+    keys: tuple[str, ...], round_trip: RoundTrip, tmp_path: Path
+) -> None:
+    base = tmp_path / "base"
+    BASES["llama"](base)
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | dict.fromkeys(keys, PACKED)))
+    output, notes = round_trip(base)
+    written = json.loads((output / "config.json").read_text())
+    assert written.keys().isdisjoint(keys)
+    [note] = [note for note in notes if "removed" in note]
+    assert all(key in note for key in keys)
+    assert_same_tensors(base, output)
+
+
+def test_keys_on_quantized_tensors_of_a_part_are_not_exported() -> None:
+    values = {
+        "text_config": {"quantization_config": PACKED, "inner": {"compression_config": PACKED}},
+        "compression_config": PACKED,
+        "hidden_size": 64,
+    }
+    names = ["compression_config", "text_config.quantization_config"]
+    assert drop_quantization(values) == [*names, "text_config.inner.compression_config"]
+    assert values == {"text_config": {"inner": {}}, "hidden_size": 64}
+
+
+def test_a_new_model_has_no_keys_on_quantized_tensors(tmp_path: Path) -> None:
+    """As where `model.config` is the folder of a quantized model."""
+    base = tmp_path / "base"
+    BASES["llama"](base)
+    config = json.loads((base / "config.json").read_text())
+    config |= {"compression_config": PACKED, "quantization": {"bits": 4}}
+    (base / "config.json").write_text(json.dumps(config))
+    hf_config = load_hf_config(ModelSection(config=str(base)))
+    assert hf_config.to_dict().keys().isdisjoint(("compression_config", "quantization"))
+    notes = rewrite_config(base / "config.json")
+    written = json.loads((base / "config.json").read_text())
+    assert written.keys().isdisjoint(("compression_config", "quantization"))
+    assert "compression_config, quantization removed" in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "is_named"),
+    [
+        ("hf_quant_config.json", True),
+        ("quantize_config.json", True),
+        ("original/params.json", True),
+        ("adapter_config.json", True),
+        ("consolidated.00.pth", True),
+        ("original/consolidated.00.pth", True),
+        ("coreml/model.mlpackage/Manifest.json", True),
+        ("model.safetensors.index.fp8.json", False),
+        ("pytorch_model.bin.index.json", False),
+        ("flax_model.msgpack.index.json", False),
+    ],
+)
+def test_files_on_other_tensors_are_not_exported(
+    name: str, is_named: bool, round_trip: RoundTrip, tmp_path: Path
+) -> None:
+    base = tmp_path / "base"
+    BASES["llama"](base)
+    (base / name).parent.mkdir(parents=True, exist_ok=True)
+    (base / name).write_text("{}")
+    (base / "special_settings.json").write_text("{}")
+    output, notes = round_trip(base)
+    assert not (output / name).exists()
+    assert (output / "special_settings.json").is_file()
+    assert any(note.startswith(f"{name}: not copied: ") for note in notes) == is_named
+
+
+@pytest.mark.parametrize(
+    ("fields", "changed"),
+    [
+        ({"tokenizer_class": "TokenizersBackend", "backend": "tokenizers"}, "backend, tokenizer_c"),
+        ({"extra_special_tokens": ["<pad>"]}, "additional_special_tokens, extra_special_tokens"),
+        ({"tokenizer_class": "PreTrainedTokenizerFast", "unknown": 1}, None),
+    ],
+)
+def test_a_base_tokenizer_that_transformers_4_refuses_is_rewritten(
+    fields: dict[str, Any],
+    changed: str | None,
+    round_trip: RoundTrip,
+    tokenizer: Path,
+    tmp_path: Path,
+) -> None:
+    base = tmp_path / "base"
+    BASES["llama"](base)
+    for file in tokenizer.glob("*.json"):
+        (base / file.name).write_bytes(file.read_bytes())
+    own = {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": ["input_ids"]}
+    (base / "tokenizer_config.json").write_text(json.dumps(own | fields))
+    output, notes = round_trip(base, tokenizer=base)
+    written = json.loads((output / "tokenizer_config.json").read_text())
+    if changed is None:
+        assert written == own | fields
+        return
+    assert written["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert not isinstance(written.get("extra_special_tokens"), list)
+    [note] = [note for note in notes if note.startswith("tokenizer_config.json")]
+    assert f"written for transformers 4: {changed}" in note
+
+
+def test_dtypes_of_parts_are_those_of_the_export() -> None:
+    values = {"dtype": "float32", "text_config": {"model_type": "llama", "dtype": "float16"}}
+    assert _set_nested_dtypes(values, "bfloat16", "") == [
+        "text_config.dtype = 'bfloat16' (base: 'float16')"
+    ]
+    assert values["text_config"] == {"model_type": "llama", "dtype": "bfloat16"}
 
 
 def test_changed_rotary_parameters_are_written_in_both_forms(

@@ -170,7 +170,7 @@ def test_thousands_of_ranks_are_read_by_one_call(monkeypatch: pytest.MonkeyPatch
             name,
             lambda self, keys, name=name, method=method: calls.append(name) or method(self, keys),
         )
-    ranks[1].report(position(1), moved=False)
+    ranks[1].report(position(1), moved=False, is_slow=False)
     assert ranks[0].last_known() == {4095: position(1)}
     ranks[0].answer(position(0))
     assert ranks[1].answers(0.0) == {0: position(0)}
@@ -185,7 +185,7 @@ def test_a_board_is_found_again_after_its_store_was_away() -> None:
     serve = partial(dist.TCPStore, "127.0.0.1", port, is_master=True, wait_for_workers=False)
     store = serve()
     status_store = StatusStore(StoreLocation("127.0.0.1", port, "token"), World(0, 1, 0))
-    status_store.report(position(0), moved=True)
+    status_store.report(position(0), moved=True, is_slow=False)
     assert status_store.moves() == 1
     assert status_store.last_known() == {0: position(0)}
     del store
