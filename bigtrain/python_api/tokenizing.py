@@ -47,6 +47,8 @@ class ReadingOptions(TypedDict, total=False):
     max_document_bytes: int | None
     read_as: str
     follow_links: bool
+    ignored_keys: Sequence[str]
+    quotes: Literal["quote", "letter"] | None
 
 
 class TokenizeOptions(ReadingOptions, total=False):
@@ -111,6 +113,9 @@ def build_tokens(
     suffixes, exclude: files to select from folders, and those to skip. read_as: read every file as
         if it had this suffix, such as ``.jsonl.gz``. follow_links: read targets of a folder's links
         outside of it; otherwise such a link is an error.
+    ignored_keys: keys of a row that are not to be read, although they are refused otherwise.
+    quotes: whether a quote at the beginning of a field of csv or tsv is a ``quote`` (default) or
+        a ``letter`` of the text; by default it is refused in tsv where it may be either.
     dataset_config, dataset_split: of a Hub dataset (default: ``train``).
     max_document_bytes: a larger document is bad (default: 64 MiB); max_bad_fraction: bad documents
         are skipped up to this share of all, 0 (default) makes the first one an error.
@@ -191,6 +196,8 @@ def _record_of(reading: ReadOptions, options: TokenizeOptions) -> OptionsRecord:
         dataset_config=reading.selection.dataset_config,
         dataset_split=reading.selection.dataset_split,
         max_unrendered=options.get("max_unrendered", 0),
+        ignored_keys=reading.ignored_keys,
+        quotes=reading.quotes,
         beginning_of_text=options.get("beginning_of_text", "auto"),
         end_of_document=options.get("end_of_document"),
         fill_in_middle=_fill_in_middle(options, is_text=rows is None),
@@ -266,7 +273,8 @@ def train_tokenizer(
     inputs: as in `tokenize`. max_bad_fraction: unreadable documents are skipped up to this share of
     all. say: gets a line with the summary. options: options for reading text, as the options of
     `tokenize` of these names: text_keys, suffixes, exclude, dataset_config, dataset_split,
-    max_document_bytes, read_as, follow_links. Raises DataError; then no files remain.
+    max_document_bytes, read_as, follow_links, ignored_keys, quotes. Raises DataError; then no files
+    remain.
     """
     from bigtrain.data.documents.discovery import find_sources
     from bigtrain.data.documents.formats import DocumentReader
@@ -313,7 +321,13 @@ def read_options(inputs: Inputs, **options: Unpack[ReadingOptions]) -> ReadOptio
     )
     keys = tuple(dict.fromkeys(options.get("text_keys", ()))) or ("text",)
     max_bytes = options.get("max_document_bytes") or DEFAULT_MAX_DOCUMENT_BYTES
-    return ReadOptions(selection, keys, max_bytes)
+    return ReadOptions(
+        selection,
+        keys,
+        max_bytes,
+        ignored_keys=tuple(sorted(set(options.get("ignored_keys", ())))),
+        quotes=options.get("quotes"),
+    )
 
 
 def _with_progress(reader: DocumentReader) -> Iterator[list[str]]:

@@ -30,12 +30,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import orjson
 
 from bigtrain.data.chat.answer_ends import Answer, AnswerEnds, assistant_spans, learned_blocks
 from bigtrain.data.chat.control_tokens import ControlTokens
 from bigtrain.data.chat.rendered_parts import CALLS, CONTENT, COUNTED_ONLY, Lost, refuse, unrendered
 from bigtrain.data.documents.conversations import ConversationError, weight_of
+from bigtrain.data.documents.exact_json import read_document
 from bigtrain.data.documents.token_rows import PADDING, TokenRow
 from bigtrain.data.shards.format import Mask, Weights
 from bigtrain.data.tokenizers.chat_template import ChatTemplate
@@ -154,7 +154,7 @@ class ChatEncoder:
         problems: dict[int, str] = {}
         for number, content in enumerate(contents):
             try:
-                rendered.append(self._render(orjson.loads(content), is_complete))
+                rendered.append(self._render(read_document(content), is_complete))
             except ConversationError as error:
                 problems[number] = str(error)
                 rendered.append(_Rendered(""))

@@ -253,6 +253,9 @@ def summary(output: Path, manifest: Manifest) -> str:
     if manifest.skipped_documents:
         count = f"{manifest.skipped_documents:,}"
         lines.append(f"  skipped:  {count} unreadable documents, listed in errors.jsonl")
+    if manifest.unread_keys:
+        shown = ", ".join(f"{key} ({count:,})" for key, count in manifest.unread_keys.items())
+        lines.append(f"  unread:   keys of rows that are not read: {shown}")
     lines += [
         f"  dropped:  {KINDS.get(kind, kind)}: {count:,}"
         for kind, count in (manifest.unrendered or {}).items()

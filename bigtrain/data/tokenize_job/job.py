@@ -145,6 +145,8 @@ class _Build:
             identity.append({"fill_in_middle": [drawn, self.fim.ids]})
         if options.text_filter is not None:
             identity.append({"filter": options.text_filter.model_dump()})
+        if options.ignored_keys or options.quotes:
+            identity.append({"ignored": options.ignored_keys, "quotes": options.quotes})
         self.units = plan_units(self.sources, self.reading, options.shard_bytes, identity)
         self.plan = plan_key(self.units)
         self.encoders: EncoderQueue | None = None
@@ -198,6 +200,7 @@ class _Build:
                         self.units,
                         self.tokenizer,
                         self.request.options,
+                        self.reading.key_rules,
                         self.template,
                         self.beginning_ids,
                         self.request.rows,

@@ -218,6 +218,7 @@ def _commit(
         inside_answers=tuple(sorted(reader.inside_answers)),
         fill_in_middle=dict(reader.modes),
         filtered=dict(reader.rejects.filtered),
+        unread_keys=reader.unread_keys(),
     )
     for name in record.files:
         sync_to_disk(workspace.directory / name)
@@ -243,6 +244,12 @@ class _UnitReader:
         self.answer_ends: set[str] = set()
         self.inside_answers: set[str] = set()
         self.modes: Counter[str] = Counter()
+
+    def unread_keys(self) -> dict[str, int]:
+        """Return the rows that have each key that is not read; a filter reads all."""
+        if self.job.reading.text_filter is not None:
+            return {}
+        return self.rejects.keys.unread(self.job.reading.key_rules)
 
     def note(self, batch: Batch) -> None:
         """Count rearranged documents and what the chat template drops; note how it ends answers."""

@@ -70,7 +70,8 @@ class UnitRecord(Record):
     """`KEY.json`. Record of a unit. `documents` are the good ones, `token` names the process that
     wrote the files. For conversations: `unrendered` parts by kind, and the texts of the control
     tokens that end answers and of others inside of them. `fill_in_middle`: documents rearranged, by
-    mode; `filtered`: dropped by the text filter, by reason."""
+    mode; `filtered`: dropped by the text filter, by reason; `unread_keys`: rows that have each key
+    that is not read."""
 
     key: str
     token: str
@@ -85,6 +86,7 @@ class UnitRecord(Record):
     inside_answers: tuple[str, ...] = Field(default=(), strict=False)
     fill_in_middle: dict[str, Count] = Field(default_factory=dict)
     filtered: dict[str, Count] = Field(default_factory=dict)
+    unread_keys: dict[str, Count] = Field(default_factory=dict)
 
     def is_current(self, unit: Unit) -> bool:
         """Return whether the inputs of `unit` are unchanged by their times."""
