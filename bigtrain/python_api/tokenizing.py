@@ -63,6 +63,7 @@ class TokenizeOptions(ReadingOptions, total=False):
     shard_bytes: int | None
     max_bad_fraction: float
     max_unrendered: int
+    max_prompt_tokens: int | None
     workers: int | None
     rank: int | None
     world_size: int | None
@@ -122,6 +123,8 @@ def build_tokens(
     max_unrendered: number of parts of conversations (content of a message, tool call, tool,
         reasoning) that the chat template may drop; 0 (default) makes the first one an error.
         Reasoning of earlier turns that it drops by design is counted and never an error.
+    max_prompt_tokens: rows with more tokens before the first learned one are dropped and counted;
+        of a pair, both answers (default: none).
     workers: processes (default: by cores, memory and input). rank, world_size: of this call among
         several with one `output` on different nodes.
     encoder, parse_special_tokens: as in the command's options.
@@ -172,8 +175,12 @@ def _record_of(reading: ReadOptions, options: TokenizeOptions) -> OptionsRecord:
         say = options.get("say") or _to_stderr
         name = "text" if options.get("text_keys") else detected_format(reading, say)
     rows = row_format(name, options.get("keys") or {}, roles)
+    first = reading.text_keys if rows is None else rows.keys[:1]
+    if ignored := set(first) & set(reading.ignored_keys):
+        raise DataError(f"--ignore-key {min(ignored)}: it is the key of the document -> remove it")
     if rows is None:
-        refuse_for_text(reading, options.get("chat_template"), learn, roles)
+        template, max_prompt = options.get("chat_template"), options.get("max_prompt_tokens")
+        refuse_for_text(reading, template, learn, roles, max_prompt)
     elif rows.name == "tokens":
         refuse_for_tokens(options)
     elif rows.name in ("preference", "kto", "classification") and learn == "last":
@@ -196,6 +203,7 @@ def _record_of(reading: ReadOptions, options: TokenizeOptions) -> OptionsRecord:
         dataset_config=reading.selection.dataset_config,
         dataset_split=reading.selection.dataset_split,
         max_unrendered=options.get("max_unrendered", 0),
+        max_prompt_tokens=options.get("max_prompt_tokens"),
         ignored_keys=reading.ignored_keys,
         quotes=reading.quotes,
         beginning_of_text=options.get("beginning_of_text", "auto"),
@@ -278,6 +286,7 @@ def train_tokenizer(
     """
     from bigtrain.data.documents.discovery import find_sources
     from bigtrain.data.documents.formats import DocumentReader
+    from bigtrain.data.documents.key_rules import KeyRules
     from bigtrain.data.documents.reader import RejectedDocuments, require_few
     from bigtrain.data.tokenizers.training import train_tokenizer as trained
     from bigtrain.system.files import existing_above, new_directory, require_free
@@ -285,6 +294,8 @@ def train_tokenizer(
     target = Path(output)
     require_free(target)
     reading = replace(read_options(inputs, **options), scratch=existing_above(target))
+    # A tokenizer learns from the text of a row whatever its other keys are.
+    reading = replace(reading, ignored_keys=tuple(KeyRules("text", reading.text_keys).refused))
     bad: list[BadDocument] = []
     rejects = RejectedDocuments(
         max_bad_fraction > 0, lambda one: bad.append(one) if not bad else None
@@ -357,7 +368,12 @@ class RowFormat:
 def detected_format(reading: ReadOptions, say: Callable[[str], None]) -> str:
     """Return the format of the first row's keys; `say` gets a line on it. Text if
     they match none. Raises DataError if the first rows of the files have several formats."""
-    from bigtrain.data.documents.chat_formats import ONE_FORMAT, also_preferences, nearest
+    from bigtrain.data.documents.chat_formats import (
+        FORMATS,
+        ONE_FORMAT,
+        also_preferences,
+        nearest,
+    )
     from bigtrain.data.documents.discovery import find_sources
     from bigtrain.data.documents.formats import keys_in
 
@@ -370,6 +386,9 @@ def detected_format(reading: ReadOptions, say: Callable[[str], None]) -> str:
             match = nearest(keys)
             if ambiguous := also_preferences(keys):
                 shown = " and of ".join(ambiguous)
+                if "prompt" not in keys:  # as in LLaMA-Factory
+                    other = next(name for name in ambiguous if name != "preference")
+                    shown += f" --key prompt={FORMATS[other].keys[0]}"
                 raise DataError(
                     f"{source.path}: the first row has the keys of --format {shown} -> name the "
                     "one that is meant: --format"
@@ -416,14 +435,23 @@ def row_format(name: str, names: Mapping[str, str], roles: Mapping[str, str]) ->
 
 
 def refuse_for_text(
-    reading: ReadOptions, chat_template: object, learn: str, roles: Mapping[str, str]
+    reading: ReadOptions,
+    chat_template: object,
+    learn: str,
+    roles: Mapping[str, str],
+    max_prompt_tokens: int | None = None,
 ) -> None:
     """Raise DataError for options of conversations if the input has none or is unreadable."""
     from bigtrain.data.documents.chat_formats import remedy_for
     from bigtrain.data.documents.discovery import find_sources
     from bigtrain.data.documents.formats import keys_in
 
-    options = {"--chat-template": chat_template, "--learn": learn == "last", "--role": roles}
+    options = {
+        "--chat-template": chat_template,
+        "--learn": learn == "last",
+        "--role": roles,
+        "--max-prompt-tokens": max_prompt_tokens,
+    }
     given = next((option for option, value in options.items() if value), None)
     if given is None:
         return

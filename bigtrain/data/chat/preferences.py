@@ -32,10 +32,11 @@ SAME = "chosen and rejected become the same tokens"
 class EncodedRows:
     """Rows as documents. `chats`: documents of all rows, `problems` and lengths of 0 of the bad
     ones; `labels`: uint8 [rows], 1 for a desirable answer, or numbers of classes; None without
-    labels."""
+    labels. `dropped`: rows without documents that are not bad."""
 
     chats: EncodedChats
     labels: npt.NDArray[np.uint8] | None = None
+    dropped: tuple[int, ...] = ()
 
 
 def encode_rows(
@@ -103,6 +104,24 @@ def _is_number(name: str) -> bool:
         float(name)
         return True
     return False
+
+
+def without_long_prompts(
+    read: EncodedRows, documents_per_row: int, max_prompt_tokens: int
+) -> EncodedRows:
+    """Return `read` without the rows of which a document has more than `max_prompt_tokens` tokens
+    before its first target."""
+    lengths = read.chats.lengths
+    begins = np.cumsum(lengths) - lengths
+    targets = np.append(np.flatnonzero(read.chats.mask), len(read.chats.mask))
+    firsts = targets[np.searchsorted(targets, begins)]
+    is_long = (np.minimum(firsts - begins, lengths) > max_prompt_tokens).reshape(
+        -1, documents_per_row
+    )
+    rows = np.flatnonzero(is_long.any(1))
+    kept = ~np.repeat(is_long.any(1), documents_per_row)
+    chats = _of_rows(read.chats, kept, dict(read.chats.problems))
+    return replace(read, chats=chats, dropped=tuple(rows.tolist()))
 
 
 def _of_rows(

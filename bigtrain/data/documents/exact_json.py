@@ -8,6 +8,7 @@ number that a float cannot hold as it is written becomes an `InexactNumber`, whi
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from decimal import Decimal
@@ -20,6 +21,7 @@ _DIGITS = bytes(48 if byte in b"0123456789." else 32 for byte in range(256))
 _MANY_DIGITS = b"0" * 16
 """A double holds every number of up to 15 digits."""
 _KEY_END = b'":'
+_SPACED_KEY_END = re.compile(rb'"[ \t\r\n]+:')
 _BIG = b" "
 """First byte of a document of `dumps` with an integer beyond 64 bits, which orjson cannot read."""
 
@@ -55,8 +57,10 @@ def loads(content: bytes | str) -> Any:
 
 
 def _has_all_keys(raw: bytes, tree: Any) -> bool:
-    """Return whether `tree` surely has every key that `raw` spells; also false where white space
-    or an escape makes the counts differ."""
+    """Return whether `tree` surely has every key that `raw` spells; false also where an escape
+    makes the counts differ, or white space follows a key."""
+    if _SPACED_KEY_END.search(raw):
+        return False
     return raw.count(_KEY_END) == orjson.dumps(tree).count(_KEY_END)
 
 

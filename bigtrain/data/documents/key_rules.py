@@ -113,14 +113,7 @@ def table_of_keys() -> Sequence[tuple[str, str, str, str]]:
     """Return the lines of the table in the documentation: keys, formats, tools, what is done."""
     lines = []
     for entry in ROW_KEYS:
-        text = entry.text.format(name="the key", value="...", first="messages")
-        action = text if entry.action == "used" else f"{entry.action}: {text}"
-        lines.append(
-            (
-                ", ".join(f"`{name}`" for name in entry.names),
-                ", ".join(entry.formats),
-                entry.tools,
-                action,
-            )
-        )
+        text = entry.text.format(name="KEY", value="VALUE", first="messages")
+        keys = ", ".join(f"`{name}`" for name in entry.names)
+        lines.append((keys, ", ".join(entry.formats), entry.tools, f"{entry.action}: {text}"))
     return lines

@@ -65,6 +65,8 @@ def messages_in(value: object) -> object:
     """Return the messages in the JSON text `value`, as a column of csv holds them; anything else
     unchanged."""
     parsed = from_text(value)
+    if isinstance(parsed, dict) and isinstance(value, str):
+        parsed = [parsed]
     if not isinstance(parsed, list) or not parsed:
         return value
     are_messages = all(isinstance(m, dict) and ("role" in m or is_turn(m)) for m in parsed)

@@ -145,6 +145,8 @@ class _Build:
             identity.append({"fill_in_middle": [drawn, self.fim.ids]})
         if options.text_filter is not None:
             identity.append({"filter": options.text_filter.model_dump()})
+        if options.max_prompt_tokens is not None:
+            identity.append({"max_prompt_tokens": options.max_prompt_tokens})
         if options.ignored_keys or options.quotes:
             identity.append({"ignored": options.ignored_keys, "quotes": options.quotes})
         self.units = plan_units(self.sources, self.reading, options.shard_bytes, identity)
@@ -267,6 +269,7 @@ class _Build:
             rows=self.request.rows,
             labels=self.request.options.labels,
             fim=self.fim,
+            max_prompt_tokens=self.request.options.max_prompt_tokens,
         )
         work = Round(left, self.request.share, job, self.workspace)
         try:

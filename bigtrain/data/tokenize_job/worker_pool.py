@@ -32,11 +32,11 @@ import numpy.typing as npt
 import xxhash
 
 from bigtrain.data.chat.encoder import ChatEncoder, EncodedChats
-from bigtrain.data.chat.preferences import DOCUMENTS_PER_ROW, encode_rows
+from bigtrain.data.chat.preferences import DOCUMENTS_PER_ROW, encode_rows, without_long_prompts
 from bigtrain.data.documents.formats import batched, part_reader
 from bigtrain.data.documents.reader import BadDocument, ReadOptions, RejectedDocuments
 from bigtrain.data.shards.format import Mask, Tokens, Weights
-from bigtrain.data.shards.manifest import LABELED, SPLITS, Rows, ShardRecord, Split
+from bigtrain.data.shards.manifest import LABELED, LONG_PROMPT, SPLITS, Rows, ShardRecord, Split
 from bigtrain.data.shards.writer import ShardWriter
 from bigtrain.data.tokenize_job.existing_output import confirm_unit
 from bigtrain.data.tokenize_job.fill_in_middle import FillInMiddle, Transformed
@@ -66,7 +66,8 @@ class Job:
     it is not a faster one. `allow_bad`: list bad documents instead of stopping. `num_threads`:
     threads that encode during reading and writing; 1 thread does everything. `chat`: encoder of
     documents that are conversations; `rows`: of more than those,
-    `labels`: names of their labels; `fim`: transformation of documents of plain text."""
+    `labels`: names of their labels; `fim`: transformation of documents of plain text;
+    `max_prompt_tokens`: rows with more tokens before the first target are dropped."""
 
     encoder: Encoder
     reference: Encoder
@@ -80,6 +81,7 @@ class Job:
     rows: Rows | None = None
     labels: tuple[str, ...] = ()
     fim: FillInMiddle | None = None
+    max_prompt_tokens: int | None = None
 
     def run(self, contents: list[bytes], checks: Checks) -> Batch:
         """Encode `contents`. Raise EncoderError if the encoder is wrong or fails."""
@@ -102,9 +104,12 @@ class Job:
 
     def _run_chat(self, chat: ChatEncoder, contents: list[bytes], checks: Checks) -> Batch:
         read = encode_rows(chat, contents, checks, self.rows, self.labels)
+        if self.max_prompt_tokens is not None:
+            read = without_long_prompts(read, DOCUMENTS_PER_ROW[self.rows], self.max_prompt_tokens)
         encoded = read.chats
         good_rows = np.ones(len(contents), bool)
         good_rows[[number for number, _ in encoded.problems]] = False
+        good_rows[list(read.dropped)] = False
         good = np.repeat(good_rows, DOCUMENTS_PER_ROW[self.rows])
         return Batch(
             encoded.tokens.astype(self.dtype),
@@ -117,6 +122,7 @@ class Job:
             encoded,
             None if read.labels is None else read.labels[good],
             weights=encoded.weights,
+            num_dropped=len(read.dropped),
         )
 
     def _held_out(self, contents: Sequence[bytes]) -> npt.NDArray[np.bool_]:
@@ -131,7 +137,7 @@ class Batch:
     conversations also: which tokens are targets, the number of conversations, and number and reason
     of those that are not among the documents, `chats`, which counts what the chat template drops,
     the `labels` of the documents and the `weights` of the losses if they have some, and `modes`:
-    documents rearranged by fill-in-the-middle."""
+    documents rearranged by fill-in-the-middle; `num_dropped`: rows with a long prompt."""
 
     tokens: Tokens
     lengths: npt.NDArray[np.int64]
@@ -144,6 +150,7 @@ class Batch:
     labels: npt.NDArray[np.uint8] | None = None
     modes: Counter[str] = field(default_factory=Counter)
     weights: Weights | None = None
+    num_dropped: int = 0
 
 
 @dataclass
@@ -254,6 +261,8 @@ class _UnitReader:
     def note(self, batch: Batch) -> None:
         """Count rearranged documents and what the chat template drops; note how it ends answers."""
         self.modes.update(batch.modes)
+        if batch.num_dropped:
+            self.rejects.filtered[LONG_PROMPT] += batch.num_dropped
         if batch.chats is not None:
             self.unrendered.update(batch.chats.unrendered)
             self.answer_ends |= batch.chats.ends

@@ -154,6 +154,29 @@ def test_labels_without_a_name_are_bad_documents() -> None:
 
 
 @pytest.mark.parametrize(
+    ("names", "label", "number"),
+    [
+        *((("low", "high"), label, 1) for label in (1, "1", "high")),
+        *((("low", "high"), label, None) for label in ("01", "1.0", " 1", "\u0661", "High", 2)),
+        *((("1", "2", "3"), label, None) for label in (0, 1, 3, "0", "4")),
+        (("1", "2", "3"), "1", 0),
+        *((("0", "1", "2"), label, 1) for label in (1, "1")),
+        *((("-1", "0", "1"), label, None) for label in (-1, 0, 1)),
+        (("-1", "0", "1"), "-1", 0),
+        *((("1.5", "one"), label, None) for label in (0, 1, "0")),
+        (("1.5", "one"), "one", 1),
+    ],
+)
+def test_a_number_has_one_meaning(names: tuple[str, ...], label: Any, number: int | None) -> None:
+    content, _ = document("classification", {"text": "a b", "label": label})
+    assert content is not None
+    rows = encode_rows(encoder_of(None), [content], None, "classification", names)
+    assert rows.labels is not None
+    assert (len(rows.chats.problems) == 1) == (number is None)
+    assert number is None or rows.labels.tolist() == [number]
+
+
+@pytest.mark.parametrize(
     ("more", "why"),
     [
         ([], "--labels: 0 names"),
