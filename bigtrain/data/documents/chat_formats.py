@@ -70,7 +70,7 @@ def _sharegpt(values: Values, roles: Roles) -> Chat:
     if not isinstance(turns, list):
         return Chat(turns, tools)
     for number, turn in enumerate(turns, 1):
-        # Messages in OpenAI's format may stand under ShareGPT's key.
+        # ShareGPT's key may hold messages in OpenAI's format.
         if is_turn(turn) or (isinstance(turn, dict) and "role" in turn):
             continue
         shown, fix = type(turn).__name__, ""

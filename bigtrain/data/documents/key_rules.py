@@ -55,24 +55,26 @@ class KeyRules:
     @cached_property
     def refused(self) -> Mapping[str, tuple[RowKey, ...]]:
         """Keys some of whose values are refused."""
-        found: dict[str, tuple[RowKey, ...]] = {}
+        entries: dict[str, tuple[RowKey, ...]] = {}
         for entry in ROW_KEYS:
             if entry.action == "refused" and self.format in entry.formats:
                 for name in entry.names:
                     if name not in self.used and name not in self.ignored:
-                        found[name] = (*found.get(name, ()), entry)
-        return found
+                        entries[name] = (*entries.get(name, ()), entry)
+        return entries
 
-    def problem(self, others: Values, values: Values) -> str:
-        """Return why a row is refused with these values of `others`, keys that are not used, and
+    def problem(self, row: Values, values: Values) -> str:
+        """Return why a row is refused with the values of `row`, and
         `values` of the format's keys; empty if it is not."""
-        for name in self.refused.keys() & others.keys():
-            value = others[name]
+        for name in self.refused.keys() & row.keys():
+            value = row[name]
             for entry in self.refused[name]:
                 if entry.matters(value, values):
                     first = self.used[0] if self.used else ""
-                    shown = repr(value) if len(repr(value)) < 60 else f"{repr(value)[:60]}..."
-                    return entry.text.format(name=name, value=shown, first=first)
+                    literal = repr(value)
+                    if len(literal) > 60:
+                        literal = f"{literal[:60]}..."
+                    return entry.text.format(name=name, value=literal, first=first)
         return ""
 
     def reads(self, key: str) -> bool:
@@ -101,12 +103,12 @@ def describe_unread(counts: Mapping[str, int], rules: KeyRules) -> str:
     """Return a line that names the keys of rows that are not read, the known ones first."""
     meanings = {key: rules.meaning(key) for key in counts}
     ordered = sorted(counts, key=lambda key: (not meanings[key], -counts[key], key))
-    shown = [
+    described = [
         f"{key} ({counts[key]:,} rows{'; ' + meanings[key] if meanings[key] else ''})"
         for key in ordered[:20]
     ]
-    more = f", and {len(ordered) - 20} others" if len(ordered) > 20 else ""
-    return f"keys of rows that are not read: {', '.join(shown)}{more}"
+    num_others = f", and {len(ordered) - 20} others" if len(ordered) > 20 else ""
+    return f"keys of rows that are not read: {', '.join(described)}{num_others}"
 
 
 def table_of_keys() -> Sequence[tuple[str, str, str, str]]:

@@ -110,19 +110,18 @@ def _with_last_answer(chosen: object, rejected: str) -> object:
 
 
 def _desirable(label: object) -> bool:
-    """Return whether the label of an answer says that it is desirable: a boolean, or 0 or 1, also
-    as text. Raise ConversationError for any other label."""
-    known = label
+    """Return whether an answer is desirable by its label: a boolean, or 0 or 1, also as text. Raise ConversationError for any other label."""
+    is_desirable = label
     if isinstance(label, str):
-        known = LABELS.get(label.strip().lower())
+        is_desirable = LABELS.get(label.strip().lower())
     elif isinstance(label, int | float) and label in (0, 1):
-        known = bool(label)
-    if not isinstance(known, bool):
+        is_desirable = bool(label)
+    if not isinstance(is_desirable, bool):
         raise ConversationError(
             f"its label is {label!r}, which is neither true nor false -> a boolean, 0 or 1; or "
             "--format prompt-completion, which reads no label"
         )
-    return known
+    return is_desirable
 
 
 def labeled(values: Values, roles: Roles) -> Labeled:
@@ -130,10 +129,10 @@ def labeled(values: Values, roles: Roles) -> Labeled:
     answer or a label."""
     prompt, completion = map(messages_in, values[:2])
     label, tools = values[2:]
-    known = _desirable(label)
+    is_desirable = _desirable(label)
     if isinstance(prompt, str) and isinstance(completion, str):
         _require_text("completion", completion)
-        return Labeled(Completion(prompt, completion), known)
+        return Labeled(Completion(prompt, completion), is_desirable)
     if completion is None and not isinstance(prompt, list):
         raise ConversationError("it has no completion")
     before = _messages("prompt", prompt, roles)
@@ -144,7 +143,7 @@ def labeled(values: Values, roles: Roles) -> Labeled:
     else:
         raise ConversationError("it has no completion, and its prompt does not end in an answer")
     _require_answer("completion", after)
-    return Labeled(Chat([*map(_unlearned, before), *after], tools), known)
+    return Labeled(Chat([*map(_unlearned, before), *after], tools), is_desirable)
 
 
 def classified(values: Values, roles: Roles) -> Classified:

@@ -56,7 +56,7 @@ TOKEN_KEYS = (
 )
 """Keys of rows that are already tokenized (`bigtrain.data.documents.token_rows`)."""
 MESSAGE_KEYS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
-"""Keys of formats under which messages may stand."""
+"""Keys of formats that may hold messages."""
 
 
 @dataclass(frozen=True)

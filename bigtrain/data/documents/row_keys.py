@@ -251,7 +251,7 @@ ROW_KEYS: tuple[RowKey, ...] = (
         "ms-swift",
         "refused",
         "it has {name}, the worse answer of a pair, which would not be read -> a key rejected "
-        "beside chosen; or --ignore-key {name}",
+        "next to chosen; or --ignore-key {name}",
     ),
     RowKey(
         ("positive_messages", "negative_messages", "teacher_prompt", "segments"),
@@ -391,7 +391,7 @@ ROW_KEYS: tuple[RowKey, ...] = (
         ("text", *CHATS),
         "TRL, Axolotl, transformers",
         "not read",
-        "--format tokens, beside input_ids",
+        "--format tokens, next to input_ids",
     ),
     RowKey(("chosen", "rejected"), SFT, _ALL, "not read", "--format preference"),
     RowKey(

@@ -1,6 +1,6 @@
 """Messages of a row: roles, ShareGPT's turns, and calls of tools that are turns of their own. Pure.
 
-Everywhere a message may stand it may be a turn with ``from`` and ``value`` (ShareGPT,
+A message of any format may be a turn with ``from`` and ``value`` (ShareGPT,
 LLaMA-Factory). A call may be a turn of its own, whose text is the call's JSON (`CALL_ROLES`); it
 becomes a call of the assistant's message before it, as ms-swift and LLaMA-Factory render it.
 """

@@ -261,8 +261,8 @@ def summary(output: Path, manifest: Manifest, *, with_unread: bool = True) -> st
         count = f"{manifest.skipped_documents:,}"
         lines.append(f"  skipped:  {count} unreadable documents, listed in errors.jsonl")
     if manifest.unread_keys and with_unread:
-        shown = ", ".join(f"{key} ({count:,})" for key, count in manifest.unread_keys.items())
-        lines.append(f"  unread:   keys of rows that are not read: {shown}")
+        counted = ", ".join(f"{key} ({count:,})" for key, count in manifest.unread_keys.items())
+        lines.append(f"  unread:   keys of rows that are not read: {counted}")
     lines += [
         f"  dropped:  {KINDS.get(kind, kind)}: {count:,}"
         for kind, count in (manifest.unrendered or {}).items()

@@ -76,7 +76,7 @@ def test_zstd_with_a_long_window(tmp_path: Path) -> None:
     assert read() == [text or "x" for text in TEXTS]
     for wrong in (frames[:-9], frames[:40], frames[:-20] + b"\0" * 20):
         path.write_bytes(wrong)
-        with pytest.raises(DataError, match="cannot be read: it.* zstd frame"):
+        with pytest.raises(DataError, match=r"cannot be read: it.* zstd frame"):
             read()
 
 
