@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from bigtrain.data.documents.conversations import ConversationError, from_text
-from bigtrain.data.documents.key_rules import KeyRules
+from bigtrain.data.documents.key_rules import KeyRules, text_rules
 from bigtrain.data.documents.preferences import (
     CLASSIFIED_KEYS,
     LABELED_KEYS,
@@ -364,6 +364,6 @@ def document_in(
         row = {key: value_at(tree, key) for key in chat.key_rules.used}
         row |= {key: tree[key] for key in chat.key_rules.refused.keys() & tree.keys()}
         return conversation_of(row, chat)
-    if why := KeyRules("text", tuple(keys), ignored).problem(tree, {}):
+    if why := text_rules(tuple(keys), ignored).problem(tree, {}):
         return None, why
     return text_of([value_at(tree, key) for key in present], present)

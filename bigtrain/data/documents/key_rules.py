@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from functools import cached_property
+from functools import cache, cached_property
 
 from bigtrain.data.documents.row_keys import ROW_KEYS, RowKey, Values
 
@@ -64,11 +64,10 @@ class KeyRules:
         return entries
 
     def problem(self, row: Values, values: Values) -> str:
-        """Return why a row is refused with the values of `row`, and
-        `values` of the format's keys; empty if it is not."""
-        for name in self.refused.keys() & row.keys():
-            value = row[name]
-            for entry in self.refused[name]:
+        """Return why a row is refused, of the first such key of `row`; empty if it is not.
+        `values`: of the format's keys."""
+        for name, value in row.items():
+            for entry in self.refused.get(name, ()):
                 if entry.matters(value, values):
                     first = self.used[0] if self.used else ""
                     literal = repr(value)
@@ -93,6 +92,12 @@ class KeyRules:
         spelled = {_spelling(name): name for name in (*self.refused, *self.used)}
         close = get_close_matches(_spelling(key), spelled, 1, 0.8)
         return f"{spelled[close[0]]}?" if close else ""
+
+
+@cache
+def text_rules(text_keys: tuple[str, ...], ignored: tuple[str, ...]) -> KeyRules:
+    """Return the rules for rows of text."""
+    return KeyRules("text", text_keys, ignored)
 
 
 def _spelling(name: str) -> str:

@@ -110,7 +110,8 @@ def _with_last_answer(chosen: object, rejected: str) -> object:
 
 
 def _desirable(label: object) -> bool:
-    """Return whether an answer is desirable by its label: a boolean, or 0 or 1, also as text. Raise ConversationError for any other label."""
+    """Return whether an answer is desirable by its label: a boolean, or 0 or 1, also as text. Raise
+    ConversationError for any other label."""
     is_desirable = label
     if isinstance(label, str):
         is_desirable = LABELS.get(label.strip().lower())

@@ -15,7 +15,7 @@ import xxhash
 
 from bigtrain.data.documents.chat_formats import FORMATS, ONE_FORMAT, Conversations
 from bigtrain.data.documents.files import READ_ERRORS, HashingReader, Selection, Source, open_file
-from bigtrain.data.documents.key_rules import KeyCounts, KeyRules
+from bigtrain.data.documents.key_rules import KeyCounts, KeyRules, text_rules
 from bigtrain.data.documents.table_rows import Keys
 from bigtrain.data.documents.text_filter import TextFilter, text_of_document
 from bigtrain.data.shards.manifest import DEFAULT_MAX_DOCUMENT_BYTES, Quotes
@@ -225,7 +225,7 @@ class ReadOptions:
         """Rules for the keys of a row."""
         if self.conversations is not None:
             return self.conversations.key_rules
-        return KeyRules("text", self.text_keys, self.ignored_keys)
+        return text_rules(self.text_keys, self.ignored_keys)
 
     @cached_property
     def conversations(self) -> Conversations | None:

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
+
+from bigtrain.data.documents.conversations import from_text
 
 Values = Mapping[str, Any]
 Matters = Callable[[Any, Values], bool]
@@ -28,8 +31,17 @@ def _is_rating(value: object, values: Values) -> bool:
 
 
 def _weighs(value: object, values: Values) -> bool:
-    """Return whether the weight of a row changes its loss."""
-    return not isinstance(value, bool) and isinstance(value, int | float) and value != 1
+    """Return whether the weight of a row, also as text, changes its loss."""
+    return _number(value) not in (None, 1)
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        return float(value)
+    except (ValueError, OverflowError):
+        return None
 
 
 def _has_no_prompt(value: object, values: Values) -> bool:
@@ -39,21 +51,23 @@ def _has_no_prompt(value: object, values: Values) -> bool:
     return is_given(value, values) and values.get("prompt") is None and not is_conversation
 
 
-def _differs_from(usual: float) -> Matters:
-    """Return a predicate: whether a list has other numbers than `usual`."""
+def _is_zero(value: object, values: Values) -> bool:
+    """Return whether the weight of a row is 0."""
+    return _number(value) == 0
 
-    def differs(value: Any, values: Values) -> bool:
-        return is_given(value, values) and not (
-            isinstance(value, list) and all(item == usual for item in value)
-        )
 
-    return differs
+def _differs(value: Any, values: Values, usual: float) -> bool:
+    """Return whether a list has other numbers than `usual`."""
+    numbers = from_text(value)
+    is_usual = isinstance(numbers, list) and all(number == usual for number in numbers)
+    return is_given(value, values) and not is_usual
 
 
 def _is_several(value: Any, values: Values) -> bool:
     """Return whether positions or lengths are of several documents in one row."""
-    count = len(values["input_ids"]) if isinstance(values.get("input_ids"), list) else None
-    return is_given(value, values) and value not in ([count], list(range(count or 0)))
+    tokens = from_text(values.get("input_ids"))
+    count = len(tokens) if isinstance(tokens, list) else 0
+    return is_given(value, values) and from_text(value) not in ([count], list(range(count)))
 
 
 @dataclass(frozen=True)
@@ -165,7 +179,7 @@ ROW_KEYS: tuple[RowKey, ...] = (
         "bigtrain",
         "refused",
         "its weight is 0, so nothing of it would be learned -> remove the row",
-        lambda value, _: _weighs(value, {}) and value == 0,
+        _is_zero,
     ),
     RowKey(
         ("weight",),
@@ -353,7 +367,7 @@ ROW_KEYS: tuple[RowKey, ...] = (
         "TRL, transformers",
         "refused",
         "its {name} are not all 0, and the model is not given them -> --ignore-key {name}",
-        _differs_from(0),
+        partial(_differs, usual=0),
     ),
     RowKey(
         ("loss_scale",),
@@ -362,7 +376,7 @@ ROW_KEYS: tuple[RowKey, ...] = (
         "refused",
         "its {name} would not be read -> --key loss_weights={name}: the loss is then divided by "
         "the sum of these weights; or --ignore-key {name}",
-        _differs_from(1),
+        partial(_differs, usual=1),
     ),
     RowKey(
         ("decoder_input_ids", "inputs_embeds", "pixel_values", "image_grid_thw"),

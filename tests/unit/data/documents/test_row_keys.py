@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,7 @@ def test_the_documentation_has_the_table() -> None:
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("text", {**TEXT, "weight": 0.5}, "its weight is 0.5, which only rows with input_ids"),
+    ("text", {**TEXT, "weight": "0.5"}, "its weight is '0.5'"),
     ("text", {**TEXT, "weight": 0}, "its weight is 0, so nothing of it would be learned"),
     ("text", {**TEXT, "loss_weights": [1]}, "it has loss_weights"),
     ("text", {**TEXT, "input_ids": [1]}, "TRL would learn these tokens -> --format tokens"),
@@ -123,7 +125,9 @@ def test_a_key_that_changes_what_is_learned_is_refused(
         ("messages", {**MESSAGES, "chat_template_kwargs": {}, "rejected_response": None}),
         ("messages", {**MESSAGES, "label": 3, "weight": 1}),
         ("tokens", {**TOKENS, "position_ids": [0, 1, 2], "seq_lengths": [3], "length": 3}),
-        ("tokens", {**TOKENS, "token_type_ids": [0, 0, 0], "loss_scale": [1, 1, 1]}),
+        ("tokens", {**TOKENS, "token_type_ids": [0, 0, 0], "loss_scale": "[1, 1, 1]"}),
+        ("tokens", {"input_ids": "[5, 6, 7]", "position_ids": "[0, 1, 2]"}),
+        ("text", {**TEXT, "weight": "1"}),
     ],
 )
 def test_values_that_change_nothing_are_accepted(name: str, row: dict[str, Any]) -> None:
@@ -131,6 +135,14 @@ def test_values_that_change_nothing_are_accepted(name: str, row: dict[str, Any])
     assert content is not None, why
     usual = {key: row[key] for key in row if key in FORMATS.get(name, FORMATS["messages"]).keys}
     assert content == read(name, usual if name != "text" else TEXT)[0]
+
+
+def test_rules_travel_to_worker_processes() -> None:
+    rules = Conversations(FORMATS["tokens"], FORMATS["tokens"].keys)
+    assert rules.key_rules.refused
+    copy = pickle.loads(pickle.dumps(rules)).key_rules
+    assert copy.refused.keys() == rules.key_rules.refused.keys()
+    assert copy.problem({"loss_scale": [2]}, {})
 
 
 def test_ignored_keys_are_not_read() -> None:
