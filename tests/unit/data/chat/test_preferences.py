@@ -13,7 +13,7 @@ import yaml
 from pyarrow import Table, parquet
 
 from bigtrain.cli import main
-from bigtrain.data.chat.preferences import encode_rows
+from bigtrain.data.chat.preferences import encode_rows, without_long_prompts
 from bigtrain.data.documents.chat_formats import FORMATS, Conversations, document_in, nearest
 from bigtrain.data.shards.dataset import open_dataset
 from bigtrain.data.shards.manifest import Rows, read_manifest
@@ -133,6 +133,23 @@ def test_a_sample_to_classify_has_transformers_tokens(label: Any, with_begin: bo
         assert encoded_rows.chats.mask.all()
         assert encoded_rows.labels is not None
         assert encoded_rows.labels.tolist() == [1]
+
+
+def test_a_pair_with_a_long_prompt_on_either_side_is_dropped() -> None:
+    sides: list[list[dict[str, Any]]] = [[GOOD], [USER, BAD]]
+    rows = [
+        {"prompt": [USER], "chosen": chosen, "rejected": rejected}
+        for chosen, rejected in ([[GOOD], [BAD]], sides, sides[::-1], [[BAD], [GOOD]])
+    ]
+    contents = [content for row in rows if (content := document("preference", row)[0])]
+    read = encode_rows(encoder_of(CHATML), contents, None, "preference")
+    lengths = read.chats.lengths
+    limit = int(read.chats.mask[: lengths[0]].argmax())
+    short = without_long_prompts(read, 2, limit)
+    assert short.dropped == (1, 2)
+    assert short.chats.lengths.tolist() == (lengths * [1, 1, 0, 0, 0, 0, 1, 1]).tolist()
+    assert len(short.chats.mask) == len(short.chats.tokens) == short.chats.lengths.sum()
+    assert without_long_prompts(read, 2, 10_000).dropped == ()
 
 
 def test_labels_without_a_name_are_bad_documents() -> None:
