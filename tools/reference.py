@@ -2,8 +2,8 @@
 
 python tools/reference.py [--output docs/reference]
 
-One page each for the fields of the run YAML, DeepSpeed keys, the commands, the exit codes and
-errors, and the fields of metrics.jsonl. Imports no torch.
+One page each for the fields of the run YAML, DeepSpeed keys, the commands, the keys of rows, the
+exit codes and errors, and the fields of metrics.jsonl. Imports no torch.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ sys.path[:0] = [str(ROOT)]
 from bigtrain import errors  # noqa: E402
 from bigtrain.cli import COMMANDS, build_parser  # noqa: E402
 from bigtrain.commands.arguments import EXIT_CODES  # noqa: E402
+from bigtrain.data.documents.conversations import FLAGS, OTHER_LEARNING  # noqa: E402
+from bigtrain.data.documents.key_rules import table_of_keys  # noqa: E402
 from bigtrain.report.step_metrics import Breakdown, StepMetrics  # noqa: E402
 from bigtrain.run.reporting import metrics  # noqa: E402
 from bigtrain.train import build_parser as train_parser  # noqa: E402
@@ -57,6 +59,7 @@ def pages() -> dict[str, str]:
         "deepspeed_keys.md": _WRITTEN.format(
             source="`bigtrain/settings/deepspeed/accepted.py`"
         ).join(deepspeed_keys_page()),
+        "row_keys.md": _row_keys(),
         "python.md": _WRITTEN.format(source="the functions").join(python_page()),
     }
 
@@ -125,6 +128,31 @@ def _argument(action: argparse.Action) -> str:
     elif action.nargs in ("*", "?") and not action.option_strings:
         text = f"(optional) {text}"
     return f"| {shown.replace('|', chr(92) + '|')}{many} | {text} |"
+
+
+# --- keys of rows
+
+
+def _row_keys() -> str:
+    """Return the page of the keys that other tools read in a row, and what is done with each."""
+    parts = [
+        "# Keys of a row\n",
+        _WRITTEN.format(source="`bigtrain/data/documents/row_keys.py`"),
+        "Each key that TRL, Axolotl, LLaMA-Factory, ms-swift and transformers read in a row, in "
+        "the [formats](../howto/your_data.md) of `bigtrain tokenize --format`. A key that changes "
+        "what is learned is used or refused. Values that change nothing (`null`, empty, a weight "
+        "of 1) are accepted. Other keys are counted in `manifest.json` and named once, with what "
+        "they may have meant. `--ignore-key KEY` accepts a refused key.\n",
+        "| keys | rows | read by | in bigtrain |\n|---|---|---|---|",
+    ]
+    cells = [" | ".join(map(markdown_cell, line)) for line in table_of_keys()]
+    parts += ["\n".join(f"| {line} |" for line in cells), ""]
+    parts.append("Keys of a message that change its loss:\n\n| key | in bigtrain |\n|---|---|")
+    rows = {"weight": "used: a factor of the loss of its tokens; 0: not learned (OpenAI)"}
+    rows |= dict.fromkeys(FLAGS, "used: whether it is learned (Axolotl, ms-swift)")
+    rows |= {key: f"refused: {why}" for key, why in OTHER_LEARNING.items()}
+    parts += ["\n".join(f"| `{key}` | {markdown_cell(text)} |" for key, text in rows.items()), ""]
+    return "\n".join(parts)
 
 
 # --- exit codes and errors

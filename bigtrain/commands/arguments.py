@@ -30,6 +30,8 @@ def reading_of(args: argparse.Namespace) -> dict[str, Any]:
         "max_document_bytes": args.max_document_bytes,
         "read_as": args.read_as or "",
         "follow_links": args.follow_links,
+        "ignored_keys": args.ignore_key,
+        "quotes": args.quotes,
     }
 
 

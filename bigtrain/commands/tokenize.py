@@ -25,6 +25,7 @@ def run(args: argparse.Namespace) -> int:
         shard_bytes=args.shard_size,
         max_bad_fraction=args.max_bad_fraction,
         max_unrendered=args.max_unrendered,
+        max_prompt_tokens=args.max_prompt_tokens,
         workers=args.workers,
         rank=args.rank,
         world_size=args.world_size,
@@ -41,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     )
     if result.already_finished:
         print(f"{args.output} is already the finished dataset of this input; nothing to do")
-    print(summary(args.output, result.manifest))
+    print(summary(args.output, result.manifest, with_unread=result.already_finished))
     if not result.already_finished:
         elapsed_s = time.monotonic() - started_at
         tokens = result.built_tokens

@@ -47,6 +47,8 @@ class ReadingOptions(TypedDict, total=False):
     max_document_bytes: int | None
     read_as: str
     follow_links: bool
+    ignored_keys: Sequence[str]
+    quotes: Literal["quote", "letter"] | None
 
 
 class TokenizeOptions(ReadingOptions, total=False):
@@ -61,6 +63,7 @@ class TokenizeOptions(ReadingOptions, total=False):
     shard_bytes: int | None
     max_bad_fraction: float
     max_unrendered: int
+    max_prompt_tokens: int | None
     workers: int | None
     rank: int | None
     world_size: int | None
@@ -111,12 +114,17 @@ def build_tokens(
     suffixes, exclude: files to select from folders, and those to skip. read_as: read every file as
         if it had this suffix, such as ``.jsonl.gz``. follow_links: read targets of a folder's links
         outside of it; otherwise such a link is an error.
+    ignored_keys: keys of a row that are not to be read, although they are refused otherwise.
+    quotes: whether a quote at the beginning of a field of csv or tsv is a ``quote`` (default) or
+        a ``letter`` of the text; by default it is refused in tsv where it may be either.
     dataset_config, dataset_split: of a Hub dataset (default: ``train``).
     max_document_bytes: a larger document is bad (default: 64 MiB); max_bad_fraction: bad documents
         are skipped up to this share of all, 0 (default) makes the first one an error.
     max_unrendered: number of parts of conversations (content of a message, tool call, tool,
         reasoning) that the chat template may drop; 0 (default) makes the first one an error.
         Reasoning of earlier turns that it drops by design is counted and never an error.
+    max_prompt_tokens: rows with more tokens before the first learned one are dropped and counted;
+        of a pair, both answers (default: none).
     workers: processes (default: by cores, memory and input). rank, world_size: of this call among
         several with one `output` on different nodes.
     encoder, parse_special_tokens: as in the command's options.
@@ -169,8 +177,12 @@ def _record_of(reading: ReadOptions, options: TokenizeOptions) -> OptionsRecord:
         say = options.get("say") or _to_stderr
         name = "text" if options.get("text_keys") else detected_format(reading, say)
     rows = row_format(name, options.get("keys") or {}, roles)
+    first = reading.text_keys if rows is None else rows.keys[:1]
+    if ignored := set(first) & set(reading.ignored_keys):
+        raise DataError(f"--ignore-key {min(ignored)}: it is the key of the document -> remove it")
     if rows is None:
-        refuse_for_text(reading, options.get("chat_template"), learn, roles)
+        template, max_prompt = options.get("chat_template"), options.get("max_prompt_tokens")
+        refuse_for_text(reading, template, learn, roles, max_prompt)
     elif rows.name == "tokens":
         refuse_for_tokens(options)
     elif rows.name in ("preference", "kto", "classification") and learn == "last":
@@ -193,6 +205,9 @@ def _record_of(reading: ReadOptions, options: TokenizeOptions) -> OptionsRecord:
         dataset_config=reading.selection.dataset_config,
         dataset_split=reading.selection.dataset_split,
         max_unrendered=options.get("max_unrendered", 0),
+        max_prompt_tokens=options.get("max_prompt_tokens"),
+        ignored_keys=reading.ignored_keys,
+        quotes=reading.quotes,
         beginning_of_text=options.get("beginning_of_text", "auto"),
         end_of_document=options.get("end_of_document"),
         fill_in_middle=_fill_in_middle(options, is_text=rows is None),
@@ -268,10 +283,12 @@ def train_tokenizer(
     inputs: as in `tokenize`. max_bad_fraction: unreadable documents are skipped up to this share of
     all. say: gets a line with the summary. options: options for reading text, as the options of
     `tokenize` of these names: text_keys, suffixes, exclude, dataset_config, dataset_split,
-    max_document_bytes, read_as, follow_links. Raises DataError; then no files remain.
+    max_document_bytes, read_as, follow_links, ignored_keys, quotes. Raises DataError; then no files
+    remain.
     """
     from bigtrain.data.documents.discovery import find_sources
     from bigtrain.data.documents.formats import DocumentReader
+    from bigtrain.data.documents.key_rules import KeyRules
     from bigtrain.data.documents.reader import RejectedDocuments, require_few
     from bigtrain.data.tokenizers.training import train_tokenizer as trained
     from bigtrain.system.files import existing_above, new_directory, require_free
@@ -279,6 +296,8 @@ def train_tokenizer(
     target = Path(output)
     require_free(target)
     reading = replace(read_options(inputs, **options), scratch=existing_above(target))
+    # A tokenizer learns from the text of a row whatever its other keys are.
+    reading = replace(reading, ignored_keys=tuple(KeyRules("text", reading.text_keys).refused))
     bad: list[BadDocument] = []
     rejects = RejectedDocuments(
         max_bad_fraction > 0, lambda one: bad.append(one) if not bad else None
@@ -315,7 +334,13 @@ def read_options(inputs: Inputs, **options: Unpack[ReadingOptions]) -> ReadOptio
     )
     keys = tuple(dict.fromkeys(options.get("text_keys", ()))) or ("text",)
     max_bytes = options.get("max_document_bytes") or DEFAULT_MAX_DOCUMENT_BYTES
-    return ReadOptions(selection, keys, max_bytes)
+    return ReadOptions(
+        selection,
+        keys,
+        max_bytes,
+        ignored_keys=tuple(sorted(set(options.get("ignored_keys", ())))),
+        quotes=options.get("quotes"),
+    )
 
 
 def _with_progress(reader: DocumentReader) -> Iterator[list[str]]:
@@ -345,7 +370,12 @@ class RowFormat:
 def detected_format(reading: ReadOptions, say: Callable[[str], None]) -> str:
     """Return the format of the first row's keys; `say` gets a line on it. Text if
     they match none. Raises DataError if the first rows of the files have several formats."""
-    from bigtrain.data.documents.chat_formats import ONE_FORMAT, also_preferences, nearest
+    from bigtrain.data.documents.chat_formats import (
+        FORMATS,
+        ONE_FORMAT,
+        also_preferences,
+        nearest,
+    )
     from bigtrain.data.documents.discovery import find_sources
     from bigtrain.data.documents.formats import keys_in
 
@@ -358,6 +388,9 @@ def detected_format(reading: ReadOptions, say: Callable[[str], None]) -> str:
             match = nearest(keys)
             if ambiguous := also_preferences(keys):
                 shown = " and of ".join(ambiguous)
+                if "prompt" not in keys:  # as in LLaMA-Factory
+                    other = next(name for name in ambiguous if name != "preference")
+                    shown += f" --key prompt={FORMATS[other].keys[0]}"
                 raise DataError(
                     f"{source.path}: the first row has the keys of --format {shown} -> name the "
                     "one that is meant: --format"
@@ -404,14 +437,23 @@ def row_format(name: str, names: Mapping[str, str], roles: Mapping[str, str]) ->
 
 
 def refuse_for_text(
-    reading: ReadOptions, chat_template: object, learn: str, roles: Mapping[str, str]
+    reading: ReadOptions,
+    chat_template: object,
+    learn: str,
+    roles: Mapping[str, str],
+    max_prompt_tokens: int | None = None,
 ) -> None:
     """Raise DataError for options of conversations if the input has none or is unreadable."""
     from bigtrain.data.documents.chat_formats import remedy_for
     from bigtrain.data.documents.discovery import find_sources
     from bigtrain.data.documents.formats import keys_in
 
-    options = {"--chat-template": chat_template, "--learn": learn == "last", "--role": roles}
+    options = {
+        "--chat-template": chat_template,
+        "--learn": learn == "last",
+        "--role": roles,
+        "--max-prompt-tokens": max_prompt_tokens,
+    }
     given = next((option for option, value in options.items() if value), None)
     if given is None:
         return

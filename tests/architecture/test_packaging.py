@@ -114,6 +114,5 @@ def test_what_is_imported_is_required() -> None:
     imported -= sys.stdlib_module_names | {"bigtrain"}
     needed = {DISTRIBUTIONS.get(name, BROUGHT_ALONG.get(name, name)) for name in imported}
     required = {Requirement(text).name for text in PROJECT["project"]["dependencies"]}
-    # Not imported by name: DeepSpeed runs ninja, a tracker loads tensorboard, `datasets`
-    # decompresses .zst files of the hub with zstandard.
-    assert needed - OPTIONAL == required - {"ninja", "tensorboard", "zstandard"}
+    # Not imported by name: DeepSpeed runs ninja, a tracker loads tensorboard.
+    assert needed - OPTIONAL == required - {"ninja", "tensorboard"}

@@ -30,7 +30,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import orjson
 
 from bigtrain.data.chat.answer_ends import AnswerEnds
 from bigtrain.data.chat.answer_spans import (
@@ -44,6 +43,7 @@ from bigtrain.data.chat.control_tokens import ControlTokens
 from bigtrain.data.chat.rendered_parts import CALLS, CONTENT, COUNTED_ONLY, Lost, find_parts, refuse
 from bigtrain.data.chat.template_demands import explained
 from bigtrain.data.documents.conversations import ConversationError, weight_of
+from bigtrain.data.documents.exact_json import read_document
 from bigtrain.data.documents.token_rows import PADDING, TokenRow
 from bigtrain.data.shards.format import Mask, Weights
 from bigtrain.data.tokenizers.chat_template import ChatTemplate, TemplateRefusal
@@ -164,7 +164,7 @@ class ChatEncoder:
         problems: dict[int, str] = {}
         for number, content in enumerate(contents):
             try:
-                rendered.append(self._render(orjson.loads(content), is_complete))
+                rendered.append(self._render(read_document(content), is_complete))
             except ConversationError as error:
                 problems[number] = str(error)
                 rendered.append(_Rendered(""))

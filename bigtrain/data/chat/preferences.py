@@ -5,13 +5,14 @@ another sample one and its label. A row is used or rejected with all its documen
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
-import orjson
 
 from bigtrain.data.chat.encoder import ChatEncoder, EncodedChats
+from bigtrain.data.documents.exact_json import dumps, read_document
 from bigtrain.data.documents.preferences import SIDES
 from bigtrain.data.documents.reader import TEMPLATE_FAULT
 from bigtrain.data.shards.format import Mask
@@ -31,10 +32,11 @@ SAME = "chosen and rejected become the same tokens"
 class EncodedRows:
     """Rows as documents. `chats`: documents of all rows, `problems` and lengths of 0 of the bad
     ones; `labels`: uint8 [rows], 1 for a desirable answer, or numbers of classes; None without
-    labels."""
+    labels. `dropped`: rows without documents that are not bad."""
 
     chats: EncodedChats
     labels: npt.NDArray[np.uint8] | None = None
+    dropped: tuple[int, ...] = ()
 
 
 def encode_rows(
@@ -48,16 +50,16 @@ def encode_rows(
     of the labels of classes. Raises as `ChatEncoder.encode`."""
     if rows is None:
         return EncodedRows(chat.encode(contents, checks))
-    trees = [orjson.loads(content) for content in contents]
+    trees = [read_document(content) for content in contents]
     if rows == "kto":
-        answers = [orjson.dumps(tree["answer"]) for tree in trees]
+        answers = [dumps(tree["answer"]) for tree in trees]
         labels = np.fromiter((tree["label"] for tree in trees), np.uint8, len(trees))
         return EncodedRows(chat.encode(answers, checks), labels)
     if rows == "classification":
-        samples = [orjson.dumps(tree["sample"]) for tree in trees]
+        samples = [dumps(tree["sample"]) for tree in trees]
         encoded = chat.encode(samples, checks, is_complete=True)
         return _with_classes(encoded, [tree["label"] for tree in trees], names)
-    halves = [orjson.dumps(tree[side]) for tree in trees for side in SIDES]
+    halves = [dumps(tree[side]) for tree in trees for side in SIDES]
     are_text = ["prompt" in tree[SIDES[0]] for tree in trees]
     return EncodedRows(_whole_pairs(chat.encode(halves, checks, group=2), are_text))
 
@@ -69,26 +71,57 @@ def _with_classes(
     problems = dict(encoded.problems)
     numbers = np.zeros(len(labels), np.uint8)
     for row, label in enumerate(labels):
-        number = _number(label, names)
-        if number is None:
-            known = f"0 to {len(names) - 1} or one of {', '.join(names)}"
-            problems.setdefault(row, f"its label is {label!r}, which is not {known}")
-        else:
-            numbers[row] = number
+        number, why = _number(label, names)
+        if why:
+            problems.setdefault(row, why)
+        numbers[row] = number
     kept = np.ones(len(labels), np.bool_)
     kept[list(problems)] = False
     return EncodedRows(_of_rows(encoded, kept, problems), numbers)
 
 
-def _number(label: int | str, names: Sequence[str]) -> int | None:
-    """Return the number of a class by its name, or by itself, also as text; None if unknown."""
-    if isinstance(label, str):
-        if label in names:
-            return names.index(label)
-        if not label.isdecimal():
-            return None
-        label = int(label)
-    return label if 0 <= label < len(names) else None
+def _number(label: int | str, names: Sequence[str]) -> tuple[int, str]:
+    """Return the number of a class by its name, or by itself, also as text; and why it has none.
+    A number has one meaning only if no name is a number, or each name is its own number."""
+    if isinstance(label, str) and label in names:
+        return names.index(label), ""
+    is_number = isinstance(label, int) or (label.isascii() and label.isdecimal())
+    are_numbers = any(map(_is_number, names)) and list(names) != [*map(str, range(len(names)))]
+    if is_number and are_numbers:
+        return 0, (
+            f"its label is {label!r}, a name or a position of --labels {' '.join(names)}? -> text "
+            "that is a name, or --labels that are not numbers, in the order of the labels 0 to "
+            f"{len(names) - 1}"
+        )
+    if is_number and str(int(label)) == str(label) and 0 <= int(label) < len(names):
+        return int(label), ""
+    known = f"0 to {len(names) - 1} or one of {', '.join(names)}"
+    return 0, f"its label is {label!r}, which is not {known}"
+
+
+def _is_number(name: str) -> bool:
+    with suppress(ValueError):
+        float(name)
+        return True
+    return False
+
+
+def without_long_prompts(
+    read: EncodedRows, documents_per_row: int, max_prompt_tokens: int
+) -> EncodedRows:
+    """Return `read` without the rows of which a document has more than `max_prompt_tokens` tokens
+    before its first target."""
+    lengths = read.chats.lengths
+    begins = np.cumsum(lengths) - lengths
+    targets = np.append(np.flatnonzero(read.chats.mask), len(read.chats.mask))
+    firsts = targets[np.searchsorted(targets, begins)]
+    is_long = (np.minimum(firsts - begins, lengths) > max_prompt_tokens).reshape(
+        -1, documents_per_row
+    )
+    rows = np.flatnonzero(is_long.any(1))
+    kept = ~np.repeat(is_long.any(1), documents_per_row)
+    chats = _of_rows(read.chats, kept, dict(read.chats.problems))
+    return replace(read, chats=chats, dropped=tuple(rows.tolist()))
 
 
 def _of_rows(

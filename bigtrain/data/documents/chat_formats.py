@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
-import orjson
-
 from bigtrain.data.documents.conversations import ConversationError, from_text
+from bigtrain.data.documents.key_rules import KeyRules, text_rules
 from bigtrain.data.documents.preferences import (
     CLASSIFIED_KEYS,
     LABELED_KEYS,
@@ -22,19 +22,15 @@ from bigtrain.data.documents.preferences import (
     pair,
 )
 from bigtrain.data.documents.row_format import (
-    FUNCTION_CALL,
-    ROLES,
+    MESSAGE_KEYS,
     TOKEN_KEYS,
     Chat,
     ChatFormat,
     Completion,
-    Messages,
-    Roles,
     RowDocument,
     Values,
-    with_role,
-    with_roles,
 )
+from bigtrain.data.documents.turns import Messages, Roles, is_turn, messages_in, with_roles
 
 ONE_FORMAT = (
     "rows of several formats must be tokenized one format at a time, each into its own --output, "
@@ -43,27 +39,29 @@ ONE_FORMAT = (
 
 TOOLS_KEY = "tools"
 """Key of a conversation's tools, next to its messages."""
-MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
-"""Keys of a row that mark a conversation as not text-only."""
-WEIGHT_KEYS = ("weight", "token_weights", "loss_weights")
-"""Keys of a row for weights of its loss."""
 
 
 def _messages(values: Values, roles: Roles) -> Chat:
     given, tools, system, functions = values
-    messages = with_roles(given, roles)
+    messages = with_roles(given, roles, may_be_turns=False)
     if functions and not tools:  # OpenAI's former tools
         listed = from_text(functions)
         if not isinstance(listed, list):
             raise ConversationError(f"its functions are not a list but {type(listed).__name__}")
         tools = [{"type": "function", "function": function} for function in listed]
-    if _text(system, "system") and isinstance(messages, list):
-        first = messages[0] if messages and isinstance(messages[0], dict) else {}
-        if first.get("role") != "system":
-            messages = [{"role": "system", "content": system}, *messages]
-        elif first.get("content") != system:
-            raise ConversationError("message 1 and the key system are two system prompts -> one")
-    return Chat(messages, tools)
+    return Chat(_with_system(messages, system), tools)
+
+
+def _with_system(messages: object, system: object) -> object:
+    """Return `messages` with the system prompt of the row. Raise ConversationError for two."""
+    if not _text(system, "system") or not isinstance(messages, list):
+        return messages
+    first = messages[0] if messages and isinstance(messages[0], dict) else {}
+    if first.get("role") != "system":
+        return [{"role": "system", "content": system}, *messages]
+    if first.get("content") != system:
+        raise ConversationError("message 1 and the key system are two system prompts -> one")
+    return messages
 
 
 def _sharegpt(values: Values, roles: Roles) -> Chat:
@@ -71,58 +69,18 @@ def _sharegpt(values: Values, roles: Roles) -> Chat:
     turns = from_text(turns)
     if not isinstance(turns, list):
         return Chat(turns, tools)
-    messages: Messages = []
-    if _text(system, "system"):
-        messages.append({"role": "system", "content": system})
     for number, turn in enumerate(turns, 1):
-        if isinstance(turn, dict) and "role" in turn and "from" not in turn:
-            messages.append(with_role(turn, roles))  # in OpenAI's format, under ShareGPT's key
+        # ShareGPT's key may hold messages in OpenAI's format.
+        if is_turn(turn) or (isinstance(turn, dict) and "role" in turn):
             continue
-        if not isinstance(turn, dict) or "from" not in turn or "value" not in turn:
-            shown, fix = type(turn).__name__, ""
-            if isinstance(turn, dict):
-                shown = f"an object with the keys {', '.join(sorted(turn)) or 'none'}"
-                fix = " -> name its keys: --key from=KEY --key value=KEY"
-            raise ConversationError(
-                f"turn {number} is not an object with from and value but {shown}{fix}"
-            )
-        messages.append(_turn(number, turn, roles))
-    return Chat(messages, tools)
-
-
-def _turn(number: int, turn: Mapping[str, Any], roles: Roles) -> dict[str, Any]:
-    name = str(turn["from"])
-    role = roles.get(name) or ROLES.get(name.lower())
-    if role is None:
+        shown, fix = type(turn).__name__, ""
+        if isinstance(turn, dict):
+            shown = f"an object with the keys {', '.join(sorted(turn)) or 'none'}"
+            fix = " -> name its keys: --key from=KEY --key value=KEY"
         raise ConversationError(
-            f"turn {number} is from {name!r}, which is not one of {', '.join(ROLES)} -> map it: "
-            f"--role '{name}=user'"
+            f"turn {number} is not an object with from and value but {shown}{fix}"
         )
-    rest = {k: v for k, v in turn.items() if k not in ("from", "value")}
-    if name.lower() == FUNCTION_CALL and name not in roles:
-        return {"role": role, "tool_calls": _calls(number, turn.get("value")), **rest}
-    return {"role": role, "content": turn.get("value"), **rest}
-
-
-def _calls(number: int, value: object) -> list[dict[str, Any]]:
-    """Parse the tool calls in the JSON value of a `FUNCTION_CALL` turn."""
-    if isinstance(value, str):
-        try:
-            value = orjson.loads(value)
-        except ValueError as error:
-            raise ConversationError(
-                f"turn {number} is from {FUNCTION_CALL} and not JSON ({error}) -> to treat it as "
-                f"plain text: --role {FUNCTION_CALL}=assistant"
-            ) from error
-    calls = value if isinstance(value, list) else [value]
-    if not calls or not all(
-        isinstance(c, dict) and {"name", "arguments"} <= c.keys() for c in calls
-    ):
-        raise ConversationError(
-            f"turn {number} is from {FUNCTION_CALL} and not the JSON of an object with name and "
-            f"arguments -> to treat it as plain text: --role {FUNCTION_CALL}=assistant"
-        )
-    return [{"type": "function", "function": call} for call in calls]
+    return Chat(_with_system(with_roles(turns, roles), system), tools)
 
 
 def _alpaca(values: Values, roles: Roles) -> Chat:
@@ -151,7 +109,7 @@ def _alpaca(values: Values, roles: Roles) -> Chat:
 
 
 def _prompt_completion(values: Values, roles: Roles) -> Chat | Completion:
-    prompt, completion, tools = values
+    prompt, completion, tools = *map(messages_in, values[:2]), values[2]
     if isinstance(prompt, list) and isinstance(completion, list):
         before, after = (with_roles(part, roles) for part in (prompt, completion))
         assert isinstance(before, list)
@@ -162,7 +120,7 @@ def _prompt_completion(values: Values, roles: Roles) -> Chat | Completion:
             for m in before
         ]
         return Chat([*before, *after], tools)
-    if not _is_text(prompt) or not _is_text(completion):
+    if not isinstance(prompt, str) or not isinstance(completion, str):
         kinds = f"{type(prompt).__name__} and {type(completion).__name__}"
         raise ConversationError(f"its prompt and completion are not both text or messages: {kinds}")
     return Completion(prompt, completion)
@@ -326,63 +284,53 @@ def text_of(values: Sequence[Any], keys: Sequence[str]) -> tuple[bytes | None, s
 @dataclass(frozen=True)
 class Conversations:
     """Rows as conversations: format, its keys in a row, whether only the last answer has loss,
-    roles of names in the data, and keys of a turn if they differ from the format's."""
+    roles of names in the data, keys of a turn if they differ from the format's, and keys of a row
+    that are not to be read."""
 
     format: ChatFormat
     keys: tuple[str, ...]
     last_only: bool = False
     roles: Mapping[str, str] = field(default_factory=dict)
     turn_keys: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+
+    @cached_property
+    def key_rules(self) -> KeyRules:
+        """Rules for the keys of a row."""
+        return KeyRules(self.format.name, (*self.keys, *self.format.extra_keys), self.ignored)
 
     @property
     def columns(self) -> tuple[str, ...]:
         """Keys to read from a row: the format's, and those for which it may be refused."""
-        others = (*self.format.extra_keys, *MEDIA_KEYS, *WEIGHT_KEYS)
-        return (*self.keys, *(key for key in others if key not in self.keys))
+        rules = self.key_rules
+        return (*dict.fromkeys(rules.used), *rules.refused)
 
-    def with_known_turns(self, value: object) -> object:
-        """Return the `value` of a row, with the format's keys in its turns."""
-        if self.turn_keys in ((), self.format.turn_keys):
+    def with_known_turns(self, key: str, value: object) -> object:
+        """Return the `value` of a format's key, with the format's keys in its turns."""
+        if self.turn_keys in ((), self.format.turn_keys) or key not in MESSAGE_KEYS:
             return value
         turns = from_text(value)
-        if not isinstance(turns, list):
-            return value
         known = dict(zip(self.turn_keys, self.format.turn_keys, strict=True))
-        return [
-            {known.get(key, key): item for key, item in turn.items()}
-            if isinstance(turn, dict)
-            else turn
-            for turn in turns
-        ]
+
+        def named(turn: object) -> object:
+            if not isinstance(turn, dict):
+                return turn
+            return {known.get(key, key): item for key, item in turn.items()}
+
+        return [named(turn) for turn in turns] if isinstance(turns, list) else named(turns)
 
 
-def _why_weighted(key: str, value: object) -> str:
-    """Return why a row with this weight is refused; empty if it is learned as any other."""
-    if key != "weight" and value is not None:
-        return f"it has {key}, which only rows with input_ids may have: --format tokens"
-    if isinstance(value, bool) or not isinstance(value, int | float) or value == 1:
-        return ""
-    if value == 0:
-        return "its weight is 0, so nothing of it would be learned -> remove the row"
-    return (
-        f"its weight is {value}, which only rows with input_ids may have -> 1; to read it more "
-        "often, write its rows into a dataset of their own, with a larger weight in data.sources"
-    )
-
-
-def conversation_of(values: Sequence[Any], rules: Conversations) -> tuple[bytes | None, str]:
-    """Return the document in the `values` of `rules.columns`, or None and the reason."""
-    extra = dict(zip(rules.columns[len(rules.keys) :], values[len(rules.keys) :], strict=False))
-    for key, value in extra.items():
-        if key in MEDIA_KEYS and value is not None and value not in ("", [], {}):
-            return None, (f"it has a value under {key!r}: only text is supported")
-        if key in WEIGHT_KEYS and (why := _why_weighted(key, value)):
-            return None, why
+def conversation_of(row: Mapping[str, Any], rules: Conversations) -> tuple[bytes | None, str]:
+    """Return the document in a row, the values of `rules.columns` that it has, or None and the
+    reason."""
+    names = (*rules.format.keys, *rules.format.extra_keys)
+    read = (None if key in rules.ignored else row.get(key) for key in rules.key_rules.used)
+    values = dict(zip(names, read, strict=True))
+    if why := rules.key_rules.problem(row, values):
+        return None, why
     try:
-        given = [rules.with_known_turns(value) for value in values[: len(rules.keys)]]
-        given += [extra.get(key) for key in rules.format.extra_keys]
-        row = rules.format.make(given, rules.roles)
-        return row.document(last_only=rules.last_only), ""
+        given = [rules.with_known_turns(key, value) for key, value in values.items()]
+        return rules.format.make(given, rules.roles).document(last_only=rules.last_only), ""
     except ConversationError as error:
         return None, f"{rules.keys[0]!r} is not {rules.format.noun}: {error}"
     except TypeError as error:  # halves of surrogate pairs, in a prompt
@@ -399,18 +347,11 @@ def value_at(tree: Any, key: str) -> Any:
     return value
 
 
-def text_in(document: Any, keys: Sequence[str]) -> bytes:
-    """Return the document of a JSON object. Raise LookupError, TypeError or ValueError."""
-    content, why = text_of([value_at(document, key) for key in keys], keys)
-    if content is None:
-        raise LookupError(why)
-    return content
-
-
 def document_in(
-    tree: Any, keys: Sequence[str], chat: Conversations | None
+    tree: Any, keys: Sequence[str], chat: Conversations | None, ignored: tuple[str, ...] = ()
 ) -> tuple[bytes | None, str]:
-    """Return the document of any JSON value, or None and the reason. `chat`: for conversations."""
+    """Return the document of any JSON value, or None and the reason. `chat`: for conversations;
+    `ignored`: keys of text that are not to be read."""
     if not isinstance(tree, dict):
         return None, f"not a JSON object but {type(tree).__name__}"
     wanted = keys if chat is None else chat.keys[:1]
@@ -420,5 +361,9 @@ def document_in(
         missing = f"no key {' or '.join(map(repr, wanted))}; keys here: {there}"
         return None, missing + remedy_for(tree)
     if chat is not None:
-        return conversation_of([value_at(tree, key) for key in chat.columns], chat)
+        row = {key: value_at(tree, key) for key in chat.key_rules.used}
+        row |= {key: tree[key] for key in chat.key_rules.refused.keys() & tree.keys()}
+        return conversation_of(row, chat)
+    if why := text_rules(tuple(keys), ignored).problem(tree, {}):
+        return None, why
     return text_of([value_at(tree, key) for key in present], present)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
-import orjson
+from bigtrain.data.documents.exact_json import DuplicateKeyError, dumps, loads
 
 
 class ConversationError(Exception):
@@ -15,6 +14,12 @@ class ConversationError(Exception):
 
 FLAGS = ("train", "loss")
 """Keys of a message that enable or disable its loss: Axolotl's, and that of ms-swift."""
+OTHER_LEARNING = {
+    "train_detail": "a message has loss or not as a unit -> train",
+    "training": "it is read under Axolotl's other name only -> train",
+    "loss_scale": "ms-swift's factor of the loss is not read -> weight",
+}
+"""Keys of a message that change its loss in other tools and are refused, and why."""
 RESULTS = ("tool", "function", "ipython", "observation", "environment")
 """Roles of tool responses, whose content may be any JSON, or empty."""
 WORDLESS = ("tool_calls", "reasoning_content", "reasoning", "thinking")
@@ -58,14 +63,14 @@ def conversation_bytes(messages: object, tools: object = None, *, last_only: boo
         for number in answers[:-1]:
             given[number] = {**given[number], "weight": 0}
     try:
-        return orjson.dumps({"messages": given, **({"tools": tools} if tools else {})})
+        return dumps({"messages": given, **({"tools": tools} if tools else {})})
     except TypeError as error:
         raise ConversationError(f"it cannot be written as JSON: {error}") from error
 
 
 def completion_bytes(prompt: str, completion: str) -> bytes:
     """Return a prompt and its completion, without a chat template, as the document to tokenize."""
-    return orjson.dumps({"prompt": prompt, "completion": completion})
+    return dumps({"prompt": prompt, "completion": completion})
 
 
 def is_learned(message: Mapping[str, Any]) -> bool:
@@ -89,19 +94,23 @@ def has_fraction(message: Mapping[str, Any]) -> bool:
 
 def from_text(value: object) -> object:
     """Return `value`, or the list or object in its JSON text, as stored in columns of csv and some
-    parquet files. Text that is not JSON is returned unchanged."""
-    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
-        with suppress(ValueError):
-            return orjson.loads(value)
-    return value
+    parquet files. Text that is not JSON is returned unchanged. Raises ConversationError for an
+    object with two equal keys."""
+    if not isinstance(value, str) or value.lstrip()[:1] not in ("[", "{"):
+        return value
+    try:
+        return loads(value)
+    except DuplicateKeyError as error:
+        raise ConversationError(f"in its JSON text, {error}") from error
+    except ValueError:
+        return value
 
 
 def _check_learning(number: int, message: Mapping[str, Any]) -> None:
     weight, role = message.get("weight"), message["role"]
-    if message.get("train_detail"):
-        raise ConversationError(
-            f"message {number} has train_detail: a message has loss or not as a unit -> train"
-        )
+    for key, fix in OTHER_LEARNING.items():
+        if message.get(key) is not None and message[key] != []:
+            raise ConversationError(f"message {number} has {key}: {fix}")
     is_number = isinstance(weight, int | float)
     if weight is not None and not (is_number and 0 <= weight <= LARGEST_WEIGHT):
         raise ConversationError(f"message {number} has weight {weight!r}: {FACTOR}")
@@ -200,7 +209,7 @@ def _with_parsed_arguments(number: int, function: dict[str, Any]) -> dict[str, A
     if not isinstance(arguments, str):
         return function
     try:
-        parsed = orjson.loads(arguments) if arguments.strip() else {}
+        parsed = loads(arguments) if arguments.strip() else {}
     except ValueError as error:
         raise ConversationError(
             f"message {number} calls {function.get('name')!r} with arguments that are text but not "
@@ -227,6 +236,6 @@ def _listed_tools(tools: object) -> object:
 
 def _from_json(text: str) -> object:
     try:
-        return orjson.loads(text) if text.strip() else None
+        return loads(text) if text.strip() else None
     except ValueError as error:
         raise ConversationError(f"its tools are text that is not JSON ({error})") from error

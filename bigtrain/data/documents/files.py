@@ -31,12 +31,84 @@ from bigtrain.system.storage.stores import RemoteStat, name_of, with_retries
 STANDARD_INPUT = "-"
 
 
+MAX_ARROW_WINDOW = 1 << 27
+"""Bytes of a zstd window that Arrow accepts; ``zstd --long=28`` to ``31`` make larger ones."""
+MAX_ZSTD_WINDOW = 1 << 31
+ZSTD_HEADER_BYTES = 18
+
+
 def _open_zstd(raw: Any) -> Any:
     """Open with Arrow's decompressor: `zstandard` treats a file that ends inside a frame as
-    complete, or decompresses all of an input block at once."""
+    complete, or decompresses all of an input block at once. Only a file with a larger window than
+    Arrow accepts, which needs that much memory, is read with `zstandard`, in small blocks."""
     import pyarrow
+    import zstandard
 
-    return pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, mode="r"), "zstd")
+    head = raw.read(ZSTD_HEADER_BYTES) or b""
+    rest = _Prepended(head, raw)
+    with suppress(zstandard.ZstdError):
+        if zstandard.get_frame_parameters(head).window_size > MAX_ARROW_WINDOW:
+            return io.BufferedReader(_LongWindowReader(rest))
+    return pyarrow.CompressedInputStream(pyarrow.PythonFile(rest, mode="r"), "zstd")
+
+
+class _Prepended(io.RawIOBase):
+    """Reader of `head`, then of the rest of `raw`."""
+
+    def __init__(self, head: bytes, raw: Any) -> None:
+        self._head = head
+        self._raw = raw
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        if not self._head:
+            return int(self._raw.readinto(buffer))
+        count = min(len(buffer), len(self._head))
+        buffer[:count] = self._head[:count]
+        self._head = self._head[count:]
+        return count
+
+
+class _LongWindowReader(io.RawIOBase):
+    """Decompressed content of zstd frames with windows of up to 2 GiB. Raises EOFError if the file
+    ends inside a frame."""
+
+    def __init__(self, raw: io.RawIOBase) -> None:
+        import zstandard
+
+        self._raw = raw
+        self._decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_ZSTD_WINDOW)
+        self._frame: Any = None
+        self._input = b""
+        self._output = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        import zstandard
+
+        while not self._output:
+            # Each byte of the input may become 2^15 of the output: few are taken at once.
+            self._input = self._input or self._raw.read(1 << 11) or b""
+            if not self._input:
+                if self._frame is not None:
+                    raise EOFError("it ends inside a zstd frame")
+                return 0
+            try:
+                self._frame = self._frame or self._decompressor.decompressobj()
+                self._output = self._frame.decompress(self._input)
+            except zstandard.ZstdError as error:
+                raise OSError(f"its zstd frames are corrupt: {error}") from error
+            self._input = self._frame.unused_data if self._frame.eof else b""
+            if self._frame.eof:
+                self._frame = None
+        count = min(len(buffer), len(self._output))
+        buffer[:count] = self._output[:count]
+        self._output = self._output[count:]
+        return count
 
 
 COMPRESSIONS: dict[str, Callable[[Any], Any]] = {
@@ -232,6 +304,33 @@ def _writing(source: Source, scratch: Path) -> Iterator[None]:
             f"before it is read: {error.strerror or error} -> make room there for the "
             "largest such file, once for each of --workers, or decompress it yourself"
         ) from error
+
+
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+OTHER_MARKS = {
+    b"\xff\xfe\x00\x00": "UTF-32",
+    b"\x00\x00\xfe\xff": "UTF-32",
+    b"\xff\xfe": "UTF-16",
+    b"\xfe\xff": "UTF-16",
+}
+"""Byte order marks of encodings that are not read, the longer ones first."""
+
+
+def not_utf8(content: bytes, reason: str) -> str:
+    """Return why `content`, the beginning of a file or later text, is not read, and the fix if it
+    has the mark of another encoding."""
+    name = next((name for mark, name in OTHER_MARKS.items() if content.startswith(mark)), "")
+    if name:
+        return f"not UTF-8 but {name} -> convert it: iconv -f {name} -t UTF-8"
+    return f"not UTF-8 ({reason})"
+
+
+def without_mark(head: bytes, path: str) -> bytes:
+    """Return the first bytes of a file without its byte order mark, which is not text. Raise
+    DataError for the mark of another encoding than UTF-8."""
+    if head.startswith(tuple(OTHER_MARKS)):
+        raise DataError(f"{path} is {not_utf8(head, '')}")
+    return head.removeprefix(BYTE_ORDER_MARK)
 
 
 BLOCK_BYTES = 1 << 20

@@ -10,7 +10,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from math import isfinite
 from typing import Any
+
+from bigtrain.data.documents.exact_json import InexactNumber, loads
 
 Decoder = Callable[[Any], Any]
 """Converter of a value that is not None."""
@@ -88,7 +91,7 @@ def _each_field(decoders: Mapping[str, Decoder], value: Any) -> Any:
 
 
 def _from_text(value: Any) -> Any:
-    return _of_json(json.loads(value))
+    return _of_json(loads(value))
 
 
 def _of_json(value: Any) -> Any:
@@ -98,13 +101,20 @@ def _of_json(value: Any) -> Any:
     return JsonList(value) if isinstance(value, list) else value
 
 
-def without_missing(value: Any) -> Any:
+def without_missing(value: Any, *, keeps_none: bool = False) -> Any:
     """Return `value` without the None-valued keys of objects: a struct column has every key of any
-    row in all rows, so that a tool would have the parameters of all others. JSON keeps its own."""
-    if isinstance(value, JsonObject):
-        return dict(value)
-    if isinstance(value, JsonList):
-        return list(value)
+    row in all rows, so that a tool would have the parameters of all others. JSON keeps its own
+    (`keeps_none`). A float that is not finite becomes an `InexactNumber`: JSON has none."""
+    if isinstance(value, float) and not isfinite(value):
+        return InexactNumber.of(repr(value))
     if isinstance(value, dict):
-        return {key: without_missing(item) for key, item in value.items() if item is not None}
-    return [without_missing(item) for item in value] if isinstance(value, list) else value
+        keeps_none = keeps_none or isinstance(value, JsonObject)
+        return {
+            key: without_missing(item, keeps_none=keeps_none)
+            for key, item in value.items()
+            if keeps_none or item is not None
+        }
+    if isinstance(value, list):
+        keeps_none = keeps_none or isinstance(value, JsonList)
+        return [without_missing(item, keeps_none=keeps_none) for item in value]
+    return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
 from typing import IO, Any, ClassVar
@@ -10,16 +11,20 @@ from typing import IO, Any, ClassVar
 import orjson
 import xxhash
 
-from bigtrain.data.documents.chat_formats import document_in, text_in
+from bigtrain.data.documents.chat_formats import document_in, text_of, value_at
+from bigtrain.data.documents.exact_json import loads
 from bigtrain.data.documents.files import (
+    BYTE_ORDER_MARK,
     Source,
     count_lines_before,
+    not_utf8,
     open_file,
     open_stream,
     range_chunks,
     split_lines,
     stream_bytes,
     stream_chunks,
+    without_mark,
 )
 from bigtrain.data.documents.reader import (
     BadDocument,
@@ -36,11 +41,10 @@ MAX_LIST_BYTES = 1 << 31
 HEAD_BYTES = 1 << 20
 """Bytes read for the first object of a .json file, which may be one line."""
 ROWS_PER_BLOCK = 1024
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class TextReader(PartReader):
-    """Reader of a file that is one document, unmodified."""
+    """Reader of a file that is one document, unmodified but for a byte order mark."""
 
     kind = "text"
     suffixes = folder_suffixes = (".txt",)
@@ -58,12 +62,13 @@ class TextReader(PartReader):
                     self.rejects.add(BadDocument(source.path, why))
                     return
                 parts.append(chunk)
-        content = b"".join(parts)
+        content = b"".join(parts).removeprefix(BYTE_ORDER_MARK)
         try:
             content.decode("utf-8")
         except UnicodeDecodeError as error:
             line = content.count(b"\n", 0, error.start) + 1
-            self.rejects.add(BadDocument(source.path, f"not UTF-8 ({error.reason})", line=line))
+            why = not_utf8(content, error.reason)
+            self.rejects.add(BadDocument(source.path, why, line=line))
         else:
             if self.is_kept(content, {}, source.path):
                 yield [content]
@@ -81,8 +86,8 @@ class JsonLinesReader(PartReader):
         for line in first_lines(source, options.max_document_bytes):
             if line.strip():
                 try:
-                    tree = parsed_line(line)
-                except (ValueError, RecursionError):
+                    tree = loads(line)
+                except ValueError:
                     return ()
                 return list(tree) if isinstance(tree, dict) else ()
         return ()
@@ -129,21 +134,39 @@ class JsonLinesReader(PartReader):
 
     def _parse(self, lines: Sequence[bytes | None]) -> list[bytes]:
         """Return the documents of `lines`, which follow `num_lines` others."""
-        keys = self.options.text_keys
-        if self.options.chat or self.options.text_filter is not None:
-            numbered = enumerate(lines, self.num_lines + 1)
-            chats = [(number, self._parse_line(number, line)) for number, line in numbered]
-            self.places = [number for number, content in chats if content is not None]
-            return [content for _, content in chats if content is not None]
+        if not self.options.chat and self.options.text_filter is None:
+            texts = self._texts(lines)
+            if texts is not None:
+                return texts
+        numbered = enumerate(lines, self.num_lines + 1)
+        read = [(number, self._parse_line(number, line)) for number, line in numbered]
+        self.places = [number for number, content in read if content is not None]
+        return [content for _, content in read if content is not None]
+
+    def _texts(self, lines: Sequence[bytes | None]) -> list[bytes] | None:
+        """Return the texts of `lines`, several times faster than one by one; None if one of them
+        may not be a text, or has a key that may be refused."""
+        keys, refused = self.options.text_keys, self.options.key_rules.refused.keys()
         try:
-            # Lines that orjson rejects (it rejects more than json) are parsed one by one.
+            rows: list[dict[str, Any]] = [orjson.loads(line) for line in lines]  # type: ignore[arg-type]
+            shapes = Counter(map(tuple, rows))
+            if any(not refused.isdisjoint(shape) for shape in shapes):
+                return None
             if len(keys) == 1:
-                key = keys[0]
-                return [orjson.loads(line)[key].encode() for line in lines]  # type: ignore[arg-type]
-            return [text_in(orjson.loads(line), keys) for line in lines]  # type: ignore[arg-type]
+                texts = [row[keys[0]].encode() for row in rows]
+            else:
+                texts = [_text_in(row, keys) for row in rows]
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            parsed = (self._parse_line(n, line) for n, line in enumerate(lines, self.num_lines + 1))
-            return [content for content in parsed if content is not None]
+            return None
+        # Of two equal keys orjson drops one.
+        for key in keys:
+            spelled = f'"{key}"'.encode()
+            num_spelled = sum(line.count(spelled) for line in lines if line)
+            if num_spelled != sum(count for shape, count in shapes.items() if key in shape):
+                return None
+        for shape, count in shapes.items():
+            self.rejects.keys.add(shape, count)
+        return texts
 
     def _parse_line(self, number: int, line: bytes | None) -> bytes | None:
         options = self.options
@@ -157,18 +180,25 @@ class JsonLinesReader(PartReader):
             return None
         content: bytes | None = None
         try:
-            tree = parsed_line(line) if options.chat else json.loads(line.decode("utf-8"))
+            tree = loads(line)
         except UnicodeDecodeError as error:
-            why = f"not UTF-8 ({error.reason})"
-        except (ValueError, RecursionError) as error:
+            why = not_utf8(line, error.reason)
+        except ValueError as error:
             why = f"not JSON ({error})"
         else:
-            content, why = document_in(tree, options.text_keys, options.conversations)
+            content, why = self._document_in(tree)
         if content is None:
             self.reject_at(number, why)
         elif not self.is_kept(content, tree, self._where(number)):
             return None
         return content
+
+    def _document_in(self, tree: Any) -> tuple[bytes | None, str]:
+        """Return the document in a parsed row, or None and the reason; count its keys."""
+        options = self.options
+        if isinstance(tree, dict):
+            self.rejects.keys.add(tree)
+        return document_in(tree, options.text_keys, options.conversations, options.ignored_keys)
 
     def _where(self, number: int) -> str:
         after = f" after byte {self.part.begin}" if self.part.begin else ""
@@ -212,7 +242,7 @@ class JsonReader(JsonLinesReader):
                 head += chunk
                 if b"\n" in head.removeprefix(BYTE_ORDER_MARK).lstrip():
                     break
-            start = head.removeprefix(BYTE_ORDER_MARK).lstrip()
+            start = without_mark(head, self.part.source.path).lstrip()
             if not start.startswith(b"[") and _is_json(start.partition(b"\n")[0]):
                 yield from self._parsed(chain([head], chunks))
             elif start:
@@ -241,7 +271,7 @@ class JsonReader(JsonLinesReader):
 
     def _row(self, number: int, row: Any) -> bytes | None:
         options = self.options
-        content, why = document_in(row, options.text_keys, options.conversations)
+        content, why = self._document_in(row)
         if content is not None and len(content) > options.max_document_bytes:
             content, why = None, f"the document {options.too_large}"
         if content is None:
@@ -262,13 +292,12 @@ def first_lines(source: Source, max_bytes: int) -> Iterator[bytes]:
                 yield line if number else line.removeprefix(BYTE_ORDER_MARK)
 
 
-def parsed_line(line: bytes) -> Any:
-    """Parse the JSON value of a line. Raises ValueError, RecursionError."""
-    try:
-        # Several times faster, but rejects values that Python writes: NaN, numbers beyond 64 bits.
-        return orjson.loads(line)
-    except ValueError:
-        return json.loads(line.decode("utf-8"))
+def _text_in(row: dict[str, Any], keys: Sequence[str]) -> bytes:
+    """Return the text of a row. Raise LookupError if it has none."""
+    content, why = text_of([value_at(row, key) for key in keys], keys)
+    if content is None:
+        raise LookupError(why)
+    return content
 
 
 def _is_json(line: bytes) -> bool:
@@ -282,14 +311,11 @@ def _is_json(line: bytes) -> bool:
 def _parsed(path: str, content: bytes) -> Any:
     """Parse a file. Raise DataError with the line of invalid JSON."""
     try:
-        return orjson.loads(content)
-    except ValueError:  # which also rejects numbers beyond 64 bits
-        try:
-            return json.loads(content)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{path}:{error.lineno} cannot be read as JSON: {error.msg}") from error
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{path} cannot be read as JSON: {error}") from error
+        return loads(content)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}:{error.lineno} cannot be read as JSON: {error.msg}") from error
+    except ValueError as error:
+        raise DataError(f"{path} cannot be read as JSON: {error}") from error
 
 
 READERS = (TextReader, JsonLinesReader, JsonReader)

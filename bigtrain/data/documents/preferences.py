@@ -11,31 +11,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
-
 from bigtrain.data.documents.conversations import (
     FLAGS,
     WORDLESS,
     ConversationError,
     has_fraction,
 )
-from bigtrain.data.documents.row_format import (
-    Chat,
-    Completion,
-    Messages,
-    Roles,
-    RowDocument,
-    Values,
-    with_roles,
-)
+from bigtrain.data.documents.exact_json import dumps, joined_documents
+from bigtrain.data.documents.row_format import Chat, Completion, RowDocument, Values
+from bigtrain.data.documents.turns import Messages, Roles, is_turn, messages_in, with_roles
 
 PAIR_KEYS = ("chosen", "rejected", "prompt", "tools")
 LABELED_KEYS = ("prompt", "completion", "label", "tools")
 CLASSIFIED_KEYS = ("label", "text", "messages", "tools")
 SIDES = ("chosen", "rejected")
 """Order of the two documents of a pair."""
-LABELS = {"true": True, "false": False, "True": True, "False": False}
-"""Text of labels, as csv files hold them."""
+LABELS = {"true": True, "false": False, "1": True, "0": False}
+"""Text of labels of answers in lower case, as csv files hold them."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +39,8 @@ class Pair:
 
     def document(self, *, last_only: bool) -> bytes:
         """Return the pair as JSON of both documents."""
-        both = [side.document(last_only=last_only) for side in (self.chosen, self.rejected)]
-        return b'{"chosen":%b,"rejected":%b}' % tuple(both)
+        chosen, rejected = (s.document(last_only=last_only) for s in (self.chosen, self.rejected))
+        return joined_documents(chosen=chosen, rejected=rejected)
 
 
 @dataclass(frozen=True)
@@ -60,8 +52,8 @@ class Labeled:
 
     def document(self, *, last_only: bool) -> bytes:
         """Return the answer and its label as JSON."""
-        label = b"true" if self.is_desirable else b"false"
-        return b'{"answer":%b,"label":%b}' % (self.answer.document(last_only=last_only), label)
+        answer = self.answer.document(last_only=last_only)
+        return joined_documents(answer=answer, label=dumps(self.is_desirable))
 
 
 @dataclass(frozen=True)
@@ -74,16 +66,16 @@ class Classified:
     def document(self, *, last_only: bool) -> bytes:
         """Return the sample and its label as JSON."""
         if isinstance(self.sample, str):
-            sample = orjson.dumps({"text": self.sample})
+            sample = dumps({"text": self.sample})
         else:
             sample = self.sample.document(last_only=last_only)
-        return b'{"sample":%b,"label":%b}' % (sample, orjson.dumps(self.label))
+        return joined_documents(sample=sample, label=dumps(self.label))
 
 
 def pair(values: Values, roles: Roles) -> Pair:
     """Return the pair in the values of `PAIR_KEYS`. Raise ConversationError for one without two
     different answers to one prompt."""
-    chosen, rejected, prompt, tools = values
+    chosen, rejected, prompt, tools = *map(messages_in, values[:3]), values[3]
     for name, side in zip(SIDES, (chosen, rejected), strict=True):
         if side is None:
             raise ConversationError(f"it has no {name}")
@@ -93,6 +85,8 @@ def pair(values: Values, roles: Roles) -> Pair:
         for name, side in zip(SIDES, (one, other), strict=True):
             _require_text(name, side)
         return Pair(Completion(given, one), Completion(given, other))
+    if prompt is None and isinstance(rejected, str):
+        rejected = _with_last_answer(chosen, rejected)
     both = [_messages(name, s, roles) for name, s in zip(SIDES, (chosen, rejected), strict=True)]
     before = _messages_prompt(both[0], both[1], prompt, roles)
     if prompt is None or isinstance(prompt, str):
@@ -104,25 +98,53 @@ def pair(values: Values, roles: Roles) -> Pair:
     return Pair(Chat([*begin, *both[0]], tools), Chat([*begin, *both[1]], tools))
 
 
+def _with_last_answer(chosen: object, rejected: str) -> object:
+    """Return the messages of `chosen` with the text `rejected` as the last answer, as ms-swift has
+    it under ``rejected_response``; `rejected` if that cannot be."""
+    if not isinstance(chosen, list) or len(chosen) < 2 or not isinstance(chosen[-1], dict):
+        return rejected
+    last = chosen[-1]
+    if any(last.get(key) for key in WORDLESS):
+        return rejected
+    return [*chosen[:-1], {**last, ("value" if is_turn(last) else "content"): rejected}]
+
+
+def _desirable(label: object) -> bool:
+    """Return whether an answer is desirable by its label: a boolean, or 0 or 1, also as text. Raise
+    ConversationError for any other label."""
+    is_desirable = label
+    if isinstance(label, str):
+        is_desirable = LABELS.get(label.strip().lower())
+    elif isinstance(label, int | float) and label in (0, 1):
+        is_desirable = bool(label)
+    if not isinstance(is_desirable, bool):
+        raise ConversationError(
+            f"its label is {label!r}, which is neither true nor false -> a boolean, 0 or 1; or "
+            "--format prompt-completion, which reads no label"
+        )
+    return is_desirable
+
+
 def labeled(values: Values, roles: Roles) -> Labeled:
     """Return the answer in the values of `LABELED_KEYS`. Raise ConversationError for one without an
     answer or a label."""
-    prompt, completion, label, tools = values
-    known = LABELS.get(label) if isinstance(label, str) else label
-    if not isinstance(known, bool):
-        raise ConversationError(
-            f"its label is {label!r}, which is neither true nor false -> a boolean; or "
-            "--format prompt-completion, which reads no label"
-        )
-    if completion is None:
-        raise ConversationError("it has no completion")
+    prompt, completion = map(messages_in, values[:2])
+    label, tools = values[2:]
+    is_desirable = _desirable(label)
     if isinstance(prompt, str) and isinstance(completion, str):
         _require_text("completion", completion)
-        return Labeled(Completion(prompt, completion), known)
+        return Labeled(Completion(prompt, completion), is_desirable)
+    if completion is None and not isinstance(prompt, list):
+        raise ConversationError("it has no completion")
     before = _messages("prompt", prompt, roles)
-    after = _messages("completion", completion, roles)
+    if completion is not None:
+        after = _messages("completion", completion, roles)
+    elif before and before[-1].get("role") == "assistant":
+        before, after = before[:-1], before[-1:]  # a complete conversation, as in LLaMA-Factory
+    else:
+        raise ConversationError("it has no completion, and its prompt does not end in an answer")
     _require_answer("completion", after)
-    return Labeled(Chat([*map(_unlearned, before), *after], tools), known)
+    return Labeled(Chat([*map(_unlearned, before), *after], tools), is_desirable)
 
 
 def classified(values: Values, roles: Roles) -> Classified:

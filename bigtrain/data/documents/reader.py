@@ -15,9 +15,10 @@ import xxhash
 
 from bigtrain.data.documents.chat_formats import FORMATS, ONE_FORMAT, Conversations
 from bigtrain.data.documents.files import READ_ERRORS, HashingReader, Selection, Source, open_file
+from bigtrain.data.documents.key_rules import KeyCounts, KeyRules, text_rules
 from bigtrain.data.documents.table_rows import Keys
 from bigtrain.data.documents.text_filter import TextFilter, text_of_document
-from bigtrain.data.shards.manifest import DEFAULT_MAX_DOCUMENT_BYTES
+from bigtrain.data.shards.manifest import DEFAULT_MAX_DOCUMENT_BYTES, Quotes
 from bigtrain.errors import DataError
 
 OTHER_KEYS = re.compile(r"^no key .*; keys here: (.* -> |(?:.*, )?text\b)")
@@ -49,12 +50,14 @@ class BadDocument:
 @dataclass
 class RejectedDocuments:
     """Collector of unreadable documents. Unless `allowed`, the first is an error. Otherwise each is
-    counted and passed to `keep`. `filtered`: documents that the user's filter drops, by reason."""
+    counted and passed to `keep`. `filtered`: documents that the user's filter drops, by reason;
+    `keys`: rows that have each key."""
 
     allowed: bool
     keep: Callable[[BadDocument], None] | None = None
     count: int = 0
     filtered: Counter[str] = field(default_factory=Counter)
+    keys: KeyCounts = field(default_factory=KeyCounts)
 
     def add(self, bad: BadDocument) -> None:
         """Record `bad`. Raise DataError with location and reason unless these are allowed."""
@@ -192,7 +195,9 @@ class ReadOptions:
     have the first (keys of a turn may follow), `last_only` whether only the last answer has loss,
     and `roles` the meaning of role names in the data, as ``NAME=ROLE``. `max_document_bytes`: of a
     document's UTF-8, or of its line in a file of lines. `scratch`: existing folder for sources with
-    `Source.needs_decompression`. `text_filter`: drops documents.
+    `Source.needs_decompression`. `text_filter`: drops documents. `ignored_keys`: of a row, not to
+    be read. `quotes`: meaning of a quote at the beginning of a field of csv and tsv; None: it
+    quotes, and is refused in tsv where it may be a letter.
     """
 
     selection: Selection
@@ -204,14 +209,23 @@ class ReadOptions:
     scratch: Path | None = None
     roles: tuple[str, ...] = ()
     text_filter: TextFilter | None = None
+    ignored_keys: tuple[str, ...] = ()
+    quotes: Quotes | None = None
 
-    @property
+    @cached_property
     def keys(self) -> Keys:
         chat, others = self.conversations, self.text_filter is not None
         if chat is not None:
             argument = "--chat-key" if self.chat_format == "messages" else "--format"
             return Keys(chat.columns[:1], chat.columns[1:], argument, others)
-        return Keys(self.text_keys, others=others)
+        return Keys(self.text_keys, tuple(self.key_rules.refused), others=others)
+
+    @cached_property
+    def key_rules(self) -> KeyRules:
+        """Rules for the keys of a row."""
+        if self.conversations is not None:
+            return self.conversations.key_rules
+        return text_rules(self.text_keys, self.ignored_keys)
 
     @cached_property
     def conversations(self) -> Conversations | None:
@@ -223,7 +237,9 @@ class ReadOptions:
         given = (*self.text_keys, *names[len(self.text_keys) :])
         keys, turn_keys = given[: len(known.keys)], given[len(known.keys) :]
         roles = dict(role.split("=", 1) for role in self.roles)
-        return Conversations(known, keys, self.last_only, roles, turn_keys)
+        return Conversations(
+            known, keys, self.last_only, roles, turn_keys, ignored=self.ignored_keys
+        )
 
     @property
     def too_large(self) -> str:

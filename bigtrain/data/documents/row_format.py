@@ -1,18 +1,16 @@
-"""Formats of rows that are not plain text: keys, kinds of documents, role names. Pure."""
+"""Formats of rows that are not plain text: keys and kinds of documents. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from bigtrain.data.documents.conversations import completion_bytes, conversation_bytes, from_text
+from bigtrain.data.documents.conversations import completion_bytes, conversation_bytes
+from bigtrain.data.documents.turns import Roles
 
-Messages = list[dict[str, Any]]
 Values = Sequence[Any]
 """Values of a row under the keys of its format, None for missing ones."""
-Roles = Mapping[str, str]
-"""User-defined meanings of role names in the data (``--role``)."""
 
 
 class RowDocument(Protocol):
@@ -50,34 +48,15 @@ TOKEN_KEYS = (
     "labels",
     "attention_mask",
     "loss_mask",
+    "completion_mask",
+    "assistant_masks",
     "token_weights",
     "loss_weights",
     "weight",
 )
 """Keys of rows that are already tokenized (`bigtrain.data.documents.token_rows`)."""
-FUNCTION_CALL = "function_call"
-"""LLaMA-Factory's ShareGPT role of a turn whose value is the JSON of one or more calls."""
-ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "chatgpt": "assistant",
-    "bard": "assistant",
-    "bing": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-    FUNCTION_CALL: "assistant",
-    "system": "system",
-    "developer": "developer",
-    "tool": "tool",
-    "observation": "tool",
-    "function": "tool",
-    "function_response": "tool",
-}
-"""Names of ShareGPT, LLaMA-Factory and Axolotl, mapped to the names that templates use."""
-PEOPLE = {name: ROLES[name] for name in ("human", "gpt", "chatgpt", "bard", "bing")}
-"""Names that no template uses, so that their meaning does not depend on the format."""
+MESSAGE_KEYS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
+"""Keys of formats that may hold messages."""
 
 
 @dataclass(frozen=True)
@@ -96,17 +75,3 @@ class ChatFormat:
     extra_keys: tuple[str, ...] = ()
     noun: str = "a conversation"
     is_detected: bool = True
-
-
-def with_roles(given: object, roles: Roles) -> object:
-    """Return messages with role names mapped by `roles` and `PEOPLE`."""
-    messages = from_text(given)
-    if not isinstance(messages, list):
-        return messages
-    return [with_role(m, roles) if isinstance(m, dict) and "role" in m else m for m in messages]
-
-
-def with_role(message: Mapping[str, Any], roles: Roles) -> dict[str, Any]:
-    """Return `message` with its role mapped by `roles` and `PEOPLE`."""
-    name = message["role"]
-    return {**message, "role": {**PEOPLE, **roles}.get(str(name), name)}

@@ -27,6 +27,7 @@ from bigtrain.data.documents.files import (
     stream_chunks,
     unpacked,
     without_compression,
+    without_mark,
 )
 from bigtrain.data.documents.json_columns import (
     Decoder,
@@ -52,7 +53,6 @@ from bigtrain.data.documents.table_rows import (
     columns_of,
     decoded,
     joined_rows,
-    other_columns,
     require_sound,
     rows_of_batch,
     rows_per_read,
@@ -71,11 +71,30 @@ class RowReader(PartReader):
     def __init__(self, part: SourcePart, options: ReadOptions, rejects: RejectedDocuments) -> None:
         super().__init__(part, options, rejects)
         self.columns: list[str] = []
+        self._aligned: tuple[list[str], list[str | None]] = ([], [])
 
     def _row(self, values: Sequence[Any]) -> dict[str, Any]:
-        """Return a row of `columns` as a dictionary, for the filter."""
-        names = aligned(self.columns, self.options.keys)
-        return {name: v for name, v in zip(names, values, strict=False) if name is not None}
+        """Return a row of `columns` as a dictionary."""
+        if self._aligned[0] is not self.columns or not self.columns:
+            keys = self.options.keys
+            # A reader that does not set its columns has all that are wanted.
+            self._aligned = (self.columns, aligned(self.columns or keys.wanted, keys))
+        pairs = zip(self._aligned[1], values, strict=False)
+        return {name: value for name, value in pairs if name is not None}
+
+    def _document(self, row: dict[str, Any]) -> tuple[bytes | None, str]:
+        """Return the document of a row, or None and the reason."""
+        options = self.options
+        if options.conversations is not None:
+            content, why = conversation_of(without_missing(row), options.conversations)
+        elif why := options.key_rules.problem(row, {}):
+            content = None
+        else:
+            texts = [row[key] for key in options.text_keys if key in row]
+            content, why = text_of(texts, options.text_keys)
+        if content is not None and len(content) > options.max_document_bytes:
+            return None, f"the document {options.too_large}"
+        return content, why
 
 
 class CsvReader(RowReader):
@@ -86,12 +105,13 @@ class CsvReader(RowReader):
 
     kind = "csv"
     suffixes = (".csv", ".tsv")
+    _tabs = -1
 
     @classmethod
     def first_row_keys(cls, source: Source, options: ReadOptions) -> Collection[str]:
         lines = (line.decode("utf-8") for line in first_lines(source, options.max_document_bytes))
         try:
-            return next(csv.reader(lines, delimiter=_delimiter(source), strict=True), ())
+            return next(csv.reader(lines, **_dialect(source, options)), ())
         except (csv.Error, UnicodeDecodeError):
             return ()
 
@@ -101,33 +121,39 @@ class CsvReader(RowReader):
     def _blocks(self) -> Iterator[list[bytes]]:
         with open_stream(self.part.source, self) as stream:
             for line, values in self._rows(stream_chunks(stream)):
-                content, why = _document(values, self.options, self.columns)
+                row = self._row(values)
+                content, why = self._document(row)
                 if content is None:
                     self.reject_at(line, why)
-                elif self.is_kept(content, self._row(values), f"{self.part.source.path}:{line}"):
+                elif self.is_kept(content, row, f"{self.part.source.path}:{line}"):
                     self.places = [line]
                     yield [content]
 
     def _rows(self, chunks: Iterator[bytes]) -> Iterator[tuple[int, list[str | None]]]:
         """Yield (line number, its row)."""
-        source, keys = self.part.source, self.options.keys
+        path, keys, num_rows = self.part.source.path, self.options.keys, 0
         previous_limit = csv.field_size_limit(self.options.max_document_bytes)
-        reader = csv.reader(self._lines(chunks), delimiter=_delimiter(source), strict=True)
-        line = 1
+        reader = csv.reader(self._lines(chunks), **_dialect(self.part.source, self.options))
+        line, names = 1, []
         try:
-            names = [name.removeprefix("\ufeff") for name in next(reader, [])]
-            self.columns = [c for c in columns_of(source.path, keys, names) if c in names]
+            names = next(reader, [])
+            self.columns = [c for c in columns_of(path, keys, names) if c in names]
             columns = [None if c is None else names.index(c) for c in aligned(self.columns, keys)]
             line = reader.line_num + 1
             for fields in reader:
                 if len(fields) == len(names):
+                    num_rows += 1
                     yield line, [None if c is None else fields[c] for c in columns]
                 elif fields:
                     self.reject_at(line, f"{len(fields)} fields, the header has {len(names)}")
                 line = reader.line_num + 1
         except csv.Error as error:
-            raise DataError(f"{source.path}:{line} cannot be read as csv: {error}") from error
+            raise DataError(
+                f"{path}:{line} cannot be read as csv: {error} -> fix it; or, if a quote is a "
+                "letter of the text: --quotes letter"
+            ) from error
         finally:
+            self.rejects.keys.add(names, num_rows)
             csv.field_size_limit(previous_limit)
 
     def _lines(self, chunks: Iterator[bytes]) -> Iterator[str]:
@@ -140,11 +166,38 @@ class CsvReader(RowReader):
                         f"{self.part.source.path}:{number} cannot be read as csv: the line "
                         f"{self.options.too_large}"
                     )
+                if number == 1:
+                    line = without_mark(line, self.part.source.path)
+                self._refuse_doubtful_quotes(number, line)
                 yield line.decode("utf-8", "surrogateescape")
 
+    def _refuse_doubtful_quotes(self, number: int, line: bytes) -> None:
+        """Raise DataError for a quote in a ``.tsv`` that may quote, as pandas and Excel write it,
+        or be a letter, as in the registered type text/tab-separated-values: with either meaning the
+        line has as many fields as the header, whose names are not quoted."""
+        if self.options.quotes is not None or not _is_tsv(self.part.source):
+            return
+        has_quote = line.startswith(b'"') or b'\t"' in line
+        if number == 1:
+            self._tabs = -1 if has_quote else line.count(b"\t")
+        elif has_quote and line.count(b"\t") == self._tabs:
+            raise DataError(
+                f"{self.part.source.path}:{number} has a field that begins with a quote, which may "
+                "quote the field, as pandas and Excel write it, or be a letter of the text -> "
+                "--quotes quote, or --quotes letter"
+            )
 
-def _delimiter(source: Source) -> str:
-    return "\t" if without_compression(source.file_name).lower().endswith(".tsv") else ","
+
+def _is_tsv(source: Source) -> bool:
+    return without_compression(source.file_name).lower().endswith(".tsv")
+
+
+def _dialect(source: Source, options: ReadOptions) -> dict[str, Any]:
+    """Return the options of `csv.reader` for a file."""
+    delimiter = "\t" if _is_tsv(source) else ","
+    if options.quotes == "letter":
+        return {"delimiter": delimiter, "quoting": csv.QUOTE_NONE, "strict": True}
+    return {"delimiter": delimiter, "strict": True}
 
 
 class TableReader(RowReader):
@@ -205,18 +258,19 @@ class TableReader(RowReader):
         reason as a negative number."""
         values = block.values
         rows = values.rows() if isinstance(values, TextColumn) else values
-        for row, columns in enumerate(rows, block.row):
-            content, why = _document(columns, self.options, self.columns)
-            where = f"{self.part.source.path} row {row}"
+        for number, columns in enumerate(rows, block.row):
+            row = self._row(columns)
+            content, why = self._document(row)
+            where = f"{self.part.source.path} row {number}"
             if content is None:
                 sizes.append(-1 - xxhash.xxh32_intdigest(why.encode()))
-                self.reject_at(row, why)
+                self.reject_at(number, why)
                 continue
-            if not self.is_kept(content, self._row(columns), where):
+            if not self.is_kept(content, row, where):
                 sizes.append(-1)
                 continue
             sizes.append(len(content))
-            self.places.append(row)
+            self.places.append(number)
             yield content
 
 
@@ -272,6 +326,7 @@ class ParquetReader(TableReader):
                 at_once = rows_per_read(num_bytes, rows[group])
                 for batch in table.iter_batches(at_once, row_groups=[group], columns=stored):
                     done = (row - first) / max(1, count)
+                    self.rejects.keys.add(names, batch.num_rows)
                     yield RowBlock(row, rows_of_batch(batch, columns, keys, decoders), done)
                     row += batch.num_rows
 
@@ -309,6 +364,7 @@ class ArrowReader(TableReader):
             for batch, done in _record_batches(mapped, self.part.begin, self.part.end):
                 if done is not None:
                     self.columns = columns = columns_of(path, keys, batch.schema.names)
+                    self.rejects.keys.add(batch.schema.names, batch.num_rows)
                     stored = stored_columns(columns, batch.schema.names)
                     for column in stored:
                         require_sound(batch.column(column))
@@ -344,10 +400,10 @@ class DatasetReader(TableReader):
     def _rows(self, file: Any) -> Iterator[RowBlock]:
         path, keys = self.part.source.path, self.options.keys
         dataset, first, count = self._open_part()
-        row = first
-        if dataset.column_names is not None:
-            names = list(dataset.column_names)
-            dataset = dataset.select_columns(stored_columns(columns_of(path, keys, names), names))
+        row, every_name = first, dataset.column_names
+        if every_name is not None:
+            chosen = columns_of(path, keys, every_name)
+            dataset = dataset.select_columns(stored_columns(chosen, every_name))
         # `datasets` decodes JSON itself, except for features with decode=False.
         features = {} if dataset.features is None else dataset.features.to_dict()
         decoders = decoders_of({}, features, is_text=False)
@@ -363,6 +419,7 @@ class DatasetReader(TableReader):
                     return decoded(name, batch[name], decoders)
 
                 rows = joined_rows(len(batch[names[0]]), columns, keys, names, values)
+                self.rejects.keys.add(every_name or names, len(rows))
                 yield RowBlock(row, rows, (row - first) / count if count else 0.0)
                 row += len(rows)
         except (DataError, GeneratorExit):
@@ -486,23 +543,6 @@ def _is_ipc_file(mapped: Any) -> bool:
     magic = mapped.read(6)
     mapped.seek(0)
     return bool(magic == b"ARROW1")
-
-
-def _document(
-    values: Sequence[Any], options: ReadOptions, columns: Sequence[str]
-) -> tuple[bytes | None, str]:
-    """Return the document of a row of `columns`, or None and the reason."""
-    num_others = len(other_columns(columns, options.keys))
-    values = [without_missing(value) for value in values[: len(values) - num_others]]
-    if options.conversations is not None:
-        # A single text column is read without the others.
-        given = [*values, *(None for _ in options.conversations.columns[len(values) :])]
-        content, why = conversation_of(given, options.conversations)
-    else:
-        content, why = text_of(values, options.text_keys)
-    if content is not None and len(content) > options.max_document_bytes:
-        return None, f"the document {options.too_large}"
-    return content, why
 
 
 READERS = (CsvReader, ParquetReader, ArrowReader, SavedDatasetReader, HubDatasetReader)

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import orjson
 import xxhash
 
+from bigtrain.data.documents.exact_json import read_document
 from bigtrain.errors import ConfigError, DataError
 from bigtrain.settings.extensions import describe, import_named, location
 
@@ -136,7 +136,7 @@ def text_of_document(content: bytes, *, has_rows: bool) -> str:
     its texts, one per line."""
     if not has_rows:
         return content.decode("utf-8")
-    return "\n".join(_texts(orjson.loads(content)))
+    return "\n".join(_texts(read_document(content)))
 
 
 def _texts(tree: Any) -> list[str]:

@@ -3,13 +3,14 @@
 A row becomes a document as it is: no token is added, so it must hold its own end. Keys as in
 Hugging Face datasets: `input_ids`; `labels`, -100 where a token is not learned and otherwise equal
 to `input_ids` (not shifted); `attention_mask`, 0 for padding, which is removed; `loss_mask`, 0 or
-1 for each token; `token_weights` or `loss_weights`, a factor of the loss of each token, and
-`weight`, one for the row.
+1 for each token; `completion_mask` and `assistant_masks`, as in TRL: a token is learned where each
+of them that the row has is 1; `token_weights` or `loss_weights`, a factor of the loss of each
+token, and `weight`, one for the row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,8 @@ import orjson
 from bigtrain.data.documents.conversations import FACTOR, ConversationError, from_text
 from bigtrain.data.documents.row_format import TOKEN_KEYS, Values
 
+TRL_MASKS = ("completion_mask", "assistant_masks")
+WEIGHTS_OF_TOKENS = ("token_weights", "loss_weights")
 NOT_LEARNED = -100
 """Label of a token without loss, as in torch and transformers."""
 PADDING = "padding"
@@ -74,21 +77,25 @@ class TokenRow:
 def token_row(values: Values) -> TokenRow:
     """Return the row with the `values` of `TOKEN_KEYS`. Raise ConversationError if they
     contradict each other."""
-    tokens = _integers(values[0], "input_ids")
+    given = dict(zip(TOKEN_KEYS, values, strict=True))
+    tokens = _integers(given["input_ids"], "input_ids")
     length = len(tokens)
     if not length:
         raise ConversationError("it has no tokens")
     masks: dict[str, npt.NDArray[np.bool_]] = {}
-    if values[1] is not None:
-        labels = _integers(values[1], "labels")
+    if given["labels"] is not None:
+        labels = _integers(given["labels"], "labels")
         _require_length(labels, "labels", length)
         masks["labels"] = _learned_by(labels, tokens)
     attention = None
-    if values[2] is not None:
-        attention = _bits(values[2], "attention_mask", length)
-    if values[3] is not None:
-        masks["loss_mask"] = _bits(values[3], "loss_mask", length)
-    weights = _weights_of(values, length)
+    if given["attention_mask"] is not None:
+        attention = _bits(given["attention_mask"], "attention_mask", length)
+    if given["loss_mask"] is not None:
+        masks["loss_mask"] = _bits(given["loss_mask"], "loss_mask", length)
+    trl = {name: _bits(given[name], name, length) for name in TRL_MASKS if given[name] is not None}
+    if trl:
+        masks[" and ".join(trl)] = np.logical_and.reduce(list(trl.values()))
+    weights = _weights_of(given, length)
     learned = _agreed(masks, length) & (weights != 0)
     weights = np.where(learned, weights, 1).astype(np.float32)
     factors = None if (weights == 1).all() else weights
@@ -113,18 +120,18 @@ def token_row(values: Values) -> TokenRow:
     return TokenRow(tokens[low:high], learned[low:high], length - (high - low), factors)
 
 
-def _weights_of(values: Values, length: int) -> Weights:
+def _weights_of(given: Mapping[str, Any], length: int) -> Weights:
     """Return the weights of the tokens of a row, times that of the row: float32 [length]."""
-    if values[4] is not None and values[5] is not None:
-        raise ConversationError(f"it has {' and '.join(TOKEN_KEYS[4:6])} -> keep one of them")
+    of_tokens = [name for name in WEIGHTS_OF_TOKENS if given[name] is not None]
+    if len(of_tokens) > 1:
+        raise ConversationError(f"it has {' and '.join(of_tokens)} -> keep one of them")
     weights = np.ones(length, np.float32)
-    for name, value in zip(TOKEN_KEYS[4:6], values[4:6], strict=True):
-        if value is not None:
-            weights = _factors(value, name, length)
-    if values[6] is None:
+    for name in of_tokens:
+        weights = _factors(given[name], name, length)
+    if given["weight"] is None:
         return weights
     with np.errstate(over="ignore"):
-        weights = weights * _factors([values[6]], "weight", 1)
+        weights = weights * _factors([given["weight"]], "weight", 1)
     if not np.isfinite(weights).all():
         raise ConversationError(f"its weight times those of its tokens is too large: {FACTOR}")
     return weights
@@ -171,8 +178,14 @@ def _integers(value: object, name: str) -> Numbers:
     if given.ndim != 1:
         raise ConversationError(f"its {name} is a list of lists -> one list per row")
     if len(given) and given.dtype.kind not in "iu":
-        wrong = next((v for v in value if isinstance(v, bool) or not isinstance(v, int)), value)
-        raise ConversationError(f"its {name} has {wrong!r}, which is not an integer")
+        largest = np.iinfo(np.int64).max
+        wrong = next(
+            (v for v in value if isinstance(v, bool) or not isinstance(v, int) or abs(v) > largest),
+            value,
+        )
+        raise ConversationError(f"its {name} has {wrong!r}, which is not an integer of 64 bits")
+    if given.dtype.kind == "u" and len(given) and int(given.max()) > np.iinfo(np.int64).max:
+        raise ConversationError(f"its {name} has {int(given.max())}, more than 63 bits hold")
     return given.astype(np.int64)
 
 

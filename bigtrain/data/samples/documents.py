@@ -99,7 +99,7 @@ def fitted_lengths(
     is_complete: bool = False,
 ) -> tuple[Indices, str]:
     """Return the tokens of each document that fit a sample, and a line on what is lost. Raises
-    DataError for one that is longer and not truncated, or has no target then. `is_complete`: the
+    DataError for all that are longer and not truncated, or have no target then. `is_complete`: the
     model reads the last token too, which otherwise is only a target. A document is then marked by
     targets: as many as it has tokens."""
     more = 0 if is_complete else 1
@@ -120,15 +120,21 @@ def fitted_lengths(
         "of the tokens"
     )
     begins = np.cumsum(lengths) - lengths
+    unanswered = []
     for document in longer.tolist() if stream.is_masked else ():
         mask = np.empty(width, np.bool_)
         one = np.array([document])
         stream.read_mask(begins[one], np.array([width]), mask, np.zeros(1, np.int64))
         if not mask.any():
-            raise DataError(
-                f"document {document} has no answer in its first {width} tokens, to which "
-                "it is truncated -> a larger batch.sequence_length, or remove it"
-            )
+            unanswered.append(document)
+    if unanswered:
+        shown = ", ".join(map(str, unanswered[:5])) + (", ..." if len(unanswered) > 5 else "")
+        raise DataError(
+            f"{len(unanswered)} of {len(lengths)} documents ({shown}) have no answer in their "
+            f"first {width} tokens, to which they are truncated -> a larger "
+            f"batch.sequence_length, or tokenize with --max-prompt-tokens {width - 1}, which drops "
+            "and counts them"
+        )
     return np.minimum(lengths, width), lost
 
 

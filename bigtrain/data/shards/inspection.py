@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from bigtrain.data.shards.dataset import open_dataset
 from bigtrain.data.shards.format import CHUNK_ITEMS, Tokens, TokenShard
-from bigtrain.data.shards.manifest import TOKENIZER_DIRECTORY, Manifest
+from bigtrain.data.shards.manifest import LONG_PROMPT, TOKENIZER_DIRECTORY, Manifest
 from bigtrain.errors import DataError
 
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
@@ -230,8 +230,9 @@ def _text(text_bytes: int, tokens: int) -> str:
     return f"{text_bytes:,} bytes of text ({text_bytes / max(1, tokens):.2f} per token)"
 
 
-def summary(output: Path, manifest: Manifest) -> str:
-    """Return a few human-readable lines on the dataset."""
+def summary(output: Path, manifest: Manifest, *, with_unread: bool = True) -> str:
+    """Return a few human-readable lines on the dataset; with_unread: also on keys of rows that are
+    not read, which the log of a new dataset names."""
     lines = [
         f"{output}: {manifest.token_dtype} tokens of {manifest.tokenizer.name} "
         f"({manifest.tokenizer.vocab_size} ids)"
@@ -259,11 +260,17 @@ def summary(output: Path, manifest: Manifest) -> str:
         ids = ", ".join(map(str, manifest.tokenizer.fill_in_middle_ids or ()))
         lines.append(f"  middle:   fill-in-the-middle of {modes or 'no'} documents, tokens {ids}")
     if manifest.options.text_filter is not None:
-        reasons = manifest.filtered or {}
+        reasons = {k: n for k, n in (manifest.filtered or {}).items() if k != LONG_PROMPT}
         shown = "; ".join(f"{count:,} {reason}" for reason, count in reasons.items())
         lines.append(
             f"  filter:   {manifest.options.text_filter.name} dropped {sum(reasons.values()):,} "
             f"documents" + (f": {shown}" if shown else "")
+        )
+    if manifest.options.max_prompt_tokens is not None:
+        dropped = (manifest.filtered or {}).get(LONG_PROMPT, 0)
+        lines.append(
+            f"  prompts:  {dropped:,} rows dropped, whose prompt has more than "
+            f"{manifest.options.max_prompt_tokens:,} tokens"
         )
     kept = manifest.perplexity_filter
     if kept is not None:
@@ -274,6 +281,9 @@ def summary(output: Path, manifest: Manifest) -> str:
     if manifest.skipped_documents:
         count = f"{manifest.skipped_documents:,}"
         lines.append(f"  skipped:  {count} unreadable documents, listed in errors.jsonl")
+    if manifest.unread_keys and with_unread:
+        counted = ", ".join(f"{key} ({count:,})" for key, count in manifest.unread_keys.items())
+        lines.append(f"  unread:   keys of rows that are not read: {counted}")
     lines += [
         f"  dropped:  {KINDS.get(kind, kind)}: {count:,}"
         for kind, count in (manifest.unrendered or {}).items()

@@ -57,6 +57,10 @@ conversations with a label."""
 LABELED: tuple[Rows, ...] = ("kto", "classification")
 """Rows with a label, a byte of a `.labels` for each document."""
 MAX_LABELS = 256
+LONG_PROMPT = "prompt with more than --max-prompt-tokens"
+"""Reason that is counted for a dropped row."""
+Quotes = Literal["quote", "letter"]
+"""Meaning of a quote at the beginning of a field of csv and tsv."""
 BeginningOfText = Literal["auto", "always", "never"]
 Count = Annotated[int, Field(ge=0)]
 Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
@@ -244,10 +248,17 @@ class OptionsRecord(Record):
     version that added it to prompt-completion rows only"""
     end_of_document: str | None = None
     """token that ends documents; absent: the end-of-sequence token"""
+    max_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
+    """rows with more tokens before the first learned one are dropped; absent: none"""
     max_unrendered: Count = 0
     """parts of conversations that the chat template may drop"""
     fill_in_middle: FillInMiddleRecord | None = None
     text_filter: TextFilterRecord | None = None
+    ignored_keys: tuple[str, ...] = Field(default=(), strict=False)
+    """keys of rows that are not read, although other values of theirs are refused"""
+    quotes: Quotes | None = None
+    """meaning of a quote at the beginning of a field of csv and tsv; absent: it quotes, and is
+    refused in tsv where it may be a letter"""
     labels: tuple[str, ...] = Field(default=(), strict=False, max_length=MAX_LABELS)
     """names of the labels of classification rows, by number"""
 
@@ -313,7 +324,9 @@ class Manifest(Record):
     options: OptionsRecord
     skipped_documents: Count = 0
     filtered: dict[str, Count] | None = None
-    """documents that the text filter dropped, by reason"""
+    """documents that the text filter dropped, and rows with a long prompt, by reason"""
+    unread_keys: dict[str, Count] | None = None
+    """rows that have each key that is not read"""
     perplexity_filter: PerplexityFilterRecord | None = None
     """limits, if these are documents of a dataset that `bigtrain score --filter` kept"""
     unrendered: dict[str, Count] | None = None

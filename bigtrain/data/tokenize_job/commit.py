@@ -9,6 +9,7 @@ meantime.
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,6 +20,7 @@ from typing import Any
 from bigtrain.data.chat.preferences import DOCUMENTS_PER_ROW
 from bigtrain.data.chat.rendered_parts import COUNTED_ONLY
 from bigtrain.data.documents.files import Source
+from bigtrain.data.documents.key_rules import KeyRules, describe_unread
 from bigtrain.data.documents.reader import BadDocument, require_few
 from bigtrain.data.shards.format import token_dtype
 from bigtrain.data.shards.manifest import (
@@ -43,6 +45,8 @@ from bigtrain.data.tokenizers.tokenizer import Tokenizer
 from bigtrain.errors import DataError
 from bigtrain.system.files import sync_to_disk, sync_tree, whole_file, write_whole
 
+logger = logging.getLogger(__name__)
+
 COMMIT_LEASE = "assembly"
 
 
@@ -55,6 +59,7 @@ class Commit:
     units: Sequence[Unit]
     tokenizer: Tokenizer
     options: OptionsRecord
+    key_rules: KeyRules
     chat_template: ChatTemplate | None = None
     beginning_ids: tuple[int, ...] = ()
     rows: Rows | None = None
@@ -67,6 +72,8 @@ class Commit:
         self._write_errors(done)
         self._require_rendered(done)
         manifest = self._manifest(done)
+        if manifest.unread_keys:
+            logger.warning("%s", describe_unread(manifest.unread_keys, self.key_rules))
         moves = [
             (f"{record.splits[split].name}.{suffix}", f"{final.name}.{suffix}")
             for split in SPLITS
@@ -118,6 +125,7 @@ class Commit:
             unrendered=_total(record.unrendered for record in done) or None,
             filtered=_total(record.filtered for record in done) or None,
             spelled_tokens=_total(record.spelled_tokens for record in done) or None,
+            unread_keys=_total(record.unread_keys for record in done) or None,
             fill_in_middle=_total(record.fill_in_middle for record in done) or None,
             splits=splits,
         )

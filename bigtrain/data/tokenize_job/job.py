@@ -144,6 +144,10 @@ class _Build:
             identity.append({"fill_in_middle": [drawn, self.fim.ids]})
         if options.text_filter is not None:
             identity.append({"filter": options.text_filter.model_dump()})
+        if options.max_prompt_tokens is not None:
+            identity.append({"max_prompt_tokens": options.max_prompt_tokens})
+        if options.ignored_keys or options.quotes:
+            identity.append({"ignored": options.ignored_keys, "quotes": options.quotes})
         self.units = plan_units(self.sources, self.reading, options.shard_bytes, identity)
         self.plan = plan_key(self.units)
         self.encoders: EncoderQueue | None = None
@@ -197,6 +201,7 @@ class _Build:
                         self.units,
                         self.tokenizer,
                         self.request.options,
+                        self.reading.key_rules,
                         self.template,
                         self.beginning_ids,
                         self.request.rows,
@@ -267,6 +272,7 @@ class _Build:
             spelled=None
             if self.request.options.chat or self.request.options.parse_special_tokens
             else SpelledTokens(encoders.reference.tokenizer_json),
+            max_prompt_tokens=self.request.options.max_prompt_tokens,
         )
         work = Round(left, self.request.share, job, self.workspace)
         workers = self._workers(left)

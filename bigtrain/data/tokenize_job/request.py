@@ -155,6 +155,8 @@ class BuildRequest:
             scratch=self.output / WORK_DIRECTORY,
             roles=self.options.roles,
             text_filter=self._text_filter(),
+            ignored_keys=self.options.ignored_keys,
+            quotes=self.options.quotes,
         )
 
     def _text_filter(self) -> TextFilter | None:

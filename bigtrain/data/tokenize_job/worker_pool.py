@@ -32,11 +32,11 @@ import numpy.typing as npt
 import xxhash
 
 from bigtrain.data.chat.encoder import ChatEncoder, EncodedChats
-from bigtrain.data.chat.preferences import DOCUMENTS_PER_ROW, encode_rows
+from bigtrain.data.chat.preferences import DOCUMENTS_PER_ROW, encode_rows, without_long_prompts
 from bigtrain.data.documents.formats import batched, part_reader
 from bigtrain.data.documents.reader import BadDocument, ReadOptions, RejectedDocuments
 from bigtrain.data.shards.format import Mask, Tokens, Weights
-from bigtrain.data.shards.manifest import LABELED, SPLITS, Rows, ShardRecord, Split
+from bigtrain.data.shards.manifest import LABELED, LONG_PROMPT, SPLITS, Rows, ShardRecord, Split
 from bigtrain.data.shards.writer import ShardWriter
 from bigtrain.data.tokenize_job.existing_output import confirm_unit
 from bigtrain.data.tokenize_job.fill_in_middle import FillInMiddle, Transformed
@@ -68,7 +68,8 @@ class Job:
     threads that encode during reading and writing; 1 thread does everything. `chat`: encoder of
     documents that are conversations; `rows`: of more than those,
     `labels`: names of their labels; `fim`: transformation of documents of plain text; `spelled`:
-    counter of control tokens that these spell, None if they become control tokens."""
+    counter of control tokens that these spell, None if they become control tokens;
+    `max_prompt_tokens`: rows with more tokens before the first target are dropped."""
 
     encoder: Encoder
     reference: Encoder
@@ -83,6 +84,7 @@ class Job:
     labels: tuple[str, ...] = ()
     fim: FillInMiddle | None = None
     spelled: SpelledTokens | None = None
+    max_prompt_tokens: int | None = None
 
     def run(self, contents: list[bytes], checks: Checks) -> Batch:
         """Encode `contents`. Raise EncoderError if the encoder is wrong or fails."""
@@ -106,9 +108,12 @@ class Job:
 
     def _run_chat(self, chat: ChatEncoder, contents: list[bytes], checks: Checks) -> Batch:
         read = encode_rows(chat, contents, checks, self.rows, self.labels)
+        if self.max_prompt_tokens is not None:
+            read = without_long_prompts(read, DOCUMENTS_PER_ROW[self.rows], self.max_prompt_tokens)
         encoded = read.chats
         good_rows = np.ones(len(contents), bool)
         good_rows[[number for number, _ in encoded.problems]] = False
+        good_rows[list(read.dropped)] = False
         good = np.repeat(good_rows, DOCUMENTS_PER_ROW[self.rows])
         return Batch(
             encoded.tokens.astype(self.dtype),
@@ -122,6 +127,7 @@ class Job:
             None if read.labels is None else read.labels[good],
             weights=encoded.weights,
             spelled=encoded.spelled,
+            num_dropped=len(read.dropped),
         )
 
     def _held_out(self, contents: Sequence[bytes]) -> npt.NDArray[np.bool_]:
@@ -136,7 +142,8 @@ class Batch:
     conversations also: which tokens are targets, the number of conversations, and number and reason
     of those that are not among the documents, `chats`, which counts what the chat template drops,
     the `labels` of the documents and the `weights` of the losses if they have some, and `modes`:
-    documents rearranged by fill-in-the-middle. `spelled`: control tokens that they spell."""
+    documents rearranged by fill-in-the-middle. `spelled`: control tokens that they spell;
+    `num_dropped`: rows with a long prompt."""
 
     tokens: Tokens
     lengths: npt.NDArray[np.int64]
@@ -150,6 +157,7 @@ class Batch:
     modes: Counter[str] = field(default_factory=Counter)
     weights: Weights | None = None
     spelled: Mapping[str, int] = field(default_factory=dict)
+    num_dropped: int = 0
 
 
 @dataclass
@@ -225,6 +233,7 @@ def _commit(
         fill_in_middle=dict(reader.modes),
         filtered=dict(reader.rejects.filtered),
         spelled_tokens=dict(reader.spelled),
+        unread_keys=reader.unread_keys(),
     )
     for name in record.files:
         sync_to_disk(workspace.directory / name)
@@ -252,11 +261,19 @@ class _UnitReader:
         self.modes: Counter[str] = Counter()
         self.spelled: Counter[str] = Counter()
 
+    def unread_keys(self) -> dict[str, int]:
+        """Return the rows that have each key that is not read; a filter reads all."""
+        if self.job.reading.text_filter is not None:
+            return {}
+        return self.rejects.keys.unread(self.job.reading.key_rules)
+
     def note(self, batch: Batch) -> None:
         """Count rearranged documents, spelled control tokens and what the chat template drops; note
         how it ends answers."""
         self.modes.update(batch.modes)
         self.spelled.update(batch.spelled)
+        if batch.num_dropped:
+            self.rejects.filtered[LONG_PROMPT] += batch.num_dropped
         if batch.chats is not None:
             self.unrendered.update(batch.chats.unrendered)
             self.answer_ends |= batch.chats.ends

@@ -71,7 +71,7 @@ class UnitRecord(Record):
     wrote the files. For conversations: `unrendered` parts by kind, and the texts of the control
     tokens that end answers and of others inside of them. `fill_in_middle`: documents rearranged, by
     mode; `filtered`: dropped by the text filter, by reason; `spelled_tokens`: control tokens that
-    texts spell, by name."""
+    texts spell, by name; `unread_keys`: rows that have each key that is not read."""
 
     key: str
     token: str
@@ -87,6 +87,7 @@ class UnitRecord(Record):
     fill_in_middle: dict[str, Count] = Field(default_factory=dict)
     filtered: dict[str, Count] = Field(default_factory=dict)
     spelled_tokens: dict[str, Count] = Field(default_factory=dict)
+    unread_keys: dict[str, Count] = Field(default_factory=dict)
 
     def is_current(self, unit: Unit) -> bool:
         """Return whether the inputs of `unit` are unchanged by their times."""

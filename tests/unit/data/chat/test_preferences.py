@@ -13,7 +13,7 @@ import yaml
 from pyarrow import Table, parquet
 
 from bigtrain.cli import main
-from bigtrain.data.chat.preferences import encode_rows
+from bigtrain.data.chat.preferences import encode_rows, without_long_prompts
 from bigtrain.data.documents.chat_formats import FORMATS, Conversations, document_in, nearest
 from bigtrain.data.shards.dataset import open_dataset
 from bigtrain.data.shards.manifest import Rows, read_manifest
@@ -135,6 +135,23 @@ def test_a_sample_to_classify_has_transformers_tokens(label: Any, with_begin: bo
         assert encoded_rows.labels.tolist() == [1]
 
 
+def test_a_pair_with_a_long_prompt_on_either_side_is_dropped() -> None:
+    sides: list[list[dict[str, Any]]] = [[GOOD], [USER, BAD]]
+    rows = [
+        {"prompt": [USER], "chosen": chosen, "rejected": rejected}
+        for chosen, rejected in ([[GOOD], [BAD]], sides, sides[::-1], [[BAD], [GOOD]])
+    ]
+    contents = [content for row in rows if (content := document("preference", row)[0])]
+    read = encode_rows(encoder_of(CHATML), contents, None, "preference")
+    lengths = read.chats.lengths
+    limit = int(read.chats.mask[: lengths[0]].argmax())
+    short = without_long_prompts(read, 2, limit)
+    assert short.dropped == (1, 2)
+    assert short.chats.lengths.tolist() == (lengths * [1, 1, 0, 0, 0, 0, 1, 1]).tolist()
+    assert len(short.chats.mask) == len(short.chats.tokens) == short.chats.lengths.sum()
+    assert without_long_prompts(read, 2, 10_000).dropped == ()
+
+
 def test_labels_without_a_name_are_bad_documents() -> None:
     rows = [{"text": "a b", "label": label} for label in ("low", 2, -1, "other", 1)]
     contents = [content for row in rows if (content := document("classification", row)[0])]
@@ -151,6 +168,29 @@ def test_labels_without_a_name_are_bad_documents() -> None:
     ]
     assert encoded_rows.labels is not None
     assert encoded_rows.labels[[0, 4]].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("names", "label", "number"),
+    [
+        *((("low", "high"), label, 1) for label in (1, "1", "high")),
+        *((("low", "high"), label, None) for label in ("01", "1.0", " 1", "\u0661", "High", 2)),
+        *((("1", "2", "3"), label, None) for label in (0, 1, 3, "0", "4")),
+        (("1", "2", "3"), "1", 0),
+        *((("0", "1", "2"), label, 1) for label in (1, "1")),
+        *((("-1", "0", "1"), label, None) for label in (-1, 0, 1)),
+        (("-1", "0", "1"), "-1", 0),
+        *((("1.5", "one"), label, None) for label in (0, 1, "0")),
+        (("1.5", "one"), "one", 1),
+    ],
+)
+def test_a_number_has_one_meaning(names: tuple[str, ...], label: Any, number: int | None) -> None:
+    content, _ = document("classification", {"text": "a b", "label": label})
+    assert content is not None
+    rows = encode_rows(encoder_of(None), [content], None, "classification", names)
+    assert rows.labels is not None
+    assert (len(rows.chats.problems) == 1) == (number is None)
+    assert number is None or rows.labels.tolist() == [number]
 
 
 @pytest.mark.parametrize(

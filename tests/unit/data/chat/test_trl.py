@@ -6,6 +6,7 @@ TRL is asked itself: `SFTTrainer._prepare_dataset`, the code that makes its inpu
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -102,12 +103,16 @@ def encoded(
     return chats.tokens.tolist(), chats.mask.astype(int).tolist()
 
 
-def by_trl(tokenizer: Any, row: dict[str, Any], *, assistant_only: bool) -> Encoded:
+def by_trl(
+    tokenizer: Any, row: dict[str, Any], *, assistant_only: bool, completion_only: bool = False
+) -> Encoded:
     from datasets import Dataset
     from trl.trainer.sft_trainer import SFTTrainer
 
     trainer = SimpleNamespace(
-        _tokenizer=tokenizer, chat_template=None, completion_only_loss="prompt" in row
+        _tokenizer=tokenizer,
+        chat_template=None,
+        completion_only_loss=completion_only or "prompt" in row,
     )
     options = SimpleNamespace(
         dataset_num_proc=None,
@@ -120,6 +125,24 @@ def by_trl(tokenizer: Any, row: dict[str, Any], *, assistant_only: bool) -> Enco
         trainer, Dataset.from_list([row]), tokenizer, options, False, None, "train"
     )[0]
     return prepared["input_ids"], [int(label != -100) for label in prepared["labels"]]
+
+
+@pytest.mark.parametrize(
+    "masks",
+    [
+        {"completion_mask": [0, 0, 1, 1, 1]},
+        {"assistant_masks": [0, 1, 1, 0, 1]},
+        {"completion_mask": [0, 0, 1, 1, 1], "assistant_masks": [0, 1, 1, 0, 1]},
+        {"completion_mask": [0, 0, 1, 1, 1], "labels": [-100, -100, 3, 4, 5]},
+    ],
+)
+def test_masks_of_tokenized_rows_are_trls(masks: dict[str, list[int]]) -> None:
+    row = {"input_ids": [1, 2, 3, 4, 5], **masks}
+    tokenizer = tokenizer_of(CHATML)
+    wanted = by_trl(tokenizer, row, assistant_only=False, completion_only=True)
+    assert 0 < sum(wanted[1]) < 5
+    encoder = replace(encoder_of(CHATML), vocab_size=100)
+    assert encoded(encoder, "tokens", row) == wanted
 
 
 def for_trl(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

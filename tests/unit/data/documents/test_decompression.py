@@ -56,6 +56,30 @@ def suffix(kind: str) -> str:
     return "arrow" if kind == "stream" else kind
 
 
+def test_zstd_with_a_long_window(tmp_path: Path) -> None:
+    """``zstd --long=31``; Arrow accepts windows of 128 MiB."""
+    lines = [json.dumps({"text": text or "x"}).encode() + b"\n" for text in TEXTS]
+    long = zstandard.ZstdCompressionParameters(window_log=31, enable_ldm=True)
+    frames = b""
+    for part in (lines[:300], lines[300:]):
+        compressor = zstandard.ZstdCompressor(compression_params=long).compressobj()
+        frames += b"".join(map(compressor.compress, part)) + compressor.flush()
+    assert zstandard.get_frame_parameters(frames).window_size == 1 << 31
+    path = tmp_path / "a.jsonl.zst"
+
+    def read() -> list[str]:
+        options = ReadOptions(Selection((str(path),)))
+        reader = DocumentReader(find_sources(options.selection), options, RejectedDocuments(False))
+        return [text for batch in reader.text_batches() for text in batch]
+
+    path.write_bytes(frames)
+    assert read() == [text or "x" for text in TEXTS]
+    for wrong in (frames[:-9], frames[:40], frames[:-20] + b"\0" * 20):
+        path.write_bytes(wrong)
+        with pytest.raises(DataError, match=r"cannot be read: it.* zstd frame"):
+            read()
+
+
 def packed(folder: Path, kind: str, compression: str, texts: list[str] = TEXTS) -> Path:
     folder.mkdir(exist_ok=True)
     path = folder / f"a.{suffix(kind)}.{compression}"

@@ -38,10 +38,11 @@ def read(
     skip: bool = False,
     limit: int = 1 << 20,
     bad: list[BadDocument] | None = None,
+    quotes: Any = None,
     **selection: Any,
 ) -> list[str]:
     chosen = Selection(inputs=[str(i) for i in inputs], **selection)
-    options = ReadOptions(chosen, tuple(text_key.split(",")), limit)
+    options = ReadOptions(chosen, tuple(text_key.split(",")), limit, quotes=quotes)
     rejects = RejectedDocuments(skip, (bad if bad is not None else []).append)
     reader = DocumentReader(find_sources(chosen), options, rejects)
     documents = [text for batch in reader.text_batches() for text in batch]
@@ -272,6 +273,39 @@ def test_tsv(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"b\.tsv:3: 1 fields, the header has 2"):
         read(wrong)
     assert read(wrong, skip=True) == ["a", "c"]
+
+
+def test_quotes_of_tsv_have_one_meaning(tmp_path: Path) -> None:
+    said = write(tmp_path / "a.tsv", b'text\tn\n"Hello" she said\t1\nb "c"\t2\n')
+    swallowed = write(tmp_path / "b.tsv", b'text\tn\n"a\t1\nb"\t2\n')
+    quoted = write(tmp_path / "c.tsv", b'text\tn\n"a ""b"" c"\t1\n')
+    for path in (said, swallowed, quoted):
+        with pytest.raises(DataError, match=r"tsv:2 has .*--quotes quote, or --quotes letter"):
+            read(path)
+    assert read(said, quotes="letter") == ['"Hello" she said', 'b "c"']
+    assert read(swallowed, quotes="letter") == ['"a', 'b"']
+    assert read(quoted, quotes="letter") == ['"a ""b"" c"']
+    assert read(quoted, quotes="quote") == ['a "b" c']
+    every = write(tmp_path / "d.tsv", b'"text"\t"n"\n"a"\t"1"\n')  # all fields are quoted
+    assert read(every) == ["a"]
+    csv = write(tmp_path / "e.csv", b'text,n\n"Hello" she said,1\n')
+    with pytest.raises(DataError, match="a quote is a letter of the text: --quotes letter"):
+        read(csv)
+    assert read(csv, quotes="letter") == ['"Hello" she said']
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json", "a.csv", "a.tsv"])
+def test_byte_order_marks_are_no_text(name: str, tmp_path: Path) -> None:
+    text = {"txt": "hello", "jsonl": '{"text": "hello"}\n', "json": '[{"text": "hello"}]'}.get(
+        name[2:], '"text"\n"hello"\n'
+    )
+    assert read(write(tmp_path / name, b"\xef\xbb\xbf" + text.encode())) == ["hello"]
+    for encoding in ("utf-16", "utf-16-be", "utf-32"):
+        mark = b"\xfe\xff" if encoding == "utf-16-be" else b""
+        path = write(tmp_path / name, mark + text.encode(encoding))
+        family = encoding[:6].upper()
+        with pytest.raises(DataError, match=f"not UTF-8 but {family} -> convert it: iconv -f"):
+            read(path)
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,20 @@ def read(row: dict[str, Any]) -> tuple[TokenRow | None, str]:
         ({"input_ids": [5, 6], "loss_mask": [False, True]}, [5, 6], [0, 1], 0),
         ({"input_ids": [5, 6], "token_weights": [0.0, 1.0], "weight": 1}, [5, 6], [0, 1], 0),
         ({"input_ids": [5, 6], "loss_mask": [0, 1], "weight": 0}, [5, 6], [0, 0], 0),
+        ({"input_ids": [5, 6, 7], "completion_mask": [0, 1, 1]}, [5, 6, 7], [0, 1, 1], 0),
+        ({"input_ids": [5, 6, 7], "assistant_masks": [0, 0, 1]}, [5, 6, 7], [0, 0, 1], 0),
+        (
+            {
+                "input_ids": [5, 6, 7, 0],
+                "completion_mask": [0, 1, 1, 0],
+                "assistant_masks": [1, 0, 1, 0],
+                "labels": [-100, -100, 7, -100],
+                "attention_mask": [1, 1, 1, 0],
+            },
+            [5, 6, 7],
+            [0, 0, 1],
+            1,
+        ),
         (
             {"input_ids": [0, 0, 5, 6, 0], "attention_mask": [0, 0, 1, 1, 0]},
             [5, 6],
@@ -101,6 +115,13 @@ def test_a_row_is_learned_as_it_says(
             {"input_ids": [5, 6], "loss_mask": [0, 1], "labels": [5, 6]},
             "labels and loss_mask contradict each other at token 0",
         ),
+        (
+            {"input_ids": [5, 6], "completion_mask": [0, 1], "labels": [5, 6]},
+            "labels and completion_mask contradict each other at token 0",
+        ),
+        ({"input_ids": [5, 6], "completion_mask": [0]}, "completion_mask has 1 values"),
+        ({"input_ids": [2**64 - 100]}, "its input_ids has 18446744073709551516, more than 63"),
+        ({"input_ids": [5, 2**70]}, "its input_ids has 1180591620717411303424, which is not an"),
     ],
 )
 def test_a_row_that_contradicts_itself_is_refused(row: dict[str, Any], why: str) -> None:

@@ -78,8 +78,18 @@ def test_longer_answers_are_refused_or_truncated(dataset: TokenDataset) -> None:
     number = lengths.index(longest) // 2
     rows = rows_of(dataset, samples, [number])
     assert rows == [expected_row(dataset, 2 * number + n, longest - 4) for n in (0, 1)]
-    with pytest.raises(DataError, match="has no answer in its first 2 tokens"):
-        PairSamples(stream, 1, truncates=True)
+
+
+def test_all_pairs_whose_prompt_fills_a_sample_are_named_at_once(dataset: TokenDataset) -> None:
+    stream = split_stream(dataset, "train")
+    for length in (1, 4):
+        labels = [document["labels"].tolist() for document in dataset]
+        full = [n for n, own in enumerate(labels) if all(v == -100 for v in own[: length + 1])]
+        assert len(full) > 1
+        shown = ", ".join(map(str, full[:5]))
+        words = rf"^{len(full)} of {len(labels)} documents \({shown}.*--max-prompt-tokens {length},"
+        with pytest.raises(DataError, match=words):
+            PairSamples(stream, length, truncates=True)
 
 
 def test_an_odd_number_of_documents(tmp_path: Path) -> None:
