@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import resource
 import secrets
 import socket
 import threading
@@ -12,6 +13,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -29,8 +31,7 @@ from bigtrain.sites.server.connections import (
     MOST_HEADERS,
     STATE,
     GuardedConnection,
-    HandshakeLimitLoop,
-    guarded,
+    GuardedLoop,
 )
 from bigtrain.sites.server.members import Rules
 from bigtrain.sites.server.state import OuterServerState
@@ -97,6 +98,7 @@ class OuterServer:
         self._sessions: OrderedDict[str, str] = OrderedDict()  # by the nonce of their first message
         self._last: dict[str, int] = {}  # sequence number by session
         self._refused: Counter[tuple[str, str]] = Counter()
+        self._failures: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._room = asyncio.Semaphore(BODIES_AT_ONCE)
         self._waiting = anyio.CapacityLimiter(_WAITING_AT_ONCE)
@@ -215,6 +217,18 @@ class OuterServer:
             self._say(f"{host}: {text}" + (f" ({count} such so far)" if count > 1 else ""))
         self._state.note(MESSAGE_REFUSED, host, reason)
 
+    def note_failure(self, error: Exception) -> None:
+        """Name what the server could not do for a connection: each time that the count of such
+        failures doubles."""
+        name = type(error).__name__
+        self._failures[name] += 1
+        count = self._failures[name]
+        if count.bit_count() == 1:
+            text = f"{name}: {error}"
+            self._say(
+                f"a connection failed: {text}" + (f" ({count} such so far)" if count > 1 else "")
+            )
+
     def _signed(self, status: int, nonce: str, header: Header, payload: bytes = b"") -> Response:
         body = protocol.pack(header, payload)
         headers = {protocol.SIGNATURE: protocol.sign(self._token, f"reply {status}", nonce, body)}
@@ -270,7 +284,7 @@ class HTTPServer(uvicorn.Server):
                 server.application(),
                 host=place.host,
                 port=place.port,
-                http=guarded(),
+                http=GuardedConnection,
                 ws="none",
                 h11_max_incomplete_event_size=MOST_HEADERS,
                 log_level="error",  # the server itself logs what strangers send
@@ -280,10 +294,14 @@ class HTTPServer(uvicorn.Server):
                 ssl_keyfile=place.key,
             )
         )
+        self._server = server
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve until SIGINT, SIGTERM or `should_exit`."""
-        with asyncio.Runner(loop_factory=HandshakeLimitLoop) as runner:
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        loop = partial(GuardedLoop, self._server.note_failure)
+        with asyncio.Runner(loop_factory=loop) as runner:
             runner.run(self.serve(sockets))
 
 
