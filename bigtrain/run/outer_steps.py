@@ -54,7 +54,7 @@ class OuterSteps:
         self._step: OuterStep | None = None
         config = context.config
         if config.sites is not None:
-            run = checkpoints.make_run_id(context.directory) if context.world.is_main else ""
+            run = context.long_work.on_main_rank(lambda: checkpoints.make_run_id(context.directory))
             facts = _facts(context, data_hash)
             allowed = config.checkpoint.allow_changes
             beat = context.heartbeat

@@ -4,6 +4,7 @@ the token are answered before any body is read. On Starlette and uvicorn."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import re
 import resource
 import secrets
@@ -163,7 +164,7 @@ class OuterServer:
         )
         if marks.action == "heartbeat" and status == protocol.OK and await _is_closed(request):
             fields, _ = protocol.unpack(body)
-            self._state.hang_up(fields["site"], fields.get("run", ""))
+            self._state.hang_up(fields["site"], fields["run"])
         return self._signed(status, marks.nonce, header, payload)
 
     def _checked(self, host: str, marks: _Marks, body: bytearray) -> tuple[int, Header, bytes]:
@@ -172,7 +173,7 @@ class OuterServer:
         try:
             if protocol.digest_of(body) != marks.digest:
                 raise CorruptMessageError(f"checksum of {len(body)} bytes")
-            header, payload = protocol.unpack(body)
+            header, payload = protocol.unpack(body, protocol.most_header_bytes(action))
         except CorruptMessageError as error:
             self._note(host, "corrupted", f"refused a corrupted message ({action}): {error}")
             return protocol.CORRUPT, {"error": f"the message came corrupted: {error}"}, b""
@@ -318,6 +319,7 @@ def serve(
 
     until_left: or until every site that joined has left, or none was heard of for `IDLE_SECONDS`.
     """
+    gc.freeze()  # else every large message has the collector look at all that is imported
     with closing(ServerDirectory(directory)) as store:
         state = OuterServerState(store, rules, say)
         server = HTTPServer(OuterServer(state, token, say), place)
