@@ -13,7 +13,7 @@ PIP_INSTALL = pip install --quiet --no-compile -c $(CONSTRAINTS)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-full test-shard slow-times test-oldest check format docs reference bench gpu-check gpu-proof kernel-proof operator-proof gpu-wheels cluster-deps image-deps clean
+.PHONY: help install quickstart test test-full test-shard slow-times test-oldest check format docs reference bench gpu-check gpu-proof kernel-proof operator-proof gpu-wheels test-deps image-deps clean
 
 help:
 	@echo "make install     create .venv with the exact versions of constraints.txt"
@@ -23,7 +23,7 @@ help:
 	@echo "make test-oldest the tests that take seconds, with the lowest versions of pyproject.toml (6 GB)"
 	@echo "make check       ruff and mypy;  make format: let ruff rewrite the files"
 	@echo "make docs        build the site of docs/ into site/;  make reference: write docs/reference/ and the YAML's schema anew"
-	@echo "make cluster-deps  Slurm, sshd, pdsh for tests/cluster (Debian, as root); without it they skip"
+	@echo "make test-deps   Chromium, fish, sshd, Slurm for the tests (Debian, as root); without them some skip"
 	@echo "make image-deps  buildah, debootstrap and runc for tests/cluster/test_image.py, likewise"
 	@echo "make bench       run every benchmark of benchmarks/ but the GPU's"
 	@echo "make gpu-check   check a GPU machine in under ten minutes, figures included"
@@ -58,8 +58,9 @@ test test-full test-shard slow-times: export OMP_NUM_THREADS = 1
 test test-full test-shard slow-times: export HF_HUB_OFFLINE = 1
 test test-full test-shard slow-times: export TOKENIZERS_PARALLELISM = false
 
-# Two files side by side: their worlds of processes wait for each other much of the time.
-SIDE_BY_SIDE := -n $(or $(TEST_PROCESSES),2) --dist loadfile --no-loadscope-reorder
+# Two files side by side: their worlds of processes wait for each other much of the time. Each test that
+# is skipped is printed with its reason (tests/support/skips.py).
+SIDE_BY_SIDE := -n $(or $(TEST_PROCESSES),2) --dist loadfile --no-loadscope-reorder -rs --no-fold-skipped
 
 # More steps and more examples of the same tests too (tests/support/tiers.py).
 test-full: export TEST_TIER = full
@@ -134,15 +135,19 @@ operator-proof: $(STAMP)
 gpu-wheels: $(STAMP)
 	$(BIN)/python tools/gpu_wheels.py
 
-# tests/cluster makes its hosts of these. policy-rc.d keeps the packages from starting daemons here.
-CLUSTER_PACKAGES = iproute2 munge openmpi-bin openssh-server pdsh slurm-client slurm-wlm-basic-plugins slurmctld slurmd
+# What tests look for beside .venv: a browser, shells, a compiler, and the hosts of tests/cluster.
+# .ci/run installs the packages; policy-rc.d keeps them from starting daemons here.
+TEST_PACKAGES = chromium fish gcc iproute2 munge openmpi-bin openssh-server openssl pdsh slurm-client slurm-wlm-basic-plugins slurmctld slurmd util-linux zsh
 
-cluster-deps:
-	@test "$$(id -u)" = 0 && command -v apt-get >/dev/null || { echo "cluster-deps: needs root and apt-get (Debian, Ubuntu)" >&2; exit 2; }
-	@set -e; policy=/usr/sbin/policy-rc.d; \
+test-deps:
+	@missing=$$(for package in $(TEST_PACKAGES); do \
+	dpkg-query -W -f='$${Status}' $$package 2>/dev/null | grep -q '^install ok installed' || echo $$package; done); \
+	if [ -z "$$missing" ]; then exit 0; fi; \
+	test "$$(id -u)" = 0 && command -v apt-get >/dev/null || { echo "test-deps: needs root and apt-get (Debian, Ubuntu) for" $$missing >&2; exit 2; }; \
+	set -e; policy=/usr/sbin/policy-rc.d; \
 	if [ ! -e $$policy ]; then printf '#!/bin/sh\nexit 101\n' > $$policy; chmod +x $$policy; trap "rm $$policy" EXIT; fi; \
 	apt-get update -qq; \
-	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(CLUSTER_PACKAGES)
+	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing
 
 # What builds and runs the Dockerfile's image without Docker.
 image-deps:

@@ -2,7 +2,7 @@
 
 python benchmarks/recovery.py [--kinds rank host main] [--kills 3] [--hosts 3] [--processes 2]
                               [--rendezvous bigtrain torch]
-Hosts in network namespaces on one machine (root, `make cluster-deps`) train a tiny model by the
+Hosts in network namespaces on one machine (root, `make test-deps`) train a tiny model by the
 script of `bigtrain launch torchrun`; another host serves the rendezvous. A kill is SIGKILL to one
 rank (`rank`), or a cut link and SIGKILL to every process of a host that has not rank 0 (`host`) or
 that has it (`main`). Before the next kill the host is back and all train. With ``--spares 1`` one

@@ -22,6 +22,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -37,6 +38,30 @@ EXIT_FAULTY_HOST = 78
 """Bits on this host differ again from those of other hosts; the run must continue without it."""
 
 
+_USER = re.compile(r"(?<=://)[^/\s'\"?#]*@")
+_SECRET_NAME = (
+    r"[^=&?#\s'\"]*(?:sig|token|secret|passw|credential|apikey|api_key|access_?key|auth)[^=&?#\s]*"
+    r"|x-(?:amz|goog|ms)-[^=&?#\s]*|expires|key|policy|se|sp|sv|sr|st|spr|ske|sks|skt|skv|skoid|sktid"
+)
+_SECRET = re.compile(rf"(?:{_SECRET_NAME})=.*", re.IGNORECASE)
+_PARAMETERS = re.compile(r"\?((?:[^=&?#\s'\"]+=[^&#\s'\"]*&?)+)")
+
+
+def without_secrets(text: str) -> str:
+    """Return `text` with credentials removed from every address in it.
+
+    User, password and the parameters that sign a request are removed: a newly signed URL still
+    means the same file.
+    """
+    text = _USER.sub("", text)
+    return _PARAMETERS.sub(_kept, text)
+
+
+def _kept(parameters: re.Match[str]) -> str:
+    kept = [pair for pair in parameters[1].split("&") if pair and not _SECRET.fullmatch(pair)]
+    return "?" + "&".join(kept) if kept else ""
+
+
 @dataclass(frozen=True)
 class Problem:
     """One thing that is wrong: the key, its value, the rule that the value breaks, the remedy."""
@@ -49,13 +74,17 @@ class Problem:
     def __str__(self) -> str:
         shown = "" if self.value is None else f" = {_shorten(self.value)}"
         remedy = f" -> {self.remedy}" if self.remedy else ""
-        return f"{self.key}{shown}: {self.rule}{remedy}"
+        return without_secrets(f"{self.key}{shown}: {self.rule}{remedy}")
 
 
 class BigtrainError(Exception):
-    """Base of every error a user can cause. Entry points print it and exit with `exit_code`."""
+    """Base of every error a user can cause. Entry points print it and exit with `exit_code`. No
+    address in its text has a password or a signature."""
 
     exit_code = EXIT_USER_ERROR
+
+    def __str__(self) -> str:
+        return without_secrets(super().__str__())
 
 
 class ConfigError(BigtrainError):
@@ -131,7 +160,7 @@ class StaleLaunchError(LostRunTokenError):
 
 
 def _shorten(value: object, limit: int = 120) -> str:
-    text = repr(value)
+    text = without_secrets(repr(value))
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 
-from tests.support import shards
+from tests.support import shards, skips
 from tests.support.worlds import ROOT
 from tests.support.worlds import free_port as find_free_port
 
@@ -87,7 +87,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         shards.write_times(_slow_seconds, shards.read_times())
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Before any test module imports a library that reads these once.
 
     TORCH_EXTENSIONS_DIR stays as it is: DeepSpeed's CPU operators are compiled once per machine.
@@ -98,6 +98,7 @@ def pytest_configure() -> None:
     os.environ["HF_DATASETS_OFFLINE"] = "1"
     # What bigtrain keeps between runs (`bigtrain.system.user_cache`) is found out by each test
     # session, once for all its processes. Not XDG_CACHE_HOME, which moves what PyTorch compiles.
+    config.pluginmanager.register(skips)
     if not _IS_WORKER:
         os.environ["BIGTRAIN_CACHE"] = tempfile.mkdtemp(prefix="bigtrain-tests-")
     # Where the shell forbids it, each of hundreds of processes would compile what it imports.

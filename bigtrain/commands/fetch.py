@@ -7,8 +7,8 @@ import argparse
 
 def run(args: argparse.Namespace) -> int:
     """Fetch missing files. Raise DataError; fetched files are kept for the next start."""
+    from bigtrain.errors import without_secrets
     from bigtrain.python_api.results import fetch
-    from bigtrain.system.storage.stores import without_secrets
 
     fetched = fetch(args.address, args.output, step=args.step, say=print)
     address = without_secrets(args.address.rstrip("/"))

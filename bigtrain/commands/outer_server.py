@@ -24,12 +24,21 @@ def run(args: argparse.Namespace) -> int:
     from bigtrain.sites.client import read_token
     from bigtrain.sites.server.app import Place, serve
     from bigtrain.sites.server.members import Rules
+    from bigtrain.system.listening import exposure
 
     token = read_token(args.token_file)
     place = Place(args.host, args.port, args.certificate, args.key)
     rules = Rules(args.asynchronous, args.window_seconds)
     scheme = "http" if args.certificate is None else "https"
     _say(f"outer server at {scheme}://{args.host}:{args.port}, directory {args.directory}")
+    where = exposure(args.host)
+    if not where:
+        _say("only sites on this machine can reach it -> --host ADDRESS for sites on other hosts")
+    elif args.certificate is None:
+        _say(
+            f"it listens {where}, without encryption -> --certificate and --key, or a private "
+            "network"
+        )
     serve(args.directory, place, token, rules, _say, until_left=args.until_left)
     _say("stopped; restart with the same directory to continue")
     return 0

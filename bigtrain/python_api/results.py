@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
-from bigtrain.errors import ConfigError, DataError, ModelError, Problem
+from bigtrain.errors import ConfigError, DataError, ModelError, Problem, without_secrets
 
 if TYPE_CHECKING:
     import torch
@@ -387,7 +387,7 @@ def fetch(
     DataError; fetched files are kept.
     """
     from bigtrain.system.storage.copies import checkpoint_steps, fetch_tree, list_tree
-    from bigtrain.system.storage.stores import is_address, without_secrets
+    from bigtrain.system.storage.stores import is_address
 
     if not is_address(address):
         raise DataError(f"{address} is not an address, such as s3://bucket/runs/mine -> cp -r")

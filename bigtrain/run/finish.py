@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from signal import Signals
+from typing import Any
 
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.planner.run_prediction import RunPrediction
@@ -23,7 +25,8 @@ from bigtrain.system.files import writing
 
 EXPORT = "hf"
 EXPORTED = "exported.json"
-"""File of a run directory that names the step of its ``hf/``. Absent: no export, or unknown."""
+"""File of a run directory that names the step of its ``hf/``, and of one of several sites the outer
+step and the sites that made it. Absent: no export, or unknown."""
 
 
 def closing_result(
@@ -113,9 +116,11 @@ def finish(
     state: TrainState,
     prediction: RunPrediction | None,
     copies: RunCopies | None,
+    outer: Mapping[str, Any],
 ) -> None:
-    """Export the last checkpoint to ``RUN/hf`` if asked, and log the summary. Collective. Raises on
-    every rank ModelError if the exported model's logits differ, StaleLaunchError."""
+    """Export the last checkpoint to ``RUN/hf`` if asked, and log the summary. Collective. outer:
+    the outer step of a site's weights, for `EXPORTED`. Raises on every rank ModelError if the
+    exported model's logits differ, StaleLaunchError."""
 
     def export() -> list[str]:
         context.claim.check()
@@ -132,7 +137,7 @@ def finish(
             export_run(
                 context.directory, output, step=state.step, replace=True, warn=summary.append
             )
-            record.write_text(json.dumps({"step": state.step}) + "\n")
+            record.write_text(json.dumps({"step": state.step, **outer}) + "\n")
             summary.append(f"exported to {output}, reloaded and compared: same logits")
             if copies is not None:
                 summary += copies.wait(context.config.output.copy_wait_seconds)

@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from bigtrain.engine.train_engine import TrainEngine
+from bigtrain.errors import LaunchError
 from bigtrain.run.checkpointing import checkpoints
 from bigtrain.run.checkpointing.changed_settings import mathematics
 from bigtrain.run.context import RunContext
@@ -155,6 +156,28 @@ class OuterSteps:
                 self._log.event(
                     event.pop("event"), state, first_sample=max(0, state.samples - batch), **event
                 )
+
+    def final_record(self) -> dict[str, Any]:
+        """Return, and log, the outer step that the weights at the end of the run are of, and its
+        sites; empty without other sites. Raises LaunchError on every rank if this site ended apart
+        from the others, with weights that are not theirs."""
+        outer = self._step
+        if outer is None or outer.sites.count == 1:
+            return {}
+        index, count = outer.sites.index, outer.sites.count
+        if outer.detached:
+            raise LaunchError(
+                f"site {index} ended apart from the other sites, after outer step {outer.number} "
+                f"({outer.detached}): its weights are saved and are not those of the run, so they "
+                "are not exported -> start this site again with the server reachable: it takes the "
+                "weights of the others and exports them; `bigtrain export` exports its own"
+            )
+        made_by = list(outer.made_by)
+        shown = ", ".join(map(str, made_by)) or "an earlier launch"
+        self._log.info(
+            f"the weights are those of outer step {outer.number}, made by site {shown} of {count}"
+        )
+        return {"outer_step": outer.number, "sites": made_by}
 
     def close(self) -> None:
         """Leave the other sites, which then do not wait for this one."""

@@ -199,7 +199,8 @@ class _Launch:
         if received is not None:
             stop_early(context, log, engine, state, received, self.copies)
         elif is_over(context.config, state):
-            finish(context, log, engine, state, self.prediction, self.copies)
+            record = outer.final_record()
+            finish(context, log, engine, state, self.prediction, self.copies, record)
         else:
             engine.close()
             return state.step

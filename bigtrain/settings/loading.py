@@ -17,10 +17,10 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from bigtrain.errors import ConfigError, Problem, one_line
+from bigtrain.errors import ConfigError, Problem, one_line, without_secrets
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.system.shipped_files import recipes
-from bigtrain.system.storage.stores import without_secrets
+from bigtrain.system.storage.stores import is_address
 
 
 class _Loader(yaml.SafeLoader):
@@ -128,7 +128,7 @@ def apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> list[Prob
     for override in overrides:
         path, separator, text = override.partition("=")
         keys = path.split(".")
-        if not separator or not all(keys):
+        if not separator or not all(keys) or is_address(path):
             problems.append(
                 Problem(override, None, "is not an override", "write section.key=value")
             )

@@ -50,6 +50,8 @@ class OuterStep:
     number: of the last outer step; tokens_seen: by the global weights, on all sites (0 with a
     server that holds them). notes: lines to show; events: of all sites and the server, for the
     metrics. step: where the run continues after it took weights of sites that are ahead; else None.
+    made_by: sites of the last outer step in this launch. detached: why this site is in no outer
+    step since then; empty while it takes part.
     """
 
     def __init__(
@@ -69,7 +71,9 @@ class OuterStep:
         self._under_way: OuterRound | None = None
         self.number = self.tokens_seen = 0
         self._sent_steps = [0] * sites.fragments  # after which each fragment was sent last
-        self._was_detached = self._was_alone = False
+        self._was_alone = False
+        self.made_by: tuple[int, ...] = ()
+        self.detached = ""
         self.notes: list[str] = []
         self.events: list[OuterEvent] = []
         self.step: int | None = None
@@ -319,15 +323,15 @@ class OuterStep:
                 f"{at}: no outer step after {self.number}: {attempt.detached}; this site trains "
                 "on its own until its next outer step"
             )
-            self._was_detached = True
+            self.detached = attempt.detached
             return
         if not attempt.is_done:
             self.notes.append(f"{at}: no outer step after {self.number}: {attempt.failure}")
             return
         events, number = attempt.events, attempt.new_number
-        if self._was_detached and all((e.event, e.who) != (RETURNED, own) for e in events):
+        if self.detached and all((e.event, e.who) != (RETURNED, own) for e in events):
             events.append(OuterEvent(RETURNED, own, "takes part again", number))
-        self._was_detached = False
+        self.detached, self.made_by = "", attempt.sites or self.made_by
         is_alone = attempt.distances is None and attempt.num_members == 1 < self.sites.count
         if is_alone and not self._was_alone:
             reason = "no other site is reachable, or came in time"

@@ -18,6 +18,7 @@ from bigtrain.sites.client import (
     UnreachableError,
     read_token,
 )
+from bigtrain.system.listening import exposure, own_address
 
 _LONGEST_WINDOW_SECONDS = 300.0
 _ANSWER_SECONDS = 2.0
@@ -38,12 +39,14 @@ def start_own_server(sites: SitesSection, directory: Path) -> str:
         return f"the outer server at {sites.server} is running already"
     directory.mkdir(parents=True, exist_ok=True)
     log = directory / LOG
+    host, port = sites.server_place
+    address = own_address(host)
     window = min(_LONGEST_WINDOW_SECONDS, sites.timeout_seconds / 2)
     pid = _start_detached(
         [
             *(sys.executable, "-m", "bigtrain.cli", "outer-server", "--until-left"),
             *("--directory", str(directory), "--token-file", str(sites.token_file)),
-            *("--port", str(sites.server_place[1]), "--window-seconds", f"{window:g}"),
+            *("--host", address, "--port", str(port), "--window-seconds", f"{window:g}"),
         ],
         log,
     )
@@ -55,7 +58,9 @@ def start_own_server(sites: SitesSection, directory: Path) -> str:
                 f"sites.start_server: the outer server at {sites.server} did not start: {last} -> "
                 f"see {log}; end what uses its port, or choose another one on all sites"
             )
-    return f"started the outer server at {sites.server}, log {log}"
+    where = exposure(address)
+    unencrypted = f"; it listens {where}, without encryption" if where else ""
+    return f"started the outer server at {sites.server}, log {log}{unencrypted}"
 
 
 def _start_detached(command: Sequence[str], log: Path) -> int:

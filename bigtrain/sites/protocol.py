@@ -25,7 +25,7 @@ from contextlib import suppress
 from typing import Annotated, Any, ClassVar, Literal
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from bigtrain.sites.metrics import OuterEvent
 
@@ -39,6 +39,12 @@ MOST_BYTES = (64 << 20) + MOST_HEADER_BYTES
 body, with the elements of one exchange in float32."""
 MOST_SITES, MOST_STEP, MOST_TOKENS = 1 << 16, 10**9, 10**15
 """Limits: sites of one run; optimizer or outer steps; tokens of one contribution."""
+MOST_PARAMETERS, MOST_RECTANGLES = 100_000, 100_000
+"""Limits: parameters of a model, and rectangles of one message. The largest mixtures of experts
+have 70,000 parameters, with one for each matrix of an expert."""
+_MOST_MARKS = 1_000_000
+"""Limit of brackets and commas of a header, each of which is about one value: a million take 0.5 s
+and 90 MiB to decode."""
 OK, CORRUPT, FORGED, REFUSED, TOO_LARGE, OTHER_START = 200, 400, 401, 409, 413, 412
 LATER = 503
 """HTTP statuses of replies; after `LATER` and `CORRUPT` a site retries."""
@@ -51,6 +57,7 @@ _MAGIC = b"BTO2"
 _MAX_DEPTH = 32
 _SMALL_BYTES = 64 << 10
 _LONGEST_SECONDS = 1e7
+_LONGEST_NAME, _MOST_DIMENSIONS, _LARGEST_SIZE = 1000, 8, 1 << 48
 
 Header = dict[str, Any]
 
@@ -74,7 +81,9 @@ def pack(header: Mapping[str, Any], payload: bytes | memoryview = b"") -> bytes:
     return b"".join([_START.pack(_MAGIC, len(text), digest.intdigest()), text, payload])
 
 
-def unpack(body: bytes | bytearray) -> tuple[Header, memoryview]:
+def unpack(
+    body: bytes | bytearray, most_header_bytes: int = MOST_HEADER_BYTES
+) -> tuple[Header, memoryview]:
     """Return header and payload of a body. Raises CorruptMessageError."""
     if len(body) < _START.size:
         raise CorruptMessageError(f"a message of {len(body)} bytes")
@@ -82,8 +91,8 @@ def unpack(body: bytes | bytearray) -> tuple[Header, memoryview]:
     rest = memoryview(body)[_START.size :]
     if magic != _MAGIC or length > len(rest):
         raise CorruptMessageError("not a message of this version of bigtrain")
-    if length > MOST_HEADER_BYTES:
-        raise CorruptMessageError(f"a header of {length} bytes, of at most {MOST_HEADER_BYTES}")
+    if length > most_header_bytes:
+        raise CorruptMessageError(f"a header of {length} bytes, of at most {most_header_bytes}")
     if xxhash.xxh3_64_intdigest(rest) != expected:
         raise CorruptMessageError(f"checksum of {len(body)} bytes")
     return _decode_header(bytes(rest[:length])), rest[length:]
@@ -91,6 +100,9 @@ def unpack(body: bytes | bytearray) -> tuple[Header, memoryview]:
 
 def _decode_header(text: bytes) -> Header:
     """Return the JSON object in `text`: finite numbers, nested no deeper than `_MAX_DEPTH`."""
+    marks = sum(map(text.count, (b"[", b"{", b",")))
+    if marks > _MOST_MARKS:
+        raise CorruptMessageError(f"a header of {marks:,} values, of at most {_MOST_MARKS:,}")
     try:
         header = json.loads(text, parse_constant=_finite, parse_float=_finite)
     except (ValueError, RecursionError) as error:
@@ -158,28 +170,48 @@ Site = Annotated[int, Field(ge=0, lt=MOST_SITES)]
 Count = Annotated[int, Field(ge=0, le=MOST_STEP)]
 Tokens = Annotated[int, Field(ge=0, le=MOST_TOKENS)]
 Id = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
-RunId = Annotated[str, Field(pattern=r"^[0-9a-f]{0,32}$")]
+RunId = Annotated[str, Field(pattern=r"^[0-9a-f]{1,32}$")]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{16,64}$")]
-Name = Annotated[str, Field(max_length=1000)]
+Name = Annotated[str, Field(max_length=_LONGEST_NAME)]
 Rank = Annotated[int, Field(ge=0, lt=1_000_000)]
 Seconds = Annotated[float, Field(ge=0, le=_LONGEST_SECONDS)]
+Rectangles = Annotated[list[Any], Field(max_length=MOST_RECTANGLES)]
+"""JSON of `ParameterBox`."""
+
+
+def _refuse_other_shapes(trees: list[Any]) -> list[Any]:
+    """Return names and shapes of parameters. Raises ValueError for anything else."""
+    for tree in trees:
+        match tree:
+            case [str(name), [*sizes]] if (
+                len(name) <= _LONGEST_NAME and len(sizes) <= _MOST_DIMENSIONS
+            ):
+                if all(type(size) is int and 0 < size < _LARGEST_SIZE for size in sizes):
+                    continue
+        raise ValueError(f"not the name and shape of a parameter: {repr(tree)[:100]}")
+    return trees
+
+
+Parameters = Annotated[
+    list[Any], Field(max_length=MOST_PARAMETERS), AfterValidator(_refuse_other_shapes)
+]
+"""Names and shapes."""
 
 
 class Request(BaseModel):
-    """Fields of a request. site: its sender. run: id of its run directory. most_bytes: limit of the
-    body."""
+    """Fields of a request. most_bytes: limit of the body; most_header_bytes: of its header."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     most_bytes: ClassVar[int] = _SMALL_BYTES
-
-    site: Site | None = None
-    run: RunId = ""
+    most_header_bytes: ClassVar[int] = _SMALL_BYTES
 
 
 class SiteRequest(Request):
-    """Request that only a site makes."""
+    """Request that only a site makes. site: its sender. run: id of its run directory, which every
+    request names, for a second run with the same index is refused."""
 
     site: Site
+    run: RunId
 
 
 class JoinRequest(SiteRequest):
@@ -196,12 +228,12 @@ class JoinRequest(SiteRequest):
     that digest yet).
     """
 
-    most_bytes = MOST_HEADER_BYTES
+    most_bytes = most_header_bytes = MOST_HEADER_BYTES
 
     facts: dict[Name, Any]
     allowed: list[Name] = []
     sites: dict[Name, Any]
-    parameters: list[Any] | None
+    parameters: Parameters | None
     exchange: Literal["server", "direct"] = "server"
     number: Count = 0
     is_new: bool = False
@@ -216,7 +248,7 @@ class LeaveRequest(SiteRequest):
     reason: Annotated[str, Field(max_length=500)] = ""
 
 
-class WaitRequest(Request):
+class WaitRequest(SiteRequest):
     """Poll for the state of the run after an outer step later than `base`, with the events since
     outer step `heard` (None: of the last one)."""
 
@@ -229,8 +261,9 @@ class UploadRequest(SiteRequest):
     """Rectangles of the initial weights; payload: float32."""
 
     most_bytes = MOST_BYTES
+    most_header_bytes = MOST_HEADER_BYTES
 
-    boxes: list[Any]
+    boxes: Rectangles
 
 
 class ContributeRequest(UploadRequest):
@@ -257,11 +290,11 @@ class WeightsRequest(SiteRequest):
     """Rectangles of the global weights of outer step `number`. Reply: ``form``, and the last update
     encoded, or the full weights in float32."""
 
-    most_bytes = MOST_HEADER_BYTES
+    most_bytes = most_header_bytes = MOST_HEADER_BYTES
 
     number: Count
     form: Literal["update", "full"]
-    boxes: list[Any]
+    boxes: Rectangles
 
 
 class LayoutRequest(SiteRequest):
@@ -352,6 +385,11 @@ POLLS = frozenset({"wait", "enter", "vote", "get"})
 def most_bytes(action: str) -> int:
     """Return the limit of the body of a request."""
     return REQUESTS.get(action, Request).most_bytes
+
+
+def most_header_bytes(action: str) -> int:
+    """Return the limit of the header in the body of a request."""
+    return REQUESTS.get(action, Request).most_header_bytes
 
 
 def is_large(action: str) -> bool:

@@ -47,6 +47,27 @@ def listen_where_reached(host: str, port: int) -> socket.socket | None:
     return bound
 
 
+def own_address(host: str) -> str:
+    """Return the address of this machine at which others reach it as `host`: the address to listen
+    at. 0.0.0.0, all addresses, if `host` resolves to none of this machine here, as behind NAT."""
+    bound = listen_where_reached(host, 0)
+    if bound is None:
+        return "0.0.0.0"
+    with bound:
+        return str(bound.getsockname()[0])
+
+
+def exposure(address: str) -> str:
+    """Return who can connect to a server at `address`; an empty text if only this machine can."""
+    if is_loopback(address):
+        return ""
+    return (
+        "at all addresses of this machine"
+        if address in ("", "0.0.0.0", "::")
+        else f"at {address}, from other hosts"
+    )
+
+
 def is_loopback(address: str) -> bool:
     """Return whether `address` is a loopback address, which only this machine can reach."""
     if address == "localhost":

@@ -44,7 +44,7 @@ class ServerSite:
         self.number = 0
 
     def ask(self, action: str, payload: bytes = b"", **header: Any) -> tuple[Any, memoryview]:
-        header |= {"site": self.index}
+        header |= {"site": self.index, "run": f"{self.index:x}"}
         return self.client.ask(action, header, payload, deadline=time.monotonic() + 90)
 
     def join(self) -> None:

@@ -67,7 +67,7 @@ def test_hosts_with_unequal_slots(lab: Lab, alone: dict[int, float]) -> None:
 def test_openmpi_with_three_hosts(lab: Lab, alone: dict[int, float]) -> None:
     """The main process is on n1, as mpirun is, wherever n1 stands in the file."""
     if shutil.which("mpirun", path=SYSTEM_PATH) is None:
-        pytest.skip("mpirun is not installed: make cluster-deps")
+        pytest.skip("mpirun is not installed: make test-deps")
     write_hostfile(lab, "n2", "n1", "n0")
     command = [BINARIES / "deepspeed", "--hostfile", "hosts", "--launcher", "openmpi"]
     as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

@@ -45,7 +45,7 @@ class Lab:
     def serve(self, window: float = 3.0) -> None:
         """Start the server, again with the directory it had."""
         command = ("-m", "bigtrain.cli", "outer-server", "--window-seconds", str(window))
-        place = ("--directory", self.folder / "state", "--port", str(PORT))
+        place = ("--directory", self.folder / "state", "--port", str(PORT), "--host", "0.0.0.0")
         token = ("--token-file", self.token())
         log = self.folder / "hub.log"
         self.serving = self.net.start("hub", log, *command, *place, *token)

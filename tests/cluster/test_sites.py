@@ -44,7 +44,7 @@ class Lab:
         token = self.folder / "token"
         token.write_text("0123456789abcdef0123456789abcdef")
         command = ("-m", "bigtrain.cli", "outer-server", "--token-file", token, *options)
-        place = ("--directory", self.folder / "state", "--port", str(PORT))
+        place = ("--directory", self.folder / "state", "--port", str(PORT), "--host", "0.0.0.0")
         self.running["hub"] = self.net.start("hub", self.folder / "hub.log", *command, *place)
 
     def train(self, site: int, steps: int, *settings: str) -> None:

@@ -8,7 +8,9 @@ import os
 import socket
 import subprocess
 import tempfile
+import threading
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -296,6 +298,39 @@ def test_a_server_that_never_answers(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr().err == "webhook: message not sent: timed out\n"
     webhook_watcher.post({**settings, "url": "secret"}, "is complete", 2)
     assert capfd.readouterr().err == "webhook: message not sent: ValueError\n"
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_redirect_is_not_followed_and_reported(
+    status: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """urllib would send a GET without the message, and count it as sent."""
+    methods: list[str] = []
+
+    class Moved(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            methods.append(self.command)
+            self.send_response(status)
+            self.send_header("Location", f"http://127.0.0.1:{port}/secret")
+            self.end_headers()
+
+        do_GET = do_POST
+
+        def log_message(self, *_: Any) -> None:
+            """Print nothing."""
+
+    with HTTPServer(("127.0.0.1", 0), Moved) as server:
+        port = server.server_address[1]
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        settings = {"url": f"http://127.0.0.1:{port}{SECRET}", "timeout_seconds": 10.0}
+        webhook_watcher.post({**settings, "run": "run x", "total_steps": 2}, "is complete", 2)
+        server.shutdown()
+        thread.join()
+    assert methods == ["POST"]
+    error = capfd.readouterr().err
+    assert error.startswith(f"webhook: message not sent: HTTP status {status} (moved")
+    assert "secret" not in error
 
 
 def test_a_trainjob_gets_few_updates(inputs: Inputs, monkeypatch: pytest.MonkeyPatch) -> None:

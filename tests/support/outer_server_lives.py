@@ -26,7 +26,7 @@ def system_calls(directory: Path) -> Path:
     """Return the compiled `system_calls.c`; skips the test where there is no compiler."""
     compiler = shutil.which(os.environ.get("CC", "cc"))
     if compiler is None:
-        pytest.skip("no C compiler here")
+        pytest.skip("cc is not installed: make test-deps")
     library = directory / "system_calls.so"
     source = HERE / "system_calls.c"
     command = [compiler, "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"]

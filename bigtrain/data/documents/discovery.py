@@ -36,7 +36,7 @@ from bigtrain.data.documents.formats import BY_SUFFIX, DEFAULT_SUFFIXES, format_
 from bigtrain.data.documents.links import Links
 from bigtrain.data.documents.table_readers import HubDatasetReader, SavedDatasetReader
 from bigtrain.data.shards.manifest import SourceRecord
-from bigtrain.errors import DataError, first_line
+from bigtrain.errors import DataError, first_line, without_secrets
 from bigtrain.system.storage.remote_file import store_of
 from bigtrain.system.storage.stores import (
     NotFoundError,
@@ -45,7 +45,6 @@ from bigtrain.system.storage.stores import (
     name_of,
     scheme_of,
     with_retries,
-    without_secrets,
 )
 
 logger = logging.getLogger(__name__)

@@ -32,9 +32,9 @@ from bigtrain.data.tokenizers.encoders import ReferenceEncoder
 from bigtrain.data.tokenizers.own_file import FILE as OWN_FILE
 from bigtrain.data.tokenizers.own_file import as_in_file, without_class
 from bigtrain.data.tokenizers.transformers_patches import decodes_plainly, template_syntax_tree
-from bigtrain.errors import DataError, first_line
+from bigtrain.errors import DataError, first_line, without_secrets
 from bigtrain.system.storage.copies import local_path
-from bigtrain.system.storage.stores import is_address, without_secrets
+from bigtrain.system.storage.stores import is_address
 
 logger = logging.getLogger(__name__)
 

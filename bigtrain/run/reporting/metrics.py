@@ -60,7 +60,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
 
-from bigtrain.errors import OutputError
+from bigtrain.errors import OutputError, without_secrets
 from bigtrain.report.step_metrics import StepMetrics
 from bigtrain.run.reporting.metrics_lines import cut_lines
 from bigtrain.run.reporting.progress import (
@@ -247,12 +247,12 @@ class MetricsWriter:
         return self._failure or self._progress.failure
 
     def info(self, text: str) -> None:
-        """Show `text` and append it to log.txt."""
-        self._progress.say(text)
+        """Show `text` and append it to log.txt; addresses without a password or a signature."""
+        self._progress.say(without_secrets(text))
 
     def note(self, text: str) -> None:
         """Append `text` to log.txt only."""
-        self._progress.note(text)
+        self._progress.note(without_secrets(text))
 
     def summary(self) -> list[str]:
         """Return a summary of the run from the metrics logged so far; pass it to `close`."""
@@ -281,7 +281,7 @@ class MetricsWriter:
     def _write(self, figures: Mapping[str, object]) -> None:
         if self._is_stale():
             return  # the step belongs to another launch, which ends this one
-        line = json.dumps(_finite(figures), allow_nan=False)
+        line = without_secrets(json.dumps(_finite(figures), allow_nan=False))
         self._failure = self._failure or write_line(self._file, self._path, line)
 
 

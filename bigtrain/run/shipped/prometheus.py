@@ -16,6 +16,7 @@ from bigtrain.run.run_view import RunView
 from bigtrain.run.shipped.families import ENTRY, FAMILIES
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.settings.sections.extensions import PrometheusSettings
+from bigtrain.system.listening import exposure
 
 
 class Prometheus(Collector):
@@ -25,7 +26,7 @@ class Prometheus(Collector):
     def __init__(
         self, settings: PrometheusSettings, config: RunConfig, warn: Callable[[str], None]
     ) -> None:
-        self._settings = settings
+        self._settings, self._warn = settings, warn
         self._view: RunView | None = None
         self._serving: tuple[WSGIServer, Thread] | None = None
 
@@ -42,6 +43,8 @@ class Prometheus(Collector):
                 f"{address}:{port} cannot be listened at ({error.strerror}) -> use another "
                 "settings.port"
             ) from error
+        if where := exposure(address):
+            self._warn(f"prometheus: listens {where}, without encryption or a password")
 
     def step(self, view: RunView) -> None:
         """Take over the metrics."""

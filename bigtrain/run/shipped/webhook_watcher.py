@@ -103,16 +103,25 @@ def post(settings: Mapping[str, Any], text: str, step: int | None) -> None:
         request = urllib.request.Request(
             settings["url"], body, {"Content-Type": "application/json"}, method="POST"
         )
-        with urllib.request.urlopen(request, timeout=settings["timeout_seconds"]):
+        opener = urllib.request.build_opener(_NoRedirects)
+        with opener.open(request, timeout=settings["timeout_seconds"]):
             pass
     except Exception as error:
         print(f"webhook: message not sent: {reason_of(error)}", file=sys.stderr, flush=True)
 
 
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Refuses redirects, which urllib would follow with a GET, without the message."""
+
+    def redirect_request(self, *_: Any) -> None:
+        """Follow none: then the status is an error."""
+
+
 def reason_of(error: Exception) -> str:
     """Return why a request failed, without its address, which may be a secret."""
     if isinstance(error, urllib.error.HTTPError):
-        return f"HTTP status {error.code}"
+        moved = " (moved: write the new address)" if 300 <= error.code < 400 else ""
+        return f"HTTP status {error.code}{moved}"
     if isinstance(error, urllib.error.URLError):
         return str(error.reason)
     return str(error) if isinstance(error, OSError) else type(error).__name__

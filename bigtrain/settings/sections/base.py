@@ -16,7 +16,7 @@ from pydantic import (
     field_validator,
 )
 
-from bigtrain.system.storage.stores import is_address, without_secrets
+from bigtrain.errors import without_secrets
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -67,14 +67,28 @@ class Section(BaseModel):
                 raise ValueError("must be a number, not true or false")
         return value
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _holds_no_secret(cls, value: Any) -> Any:
+        """Settings are recorded, logged and sent to trackers."""
+        if not isinstance(value, BaseModel):
+            _refuse_secrets(value)
+        return value
+
 
 def _takes_numbers(annotation: Any) -> bool:
     return annotation in (int, float) or any(map(_takes_numbers, get_args(annotation)))
 
 
-def refuse_secrets(address: str) -> None:
-    """Raise ValueError for an address with a password or a signature: settings are recorded."""
-    if is_address(address) and without_secrets(address) != address:
+def _refuse_secrets(value: Any) -> None:
+    """Raise ValueError for an address with a password or a signature, also in lists and in
+    sections, whose own checks could be of another kind."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for one in value:
+            _refuse_secrets(one)
+    elif isinstance(value, str) and without_secrets(value) != value:
         raise ValueError(
             "contains a password or a signature, and settings are recorded and logged -> pass "
             "credentials by the environment (AWS_ACCESS_KEY_ID, ~/.netrc, ...)"

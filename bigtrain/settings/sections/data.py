@@ -8,9 +8,9 @@ from itertools import accumulate, pairwise
 from pathlib import PurePath
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, model_validator
 
-from bigtrain.settings.sections.base import PositiveInt, Section, refuse_secrets
+from bigtrain.settings.sections.base import PositiveInt, Section
 from bigtrain.settings.sections.extensions import SamplesSection
 
 
@@ -280,13 +280,6 @@ class TokenizerSection(Section):
         """Return the setting that names an added text."""
         name = "add_special_tokens" if text in self.add_special_tokens else "add_tokens"
         return f"tokenizer.{name}"
-
-    @field_validator("base")
-    @classmethod
-    def _shows_no_secret(cls, name: str | None) -> str | None:
-        if name is not None:
-            refuse_secrets(name)
-        return name
 
     @model_validator(mode="after")
     def _adds_each_text_once(self) -> Self:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from bigtrain.settings.sections.base import NonNegativeFloat, PositiveInt, Section, refuse_secrets
+from bigtrain.settings.sections.base import NonNegativeFloat, PositiveInt, Section
 from bigtrain.settings.sections.extensions import ImportedName
 
 Float8 = Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"]
@@ -106,13 +106,6 @@ class ModelSection(Section):
                 "model.gradient_checkpointing = 'none' has none; set it to full"
             )
         return self
-
-    @field_validator("path", "config")
-    @classmethod
-    def _shows_no_secret(cls, name: object) -> object:
-        if isinstance(name, str):
-            refuse_secrets(name)
-        return name
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

@@ -15,7 +15,6 @@ from bigtrain.settings.sections.base import (
     NonNegativeInt,
     PositiveInt,
     Section,
-    refuse_secrets,
 )
 from bigtrain.settings.sections.extensions import (
     CodeSettings,
@@ -208,7 +207,6 @@ class OutputSection(Section):
             return None
         if not is_address(copy_to) or scheme_of(copy_to) in ("http", "https"):
             raise ValueError("must be an address that takes files, such as s3://bucket/runs/mine")
-        refuse_secrets(copy_to)
         return copy_to.rstrip("/")
 
 

@@ -4,7 +4,9 @@ the token are answered before any body is read. On Starlette and uvicorn."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import re
+import resource
 import secrets
 import socket
 import threading
@@ -12,6 +14,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -29,8 +32,7 @@ from bigtrain.sites.server.connections import (
     MOST_HEADERS,
     STATE,
     GuardedConnection,
-    HandshakeLimitLoop,
-    guarded,
+    GuardedLoop,
 )
 from bigtrain.sites.server.members import Rules
 from bigtrain.sites.server.state import OuterServerState
@@ -97,6 +99,7 @@ class OuterServer:
         self._sessions: OrderedDict[str, str] = OrderedDict()  # by the nonce of their first message
         self._last: dict[str, int] = {}  # sequence number by session
         self._refused: Counter[tuple[str, str]] = Counter()
+        self._failures: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._room = asyncio.Semaphore(BODIES_AT_ONCE)
         self._waiting = anyio.CapacityLimiter(_WAITING_AT_ONCE)
@@ -161,7 +164,7 @@ class OuterServer:
         )
         if marks.action == "heartbeat" and status == protocol.OK and await _is_closed(request):
             fields, _ = protocol.unpack(body)
-            self._state.hang_up(fields["site"], fields.get("run", ""))
+            self._state.hang_up(fields["site"], fields["run"])
         return self._signed(status, marks.nonce, header, payload)
 
     def _checked(self, host: str, marks: _Marks, body: bytearray) -> tuple[int, Header, bytes]:
@@ -170,7 +173,7 @@ class OuterServer:
         try:
             if protocol.digest_of(body) != marks.digest:
                 raise CorruptMessageError(f"checksum of {len(body)} bytes")
-            header, payload = protocol.unpack(body)
+            header, payload = protocol.unpack(body, protocol.most_header_bytes(action))
         except CorruptMessageError as error:
             self._note(host, "corrupted", f"refused a corrupted message ({action}): {error}")
             return protocol.CORRUPT, {"error": f"the message came corrupted: {error}"}, b""
@@ -214,6 +217,18 @@ class OuterServer:
         if count.bit_count() == 1:
             self._say(f"{host}: {text}" + (f" ({count} such so far)" if count > 1 else ""))
         self._state.note(MESSAGE_REFUSED, host, reason)
+
+    def note_failure(self, error: Exception) -> None:
+        """Name what the server could not do for a connection: each time that the count of such
+        failures doubles."""
+        name = type(error).__name__
+        self._failures[name] += 1
+        count = self._failures[name]
+        if count.bit_count() == 1:
+            text = f"{name}: {error}"
+            self._say(
+                f"a connection failed: {text}" + (f" ({count} such so far)" if count > 1 else "")
+            )
 
     def _signed(self, status: int, nonce: str, header: Header, payload: bytes = b"") -> Response:
         body = protocol.pack(header, payload)
@@ -270,7 +285,7 @@ class HTTPServer(uvicorn.Server):
                 server.application(),
                 host=place.host,
                 port=place.port,
-                http=guarded(),
+                http=GuardedConnection,
                 ws="none",
                 h11_max_incomplete_event_size=MOST_HEADERS,
                 log_level="error",  # the server itself logs what strangers send
@@ -280,10 +295,14 @@ class HTTPServer(uvicorn.Server):
                 ssl_keyfile=place.key,
             )
         )
+        self._server = server
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve until SIGINT, SIGTERM or `should_exit`."""
-        with asyncio.Runner(loop_factory=HandshakeLimitLoop) as runner:
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        loop = partial(GuardedLoop, self._server.note_failure)
+        with asyncio.Runner(loop_factory=loop) as runner:
             runner.run(self.serve(sockets))
 
 
@@ -300,6 +319,7 @@ def serve(
 
     until_left: or until every site that joined has left, or none was heard of for `IDLE_SECONDS`.
     """
+    gc.freeze()  # else every large message has the collector look at all that is imported
     with closing(ServerDirectory(directory)) as store:
         state = OuterServerState(store, rules, say)
         server = HTTPServer(OuterServer(state, token, say), place)

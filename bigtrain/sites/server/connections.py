@@ -1,63 +1,87 @@
-"""Connections to an outer server, of which strangers get few, and for a short time."""
+"""Connections to an outer server, of which strangers get few, and for a short time.
+
+A connection is a stranger's from its acceptance until somebody signs a request on it. It gets a
+protocol with its first byte: one that is opened and closed costs three system calls.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import socket
 import weakref
-from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MOST_STRANGERS, MOST_OF_ONE_HOST = 128, 64
 """Connections at once on which nobody has signed a request yet, of all and of one host."""
+ACCEPTED_AT_ONCE = 8
+"""Connections that one turn of the event loop accepts. Headers that came with a connection are read
+four turns later, so that it is not among the oldest of `MOST_OF_ONE_HOST` before."""
+BACKLOG = 2048
+"""Connections that the system keeps until they are accepted."""
 HEADER_SECONDS = 10.0
-"""Time that a connection has for the headers of a signed request."""
+"""Time from the acceptance of a connection to the headers of a signed request."""
 MOST_HEADERS = 16 << 10
 """Bytes of the headers of an HTTP request."""
+_PAUSE_SECONDS = 0.2
+"""Until a server without free file descriptors accepts again."""
 
 
 STATE = "bigtrain.connection"
 """Name of a weak reference to the connection, in the state of its requests."""
 
 
-class _Strangers:
-    """The connections of one server on which nobody has signed a request yet, oldest first."""
+class Stranger:
+    """A connection on which nobody has signed a request yet: a socket without a byte, then a task
+    with a TLS handshake, then a protocol."""
 
-    def __init__(self) -> None:
-        self._open: OrderedDict[GuardedConnection, str] = OrderedDict()
-
-    def add(self, connection: GuardedConnection, host: str) -> None:
-        """Add one; the oldest goes where there are too many: whoever signs does so at once."""
-        of_host = [one for one, its in self._open.items() if its == host]
+    def __init__(self, strangers: list[Stranger], connection: socket.socket, host: str) -> None:
+        self.host, self.connection = host, connection
+        self.protocol: GuardedConnection | None = None
+        self.task: asyncio.Task[None] | None = None
+        self._strangers = strangers
+        self._loop = asyncio.get_running_loop()
+        of_host = [one for one in strangers if one.host == host]
+        # The oldest goes where there are too many: whoever signs does so at once.
         if len(of_host) >= MOST_OF_ONE_HOST:
             of_host[0].abort()
-        elif len(self._open) >= MOST_STRANGERS:
-            next(iter(self._open)).abort()
-        self._open[connection] = host
+        elif len(strangers) >= MOST_STRANGERS:
+            strangers[0].abort()
+        strangers.append(self)
+        self._limit = self._loop.call_later(HEADER_SECONDS, self.abort)
 
-    def remove(self, connection: GuardedConnection) -> None:
-        """Remove one that is closed, or whose request was signed."""
-        self._open.pop(connection, None)
+    def leave(self) -> None:
+        """Count it no longer: it is closed, or its request was signed."""
+        if self in self._strangers:
+            self._strangers.remove(self)
+        self._limit.cancel()
+        self.protocol = self.task = None  # which name this one, too
+
+    def abort(self) -> None:
+        """Close at once, whatever is under way."""
+        protocol, task = self.protocol, self.task
+        self.leave()
+        if protocol is not None and protocol.transport is not None:
+            protocol.transport.abort()
+        elif task is not None:
+            task.cancel()
+        else:
+            self._loop.remove_reader(self.connection)
+            self.connection.close()
 
 
 class GuardedConnection(H11Protocol):
     """A connection that is closed unless the headers of a signed request come in time, also while
     a response is sent or a body is ignored."""
 
-    strangers: _Strangers  # of one server, see `guarded`
+    stranger: Stranger
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # Weak, since memory of connections must not wait for the collector of cycles.
         self.app_state = {**self.app_state, STATE: weakref.ref(self)}
-        self._limit: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin the time for the headers."""
-        super().connection_made(transport)
-        self.strangers.add(self, self.client[0] if self.client else "?")
-        self._limit = self.loop.call_later(HEADER_SECONDS, self.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
@@ -66,28 +90,119 @@ class GuardedConnection(H11Protocol):
 
     def trust(self) -> None:
         """Somebody who has the token has signed a request on it."""
-        self.strangers.remove(self)
-        if self._limit is not None:
-            self._limit.cancel()
-            self._limit = None
-
-    def abort(self) -> None:
-        """Close at once, whatever is under way."""
-        self.strangers.remove(self)
-        self.transport.abort()
+        self.stranger.leave()
 
 
-def guarded() -> type[GuardedConnection]:
-    """Return the class of the connections of one server."""
-    return type("OwnGuardedConnection", (GuardedConnection,), {"strangers": _Strangers()})
+class Listener:
+    """Sockets that listen at all addresses of a host. on_error: called if one cannot accept."""
+
+    def __init__(
+        self,
+        factory: Callable[[], GuardedConnection],
+        sockets: list[socket.socket],
+        tls: Any,
+        on_error: Callable[[OSError], None],
+    ) -> None:
+        self.sockets = sockets
+        self._factory, self._tls, self._on_error = factory, tls, on_error
+        self._strangers: list[Stranger] = []  # oldest first
+        self._loop = asyncio.get_running_loop()
+        for listening in sockets:
+            listening.setblocking(False)
+            self._loop.add_reader(listening, self._accept, listening)
+
+    def close(self) -> None:
+        """Listen no longer."""
+        for listening in self.sockets:
+            if listening.fileno() >= 0:
+                self._loop.remove_reader(listening)
+                listening.close()
+        for stranger in list(self._strangers):
+            if stranger.protocol is None:  # uvicorn closes those with one
+                stranger.abort()
+
+    async def wait_closed(self) -> None:
+        """Return: nothing is under way after `close`."""
+
+    def _accept(self, listening: socket.socket) -> None:
+        """Accept a few connections; the next turn of the loop accepts more."""
+        for _ in range(ACCEPTED_AT_ONCE):
+            try:
+                connection, address = listening.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                self._pause(listening, error)
+                return
+            connection.setblocking(False)
+            self._look(Stranger(self._strangers, connection, str(address[0])))
+
+    def _pause(self, listening: socket.socket, error: OSError) -> None:
+        """Free descriptors, where all are in use, and accept again after a pause: the system would
+        report the waiting connections without one."""
+        self._on_error(error)
+        for stranger in list(self._strangers):
+            stranger.abort()
+        self._loop.remove_reader(listening)
+
+        def resume() -> None:
+            if listening.fileno() >= 0:
+                self._loop.add_reader(listening, self._accept, listening)
+
+        self._loop.call_later(_PAUSE_SECONDS, resume)
+
+    def _look(self, stranger: Stranger) -> None:
+        """Serve a connection that has sent a byte, wait for its first one, or close it where the
+        other end did."""
+        try:
+            first = stranger.connection.recv(1, socket.MSG_PEEK)
+        except (BlockingIOError, InterruptedError):
+            self._loop.add_reader(stranger.connection, self._look, stranger)
+            return
+        except OSError:
+            first = b""
+        self._loop.remove_reader(stranger.connection)
+        if first:
+            stranger.task = self._loop.create_task(self._serve(stranger))
+        else:
+            stranger.abort()
+
+    async def _serve(self, stranger: Stranger) -> None:
+        """Connect a protocol, after the handshake of TLS."""
+        protocol = stranger.protocol = self._factory()
+        protocol.stranger = stranger
+        seconds = None if self._tls is None else HEADER_SECONDS
+        try:
+            await self._loop.connect_accepted_socket(
+                lambda: protocol, stranger.connection, ssl=self._tls, ssl_handshake_timeout=seconds
+            )
+        except OSError:  # a handshake that failed
+            stranger.leave()
 
 
-class HandshakeLimitLoop(asyncio.SelectorEventLoop):
-    """An event loop whose servers give a TLS handshake `HEADER_SECONDS`: a connection is guarded
-    only after it."""
+class GuardedLoop(asyncio.SelectorEventLoop):
+    """An event loop whose servers are a `Listener`. on_error: called with what it cannot do."""
 
-    async def create_server(self, *args: Any, **kwargs: Any) -> asyncio.Server:
-        """Listen, as uvicorn asks for."""
-        if kwargs.get("ssl") is not None:
-            kwargs["ssl_handshake_timeout"] = HEADER_SECONDS
-        return await super().create_server(*args, **kwargs)
+    def __init__(self, on_error: Callable[[Exception], None]) -> None:
+        super().__init__()
+        self._on_error = on_error
+        self.set_exception_handler(
+            lambda _, context: on_error(
+                context.get("exception") or RuntimeError(context.get("message", ""))
+            )
+        )
+
+    async def create_server(  # type: ignore[override]  # what uvicorn uses of a server
+        self, protocol_factory: Callable[[], Any], host: str, port: int, **kwargs: Any
+    ) -> Listener:
+        """Listen, as uvicorn asks for. Raises OSError if the port is in use."""
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        sockets: list[socket.socket] = []
+        try:
+            for family, _, _, _, place in dict.fromkeys(infos):
+                sockets.append(socket.create_server(place, family=family, backlog=BACKLOG))
+        except OSError:
+            for one in sockets:
+                one.close()
+            raise
+        return Listener(protocol_factory, sockets, kwargs.get("ssl"), self._on_error)

@@ -85,7 +85,7 @@ class Members:
         if row is None:
             refuse_index(site, document)
             raise RefusedError(f"site {site} has not joined")
-        if run and row.run and run != row.run:
+        if run and run != row.run:
             raise RefusedError(
                 f"sites.index = {site}: another run directory (run {row.run}) takes part as this "
                 "site"
@@ -104,7 +104,7 @@ class Members:
                 self.log(f"{key}: {_shown(value)} from now on")
         row = SiteRow(
             site,
-            request.run or before.run,
+            request.run,
             before.num_joins + 1,
             is_active=True,
             number=request.number,
@@ -151,7 +151,7 @@ class Members:
 
     def hear(self, site: int, run: str) -> None:
         """Note that a site is alive; without the lock, which an outer step may hold."""
-        if not run or self._run_ids.get(site) == run:
+        if self._run_ids.get(site) == run:
             self._last_heard = self.clock()
             self._alive_until[site] = self._last_heard + HEARTBEAT_TIMEOUT
 
@@ -270,8 +270,9 @@ class Members:
 
 
 def described(request: JoinRequest) -> Header:
-    """Return the description of the run that a site joins."""
-    return request.model_dump(include={"facts", "sites", "parameters", "exchange"})
+    """Return the description of the run that a site joins, whose values are not to be changed."""
+    names = ("facts", "sites", "parameters", "exchange")
+    return {name: getattr(request, name) for name in names}
 
 
 def refuse_index(site: int, run: Header) -> None:
@@ -282,7 +283,7 @@ def refuse_index(site: int, run: Header) -> None:
 
 
 def _refuse_second_run(before: SiteRow, request: JoinRequest) -> None:
-    is_other = before.run and request.run and request.run != before.run
+    is_other = before.run and request.run != before.run
     if is_other and before.is_active and "sites.index" not in request.allowed:
         raise RefusedError(
             f"sites.index = {before.site}: another run directory (run {before.run}) takes part as "

@@ -44,15 +44,14 @@ class OuterServerState(Members):
         self, action: str, request: protocol.Request, payload: memoryview
     ) -> tuple[Header, bytes]:
         """Return header and payload of the reply to a request. Raises RefusedError."""
-        if request.site is not None:
-            self.hear(request.site, request.run)
+        assert isinstance(request, protocol.SiteRequest)
+        self.hear(request.site, request.run)
         if isinstance(request, protocol.WaitRequest):
             return self.wait(request.base, request.seconds, request.heard), b""
         if isinstance(request, JoinRequest):
             return self.join(request), b""
         if action == "heartbeat":
             return {}, b""
-        assert request.site is not None
         self.member(request.site, request.run)
         if isinstance(request, protocol.LeaveRequest):
             self.leave(request.site, request.reason)
@@ -70,14 +69,16 @@ class OuterServerState(Members):
     def join(self, request: JoinRequest) -> Header:
         """Count a site that begins, or is back, as a member; without parameters only find out
         whether it may be one. Raises RefusedError."""
+        exchange = self.exchange
+        if exchange is None and request.parameters is not None:
+            # Without the lock, for which everybody waits, and before it is on disk: it may fail.
+            refuse_index(request.site, described(request))
+            exchange = self._build(described(request))
         with self.changed:
-            exchange = self.exchange
-            if request.parameters is None:
+            exchange = self.exchange or exchange
+            if request.parameters is None or exchange is None:
                 self.agreed_run(request)
                 return {}
-            if exchange is None:
-                refuse_index(request.site, described(request))
-                exchange = self._build(described(request))  # before it is on disk: it may fail
             before = self.admit(request)
             self.exchange = exchange
             summary = self.summary()

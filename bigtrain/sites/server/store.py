@@ -100,6 +100,7 @@ class ServerDirectory:
             (directory / name).mkdir(parents=True, exist_ok=True)
         self._lock = threading.RLock()
         self._unused: list[Path] = []  # files without a row after the transaction
+        self._run: dict[str, Any] | None = None
         self._connection = self._connect()
         with self.transaction():
             for statement in filter(str.strip, _SCHEMA.split(";")):
@@ -143,6 +144,7 @@ class ServerDirectory:
                 yield
                 self._commit()
             except BaseException as error:
+                self._run = None
                 with suppress(sqlite3.Error):
                     self._connection.rollback()
                 if isinstance(error, sqlite3.OperationalError):
@@ -177,15 +179,18 @@ class ServerDirectory:
     # The run and its sites
 
     def run(self) -> dict[str, Any] | None:
-        """Return the description of the run; None in a new directory."""
-        rows = self._rows("SELECT document FROM run")
-        return json.loads(rows[0][0]) if rows else None
+        """Return the description of the run, not to be changed; None in a new directory."""
+        if self._run is None:  # every request needs it, and it names every parameter
+            rows = self._rows("SELECT document FROM run")
+            self._run = json.loads(rows[0][0]) if rows else None
+        return self._run
 
     def write_run(self, document: Mapping[str, Any]) -> None:
         """Replace the description of the run."""
         with self.transaction():
             self._write("DELETE FROM run")
             self._write("INSERT INTO run VALUES (?)", json.dumps(document))
+            self._run = dict(document)
 
     def sites(self) -> dict[int, SiteRow]:
         """Return all sites that have joined."""

@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
 from pathlib import Path
 
+from bigtrain.errors import without_secrets
 from bigtrain.system.storage.remote_file import resumed, store_of
 from bigtrain.system.storage.stores import (
     NotFoundError,
@@ -24,7 +25,6 @@ from bigtrain.system.storage.stores import (
     is_address,
     joined,
     with_retries,
-    without_secrets,
 )
 from bigtrain.system.user_cache import cache_directory
 

@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from bigtrain.errors import without_secrets
 from bigtrain.system.storage.stores import (
     AccessDeniedError,
     NotFoundError,
@@ -18,7 +19,6 @@ from bigtrain.system.storage.stores import (
     changed,
     joined,
     unreadable,
-    without_secrets,
 )
 
 BLOCK_BYTES = 1 << 23

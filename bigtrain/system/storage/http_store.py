@@ -9,6 +9,7 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
+from bigtrain.errors import without_secrets
 from bigtrain.system.storage.stores import (
     AccessDeniedError,
     NotFoundError,
@@ -18,7 +19,6 @@ from bigtrain.system.storage.stores import (
     TransientError,
     changed,
     unreadable,
-    without_secrets,
 )
 
 TIMEOUT_S = (10.0, 60.0)

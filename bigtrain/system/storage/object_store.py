@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from bigtrain.errors import without_secrets
 from bigtrain.system.storage.aws_files import read_profile, s3_options
 from bigtrain.system.storage.stores import (
     AccessDeniedError,
@@ -21,7 +22,6 @@ from bigtrain.system.storage.stores import (
     joined,
     scheme_of,
     unreadable,
-    without_secrets,
 )
 
 CHUNK_BYTES = 1 << 20

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from threading import Condition, Thread
 from typing import Any
 
+from bigtrain.errors import without_secrets
 from bigtrain.system.storage import stores
 from bigtrain.system.storage.fsspec_store import FsspecStore
 from bigtrain.system.storage.http_store import HttpStore
@@ -32,7 +33,6 @@ from bigtrain.system.storage.stores import (
     Store,
     TransientError,
     scheme_of,
-    without_secrets,
 )
 
 logger = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """Several hosts on one machine: network namespaces with their own sshd and, if asked for, Slurm.
 
-Needs root and Debian's packages (`make cluster-deps`). Nothing of the machine changes: files of
+Needs root and Debian's packages (`make test-deps`). Nothing of the machine changes: files of
 /etc are bound inside the hosts only, there is no route out, and the end of the test process,
 however it ends, ends every process of the cluster.
 """
@@ -59,7 +59,7 @@ def why_not(*, slurm: bool, ssh: bool = True) -> str | None:
         return "needs root"
     for program in PROGRAMS + (SSH_PROGRAMS if ssh else ()) + (SLURM_PROGRAMS if slurm else ()):
         if shutil.which(program, path=f"{os.environ['PATH']}:{SYSTEM_PATH}") is None:
-            return f"{program} is not installed: make cluster-deps"
+            return f"{program} is not installed: make test-deps"
     probe = subprocess.run(["unshare", *NAMESPACES, "true"], capture_output=True, check=False)
     return None if probe.returncode == 0 else "this machine permits no namespaces"
 

@@ -28,7 +28,7 @@ def why_no_network() -> str | None:
         return "needs root"
     for program in PROGRAMS:
         if shutil.which(program) is None:
-            return f"{program} is not installed"
+            return f"{program} is not installed: make test-deps"
     probe = subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False)
     return None if probe.returncode == 0 else "this machine permits no namespaces"
 

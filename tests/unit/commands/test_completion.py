@@ -68,7 +68,7 @@ def test_a_shell_reads_its_script(
     assert set(COMMANDS) <= set(re.findall(r"[a-z-]+", text))
     program = shutil.which(shell)
     if program is None:
-        pytest.skip(f"{shell} is not installed: apt-get install {shell}")
+        pytest.skip(f"{shell} is not installed: make test-deps")
     path = tmp_path / "script"
     path.write_text(text)
     subprocess.run([program, "-n", str(path)], check=True)

@@ -24,7 +24,6 @@ from bigtrain.run.checkpointing import export
 from bigtrain.settings.compatibility.facts import Device
 from bigtrain.train import build_parser as train_parser
 
-_SHOWN = {"0.0.0.0": "all"}
 NO_DEFAULT = (None, False, [], ())
 
 
@@ -79,7 +78,7 @@ def test_the_table_has_the_defaults_that_its_texts_name() -> None:
             if named and "default" in settings and settings["default"] not in NO_DEFAULT:
                 default = settings["default"]
                 shown = f"{default:g}" if isinstance(default, float) else str(default)
-                assert named[1] in (shown, _SHOWN.get(shown)), f"{command} {flags}"
+                assert named[1] == shown, f"{command} {flags}"
             if flags in choices:
                 assert tuple(settings["choices"]) == choices[flags]
 

@@ -39,6 +39,7 @@ def test_a_server_ends_when_every_site_that_joined_has_left(tmp_path: Path) -> N
             "join",
             {
                 "site": site,
+                "run": f"{site:x}",
                 "facts": {},
                 "sites": {"count": 2, "inner_steps": 5},
                 "parameters": [["w", [4]]],
@@ -47,7 +48,7 @@ def test_a_server_ends_when_every_site_that_joined_has_left(tmp_path: Path) -> N
         )
     for site in range(2):
         assert not codes
-        client.ask("leave", {"site": site}, deadline=time.monotonic() + 60)
+        client.ask("leave", {"site": site, "run": f"{site:x}"}, deadline=time.monotonic() + 60)
     thread.join(60)
     assert codes == [0]
     with pytest.raises(UnreachableError):

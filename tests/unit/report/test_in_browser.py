@@ -19,7 +19,8 @@ from bigtrain.report.run_files import open_runs
 from tests.support.browser import Browser, chromium, drawn
 from tests.support.run_directories import eventful_lines, eventful_run, make_run, step_line
 
-pytestmark = pytest.mark.skipif(chromium() is None, reason="no Chromium: apt-get install chromium")
+REASON = "Chromium is not installed: make test-deps"
+pytestmark = pytest.mark.skipif(chromium() is None, reason=REASON)
 
 WIDTHS = (360, 768, 1440)
 BLUE = {"light": (0x1F, 0x6F, 0xEB), "dark": (0x6C, 0xB0, 0xFF)}

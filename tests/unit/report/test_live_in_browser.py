@@ -34,7 +34,8 @@ def served(run: Path) -> Iterator[str]:
         server.server_close()
 
 
-pytestmark = pytest.mark.skipif(chromium() is None, reason="no Chromium: apt-get install chromium")
+REASON = "Chromium is not installed: make test-deps"
+pytestmark = pytest.mark.skipif(chromium() is None, reason=REASON)
 
 
 def test_a_live_page_follows_its_run(
@@ -64,7 +65,7 @@ def test_a_live_page_follows_its_run(
         browser.wait_for(f"{last} === 2")
         assert drawn(browser, "loss")["x"] == [1, 2]
         assert browser.problems() == []
-    browser.wait_for("document.getElementById('status').textContent.includes('does not answer')")
+    browser.wait_for("document.getElementById('status').textContent.includes('does not respond')")
 
 
 def test_a_live_page_comes_to_what_a_fresh_one_shows(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import http.client
+import json
+import shutil
 import socket
 import struct
 import subprocess
@@ -29,9 +31,12 @@ from bigtrain.sites.client import (
 from bigtrain.sites.codecs import CODECS
 from bigtrain.sites.protocol import (
     MOST_HEADER_BYTES,
+    REQUESTS,
     CorruptMessageError,
+    RefusedError,
     digest_of,
     pack,
+    parse_request,
     request_signature,
     unpack,
 )
@@ -59,7 +64,7 @@ JOIN: dict[str, Any] = {
 @contextmanager
 def serving(
     directory: Path, said: list[str], port: int, certificate: tuple[Path, Path] | None = None
-) -> Iterator[None]:
+) -> Iterator[HTTPServer]:
     store = ServerDirectory(directory)
     state = OuterServerState(store, Rules(False, 1000.0), said.append)
     server_ = OuterServer(state, TOKEN, said.append)
@@ -69,15 +74,23 @@ def serving(
     try:
         while not server.started:
             time.sleep(0.01)
-        yield
+        yield server
     finally:
         server.should_exit = True
         thread.join(20)
         store.close()
 
 
+def run_of(site: int) -> str:
+    """Return the id of a site's run directory."""
+    return f"{site:016x}"
+
+
 def ask(client: ServerClient, action: str, limit: float = 10.0, **header: Any) -> Any:
     payload = header.pop("payload", b"")
+    if action != "hello":
+        header = {"site": 0, **header}
+        header = {"run": run_of(header["site"]), **header}
     return client.ask(action, header, payload, deadline=time.monotonic() + limit)
 
 
@@ -219,17 +232,18 @@ def signed_marks(server: OuterServer, nonce: str) -> _Marks:
 
 def own_certificate(directory: Path) -> tuple[Path, Path]:
     """And its key; skips the test where nothing can make them."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed: make test-deps")
     certificate, key = directory / "c.pem", directory / "k.pem"
-    made = subprocess.run(
+    subprocess.run(
         [
             *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"),
             *("-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"),
             *("-keyout", key, "-out", certificate),
         ],
         capture_output=True,
+        check=True,
     )
-    if made.returncode:
-        pytest.skip("no openssl here to make a certificate")
     return certificate, key
 
 
@@ -290,7 +304,10 @@ def test_what_comes_from_outside_is_escaped_in_the_log(tmp_path: Path) -> None:
         ("join", {"site": 999}, r"sites.index = 999: sites.count = 1 has 0 to 0"),
         ("join", {"site": 10**30}, "site = 1000"),
         ("join", {"facts": {"data": "y"}}, "data: 'x' there, 'y' here"),
-        ("join", {"parameters": [["w", [4]], ["v", [10**18]]]}, "parameters: "),
+        ("join", {"parameters": [["w", [4]], ["v", [9]]]}, "parameters: "),
+        ("join", {"parameters": [["w", [4]], ["v", [10**18]]]}, "not the name and shape"),
+        ("join", {"parameters": [["w", "4"]]}, "not the name and shape"),
+        ("join", {"parameters": [[]] * 100_001}, "at most 100000 items"),
         ("join", {"more": 1}, "more = 1: Extra inputs"),
         ("deliver", {"tokens": 10**30}, "tokens = 1000"),
         ("deliver", {"step": 10**12}, "step = 1000"),
@@ -320,6 +337,44 @@ def test_fields_out_of_range_are_refused_and_named(
             ask(client, action, **{"site": 0, **good.get(action, {}), **fields})
         assert reason in str(error.value)
         assert any(f"refused {action} of" in line and reason in line for line in said), said
+
+
+@pytest.mark.parametrize("action", sorted(REQUESTS.keys() - {"hello"}))
+def test_every_request_of_a_site_names_its_run(action: str) -> None:
+    """Without it, a second run with the same index could not be told from the first."""
+    for header in ({"site": 0}, {"site": 0, "run": ""}):
+        with pytest.raises(RefusedError) as error:
+            parse_request(action, header)
+        assert "run = " in str(error.value)
+
+
+def test_a_site_that_joins_with_many_parameters_keeps_nobody_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its weights are allocated without the lock, and the run's description is decoded once."""
+    state = OuterServerState(ServerDirectory(tmp_path), Rules(False, 1000.0), print)
+    allocate, is_free = OuterServerState._build, []
+
+    def build(self: OuterServerState, run: dict[str, Any]) -> Any:
+        def take() -> None:
+            is_free.append(self.changed.acquire(timeout=5))
+            if is_free[-1]:
+                self.changed.release()
+
+        probe = threading.Thread(target=take)
+        probe.start()
+        probe.join()
+        return allocate(self, run)
+
+    monkeypatch.setattr(OuterServerState, "_build", build)
+    request = parse_request("join", {**JOIN, "run": run_of(0)})
+    state.act("join", request, memoryview(b""))
+    assert is_free == [True]
+    with monkeypatch.context() as patch:
+        patch.setattr(json, "loads", lambda text: pytest.fail("decoded again"))
+        heartbeat = parse_request("heartbeat", {"site": 0, "run": run_of(0)})
+        state.act("heartbeat", heartbeat, memoryview(b""))
+        assert state.member(0, run_of(0)).is_active
 
 
 def test_numbers_that_are_not_finite_and_deep_json_of_a_site_are_no_message() -> None:

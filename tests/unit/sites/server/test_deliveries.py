@@ -48,6 +48,7 @@ def answer(
     state: OuterServerState, action: str, payload: bytes = b"", **header: Any
 ) -> tuple[Any, bytes]:
     """Header and payload of the reply, after the checks of the HTTP side."""
+    header = {"run": f"{header['site']:016x}", **header}
     return state.act(action, parse_request(action, header), memoryview(payload))
 
 

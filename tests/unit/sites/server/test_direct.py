@@ -62,7 +62,7 @@ def test_a_new_run_begins_with_all_sites_and_makes_rounds(run: DirectRun) -> Non
         assert plan.tokens_seen == 600 * number
         assert not plan.events
     assert "outer step 2 with site 0, 1, 2" in run.said
-    state = request(run.state, "wait", base=1, seconds=0)
+    state = request(run.state, "wait", site=0, run="0" * 16, base=1, seconds=0)
     assert (state["number"], state["sites"], state["tokens"]["2"]) == (2, [0, 1, 2], 300)
 
 
@@ -197,7 +197,7 @@ def test_all_sites_from_older_checkpoints_continue_where_they_are(run: DirectRun
     text = "outer step 3 is on none of the sites that are here: they continue at 1"
     assert run.said.count(text) == 1
     assert make_round(old).number == 2
-    assert request(run.state, "wait", base=0, seconds=0)["number"] == 2
+    assert request(run.state, "wait", site=0, run="0" * 16, base=0, seconds=0)["number"] == 2
 
 
 def test_a_failed_vote_aborts_and_a_commit_stays_through_restarts(run: DirectRun) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import resource
 import socket
 import struct
 import threading
 import tracemalloc
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -35,6 +39,7 @@ from tests.unit.sites.server.test_app import (
     answer,
     ask,
     own_certificate,
+    run_of,
     serving,
     unsigned,
 )
@@ -97,6 +102,63 @@ def test_sites_are_answered_beside_strangers_that_send_a_byte_and_stall(
         assert ask(client, "wait", base=0, seconds=0)[0]["number"] == 0
         with suppress(ConnectionError):
             assert stalled[0].recv(10) == b""  # closed
+
+
+def test_a_signed_request_between_strangers_that_came_at_once_is_answered(tmp_path: Path) -> None:
+    """Also if all of them wait when the server comes to accept them, from one address."""
+    said: list[str] = []
+    port = free_port()
+    client = ServerClient(f"http://127.0.0.1:{port}", TOKEN)
+    with serving(tmp_path, said, port) as server, ExitStack() as stack:
+        ask(client, "join", **JOIN)
+        body = pack({"site": 0, "run": run_of(0), "base": -1, "seconds": 0.0})
+        held, is_held = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            is_held.set()
+            held.wait(60)
+
+        server.servers[0]._loop.call_soon_threadsafe(hold)
+        is_held.wait(60)
+
+        def strangers(count: int) -> None:
+            for _ in range(count):
+                stack.enter_context(socket.create_connection(("127.0.0.1", port), 10))
+
+        strangers(300)
+        raw = stack.enter_context(socket.create_connection(("127.0.0.1", port), 10))
+        raw.sendall(signed(client, "wait", body) + body)
+        strangers(300)
+        held.set()
+        assert raw.recv(1 << 16).startswith(b"HTTP/1.1 200")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert soft == hard
+
+
+def test_a_server_without_file_descriptors_serves_sites_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It drops strangers, pauses, and reports the failure each time that their count doubles."""
+    monkeypatch.setattr(connections, "_PAUSE_SECONDS", 0.001)
+    said: list[str] = []
+    port = free_port()
+    accept, failures = socket.socket.accept, iter(range(100))
+
+    def failing(self: socket.socket) -> Any:
+        if next(failures, None) is not None:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(self)
+
+    with serving(tmp_path, said, port):
+        with socket.create_connection(("127.0.0.1", port), 10) as stranger:
+            stranger.sendall(b"P")
+            monkeypatch.setattr(socket.socket, "accept", failing)
+            assert ask(ServerClient(f"http://127.0.0.1:{port}", TOKEN), "join", **JOIN)
+            with suppress(ConnectionError):
+                assert stranger.recv(1) == b""
+    text = "a connection failed: OSError: [Errno 24] Too many open files"
+    lines = [line for line in said if line.startswith(text)]
+    assert lines == [text, *(f"{text} ({2**n} such so far)" for n in range(1, 7))]
 
 
 def test_a_connection_has_a_time_for_its_headers(
@@ -243,11 +305,11 @@ def test_wide_and_deep_json_is_refused_before_it_is_decoded(
     """12 MiB of empty lists and 200,000 levels, of strangers and of a site; decoded, the lists take
     256 MiB."""
     decoded: list[int] = []
-    decode = protocol._decode_header
+    decode = json.loads
 
-    def counting(text: bytes) -> protocol.Header:
+    def counting(text: bytes, **options: Any) -> Any:
         decoded.append(len(text))
-        return decode(text)
+        return decode(text, **options)
 
     def packed(text: bytes) -> bytes:
         start = struct.pack("<4sIQ", b"BTO2", len(text), xxhash.xxh3_64_intdigest(text))
@@ -259,12 +321,18 @@ def test_wide_and_deep_json_is_refused_before_it_is_decoded(
     client = ServerClient(f"http://127.0.0.1:{port}", TOKEN)
     with serving(tmp_path, [], port):
         ask(client, "join", **JOIN)
-        monkeypatch.setattr(protocol, "_decode_header", counting)
+        monkeypatch.setattr(protocol.json, "loads", counting)
         tracemalloc.start()
         for action in ("join", "contribute"):
             for body in (wide, deep):
                 reply = answer(port, unsigned(action, len(body), body))
                 assert reply.startswith(b"HTTP/1.1 401") or not reply
+        many = packed(b'{"a": [' + b"[]," * 2_700_000 + b"[]]}")  # as long as a join may be
+        for action in ("join", "contribute", "weights"):
+            assert answer(port, signed(client, action, many) + many).startswith(b"HTTP/1.1 400")
+        for action in ("put", "layout"):  # whose payload may be large, and not its header
+            long = packed(b'{"a": "' + b"a" * 66_000 + b'"}')
+            assert answer(port, signed(client, action, long) + long).startswith(b"HTTP/1.1 400")
         for action, status in (("join", b"413"), ("wait", b"413"), ("contribute", b"400")):
             reply = answer(port, signed(client, action, wide) + wide)
             assert reply.startswith(b"HTTP/1.1 " + status) or (not reply and status == b"413")

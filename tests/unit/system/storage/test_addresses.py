@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import pickle
+from pathlib import Path
+
 import pytest
 
+from bigtrain.errors import ConfigError, DataError, LaunchError, without_secrets
+from bigtrain.run.reporting.metrics import MetricsWriter
+from bigtrain.settings.loading import load_run_config
 from bigtrain.system.storage.stores import (
+    StorageError,
     is_address,
     joined,
     name_of,
     scheme_of,
-    without_secrets,
 )
 
 
@@ -36,6 +42,8 @@ def test_schemes(name: str, scheme: str | None) -> None:
     ("text", "shown"),
     [
         ("https://me:pw@host/a?id=3", "https://host/a?id=3"),
+        ("HTTP://me:p@pw@host/a", "HTTP://host/a"),
+        ("'http://me:pw@host' and ftp://pw@host:1/a@b", "'http://host' and ftp://host:1/a@b"),
         (
             "https://b.s3.amazonaws.com/a.jsonl?X-Amz-Algorithm=AWS4&X-Amz-Credential=AK%2F1"
             "&X-Amz-Expires=60&X-Amz-Signature=beef&versionId=7",
@@ -63,3 +71,49 @@ def test_names() -> None:
     assert name_of("s3://bucket/a?b.jsonl") == "s3://bucket/a?b.jsonl"
     assert name_of("zip://a.jsonl::s3://bucket/x.zip") == "zip://a.jsonl"
     assert joined("s3://bucket/a/", "b/c") == "s3://bucket/a/b/c"
+
+
+SECRET = "hunter2"
+ADDRESSES = (f"http://me:{SECRET}@host/x", f"https://host/x?X-Amz-Signature={SECRET}&id=1")
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+@pytest.mark.parametrize(
+    "override",
+    [
+        "data.path={}",
+        "data.pth={}",
+        "data.path=[{}]",
+        "{}",
+        "train.steps={}",
+        "model.path={}",
+        "output.directory={}",
+        "output.copy_to={}",
+        "engine.deepspeed_config={}",
+        "callbacks=[{{type: webhook, settings: {{url_env: {}}}}}]",
+        "callbacks=[{{type: my.Own, settings: {{hook: [{{to: '{}'}}]}}}}]",
+        "sites.server={}",
+        "logging.project={}",
+    ],
+)
+def test_no_setting_is_accepted_or_shown_with_a_secret(override: str, address: str) -> None:
+    """Settings are recorded, logged and sent to trackers: none reaches them."""
+    with pytest.raises(ConfigError) as error:
+        load_run_config("quickstart", [override.format(address)])
+    assert SECRET not in str(error.value)
+    assert SECRET not in "".join(map(str, error.value.problems))
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_no_error_and_no_line_of_a_log_has_a_secret(address: str, tmp_path: Path) -> None:
+    for kind in (DataError, LaunchError, StorageError):
+        assert SECRET not in str(kind(f"{address} cannot be read"))
+        assert SECRET not in str(pickle.loads(pickle.dumps(kind(address))))
+    log = MetricsWriter(tmp_path, total_steps=1, trackers=(), project="x", run_config={})
+    with log:
+        log.info(f"reading {address}")
+        log.note(f"read {address}")
+        log.log_event("warning", step=1, text=f"{address} is slow", more={"at": [address]})
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {"log.txt", "metrics.jsonl"} <= {path.name for path in files}
+    assert not [path for path in files if SECRET in path.read_text()]
