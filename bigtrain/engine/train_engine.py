@@ -37,6 +37,7 @@ from bigtrain.engine.optimizers.skip_step import (
 )
 from bigtrain.engine.optimizers.update_rule import RuleOptimizer
 from bigtrain.engine.startup.mesh import Mesh
+from bigtrain.engine.unreached import UnreachedParameters
 from bigtrain.models.layers.document_attention import Isolation
 from bigtrain.models.layers.token_loss import (
     NO_TERMS,
@@ -71,10 +72,11 @@ class TrainEngine(ForwardPasses):
     """Trains one model by optimizer steps. Every method is collective over all ranks.
 
     teach: adds the probabilities of a teacher in the run to a micro-batch that is trained on.
-    on_phase: called with a name for what the engine does next. added_states: checkpoint contents
-    other than masters and optimizer states, by parameter and kind: 1-D, for this rank's part of its
-    master. host_time: in DeepSpeed's hooks. expert_load: of observed steps. exact: parameters in
-    another dtype than DeepSpeed's. objective: default next token.
+    unreached: parameters that are frozen without the user's word. on_phase: called with a name for
+    what the engine does next. added_states: checkpoint contents other than masters and optimizer
+    states, by parameter and kind: 1-D, for this rank's part of its master. host_time: in
+    DeepSpeed's hooks. expert_load: of observed steps. exact: parameters in another dtype than
+    DeepSpeed's. objective: default next token.
     """
 
     def __init__(
@@ -111,6 +113,7 @@ class TrainEngine(ForwardPasses):
         self.host_time = host_time or HostTime()
         self.teach: Callable[[MicroBatch], MicroBatch] | None = None
         self.on_phase: Callable[[str], object] = _unwatched
+        self.unreached = UnreachedParameters(self.module, (), device)
         self.added_states: dict[str, dict[str, torch.Tensor]] = {}
         moe = moe or MoeSection()
         self._router_losses = RouterLosses(self.module, moe, mesh.replicas)

@@ -22,13 +22,8 @@ from bigtrain.models.configuration import (
     with_objective_head,
 )
 from bigtrain.models.equivalence.loss import choose_loss
-from bigtrain.models.equivalence.proxy_model import (
-    VOCABULARY,
-    build_noisy_proxy,
-    deterministic,
-    document_positions,
-    with_heads,
-)
+from bigtrain.models.equivalence.proxy_model import build_noisy_proxy, document_positions
+from bigtrain.models.equivalence.reductions import VOCABULARY, deterministic, with_heads
 from bigtrain.models.equivalence.tiles import choose_tiles
 from bigtrain.models.experts import has_auxiliary_loss
 from bigtrain.models.layers.parameters import KEY as FROZEN

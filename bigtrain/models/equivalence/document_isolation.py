@@ -13,8 +13,8 @@ from bigtrain.models.equivalence.proxy_model import (
     build_proxy_model,
     proxy_tokens,
     rescale_weights,
-    with_heads,
 )
+from bigtrain.models.equivalence.reductions import with_heads
 from bigtrain.models.equivalence.trial import (
     OUTPUT,
     Results,

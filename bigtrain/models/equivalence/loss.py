@@ -17,13 +17,8 @@ from bigtrain.models.configuration import (
     text_config,
     vocabulary_size,
 )
-from bigtrain.models.equivalence.proxy_model import (
-    MODEL_FAILURES,
-    build_proxy_model,
-    proxy_tokens,
-    smaller,
-    with_heads,
-)
+from bigtrain.models.equivalence.proxy_model import MODEL_FAILURES, build_proxy_model, proxy_tokens
+from bigtrain.models.equivalence.reductions import smaller, with_heads
 from bigtrain.models.equivalence.trial import (
     GRADIENT,
     LOSS,

@@ -12,13 +12,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from bigtrain.errors import ModelError, Problem, one_line
 from bigtrain.models.build import empty_model
-from bigtrain.models.equivalence.proxy_model import (
-    MODEL_FAILURES,
-    build_proxy_model,
-    proxy_tokens,
-    smaller,
-    with_heads,
-)
+from bigtrain.models.equivalence.proxy_model import MODEL_FAILURES, build_proxy_model, proxy_tokens
+from bigtrain.models.equivalence.reductions import smaller, with_heads
 from bigtrain.models.equivalence.trial import (
     GRADIENT,
     LOSS,
