@@ -44,6 +44,7 @@ from bigtrain.models.layers.token_loss import (
     LossTerms,
 )
 from bigtrain.models.parallel.sample_parts import SampleParts
+from bigtrain.report.recording import recording_if
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import MoeSection
 
@@ -215,10 +216,10 @@ class TrainEngine(ForwardPasses):
 
     def _local_contribution(self, loss_sum: torch.Tensor) -> torch.Tensor:
         """Return this rank's term of a sum over all ranks, in which each loss counts once."""
-        return loss_sum if self._reports_loss else torch.zeros_like(loss_sum)
+        return loss_sum if self.reports_loss else torch.zeros_like(loss_sum)
 
     @property
-    def _reports_loss(self) -> bool:
+    def reports_loss(self) -> bool:
         """True if this rank reports the loss of its samples; one rank of each model copy does."""
         return self.mesh.coordinates.tensor_rank == 0 and self.counts_samples
 
@@ -243,7 +244,8 @@ class TrainEngine(ForwardPasses):
         if added is not None:
             loss = loss + added / self.plan.accumulation
         self.on_phase(BACKWARD_PASS)
-        self.engine.backward(scaled_loss(loss, self.engine.optimizer), scale_wrt_gas=False)
+        with recording_if(False):  # forward passes are recomputed in it
+            self.engine.backward(scaled_loss(loss, self.engine.optimizer), scale_wrt_gas=False)
 
     def _clip_gradients(self) -> None:
         # Same interface as the DeepSpeed method that this replaces.

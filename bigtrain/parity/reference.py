@@ -220,6 +220,8 @@ def _backward(
 class PlainPasses:
     """Passes of plain transformers in one process, that an objective makes its loss of."""
 
+    reports_loss = True
+
     def __init__(self, model: Any, section: ObjectiveSection) -> None:
         self._model, self._section = model, section
 

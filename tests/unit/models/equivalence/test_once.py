@@ -80,7 +80,7 @@ def test_a_refusal_is_not_kept(tmp_path: Path) -> None:
     assert expected[1]
     for _ in range(2):
         assert cached_model_plan(*run) == expected
-    assert list((tmp_path / "cache").rglob("*.*")) == []
+    assert list((tmp_path / "cache" / "trials").rglob("*.*")) == []
 
 
 def test_every_setting_is_another_trial(monkeypatch: pytest.MonkeyPatch) -> None:
