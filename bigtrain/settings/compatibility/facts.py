@@ -152,6 +152,7 @@ class Facts:
     optimizer: str = _run("optimizer.type", "adamw")
     state_dtype: str = _run("optimizer.state_dtype", "float32")
     average_decay: float | None = _run("optimizer.ema.decay", None)
+    prefetch_size: int = _json("zero_optimization.stage3_prefetch_bucket_size", 50_000_000)
     partition_size: int = _json("zero_optimization.zero_hpz_partition_size", 1)
     quantized_weights: bool = _json("zero_optimization.zero_quantized_weights", False, _quantizes)
     quantized_gradients: bool = _json("zero_optimization.zero_quantized_gradients", False)
