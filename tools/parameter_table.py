@@ -19,6 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+SEQUENCE_LENGTH = 1024
+"""Of the samples in which gradients are looked for."""
 TITLE = "## Weight decay and Muon"
 COLUMNS = (
     "Muon takes, decays",
@@ -71,7 +73,7 @@ def special_cells(model_type: str) -> tuple[str, str]:
     model = empty_model(config, torch.bfloat16)
     names = [name for name, _ in model.named_parameters()]
     kept = computed_in_float32(model, torch.bfloat16)
-    untrained = parameters_without_gradient(config)
+    untrained = parameters_without_gradient(config, SEQUENCE_LENGTH)
     return (
         _listed(map(_short, summarized(kept, names))),
         "not known" if untrained is None else _listed(map(_short, summarized(untrained, names))),

@@ -25,9 +25,9 @@ from bigtrain.data.shards.format import IGNORED_LABEL
 from bigtrain.engine.objective_batch import ObjectiveBatch
 from bigtrain.errors import ExtensionError
 from bigtrain.models.layers.token_loss import LossTerms
-from bigtrain.report.recording import record
+from bigtrain.report.recording import record, recording_if
 from bigtrain.settings.extensions import describe, import_named, location
-from bigtrain.settings.objective import Unit, unit_of
+from bigtrain.settings.objective import Unit, compares_with_reference, unit_of
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.settings.sections.extensions import is_imported
 from bigtrain.settings.sections.objective import ObjectiveSection
@@ -35,8 +35,11 @@ from bigtrain.settings.sections.objective import ObjectiveSection
 
 class Passes(Protocol):
     """Forward passes of the model that an engine offers an objective. Collective over the ranks
-    that share the sample. `moved` is `batch` on the device."""
+    that share the sample. `moved` is `batch` on the device. reports_loss: whether this rank, of
+    those that compute the same loss, reports it."""
 
+    @property
+    def reports_loss(self) -> bool: ...
     def cross_entropy(
         self, batch: MicroBatch, moved: MicroBatch, factor: torch.Tensor | None
     ) -> tuple[torch.Tensor, Any]: ...
@@ -154,7 +157,9 @@ class OfLogProbabilities(_Unprepared):
             sums = reference.sum(-1)
         values, outputs = passes.log_probabilities(batch, moved)
         targets = moved.labels != IGNORED_LABEL
-        return self._loss(ObjectiveBatch(values, targets, moved.labels, reference, sums)), outputs
+        with recording_if(passes.reports_loss):
+            loss = self._loss(ObjectiveBatch(values, targets, moved.labels, reference, sums))
+        return loss, outputs
 
 
 class Preference:
@@ -417,7 +422,7 @@ def make_objective(config: RunConfig) -> Objective:
     section = config.objective
     if is_imported(section.type):
         loss = _UserLoss(section)
-        needs = bool(getattr(loss.kind, "reference", False))
+        needs = compares_with_reference(section)
         return OfLogProbabilities(loss, unit_of(section), needs_reference=needs)
     if section.type == "kto":
         return RatedAnswers(section)

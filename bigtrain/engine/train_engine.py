@@ -37,12 +37,14 @@ from bigtrain.engine.optimizers.skip_step import (
 )
 from bigtrain.engine.optimizers.update_rule import RuleOptimizer
 from bigtrain.engine.startup.mesh import Mesh
+from bigtrain.engine.unreached import UnreachedParameters
 from bigtrain.models.layers.document_attention import Isolation
 from bigtrain.models.layers.token_loss import (
     NO_TERMS,
     LossTerms,
 )
 from bigtrain.models.parallel.sample_parts import SampleParts
+from bigtrain.report.recording import recording_if
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import MoeSection
 
@@ -71,10 +73,11 @@ class TrainEngine(ForwardPasses):
     """Trains one model by optimizer steps. Every method is collective over all ranks.
 
     teach: adds the probabilities of a teacher in the run to a micro-batch that is trained on.
-    on_phase: called with a name for what the engine does next. added_states: checkpoint contents
-    other than masters and optimizer states, by parameter and kind: 1-D, for this rank's part of its
-    master. host_time: in DeepSpeed's hooks. expert_load: of observed steps. exact: parameters in
-    another dtype than DeepSpeed's. objective: default next token.
+    unreached: parameters that are frozen without the user's word. on_phase: called with a name for
+    what the engine does next. added_states: checkpoint contents other than masters and optimizer
+    states, by parameter and kind: 1-D, for this rank's part of its master. host_time: in
+    DeepSpeed's hooks. expert_load: of observed steps. exact: parameters in another dtype than
+    DeepSpeed's. objective: default next token.
     """
 
     def __init__(
@@ -111,6 +114,7 @@ class TrainEngine(ForwardPasses):
         self.host_time = host_time or HostTime()
         self.teach: Callable[[MicroBatch], MicroBatch] | None = None
         self.on_phase: Callable[[str], object] = _unwatched
+        self.unreached = UnreachedParameters(self.module, (), device)
         self.added_states: dict[str, dict[str, torch.Tensor]] = {}
         moe = moe or MoeSection()
         self._router_losses = RouterLosses(self.module, moe, mesh.replicas)
@@ -212,10 +216,10 @@ class TrainEngine(ForwardPasses):
 
     def _local_contribution(self, loss_sum: torch.Tensor) -> torch.Tensor:
         """Return this rank's term of a sum over all ranks, in which each loss counts once."""
-        return loss_sum if self._reports_loss else torch.zeros_like(loss_sum)
+        return loss_sum if self.reports_loss else torch.zeros_like(loss_sum)
 
     @property
-    def _reports_loss(self) -> bool:
+    def reports_loss(self) -> bool:
         """True if this rank reports the loss of its samples; one rank of each model copy does."""
         return self.mesh.coordinates.tensor_rank == 0 and self.counts_samples
 
@@ -240,7 +244,8 @@ class TrainEngine(ForwardPasses):
         if added is not None:
             loss = loss + added / self.plan.accumulation
         self.on_phase(BACKWARD_PASS)
-        self.engine.backward(scaled_loss(loss, self.engine.optimizer), scale_wrt_gas=False)
+        with recording_if(False):  # forward passes are recomputed in it
+            self.engine.backward(scaled_loss(loss, self.engine.optimizer), scale_wrt_gas=False)
 
     def _clip_gradients(self) -> None:
         # Same interface as the DeepSpeed method that this replaces.

@@ -205,6 +205,12 @@ def _construct(
             key = "model.config" if section.path is None else f"model.path = {section.path!r}"
             raise ModelError(_why_not_built(key, section.attention, error)) from error
         add_mtp_layers(model, hf_config)
+    if scores_samples(hf_config):
+        # Padding follows a row's last token, so no gradient reaches it. The token that pads may
+        # occur in conversations, where its embedding is trained like that of any other token.
+        for module in model.modules():
+            if isinstance(module, nn.Embedding):
+                module.padding_idx = None
     # no_init_weights also skips the tying that post_init would do.
     model.tie_weights()
     assert isinstance(model, PreTrainedModel)

@@ -17,7 +17,8 @@ import torch
 from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.data.shards.format import IGNORED_LABEL
 from bigtrain.models.configuration import load_hf_config
-from bigtrain.models.equivalence.proxy_model import VOCABULARY, document_positions
+from bigtrain.models.equivalence.proxy_model import document_positions
+from bigtrain.models.equivalence.reductions import VOCABULARY
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.objective import reads_scores, rows_per_sample
 from bigtrain.settings.run_config import ModelSection, RunConfig

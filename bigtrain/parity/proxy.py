@@ -20,10 +20,9 @@ from bigtrain.models.configuration import (
 from bigtrain.models.equivalence.loss import choose_loss
 from bigtrain.models.equivalence.proxy_model import (
     build_noisy_proxy,
-    deterministic,
     rescale_weights,
-    with_heads,
 )
+from bigtrain.models.equivalence.reductions import deterministic, with_heads
 from bigtrain.models.equivalence.tiles import choose_tiles
 from bigtrain.models.experts import has_auxiliary_loss
 from bigtrain.models.layers.parameters import KEY as FROZEN

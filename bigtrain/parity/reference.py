@@ -271,6 +271,8 @@ class PlainPasses:
     """Passes of plain transformers in one process, that an objective makes its loss of. summed: the
     values that the objective added up over all samples of a step, if any."""
 
+    reports_loss = True
+
     def __init__(self, model: Any, section: ObjectiveSection) -> None:
         self._model, self._section = model, section
         self.summed: torch.Tensor | None = None

@@ -26,7 +26,9 @@ def record(name: str, value: Any, reduce: Reduction = "mean", weight: float = 1.
 
     Call it on any rank while a run trains: in a callback, a model's forward pass, an objective.
     Ranks need not record the same names. Elsewhere (evaluations, trials before a run, other
-    programs) it does nothing. No collective.
+    programs) it does nothing. No collective. The loss of an objective is recorded once for each
+    sample, also where several ranks compute the same; recomputation of a forward pass records
+    nothing. Ranks that divide a sample each record their part in a forward pass.
 
     value: a number, or a tensor with one element; a tensor stays on its device until a step is
     logged. reduce: over all values since the last logged step, of all ranks: their "mean", "sum",
@@ -36,6 +38,17 @@ def record(name: str, value: Any, reduce: Reduction = "mean", weight: float = 1.
     recorder = _current.get()
     if recorder is not None:
         recorder.add(name, value, reduce, weight)
+
+
+@contextmanager
+def recording_if(counts: bool) -> Iterator[None]:
+    """Let `record` do nothing inside unless `counts`: code that several ranks call with the same
+    values, or that is called a second time, is counted once."""
+    token = _current.set(_current.get() if counts else None)
+    try:
+        yield
+    finally:
+        _current.reset(token)
 
 
 @dataclass(frozen=True)

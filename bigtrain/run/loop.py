@@ -176,7 +176,12 @@ class Loop:
         if self.replicas is not None:
             policy = self.replicas.policy(state, policy)
         self._profiler.before(step)
-        with explained(self.context, self.engine), self.callbacks.recording():
+        unreached = self.engine.unreached
+        with (
+            explained(self.context, self.engine),
+            self.callbacks.recording(),
+            unreached.compared(),
+        ):
             result = self.engine.train_step(micro_batches, lr, policy, observe=is_logged)
         self._clock.count_step()
         return result

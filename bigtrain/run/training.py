@@ -26,7 +26,8 @@ from bigtrain.engine.live_teacher import LiveTeacher
 from bigtrain.engine.startup.mesh import Mesh, open_mesh, warm_up
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.errors import DataError, ModelError, TrainingError
-from bigtrain.models.equivalence.model_plan import KIND, trial_key
+from bigtrain.models.equivalence.cache_key import trial_key
+from bigtrain.models.equivalence.model_plan import KIND
 from bigtrain.models.equivalence.tensor_parallel import check_tensor_plan
 from bigtrain.models.weights.import_hf import Weights
 from bigtrain.planner.run_prediction import RunPrediction

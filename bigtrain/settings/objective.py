@@ -67,7 +67,8 @@ def num_reference_rows(config: RunConfig) -> int:
     section, is_stored = config.objective, reads_scores(config)
     if section.type == "kto":
         return 1 if is_stored else 3
-    return trained_rows_per_sample(section) if section.needs_reference and not is_stored else 0
+    needs_pass = compares_with_reference(section) and not is_stored
+    return trained_rows_per_sample(section) if needs_pass else 0
 
 
 def reads_scores(config: RunConfig) -> bool:
@@ -106,24 +107,43 @@ def check_objective(section: ObjectiveSection) -> list[Problem]:
     return [problem for problem in problems if problem is not None]
 
 
+def compares_with_reference(section: ObjectiveSection) -> bool:
+    """Return whether the loss is a function of log-probabilities under a reference model. Raises
+    ConfigError if a class of the user cannot be imported."""
+    if is_imported(section.type):
+        return bool(getattr(import_named("objective.type", section.type), "reference", False))
+    return section.needs_reference
+
+
 def check_reference(config: RunConfig) -> list[Problem]:
-    """Return the problem of an objective that gets its reference by adapters, without adapters or
-    in pipeline stages."""
-    section = config.objective
-    if config.adapters is not None and config.parallel.pipeline == 1:
+    """Return the problems of an objective with a reference: a class of the user without adapters or
+    in pipeline stages, and adapters that change the model also when they are off."""
+    section, adapters = config.objective, config.adapters
+    if not compares_with_reference(section):
         return []
-    if not is_imported(section.type):
-        return []
-    if not getattr(import_named("objective.type", section.type), "reference", False):
-        return []
-    rule = "reference = True asks for log-probabilities without adapters, and the run has none"
-    remedy = "adapters: {type: lora}"
-    if config.adapters is not None:
-        rule = (
-            "reference = True asks for passes without adapters, which pipeline stages do not make"
-        )
-        remedy = "parallel.pipeline=1"
-    return [Problem("objective.type", section.type, rule, remedy)]
+    if is_imported(section.type) and (adapters is None or config.parallel.pipeline != 1):
+        rule = "reference = True asks for log-probabilities without adapters, and the run has none"
+        remedy = "adapters: {type: lora}"
+        if adapters is not None:
+            rule = (
+                "reference = True asks for passes without adapters, which pipeline stages do not "
+                "make"
+            )
+            remedy = "parallel.pipeline=1"
+        return [Problem("objective.type", section.type, rule, remedy)]
+    key = "loss" if section.reads_pairs else "type"
+    rule = (
+        "changes the model also with its adapters off, by which "
+        f"objective.{key} = {getattr(section, key)!r} gets its reference"
+    )
+    changes: dict[str, object] = {} if adapters is None else {"dora": adapters.dora}
+    if adapters is not None:
+        changes["modules_to_save"] = list(adapters.modules_to_save)
+    return [
+        Problem(f"adapters.{name}", value, rule, "omit it")
+        for name, value in changes.items()
+        if value
+    ]
 
 
 def check_scores(config: RunConfig) -> list[Problem]:

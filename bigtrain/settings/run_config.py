@@ -197,22 +197,6 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _reference_is_the_base(self) -> Self:
-        adapters = self.adapters
-        if not self.objective.needs_reference or adapters is None:
-            return self
-        key = "loss" if self.objective.reads_pairs else "type"
-        for name in ("dora", "modules_to_save"):
-            if value := getattr(adapters, name):
-                shown = list(value) if isinstance(value, tuple) else value
-                raise ValueError(
-                    f"adapters.{name} = {shown} changes the model also with its adapters off, by "
-                    f"which objective.{key} = {getattr(self.objective, key)!r} gets its reference "
-                    "-> omit it"
-                )
-        return self
-
-    @model_validator(mode="after")
     def _best_is_known(self) -> Self:
         if self.checkpoint.keep_best == 0 or self.checkpoint.every_steps is None:
             return self

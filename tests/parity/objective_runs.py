@@ -10,6 +10,7 @@ import torch
 import yaml
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from bigtrain.report.recording import record
 from tests.support.lives import shared_server
 
 VOCAB_SIZE = 96
@@ -65,3 +66,15 @@ def train(root: Path, name: str, tree: dict[str, Any], world_size: int) -> list[
 def steps_of(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the lines of logged steps."""
     return [line for line in lines if "loss" in line]
+
+
+class SummedPairs:
+    """An objective of a user that records sums."""
+
+    unit = "pairs"
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        """Return the summed margins of the pairs."""
+        record("pairs", len(batch.row_sums) // 2, "sum")
+        record("chosen", batch.row_sums[0::2].sum(), "sum")
+        return torch.nn.functional.softplus(batch.row_sums[1::2] - batch.row_sums[0::2]).sum()

@@ -50,10 +50,11 @@ def run_of(
 
 def plain_model(root: Path, num_labels: int, padding: int = 0) -> Any:
     """Return the base with a head as a run draws it: by Llama's rule, from a stream of the head's
-    name. padding: token that pads."""
+    name. padding: token that pads, which documents contain, too: its embedding is trained."""
     model: Any = AutoModelForSequenceClassification.from_pretrained(
         root / "base", dtype=torch.float32, num_labels=num_labels, pad_token_id=padding
     )
+    model.get_input_embeddings().padding_idx = None
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed_of(0, "score"))
         model.score.weight.normal_(0.0, SPREAD)

@@ -253,3 +253,36 @@ def test_lost_scores_are_refused(root: Path) -> None:
     codes, output = shared_server().live(["--config", str(again), *more], world_size=2)
     assert codes == [2, 2]
     assert "the reference model of this run is gone with it" in output
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"parallel": {"sequence": 2}},
+        pytest.param({"parallel": {"tensor": 2}}, marks=SLOW),
+        pytest.param({"parallel": {"pipeline": 2}}, marks=SLOW),
+        pytest.param({"parallel": {"sequence": {"ring": 2}}}, marks=SLOW),
+        pytest.param({"parallel": {"tensor": 2, "sequence": 2}}, marks=SLOW),
+    ],
+    ids=degrees_name,
+)
+def test_a_sum_that_a_loss_records_does_not_depend_on_the_layout(
+    root: Path, sections: dict[str, Any]
+) -> None:
+    tree = run_of(root, "simpo", full=True, train={"steps": 1}, **sections)
+    tree["objective"] = {"type": "tests.parity.objective_runs:SummedPairs"}
+    tree["checkpoint"] = {"every_steps": None}
+    world_size = 4 if len(sections.get("parallel", {})) == 2 else 2
+    (row,) = train(root, f"sums-{degrees_name(sections)}", tree, world_size)
+    config = parse_run_config(tree)
+    plan, _ = plan_batch(config.batch, 1)
+    assert plan is not None
+    batches = open_training_data(config, replace(plan, rows_per_sample=2), 0)
+    parts = batches.step(0)
+    ids, labels = (torch.cat([getattr(p, n) for p in parts]) for n in ("input_ids", "labels"))
+    batches.close()
+    model = AutoModelForCausalLM.from_pretrained(root / "base", dtype=torch.float32)
+    with torch.no_grad():
+        chosen = float(log_probabilities(model, ids, labels).sum(-1)[0::2].sum())
+    assert row["recorded"] == {"pairs": 8, "chosen": pytest.approx(chosen, rel=1e-5)}

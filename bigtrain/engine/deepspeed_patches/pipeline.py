@@ -9,6 +9,8 @@ import torch
 from deepspeed.runtime.pipe import schedule
 from torch import nn
 
+from bigtrain.report.recording import recording_if
+
 
 def replace_loss(engine: Any, loss: Callable[..., torch.Tensor]) -> None:
     """Let the last stage compute `loss` of its outputs and the labels. DeepSpeed 0.19.8 takes a
@@ -22,11 +24,19 @@ def replace_instructions(
     reduce_tied_gradients: Callable[[Any], None],
     optimizer_step: Callable[[Any], None],
 ) -> None:
-    """Replace two instructions of `engine`'s schedule, in a table of its own (0.19.8,
+    """Replace instructions of `engine`'s schedule, in a table of its own (0.19.8,
     runtime/pipe/engine.py:1360, `_INSTRUCTION_MAP`). DeepSpeed ties only layers that it built, and
-    sums the wrong attribute of some; before the update bigtrain needs the norm."""
+    sums the wrong attribute of some; before the update bigtrain needs the norm; and what a forward
+    pass records is not to be recorded when it is recomputed."""
+    own_backward = engine._INSTRUCTION_MAP[schedule.BackwardPass]
+
+    def backward(engine: Any, *arguments: Any, **values: Any) -> None:
+        with recording_if(False):
+            own_backward(engine, *arguments, **values)
+
     engine._INSTRUCTION_MAP = {
         **engine._INSTRUCTION_MAP,
+        schedule.BackwardPass: backward,
         schedule.ReduceTiedGrads: reduce_tied_gradients,
         schedule.OptimizerStep: optimizer_step,
     }

@@ -141,7 +141,7 @@ class PipelineTrainEngine(TrainEngine):
         totals[2] = sum(self._count(replace(batch, weights=None)) for batch in held)
         self._scale, self._loss_sum = 1.0, totals[0]
         self._run_forward(self._feed(held))
-        if not self._reports_loss:
+        if not self.reports_loss:
             totals.zero_()
         dist.all_reduce(totals)
         return float(totals[0]) / (float(totals[1]) or 1), int(totals[2])
@@ -267,7 +267,9 @@ class PipelineTrainEngine(TrainEngine):
     def _loss(self, answer: torch.Tensor, labels: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         if not self.computes_entropy:
             moved = batch.moved(self._to_device)
-            summed = self._objective.summed_loss(_LastStage(answer), batch, moved)[0]
+            summed = self._objective.summed_loss(
+                _LastStage(answer, self.reports_loss), batch, moved
+            )[0]
         elif self._stage.computes_loss:
             summed = answer
         else:
@@ -281,7 +283,7 @@ class PipelineTrainEngine(TrainEngine):
         return summed * self._scale
 
     @property
-    def _reports_loss(self) -> bool:
+    def reports_loss(self) -> bool:
         """True if this rank has the loss of its samples; one of each pipeline does."""
         return self._stage.stage.is_last and self.mesh.coordinates.tensor_rank == 0
 
@@ -312,8 +314,8 @@ class _LastStage:
     stage. values: log-probabilities of its targets, or scores of its rows. Of a reference there
     are only stored scores."""
 
-    def __init__(self, values: torch.Tensor) -> None:
-        self._values = values
+    def __init__(self, values: torch.Tensor, reports_loss: bool) -> None:
+        self._values, self.reports_loss = values, reports_loss
 
     def log_probabilities(self, *_: MicroBatch) -> tuple[torch.Tensor, Any]:
         return self._values, None

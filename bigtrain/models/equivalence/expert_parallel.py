@@ -29,14 +29,13 @@ from bigtrain.models.equivalence.parameter_plan import (
 )
 from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
+    TOKENS,
     build_noisy_proxy,
     build_proxy_model,
     failure_text,
-    fewer_experts,
     proxy_tokens,
-    smaller,
-    with_heads,
 )
+from bigtrain.models.equivalence.reductions import fewer_experts, smaller, with_heads
 from bigtrain.models.equivalence.trial import (
     GRADIENT,
     LOSS,
@@ -174,8 +173,10 @@ def check_expert_balance(
     def refused(check: Callable[..., str | None]) -> str | None:
         return _reason(kind, lambda: check(kind, *run_proxy()))
 
-    if section.bias_update_rate and (reason := _without_biases(hf_config, attention, reach)):
-        problems.append(Problem(_BIAS, section.bias_update_rate, reason, "0"))
+    if section.bias_update_rate:
+        length = config.batch.sequence_length
+        if reason := _without_biases(hf_config, attention, length, reach):
+            problems.append(Problem(_BIAS, section.bias_update_rate, reason, "0"))
     if section.auxiliary_loss == "global_batch":
         if not has_auxiliary_loss(hf_config):
             rule = f"the {kind} has no auxiliary loss, or it is off"
@@ -192,7 +193,7 @@ def check_expert_balance(
 
 
 def _without_biases(
-    hf_config: PreTrainedConfig, attention: str, reach: GradientReach | None
+    hf_config: PreTrainedConfig, attention: str, sequence_length: int, reach: GradientReach | None
 ) -> str | None:
     """Return why the biases by which tokens choose cannot be updated; None if they can. Blocks of
     experts without one are skipped: DeepSeek-V4's first ones choose by a hash."""
@@ -201,7 +202,7 @@ def _without_biases(
     model = empty_model(hf_config)
     if not any(True for _ in modules_of_experts(model)):
         return absent
-    reach = reach or find_gradient_reach(hf_config, attention)
+    reach = reach or find_gradient_reach(hf_config, sequence_length, attention)
     if not selection_biases(model, reach.absent or ()):
         return absent
     return _reason(kind, partial(_other_choice, hf_config, attention))
@@ -212,7 +213,7 @@ def _other_choice(hf_config: PreTrainedConfig, attention: str) -> str | None:
     """Return why the biases of a proxy model are not such by which tokens choose experts: one that
     is much larger than the others has to draw all tokens, and one that is much smaller none."""
     model = build_noisy_proxy(hf_config, attention, smaller(with_heads(2)))
-    untrained = parameters_without_gradient(model.config, attention) or ()
+    untrained = parameters_without_gradient(model.config, TOKENS, attention) or ()
     ids = proxy_tokens(model)
     for bias in selection_biases(model, untrained):
         experts, before = model.get_submodule(bias.experts), bias.tensor.clone()

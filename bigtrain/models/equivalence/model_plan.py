@@ -7,17 +7,16 @@ package by its source. Refusals are not cached, nor results for code that is not
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from pydantic import TypeAdapter
 from transformers import PreTrainedConfig
 
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.models.build import empty_model
 from bigtrain.models.configuration import scores_samples
+from bigtrain.models.equivalence.cache_key import trial_key
 from bigtrain.models.equivalence.document_isolation import plan_isolation
 from bigtrain.models.equivalence.expert_parallel import check_expert_balance, check_expert_parallel
 from bigtrain.models.equivalence.loss import choose_loss
@@ -44,10 +43,6 @@ from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.system.user_cache import (
     cached,
-    key_of,
-    package_fingerprints,
-    package_source,
-    processor,
 )
 
 
@@ -81,7 +76,8 @@ def choose(
     first."""
     if problems := check_mtp_layers(hf_config, config.objective.mtp_weight):
         return None, problems
-    reach = find_gradient_reach(hf_config, config.model.attention)
+    length = config.batch.sequence_length
+    reach = find_gradient_reach(hf_config, length, config.model.attention)
     if reach.failure:
         key = "model.path" if config.model.path is not None else "model.config"
         rule = (
@@ -133,7 +129,7 @@ def try_model(
     problems: list[Problem] = []
     if scores_samples(hf_config):
         key = "model.path" if config.model.path is not None else "model.config"
-        problems += check_scoring(hf_config, attention, key)
+        problems += check_scoring(hf_config, attention, length, key)
     if config.model.frozen:
         problems += check_frozen(empty_model(hf_config), config.model.frozen)
     if config.adapters is not None:
@@ -170,10 +166,6 @@ def try_model(
 
 
 KIND = "trials"
-_LIBRARIES = (
-    *("torch", "transformers", "liger-kernel", "flash-attn", "kernels", "torchao"),
-    *("peft", "bitsandbytes"),  # of models with adapters
-)
 _PLAN = TypeAdapter(ModelPlan)
 
 
@@ -211,18 +203,3 @@ def cached_model_plan(
         return _PLAN.validate_python(cached(KIND, key, find)), []
     except _RefusedError as refused:
         return None, refused.problems
-
-
-def trial_key(hf_config: PreTrainedConfig, *settings: object) -> str | None:
-    """Return the cache key of a trial with these `settings` (JSON types); None: it is not
-    cached."""
-    if not type(hf_config).__module__.startswith("transformers."):
-        return None
-    try:
-        libraries = package_fingerprints(*_LIBRARIES)
-    except LookupError:
-        return None
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else processor()
-    model = hf_config.to_json_string(use_diff=False)
-    own = package_source()
-    return key_of([own, libraries, device, model, json.dumps(settings, sort_keys=True)])

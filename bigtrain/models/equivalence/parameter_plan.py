@@ -26,9 +26,9 @@ from bigtrain.models.equivalence.proxy_model import (
     build_proxy_model,
     failure_text,
     proxy_tokens,
-    smaller,
-    with_heads,
 )
+from bigtrain.models.equivalence.reductions import smaller, with_heads
+from bigtrain.models.equivalence.thresholds import cross_thresholds
 from bigtrain.models.experts import auxiliary_loss, selection_biases
 from bigtrain.models.layers.document_masks import document_boundaries
 from bigtrain.models.layers.parameter_roles import collapsed, parameter_roles
@@ -50,7 +50,8 @@ class ParameterPlan:
     model computes in 16 bit. The others are of trained parameters, with ``*`` for indices.
     decaying: with ``optimizer.decay_embeddings``. decayed_before: do not decay, but did in releases
     that went by the number of dimensions. matrices: are updated by an optimizer of hidden matrices.
-    reason: a line for the log; empty if all are trained in the run's dtype.
+    unreached: those of `untrained` that nothing else freezes; the first step compares them with
+    its gradients. reason: a line for the log; empty if all are trained in the run's dtype.
     """
 
     untrained: tuple[str, ...] = ()
@@ -59,6 +60,7 @@ class ParameterPlan:
     decaying: tuple[str, ...] = ()
     decayed_before: tuple[str, ...] = ()
     matrices: tuple[str, ...] = ()
+    unreached: tuple[str, ...] = ()
     reason: str = ""
 
     def record(self) -> dict[str, Any]:
@@ -82,7 +84,8 @@ def plan_parameters(
             f"layers for multi-token prediction that the configuration counts: {count}, not built "
             "and not trained (objective.mtp_weight = 0)"
         )
-    reach = reach or find_gradient_reach(hf_config, config.model.attention)
+    length = config.batch.sequence_length
+    reach = reach or find_gradient_reach(hf_config, length, config.model.attention)
     absent = reach.absent
     if absent is None:
         reasons.append(
@@ -113,6 +116,7 @@ def plan_parameters(
         tuple(decaying),
         tuple(before),
         tuple(collapsed(hidden_matrices(model))) if own else (),
+        tuple(also),
         "; ".join(reasons),
     )
 
@@ -162,7 +166,9 @@ def _prefixes(name: str) -> list[str]:
     return [".".join(parts[:length]) for length in range(1, len(parts))]
 
 
-_META_TOKENS = 32
+PROBE_TOKENS = 96
+"""Of a sample of which gradients are observed: more than the chunks of 64 tokens that the code of
+linear attention has, and room for every threshold of a configuration."""
 
 
 @dataclass(frozen=True)
@@ -179,22 +185,27 @@ class GradientReach:
     failure: str = ""
 
 
-def find_gradient_reach(hf_config: PreTrainedConfig, attention: str = "auto") -> GradientReach:
+def find_gradient_reach(
+    hf_config: PreTrainedConfig, sequence_length: int, attention: str = "auto"
+) -> GradientReach:
     """Run a forward pass of the model, without values where that is possible, and read autograd's
-    graph.
+    graph. The sample crosses every threshold that samples of `sequence_length` cross.
 
     Parameters without a gradient (a vision tower, an indexer whose choice has none) must not be
     trained: torch leaves them unchanged, while DeepSpeed gives them a gradient of zeros, and weight
     decay shrinks them. Takes a tenth of a second, a few seconds where the meta device is not
     enough.
     """
+    config, tokens = copy.deepcopy(hf_config), min(sequence_length, PROBE_TOKENS)
+    if sequence_length > tokens:
+        cross_thresholds(config, sequence_length, tokens)
     with torch.random.fork_rng(devices=[]):  # constructors may draw numbers
         try:
-            return GradientReach(_on_meta(hf_config))
+            return GradientReach(_on_meta(config, tokens))
         except Exception:  # whatever model code does with tensors without values
             pass
         try:
-            return GradientReach(_on_cpu(hf_config, attention))
+            return GradientReach(_on_cpu(config, attention, tokens))
         except NotImplementedError:
             return GradientReach(None)
         except (*MODEL_FAILURES, ArithmeticError) as error:
@@ -202,26 +213,26 @@ def find_gradient_reach(hf_config: PreTrainedConfig, attention: str = "auto") ->
 
 
 def parameters_without_gradient(
-    hf_config: PreTrainedConfig, attention: str = "auto"
+    hf_config: PreTrainedConfig, sequence_length: int, attention: str = "auto"
 ) -> tuple[str, ...] | None:
     """Return `GradientReach.absent` of a model."""
-    return find_gradient_reach(hf_config, attention).absent
+    return find_gradient_reach(hf_config, sequence_length, attention).absent
 
 
-def _on_meta(hf_config: PreTrainedConfig) -> tuple[str, ...]:
+def _on_meta(hf_config: PreTrainedConfig, tokens: int) -> tuple[str, ...]:
     with torch.device("meta"), no_init_weights():
         model = auto_class(hf_config).from_config(copy.deepcopy(hf_config))
-        ids = torch.zeros(1, _META_TOKENS, dtype=torch.int64)
+        ids = torch.zeros(1, tokens, dtype=torch.int64)
     model.tie_weights()  # which no_init_weights also skips
     model.train()
     with WithoutValues():  # type: ignore[no-untyped-call]
         return _unreached(model, ids)
 
 
-def _on_cpu(hf_config: PreTrainedConfig, attention: str) -> tuple[str, ...]:
+def _on_cpu(hf_config: PreTrainedConfig, attention: str, tokens: int) -> tuple[str, ...]:
     model = build_proxy_model(hf_config, attention, smaller(with_heads(2)), all_layers=True)
     model.train()
-    return _unreached(model, proxy_tokens(model))
+    return _unreached(model, proxy_tokens(model, tokens))
 
 
 def _unreached(model: Any, ids: torch.Tensor) -> tuple[str, ...]:

@@ -17,9 +17,8 @@ from bigtrain.models.equivalence.proxy_model import (
     build_proxy_model,
     failure_text,
     proxy_tokens,
-    smaller,
-    with_heads,
 )
+from bigtrain.models.equivalence.reductions import smaller, with_heads
 from bigtrain.models.equivalence.trial import (
     GRADIENT,
     LOSS,

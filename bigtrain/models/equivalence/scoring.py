@@ -12,9 +12,8 @@ from bigtrain.models.equivalence.proxy_model import (
     build_noisy_proxy,
     failure_text,
     proxy_tokens,
-    smaller,
-    with_heads,
 )
+from bigtrain.models.equivalence.reductions import smaller, with_heads
 from bigtrain.models.equivalence.trial import largest_value
 
 _PADDING = 8
@@ -22,13 +21,17 @@ _TOLERANCE = 1e-4
 
 
 @torch.no_grad()
-def check_scoring(hf_config: PreTrainedConfig, attention: str, key: str) -> list[Problem]:
+def check_scoring(
+    hf_config: PreTrainedConfig, attention: str, sequence_length: int, key: str
+) -> list[Problem]:
     """Return the problem of a model with a score head that samples in padded rows cannot train.
     `key`: the setting that names it."""
     remedy = "a causal language model with such a class, such as llama or qwen3"
     kind = f"a {hf_config.model_type} with a score head"
     try:
-        model = build_noisy_proxy(hf_config, attention, smaller(with_heads(2))).eval()
+        model = build_noisy_proxy(
+            hf_config, attention, smaller(with_heads(2)), sequence_length=sequence_length
+        ).eval()
         ids = proxy_tokens(model)
         padding = torch.full((len(ids), _PADDING), model.config.get_text_config().pad_token_id)
         others = ids.clone()

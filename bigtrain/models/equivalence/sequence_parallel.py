@@ -19,8 +19,8 @@ from bigtrain.models.equivalence.proxy_model import (
     failure_text,
     proxy_tokens,
     rescale_weights,
-    with_heads,
 )
+from bigtrain.models.equivalence.reductions import with_heads
 from bigtrain.models.equivalence.trial import (
     LOSS,
     OUTPUT,

@@ -14,13 +14,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from bigtrain.errors import ModelError, Problem
 from bigtrain.models.build import empty_model
 from bigtrain.models.configuration import text_config
-from bigtrain.models.equivalence.proxy_model import (
-    MODEL_FAILURES,
-    build_noisy_proxy,
-    failure_text,
-    smaller,
-    with_heads,
-)
+from bigtrain.models.equivalence.proxy_model import MODEL_FAILURES, build_noisy_proxy, failure_text
+from bigtrain.models.equivalence.reductions import smaller, with_heads
 from bigtrain.models.equivalence.trial import (
     GRADIENT,
     LOSS,

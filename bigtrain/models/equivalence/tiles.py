@@ -11,13 +11,8 @@ from bigtrain.errors import ModelError, Problem
 from bigtrain.models.build import empty_model
 from bigtrain.models.configuration import text_config
 from bigtrain.models.equivalence.loss import loss_and_gradients
-from bigtrain.models.equivalence.proxy_model import (
-    MODEL_FAILURES,
-    build_proxy_model,
-    failure_text,
-    smaller,
-    with_heads,
-)
+from bigtrain.models.equivalence.proxy_model import MODEL_FAILURES, build_proxy_model, failure_text
+from bigtrain.models.equivalence.reductions import smaller, with_heads
 from bigtrain.models.equivalence.trial import GRADIENT, LOSS, Results, Tolerance, Trial
 from bigtrain.models.layers.adapters import find_parameters
 from bigtrain.models.layers.tiled_mlp import NO_TILES, TilePlan, Tiles, find_mlps

@@ -7,11 +7,13 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar, cast
 
+from bigtrain.errors import ConfigError
 from bigtrain.settings.deepspeed.engine_config import offload_device, zero_stage_of
 from bigtrain.settings.deepspeed.keys import AUTO, value_at
 from bigtrain.settings.deepspeed.ownership import optimizer_is_torch
 from bigtrain.settings.degrees import largest_divisor, replicas_in_world
 from bigtrain.settings.hf_config_keys import ModelDimensions
+from bigtrain.settings.objective import compares_with_reference
 from bigtrain.settings.run_config import RunConfig
 
 Device = Literal["cpu", "cuda"]
@@ -85,6 +87,14 @@ def _adds_terms(facts: Facts) -> bool:
     return run is not None and bool(run.objective.label_smoothing or run.objective.z_loss)
 
 
+def _needs_reference(facts: Facts) -> bool:
+    run = facts._run
+    try:
+        return run is not None and compares_with_reference(run.objective)
+    except ConfigError:  # of a class that cannot be imported: `check_objective`
+        return False
+
+
 def _pipeline_settings(raw: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the keys of the JSON's pipeline block that differ from bigtrain's values."""
     block, free = raw.get("pipeline"), ("pipe_partitioned", "grad_partitioned")
@@ -142,6 +152,7 @@ class Facts:
     optimizer: str = _run("optimizer.type", "adamw")
     state_dtype: str = _run("optimizer.state_dtype", "float32")
     average_decay: float | None = _run("optimizer.ema.decay", None)
+    prefetch_size: int = _json("zero_optimization.stage3_prefetch_bucket_size", 50_000_000)
     partition_size: int = _json("zero_optimization.zero_hpz_partition_size", 1)
     quantized_weights: bool = _json("zero_optimization.zero_quantized_weights", False, _quantizes)
     quantized_gradients: bool = _json("zero_optimization.zero_quantized_gradients", False)
@@ -162,7 +173,7 @@ class Facts:
     loss_terms: bool = cast(bool, _Fact(False, "objective.z_loss", _adds_terms))
     mtp_weight: float = _run("objective.mtp_weight", 0.0)
     grows_vocabulary: bool = _run("model.vocabulary", False, lambda section: True)
-    needs_reference: bool = _run("objective.needs_reference", False)
+    needs_reference: bool = cast(bool, _Fact(False, "objective.type", _needs_reference))
     stored_reference: bool = _run("objective.reference", False, lambda name: True)
     loss: str = _run("model.loss", "auto")
     kernels: str = _run("model.kernels", "none")

@@ -49,7 +49,7 @@ def test_causal_models_score_the_last_token(kind: str) -> None:
     hf_config = configured({"config": {"model_type": kind, **SIZES, "pad_token_id": 1}})
     assert scores_samples(hf_config)
     assert hf_config.num_labels == 1
-    assert check_scoring(hf_config, "auto", "model.config") == []
+    assert check_scoring(hf_config, "auto", 24, "model.config") == []
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_causal_models_score_the_last_token(kind: str) -> None:
 )
 def test_encoders_do_not(kind: str, is_decoder: bool, why: str) -> None:
     hf_config = configured({"config": {"model_type": kind, **SIZES, "is_decoder": is_decoder}})
-    (problem,) = check_scoring(hf_config, "auto", "model.config")
+    (problem,) = check_scoring(hf_config, "auto", 24, "model.config")
     assert problem.key == "model.config"
     assert why in problem.rule
     assert "llama" in problem.remedy

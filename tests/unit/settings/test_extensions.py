@@ -262,7 +262,7 @@ def test_kto_reads_an_answer_and_a_mismatched_one(adapted: dict[str, Any]) -> No
         ({"precision": {"dtype": "float16"}}, "with a loss scale"),
         (
             {"adapters": {"type": "lora", "dora": True}},
-            "adapters.dora = True changes the model also with its adapters off, by which "
+            "adapters.dora = True: changes the model also with its adapters off, by which "
             "objective.type = 'kto' gets its reference",
         ),
     ],
@@ -387,3 +387,39 @@ def test_a_stream_is_refused_at_several_sites() -> None:
         resolved(data=data, sites=sites)
     assert "sites" in [problem.key for problem in caught.value.problems]
     assert "can only continue at a state that it has returned" in str(caught.value)
+
+
+REFERENCES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"dora": True}, {}, "adapters.dora = True: changes the model also with its adapters off"),
+    (
+        {"modules_to_save": ["lm_head"]},
+        {},
+        "adapters.modules_to_save = ['lm_head']: changes the model also with its adapters off",
+    ),
+    ({}, {"model_type": "mixtral", "num_local_experts": 4}, "would count in the load"),
+]
+"""Adapters, keys of the model, and why a reference cannot be computed with them."""
+
+
+@pytest.mark.parametrize(("adapters", "keys", "expected"), REFERENCES, ids=lambda _: "")
+@pytest.mark.parametrize("name", ["preference", "kto", "user_code:Own"])
+def test_a_reference_is_refused_by_the_fact_not_by_the_name(
+    code: Path,
+    tmp_path: Path,
+    name: str,
+    adapters: dict[str, Any],
+    keys: dict[str, Any],
+    expected: str,
+) -> None:
+    code.write_text(
+        "class Own:\n    unit = 'pairs'\n    reference = True\n    def loss(self, batch): ...\n"
+    )
+    config = {"model_type": "llama", "num_attention_heads": 2, "hidden_size": 8, **keys}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    sections = {"model": {"path": str(tmp_path)}, "adapters": {"type": "lora", **adapters}}
+    with pytest.raises(ConfigError) as caught:
+        resolved(**sections, objective={"type": name})
+    assert expected in str(caught.value)
+    without = {"type": "lora"} if not keys else None
+    if without is not None:
+        resolved(**{**sections, "adapters": without}, objective={"type": name})

@@ -22,7 +22,7 @@ def test_adapters_without_a_gradient_never_decay(kind: str) -> None:
     adapters = AdaptersSection(rank=2, targets=["*_proj"])
     model = build_model(section, hf_config, seed=0, adapters=adapters)
     optimizer = OptimizerSection(type=kind, lr=1e-3, weight_decay=0.1)
-    untrained = parameters_without_gradient(hf_config) or ()
+    untrained = parameters_without_gradient(hf_config, 32) or ()
     groups = parameter_groups(model, optimizer, 1, untrained)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     decay: dict[bool, set[float]] = {False: set(), True: set()}

@@ -14,7 +14,8 @@ from transformers import CONFIG_MAPPING, PreTrainedModel, masking_utils
 from bigtrain.errors import ConfigError, ModelError
 from bigtrain.models.build import _set_gradient_checkpointing
 from bigtrain.models.equivalence.document_isolation import find_isolation
-from bigtrain.models.equivalence.proxy_model import build_proxy_model, with_heads
+from bigtrain.models.equivalence.proxy_model import build_proxy_model
+from bigtrain.models.equivalence.reductions import with_heads
 from bigtrain.models.layers.document_attention import (
     DocumentBoundaries,
     Isolation,

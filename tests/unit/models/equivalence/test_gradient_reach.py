@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from bigtrain.models.build import empty_model
 from bigtrain.models.configuration import load_hf_config
@@ -19,6 +19,7 @@ from bigtrain.models.equivalence.parameter_plan import (
     summarized,
 )
 from bigtrain.settings.run_config import ModelSection, RunConfig
+from tests.unit.models.equivalence.test_thresholds import deepseek_v4
 from tools.tiny_models import model_types, tiny_config, tiny_model
 
 SAMPLE = ("llama", "gpt2", "gemma3", "deepseek_v32", "ernie4_5_moe", "reformer", "jetmoe", "bart")
@@ -35,7 +36,7 @@ def absent_gradients(model_type: str) -> list[str]:
 
 @pytest.mark.parametrize("model_type", SAMPLE)
 def test_found_without_a_backward_pass(model_type: str) -> None:
-    names = parameters_without_gradient(tiny_config(model_type))
+    names = parameters_without_gradient(tiny_config(model_type), 32)
     assert names is not None
     assert list(names) == absent_gradients(model_type)
     assert bool(names) == (model_type not in ("llama", "gpt2", "jetmoe"))
@@ -48,7 +49,7 @@ def test_found_for_every_architecture(model_type: str) -> None:
         expected = absent_gradients(model_type)
     except Exception as error:
         pytest.skip(f"no tiny model: {type(error).__name__}")
-    names = parameters_without_gradient(tiny_config(model_type))
+    names = parameters_without_gradient(tiny_config(model_type), 32)
     if model_type == "xmod":  # its configuration has no default language beside tiny_config's
         assert names in (None, ())
         return
@@ -59,7 +60,7 @@ def test_found_for_every_architecture(model_type: str) -> None:
 def test_layers_that_share_keys_of_others_are_told_apart() -> None:
     config = tiny_config("gemma3n_text")
     assert config.num_kv_shared_layers == 1
-    names = parameters_without_gradient(config)
+    names = parameters_without_gradient(config, 32)
     assert names == tuple(absent_gradients("gemma3n_text"))
 
 
@@ -68,9 +69,9 @@ def test_a_model_that_cannot_be_run_is_trained_in_full(monkeypatch: pytest.Monke
         raise RuntimeError("no")
 
     monkeypatch.setattr(parameter_plan, "_on_meta", refuse)
-    assert parameters_without_gradient(tiny_config("llama")) == ()  # of a proxy model
+    assert parameters_without_gradient(tiny_config("llama"), 32) == ()  # of a proxy model
     monkeypatch.setattr(parameter_plan, "_on_cpu", refuse)
-    assert parameters_without_gradient(tiny_config("llama")) is None
+    assert parameters_without_gradient(tiny_config("llama"), 32) is None
     plan = plan_parameters(run_of("llama"), tiny_config("llama"))
     assert plan.untrained == ()
     assert "not known" in plan.reason
@@ -160,3 +161,20 @@ def test_a_failure_of_the_users_class_names_its_line(
     reach = find_gradient_reach(load_hf_config(section))
     line = file.read_text().splitlines().index(f"        {body}") + 1
     assert f"({file}:{line})" in reach.failure
+
+
+@pytest.mark.parametrize(("sequence_length", "num_compressors"), [(40, 0), (80, 1), (160, 2)])
+def test_parameters_of_compressed_attention_are_trained_where_samples_hold_an_entry(
+    sequence_length: int, num_compressors: int
+) -> None:
+    """One layer has an entry for 64 tokens, one for 128."""
+    config = deepseek_v4(64, 128, 512, 128)
+    names = parameters_without_gradient(config, sequence_length)
+    assert names is not None
+    absent = {name for name in names if ".compressor.kv_proj." in name and "indexer" not in name}
+    assert len(absent) == 2 - num_compressors
+
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model(input_ids=torch.randint(0, 128, (1, sequence_length))).logits.square().mean().backward()
+    assert list(names) == [name for name, p in model.named_parameters() if p.grad is None]

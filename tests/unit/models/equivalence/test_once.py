@@ -9,8 +9,9 @@ import pytest
 from transformers import LlamaConfig, PreTrainedConfig
 
 from bigtrain.models.configuration import load_hf_config
-from bigtrain.models.equivalence import model_plan
-from bigtrain.models.equivalence.model_plan import cached_model_plan, choose, trial_key
+from bigtrain.models.equivalence import cache_key, model_plan
+from bigtrain.models.equivalence.cache_key import trial_key
+from bigtrain.models.equivalence.model_plan import cached_model_plan, choose
 from bigtrain.settings.resolve import resolve_run
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.settings.sections.adapters import AdaptersSection
@@ -79,7 +80,7 @@ def test_a_refusal_is_not_kept(tmp_path: Path) -> None:
     assert expected[1]
     for _ in range(2):
         assert cached_model_plan(*run) == expected
-    assert list((tmp_path / "cache").rglob("*.*")) == []
+    assert list((tmp_path / "cache" / "trials").rglob("*.*")) == []
 
 
 def test_every_setting_is_another_trial(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +102,7 @@ def test_every_setting_is_another_trial(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(set(keys)) == len(keys) == len(sections)
     cached_model_plan(*run_of(LLAMA, 1, optimizer={"lr": 1e-4}))  # no trial depends on it
     assert keys[-1] == keys[0]
-    monkeypatch.setattr(model_plan, "package_source", lambda: b"another bigtrain")
+    monkeypatch.setattr(cache_key, "package_source", lambda: b"another bigtrain")
     cached_model_plan(*run_of(LLAMA, 1))
     assert keys[-1] not in keys[:-1]
 
@@ -119,7 +120,7 @@ def test_another_library_is_another_trial(library: str, monkeypatch: pytest.Monk
 
 def test_another_processor_is_another_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     before = trial_key(LlamaConfig(), "x")
-    monkeypatch.setattr(model_plan, "processor", lambda: "flags: amx_bf16")
+    monkeypatch.setattr(cache_key, "processor", lambda: "flags: amx_bf16")
     assert trial_key(LlamaConfig(), "x") != before
 
 

@@ -10,12 +10,9 @@ from transformers import CONFIG_MAPPING
 from transformers.masking_utils import causal_mask_function
 
 from bigtrain.models.equivalence.document_isolation import find_isolation
-from bigtrain.models.equivalence.proxy_model import (
-    build_proxy_model,
-    cross_thresholds,
-    document_positions,
-    with_heads,
-)
+from bigtrain.models.equivalence.proxy_model import build_proxy_model, document_positions
+from bigtrain.models.equivalence.reductions import with_heads
+from bigtrain.models.equivalence.thresholds import cross_thresholds, find_thresholds
 from bigtrain.models.parallel.sequence import SequenceParallel
 from tests.support.longrope import longrope
 from tests.unit.models.equivalence.test_sequence_parallel import problems
@@ -23,19 +20,19 @@ from tests.unit.models.equivalence.test_sequence_parallel import problems
 
 def test_lengths_that_samples_pass_are_made_small_in_their_order() -> None:
     config = CONFIG_MAPPING["phi3"](sliding_window=2047, pad_token_id=None, **longrope(48, 4096))
-    cross_thresholds(config, 8192)
+    cross_thresholds(config, 8192, 24)
     rotary = config.rope_parameters["original_max_position_embeddings"]
-    assert (config.sliding_window, rotary) == (12, 13)
+    assert (config.sliding_window, rotary) == (13, 14)
     assert config.original_max_position_embeddings == rotary
 
     config = CONFIG_MAPPING["phi3"](sliding_window=2047, pad_token_id=None, **longrope(48, 4096))
     cross_thresholds(config, 4096, 64)
     rotary = config.rope_parameters["original_max_position_embeddings"]
-    assert (config.sliding_window, rotary) == (32, 4096)
+    assert (config.sliding_window, rotary) == (33, 4096)
 
     config = CONFIG_MAPPING["llama4_text"]()
-    cross_thresholds(config, 8192)  # the last position is scaled, and no chunk begins
-    assert (config.attention_chunk_size, config.floor_scale) == (8192, 13)
+    cross_thresholds(config, 8192, 24)  # the last position is scaled, and no chunk begins
+    assert (config.attention_chunk_size, config.floor_scale) == (8192, 14)
     with pytest.raises(ValueError, match="2 tokens do not cross 2 different lengths"):
         cross_thresholds(CONFIG_MAPPING["llama4_text"](floor_scale=7), 10000, 2)
 
@@ -43,7 +40,7 @@ def test_lengths_that_samples_pass_are_made_small_in_their_order() -> None:
 def test_layers_keep_their_windows() -> None:
     config = CONFIG_MAPPING["gemma3_text"](num_hidden_layers=8)
     model = build_proxy_model(config, "sdpa", [with_heads(2)], sequence_length=8192)
-    assert model.config.sliding_window == 12
+    assert model.config.sliding_window == 13
     assert model.config.layer_types == config.layer_types[:6]
     assert config.sliding_window == 4096
 
@@ -115,3 +112,79 @@ def test_a_run_is_refused_for_what_its_samples_reach_alone() -> None:
     assert (
         "their logits differ from those of the separate" in find_isolation(config, "sdpa", 8192)[1]
     )
+
+
+V4: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "head_dim": 16,
+    "q_lora_rank": 16,
+    "o_lora_rank": 16,
+    "o_groups": 2,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "hc_mult": 2,
+    "partial_rotary_factor": 0.5,
+    "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"],
+}
+"""A small DeepSeek-V4; its lengths are the tests'."""
+
+
+def deepseek_v4(sparse_rate: int, heavy_rate: int, top_k: int, window: int) -> Any:
+    rates = {"compressed_sparse_attention": sparse_rate, "heavily_compressed_attention": heavy_rate}
+    lengths = {"index_topk": top_k, "sliding_window": window}
+    return CONFIG_MAPPING["deepseek_v4"](**V4, compress_rates=rates, **lengths)
+
+
+FOUND: list[tuple[str, Any, dict[str, int]]] = [
+    # A budget of entries of 4 tokens, and entries of 4 and 128 tokens.
+    ("rates", lambda: deepseek_v4(4, 128, 512, 90), {"128": 128, "512": 2052, "4": 4}),
+    # The budget shows in samples as soon as entries are short.
+    ("budget", lambda: deepseek_v4(64, 96, 32, 200), {"64": 64, "32": 2112, "200": 201}),
+    (
+        "dynamic",
+        lambda: CONFIG_MAPPING["llama"](
+            hidden_size=32,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            num_hidden_layers=2,
+            max_position_embeddings=200,
+            rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+        ),
+        {"200": 201},
+    ),
+]
+"""Configurations, and the first lengths of their numbers."""
+
+
+@pytest.mark.parametrize(("make", "lengths"), [case[1:] for case in FOUND], ids=lambda _: "")
+def test_lengths_are_found_by_changing_numbers(make: Any, lengths: dict[str, int]) -> None:
+    found = find_thresholds(make(), 4096)
+    by_number = {str(t.number): t.first_length(t.number) for t in found}
+    assert {number: by_number.get(number) for number in lengths} == lengths
+
+
+def test_numbers_become_small_where_samples_cross_them() -> None:
+    config = deepseek_v4(64, 96, 32, 200)
+    cross_thresholds(config, 4096, 24)
+    rates = config.compress_rates
+    assert rates["compressed_sparse_attention"] == 4
+    assert rates["heavily_compressed_attention"] in range(13, 17)
+    assert 4 * (config.index_topk + 1) in range(13, 24)
+    assert config.sliding_window in range(13, 17)
+    config = deepseek_v4(64, 96, 32, 200)
+    cross_thresholds(config, 80, 24)  # none but entries of 64 tokens
+    assert config.compress_rates["heavily_compressed_attention"] == 96
+    assert (config.index_topk, config.sliding_window) == (32, 200)
+    assert config.compress_rates["compressed_sparse_attention"] < 24
+
+
+def test_documents_are_not_isolated_where_entries_are_longer_than_the_samples_of_trials() -> None:
+    config = deepseek_v4(64, 128, 512, 128)
+    assert find_isolation(config, "auto", 48)[1] == ""
+    assert "packed documents are not isolated" in find_isolation(config, "auto", 512)[1]

@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
-from bigtrain.models.equivalence.proxy_model import build_noisy_proxy, smaller, with_heads
+from bigtrain.models.equivalence.proxy_model import build_noisy_proxy
+from bigtrain.models.equivalence.reductions import smaller, with_heads
 from bigtrain.models.equivalence.trial import (
     GRADIENT,
     LOSS,
