@@ -111,15 +111,19 @@ def _problem(
         f"{' and '.join(untrained[first])}, and the run does not train these rows, so that the "
         f"model cannot generate it{other_tokens}"
     )
-    remedy = "a base that has learned the token, or a chat template with tokens that it has learned"
+    alternative = (
+        "a base that has learned the token, or a chat template with tokens that it has learned"
+    )
     if config.adapters is None:
-        return Problem("model.frozen", list(config.model.frozen), rule, f"train them, or {remedy}")
+        return Problem(
+            "model.frozen", list(config.model.frozen), rule, f"train them, or {alternative}"
+        )
     saved = list(config.adapters.modules_to_save)
     if len({id(module.weight) for module in _tables(model)}) == 1:  # a copy would part them
         first_train = "train the full model on it first (model.frozen freezes the rest)"
-        return Problem(SAVED_KEY, saved, rule, f"{first_train}, or {remedy}")
+        return Problem(SAVED_KEY, saved, rule, f"{first_train}, or {alternative}")
     tables = [name for name, module in model.named_modules() if module in _tables(model)]
     modules_to_save = list(dict.fromkeys([*saved, *(name.rpartition(".")[2] for name in tables)]))
     return Problem(
-        SAVED_KEY, saved, rule, f"{SAVED_KEY}=[{', '.join(modules_to_save)}], or {remedy}"
+        SAVED_KEY, saved, rule, f"{SAVED_KEY}=[{', '.join(modules_to_save)}], or {alternative}"
     )
