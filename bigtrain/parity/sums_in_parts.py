@@ -46,13 +46,13 @@ class _Linear(torch.autograd.Function):
         states, weight = ctx.saved_tensors
         (gradient,) = gradients
         outputs, inputs = (x.reshape(-1, x.shape[-1]) for x in (gradient, states))
-        of_weight = _product(outputs.t(), inputs, ctx.num_parts)
-        return _product(gradient, weight, ctx.num_parts), of_weight, None
+        weight_gradient = _product(outputs.t(), inputs, ctx.num_parts)
+        return _product(gradient, weight, ctx.num_parts), weight_gradient, None
 
 
 def _product(left: torch.Tensor, right: torch.Tensor, num_parts: int) -> torch.Tensor:
     pairs = zip(left.tensor_split(num_parts, -1), right.tensor_split(num_parts, 0), strict=True)
-    first, *others = (one @ other for one, other in pairs)
-    for product in others:
-        first = first + product
-    return first
+    total, *products = (columns @ rows for columns, rows in pairs)
+    for product in products:
+        total = total + product
+    return total

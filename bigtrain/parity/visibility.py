@@ -66,9 +66,9 @@ def _changed_values(section: Section) -> Iterator[tuple[str, dict[str, Any]]]:
         if isinstance(value, float) and value:
             yield key, {key: _CHANGE * value}
         elif isinstance(value, tuple) and all(isinstance(number, float) for number in value):
-            for place, number in enumerate(value):
-                changed = (*value[:place], _CHANGE * number, *value[place + 1 :])
-                yield f"{key}[{place}]", {key: changed}
+            for index, number in enumerate(value):
+                changed = (*value[:index], _CHANGE * number, *value[index + 1 :])
+                yield f"{key}[{index}]", {key: changed}
         elif isinstance(value, Section):
             for inner_key, inner in _changed_values(value):
                 if not inner_key.startswith("eps"):  # limits that only prevent a division by 0

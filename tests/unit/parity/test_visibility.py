@@ -59,10 +59,12 @@ SMALL_TERMS = {"label_smoothing": 1e-6, "z_loss": 1e-6}
     "sections",
     [
         {"objective": RATED},
-        {"objective": RATED, **LORA},
         preference(loss="simpo", gamma=1e-4),
         {"objective": SMALL_TERMS, **optimizer(weight_decay=1e-6, ema={"decay": 0.9999})},
-        {"objective": {"type": "reward", "center_rewards_coefficient": 1e-6}},
+        pytest.param({"objective": RATED, **LORA}, marks=SLOW),
+        pytest.param(
+            {"objective": {"type": "reward", "center_rewards_coefficient": 1e-6}}, marks=SLOW
+        ),
         pytest.param(preference(), marks=SLOW),
         pytest.param(preference() | LORA, marks=SLOW),
         pytest.param(preference(loss="ipo"), marks=SLOW),
