@@ -15,6 +15,7 @@ from bigtrain.errors import ConfigError, Problem
 from bigtrain.settings.degrees import Degrees
 from bigtrain.settings.loading import load_run_config
 from bigtrain.settings.resolve import resolve_run_files
+from bigtrain.system.shipped_files import checkout
 
 _NODES = re.compile(r"([1-9][0-9]*)(?:-([1-9][0-9]*))?")
 # The smallest batch that is divisible for all node counts of a wide range may be impractically
@@ -55,7 +56,9 @@ class NodesRequest:
         return [self.config, *own, *self.overrides]
 
     def check(self, problems: Sequence[Problem], source: str) -> None:
-        """Raise ConfigError with `problems` of `source`, or else with the run's."""
+        """Raise ConfigError with `problems` of `source` and paths that a script cannot have in one
+        line, or else with the problems of the run."""
+        problems = [*problems, *self._check_lines()]
         try:
             node_range(self.nodes)
         except ConfigError as error:
@@ -63,6 +66,30 @@ class NodesRequest:
         if problems:
             raise ConfigError(problems, source)
         check_on_every_number(self)
+
+    def _check_lines(self) -> list[Problem]:
+        """Return problems of values that are written into one line of a script, such as its header
+        and its comments: a line break would make the rest of a value a line of its own."""
+        values = {"--config": self.config, "--deepspeed_config": self.deepspeed_config or ""}
+        values["the working directory"] = self.directory
+        values["the checkout"] = str(checkout())
+        problems = []
+        for key, value in values.items():
+            character = control_character(value)
+            if character is not None:
+                rule = f"has the control character {character}, and is in one line of the script"
+                problems.append(Problem(key, value, rule, "rename it"))
+        return problems
+
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
+
+
+def control_character(text: str) -> str | None:
+    """Return the first character of `text` that ends a line or controls a terminal, in Python's
+    notation; None without one."""
+    match = _CONTROL.search(text)
+    return None if match is None else repr(match[0])
 
 
 def check_on_every_number(request: NodesRequest) -> None:

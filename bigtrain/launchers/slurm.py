@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from bigtrain.errors import LaunchError, Problem
-from bigtrain.launchers.node_range import NodesRequest, node_range
+from bigtrain.launchers.node_range import NodesRequest, control_character, node_range
 from bigtrain.system.shipped_files import checkout, slurm_script
 
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<fields>\d+(?::\d\d){0,2})")
@@ -55,7 +55,7 @@ def render_script(request: SlurmRequest) -> str:
         "gpus-per-node": str(request.processes_per_node) if request.gpus else None,
         "time": request.time,
         "signal": f"B:USR1@{request.save_seconds}",
-        "chdir": shlex.quote(request.directory),
+        "chdir": request.directory,
         **request.options,
     }
     text = _with_header(slurm_script("train.sbatch").read_text(encoding="utf-8"), header)
@@ -96,7 +96,7 @@ def check_request(request: SlurmRequest) -> list[Problem]:
         if name in _OWNED:
             rule, remedy = "is set by bigtrain", "use the option of `bigtrain launch slurm`"
             problems.append(Problem(key, value, rule, remedy))
-        elif not _OPTION.fullmatch(name) or "\n" in value:
+        elif not _OPTION.fullmatch(name) or control_character(value) is not None:
             rule, remedy = "is not an option of sbatch", "write --sbatch partition=NAME"
             problems.append(Problem(key, value, rule, remedy))
     return problems
@@ -119,11 +119,15 @@ def time_seconds(text: str) -> int | None:
 
 
 def _with_header(text: str, header: Mapping[str, str | None]) -> str:
-    """Return `text` with the #SBATCH lines of `header` set; None removes a line."""
+    """Return `text` with the #SBATCH lines of `header` set, their values quoted; None removes a
+    line."""
     lines = text.splitlines()
     last = max(i for i, line in enumerate(lines) if line.startswith("#SBATCH"))
     for name, value in header.items():
-        wanted = None if value is None else f"#SBATCH --{name}" + (f"={value}" if value else "")
+        wanted = None
+        if value is not None:
+            assert control_character(value) is None, (name, value)
+            wanted = f"#SBATCH --{name}" + (f"={shlex.quote(value)}" if value else "")
         lines_of_option = [
             i for i, line in enumerate(lines) if re.match(rf"#SBATCH --{name}(=|$)", line)
         ]

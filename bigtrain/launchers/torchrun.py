@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.launchers.heartbeats import look_seconds
-from bigtrain.launchers.node_range import NodesRequest, node_range
+from bigtrain.launchers.node_range import NodesRequest, control_character, node_range
 from bigtrain.launchers.templates import render
 from bigtrain.system.shipped_files import checkout
 
@@ -69,6 +69,7 @@ def render_torchrun(request: TorchrunRequest) -> str:
         name=request.name,
         nodes=request.nodes.replace("-", " to "),
         file=request.file,
+        quoted_file=shlex.quote(request.file),
         endpoint=request.endpoint,
         setup="".join(f"{line}\n" for line in request.setup),
         checkout=shlex.quote(str(checkout())),
@@ -119,6 +120,11 @@ def _check_request(request: TorchrunRequest) -> list[Problem]:
     if match is None or not 0 < int(match["port"]) < 65536:
         rule, remedy = "is not HOST:PORT", "write node-1:29400"
         problems.append(Problem("--rendezvous", request.endpoint, rule, remedy))
+    for key, value in (("--output", request.file), ("the interpreter", request.python)):
+        character = control_character(value)
+        if character is not None:
+            rule = f"has the control character {character}, and is in one line of the script"
+            problems.append(Problem(key, value, rule, "rename it"))
     if not re.fullmatch(r"[A-Za-z0-9._-]+", request.name):
         rule = "may contain only letters, digits and ._-"
         problems.append(Problem("--name", request.name, rule, "give the run a --name"))

@@ -12,13 +12,14 @@
 # After a run has ended, restart this server.
 
 set -u
-{{ setup }}checkout={{ checkout }}
+{{ setup }}script={{ quoted_file }}
+checkout={{ checkout }}
 python={{ python }}
 endpoint={{ endpoint }}
 arguments=({{ arguments }})
 
 fail() {
-  echo "{{ file }}: $*" >&2
+  echo "$script: $*" >&2
   exit 2
 }
 cd {{ directory }} || fail "the folder of this run must exist under the same path on every node"
@@ -34,7 +35,7 @@ fi
 command -v setpriv >/dev/null || fail "setpriv is missing: install util-linux"
 directory=$("$python" -m bigtrain.cli check --world-size {{ most_processes }} \
   --show output.directory --config "${arguments[@]}") || exit 2
-echo "{{ file }}: on $(hostname), run directory $directory"
+echo "$script: on $(hostname), run directory $directory"
 
 # Without it, a joining node gets the store address of an earlier round.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from bigtrain.errors import Problem
 from bigtrain.system.files import why_not_creatable
+from bigtrain.system.run_files import RUN_ID, RUN_TEXTS
 
 KEY = "output.directory"
 
@@ -19,8 +20,13 @@ _MARKS = (
 """Names that a launch, or the batch system that starts it, writes first: one marks a run."""
 
 _REPOSITORIES = (".git", ".hg", ".svn", ".jj")
-_NOTES = (".log", ".out", ".err", ".txt", ".md", ".yaml", ".yml", ".sh", ".sbatch")
-"""Endings of files that a user puts next to a run before it starts."""
+_NOTES = (".log", ".out", ".err", ".yaml", ".yml", ".sh", ".sbatch")
+"""Endings of files that a user puts next to a run before it starts: no text to train on."""
+_TEXTS = tuple(
+    f"{kind}{compression}"
+    for kind in (".txt", ".md", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow")
+    for compression in ("", ".gz", ".zst", ".xz", ".bz2")
+)
 
 _SHOWN = 3
 
@@ -50,12 +56,19 @@ def _owner(directory: Path) -> str | None:
     if repository is not None:
         return f"is a repository (it has a {repository})"
     if any(name in is_file_by_name for name in _MARKS):
-        return None
+        # Those names may be another program's: of a run's directory the run's id is proof.
+        texts = {n for n in is_file_by_name if n.lower().endswith(_TEXTS)} - {*RUN_TEXTS}
+        return None if RUN_ID in is_file_by_name else _foreign(sorted(texts))
     others = sorted(
         name
         for name, is_file in is_file_by_name.items()
         if not name.startswith(".") and not (is_file and name.endswith(_NOTES))
     )
+    return _foreign(others)
+
+
+def _foreign(others: Sequence[str]) -> str | None:
+    """Return the rule that files of these names break; None without any."""
     if not others:
         return None
     more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""

@@ -144,6 +144,50 @@ def test_bad_steps_that_do_not_end_are_gone_back_from(
     assert events(again, "skipped") == events(run, "skipped")
 
 
+DAMAGE = """
+import shutil
+
+class Damage:
+    def step(self, view):
+        if view.step != 10: return
+        newest = view.directory / "checkpoints/step-00000008"
+        if "{how}" == "remove":
+            shutil.rmtree(newest)
+        else:
+            file = newest / "tensors/rank-0000{rank}.safetensors"
+            content = bytearray(file.read_bytes())
+            content[-1] ^= 1
+            file.write_bytes(content)
+"""
+
+
+def test_nothing_of_a_corrupt_checkpoint_is_left_after_a_rollback(
+    server: Server, run_yaml: Path, tmp_path: Path
+) -> None:
+    """As if the corrupt checkpoint had never been there; the engine has parts of it before it
+    reads the older one."""
+    runs = []
+    for how, rank in (("remove", 0), ("flip", 1)):
+        folder = tmp_path / how
+        folder.mkdir()
+        (folder / "damage.py").write_text(DAMAGE.replace("{how}", how).replace("{rank}", str(rank)))
+        words = arguments(run_yaml, folder / "run", "guard.max_consecutive=3", "train.steps=16")
+        words += ["checkpoint.every_steps=4", "checkpoint.keep_last=9"]
+        words += ["checkpoint.asynchronous=false", "optimizer.ema.decay=0.9"]
+        words.append('callbacks=[{"type": "damage:Damage"}]')
+        script = [str(ROOT / "tests/launch/extension_worker.py"), str(folder), *words]
+        bad = spoil({9: "nan", 10: "nan", 11: "nan"})
+        codes, text = server.live([], script=script, spoil=bad)
+        assert codes == [0, 0], text
+        assert "rolled back to step 4" in text
+        assert ("skipping corrupt checkpoint at step 8" in text) == (how == "flip")
+        runs.append(folder / "run")
+    ours, theirs = (final_tensors(run, 16) for run in runs)
+    assert ours.keys() == theirs.keys()
+    assert equal(ours, theirs)
+    assert losses(runs[0]) == losses(runs[1])
+
+
 @pytest.mark.parametrize(
     ("steps", "said"),
     [

@@ -15,7 +15,7 @@ import re
 import stat
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cache
@@ -37,6 +37,7 @@ from bigtrain.data.documents.links import Links
 from bigtrain.data.documents.table_readers import HubDatasetReader, SavedDatasetReader
 from bigtrain.data.shards.manifest import SourceRecord
 from bigtrain.errors import DataError, first_line, without_secrets
+from bigtrain.system.run_files import RUN_ID, run_files
 from bigtrain.system.storage.remote_file import store_of
 from bigtrain.system.storage.stores import (
     NotFoundError,
@@ -117,7 +118,13 @@ def _find_by_glob(pattern: str, selection: Selection) -> list[Source]:
     named = [(str(file.relative_to(base)), str(file)) for file in files]
     taken = [entry for entry in named if not _excluded(entry[0], selection.exclude)]
     links = Links(str(base), selection.follow_links)
+    taken = _without_run_files(pattern, taken, _is_run_below(str(base)))
     return [_file_source(path, selection) for path in links.chosen(taken)]
+
+
+def _is_run_below(base: str) -> Callable[[str], bool]:
+    """Return a function that returns whether a folder below `base`, by its path, is a run's."""
+    return cache(lambda folder: os.path.isfile(os.path.join(base, folder, RUN_ID)))
 
 
 def _find_in_folder(folder: Path, selection: Selection) -> list[Source]:
@@ -126,12 +133,30 @@ def _find_in_folder(folder: Path, selection: Selection) -> list[Source]:
     links = Links(str(folder), selection.follow_links)
     # Strings, since there may be a million.
     files = links.files(lambda below: _excluded(below, selection.exclude))
+    files = _without_run_files(str(folder), files, _is_run_below(str(folder)))
     taken = _of_folder(str(folder), files, selection)
     taken.sort(key=lambda file: file[1].split(os.sep))
     return [_file_source(path, selection) for path in links.chosen(taken)]
 
 
 Named = TypeVar("Named")
+
+
+def _without_run_files(
+    shown: str, files: Sequence[tuple[str, Named]], is_run: Callable[[str], bool]
+) -> list[tuple[str, Named]]:
+    """Return `files`, by their paths below an input that is called `shown`, without logs, metrics,
+    checkpoints and exports of runs of bigtrain; name those once."""
+    written = run_files((below.replace(os.sep, "/") for below, _ in files), is_run)
+    if not written:
+        return list(files)
+    names = ", ".join(written[:3]) + (f" and {len(written) - 3} more" if written[3:] else "")
+    _warn_once(
+        f"--input {shown}: skipped what a run of bigtrain wrote: {names}; to read one of these "
+        "files, name it"
+    )
+    dropped = set(written)
+    return [(below, file) for below, file in files if below.replace(os.sep, "/") not in dropped]
 
 
 def _of_folder(
@@ -188,6 +213,12 @@ def _find_at_address(name: str, selection: Selection) -> list[Source]:
                 f"--input {without_secrets(name)} is a dataset of Dataset.save_to_disk -> name its "
                 "files, ADDRESS/*.arrow, or copy it here"
             )
+        runs = {
+            below[: -len(RUN_ID)].rstrip("/")
+            for below, _ in files
+            if f"/{below}".endswith(f"/{RUN_ID}")
+        }
+        files = _without_run_files(without_secrets(name), files, runs.__contains__)
         entries = [entry for _, entry in _of_folder(without_secrets(name), files, selection)]
     return [
         _remote_source(entry, selection)

@@ -48,6 +48,7 @@ from bigtrain.system.files import (
     sync_to_disk,
     write_whole,
 )
+from bigtrain.system.run_files import RUN_ID
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -55,7 +56,6 @@ STATE = "state.json"
 LAYOUT = "layout.json"
 PROBE = "probe.safetensors"
 TENSORS = "tensors"
-RUN_ID = "run_id"
 _NAME = re.compile(r"step-(\d{8,})")
 _FILE_NAME = re.compile(rf"({TENSORS}/)?[^/.][^/]*")
 

@@ -52,6 +52,11 @@ def test_a_repository_is_refused(tmp_path: Path, names: tuple[str, ...]) -> None
         ("empty/",),
         ("checkpoint-500/",),  # of the Trainer
         ("data.log/",),
+        ("a.txt", "b.txt"),  # training texts
+        ("README.md", "run.yaml"),
+        ("corpus.txt", "log.txt"),
+        ("a.txt", "checkpoints/epoch-3/weights.bin"),  # of another program
+        ("rows.jsonl.gz", "metrics.jsonl"),
     ],
 )
 def test_files_of_something_else_are_refused(tmp_path: Path, names: tuple[str, ...]) -> None:
@@ -73,6 +78,7 @@ def test_files_of_something_else_are_refused(tmp_path: Path, names: tuple[str, .
         ("metrics.jsonl", "config.json", "plots/"),  # its checkpoints were removed
         ("requeue",),
         ("requeued",),
+        ("generations/", "run_id", "log.txt", "metrics.jsonl", "notes.txt"),
     ],
 )
 def test_a_run_and_what_is_free_for_one_are_accepted(

@@ -341,3 +341,26 @@ def test_what_several_inputs_mean_is_said(tmp_path: Path, caplog: pytest.LogCapt
     write(tmp_path / "b.txt", b"b")
     assert read(file, tmp_path) == ["a", "b"]
     assert caplog.messages == [f"1 files match several inputs and are read once: {file}"]
+
+
+RUN = ("run_id", "log.txt", "metrics.jsonl", "starts.jsonl", "hangs/step-3/report.txt",
+       "tokenizer/merges.txt", "hf/notes.txt", "reference/sums.parquet")  # fmt: skip
+
+
+@pytest.mark.parametrize("below", ["", "runs/first/", "corpus/"])
+@pytest.mark.parametrize("pattern", ["", "/**/*.txt"])
+def test_what_a_run_writes_is_no_document(
+    below: str, pattern: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Wherever the run's directory is, also where texts of the user are in it."""
+    texts = ["a.txt", "corpus/b.txt", "corpus/log.txt.txt", "old/log.txt", "old/checkpoints/c.txt"]
+    for name in [*texts, *(below + name for name in RUN)]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("text\n")
+    found = find_sources(Selection([f"{tmp_path}{pattern}"]))
+    names = {str(Path(source.record.path).relative_to(tmp_path)) for source in found}
+    assert names == set(texts)
+    [line] = [r.getMessage() for r in caplog.records if "a run of bigtrain wrote" in r.getMessage()]
+    assert f"{below}log.txt" in line
+    # A file that is named is read.
+    assert len(find_sources(Selection([f"{tmp_path}/{below}log.txt"]))) == 1
