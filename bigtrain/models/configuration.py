@@ -25,7 +25,7 @@ from transformers import (
 from transformers.utils import cached_file
 
 from bigtrain.errors import ConfigError, ModelError, Problem, first_line, one_line
-from bigtrain.models.weights.left_overs import QUANTIZATION_KEYS
+from bigtrain.models.left_overs import QUANTIZATION_KEYS
 from bigtrain.settings.extensions import import_named
 from bigtrain.settings.hf_config_keys import not_causal
 from bigtrain.system.storage.copies import local_path

@@ -22,9 +22,9 @@ from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.export.base_record import _set_nested_dtypes, record_base
 from bigtrain.models.export.verified import Probe, export_model
 from bigtrain.models.generation import Sampling, generate
+from bigtrain.models.left_overs import drop_quantization
 from bigtrain.models.weights.checksums import CHECKSUMS, corrupt_weights
 from bigtrain.models.weights.import_hf import find_weights
-from bigtrain.models.weights.left_overs import drop_quantization
 from bigtrain.models.weights.older_readers import legacy_rope, rewrite_config
 from bigtrain.settings.hf_config_keys import inspect_configuration
 from bigtrain.settings.run_config import ModelSection
