@@ -24,9 +24,13 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import CONFIG_NAME
 
 from bigtrain.errors import ModelError
-from bigtrain.models.configuration import GENERATION_CONFIG, MTP_MARK, scores_samples
-from bigtrain.models.left_overs import (
+from bigtrain.models.configuration import (
+    GENERATION_CONFIG,
+    MTP_MARK,
     QUANTIZATION_KEYS,
+    scores_samples,
+)
+from bigtrain.models.left_overs import (
     drop_quantization,
     left_over_reason,
 )

@@ -92,7 +92,8 @@ def test_every_tensor_file_and_key_comes_out_as_it_went_in(
     changed = {n for n in before.keys() | after.keys() if before.get(n) != after.get(n)} - WRITTEN
     listed = {name for name in changed if any(name in note for note in notes)}
     assert changed == listed
-    assert changed <= {"config.json"}
+    # The base's tokenizer names a class that only transformers 5 has.
+    assert changed <= {"config.json", "tokenizer_config.json"}
     written = json.loads(after["config.json"])
     added = added_keys(written, config)
     assert all(any(key in note for note in notes) for key in added)
