@@ -26,13 +26,21 @@ from transformers import (
 from transformers.utils import cached_file
 
 from bigtrain.errors import ConfigError, ModelError, Problem, first_line, one_line
-from bigtrain.models.weights.left_overs import QUANTIZATION_KEYS
 from bigtrain.settings.extensions import import_named
 from bigtrain.settings.hf_config_keys import TEXT_IDS, not_causal
 from bigtrain.system.storage.copies import local_path
 
 if TYPE_CHECKING:
     from bigtrain.settings.run_config import RunConfig
+
+QUANTIZATION_KEYS = (
+    "quantization_config",  # transformers, and most tools
+    "compression_config",  # compressed-tensors; vLLM reads it without a quantization_config
+    "sparsity_config",
+    "quant_config",  # AWQ, ModelOpt
+    "quantization",  # MLX, ModelOpt
+)
+"""Keys of a configuration, or of one nested in it, on how its tensors are packed."""
 
 GENERATION_CONFIG = "generation_config.json"
 SCORER = "ForSequenceClassification"

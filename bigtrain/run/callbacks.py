@@ -244,7 +244,10 @@ def _refuse_other_callbacks(
 ) -> None:
     """Raise ExtensionError on every rank if the callbacks of the ranks differ: collectives at which
     callbacks are called would wait for ranks without any. Collective."""
-    names = [*types, *(f"{type(one).__module__}:{type(one).__qualname__}" for one in given)]
+    names = [
+        *types,
+        *(f"{type(callback).__module__}:{type(callback).__qualname__}" for callback in given),
+    ]
     names_of_ranks = context.long_work.on_every_rank(lambda: names)
     ranks_by_names: dict[tuple[str, ...], list[int]] = {}
     for rank, ranks_names in enumerate(names_of_ranks):
@@ -252,10 +255,10 @@ def _refuse_other_callbacks(
     if len(ranks_by_names) == 1:
         return
     texts = []
-    for shown, ranks in ranks_by_names.items():
-        more = f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""
-        which = f"{', '.join(map(str, ranks[:4]))}{more}"
-        texts.append(f"rank {which}: {', '.join(shown) or 'none'}")
+    for callbacks, ranks in ranks_by_names.items():
+        numbers = ", ".join(map(str, ranks[:4]))
+        numbers += f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""
+        texts.append(f"rank {numbers}: {', '.join(callbacks) or 'none'}")
     raise ExtensionError(
         f"callbacks: differ between the ranks ({'; '.join(texts)}) -> give train_run the same "
         'callbacks on every rank; one that has ranks = "main", the default, is called on the main '

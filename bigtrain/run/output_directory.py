@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bigtrain.errors import Problem
-from bigtrain.system.files import why_not_creatable
-from bigtrain.system.run_files import RUN_ID, RUN_TEXTS
+from bigtrain.system.files import RUN_ID, RUN_TEXTS, why_not_creatable
 
 KEY = "output.directory"
 
@@ -23,8 +22,8 @@ _REPOSITORIES = (".git", ".hg", ".svn", ".jj")
 _NOTES = (".log", ".out", ".err", ".yaml", ".yml", ".sh", ".sbatch")
 """Endings of files that a user puts next to a run before it starts: no text to train on."""
 _TEXTS = tuple(
-    f"{kind}{compression}"
-    for kind in (".txt", ".md", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow")
+    f"{suffix}{compression}"
+    for suffix in (".txt", ".md", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow")
     for compression in ("", ".gz", ".zst", ".xz", ".bz2")
 )
 
@@ -67,12 +66,12 @@ def _owner(directory: Path) -> str | None:
     return _foreign(others)
 
 
-def _foreign(others: Sequence[str]) -> str | None:
+def _foreign(names: Sequence[str]) -> str | None:
     """Return the rule that files of these names break; None without any."""
-    if not others:
+    if not names:
         return None
-    more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
-    return f"holds files of something else than a run: {', '.join(others[:_SHOWN])}{more}"
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"holds files of something else than a run: {', '.join(names[:_SHOWN])}{more}"
 
 
 def _home() -> Path | None:

@@ -8,7 +8,7 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
@@ -273,3 +273,25 @@ def write_new(path: Path, text: str, mode: int = 0o666) -> None:
     except OSError as error:
         remedy = "choose another --output, or fix the permission or disk problem"
         raise LaunchError(f"cannot write {path}: {error.strerror} -> {remedy}") from error
+
+
+RUN_ID = "run_id"
+"""File of every run directory, written before all others but the folder ``generations``."""
+RUN_TEXTS = ("log.txt", "metrics.jsonl", "starts.jsonl")
+RUN_FOLDERS = (
+    *("base", "checkpoints", "generations", "hangs", "hf", "model_config", "outer_server"),
+    *("profile", "reference", "tokenizer"),
+)
+
+
+def run_files(names: Iterable[str], is_run: Callable[[str], bool]) -> list[str]:
+    """Return those of `names`, paths of files with slashes, that a run has written: its texts and
+    folders in a folder for which `is_run` (of its path, empty for the folder of `names`)."""
+    written = []
+    for name in names:
+        *folders, file = name.split("/")
+        candidates = [n for n, folder in enumerate(folders) if folder in RUN_FOLDERS]
+        candidates += [len(folders)] if file in RUN_TEXTS else []
+        if any(is_run("/".join(folders[:number])) for number in candidates):
+            written.append(name)
+    return written

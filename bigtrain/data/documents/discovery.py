@@ -37,7 +37,7 @@ from bigtrain.data.documents.links import Links
 from bigtrain.data.documents.table_readers import HubDatasetReader, SavedDatasetReader
 from bigtrain.data.shards.manifest import SourceRecord
 from bigtrain.errors import DataError, first_line, without_secrets
-from bigtrain.system.run_files import RUN_ID, run_files
+from bigtrain.system.files import RUN_ID, run_files
 from bigtrain.system.storage.remote_file import store_of
 from bigtrain.system.storage.stores import (
     NotFoundError,

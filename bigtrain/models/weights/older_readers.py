@@ -19,8 +19,8 @@ from typing import Any
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 from transformers.utils import CONFIG_NAME
 
+from bigtrain.models.left_overs import drop_quantization
 from bigtrain.models.weights.import_hf import quiet_transformers
-from bigtrain.models.weights.left_overs import drop_quantization
 
 ROPE = "rope_parameters"
 _BASE_KEYS = ("rope_theta", "rotary_emb_base", "global_rope_theta")

@@ -42,13 +42,13 @@ from bigtrain.engine.checkpoint.tensor_file import SaveIdentity
 from bigtrain.engine.checkpoint.tensor_files import Listing, verify_files
 from bigtrain.errors import CheckpointError, CorruptCheckpointError
 from bigtrain.system.files import (
+    RUN_ID,
     create_whole,
     file_checksum,
     require_regular,
     sync_to_disk,
     write_whole,
 )
-from bigtrain.system.run_files import RUN_ID
 
 FORMAT = 2
 MANIFEST = "manifest.json"

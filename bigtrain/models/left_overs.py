@@ -6,14 +6,7 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 from typing import Any
 
-QUANTIZATION_KEYS = (
-    "quantization_config",  # transformers, and most tools
-    "compression_config",  # compressed-tensors; vLLM reads it without a quantization_config
-    "sparsity_config",
-    "quant_config",  # AWQ, ModelOpt
-    "quantization",  # MLX, ModelOpt
-)
-"""Keys of a configuration, or of one nested in it, on how its tensors are packed."""
+from bigtrain.models.configuration import QUANTIZATION_KEYS
 
 _QUANTIZED = "describes quantized tensors, and those of the export are not"
 _OTHER_FORMAT = "describes weights in a format that is not exported"
