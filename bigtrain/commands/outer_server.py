@@ -31,13 +31,13 @@ def run(args: argparse.Namespace) -> int:
     rules = Rules(args.asynchronous, args.window_seconds)
     scheme = "http" if args.certificate is None else "https"
     _say(f"outer server at {scheme}://{args.host}:{args.port}, directory {args.directory}")
-    where = exposure(args.host)
-    if not where:
+    reached_from = exposure(args.host)
+    if not reached_from:
         _say("only sites on this machine can reach it -> --host ADDRESS for sites on other hosts")
     elif args.certificate is None:
         _say(
-            f"it listens {where}, without encryption -> --certificate and --key, or a private "
-            "network"
+            f"it listens {reached_from}, without encryption -> --certificate and --key, or a "
+            "private network"
         )
     serve(args.directory, place, token, rules, _say, until_left=args.until_left)
     _say("stopped; restart with the same directory to continue")

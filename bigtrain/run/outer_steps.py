@@ -173,9 +173,10 @@ class OuterSteps:
                 "weights of the others and exports them; `bigtrain export` exports its own"
             )
         made_by = list(outer.made_by)
-        shown = ", ".join(map(str, made_by)) or "an earlier launch"
+        site_numbers = ", ".join(map(str, made_by)) or "an earlier launch"
         self._log.info(
-            f"the weights are those of outer step {outer.number}, made by site {shown} of {count}"
+            f"the weights are those of outer step {outer.number}, made by site {site_numbers} of "
+            f"{count}"
         )
         return {"outer_step": outer.number, "sites": made_by}
 

@@ -58,8 +58,8 @@ def start_own_server(sites: SitesSection, directory: Path) -> str:
                 f"sites.start_server: the outer server at {sites.server} did not start: {last} -> "
                 f"see {log}; end what uses its port, or choose another one on all sites"
             )
-    where = exposure(address)
-    unencrypted = f"; it listens {where}, without encryption" if where else ""
+    reached_from = exposure(address)
+    unencrypted = f"; it listens {reached_from}, without encryption" if reached_from else ""
     return f"started the outer server at {sites.server}, log {log}{unencrypted}"
 
 

@@ -43,8 +43,8 @@ class Prometheus(Collector):
                 f"{address}:{port} cannot be listened at ({error.strerror}) -> use another "
                 "settings.port"
             ) from error
-        if where := exposure(address):
-            self._warn(f"prometheus: listens {where}, without encryption or a password")
+        if reached_from := exposure(address):
+            self._warn(f"prometheus: listens {reached_from}, without encryption or a password")
 
     def step(self, view: RunView) -> None:
         """Take over the metrics."""

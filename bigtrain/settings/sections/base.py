@@ -86,8 +86,8 @@ def _refuse_secrets(value: Any) -> None:
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list | tuple):
-        for one in value:
-            _refuse_secrets(one)
+        for item in value:
+            _refuse_secrets(item)
     elif isinstance(value, str) and without_secrets(value) != value:
         raise ValueError(
             "contains a password or a signature, and settings are recorded and logged -> pass "

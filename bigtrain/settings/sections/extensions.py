@@ -80,8 +80,8 @@ class PrometheusSettings(Section):
     port: Annotated[int, Field(ge=1, le=65535)] = 9464
     """of the endpoint, on the host of the main rank"""
     address: Annotated[str, Field(min_length=1)] = "127.0.0.1"
-    """that it listens at, by default for this host only; 0.0.0.0: all addresses, so that whoever
-    reaches the host reads the metrics"""
+    """that it listens at, by default for this host only; 0.0.0.0: all addresses, where every host
+    that reaches this one can read the metrics"""
 
 
 class NoSettings(Section):

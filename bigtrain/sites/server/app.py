@@ -299,8 +299,8 @@ class HTTPServer(uvicorn.Server):
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve until SIGINT, SIGTERM or `should_exit`."""
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
         loop = partial(GuardedLoop, self._server.note_failure)
         with asyncio.Runner(loop_factory=loop) as runner:
             runner.run(self.serve(sockets))

@@ -43,10 +43,10 @@ class Stranger:
         self.task: asyncio.Task[None] | None = None
         self._strangers = strangers
         self._loop = asyncio.get_running_loop()
-        of_host = [one for one in strangers if one.host == host]
-        # The oldest goes where there are too many: whoever signs does so at once.
-        if len(of_host) >= MOST_OF_ONE_HOST:
-            of_host[0].abort()
+        same_host = [stranger for stranger in strangers if stranger.host == host]
+        # Above a limit the oldest is closed: a site signs at once.
+        if len(same_host) >= MOST_OF_ONE_HOST:
+            same_host[0].abort()
         elif len(strangers) >= MOST_STRANGERS:
             strangers[0].abort()
         strangers.append(self)
@@ -199,10 +199,10 @@ class GuardedLoop(asyncio.SelectorEventLoop):
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         sockets: list[socket.socket] = []
         try:
-            for family, _, _, _, place in dict.fromkeys(infos):
-                sockets.append(socket.create_server(place, family=family, backlog=BACKLOG))
+            for family, _, _, _, address in dict.fromkeys(infos):
+                sockets.append(socket.create_server(address, family=family, backlog=BACKLOG))
         except OSError:
-            for one in sockets:
-                one.close()
+            for listening in sockets:
+                listening.close()
             raise
         return Listener(protocol_factory, sockets, kwargs.get("ssl"), self._on_error)
