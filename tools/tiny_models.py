@@ -134,6 +134,11 @@ _SPECIAL: dict[str, dict[str, Any]] = {
             for kind in set(_UNEVEN)
         },
     },
+    # Entries, and more of them than are chosen, in samples of a few tokens.
+    "deepseek_v4": {
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+        "index_topk": 2,
+    },
     "dots1": {"n_shared_experts": 1},
     # Their head_dim means qk_rope_head_dim.
     "axk1": {"head_dim": 8},

@@ -136,7 +136,7 @@ def check_reference(config: RunConfig) -> list[Problem]:
         "changes the model also with its adapters off, by which "
         f"objective.{key} = {getattr(section, key)!r} gets its reference"
     )
-    changes: dict[str, object] = {} if adapters is None else {"dora": adapters.dora}
+    changes: dict[str, Any] = {} if adapters is None else {"dora": adapters.dora}
     if adapters is not None:
         changes["modules_to_save"] = list(adapters.modules_to_save)
     return [

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
 NAMES = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 SUMMED_IN_BFLOAT16 = ("communication_data_type", '"bf16"')
 LORA = {"type": "lora", "rank": 2, "targets": "all-linear"}
-STEPS = 3
+STEPS = 5
 
 
 def config_of(path: Path, data: Path) -> dict[str, Any]:

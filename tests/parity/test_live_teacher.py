@@ -50,8 +50,20 @@ def live_run(root: Path, **sections: Any) -> dict[str, Any]:
         pytest.param("zero1", {"parallel": {"tensor": 2}}, marks=SLOW),
         pytest.param("zero3", {"parallel": {"sequence": 2}}, marks=SLOW),
         pytest.param("zero3", {"adapters": {"rank": 4, "alpha": 16.0}}, marks=SLOW),
+        pytest.param("zero3", {"parallel": {"sequence": {"ring": 2}}}, marks=SLOW),
+        pytest.param(
+            "zero1",
+            {
+                "parallel": {"sequence": {"ring": 2}},
+                "adapters": {"rank": 4, "alpha": 16.0},
+            },
+            marks=SLOW,
+        ),
     ],
-    ids=["zero0", "zero1", "zero2", "zero3", "tensor", "sequence", "adapters"],
+    ids=[
+        *("zero0", "zero1", "zero2", "zero3", "tensor", "sequence", "adapters"),
+        *("ring", "ring-adapters"),
+    ],
 )
 def test_equals_a_plain_loop(root: Path, engine: str, sections: dict[str, Any]) -> None:
     """Half of it on two ranks, the rest, resumed, on one."""

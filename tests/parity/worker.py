@@ -212,7 +212,11 @@ def model_plan_of(config: RunConfig, plan: BatchPlan) -> ModelPlan:
     isolation = isolation_of(model, config.data.isolates, config)
     loss, problems = choose_loss(config, load_hf_config(config.model), plan)
     assert not problems
-    reach = reach_of(config.model, json.dumps([config.model.path, config.model.config]))
+    reach = reach_of(
+        config.model,
+        json.dumps([config.model.path, config.model.config]),
+        config.batch.sequence_length,
+    )
     parameters = plan_parameters(config, load_hf_config(config.model), reach)
     float8, problems = choose_float8(config, load_hf_config(config.model), plan)
     assert not problems
@@ -239,14 +243,16 @@ def stages_of(model: str, num_stages: int, sequence_length: int) -> StagePlan | 
     return plan
 
 
-REACHED: dict[tuple[str, str], GradientReach] = {}
+REACHED: dict[tuple[str, str, int], GradientReach] = {}
 
 
-def reach_of(section: ModelSection, model: str) -> GradientReach:
+def reach_of(section: ModelSection, model: str, sequence_length: int) -> GradientReach:
     """What gets a gradient; found once for all cases of a `model`."""
-    key = model, section.attention
+    key = model, section.attention, sequence_length
     if key not in REACHED:
-        REACHED[key] = find_gradient_reach(load_hf_config(section), section.attention)
+        REACHED[key] = find_gradient_reach(
+            load_hf_config(section), sequence_length, section.attention
+        )
     return REACHED[key]
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any, cast
 
 import torch
@@ -40,16 +41,19 @@ from bigtrain.models.parallel.ring_plan import RingPlan, tokens_of
 from bigtrain.models.parallel.sequence_exchange import SequenceExchange, all_to_all, all_tokens
 from bigtrain.models.transformers_patches import attention_name
 
-IMPLEMENTATION = "bigtrain_ulysses"
+IMPLEMENTATION = "bigtrain_ulysses_{}"
+"""Name in transformers' registries, with a number of the model."""
+
+_numbers_in_use: set[int] = set()
 
 
 class SequenceParallel:
     """Makes `model` compute on parts of samples; `close` restores its own attention.
 
     The ranks of `exchange` share samples: they get the same ones, each computes its own part, and
-    every forward and backward pass is collective over them. One such model at a time, since
-    transformers' registries are global to the process. Raises ModelError if the architecture does
-    not take its attention from transformers' registry.
+    every forward and backward pass is collective over them. Several models may be open at a time,
+    such as a student and its teacher. Raises ModelError if the architecture does not take its
+    attention from transformers' registry.
     """
 
     def __init__(self, model: PreTrainedModel, exchange: SequenceExchange) -> None:
@@ -62,14 +66,19 @@ class SequenceParallel:
         self._edges: list[list[int]] = []
         self._plans: dict[tuple[int, int | None], RingPlan] = {}
         self._exchanging = True
-        AttentionInterface.register(IMPLEMENTATION, self._attention)
-        AttentionMaskInterface.register(IMPLEMENTATION, self._mask)
+        # The registries are global to the process: a student and its teacher each need a name.
+        number = next(number for number in count() if number not in _numbers_in_use)
+        self._name = IMPLEMENTATION.format(number)
+        AttentionInterface.register(self._name, self._attention)
+        AttentionMaskInterface.register(self._name, self._mask)
         try:
-            model.set_attn_implementation(IMPLEMENTATION)
+            model.set_attn_implementation(self._name)
         except (ValueError, KeyError) as error:
             raise _refusal(model, one_line(error, None)) from error
-        if attention_name(model) != IMPLEMENTATION:
+        if attention_name(model) != self._name:
             raise _refusal(model, "its attention cannot be replaced")
+        self._number = number
+        _numbers_in_use.add(number)
         decoder: Module = model.get_decoder()
         self._hook = decoder.register_forward_hook(self._all_router_logits)
         self._undo_rotary = choose_by_document(model, self._document_lengths)
@@ -79,6 +88,7 @@ class SequenceParallel:
         self._undo_rotary()
         self._hook.remove()
         self._model.set_attn_implementation(self._base)
+        _numbers_in_use.discard(self._number)
 
     def part(self, tokens: torch.Tensor) -> torch.Tensor:
         """This rank's tokens of `tokens` [B, T, ...]: [B, t, ...]."""

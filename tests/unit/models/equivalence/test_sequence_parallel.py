@@ -8,7 +8,9 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from bigtrain.models.equivalence.sequence_parallel import check_sequence_parallel
+from bigtrain.models.equivalence import sequence_parallel as checked
+from bigtrain.models.equivalence.proxy_model import proxy_tokens, rescale_weights
+from bigtrain.models.equivalence.sequence_parallel import check_sequence_parallel, run_in_parts
 from bigtrain.models.parallel import sequence as sequence_parallel
 from bigtrain.models.parallel.sequence import IMPLEMENTATION, SequenceParallel
 from bigtrain.models.parallel.sequence_exchange import SequenceExchange
@@ -147,4 +149,36 @@ def test_the_router_loss_is_that_of_whole_samples(monkeypatch: pytest.MonkeyPatc
 def test_the_registry_is_left_unused() -> None:
     problems("llama")
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["llama"](**COMMON))
-    assert model.config._attn_implementation != IMPLEMENTATION
+    assert not model.config._attn_implementation.startswith(IMPLEMENTATION.format(""))
+
+
+@pytest.mark.parametrize("ring_size", [1, 2])
+def test_two_models_each_have_masks_of_their_own_samples(
+    ring_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A student, and its teacher, which is opened later and has read another micro-batch."""
+    student, teacher = (
+        AutoModelForCausalLM.from_config(CONFIG_MAPPING["llama"](**COMMON)) for _ in range(2)
+    )
+    rescale_weights(student)
+    ids = proxy_tokens(student, 16)
+    positions = torch.cat([torch.arange(5), torch.arange(11)]).expand(2, 16)
+    expected = run_in_parts(student, ids, positions, 2, ring_size)
+
+    class WithTeacher(SequenceParallel):
+        def __init__(self, model: Any, exchange: SequenceExchange) -> None:
+            super().__init__(model, exchange)
+            self.teacher = SequenceParallel(teacher, exchange)
+
+        def inputs(self, *args: Any) -> dict[str, torch.Tensor]:
+            self.teacher.inputs(ids[:1], None)
+            return super().inputs(*args)
+
+        def close(self) -> None:
+            self.teacher.close()
+            super().close()
+
+    monkeypatch.setattr(checked, "SequenceParallel", WithTeacher)
+    actual = run_in_parts(student, ids, positions, 2, ring_size)
+    assert torch.equal(actual["output"]["logits"], expected["output"]["logits"])
+    assert sequence_parallel._numbers_in_use == set()

@@ -1,0 +1,88 @@
+"""A parameter that a probe saw no gradient of is compared with the gradients of the first step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM
+
+import bigtrain
+from tests.parity.objective_runs import VOCAB_SIZE
+from tests.support.datasets import write_dataset
+from tests.support.lives import shared_server
+from tests.support.worlds import ROOT
+from tests.unit.models.equivalence.test_thresholds import deepseek_v4
+
+pytestmark = [pytest.mark.distributed]
+
+BLIND = """
+import os
+import runpy
+os.environ["BIGTRAIN_CACHE"] = {cache!r}
+from bigtrain.models.equivalence import parameter_plan
+parameter_plan.PROBE_TOKENS = 32
+parameter_plan.cross_thresholds = lambda *_: None
+runpy.run_path({program!r}, run_name="__main__")
+"""
+"""A probe that is shorter than an entry of compressed attention."""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("unreached")
+    write_dataset(directory / "shards", vocab_size=VOCAB_SIZE)
+    torch.manual_seed(0)
+    config = deepseek_v4(4, 64, 512, 128)
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory / "base")
+    return directory
+
+
+def run(root: Path, name: str, engine: str, script: list[str], **sections: Any) -> tuple[Any, str]:
+    tree = {
+        "model": {"path": str(root / "base")},
+        "data": {"path": str(root / "shards"), "allow_other_tokenizer": True},
+        "batch": {"sequence_length": 128, "global_batch_size": 2, "micro_batch_size": 1},
+        "train": {"steps": 2},
+        "optimizer": {"lr": 3e-3},
+        "precision": {"dtype": "float32"},
+        "engine": {"deepspeed_config": engine},
+        "checkpoint": {"every_steps": 1},
+        "output": {"directory": str(root / name), "export": False},
+        **sections,
+    }
+    path = root / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    if not script:
+        return shared_server().live(["--config", str(path)], world_size=2)
+    return shared_server().live([], world_size=2, script=[*script, "--config", str(path)])
+
+
+@pytest.mark.parametrize("engine", ["zero1", "zero3"])
+def test_compressors_are_trained(root: Path, engine: str) -> None:
+    codes, printed = run(root, f"trained-{engine}", engine, [])
+    assert codes == [0, 0], printed[-4000:]
+    assert list((root / f"trained-{engine}").rglob("step_*"))
+    before = AutoModelForCausalLM.from_pretrained(root / "base").state_dict()
+    trained = bigtrain.load_state_dict(root / f"trained-{engine}")
+    names = [n for n in trained if ".compressor." in n and "indexer" not in n]
+    assert len(names) > 6
+    assert [n for n in names if torch.equal(trained[n], before[n])] == []
+
+
+@pytest.mark.parametrize("engine", ["zero1", "zero3"])
+def test_a_blind_probe_is_found_in_the_first_step(root: Path, engine: str) -> None:
+    script = root / "blind.py"
+    program = str(ROOT / "bigtrain/train.py")
+    script.write_text(BLIND.format(cache=str(root / "cache"), program=program))
+    codes, printed = run(root, f"blind-{engine}", engine, [str(script)])
+    assert all(codes)
+    assert "frozen, since no gradient reached them in a probe" in printed
+    assert "model.layers.1.self_attn.compressor.position_bias" in printed
+    assert not list((root / f"blind-{engine}").rglob("step_*"))
+    frozen = {"path": str(root / "base"), "frozen": ["*.compressor.*"]}
+    codes, printed = run(root, f"frozen-{engine}", engine, [str(script)], model=frozen)
+    assert codes == [0, 0], printed[-4000:]
