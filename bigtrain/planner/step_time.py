@@ -16,7 +16,7 @@ from bigtrain.planner.layout import Layout
 from bigtrain.planner.memory_checkpoints import memory_checkpoint_costs
 from bigtrain.planner.model_costs import ModelCosts
 from bigtrain.planner.seconds.communication import groups_of
-from bigtrain.planner.seconds.layer import Machine, Work, layer_work
+from bigtrain.planner.seconds.layer import TimedMachine, Work, layer_work
 from bigtrain.planner.seconds.step_end import (
     gradient_seconds,
     head_work,
@@ -82,7 +82,7 @@ def step_time(
     # All other engines have their pipelines outermost: expert- and data-parallel ranks side by
     # side on a node, stages on different ones.
     groups = groups_of(layout, device.devices_per_node, pipeline_outermost=not engine.is_deepspeed)
-    machine = Machine(device, engine, groups, gain)
+    machine = TimedMachine(device, engine, groups, gain)
     layer_works = [layer_work(layer, model, layout, machine) for layer in model.kinds]
     last_work = head_work(model, layout, machine)
     stages = stages_of(model, layout.pipeline_size, engine.balances_stages)
@@ -102,7 +102,7 @@ def _pipeline_time(
     stage_works: Sequence[Work],
     model: ModelCosts,
     layout: Layout,
-    machine: Machine,
+    machine: TimedMachine,
 ) -> StepTime:
     """Return the seconds of a step whose stages have `stage_works` per micro-batch."""
     device, engine, num_micro_batches = machine.device, machine.engine, layout.num_accumulation

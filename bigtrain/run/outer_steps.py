@@ -65,7 +65,7 @@ class OuterSteps:
                 context.world,
                 facts,
                 allowed,
-                run,
+                run=run,
                 # Other sites may be far from their next outer step: not a hang of this one.
                 on_wait=lambda: beat.set_phase("waiting for the other sites", slow=True),
             )

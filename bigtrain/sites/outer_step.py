@@ -61,7 +61,8 @@ class OuterStep:
         world: World,
         facts: Mapping[str, Any],
         allowed: Sequence[str] = (),
-        run: str = "",
+        *,
+        run: str,
         on_wait: Callable[[], None] | None = None,
     ) -> None:
         self.sites = sites

@@ -65,7 +65,7 @@ def run(root: Path, name: str, engine: str, script: list[str], **sections: Any) 
 def test_compressors_are_trained(root: Path, engine: str) -> None:
     codes, printed = run(root, f"trained-{engine}", engine, [])
     assert codes == [0, 0], printed[-4000:]
-    assert list((root / f"trained-{engine}").rglob("step_*"))
+    assert list((root / f"trained-{engine}").rglob("step-*"))
     before = AutoModelForCausalLM.from_pretrained(root / "base").state_dict()
     trained = bigtrain.load_state_dict(root / f"trained-{engine}")
     names = [n for n in trained if ".compressor." in n and "indexer" not in n]
@@ -82,7 +82,7 @@ def test_a_blind_probe_is_found_in_the_first_step(root: Path, engine: str) -> No
     assert all(codes)
     assert "frozen, since no gradient reached them in a probe" in printed
     assert "model.layers.1.self_attn.compressor.position_bias" in printed
-    assert not list((root / f"blind-{engine}").rglob("step_*"))
+    assert not list((root / f"blind-{engine}").rglob("step-*"))
     frozen = {"path": str(root / "base"), "frozen": ["*.compressor.*"]}
     codes, printed = run(root, f"frozen-{engine}", engine, [str(script)], model=frozen)
     assert codes == [0, 0], printed[-4000:]

@@ -87,7 +87,9 @@ def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[s
     engine = build_engine(config, run.engine, run.plan, hf_config, device, mesh, model_plan)
     outer: OuterStep | None = None
     if config.sites is not None:
-        outer = OuterStep(engine, config.sites, world, case.get("facts", {}))
+        outer = OuterStep(
+            engine, config.sites, world, case.get("facts", {}), run=f"{config.sites.index:032x}"
+        )
     if config.model.path is not None:
         read_weights(engine, weights_of(config, hf_config, growth))
     place = mesh.coordinates

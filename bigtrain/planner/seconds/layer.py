@@ -27,7 +27,7 @@ from bigtrain.planner.tables.hardware import Device
 
 
 @dataclass(frozen=True)
-class Machine:
+class TimedMachine:
     """Hardware and software that run a layout: the device of a rank, the training engine, the
     groups of ranks on their nodes, and the speed-up of matrix products in a faster number
     format."""
@@ -73,7 +73,7 @@ class Work:
         return self.device + self.zero + self.host
 
 
-def layer_work(layer: LayerCosts, model: ModelCosts, layout: Layout, machine: Machine) -> Work:
+def layer_work(layer: LayerCosts, model: ModelCosts, layout: Layout, machine: TimedMachine) -> Work:
     """Return the work of a micro-batch forward and backward through one layer."""
     device, engine = machine.device, machine.engine
     passes = _passes(_pass_key(layer, model, layout, machine))
@@ -211,7 +211,9 @@ class _LayerPasses:
     attention_forward_seconds: float
 
 
-def _pass_key(layer: LayerCosts, model: ModelCosts, layout: Layout, machine: Machine) -> _PassKey:
+def _pass_key(
+    layer: LayerCosts, model: ModelCosts, layout: Layout, machine: TimedMachine
+) -> _PassKey:
     engine, groups = machine.engine, machine.groups
     return _PassKey(
         layer=layer,
@@ -355,7 +357,7 @@ def _add_zero3_exchange(
     layer: LayerCosts,
     model: ModelCosts,
     layout: Layout,
-    machine: Machine,
+    machine: TimedMachine,
     forward: Work,
     backward: Work,
 ) -> None:

@@ -9,7 +9,7 @@ from bigtrain.planner.layout import Layout
 from bigtrain.planner.model_costs import ModelCosts
 from bigtrain.planner.seconds.communication import Group
 from bigtrain.planner.seconds.kernels import matmul_seconds, memory_seconds
-from bigtrain.planner.seconds.layer import Machine, Work
+from bigtrain.planner.seconds.layer import TimedMachine, Work
 from bigtrain.planner.stages import PlannedStage, block_bytes, matrix_exchange, stage_sizes
 
 ADAMW_HOST_BYTES = 28
@@ -17,7 +17,7 @@ ADAMW_HOST_BYTES = 28
 and writes the master and two moments."""
 
 
-def head_work(model: ModelCosts, layout: Layout, machine: Machine) -> Work:
+def head_work(model: ModelCosts, layout: Layout, machine: TimedMachine) -> Work:
     """Return the work of logits and losses of a micro-batch, forward and backward. Heads stay in 16
     bits."""
     device, engine = machine.device, machine.engine
@@ -57,7 +57,7 @@ def head_work(model: ModelCosts, layout: Layout, machine: Machine) -> Work:
 
 
 def gradient_seconds(
-    stage: PlannedStage, model: ModelCosts, layout: Layout, machine: Machine, stage_work: Work
+    stage: PlannedStage, model: ModelCosts, layout: Layout, machine: TimedMachine, stage_work: Work
 ) -> float:
     """Return the exposed seconds of reducing gradients and gathering updated parameters, ZeRO 0 to
     2. `stage_work`: work of a micro-batch, which hides the reduction."""
@@ -99,7 +99,7 @@ class UpdateSeconds:
 
 
 def optimizer_seconds(
-    stage: PlannedStage, model: ModelCosts, layout: Layout, machine: Machine
+    stage: PlannedStage, model: ModelCosts, layout: Layout, machine: TimedMachine
 ) -> UpdateSeconds:
     """Return the seconds of the update of the parameters that a rank of `stage` owns."""
     device = machine.device
@@ -119,7 +119,7 @@ def optimizer_seconds(
 
 
 def orthogonalizing_seconds(
-    stage: PlannedStage, model: ModelCosts, layout: Layout, machine: Machine
+    stage: PlannedStage, model: ModelCosts, layout: Layout, machine: TimedMachine
 ) -> float:
     """Return the seconds of Muon in addition to a pass over its parameters: matrices are sent to
     the ranks that own them, orthogonalized, and sent back."""
@@ -148,7 +148,7 @@ def orthogonalizing_seconds(
 
 
 def scale_seconds(
-    stage: PlannedStage, model: ModelCosts, layout: Layout, machine: Machine
+    stage: PlannedStage, model: ModelCosts, layout: Layout, machine: TimedMachine
 ) -> float:
     """Return the seconds of the all-reduce of the scales of 8-bit moments."""
     scale_bytes = block_bytes(stage_sizes(stage, model, layout), layout)
@@ -157,7 +157,7 @@ def scale_seconds(
     return _update_group(layout, machine).all_reduce(machine.device, scale_bytes)
 
 
-def _update_group(layout: Layout, machine: Machine) -> Group:
+def _update_group(layout: Layout, machine: TimedMachine) -> Group:
     """Return the ranks among which an optimizer exchanges parts of matrices and scales."""
     groups = machine.groups
     return groups.tensor if layout.partition_size == 1 else groups.partition

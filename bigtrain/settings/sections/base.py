@@ -69,10 +69,11 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _holds_no_secret(cls, value: Any) -> Any:
-        """Settings are recorded, logged and sent to trackers."""
-        if not isinstance(value, BaseModel):
-            _refuse_secrets(value)
+    def _holds_no_secret(cls, value: Any, info: ValidationInfo) -> Any:
+        """Settings are recorded, logged and sent to trackers. A section looks at its own fields,
+        so that the error names the key."""
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        _refuse_secrets(value, in_dictionaries=not _takes_sections(annotation))
         return value
 
 
@@ -80,14 +81,20 @@ def _takes_numbers(annotation: Any) -> bool:
     return annotation in (int, float) or any(map(_takes_numbers, get_args(annotation)))
 
 
-def _refuse_secrets(value: Any) -> None:
-    """Raise ValueError for an address with a password or a signature, also in lists and in
-    sections, whose own checks could be of another kind."""
-    if isinstance(value, dict):
+def _takes_sections(annotation: Any) -> bool:
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return True
+    return any(map(_takes_sections, get_args(annotation)))
+
+
+def _refuse_secrets(value: Any, *, in_dictionaries: bool) -> None:
+    """Raise ValueError for an address with a password or a signature, also in lists and, if asked
+    for, in dictionaries."""
+    if isinstance(value, dict) and in_dictionaries:
         value = list(value.values())
     if isinstance(value, list | tuple):
         for item in value:
-            _refuse_secrets(item)
+            _refuse_secrets(item, in_dictionaries=in_dictionaries)
     elif isinstance(value, str) and without_secrets(value) != value:
         raise ValueError(
             "contains a password or a signature, and settings are recorded and logged -> pass "

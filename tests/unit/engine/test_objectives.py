@@ -27,6 +27,8 @@ class GivenPasses:
     """Passes whose results are given: log-probabilities of the model and of its reference, of each
     target, and scores. divergence: added to the log-probabilities of mismatched answers."""
 
+    reports_loss = True
+
     def __init__(self, divergence: float) -> None:
         generator = torch.Generator().manual_seed(0)
         self.policy, self.base = -3 * torch.rand(2, ROWS, TOKENS, generator=generator) - 0.01
