@@ -38,13 +38,19 @@ _SET_CHILD_SUBREAPER = 36  # prctl(2)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Launch and return the exit code: that of the rank that failed first, or 2."""
+    """Launch and return the exit code of the rank that failed first, or 2."""
     with suppress(OSError, AttributeError):  # orphans of this launch become children of the agent
         ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
         return _launch(arguments)
     finally:
-        _wait_for_watchers()
+        # Watchers of this launch may have to send a last message: wait, for a limited time.
+        ends_at = time.monotonic() + _WATCHER_SECONDS
+        while time.monotonic() < ends_at and any(
+            parent == os.getpid() and WATCHER.encode() in _read(pid, "cmdline")
+            for pid, parent in _parents().items()
+        ):
+            time.sleep(0.05)
 
 
 def _launch(arguments: Sequence[str]) -> int:
@@ -57,7 +63,9 @@ def _launch(arguments: Sequence[str]) -> int:
         RendezvousTimeoutError,
     )
 
-    module, arguments = _forked_module(arguments)
+    module = None
+    if arguments[:1] == ["--fork"]:
+        module, arguments = arguments[1], arguments[2:]
     options = run.parse_args(list(arguments))
     from bigtrain.launchers import agent_patches, elastic_patches
 
@@ -104,13 +112,6 @@ def _launch(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _forked_module(arguments: Sequence[str]) -> tuple[str | None, Sequence[str]]:
-    """Return the module of `--fork`, if it is given first, and torchrun's arguments."""
-    if arguments[:1] == ["--fork"]:
-        return arguments[1], arguments[2:]
-    return None, arguments
-
-
 def _run_forked(module: str, options: argparse.Namespace) -> None:
     """Run as torchrun does, but fork ranks from a process that has imported `module`."""
     from torch.distributed import run
@@ -127,35 +128,21 @@ def _run_forked(module: str, options: argparse.Namespace) -> None:
 def _forward(number: int, frame: FrameType | None) -> None:
     """Send the signal to the ranks: they save and exit, then torchrun exits. Before there are
     any, exit at once: there is nothing to save."""
-    started = _ranks()
-    for process in started:
+    # Ranks are children of the agent, or of its fork server.
+    parents = _parents()
+    children = [pid for pid, parent in parents.items() if parent == os.getpid()]
+    ranks = [pid for pid in children if b"\0RANK=" in b"\0" + _read(pid, "environ")]
+    servers = [pid for pid in children if FORK_SERVER.encode() in _read(pid, "cmdline")]
+    ranks += [pid for pid, parent in parents.items() if parent in servers]
+    for pid in ranks:
         with suppress(ProcessLookupError):
-            os.kill(process, number)
-    if not started:
+            os.kill(pid, number)
+    if not ranks:
         sys.exit(128 + number)
 
 
-def _ranks() -> list[int]:
-    """Return the process ids of the ranks that torchrun has started here, or the fork server."""
-    parents = _parents()
-    own = [pid for pid, parent in parents.items() if parent == os.getpid()]
-    started = [pid for pid in own if b"\0RANK=" in b"\0" + _read(pid, "environ")]
-    servers = [pid for pid in own if FORK_SERVER.encode() in _read(pid, "cmdline")]
-    return started + [pid for pid, parent in parents.items() if parent in servers]
-
-
-def _wait_for_watchers() -> None:
-    """Wait until the watchers of this launch have sent their last messages, for a limited time."""
-    ends_at = time.monotonic() + _WATCHER_SECONDS
-    while time.monotonic() < ends_at and any(
-        parent == os.getpid() and WATCHER.encode() in _read(pid, "cmdline")
-        for pid, parent in _parents().items()
-    ):
-        time.sleep(0.05)
-
-
 def _parents() -> dict[int, int]:
-    """Return the parent of each process of this machine, by process id."""
+    """Return the parents of all processes of this machine, by process id."""
     parents: dict[int, int] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(ValueError, IndexError):

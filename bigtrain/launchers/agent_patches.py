@@ -64,20 +64,21 @@ class Agent(LocalElasticAgent):
         if grace < GRACE_SECONDS and self._remaining_restarts > 0:
             self._rendezvous_handler.report_failure(grace)
         rank = worker_group.workers[failure.local_rank].global_rank
-        say(f"rank {rank} has ended with {_how(failure.exitcode)}")
+        code = failure.exitcode
+        say(f"rank {rank} has ended with {f'exit code {code}' if code >= 0 else f'signal {-code}'}")
         self._end_ranks(grace)
         self._leave_if_faulty()
         if failure.exitcode == EXIT_STOPPED and self._rendezvous_handler.is_ending():
             self._remaining_restarts = 0
-            # Others end ranks that still save if this host is lost to them.
+            # Other agents end ranks that still save if they lose this host.
             self._exit_barrier()  # type: ignore[no-untyped-call]
         return RunResult(state=WorkerState.FAILED, failures={rank: failure})
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         if worker_group.state == WorkerState.HEALTHY:  # otherwise they have ended already
-            lost = self._rendezvous_handler.lost_hosts()
-            if lost:
-                say(f"no heartbeat from {', '.join(lost)}: lost, the other nodes continue")
+            lost_hosts = self._rendezvous_handler.lost_hosts()
+            if lost_hosts:
+                say(f"no heartbeat from {', '.join(lost_hosts)}: lost, the other nodes continue")
             self._end_ranks(self._rendezvous_handler.grace_seconds())
             self._leave_if_faulty()
 
@@ -140,7 +141,3 @@ def _processes(context: PContext) -> dict[int, Any]:
         return {rank: handler.proc for rank, handler in context.subprocess_handlers.items()}
     assert isinstance(context, MultiprocessContext)
     return {} if context._pc is None else dict(enumerate(context._pc.processes))
-
-
-def _how(exit_code: int) -> str:
-    return f"exit code {exit_code}" if exit_code >= 0 else f"signal {-exit_code}"

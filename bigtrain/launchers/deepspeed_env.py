@@ -44,7 +44,7 @@ _SECRET_NAME = re.compile(
     re.I,
 )
 _SECRET_VALUE = re.compile(r"://[^/@\s]*:[^/@\s]+@")  # a URL with a password: proxies, trackers
-# Names that contain such a word but are not secret.
+# Names that contain a word of `_SECRET_NAME` but are not secret.
 _HARMLESS = {
     *("TOKENIZERS_PARALLELISM", "HF_HUB_DISABLE_IMPLICIT_TOKEN", "PWD", "OLDPWD"),
     "GOOGLE_APPLICATION_CREDENTIALS",  # a path
@@ -62,10 +62,10 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 @dataclass(frozen=True)
 class HostEnvironment:
-    """Variables that are sent to hosts, and the names of those that are not.
+    """Variables that are sent to hosts, and the names of variables that are not.
 
-    `secrets` would be sent if they were not secret; `dropped` are all others that are set
-    here; `exposed` are secrets that DeepSpeed forwards by itself, on command lines.
+    `secrets` would be sent if they were not secret; `exposed` are secrets that DeepSpeed forwards
+    by itself, on command lines; `dropped` are all further variables that are set here.
     """
 
     variables: dict[str, str]
@@ -88,7 +88,7 @@ def select_environment(
 ) -> HostEnvironment:
     """Return the variables of `environment` that hosts need, and `extra`, by name.
 
-    Raises LaunchError for one of `extra` that is unset or secret, and for values that
+    Raises LaunchError for a variable of `extra` that is unset or secret, and for values that
     DeepSpeed's reader cannot parse.
     """
     extra = list(extra)
@@ -101,31 +101,28 @@ def select_environment(
                 f"{NAME} into its log and into command lines, which ps shows to all users on every "
                 f"host -> {instead_of_command_lines(name)}"
             )
-    chosen: dict[str, str] = {}
+    variables: dict[str, str] = {}
     secrets, dropped, exposed = [], [], []
     for name, value in sorted(environment.items()):
         secret = is_secret(name, value)
+        is_forwarded = name in FORWARDED_NAMES or name.startswith(FORWARDED)
+        is_forwarded = is_forwarded and name not in _OF_THE_LAUNCHER
         if secret and name.startswith(_OF_DEEPSPEED):
             exposed.append(name)
-        elif name in extra or (_is_forwarded(name) and not secret):
-            chosen[name] = value
+        elif name in extra or (is_forwarded and not secret):
+            variables[name] = value
         elif secret:
             secrets.append(name)
         elif not name.startswith(_OF_DEEPSPEED):
             dropped.append(name)
-    for name, value in chosen.items():
+    for name, value in variables.items():
         if not _NAME.fullmatch(name) or "\n" in value or "\r" in value:
             # Without the value, which may be a secret.
             rule = (
                 f"cannot be written to {NAME}, where a line is NAME=VALUE: it contains a line break"
             )
             raise LaunchError(f"{name}: {rule} -> unset it here")
-    return HostEnvironment(chosen, secrets, dropped, exposed)
-
-
-def _is_forwarded(name: str) -> bool:
-    wanted = name in FORWARDED_NAMES or name.startswith(FORWARDED)
-    return wanted and name not in _OF_THE_LAUNCHER
+    return HostEnvironment(variables, secrets, dropped, exposed)
 
 
 def instead_of_command_lines(name: str) -> str:
@@ -164,9 +161,9 @@ def inspect_environment_file(path: Path) -> list[str]:
     for number, line in enumerate(text.splitlines(), 1):
         name, equals, value = line.partition("=")
         if not equals or not _NAME.fullmatch(name.strip()):
-            kind = "blank" if not line.strip() else "not NAME=VALUE"
+            defect = "blank" if not line.strip() else "not NAME=VALUE"
             problems.append(
-                f"{path} line {number}: is {kind}, and DeepSpeed crashes on it: delete it"
+                f"{path} line {number}: is {defect}, and DeepSpeed crashes on it: delete it"
             )
         if is_secret(name.strip(), value):
             secrets.add(name.strip())

@@ -6,13 +6,14 @@ the rendezvous, its store and its rounds are those of torch's c10d backend
 
 - Agents notice a host by its missing heartbeats, and restart at once. Torch removes it from the
   state, but looks only at hosts that wait: it restarts when a rank's collective fails.
-- Heartbeats have keys of their own (`bigtrain.launchers.heartbeats`). Torch writes them into the
-  state, one agent after the other, and every agent reads it all the time.
-- A failed rank is in the state, so that all agents end theirs (`bigtrain.launchers.agent_patches`).
-- A round is complete as soon as all hosts of the last one that are alive have joined, and those
-  that wait. Torch waits for the last call timeout unless the maximum of hosts is there.
+- Heartbeats have separate keys (`bigtrain.launchers.heartbeats`). Torch writes heartbeats into the
+  state, agent after agent, and every agent reads the state all the time.
+- A failed rank is in the state, so that all agents end their ranks
+  (`bigtrain.launchers.agent_patches`).
+- A round is complete as soon as all hosts of the last round that are alive have joined, and all
+  hosts that wait. Torch waits for the last call timeout unless the maximum of hosts is there.
 - Spares stay idle while all hosts of the round are alive, also during a restart; each host keeps
-  its rank, and a spare gets that of the host it replaces.
+  its rank, and a spare gets the rank of the host it replaces.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ BACKEND = "bigtrain"
 """Value of torchrun's ``--rdzv-backend``."""
 
 GRACE_SECONDS = 30
-"""In which ranks save and end after SIGTERM, as torch's own; then they are killed."""
+"""Time for ranks to save and end after SIGTERM, as in torch; then they are killed."""
 
 _ERRAND_SECONDS = 10.0
 """Beyond the time in which a lost host is noticed, that a host without a place waits for one."""
@@ -90,7 +91,7 @@ class _State:
 
     @property
     def failed(self) -> tuple[int, int] | None:
-        """Newest round in which a rank failed, and the seconds that the others get to end."""
+        """Newest round in which a rank failed, and the seconds that other ranks get to end."""
         failure: tuple[int, int] | None = self._attributes.get("failed")
         return failure
 
@@ -100,7 +101,7 @@ class _State:
 
 
 class _StateHolder(_BackendRendezvousStateHolder):
-    """State of the rendezvous without the hosts that this one finds silent (`lost`)."""
+    """State of the rendezvous without the hosts that this host finds silent (`lost`)."""
 
     def __init__(
         self,
@@ -114,7 +115,7 @@ class _StateHolder(_BackendRendezvousStateHolder):
 
     @property
     def lost(self) -> list[_NodeDesc]:
-        """Hosts of the state in the store that this one finds silent."""
+        """Hosts of the state in the store that this host finds silent."""
         return self._dead_nodes
 
     def sync(self) -> bool | None:
@@ -157,14 +158,14 @@ class _Executor(_DistributedRendezvousOpExecutor):
 
 class _Join(_RendezvousJoinOp):
     """Next action of a host that joins a round. spares: hosts that may idle beyond the maximum;
-    has_lost: whether this host has found one silent, which the others learn from the state."""
+    has_lost: whether this host has found a host silent, which all learn from the state."""
 
     def __init__(self, spares: int, has_lost: Callable[[], bool]) -> None:
         self._spares, self._has_lost = spares, has_lost
         self._without_place_since: float | None = None
 
     def __call__(self, ctx: _RendezvousContext, deadline: float) -> _Action:
-        """Return the action. Heartbeats are not among them, but KEEP_ALIVE writes the state."""
+        """Return the action. Heartbeats are no action, but KEEP_ALIVE writes the state."""
         action = self._action(ctx, deadline)
         if action in (_Action.KEEP_ALIVE, _Action.SYNC):
             return _Action.KEEP_ALIVE if self._has_lost() else _Action.SYNC
@@ -174,34 +175,25 @@ class _Join(_RendezvousJoinOp):
         state, node = ctx.state, ctx.node
         if state.closed:
             return super().__call__(ctx, deadline)
-        has_place = node in state.participants or node in state.wait_list
-        if not has_place and not self._is_free(ctx):
-            return self._idle(ctx)
-        if node in state.participants and not state.complete and self._are_all_there(ctx):
-            return _Action.MARK_RENDEZVOUS_COMPLETE
-        return super().__call__(ctx, deadline)
-
-    @staticmethod
-    def _is_free(ctx: _RendezvousContext) -> bool:
-        """Return whether there is a place that belongs to no other host that is alive."""
-        state = ctx.state
-        taken = {*state.participants, *state.wait_list, *_State(state).expected} - {ctx.node}
-        return len(taken) < ctx.settings.max_nodes
-
-    @staticmethod
-    def _are_all_there(ctx: _RendezvousContext) -> bool:
-        """Return whether the round has every host of the last one that is alive, and no host that
-        waits or idles could still join."""
-        state = ctx.state
         expected, joined = _State(state).expected, state.participants
+        if node not in joined and node not in state.wait_list:
+            # A place belongs to a host while it is alive, also during a restart.
+            num_occupied = len({*joined, *state.wait_list, *expected} - {node})
+            if num_occupied >= ctx.settings.max_nodes:
+                return self._idle(ctx)
+        # The round is complete with every host of the last round that is alive, unless a host that
+        # waits or idles could still join.
         can_grow = len(joined) < ctx.settings.max_nodes
-        return (
+        are_all_there = (
             bool(expected)
             and expected.keys() <= joined.keys()
             and len(joined) >= ctx.settings.min_nodes
             and not state.wait_list
             and not (state.redundancy_list and can_grow)
         )
+        if node in joined and not state.complete and are_all_there:
+            return _Action.MARK_RENDEZVOUS_COMPLETE
+        return super().__call__(ctx, deadline)
 
     def _idle(self, ctx: _RendezvousContext) -> _Action:
         """Return the action of a host without a place: it becomes a spare, or waits until a host
@@ -251,8 +243,8 @@ class Rendezvous(DynamicRendezvousHandler):
             backend._call_store,
             f"bigtrain.rendezvous.{params.run_id}",
             node,
-            settings.keep_alive_interval.total_seconds() * settings.keep_alive_max_attempt,
-            self._poll_seconds,
+            timeout=settings.keep_alive_interval.total_seconds() * settings.keep_alive_max_attempt,
+            look_seconds=self._poll_seconds,
         )
         holder = _StateHolder(node, backend, settings, self._heartbeats)
         super().__init__(node, settings, BACKEND, store, holder)
@@ -262,10 +254,13 @@ class Rendezvous(DynamicRendezvousHandler):
         super()._start_heartbeats()  # from before this host joins until it leaves
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Join the next round, as torch's own; a spare waits in it until it gets a place. Raises
+        """Join the next round, as in torch; a spare waits there until it gets a place. Raises
         RendezvousError; RendezvousGracefulExitError, which is a success, if the run is complete."""
         try:
-            with _replaced_operations(self._poll_seconds, self._join):
+            with _replaced_operations(
+                self._poll_seconds,
+                lambda: _Join(self._spares, lambda: bool(self._state_holder.lost)),
+            ):
                 info = super().next_rendezvous()
         except RendezvousClosedError:
             if self._store.check([RESULT]) and self._store.get(RESULT) == COMPLETE.encode():
@@ -278,14 +273,11 @@ class Rendezvous(DynamicRendezvousHandler):
         self._joined, self._round = dict(state.participants), state.round
         return info
 
-    def _join(self) -> _Join:
-        return _Join(self._spares, lambda: bool(self._state_holder.lost))
-
     def _start_heartbeats(self) -> None:
-        """Do nothing: torch starts its own once this host has joined."""
+        """Do nothing: torch starts heartbeats once this host has joined."""
 
     def _stop_heartbeats(self) -> None:
-        """Do nothing: torch stops its own while this host joins."""
+        """Do nothing: torch stops heartbeats while this host joins."""
 
     def _keep_alive(self) -> None:
         """Send a heartbeat, which torch's timer calls."""
@@ -302,8 +294,8 @@ class Rendezvous(DynamicRendezvousHandler):
         return waiting + len(self._gone()) + int(self._failed_grace() is not None)
 
     def grace_seconds(self) -> int:
-        """Return the seconds that ranks get to save and end: none where others cannot end with
-        them, as of the last `num_nodes_waiting`."""
+        """Return the seconds that ranks get to save and end: none where other ranks cannot end with
+        them, at the last `num_nodes_waiting`."""
         if self.lost_hosts():
             return 0
         failed = self._failed_grace()
@@ -360,7 +352,7 @@ class Rendezvous(DynamicRendezvousHandler):
         return sorted(node.addr for node in self._gone() if node not in waiting)
 
     def _gone(self) -> list[_NodeDesc]:
-        """Return the hosts of this agent's round that are no longer in it."""
+        """Return the hosts that have left this agent's round."""
         state = self._state_holder.state
         if state.round != self._round:
             return list(self._joined)

@@ -34,7 +34,7 @@ def start_fork_server(module: str) -> None:
     """Start the process that ranks are forked from, and wait until it has imported `module`: so an
     agent joins a rendezvous only when its ranks can start at once. Sets environment variables of
     this process, which ranks inherit."""
-    # Output as of `python -u`. Without the other, torch initializes CUDA to count devices.
+    # Output like with `python -u`; and without NVML, torch initializes CUDA to count devices.
     os.environ.update(PYTHONUNBUFFERED="1", PYTORCH_NVML_BASED_CUDA_CHECK="1")
     multiprocessing.set_forkserver_preload([__name__, module])
     first = multiprocessing.get_context("forkserver").Process(target=_nothing)
@@ -51,7 +51,7 @@ def run_rank(module: str, script: str, *arguments: str) -> int:
     false, the Python file `script`, which does the same, in a new one. Return 0; end the process
     with any other exit code."""
     _die_with_parent()
-    # Without a space: Slurm's proctrack/linuxproc neither signals nor ends a process that has one.
+    # Slurm's proctrack/linuxproc neither signals nor ends a process whose name has a space.
     _call_prctl(_SET_NAME, f"rank-{os.environ.get('RANK', '')}".encode()[:_NAME_BYTES])
     # Imported objects are never garbage, so that collections do not copy their pages.
     gc.freeze()
@@ -71,7 +71,7 @@ def run_rank(module: str, script: str, *arguments: str) -> int:
 
 
 def _run_new_process(script: str, arguments: Sequence[str]) -> int:
-    """Run `script` as a new process, which gets this one's signals; returns its exit code."""
+    """Run `script` as a new process, which gets this process's signals; returns its exit code."""
     print("CUDA was initialized by an import, so this rank is a new process", file=sys.stderr)
     command = [sys.executable, "-u", script, *arguments]
     process = subprocess.Popen(command, preexec_fn=_die_with_parent)

@@ -1,10 +1,10 @@
 """Heartbeats of the agents of an elastic run, a key for each at the store of the rendezvous. Pure.
 
-Every agent writes its own key once per interval, and watches `NUM_WATCHED` others: those after it
-in an order that is the same on all agents. The order is that of hashes of names, so hosts of one
-rack are not neighbours, and when a host is lost only those that watched it get another to watch.
-An agent that finds one silent removes it from the state of the rendezvous, which all read. If all
-that watch a host are lost with it, it is found one timeout after them.
+Every agent writes a key once per interval, and watches the `NUM_WATCHED` agents after it in an
+order on which all agents agree. Hosts are ordered by hashes of their names, so hosts of a rack are
+not neighbours, and when a host is lost only the agents that watched it get another host to watch.
+An agent that finds a host silent removes it from the state of the rendezvous, which all read. If
+all agents that watch a host are lost with it, it is found a timeout later.
 
 The state is read only when it has changed: a look reads its number of changes and the keys of the
 watched hosts in one request, whose size does not grow with the number of hosts.
@@ -35,15 +35,17 @@ def look_seconds(num_hosts: int) -> float:
 
 
 def watched(host: Host, hosts: Collection[Host]) -> list[Host]:
-    """Return the hosts that `host` watches, of those in `hosts`."""
-    order = sorted({*hosts, host}, key=_position)
+    """Return the hosts among `hosts` that `host` watches."""
+    order = sorted(
+        {*hosts, host}, key=lambda member: hashlib.sha256(repr(member).encode()).digest()
+    )
     start = order.index(host) + 1
     return (order[start:] + order[: start - 1])[:NUM_WATCHED]
 
 
 class Heartbeats(Generic[Host]):
-    """Heartbeats of one agent, and those that it watches; `silent` are the hosts without one for
-    `timeout` seconds at the last look. Hosts are named by their `repr`.
+    """Heartbeats of an agent and of the hosts that it watches; `silent` are the hosts without a
+    heartbeat for `timeout` seconds at the last look. Hosts are named by their `repr`.
 
     call: calls a method of the store (`set`, `add`, `multi_get`) with arguments. The keys begin
     with `prefix`. An agent writes its key before it appears in the state, since reading a key that
@@ -55,6 +57,7 @@ class Heartbeats(Generic[Host]):
         call: Callable[..., Any],
         prefix: str,
         host: Host,
+        *,
         timeout: float,
         look_seconds: float,
         clock: Callable[[], float] = time.monotonic,
@@ -105,7 +108,3 @@ class Heartbeats(Generic[Host]):
 
     def _key(self, host: Host) -> str:
         return f"{self._prefix}/heartbeat/{host!r}"
-
-
-def _position(host: Hashable) -> bytes:
-    return hashlib.sha256(repr(host).encode()).digest()

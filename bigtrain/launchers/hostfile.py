@@ -29,8 +29,10 @@ class Host:
     line: int
 
 
-def read_hostfile(path: Path, more: Callable[[list[Host]], list[str]] | None = None) -> list[Host]:
-    """Return the hosts of `path`, in order; `more` returns further problems of the valid ones.
+def read_hostfile(
+    path: Path, check_hosts: Callable[[list[Host]], list[str]] | None = None
+) -> list[Host]:
+    """Return the hosts of `path`, in order; `check_hosts` returns further problems of valid hosts.
 
     Raises LaunchError with all problems.
     """
@@ -41,11 +43,11 @@ def read_hostfile(path: Path, more: Callable[[list[Host]], list[str]] | None = N
     except UnicodeDecodeError as error:
         raise LaunchError(f"hostfile {path} is not a text file: {error}") from error
     hosts, problems = parse_hostfile(text)
-    problems += more(hosts) if more is not None else []
+    problems += check_hosts(hosts) if check_hosts is not None else []
     if problems:
         count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''} in"
-        details = [*problems, *describe_unequal(hosts)]
-        raise LaunchError("\n".join([f"{count} hostfile {path}", *(f"  {one}" for one in details)]))
+        details = [f"  {detail}" for detail in (*problems, *describe_unequal(hosts))]
+        raise LaunchError("\n".join([f"{count} hostfile {path}", *details]))
     return hosts
 
 
@@ -59,25 +61,34 @@ def parse_hostfile(text: str) -> tuple[list[Host], list[str]]:
             f"line {line}: has a Windows line ending (CR LF), and shells and mpirun treat the CR "
             "as part of the last word -> sed -i 's/\\r$//' FILE"
         )
-    for number, whole in enumerate(text.split("\n"), 1):
-        words = whole.partition("#")[0].strip()
+    for line_number, line_text in enumerate(text.split("\n"), 1):
+        words = line_text.partition("#")[0].strip()
         if not words:
             continue
         match = _LINE.fullmatch(words)
         if match is None:
-            problems.append(f"line {number}: {_what_is_wrong(words)}")
+            problems.append(f"line {line_number}: {_what_is_wrong(words)}")
         elif int(match[2]) < 1:
             rule = "a host has at least one slot"
-            problems.append(f"line {number}: {match[1]} slots={match[2]}: {rule} -> remove it")
+            problems.append(f"line {line_number}: {match[1]} slots={match[2]}: {rule} -> remove it")
         elif not _NAME.fullmatch(match[1]):
             rule = "is not a host name of letters, digits, dots and hyphens"
             right = re.sub(r"[^A-Za-z0-9._-]", "", match[1]) or "node-1"
             problems.append(
-                f"line {number}: {match[1]!r}: {rule} -> write {right} slots={match[2]}"
+                f"line {line_number}: {match[1]!r}: {rule} -> write {right} slots={match[2]}"
             )
         else:
-            hosts.append(Host(match[1], int(match[2]), number))
-    problems += _duplicates(hosts)
+            hosts.append(Host(match[1], int(match[2]), line_number))
+    first_by_name: dict[str, Host] = {}
+    for host in hosts:
+        first = first_by_name.setdefault(host.name, host)
+        if first is not host:
+            slots = sorted({first.slots, host.slots})
+            slots_hint = "" if len(slots) == 1 else f", with slots={slots[0]} or slots={slots[1]}"
+            problems.append(
+                f"line {host.line}: {host.name} is already listed in line {first.line} -> keep "
+                f"one line{slots_hint}"
+            )
     if not hosts and not problems:
         problems.append("the file has no hosts -> write lines such as  node-1 slots=8")
     return hosts, problems
@@ -86,12 +97,12 @@ def parse_hostfile(text: str) -> tuple[list[Host], list[str]]:
 def _what_is_wrong(line: str) -> str:
     match = _SLOTS_WORD.fullmatch(line)
     assert match is not None
-    name, rest = match[1], (match[2] or "").strip()
+    name, slots_text = match[1], (match[2] or "").strip()
     if name.startswith("slots="):
         return f"{line!r}: no host before slots -> write its name first: node-1 {name}"
-    if not rest:
+    if not slots_text:
         return f"{name}: no slots -> write the number of its processes: {name} slots=8"
-    number = re.fullmatch(r"(?:slots\b)?[\s=:]*(\d+)", rest)
+    number = re.fullmatch(r"(?:slots\b)?[\s=:]*(\d+)", slots_text)
     if number is not None:
         return f"{line!r}: is not NAME slots=NUMBER -> write {name} slots={number[1]}"
     if re.search(r"\sslots=\d+$", line):  # which word is the name is unknown
@@ -103,24 +114,9 @@ def _what_is_wrong(line: str) -> str:
     return f"{line!r}: is not NAME slots=NUMBER -> write {name} slots=N, its number of processes"
 
 
-def _duplicates(hosts: Sequence[Host]) -> list[str]:
-    problems = []
-    first: dict[str, Host] = {}
-    for host in hosts:
-        before = first.setdefault(host.name, host)
-        if before is not host:
-            slots = sorted({before.slots, host.slots})
-            wanted = "" if len(slots) == 1 else f", with slots={slots[0]} or slots={slots[1]}"
-            problems.append(
-                f"line {host.line}: {host.name} is already listed in line {before.line} -> keep "
-                f"one line{wanted}"
-            )
-    return problems
-
-
 def describe_unequal(hosts: Sequence[Host]) -> list[str]:
-    """Return a line for every host whose number of slots differs from that of most hosts. Such
-    hosts can train together: ranks are numbered in the order of the file."""
+    """Return a line for every host whose slots differ from the slots of most hosts. Such hosts can
+    train together: ranks are numbered in the order of the file."""
     counts = Counter(host.slots for host in hosts)
     usual = max(counts, key=lambda slots: counts[slots], default=0)  # the first on a tie
     different = [host for host in hosts if host.slots != usual]
@@ -165,9 +161,8 @@ def _slots_of(environment: Mapping[str, str], num_hosts: int) -> list[int]:
         raise LaunchError(
             f"SLURM_GPUS_PER_NODE = {per_node!r}: is not a number of GPUs -> --slots N"
         )
-    if (
-        on_node and on_node.isdecimal() and int(on_node) > 0
-    ):  # of this node; Slurm does not report the others
+    # Slurm reports the GPUs of this node only.
+    if on_node and on_node.isdecimal() and int(on_node) > 0:
         return [int(on_node)] * num_hosts
     if tasks:
         try:

@@ -85,9 +85,11 @@ def read_patch(path: Path | None) -> dict[str, Any]:
         patch = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise LaunchError(f"--patch {path} cannot be read: {error}") from error
-    unknown = sorted(map(str, set(patch) - {"metadata", "spec"})) if isinstance(patch, dict) else []
-    if not isinstance(patch, dict) or unknown:
-        has = f"has {', '.join(unknown)}" if unknown else "is not a mapping"
+    unknown_keys = []
+    if isinstance(patch, dict):
+        unknown_keys = sorted(map(str, set(patch) - {"metadata", "spec"}))
+    if not isinstance(patch, dict) or unknown_keys:
+        has = f"has {', '.join(unknown_keys)}" if unknown_keys else "is not a mapping"
         rule = "a pod's template has only metadata and spec"
         raise LaunchError(f"--patch {path}: {has}, and {rule} -> write the rest below spec:")
     return patch
@@ -143,30 +145,29 @@ def environment_of(pod: PodSettings, defaults: Mapping[str, str]) -> dict[str, A
 
 def placed(pod: PodSettings) -> dict[str, Any]:
     """Return the scheduling fields of a pod: node selector, tolerations, priority, pull secrets."""
+    tolerations = []
+    for text in pod.tolerations:
+        match = _TOLERATION.fullmatch(text)
+        assert match is not None, text  # check_pod
+        operator = "Exists" if match["value"] is None else "Equal"
+        toleration = {"key": match["key"], "operator": operator}
+        toleration |= {key: match[key] for key in ("value", "effect") if match[key] is not None}
+        tolerations.append(toleration)
     fields = {
         "nodeSelector": dict(pod.node_selector),
-        "tolerations": [_toleration(text) for text in pod.tolerations],
+        "tolerations": tolerations,
         "imagePullSecrets": [{"name": name} for name in pod.image_pull_secrets],
         "priorityClassName": pod.priority_class,
     }
     return {name: value for name, value in fields.items() if value}
 
 
-def _toleration(text: str) -> dict[str, str]:
-    match = _TOLERATION.fullmatch(text)
-    assert match is not None, text  # check_pod
-    operator = {"operator": "Exists"} if match["value"] is None else {"operator": "Equal"}
-    fields = {"key": match["key"], **operator, "value": match["value"], "effect": match["effect"]}
-    return {name: value for name, value in fields.items() if value is not None}
-
-
 def patched(base: Any, patch: Any) -> Any:
-    """Return `base` with `patch` merged in: mappings by key, lists of named entries by name, the
-    rest is replaced; None removes a field."""
+    """Return `base` with `patch` merged in: mappings by key, lists of named entries by name; any
+    further value is replaced, and None removes a field."""
     if isinstance(base, Mapping) and isinstance(patch, Mapping):
-        merged = {key: patched(base.get(key), value) for key, value in patch.items()}
-        both = {**base, **merged}
-        return {key: value for key, value in both.items() if value is not None}
+        fields = {**base, **{key: patched(base.get(key), value) for key, value in patch.items()}}
+        return {key: value for key, value in fields.items() if value is not None}
     if _are_named(base) and _are_named(patch):
         by_name = {entry["name"]: entry for entry in base}
         for entry in patch:
@@ -206,7 +207,7 @@ class KubernetesRequest:
     CPUs with `processes_per_node` ranks. A pod that writes nothing for `hang_minutes` counts as
     hung, and all pods restart from the newest checkpoint, at most `restarts` times. `save_seconds`:
     termination grace period of an evicted pod. `shared_memory`: size of /dev/shm; None: 16 GiB and
-    `memory_checkpoint_bytes`, which checkpoints in memory take of it (None: unknown). `spares`:
+    `memory_checkpoint_bytes`, which checkpoints in memory take (None: unknown). `spares`:
     pods beyond `nodes` that idle until one is lost; None: all pods start again instead. `ranks`:
     with spares, how ranks are started, a value of `torchrun.RANKS`. `rdma`: additional
     resources of each node by name. `queue`: name of Kueue's queue.
@@ -254,6 +255,13 @@ def render_manifests(request: KubernetesRequest) -> str:
     files = {"run.yaml": find_config(request.config).read_text(encoding="utf-8")}
     ds_config = find_deepspeed_config(resolved.config.engine.deepspeed_config)
     files["deepspeed.json"] = ds_config.read_text(encoding="utf-8")
+    variables = {"HF_HOME": f"{request.mount}/.hf"}
+    if request.spares is not None:  # else a pod that joins gets the address of an earlier round
+        variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    if request.cpus:  # torchrun's default is 1
+        variables["OMP_NUM_THREADS"] = str(max(1, request.cpus // request.processes_per_node))
+    amounts = {"cpu": request.cpus, "memory": request.memory, "nvidia.com/gpu": request.gpus}
+    resources = {name: str(amount) for name, amount in amounts.items() if amount}
     text = render(
         "kubernetes.yaml",
         request=request,
@@ -265,11 +273,11 @@ def render_manifests(request: KubernetesRequest) -> str:
             *("--deepspeed_config", f"{_SETTINGS}/deepspeed.json", *request.overrides),
         ],
         check=["bigtrain", "check", "--show", "output.directory", "--world-size", str(world_size)],
-        environment=environment_of(request.pod, _defaults(request)),
+        environment=environment_of(request.pod, variables),
         scheduling=placed(request.pod),
         directory=resolved.config.output.directory,
         liveness=liveness_command(resolved.config.output.directory, request.hang_minutes),
-        resources=_resources(request),
+        resources=resources | dict(request.rdma),
         num_pods=request.nodes + (request.spares or 0),
         shared_memory=request.shared_memory or f"{math.ceil(_least_shared(request) / GIB)}Gi",
         endpoint=rendezvous_endpoint(request),
@@ -293,7 +301,7 @@ def rendezvous_endpoint(request: KubernetesRequest) -> str:
 
 def _agent_arguments(request: KubernetesRequest) -> list[str]:
     """Return the agent's arguments before ``train.py``, none without spares: then Kubeflow's
-    variables make it start the ranks of all pods once. They are weaker than arguments."""
+    variables, which are weaker than arguments, make it start the ranks of all pods once."""
     if request.spares is None:
         return []
     forks = request.ranks == "forked" or (request.ranks == "auto" and not request.gpus)
@@ -312,23 +320,9 @@ def _least_shared(request: KubernetesRequest) -> float:
 
 
 def _bytes_of(quantity: str) -> float | None:
-    """Return the bytes of a quantity as Kubernetes writes them; None if it is not one."""
+    """Return the bytes of a quantity in Kubernetes's notation; None for any other text."""
     match = _QUANTITY.fullmatch(quantity)
     return None if match is None else float(match[1]) * _UNITS[match[2] or ""]
-
-
-def _defaults(request: KubernetesRequest) -> dict[str, str]:
-    variables = {"HF_HOME": f"{request.mount}/.hf"}
-    if request.spares is not None:  # else a pod that joins gets the address of an earlier round
-        variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    if request.cpus:  # torchrun's default is 1
-        variables["OMP_NUM_THREADS"] = str(max(1, request.cpus // request.processes_per_node))
-    return variables
-
-
-def _resources(request: KubernetesRequest) -> dict[str, str]:
-    wanted = {"cpu": request.cpus, "memory": request.memory, "nvidia.com/gpu": request.gpus}
-    return {name: str(value) for name, value in wanted.items() if value} | dict(request.rdma)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -377,7 +371,7 @@ def _check_request(request: KubernetesRequest) -> list[Problem]:
 
 
 def _check_memory(request: KubernetesRequest) -> list[Problem]:
-    """Return problems of /dev/shm, whose files count as memory of their pod."""
+    """Return problems of /dev/shm, whose files count as memory of the pod."""
     problems = []
     key, checkpoints = "--shared-memory", request.memory_checkpoint_bytes
     for option, value in ((key, request.shared_memory), ("--memory", request.memory)):
@@ -387,10 +381,10 @@ def _check_memory(request: KubernetesRequest) -> list[Problem]:
         rule = "checkpoints in memory take as much of it as is unknown for this model"
         problems.append(Problem(key, None, rule, "bigtrain check --gpu NAME predicts it"))
     shared = _bytes_of(request.shared_memory) if request.shared_memory else _least_shared(request)
-    least = math.ceil((checkpoints or 0.0) / GIB) + 1
-    if checkpoints and shared is not None and shared < least * GIB:
+    min_gib = math.ceil((checkpoints or 0.0) / GIB) + 1
+    if checkpoints and shared is not None and shared < min_gib * GIB:
         rule = f"is too small for checkpoints in memory, which take {checkpoints / GIB:.3g} GiB"
-        problems.append(Problem(key, request.shared_memory, rule, f"{key} {least}Gi"))
+        problems.append(Problem(key, request.shared_memory, rule, f"{key} {min_gib}Gi"))
     memory = _bytes_of(request.memory) if request.memory else None
     if memory is not None and shared is not None and memory <= shared:
         rule = f"is not more than /dev/shm ({shared / GIB:.3g} GiB), whose files count as memory"

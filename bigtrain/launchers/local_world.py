@@ -51,8 +51,8 @@ def run_local_world(
 ) -> str:
     """Run Python with `arguments` as `world_size` ranks; return their combined output.
 
-    `environment` is added to this process's own. Raises LaunchError with the end of the output if
-    any rank does not exit with 0 within `timeout_seconds`; then all are killed.
+    `environment` is added to this process's environment. Raises LaunchError with the end of the
+    output if any rank does not exit with 0 within `timeout_seconds`; then all are killed.
     """
     common = {
         **os.environ,

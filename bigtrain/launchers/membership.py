@@ -34,24 +34,29 @@ class SilenceDetector(Generic[Host]):
         now = self._clock()
         unobserved = max(0.0, now - self._observed_at - self._longest_gap)
         self._observed_at = now
-        before = {host: (value, at + unobserved) for host, (value, at) in self._changed.items()}
-        self._changed = {
-            host: before[host] if host in before and before[host][0] == value else (value, now)
-            for host, value in heartbeats.items()
-        }
-        return [host for host, (_, at) in self._changed.items() if now - at >= self._seconds]
+        changes = {}
+        for host, value in heartbeats.items():
+            changed_at = now
+            if host in self._changed and self._changed[host][0] == value:
+                changed_at = self._changed[host][1] + unobserved
+            changes[host] = value, changed_at
+        self._changed = changes
+        return [
+            host for host, (_, changed_at) in changes.items() if now - changed_at >= self._seconds
+        ]
 
 
-def assign_ranks(hosts: Collection[Host], before: Mapping[Host, int]) -> dict[Host, int]:
-    """Return the rank of each of `hosts`. before: ranks that some of them had in the last round.
+def assign_ranks(hosts: Collection[Host], previous_ranks: Mapping[Host, int]) -> dict[Host, int]:
+    """Return the ranks of `hosts`. previous_ranks: of hosts in the last round.
 
-    A host keeps its rank if that is below the new number of hosts, and others get the ranks that
-    are free, hosts of the last round first: so a spare gets the rank of the host that it replaces,
-    and every other host finds the parts of its own ranks in its memory.
+    A host keeps its rank if that is below the new number of hosts. Free ranks go to the remaining
+    hosts, hosts of the last round first: so a spare gets the rank of the host that it replaces,
+    and every other host finds the parts of its ranks in its memory.
     """
     size = len(hosts)
-    kept = {host: before[host] for host in hosts if before.get(host, size) < size}
-    others = [host for host in hosts if host not in kept]
-    others.sort(key=lambda host: (before.get(host, size + len(before)), repr(host)))
-    free = sorted(set(range(size)) - set(kept.values()))
-    return kept | dict(zip(others, free, strict=True))
+    ranks = {host: previous_ranks[host] for host in hosts if previous_ranks.get(host, size) < size}
+    without_rank = [host for host in hosts if host not in ranks]
+    last = size + len(previous_ranks)
+    without_rank.sort(key=lambda host: (previous_ranks.get(host, last), repr(host)))
+    free_ranks = sorted(set(range(size)) - set(ranks.values()))
+    return ranks | dict(zip(without_rank, free_ranks, strict=True))

@@ -36,7 +36,7 @@ def node_range(text: str) -> tuple[int, int]:
 class NodesRequest:
     """Run on a number of nodes that may change, as input of every launcher's script.
 
-    `nodes` is a number or a range ("1-4"); `processes_per_node`: ranks of each, with a GPU each
+    `nodes` is a number or a range ("1-4"); `processes_per_node`: ranks of a node, with a GPU each
     unless `gpus` is False; `directory`: base of the run's relative paths; `setup`:
     shell lines to run first at each start.
     """
@@ -52,11 +52,13 @@ class NodesRequest:
 
     def arguments(self) -> list[str]:
         """Return the arguments after ``train.py --config``."""
-        own = [] if self.deepspeed_config is None else ["--deepspeed_config", self.deepspeed_config]
-        return [self.config, *own, *self.overrides]
+        arguments = [self.config]
+        if self.deepspeed_config is not None:
+            arguments += ["--deepspeed_config", self.deepspeed_config]
+        return [*arguments, *self.overrides]
 
     def check(self, problems: Sequence[Problem], source: str) -> None:
-        """Raise ConfigError with `problems` of `source` and paths that a script cannot have in one
+        """Raise ConfigError with `problems` of `source` and paths that a script cannot have in a
         line, or else with the problems of the run."""
         problems = [*problems, *self._check_lines()]
         try:
@@ -68,8 +70,8 @@ class NodesRequest:
         check_on_every_number(self)
 
     def _check_lines(self) -> list[Problem]:
-        """Return problems of values that are written into one line of a script, such as its header
-        and its comments: a line break would make the rest of a value a line of its own."""
+        """Return problems of values that are written into one line of a script, like a header or a
+        comment: the text after a line break would be a command."""
         values = {"--config": self.config, "--deepspeed_config": self.deepspeed_config or ""}
         values["the working directory"] = self.directory
         values["the checkout"] = str(checkout())
@@ -95,7 +97,7 @@ def control_character(text: str) -> str | None:
 def check_on_every_number(request: NodesRequest) -> None:
     """Resolve the run for each number of nodes that `request` allows.
 
-    Raises ConfigError with the problems of the smallest number that has any; if others
+    Raises ConfigError with the problems of the smallest number that has any; if other numbers
     can run, also with these numbers and the nearest batch that is divisible for all.
     """
     config, overrides = request.config, request.overrides
@@ -127,8 +129,8 @@ def check_on_every_number(request: NodesRequest) -> None:
         fewer = f"--nodes {fitting[0]}" + (f"-{last}" if last > fitting[0] else "")
         remedy = f"{remedy}, or {fewer}" if remedy else fewer
         problems.append(Problem("--nodes", nodes, rule, remedy))
-    where = f"{first.source}, on {number} nodes x {processes_per_node} processes"
-    raise ConfigError(problems, where) from first
+    source = f"{first.source}, on {number} nodes x {processes_per_node} processes"
+    raise ConfigError(problems, source) from first
 
 
 def _listed(numbers: Sequence[int]) -> str:
@@ -146,10 +148,10 @@ def _batch_for_all(
     worlds = [n * processes_per_node for n in range(smallest, largest + 1)]
     if any(world % inner for world in worlds):
         return None
-    of_worlds = [Degrees.of_world(world, degrees) for world in worlds]
-    if any(each.partition_size % degrees.expert_size for each in of_worlds):
+    layouts = [Degrees.of_world(world, degrees) for world in worlds]
+    if any(layout.partition_size % degrees.expert_size for layout in layouts):
         return None
-    divisor = run.batch.micro_batch_size * math.lcm(*(each.data_size for each in of_worlds))
+    divisor = run.batch.micro_batch_size * math.lcm(*(layout.data_size for layout in layouts))
     samples = run.batch.samples_per_step
     nearest = max(1, round(samples / divisor)) * divisor
     if nearest > _MOST_GROWTH * samples:

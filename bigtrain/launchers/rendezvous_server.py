@@ -3,7 +3,7 @@
     python -m bigtrain.launchers.rendezvous_server HOST:PORT [ADDRESS]
 
 It has no authentication, so it listens on one address only: ADDRESS, or HOST as resolved here.
-Without it the agent of one of the nodes serves the rendezvous, and the run ends if that node dies.
+Without such a server the agent of a node serves the rendezvous, and the run ends if that node dies.
 
 SIGUSR1 announces that the run shall end when its ranks have stopped and saved: its agents do not
 restart them. SIGINT and SIGUSR2 end the server; its exit code reports the run's result: 0 if it is
@@ -35,15 +35,15 @@ def serve(host: str, port: int, address: str | None = None) -> int:
     """
     import torch.distributed as dist
 
-    here = socket.gethostname()
+    hostname = socket.gethostname()
     try:
         try_port(port, held=True)
         bound = listen_where_reached(address or host, port)
         if bound is None and address is not None:
             raise OSError(f"{address} is not an address of this machine")
-        at = bound.getsockname()[0] if bound is not None else "every address"
+        bound_address = bound.getsockname()[0] if bound is not None else "every address"
         store = dist.TCPStore(
-            "localhost" if bound is None else at,
+            "localhost" if bound is None else bound_address,
             port,
             is_master=True,
             wait_for_workers=False,
@@ -51,14 +51,14 @@ def serve(host: str, port: int, address: str | None = None) -> int:
         )
     except (OSError, RuntimeError) as error:
         print(
-            f"rendezvous: port {port} of {here} cannot be used: {error} -> stop the process that "
-            "uses it, or give `bigtrain launch torchrun` another in --rendezvous",
+            f"rendezvous: port {port} of {hostname} cannot be used: {error} -> stop the process "
+            "that uses it, or give `bigtrain launch torchrun` another in --rendezvous",
             file=sys.stderr,
         )
         return 2
     signal.signal(signal.SIGUSR1, lambda *_: store.set(ENDING, ""))
     signal.signal(signal.SIGUSR2, signal.default_int_handler)
-    print(f"rendezvous: serving on port {store.port} of {here}, {at}", flush=True)
+    print(f"rendezvous: serving on port {store.port} of {hostname}, {bound_address}", flush=True)
     if bound is None:
         rule = (
             f"{host} does not resolve here to an address that nodes can reach, so every address "

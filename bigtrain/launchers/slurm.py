@@ -46,7 +46,8 @@ class SlurmRequest(NodesRequest):
 
 
 def render_script(request: SlurmRequest) -> str:
-    """Return the script for `request`. Raise ConfigError with all problems of it and its run."""
+    """Return the script for `request`. Raise ConfigError with all problems of the request and its
+    run."""
     request.check(check_request(request), "the Slurm job")
     smallest, largest = (number + (request.spares or 0) for number in node_range(request.nodes))
     header = {
@@ -61,9 +62,9 @@ def render_script(request: SlurmRequest) -> str:
     text = _with_header(slurm_script("train.sbatch").read_text(encoding="utf-8"), header)
     arguments = shlex.join(request.arguments())
     text = _replaced(text, 'arguments=("$@")', f'arguments=({arguments} "$@")')
-    ours = shlex.quote(str(checkout()))
+    checkout_path = shlex.quote(str(checkout()))
     text = _replaced(
-        text, "checkout=${BIGTRAIN_CHECKOUT:-${SLURM_SUBMIT_DIR:-}}", f"checkout={ours}"
+        text, "checkout=${BIGTRAIN_CHECKOUT:-${SLURM_SUBMIT_DIR:-}}", f"checkout={checkout_path}"
     )
     if not request.gpus:
         first = f"BIGTRAIN_PROCESSES_PER_NODE={request.processes_per_node}\n"
@@ -124,21 +125,21 @@ def _with_header(text: str, header: Mapping[str, str | None]) -> str:
     lines = text.splitlines()
     last = max(i for i, line in enumerate(lines) if line.startswith("#SBATCH"))
     for name, value in header.items():
-        wanted = None
+        header_line = None
         if value is not None:
             assert control_character(value) is None, (name, value)
-            wanted = f"#SBATCH --{name}" + (f"={shlex.quote(value)}" if value else "")
+            header_line = f"#SBATCH --{name}" + (f"={shlex.quote(value)}" if value else "")
         lines_of_option = [
             i for i, line in enumerate(lines) if re.match(rf"#SBATCH --{name}(=|$)", line)
         ]
-        if lines_of_option and wanted is not None:
-            lines[lines_of_option[0]] = wanted
+        if lines_of_option and header_line is not None:
+            lines[lines_of_option[0]] = header_line
         elif lines_of_option:
             del lines[lines_of_option[0]]
             last -= 1
-        elif wanted is not None:
+        elif header_line is not None:
             last += 1
-            lines.insert(last, wanted)
+            lines.insert(last, header_line)
     return "\n".join(lines) + "\n"
 
 

@@ -6,13 +6,13 @@ Its settings beyond torchrun's defaults (torch 2.13; tests/cluster/test_elastic.
 - TORCH_DISABLE_SHARE_RDZV_TCP_STORE: a surviving agent reuses the store address of the previous
   round, and a joining node would get an address where nothing listens
   (dynamic_rendezvous.py:1204).
-- ``setpriv --pdeathsig KILL``: torchrun starts its ranks in separate sessions, so those of a
-  killed agent would keep training outside the rendezvous and block the others. Forked ranks set it
-  themselves (`bigtrain.launchers.fork_ranks`).
+- ``setpriv --pdeathsig KILL``: torchrun starts its ranks in separate sessions, so ranks of a
+  killed agent would keep training outside the rendezvous and block all other ranks. Forked ranks
+  set it themselves (`bigtrain.launchers.fork_ranks`).
 - The agent looks at its ranks every fifth of a second, and at the rendezvous as often
   (`bigtrain.launchers.heartbeats.look_seconds`: less often above 1,000 nodes).
 - The rendezvous is ours (`bigtrain.launchers.elastic_patches`): a node counts as dead after
-  `heartbeat_timeout` without a heartbeat, and the others restart at once.
+  `heartbeat_timeout` without a heartbeat, and the remaining nodes restart at once.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class TorchrunRequest(NodesRequest):
     failures, of each agent; `heartbeat_timeout`: seconds without a heartbeat after which a node
     counts as dead; `last_call_timeout`: seconds that more nodes have to join at the first start;
     `spares`: nodes beyond the range that may idle until one is lost; `ranks`: how ranks are
-    started, a value of `RANKS`; `threads`: OpenMP threads of each rank; `python`: the interpreter,
+    started, a value of `RANKS`; `threads`: OpenMP threads per rank; `python`: the interpreter,
     the same on every node, like `directory`; `file`: the script's file name.
     """
 
@@ -61,7 +61,8 @@ class TorchrunRequest(NodesRequest):
 
 
 def render_torchrun(request: TorchrunRequest) -> str:
-    """Return the script for `request`. Raise ConfigError with all problems of it and its run."""
+    """Return the script for `request`. Raise ConfigError with all problems of the request and its
+    run."""
     request.check(_check_request(request), "the torchrun job")
     smallest, largest = node_range(request.nodes)
     return render(
@@ -107,12 +108,6 @@ def _settings(request: TorchrunRequest) -> dict[str, float]:
     }
 
 
-def _shortest_timeout(num_nodes: int) -> int:
-    """Return the shortest heartbeat timeout, in seconds: of three heartbeats, and of three looks of
-    an agent at them."""
-    return math.ceil(_HEARTBEATS * max(1.0, look_seconds(num_nodes)))
-
-
 def _check_request(request: TorchrunRequest) -> list[Problem]:
     """Return problems of `request`, excluding its run."""
     problems: list[Problem] = []
@@ -130,7 +125,8 @@ def _check_request(request: TorchrunRequest) -> list[Problem]:
         problems.append(Problem("--name", request.name, rule, "give the run a --name"))
     with suppress(ConfigError):  # of a range that is refused itself
         num_nodes = node_range(request.nodes)[1] + request.spares
-        shortest = _shortest_timeout(num_nodes)
+        # At least three heartbeats, and three looks of an agent at them.
+        shortest = math.ceil(_HEARTBEATS * max(1.0, look_seconds(num_nodes)))
         if request.heartbeat_timeout < shortest:
             rule = f"is too short for {_HEARTBEATS} heartbeats of each node, of {num_nodes}"
             remedy = f"--heartbeat-timeout {shortest}"

@@ -22,10 +22,14 @@ def headline(run: Run) -> Rows:
     metrics, prediction = run.metrics, run.files.prediction
     last = metrics.last or {}
     best = metrics.best or {}
+    best_loss = finite(best.get("held_out_loss"))
+    best_text = NOT_KNOWN if best_loss is None else f"{number(best_loss, 4)} at step "
+    best_text += "" if best_loss is None else f"{best['step']:,}"
+    total_steps = "" if run.total_steps is None else f" of {run.total_steps:,}"
     rows: Rows = [
-        ("Steps", _steps(run)),
+        ("Steps", f"{last.get('step', 0):,}{total_steps}"),
         ("Loss at the end", number(finite(last.get("loss")), 4)),
-        ("Best held-out loss", _at_step(best, "held_out_loss")),
+        ("Best held-out loss", best_text),
         ("Tokens", count(last.get("tokens"))),
         ("Samples", count(last.get("samples"))),
         ("Training time", duration(training_hours(run) * 3600)),
@@ -42,8 +46,8 @@ def headline(run: Run) -> Rows:
 
 
 def incidents(run: Run, marks: Sequence[Marks]) -> Rows:
-    """Return the number of events of each kind, including zeros."""
-    totals = {one.kind: one.total for one in marks}
+    """Return the number of events by kind, including zeros."""
+    totals = {events.event_kind: events.total for events in marks}
     names = {
         RESTART: "Restarts",
         ROLLBACK: "Rollbacks",
@@ -54,8 +58,8 @@ def incidents(run: Run, marks: Sequence[Marks]) -> Rows:
     }
     if OTHER_SITES in totals:
         names[OTHER_SITES] = "Site changes"
-    rows = [(name, f"{totals.pop(kind, 0):,}") for kind, name in names.items()]
-    return rows + [(kind, f"{total:,}") for kind, total in totals.items()]
+    rows = [(name, f"{totals.pop(event_kind, 0):,}") for event_kind, name in names.items()]
+    return rows + [(event_kind, f"{total:,}") for event_kind, total in totals.items()]
 
 
 def notes_of(run: Run) -> list[str]:
@@ -64,11 +68,13 @@ def notes_of(run: Run) -> list[str]:
     notes = list(run.files.notes)
     unreadable = metrics.unreadable
     if unreadable.count:
-        more = f", and {unreadable.count - len(unreadable.first):,} more" * (
+        omitted_note = f", and {unreadable.count - len(unreadable.first):,} more" * (
             unreadable.count > len(unreadable.first)
         )
         lines = "1 line was" if unreadable.count == 1 else f"{unreadable.count:,} lines were"
-        notes.append(f"metrics.jsonl: {lines} skipped: {'; '.join(unreadable.first)}{more}.")
+        notes.append(
+            f"metrics.jsonl: {lines} skipped: {'; '.join(unreadable.first)}{omitted_note}."
+        )
     if metrics.last is None:
         notes.append("No step has been logged yet.")
     rows = metrics.steps.num_rows
@@ -77,11 +83,11 @@ def notes_of(run: Run) -> list[str]:
         if missing and not (name == "model_flops_utilization" and missing == rows):
             notes.append(f"{name} is null in {missing:,} of {rows:,} logged steps, drawn as gaps.")
     starts = run.files.starts[1:]
-    unknown = sum(1 for start in starts if start.step is None)
-    if unknown:
+    num_without_step = sum(1 for start in starts if start.step is None)
+    if num_without_step:
         notes.append(
-            f"{unknown} of {len(starts)} restarts did not record their step, so they are in the "
-            "table, not on the time line."
+            f"{num_without_step} of {len(starts)} restarts did not record their step, so they are "
+            "in the table, not on the time line."
         )
     return notes
 
@@ -120,17 +126,18 @@ def number(value: float | None, digits: int) -> str:
 
 def count(value: Any) -> str:
     """Format an integer; a large one also in short form: 4,194,304,000 (4.19 B)."""
-    known = finite(value)
-    if known is None:
+    amount = finite(value)
+    if amount is None:
         return NOT_KNOWN
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
-        if known >= size:
-            return f"{known:,.0f} ({known / size:.3g} {letter})" if known < 1e18 else f"{known:.3g}"
-    return f"{known:,.0f}"
+        if amount >= size:
+            short_form = f"{amount / size:.3g} {letter}"
+            return f"{amount:,.0f} ({short_form})" if amount < 1e18 else f"{amount:.3g}"
+    return f"{amount:,.0f}"
 
 
 def percent(value: float | None) -> str:
-    """Format a fraction of one as a percentage."""
+    """Format a fraction as a percentage."""
     return NOT_KNOWN if value is None else f"{value:.1%}"
 
 
@@ -146,17 +153,6 @@ def duration(seconds: float) -> str:
     if total < 86400:
         return f"{total // 3600} h {total % 3600 // 60:02d} min"
     return f"{total // 86400:,} d {total % 86400 // 3600:02d} h"
-
-
-def _steps(run: Run) -> str:
-    step = (run.metrics.last or {}).get("step", 0)
-    total = run.total_steps
-    return f"{step:,}" if total is None else f"{step:,} of {total:,}"
-
-
-def _at_step(line: dict[str, Any], name: str) -> str:
-    value = finite(line.get(name))
-    return NOT_KNOWN if value is None else f"{number(value, 4)} at step {line['step']:,}"
 
 
 def _with_unit(value: float | None, unit: str, digits: int) -> str:

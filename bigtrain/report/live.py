@@ -31,7 +31,7 @@ _PORTS_TRIED = 50
 
 
 class LivePage:
-    """The current state of runs; reads new lines of their files on request. Thread-safe."""
+    """The current state of runs; reads new lines of metrics files on request. Thread-safe."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self._runs = runs
@@ -45,21 +45,18 @@ class LivePage:
             self._refresh()
             return page_html(self._runs, self._live()).encode()
 
-    def news(self, seen: int, have: str) -> bytes | None:
-        """Return the update for a browser that has revision `seen` and the buckets `have` of each
-        run (its version, then width:complete of each of `TABLES`); None if it has all."""
+    def news(self, revision: int, have: str) -> bytes | None:
+        """Return the update for a browser that has `revision` and the buckets `have` (by run the
+        version, then width:complete for every table of `TABLES`); None if it has all."""
         with self._lock:
             self._refresh()
-            if seen == self._revision:
+            if revision == self._revision:
                 return None
             marks = [marks_of(run) for run in self._runs]
-            parts = _parts(have, len(self._runs))
+            since = _first_buckets(self._runs, have)
             answer = {
                 "charts": charts_data(self._runs),
-                "runs": [
-                    run_data(run, one, _since(run, part))
-                    for run, one, part in zip(self._runs, marks, parts, strict=True)
-                ],
+                "runs": list(map(run_data, self._runs, marks, since)),
                 "sections": sections_html(self._runs, marks),
                 **self._live(),
             }
@@ -83,26 +80,23 @@ class LivePage:
         self._revision += changed
 
 
-def _parts(have: str, count: int) -> list[list[int]]:
-    """Parse the browser's `have`; empty lists if it is malformed."""
+def _first_buckets(runs: Sequence[Run], have: str) -> list[dict[str, int]]:
+    """Return, by run and table, the first bucket that a browser with the buckets `have` lacks; no
+    table where it lacks all, or where `have` is malformed."""
+    first_buckets: list[dict[str, int]] = [{} for _ in runs]
     try:
-        parts = [[int(number) for number in part.split(":")] for part in have.split(",")]
+        states = [[int(number) for number in state.split(":")] for state in have.split(",")]
     except ValueError:
-        parts = []
-    fitting = len(parts) == count and all(len(part) == 1 + 2 * len(TABLES) for part in parts)
-    return parts if fitting else [[]] * count
-
-
-def _since(run: Run, part: list[int]) -> dict[str, int]:
-    """Return the first bucket of each table that the browser lacks."""
-    metrics = run.metrics
-    if not part or part[0] != metrics.version:
-        return {}
-    first_buckets = {}
-    for name, width, complete in zip(TABLES, part[1::2], part[2::2], strict=True):
-        table = metrics.table(name)
-        if width == table.width and 0 <= complete <= table.num_complete:
-            first_buckets[name] = complete
+        return first_buckets
+    if len(states) != len(runs) or any(len(state) != 1 + 2 * len(TABLES) for state in states):
+        return first_buckets
+    for run, (version, *sizes), bucket_by_table in zip(runs, states, first_buckets, strict=True):
+        if version != run.metrics.version:
+            continue
+        for name, width, num_complete in zip(TABLES, sizes[::2], sizes[1::2], strict=True):
+            table = run.metrics.table(name)
+            if width == table.width and 0 <= num_complete <= table.num_complete:
+                bucket_by_table[name] = num_complete
     return first_buckets
 
 
@@ -119,17 +113,18 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(200, self.server.page.html(), "text/html; charset=utf-8")
         elif address.path == "/data":
             query = parse_qs(address.query)
-            seen = query.get("seen", [""])[0]
-            have = query.get("have", [""])[0]
-            news = self.server.page.news(int(seen) if seen.isdigit() else 0, have)
+            revision, have = (query.get(name, [""])[0] for name in ("seen", "have"))
+            news = self.server.page.news(int(revision) if revision.isdigit() else 0, have)
             self._answer(204 if news is None else 200, news or b"", "application/json")
         else:
             self._answer(404, b"only / and /data exist")
 
-    def _answer(self, code: int, body: bytes, kind: str = "text/plain; charset=utf-8") -> None:
+    def _answer(
+        self, code: int, body: bytes, content_type: str = "text/plain; charset=utf-8"
+    ) -> None:
         self.send_response(code)
         if code != 204:
-            self.send_header("Content-Type", kind)
+            self.send_header("Content-Type", content_type)
             self.send_header("Content-Length", str(len(body)))
         self.send_header("Cache-Control", "no-store")
         self.send_header("X-Content-Type-Options", "nosniff")
@@ -165,10 +160,10 @@ def open_server(runs: Sequence[Run], port: int) -> ThreadingHTTPServer:
     return server
 
 
-def _free_port(taken: int) -> int | None:
-    """Return the nearest free port after (else before) `taken`, from 1024 on."""
-    after: range = range(max(taken + 1, 1024), min(taken + _PORTS_TRIED, 65535) + 1)
-    before = range(min(taken, 65536) - 1, max(taken - _PORTS_TRIED, 1024) - 1, -1)
+def _free_port(busy_port: int) -> int | None:
+    """Return the nearest free port after (else before) `busy_port`, from 1024 on."""
+    after: range = range(max(busy_port + 1, 1024), min(busy_port + _PORTS_TRIED, 65535) + 1)
+    before = range(min(busy_port, 65536) - 1, max(busy_port - _PORTS_TRIED, 1024) - 1, -1)
     for port in (*after, *before):
         with suppress(OSError):
             return try_port(port, ADDRESS)

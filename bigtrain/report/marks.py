@@ -47,13 +47,13 @@ _MOST_ROWS = 100
 
 @dataclass(frozen=True)
 class Marks:
-    """Events of one kind in one run.
+    """Events of a kind in a run.
 
     steps: positions of marks, ascending, clustered if there are too many; counts: events per mark.
     rows: step (None: not recorded) and text of the first events. total: number of events.
     """
 
-    kind: str
+    event_kind: str
     steps: list[int]
     counts: list[int]
     rows: list[tuple[int | None, str]]
@@ -66,43 +66,47 @@ def marks_of(run: Run) -> list[Marks]:
     rows: list[tuple[int | None, str]]
     rows = [(start.step, _start_text(start)) for start in run.files.starts[1:]]
     _put(marks, RESTART, [step for step, _ in rows if step is not None], rows)
-    rows = [(hang.step, _hang_text(hang.when, hang.text)) for hang in run.files.hangs]
+    rows = []
+    for hang in run.files.hangs:
+        # The first indented line of a report names the lagging ranks.
+        lagging = [line.strip() for line in hang.text.splitlines() if line.startswith("  ")]
+        rows.append(
+            (hang.step, f"{hang.time}, {lagging[0][:300] if lagging else 'without a report'}")
+        )
     _put(marks, HANG, [hang.step for hang in run.files.hangs], rows)
     events = run.metrics.events
-    for name, every in events.steps.items():
-        kind, steps = _OF_FILE.get(name, name), np.asarray(every, dtype=np.int64)
-        rows = [(line["step"], _event_text(kind, line)) for line in events.details[name]]
-        if kind == NON_FINITE:  # skipped steps already have a mark
+    for name, event_steps in events.steps.items():
+        event_kind, steps = _OF_FILE.get(name, name), np.asarray(event_steps, dtype=np.int64)
+        rows = [(line["step"], _event_text(event_kind, line)) for line in events.details[name]]
+        if event_kind == NON_FINITE:  # skipped steps already have a mark
             steps = np.setdiff1d(steps, np.asarray(events.steps.get("skipped", ()), dtype=np.int64))
             rows = [row for row in rows if row[0] in steps]
-        _put(marks, kind, steps, rows, len(steps))
-    known = [marks.pop(kind) for kind in KINDS if kind in marks]
-    return [*known, *marks.values()]
+        _put(marks, event_kind, steps, rows, len(steps))
+    # Kinds that bigtrain defines come first, in their order; then events of user code.
+    ordered = [marks.pop(event_kind) for event_kind in KINDS if event_kind in marks]
+    return [*ordered, *marks.values()]
 
 
 def _put(
     marks: dict[str, Marks],
-    kind: str,
+    event_kind: str,
     steps: Sequence[int] | NDArray[np.int64],
     rows: list[tuple[int | None, str]],
     total: int | None = None,
 ) -> None:
+    """Add the events of a kind, which are `total` (default: the number of `rows`)."""
     if not rows:
         return
-    placed, counts = _clustered(steps)
-    number = len(rows) if total is None else total
-    marks[kind] = Marks(kind, placed, counts, rows[:_MOST_ROWS], number)
-
-
-def _clustered(steps: Sequence[int] | NDArray[np.int64]) -> tuple[list[int], list[int]]:
-    """Return distinct steps and their counts; adjacent ones are merged if there are too many."""
-    values, counts = np.unique(np.asarray(steps, dtype=np.int64), return_counts=True)
-    if len(values) > _MOST_POSITIONS:
-        span = int(values[-1] - values[0]) + 1
-        group = (values - values[0]) * _MOST_POSITIONS // span
+    positions, counts = np.unique(np.asarray(steps, dtype=np.int64), return_counts=True)
+    if len(positions) > _MOST_POSITIONS:  # merge adjacent steps into one mark
+        span = int(positions[-1] - positions[0]) + 1
+        group = (positions - positions[0]) * _MOST_POSITIONS // span
         begins = np.flatnonzero(np.diff(group, prepend=-1))
-        values, counts = values[begins], np.add.reduceat(counts, begins)
-    return values.tolist(), counts.tolist()
+        positions, counts = positions[begins], np.add.reduceat(counts, begins)
+    num_events = len(rows) if total is None else total
+    marks[event_kind] = Marks(
+        event_kind, positions.tolist(), counts.tolist(), rows[:_MOST_ROWS], num_events
+    )
 
 
 def _start_text(start: Start) -> str:
@@ -114,51 +118,43 @@ def _start_text(start: Start) -> str:
     return text + ("" if start.step is not None else "; its step was not recorded")
 
 
-def _hang_text(when: str, report: str) -> str:
-    """Return the lagging ranks: the first indented line of the report."""
-    lagging = [line.strip() for line in report.splitlines() if line.startswith("  ")]
-    return f"{when}, {lagging[0][:300] if lagging else 'without a report'}"
-
-
-def _event_text(kind: str, line: dict[str, Any]) -> str:
-    samples = _samples(line)
-    if kind == SKIPPED:
+def _event_text(event_kind: str, line: dict[str, Any]) -> str:
+    """Describe the event of a line, which may lack any field."""
+    first, number = line.get("first_sample"), line.get("num_samples")
+    if type(first) is not int or type(number) is not int or number < 1:
+        samples = ""
+    else:
+        samples = f"; samples {first:,} to {first + number - 1:,}"
+    if event_kind == SKIPPED:
         reason = line.get("reason")
         consecutive = line.get("consecutive")
         many = f", {consecutive} in a row" if type(consecutive) is int and consecutive > 1 else ""
         return f"{reason if reason else 'no reason recorded'}{many}{samples}"
-    if kind == ROLLBACK:
+    if event_kind == ROLLBACK:
         return f"back to step {_shown(line.get('to_step'))}{samples}"
-    if kind == STRAGGLER:
+    if event_kind == STRAGGLER:
         return (
             f"rank {_shown(line.get('rank'))} on {_shown(line.get('host'))}: "
             f"{_shown(line.get('work_seconds'))} s of work, its peers "
             f"{_shown(line.get('median_seconds'))} s{samples}"
         )
-    if kind == OTHER_SITES:
+    if event_kind == OTHER_SITES:
         sites = line.get(SITES)
         named = ", ".join(_shown(site) for site in sites[:20]) if isinstance(sites, list) else ""
         return f"outer step {_shown(line.get('outer_step'))} with sites {named or 'not recorded'}"
-    if kind in OF_SITES:
+    if event_kind in OF_SITES:
         count = line.get("count")
         many = f", {count:,} times" if type(count) is int and count > 1 else ""
         return (
             f"{_shown(line.get('who'))}: {_shown(line.get('reason'))}{many}; outer step "
             f"{_shown(line.get('outer_step'))}"
         )
-    if kind == NON_FINITE:
+    if event_kind == NON_FINITE:
         names = [name for name in ("loss", "grad_norm") if type(line.get(name)) is not float]
         return f"{' and '.join(names)} not finite"
-    skipped = ("step", "event")
-    rest = [f"{key} {_shown(value)}" for key, value in line.items() if key not in skipped]
-    return ", ".join(rest)[:300]
-
-
-def _samples(line: dict[str, Any]) -> str:
-    first, number = line.get("first_sample"), line.get("num_samples")
-    if type(first) is not int or type(number) is not int or number < 1:
-        return ""
-    return f"; samples {first:,} to {first + number - 1:,}"
+    # An event of user code, whose fields have no known meaning.
+    fields = [f"{key} {_shown(line[key])}" for key in line if key not in ("step", "event")]
+    return ", ".join(fields)[:300]
 
 
 def _shown(value: Any) -> str:

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import orjson
@@ -66,16 +66,16 @@ class Events:
     steps: dict[str, array[int]] = field(default_factory=dict)
     details: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
-    def add(self, kind: str, step: int, line: dict[str, Any]) -> None:
-        """Record an event of `kind` in `step`."""
-        self.steps.setdefault(kind, array("q")).append(step)
-        shown = self.details.setdefault(kind, [])
-        if len(shown) < _MOST_DETAILS:
-            shown.append(line)
+    def add(self, event_kind: str, step: int, line: dict[str, Any]) -> None:
+        """Record an event of `event_kind` in `step`."""
+        self.steps.setdefault(event_kind, array("q")).append(step)
+        details = self.details.setdefault(event_kind, [])
+        if len(details) < _MOST_DETAILS:
+            details.append(line)
 
-    def count(self, kind: str) -> int:
-        """Return the number of events of `kind`."""
-        return len(self.steps.get(kind, ()))
+    def count(self, event_kind: str) -> int:
+        """Return the number of events of `event_kind`."""
+        return len(self.steps.get(event_kind, ()))
 
 
 @dataclass
@@ -90,20 +90,20 @@ class TookPart:
 
     def add(self, line: dict[str, Any]) -> bool:
         """Record an outer step; return whether its sites differ from the previous ones."""
-        number, given = line.get("outer_step"), line.get(SITES)
-        sites = tuple(n for n in given if type(n) is int) if isinstance(given, list) else ()
-        before, self.newest = self.newest, sites
+        number, site_list = line.get("outer_step"), line.get(SITES)
+        sites = tuple(n for n in site_list if type(n) is int) if isinstance(site_list, list) else ()
+        previous_sites, self.newest = self.newest, sites
         self.num_outer_steps += 1
         for site in sites:
             if site in self.counts or len(self.counts) < _MOST_SERIES:
                 self.counts[site] += 1
                 self.last[site] = number if type(number) is int else None
-        return self.num_outer_steps > 1 and sites != before
+        return self.num_outer_steps > 1 and sites != previous_sites
 
 
 @dataclass
 class UnreadableLines:
-    """Unreadable lines: their number, and the first of them by line number and reason."""
+    """Unreadable lines: how many there are, and the first lines by line number and reason."""
 
     count: int = 0
     first: list[str] = field(default_factory=list)
@@ -116,7 +116,7 @@ class UnreadableLines:
 
 
 class MetricsFile:
-    """Metrics of one run, up to the point where its file has been read.
+    """Metrics of a run, up to the point where its file has been read.
 
     Attributes: `steps`, `evaluations`, `outer_steps`: reduced; `took_part`; `events`;
     `unreadable`; `missing`: by field, the number of logged steps in which it is null; `last`: the
@@ -157,13 +157,23 @@ class MetricsFile:
         """
         try:
             with self.path.open("rb") as file:
+                # Begin again if the file was replaced, or truncated: it may have grown to its
+                # earlier size since, but its last lines differ then.
                 status = os.fstat(file.fileno())
-                changed = self._identity is not None and not self._continues(file, status)
-                if changed:
+                identity = (status.st_dev, status.st_ino)
+                file.seek(self.num_bytes - len(self._tail))
+                tail = file.read(len(self._tail))
+                is_new = self._identity is not None and (self._identity, self._tail) != (
+                    identity,
+                    tail,
+                )
+                if is_new:
                     self._begin()
                     self.version += 1
-                self._identity = (status.st_dev, status.st_ino)
-                before = self._num_lines
+                self._identity = identity
+
+                # Read complete lines; the last one may still be written.
+                num_lines_before = self._num_lines
                 file.seek(self.num_bytes)
                 while block := file.read(_BLOCK_BYTES):
                     block += file.readline()
@@ -178,17 +188,10 @@ class MetricsFile:
                         break
         except OSError as error:
             raise DataError(f"{self.path}: cannot be read: {error.strerror or error}") from error
-        return changed or self._num_lines > before
-
-    def _continues(self, file: BinaryIO, status: os.stat_result) -> bool:
-        """Return whether the file still begins with the content read before."""
-        if (status.st_dev, status.st_ino) != self._identity:
-            return False
-        # A truncated file may have grown again, but its last lines differ then.
-        file.seek(self.num_bytes - len(self._tail))
-        return file.read(len(self._tail)) == self._tail
+        return is_new or self._num_lines > num_lines_before
 
     def _read_block(self, block: bytes) -> None:
+        # Parse all lines at once; a block that is not JSON line by line, to name the bad lines.
         lines: list[Any] = []
         if block:
             try:
@@ -197,6 +200,8 @@ class MetricsFile:
                 lines = []
             if len(lines) != block.count(b"\n"):
                 lines = [_parsed(text) for text in block.split(b"\n")[:-1]]
+
+        # Sort the lines by what they report. Steps must ascend, since curves are drawn by step.
         steps: list[dict[str, Any]] = []
         evaluations: list[dict[str, Any]] = []
         outer_steps: list[dict[str, Any]] = []
@@ -204,9 +209,11 @@ class MetricsFile:
             step = line.get("step") if type(line) is dict else None
             if type(step) is not int or not 0 <= step < _MOST_STEP:
                 if line is not _BLANK:
-                    self.unreadable.add(number, _reason(line))
+                    is_object = isinstance(line, dict)
+                    problem = "has no step" if is_object else "is not a JSON object"
+                    self.unreadable.add(number, "is not JSON" if line is None else problem)
             elif "event" in line:
-                self.events.add(_kind(line), step, line)
+                self.events.add(str(line["event"])[:100], step, line)
             elif "loss" in line:
                 if step > self._step:
                     self._step = step
@@ -242,65 +249,73 @@ class MetricsFile:
         return table
 
     def _add_steps(self, lines: list[dict[str, Any]]) -> None:
-        before = 0 if self.last is None else self.last["step"]
-        step = _column(lines, "step")
-        series = {name: self._figures(lines, name) for name in FIGURES}
-        positions = {"step": step}
+        previous = {"step": 0} if self.last is None else self.last
+        series = {}
+        for name in FIGURES:
+            series[name] = column = _column(lines, name)
+            if np.isnan(column).any():
+                self.missing[name] += sum(
+                    1 for line in lines if name in line and math.isnan(_number(line[name]))
+                )
+
+        # Positions must ascend: a missing or smaller value is replaced by its predecessor.
+        positions = {"step": _column(lines, "step")}
         for name in ("tokens", "samples"):
-            known = _column(lines, name)
-            last = 0.0 if self.last is None else _number(self.last.get(name))
-            positions[name] = _ascending(known, 0.0 if math.isnan(last) else last)
-        seconds = np.nan_to_num(series["step_seconds"]) * np.diff(step, prepend=before)
+            previous_value = np.nan_to_num(_number(previous.get(name, 0)))
+            column = np.maximum(np.nan_to_num(_column(lines, name)), previous_value)
+            positions[name] = np.maximum.accumulate(column)
+        num_steps = np.diff(positions["step"], prepend=previous["step"])
+        seconds = np.nan_to_num(series["step_seconds"]) * num_steps
         positions["hours"] = self._hours + np.cumsum(np.maximum(seconds, 0.0)) / 3600
         self._hours = float(positions["hours"][-1])
+
+        # Entries of objects, and over the layers with experts the maximum and the mean.
         for name in OF_STEPS:
             series.update(self._entries(lines, name, self.steps.names))
-        layers = [one for name, one in series.items() if name.startswith(f"{EXPERTS}/")]
+        layers = [column for name, column in series.items() if name.startswith(f"{EXPERTS}/")]
         if layers:
             series[MOST_OF_LAYERS] = np.fmax.reduce(layers)
-            known = np.sum(~np.isnan(layers), axis=0)
+            num_known = np.sum(~np.isnan(layers), axis=0)
             total = np.nansum(layers, axis=0)
-            series[MEAN_OF_LAYERS] = np.where(known > 0, total / np.maximum(known, 1), math.nan)
+            layer_mean = total / np.maximum(num_known, 1)
+            series[MEAN_OF_LAYERS] = np.where(num_known > 0, layer_mean, math.nan)
+
         bad = np.isnan(series["loss"]) | np.isnan(series["grad_norm"])
         for row in np.flatnonzero(bad).tolist():
             self.events.add(NON_FINITE, lines[row]["step"], lines[row])
         self.steps.add(positions, series)
         self.last = lines[-1]
 
-    def _figures(self, lines: list[dict[str, Any]], name: str) -> Column:
-        column = _column(lines, name)
-        if np.isnan(column).any():
-            self.missing[name] += sum(
-                1 for line in lines if name in line and math.isnan(_number(line[name]))
-            )
-        return column
-
     def _entries(
-        self, lines: list[dict[str, Any]], name: str, known: list[str]
+        self, lines: list[dict[str, Any]], name: str, series_names: list[str]
     ) -> Iterator[tuple[str, Column]]:
         """Return the series of the objects that `lines` have under `name`; at most
-        `_MOST_SERIES`."""
-        if not [1 for line in lines if name in line]:
+        `_MOST_SERIES`, counting `series_names`."""
+        if not any(name in line for line in lines):
             return
-        named = [_dict(line.get(name)) for line in lines]
-        entries = dict.fromkeys(key for one in named for key in one)
-        have = {key for key in known if key.startswith(f"{name}/")}
+        objects = [_dict(line.get(name)) for line in lines]
+        entries = dict.fromkeys(entry for entry_values in objects for entry in entry_values)
+        have = {key for key in series_names if key.startswith(f"{name}/")}
         for entry in entries:
             key = f"{name}/{entry}"
             if key in have or len(have) < _MOST_SERIES:
                 have.add(key)
-                yield key, _column(named, entry)
+                yield key, _column(objects, entry)
 
     def _add_evaluations(self, lines: list[dict[str, Any]]) -> None:
         series = {"held_out_loss": _column(lines, "held_out_loss")}
         if any(BITS in line for line in lines):
             series[BITS] = _column(lines, BITS)
-        sources = [
-            {name: _get(one, "loss") for name, one in (_dict(line.get(SOURCES))).items()}
+        source_losses = [
+            {
+                SOURCES: {
+                    name: _dict(source).get("loss")
+                    for name, source in _dict(line.get(SOURCES)).items()
+                }
+            }
             for line in lines
         ]
-        wrapped = [{SOURCES: one} for one in sources]
-        series.update(self._entries(wrapped, SOURCES, self.evaluations.names))
+        series.update(self._entries(source_losses, SOURCES, self.evaluations.names))
         series.update(self._entries(lines, TASKS, self.evaluations.names))
         self.evaluations.add({"step": _column(lines, "step")}, series)
         if not np.isnan(series["held_out_loss"]).all():
@@ -314,10 +329,9 @@ class MetricsFile:
             for name in OUTER_FIGURES
             if any(name in line for line in lines)
         }
-        given = [line.get(SITES) for line in lines]
-        series[SITES] = np.array(
-            [len(one) if isinstance(one, list) else math.nan for one in given], dtype=np.float64
-        )
+        site_lists = [line.get(SITES) for line in lines]
+        num_sites = [len(sites) if isinstance(sites, list) else math.nan for sites in site_lists]
+        series[SITES] = np.array(num_sites, dtype=np.float64)
         self.outer_steps.add({"step": _column(lines, "step")}, series)
         for line in lines:
             if self.took_part.add(line):
@@ -341,18 +355,8 @@ def _parsed(text: bytes) -> Any:
         return None
 
 
-def _reason(line: Any) -> str:
-    if line is None:
-        return "is not JSON"
-    return "has no step" if isinstance(line, dict) else "is not a JSON object"
-
-
-def _kind(line: dict[str, Any]) -> str:
-    return str(line["event"])[:100]
-
-
 def _column(lines: list[dict[str, Any]], name: str) -> Column:
-    """Return a field of each line; NaN if it is missing, not a number, or not finite."""
+    """Return a field of all lines; NaN if it is missing, not a number, or not finite."""
     try:
         try:
             values = [line[name] for line in lines]
@@ -376,17 +380,6 @@ def _number(value: Any) -> float:
     except OverflowError:
         return math.nan
     return number if math.isfinite(number) else math.nan
-
-
-def _ascending(column: Column, at_least: float) -> Column:
-    """Return `column` with values that are missing or smaller than their predecessor replaced by
-    it."""
-    result: Column = np.maximum.accumulate(np.maximum(np.nan_to_num(column), at_least))
-    return result
-
-
-def _get(value: Any, name: str) -> Any:
-    return value.get(name) if isinstance(value, dict) else None
 
 
 def _dict(value: Any) -> dict[str, Any]:

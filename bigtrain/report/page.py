@@ -51,12 +51,12 @@ def page_html(runs: Sequence[Run], live: Mapping[str, Any] | None = None) -> str
         f"base-uri 'none'; form-action 'none'; "
         f"script-src '{_checksum(library)}' '{_checksum(program)}'"
     )
-    when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    written_at = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     html = page(
         policy=policy,
         title=f"{names} | bigtrain report",
         heading=names if len(runs) < 4 else f"{len(runs)} runs",
-        made=f"{'Served' if live else 'Written'} {when} by bigtrain {bigtrain.__version__}",
+        made=f"{'Served' if live else 'Written'} {written_at} by bigtrain {bigtrain.__version__}",
         styles=_static("uPlot.min.css") + _static("report.css"),
         marker=f'{MARKER} {bigtrain.__version__}">',
         charts=CHARTS,
@@ -72,26 +72,45 @@ def page_html(runs: Sequence[Run], live: Mapping[str, Any] | None = None) -> str
 def sections_html(runs: Sequence[Run], marks: Sequence[Sequence[Marks]]) -> dict[str, str]:
     """Return the page's sections other than its charts, by name; a live page gets them on each
     update."""
+    # The titles of the charts for which no run has values, as words within a sentence.
+    titles = [
+        chart.title[:1].lower() + chart.title[1:]
+        for chart in CHARTS
+        if not chart.only_some_runs and not any(names_of(chart, run) for run in runs)
+    ]
     values = {
         "notes": {"lines": [(run.name, note) for run in runs for note in notes_of(run)]},
         "events": _events(runs, marks),
-        "absent": {"titles": _absent(runs)},
+        "absent": {"titles": ", ".join(titles)},
         "samples": {"runs": _samples(runs)},
         "prediction": predictions(runs),
     }
-    several = len(runs) > 1
+    # The summary statistics by name, with a text for each run, which may lack it.
+    columns = [
+        dict([*headline(run), *incidents(run, run_marks)])
+        for run, run_marks in zip(runs, marks, strict=True)
+    ]
+    statistics = dict.fromkeys(name for column in columns for name in column)
+    rows = [(name, [column.get(name, NOT_KNOWN) for column in columns]) for name in statistics]
+    # How many logged steps a point of a curve aggregates, if more than one.
+    widths = {run.name: run.metrics.steps.width for run in runs if run.metrics.steps.width > 1}
+    if len(widths) == len(runs) and len(set(widths.values())) == 1:
+        resolution = f"{max(widths.values()):,}"
+    else:
+        resolution = " and ".join(f"{width:,} in {name}" for name, width in widths.items())
+    several, names = len(runs) > 1, [run.name for run in runs]
     return {
-        **{name: section(name, several=several, **own) for name, own in values.items()},
-        "figures": section("figures", names=[run.name for run in runs], rows=_figures(runs, marks)),
-        "resolution": section("resolution", number=_resolution(runs)),
+        **{name: section(name, several=several, **arguments) for name, arguments in values.items()},
+        "figures": section("figures", names=names, rows=rows),
+        "resolution": section("resolution", number=resolution),
         "curves": section("curves", rows=curve_rows(runs)),
         "topology": _topologies(runs),
-        "setup": section("setup", names=[run.name for run in runs], **setup(runs)),
+        "setup": section("setup", names=names, **setup(runs)),
     }
 
 
 def json_in_html(value: Mapping[str, Any]) -> str:
-    """Return JSON that is safe inside a script element: no string in it can end the element."""
+    """Return JSON that is safe inside a script element: no string can end the element."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
@@ -106,7 +125,7 @@ def _checksum(program: str) -> str:
 
 
 def _topologies(runs: Sequence[Run]) -> str:
-    """Return the topologies; runs with the same topology share one drawing."""
+    """Return the topologies; runs with equal topologies share a drawing."""
     runs_by_topology: dict[str, list[tuple[int, str]]] = {}
     for number, run in enumerate(runs):
         html = topology_html(run.files.environment)
@@ -117,28 +136,31 @@ def _topologies(runs: Sequence[Run]) -> str:
     return section("topologies", groups=groups)
 
 
-def _figures(runs: Sequence[Run], marks: Sequence[Sequence[Marks]]) -> list[tuple[str, list[str]]]:
-    """Return the summary statistics by name, with the text of each run."""
-    columns = [
-        dict([*headline(run), *incidents(run, one)]) for run, one in zip(runs, marks, strict=True)
-    ]
-    names = dict.fromkeys(name for column in columns for name in column)
-    return [(name, [column.get(name, NOT_KNOWN) for column in columns]) for name in names]
-
-
 def _events(runs: Sequence[Run], marks: Sequence[Sequence[Marks]]) -> dict[str, Any]:
-    """Return the events of each run, grouped by kind, and its sites' numbers of outer steps."""
-    eventful = [(run.name, kinds) for run, kinds in zip(runs, marks, strict=True) if kinds]
-    calm = [run.name for run, kinds in zip(runs, marks, strict=True) if not kinds]
-    used = dict.fromkeys(one.kind for kinds in marks for one in kinds if one.kind in MEANINGS)
+    """Return the events by run and kind, and how many outer steps the sites of a run took part
+    in."""
+    # A table for each run with events; runs without are named in a sentence.
+    tables, calm = [], []
+    for run, run_marks in zip(runs, marks, strict=True):
+        if not run_marks:
+            calm.append(run.name)
+            continue
+        rows = []
+        for events in run_marks:
+            rows += [
+                ("" if step is None else f"{step:,}", events.event_kind, text)
+                for step, text in events.rows
+            ]
+            if events.total > len(events.rows):
+                num_omitted = events.total - len(events.rows)
+                rows.append(("", events.event_kind, f"and {num_omitted:,} more"))
+        tables.append((run.name, sum(events.total for events in run_marks), rows))
+    event_kinds = dict.fromkeys(events.event_kind for run_marks in marks for events in run_marks)
     return {
-        "tables": [
-            (name, sum(one.total for one in kinds), [row for one in kinds for row in _rows(one)])
-            for name, kinds in eventful
-        ],
+        "tables": tables,
         "calm": calm,
-        "where": ", ".join(calm) if eventful else "",
-        "meanings": [(kind, MEANINGS[kind]) for kind in used],
+        "where": ", ".join(calm) if tables else "",
+        "meanings": [(name, MEANINGS[name]) for name in event_kinds if name in MEANINGS],
         "sites": [
             (
                 run.name,
@@ -154,46 +176,21 @@ def _events(runs: Sequence[Run], marks: Sequence[Sequence[Marks]]) -> dict[str, 
     }
 
 
-def _rows(one: Marks) -> list[tuple[str, str, str]]:
-    rows = [("" if step is None else f"{step:,}", one.kind, text) for step, text in one.rows]
-    if one.total > len(one.rows):
-        rows.append(("", one.kind, f"and {one.total - len(one.rows):,} more"))
-    return rows
-
-
 def _samples(runs: Sequence[Run]) -> list[tuple[int, str, list[Any]]]:
     """Return each run's completions of its prompts: the newest (step, text), and older ones."""
     samples = []
     for number, run in enumerate(runs):
-        by_prompt: dict[str, list[tuple[int, str]]] = {}
-        for one in run.files.samples:
-            shown = one.text[:_MOST_CHARACTERS]
-            by_prompt.setdefault(one.prompt, []).append((one.step, shown))
-        if by_prompt:
+        texts_by_prompt: dict[str, list[tuple[int, str]]] = {}
+        for sample in run.files.samples:
+            text = sample.text[:_MOST_CHARACTERS]
+            texts_by_prompt.setdefault(sample.prompt, []).append((sample.step, text))
+        if texts_by_prompt:
             prompts = [
                 (prompt, texts[-1], texts[-1 - _MOST_TEXTS : -1])
-                for prompt, texts in list(by_prompt.items())[:_MOST_PROMPTS]
+                for prompt, texts in list(texts_by_prompt.items())[:_MOST_PROMPTS]
             ]
             samples.append((number, run.name, prompts))
     return samples
-
-
-def _resolution(runs: Sequence[Run]) -> str:
-    """Return how many logged steps a point of a curve aggregates, if more than one."""
-    widths = {run.name: run.metrics.steps.width for run in runs if run.metrics.steps.width > 1}
-    if len(widths) == len(runs) and len(set(widths.values())) == 1:
-        return f"{max(widths.values()):,}"
-    return " and ".join(f"{width:,} in {name}" for name, width in widths.items())
-
-
-def _absent(runs: Sequence[Run]) -> str:
-    """Return the titles of the charts for which no run has values."""
-    missing = [
-        chart
-        for chart in CHARTS
-        if not chart.of_some and not any(names_of(chart, run) for run in runs)
-    ]
-    return ", ".join(chart.title[:1].lower() + chart.title[1:] for chart in missing)
 
 
 _REMEDY = "choose another file as --output"
@@ -210,15 +207,12 @@ def write_page(path: Path, html: str) -> None:
             f"{path}: is a directory -> name a file as --output, {path / 'report.html'}"
         )
     with writing(path, _REMEDY):
-        if path.exists() and not _is_report(path):
-            raise OutputError(
-                f"{path}: exists and is not a bigtrain report, so it is not overwritten "
-                "-> choose another file as --output, or remove it first"
-            )
+        if path.exists():
+            with path.open("rb") as file:
+                beginning = file.read(_FIRST_BYTES)
+            if beginning and MARKER.encode() not in beginning:
+                raise OutputError(
+                    f"{path}: exists and is not a bigtrain report, so it is not overwritten "
+                    "-> choose another file as --output, or remove it first"
+                )
         write_whole(path, html.encode())
-
-
-def _is_report(path: Path) -> bool:
-    with path.open("rb") as file:
-        start = file.read(_FIRST_BYTES)
-    return not start or MARKER.encode() in start

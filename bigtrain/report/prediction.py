@@ -17,41 +17,37 @@ _WAITING = WAITING.partition("/")[2]
 def predictions(runs: Sequence[Run]) -> dict[str, Any]:
     """Return the values of a section per run, and the names of the runs without prediction and
     measurements."""
-    silent = [run.name for run in runs if not _says_something(run)]
-    shown = [
-        {"number": number, "name": run.name, **_of_run(run)}
-        for number, run in enumerate(runs)
-        if _says_something(run)
-    ]
-    return {"runs": shown, "silent": ", ".join(silent)}
-
-
-def _of_run(run: Run) -> dict[str, Any]:
-    """Return step time and memory of one run by part, measured and predicted."""
-    prediction = run.files.prediction
-    steps, phases = mean_of(run, BREAKDOWN), peak_of(run, PHASES)
-    measured = {
-        name.removesuffix("_seconds"): value for name, value in steps.items() if name != _WAITING
-    }
-    terms = {} if prediction is None else prediction.terms
-    memory_terms = {} if prediction is None else prediction.memory_terms
-    longest = max(phases.values(), default=0.0) or 1.0  # peaks do not add up: bars of their own
-    return {
-        "comparison": [] if prediction is None else _comparison(run, prediction),
-        "has_steps": bool(steps),
-        "steps": _stacks({"measured, mean": measured, "predicted": terms}, "s"),
-        "waiting": _figure(steps[_WAITING]) if _WAITING in steps else "",
-        "phases": [
-            (_label(name), _figure(value), f"{100 * value / longest:.3f}")
-            for name, value in phases.items()
-        ],
-        "memory": _stacks({"predicted": memory_terms}, "GiB"),
-    }
-
-
-def _says_something(run: Run) -> bool:
-    measured = (*mean_of(run, BREAKDOWN), *peak_of(run, PHASES))
-    return run.files.prediction is not None or bool(measured)
+    sections, silent = [], []
+    for run_number, run in enumerate(runs):
+        prediction = run.files.prediction
+        steps, phases = mean_of(run, BREAKDOWN), peak_of(run, PHASES)
+        if prediction is None and not steps and not phases:
+            silent.append(run.name)
+            continue
+        measured = {
+            name.removesuffix("_seconds"): seconds
+            for name, seconds in steps.items()
+            if name != _WAITING
+        }
+        terms = {} if prediction is None else prediction.terms
+        memory_terms = {} if prediction is None else prediction.memory_terms
+        # Peaks of phases do not add up, so each has a separate bar.
+        longest = max(phases.values(), default=0.0) or 1.0
+        section = {
+            "number": run_number,
+            "name": run.name,
+            "comparison": [] if prediction is None else _comparison(run, prediction),
+            "has_steps": bool(steps),
+            "steps": _stacks({"measured, mean": measured, "predicted": terms}, "s"),
+            "waiting": _figure(steps[_WAITING]) if _WAITING in steps else "",
+            "phases": [
+                (name.replace("_", " "), _figure(gib), f"{100 * gib / longest:.3f}")
+                for name, gib in phases.items()
+            ],
+            "memory": _stacks({"predicted": memory_terms}, "GiB"),
+        }
+        sections.append(section)
+    return {"runs": sections, "silent": ", ".join(silent)}
 
 
 def _comparison(run: Run, prediction: Prediction) -> list[tuple[str, list[str]]]:
@@ -61,46 +57,40 @@ def _comparison(run: Run, prediction: Prediction) -> list[tuple[str, list[str]]]
         ("Throughput, tokens/s", mean(run, "tokens_per_second"), prediction.tokens_per_second, 0),
         ("Peak memory, GiB", peak(run, "memory_gib"), prediction.peak_memory_gib, 2),
     ]
-    return [
-        (name, [number(measured, digits), number(other, digits), _error(measured, other)])
-        for name, measured, other, digits in rows
-    ]
-
-
-def _error(measured: float | None, predicted: float | None) -> str:
-    if not measured or predicted is None:
-        return NOT_KNOWN
-    return f"{predicted / measured - 1:+.1%}"
+    comparison = []
+    for name, measured, predicted, digits in rows:
+        error = NOT_KNOWN
+        if measured and predicted is not None:
+            error = f"{predicted / measured - 1:+.1%}"
+        comparison.append((name, [number(measured, digits), number(predicted, digits), error]))
+    return comparison
 
 
 def _stacks(stacks: Mapping[str, Mapping[str, float]], unit: str) -> dict[str, Any] | None:
     """Return stacked bars on one scale, and their parts as rows of a table."""
-    shown = {name: parts for name, parts in stacks.items() if parts}
-    longest = max((sum(parts.values()) for parts in shown.values()), default=0.0)
+    filled_stacks = {name: parts for name, parts in stacks.items() if parts}
+    longest = max((sum(parts.values()) for parts in filled_stacks.values()), default=0.0)
     if not longest:
         return None
-    names = list(dict.fromkeys(part for parts in shown.values() for part in parts))
+    names = list(dict.fromkeys(part for parts in filled_stacks.values() for part in parts))
     colour = {name: number % _COLOURS for number, name in enumerate(names)}
+    labels = {name: name.replace("_", " ") for name in names}
     bars = [
         (
             title,
             _figure(sum(parts.values())),
             [
-                (colour[name], f"{100 * value / longest:.3f}", _label(name), _figure(value))
+                (colour[name], f"{100 * value / longest:.3f}", labels[name], _figure(value))
                 for name, value in parts.items()
             ],
         )
-        for title, parts in shown.items()
+        for title, parts in filled_stacks.items()
     ]
     rows = [
-        (colour[name], _label(name), [_figure(parts.get(name)) for parts in shown.values()])
+        (colour[name], labels[name], [_figure(parts.get(name)) for parts in filled_stacks.values()])
         for name in names
     ]
     return {"unit": unit, "bars": bars, "rows": rows}
-
-
-def _label(name: str) -> str:
-    return name.replace("_", " ")
 
 
 def _figure(value: float | None) -> str:

@@ -1,7 +1,7 @@
 """Metrics that user code records in a run: `record`, and the sums of a rank between logged steps.
 
 Values of all ranks are joined when a step is logged (`bigtrain.run.callbacks`), by the reduction of
-each: the mean of all recorded values, their sum, maximum or minimum.
+the metric: the mean of all recorded values, their sum, maximum or minimum.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def record(name: str, value: Any, reduce: Reduction = "mean", weight: float = 1.
 
 @contextmanager
 def recording_if(counts: bool) -> Iterator[None]:
-    """Let `record` do nothing inside unless `counts`: code that several ranks call with the same
+    """Let `record` do nothing inside unless `counts`: code that several ranks call with equal
     values, or that is called a second time, is counted once."""
     token = _current.set(_current.get() if counts else None)
     try:
@@ -53,16 +53,16 @@ def recording_if(counts: bool) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Recorded:
-    """Values of one name on one rank. total: the sum with weights, maximum or minimum. weight: sum
-    of the weights; 0 of a name that was not recorded."""
+    """Values that a rank recorded under a name. total: the sum with weights, maximum or minimum.
+    weight: sum of the weights; 0 of a name that was not recorded."""
 
     reduce: Reduction
     total: float
     weight: float
 
-    def joined(self, other: Recorded) -> Recorded:
+    def joined(self, peer: Recorded) -> Recorded:
         """Return this and the values of another rank."""
-        total, weight = _join(self.reduce, self.total, other.total), self.weight + other.weight
+        total, weight = _join(self.reduce, self.total, peer.total), self.weight + peer.weight
         return Recorded(self.reduce, total, weight)
 
     @property
@@ -99,9 +99,11 @@ class Recorder:
         if not (math.isfinite(weight) and weight > 0):
             raise ValueError(f"record({name!r}): weight = {weight} is not a positive number")
         value = _one_number(name, value)
-        known = self._reductions.setdefault(name, reduce)
-        if known != reduce:
-            raise ValueError(f"record({name!r}): reduce = {reduce!r}, and before it was {known!r}")
+        earlier_reduce = self._reductions.setdefault(name, reduce)
+        if earlier_reduce != reduce:
+            raise ValueError(
+                f"record({name!r}): reduce = {reduce!r}, and before it was {earlier_reduce!r}"
+            )
         if len(self._reductions) > _MAX_NAMES:
             raise ValueError(f"record({name!r}): more than {_MAX_NAMES} names in a logged step")
         value = value * weight if reduce == "mean" else value
@@ -111,12 +113,12 @@ class Recorder:
 
     def take(self) -> dict[str, Recorded]:
         """Return the values by name, and forget them. Waits for the devices of tensors."""
-        taken = {
+        recorded = {
             name: Recorded(self._reductions[name], float(total), self._weights[name])
             for name, total in self._totals.items()
         }
         self.clear()
-        return taken
+        return recorded
 
     def clear(self) -> None:
         """Forget all values: the run has rolled back."""
@@ -126,19 +128,19 @@ class Recorder:
 def joined(ranks: Sequence[Mapping[str, Recorded]]) -> dict[str, float]:
     """Return the metrics of all `ranks`, by name. Raises ValueError if two ranks reduce a name in
     different ways."""
-    together: dict[str, Recorded] = {}
-    for number, own in enumerate(ranks):
-        for name, values in own.items():
-            other = together.setdefault(name, values)
-            if other is values:
+    values_by_name: dict[str, Recorded] = {}
+    for number, rank_values in enumerate(ranks):
+        for name, values in rank_values.items():
+            joined_values = values_by_name.setdefault(name, values)
+            if joined_values is values:
                 continue
-            if other.reduce != values.reduce:
+            if joined_values.reduce != values.reduce:
                 raise ValueError(
                     f"record({name!r}): reduce = {values.reduce!r} on rank {number}, and "
-                    f"{other.reduce!r} on another"
+                    f"{joined_values.reduce!r} on another"
                 )
-            together[name] = other.joined(values)
-    return {name: together[name].value for name in sorted(together)}
+            values_by_name[name] = joined_values.joined(values)
+    return {name: values_by_name[name].value for name in sorted(values_by_name)}
 
 
 _current: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
@@ -159,9 +161,11 @@ def _one_number(name: str, value: Any) -> Any:
     return value.detach().reshape(()).double()
 
 
-def _join(reduce: Reduction, one: Any, other: Any) -> Any:
+def _join(reduce: Reduction, first: Any, second: Any) -> Any:
     if reduce in ("mean", "sum"):
-        return one + other
-    if isinstance(one, float) and isinstance(other, float):
-        return max(one, other) if reduce == "max" else min(one, other)
-    return (one if one > other else other) if reduce == "max" else (one if one < other else other)
+        return first + second
+    if isinstance(first, float) and isinstance(second, float):
+        return max(first, second) if reduce == "max" else min(first, second)
+    # Tensors stay on their devices.
+    takes_first = first > second if reduce == "max" else first < second
+    return first if takes_first else second

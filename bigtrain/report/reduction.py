@@ -1,6 +1,6 @@
 """Downsampling of any number of steps to a bounded number of buckets that keep all extremes.
 
-A bucket covers `width` consecutive rows, and keeps minimum, maximum and mean of each series.
+A bucket covers `width` consecutive rows, and keeps minimum, maximum and mean of every series.
 When the maximum number of buckets is reached, pairs are merged: memory does not depend on the
 number of rows, and a spike in one step stays visible among a million.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,52 +56,64 @@ class Reducer:
         self._max = max_buckets
         self.width = 1
         self.num_rows = 0
-        self._num = 0  # complete buckets
+        self.num_complete = 0  # buckets that more rows change only if `width` changes
         self._cached: Reduced | None = None  # the last result of `reduced`, until rows are added
         self._first = {name: np.zeros(max_buckets) for name in positions}
         self._last = {name: np.zeros(max_buckets) for name in positions}
         self._series: dict[str, _Series] = {}
         # Rows that do not fill a bucket yet.
-        self._rest = {name: np.empty(0) for name in positions}
-        self._rest_series: dict[str, Column] = {}
+        self._pending = {name: np.empty(0) for name in positions}
+        self._pending_series: dict[str, Column] = {}
 
     @property
     def names(self) -> list[str]:
-        """Return the names of the series so far, in the order of their first appearance."""
+        """Return the names of the series so far, in the order of first appearance."""
         return list(self._series)
 
     def add(self, positions: Mapping[str, Column], series: Mapping[str, Column]) -> None:
-        """Append rows. All columns have the same length; NaN means "no value"."""
+        """Append rows. All columns have equal lengths; NaN means "no value"."""
         self._cached = None
-        count = len(next(iter(positions.values())))
-        held = len(next(iter(self._rest.values())))
-        self.num_rows += count
+        num_added = len(next(iter(positions.values())))
+        num_pending = len(next(iter(self._pending.values())))
+        self.num_rows += num_added
+
+        # Append the rows to earlier rows that do not fill a bucket; a series may be new, or absent.
         for name in series:
             if name not in self._series:
                 self._series[name] = _Series(self._max)
-        places = {
-            name: np.concatenate([rest, positions[name]]) for name, rest in self._rest.items()
+        position_rows = {
+            name: np.concatenate([column, positions[name]])
+            for name, column in self._pending.items()
         }
         rows = {
             name: np.concatenate(
                 [
-                    self._rest_series.get(name, np.full(held, np.nan)),
-                    series.get(name, np.full(count, np.nan)),
+                    self._pending_series.get(name, np.full(num_pending, np.nan)),
+                    series.get(name, np.full(num_added, np.nan)),
                 ]
             )
             for name in self._series
         }
-        begin, total = 0, held + count
-        while total - begin >= self.width:
-            room = self._max - self._num
-            taken = min(room, (total - begin) // self.width)
-            self._store(places, rows, begin, taken)
-            begin += taken * self.width
-            if self._num == self._max:
+
+        # Fill buckets; when there are as many as allowed, merge pairs and continue.
+        begin, num_rows = 0, num_pending + num_added
+        while num_rows - begin >= self.width:
+            width, bucket = self.width, self.num_complete
+            num_buckets = min(self._max - bucket, (num_rows - begin) // width)
+            next_bucket, end = bucket + num_buckets, begin + num_buckets * width
+            for name, column in position_rows.items():
+                self._first[name][bucket:next_bucket] = column[begin:end:width]
+                self._last[name][bucket:next_bucket] = column[begin + width - 1 : end : width]
+            for name, column in rows.items():
+                matrix = column[begin:end].reshape(num_buckets, width)
+                self._series[name].store(bucket, _reduce(matrix))
+            begin, self.num_complete = end, next_bucket
+            if self.num_complete == self._max:
                 self._merge()
-        # Copies: views would keep the whole block.
-        self._rest = {name: column[begin:].copy() for name, column in places.items()}
-        self._rest_series = {name: column[begin:].copy() for name, column in rows.items()}
+
+        # Copies: views would keep the complete block in memory.
+        self._pending = {name: column[begin:].copy() for name, column in position_rows.items()}
+        self._pending_series = {name: column[begin:].copy() for name, column in rows.items()}
 
     def reduced(self, since: int = 0) -> Reduced:
         """Return the buckets from index `since` on; an incomplete bucket is the last one.
@@ -109,56 +122,50 @@ class Reducer:
         """
         if since == 0 and self._cached is not None:
             return self._cached
-        held = len(next(iter(self._rest.values())))
-        num = self._num
-        first = {name: column[since:num] for name, column in self._first.items()}
-        last = {name: column[since:num] for name, column in self._last.items()}
-        series = {name: one.values(since, num) for name, one in self._series.items()}
-        if held:
-            first = {k: np.append(first[k], rest[0]) for k, rest in self._rest.items()}
-            last = {k: np.append(last[k], rest[-1]) for k, rest in self._rest.items()}
-            for name, one in series.items():
-                parts = _reduce(self._rest_series[name].reshape(1, held))
+        end = self.num_complete
+        first = {name: column[since:end] for name, column in self._first.items()}
+        last = {name: column[since:end] for name, column in self._last.items()}
+        series = {name: buckets.values(since, end) for name, buckets in self._series.items()}
+        num_pending = len(next(iter(self._pending.values())))
+        if num_pending:
+            for name, column in self._pending.items():
+                first[name] = np.append(first[name], column[0])
+                last[name] = np.append(last[name], column[-1])
+            for name, bucketed in series.items():
+                statistics = _reduce(self._pending_series[name].reshape(1, num_pending))
                 series[name] = Bucketed(
-                    np.append(one.minimum, parts[0]),
-                    np.append(one.maximum, parts[1]),
-                    np.append(one.mean, _mean(parts[2], parts[3])),
+                    np.append(bucketed.minimum, statistics.minimum),
+                    np.append(bucketed.maximum, statistics.maximum),
+                    np.append(bucketed.mean, _mean(statistics.total, statistics.num_values)),
                 )
         reduced = Reduced(self.width, first, last, series, self.num_rows)
         if since == 0:
             self._cached = reduced
         return reduced
 
-    @property
-    def num_complete(self) -> int:
-        """Number of complete buckets; more rows change them only if `width` changes."""
-        return self._num
-
-    def _store(
-        self, places: Mapping[str, Column], rows: Mapping[str, Column], begin: int, taken: int
-    ) -> None:
-        end, width, num = begin + taken * self.width, self.width, self._num
-        for name, column in places.items():
-            self._first[name][num : num + taken] = column[begin:end:width]
-            self._last[name][num : num + taken] = column[begin + width - 1 : end : width]
-        for name, column in rows.items():
-            self._series[name].store(num, _reduce(column[begin:end].reshape(taken, width)))
-        self._num += taken
-
     def _merge(self) -> None:
         """Merge pairs of buckets."""
-        half = self._num // 2
+        num_pairs = self.num_complete // 2
         for name in self._first:
-            self._first[name][:half] = self._first[name][: self._num : 2].copy()
-            self._last[name][:half] = self._last[name][1 : self._num : 2].copy()
-        for one in self._series.values():
-            one.merge(half)
-        self._num = half
+            self._first[name][:num_pairs] = self._first[name][: self.num_complete : 2].copy()
+            self._last[name][:num_pairs] = self._last[name][1 : self.num_complete : 2].copy()
+        for series in self._series.values():
+            series.merge(num_pairs)
+        self.num_complete = num_pairs
         self.width *= 2
 
 
+class _Statistics(NamedTuple):
+    """Statistics of a series, by bucket: of the finite values, of which there are `num_values`."""
+
+    minimum: Column
+    maximum: Column
+    total: Column
+    num_values: Column
+
+
 class _Series:
-    """Minimum, maximum, sum and number of values of each bucket."""
+    """Minimum, maximum, sum and number of values by bucket."""
 
     def __init__(self, size: int) -> None:
         self._minimum = np.full(size, np.nan)
@@ -166,19 +173,21 @@ class _Series:
         self._sum = np.zeros(size)
         self._count = np.zeros(size)
 
-    def store(self, begin: int, parts: tuple[Column, Column, Column, Column]) -> None:
-        end = begin + len(parts[0])
-        self._minimum[begin:end], self._maximum[begin:end] = parts[0], parts[1]
-        self._sum[begin:end], self._count[begin:end] = parts[2], parts[3]
+    def store(self, begin: int, statistics: _Statistics) -> None:
+        end = begin + len(statistics.num_values)
+        self._minimum[begin:end] = statistics.minimum
+        self._maximum[begin:end] = statistics.maximum
+        self._sum[begin:end] = statistics.total
+        self._count[begin:end] = statistics.num_values
 
-    def merge(self, half: int) -> None:
+    def merge(self, num_pairs: int) -> None:
         for column, join in (
             (self._minimum, np.fmin),
             (self._maximum, np.fmax),
             (self._sum, np.add),
             (self._count, np.add),
         ):
-            column[:half] = join(column[: 2 * half : 2], column[1 : 2 * half : 2])
+            column[:num_pairs] = join(column[: 2 * num_pairs : 2], column[1 : 2 * num_pairs : 2])
 
     def values(self, begin: int, end: int) -> Bucketed:
         return Bucketed(
@@ -188,18 +197,19 @@ class _Series:
         )
 
 
-def _reduce(rows: NDArray[np.float64]) -> tuple[Column, Column, Column, Column]:
-    """Return minimum, maximum, sum and number of the finite values of each row of a matrix."""
+def _reduce(rows: NDArray[np.float64]) -> _Statistics:
+    """Return the statistics of the rows of a matrix."""
     if rows.shape[1] == 1:
-        known = ~np.isnan(rows[:, 0])
+        is_finite = ~np.isnan(rows[:, 0])
         value = rows[:, 0]
-        return value, value, np.where(known, value, 0.0), known.astype(np.float64)
-    known = ~np.isnan(rows)
-    return (
+        total = np.where(is_finite, value, 0.0)
+        return _Statistics(value, value, total, is_finite.astype(np.float64))
+    is_finite = ~np.isnan(rows)
+    return _Statistics(
         np.fmin.reduce(rows, axis=1),
         np.fmax.reduce(rows, axis=1),
-        np.where(known, rows, 0.0).sum(axis=1),
-        known.sum(axis=1).astype(np.float64),
+        np.where(is_finite, rows, 0.0).sum(axis=1),
+        is_finite.sum(axis=1).astype(np.float64),
     )
 
 

@@ -45,11 +45,11 @@ class Start:
 
 @dataclass(frozen=True)
 class Hang:
-    """Hang that the watchdog ended: its step (from 1, 0 before the first), its time, and the text
-    of its report, which names the lagging ranks."""
+    """Hang that the watchdog ended: its step (from 1, 0 before the first), its time, and the
+    watchdog's report, which names the lagging ranks."""
 
     step: int
-    when: str
+    time: str
     text: str
 
 
@@ -101,7 +101,15 @@ def read_run_files(directory: Path) -> RunFiles:
         config=_object(directory / "config.json", notes),
         deepspeed=_object(directory / "deepspeed.json", notes),
         environment=_object(directory / "environment.json", notes),
-        prediction=None if prediction is None else _prediction(prediction),
+        prediction=None
+        if prediction is None
+        else Prediction(
+            finite(prediction.get("step_seconds")),
+            finite(prediction.get("tokens_per_second")),
+            finite(prediction.get("peak_memory_gib")),
+            finite_entries(prediction.get("terms")),
+            finite_entries(prediction.get("memory_terms")),
+        ),
         starts=_starts(directory, notes),
         hangs=_hangs(directory / "hangs"),
         notes=notes,
@@ -123,16 +131,6 @@ def _object(path: Path, notes: list[str], needed: bool = True) -> dict[str, Any]
         notes.append(f"{path.name} is not a JSON object.")
         return None
     return value
-
-
-def _prediction(value: dict[str, Any]) -> Prediction:
-    return Prediction(
-        finite(value.get("step_seconds")),
-        finite(value.get("tokens_per_second")),
-        finite(value.get("peak_memory_gib")),
-        finite_entries(value.get("terms")),
-        finite_entries(value.get("memory_terms")),
-    )
 
 
 def finite(value: Any) -> float | None:
@@ -217,7 +215,7 @@ def _samples(path: Path) -> list[Sample]:
         step, prompt, text = (line.get(name) for name in ("step", "prompt", "text"))
         if type(step) is int and isinstance(prompt, str) and isinstance(text, str):
             newest[step, prompt] = Sample(step, prompt, text)
-    return sorted(newest.values(), key=lambda one: one.step)
+    return sorted(newest.values(), key=lambda sample: sample.step)
 
 
 def _hangs(directory: Path) -> list[Hang]:
@@ -229,11 +227,11 @@ def _hangs(directory: Path) -> list[Hang]:
         try:
             # Stacks may exist without a report if no rank could write one.
             text = report.read_text(errors="replace")[:4000] if report.exists() else ""
-            when = datetime.fromtimestamp(path.stat().st_mtime, UTC)
+            modified_at = datetime.fromtimestamp(path.stat().st_mtime, UTC)
         except OSError:
             continue
-        hangs.append(Hang(int(name[1]), when.strftime("%Y-%m-%d %H:%M:%S UTC"), text))
-    return sorted(hangs, key=lambda hang: (hang.step, hang.when))
+        hangs.append(Hang(int(name[1]), modified_at.strftime("%Y-%m-%d %H:%M:%S UTC"), text))
+    return sorted(hangs, key=lambda hang: (hang.step, hang.time))
 
 
 def _entries(directory: Path) -> list[Path]:
@@ -277,47 +275,44 @@ def open_runs(directories: Sequence[Path], final: bool = True) -> list[Run]:
 
     Raises DataError if one is not a run directory, has no metrics, or is named twice.
     """
-    seen: dict[Path, Path] = {}
+    directory_by_path: dict[Path, Path] = {}
     for directory in directories:
-        _require_run(directory)
-        place = directory.resolve()
-        if place in seen:
-            also = "" if seen[place] == directory else f", which is {seen[place]}"
+        if not directory.is_dir():
+            problem = "is not a directory" if directory.exists() else "no such directory"
+            raise DataError(f"{directory}: {problem} -> name a run's output.directory")
+        if not (directory / "metrics.jsonl").is_file():
+            raise DataError(
+                f"{directory}: has no metrics.jsonl, so it is not a run, or has not started "
+                "training -> name a run's output.directory"
+            )
+        path = directory.resolve()
+        if path in directory_by_path:
+            first_name = directory_by_path[path]
+            also = "" if first_name == directory else f", which is {first_name}"
             raise DataError(f"{directory}{also}: the same run is named twice -> remove one of them")
-        seen[place] = directory
+        directory_by_path[path] = directory
     # They share one chart: in total they have not many more points than a single run.
-    most = MAX_BUCKETS
-    while most > _FEWEST_BUCKETS and most * len(directories) > 2 * MAX_BUCKETS:
-        most //= 2
+    max_buckets = MAX_BUCKETS
+    while max_buckets > _FEWEST_BUCKETS and max_buckets * len(directories) > 2 * MAX_BUCKETS:
+        max_buckets //= 2
     runs = [
         Run(
             name,
             directory,
-            MetricsFile(directory / "metrics.jsonl", most),
+            MetricsFile(directory / "metrics.jsonl", max_buckets),
             read_run_files(directory),
         )
-        for name, directory in zip(_names(list(seen)), directories, strict=True)
+        for name, directory in zip(_names(list(directory_by_path)), directories, strict=True)
     ]
     for run in runs:
         run.metrics.read(final)
     return runs
 
 
-def _require_run(directory: Path) -> None:
-    if not directory.is_dir():
-        what = "is not a directory" if directory.exists() else "no such directory"
-        raise DataError(f"{directory}: {what} -> name a run's output.directory")
-    if not (directory / "metrics.jsonl").is_file():
-        raise DataError(
-            f"{directory}: has no metrics.jsonl, so it is not a run, or has not started training "
-            "-> name a run's output.directory"
-        )
-
-
-def _names(places: Sequence[Path]) -> list[str]:
+def _names(paths: Sequence[Path]) -> list[str]:
     """Return the shortest unique suffixes of the paths."""
-    for length in range(1, max(len(place.parts) for place in places) + 1):
-        names = ["/".join(place.parts[-length:]) for place in places]
+    for length in range(1, max(len(path.parts) for path in paths) + 1):
+        names = ["/".join(path.parts[-length:]) for path in paths]
         if len(set(names)) == len(names):
             return names
-    return [str(place) for place in places]
+    return [str(path) for path in paths]

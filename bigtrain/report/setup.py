@@ -18,7 +18,7 @@ Rows = list[tuple[str, tuple[str, ...], bool]]
 
 
 def setup(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return title, source and rows of a table for each of the three, and what differs in them."""
+    """Return title, source and rows of a table for each of the three, and the rows that differ."""
     environments = [
         {k: v for k, v in (run.files.environment or {}).items() if k not in _NOT_VERSIONS}
         for run in runs
@@ -40,10 +40,10 @@ def setup(runs: Sequence[Run]) -> dict[str, Any]:
 
 def _rows(objects: Sequence[Mapping[str, Any]]) -> Rows:
     """Return every key that any of the objects has, and its value in each."""
-    flat = [dict(_flatten(one)) for one in objects]
+    flat_objects = [dict(_flatten(value)) for value in objects]
     rows = []
-    for key in dict.fromkeys(key for one in flat for key in one):
-        values = tuple(one.get(key, NOT_KNOWN) for one in flat)
+    for key in dict.fromkeys(key for flat_object in flat_objects for key in flat_object):
+        values = tuple(flat_object.get(key, NOT_KNOWN) for flat_object in flat_objects)
         rows.append((key, values, len(set(values)) > 1))
     return rows
 

@@ -1,7 +1,7 @@
 """Metrics of a logged optimizer step: one row each, read by the run, the report and the docs.
 
 A new metric is a `number` in `StepMetrics` and its value in `bigtrain.run.loop.Loop._measure`. From
-the row follow its place in ``metrics.jsonl``, the trackers, a chart of its own on the report
+the row follow its place in ``metrics.jsonl``, the trackers, a separate chart on the report
 (unless `bigtrain.report.charts` draws it with others) and `docs/reference/metrics.md`.
 """
 
@@ -39,7 +39,7 @@ def entries(meaning: str, tracker: str | None = None) -> Any:
 @dataclass(frozen=True)
 class Breakdown:
     """Seconds of an optimizer step on the main rank, means since the last logged step, whose sum
-    without `communication_seconds` is `step_seconds`; evaluations and saves are not part of it.
+    without `communication_seconds` is `step_seconds`, which excludes evaluations and saves.
     """
 
     data_seconds: float = number("waiting for the batch; on CUDA as far as the device waits too")
@@ -68,7 +68,7 @@ class Breakdown:
 
     def describe(self) -> str:
         """Return the known parts, in milliseconds, as one line."""
-        shown = [
+        parts = [
             f"{name.removesuffix('_seconds')} {_milliseconds(seconds)}"
             for name, seconds in asdict(self).items()
             if seconds is not None and name != "communication_seconds"
@@ -79,7 +79,7 @@ class Breakdown:
             if waited is None
             else f", of them {_milliseconds(waited)} ms waiting for other ranks"
         )
-        return f"{', '.join(shown)} ms{tail}"
+        return f"{', '.join(parts)} ms{tail}"
 
 
 def _milliseconds(seconds: float) -> str:
@@ -111,7 +111,7 @@ class MeanBreakdown:
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """Metrics of one logged optimizer step, in the order of a line of ``metrics.jsonl``."""
+    """Metrics of a logged optimizer step, in the order of a line of ``metrics.jsonl``."""
 
     step: int = position("optimizer steps done, from 1")
     loss: float = number(
@@ -199,7 +199,7 @@ class StepMetrics:
                 continue
             if row.metadata["kind"] == "entries":
                 prefix = row.metadata["tracker"] or row.name
-                values |= {f"{prefix}/{key}": one for key, one in value.items()}
+                values |= {f"{prefix}/{key}": entry for key, entry in value.items()}
             else:
                 values[row.name] = value
         return values
@@ -210,6 +210,6 @@ def is_optional(row: Field[Any]) -> bool:
     return row.metadata["kind"] == "entries" or bool(row.metadata.get("optional"))
 
 
-def names_of_kind(kind: Kind) -> tuple[str, ...]:
+def names_of_kind(metric_kind: Kind) -> tuple[str, ...]:
     """Return the metrics of a step that were declared by `position`, `number` or `entries`."""
-    return tuple(row.name for row in fields(StepMetrics) if row.metadata["kind"] == kind)
+    return tuple(row.name for row in fields(StepMetrics) if row.metadata["kind"] == metric_kind)

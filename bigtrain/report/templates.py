@@ -1,5 +1,5 @@
-"""Templates of the page, in `static/`: `page.html`, and in `sections.html` a macro for each of its
-sections. Jinja escapes all text of a run's files."""
+"""Templates of the page, in `static/`: `page.html`, and in `sections.html` a macro for each
+section. Jinja escapes all text of a run's files."""
 
 from __future__ import annotations
 

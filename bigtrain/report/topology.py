@@ -23,7 +23,7 @@ _COLUMNS = 4
 
 @dataclass(frozen=True)
 class RecordedLayout:
-    """World size and parallel degrees as recorded by a run.
+    """World size and parallel degrees, recorded by a run.
 
     sizes: size of each axis; order: the axes from outermost to innermost, which defines the order
     of ranks; hosts: ranks by host, empty if they were not recorded.
@@ -73,8 +73,8 @@ def _hosts(value: Any, world_size: int) -> dict[str, list[int]]:
         return {}
     hosts = {str(name): ranks for name, ranks in value.items() if isinstance(ranks, list)}
     everyone = [rank for ranks in hosts.values() for rank in ranks]
-    whole = all(type(rank) is int for rank in everyone)
-    return hosts if whole and sorted(everyone) == list(range(world_size)) else {}
+    all_integers = all(type(rank) is int for rank in everyone)
+    return hosts if all_integers and sorted(everyone) == list(range(world_size)) else {}
 
 
 def topology_html(environment: Mapping[str, Any] | None) -> str:
@@ -95,7 +95,7 @@ def topology_html(environment: Mapping[str, Any] | None) -> str:
         title = f"one of {copies:,} replicas" if copies > 1 else "the model"
         values["drawings"] = [_drawing(layout, title, replica)]
     elif len(replica) > _MOST_RANKS:
-        values["large"] = len(replica), _degrees(layout, without="data")
+        values["large"] = len(replica), _degrees(layout, omitted_axis="data")
     values["hosts"] = [(name, _spans(ranks)) for name, ranks in layout.hosts.items()]
     return section("topology", sentence=_sentence(layout), **values)
 
@@ -105,22 +105,27 @@ def _sentence(layout: RecordedLayout) -> str:
         return "One rank."
     text = f"{layout.world_size:,} ranks = {_degrees(layout)}"
     if layout.hosts:
-        each = sorted({len(ranks) for ranks in layout.hosts.values()})
-        many = f"{each[0]:,}" if len(each) == 1 else f"{each[0]:,} to {each[-1]:,}"
-        one = len(layout.hosts) == 1
-        text += f", on {len(layout.hosts):,} host{'' if one else 's'} with {many}"
-        text += " rank each" if each == [1] and not one else " ranks" if one else " ranks each"
+        rank_counts = sorted({len(ranks) for ranks in layout.hosts.values()})
+        fewest, most_ranks = rank_counts[0], rank_counts[-1]
+        per_host = f"{fewest:,}" if len(rank_counts) == 1 else f"{fewest:,} to {most_ranks:,}"
+        if len(layout.hosts) == 1:
+            text += f", on 1 host with {per_host} ranks"
+        else:
+            noun = "rank" if rank_counts == [1] else "ranks"
+            text += f", on {len(layout.hosts):,} hosts with {per_host} {noun} each"
     return text + "."
 
 
-def _degrees(layout: RecordedLayout, without: str = "") -> str:
-    axes = [axis for axis in layout.axes if axis != without] or ["data"]
+def _degrees(layout: RecordedLayout, omitted_axis: str = "") -> str:
+    axes = [axis for axis in layout.axes if axis != omitted_axis] or ["data"]
     return " x ".join(f"{layout.sizes[axis]:,} {axis}-parallel" for axis in axes)
 
 
 def _drawing(layout: RecordedLayout, title: str, ranks: Sequence[int]) -> dict[str, Any]:
     """Return one host, or one replica: a cell for each rank, coloured by pipeline stage."""
-    columns = min(len(ranks), _columns(layout))
+    # Tensor-parallel peers are in one row, if they fit a phone's screen.
+    innermost = layout.sizes[layout.order[-1]]
+    columns = min(len(ranks), innermost if 1 < innermost <= _COLUMNS else _COLUMNS)
     rows = -(-len(ranks) // columns)
     top = 26 if title else 6
     width = columns * (_CELL[0] + _GAP) + _GAP
@@ -145,13 +150,6 @@ def _drawing(layout: RecordedLayout, title: str, ranks: Sequence[int]) -> dict[s
         "height": top + rows * (_CELL[1] + _GAP),
         "cells": cells,
     }
-
-
-def _columns(layout: RecordedLayout) -> int:
-    """Return the number of columns: tensor-parallel peers in a row, if they fit a phone's
-    screen."""
-    innermost = layout.sizes[layout.order[-1]]
-    return innermost if 1 < innermost <= _COLUMNS else _COLUMNS
 
 
 def _spans(ranks: Sequence[int]) -> str:

@@ -64,7 +64,7 @@ class OuterSteps:
                 config.sites,
                 context.world,
                 facts,
-                allowed,
+                allowed=allowed,
                 run=run,
                 # Other sites may be far from their next outer step: not a hang of this one.
                 on_wait=lambda: beat.set_phase("waiting for the other sites", slow=True),

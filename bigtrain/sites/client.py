@@ -24,7 +24,7 @@ _SILENCE_SECONDS = 60.0
 
 
 class DetachedError(LaunchError):
-    """A request that the server did not grant: the site is on its own."""
+    """A request that the server did not grant: the site trains alone."""
 
 
 class UnreachableError(DetachedError):
@@ -39,7 +39,7 @@ class ServerClient:
     """Client of the server at `address`, ``http://HOST:PORT`` or ``https://HOST:PORT``.
 
     For one thread only, since the numbers of a session must ascend: see `clone`. token: shared with
-    the server, never sent. certificate: of the server or of its issuer; None: the system's.
+    the server, never sent. certificate: of the server or its issuer; None: the system's.
     num_bytes: of payloads sent so far.
     """
 
@@ -60,11 +60,11 @@ class ServerClient:
         self.num_bytes = 0
 
     def clone(self) -> ServerClient:
-        """Return a client of the same server for another thread."""
-        other = copy.copy(self)
-        other._instance = other._session = ""
-        other._sequence = other.num_bytes = 0
-        return other
+        """Return a client of this server for another thread."""
+        client = copy.copy(self)
+        client._instance = client._session = ""
+        client._sequence = client.num_bytes = 0
+        return client
 
     def ask(
         self, action: str, header: Mapping[str, Any], payload: bytes = b"", *, deadline: float
@@ -77,13 +77,13 @@ class ServerClient:
         body = protocol.pack(header, payload)
         silence = _SILENCE_SECONDS + float(header.get("seconds", 0))
         pause, failure = _FIRST_PAUSE_SECONDS, "the deadline is over"
-        while (left := deadline - time.monotonic()) > 0:
+        while (remaining_seconds := deadline - time.monotonic()) > 0:
             try:
                 if not self._instance and action != "hello":
                     hello, _ = self.ask("hello", {}, deadline=deadline)
                     self._session, self._sequence = str(hello["session"]), 0
                     self._instance = str(hello["instance"])
-                status, reply, content = self._try(action, body, min(left, silence))
+                status, reply, content = self._try(action, body, min(remaining_seconds, silence))
             except (OSError, http.client.HTTPException, CorruptMessageError) as error:
                 failure = f"{type(error).__name__}: {error}"
                 # It may have refused the headers, and closed before the body was through.

@@ -13,7 +13,7 @@ _SCALE_BYTES = 4
 
 @dataclass(frozen=True)
 class FloatCodec:
-    """Every value by itself in `dtype`. is_relative, keeps_error: as of `Codec`."""
+    """Every value by itself in `dtype`. is_relative, keeps_error: see `Codec`."""
 
     dtype: torch.dtype
     is_relative: bool
@@ -24,11 +24,11 @@ class FloatCodec:
         return num_elements * self.dtype.itemsize
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """Bytes of `values`, rounded to nearest; the same memory where nothing is."""
+        """Bytes of `values`, rounded to nearest; a view where nothing is rounded."""
         return values.to(self.dtype).contiguous().view(torch.uint8)
 
     def decode(self, codes: torch.Tensor, num_elements: int) -> torch.Tensor:
-        """The values of `codes`; the same memory where those are float32."""
+        """The values of `codes`; a view where the codes are float32."""
         values = codes.view(self.dtype).float()
         assert values.shape[1] == num_elements
         return values
@@ -72,7 +72,7 @@ class BlockCodec:
         blocks = blocks.view(rows, num_blocks, self.block)
         scales = blocks.abs().amax(2) / self.levels
         divisors = torch.where(scales == 0, 1, scales).unsqueeze(2)
-        # A block with NaN or infinity has such a scale, and what its integers are does not matter.
+        # The scale of a block with NaN or infinity is not finite, so its integers do not matter.
         integers = (blocks / divisors).round_().nan_to_num_(0, 0, 0).to(torch.int8)
         return scales, integers.view(rows, -1)[:, :num_elements]
 
@@ -92,8 +92,8 @@ class BlockCodec:
         return self.dequantize(*self._split(codes, num_elements))
 
     def is_canonical(self, codes: torch.Tensor, num_elements: int) -> bool:
-        """Return whether scales are finite and not negative, and the integers among those that
-        `quantize` makes."""
+        """Return whether scales are finite and not negative, and `quantize` could make the
+        integers."""
         scales, integers = self._split(codes, num_elements)
         if not integers.numel():
             return True
@@ -106,7 +106,7 @@ class BlockCodec:
         return scales, self.unpack(codes[:, begin:], num_elements)
 
     def dequantize(self, scales: torch.Tensor, integers: torch.Tensor) -> torch.Tensor:
-        """Float32 values [R, N] of what `quantize` made of them."""
+        """Float32 values [R, N] of the scales and integers of `quantize`."""
         rows, num_elements = integers.shape
         values = torch.zeros(rows, scales.shape[1] * self.block)
         values[:, :num_elements] = integers
@@ -127,7 +127,7 @@ class BlockCodec:
         return halves[:, ::2] | (halves[:, 1::2] << 4)
 
     def unpack(self, codes: torch.Tensor, num_elements: int) -> torch.Tensor:
-        """Integers [R, num_elements], int8, of what `pack` made of them."""
+        """Integers [R, num_elements], int8, of the bytes of `pack`."""
         if self.bits == 8:
             return codes[:, :num_elements].contiguous().view(torch.int8)
         codes = codes[:, : -(-num_elements // 2)]
@@ -164,8 +164,8 @@ CODECS: dict[str, Codec] = {
 def sent_bytes(num_elements: int, num_sites: int, codec: str) -> int:
     """Bytes that one rank sends to exchange `num_elements` at once, without headers.
 
-    It sends ``S - 1`` parts of ``ceil(N / S)`` elements to those that take their means, and the
-    mean of its own part to the ``S - 1`` others. It receives as many.
+    It sends ``S - 1`` parts of ``ceil(N / S)`` elements to the ranks that take their means, and the
+    mean of one part to ``S - 1`` ranks. It receives as many.
     """
     part = -(-num_elements // num_sites)
     return 2 * (num_sites - 1) * CODECS[codec].num_bytes(part)

@@ -38,8 +38,8 @@ class UnusableSiteError(RuntimeError):
 
 
 def decoded(codec: Codec, codes: torch.Tensor, num_elements: int) -> torch.Tensor:
-    """Return the float32 values [R, num_elements] of `codes`. Raises UnusableError unless scales,
-    integers and values are such as a site makes of finite values."""
+    """Return the float32 values [R, num_elements] of `codes`. Raises UnusableError for scales,
+    integers and values that a site does not make from finite values."""
     if not codec.is_canonical(codes, num_elements):
         raise UnusableError("values or scales that are not finite, or integers out of range")
     values = codec.decode(codes, num_elements)
@@ -57,11 +57,11 @@ def refuse_norm(change: float, weights: float, count: int, slack: float = 1.0) -
     moved, size = (math.sqrt(total / max(1, count)) for total in (change, weights))
     if not math.isfinite(moved):
         raise UnusableError("a change with NaN or an infinity")
-    most = slack * MOST_CHANGE
-    if moved > most * (1 + size):
+    max_ratio = slack * MOST_CHANGE
+    if moved > max_ratio * (1 + size):
         raise UnusableError(
             f"a change of {moved:.4g} (root mean square) to weights of {size:.4g}, more than "
-            f"{most:g} x (1 + {size:.4g})"
+            f"{max_ratio:g} x (1 + {size:.4g})"
         )
 
 

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from bigtrain.sites.exchange import SiteGroup, Tensors, WeightExchange, rectangl
 from bigtrain.sites.membership import Membership, ServerStore
 from bigtrain.sites.outer_round import OuterRound
 from bigtrain.sites.outer_state import OuterState, held_twice
-from bigtrain.sites.peers import Ranks
 from bigtrain.sites.protocol import RoundPlan, digest_of
 from bigtrain.sites.site_ranks import SiteRanks
 
@@ -88,9 +88,9 @@ class DirectRounds:
             attempt.detached = str(error)
 
     def _make(self, attempt: OuterRound) -> None:
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         plan = self._plan(attempt)
-        attempt.waited = time.perf_counter() - begun
+        attempt.waited = time.perf_counter() - started_at
         if plan.digests:
             digests = ", ".join(f"{digest} at site {site}" for site, digest in plan.digests.items())
             raise LaunchError(
@@ -102,12 +102,21 @@ class DirectRounds:
             failure = "sites hold other parameters several times than before", None
         else:
             failure = self._exchanged(attempt, plan)
-        attempt.is_done = self._commit(plan, failure)
+        # The outer step counts for all members or for none, as the server decides.
+        membership, (text, unusable) = self._membership, failure
+        attempt.is_done = not text
+        if membership is not None:
+            attempt.is_done = self._ranks.on_main(
+                lambda: membership.commit(plan.attempt, is_done=not text, unusable=unusable)
+            )
         if not attempt.is_done:
             attempt.failure = failure[0] or "another site was lost"
             self._close()
-            if self.state.plain != set(plan.plain):
-                self._change_plain(plan.plain)
+            if self.state.plain != set(plan.plain) and membership is not None:
+                # Take over what other sites send in float32, for the next attempt.
+                self.state.set_plain(plan.plain)
+                document = self._layout_document()
+                self._ranks.on_main(lambda: membership.ask("layout", {}, payload=document))
             return
         attempt.new_number, attempt.new_step = plan.number, plan.step
         attempt.new_tokens_seen = plan.tokens_seen
@@ -154,35 +163,21 @@ class DirectRounds:
                 ), None
             return "", None
 
-        failures = [one for one in self._ranks.gathered(self._ranks.agreed(work)) if one[0]]
-        return max(failures, key=lambda one: one[1] is not None, default=("", None))
-
-    def _commit(self, plan: RoundPlan, failure: _Failure) -> bool:
-        membership, (text, unusable) = self._membership, failure
-        if membership is None:
-            return not text
-        return self._ranks.on_main(
-            lambda: membership.commit(plan.attempt, is_done=not text, unusable=unusable)
-        )
+        failures = self._ranks.gathered(self._ranks.agreed(work))
+        failures = [failure for failure in failures if failure[0]]
+        return max(failures, key=lambda failure: failure[1] is not None, default=("", None))
 
     # Layouts and groups of ranks
 
     def _layout_document(self) -> bytes:
-        """Return the rectangles that each rank of this site holds, and a checksum of their order,
-        as JSON. Collective over the site."""
-        own = {"parts": self.state.layout(), "rectangles": rectangles_of(self.state)}
-        return json.dumps({"ranks": self._ranks.gathered(own)}).encode()
-
-    def _change_plain(self, plain: Sequence[str]) -> None:
-        membership = self._membership
-        assert membership is not None
-        self.state.set_plain(plain)
-        document = self._layout_document()
-        self._ranks.on_main(lambda: membership.ask("layout", {}, payload=document))
+        """Return the rectangles of all ranks of this site, in order and with a checksum, as JSON.
+        Collective over the site."""
+        rank_layout = {"parts": self.state.layout(), "rectangles": rectangles_of(self.state)}
+        return json.dumps({"ranks": self._ranks.gathered(rank_layout)}).encode()
 
     def _layouts(self, attempt: OuterRound, plan: RoundPlan) -> list[list[Any]]:
-        """Return, by member and rank, the rectangles; empty if all members have the same layout.
-        Collective over the site."""
+        """Return, by member and rank, the rectangles; empty if the layouts of all members are
+        equal. Collective over the site."""
         if len(set(plan.layouts.values())) <= 1:
             return []
         membership = self._membership
@@ -194,16 +189,16 @@ class DirectRounds:
                 if digest not in documents:
                     _, payload = membership.fetch("layout_of", {"of_site": site})
                     documents[digest] = json.loads(bytes(payload))
-            of_members = [documents[plan.layouts[site]] for site in plan.members]
-            return [[rank["rectangles"] for rank in one["ranks"]] for one in of_members]
+            member_layouts = [documents[plan.layouts[site]] for site in plan.members]
+            return [[rank["rectangles"] for rank in layout["ranks"]] for layout in member_layouts]
 
         layouts = self._ranks.on_main(fetch)
-        sizes = ", ".join(str(len(of_site)) for of_site in layouts)
+        sizes = ", ".join(str(len(site_layout)) for site_layout in layouts)
         attempt.notes.append(f"sites differ in layout ({sizes} ranks): they exchange by rectangles")
         return layouts
 
     def _open(self, plan: RoundPlan, layouts: Sequence[Sequence[Any]]) -> None:
-        """Connect this rank to its peers of the other members. Raises RuntimeError."""
+        """Connect this rank to its peers at other sites. Raises RuntimeError."""
         position, rank = plan.members.index(self._sites.index), self._ranks.rank
         if not layouts:
             exchange = WeightExchange.by_shards(self.state, (rank,) * len(plan.members))
@@ -214,20 +209,18 @@ class DirectRounds:
                 raise LaunchError(
                     f"the layout of another site does not fit this model: {error}"
                 ) from error
-        exchange.groups = {
-            ranks: SiteGroup(self._group(plan, ranks, position), plan.weights)
-            for ranks in exchange.ranks
-        }
+        groups = {}
+        for ranks in exchange.ranks:
+            group = None
+            if len(plan.members) > 1:
+                assert self._membership is not None
+                store = ServerStore(self._membership, plan.generation, "-".join(map(str, ranks)))
+                timeout = timedelta(seconds=self._sites.timeout_seconds)
+                address = self._membership.own_address()
+                group = gloo_group(store, position, len(plan.members), timeout, address)
+            groups[ranks] = SiteGroup(group, plan.weights)
+        exchange.groups = groups
         self._exchange, self._generation = exchange, plan.generation
-
-    def _group(self, plan: RoundPlan, ranks: Ranks, position: int) -> Any:
-        if len(plan.members) == 1:
-            return None
-        assert self._membership is not None
-        store = ServerStore(self._membership, plan.generation, "-".join(map(str, ranks)))
-        timeout = timedelta(seconds=self._sites.timeout_seconds)
-        address = self._membership.own_address()
-        return gloo_group(store, position, len(plan.members), timeout, address)
 
     def _close(self) -> None:
         """Close the connections, so that no other rank waits for this one."""
@@ -245,16 +238,17 @@ class DirectRounds:
         if plan.takers and self._sites.index in (plan.donor, *plan.takers):
             received = self._sent_states(plan, exchange)
             if received:
-                attempt.received = [pair for of_fragment in received for pair in of_fragment]
+                attempt.received = list(chain.from_iterable(received))
         if plan.fragment is not None:
             windows = list(self.state.windows(plan.fragment))
             local: Tensors = attempt.local or [None] * len(windows)
             weights = [window.weights for window in windows]
             errors = [None if w.error is None else w.error.clone() for w in windows]
             if received:  # this site's own change does not count
-                weights = [one for one, _ in received[plan.fragment]]
-                local = weights
-                errors = [None if one is None else torch.zeros_like(one) for one in errors]
+                local = weights = [
+                    received_weights for received_weights, _ in received[plan.fragment]
+                ]
+                errors = [None if error is None else torch.zeros_like(error) for error in errors]
             attempt.means = exchange.means(plan.fragment, windows, local, weights, errors)
             attempt.errors = errors
         attempt.num_bytes = exchange.num_bytes - before
@@ -262,8 +256,8 @@ class DirectRounds:
     def _sent_states(
         self, plan: RoundPlan, exchange: WeightExchange
     ) -> list[list[tuple[torch.Tensor, torch.Tensor | None]]]:
-        """Send or receive global weights and momentum, by fragment and window; return copies where
-        they are received, else nothing."""
+        """Send or receive global weights and momentum, by fragment and window; return copies on
+        a site that receives, else nothing."""
         is_taker = self._sites.index in plan.takers
         donor = plan.members.index(plan.donor)
         takers = [plan.members.index(site) for site in plan.takers]
@@ -274,10 +268,10 @@ class DirectRounds:
             exchange.send(fragment, weights, donor, takers)
             momentum: list[torch.Tensor | None] = [None] * len(windows)
             if self.state.momentum is not None:
-                there = [w.momentum for w in windows if w.momentum is not None]
-                there = [one.clone() for one in there] if is_taker else there
-                exchange.send(fragment, there, donor, takers)
-                momentum = [*there]
+                sent = [w.momentum for w in windows if w.momentum is not None]
+                sent = [state.clone() for state in sent] if is_taker else sent
+                exchange.send(fragment, sent, donor, takers)
+                momentum = [*sent]
             received.append(list(zip(weights, momentum, strict=True)))
         return received if is_taker else []
 

@@ -1,8 +1,8 @@
-"""The mean over sites of their weights, whatever part of the model each rank holds.
+"""The mean of the weights over sites, whatever part of the model a rank holds.
 
-Ranks of different sites that hold the same elements exchange them in a `SiteGroup`. Where all sites
-have the same layout, that is rank by rank and window by window (`by_shards`); else by the
-rectangles that ranks have in common (`peers` finds them).
+Ranks of different sites exchange the elements that they have in common in a `SiteGroup`. Sites with
+equal layouts exchange rank by rank and window by window (`by_shards`); other sites exchange the
+rectangles that their ranks have in common (`peers` finds them).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Tensors = Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor]
 
 
 class SiteGroup:
-    """Means over the ranks of `group`, one of each site, in the order of the sites.
+    """Means over the ranks of `group`, a rank per site, in the order of the sites.
 
     group: a `ProcessGroupGloo` in addition to the default one; None if this site is the only one.
     weights: of the sites in the mean; may change. num_bytes: sent so far, without headers.
@@ -46,17 +46,17 @@ class SiteGroup:
         self.num_bytes = 0
 
     def send(self, tensor: torch.Tensor, donor: int, takers: Sequence[int]) -> None:
-        """Overwrite the `tensor` of `takers` with that of `donor`, which has the same size:
+        """Overwrite the `tensor` of `takers` with the tensor of `donor`, which has an equal size:
         contiguous on the CPU; sites are positions in the group. Raises RuntimeError if a site is
         lost."""
         if self._group is None or not tensor.numel():
             return
-        own = self._group.rank()
-        if own == donor:
+        position = self._group.rank()
+        if position == donor:
             for taker in takers:
                 self._group.send([tensor], taker, 0).wait()
                 self.num_bytes += tensor.nbytes
-        elif own in takers:
+        elif position in takers:
             self._group.recv([tensor], donor, 0).wait()
 
     def mean(
@@ -80,6 +80,7 @@ class SiteGroup:
         """
         if self._group is None:
             return local
+        # Every site sends each site the part of which that site takes the mean.
         sites, length = len(self.weights), len(local)
         part = -(-length // sites)
         values = torch.zeros(sites * part)
@@ -89,24 +90,28 @@ class SiteGroup:
         codes = codec.encode(values.view(sites, part))
         received = torch.empty_like(codes)
         self._group.alltoall_base(received, codes, [], []).wait()
+
+        # The mean of this site's part, in the order of the sites.
         total = torch.zeros(1, part, dtype=torch.float64)
         before = _part(weights, self._group.rank(), part)
         for position, weight in enumerate(self.weights):
-            of_site = _checked(codec, received[position], part, position, before)
-            total.add_(of_site.double(), alpha=weight)
+            site_values = _checked(codec, received[position], part, position, before)
+            total.add_(site_values.double(), alpha=weight)
         total /= sum(self.weights)
-        own = codec.encode(total)
+        mean_codes = codec.encode(total)
         if error is not None:
-            lost = values.view(sites, part) - codec.decode(codes, part)
+            rounding = values.view(sites, part) - codec.decode(codes, part)
             # The rounding of the mean as well, as if only this site had lost it.
             index = self._group.rank()
             share = self.weights[index] / sum(self.weights)
             if share:
-                lost[index] += (total[0] - codec.decode(own, part)[0]) / share
-            error.copy_(lost.view(-1)[:length])
+                rounding[index] += (total[0] - codec.decode(mean_codes, part)[0]) / share
+            error.copy_(rounding.view(-1)[:length])
+
+        # All sites get the codes of all means.
         means = torch.empty_like(codes)
-        self._group.allgather([list(means)], [own[0]]).wait()
-        self.num_bytes += 2 * (sites - 1) * own.numel()
+        self._group.allgather([list(means)], [mean_codes[0]]).wait()
+        self.num_bytes += 2 * (sites - 1) * mean_codes.numel()
         rows = [
             _checked(codec, row, part, position, _part(weights, position, part))
             for position, row in enumerate(means)
@@ -117,8 +122,8 @@ class SiteGroup:
 
 def _part(weights: torch.Tensor, position: int, part: int) -> torch.Tensor:
     """Return the global weights [part] of which a site takes the mean; zeros beyond the end."""
-    own = weights[position * part : (position + 1) * part]
-    return torch.nn.functional.pad(own, (0, part - len(own)))
+    part_weights = weights[position * part : (position + 1) * part]
+    return torch.nn.functional.pad(part_weights, (0, part - len(part_weights)))
 
 
 def _checked(
@@ -195,11 +200,11 @@ class _Batch:
 
 
 class WeightExchange:
-    """Means of this rank's weights over sites, and copies of them between sites.
+    """Means of this rank's weights over sites, and copies of weights between sites.
 
-    A rank exchanges with every rank of another site that holds some of its elements, and only
-    these. All ranks process their groups in one order, so that none waits in a circle. ranks: the
-    groups of this rank. groups: set before the first exchange.
+    A rank exchanges with the ranks of other sites that hold some of its elements. All ranks process
+    their groups in one order, so that none waits in a circle. ranks: the groups of this rank.
+    groups: set before the first exchange.
     """
 
     def __init__(self, state: OuterState, batches: Sequence[Sequence[_Batch]]) -> None:
@@ -207,13 +212,13 @@ class WeightExchange:
         self._state = state
         self._batches = batches
         self.groups: Mapping[Ranks, SiteGroup] = {}
-        transfers = chain.from_iterable(b.transfers for of_one in batches for b in of_one)
+        transfers = chain.from_iterable(b.transfers for b in chain.from_iterable(batches))
         self.ranks = sorted({transfer.ranks for transfer in transfers})
 
     @classmethod
     def by_shards(cls, state: OuterState, ranks: Ranks) -> WeightExchange:
-        """Return the exchange of sites with equal layouts: of each window between `ranks`, which
-        hold the same of it."""
+        """Return the exchange of sites with equal layouts: window by window between `ranks`, which
+        hold the same elements."""
 
         def batch(number: int, window: Window) -> _Batch:
             flat = window.weights
@@ -221,7 +226,7 @@ class WeightExchange:
             return _Batch([number], [_Transfer(ranks, window.codec, [region])])
 
         fragments = map(state.windows, range(state.num_fragments))
-        return cls(state, [[batch(*one) for one in enumerate(windows)] for windows in fragments])
+        return cls(state, [[batch(n, w) for n, w in enumerate(windows)] for windows in fragments])
 
     @classmethod
     def by_rectangles(
@@ -231,21 +236,32 @@ class WeightExchange:
         by rank the `rectangles_of`, as JSON. Raises ValueError for what are not rectangles of this
         model."""
         owned = list(_owned(state))
-        shapes = {one.box.name: one.shape for one in owned}
+        shapes = {rectangle.box.name: rectangle.shape for rectangle in owned}
         parsed = [
             [
-                [ParameterBox.from_json(tree, shapes) for tree in of_rank if tree[0] in shapes]
-                for of_rank in of_site
+                [ParameterBox.from_json(tree, shapes) for tree in rank_trees if tree[0] in shapes]
+                for rank_trees in site_layout
             ]
-            for of_site in layouts
+            for site_layout in layouts
         ]
         groups = overlapping_peers(parsed, site, rank)
-        _assert_complete(owned, groups)
+
+        # All sites train the same parameters, and send what is encoded in blocks once.
+        counts: Counter[int] = Counter()
+        for patch in chain.from_iterable(groups.values()):
+            counts[patch.index] += patch.box.num_elements
+        for index, rectangle in enumerate(owned):
+            box = rectangle.box
+            assert counts[index] >= box.num_elements, box
+            assert counts[index] == box.num_elements or not rectangle.codec.keeps_error, box
+
         batches = []
         for fragment in range(state.num_fragments):
             windows = range(sum(1 for _ in state.windows(fragment)))
-            packed = (_packed(ranks, own, owned, fragment) for ranks, own in groups.items())
-            batches.append([_Batch(windows, list(chain.from_iterable(packed)))])
+            transfers: list[_Transfer] = []
+            for ranks, patches in groups.items():
+                transfers += _packed(ranks, patches, owned, fragment)
+            batches.append([_Batch(windows, transfers)])
         return cls(state, batches)
 
     @property
@@ -254,7 +270,7 @@ class WeightExchange:
         return sum(group.num_bytes for group in self.groups.values())
 
     def set_weights(self, weights: Sequence[int]) -> None:
-        """Set the weight of each site in the mean."""
+        """Set the weights of the sites in the mean."""
         for group in self.groups.values():
             group.weights = weights
 
@@ -266,7 +282,7 @@ class WeightExchange:
         weights: Sequence[torch.Tensor],
         errors: Tensors,
     ) -> list[torch.Tensor]:
-        """Return, by window of a fragment, the mean of what this rank exchanges of it.
+        """Return, by window of a fragment, the means of the elements that this rank exchanges.
 
         Parameters, each by window, float32 [N]: `local`, the weights of this site, None for the
         current masters; `weights`, the global ones; `errors`, the rounding errors so far,
@@ -275,19 +291,21 @@ class WeightExchange:
         """
         means: dict[int, torch.Tensor] = {}
         for batch in self._batches[fragment]:
-            given = {
-                n: windows[n].gathered() if (own := local[n]) is None else own
+            local_weights = {
+                n: windows[n].gathered() if (window_weights := local[n]) is None else window_weights
                 for n in batch.windows
             }
-            mean = {n: one.clone() for n, one in given.items()}  # padding is in no rectangle
+            # Padding is in no rectangle, so it keeps the local values.
+            mean = {n: window_values.clone() for n, window_values in local_weights.items()}
             for transfer in batch.transfers:
                 codec, group = transfer.codec, self.groups[transfer.ranks]
                 error = transfer.pack(errors) if codec.keeps_error else None
-                values = group.mean(codec, transfer.pack(given), transfer.pack(weights), error)
+                packed_weights = transfer.pack(weights)
+                values = group.mean(codec, transfer.pack(local_weights), packed_weights, error)
                 transfer.unpack(values, mean)
                 if error is not None:
                     transfer.unpack(error, errors)
-            means |= {n: one[self._state.own(len(one))] for n, one in mean.items()}
+            means |= {n: values[self._state.own(len(values))] for n, values in mean.items()}
         return [means[n] for n in range(len(windows))]
 
     def send(
@@ -318,30 +336,20 @@ def _owned(state: OuterState) -> Iterator[_Owned]:
 def _packed(
     ranks: Ranks, patches: Sequence[Patch], owned: Sequence[_Owned], fragment: int
 ) -> Iterator[_Transfer]:
-    """Yield the patches of one group and fragment, as many at once as memory allows."""
-    of_fragment = [(owned[patch.index], patch.box) for patch in patches]
-    of_fragment = [(one, box) for one, box in of_fragment if one.fragment == fragment]
-    codecs = dict.fromkeys(one.codec for one, _ in of_fragment)
+    """Yield the patches of a group and fragment, as many at once as memory allows."""
+    pairs = [(owned[patch.index], patch.box) for patch in patches]
+    pairs = [(rectangle, box) for rectangle, box in pairs if rectangle.fragment == fragment]
+    codecs = dict.fromkeys(rectangle.codec for rectangle, _ in pairs)
     for codec in sorted(codecs, key=lambda codec: not codec.keeps_error):
         regions: list[_Region] = []
         count = 0
-        for one, patch in of_fragment:
-            for box in patch.split(ELEMENTS_AT_ONCE) if one.codec == codec else ():
+        for rectangle, patch in pairs:
+            for box in patch.split(ELEMENTS_AT_ONCE) if rectangle.codec == codec else ():
                 if regions and count + box.num_elements > ELEMENTS_AT_ONCE:
                     yield _Transfer(ranks, codec, regions)
                     regions, count = [], 0
-                view = one.view[box.relative_to(one.box).slices]
-                regions.append(_Region.of(one.window, one.flat, view))
+                view = rectangle.view[box.relative_to(rectangle.box).slices]
+                regions.append(_Region.of(rectangle.window, rectangle.flat, view))
                 count += box.num_elements
         if regions:
             yield _Transfer(ranks, codec, regions)
-
-
-def _assert_complete(owned: Sequence[_Owned], groups: Mapping[Ranks, Sequence[Patch]]) -> None:
-    """Assert that all sites train the same parameters, and send what is in blocks once."""
-    counts: Counter[int] = Counter()
-    for patch in chain.from_iterable(groups.values()):
-        counts[patch.index] += patch.box.num_elements
-    for index, one in enumerate(owned):
-        assert counts[index] >= one.box.num_elements, one.box
-        assert counts[index] == one.box.num_elements or not one.codec.keeps_error, one.box

@@ -36,8 +36,8 @@ _HEARTBEAT_PAUSE_SECONDS = 0.1
 class Membership:
     """Membership of this site at the server, for one rank.
 
-    Every rank may `ask`; the other methods are for the main rank, which joins and sends heartbeats.
-    Not collective. run: id of the run directory; a second run with the same ``sites.index`` is
+    Every rank may `ask`; further methods are for the main rank, which joins and sends heartbeats.
+    Not collective. run: id of the run directory; a second run with this ``sites.index`` is
     refused.
     """
 
@@ -143,11 +143,23 @@ class Membership:
             if on_wait is not None:
                 on_wait()
             if reply["is_new"] and time.monotonic() > end:
-                raise _missing_sites(self.sites, reply)
+                missing = reply["missing"]
+                missing_text = ", ".join(map(str, missing[:_MOST_NAMED]))
+                missing_text += ", ..." * (len(missing) > _MOST_NAMED)
+                reasons = [
+                    f"; site {site} was refused: {refusal}"
+                    for site, refusal in reply["refused"].items()
+                ]
+                raise LaunchError(
+                    f"site {missing_text} did not join the start within sites.timeout_seconds = "
+                    f"{self.sites.timeout_seconds:g}{''.join(reasons[:_MOST_NAMED])} -> see the "
+                    "logs of that site and of the outer server; a larger sites.timeout_seconds "
+                    "waits longer for a slower one"
+                )
 
     def commit(self, attempt: str, *, is_done: bool, unusable: int | None) -> bool:
         """Vote on an attempt; return whether all members voted that it is done: then it counts, on
-        all of them. unusable: the site whose values this one cannot use. Raises as `enter`."""
+        every member. unusable: the site whose values this one cannot use. Raises as `enter`."""
         vote = {"attempt": attempt, "is_done": is_done, "unusable": unusable}
         while True:
             reply = self._ask_as_member("vote", {**vote, "seconds": _POLL_SECONDS})
@@ -164,7 +176,7 @@ class Membership:
             ) from error
 
     def leave(self, reason: str = "") -> str:
-        """Leave: the other sites do not wait for this one. Return why the server could not be
+        """Leave, so that other sites do not wait for this site. Return why the server could not be
         notified, or an empty text."""
         self._ended.set()
         try:
@@ -177,14 +189,14 @@ class Membership:
     def own_address(self) -> str:
         """Return the address of this host on the route to the server, where other sites connect."""
         host, port = self.sites.server_place
-        family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        family, _, _, _, server_address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(place)  # sends nothing
+            probe.connect(server_address)  # sends nothing
             return str(probe.getsockname()[0])
 
 
 class ServerStore(dist.Store):
-    """Store of the outer server for gloo's handshake between the members of one `generation`."""
+    """Store of the outer server for gloo's handshake between the members of a `generation`."""
 
     def __init__(self, membership: Membership, generation: str, prefix: str) -> None:
         super().__init__()
@@ -218,14 +230,3 @@ class ServerStore(dist.Store):
 def poll_seconds(deadline: float) -> float:
     """Return how long the server may keep a poll, so that its answer comes before `deadline`."""
     return min(_POLL_SECONDS, max(0.1, (deadline - time.monotonic()) / 2))
-
-
-def _missing_sites(sites: SitesSection, reply: Header) -> LaunchError:
-    missing = reply["missing"]
-    shown = ", ".join(map(str, missing[:_MOST_NAMED])) + (", ..." * (len(missing) > _MOST_NAMED))
-    reasons = [f"; site {site} was refused: {why}" for site, why in reply["refused"].items()]
-    return LaunchError(
-        f"site {shown} did not join the start within sites.timeout_seconds = "
-        f"{sites.timeout_seconds:g}{''.join(reasons[:_MOST_NAMED])} -> see the logs of that site "
-        "and of the outer server; a larger sites.timeout_seconds waits longer for a slower one"
-    )

@@ -11,15 +11,15 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class OuterStepMetrics:
-    """Metrics of an outer step; the same on every rank of a site.
+    """Metrics of an outer step, equal on all ranks of a site.
 
     number: of the outer step, from 1. fragment: of the model, that it exchanged. sites: that took
-    part. sent_bytes: by all ranks of this site. link_bytes: the most that a rank of it sent to one
-    other site, or to the server. seconds: its duration on this rank,
-    `waited_seconds` of it waiting for the other sites (with an overlap, all that training waited
-    for it). change: root mean square of this site's change to the global weights since the last
-    outer step. distance: root mean square of the difference between its weights and the mean over
-    sites; None where an asynchronous server takes no mean.
+    part. sent_bytes: by all ranks of this site. link_bytes: the most that a rank sent to another
+    site, or to the server. seconds: duration on this rank, including `waited_seconds` for other
+    sites (with an overlap, all that training waited for the outer step). change: root mean square
+    of this site's change to the global weights since the last outer step. distance: root mean
+    square of the difference between its weights and the mean over sites; None where an asynchronous
+    server takes no mean.
     """
 
     number: int
@@ -46,7 +46,7 @@ server has refused a message."""
 @dataclass(frozen=True)
 class OuterEvent:
     """Event between outer steps. who: the site, or the host that sent a message; outer_step: the
-    last one at that time; count: how often since the one before it."""
+    last outer step at that time; count: how often since the outer step before."""
 
     event: str
     who: str
@@ -59,17 +59,18 @@ def reduce_site_metrics(
     squares: torch.Tensor, num_bytes: int, device: torch.device
 ) -> tuple[int, int, float, float]:
     """Reduce every rank's sums (squares of change, squares of distance, elements) and bytes sent;
-    return the bytes of all ranks, the most of one, and root mean squares of change and distance.
+    return the bytes of all ranks, the most bytes that a rank sent, and root mean squares of change
+    and distance.
 
     Collective over the site.
     """
     totals = torch.cat([squares, torch.tensor([num_bytes], dtype=torch.float64)]).to(device)
-    most = totals[3:].clone()
+    max_bytes = totals[3:].clone()
     dist.all_reduce(totals)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    dist.all_reduce(max_bytes, op=dist.ReduceOp.MAX)
     change, distance, count, sent = totals.tolist()
     change, distance = (math.sqrt(total / max(1, count)) for total in (change, distance))
-    return int(sent), int(most), change, distance
+    return int(sent), int(max_bytes), change, distance
 
 
 def square(first: torch.Tensor, second: torch.Tensor) -> float:

@@ -16,8 +16,9 @@ def outer_update(
 ) -> None:
     """One outer step, in place.
 
-    Parameters: `weights` [N], the global weights before it; `momentum` [N], None where the outer
-    optimizer has none; `mean` [N], of the weights of all sites; all float32. `mean` is overwritten.
+    Parameters: `weights` [N], the global weights before it; `momentum` [N], None if the outer
+    optimizer has no momentum; `mean` [N], of the weights of all sites; all float32. `mean` is
+    overwritten.
 
     With the outer gradient ``g = weights - mean``, the mean over sites of what they have changed:
     average is ``weights - lr g``, and exactly `mean` for a rate of 1; momentum and nesterov are

@@ -19,11 +19,11 @@ class OuterRound:
     global weights), tokens (trained on since the fragment's last exchange), local (masters by
     window, if they change meanwhile; else empty).
 
-    Results: exactly one of is_done (it counts, on all its members), detached (why this site is on
-    its own instead) and failure (why it does not count). new_number, new_tokens_seen: after it;
+    Results: exactly one of is_done (it counts, on all members), detached (why this site trains
+    alone instead) and failure (why it does not count). new_number, new_tokens_seen: after it;
     new_step: optimizer step of the `sites` in the mean; num_members: all that exchanged; mean_of:
     the fragment with a mean. received: by window of the model, the weights and momentum that this
-    site takes instead of its own, on a rank without windows empty; None if it takes none; means,
+    site takes from other sites, on a rank without windows empty; None if it takes none; means,
     errors: by window of the fragment, the mean of this rank's share and the new rounding errors
     (None: unchanged). distances: by site, if the server computes them. squares: sums for the
     metrics (change, distance, elements). waited: seconds of waiting for other sites.

@@ -27,7 +27,8 @@ ELEMENTS_AT_ONCE = 1 << 24
 
 
 def fragment_of(name: str, num_fragments: int) -> int:
-    """Return the fragment of the parameter `name`: layers in turn, the rest in the first one.
+    """Return the fragment of the parameter `name`: layers in turn, all further parameters in the
+    first fragment.
 
     The layer is the first number in a Hugging Face name: ``model.layers.7.mlp.up_proj``.
     """
@@ -48,7 +49,7 @@ class ShardRange:
 @dataclass(frozen=True)
 class Window:
     """Pieces of masters that are exchanged together, and their outer states: float32 [N] views in
-    host memory; None if the run has no such state."""
+    host memory; None for a state that the run does not have."""
 
     pieces: list[ShardRange]
     codec: Codec
@@ -72,15 +73,15 @@ class Window:
             begin += master.numel()
 
     def boxes(
-        self, flat: torch.Tensor, own: slice, *, primary: bool
+        self, flat: torch.Tensor, share: slice, *, primary: bool
     ) -> Iterator[tuple[ParameterBox, tuple[int, ...], torch.Tensor]]:
-        """Yield the range `own` of a tensor [N] in the order of this window: rectangles of
+        """Yield the range `share` of a tensor [N] in the order of this window: rectangles of
         parameters, the parameters' shapes, and views of `flat`. primary: only what no other rank
         counts."""
         begin = 0
         for piece in self.pieces:
             end = begin + piece.master.numel()
-            first, last = max(begin, own.start), min(end, own.stop)
+            first, last = max(begin, share.start), min(end, share.stop)
             if first < last and (piece.shard.primary or not primary):
                 start = piece.start + first - begin
                 for full, view in cut_parts(piece.shard, start, flat[first:last]):
@@ -90,7 +91,7 @@ class Window:
 
 
 class Replicas:
-    """Ranks of a site that all hold the same masters (ZeRO 0): each exchanges a share."""
+    """Ranks of a site that all hold equal masters (ZeRO 0): each exchanges a share."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group
@@ -104,11 +105,11 @@ class Replicas:
         begin = min(num_elements, share * self._rank)
         return slice(begin, min(num_elements, begin + share))
 
-    def joined(self, own: torch.Tensor, num_elements: int) -> torch.Tensor:
+    def joined(self, local_share: torch.Tensor, num_elements: int) -> torch.Tensor:
         """Return all ranks' shares, float32 [num_elements] on the CPU. Collective."""
         share = -(-num_elements // self.size)
         padded = torch.zeros(share, device=self._device)
-        padded[: len(own)] = own.to(self._device)
+        padded[: len(local_share)] = local_share.to(self._device)
         shares = [torch.empty_like(padded) for _ in range(self.size)]
         dist.all_gather(shares, padded, group=self.group)
         return torch.cat(shares)[:num_elements].cpu()
@@ -119,7 +120,7 @@ class OuterState:
 
     Each is float32 in host memory, 4 bytes for each element of this rank's masters, fragment after
     fragment, and part of the engine's checkpoints. plain: parameters that are sent in float32,
-    whatever the codec. `replicas`: None if every rank has masters of its own.
+    whatever the codec. `replicas`: None if no two ranks hold the same masters.
     """
 
     def __init__(
@@ -142,12 +143,14 @@ class OuterState:
         has_momentum = sites.outer.has_momentum and not sites.server_holds_weights
         self.momentum = torch.zeros(num_elements) if has_momentum else None
         self.error = torch.zeros(num_elements) if self._codec.keeps_error else None
-        kinds = {GLOBAL: self.weights, MOMENTUM: self.momentum, ERROR: self.error}
+        states_by_name = {GLOBAL: self.weights, MOMENTUM: self.momentum, ERROR: self.error}
         begin, ends = 0, [0] * sites.fragments
         for part in parts:
             end = begin + part.count
             self._engine.added_states[part.name] = {
-                kind: state[begin:end] for kind, state in kinds.items() if state is not None
+                state_name: state[begin:end]
+                for state_name, state in states_by_name.items()
+                if state is not None
             }
             begin = ends[self._fragment(part)] = end
         self._begins = [0]
@@ -160,8 +163,8 @@ class OuterState:
         self.plain = frozenset(plain)
         self._allocate(self._parts())
         for name, states in before.items():
-            for kind, state in states.items():
-                self._engine.added_states[name][kind].copy_(state)
+            for state_name, state in states.items():
+                self._engine.added_states[name][state_name].copy_(state)
 
     @property
     def num_fragments(self) -> int:
@@ -172,9 +175,9 @@ class OuterState:
         """Return this rank's share of a window of so many elements."""
         return slice(0, length) if self.replicas is None else self.replicas.own(length)
 
-    def joined(self, own: torch.Tensor, length: int) -> torch.Tensor:
-        """Return all of a window, of which this rank has its `own` share. Collective."""
-        return own if self.replicas is None else self.replicas.joined(own, length)
+    def joined(self, local_share: torch.Tensor, length: int) -> torch.Tensor:
+        """Return all of a window, of which this rank has its `local_share` share. Collective."""
+        return local_share if self.replicas is None else self.replicas.joined(local_share, length)
 
     def layout(self) -> str:
         """Return a checksum of the parts of parameters that this rank holds, and their order."""
@@ -182,17 +185,17 @@ class OuterState:
         return xxhash.xxh3_64_hexdigest(repr(parts).encode())
 
     def checksum(self) -> int:
-        """Return a checksum of global weights and momentum, 64 bits that do not depend on the
-        layout once the ranks of a site have added theirs: by parameter the sum of all bits, times a
-        number of its name."""
+        """Return a checksum of global weights and momentum: for each parameter the sum of all bits,
+        times a hash of the parameter's name. The sum over the ranks of a site, modulo 2^64, does
+        not depend on the layout."""
         total = 0
         for window in self.all_windows():
-            own = self.own(len(window.weights))
-            for kind, state in ((GLOBAL, window.weights), (MOMENTUM, window.momentum)):
+            share = self.own(len(window.weights))
+            for state_name, state in ((GLOBAL, window.weights), (MOMENTUM, window.momentum)):
                 if state is None:
                     continue
-                for box, _, view in window.boxes(state, own, primary=True):
-                    factor = xxhash.xxh3_64_intdigest(f"{kind}/{box.name}".encode()) | 1
+                for box, _, view in window.boxes(state, share, primary=True):
+                    factor = xxhash.xxh3_64_intdigest(f"{state_name}/{box.name}".encode()) | 1
                     total += int(view.view(torch.int32).sum(dtype=torch.int64)) * factor
         return total % (1 << 64)
 
@@ -203,30 +206,34 @@ class OuterState:
     def windows(self, fragment: int) -> Iterator[Window]:
         """Yield the windows of a fragment, of at most `ELEMENTS_AT_ONCE` elements each."""
         # A multiple of the sites, so that only the last part is filled up.
-        most = max(1, ELEMENTS_AT_ONCE // self._sites.count) * self._sites.count
+        max_elements = max(1, ELEMENTS_AT_ONCE // self._sites.count) * self._sites.count
         begin = self._begins[fragment]
-        for codec, parts in self._runs(fragment):
+        all_parts = [part for part in self._parts() if self._fragment(part) == fragment]
+        for codec, is_plain in ((self._codec, False), (CODECS["float32"], True)):
+            parts = [part for part in all_parts if (part.name in self.plain) == is_plain]
             ends = list(itertools.accumulate(part.count for part in parts))
-            for first in range(0, sum(ends[-1:]), most):
-                last = min(first + most, ends[-1])
-                pieces = [
-                    _piece(part, max(first, end - part.count) - end, min(last, end) - end)
-                    for part, end in zip(parts, ends, strict=True)
-                    if first < end and end - part.count < last
-                ]
-                yield self._window(pieces, codec, begin + first, last - first)
-            begin += sum(ends[-1:])
-
-    def _window(self, pieces: list[ShardRange], codec: Codec, begin: int, count: int) -> Window:
-        states = self.momentum, self.error if codec.keeps_error else None
-        cuts = [None if state is None else state[begin : begin + count] for state in states]
-        return Window(pieces, codec, self.weights[begin : begin + count], *cuts)
-
-    def _runs(self, fragment: int) -> Iterator[tuple[Codec, list[MasterPart]]]:
-        """Yield the parts of a fragment by codec."""
-        own = [part for part in self._parts() if self._fragment(part) == fragment]
-        yield self._codec, [part for part in own if part.name not in self.plain]
-        yield CODECS["float32"], [part for part in own if part.name in self.plain]
+            num_elements = sum(ends[-1:])
+            for first in range(0, num_elements, max_elements):
+                last = min(first + max_elements, num_elements)
+                pieces = []
+                for part, end in zip(parts, ends, strict=True):
+                    # Elements of the part between `first` and `last`, counted from its start.
+                    start = end - part.count
+                    skipped, stop = max(first, start) - start, min(last, end) - start
+                    if skipped < stop:
+                        master = part.of(part.master.data)[skipped:stop]
+                        shard_start = part.start + skipped
+                        pieces.append(ShardRange(part.name, part.shard, shard_start, master))
+                elements = slice(begin + first, begin + last)
+                keeps_error = self.error is not None and codec.keeps_error
+                yield Window(
+                    pieces,
+                    codec,
+                    self.weights[elements],
+                    None if self.momentum is None else self.momentum[elements],
+                    self.error[elements] if self.error is not None and keeps_error else None,
+                )
+            begin += num_elements
 
     def _fragment(self, part: MasterPart) -> int:
         return fragment_of(part.name, self._sites.fragments)
@@ -238,13 +245,6 @@ class OuterState:
         return sorted(parts, key=lambda p: (self._fragment(p), p.name in self.plain))
 
 
-def _piece(part: MasterPart, first: int, last: int) -> ShardRange:
-    """Return the elements `first` to `last` of a part, both counted from its end."""
-    taken = part.count + first
-    master = part.of(part.master.data)[taken : part.count + last]
-    return ShardRange(part.name, part.shard, part.start + taken, master)
-
-
 def held_twice(engine: TrainEngine) -> set[str]:
     """Return the parameters that are replicated inside a site (norms of tensor-parallel ranks, tied
     embeddings of stages).
@@ -252,9 +252,9 @@ def held_twice(engine: TrainEngine) -> set[str]:
     In blocks with different neighbours each replica would get a different mean; encoded one element
     at a time they stay equal. Collective over the site: ZeRO's ranges differ between these ranks.
     """
-    own = [part.name for part in _trained_parts(engine) if not part.shard.primary]
+    part_names = [part.name for part in _trained_parts(engine) if not part.shard.primary]
     everyones: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyones, own)
+    dist.all_gather_object(everyones, part_names)
     return set(itertools.chain.from_iterable(everyones))
 
 

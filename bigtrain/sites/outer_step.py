@@ -1,4 +1,4 @@
-"""The outer step of a site: one round with the other sites, and the global weights after it."""
+"""The outer step of a site: a round with other sites, and the global weights afterwards."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ _WORDS = {LEFT_OUT: "is left out", RETURNED: "is back"}
 
 
 class OuterStep:
-    """Outer steps of one rank: update of the global weights, and of its masters. Methods are
+    """Outer steps of a rank: update of the global weights and the rank's masters. Methods are
     collective over this site.
 
-    A site that cannot reach the server continues on its own, and enters the next outer step again;
-    its change is lost only if others made outer steps meanwhile: then it takes their weights. With
-    an overlap, a fragment is exchanged in a thread, next to the following steps, and takes effect
-    `sites.overlap_steps` later.
+    A site that cannot reach the server trains alone, and enters the next outer step again; its
+    change is lost only if other sites made outer steps meanwhile: then it takes the global weights.
+    With an overlap, a fragment is exchanged in a thread, next to the following steps, and takes
+    effect `sites.overlap_steps` later.
 
-    facts: settings and data that all sites must have alike; allowed: those of them that this site
-    may change (``checkpoint.allow_changes``). run: id of the run directory, on the main rank.
-    on_wait: called there while this site waits for others that train, which may take long.
-    number: of the last outer step; tokens_seen: by the global weights, on all sites (0 with a
-    server that holds them). notes: lines to show; events: of all sites and the server, for the
-    metrics. step: where the run continues after it took weights of sites that are ahead; else None.
-    made_by: sites of the last outer step in this launch. detached: why this site is in no outer
-    step since then; empty while it takes part.
+    facts: settings and data that all sites must have alike; allowed: facts that this site may
+    change (``checkpoint.allow_changes``). run: id of the run directory, on the main rank. on_wait:
+    called there while this site waits for others that train, which may take long. number: of the
+    last outer step; tokens_seen: by the global weights, on all sites (0 with a server that holds
+    the weights). notes: lines to show; events: of all sites and the server, for the metrics. step:
+    where the run continues after it took weights of sites that are ahead; else None. made_by: sites
+    of the last outer step in this launch. detached: why this site is in no outer step since then;
+    empty while it takes part.
     """
 
     def __init__(
@@ -60,9 +60,9 @@ class OuterStep:
         sites: SitesSection,
         world: World,
         facts: Mapping[str, Any],
-        allowed: Sequence[str] = (),
         *,
         run: str,
+        allowed: Sequence[str] = (),
         on_wait: Callable[[], None] | None = None,
     ) -> None:
         self.sites = sites
@@ -91,8 +91,8 @@ class OuterStep:
         if self._membership is not None and sites.server_holds_weights:
             self._rounds = ServerRounds(engine, sites, self._ranks, self._membership, join)
         else:
-            own = self._membership
-            self._rounds = DirectRounds(engine, sites, self._ranks, own, join, on_wait)
+            membership = self._membership
+            self._rounds = DirectRounds(engine, sites, self._ranks, membership, join, on_wait)
 
     @property
     def state(self) -> OuterState:
@@ -115,8 +115,9 @@ class OuterStep:
         tokens_seen: int = 0,
     ) -> None:
         """Begin after `number` outer steps and `step` steps, with the engine filled. The weights of
-        a new run become the global ones; a resumed run has those of its checkpoint, and what was
-        `under_way`. If other sites are ahead, this one takes their global weights.
+        a new run become the global weights; a resumed run has the global weights of its checkpoint,
+        and the fragment that was `under_way`. If other sites are ahead, this one takes their global
+        weights.
 
         Raises LaunchError on every rank if the server is unreachable or serves a different run, or
         if sites of a new run do not join or have different weights.
@@ -156,12 +157,17 @@ class OuterStep:
         is_last, self.step = step == last_step, None
         mixing = 0.0 if is_last else self.sites.mixing
         has_moved = ends = False
+
+        # A fragment that was sent earlier takes effect.
         sent = self._under_way
         if sent is not None and (is_last or step == self.sites.merged_after(sent.step)):
             metrics += self.settle()
             if self._under_way is not None:
                 has_moved = self._merge(sent, mixing)
             ends, self._under_way = sent.has_received, None
+
+        # Fragments that are sent now: with an overlap in a thread, but for the last step. No more
+        # after weights of other sites were taken: the run continues at another step.
         for fragment in self.sites.sent_after(step, last_step):
             if ends:
                 break
@@ -183,11 +189,11 @@ class OuterStep:
         sent, self.step = self._under_way, None
         if sent is None or sent.is_settled:
             return []
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         assert sent.thread is not None
         sent.thread.join()
         self._ranks.agreed(lambda: _raise(sent.error))
-        sent.waited = time.perf_counter() - begun
+        sent.waited = time.perf_counter() - started_at
         self._apply(sent)
         if sent.has_received:
             self._merge(sent, 0.0)
@@ -196,8 +202,8 @@ class OuterStep:
         return self._metrics(sent)
 
     def close(self, reason: str = "") -> None:
-        """Leave, after the last step or before an early end (for a `reason` that the others get):
-        they do not wait for this site."""
+        """Leave, after the last step or before an early end (for a `reason` that is sent to the
+        other sites), so that no site waits for this site."""
         if self._membership is not None and self._is_main:
             self.notes += filter(None, [self._membership.leave(reason)])
 
@@ -222,15 +228,15 @@ class OuterStep:
         return OuterRound(fragment, step, self.number, self.tokens_seen, tokens)
 
     def _complete(self, fragment: int | None, step: int) -> OuterRound:
-        """Make an outer step, again without those that are lost meanwhile; it is done, or this site
-        is detached. The global weights are updated, not the masters."""
-        begun = time.perf_counter()
+        """Make an outer step, again without the sites that are lost meanwhile; it is done, or this
+        site is detached. The global weights are updated, not the masters."""
+        started_at = time.perf_counter()
         for _ in range(2 * self.sites.count + 2):
             attempt = self._entered(fragment, step)
             self._rounds.make(attempt)
             self._apply(attempt)
             if attempt.is_done or attempt.detached:
-                attempt.seconds = time.perf_counter() - begun
+                attempt.seconds = time.perf_counter() - started_at
                 return attempt
         raise LaunchError(f"no outer step after {self.number} came about: {self.notes[-1]}")
 
@@ -240,12 +246,12 @@ class OuterStep:
         attempt.local = [w.gathered() for w in self.state.windows(fragment)]
 
         def make() -> None:
-            begun = time.perf_counter()
+            started_at = time.perf_counter()
             try:
                 self._rounds.make(attempt)
             except Exception as error:  # raised on all ranks by `settle`
                 attempt.error = error
-            attempt.seconds = time.perf_counter() - begun
+            attempt.seconds = time.perf_counter() - started_at
 
         # Not of an executor, which is waited for at exit: a lost site may hold it up for long.
         attempt.thread = threading.Thread(target=make, name="outer step", daemon=True)
@@ -297,7 +303,7 @@ class OuterStep:
                 window.error.copy_(self._joined(error))
 
     def _joined(self, full: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of a window, of which this rank has its own share."""
+        """Return a tensor of a window, of which every rank has a share."""
         return self.state.joined(full[self.state.own(len(full))], len(full))
 
     def _merge(self, attempt: OuterRound, mixing: float) -> bool:
@@ -316,37 +322,37 @@ class OuterStep:
 
     def _report(self, attempt: OuterRound) -> None:
         """Note what happened at an attempt, to this site and to others."""
-        at, own = f"step {attempt.step}", f"site {self.sites.index}"
-        self.notes += [f"{at}: {note}" for note in attempt.notes]
+        step_text, site_name = f"step {attempt.step}", f"site {self.sites.index}"
+        self.notes += [f"{step_text}: {note}" for note in attempt.notes]
         if attempt.detached:
-            self.events.append(OuterEvent(ALONE, own, attempt.detached, self.number))
+            self.events.append(OuterEvent(ALONE, site_name, attempt.detached, self.number))
             self.notes.append(
-                f"{at}: no outer step after {self.number}: {attempt.detached}; this site trains "
-                "on its own until its next outer step"
+                f"{step_text}: no outer step after {self.number}: {attempt.detached}; this site "
+                "trains on its own until its next outer step"
             )
             self.detached = attempt.detached
             return
         if not attempt.is_done:
-            self.notes.append(f"{at}: no outer step after {self.number}: {attempt.failure}")
+            self.notes.append(f"{step_text}: no outer step after {self.number}: {attempt.failure}")
             return
         events, number = attempt.events, attempt.new_number
-        if self.detached and all((e.event, e.who) != (RETURNED, own) for e in events):
-            events.append(OuterEvent(RETURNED, own, "takes part again", number))
+        if self.detached and all((e.event, e.who) != (RETURNED, site_name) for e in events):
+            events.append(OuterEvent(RETURNED, site_name, "takes part again", number))
         self.detached, self.made_by = "", attempt.sites or self.made_by
         is_alone = attempt.distances is None and attempt.num_members == 1 < self.sites.count
         if is_alone and not self._was_alone:
             reason = "no other site is reachable, or came in time"
-            events.insert(0, OuterEvent(ALONE, own, reason, number))
+            events.insert(0, OuterEvent(ALONE, site_name, reason, number))
         self._was_alone = is_alone
         self.events += events
-        shown = [event for event in events if event.event in _WORDS]
-        for event in shown[-_MOST_SHOWN:]:
+        listed = [event for event in events if event.event in _WORDS]
+        for event in listed[-_MOST_SHOWN:]:
             text = f"{event.who} {_WORDS[event.event]}: {event.reason}"
-            self.notes.append(f"{at}, outer step {number}: {text}")
+            self.notes.append(f"{step_text}, outer step {number}: {text}")
         if attempt.received is not None and attempt.new_step > attempt.step:
             self.notes.append(
-                f"{at}: jumping to step {attempt.new_step}, where the other sites are; its share "
-                f"of the samples of {attempt.new_step - attempt.step} steps is skipped"
+                f"{step_text}: jumping to step {attempt.new_step}, where the other sites are; its "
+                f"share of the samples of {attempt.new_step - attempt.step} steps is skipped"
             )
 
     def _metrics(self, attempt: OuterRound) -> list[OuterStepMetrics]:
@@ -354,7 +360,7 @@ class OuterStep:
         if not attempt.is_done or attempt.mean_of is None:
             return []
         distance: float | None
-        sent, most, change, distance = reduce_site_metrics(
+        sent, max_bytes, change, distance = reduce_site_metrics(
             attempt.squares, attempt.num_bytes, self._engine.device
         )
         if attempt.distances is not None:
@@ -365,7 +371,7 @@ class OuterStep:
                 fragment=attempt.mean_of,
                 sites=attempt.sites,
                 sent_bytes=sent,
-                link_bytes=most // max(1, attempt.num_members - 1),
+                link_bytes=max_bytes // max(1, attempt.num_members - 1),
                 seconds=attempt.seconds,
                 waited_seconds=attempt.waited,
                 change=change,

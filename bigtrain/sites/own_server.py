@@ -27,11 +27,11 @@ LOG = "server.log"
 
 
 def start_own_server(sites: SitesSection, directory: Path) -> str:
-    """Start the outer server of `sites` as a process of its own, which outlives this one and ends
-    when all sites have left; a server that answers there already is used. Return a line for the
+    """Start the outer server of `sites` as a process that outlives this process and ends when all
+    sites have left; a server that answers there already is used. Return a line for the
     log.
 
-    Raises LaunchError if it cannot be started, with the end of its log.
+    Raises LaunchError with the end of the server's log if it cannot be started.
     """
     assert sites.server is not None
     client = ServerClient(sites.server, read_token(Path(sites.token_file or "")))
@@ -64,8 +64,9 @@ def start_own_server(sites: SitesSection, directory: Path) -> str:
 
 
 def _start_detached(command: Sequence[str], log: Path) -> int:
-    """Start a process that neither signals to this one's group nor a launcher that ends its
-    descendants can reach: in a session of its own, not a child of this process. Return its id."""
+    """Start a process that neither signals to this process's group nor a launcher that ends all
+    descendants can reach: in a new session, and not a child of this process. Return the process
+    id."""
     root = str(Path(bigtrain.__file__).resolve().parents[1])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     script = '"$@" >> "$0" 2>&1 < /dev/null & echo $!'

@@ -1,4 +1,4 @@
-"""Ranks of sites with different layouts that hold the same elements. No communication."""
+"""Ranks of sites with different layouts that hold common elements. No communication."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _Owned = tuple[int, int, ParameterBox]
 
 @dataclass(frozen=True)
 class Patch:
-    """A rectangle that the same ranks exchange, inside rectangle `index` of this rank's layout."""
+    """A rectangle that a group of ranks exchanges, inside rectangle `index` of this rank's
+    layout."""
 
     index: int
     box: ParameterBox
@@ -28,35 +29,48 @@ def overlapping_peers(layouts: Sequence[Layout], site: int, rank: int) -> dict[R
     """Return what `rank` of `site` exchanges, by the ranks that exchange it together, ascending.
 
     A rectangle that every site holds once is exchanged once. Where a site holds it several times
-    (norms of tensor-parallel ranks, tied embeddings), each of these ranks takes part once, with one
-    rank of every other site, in turn if that site has fewer. All ranks of a group compute the same
-    patches in the same order.
+    (norms of tensor-parallel ranks, tied embeddings), each holder takes part once, with one rank of
+    every other site, in turn if that site has fewer. All ranks of a group compute equal patches in
+    an equal order.
     """
     owned = [_by_name(layout) for layout in layouts]
     patches: dict[Ranks, list[tuple[tuple[str, Ranks], Patch]]] = defaultdict(list)
-    for index, own in enumerate(layouts[site][rank]):
+    for index, rectangle in enumerate(layouts[site][rank]):
+        # Rectangles of all sites that overlap with this rectangle.
         near = [
-            [one for one in of_site[own.name] if own.intersect(one[2]) is not None]
-            for of_site in owned
+            [
+                (holder, number, neighbour)
+                for holder, number, neighbour in site_boxes[rectangle.name]
+                if rectangle.intersect(neighbour) is not None
+            ]
+            for site_boxes in owned
         ]
+
+        # Boxes that a rank of every site has, this rank for its site.
         near_here = near[site]
-        near[site] = [(rank, index, own)]
-        common: list[tuple[ParameterBox, tuple[tuple[int, int], ...]]] = [(own, ())]
-        for of_site in near:
+        near[site] = [(rank, index, rectangle)]
+        common: list[tuple[ParameterBox, tuple[tuple[int, int], ...]]] = [(rectangle, ())]
+        for site_boxes in near:
             common = [
                 (cut, (*members, (holder, number)))
                 for box, members in common
-                for holder, number, other in of_site
-                if (cut := box.intersect(other)) is not None
+                for holder, number, neighbour in site_boxes
+                if (cut := box.intersect(neighbour)) is not None
             ]
         near[site] = near_here
+
+        # Holders of a cell exchange it in turns, a rank of every site in each turn.
         for box, members in common:
             ranks = tuple(holder for holder, _ in members)
-            key = own.name, tuple(number for _, number in members)
+            key = rectangle.name, tuple(number for _, number in members)
             for cell, holders in _held_alike(box, near):
-                if _are_paired(ranks, holders):
+                turns = range(max(map(len, holders)))
+                if any(
+                    ranks == tuple(site_holders[n % len(site_holders)] for site_holders in holders)
+                    for n in turns
+                ):
                     patches[ranks].append((key, Patch(index, cell)))
-    # A stable sort keeps the cells of one rectangle in the order in which all ranks find them.
+    # A stable sort keeps the cells of a rectangle in the order in which all ranks find them.
     return {
         ranks: [patch for _, patch in sorted(patches[ranks], key=lambda item: item[0])]
         for ranks in sorted(patches)
@@ -75,26 +89,20 @@ def _by_name(layout: Layout) -> Mapping[str, list[_Owned]]:
 def _held_alike(
     box: ParameterBox, near: Sequence[Sequence[_Owned]]
 ) -> Iterator[tuple[ParameterBox, list[Ranks]]]:
-    """Split `box` into pieces that the same ranks of every site hold; yield these ranks too."""
+    """Split `box` into cells without a boundary of a rectangle inside; yield each cell with the
+    ranks of every site that hold it."""
     cells: list[tuple[ParameterBox, list[Ranks]]] = [(box, [() for _ in near])]
-    for site, of_site in enumerate(near):
-        for holder, _, other in of_site:
+    for site, site_boxes in enumerate(near):
+        for holder, _, neighbour in site_boxes:
             cut: list[tuple[ParameterBox, list[Ranks]]] = []
             for cell, holders in cells:
-                inner = cell.intersect(other)
+                inner = cell.intersect(neighbour)
                 if inner is None:
                     cut.append((cell, holders))
                     continue
-                more = [*holders]
-                more[site] = (*more[site], holder)
-                cut.append((inner, more))
-                cut += [(rest, holders) for rest in cell.difference(inner)]
+                inner_holders = [*holders]
+                inner_holders[site] = (*inner_holders[site], holder)
+                cut.append((inner, inner_holders))
+                cut += [(outer_cell, holders) for outer_cell in cell.difference(inner)]
             cells = cut
     yield from cells
-
-
-def _are_paired(ranks: Ranks, holders: Sequence[Ranks]) -> bool:
-    """Return whether `ranks`, one holder of each site, exchange together."""
-    rounds = range(max(map(len, holders)))
-    turns = zip(*([of_site[n % len(of_site)] for n in rounds] for of_site in holders), strict=True)
-    return ranks in turns

@@ -88,14 +88,14 @@ def unpack(
     if len(body) < _START.size:
         raise CorruptMessageError(f"a message of {len(body)} bytes")
     magic, length, expected = _START.unpack_from(body)
-    rest = memoryview(body)[_START.size :]
-    if magic != _MAGIC or length > len(rest):
+    content = memoryview(body)[_START.size :]
+    if magic != _MAGIC or length > len(content):
         raise CorruptMessageError("not a message of this version of bigtrain")
     if length > most_header_bytes:
         raise CorruptMessageError(f"a header of {length} bytes, of at most {most_header_bytes}")
-    if xxhash.xxh3_64_intdigest(rest) != expected:
+    if xxhash.xxh3_64_intdigest(content) != expected:
         raise CorruptMessageError(f"checksum of {len(body)} bytes")
-    return _decode_header(bytes(rest[:length])), rest[length:]
+    return _decode_header(bytes(content[:length])), content[length:]
 
 
 def _decode_header(text: bytes) -> Header:
@@ -111,7 +111,7 @@ def _decode_header(text: bytes) -> Header:
         raise CorruptMessageError("the header is not an object")
     level: list[Any] = [header]
     for _ in range(_MAX_DEPTH):
-        nested = [one.values() if isinstance(one, dict) else one for one in level]
+        nested = [value.values() if isinstance(value, dict) else value for value in level]
         level = [v for values in nested for v in values if isinstance(v, dict | list)]
     if level:
         raise CorruptMessageError(f"a header of more than {_MAX_DEPTH} levels")
@@ -147,9 +147,9 @@ def sign(token: bytes, subject: str, nonce: str, body: bytes) -> str:
     return mac.hexdigest()
 
 
-def is_equal(signature: str, other: str) -> bool:
+def is_equal(signature: str, expected: str) -> bool:
     """Return whether two signatures are equal, in a time that does not depend on them."""
-    return hmac.compare_digest(signature.encode(), other.encode())
+    return hmac.compare_digest(signature.encode(), expected.encode())
 
 
 def escaping(say: Callable[[str], None]) -> Callable[[str], None]:
@@ -199,7 +199,7 @@ Parameters = Annotated[
 
 
 class Request(BaseModel):
-    """Fields of a request. most_bytes: limit of the body; most_header_bytes: of its header."""
+    """Fields of a request. most_bytes: limit of the body; most_header_bytes: of the header."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     most_bytes: ClassVar[int] = _SMALL_BYTES
@@ -207,8 +207,8 @@ class Request(BaseModel):
 
 
 class SiteRequest(Request):
-    """Request that only a site makes. site: its sender. run: id of its run directory, which every
-    request names, for a second run with the same index is refused."""
+    """Request that only a site makes. site: its sender. run: id of the site's run directory, which
+    every request names, for a second run with this index is refused."""
 
     site: Site
     run: RunId
@@ -217,8 +217,8 @@ class SiteRequest(Request):
 class JoinRequest(SiteRequest):
     """A site that begins, or is back.
 
-    facts: settings and data that all sites must have alike; allowed: those of them that this site
-    may change. sites: settings of the outer optimizer. parameters: names and shapes; None: the site
+    facts: settings and data that all sites must have alike; allowed: facts that this site may
+    change. sites: settings of the outer optimizer. parameters: names and shapes; None: the site
     only asks whether it may join, before it builds the model. number: of its last outer step;
     is_new: whether it has no checkpoint. Of the direct exchange: layout (SHA-256
     of the layout document), plain (parameters that it sends in float32 in any case).
@@ -275,7 +275,7 @@ class ContributeRequest(UploadRequest):
 
 
 class DeliverRequest(SiteRequest):
-    """End of a site's change: `num_messages` of all its ranks, relative to outer step `base`, after
+    """End of a site's change: `num_messages` of all ranks, relative to outer step `base`, after
     `step` optimizer steps, trained on `tokens`."""
 
     attempt: Id
@@ -310,16 +310,17 @@ class LayoutOfRequest(SiteRequest):
 
 
 class RoundEntry(SiteRequest):
-    """A site that is at an outer step, and polls for its `RoundPlan`; the same `entry` again
-    changes nothing.
+    """A site that is at an outer step, and polls for its `RoundPlan`; a repeated `entry` changes
+    nothing.
 
-    entry: random. number: of its last outer step; step: its optimizer steps; fragment: that it
+    entry: random. number: the site's last outer step; step: its optimizer steps; fragment: that it
     would exchange, None if it only takes weights (at the begin); tokens: trained on since that
-    fragment's last exchange; digest: of its global weights; tokens_seen: by those, on all sites.
+    fragment's last exchange; digest: of the site's global weights; tokens_seen: by these weights,
+    on all sites.
 
     Reply: ``is_ready`` and, if so, ``plan``. If not: ``missing`` (sites that are waited for),
-    ``refused`` (by such a site, why its last join was), ``is_new`` (a new run, for which all sites
-    are waited for without a limit).
+    ``refused`` (by missing site, why its last join was refused), ``is_new`` (a new run, for which
+    all sites are waited for without a limit).
     """
 
     entry: Id
@@ -399,21 +400,22 @@ def is_large(action: str) -> bool:
 
 def parse_request(action: str, header: Header) -> Request:
     """Return the fields of a request. Raises RefusedError, in one line, for others."""
-    kind = REQUESTS.get(action)
-    if kind is None:
+    request_type = REQUESTS.get(action)
+    if request_type is None:
         raise RefusedError(f"unknown action {action[:40]!r}")
     try:
-        return kind.model_validate(header)
+        return request_type.model_validate(header)
     except ValidationError as error:
         problems = [
-            f"{'.'.join(map(str, one['loc']))[:100]} = {repr(one['input'])[:60]}: {one['msg']}"
-            for one in error.errors()[:3]
+            f"{'.'.join(map(str, problem['loc']))[:100]} = {repr(problem['input'])[:60]}: "
+            f"{problem['msg']}"
+            for problem in error.errors()[:3]
         ]
         raise RefusedError("; ".join(problems)) from error
 
 
 class RoundPlan(BaseModel):
-    """Members of an attempt at an outer step of the direct exchange, and their parts in it.
+    """Members of an attempt at an outer step of the direct exchange, and their parts.
 
     generation: of the groups of ranks, which must be opened again when it changes. members: all
     that exchange, ascending, with `weights` in the mean, 0 for the `takers`, which first take the

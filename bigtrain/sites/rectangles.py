@@ -40,8 +40,8 @@ class ParameterBox(Box):
 
 
 class Update:
-    """An update of a whole parameter as it travels: encoded once, in blocks of its own flat order,
-    so that any rectangle of it means the same values on every site.
+    """Update of a full parameter as it is sent: encoded once, in blocks of the parameter's flat
+    order, so that a rectangle decodes to equal values on every site.
 
     values: float32, what it decodes to, shaped like the parameter.
     """
@@ -72,21 +72,21 @@ def touched_blocks(
     shape: tuple[int, ...], box: ParameterBox, block: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the blocks of a flat tensor of `shape` in which `box` has elements, ascending; and for
-    each element of the box the index of its block among them."""
+    each element of the box the index of its block in this list."""
     if box.is_flat_range(shape):
         first, last = box.flat_ends(shape)
         blocks = torch.arange(first, last + 1) // block
         return torch.arange(int(blocks[0]), int(blocks[-1]) + 1), blocks - blocks[0]
     index = torch.zeros((), dtype=torch.int64)
-    for offset, size, whole in zip(box.offsets, box.sizes, shape, strict=True):
-        index = index.unsqueeze(-1) * whole + torch.arange(offset, offset + size)
-    touched, places = torch.unique(index.reshape(-1) // block, return_inverse=True)
-    return touched, places
+    for offset, size, dimension in zip(box.offsets, box.sizes, shape, strict=True):
+        index = index.unsqueeze(-1) * dimension + torch.arange(offset, offset + size)
+    touched, block_index = torch.unique(index.reshape(-1) // block, return_inverse=True)
+    return touched, block_index
 
 
 def join_cuts(codec: Codec, cuts: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> bytes:
     """Return the payload for several rectangles: all elements, then all scales."""
-    elements = torch.cat([one for one, _ in cuts])
+    elements = torch.cat([elements for elements, _ in cuts])
     if isinstance(codec, BlockCodec):
         packed = codec.pack(elements.unsqueeze(0))[0]
         scales = torch.cat([scale for _, scale in cuts if scale is not None])
@@ -107,7 +107,7 @@ def split_cuts(
     if isinstance(codec, FloatCodec):
         _refuse_length(raw, sum(counts) * codec.dtype.itemsize)
         return raw.view(codec.dtype).float()
-    touched, places = zip(
+    touched, block_indices = zip(
         *(touched_blocks(shape, box, codec.block) for box, shape in boxes), strict=True
     )
     length = -(-sum(counts) * codec.bits // 8)
@@ -115,8 +115,8 @@ def split_cuts(
     _refuse_length(raw, length + 4 * sum(num_scales))
     integers = codec.unpack(raw[:length].unsqueeze(0), sum(counts))[0].split(counts)
     scales = raw[length:].clone().view(torch.float32).split(num_scales)
-    cuts = zip(integers, scales, places, strict=True)
-    return torch.cat([elements * scale[place] for elements, scale, place in cuts])
+    cuts = zip(integers, scales, block_indices, strict=True)
+    return torch.cat([elements * scale[block_index] for elements, scale, block_index in cuts])
 
 
 def _refuse_length(raw: torch.Tensor, expected: int) -> None:

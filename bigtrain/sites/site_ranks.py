@@ -1,4 +1,4 @@
-"""Collectives over the ranks of this site, in a group apart from the one that trains."""
+"""Collectives over the ranks of this site, in a separate group next to the training group."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bigtrain.engine.startup.cpu_collectives import cpu_group
 from bigtrain.engine.startup.long_work import on_all_ranks
 from bigtrain.system.world import World
 
-# A rank that ends ends the others at once; the main rank may wait long for other sites.
+# A rank that ends makes all ranks end; the main rank may wait long for other sites.
 _TIMEOUT_SECONDS = 7 * 86400.0
 
 Result = TypeVar("Result")
@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 
 class SiteRanks:
     """The ranks of this site. All methods are collective, and may run in a thread next to training;
-    an error of one rank is raised on all."""
+    an error on any rank is raised on all ranks."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -42,10 +42,10 @@ class SiteRanks:
         result: Result = box[0]
         return result
 
-    def gathered(self, own: Result) -> list[Result]:
-        """Return `own` of every rank."""
-        everyones: list[Any] = [own]
+    def gathered(self, value: Result) -> list[Result]:
+        """Return `value` of every rank."""
+        everyones: list[Any] = [value]
         if self._group is not None:
             everyones = [None] * self._world.size
-            dist.all_gather_object(everyones, own, group=self._group)
+            dist.all_gather_object(everyones, value, group=self._group)
         return everyones

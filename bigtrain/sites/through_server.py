@@ -34,8 +34,8 @@ _Boxes = Sequence[tuple[ParameterBox, tuple[int, ...], torch.Tensor]]
 class ServerRounds:
     """Outer steps by sending this site's change to the server and taking the server's weights.
 
-    A site that missed an outer step takes the weights of the server's newest one; its own change is
-    lost then. join: fields of the request to join.
+    A site that missed an outer step takes the server's newest weights, and its change is lost.
+    join: fields of the request to join.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class ServerRounds:
                     self._ranks.on_main(lambda: membership.ask("uploaded", {}))
                 return
             except RefusedByServerError:
-                # A server that has started again has no part of them, and asks again who joins.
+                # A server that has started again has no initial weights, and asks who joins next.
                 if not tries_left:
                     raise
 
@@ -85,7 +85,7 @@ class ServerRounds:
             attempt.detached = str(error)
 
     def _resync(self, attempt: OuterRound, deadline: float) -> None:
-        """Take the server's weights at the beginning, if they are not those of this site."""
+        """Take the server's weights at the beginning, if this site has other weights."""
         current = self._ranks.on_main(lambda: self._wait(-1, deadline))
         if attempt.number > current["number"]:
             raise LaunchError(
@@ -98,27 +98,27 @@ class ServerRounds:
             current = self._receive(attempt, current, deadline, is_update=False)
         if attempt.number != current["number"]:
             reason = f"took the global weights of outer step {current['number']}"
-            attempt.events.append(self._event(RETURNED, reason, current))
+            attempt.events.append(self._site_event(RETURNED, reason, current))
         self._finish(attempt, {**current, "sites": [], "distances": {}})
 
     def _take_part(self, attempt: OuterRound, deadline: float) -> None:
         name, before = self._ranks.on_main(lambda: secrets.token_hex(8)), self._membership.num_bytes
         own_messages = self._ranks.agreed(lambda: self._contribute(attempt, name, deadline))
         attempt.num_bytes = self._membership.num_bytes - before
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         num_messages = sum(self._ranks.gathered(own_messages))
         current = self._ranks.on_main(lambda: self._deliver(attempt, name, num_messages, deadline))
-        attempt.waited = time.perf_counter() - begun
+        attempt.waited = time.perf_counter() - started_at
         took_part = self._sites.index in current["sites"] and not current.get("late")
         current = self._receive(attempt, current, deadline, is_update=took_part)
         attempt.mean_of = 0
-        attempt.events += [OuterEvent(**one) for one in current.get("events", ())]
+        attempt.events += [OuterEvent(**event) for event in current.get("events", ())]
         self._heard = int(current["number"])
         if not took_part:
             attempt.errors = ()  # what was rounded off with a change that nobody has used
             reason = f"missed outer step {attempt.number + 1}; loaded the weights of outer step"
             reason += f" {current['number']}"
-            attempt.events.append(self._event(LEFT_OUT, reason, current))
+            attempt.events.append(self._site_event(LEFT_OUT, reason, current))
             attempt.notes.append(f"{reason}; this site's own change is discarded")
         self._finish(attempt, current)
 
@@ -127,8 +127,8 @@ class ServerRounds:
         attempt.new_number, attempt.new_step = int(current["number"]), int(current["step"])
         attempt.sites, attempt.distances = tuple(current["sites"]), current.get("distances", {})
 
-    def _event(self, kind: str, reason: str, current: Header) -> OuterEvent:
-        return OuterEvent(kind, f"site {self._sites.index}", reason, int(current["number"]))
+    def _site_event(self, event_kind: str, reason: str, current: Header) -> OuterEvent:
+        return OuterEvent(event_kind, f"site {self._sites.index}", reason, int(current["number"]))
 
     # Requests
 
@@ -149,6 +149,7 @@ class ServerRounds:
         codec, errors, num_messages = CODECS[self._sites.codec], [], 0
         relative = codec.is_relative or not self._is_absolute
         for part, window in enumerate(self.state.windows(0)):
+            # What has changed, with what earlier messages have rounded off.
             local = window.gathered()
             attempt.squares[0] += square(local, window.weights)
             attempt.squares[2] += len(local)
@@ -163,13 +164,15 @@ class ServerRounds:
                 continue
             values = _flat(boxes).unsqueeze(0)
             codes = codec.encode(values)
-            place = {"attempt": name, "rank": self._ranks.rank, "part": part}
-            header = {**place, "boxes": _to_json(boxes)}
+            part_key = {"attempt": name, "rank": self._ranks.rank, "part": part}
+            header = {**part_key, "boxes": _to_json(boxes)}
             self._membership.ask("contribute", header, deadline, codes[0].numpy().tobytes())
             num_messages += 1
             if error is not None:  # error feedback: what the server does not get
-                lost = (values - decoded(codec, codes, values.shape[1]))[0]
-                for view, value in _with_values(self._own_boxes(window, error, primary=True), lost):
+                rounding = (values - decoded(codec, codes, values.shape[1]))[0]
+                for view, value in _with_values(
+                    self._own_boxes(window, error, primary=True), rounding
+                ):
                     view.copy_(value)
         attempt.errors = errors
         return num_messages
@@ -223,7 +226,7 @@ class ServerRounds:
                     raise
                 last = number - 1
                 current = self._ranks.on_main(functools.partial(self._wait, last, deadline))
-        attempt.received = [(one, None) for one in weights]
+        attempt.received = [(window_weights, None) for window_weights in weights]
         return current
 
     def _fetched(self, window: Window, number: int, form: str, deadline: float) -> torch.Tensor:
@@ -252,7 +255,7 @@ def _to_json(boxes: _Boxes) -> list[Any]:
 
 
 def _flat(boxes: _Boxes) -> torch.Tensor:
-    """Return the values of rectangles one after the other, a copy."""
+    """Return a flat copy of the values of rectangles, in order."""
     return torch.cat([view.reshape(-1) for _, _, view in boxes])
 
 
@@ -265,9 +268,11 @@ def _with_values(boxes: _Boxes, flat: torch.Tensor) -> Iterator[tuple[torch.Tens
 
 def full_shapes(engine: TrainEngine, ranks: SiteRanks) -> dict[str, tuple[int, ...]]:
     """Return the full shapes of what is trained, on all pipeline stages. Collective."""
-    own = {
+    local_shapes = {
         name: tuple(full_shape(parameter)) or (1,)
         for name, parameter in engine.module.named_parameters()
         if parameter.requires_grad
     }
-    return {name: shape for shapes in ranks.gathered(own) for name, shape in shapes.items()}
+    return {
+        name: shape for shapes in ranks.gathered(local_shapes) for name, shape in shapes.items()
+    }

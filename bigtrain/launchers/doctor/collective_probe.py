@@ -1,7 +1,7 @@
 """Probe of devices and network that `bigtrain doctor` starts on all hosts at once under torchrun.
 
-One matrix product per device, timed; all-reduce within each host and over all of them, its latency
-and bandwidth; rank 0 prints one line of JSON.
+One matrix product per device, timed; latency and bandwidth of all-reduce within each host and over
+all hosts; rank 0 prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -38,35 +38,27 @@ def main(seconds: str) -> int:
     dist.all_gather_object(nodes, int(os.environ["GROUP_RANK"]))
     within = None
     for node in sorted(set(nodes)):
-        group = dist.new_group([rank for rank, its_node in enumerate(nodes) if its_node == node])
+        group = dist.new_group([rank for rank in range(world_size) if nodes[rank] == node])
         within = group if node == nodes[dist.get_rank()] else within
     numbers = 2**24 if cuda else 2**18
-    mine = {
+    size = 8192 if cuda else 512
+    dtype = torch.bfloat16 if cuda else torch.float32
+    matrix = torch.ones(size, size, device=device, dtype=dtype)
+    measured = {
         "host": socket.gethostname(),
         "local_rank": int(os.environ["LOCAL_RANK"]),
-        "matmul_seconds": _matmul_seconds(device, size=8192 if cuda else 512),
+        # The best time is least disturbed by other programs.
+        "matmul_seconds": min(_times(lambda: torch.mm(matrix, matrix), device)),
         "within": _all_reduce(device, numbers, within) if local_size > 1 else None,
         "between": _all_reduce(device, numbers, None) if world_size > local_size else None,
     }
     everyone: list[object] = [None] * world_size
-    dist.all_gather_object(everyone, mine)
+    dist.all_gather_object(everyone, measured)
     if dist.get_rank() == 0:
         print(MARK + json.dumps(everyone), flush=True)
     dist.barrier()
     dist.destroy_process_group()
     return 0
-
-
-def _matmul_seconds(device: torch.device, size: int) -> float:
-    """Return the best time of a product of two `size` x `size` matrices, least disturbed by other
-    programs."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    left = torch.ones(size, size, device=device, dtype=dtype)
-
-    def multiply() -> None:
-        torch.mm(left, left)
-
-    return min(_times(multiply, device))
 
 
 def _all_reduce(
@@ -84,7 +76,7 @@ def _all_reduce(
 
 
 def _times(work: Callable[[], object], device: torch.device) -> list[float]:
-    """Return the seconds of each repeat, after a warm-up."""
+    """Return the seconds of every repeat, after a warm-up."""
     times = []
     for _ in range(_REPEATS + 1):
         started_at = time.perf_counter()

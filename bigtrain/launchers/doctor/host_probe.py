@@ -35,11 +35,20 @@ def facts(directory: str) -> dict[str, Any]:
     """Return versions, devices, memory, disk below `directory`, clock and network of this host."""
     existing = next(path for path in (Path(directory), *Path(directory).parents) if path.exists())
     files = {Path.home() / NAME, Path.cwd() / NAME}
+    # GPUs that a process may use here; None without NVIDIA's driver.
+    folder, visible = Path("/proc/driver/nvidia/gpus"), os.environ.get("CUDA_VISIBLE_DEVICES")
+    num_devices = None
+    if folder.is_dir():
+        devices = filter(None, visible.split(",")) if visible else folder.iterdir()
+        num_devices = len(list(devices))
+    own_address = None
+    with suppress(OSError):
+        own_address = socket.gethostbyname(socket.gethostname())
     return {
         "hostname": socket.gethostname(),
         "versions": {**library_versions(), "driver": _driver()},
         "bigtrain_at": str(Path(bigtrain.__file__).parent),
-        "devices": _num_devices(),
+        "devices": num_devices,
         "cores": len(os.sched_getaffinity(0)),
         "memory_available_gib": (available_memory_bytes() or 0) / 2**30,
         "disk_free_gib": shutil.disk_usage(existing).free / 2**30,
@@ -49,7 +58,7 @@ def facts(directory: str) -> dict[str, Any]:
         "interface_variables": {
             name: os.environ[name] for name in INTERFACE_VARIABLES if name in os.environ
         },
-        "own_address": _address(socket.gethostname()),
+        "own_address": own_address,
         "free_port": try_port(),
         "environment_files": [p for path in sorted(files) for p in inspect_environment_file(path)],
         "time": time.time(),  # last, so that it is closest to when the reply is received
@@ -57,28 +66,28 @@ def facts(directory: str) -> dict[str, Any]:
 
 
 def announce(directory: str, token: str) -> dict[str, Any]:
-    """Write a file into `directory` for other hosts to read; `made`: folders created for it."""
+    """Write a file into `directory` for other hosts to read; `made`: folders created on the way."""
     folder = Path(directory)
-    made = [str(path) for path in (folder, *folder.parents) if not path.exists()]
+    made_folders = [str(path) for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f".doctor-{token}").write_text(token, encoding="utf-8")
     except OSError as error:
-        return {"problem": error.strerror, "made": made}
-    return {"problem": None, "made": made}
+        return {"problem": error.strerror, "made": made_folders}
+    return {"problem": None, "made": made_folders}
 
 
 def collect(directory: str, token: str, made: list[str]) -> dict[str, Any]:
     """Return the hosts whose files are visible in `directory`; delete these and the folders
     `made`."""
-    mine = f".doctor-{token}"
-    paths = list(Path(directory).glob(f"{mine}*"))
+    file_name = f".doctor-{token}"
+    paths = list(Path(directory).glob(f"{file_name}*"))
     for path in paths:
         path.unlink(missing_ok=True)
     with suppress(OSError):  # another process may use them by now
         for folder in made:
             Path(folder).rmdir()
-    return {"hosts": [path.name.removeprefix(f"{mine}-") for path in paths]}
+    return {"hosts": [path.name.removeprefix(f"{file_name}-") for path in paths]}
 
 
 def shared(directory: str, token: str, name: str) -> dict[str, Any]:
@@ -97,32 +106,32 @@ def shared(directory: str, token: str, name: str) -> dict[str, Any]:
 def network(port: int, peers: dict[str, int], me: str, seconds: float) -> dict[str, Any]:
     """Listen on `port` and connect to every peer, until all have connected or `seconds` are over.
 
-    Returns the peers that could not be reached, with the last error of each.
+    Returns the peers that could not be reached, with the last error.
     """
     try:
         listener = socket.create_server(("", port), backlog=len(peers) + 1)
     except OSError as error:
         return {"port": f"port {port} cannot be used: {error.strerror}", "unreachable": {}}
     deadline = time.monotonic() + seconds
-    seen: set[str] = set()
-    threading.Thread(target=_accept, args=(listener, seen), daemon=True).start()
+    connected: set[str] = set()
+    threading.Thread(target=_accept, args=(listener, connected), daemon=True).start()
     unreachable = dict.fromkeys(peers, "not attempted")
-    while time.monotonic() < deadline and (unreachable or len(seen) < len(peers)):
+    while time.monotonic() < deadline and (unreachable or len(connected) < len(peers)):
         for name in list(unreachable):
-            left = max(0.1, min(5.0, deadline - time.monotonic()))
+            timeout = max(0.1, min(5.0, deadline - time.monotonic()))
             try:
-                with socket.create_connection((name, peers[name]), timeout=left) as connection:
+                with socket.create_connection((name, peers[name]), timeout=timeout) as connection:
                     connection.sendall(me.encode())
                 del unreachable[name]
             except OSError as error:
                 unreachable[name] = str(error)
-        if unreachable or len(seen) < len(peers):
+        if unreachable or len(connected) < len(peers):
             time.sleep(_RETRY_SECONDS)
     listener.close()
     return {"port": None, "unreachable": unreachable}
 
 
-def _accept(listener: socket.socket, seen: set[str]) -> None:
+def _accept(listener: socket.socket, connected: set[str]) -> None:
     while True:
         try:
             connection, _ = listener.accept()
@@ -131,7 +140,7 @@ def _accept(listener: socket.socket, seen: set[str]) -> None:
         with connection:
             connection.settimeout(5.0)
             try:
-                seen.add(connection.recv(256).decode())
+                connected.add(connection.recv(256).decode())
             except (OSError, UnicodeDecodeError):
                 continue
 
@@ -145,33 +154,17 @@ def _driver() -> str | None:
     return next((word for word in words if word[:1].isdigit() and "." in word), text[:40])
 
 
-def _num_devices() -> int | None:
-    """Return the number of GPUs that a process may use here; None without NVIDIA's driver."""
-    folder = Path("/proc/driver/nvidia/gpus")
-    if not folder.is_dir():
-        return None
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return len([d for d in visible.split(",") if d]) if visible else len(list(folder.iterdir()))
-
-
 def _left_behind_bytes(folder: Path) -> int:
-    """Return the bytes of DeepSpeed's buffers in `folder` that no process (visible to this one) has
-    mapped."""
+    """Return the bytes of DeepSpeed's buffers in `folder` that no visible process has mapped."""
     buffers = {str(path): path.lstat().st_size for path in folder.glob(SHARED_BUFFERS)}
     for maps in Path("/proc").glob("[0-9]*/maps") if buffers else ():
         try:
-            used = {line.split()[-1] for line in maps.read_text(errors="replace").splitlines()}
+            lines = maps.read_text(errors="replace").splitlines()
         except OSError:  # another user's process, or it has ended
             continue
-        buffers = {path: size for path, size in buffers.items() if path not in used}
+        mapped_paths = {line.split()[-1] for line in lines}
+        buffers = {path: size for path, size in buffers.items() if path not in mapped_paths}
     return sum(buffers.values())
-
-
-def _address(name: str) -> str | None:
-    try:
-        return socket.gethostbyname(name)
-    except OSError:
-        return None
 
 
 PROBES: dict[str, Callable[..., dict[str, Any]]] = {
@@ -184,7 +177,7 @@ PROBES: dict[str, Callable[..., dict[str, Any]]] = {
 
 
 def main(name: str, arguments: str, limit_seconds: str) -> int:
-    """Run one probe and print its result; the alarm ends it if it hangs."""
+    """Run a probe and print its result; the alarm ends a probe that hangs."""
     signal.alarm(int(limit_seconds))
     result = PROBES[name](**json.loads(arguments))
     print(MARK + json.dumps(result), flush=True)

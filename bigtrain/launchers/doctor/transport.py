@@ -58,25 +58,25 @@ def ask_all(
     commands: Mapping[str, Sequence[str]],
     transport: Transport,
     limit_seconds: int,
-    tell: Callable[[Host, Reply], None] = lambda _host, _reply: None,
+    on_reply: Callable[[Host, Reply], None] = lambda _host, _reply: None,
 ) -> dict[str, Reply]:
-    """Run each host's command on it, `most_at_once` at the same time. Returns replies in order.
+    """Run the command of every host there, `most_at_once` at a time. Returns replies in order.
 
-    `tell` is called with each reply as it arrives, in this thread. Every command is killed
+    `on_reply` is called with each reply as it arrives, in this thread. Every command is killed
     `_GRACE_SECONDS` after `limit_seconds`.
     """
     if not hosts:
         return {}
     with ThreadPoolExecutor(max_workers=min(len(hosts), most_at_once())) as pool:
-        asked = {
+        host_by_future = {
             pool.submit(_ask, host, commands[host.name], transport, limit_seconds): host
             for host in hosts
         }
         replies = {}
-        for done in as_completed(asked):
-            host = asked[done]
-            replies[host.name] = done.result()
-            tell(host, replies[host.name])
+        for future in as_completed(host_by_future):
+            host = host_by_future[future]
+            replies[host.name] = future.result()
+            on_reply(host, replies[host.name])
         return {host.name: replies[host.name] for host in hosts}
 
 
@@ -88,7 +88,7 @@ def probe_command(probe: str, limit_seconds: int, **arguments: Any) -> list[str]
 
 def _ask(host: Host, command: Sequence[str], transport: Transport, limit_seconds: int) -> Reply:
     sent_at = time.time()
-    silent = f"no answer within {limit_seconds} s"
+    timeout_text = f"no answer within {limit_seconds} s"
     # Files, not pipes: a grandchild that outlives the command would keep a pipe open forever.
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         try:
@@ -107,14 +107,16 @@ def _ask(host: Host, command: Sequence[str], transport: Transport, limit_seconds
             os.killpg(process.pid, signal.SIGKILL)
             with suppress(subprocess.TimeoutExpired):  # blocked by an unreachable file system
                 process.wait(_KILLED_SECONDS)
-            return Reply(None, silent, sent_at, time.time())
+            return Reply(None, timeout_text, sent_at, time.time())
         received_at = time.time()
+
+        # A probe marks its line; shells and drivers may print more.
         for line in _lines(output):
-            _, marked, text = line.partition(MARK)
-            if marked:
+            _, mark, text = line.partition(MARK)
+            if mark:
                 return Reply(json.loads(text), None, sent_at, received_at)
         if code in (-signal.SIGALRM, 128 + signal.SIGALRM, _TIMED_OUT):
-            return Reply(None, silent, sent_at, received_at)
+            return Reply(None, timeout_text, sent_at, received_at)
         lines = _lines(errors) or ["no error output"]
         return Reply(None, f"exit code {code}: {lines[-1][:200]}", sent_at, received_at)
 

@@ -20,7 +20,7 @@ SHARED_BUFFERS = "deepspeed_allreduce_buffer_*"
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of one check of one host: the observation, and a fix if the check failed."""
+    """Result of a check of a host: the observation, and a fix if the check failed."""
 
     host: str
     check: str
@@ -44,7 +44,7 @@ def check_reachable(host: Host, problem: str | None) -> Finding:
 
 
 def check_versions(facts: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
-    """Report versions that differ from those of most hosts."""
+    """Report versions that differ from the versions of most hosts."""
     usual = {
         name: Counter(fact["versions"][name] for fact in facts.values()).most_common(1)[0][0]
         for name in next(iter(facts.values()))["versions"]
@@ -65,9 +65,10 @@ def check_versions(facts: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
 
 def check_devices(host: Host, fact: Mapping[str, Any]) -> Finding:
     """Check that every slot has a GPU, or a core on hosts without GPUs."""
-    kind, number = ("GPUs", fact["devices"]) if fact["devices"] is not None else ("cores", None)
-    number = fact["cores"] if number is None else number
-    text = f"{number} {kind} for {host.slots} slots"
+    noun, number = ("GPUs", fact["devices"])
+    if number is None:
+        noun, number = "cores", fact["cores"]
+    text = f"{number} {noun} for {host.slots} slots"
     if number >= host.slots:
         return Finding(host.name, "devices", text)
     remedy = f"slots={number} in the hostfile, or find the missing ones (nvidia-smi)"
@@ -81,7 +82,7 @@ def check_memory(host: str, fact: Mapping[str, Any], least_gib: float) -> list[F
     left_behind = fact["shm_left_behind_gib"]
     if left_behind:
         more_shared = f"find /dev/shm -name '{SHARED_BUFFERS}' -mmin +60 -delete, or {more_shared}"
-    for check, key, least, remedy in (
+    for check, key, min_gib, remedy in (
         ("memory", "memory_available_gib", least_gib, "stop other processes there"),
         ("disk", "disk_free_gib", least_gib, "free space, or write elsewhere (--directory)"),
         ("/dev/shm", "shm_free_gib", LEAST_SHM_GIB, more_shared),
@@ -90,9 +91,9 @@ def check_memory(host: str, fact: Mapping[str, Any], least_gib: float) -> list[F
         text = f"{gib:.1f} GiB"
         if check == "/dev/shm" and left_behind:
             text += f", {left_behind:.1f} GiB of DeepSpeed runs that ended"
-        short = gib < least
+        short = gib < min_gib
         findings.append(
-            Finding(host, check, text, f"at least {least:g} GiB: {remedy}" if short else None)
+            Finding(host, check, text, f"at least {min_gib:g} GiB: {remedy}" if short else None)
         )
     return findings
 
@@ -103,28 +104,29 @@ def check_clock(host: str, remote: float, sent_at: float, received_at: float) ->
     skew = max(ahead, behind, 0.0)
     if skew <= MOST_CLOCK_SKEW_SECONDS:
         return Finding(host, "clock", "right")
-    way = "ahead" if ahead > behind else "behind"
-    return Finding(host, "clock", f"{skew:.1f} s {way}", "synchronize it by NTP (timedatectl)")
+    direction = "ahead" if ahead > behind else "behind"
+    text = f"{skew:.1f} s {direction}"
+    return Finding(host, "clock", text, "synchronize it by NTP (timedatectl)")
 
 
-def check_interface(host: str, fact: Mapping[str, Any], *, alone: bool) -> Finding:
+def check_interface(host: str, fact: Mapping[str, Any], *, is_only_host: bool) -> Finding:
     """Check that gloo and NCCL can find the network interface through which others reach this host.
 
-    A single host (`alone`) may use its loopback interface.
+    A single host (`is_only_host`) may use its loopback interface.
     """
     named = fact["interface_variables"]
     for variable, value in named.items():
-        wanted = value.lstrip("^=").split(",")
-        if not any(name.startswith(w) for name in fact["interfaces"] for w in wanted):
+        prefixes = value.lstrip("^=").split(",")
+        if not any(name.startswith(w) for name in fact["interfaces"] for w in prefixes):
             text = f"{variable}={value}, and the interfaces are {', '.join(fact['interfaces'])}"
             return Finding(host, "interface", text, f"set {variable} to one of those")
     address = fact["own_address"]
-    if not alone and not named and (address is None or address.startswith("127.")):
-        where = (
+    if not is_only_host and not named and (address is None or address.startswith("127.")):
+        problem = (
             f"its host name resolves to {address}" if address else "its host name does not resolve"
         )
         remedy = "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, or fix its /etc/hosts"
-        return Finding(host, "interface", where, remedy)
+        return Finding(host, "interface", problem, remedy)
     return Finding(host, "interface", ", ".join(named.values()) or str(address))
 
 
@@ -158,7 +160,7 @@ def check_network(host: str, result: Mapping[str, Any] | None, problem: str | No
             "stop the process that uses it, or choose another --port",
         )
     if result["unreachable"]:
-        text = ", ".join(f"{name} ({why})" for name, why in result["unreachable"].items())
+        text = ", ".join(f"{name} ({error})" for name, error in result["unreachable"].items())
         remedy = "open the ports between them (firewall), or set the interface that connects them"
         return Finding(host, "network", f"cannot reach {text}", remedy)
     return Finding(host, "network", "reaches all")
@@ -168,34 +170,35 @@ def check_compute(hosts: Sequence[Host], devices: Sequence[Mapping[str, Any]]) -
     """Report devices that are slower than their peers, by host."""
     median = statistics.median(device["matmul_seconds"] for device in devices)
     findings = []
-    of_all = iter(devices)  # in rank order
+    remaining = iter(devices)  # in rank order
     for host in hosts:
-        own = list(itertools.islice(of_all, host.slots))
-        slow = [d for d in own if d["matmul_seconds"] > SLOW_DEVICE_FACTOR * median]
-        text = f"{statistics.median(d['matmul_seconds'] for d in own) * 1e3:.2f} ms per product"
+        host_devices = list(itertools.islice(remaining, host.slots))
+        slow = [d for d in host_devices if d["matmul_seconds"] > SLOW_DEVICE_FACTOR * median]
         if not slow:
+            host_median = statistics.median(d["matmul_seconds"] for d in host_devices)
+            text = f"{host_median * 1e3:.2f} ms per product"
             findings.append(Finding(host.name, "compute", text))
             continue
-        shown = ", ".join(
+        slow_devices = ", ".join(
             f"device {d['local_rank']} takes {d['matmul_seconds'] / median:.2f} times the median"
             for d in slow
         )
         remedy = (
             "check for overheating, power limits and other programs (nvidia-smi -q -d PERFORMANCE)"
         )
-        findings.append(Finding(host.name, "compute", shown, remedy))
+        findings.append(Finding(host.name, "compute", slow_devices, remedy))
     return findings
 
 
 def describe_collectives(devices: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return lines on all-reduce within hosts and over all of them; the slowest rank counts."""
+    """Return lines on all-reduce within hosts and over all hosts; the slowest rank counts."""
     lines = []
-    for key, where in (("within", "within each host"), ("between", "over all hosts")):
-        measured = [device[key] for device in devices if device[key] is not None]
-        if measured:
-            latency = max(one["latency_seconds"] for one in measured) * 1e6
-            bandwidth = min(one["bytes_per_second"] for one in measured) / 1e9
-            lines.append(f"all-reduce {where}: {latency:.0f} us, {bandwidth:.2f} GB/s")
+    for key, scope in (("within", "within each host"), ("between", "over all hosts")):
+        speeds = [device[key] for device in devices if device[key] is not None]
+        if speeds:
+            latency = max(speed["latency_seconds"] for speed in speeds) * 1e6
+            bandwidth = min(speed["bytes_per_second"] for speed in speeds) / 1e9
+            lines.append(f"all-reduce {scope}: {latency:.0f} us, {bandwidth:.2f} GB/s")
     return lines
 
 

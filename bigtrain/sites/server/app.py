@@ -96,7 +96,7 @@ class OuterServer:
         self._token = token
         self._say = protocol.escaping(say)
         self._instance = secrets.token_hex(8)
-        self._sessions: OrderedDict[str, str] = OrderedDict()  # by the nonce of their first message
+        self._sessions: OrderedDict[str, str] = OrderedDict()  # by the nonce of the first message
         self._last: dict[str, int] = {}  # sequence number by session
         self._refused: Counter[tuple[str, str]] = Counter()
         self._failures: Counter[str] = Counter()
@@ -187,14 +187,16 @@ class OuterServer:
             return protocol.LATER, {"error": str(error)}, b""
         except Exception as error:  # of a site that has the token, whatever it is
             text = str(error) if isinstance(error, RefusedError) else repr(error)
-            who = f"site {header['site']}" if "site" in header else "a site"
-            self._say(f"{host}: refused {action} of {who}: {'; '.join(text.splitlines())[:1000]}")
+            sender = f"site {header['site']}" if "site" in header else "a site"
+            self._say(
+                f"{host}: refused {action} of {sender}: {'; '.join(text.splitlines())[:1000]}"
+            )
             return protocol.REFUSED, {"error": text}, b""
         return protocol.OK, reply, content
 
     def _greeted(self, nonce: str) -> Header:
-        """Return this start, and the session that the message with `nonce` begins: the same one for
-        the same message again."""
+        """Return this start, and the session that the message with `nonce` begins: for a repeated
+        message the existing session."""
         if not _FIRST_NONCE.fullmatch(nonce):
             raise RefusedError("the first message needs 32 random hexadecimal digits")
         with self._lock:
@@ -208,8 +210,8 @@ class OuterServer:
         return {"instance": self._instance, "session": session}
 
     def _note(self, host: str, reason: str, text: str) -> None:
-        """Name who sent what was refused: each time that the count of such messages doubles, so
-        that nobody fills the log."""
+        """Name the sender of a refused message, each time that their count doubles, so that nobody
+        fills the log."""
         if len(self._refused) > _KNOWN_HOSTS:
             self._refused.clear()
         self._refused[host, reason] += 1
@@ -234,7 +236,7 @@ class OuterServer:
         body = protocol.pack(header, payload)
         headers = {protocol.SIGNATURE: protocol.sign(self._token, f"reply {status}", nonce, body)}
         if status != protocol.OK:
-            headers["connection"] = "close"  # what is left of its body is not read
+            headers["connection"] = "close"  # the remaining body is not read
         return Response(body, status, headers)
 
 
@@ -279,20 +281,20 @@ class Place:
 class HTTPServer(uvicorn.Server):
     """uvicorn with limits for those who do not know the token."""
 
-    def __init__(self, server: OuterServer, place: Place) -> None:
+    def __init__(self, server: OuterServer, address: Place) -> None:
         super().__init__(
             uvicorn.Config(
                 server.application(),
-                host=place.host,
-                port=place.port,
+                host=address.host,
+                port=address.port,
                 http=GuardedConnection,
                 ws="none",
                 h11_max_incomplete_event_size=MOST_HEADERS,
                 log_level="error",  # the server itself logs what strangers send
                 access_log=False,
                 lifespan="off",
-                ssl_certfile=place.certificate,
-                ssl_keyfile=place.key,
+                ssl_certfile=address.certificate,
+                ssl_keyfile=address.key,
             )
         )
         self._server = server
@@ -308,7 +310,7 @@ class HTTPServer(uvicorn.Server):
 
 def serve(
     directory: Path,
-    place: Place,
+    address: Place,
     token: bytes,
     rules: Rules,
     say: Callable[[str], None],
@@ -322,11 +324,11 @@ def serve(
     gc.freeze()  # else every large message has the collector look at all that is imported
     with closing(ServerDirectory(directory)) as store:
         state = OuterServerState(store, rules, say)
-        server = HTTPServer(OuterServer(state, token, say), place)
-        ended = threading.Event()
+        server = HTTPServer(OuterServer(state, token, say), address)
+        has_ended = threading.Event()
 
         def watch() -> None:
-            while not ended.wait(_TICK_SECONDS):
+            while not has_ended.wait(_TICK_SECONDS):
                 state.tick()
                 if until_left and state.is_over(IDLE_SECONDS):
                     server.should_exit = True
@@ -336,5 +338,5 @@ def serve(
         try:
             server.run()
         finally:
-            ended.set()
+            has_ended.set()
             ticking.join()

@@ -118,7 +118,7 @@ class Listener:
                 self._loop.remove_reader(listening)
                 listening.close()
         for stranger in list(self._strangers):
-            if stranger.protocol is None:  # uvicorn closes those with one
+            if stranger.protocol is None:  # uvicorn closes connections with a protocol
                 stranger.abort()
 
     async def wait_closed(self) -> None:

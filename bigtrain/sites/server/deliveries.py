@@ -1,5 +1,5 @@
-"""Rounds of the exchange by way of the server: initial weights, contributions of the sites, and the
-outer steps that the server makes of them."""
+"""Rounds of the exchange by way of the server: initial weights, contributions of the sites, and
+outer steps with their mean."""
 
 from __future__ import annotations
 
@@ -86,9 +86,10 @@ class ServerExchange:
             weights = self._weights
             if not weights.is_ready:
                 weights.refuse_unfilled()
-                told = self._members.pending()
-                record = {**weights.record, "events": [asdict(one) for one in events_of(told, 0)]}
-                self._members.write_round(record, told, tensors=weights.tensors())
+                reported = self._members.pending()
+                events = [asdict(event) for event in events_of(reported, 0)]
+                record = {**weights.record, "events": events}
+                self._members.write_round(record, reported, tensors=weights.tensors())
                 weights.ready()
         return {}, b""
 
@@ -104,14 +105,17 @@ class ServerExchange:
         """Count a site's contribution as complete. Returns the state, with ``late`` where the outer
         step that it was meant for was made without it. Raises RefusedError for missing parts."""
         site, members = request.site, self._members
-        heard = request.base if request.heard is None else request.heard
+        heard_step = request.base if request.heard is None else request.heard
         with members.changed:
             delivery = Delivery(**request.model_dump(include=set(Delivery.__annotations__)))
             row = members.member(site)
             if not row.is_active:
                 self._store.write_site(replace(row, is_active=True, has_left=False))
-            if self._was_used(site, delivery):  # the reply was lost
-                return members.summary(heard), b""
+            if any(
+                record.get("attempts", {}).get(str(site)) == delivery.attempt
+                for record in self._store.records_after(delivery.base)
+            ):  # the reply was lost
+                return members.summary(heard_step), b""
             staleness = self._weights.number - delivery.base
             if staleness < 0 or (staleness > 0 and not self._is_asynchronous):
                 self._store.forget([site])
@@ -120,7 +124,7 @@ class ServerExchange:
                     f"site {site} was late for outer step {delivery.base + 1}: its change is "
                     f"discarded, it takes the weights of {self._weights.number}"
                 )
-                return {**members.summary(heard), "late": True}, b""
+                return {**members.summary(heard_step), "late": True}, b""
             with self._excluding(site):
                 # Every element once, else the mean would be of something else than the model.
                 self._weights.refuse_contribution(partial(self._read, site, delivery))
@@ -129,7 +133,7 @@ class ServerExchange:
             if self._waits_since is None:
                 self._waits_since = members.clock()
             members.attempt(self.tick)
-            return members.summary(heard), b""
+            return members.summary(heard_step), b""
 
     def _cut(self, request: protocol.WeightsRequest, _: memoryview) -> Reply:
         """Return rectangles of the global weights of outer step ``number``: the last ``update``,
@@ -179,7 +183,7 @@ class ServerExchange:
         members = self._members
         rows = self._store.sites()
         expected = {site for site, row in rows.items() if row.is_active}
-        if self._weights.number == 0:  # all start at about the same time
+        if self._weights.number == 0:  # all start at about the time of the first site
             expected |= set(range(self._weights.sites.count))
         expected |= delivered.keys()
         absent = expected - delivered.keys() - self._unusable
@@ -197,18 +201,18 @@ class ServerExchange:
         if after is None:  # a delivery was discarded
             return
         members, number = self._members, self._weights.number + 1
-        told = members.pending()
-        events = events_of(told, number - 1)
+        reported = members.pending()
+        events = events_of(reported, number - 1)
         before = self._store.sites()
         for site in sorted(absent):
             refusal = "" if site in before else members.refused.get(site, "")
             reason = f"was refused: {refusal}" if refusal else "missed the outer step"
             events.append(OuterEvent(LEFT_OUT, f"site {site}", reason, number - 1))
         after.record["events"] = [asdict(event) for event in events]
-        after.record["attempts"] = {str(site): one.attempt for site, one in delivered.items()}
+        after.record["attempts"] = {str(site): row.attempt for site, row in delivered.items()}
         made_by = list(delivered)
         members.write_round(
-            after.record, told, made_by, absent, tensors=after.tensors, used=made_by
+            after.record, reported, made_by, absent, tensors=after.tensors, used=made_by
         )
         self._weights.commit(after)
         self._unusable.clear()
@@ -221,16 +225,16 @@ class ServerExchange:
         members.log(f"outer step {number} with {named(delivered)}")
 
     def _computed(self, delivered: Mapping[int, Delivery]) -> NextStep | None:
-        """Return the state after a step with these; None where one of them makes it fail, which is
-        discarded."""
+        """Return the state after a step with these deliveries; None if a delivery makes the step
+        fail, which is discarded."""
         try:
             return self._next(delivered)
         except Exception as error:
             _raise_temporary(error)
             culprit, cause = max(delivered), error
-        for site, one in delivered.items():
+        for site, delivery in delivered.items():
             try:
-                self._next({site: one})
+                self._next({site: delivery})
             except Exception as error:
                 _raise_temporary(error)
                 culprit, cause = site, error
@@ -247,21 +251,14 @@ class ServerExchange:
     def _next(self, delivered: Mapping[int, Delivery]) -> NextStep:
         weights, share = self._weights, 1.0
         if self._is_asynchronous:
-            ((_, one),) = delivered.items()
+            ((_, delivery),) = delivered.items()
             num_active = sum(row.is_active for row in self._store.sites().values())
-            share = staleness_weight(weights.number - one.base) / max(1, num_active)
+            share = staleness_weight(weights.number - delivery.base) / max(1, num_active)
         return weights.step(
-            {site: one.tokens for site, one in delivered.items()},
-            {site: partial(self._read, site, one) for site, one in delivered.items()},
+            {site: delivery.tokens for site, delivery in delivered.items()},
+            {site: partial(self._read, site, delivery) for site, delivery in delivered.items()},
             share,
-            max(one.step for one in delivered.values()),
-        )
-
-    def _was_used(self, site: int, delivery: Delivery) -> bool:
-        """Return whether an outer step was made with an attempt."""
-        return any(
-            record.get("attempts", {}).get(str(site)) == delivery.attempt
-            for record in self._store.records_after(delivery.base)
+            max(delivery.step for delivery in delivered.values()),
         )
 
     def _read(
@@ -299,8 +296,8 @@ def _raise_temporary(error: Exception) -> None:
 
 def _section(run: Header) -> SitesSection:
     """Return how outer steps are made, as a section, which names a server."""
-    own = {"server": "http://localhost:1", "token_file": "none"}
-    return SitesSection.model_validate({**run["sites"], **own})
+    server_fields = {"server": "http://localhost:1", "token_file": "none"}
+    return SitesSection.model_validate({**run["sites"], **server_fields})
 
 
 def staleness_weight(staleness: int) -> float:

@@ -170,8 +170,8 @@ class DirectExchange:
                 raise RefusedError(
                     f"a value of {size} bytes, of at most {protocol.MOST_VALUE_BYTES}"
                 )
-            others = sum(len(k) + len(v) for k, v in self._values.items() if k != key)
-            if others + len(key) + size > _MOST_VALUES_BYTES:
+            num_other_bytes = sum(len(k) + len(v) for k, v in self._values.items() if k != key)
+            if num_other_bytes + len(key) + size > _MOST_VALUES_BYTES:
                 raise RefusedError(f"more than {_MOST_VALUES_BYTES} bytes of values")
             self._values[key] = bytes(payload)
             self._members.changed.notify_all()
@@ -196,12 +196,13 @@ class DirectExchange:
         if self._open is not None:
             return
         expected, is_new = self._expected(), self._is_new()
-        waiting = {site: one for site, one in self._waiting.items() if site in expected}
+        waiting = {site: waiting for site, waiting in self._waiting.items() if site in expected}
         window, now = self._members.rules.window_seconds, self._members.clock()
         if due(waiting, expected, self._count(), is_new=is_new, window_seconds=window, now=now):
-            self._form({site: one.entry for site, one in waiting.items()}, is_new=is_new)
+            self._form({site: waiting.entry for site, waiting in waiting.items()}, is_new=is_new)
 
     def _form(self, entries: dict[int, RoundEntry], *, is_new: bool) -> None:
+        # Groups of ranks stay open while the same processes of the same sites take part.
         rows = self._store.sites()
         incarnations = tuple((s, rows[s].run, rows[s].num_joins) for s in sorted(entries))
         if self._incarnations[0] != incarnations:
@@ -213,26 +214,26 @@ class DirectExchange:
             layouts={site: rows[site].layout for site in sorted(entries)},
             plain=sorted({name for row in rows.values() for name in json.loads(row.plain)}),
         )
-        told = self._members.pending()
+        reported = self._members.pending()
         last = self._store.record()
         before = set(plan.members if last is None else last["members"])
-        events = round_events(plan, events_of(told, plan.number), before)
+        events = round_events(plan, events_of(reported, plan.number), before)
         plan = plan.model_copy(update={"events": events})
         if last is not None and plan.number < int(last["number"]):
             self._members.log(
                 f"outer step {last['number']} is on none of the sites that are here: they continue "
                 f"at {plan.number}"
             )
-        for site, one in entries.items():
-            self._plans[site] = one.entry, plan
+        for site, entry in entries.items():
+            self._plans[site] = entry.entry, plan
             del self._waiting[site]
         if plan.digests:
             self._members.log(f"{named(plan.members)}: a new run whose weights differ is not begun")
         else:
-            tokens = {site: one.tokens for site, one in entries.items() if site in plan.sites}
+            tokens = {site: entry.tokens for site, entry in entries.items() if site in plan.sites}
             active = {site for site, row in rows.items() if row.is_active}
             absent = active - set(plan.members) - self._waiting.keys()
-            self._open = _OpenRound(plan, tokens, told, absent)
+            self._open = _OpenRound(plan, tokens, reported, absent)
         self._members.changed.notify_all()
 
     def _decide(self, current: _OpenRound) -> None:
@@ -242,13 +243,13 @@ class DirectExchange:
         if not silent and all(votes.values()) and not current.blamed:
             self._commit(current)
             return
-        lost = {site for site in silent if not self._members.is_alive(site)}
-        if lost:
+        lost_sites = {site for site in silent if not self._members.is_alive(site)}
+        if lost_sites:
             self._end_generation()
         rows = self._store.sites()
         limit = max(rows[site].timeout_seconds for site in plan.members)
         is_over = current.first_vote is not None and now - current.first_vote >= limit
-        if is_over or silent == lost:
+        if is_over or silent == lost_sites:
             self._abort(current, silent)
 
     def _commit(self, current: _OpenRound) -> None:
@@ -308,7 +309,7 @@ class DirectExchange:
             self._members.log(f"site {site} is excluded: it {UNUSABLE}")
 
     def _expected(self) -> Mapping[int, SiteRow]:
-        """Return the sites that the next round waits for, and those that wait for it."""
+        """Return the sites that the next round waits for, with all that are waiting."""
         record = self._store.record()
         number = 0 if record is None else int(record["number"])
         alive = {
@@ -322,8 +323,8 @@ class DirectExchange:
         return reachable or alive
 
     def _is_new(self) -> bool:
-        entries = [one.entry for one in self._waiting.values()]
-        return self._store.record() is None and not any(one.number for one in entries)
+        entries = [waiting.entry for waiting in self._waiting.values()]
+        return self._store.record() is None and not any(waiting.number for waiting in entries)
 
     def _count(self) -> int:
         run = self._store.run()

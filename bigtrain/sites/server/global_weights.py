@@ -39,8 +39,8 @@ Parts = Callable[[], Iterable[tuple[list[ParameterBox], memoryview]]]
 
 class GlobalWeights:
     """The state of an outer server: float32, 4 bytes for each parameter (momentum and rounding
-    error as much again, where there are any). While a step is made, the same again for the state
-    after it, and 8 bytes for the mean.
+    error as much again, where there are any). While a step is made, as much again for the new
+    state, and 8 bytes for the mean.
 
     shapes: of all parameters that are trained. absolute: whether sites send weights where the codec
     may (float32); else always differences. record: of the last outer step, as JSON.
@@ -85,11 +85,11 @@ class GlobalWeights:
         self.record, self.is_ready = dict(record), True
 
     def begin_again(self) -> None:
-        """Expect all initial weights, whatever has come of them so far."""
+        """Expect all initial weights, whatever has come so far."""
         self._is_filled = torch.zeros(0, dtype=torch.bool)
 
     def begin(self, boxes: Sequence[ParameterBox], payload: memoryview) -> None:
-        """Fill rectangles of the initial weights with float32 values; the same ones again change
+        """Fill rectangles of the initial weights with float32 values; repeated values change
         nothing. Raises ValueError for values that are not finite, for another number of them, and
         for rectangles that overlap with others that hold something else."""
         if len(payload) % 4 or not payload:
@@ -102,12 +102,12 @@ class GlobalWeights:
             raise ValueError("initial weights that are not finite")
         if not self._is_filled.numel():
             self._is_filled = torch.zeros(self._count, dtype=torch.bool)
-        for box, given in _by_box(boxes, values):
-            place = self._of(self._weights, box.name)[box.slices]
+        for box, box_values in _by_box(boxes, values):
+            current = self._of(self._weights, box.name)[box.slices]
             is_filled = self._of(self._is_filled, box.name)[box.slices]
-            if is_filled.any() and not (is_filled.all() and torch.equal(place, given)):
+            if is_filled.any() and not (is_filled.all() and torch.equal(current, box_values)):
                 raise ValueError(f"initial weights of {box.name} came twice, with other values")
-            place.copy_(given)
+            current.copy_(box_values)
             is_filled.fill_(True)
 
     def refuse_unfilled(self) -> None:
@@ -122,7 +122,7 @@ class GlobalWeights:
 
     def refuse_payload(self, boxes: Sequence[ParameterBox], payload: memoryview) -> None:
         """Raise ValueError unless `payload` has the length of the codes of `boxes`, UnusableError
-        unless these are such as a site makes of finite values."""
+        for codes that a site does not make from finite values."""
         count = sum(box.num_elements for box in boxes)
         expected = self._codec.num_bytes(count)
         if len(payload) != expected:
@@ -135,10 +135,10 @@ class GlobalWeights:
         is_here = torch.zeros(self._count, dtype=torch.bool)
         change = 0.0
         for box, values in self._values(parts):
-            place = self._of(is_here, box.name)[box.slices]
-            if place.any():
+            is_box_here = self._of(is_here, box.name)[box.slices]
+            if is_box_here.any():
                 raise ValueError(f"elements of {box.name} came twice")
-            place.fill_(True)
+            is_box_here.fill_(True)
             before = self._of(self._weights, box.name)[box.slices]
             change += square(values, torch.zeros(()) if self.is_relative else before)
         count = int(is_here.sum())
@@ -158,16 +158,30 @@ class GlobalWeights:
         """
         if not all(0 < count <= MOST_TOKENS for count in tokens.values()):
             raise UnusableError(f"tokens {dict(tokens)}: 1 to {MOST_TOKENS:,} are possible")
-        mean = self._mean(tokens, parts)
-        distances = {str(site): self._distance(parts[site], mean) for site in parts}
+        # The mean in float64 and in the order of the sites, and each site's distance to the mean.
+        mean = torch.zeros(self._count, dtype=torch.float64)
+        for site in sorted(parts):
+            for box, values in self._values(parts[site]):
+                self._of(mean, box.name)[box.slices].add_(values.double(), alpha=tokens[site])
+        mean.div_(sum(tokens.values()))
+        distances = {}
+        for site in parts:
+            total = 0.0
+            for box, values in self._values(parts[site]):
+                total += square(values.double(), self._of(mean, box.name)[box.slices])
+            distances[str(site)] = math.sqrt(total / self._count)
+
+        # The state after the step, in copies: the step does not count yet.
         after = {name: state.clone() for name, state in self.tensors().items()}
         updates = {}
-        for name, place in self._places.items():
-            part = {kind: state[place] for kind, state in after.items()}
-            updates[name] = self._step_parameter(part, mean[place], self.shapes[name], share)
-        for kind, state in after.items():
+        for name, element_range in self._places.items():
+            part = {state_name: state[element_range] for state_name, state in after.items()}
+            updates[name] = self._step_parameter(
+                part, mean[element_range], self.shapes[name], share
+            )
+        for state_name, state in after.items():
             if not is_finite(state):
-                raise UnusableError(f"{kind} that would not be finite")
+                raise UnusableError(f"{state_name} that would not be finite")
         record = {
             "number": self.number + 1,
             "step": max(step, int(self.record["step"])),
@@ -199,15 +213,15 @@ class GlobalWeights:
         outer_update(weights, part.get("momentum"), target, self.sites)
         if not self._codec.is_relative:
             return Update(self._codec, weights.view(shape).clone())
-        # What sites can be told becomes the weights; the rest is kept for later.
+        # The encoded update, which sites receive, becomes the weights; its error is kept for later.
         change = weights - before
         if error is not None:
             change += error
         update = Update(self._codec, change.view(shape))
-        told = update.values.reshape(-1)
-        torch.add(before, told, out=weights)
+        sent_update = update.values.reshape(-1)
+        torch.add(before, sent_update, out=weights)
         if error is not None:
-            error.copy_(change - told)
+            error.copy_(change - sent_update)
         return update
 
     def cut(self, boxes: Sequence[ParameterBox], form: str) -> tuple[dict[str, Any], bytes]:
@@ -217,22 +231,7 @@ class GlobalWeights:
             return {"form": "update"}, join_cuts(self._codec, cuts)
         full = [self._of(self._weights, box.name)[box.slices].reshape(-1) for box in boxes]
         plain = FloatCodec(torch.float32, is_relative=False)
-        return {"form": "full"}, join_cuts(plain, [(one, None) for one in full])
-
-    def _mean(self, tokens: Mapping[int, int], parts: Mapping[int, Parts]) -> torch.Tensor:
-        """The mean of the values that sites sent, float64, in the order of the sites."""
-        total = torch.zeros(self._count, dtype=torch.float64)
-        for site in sorted(parts):
-            for box, values in self._values(parts[site]):
-                self._of(total, box.name)[box.slices].add_(values.double(), alpha=tokens[site])
-        return total.div_(sum(tokens.values()))
-
-    def _distance(self, parts: Parts, mean: torch.Tensor) -> float:
-        """Root mean square of the difference between what a site has sent and the mean."""
-        total = 0.0
-        for box, values in self._values(parts):
-            total += square(values.double(), self._of(mean, box.name)[box.slices])
-        return math.sqrt(total / self._count)
+        return {"form": "full"}, join_cuts(plain, [(elements, None) for elements in full])
 
     def _values(self, parts: Parts) -> Iterator[tuple[ParameterBox, torch.Tensor]]:
         """Yield the rectangles of a site, with the values that it sent, float32."""

@@ -36,8 +36,8 @@ EventKey = tuple[str, str, str]
 class Rules:
     """Rules by which a server makes outer steps.
 
-    is_asynchronous: one for every delivery, weighted by its staleness, instead of one for all
-    sites. window_seconds: how long the first site of a round waits for the others.
+    is_asynchronous: a step for every delivery, weighted by its staleness, instead of a common step
+    for all sites. window_seconds: how long the first site of a round waits for further sites.
     """
 
     is_asynchronous: bool
@@ -122,32 +122,36 @@ class Members:
 
     def agreed_run(self, request: JoinRequest) -> Header:
         """Return the description of the run once a site has joined it. Raises RefusedError, and
-        keeps the reason for the other sites."""
-        run, own = self.store.run(), described(request)
+        keeps the reason for all sites."""
+        run, joining = self.store.run(), described(request)
         before = self.store.sites().get(request.site, SiteRow(request.site))
         try:
-            refuse_index(request.site, run or own)
-            _refuse_second_run(before, request)
-            document = own if run is None else _with_changes(run, request)
+            refuse_index(request.site, run or joining)
+            is_other = before.run and request.run != before.run
+            if is_other and before.is_active and "sites.index" not in request.allowed:
+                raise RefusedError(
+                    f"sites.index = {before.site}: another run directory (run {before.run}) takes "
+                    "part as this site, and has not left -> a sites.index of its own, or stop that "
+                    "run; if it is lost for good, checkpoint.allow_changes=[sites.index] replaces "
+                    "it"
+                )
+            document = joining if run is None else _with_changes(run, request)
             if request.parameters is None:
-                self._refuse_announced(request, own)
-                own["parameters"] = document["parameters"]
-            _refuse_differences(document, own)
+                # Before any site has joined, compare with the sites that build their models.
+                now = self.clock()
+                self._announced.pop(request.site, None)
+                for announced, until in self._announced.values() if run is None else ():
+                    if now < until:
+                        _refuse_differences(announced, joining)
+                self._announced[request.site] = joining, now + request.timeout_seconds
+                joining["parameters"] = document["parameters"]
+            _refuse_differences(document, joining)
         except RefusedError as error:
             text = "; ".join(map(str.strip, str(error).splitlines()))
             self.refused[request.site] = text[:_LONGEST_TEXT]
             raise
         self.refused.pop(request.site, None)
         return document
-
-    def _refuse_announced(self, request: JoinRequest, own: Header) -> None:
-        """Refuse a site, before any has joined, that differs from one that builds its model."""
-        now = self.clock()
-        self._announced.pop(request.site, None)
-        for other, until in self._announced.values() if self.store.run() is None else ():
-            if now < until:
-                _refuse_differences(other, own)
-        self._announced[request.site] = own, now + request.timeout_seconds
 
     def hear(self, site: int, run: str) -> None:
         """Note that a site is alive; without the lock, which an outer step may hold."""
@@ -174,19 +178,19 @@ class Members:
 
     # Rounds
 
-    def summary(self, heard: int | None = None) -> Header:
+    def summary(self, heard_step: int | None = None) -> Header:
         """Return where the run is: the last outer step, its sites, the optimizer steps it follows;
-        and the events since the outer step `heard`, of which a site knows (None: the last one's).
+        and the events since outer step `heard_step`, of which a site knows (None: of the last).
         """
         record = self.store.record()
         if record is None:
             return dict(_NEW_RUN)
-        last = int(record["number"]) - 1 if heard is None else heard
+        last = int(record["number"]) - 1 if heard_step is None else heard_step
         records = self.store.records_after(last)
-        events = [event for one in records for event in one.get("events", ())]
+        events = [event for record in records for event in record.get("events", ())]
         return {"is_ready": True, **record, "events": events[-_KEPT_EVENTS:]}
 
-    def wait(self, base: int, seconds: float, heard: int | None = None) -> Header:
+    def wait(self, base: int, seconds: float, heard_step: int | None = None) -> Header:
         """Return the `summary`, after an outer step later than `base`, or after `seconds`."""
 
         def ready() -> bool | None:
@@ -194,26 +198,27 @@ class Members:
             return True if record is not None and record["number"] > base else None
 
         self.poll(ready, seconds)
-        return self.summary(heard)
+        return self.summary(heard_step)
 
     def poll(self, ready: Callable[[], Any], seconds: float) -> Any:
         """Return what `ready` returns, as soon as that is not None, or after `seconds`."""
         end = time.monotonic() + min(seconds, LONGEST_POLL_SECONDS)
         with self.changed:
-            while (answer := ready()) is None and (left := end - time.monotonic()) > 0:
-                self.changed.wait(left)
+            while (answer := ready()) is None and (remaining_seconds := end - time.monotonic()) > 0:
+                self.changed.wait(remaining_seconds)
             return answer
 
     def write_round(
         self,
         record: Header,
-        told: Counter[EventKey],
+        reported: Counter[EventKey],
         made_by: Collection[int] = (),
         absent: Collection[int] = (),
-        **more: Any,
+        **contributions: Any,
     ) -> None:
-        """Store a round of the sites `made_by`; those `absent` are not waited for after it. told:
-        the events before it that its record contains. more: as of `ServerDirectory.write_round`."""
+        """Store a round of the sites `made_by`; the sites `absent` are not waited for afterwards.
+        reported: earlier events that the record contains. contributions: further arguments of
+        `ServerDirectory.write_round`."""
         rows = [
             replace(
                 row,
@@ -223,9 +228,9 @@ class Members:
             )
             for site, row in self.store.sites().items()
         ]
-        left = self._events - told
-        self.store.write_round(record, rows, left, **more)
-        self._events, self._failure = left, ""
+        unreported = self._events - reported
+        self.store.write_round(record, rows, unreported, **contributions)
+        self._events, self._failure = unreported, ""
         self.changed.notify_all()
 
     def attempt(self, work: Callable[[], None]) -> None:
@@ -282,16 +287,6 @@ def refuse_index(site: int, run: Header) -> None:
         raise RefusedError(f"sites.index = {site}: sites.count = {count} has 0 to {count - 1}")
 
 
-def _refuse_second_run(before: SiteRow, request: JoinRequest) -> None:
-    is_other = before.run and request.run != before.run
-    if is_other and before.is_active and "sites.index" not in request.allowed:
-        raise RefusedError(
-            f"sites.index = {before.site}: another run directory (run {before.run}) takes part as "
-            "this site, and has not left -> a sites.index of its own, or stop that run; if it is "
-            "lost for good, checkpoint.allow_changes=[sites.index] replaces it"
-        )
-
-
 def _with_changes(run: Header, request: JoinRequest) -> Header:
     """Return the run with what a site's ``checkpoint.allow_changes`` names from it, as its
     checkpoints do: the sites after it must agree with that."""
@@ -306,13 +301,16 @@ def _with_changes(run: Header, request: JoinRequest) -> Header:
     return {**run, "facts": facts, "sites": sites}
 
 
-def _refuse_differences(run: Header, own: Header) -> None:
+def _refuse_differences(run: Header, joining: Header) -> None:
     names = {"parameters": "parameters", "sites": "sites", "sites.exchange": "exchange"}
-    there, here = ({**one["facts"], **{k: one[n] for k, n in names.items()}} for one in (run, own))
+    server_values, site_values = (
+        {**description["facts"], **{key: description[name] for key, name in names.items()}}
+        for description in (run, joining)
+    )
     if lines := [
-        f"  {key}: {_shown(there.get(key))} there, {_shown(here.get(key))} here"
-        for key in sorted({*there, *here})
-        if there.get(key) != here.get(key)
+        f"  {key}: {_shown(server_values.get(key))} there, {_shown(site_values.get(key))} here"
+        for key in sorted({*server_values, *site_values})
+        if server_values.get(key) != site_values.get(key)
     ]:
         raise RefusedError(
             "the server's run has other settings or data -> give all sites the same, or another "

@@ -1,5 +1,5 @@
-"""Rules of a round of the direct exchange: when it begins, with which sites, and their parts in it.
-No state and no communication."""
+"""Rules of a round of the direct exchange: when it begins, with which sites, and their parts. No
+state and no communication."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ def due(
     if is_new:
         return len(waiting) == count
     if not any(row.is_training for row in expected.values()):  # all begin
-        first = min(one.since for one in waiting.values())
+        first = min(site_waiting.since for site_waiting in waiting.values())
         return len(waiting) == count or now - first >= window_seconds
     if expected.keys() <= waiting.keys():
         return True
-    # Sites that are behind, or begin, wait for those that are further.
+    # Sites that are behind, or begin, wait for sites that are further.
     numbers = {site: row.number for site, row in expected.items()}
-    numbers |= {site: one.entry.number for site, one in waiting.items()}
+    numbers |= {site: site_waiting.entry.number for site, site_waiting in waiting.items()}
     newest = max(numbers.values())
     giving = [
-        one.since
-        for one in waiting.values()
-        if one.entry.fragment is not None and one.entry.number == newest
+        site_waiting.since
+        for site_waiting in waiting.values()
+        if site_waiting.entry.fragment is not None and site_waiting.entry.number == newest
     ]
     return bool(giving) and now - min(giving) >= window_seconds
 
@@ -66,16 +66,21 @@ def plan_round(
 ) -> RoundPlan:
     """Return the round of these sites.
 
-    Of sites that have other global weights, or are after another outer step, those whose weights
-    have seen most tokens stay (of several groups the larger one, then that of the smallest site):
-    the others take theirs.
+    If sites differ in their global weights or outer step, the group whose weights have seen most
+    tokens gives its weights to all other sites (of several groups the largest, then the group of
+    the smallest site).
     """
+    # Groups of sites with equal weights, and the group whose weights stay.
     alike: dict[tuple[int, str], list[RoundEntry]] = {}
-    for _, one in sorted(entries.items()):
-        alike.setdefault((one.number, one.digest), []).append(one)
+    for _, entry in sorted(entries.items()):
+        alike.setdefault((entry.number, entry.digest), []).append(entry)
     best = max(alike.values(), key=lambda group: (group[0].tokens_seen, len(group), -group[0].site))
-    fragment = next((one.fragment for one in best if one.fragment is not None), None)
-    giving = {one.site: one for one in best if fragment is not None and one.fragment == fragment}
+
+    # Sites of this group that exchange a fragment are in the mean, weighted by their tokens.
+    fragment = next((entry.fragment for entry in best if entry.fragment is not None), None)
+    giving = {
+        entry.site: entry for entry in best if fragment is not None and entry.fragment == fragment
+    }
     members = tuple(sorted(entries))
     tokens = [giving[site].tokens if site in giving else 0 for site in members]
     common = math.gcd(*tokens) or 1
@@ -93,11 +98,11 @@ def plan_round(
         donor=min(giving) if giving else best[0].site,
         fragment=fragment,
         number=best[0].number + (fragment is not None),
-        step=max(one.step for one in (list(giving.values()) or best)),
+        step=max(entry.step for entry in (list(giving.values()) or best)),
         tokens_seen=best[0].tokens_seen + sum(tokens),
         layouts=dict(layouts),
         plain=tuple(plain),
-        digests={site: one.digest for site, one in entries.items()} if differ else {},
+        digests={site: entry.digest for site, entry in entries.items()} if differ else {},
     )
 
 
@@ -116,7 +121,7 @@ def round_events(
         if site in plan.takers or site not in before:
             does = "takes the global weights" if site in plan.takers else "takes part again"
             events.append(OuterEvent(RETURNED, f"site {site}", does, number))
-    back = {event.who for event in events if event.event == RETURNED}
+    returned = {event.who for event in events if event.event == RETURNED}
     # Once, though it has joined as well.
-    noted = [one for one in noted if one.event != RETURNED or one.who not in back]
+    noted = [event for event in noted if event.event != RETURNED or event.who not in returned]
     return (*noted, *events)

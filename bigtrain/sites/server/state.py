@@ -59,10 +59,11 @@ class OuterServerState(Members):
         assert self.exchange is not None  # where a site has joined
         handler = self.exchange.handlers.get(action)
         if handler is None:
-            own = "server" if isinstance(self.exchange, ServerExchange) else "direct"
-            other = "direct" if own == "server" else "server"
+            run_exchange = "server" if isinstance(self.exchange, ServerExchange) else "direct"
+            refused_exchange = "direct" if run_exchange == "server" else "server"
             raise RefusedError(
-                f"{action}: the sites of this run have sites.exchange = {own}, not {other}"
+                f"{action}: the sites of this run have sites.exchange = {run_exchange}, not "
+                f"{refused_exchange}"
             )
         return handler(request, payload)
 
@@ -85,15 +86,15 @@ class OuterServerState(Members):
             if not before.is_active and summary["number"]:
                 self.note(RETURNED, f"site {request.site}", "joined")
             self.log(f"site {request.site} joined at outer step {summary['number']}")
-            own = exchange.joined(request)
+            reply = exchange.joined(request)
             self.tick()
             self.changed.notify_all()
             rules = self.rules
-            own |= {
+            reply |= {
                 "is_asynchronous": rules.is_asynchronous,
                 "window_seconds": rules.window_seconds,
             }
-            return {**summary, **own}
+            return {**summary, **reply}
 
     def leave(self, site: int, reason: str = "") -> None:
         """Stop waiting for a site: it has trained to its end, or stops. reason: why its change

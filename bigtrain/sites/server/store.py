@@ -52,7 +52,7 @@ _KEPT_RECORDS = 500
 class SiteRow:
     """A site that has joined.
 
-    run: id of its run directory. num_joins: how often it has started. is_active: the others wait
+    run: id of its run directory. num_joins: how often it has started. is_active: other sites wait
     for it. is_training: it was in a round since it joined. number: of its last outer step. refused:
     why it takes part in no round until it joins again. layout: digest. plain: JSON.
     """
@@ -75,7 +75,7 @@ class Delivery:
     """A complete contribution of a site to an outer step.
 
     base: the outer step that its change is relative to. step: its optimizer steps. tokens: trained
-    on since `base`. num_messages: of all its ranks.
+    on since `base`. num_messages: of all ranks.
     """
 
     attempt: str
@@ -86,7 +86,7 @@ class Delivery:
 
 
 class ServerDirectory:
-    """The directory of one outer server. Methods return when what they wrote is on disk, and raise
+    """The directory of an outer server. Methods return when what they wrote is on disk, and raise
     OSError, with nothing changed, if it cannot be written."""
 
     def __init__(self, directory: Path) -> None:
@@ -105,7 +105,13 @@ class ServerDirectory:
         with self.transaction():
             for statement in filter(str.strip, _SCHEMA.split(";")):
                 self._connection.execute(statement)
-        self._remove_orphans()
+        # Remove files that no row names, of interrupted writes.
+        parts = [f"parts/{name}" for (name,) in self._rows("SELECT file FROM parts")]
+        layouts = [f"layouts/{row.layout}" for row in self.sites().values()]
+        named = {*self._state_files(), *(self.directory / name for name in parts + layouts)}
+        for pattern in ("parts/*", "layouts/*", "state-*"):
+            for path in set(self.directory.glob(pattern)) - named:
+                path.unlink()
 
     def _connect(self) -> sqlite3.Connection:
         path = self.directory / "server.sqlite"
@@ -133,7 +139,8 @@ class ServerDirectory:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Make all changes inside durable together, or none; one inside another is part of it."""
+        """Make all changes inside durable together, or none; a nested transaction belongs to the
+        outer transaction."""
         with self._lock:
             if self._connection.in_transaction:
                 yield
@@ -155,8 +162,8 @@ class ServerDirectory:
                     path.unlink()
 
     def _commit(self) -> None:
-        """Commit; if that fails, find out whether the transaction is in the database all the same,
-        as after a sync that failed."""
+        """Commit; if that fails, as with a failed sync, find out whether the transaction is in the
+        database nevertheless."""
         version = int(self._rows("PRAGMA user_version")[0][0]) + 1
         self._connection.execute(f"PRAGMA user_version = {version % (1 << 31)}")
         try:
@@ -215,23 +222,23 @@ class ServerDirectory:
     # Contributions (exchange: server)
 
     def write_part(self, site: int, key: tuple[str, int, int], body: bytes) -> None:
-        """Store a message of a site for the next step. key: attempt, rank and part; the same one
-        again replaces it."""
+        """Store a message of a site for the next step; a message with an equal key (attempt, rank
+        and part) is replaced."""
         path = self.directory / "parts" / secrets.token_hex(8)
         write_whole(path, body)
-        where = "site = ? AND attempt = ? AND rank = ? AND part = ?"
+        condition = "site = ? AND attempt = ? AND rank = ? AND part = ?"
         try:
             with self.transaction():
-                self._delete_parts(where, site, *key)
+                self._delete_parts(condition, site, *key)
                 self._write("INSERT INTO parts VALUES (?, ?, ?, ?, ?)", site, *key, path.name)
         except BaseException:
             path.unlink(missing_ok=True)
             raise
 
-    def _delete_parts(self, where: str, *values: Any) -> None:
-        rows = self._rows(f"SELECT file FROM parts WHERE {where}", *values)
+    def _delete_parts(self, condition: str, *values: Any) -> None:
+        rows = self._rows(f"SELECT file FROM parts WHERE {condition}", *values)
         self._unused += [self.directory / "parts" / name for (name,) in rows]
-        self._write(f"DELETE FROM parts WHERE {where}", *values)
+        self._write(f"DELETE FROM parts WHERE {condition}", *values)
 
     def parts(self, site: int, attempt: str) -> list[Path]:
         """Return the files of an attempt's messages, in the order of ranks and parts."""
@@ -267,7 +274,7 @@ class ServerDirectory:
     def records_after(self, number: int, limit: int = _KEPT_RECORDS) -> list[dict[str, Any]]:
         """Return the records of the newest rounds later than outer step `number`, oldest first."""
         sql = "SELECT record FROM rounds WHERE number > ? ORDER BY id DESC LIMIT ?"
-        return [json.loads(one) for (one,) in reversed(self._rows(sql, number, limit))]
+        return [json.loads(record) for (record,) in reversed(self._rows(sql, number, limit))]
 
     def is_committed(self, attempt: str) -> bool:
         """Return whether the round of an attempt is in the database."""
@@ -335,12 +342,3 @@ class ServerDirectory:
             "INSERT INTO events VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE SET count = ?",
             *(*key, count, count),
         )
-
-    def _remove_orphans(self) -> None:
-        """Remove files that no row names, of interrupted writes."""
-        parts = [f"parts/{name}" for (name,) in self._rows("SELECT file FROM parts")]
-        layouts = [f"layouts/{row.layout}" for row in self.sites().values()]
-        named = {*self._state_files(), *(self.directory / name for name in parts + layouts)}
-        for pattern in ("parts/*", "layouts/*", "state-*"):
-            for path in set(self.directory.glob(pattern)) - named:
-                path.unlink()

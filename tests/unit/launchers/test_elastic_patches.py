@@ -176,7 +176,9 @@ class Agents:
         backend = C10dRendezvousBackend(self.store, "id")
         backend._call_store = self.call
         self.heartbeats = getattr(self, "heartbeats", {})
-        beats = Heartbeats(self.call, "beats", node, 4.0, 0.2, lambda: self.now)
+        beats = Heartbeats(
+            self.call, "beats", node, timeout=4.0, look_seconds=0.2, clock=lambda: self.now
+        )
         self.heartbeats[node] = beats
         return elastic_patches._StateHolder(node, backend, settings(), beats)
 

@@ -57,7 +57,10 @@ def test_a_look_reads_once_and_reports_changes() -> None:
         values[key] = str(int(values.get(key, 0)) + value) if name == "add" else value
         return None
 
-    agents = {name: Heartbeats(call, "p", name, 4.0, 0.2, lambda: now[0]) for name in "ab"}
+    agents = {
+        name: Heartbeats(call, "p", name, timeout=4.0, look_seconds=0.2, clock=lambda: now[0])
+        for name in "ab"
+    }
     assert sorted(values) == ["p/changes", "p/heartbeat/'a'", "p/heartbeat/'b'"]
     first = agents["a"]
     first.watch("ab")

@@ -14,7 +14,7 @@ from tests.support.run_directories import eventful_run, make_run, step_line
 
 
 def marks(directory: Path) -> dict[str, Marks]:
-    return {one.kind: one for one in marks_of(open_runs([directory])[0])}
+    return {one.event_kind: one for one in marks_of(open_runs([directory])[0])}
 
 
 def test_each_kind_of_an_eventful_run(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_a_step_that_is_not_finite_is_marked_unless_it_was_skipped(tmp_path: Pat
 def test_an_event_of_a_later_version_keeps_its_name(tmp_path: Path) -> None:
     lines = [step_line(9), {"step": 5, "event": "<b>melted</b>", "rank": 3, "celsius": 101.5}]
     [melted] = marks(make_run(tmp_path / "run", lines)).values()
-    assert (melted.kind, melted.steps) == ("<b>melted</b>", [5])
+    assert (melted.event_kind, melted.steps) == ("<b>melted</b>", [5])
     assert melted.rows == [(5, "rank 3, celsius 101.5")]
 
 

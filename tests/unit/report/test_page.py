@@ -456,7 +456,7 @@ def test_a_new_metric_has_a_chart_of_its_own() -> None:
         "%",
         ("target_fraction",),
     )
-    assert numbers.of_some
+    assert numbers.only_some_runs
     assert objects.series == ("rank_seconds/*",)
 
 

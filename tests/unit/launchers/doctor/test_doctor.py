@@ -111,7 +111,7 @@ def test_clock_skew(remote: float, said: str | None) -> None:
 
 def test_interfaces() -> None:
     def checked(*, alone: bool = False, **values: Any) -> Finding:
-        return findings.check_interface("a", changed(**values), alone=alone)
+        return findings.check_interface("a", changed(**values), is_only_host=alone)
 
     assert not checked().failed
     assert not checked(interface_variables={"NCCL_SOCKET_IFNAME": "ib"}).failed
