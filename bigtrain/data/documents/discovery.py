@@ -180,6 +180,7 @@ def _select_files(
     selected = []
     found_suffixes: Counter[str] = Counter()
     unread_suffixes: Counter[str] = Counter()  # readable if `suffixes` had them
+    # The suffix of a compressed file is the suffix without compression, too.
     for below, file in files:
         if selection.exclude and _excluded(below, selection.exclude):
             continue
@@ -189,6 +190,8 @@ def _select_files(
         elif (suffix := os.path.splitext(bare)[1]).lower() in BY_SUFFIX:
             unread_suffixes[suffix] += 1
         found_suffixes[os.path.splitext(below)[1] or "no suffix"] += 1
+
+    # Name the suffixes that would select files.
     if not selected:
         common = ", ".join(f"{suffix} ({count})" for suffix, count in found_suffixes.most_common(5))
         fix = "name the suffix to read as text, for example --suffix .py"

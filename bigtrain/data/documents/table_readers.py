@@ -137,6 +137,7 @@ class CsvReader(RowReader):
         reader = csv.reader(self._lines(chunks), **_dialect(self.part.source, self.options))
         line, names = 1, []
         try:
+            # The header decides the columns to read, and the length of a row.
             names = next(reader, [])
             self.columns = [name for name in columns_of(path, keys, names) if name in names]
             fields_read = [

@@ -120,12 +120,9 @@ def aligned(columns: Sequence[str], keys: Keys) -> list[str | None]:
     """Return `columns`, with None for missing optional ones; other columns at the end."""
     text_columns = [column for column in columns if column in keys.primary]
     optional = [key if key in columns else None for key in keys.optional]
-    return [*text_columns, *optional, *other_columns(columns, keys)]
-
-
-def other_columns(columns: Sequence[str], keys: Keys) -> list[str]:
-    """Return the `columns` that only a filter reads."""
-    return [column for column in columns if column not in (*keys.primary, *keys.optional)]
+    # Only a filter reads other columns.
+    other_columns = [name for name in columns if name not in (*keys.primary, *keys.optional)]
+    return [*text_columns, *optional, *other_columns]
 
 
 def rows_of_batch(

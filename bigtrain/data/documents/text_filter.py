@@ -43,9 +43,6 @@ class TextFilter:
     def __getstate__(self) -> dict[str, str]:
         return {"name": self.name, "source_xxh3": self.source_xxh3}
 
-    def __setstate__(self, state: dict[str, str]) -> None:
-        self.__dict__.update(state)
-
     @cached_property
     def function(self) -> Function:
         """Raises DataError if it cannot be imported, or its source has changed."""
