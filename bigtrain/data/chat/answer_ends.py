@@ -11,7 +11,9 @@ end one.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from bigtrain.data.chat.answer_spans import Answer, Span
 from bigtrain.data.chat.control_tokens import ControlTokens
@@ -26,14 +28,21 @@ _ANSWERED = {"role": "assistant", "content": _ANSWER}
 @dataclass(frozen=True)
 class Ended:
     """Rendering whose learned answers all end in a token that ends generation. `text`, `spans` and
-    `control` as in the encoder's rendering; `ends`: texts of the tokens that end answers; `inside`:
-    texts of other control tokens in answers."""
+    `control` as in the encoder's rendering; `ends`: texts of the tokens that end answers;
+    `inner_controls`: texts of other control tokens in answers."""
 
     text: str
     spans: tuple[Span, ...]
     control: tuple[Span, ...] | None
     ends: frozenset[str]
-    inside: frozenset[str]
+    inner_controls: frozenset[str]
+
+
+class _EndAfter(NamedTuple):
+    """Token that ends an answer, outside of its range, in `text`."""
+
+    token: Span
+    text: str
 
 
 class AnswerEnds:
@@ -53,7 +62,7 @@ class AnswerEnds:
             longer = self._after_answer([_ASKED, _ANSWERED, _ASKED])
             self.usual = None if longer is None else self._first_token(longer)
             self.by_next_role = self.usual is not None
-        self.inside = self._between_thought_and_answer()
+        self.inner_controls = self._between_thought_and_answer()
 
     def finish(
         self,
@@ -73,21 +82,28 @@ class AnswerEnds:
             [match.span() for match in self._control.find(text)] if control is None else control
         )
         spans: list[Span] = []
-        ends, inside = set(), set(self.inside)
+        ends, inner = set(), set(self.inner_controls)
         full_text = text
         for answer in answers:
             begin, end = answer.spans[-1]
-            own = [one for low, high in answer.spans for one in tokens if low <= one[0] < high]
-            last = self._last(text, own, end)
+            tokens_in_answer = [
+                token for low, high in answer.spans for token in tokens if low <= token[0] < high
+            ]
+            # The end is a token in the answer, or after it, which is then learned as well.
+            last = self._last_token(text, tokens_in_answer, end)
             if last is None:
-                last, full_text = self._behind(messages, tools, full_text, answer, tokens, marked)
+                last, full_text = self._end_after(
+                    messages, tools, full_text, answer, tokens, marked=marked
+                )
                 end = last[1]
             name = full_text[slice(*last)]
             ends.add(name)
-            inside |= {text[slice(*one)] for one in own if one[0] < last[0]}
+            inner |= {text[slice(*token)] for token in tokens_in_answer if token[0] < last[0]}
             spans += [*answer.spans[:-1], (begin, end)]
+
+        # A model that generates an end inside an answer would stop there.
         for name in sorted(ends - self.eos):
-            if name in inside:
+            if name in inner:
                 raise ConversationError(
                     f"the chat template ends an answer in {name}, which it also writes inside "
                     "answers, so generation cannot stop there -> learn only the last answer: "
@@ -98,15 +114,15 @@ class AnswerEnds:
             control = [*control, (len(text), len(full_text))]
         ranges = None if control is None else tuple(control)
         return Ended(
-            full_text, tuple(spans), ranges, frozenset(ends), frozenset(inside) - self.inside
+            full_text, tuple(spans), ranges, frozenset(ends), frozenset(inner) - self.inner_controls
         )
 
-    def _last(self, text: str, own: Sequence[Span], end: int) -> Span | None:
+    def _last_token(self, text: str, tokens_in_answer: Sequence[Span], end: int) -> Span | None:
         """Return the control token that ends the answer `text[:end]`; None if there is none.
-        Several may follow each other at its end: Phi 3 writes the end of the text after that of the
-        last answer, Cohere the end of a turn after that of a response."""
+        Several control tokens may end an answer: Phi 3 writes the end of the text after the end of
+        the last answer, Cohere the end of a turn after the end of a response."""
         group: list[Span] = []
-        for token in reversed(own):
+        for token in reversed(tokens_in_answer):
             if text[token[1] : group[-1][0] if group else end].strip():
                 break
             group.append(token)
@@ -115,49 +131,47 @@ class AnswerEnds:
                 return token
         if group and not self.by_next_role:
             return group[0]
-        for name in self.eos:  # one that is not a control token
+        for name in self.eos:  # an end that is not a control token
             if text[:end].rstrip().endswith(name):
                 stop = len(text[:end].rstrip())
                 return stop - len(name), stop
         return None
 
-    def _behind(
+    def _end_after(
         self,
         messages: Messages,
         tools: Tools,
         text: str,
         answer: Answer,
         tokens: Sequence[Span],
+        *,
         marked: bool,
-    ) -> tuple[Span, str]:
-        """Return the token after an answer that ends it, and the text, with that token appended."""
+    ) -> _EndAfter:
+        """Return the token that ends an answer and follows it, or is appended to the text."""
         end = answer.spans[-1][1]
-        following = next((one for one in tokens if one[0] >= end), None)
+        following = next((token for token in tokens if token[0] >= end), None)
         if following is not None and not text[end : following[0]].strip():
             name = text[slice(*following)]
             if marked:
                 raise _closed_early(answer.number, name)
             if self.by_next_role or name == self.usual or name in self.eos:
-                return following, text
+                return _EndAfter(following, text)
         if text[end:].strip() or not self.by_next_role or answer.number != len(messages):
             raise _without_end(answer.number, marked)
-        role = self._next_role(messages, tools, text)
+
+        # The token of the next role: of a tool's response, or of the user.
+        role = self.usual
+        if messages[-1].get("tool_calls"):
+            reply = {"role": "tool", "name": "a", "tool_call_id": "a", "content": "a"}
+            longer = ""
+            with suppress(ConversationError):
+                longer, _ = self._template.render([*messages, reply], tools)
+            role = self._first_token(longer[len(text) :]) if longer.startswith(text) else None
         if role is None:
             raise _without_end(answer.number, marked)
         if marked:
             raise _closed_early(answer.number, role)
-        return (len(text), len(text) + len(role)), text + role
-
-    def _next_role(self, messages: Messages, tools: Tools, text: str) -> str | None:
-        """Return the token that begins the next message: a tool's response or the user's."""
-        if not messages[-1].get("tool_calls"):
-            return self.usual
-        reply = {"role": "tool", "name": "a", "tool_call_id": "a", "content": "a"}
-        try:
-            longer, _ = self._template.render([*messages, reply], tools)
-        except ConversationError:
-            return None
-        return self._first_token(longer[len(text) :]) if longer.startswith(text) else None
+        return _EndAfter((len(text), len(text) + len(role)), text + role)
 
     def _after_answer(self, messages: Messages) -> str | None:
         """Return the text after the answer in a probe; None unless it is rendered exactly once."""
@@ -199,9 +213,9 @@ def _closed_early(number: int, name: str) -> ConversationError:
 
 
 def _without_end(number: int, marked: bool) -> ConversationError:
-    where = "inside the {% generation %} block" if marked else "after the answer"
+    position = "inside the {% generation %} block" if marked else "after the answer"
     return ConversationError(
         f"the chat template ends message {number}, an answer, in no token that ends generation: "
-        f"the model would not learn to stop -> write {{{{ eos_token }}}} {where} in the template: "
-        "--chat-template FILE"
+        f"the model would not learn to stop -> write {{{{ eos_token }}}} {position} in the "
+        "template: --chat-template FILE"
     )

@@ -1,8 +1,8 @@
 """Demands of a chat template that refuses a conversation: found by changing the conversation.
 
-Templates raise exceptions of all kinds: by their author ("Conversation roles must alternate") or by
+Templates raise any exception: by their author ("Conversation roles must alternate") or by
 a fault ("list object has no element 0"). The error names the fewest changes with which the template
-accepts the same messages.
+accepts the messages.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def explained(
             )
     roles = ", ".join(message["role"] for message in messages[:SHOWN_ROLES])
     roles += ", ..." if len(messages) > SHOWN_ROLES else ""
-    # Only few rows may be such that the author of the template refuses them.
+    # The author of the template may refuse few rows, which is no reason for another template.
     fix = "" if refusal.by_author else f" -> {OTHER_TEMPLATE}"
     return ConversationError(f"{refusal} (roles: {roles}){fix}")
 
@@ -77,7 +77,7 @@ class _Changed:
 
 
 def _changed(messages: Messages, tools: Tools) -> Iterator[_Changed]:
-    """Yield changed conversations, those with fewer changes first."""
+    """Yield changed conversations, by the number of changes."""
     conversation = _Changed([_Numbered(n, message) for n, message in enumerate(messages, 1)], tools)
     for size in range(1, MAX_CHANGES + 1):
         for changes in combinations(CHANGES, size):
