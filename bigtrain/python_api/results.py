@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -59,19 +59,15 @@ def load_state_dict(run: str | Path, step: int | None = None) -> dict[str, torch
     buffers have their own dtype; for a run with adapters, only the adapters. Every checksum is
     compared, for any topology that wrote the checkpoint. Raises CheckpointError.
     """
-    return dict(_weights(Path(run), step))
-
-
-def _weights(run: Path, step: int | None) -> Iterator[tuple[str, torch.Tensor]]:
     from bigtrain.engine.checkpoint.lazy import open_weights
     from bigtrain.run.checkpointing import checkpoints
 
-    directory = run
-    if step is not None or not (run / checkpoints.MANIFEST).is_file():
-        directory = checkpoints.find(run, step, "small")
+    directory = Path(run)
+    if step is not None or not (directory / checkpoints.MANIFEST).is_file():
+        directory = checkpoints.find(directory, step, "small")
     listing = checkpoints.list_tensors(directory)
-    for name, tensor in open_weights(directory / checkpoints.TENSORS, listing).items():
-        yield name, tensor.read()
+    weights = open_weights(directory / checkpoints.TENSORS, listing)
+    return {name: tensor.read() for name, tensor in weights.items()}
 
 
 def export_run(

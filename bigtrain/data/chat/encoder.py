@@ -23,11 +23,10 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -53,13 +52,13 @@ from bigtrain.data.chat.document_forms import (
     TokenizedRow,
 )
 from bigtrain.data.chat.rendered_parts import CALLS, CONTENT, COUNTED_ONLY, find_parts, refuse
-from bigtrain.data.chat.template_demands import explained
+from bigtrain.data.chat.template_demands import render_accepted
 from bigtrain.data.chat.token_bytes import TokenBytes, token_bytes
 from bigtrain.data.documents.conversations import ConversationError, weight_of
 from bigtrain.data.documents.exact_json import read_document
 from bigtrain.data.documents.token_rows import PADDING, TokenRow
 from bigtrain.data.shards.format import Mask, Weights
-from bigtrain.data.tokenizers.chat_template import ChatTemplate, TemplateRefusal
+from bigtrain.data.tokenizers.chat_template import ChatTemplate
 from bigtrain.data.tokenizers.encoders import Encoded, Encoder
 from bigtrain.data.tokenizers.equivalence import Checks
 
@@ -308,7 +307,7 @@ class ChatEncoder:
     def _conversation(
         self, template: ChatTemplate, messages: list[dict[str, Any]], tools: Any, is_complete: bool
     ) -> Conversation:
-        accepted = _render_accepted(template, messages, tools)
+        accepted = render_accepted(template, messages, tools)
         messages, text = accepted.messages, accepted.text
 
         # Parts that the template drops are refused, or counted.
@@ -403,40 +402,3 @@ def _joined_weights(documents: Sequence[DocumentTokens]) -> Weights | None:
         for tokens, _, weights in documents
     ]
     return np.concatenate(parts)
-
-
-class _Accepted(NamedTuple):
-    """Messages in the form that the template accepts, their rendering and its blocks."""
-
-    messages: list[dict[str, Any]]
-    text: str
-    blocks: list[tuple[int, int]]
-
-
-def _render_accepted(
-    template: ChatTemplate, messages: list[dict[str, Any]], tools: Any
-) -> _Accepted:
-    """Return the rendering of `messages`. Some templates (DeepSeek's) require tool calls in
-    OpenAI's format: arguments as JSON text, and null as the content. Raises ConversationError if
-    the template accepts neither."""
-    try:
-        return _Accepted(messages, *template.render(messages, tools))
-    except TemplateRefusal as refusal:
-        if any(message.get("tool_calls") for message in messages):
-            openai_messages = [_in_openai_format(message) for message in messages]
-            with suppress(TemplateRefusal):
-                return _Accepted(openai_messages, *template.render(openai_messages, tools))
-        raise explained(template, messages, tools, refusal) from refusal
-
-
-def _in_openai_format(message: dict[str, Any]) -> dict[str, Any]:
-    if not message.get("tool_calls"):
-        return message
-    calls = []
-    for call in message["tool_calls"]:
-        function = call.get("function")
-        if isinstance(function, dict) and isinstance(function.get("arguments"), dict):
-            text = json.dumps(function["arguments"], ensure_ascii=False)
-            call = {"type": "function", **call, "function": {**function, "arguments": text}}
-        calls.append(call)
-    return {**message, "content": message.get("content") or None, "tool_calls": calls}

@@ -335,7 +335,7 @@ def _ranges(
     ranges = []
     for end in ends:
         before = [begin for begin in begins if begin <= end]
-        if before and _says(text[before[-1] : end], piece.text):
+        if before and _is_written(piece.text, text[before[-1] : end]):
             ranges.append((before[-1], end))
     return ranges
 
@@ -352,7 +352,7 @@ def _ranges_of_text(piece: _Piece, text: str) -> list[tuple[int, int]]:
     return [ANYWHERE] if forms else []
 
 
-def _says(written: str, text: str) -> bool:
+def _is_written(text: str, written: str) -> bool:
     """Return whether `written` is `text`, possibly in nested escapes of JSON, Python or HTML."""
     forms = {written}
     for _ in range(_NESTED_ESCAPES):

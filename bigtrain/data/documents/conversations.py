@@ -78,11 +78,6 @@ def conversation_bytes(messages: object, tools: object = None, *, last_only: boo
         raise ConversationError(f"it cannot be written as JSON: {error}") from error
 
 
-def completion_bytes(prompt: str, completion: str) -> bytes:
-    """Return a prompt and its completion, without a chat template, as the document to tokenize."""
-    return dumps({"prompt": prompt, "completion": completion})
-
-
 def is_learned(message: Mapping[str, Any]) -> bool:
     """Return whether a message has loss: the assistant's, except with ``weight: 0`` (OpenAI's
     format) and ``train: false`` or ``loss: false`` (`FLAGS`)."""

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from bigtrain.data.documents.conversations import completion_bytes, conversation_bytes
+from bigtrain.data.documents.conversations import conversation_bytes
+from bigtrain.data.documents.exact_json import dumps
 from bigtrain.data.documents.turns import Roles
 
 Values = Sequence[Any]
@@ -47,7 +48,7 @@ class Completion:
     completion: str
 
     def document(self, *, last_only: bool) -> bytes:
-        return completion_bytes(self.prompt, self.completion)
+        return dumps({"prompt": self.prompt, "completion": self.completion})
 
 
 TOKEN_KEYS = (
