@@ -12,30 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import NamedTuple
 
-from bigtrain.data.chat.answer_spans import Answer, Span
+from bigtrain.data.chat.answer_spans import Answer, Rendering, Span
 from bigtrain.data.chat.control_tokens import ControlTokens
+from bigtrain.data.chat.document_forms import Conversation
 from bigtrain.data.documents.conversations import ConversationError
-from bigtrain.data.tokenizers.chat_template import ChatTemplate, Messages, Tools
+from bigtrain.data.tokenizers.chat_template import ChatTemplate, Messages
 
 _ANSWER, _THOUGHT = "\U0010fffb", "\U0010fffa"
 _ASKED = {"role": "user", "content": "a"}
 _ANSWERED = {"role": "assistant", "content": _ANSWER}
-
-
-@dataclass(frozen=True)
-class Ended:
-    """Rendering whose learned answers all end in a token that ends generation. `text`, `spans` and
-    `control` as in the encoder's rendering; `ends`: texts of the tokens that end answers;
-    `inner_controls`: texts of other control tokens in answers."""
-
-    text: str
-    spans: tuple[Span, ...]
-    control: tuple[Span, ...] | None
-    ends: frozenset[str]
-    inner_controls: frozenset[str]
 
 
 class _EndAfter(NamedTuple):
@@ -66,21 +54,20 @@ class AnswerEnds:
 
     def finish(
         self,
-        messages: Messages,
-        tools: Tools,
-        text: str,
+        conversation: Conversation,
+        rendering: Rendering,
         answers: Sequence[Answer],
-        control: Sequence[Span] | None,
         *,
         marked: bool,
-    ) -> Ended:
-        """Return the rendering `text` with the ends of its `answers` learned. `control`: ranges of
-        control tokens, None if every control token's text is one. `marked`: the template has ``{%
-        generation %}`` blocks, so its author decided which text is learned. Raises
-        ConversationError for an answer without an end."""
-        tokens = (
-            [match.span() for match in self._control.find(text)] if control is None else control
-        )
+    ) -> Conversation:
+        """Return `conversation` with `answers` as spans, whose ends are learned: all of them end in
+        a token that ends generation. `marked`: the template has ``{% generation %}`` blocks, so its
+        author decided which text is learned. Raises ConversationError for an answer without an
+        end."""
+        text, control = conversation.text, conversation.control
+        tokens = control
+        if tokens is None:
+            tokens = [match.span() for match in self._control.find(text)]
         spans: list[Span] = []
         ends, inner = set(), set(self.inner_controls)
         full_text = text
@@ -93,7 +80,7 @@ class AnswerEnds:
             last = self._last_token(text, tokens_in_answer, end)
             if last is None:
                 last, full_text = self._end_after(
-                    messages, tools, full_text, answer, tokens, marked=marked
+                    rendering, full_text, answer, tokens, marked=marked
                 )
                 end = last[1]
             name = full_text[slice(*last)]
@@ -112,9 +99,13 @@ class AnswerEnds:
                 )
         if full_text != text and control is not None:
             control = [*control, (len(text), len(full_text))]
-        ranges = None if control is None else tuple(control)
-        return Ended(
-            full_text, tuple(spans), ranges, frozenset(ends), frozenset(inner) - self.inner_controls
+        return replace(
+            conversation,
+            text=full_text,
+            spans=spans,
+            control=control,
+            ends=frozenset(ends),
+            inner_controls=frozenset(inner) - self.inner_controls,
         )
 
     def _last_token(self, text: str, tokens_in_answer: Sequence[Span], end: int) -> Span | None:
@@ -139,8 +130,7 @@ class AnswerEnds:
 
     def _end_after(
         self,
-        messages: Messages,
-        tools: Tools,
+        rendering: Rendering,
         text: str,
         answer: Answer,
         tokens: Sequence[Span],
@@ -148,7 +138,7 @@ class AnswerEnds:
         marked: bool,
     ) -> _EndAfter:
         """Return the token that ends an answer and follows it, or is appended to the text."""
-        end = answer.spans[-1][1]
+        messages, end = rendering.messages, answer.spans[-1][1]
         following = next((token for token in tokens if token[0] >= end), None)
         if following is not None and not text[end : following[0]].strip():
             name = text[slice(*following)]
@@ -165,7 +155,7 @@ class AnswerEnds:
             reply = {"role": "tool", "name": "a", "tool_call_id": "a", "content": "a"}
             longer = ""
             with suppress(ConversationError):
-                longer, _ = self._template.render([*messages, reply], tools)
+                longer, _ = self._template.render([*messages, reply], rendering.tools)
             role = self._first_token(longer[len(text) :]) if longer.startswith(text) else None
         if role is None:
             raise _without_end(answer.number, marked)

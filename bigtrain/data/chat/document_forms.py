@@ -105,9 +105,9 @@ class Conversation:
     spans: Spans
     control: Spans | None
     dropped: tuple[Part, ...] = ()
+    weights: tuple[float, ...] | None = None
     ends: frozenset[str] = frozenset()
     inner_controls: frozenset[str] = frozenset()
-    weights: tuple[float, ...] | None = None
     target_noun: ClassVar[str] = "assistant tokens"
 
     def tokens_and_mask(self, batch: BatchResult, control: ControlTokens) -> DocumentTokens:

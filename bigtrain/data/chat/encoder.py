@@ -332,32 +332,22 @@ class ChatEncoder:
         control = self._written_control(template, text, messages, tools)
         if self.answer_ends is None:
             spans = [span for answer in answers for span in answer.spans]
-            weights = _span_weights(messages, answers)
-            return Conversation(text, spans, control, dropped, weights=weights)
+            return Conversation(text, spans, control, dropped, _weights(rendering, answers))
 
         # Every answer must end in a token that ends generation. Of a dropped answer only its end
         # remains, which is not learned.
-        answers = [
-            Answer(answer.number, tuple(span for span in answer.spans if span[0] < span[1]))
-            for answer in answers
-        ]
-        answers = [answer for answer in answers if answer.spans]
         dropped_messages = {part.message for part in dropped if part.part_kind in (CONTENT, CALLS)}
-        answers = [
-            answer
-            for answer in answers
-            if answer.number not in dropped_messages or self._has_text(text, answer)
-        ]
-        finished = self.answer_ends.finish(messages, tools, text, answers, control, marked=marked)
-        return Conversation(
-            finished.text,
-            finished.spans,
-            finished.control,
-            dropped,
-            finished.ends,
-            finished.inner_controls,
-            _span_weights(messages, answers),
-        )
+        learned = []
+        for answer in answers:
+            filled = Answer(
+                answer.number, tuple(span for span in answer.spans if span[0] < span[1])
+            )
+            if filled.spans and (
+                answer.number not in dropped_messages or self._has_text(text, filled)
+            ):
+                learned.append(filled)
+        conversation = Conversation(text, (), control, dropped, _weights(rendering, learned))
+        return self.answer_ends.finish(conversation, rendering, learned, marked=marked)
 
     def _has_text(self, text: str, answer: Answer) -> bool:
         """Return whether an answer is more than a control token and white space."""
@@ -383,13 +373,10 @@ class ChatEncoder:
         return token_bytes(json.loads(self.encoder.tokenizer_json))
 
 
-def _span_weights(
-    messages: Sequence[Mapping[str, Any]], answers: Sequence[Answer]
-) -> tuple[float, ...] | None:
+def _weights(rendering: Rendering, answers: Sequence[Answer]) -> tuple[float, ...] | None:
     """Return the weights of the losses in the ranges of `answers`; None if all are 1."""
-    weights = tuple(
-        weight_of(messages[answer.number - 1]) for answer in answers for _ in answer.spans
-    )
+    messages = rendering.messages
+    weights = tuple(weight_of(messages[a.number - 1]) for a in answers for _ in a.spans)
     return None if all(weight == 1 for weight in weights) else weights
 
 
