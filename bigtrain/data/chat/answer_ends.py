@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from bigtrain.data.chat.answer_spans import Answer, Rendering, Span
 from bigtrain.data.chat.control_tokens import ControlTokens
-from bigtrain.data.chat.document_forms import Conversation
+from bigtrain.data.chat.document_forms import RenderedChat
 from bigtrain.data.documents.conversations import ConversationError
 from bigtrain.data.tokenizers.chat_template import ChatTemplate, Messages
 
@@ -54,12 +54,12 @@ class AnswerEnds:
 
     def finish(
         self,
-        conversation: Conversation,
+        conversation: RenderedChat,
         rendering: Rendering,
         answers: Sequence[Answer],
         *,
         marked: bool,
-    ) -> Conversation:
+    ) -> RenderedChat:
         """Return `conversation` with `answers` as spans, whose ends are learned: all of them end in
         a token that ends generation. `marked`: the template has ``{% generation %}`` blocks, so its
         author decided which text is learned. Raises ConversationError for an answer without an

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bigtrain.data.chat.control_tokens import ControlTokens
-from bigtrain.data.chat.rendered_parts import CALLS, CONTENT, UNMARKED, Part, RenderedString
+from bigtrain.data.chat.rendered_parts import CALLS, CONTENT, UNMARKED, ChatPart, RenderedString
 from bigtrain.data.documents.conversations import ConversationError, is_learned, weight_of
 from bigtrain.data.tokenizers.chat_template import (
     ChatTemplate,
@@ -149,7 +149,7 @@ def _overlap(string: RenderedString, span: Span) -> bool:
     return string.begin < span[1] and span[0] < string.end
 
 
-def unmarked_parts(rendering: Rendering, answers: Sequence[Answer]) -> list[Part]:
+def unmarked_parts(rendering: Rendering, answers: Sequence[Answer]) -> list[ChatPart]:
     """Return the parts of learned messages that are in a rendering, and outside of the ``{%
     generation %}`` blocks of `answers`."""
     spans = [span for answer in answers for span in answer.spans]
@@ -163,7 +163,7 @@ def unmarked_parts(rendering: Rendering, answers: Sequence[Answer]) -> list[Part
         if s.piece not in learned_pieces and is_learned(rendering.messages[s.message - 1])
     }
     return [
-        Part(UNMARKED, number, f"the {part_kind} of message {number}")
+        ChatPart(UNMARKED, number, f"the {part_kind} of message {number}")
         for number, part_kind in sorted(unlearned_parts)
     ]
 

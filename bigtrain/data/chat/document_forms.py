@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bigtrain.data.chat.control_tokens import ControlTokens
-from bigtrain.data.chat.rendered_parts import Part
+from bigtrain.data.chat.rendered_parts import ChatPart
 from bigtrain.data.documents.token_rows import TokenRow
 from bigtrain.data.shards.format import Mask, Weights
 
@@ -94,7 +94,7 @@ class PlainText:
 
 
 @dataclass(frozen=True)
-class Conversation:
+class RenderedChat:
     """Messages as text. `spans`: learned character ranges; `weights`: factors of the losses in the
     ranges, None if all are 1. `control`: ranges of the template's control tokens; None if the text
     of every control token is one. `dropped`: parts that the template does not write. `ends`,
@@ -104,7 +104,7 @@ class Conversation:
     text: str
     spans: Spans
     control: Spans | None
-    dropped: tuple[Part, ...] = ()
+    dropped: tuple[ChatPart, ...] = ()
     weights: tuple[float, ...] | None = None
     ends: frozenset[str] = frozenset()
     inner_controls: frozenset[str] = frozenset()
@@ -135,7 +135,7 @@ class Conversation:
         return DocumentTokens(tokens, mask, None if self.weights is None else weights)
 
 
-Document = TokenizedRow | PlainText | Conversation
+Document = TokenizedRow | PlainText | RenderedChat
 
 
 def _first_at(ranges: Integers, position: int) -> int | None:

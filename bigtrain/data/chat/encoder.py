@@ -42,11 +42,11 @@ from bigtrain.data.chat.answer_spans import (
 from bigtrain.data.chat.control_tokens import ControlTokens
 from bigtrain.data.chat.document_forms import (
     BatchResult,
-    Conversation,
     Document,
     DocumentTokens,
     Integers,
     PlainText,
+    RenderedChat,
     Spans,
     TextEnds,
     TokenizedRow,
@@ -165,7 +165,8 @@ class ChatEncoder:
                 try:
                     part = document.tokens_and_mask(results[number], self.control)
                     if is_complete:
-                        part = part._replace(mask=np.ones(len(part.tokens), np.bool_))
+                        mask = np.ones(len(part.tokens), np.bool_)
+                        part = DocumentTokens(part.tokens, mask, part.weights)
                     if is_complete and not len(part.tokens):
                         raise ConversationError("it has no tokens")
                     if not is_complete and not part.mask[1:].any():
@@ -178,7 +179,7 @@ class ChatEncoder:
         # Counts are of documents that are used: a group is used only without a problem.
         bad = {number // group for number in problems}
         good = [doc for number, doc in enumerate(documents) if number // group not in bad]
-        conversations = [doc for doc in good if isinstance(doc, Conversation)]
+        conversations = [doc for doc in good if isinstance(doc, RenderedChat)]
         dropped = Counter(part.part_kind for doc in conversations for part in doc.dropped)
         padding = sum(doc.row.padding for doc in good if isinstance(doc, TokenizedRow))
         return EncodedChats(
@@ -242,7 +243,7 @@ class ChatEncoder:
         first_bytes: list[int] = []
         last_bytes: list[int] = []
         for number, document in enumerate(documents):
-            if not isinstance(document, Conversation):
+            if not isinstance(document, RenderedChat):
                 continue
             if document.control is not None or document.weights is not None:
                 is_slow[number] = True
@@ -306,7 +307,7 @@ class ChatEncoder:
 
     def _conversation(
         self, template: ChatTemplate, messages: list[dict[str, Any]], tools: Any, is_complete: bool
-    ) -> Conversation:
+    ) -> RenderedChat:
         accepted = render_accepted(template, messages, tools)
         messages, text = accepted.messages, accepted.text
 
@@ -319,7 +320,7 @@ class ChatEncoder:
                     raise refuse(template, part)
         if is_complete:
             control = self._written_control(template, text, messages, tools)
-            return Conversation(text, (), control, dropped)
+            return RenderedChat(text, (), control, dropped)
 
         # Characters of the answers: inside blocks, or by further renderings.
         marked = template.marks_assistant(tools)
@@ -332,7 +333,7 @@ class ChatEncoder:
         control = self._written_control(template, text, messages, tools)
         if self.answer_ends is None:
             spans = [span for answer in answers for span in answer.spans]
-            return Conversation(text, spans, control, dropped, _weights(rendering, answers))
+            return RenderedChat(text, spans, control, dropped, _weights(rendering, answers))
 
         # Every answer must end in a token that ends generation. Of a dropped answer only its end
         # remains, which is not learned.
@@ -346,7 +347,7 @@ class ChatEncoder:
                 answer.number not in dropped_messages or self._has_text(text, filled)
             ):
                 learned.append(filled)
-        conversation = Conversation(text, (), control, dropped, _weights(rendering, learned))
+        conversation = RenderedChat(text, (), control, dropped, _weights(rendering, learned))
         return self.answer_ends.finish(conversation, rendering, learned, marked=marked)
 
     def _has_text(self, text: str, answer: Answer) -> bool:

@@ -56,7 +56,7 @@ USUAL_ROLES = ("system", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True)
-class Part:
+class ChatPart:
     """Part of a conversation, which a template may drop. message: number of the message from 1,
     None for tools. name: of the part in an error; number: of a tool call in a message, or of a
     tool."""
@@ -85,7 +85,7 @@ class RenderedParts:
     strings: the strings of messages that it writes, by `begin`. A string that the template repeats
     is listed several times; a string that cannot be marked and whose text is ambiguous is not."""
 
-    dropped: tuple[Part, ...]
+    dropped: tuple[ChatPart, ...]
     strings: tuple[RenderedString, ...]
 
 
@@ -94,7 +94,7 @@ class _Piece:
     """String of a part. is_key: of an object, marked only at its end, which keeps the sort order.
     is_marked: can be marked; numbers and schema keywords cannot."""
 
-    part: Part
+    part: ChatPart
     text: str
     is_key: bool = False
     is_marked: bool = True
@@ -108,7 +108,7 @@ class _Marking:
     only: int | None = None
     pieces: list[_Piece] = field(default_factory=list)
 
-    def text(self, part: Part, value: str, thinks: bool = False) -> str:
+    def text(self, part: ChatPart, value: str, thinks: bool = False) -> str:
         """Return `value` with marks around its text, or the parts before and after ``</think>``."""
         segments = _THINKING.split(value) if thinks and "</think>" in value else [value]
         last = len(segments) - 1 - segments[::-1].index("</think>") if len(segments) > 1 else 0
@@ -120,22 +120,22 @@ class _Marking:
                 continue
             segment_part = part
             if index < last:
-                segment_part = Part(REASONING, part.message, f"the reasoning in {part.name}")
+                segment_part = ChatPart(REASONING, part.message, f"the reasoning in {part.name}")
             begin, end = self._add(_Piece(segment_part, core))
             num_leading = len(segment) - len(segment.lstrip())
             marked += [segment[:num_leading], begin, core, end, segment[num_leading + len(core) :]]
         return "".join(marked)
 
-    def key(self, part: Part, value: str) -> str:
+    def key(self, part: ChatPart, value: str) -> str:
         return value + self._add(_Piece(part, value, is_key=True))[1]
 
-    def plain(self, part: Part, value: object) -> None:
+    def plain(self, part: ChatPart, value: object) -> None:
         """Record a value that is searched in its JSON form."""
         literal = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         if literal.strip():
             self._add(_Piece(part, literal.strip(), is_marked=False))
 
-    def tree(self, part: Part, value: Any, keys: bool = True) -> Any:
+    def tree(self, part: ChatPart, value: Any, keys: bool = True) -> Any:
         """Return a JSON value with marks in its strings, and in its keys if `keys`."""
         if isinstance(value, str):
             return self.text(part, value)
@@ -152,7 +152,7 @@ class _Marking:
             self.plain(part, value)
         return value
 
-    def schema(self, part: Part, node: Any) -> Any:
+    def schema(self, part: ChatPart, node: Any) -> Any:
         """Return a JSON schema with marks in the author's names and words."""
         if isinstance(node, list):
             return [self.schema(part, item) for item in node]
@@ -202,17 +202,17 @@ def _marked_message(marking: _Marking, number: int, message: dict[str, Any]) -> 
     marked = dict(message)
     for key in REASONING_KEYS:
         if key in message:
-            part = Part(REASONING, number, f"the {key} of message {number}")
+            part = ChatPart(REASONING, number, f"the {key} of message {number}")
             marked[key] = marking.tree(part, message[key])
     content = message.get("content")
-    part = Part(CONTENT, number, f"the content of message {number}")
+    part = ChatPart(CONTENT, number, f"the content of message {number}")
     if isinstance(content, str):
         marked["content"] = marking.text(part, content, message["role"] == "assistant")
     elif content is not None:
         marked["content"] = marking.tree(part, content, keys=False)
     for key, value in message.items():
         if key not in _READ_KEYS and isinstance(value, str) and value.strip():
-            part = Part(IGNORED, number, f"the key {key} of message {number}")
+            part = ChatPart(IGNORED, number, f"the key {key} of message {number}")
             marked[key] = marking.text(part, value)
     if isinstance(message.get("tool_calls"), list):
         calls = enumerate(message["tool_calls"])
@@ -224,7 +224,9 @@ def _marked_call(
     marking: _Marking, number: int, index: int, call: dict[str, Any]
 ) -> dict[str, Any]:
     function = call["function"] if isinstance(call.get("function"), dict) else call
-    part = Part(CALLS, number, f"the tool call {function.get('name')!s} of message {number}", index)
+    part = ChatPart(
+        CALLS, number, f"the tool call {function.get('name')!s} of message {number}", index
+    )
     marked = dict(function)
     if isinstance(function.get("name"), str):
         marked["name"] = marking.text(part, function["name"])
@@ -235,7 +237,7 @@ def _marked_call(
 
 def _marked_tool(marking: _Marking, number: int, tool: dict[str, Any]) -> dict[str, Any]:
     function = tool["function"] if isinstance(tool.get("function"), dict) else tool
-    part = Part(TOOLS, None, f"the definition of the tool {function.get('name')!s}", number)
+    part = ChatPart(TOOLS, None, f"the definition of the tool {function.get('name')!s}", number)
     marked = dict(function)
     for key, value in function.items():
         if key in ("name", "description") and isinstance(value, str):
@@ -391,7 +393,7 @@ def _ranges_singly(
 
 
 def _is_written_otherwise(
-    part: Part, messages: Sequence[Mapping[str, Any]], dropped: Sequence[Part]
+    part: ChatPart, messages: Sequence[Mapping[str, Any]], dropped: Sequence[ChatPart]
 ) -> bool:
     """Return whether dropped reasoning is also the text of another key of the message, which the
     template writes."""
@@ -407,7 +409,9 @@ def _is_written_otherwise(
     )
 
 
-def _by_design(template: ChatTemplate, messages: Messages, tools: Tools, part: Part) -> Part:
+def _by_design(
+    template: ChatTemplate, messages: Messages, tools: Tools, part: ChatPart
+) -> ChatPart:
     """Return `part`, as `STRIPPED` if a conversation that ends with its message would keep it."""
     if part.part_kind != REASONING or part.message is None or part.message == len(messages):
         return part
@@ -417,10 +421,10 @@ def _by_design(template: ChatTemplate, messages: Messages, tools: Tools, part: P
         still = find_parts(template, shorter, tools, text).dropped
     except ConversationError:
         return part
-    return part if part in still else Part(STRIPPED, part.message, part.name)
+    return part if part in still else ChatPart(STRIPPED, part.message, part.name)
 
 
-def refuse(template: ChatTemplate, part: Part) -> ConversationError:
+def refuse(template: ChatTemplate, part: ChatPart) -> ConversationError:
     """Return the error for a part that the template drops."""
     sources = template.source + template.source_with_tools
     read = [key for key in REASONING_KEYS if re.search(rf"\b{key}\b", sources)]

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from bigtrain.data.chat.document_forms import Conversation
+from bigtrain.data.chat.document_forms import RenderedChat
 from bigtrain.data.chat.encoder import ChatEncoder
 from bigtrain.data.chat.token_bytes import token_bytes
 from bigtrain.data.documents.conversations import ConversationError, conversation_bytes
@@ -136,7 +136,7 @@ def test_the_fast_way_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     def slowly(*_: object) -> None:
         raise AssertionError("encoded again")
 
-    monkeypatch.setattr(Conversation, "_encode_slowly", slowly)
+    monkeypatch.setattr(RenderedChat, "_encode_slowly", slowly)
     for name in ("one turn", "many turns", "unicode", "code"):
         encode(encoder_of(CHATML), CONVERSATIONS[name])
     encode(encoder_of(CHATML, "NFC"), CONVERSATIONS["one turn"])
