@@ -185,6 +185,6 @@ def _formats() -> Mapping[str, str]:
     return {
         "rows": ", ".join(ROW_SUFFIXES),
         "compressed": f"{', '.join(COMPRESSION_SUFFIXES[:-1])} or {COMPRESSION_SUFFIXES[-1]}",
-        "tables": " and ".join(reader.kind for reader in READERS if reader.random_access),
+        "tables": " and ".join(reader.format_name for reader in READERS if reader.random_access),
         "folder_suffixes": " ".join(DEFAULT_SUFFIXES),
     }

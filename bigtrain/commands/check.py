@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
         kind = "cuda"
     size, engine = args.world_size, args.deepspeed_config
     if args.show is not None:
-        resolved = resolve(args.config, args.overrides, size, engine, kind)
+        resolved = resolve(args.config, args.overrides, size, engine, device=kind)
         if resolved.config.train.epochs is not None:
             from bigtrain.run.length import with_steps_if_known
 
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
         )
     except CheckpointError:
         # The settings are valid: show them regardless of the run's directory.
-        print(describe(resolve(args.config, args.overrides, size, engine, kind)))
+        print(describe(resolve(args.config, args.overrides, size, engine, device=kind)))
         raise
     predicted = chosen + prediction(largest_phase(resolved), args.gpu)
     print(describe(resolved))

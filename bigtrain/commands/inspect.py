@@ -28,7 +28,12 @@ def run(args: argparse.Namespace) -> int:
     mask = args.mask or args.html is not None
     numbers = args.document or ([0] if mask else [])
     documents = documents_of(
-        inspected, numbers, args.split, args.max_tokens, args.tokenizer, mask=mask
+        inspected,
+        numbers,
+        args.split,
+        max_tokens=args.max_tokens,
+        tokenizer=args.tokenizer,
+        mask=mask,
     )
     tree = describe(inspected)
     if args.html is not None:

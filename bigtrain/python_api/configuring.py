@@ -80,11 +80,11 @@ def checked(
     inputs: bool = False,
 ) -> tuple[ResolvedRun, list[str]]:
     """Return the result of `check`, with lines on the run's automatic choices and its resume."""
-    resolved = resolve(config, overrides, world_size, deepspeed_config, device)
+    resolved = resolve(config, overrides, world_size, deepspeed_config, device=device)
     missing = missing_model(resolved.config.model)
     if resolved.config.objective.teacher_model is not None:
-        of_model = missing_model(teacher_run(resolved.config).model)
-        missing += [of_teacher(resolved.config, problem) for problem in of_model]
+        teacher_problems = missing_model(teacher_run(resolved.config).model)
+        missing += [of_teacher(resolved.config, problem) for problem in teacher_problems]
     if missing:
         raise ConfigError(missing, str(config) if isinstance(config, str | Path) else "the run")
     return _try_inputs(resolved) if inputs else _try_settings(resolved)
@@ -98,6 +98,7 @@ def _try_inputs(resolved: ResolvedRun) -> tuple[ResolvedRun, list[str]]:
     from bigtrain.run.preflight import check_base_weights
     from bigtrain.run.segments import inspect_segments
 
+    # The data and the model of the first phase; phases are counted as steps by themselves.
     segments, counted = inspect_segments(resolved)
     inputs = segments[0].inputs
     resolved = resolved if resolved.phases else segments[0].run
@@ -142,9 +143,9 @@ def resolve(
     overrides: Sequence[str],
     world_size: int,
     deepspeed_config: str | Path | None = None,
+    *,
     device: Device | None = None,
     accelerate: AccelerateSettings | None = None,
-    *,
     scores: bool = False,
 ) -> ResolvedRun:
     """Resolve only the settings, for `check`, `train_run` and, with `scores`,
@@ -192,8 +193,8 @@ def train_run(
     _check_callbacks(callbacks)
     if model is not None:
         overrides = (*overrides, f"model.type={_name_of(model)}")
-    samples, more = _samples_of(data)
-    overrides = (*overrides, *more)
+    samples, data_overrides = _samples_of(data)
+    overrides = (*overrides, *data_overrides)
     world = read_world(os.environ)
     run = resolve(
         config, overrides, world.size, deepspeed_config, accelerate=read_accelerate(os.environ)
@@ -204,9 +205,9 @@ def train_run(
     with (
         _as_before(samples),
         torch.random.fork_rng(devices=[]),
-        StopSignals(interrupts=True) as heard,
+        StopSignals(interrupts=True) as signals,
     ):
-        return train_resolved(run, world, heard, callbacks=callbacks, samples=samples)
+        return train_resolved(run, world, signals, callbacks=callbacks, samples=samples)
 
 
 def train_resolved(
@@ -218,7 +219,7 @@ def train_resolved(
     callbacks: Sequence[object] = (),
     samples: object = None,
 ) -> TrainingResult:
-    """Train `run` as a rank of `world`. Collective over all of them.
+    """Train `run` as a rank of `world`. Collective over all ranks.
 
     `signals`: the handlers of this process. `importing`: context for importing large libraries.
     `callbacks`, `samples`: of the calling program.
@@ -232,7 +233,7 @@ def train_resolved(
 
     refuse_for_device(run.config, world.size)
     with importing():  # the model's libraries
-        # One rank of each host compares the sizes of the shards' files; the others read the list.
+        # One rank per host compares the sizes of the shards' files; other ranks read the list.
         level: Level = "sizes" if world.local_rank == 0 else "listed"
         segments, counted = inspect_segments(run, level, samples)
         first = segments[0]
@@ -269,7 +270,7 @@ def _name_of(model: object) -> str:
 
 def _samples_of(data: object) -> tuple[object, tuple[str, ...]]:
     """Return the source of samples that `data`, an argument of `train_run`, is, and the settings
-    for it. Raises ConfigError for what is not data."""
+    for it. Raises ConfigError for an object that is not data."""
     if data is None:
         return None, ()
     path = data if isinstance(data, str | Path) else getattr(data, "path", None)
@@ -282,7 +283,7 @@ def _samples_of(data: object) -> tuple[object, tuple[str, ...]]:
 
 @contextmanager
 def _as_before(samples: object) -> Iterator[None]:
-    """Give a stream of the calling program its state again, so that the same program resumes."""
+    """Restore the state of the calling program's stream, so that the program can train again."""
     if not is_stream(samples):
         yield
         return

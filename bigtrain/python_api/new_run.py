@@ -112,6 +112,8 @@ def write_new_run(wanted: NewRun, output: Path, *, force: bool = False) -> Writt
         planned, engine = plan.run_tree()
         sections = _in_order({**sections, **planned})
         head += _prediction(plan)
+
+    # The DeepSpeed JSON is written only if none is shipped that equals it.
     files = [output]
     engine_path = output.with_name(f"{output.stem}.deepspeed.json")
     if engine is not None:
@@ -123,6 +125,8 @@ def write_new_run(wanted: NewRun, output: Path, *, force: bool = False) -> Writt
     if existing and not force:
         rule, fix = "exists, and may have been edited", "another --output, or --force to replace it"
         raise ConfigError(Problem("--output", existing[0], rule, fix))
+
+    # A run must accept the files: of a JSON that must be written first, its settings only.
     text = commented_yaml(sections, head)
     world_size = 1 if plan is None else plan.cluster.num_devices
     if len(files) > 1:
@@ -134,52 +138,51 @@ def write_new_run(wanted: NewRun, output: Path, *, force: bool = False) -> Writt
     return WrittenRun(tuple(files), tuple(_next_commands(wanted, output, plan)))
 
 
-def _sections(wanted: NewRun) -> dict[str, Any]:
-    model = _model(wanted)
-    kind = "adapters" if wanted.adapters else "random" if wanted.model is None else "trained"
-    on_cpu = wanted.devices is None or wanted.devices.strip().lower().endswith("cpu")
-    every = max(1, wanted.steps // _SAVES)
+def _sections(new_run: NewRun) -> dict[str, Any]:
+    # The model: trained weights, or the configuration of a new model, also by a recipe's name.
+    if (new_run.model is None) == (new_run.new_model is None):
+        rule = "either trained weights or a new model is required"
+        raise ConfigError(Problem("--model", new_run.model, rule, "or --new-model, but not both"))
+    model: dict[str, Any]
+    if new_run.model is not None:
+        model = {"path": new_run.model}
+    elif new_run.adapters:
+        rule = "require trained weights, and a new model has none"
+        raise ConfigError(Problem("--adapters", None, rule, "--model instead of --new-model"))
+    elif new_run.new_model in recipe_names():
+        recipe = load_config(str(new_run.new_model)).model
+        model = {"config": recipe.path if recipe.config is None else recipe.config}
+    else:
+        model = {"config": new_run.new_model}
+    # Defaults: the usual learning rate, float32 on a CPU or without `devices`, ten checkpoints.
+    lr_name = "adapters" if new_run.adapters else "random" if new_run.model is None else "trained"
+    on_cpu = new_run.devices is None or new_run.devices.strip().lower().endswith("cpu")
+    every = max(1, new_run.steps // _SAVES)
     tree: dict[str, Any] = {
         "model": model,
-        "data": {"path": wanted.data if wanted.is_tokenized else wanted.shards},
+        "data": {"path": new_run.data if new_run.is_tokenized else new_run.shards},
         "batch": {
-            "sequence_length": wanted.sequence_length or _sequence_length(model),
-            "global_batch_size": wanted.global_batch_size,
+            "sequence_length": new_run.sequence_length or _sequence_length(model),
+            "global_batch_size": new_run.global_batch_size,
             "micro_batch_size": 1,
         },
-        "train": {"steps": wanted.steps},
-        "optimizer": {"lr": _LR[kind] if wanted.lr is None else wanted.lr},
+        "train": {"steps": new_run.steps},
+        "optimizer": {"lr": _LR[lr_name] if new_run.lr is None else new_run.lr},
         "schedule": {
             "type": "cosine",
-            "warmup_steps": min(wanted.steps, round(wanted.steps * _WARMUP_FRACTION)),
+            "warmup_steps": min(new_run.steps, round(new_run.steps * _WARMUP_FRACTION)),
         },
         "precision": {"dtype": "float32" if on_cpu else "bfloat16"},
         "checkpoint": {"every_steps": every},
         "evaluation": {"every_steps": every},
         "logging": {"every_steps": min(10, every)},
-        "output": {"directory": wanted.run_directory or _run_directory(_name(wanted))},
+        "output": {"directory": new_run.run_directory or _run_directory(new_run)},
     }
-    if wanted.chat:
+    if new_run.chat:
         tree["data"]["packing"] = "best_fit"
-    if wanted.adapters:
+    if new_run.adapters:
         tree["adapters"] = {"rank": 16, "alpha": 32, "targets": "all-linear"}
     return _in_order(tree)
-
-
-def _model(wanted: NewRun) -> dict[str, Any]:
-    if (wanted.model is None) == (wanted.new_model is None):
-        rule = "either trained weights or a new model is required"
-        raise ConfigError(Problem("--model", wanted.model, rule, "or --new-model, but not both"))
-    if wanted.model is not None:
-        return {"path": wanted.model}
-    if wanted.adapters:
-        rule = "require trained weights, and a new model has none"
-        raise ConfigError(Problem("--adapters", None, rule, "--model instead of --new-model"))
-    if wanted.new_model in recipe_names():
-        recipe = load_config(str(wanted.new_model)).model
-        source = recipe.path if recipe.config is None else recipe.config
-        return {"config": source}
-    return {"config": wanted.new_model}
 
 
 def _sequence_length(model: dict[str, Any]) -> int:
@@ -193,15 +196,11 @@ def _in_order(tree: dict[str, Any]) -> dict[str, Any]:
     return {name: tree[name] for name in RunConfig.model_fields if tree.get(name) not in (None, {})}
 
 
-def _run_directory(name: str) -> str:
-    """Return the first of runs/NAME, runs/NAME-2, ... that holds nothing but perhaps a run."""
+def _run_directory(new_run: NewRun) -> str:
+    """Return the first of runs/NAME, runs/NAME-2, ... that has no files, except maybe of a run."""
+    name = Path(str(new_run.model or new_run.new_model).rstrip("/")).name or "mine"
     names = (f"runs/{name}" if number == 1 else f"runs/{name}-{number}" for number in count(1))
     return next(path for path in names if not check_output(Path(path), is_here=False))
-
-
-def _name(wanted: NewRun) -> str:
-    source = str(wanted.model or wanted.new_model).rstrip("/")
-    return Path(source).name or "mine"
 
 
 def _prediction(plan: Plan) -> list[str]:
@@ -240,20 +239,20 @@ def _write(path: Path, text: str) -> None:
         raise OutputError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
-def _next_commands(wanted: NewRun, output: Path, plan: Plan | None) -> Iterator[str]:
+def _next_commands(new_run: NewRun, output: Path, plan: Plan | None) -> Iterator[str]:
     """Yield the next commands, in order."""
     quoted = shlex.quote(str(output))
-    if not wanted.is_tokenized:
-        tokenizer = wanted.model or "TOKENIZER"
+    if not new_run.is_tokenized:
+        tokenizer = new_run.model or "TOKENIZER"
         yield (
-            f"bigtrain tokenize --input {shlex.quote(wanted.data)} --tokenizer "
-            f"{shlex.quote(tokenizer)} --held-out 0.02 --output {shlex.quote(wanted.shards)}"
+            f"bigtrain tokenize --input {shlex.quote(new_run.data)} --tokenizer "
+            f"{shlex.quote(tokenizer)} --held-out 0.02 --output {shlex.quote(new_run.shards)}"
         )
     size = 1 if plan is None else plan.cluster.num_devices
     yield f"bigtrain check --config {quoted} --world-size {size}"
     yield launch_line(quoted, plan)
     directory = load_config(output).output.directory
-    how = "--chat" if wanted.chat else "--prompt TEXT"
+    how = "--chat" if new_run.chat else "--prompt TEXT"
     yield f"bigtrain generate --model {shlex.quote(f'{directory}/hf')} {how}"
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from bigtrain.planner.layout import Layout
     from bigtrain.planner.model_costs import ModelCosts
     from bigtrain.planner.run_prediction import RunPrediction
-    from bigtrain.planner.search import Candidate, Cluster, Ranking, SearchSpace
+    from bigtrain.planner.search import Candidate, Cluster, SearchSpace
     from bigtrain.planner.tables.engines import MeasuredEngine
     from bigtrain.planner.tables.hardware import Device as Accelerator
     from bigtrain.settings.compatibility.facts import Device
@@ -118,6 +118,7 @@ def plan(
     from bigtrain.planner.search import longest_sample, search
     from bigtrain.planner.tables.engines import engine_named
 
+    # The hardware, measured where `hardware` or a CPU is given, and the model's costs.
     cluster, measured = _cluster(
         devices, nodes_of, host_memory_bytes, network_bits_per_second, hardware
     )
@@ -127,9 +128,17 @@ def plan(
     engine = engine_named("deepspeed")
     if measured is not None:
         engine = engine.with_measured(measured)
+
+    # Rank the layouts; an error names the nearest devices or batch with which one fits.
     if longest:
         length, ranking = longest_sample(request, cluster, engine)
-        loaded = _with_samples(loaded, length, ranking)
+        if ranking.fitting:  # plan samples of `length` tokens, as many a step as the layouts have
+            tree = loaded.model_dump(mode="json", exclude_unset=True)
+            tree["batch"] = {
+                "sequence_length": length,
+                "global_batch_size": ranking.fitting[0].layout.global_batch_size,
+            }
+            loaded = RunConfig.model_validate(tree)
     else:
         ranking = search(request, cluster, engine)
     if not ranking.fitting and not ranking.others:
@@ -138,8 +147,8 @@ def plan(
         rule, remedy = nothing_fits(ranking.others, cluster)
         raise ConfigError(Problem("--gpus", devices, rule, remedy))
     if loaded.objective.teacher_model is not None:
-        without = "without those of the teacher (objective.teacher_model)"
-        remark = "; ".join(filter(None, (remark, without)))
+        teacher_remark = "without those of the teacher (objective.teacher_model)"
+        remark = "; ".join(filter(None, (remark, teacher_remark)))
     return Plan(loaded, cluster, model, remark, ranking.fitting, ranking.others, ranking.num_others)
 
 
@@ -159,6 +168,7 @@ def _cluster(
         rule = "is not a number of devices and their name"
         raise ConfigError(Problem("--gpus", devices, rule, "write e.g. 64xH100-80GB"))
     number, name = int(match.group(1)), match.group(2)
+    # A calibration has the rates of this hardware; otherwise they come from tables.
     device: Accelerator
     measured: MeasuredEngine | None = None
     if hardware is not None:
@@ -168,6 +178,7 @@ def _cluster(
         measured = cpu_engine() if device.is_cpu else None
     if nodes_of is not None:
         device = replace(device, devices_per_node=nodes_of)
+    # Layouts are searched for complete nodes only.
     per_node = device.devices_per_node
     if number > per_node and number % per_node:
         below = number // per_node * per_node
@@ -188,13 +199,14 @@ def _request(config: RunConfig, cluster: Cluster, model: Any) -> SearchSpace:
     from bigtrain.settings.objective import num_reference_rows, trained_rows_per_sample
     from bigtrain.system.units import DTYPE_BYTES
 
+    # The facts that decide which layouts are legal, for the settings of ZeRO 1.
     figures, problems = inspect_configuration(config.model)
     if problems:
         raise ConfigError(problems, "the run")
     raw = _deepspeed_json(1, "")
     device: Device = "cpu" if cluster.device.is_cpu else "cuda"
-    known = {"world_size": cluster.num_devices, "device": device, "async_io": True}
-    facts = Facts(config, raw, figures, torch_adam=True, **known)
+    device_facts = {"world_size": cluster.num_devices, "device": device, "async_io": True}
+    facts = Facts(config, raw, figures, torch_adam=True, **device_facts)
     gradients = gradient_dtype_of(config, 1) or config.precision.dtype
     memory = config.checkpoint.memory
     return SearchSpace(
@@ -215,18 +227,6 @@ def _request(config: RunConfig, cluster: Cluster, model: Any) -> SearchSpace:
         rows_per_sample=trained_rows_per_sample(config.objective),
         num_reference_rows=num_reference_rows(config),
     )
-
-
-def _with_samples(config: RunConfig, length: int, ranking: Ranking) -> RunConfig:
-    """Return `config` with samples of `length` tokens, as many a step as the layouts have."""
-    if not ranking.fitting:
-        return config
-    tree = config.model_dump(mode="json", exclude_unset=True)
-    tree["batch"] = {
-        "sequence_length": length,
-        "global_batch_size": ranking.fitting[0].layout.global_batch_size,
-    }
-    return RunConfig.model_validate(tree)
 
 
 def _no_layout(config: RunConfig, cluster: Cluster) -> Problem:
@@ -251,7 +251,7 @@ def run_and_engine(
     config: RunConfig, layout: Layout, vocabulary_size: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the run YAML and the DeepSpeed JSON of `config` in another layout, as trees. The loss
-    is written if it differs from the default of such a run."""
+    is written if it differs from the default of a run in that layout."""
     from bigtrain.planner.run_prediction import auto_loss_chunk
 
     offload = "_offload" if layout.offload_optimizer else ""
@@ -260,6 +260,8 @@ def run_and_engine(
     raw["zero_optimization"]["stage"] = layout.zero_stage
     if layout.offload_optimizer and not layout.offload_parameters:
         raw["zero_optimization"].pop("offload_param", None)
+
+    # Settings of the layout, if they differ from the run's or from a default.
     tree = config.model_dump(mode="json", exclude_unset=True)
     tree["parallel"] = ParallelSection.tree_of(layout)
     tree["batch"]["micro_batch_size"] = layout.micro_batch_size
@@ -275,6 +277,8 @@ def run_and_engine(
         tree["model"]["loss"] = "plain" if layout.loss_chunk_tokens is None else "chunked"
         if layout.loss_chunk_tokens is not None:
             tree["model"]["loss_chunk_tokens"] = layout.loss_chunk_tokens
+
+    # Buckets, where the JSON has them.
     zero = raw["zero_optimization"]
     sizes = {
         "reduce_bucket_size": layout.reduce_bucket_elements,

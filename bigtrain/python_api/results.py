@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -59,19 +59,15 @@ def load_state_dict(run: str | Path, step: int | None = None) -> dict[str, torch
     buffers have their own dtype; for a run with adapters, only the adapters. Every checksum is
     compared, for any topology that wrote the checkpoint. Raises CheckpointError.
     """
-    return dict(_weights(Path(run), step))
-
-
-def _weights(run: Path, step: int | None) -> Iterator[tuple[str, torch.Tensor]]:
     from bigtrain.engine.checkpoint.lazy import open_weights
     from bigtrain.run.checkpointing import checkpoints
 
-    directory = run
-    if step is not None or not (run / checkpoints.MANIFEST).is_file():
-        directory = checkpoints.find(run, step, "small")
+    directory = Path(run)
+    if step is not None or not (directory / checkpoints.MANIFEST).is_file():
+        directory = checkpoints.find(directory, step, "small")
     listing = checkpoints.list_tensors(directory)
-    for name, tensor in open_weights(directory / checkpoints.TENSORS, listing).items():
-        yield name, tensor.read()
+    weights = open_weights(directory / checkpoints.TENSORS, listing)
+    return {name: tensor.read() for name, tensor in weights.items()}
 
 
 def export_run(
@@ -167,17 +163,17 @@ def merge_run(
         from bigtrain.run.checkpointing.averaging import merge_run as merge
 
     tell = warn or (lambda text: print(text, file=sys.stderr, flush=True))
-    chosen = chosen_steps(Path(run), steps, last, tell)
+    selected_steps = chosen_steps(Path(run), steps, last, tell)
     merge(
         Path(run),
         Path(output),
-        chosen,
+        selected_steps,
         shares=weights,
         dtype=dtype,
         max_shard_size=max_shard_size,
         warn=tell,
     )
-    return chosen
+    return selected_steps
 
 
 def generate(
@@ -295,10 +291,10 @@ def grow_model(
 
     vocabulary = VocabularySection(new_rows=new_rows, pad_to_multiple_of=pad_to_multiple_of)
     loaded = load_tokenizer(str(tokenizer))
-    with TemporaryDirectory(prefix="bigtrain-tokenizer-") as place:
-        loaded.save(Path(place))
+    with TemporaryDirectory(prefix="bigtrain-tokenizer-") as tokenizer_directory:
+        loaded.save(Path(tokenizer_directory))
         return export_grown(
-            str(model), Path(place), loaded.vocab_size, Path(output), vocabulary, seed
+            str(model), Path(tokenizer_directory), loaded.vocab_size, Path(output), vocabulary, seed
         )
 
 
@@ -360,7 +356,7 @@ def write_report(
     path = Path(run) / "report.html" if output is None else Path(output)
     html = page_html(runs)
     write_page(path, html)
-    steps = sum(one.metrics.steps.num_rows for one in runs)
+    steps = sum(run_files.metrics.steps.num_rows for run_files in runs)
     return WrittenReport(path, steps, len(html))
 
 
@@ -391,6 +387,7 @@ def fetch(
 
     if not is_address(address):
         raise DataError(f"{address} is not an address, such as s3://bucket/runs/mine -> cp -r")
+    # Of a run only one checkpoint is fetched, with everything outside of checkpoints/.
     address = address.rstrip("/")
     steps = checkpoint_steps(list(list_tree(address)))
     if step is not None and step not in steps:
@@ -399,16 +396,16 @@ def fetch(
             f"{without_secrets(address)} has no complete checkpoint of step {step} -> one of "
             f"{listed}"
         )
-    wanted = steps[0] if steps and step is None else step
+    fetched_step = steps[0] if steps and step is None else step
 
     def is_wanted(name: str) -> bool:
         if not name.startswith("checkpoints/"):
             return True
-        return wanted is not None and name.startswith(f"checkpoints/step-{wanted:08d}/")
+        return fetched_step is not None and name.startswith(f"checkpoints/step-{fetched_step:08d}/")
 
     target = Path(directory)
     try:
         num_bytes = fetch_tree(address, target, is_wanted, say or (lambda text: None))
     except OSError as error:
         raise DataError(f"{target} cannot be written: {error}") from error
-    return Fetched(target, num_bytes, wanted)
+    return Fetched(target, num_bytes, fetched_step)

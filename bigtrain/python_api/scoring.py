@@ -54,13 +54,15 @@ def score(
     Raises ConfigError, DataError, ModelError, CheckpointError, OutputError, LaunchError: all are
     BigtrainError. DataError if `output` has other scores of this data.
     """
-    _check(kind, top_k)
+    if top_k is not None and kind != "top-k":
+        raise ConfigError(Problem("--top-k", top_k, "has no effect", "--kind top-k"))
     world = read_world(os.environ)
     run = _of_pass(resolve(config, overrides, world.size, deepspeed_config, scores=True), output)
     if keep is not None and (run.config.data.sources or run.config.evaluation.held_out):
         rule = "is for a run with one dataset"
         raise ConfigError(Problem("--filter", str(keep.output), rule, "data.path=DIR only"))
 
+    # Settings, device and inputs are checked before the model is built.
     from bigtrain.engine.startup.device import refuse_for_device
     from bigtrain.run.preflight import inspect_inputs
 
@@ -69,6 +71,7 @@ def score(
     from bigtrain.data.loading.stored_scores import PART_TOKENS
     from bigtrain.run.score_pass import PassOptions, score_inputs
 
+    # The pass is collective; one rank writes the dataset of the kept documents.
     options = PassOptions(
         Path(output),
         kind,
@@ -92,11 +95,6 @@ def _of_pass(run: ResolvedRun, output: str | Path) -> ResolvedRun:
     return replace(run, config=run.config.model_copy(update=changes))
 
 
-def _check(kind: str, top_k: int | None) -> None:
-    if top_k is not None and kind != "top-k":
-        raise ConfigError(Problem("--top-k", top_k, "has no effect", "--kind top-k"))
-
-
 def _write_kept(scores: Scores, dataset: Any, keep: PerplexityFilter) -> None:
     from bigtrain.data.samples.kept_documents import kept_documents, write_kept
     from bigtrain.data.shards.manifest import PerplexityFilterRecord
@@ -106,25 +104,25 @@ def _write_kept(scores: Scores, dataset: Any, keep: PerplexityFilter) -> None:
     record = PerplexityFilterRecord(
         lowest=keep.lowest, highest=highest, model=f"{model.name} ({model.hash})"
     )
-    kept = kept_documents(scores, dataset, keep.lowest, highest)
-    write_kept(dataset, kept, keep.output, record)
+    documents = kept_documents(scores, dataset, keep.lowest, highest)
+    write_kept(dataset, documents, keep.output, record)
 
 
 def summary(scores: Sequence[Scores]) -> list[str]:
-    """Return a line on each split of each dataset: documents, targets, perplexity of its targets
+    """Return a line per split of a dataset: documents, targets, perplexity of the split's targets
     together, and quantiles of the perplexity of documents."""
     import numpy as np
 
     lines = []
-    for one in scores:
-        for split, values in one.perplexities.items():
-            total = int(one.targets(split).sum())
-            mean = math.exp(-float(one.sums(split).sum()) / max(1, total))
-            known = values[~np.isnan(values)]
-            low, middle, high = np.quantile(known, (0.1, 0.5, 0.9)) if len(known) else (0.0,) * 3
+    for entry in scores:
+        for split, values in entry.perplexities.items():
+            total = int(entry.targets(split).sum())
+            mean = math.exp(-float(entry.sums(split).sum()) / max(1, total))
+            finite = values[~np.isnan(values)]
+            low, middle, high = np.quantile(finite, (0.1, 0.5, 0.9)) if len(finite) else (0.0,) * 3
             lines.append(
-                f"{one.request.data.name} {split}: {len(values):,} documents, {total:,} targets, "
-                f"perplexity {mean:.6g}; of documents: 10% up to {low:.6g}, half up to "
-                f"{middle:.6g}, 90% up to {high:.6g}"
+                f"{entry.request.data.name} {split}: {len(values):,} documents, "
+                f"{total:,} targets, perplexity {mean:.6g}; of documents: 10% up to {low:.6g}, "
+                f"half up to {middle:.6g}, 90% up to {high:.6g}"
             )
     return lines

@@ -40,13 +40,15 @@ def read_documents(
     """
     from bigtrain.data.shards.inspection import inspect_shards
 
-    return documents_of(inspect_shards(Path(path)), numbers, split, max_tokens, tokenizer)
+    inspected = inspect_shards(Path(path))
+    return documents_of(inspected, numbers, split, max_tokens=max_tokens, tokenizer=tokenizer)
 
 
 def documents_of(
     inspected: Inspected,
     numbers: Sequence[int],
     split: str | None,
+    *,
     max_tokens: int,
     tokenizer: str | Path | None,
     mask: bool = False,
@@ -61,11 +63,12 @@ def documents_of(
     name = LONE if inspected.manifest is None else split or "train"
     if numbers and name not in inspected.splits:
         raise DataError(f"--split {name}: {inspected.path} has no such split")
+    # Without a tokenizer, which a dataset may lack, documents have no text.
     decoder = decoder_of(inspected, None if tokenizer is None else Path(tokenizer))
     documents = []
     for index in numbers:
         shard, within, tokens = inspected.document(name, index)
-        shown = tokens[:max_tokens].tolist()
+        shown_tokens = tokens[:max_tokens].tolist()
         documents.append(
             {
                 "split": name,
@@ -73,19 +76,19 @@ def documents_of(
                 "shard": shard.bin_path.stem,
                 "index_in_shard": within,
                 "num_tokens": len(tokens),
-                "cut": len(tokens) > len(shown),
-                "tokens": shown,
-                "text": None if decoder is None else decoder.decode(shown),
+                "cut": len(tokens) > len(shown_tokens),
+                "tokens": shown_tokens,
+                "text": None if decoder is None else decoder.decode(shown_tokens),
             }
         )
         if (row := row_of(inspected, index, shard, within)) is not None:
             documents[-1]["row"] = row
-        if mask:
+        if mask:  # the text in runs of tokens that are learned, or not
             if decoder is None:
                 raise DataError("--mask shows text -> --tokenizer DIRECTORY to decode with")
             learned = shard.document_mask(within)[:max_tokens]
             weights = shard.document_weights(within)[:max_tokens]
-            documents[-1]["runs"] = runs_of(shown, learned, weights, decoder)
+            documents[-1]["runs"] = runs_of(shown_tokens, learned, weights, decoder)
     return documents
 
 

@@ -145,7 +145,9 @@ def build_tokens(
     from bigtrain.data.tokenize_job.request import BuildRequest, find_worker_rank
 
     announce("finding the inputs")
-    reading = read_options(inputs, **_reading_of(options))
+    names = ReadingOptions.__annotations__
+    reading_options = {name: value for name, value in options.items() if name in names}
+    reading = read_options(inputs, **cast(ReadingOptions, reading_options))
     template = options.get("chat_template")
     return build_dataset(
         BuildRequest(
@@ -161,16 +163,11 @@ def build_tokens(
     )
 
 
-def _reading_of(options: TokenizeOptions) -> ReadingOptions:
-    known = ReadingOptions.__annotations__
-    given = {name: value for name, value in options.items() if name in known}
-    return cast(ReadingOptions, given)
-
-
 def _record_of(reading: ReadOptions, options: TokenizeOptions) -> OptionsRecord:
     """Return the record of a dataset's options. Raise DataError for incompatible ones."""
     from bigtrain.data.shards.manifest import DEFAULT_SHARD_BYTES, OptionsRecord
 
+    # The format of rows, which decides the options that have an effect.
     name: str = options.get("format", "auto")
     roles, learn = options.get("roles") or {}, options.get("learn", "all")
     if name == "auto":
@@ -180,15 +177,16 @@ def _record_of(reading: ReadOptions, options: TokenizeOptions) -> OptionsRecord:
     first = reading.text_keys if rows is None else rows.keys[:1]
     if ignored := set(first) & set(reading.ignored_keys):
         raise DataError(f"--ignore-key {min(ignored)}: it is the key of the document -> remove it")
+    # Options that would have no effect on this format are refused.
     if rows is None:
         template, max_prompt = options.get("chat_template"), options.get("max_prompt_tokens")
         refuse_for_text(reading, template, learn, roles, max_prompt)
     elif rows.name == "tokens":
         refuse_for_tokens(options)
     elif rows.name in ("preference", "kto", "classification") and learn == "last":
-        what = "the answers of " if rows.name != "classification" else "samples of "
+        noun = "the answers of " if rows.name != "classification" else "samples of "
         raise DataError(
-            f"--learn last: {what}--format {rows.name} are learned completely -> remove it"
+            f"--learn last: {noun}--format {rows.name} are learned completely -> remove it"
         )
     return OptionsRecord(
         labels=_labels(options, name),
@@ -250,8 +248,8 @@ def _fill_in_middle(options: TokenizeOptions, *, is_text: bool) -> FillInMiddleR
 
     rate, tokens = options.get("fim_rate", 0.0), options.get("fim_tokens")
     spm_rate, seed = options.get("fim_spm_rate"), options.get("fim_seed")
-    given = {"--fim-spm-rate": spm_rate, "--fim-seed": seed, "--fim-tokens": tokens}
-    name = next((option for option, value in given.items() if value is not None), None)
+    fim_options = {"--fim-spm-rate": spm_rate, "--fim-seed": seed, "--fim-tokens": tokens}
+    name = next((option for option, value in fim_options.items() if value is not None), None)
     if not rate:
         if name is not None:
             raise DataError(f"{name} is for fill-in-the-middle -> --fim-rate F, or remove it")
@@ -300,7 +298,7 @@ def train_tokenizer(
     reading = replace(reading, ignored_keys=tuple(KeyRules("text", reading.text_keys).refused))
     bad: list[BadDocument] = []
     rejects = RejectedDocuments(
-        max_bad_fraction > 0, lambda one: bad.append(one) if not bad else None
+        max_bad_fraction > 0, lambda document: bad.append(document) if not bad else None
     )
     reader = DocumentReader(find_sources(reading.selection), reading, rejects)
     tokenizer = trained(_with_progress(reader), vocab_size)
@@ -317,7 +315,7 @@ def train_tokenizer(
 
 
 def read_options(inputs: Inputs, **options: Unpack[ReadingOptions]) -> ReadOptions:
-    """Return the options for reading text; `build_tokens` documents each of them."""
+    """Return the options for reading text, which `build_tokens` documents."""
     from bigtrain.data.documents.files import Selection
     from bigtrain.data.documents.reader import ReadOptions
     from bigtrain.data.shards.manifest import DEFAULT_MAX_DOCUMENT_BYTES
@@ -379,27 +377,28 @@ def detected_format(reading: ReadOptions, say: Callable[[str], None]) -> str:
     from bigtrain.data.documents.discovery import find_sources
     from bigtrain.data.documents.formats import keys_in
 
-    formats: dict[str, str] = {}  # the first file of each
+    formats: dict[str, str] = {}  # by format, the first file that has it
     sources = find_sources(reading.selection)
-    others = [source for source in sources[1:] if source.address is None]
-    for source in sources[:1] + others[:: max(1, -(-len(others) // OTHER_FIRST_ROWS))]:
+    local_sources = [source for source in sources[1:] if source.address is None]
+    step = max(1, -(-len(local_sources) // OTHER_FIRST_ROWS))
+    for source in sources[:1] + local_sources[::step]:
         keys = keys_in(source, reading)
         if keys or not source.format.has_rows or not formats:
             match = nearest(keys)
             if ambiguous := also_preferences(keys):
-                shown = " and of ".join(ambiguous)
+                candidates = " and of ".join(ambiguous)
                 if "prompt" not in keys:  # as in LLaMA-Factory
-                    other = next(name for name in ambiguous if name != "preference")
-                    shown += f" --key prompt={FORMATS[other].keys[0]}"
+                    chat_format = next(name for name in ambiguous if name != "preference")
+                    candidates += f" --key prompt={FORMATS[chat_format].keys[0]}"
                 raise DataError(
-                    f"{source.path}: the first row has the keys of --format {shown} -> name the "
-                    "one that is meant: --format"
+                    f"{source.path}: the first row has the keys of --format {candidates} -> name "
+                    "the one that is meant: --format"
                 )
             formats.setdefault("text" if match is None else match.name, source.path)
     if len(formats) > 1:
-        shown = "; ".join(f"{name}: {path}" for name, path in formats.items())
+        listing = "; ".join(f"{name}: {path}" for name, path in formats.items())
         raise DataError(
-            f"the first rows of the inputs have several formats ({shown}) -> {ONE_FORMAT}"
+            f"the first rows of the inputs have several formats ({listing}) -> {ONE_FORMAT}"
         )
     name = next(iter(formats), "text")
     if name != "text":
@@ -408,8 +407,8 @@ def detected_format(reading: ReadOptions, say: Callable[[str], None]) -> str:
 
 
 def row_format(name: str, names: Mapping[str, str], roles: Mapping[str, str]) -> RowFormat | None:
-    """Return the format `name` of conversations, whose keys (of a row, and of a turn in it) have
-    other `names` in the data, and roles other names; None for text. Raise DataError for unknown
+    """Return the format `name` of conversations, whose keys (of a row, and of a turn) have other
+    `names` in the data, and roles other names; None for text. Raise DataError for unknown
     keys of `name`."""
     from bigtrain.data.documents.chat_formats import FORMATS
 
@@ -419,17 +418,17 @@ def row_format(name: str, names: Mapping[str, str], roles: Mapping[str, str]) ->
         return None
     if name not in FORMATS:
         raise DataError(f"--format {name}: unknown -> auto, text, {', '.join(FORMATS)}")
-    own, turns = FORMATS[name].keys, FORMATS[name].turn_keys
-    known = (*own, *turns)
-    wrong = next((key for key in names if key not in known), None)
+    row_keys, turns = FORMATS[name].keys, FORMATS[name].turn_keys
+    all_keys = (*row_keys, *turns)
+    wrong = next((key for key in names if key not in all_keys), None)
     if wrong is not None:
-        raise DataError(f"--key {wrong}: --format {name} has no such key -> {', '.join(known)}")
-    keys = tuple(names.get(key, key) for key in known)
+        raise DataError(f"--key {wrong}: --format {name} has no such key -> {', '.join(all_keys)}")
+    keys = tuple(names.get(key, key) for key in all_keys)
     # Defaults of the format are not recorded: earlier versions had no keys of turns, and for
     # messages the key `tools` was implied.
-    if keys[len(own) :] == turns:
-        keys = keys[: len(own)]
-    if name == "messages" and keys[1:] == own[1:]:
+    if keys[len(row_keys) :] == turns:
+        keys = keys[: len(row_keys)]
+    if name == "messages" and keys[1:] == row_keys[1:]:
         keys = keys[:1]
     if roles and name in ("alpaca", "tokens"):
         raise DataError(f"--role: rows of --format {name} have no roles -> remove it")
@@ -454,20 +453,20 @@ def refuse_for_text(
         "--role": roles,
         "--max-prompt-tokens": max_prompt_tokens,
     }
-    given = next((option for option, value in options.items() if value), None)
-    if given is None:
+    chat_option = next((option for option, value in options.items() if value), None)
+    if chat_option is None:
         return
     keys = keys_in(find_sources(reading.selection)[0], reading, strict=True)
-    shown = f"the first row has the keys {', '.join(sorted(keys)[:20])}"
+    description = "no row with keys is read"
+    if keys:
+        description = f"the first row has the keys {', '.join(sorted(keys)[:20])}"
     fix = remedy_for(keys) or " -> name their key, --chat-key KEY, or remove it"
-    raise DataError(
-        f"{given} is for conversations, and {shown if keys else 'no row with keys is read'}{fix}"
-    )
+    raise DataError(f"{chat_option} is for conversations, and {description}{fix}")
 
 
 def refuse_for_tokens(options: TokenizeOptions) -> None:
     """Raise DataError for options on texts, if the rows are already tokenized."""
-    given = {
+    text_options = {
         "--learn last": options.get("learn") == "last",
         "--chat-template": options.get("chat_template"),
         "--max-unrendered": options.get("max_unrendered"),
@@ -476,7 +475,7 @@ def refuse_for_tokens(options: TokenizeOptions) -> None:
         "--end-of-document": options.get("end_of_document"),
         "--filter": options.get("text_filter"),
     }
-    name = next((option for option, value in given.items() if value), None)
+    name = next((option for option, value in text_options.items() if value), None)
     if name is not None:
         raise DataError(
             f"{name} is for text, and rows of --format tokens are taken as they are -> remove it"

@@ -11,29 +11,26 @@ end one.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import replace
+from typing import NamedTuple
 
-from bigtrain.data.chat.answer_spans import Answer, Span
+from bigtrain.data.chat.answer_spans import Answer, Rendering, Span
 from bigtrain.data.chat.control_tokens import ControlTokens
+from bigtrain.data.chat.document_forms import RenderedChat
 from bigtrain.data.documents.conversations import ConversationError
-from bigtrain.data.tokenizers.chat_template import ChatTemplate, Messages, Tools
+from bigtrain.data.tokenizers.chat_template import ChatTemplate, Messages
 
 _ANSWER, _THOUGHT = "\U0010fffb", "\U0010fffa"
 _ASKED = {"role": "user", "content": "a"}
 _ANSWERED = {"role": "assistant", "content": _ANSWER}
 
 
-@dataclass(frozen=True)
-class Ended:
-    """Rendering whose learned answers all end in a token that ends generation. `text`, `spans` and
-    `control` as in the encoder's rendering; `ends`: texts of the tokens that end answers; `inside`:
-    texts of other control tokens in answers."""
+class _EndAfter(NamedTuple):
+    """Token that ends an answer, outside of its range, in `text`."""
 
+    token: Span
     text: str
-    spans: tuple[Span, ...]
-    control: tuple[Span, ...] | None
-    ends: frozenset[str]
-    inside: frozenset[str]
 
 
 class AnswerEnds:
@@ -53,41 +50,47 @@ class AnswerEnds:
             longer = self._after_answer([_ASKED, _ANSWERED, _ASKED])
             self.usual = None if longer is None else self._first_token(longer)
             self.by_next_role = self.usual is not None
-        self.inside = self._between_thought_and_answer()
+        self.inner_controls = self._between_thought_and_answer()
 
     def finish(
         self,
-        messages: Messages,
-        tools: Tools,
-        text: str,
+        conversation: RenderedChat,
+        rendering: Rendering,
         answers: Sequence[Answer],
-        control: Sequence[Span] | None,
         *,
         marked: bool,
-    ) -> Ended:
-        """Return the rendering `text` with the ends of its `answers` learned. `control`: ranges of
-        control tokens, None if every control token's text is one. `marked`: the template has ``{%
-        generation %}`` blocks, so its author decided which text is learned. Raises
-        ConversationError for an answer without an end."""
-        tokens = (
-            [match.span() for match in self._control.find(text)] if control is None else control
-        )
+    ) -> RenderedChat:
+        """Return `conversation` with `answers` as spans, whose ends are learned: all of them end in
+        a token that ends generation. `marked`: the template has ``{% generation %}`` blocks, so its
+        author decided which text is learned. Raises ConversationError for an answer without an
+        end."""
+        text, control = conversation.text, conversation.control
+        tokens = control
+        if tokens is None:
+            tokens = [match.span() for match in self._control.find(text)]
         spans: list[Span] = []
-        ends, inside = set(), set(self.inside)
+        ends, inner = set(), set(self.inner_controls)
         full_text = text
         for answer in answers:
             begin, end = answer.spans[-1]
-            own = [one for low, high in answer.spans for one in tokens if low <= one[0] < high]
-            last = self._last(text, own, end)
+            tokens_in_answer = [
+                token for low, high in answer.spans for token in tokens if low <= token[0] < high
+            ]
+            # The end is a token in the answer, or after it, which is then learned as well.
+            last = self._last_token(text, tokens_in_answer, end)
             if last is None:
-                last, full_text = self._behind(messages, tools, full_text, answer, tokens, marked)
+                last, full_text = self._end_after(
+                    rendering, full_text, answer, tokens, marked=marked
+                )
                 end = last[1]
             name = full_text[slice(*last)]
             ends.add(name)
-            inside |= {text[slice(*one)] for one in own if one[0] < last[0]}
+            inner |= {text[slice(*token)] for token in tokens_in_answer if token[0] < last[0]}
             spans += [*answer.spans[:-1], (begin, end)]
+
+        # A model that generates an end inside an answer would stop there.
         for name in sorted(ends - self.eos):
-            if name in inside:
+            if name in inner:
                 raise ConversationError(
                     f"the chat template ends an answer in {name}, which it also writes inside "
                     "answers, so generation cannot stop there -> learn only the last answer: "
@@ -96,17 +99,21 @@ class AnswerEnds:
                 )
         if full_text != text and control is not None:
             control = [*control, (len(text), len(full_text))]
-        ranges = None if control is None else tuple(control)
-        return Ended(
-            full_text, tuple(spans), ranges, frozenset(ends), frozenset(inside) - self.inside
+        return replace(
+            conversation,
+            text=full_text,
+            spans=spans,
+            control=control,
+            ends=frozenset(ends),
+            inner_controls=frozenset(inner) - self.inner_controls,
         )
 
-    def _last(self, text: str, own: Sequence[Span], end: int) -> Span | None:
+    def _last_token(self, text: str, tokens_in_answer: Sequence[Span], end: int) -> Span | None:
         """Return the control token that ends the answer `text[:end]`; None if there is none.
-        Several may follow each other at its end: Phi 3 writes the end of the text after that of the
-        last answer, Cohere the end of a turn after that of a response."""
+        Several control tokens may end an answer: Phi 3 writes the end of the text after the end of
+        the last answer, Cohere the end of a turn after the end of a response."""
         group: list[Span] = []
-        for token in reversed(own):
+        for token in reversed(tokens_in_answer):
             if text[token[1] : group[-1][0] if group else end].strip():
                 break
             group.append(token)
@@ -115,49 +122,46 @@ class AnswerEnds:
                 return token
         if group and not self.by_next_role:
             return group[0]
-        for name in self.eos:  # one that is not a control token
+        for name in self.eos:  # an end that is not a control token
             if text[:end].rstrip().endswith(name):
                 stop = len(text[:end].rstrip())
                 return stop - len(name), stop
         return None
 
-    def _behind(
+    def _end_after(
         self,
-        messages: Messages,
-        tools: Tools,
+        rendering: Rendering,
         text: str,
         answer: Answer,
         tokens: Sequence[Span],
+        *,
         marked: bool,
-    ) -> tuple[Span, str]:
-        """Return the token after an answer that ends it, and the text, with that token appended."""
-        end = answer.spans[-1][1]
-        following = next((one for one in tokens if one[0] >= end), None)
+    ) -> _EndAfter:
+        """Return the token that ends an answer and follows it, or is appended to the text."""
+        messages, end = rendering.messages, answer.spans[-1][1]
+        following = next((token for token in tokens if token[0] >= end), None)
         if following is not None and not text[end : following[0]].strip():
             name = text[slice(*following)]
             if marked:
                 raise _closed_early(answer.number, name)
             if self.by_next_role or name == self.usual or name in self.eos:
-                return following, text
+                return _EndAfter(following, text)
         if text[end:].strip() or not self.by_next_role or answer.number != len(messages):
             raise _without_end(answer.number, marked)
-        role = self._next_role(messages, tools, text)
+
+        # The token of the next role: of a tool's response, or of the user.
+        role = self.usual
+        if messages[-1].get("tool_calls"):
+            reply = {"role": "tool", "name": "a", "tool_call_id": "a", "content": "a"}
+            longer = ""
+            with suppress(ConversationError):
+                longer, _ = self._template.render([*messages, reply], rendering.tools)
+            role = self._first_token(longer[len(text) :]) if longer.startswith(text) else None
         if role is None:
             raise _without_end(answer.number, marked)
         if marked:
             raise _closed_early(answer.number, role)
-        return (len(text), len(text) + len(role)), text + role
-
-    def _next_role(self, messages: Messages, tools: Tools, text: str) -> str | None:
-        """Return the token that begins the next message: a tool's response or the user's."""
-        if not messages[-1].get("tool_calls"):
-            return self.usual
-        reply = {"role": "tool", "name": "a", "tool_call_id": "a", "content": "a"}
-        try:
-            longer, _ = self._template.render([*messages, reply], tools)
-        except ConversationError:
-            return None
-        return self._first_token(longer[len(text) :]) if longer.startswith(text) else None
+        return _EndAfter((len(text), len(text) + len(role)), text + role)
 
     def _after_answer(self, messages: Messages) -> str | None:
         """Return the text after the answer in a probe; None unless it is rendered exactly once."""
@@ -199,9 +203,9 @@ def _closed_early(number: int, name: str) -> ConversationError:
 
 
 def _without_end(number: int, marked: bool) -> ConversationError:
-    where = "inside the {% generation %} block" if marked else "after the answer"
+    position = "inside the {% generation %} block" if marked else "after the answer"
     return ConversationError(
         f"the chat template ends message {number}, an answer, in no token that ends generation: "
-        f"the model would not learn to stop -> write {{{{ eos_token }}}} {where} in the template: "
-        "--chat-template FILE"
+        f"the model would not learn to stop -> write {{{{ eos_token }}}} {position} in the "
+        "template: --chat-template FILE"
     )

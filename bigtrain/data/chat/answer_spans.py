@@ -1,20 +1,20 @@
-"""Characters of a rendering that are learned: of which message, and proof that they are its own.
+"""Learned characters of a rendering: their messages, and proof that the messages wrote them.
 
-Templates with ``{% generation %}`` blocks: a block belongs to the message whose strings are in it
-(`rendered_parts`). A block without a string, such as the end of the text after the last answer
+Templates with ``{% generation %}`` blocks: a block belongs to the message whose strings it has
+(`rendered_parts`). A block without a string, for example the end of the text after the last answer
 (Phi 3), belongs to the message of the block that it continues, or else to the only answer between
 the strings before and after it.
 
-Templates without such blocks: a turn begins at the end of the prompt that a model would get for it,
+Templates without blocks: a turn begins at the end of the prompt that a model would get for it,
 the earlier messages rendered with the generation prompt. It ends with the rendering of the messages
-up to and including it, if the template renders a turn the same inside a longer conversation.
+up to and including it, if the template renders a turn alike in a longer conversation.
 Templates that remove the reasoning of earlier turns, or that end the last turn otherwise, do not:
 then the end is determined by rendering again with a placeholder as the turn's content. Every step
 is compared with the rendering of the full conversation. White space after the control token that
 ends a turn does not belong to the turn.
 
-In both cases learned characters contain no string of another message, and a learned message has
-more than its end in them; otherwise the conversation is refused.
+In both cases learned characters contain no string of another message, and more of a
+learned message than its end; otherwise the conversation is refused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bigtrain.data.chat.control_tokens import ControlTokens
-from bigtrain.data.chat.rendered_parts import CALLS, CONTENT, UNMARKED, Lost, RenderedString
+from bigtrain.data.chat.rendered_parts import CALLS, CONTENT, UNMARKED, ChatPart, RenderedString
 from bigtrain.data.documents.conversations import ConversationError, is_learned, weight_of
 from bigtrain.data.tokenizers.chat_template import (
     ChatTemplate,
@@ -57,7 +57,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Rendering:
-    """Conversation as text. strings: of its messages in `text`, by `begin`."""
+    """Conversation as text. strings: of the messages in `text`, by `begin`."""
 
     messages: Messages
     tools: Tools
@@ -75,14 +75,16 @@ class Rendering:
 
 
 def learned_blocks(rendering: Rendering, blocks: Sequence[Span]) -> list[Answer]:
-    """Return the learned messages of a template with ``{% generation %}`` blocks, without those of
-    weight 0. Raise ConversationError for a block with text of another role, for an answer whose end
-    only is in a block, and for a block of unknown message if messages have different weights."""
+    """Return the learned messages of a template with ``{% generation %}`` blocks, without messages
+    of weight 0. Raise ConversationError for a block with text of another role, for an answer of
+    which only the end is in a block, and for a block of unknown message if messages have different
+    weights."""
     messages, numbers = rendering.messages, rendering.answers()
     weights = {is_learned(messages[n - 1]) and weight_of(messages[n - 1]) for n in numbers}
     blocks = [block for block in blocks if block[0] < block[1]]
     spans_by_number: dict[int, list[Span]] = {}
     ambiguous_answers: list[Answer] = []
+    # A block of unknown owner is learned if all answers are learned alike.
     for block, owners in zip(blocks, _owners_of_blocks(rendering, blocks), strict=True):
         last_owner = (owners or numbers or [1])[-1]
         if len(owners) == 1:
@@ -122,19 +124,19 @@ def _owners_of_blocks(rendering: Rendering, blocks: Sequence[Span]) -> list[list
                     "--chat-template FILE"
                 )
         owners.append(numbers)
-    # A name may be repeated later: that of a call in its result.
+    # A name may be repeated later: the name of a call in its result.
     first_strings = list({s.piece: s for s in reversed(rendering.strings)}.values())[::-1]
     for index, block in enumerate(blocks):
         if owners[index]:
             continue
-        # A block without a string: continues the one before it, or begins the one after it.
+        # A block without a string continues the block before it, or begins the block after it.
         near = [n for n in (index - 1, index + 1) if 0 <= n < len(blocks) and len(owners[n]) == 1]
         gaps = {n: sorted((blocks[n], block)) for n in near}
         touching = [n for n, (a, b) in gaps.items() if not rendering.text[a[1] : b[0]].strip()]
         if touching:
             owners[index] = owners[touching[0]]
             continue
-        # Or it is of the only answer between the strings before and after it.
+        # Or the only answer between the strings before and after it owns the block.
         before = [s.message for s in first_strings if s.end <= block[0]]
         after = [s.message for s in first_strings if s.begin >= block[1]]
         low = before[-1] if before else 1
@@ -147,7 +149,7 @@ def _overlap(string: RenderedString, span: Span) -> bool:
     return string.begin < span[1] and span[0] < string.end
 
 
-def unmarked_parts(rendering: Rendering, answers: Sequence[Answer]) -> list[Lost]:
+def unmarked_parts(rendering: Rendering, answers: Sequence[Answer]) -> list[ChatPart]:
     """Return the parts of learned messages that are in a rendering, and outside of the ``{%
     generation %}`` blocks of `answers`."""
     spans = [span for answer in answers for span in answer.spans]
@@ -161,7 +163,7 @@ def unmarked_parts(rendering: Rendering, answers: Sequence[Answer]) -> list[Lost
         if s.piece not in learned_pieces and is_learned(rendering.messages[s.message - 1])
     }
     return [
-        Lost(UNMARKED, number, f"the {part_kind} of message {number}")
+        ChatPart(UNMARKED, number, f"the {part_kind} of message {number}")
         for number, part_kind in sorted(unlearned_parts)
     ]
 
@@ -169,7 +171,7 @@ def unmarked_parts(rendering: Rendering, answers: Sequence[Answer]) -> list[Lost
 def assistant_spans(
     template: ChatTemplate, control: ControlTokens, rendering: Rendering
 ) -> list[Answer]:
-    """Return the assistant's messages, except those of weight 0, of a template without blocks.
+    """Return the assistant's messages, except messages of weight 0, of a template without blocks.
     Raise ConversationError if their character ranges cannot be determined."""
     answers = []
     for number in rendering.answers():
@@ -178,7 +180,16 @@ def assistant_spans(
         try:
             begin, end = _span(template, control, rendering, number)
         except TemplateRefusal as refusal:
-            raise _without_prompt(number, refusal) from refusal
+            before = "no message"
+            if number > 1:
+                before = f"only the messages before or up to message {number}"
+            raise ConversationError(
+                f"the chat template cannot write the prompt of message {number}, an answer, so it "
+                f"is unknown which text is learned: with {before} it raises {refusal.reason} -> "
+                f"put a message of the user before message {number}; or do not learn message "
+                f'{number}: "train": false; or use a template with {{% generation %}} marks: '
+                "--chat-template FILE; or skip such documents: --skip-bad"
+            ) from refusal
         ending = [match.end() for match in control.find(rendering.text[begin:end])][-1:]
         if ending and rendering.text[begin + ending[0] : end].isspace():
             end = begin + ending[0]
@@ -187,20 +198,9 @@ def assistant_spans(
     return answers
 
 
-def _without_prompt(number: int, refusal: TemplateRefusal) -> ConversationError:
-    before = "no message" if number == 1 else f"only the messages before or up to message {number}"
-    return ConversationError(
-        f"the chat template cannot write the prompt of message {number}, an answer, so it is "
-        f"unknown which text is learned: with {before} it raises {refusal.reason} -> put a message "
-        f'of the user before message {number}; or do not learn message {number}: "train": false; '
-        "or use a template with {% generation %} marks: --chat-template FILE; or skip such "
-        "documents: --skip-bad"
-    )
-
-
 def _require_own_text(rendering: Rendering, number: int, span: Span) -> None:
     """Raise ConversationError if `span` has text of another message than `number`, or if content or
-    calls of that message are not in it."""
+    calls of that message are outside of the span."""
     for string in rendering.strings:
         if string.message != number and _overlap(string, span):
             reason = f"text of message {string.message} is inside message {number}"
@@ -239,8 +239,8 @@ def _span(
 def _around_content(
     template: ChatTemplate, control: ControlTokens, rendering: Rendering, number: int
 ) -> Span:
-    """Return the start of a message's content in the rendering, or of the name of its last tool
-    call if it has no content, and the end of its turn."""
+    """Return the start of a message's content in the rendering, or of the name of the last tool
+    call if it has no content, and the end of the turn."""
     text = rendering.text
     changed = [*rendering.messages]
     changed[number - 1] = _with_placeholder(changed[number - 1])
@@ -266,8 +266,8 @@ def _around_content(
 
 
 def _with_placeholder(message: dict[str, Any]) -> dict[str, Any]:
-    """Return `message` with the placeholder as its content, or as the name of its last tool call if
-    it has no content: templates render empty content differently."""
+    """Return `message` with the placeholder as content, or as the name of the last tool call if it
+    has no content: templates render empty content differently."""
     content, calls = message.get("content"), message.get("tool_calls")
     if isinstance(content, str) and (content.strip() or not calls):
         return {**message, "content": PLACEHOLDER}

@@ -6,7 +6,7 @@ of the template, is encoded unchanged. Any other is rendered again with a mark i
 strings wherever they contain, or could be part of, a control token's text: control tokens that are
 still intact were written by the template. Without the marks this must equal the first rendering,
 otherwise the conversation is refused. It is encoded by a copy of the tokenizer whose control tokens
-are renamed to private-use characters, which replace those of the template.
+are renamed to private-use characters, which replace the template's.
 
 A template that splits strings and rejoins the pieces can defeat this.
 """
@@ -37,7 +37,7 @@ KNOWN_ROLES = frozenset(
 class ControlTokens:
     """Special tokens of a tokenizer, read from its ``tokenizer.json``. Can be pickled. `literals`:
     strings in the chat template. `are_normalized`: the tokenizer also finds them in text that only
-    a normalizer makes equal to theirs, such as capital letters."""
+    a normalizer makes equal to their texts, for example capital letters."""
 
     def __init__(self, tokenizer_json: str, literals: Collection[str]) -> None:
         self._tokenizer_json = tokenizer_json
@@ -47,8 +47,8 @@ class ControlTokens:
         self.are_normalized = tree.get("normalizer") is not None and any(
             token["special"] and token["normalized"] for token in added
         )
-        unknown = _unknown_token(tree["model"])
-        self._control_ids = [id_ for name, id_ in self.ids.items() if name != unknown]
+        unknown_token = _unknown_token(tree["model"])
+        self._control_ids = [id_ for name, id_ in self.ids.items() if name != unknown_token]
         names = sorted(filter(None, self.ids), key=len, reverse=True)
         self._whole = re.compile("|".join(map(re.escape, names)) or "(?!)")
         self._beginnings = {name[:end] for name in names for end in range(1, len(name))}
@@ -75,15 +75,14 @@ class ControlTokens:
 
     def could_be_from(self, value: object) -> bool:
         """Return whether strings in `value` (messages, tools) could form a control token's text.
-        Raises ConversationError for a key that does, and for an unknown role that is part of one.
-        """
+        Raises ConversationError for a key that does, and for an unknown role that could."""
         return any([self._cuts(string) for string in self._strings(value)])
 
     def marked(self, value: Any) -> Any:
         """Return `value` with `MARK` in its strings where they could be part of a control token."""
         if isinstance(value, str):
-            for place in sorted(set(self._cuts(value)), reverse=True):
-                value = value[:place] + MARK + value[place:]
+            for cut in sorted(set(self._cuts(value)), reverse=True):
+                value = value[:cut] + MARK + value[cut:]
             return value
         if isinstance(value, dict):
             return {
@@ -115,10 +114,10 @@ class ControlTokens:
         self, text: str, control: Sequence[tuple[int, int]] | None = None
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Encode `text` by the reference tokenizer; return ids [n] and character ranges [n, 2].
-        `control`: ranges that are control tokens; None: those that the tokenizer finds. Raises
+        `control`: ranges that are control tokens; None: ranges that the tokenizer finds. Raises
         ConversationError if it would encode other text as a control token."""
         backend, originals, names = self._renamed
-        given = control is not None
+        has_ranges = control is not None
         if control is None:
             control = [match.span() for match in self.find(text)]
         parts, end = [], 0
@@ -129,7 +128,7 @@ class ControlTokens:
             end = high
         encoding = backend.encode("".join([*parts, text[end:]]), add_special_tokens=False)
         ids = originals[np.array(encoding.ids, np.int64)]
-        if given and np.isin(ids, self._control_ids).sum() > len(control):
+        if has_ranges and np.isin(ids, self._control_ids).sum() > len(control):
             raise ConversationError("the tokenizer encodes other text as a control token")
         return ids, np.array(encoding.offsets, np.int64).reshape(-1, 2)
 
@@ -152,10 +151,10 @@ class ControlTokens:
             ids[token["content"]] = token["id"]
         tree["post_processor"] = tree["truncation"] = tree["padding"] = None
         backend = Tokenizer.from_str(json.dumps(tree))
-        known = backend.get_vocab(with_added_tokens=True)
-        originals = np.arange(max(known.values()) + 1)
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        originals = np.arange(max(vocabulary.values()) + 1)
         for content, number in ids.items():
-            originals[known[content]] = number
+            originals[vocabulary[content]] = number
         return backend, originals, names
 
     def _strings(self, value: object) -> Iterator[str]:
@@ -178,8 +177,8 @@ class ControlTokens:
 
     def _cuts(self, string: str) -> list[int]:
         """Return positions in `string` inside every control token it is, or could be, part of."""
-        places = (match.start() for match in self._first.finditer(string))
-        cuts = [place + 1 for place in places if self._whole.match(string, place)]
+        begins = (match.start() for match in self._first.finditer(string))
+        cuts = [begin + 1 for begin in begins if self._whole.match(string, begin)]
         # Templates strip white space.
         stripped = string.rstrip()
         longest = self._longest_part

@@ -1,5 +1,7 @@
-"""Encodes rows of preferences: of a pair two documents, chosen then rejected; of an answer or of
-another sample one and its label. A row is used or rejected with all its documents.
+"""Encoder of rows of preferences and classes.
+
+A pair becomes two documents, chosen then rejected; an answer, or a sample of a class, becomes one
+document with a label. A row is used or rejected with all its documents.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bigtrain.data.chat.encoder import ChatEncoder, EncodedChats
+from bigtrain.data.documents.conversations import ConversationError
 from bigtrain.data.documents.exact_json import dumps, read_document
 from bigtrain.data.documents.preferences import SIDES
 from bigtrain.data.documents.reader import TEMPLATE_FAULT
@@ -30,9 +33,9 @@ SAME = "chosen and rejected become the same tokens"
 
 @dataclass(frozen=True)
 class EncodedRows:
-    """Rows as documents. `chats`: documents of all rows, `problems` and lengths of 0 of the bad
-    ones; `labels`: uint8 [rows], 1 for a desirable answer, or numbers of classes; None without
-    labels. `dropped`: rows without documents that are not bad."""
+    """Rows as documents. `chats`: documents of the rows; bad rows have a problem and lengths of 0.
+    `labels`: uint8 [rows], 1 for a desirable answer, or numbers of classes; None without labels.
+    `dropped`: rows without documents that are not bad."""
 
     chats: EncodedChats
     labels: npt.NDArray[np.uint8] | None = None
@@ -61,42 +64,43 @@ def encode_rows(
         return _with_classes(encoded, [tree["label"] for tree in trees], names)
     halves = [dumps(tree[side]) for tree in trees for side in SIDES]
     are_text = ["prompt" in tree[SIDES[0]] for tree in trees]
-    return EncodedRows(_whole_pairs(chat.encode(halves, checks, group=2), are_text))
+    return EncodedRows(_complete_pairs(chat.encode(halves, checks, group=2), are_text))
 
 
 def _with_classes(
     encoded: EncodedChats, labels: Sequence[int | str], names: Sequence[str]
 ) -> EncodedRows:
-    """Return `encoded` with the numbers of its classes, without samples of an unknown one."""
+    """Return `encoded` with the numbers of classes, without samples of an unknown class."""
     problems = dict(encoded.problems)
     numbers = np.zeros(len(labels), np.uint8)
     for row, label in enumerate(labels):
-        number, why = _number(label, names)
-        if why:
-            problems.setdefault(row, why)
-        numbers[row] = number
-    kept = np.ones(len(labels), np.bool_)
-    kept[list(problems)] = False
-    return EncodedRows(_of_rows(encoded, kept, problems), numbers)
+        try:
+            numbers[row] = _class_number(label, names)
+        except ConversationError as error:
+            problems.setdefault(row, str(error))
+    is_usable = np.ones(len(labels), np.bool_)
+    is_usable[list(problems)] = False
+    return EncodedRows(_with_documents(encoded, is_usable, problems), numbers)
 
 
-def _number(label: int | str, names: Sequence[str]) -> tuple[int, str]:
-    """Return the number of a class by its name, or by itself, also as text; and why it has none.
-    A number has one meaning only if no name is a number, or each name is its own number."""
+def _class_number(label: int | str, names: Sequence[str]) -> int:
+    """Return the number of a class by its name, or by the number, also as text. Raise
+    ConversationError for an unknown class, and for a number if names are numbers of other
+    classes."""
     if isinstance(label, str) and label in names:
-        return names.index(label), ""
+        return names.index(label)
     is_number = isinstance(label, int) or (label.isascii() and label.isdecimal())
     are_numbers = any(map(_is_number, names)) and list(names) != [*map(str, range(len(names)))]
     if is_number and are_numbers:
-        return 0, (
+        raise ConversationError(
             f"its label is {label!r}, a name or a position of --labels {' '.join(names)}? -> text "
             "that is a name, or --labels that are not numbers, in the order of the labels 0 to "
             f"{len(names) - 1}"
         )
     if is_number and str(int(label)) == str(label) and 0 <= int(label) < len(names):
-        return int(label), ""
-    known = f"0 to {len(names) - 1} or one of {', '.join(names)}"
-    return 0, f"its label is {label!r}, which is not {known}"
+        return int(label)
+    choices = f"0 to {len(names) - 1} or one of {', '.join(names)}"
+    raise ConversationError(f"its label is {label!r}, which is not {choices}")
 
 
 def _is_number(name: str) -> bool:
@@ -109,8 +113,8 @@ def _is_number(name: str) -> bool:
 def without_long_prompts(
     read: EncodedRows, documents_per_row: int, max_prompt_tokens: int
 ) -> EncodedRows:
-    """Return `read` without the rows of which a document has more than `max_prompt_tokens` tokens
-    before its first target."""
+    """Return `read` without rows with a document that has more than `max_prompt_tokens` tokens
+    before the first target."""
     lengths = read.chats.lengths
     begins = np.cumsum(lengths) - lengths
     targets = np.append(np.flatnonzero(read.chats.mask), len(read.chats.mask))
@@ -119,35 +123,42 @@ def without_long_prompts(
         -1, documents_per_row
     )
     rows = np.flatnonzero(is_long.any(1))
-    kept = ~np.repeat(is_long.any(1), documents_per_row)
-    chats = _of_rows(read.chats, kept, dict(read.chats.problems))
+    is_short = ~np.repeat(is_long.any(1), documents_per_row)
+    chats = _with_documents(read.chats, is_short, dict(read.chats.problems))
     return replace(read, chats=chats, dropped=tuple(rows.tolist()))
 
 
-def _of_rows(
-    encoded: EncodedChats, kept: Mask, problems: Mapping[int, str], mask: Mask | None = None
+def _with_documents(
+    encoded: EncodedChats,
+    keep_document: Mask,
+    problems: Mapping[int, str],
+    mask: Mask | None = None,
 ) -> EncodedChats:
-    """Return `encoded` without documents that are not `kept`, and with the `problems` of rows."""
-    of_kept = np.repeat(kept, encoded.lengths)
+    """Return `encoded` without the documents for which `keep_document` is false, and with the
+    `problems` of rows."""
+    keep_token = np.repeat(keep_document, encoded.lengths)
     return replace(
         encoded,
-        tokens=encoded.tokens[of_kept],
-        mask=(encoded.mask if mask is None else mask)[of_kept],
-        lengths=encoded.lengths * kept,
-        weights=None if encoded.weights is None else encoded.weights[of_kept],
+        tokens=encoded.tokens[keep_token],
+        mask=(encoded.mask if mask is None else mask)[keep_token],
+        lengths=encoded.lengths * keep_document,
+        weights=None if encoded.weights is None else encoded.weights[keep_token],
         problems=tuple(sorted(problems.items())),
     )
 
 
-def _whole_pairs(encoded: EncodedChats, are_text: Sequence[bool]) -> EncodedChats:
-    """Return `encoded` with the problems of pairs, and without the other half of a bad one. Plain
-    text is learned from the same token on in both halves, as in TRL: of a prompt whose last letters
-    are in a token with the first ones of one answer, that token is learned in the other, too."""
+def _complete_pairs(encoded: EncodedChats, are_text: Sequence[bool]) -> EncodedChats:
+    """Return `encoded` with the problems of pairs, and without both halves of a bad pair. Plain
+    text is learned from a common position on in both halves, as in TRL: if a token of the chosen
+    half contains the last letters of the prompt and the first letters of the answer, the token at
+    this position is learned in the rejected half, too."""
     problems: dict[int, str] = {}
-    for number, why in encoded.problems:
-        # A fault of the template is recognized by the start of its text.
-        text = why if why.startswith(TEMPLATE_FAULT) else f"{SIDES[number % 2]}: {why}"
+    for number, reason in encoded.problems:
+        # A fault of the template is recognized by the start of the text.
+        text = reason if reason.startswith(TEMPLATE_FAULT) else f"{SIDES[number % 2]}: {reason}"
         problems.setdefault(number // 2, text)
+
+    # Equal halves are a problem; halves of plain text are learned from a common position.
     ends = np.cumsum(encoded.lengths)
     begins = ends - encoded.lengths
     mask = encoded.mask.copy()
@@ -155,14 +166,14 @@ def _whole_pairs(encoded: EncodedChats, are_text: Sequence[bool]) -> EncodedChat
         if row in problems:
             continue
         halves = [slice(int(begins[n]), int(ends[n])) for n in (2 * row, 2 * row + 1)]
-        one, other = (encoded.tokens[half] for half in halves)
-        if np.array_equal(one, other):
+        chosen_tokens, rejected_tokens = (encoded.tokens[half] for half in halves)
+        if np.array_equal(chosen_tokens, rejected_tokens):
             problems[row] = SAME
         elif is_text:
             first = min(int(mask[half].argmax()) for half in halves)
             for half in halves:
                 mask[half][first:] = True
-    kept = np.ones(len(encoded.lengths), np.bool_)
+    keep_document = np.ones(len(encoded.lengths), np.bool_)
     for row in problems:
-        kept[2 * row : 2 * row + 2] = False
-    return _of_rows(encoded, kept, problems, mask)
+        keep_document[2 * row : 2 * row + 2] = False
+    return _with_documents(encoded, keep_document, problems, mask)

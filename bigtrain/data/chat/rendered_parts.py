@@ -7,9 +7,9 @@ rendering must equal the first one; a template that inspects strings (``startswi
 them differently. Then each string is marked in a separate rendering, and one that cannot be marked
 is searched as text.
 
-Message keys that the template does not read, such as ``name``, are counted as `IGNORED`. Reasoning
+Message keys that the template does not read (``name``) are counted as `IGNORED`. Reasoning
 that it writes only in the last message is dropped by design: counted as `STRIPPED`. Parts of
-answers outside of its ``{% generation %}`` blocks are counted as `UNMARKED` (`answer_spans`).
+answers outside of ``{% generation %}`` blocks are counted as `UNMARKED` (`answer_spans`).
 """
 
 from __future__ import annotations
@@ -56,11 +56,12 @@ USUAL_ROLES = ("system", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True)
-class Lost:
-    """Part of a conversation that the template drops. message: its number from 1, None for tools.
-    name: of the part in an error; number: of a tool call in its message, or of a tool."""
+class ChatPart:
+    """Part of a conversation, which a template may drop. message: number of the message from 1,
+    None for tools. name: of the part in an error; number: of a tool call in a message, or of a
+    tool."""
 
-    kind: str
+    part_kind: str
     message: int | None
     name: str
     number: int = 0
@@ -68,8 +69,8 @@ class Lost:
 
 @dataclass(frozen=True)
 class RenderedString:
-    """Characters `begin` to `end` of a rendering: string number `piece` of the conversation, of
-    message `message` (from 1). part_kind: of its part."""
+    """Characters `begin` to `end` of a rendering: string number `piece` of the conversation, in
+    message `message` (from 1). part_kind: of the string's part."""
 
     piece: int
     message: int
@@ -80,11 +81,11 @@ class RenderedString:
 
 @dataclass(frozen=True)
 class RenderedParts:
-    """Parts of a conversation in its rendering. lost: parts that the template drops, each once;
-    strings: the other strings of messages, by `begin`. A string that the template repeats is in it
-    several times; one that cannot be marked and whose text is ambiguous is not."""
+    """Parts of a conversation in its rendering. dropped: parts that the template drops, each once;
+    strings: the strings of messages that it writes, by `begin`. A string that the template repeats
+    is listed several times; a string that cannot be marked and whose text is ambiguous is not."""
 
-    lost: tuple[Lost, ...]
+    dropped: tuple[ChatPart, ...]
     strings: tuple[RenderedString, ...]
 
 
@@ -93,7 +94,7 @@ class _Piece:
     """String of a part. is_key: of an object, marked only at its end, which keeps the sort order.
     is_marked: can be marked; numbers and schema keywords cannot."""
 
-    part: Lost
+    part: ChatPart
     text: str
     is_key: bool = False
     is_marked: bool = True
@@ -101,40 +102,40 @@ class _Piece:
 
 @dataclass
 class _Marking:
-    """Copier of values that marks their strings and lists them as `pieces`. only: number of the one
-    piece to mark; None: all of them."""
+    """Copier of values that marks their strings and lists them as `pieces`. only: number of the
+    piece to mark; None: every piece."""
 
     only: int | None = None
     pieces: list[_Piece] = field(default_factory=list)
 
-    def text(self, part: Lost, value: str, thinks: bool = False) -> str:
+    def text(self, part: ChatPart, value: str, thinks: bool = False) -> str:
         """Return `value` with marks around its text, or the parts before and after ``</think>``."""
         segments = _THINKING.split(value) if thinks and "</think>" in value else [value]
         last = len(segments) - 1 - segments[::-1].index("</think>") if len(segments) > 1 else 0
         marked = []
-        for place, segment in enumerate(segments):
+        for index, segment in enumerate(segments):
             core = segment.strip()
             if not core or _THINKING.fullmatch(segment):
                 marked.append(segment)
                 continue
-            own = part
-            if place < last:
-                own = Lost(REASONING, part.message, f"the reasoning in {part.name}")
-            begin, end = self._add(_Piece(own, core))
-            left = len(segment) - len(segment.lstrip())
-            marked += [segment[:left], begin, core, end, segment[left + len(core) :]]
+            segment_part = part
+            if index < last:
+                segment_part = ChatPart(REASONING, part.message, f"the reasoning in {part.name}")
+            begin, end = self._add(_Piece(segment_part, core))
+            num_leading = len(segment) - len(segment.lstrip())
+            marked += [segment[:num_leading], begin, core, end, segment[num_leading + len(core) :]]
         return "".join(marked)
 
-    def key(self, part: Lost, value: str) -> str:
+    def key(self, part: ChatPart, value: str) -> str:
         return value + self._add(_Piece(part, value, is_key=True))[1]
 
-    def plain(self, part: Lost, value: object) -> None:
+    def plain(self, part: ChatPart, value: object) -> None:
         """Record a value that is searched in its JSON form."""
-        shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        if shown.strip():
-            self._add(_Piece(part, shown.strip(), is_marked=False))
+        literal = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        if literal.strip():
+            self._add(_Piece(part, literal.strip(), is_marked=False))
 
-    def tree(self, part: Lost, value: Any, keys: bool = True) -> Any:
+    def tree(self, part: ChatPart, value: Any, keys: bool = True) -> Any:
         """Return a JSON value with marks in its strings, and in its keys if `keys`."""
         if isinstance(value, str):
             return self.text(part, value)
@@ -151,7 +152,7 @@ class _Marking:
             self.plain(part, value)
         return value
 
-    def schema(self, part: Lost, node: Any) -> Any:
+    def schema(self, part: ChatPart, node: Any) -> Any:
         """Return a JSON schema with marks in the author's names and words."""
         if isinstance(node, list):
             return [self.schema(part, item) for item in node]
@@ -201,49 +202,51 @@ def _marked_message(marking: _Marking, number: int, message: dict[str, Any]) -> 
     marked = dict(message)
     for key in REASONING_KEYS:
         if key in message:
-            part = Lost(REASONING, number, f"the {key} of message {number}")
+            part = ChatPart(REASONING, number, f"the {key} of message {number}")
             marked[key] = marking.tree(part, message[key])
     content = message.get("content")
-    part = Lost(CONTENT, number, f"the content of message {number}")
+    part = ChatPart(CONTENT, number, f"the content of message {number}")
     if isinstance(content, str):
         marked["content"] = marking.text(part, content, message["role"] == "assistant")
     elif content is not None:
         marked["content"] = marking.tree(part, content, keys=False)
     for key, value in message.items():
         if key not in _READ_KEYS and isinstance(value, str) and value.strip():
-            part = Lost(IGNORED, number, f"the key {key} of message {number}")
+            part = ChatPart(IGNORED, number, f"the key {key} of message {number}")
             marked[key] = marking.text(part, value)
     if isinstance(message.get("tool_calls"), list):
         calls = enumerate(message["tool_calls"])
-        marked["tool_calls"] = [_marked_call(marking, number, place, c) for place, c in calls]
+        marked["tool_calls"] = [_marked_call(marking, number, index, c) for index, c in calls]
     return marked
 
 
 def _marked_call(
-    marking: _Marking, number: int, place: int, call: dict[str, Any]
+    marking: _Marking, number: int, index: int, call: dict[str, Any]
 ) -> dict[str, Any]:
-    own = call["function"] if isinstance(call.get("function"), dict) else call
-    part = Lost(CALLS, number, f"the tool call {own.get('name')!s} of message {number}", place)
-    marked = dict(own)
-    if isinstance(own.get("name"), str):
-        marked["name"] = marking.text(part, own["name"])
-    if "arguments" in own:
-        marked["arguments"] = marking.tree(part, own["arguments"])
-    return marked if own is call else {**call, "function": marked}
+    function = call["function"] if isinstance(call.get("function"), dict) else call
+    part = ChatPart(
+        CALLS, number, f"the tool call {function.get('name')!s} of message {number}", index
+    )
+    marked = dict(function)
+    if isinstance(function.get("name"), str):
+        marked["name"] = marking.text(part, function["name"])
+    if "arguments" in function:
+        marked["arguments"] = marking.tree(part, function["arguments"])
+    return marked if function is call else {**call, "function": marked}
 
 
 def _marked_tool(marking: _Marking, number: int, tool: dict[str, Any]) -> dict[str, Any]:
-    own = tool["function"] if isinstance(tool.get("function"), dict) else tool
-    part = Lost(TOOLS, None, f"the definition of the tool {own.get('name')!s}", number)
-    marked = dict(own)
-    for key, value in own.items():
+    function = tool["function"] if isinstance(tool.get("function"), dict) else tool
+    part = ChatPart(TOOLS, None, f"the definition of the tool {function.get('name')!s}", number)
+    marked = dict(function)
+    for key, value in function.items():
         if key in ("name", "description") and isinstance(value, str):
             marked[key] = marking.text(part, value)
         elif isinstance(value, dict | list):
             marked[key] = marking.schema(part, value)
         elif isinstance(value, str) and key != "type":
             marking.plain(part, value)
-    return marked if own is tool else {**tool, "function": marked}
+    return marked if function is tool else {**tool, "function": marked}
 
 
 def find_parts(
@@ -261,20 +264,32 @@ def find_parts(
     else:
         ranges_of_pieces = list(_ranges_singly(template, messages, tools, text, pieces))
     located = list(zip(pieces, ranges_of_pieces, strict=True))
-    lost = list(dict.fromkeys(piece.part for piece, ranges in located if not ranges))
-    lost = [part for part in lost if not _is_written_otherwise(part, messages, lost)]
-    for part in lost:
-        if part.kind == CONTENT and part.message is not None:
-            _require_role(messages[part.message - 1], part.message)
+
+    # Parts without characters are dropped. A role that the template does not know explains it.
+    dropped = list(dict.fromkeys(piece.part for piece, ranges in located if not ranges))
+    dropped = [part for part in dropped if not _is_written_otherwise(part, messages, dropped)]
+    for part in dropped:
+        if part.part_kind == CONTENT and part.message is not None:
+            message = messages[part.message - 1]
+            role = message["role"]
+            if role not in USUAL_ROLES and isinstance(message.get("content"), str):
+                usual_role = "tool" if role in RESULTS else "user"
+                usual_role = "system" if role == "developer" else usual_role
+                raise ConversationError(
+                    f"the chat template ignores message {part.message} (role {role!r}) -> map the "
+                    f"role: --role {role}={usual_role}"
+                )
+
+    # The strings whose characters are known.
     strings = [
-        RenderedString(number, piece.part.message, piece.part.kind, begin, end)
+        RenderedString(number, piece.part.message, piece.part.part_kind, begin, end)
         for number, (piece, ranges) in enumerate(located)
-        if piece.is_marked and piece.part.message is not None and piece.part.kind in WRITTEN
+        if piece.is_marked and piece.part.message is not None and piece.part.part_kind in WRITTEN
         for begin, end in ranges
         if (begin, end) != ANYWHERE
     ]
     return RenderedParts(
-        tuple(_by_design(template, messages, tools, part) for part in lost),
+        tuple(_by_design(template, messages, tools, part) for part in dropped),
         tuple(sorted(strings, key=lambda string: string.begin)),
     )
 
@@ -290,7 +305,7 @@ def _rendered(template: ChatTemplate, messages: Any, tools: Any) -> str | None:
 
 def _unescaped(match: re.Match[str]) -> str:
     digits = re.findall(r"[uU]([0-9a-fA-F]{8}|[0-9a-fA-F]{4})", match.group())
-    numbers = [int(one, 16) for one in digits]
+    numbers = [int(code, 16) for code in digits]
     if len(numbers) == 1:
         return chr(numbers[0])
     return chr(0x10000 + ((numbers[0] - 0xD800) << 10) + (numbers[1] - 0xDC00))
@@ -322,7 +337,7 @@ def _ranges(
     ranges = []
     for end in ends:
         before = [begin for begin in begins if begin <= end]
-        if before and _says(text[before[-1] : end], piece.text):
+        if before and _is_written(piece.text, text[before[-1] : end]):
             ranges.append((before[-1], end))
     return ranges
 
@@ -339,14 +354,14 @@ def _ranges_of_text(piece: _Piece, text: str) -> list[tuple[int, int]]:
     return [ANYWHERE] if forms else []
 
 
-def _says(written: str, text: str) -> bool:
+def _is_written(text: str, written: str) -> bool:
     """Return whether `written` is `text`, possibly in nested escapes of JSON, Python or HTML."""
     forms = {written}
     for _ in range(_NESTED_ESCAPES):
         if text in forms:
             return True
-        forms |= {_ESCAPE.sub(_unescaped_one, one) for one in forms} | {
-            html.unescape(one) for one in forms
+        forms |= {_ESCAPE.sub(_unescaped_one, form) for form in forms} | {
+            html.unescape(form) for form in forms
         }
     return text in forms
 
@@ -378,48 +393,42 @@ def _ranges_singly(
 
 
 def _is_written_otherwise(
-    part: Lost, messages: Sequence[Mapping[str, Any]], lost: Sequence[Lost]
+    part: ChatPart, messages: Sequence[Mapping[str, Any]], dropped: Sequence[ChatPart]
 ) -> bool:
-    """Return whether lost reasoning is also the text of another key of its message, not lost."""
-    if part.kind != REASONING or part.message is None:
+    """Return whether dropped reasoning is also the text of another key of the message, which the
+    template writes."""
+    if part.part_kind != REASONING or part.message is None:
         return False
     message = messages[part.message - 1]
-    gone = [key for key in REASONING_KEYS if f"the {key} of message {part.message}" == part.name]
-    names = {one.name for one in lost}
-    return bool(gone) and any(
-        message.get(key) == message[gone[0]] and f"the {key} of message {part.message}" not in names
+    names = {key: f"the {key} of message {part.message}" for key in REASONING_KEYS}
+    dropped_names = {dropped_part.name for dropped_part in dropped}
+    dropped_keys = [key for key in REASONING_KEYS if names[key] == part.name]
+    return bool(dropped_keys) and any(
+        message.get(key) == message[dropped_keys[0]] and names[key] not in dropped_names
         for key in REASONING_KEYS
     )
 
 
-def _require_role(message: Mapping[str, Any], number: int) -> None:
-    role = message["role"]
-    if role not in USUAL_ROLES and isinstance(message.get("content"), str):
-        meant = "system" if role == "developer" else "tool" if role in RESULTS else "user"
-        raise ConversationError(
-            f"the chat template ignores message {number} (role {role!r}) -> map the role: "
-            f"--role {role}={meant}"
-        )
-
-
-def _by_design(template: ChatTemplate, messages: Messages, tools: Tools, part: Lost) -> Lost:
+def _by_design(
+    template: ChatTemplate, messages: Messages, tools: Tools, part: ChatPart
+) -> ChatPart:
     """Return `part`, as `STRIPPED` if a conversation that ends with its message would keep it."""
-    if part.kind != REASONING or part.message is None or part.message == len(messages):
+    if part.part_kind != REASONING or part.message is None or part.message == len(messages):
         return part
     shorter = messages[: part.message]
     try:
         text, _ = template.render(shorter, tools)
-        still = find_parts(template, shorter, tools, text).lost
+        still = find_parts(template, shorter, tools, text).dropped
     except ConversationError:
         return part
-    return part if part in still else Lost(STRIPPED, part.message, part.name)
+    return part if part in still else ChatPart(STRIPPED, part.message, part.name)
 
 
-def refuse(template: ChatTemplate, part: Lost) -> ConversationError:
+def refuse(template: ChatTemplate, part: ChatPart) -> ConversationError:
     """Return the error for a part that the template drops."""
     sources = template.source + template.source_with_tools
     read = [key for key in REASONING_KEYS if re.search(rf"\b{key}\b", sources)]
-    is_known = part.kind == REASONING and read
+    is_known = part.part_kind == REASONING and read
     hint = f" (the template reads the key {' or '.join(read)})" if is_known else ""
     return ConversationError(
         f"the chat template does not write {part.name}{hint} -> use a "

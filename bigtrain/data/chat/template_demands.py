@@ -1,17 +1,18 @@
-"""Demands of a chat template that refuses a conversation: found by changing the conversation.
+"""Rendering of a conversation in the form that the chat template accepts, or what it demands.
 
-Templates raise exceptions of all kinds: by their author ("Conversation roles must alternate") or by
+Templates raise any exception: by their author ("Conversation roles must alternate") or by
 a fault ("list object has no element 0"). The error names the fewest changes with which the template
-accepts the same messages.
+accepts the messages.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 from bigtrain.data.documents.conversations import RESULTS, ConversationError
 from bigtrain.data.tokenizers.chat_template import ChatTemplate, Messages, TemplateRefusal, Tools
@@ -19,6 +20,43 @@ from bigtrain.data.tokenizers.chat_template import ChatTemplate, Messages, Templ
 OTHER_TEMPLATE = "use a template for such messages: --chat-template FILE"
 MAX_CHANGES = 3
 SHOWN_ROLES = 8
+
+
+class AcceptedRendering(NamedTuple):
+    """Messages in the form that the template accepts, their rendering and its blocks."""
+
+    messages: list[dict[str, Any]]
+    text: str
+    blocks: list[tuple[int, int]]
+
+
+def render_accepted(
+    template: ChatTemplate, messages: list[dict[str, Any]], tools: Any
+) -> AcceptedRendering:
+    """Return the rendering of `messages`. Some templates (DeepSeek's) require tool calls in
+    OpenAI's format: arguments as JSON text, and null as the content. Raises ConversationError if
+    the template accepts neither."""
+    try:
+        return AcceptedRendering(messages, *template.render(messages, tools))
+    except TemplateRefusal as refusal:
+        if any(message.get("tool_calls") for message in messages):
+            openai_messages = [_in_openai_format(message) for message in messages]
+            with suppress(TemplateRefusal):
+                return AcceptedRendering(openai_messages, *template.render(openai_messages, tools))
+        raise explained(template, messages, tools, refusal) from refusal
+
+
+def _in_openai_format(message: dict[str, Any]) -> dict[str, Any]:
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = call.get("function")
+        if isinstance(function, dict) and isinstance(function.get("arguments"), dict):
+            text = json.dumps(function["arguments"], ensure_ascii=False)
+            call = {"type": "function", **call, "function": {**function, "arguments": text}}
+        calls.append(call)
+    return {**message, "content": message.get("content") or None, "tool_calls": calls}
 
 
 def explained(
@@ -40,7 +78,7 @@ def explained(
             )
     roles = ", ".join(message["role"] for message in messages[:SHOWN_ROLES])
     roles += ", ..." if len(messages) > SHOWN_ROLES else ""
-    # Only few rows may be such that the author of the template refuses them.
+    # The author of the template may refuse few rows, which is no reason for another template.
     fix = "" if refusal.by_author else f" -> {OTHER_TEMPLATE}"
     return ConversationError(f"{refusal} (roles: {roles}){fix}")
 
@@ -77,7 +115,7 @@ class _Changed:
 
 
 def _changed(messages: Messages, tools: Tools) -> Iterator[_Changed]:
-    """Yield changed conversations, those with fewer changes first."""
+    """Yield changed conversations, by the number of changes."""
     conversation = _Changed([_Numbered(n, message) for n, message in enumerate(messages, 1)], tools)
     for size in range(1, MAX_CHANGES + 1):
         for changes in combinations(CHANGES, size):

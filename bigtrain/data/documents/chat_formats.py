@@ -27,6 +27,7 @@ from bigtrain.data.documents.row_format import (
     Chat,
     ChatFormat,
     Completion,
+    Extracted,
     RowDocument,
     Values,
 )
@@ -42,8 +43,8 @@ TOOLS_KEY = "tools"
 
 
 def _messages(values: Values, roles: Roles) -> Chat:
-    given, tools, system, functions = values
-    messages = with_roles(given, roles, may_be_turns=False)
+    row_messages, tools, system, functions = values
+    messages = with_roles(row_messages, roles, may_be_turns=False)
     if functions and not tools:  # OpenAI's former tools
         listed = from_text(functions)
         if not isinstance(listed, list):
@@ -73,18 +74,18 @@ def _sharegpt(values: Values, roles: Roles) -> Chat:
         # ShareGPT's key may hold messages in OpenAI's format.
         if is_turn(turn) or (isinstance(turn, dict) and "role" in turn):
             continue
-        shown, fix = type(turn).__name__, ""
+        description, fix = type(turn).__name__, ""
         if isinstance(turn, dict):
-            shown = f"an object with the keys {', '.join(sorted(turn)) or 'none'}"
+            description = f"an object with the keys {', '.join(sorted(turn)) or 'none'}"
             fix = " -> name its keys: --key from=KEY --key value=KEY"
         raise ConversationError(
-            f"turn {number} is not an object with from and value but {shown}{fix}"
+            f"turn {number} is not an object with from and value but {description}{fix}"
         )
     return Chat(_with_system(with_roles(turns, roles), system), tools)
 
 
 def _alpaca(values: Values, roles: Roles) -> Chat:
-    instruction, given, output, system, history = values
+    instruction, input_text, output, system, history = values
     history = from_text(history)
     messages: Messages = []
     if _text(system, "system"):
@@ -93,18 +94,19 @@ def _alpaca(values: Values, roles: Roles) -> Chat:
     if not isinstance(pairs, (list, tuple)):
         raise ConversationError(f"its history is not a list but {type(history).__name__}")
     for number, turn in enumerate(pairs, 1):
-        if not (isinstance(turn, (list, tuple)) and len(turn) == 2 and all(map(_is_text, turn))):
+        is_pair = isinstance(turn, (list, tuple)) and len(turn) == 2
+        if not is_pair or not all(isinstance(text, str) for text in turn):
             raise ConversationError(f"history {number} is not a pair of instruction and output")
         messages += [
             {"role": "user", "content": turn[0]},
             {"role": "assistant", "content": turn[1]},
         ]
-    if not _is_text(instruction) or not _is_text(output):
-        wrong = "instruction" if not _is_text(instruction) else "output"
-        raise ConversationError(f"its {wrong} is not text")
+    for key, value in (("instruction", instruction), ("output", output)):
+        if not isinstance(value, str):
+            raise ConversationError(f"its {key} is not text")
     # Joined as in LLaMA-Factory and Alpaca.
-    asked = f"{instruction}\n{given}" if _text(given, "input") else instruction
-    answered = [{"role": "user", "content": asked}, {"role": "assistant", "content": output}]
+    question = f"{instruction}\n{input_text}" if _text(input_text, "input") else instruction
+    answered = [{"role": "user", "content": question}, {"role": "assistant", "content": output}]
     return Chat([*messages, *answered])
 
 
@@ -121,8 +123,10 @@ def _prompt_completion(values: Values, roles: Roles) -> Chat | Completion:
         ]
         return Chat([*before, *after], tools)
     if not isinstance(prompt, str) or not isinstance(completion, str):
-        kinds = f"{type(prompt).__name__} and {type(completion).__name__}"
-        raise ConversationError(f"its prompt and completion are not both text or messages: {kinds}")
+        type_names = f"{type(prompt).__name__} and {type(completion).__name__}"
+        raise ConversationError(
+            f"its prompt and completion are not both text or messages: {type_names}"
+        )
     return Completion(prompt, completion)
 
 
@@ -130,10 +134,6 @@ def _tokens(values: Values, roles: Roles) -> RowDocument:
     from bigtrain.data.documents.token_rows import token_row  # numpy
 
     return token_row(values)
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
 
 
 def _text(value: object, name: str) -> bool:
@@ -248,11 +248,14 @@ def remedy_for(keys: Collection[str]) -> str:
     match = nearest(keys)
     if match is not None:
         return f" -> --format {match.name}"
-    for name, others in OTHER_NAMES:
-        met = {own: next((n for n in names if n in keys), None) for own, names in others.items()}
-        if all(met.values()):
-            named = [f" --key {own}={other}" for own, other in met.items() if own != other]
-            return f" -> --format {name}{''.join(named)}"
+    for name, alternative_names in OTHER_NAMES:
+        row_keys = {
+            format_key: next((key for key in names if key in keys), None)
+            for format_key, names in alternative_names.items()
+        }
+        if all(row_keys.values()):
+            options = [f" --key {key}={row_keys[key]}" for key in row_keys if key != row_keys[key]]
+            return f" -> --format {name}{''.join(options)}"
     return ""
 
 
@@ -265,20 +268,20 @@ def remedy_for_row(keys: Collection[str]) -> str:
 JOINED_WITH = "\n"
 
 
-def text_of(values: Sequence[Any], keys: Sequence[str]) -> tuple[bytes | None, str]:
-    """Return the document in the `values` of `keys`, or None and the reason."""
-    given = [value for value in values if value is not None]
-    wrong = next((value for value in given if not isinstance(value, str)), None)
-    if wrong is not None or not given:
-        kind = "nothing" if wrong is None else type(wrong).__name__
-        return None, f"{' or '.join(map(repr, keys))} is not text but {kind}"
-    text = given[0] if len(given) == 1 else JOINED_WITH.join(filter(None, given))
+def text_of(values: Sequence[Any], keys: Sequence[str]) -> Extracted:
+    """Return the document in the `values` of `keys`."""
+    texts = [value for value in values if value is not None]
+    wrong = next((value for value in texts if not isinstance(value, str)), None)
+    if wrong is not None or not texts:
+        type_name = "nothing" if wrong is None else type(wrong).__name__
+        return Extracted(None, f"{' or '.join(map(repr, keys))} is not text but {type_name}")
+    text = texts[0] if len(texts) == 1 else JOINED_WITH.join(filter(None, texts))
     try:
-        return text.encode("utf-8"), ""
+        return Extracted(text.encode("utf-8"))
     except UnicodeEncodeError as error:
         if "\udc80" <= text[error.start] <= "\udcff":  # from csv: a byte that is not UTF-8
-            return None, "not UTF-8, or half of a surrogate pair"
-        return None, "the text contains half of a surrogate pair"
+            return Extracted(None, "not UTF-8, or half of a surrogate pair")
+        return Extracted(None, "the text contains half of a surrogate pair")
 
 
 @dataclass(frozen=True)
@@ -301,40 +304,40 @@ class Conversations:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Keys to read from a row: the format's, and those for which it may be refused."""
+        """Keys to read from a row: the format's, and keys for which a row may be refused."""
         rules = self.key_rules
-        return (*dict.fromkeys(rules.used), *rules.refused)
+        return (*dict.fromkeys(rules.read_keys), *rules.refused)
 
     def with_known_turns(self, key: str, value: object) -> object:
         """Return the `value` of a format's key, with the format's keys in its turns."""
         if self.turn_keys in ((), self.format.turn_keys) or key not in MESSAGE_KEYS:
             return value
         turns = from_text(value)
-        known = dict(zip(self.turn_keys, self.format.turn_keys, strict=True))
+        format_names = dict(zip(self.turn_keys, self.format.turn_keys, strict=True))
 
         def named(turn: object) -> object:
             if not isinstance(turn, dict):
                 return turn
-            return {known.get(key, key): item for key, item in turn.items()}
+            return {format_names.get(key, key): item for key, item in turn.items()}
 
         return [named(turn) for turn in turns] if isinstance(turns, list) else named(turns)
 
 
-def conversation_of(row: Mapping[str, Any], rules: Conversations) -> tuple[bytes | None, str]:
-    """Return the document in a row, the values of `rules.columns` that it has, or None and the
-    reason."""
+def conversation_of(row: Mapping[str, Any], rules: Conversations) -> Extracted:
+    """Return the document in `row`, which has the values of `rules.columns`."""
     names = (*rules.format.keys, *rules.format.extra_keys)
-    read = (None if key in rules.ignored else row.get(key) for key in rules.key_rules.used)
+    read = (None if key in rules.ignored else row.get(key) for key in rules.key_rules.read_keys)
     values = dict(zip(names, read, strict=True))
-    if why := rules.key_rules.problem(row, values):
-        return None, why
+    if problem := rules.key_rules.problem(row, values):
+        return Extracted(None, problem)
     try:
-        given = [rules.with_known_turns(key, value) for key, value in values.items()]
-        return rules.format.make(given, rules.roles).document(last_only=rules.last_only), ""
+        format_values = [rules.with_known_turns(key, value) for key, value in values.items()]
+        document = rules.format.make(format_values, rules.roles)
+        return Extracted(document.document(last_only=rules.last_only))
     except ConversationError as error:
-        return None, f"{rules.keys[0]!r} is not {rules.format.noun}: {error}"
+        return Extracted(None, f"{rules.keys[0]!r} is not {rules.format.noun}: {error}")
     except TypeError as error:  # halves of surrogate pairs, in a prompt
-        return None, f"{rules.keys[0]!r} cannot be written as JSON: {error}"
+        return Extracted(None, f"{rules.keys[0]!r} cannot be written as JSON: {error}")
 
 
 def value_at(tree: Any, key: str) -> Any:
@@ -349,21 +352,21 @@ def value_at(tree: Any, key: str) -> Any:
 
 def document_in(
     tree: Any, keys: Sequence[str], chat: Conversations | None, ignored: tuple[str, ...] = ()
-) -> tuple[bytes | None, str]:
-    """Return the document of any JSON value, or None and the reason. `chat`: for conversations;
-    `ignored`: keys of text that are not to be read."""
+) -> Extracted:
+    """Return the document of any JSON value. `chat`: for conversations; `ignored`: keys of text
+    that are not to be read."""
     if not isinstance(tree, dict):
-        return None, f"not a JSON object but {type(tree).__name__}"
-    wanted = keys if chat is None else chat.keys[:1]
-    present = [key for key in wanted if key in tree or value_at(tree, key) is not None]
+        return Extracted(None, f"not a JSON object but {type(tree).__name__}")
+    expected_keys = keys if chat is None else chat.keys[:1]
+    present = [key for key in expected_keys if key in tree or value_at(tree, key) is not None]
     if not present:
-        there = ", ".join(sorted(tree)[:20]) or "none"
-        missing = f"no key {' or '.join(map(repr, wanted))}; keys here: {there}"
-        return None, missing + remedy_for(tree)
+        row_keys = ", ".join(sorted(tree)[:20]) or "none"
+        missing = f"no key {' or '.join(map(repr, expected_keys))}; keys here: {row_keys}"
+        return Extracted(None, missing + remedy_for(tree))
     if chat is not None:
-        row = {key: value_at(tree, key) for key in chat.key_rules.used}
+        row = {key: value_at(tree, key) for key in chat.key_rules.read_keys}
         row |= {key: tree[key] for key in chat.key_rules.refused.keys() & tree.keys()}
         return conversation_of(row, chat)
-    if why := text_rules(tuple(keys), ignored).problem(tree, {}):
-        return None, why
+    if problem := text_rules(tuple(keys), ignored).problem(tree, {}):
+        return Extracted(None, problem)
     return text_of([value_at(tree, key) for key in present], present)

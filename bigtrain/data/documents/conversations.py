@@ -36,8 +36,8 @@ def conversation_bytes(messages: object, tools: object = None, *, last_only: boo
     the assistant's last message has loss. Raises ConversationError for an invalid conversation."""
     messages = from_text(messages)
     if not isinstance(messages, list) or not messages:
-        kind = "an empty list" if messages == [] else type(messages).__name__
-        raise ConversationError(f"not a list of messages but {kind}")
+        type_name = "an empty list" if messages == [] else type(messages).__name__
+        raise ConversationError(f"not a list of messages but {type_name}")
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict):
             raise ConversationError(
@@ -51,33 +51,38 @@ def conversation_bytes(messages: object, tools: object = None, *, last_only: boo
                 f"message {number} has no role that is text; keys here: {keys}{fix}"
             )
         _check_learning(number, message)
-    tools = _listed_tools(tools)
+
+    # Tools may be JSON strings, each or together.
+    if isinstance(tools, str):
+        tools = _from_json(tools)
+    if isinstance(tools, list):
+        tools = [_from_json(tool) if isinstance(tool, str) else tool for tool in tools]
+    are_tools = isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
+    if tools is not None and not are_tools:
+        raise ConversationError("its tools are not a list of objects, nor JSON of one")
+
     # As in transformers, a key with value None counts as absent.
-    given = [{key: value for key, value in m.items() if value is not None} for m in messages]
-    given = [
+    cleaned = [{key: value for key, value in m.items() if value is not None} for m in messages]
+    cleaned = [
         _with_text(number, _with_parsed_calls(number, message))
-        for number, message in enumerate(given, 1)
+        for number, message in enumerate(cleaned, 1)
     ]
+    # Answers before the last one get a weight of 0, which every reader of the document knows.
     if last_only:
-        answers = [number for number, message in enumerate(given) if is_learned(message)]
+        answers = [number for number, message in enumerate(cleaned) if is_learned(message)]
         for number in answers[:-1]:
-            given[number] = {**given[number], "weight": 0}
+            cleaned[number] = {**cleaned[number], "weight": 0}
     try:
-        return dumps({"messages": given, **({"tools": tools} if tools else {})})
+        return dumps({"messages": cleaned, **({"tools": tools} if tools else {})})
     except TypeError as error:
         raise ConversationError(f"it cannot be written as JSON: {error}") from error
-
-
-def completion_bytes(prompt: str, completion: str) -> bytes:
-    """Return a prompt and its completion, without a chat template, as the document to tokenize."""
-    return dumps({"prompt": prompt, "completion": completion})
 
 
 def is_learned(message: Mapping[str, Any]) -> bool:
     """Return whether a message has loss: the assistant's, except with ``weight: 0`` (OpenAI's
     format) and ``train: false`` or ``loss: false`` (`FLAGS`)."""
-    wanted = message.get("weight", 1) and all(message.get(flag, True) for flag in FLAGS)
-    return bool(message["role"] == "assistant" and wanted)
+    has_loss = message.get("weight", 1) and all(message.get(flag, True) for flag in FLAGS)
+    return bool(message["role"] == "assistant" and has_loss)
 
 
 def weight_of(message: Mapping[str, Any]) -> float:
@@ -107,17 +112,20 @@ def from_text(value: object) -> object:
 
 
 def _check_learning(number: int, message: Mapping[str, Any]) -> None:
+    """Raise ConversationError for a message whose loss is ambiguous, or not supported."""
     weight, role = message.get("weight"), message["role"]
     for key, fix in OTHER_LEARNING.items():
         if message.get(key) is not None and message[key] != []:
             raise ConversationError(f"message {number} has {key}: {fix}")
+    # A weight is stored in float32, which has neither larger nor smaller ones.
     is_number = isinstance(weight, int | float)
     if weight is not None and not (is_number and 0 <= weight <= LARGEST_WEIGHT):
         raise ConversationError(f"message {number} has weight {weight!r}: {FACTOR}")
     if weight and weight < SMALLEST_WEIGHT:
         rule = f"weights are stored in float32 -> 0, or at least {SMALLEST_WEIGHT:.3g}"
         raise ConversationError(f"message {number} has weight {weight!r}: {rule}")
-    given = {} if weight is None else {"weight": weight}
+    # Weight and flags must agree on whether the message has loss.
+    switches = {} if weight is None else {"weight": weight}
     for key in FLAGS:
         flag = message.get(key)
         if flag is not None and not isinstance(flag, bool):
@@ -125,17 +133,17 @@ def _check_learning(number: int, message: Mapping[str, Any]) -> None:
                 f"message {number} has {key} {flag!r} -> true, false, or no {key}"
             )
         if flag is not None:
-            given[key] = flag
-    for key, value in given.items():
+            switches[key] = flag
+    for key, value in switches.items():
         if value and role != "assistant":
             raise ConversationError(
                 f"message {number} has {key} {value!r} and role {role}: only messages of the "
                 f"assistant have loss -> {'0' if key == 'weight' else 'false'}, or no {key}"
             )
-    if len({bool(value) for value in given.values()}) > 1:
-        shown = " and ".join(f"{key} {value!r}" for key, value in given.items())
+    if len({bool(value) for value in switches.values()}) > 1:
+        contradiction = " and ".join(f"{key} {value!r}" for key, value in switches.items())
         raise ConversationError(
-            f"message {number} has {shown}, which contradict each other -> keep one of them"
+            f"message {number} has {contradiction}, which contradict each other -> keep one of them"
         )
 
 
@@ -147,7 +155,7 @@ def _with_text(number: int, message: dict[str, Any]) -> dict[str, Any]:
         not is_result
         or all(isinstance(part, dict) and isinstance(part.get("type"), str) for part in content)
     ):
-        return {**message, "content": "".join(_text_of(number, part) for part in content)}
+        return {**message, "content": "".join(_part_text(number, part) for part in content)}
     if is_result or isinstance(content, str):
         return message
     if content is not None:
@@ -163,13 +171,14 @@ def _with_text(number: int, message: dict[str, Any]) -> dict[str, Any]:
     return message
 
 
-def _text_of(number: int, part: object) -> str:
-    kind, text = ("text", None)
+def _part_text(number: int, part: object) -> str:
+    """Return the text of a part of message `number`."""
+    part_type, text = ("text", None)
     if isinstance(part, dict):
-        kind, text = part.get("type", "text"), part.get("text")
-    if isinstance(kind, str) and kind not in TEXT_PARTS:
+        part_type, text = part.get("type", "text"), part.get("text")
+    if isinstance(part_type, str) and part_type not in TEXT_PARTS:
         raise ConversationError(
-            f"message {number} has a part of type {kind!r}: only text is supported"
+            f"message {number} has a part of type {part_type!r}: only text is supported"
         )
     if not isinstance(text, str):
         keys = ", ".join(sorted(map(str, part))) if isinstance(part, dict) else ""
@@ -181,8 +190,8 @@ def _text_of(number: int, part: object) -> str:
 
 
 def _with_parsed_calls(number: int, message: dict[str, Any]) -> dict[str, Any]:
-    """Return `message` with the arguments of its tool calls as objects, as templates expect; OpenAI
-    stores them as JSON text. OpenAI's former single `function_call` becomes one of them."""
+    """Return `message` with the arguments of tool calls as objects, as templates expect; OpenAI
+    stores arguments as JSON text. OpenAI's former single `function_call` becomes a tool call."""
     calls = from_text(message.get("tool_calls"))
     if not calls and "function_call" in message:
         call = from_text(message["function_call"])
@@ -221,17 +230,6 @@ def _with_parsed_arguments(number: int, function: dict[str, Any]) -> dict[str, A
             f"object but {type(parsed).__name__}"
         )
     return {**function, "arguments": parsed}
-
-
-def _listed_tools(tools: object) -> object:
-    """Return the tools of a conversation, which may be JSON strings, each or together."""
-    if isinstance(tools, str):
-        tools = _from_json(tools)
-    if isinstance(tools, list):
-        tools = [_from_json(tool) if isinstance(tool, str) else tool for tool in tools]
-    if tools is None or (isinstance(tools, list) and all(isinstance(t, dict) for t in tools)):
-        return tools
-    raise ConversationError("its tools are not a list of objects, nor JSON of one")
 
 
 def _from_json(text: str) -> object:

@@ -73,14 +73,16 @@ def find_sources(selection: Selection) -> list[Source]:
                 "often, make a separate dataset of it, and set its weight in data.sources"
             )
     sources: dict[str, Source] = {}
-    again: list[str] = []
+    duplicates: list[str] = []
     for name in inputs:
         for source in _find(name, selection):
             if source.path in sources:
-                again.append(source.path)
+                duplicates.append(source.path)
             sources.setdefault(source.path, source)
-    if again:
-        logger.warning("%d files match several inputs and are read once: %s", len(again), again[0])
+    if duplicates:
+        logger.warning(
+            "%d files match several inputs and are read once: %s", len(duplicates), duplicates[0]
+        )
     if not sources:
         raise DataError("no input remains: --exclude matches every file")
     return list(sources.values())
@@ -103,11 +105,22 @@ def _find(name: str, selection: Selection) -> list[Source]:
         return _find_by_glob(name, selection)
     if name.endswith((*BY_SUFFIX, *COMPRESSION_SUFFIXES)) or not HUB_NAME.fullmatch(name):
         raise DataError(f"--input {name}: no such file, folder or glob")
-    return [_hub_source(name)]
+
+    # Any other name may be a dataset on the Hub.
+    from huggingface_hub import HfApi
+
+    try:
+        revision = HfApi().dataset_info(name, timeout=HUB_TIMEOUT_S).sha
+    except Exception as error:  # the client's transport errors differ between its versions
+        raise DataError(
+            f"--input {name}: no such file, folder or glob, and no such dataset on the "
+            f"Hugging Face Hub ({first_line(error)})"
+        ) from error
+    return [Source(HubDatasetReader, SourceRecord(path=name, revision=revision))]
 
 
 def _find_by_glob(pattern: str, selection: Selection) -> list[Source]:
-    """Return the matching files; if only folders match, the files in them."""
+    """Return the matching files; if only folders match, the files inside."""
     matches = sorted(Path(match) for match in glob.glob(pattern, recursive=True))
     if not matches:
         raise DataError(f"--input {pattern}: no file matches")
@@ -116,10 +129,10 @@ def _find_by_glob(pattern: str, selection: Selection) -> list[Source]:
         return [source for match in matches for source in _find(str(match), selection)]
     base = Path(*takewhile(lambda part: not glob.has_magic(part), Path(pattern).parts))
     named = [(str(file.relative_to(base)), str(file)) for file in files]
-    taken = [entry for entry in named if not _excluded(entry[0], selection.exclude)]
+    selected = [entry for entry in named if not _excluded(entry[0], selection.exclude)]
     links = Links(str(base), selection.follow_links)
-    taken = _without_run_files(pattern, taken, _is_run_below(str(base)))
-    return [_file_source(path, selection) for path in links.chosen(taken)]
+    selected = _without_run_files(pattern, selected, _is_run_below(str(base)))
+    return [_file_source(path, selection) for path in links.without_duplicates(selected)]
 
 
 def _is_run_below(base: str) -> Callable[[str], bool]:
@@ -134,64 +147,69 @@ def _find_in_folder(folder: Path, selection: Selection) -> list[Source]:
     # Strings, since there may be a million.
     files = links.files(lambda below: _excluded(below, selection.exclude))
     files = _without_run_files(str(folder), files, _is_run_below(str(folder)))
-    taken = _of_folder(str(folder), files, selection)
-    taken.sort(key=lambda file: file[1].split(os.sep))
-    return [_file_source(path, selection) for path in links.chosen(taken)]
+    selected = _select_files(str(folder), files, selection)
+    selected.sort(key=lambda file: file[1].split(os.sep))
+    return [_file_source(path, selection) for path in links.without_duplicates(selected)]
 
 
 Named = TypeVar("Named")
 
 
 def _without_run_files(
-    shown: str, files: Sequence[tuple[str, Named]], is_run: Callable[[str], bool]
+    input_name: str, files: Sequence[tuple[str, Named]], is_run: Callable[[str], bool]
 ) -> list[tuple[str, Named]]:
-    """Return `files`, by their paths below an input that is called `shown`, without logs, metrics,
-    checkpoints and exports of runs of bigtrain; name those once."""
+    """Return `files`, by their paths below an input that is called `input_name`, without logs,
+    metrics, checkpoints and exports of runs of bigtrain. Log what was skipped once."""
     written = run_files((below.replace(os.sep, "/") for below, _ in files), is_run)
     if not written:
         return list(files)
     names = ", ".join(written[:3]) + (f" and {len(written) - 3} more" if written[3:] else "")
     _warn_once(
-        f"--input {shown}: skipped what a run of bigtrain wrote: {names}; to read one of these "
-        "files, name it"
+        f"--input {input_name}: skipped what a run of bigtrain wrote: {names}; to read one of "
+        "these files, name it"
     )
     dropped = set(written)
     return [(below, file) for below, file in files if below.replace(os.sep, "/") not in dropped]
 
 
-def _of_folder(
+def _select_files(
     folder: str, files: Sequence[tuple[str, Named]], selection: Selection
 ) -> list[tuple[str, Named]]:
     """Return the selected `files`, by their paths below `folder`. Raise DataError if none."""
     suffixes = tuple(selection.suffixes or DEFAULT_SUFFIXES)
-    taken = []
-    seen: Counter[str] = Counter()
-    left: Counter[str] = Counter()  # readable ones, by the `suffixes` that would select them
+    selected = []
+    found_suffixes: Counter[str] = Counter()
+    unread_suffixes: Counter[str] = Counter()  # readable if `suffixes` had them
+    # The suffix of a compressed file is the suffix without compression, too.
     for below, file in files:
         if selection.exclude and _excluded(below, selection.exclude):
             continue
         bare = without_compression(below)
         if below.endswith(suffixes) or bare.endswith(suffixes):
-            taken.append((below, file))
+            selected.append((below, file))
         elif (suffix := os.path.splitext(bare)[1]).lower() in BY_SUFFIX:
-            left[suffix] += 1
-        seen[os.path.splitext(below)[1] or "no suffix"] += 1
-    if not taken:
-        common = ", ".join(f"{suffix} ({count})" for suffix, count in seen.most_common(5))
+            unread_suffixes[suffix] += 1
+        found_suffixes[os.path.splitext(below)[1] or "no suffix"] += 1
+
+    # Name the suffixes that would select files.
+    if not selected:
+        common = ", ".join(f"{suffix} ({count})" for suffix, count in found_suffixes.most_common(5))
         fix = "name the suffix to read as text, for example --suffix .py"
-        if left:
-            fix = " ".join(f"--suffix {suffix}" for suffix in sorted(left))
+        if unread_suffixes:
+            fix = " ".join(f"--suffix {suffix}" for suffix in sorted(unread_suffixes))
         raise DataError(
             f"--input {folder}: no file there ends with {', '.join(suffixes)}; found: "
             f"{common or 'none at all'} -> {fix}"
         )
-    if left and suffixes == DEFAULT_SUFFIXES:
-        others = ", ".join(f"{suffix} ({count})" for suffix, count in left.most_common(5))
+    if unread_suffixes and suffixes == DEFAULT_SUFFIXES:
+        skipped = ", ".join(
+            f"{suffix} ({count})" for suffix, count in unread_suffixes.most_common(5)
+        )
         _warn_once(
             f"--input {folder}: without --suffix only {', '.join(suffixes)} are read from a "
-            f"folder; skipped: {others}"
+            f"folder; skipped: {skipped}"
         )
-    return taken
+    return selected
 
 
 @cache
@@ -219,7 +237,7 @@ def _find_at_address(name: str, selection: Selection) -> list[Source]:
             if f"/{below}".endswith(f"/{RUN_ID}")
         }
         files = _without_run_files(without_secrets(name), files, runs.__contains__)
-        entries = [entry for _, entry in _of_folder(without_secrets(name), files, selection)]
+        entries = [entry for _, entry in _select_files(without_secrets(name), files, selection)]
     return [
         _remote_source(entry, selection)
         for entry in entries
@@ -228,19 +246,19 @@ def _find_at_address(name: str, selection: Selection) -> list[Source]:
 
 
 def _remote_source(entry: RemoteEntry, selection: Selection) -> Source:
-    shown = without_secrets(entry.address)
+    display_address = without_secrets(entry.address)
     record = SourceRecord(
-        path=shown,
+        path=display_address,
         bytes=entry.stat.size,
         modified_ns=entry.stat.modified_ns,
         revision=entry.stat.version,
     )
-    name = selection.read_as or name_of(shown)
+    name = selection.read_as or name_of(display_address)
     return Source(format_of(name), record, address=entry.address, read_as=selection.read_as)
 
 
 def _excluded(relative: str, patterns: Sequence[str]) -> bool:
-    """Return whether a pattern matches the path below the input, or one of its parts."""
+    """Return whether a pattern matches the path below the input, or a part of the path."""
     parts = Path(relative).parts
     return any(fnmatch(relative, p) or any(fnmatch(part, p) for part in parts) for p in patterns)
 
@@ -261,8 +279,8 @@ def _file_source(path: str | Path, selection: Selection) -> Source:
         modified_ns=status.st_mtime_ns,
         changed_ns=status.st_ctime_ns,
     )
-    once = not stat.S_ISREG(status.st_mode)
-    return Source(reader, record, read_once=once, read_as=selection.read_as)
+    is_stream = not stat.S_ISREG(status.st_mode)
+    return Source(reader, record, read_once=is_stream, read_as=selection.read_as)
 
 
 def _saved_dataset(folder: Path, selection: Selection) -> Source:
@@ -277,7 +295,7 @@ def _saved_dataset(folder: Path, selection: Selection) -> Source:
             )
         directory = folder / split
     entries = [(str(file.relative_to(folder)), str(file)) for file in sorted(directory.iterdir())]
-    Links(str(folder), selection.follow_links).chosen(entries)
+    Links(str(folder), selection.follow_links).without_duplicates(entries)  # refuses foreign files
     files = [file.stat() for file in sorted(directory.glob("*.arrow"))]
     record = SourceRecord(
         path=str(folder),
@@ -297,19 +315,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise DataError(f"--input {path} cannot be read: not a JSON object")
     return tree
-
-
-def _hub_source(name: str) -> Source:
-    from huggingface_hub import HfApi
-
-    try:
-        revision = HfApi().dataset_info(name, timeout=HUB_TIMEOUT_S).sha
-    except Exception as error:  # the client's transport errors differ between its versions
-        raise DataError(
-            f"--input {name}: no such file, folder or glob, and no such dataset on the "
-            f"Hugging Face Hub ({first_line(error)})"
-        ) from error
-    return Source(HubDatasetReader, SourceRecord(path=name, revision=revision))
 
 
 @dataclass(frozen=True)
@@ -349,18 +354,14 @@ def find_remote_files(pattern: str) -> list[RemoteEntry]:
         folder = re.split(r"[*?[]", pattern, maxsplit=1)[0].rpartition("/")[0]
     entries = with_retries(folder, "cannot be listed", lambda: store.find(folder))
     if is_pattern(pattern):
-        known = _pattern_of(pattern)
-        entries = [entry for entry in entries if known.fullmatch(entry[0])]
+        # Only a ``*`` that is ``**`` matches several folders.
+        folders = re.sub(r"(?<=/)\*\*(?=[^/])", "**/*", pattern)
+        try:
+            matcher = re.compile(glob_translate(folders))
+        except ValueError as error:
+            raise DataError(f"--input {without_secrets(pattern)}: {error}") from None
+        entries = [entry for entry in entries if matcher.fullmatch(entry[0])]
     if not entries:
         raise DataError(f"--input {without_secrets(pattern)}: no file there")
     begin = len(folder.rstrip("/")) + 1
     return [RemoteEntry(address, address[begin:], stat) for address, stat in entries]
-
-
-def _pattern_of(pattern: str) -> re.Pattern[str]:
-    """Return an expression for addresses; only a ``*`` that is ``**`` matches several folders."""
-    folders = re.sub(r"(?<=/)\*\*(?=[^/])", "**/*", pattern)
-    try:
-        return re.compile(glob_translate(folders))
-    except ValueError as error:
-        raise DataError(f"--input {without_secrets(pattern)}: {error}") from None

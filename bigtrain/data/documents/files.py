@@ -1,9 +1,9 @@
-"""Sources and the bytes of their files: decompressed, hashed as stored, checked to be unchanged.
+"""Sources and the bytes in source files: decompressed, hashed as stored, checked to be unchanged.
 
 The name, not the content, determines the compression. Files whose format needs random access
 (parquet, arrow) are decompressed first, into an unnamed temporary file.
 
-A file can be split at any byte: the lines of a range [begin, end) are those that start in it, so
+A file can be split at any byte: the lines of a range [begin, end) start in the range, so
 every line belongs to exactly one range, and ranges can be read independently. Memory is bounded by
 the longest line allowed.
 """
@@ -45,15 +45,15 @@ def _open_zstd(raw: Any) -> Any:
     import zstandard
 
     head = raw.read(ZSTD_HEADER_BYTES) or b""
-    rest = _Prepended(head, raw)
+    full_stream = _Prepended(head, raw)
     with suppress(zstandard.ZstdError):
         if zstandard.get_frame_parameters(head).window_size > MAX_ARROW_WINDOW:
-            return io.BufferedReader(_LongWindowReader(rest))
-    return pyarrow.CompressedInputStream(pyarrow.PythonFile(rest, mode="r"), "zstd")
+            return io.BufferedReader(_LongWindowReader(full_stream))
+    return pyarrow.CompressedInputStream(pyarrow.PythonFile(full_stream, mode="r"), "zstd")
 
 
 class _Prepended(io.RawIOBase):
-    """Reader of `head`, then of the rest of `raw`."""
+    """Reader of `head`, then of `raw`."""
 
     def __init__(self, head: bytes, raw: Any) -> None:
         self._head = head
@@ -129,7 +129,7 @@ class Source:
     `format`: its reader, a subclass of `bigtrain.data.documents.reader.PartReader`. `read_once`: a
     named pipe or standard input, which has no size and can be read only once. `address`: of a
     remote file, including credentials that must not be recorded; None for a local file. `read_as`:
-    suffix that determines how it is read, instead of its own.
+    suffix that determines how it is read, instead of the suffix of the file.
     """
 
     format: type[Any]
@@ -139,8 +139,8 @@ class Source:
     read_as: str = ""
 
     @property
-    def kind(self) -> str:
-        return str(self.format.kind)
+    def format_name(self) -> str:
+        return str(self.format.format_name)
 
     @property
     def path(self) -> str:
@@ -179,7 +179,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Selection:
-    """Selection of inputs: `suffixes` (default: those of the formats) and `exclude` select files of
+    """Selection of inputs: `suffixes` (default: `DEFAULT_SUFFIXES`) and `exclude` select files of
     folders. `read_as`: read every file as if it had this suffix. `follow_links`: also follow links
     out of a folder (`bigtrain.data.documents.links`)."""
 
@@ -211,8 +211,8 @@ def open_file(source: Source, end: int | None = None) -> Iterator[IO[bytes]]:
         with RemoteFile(source.address, source.stat, size if end is None else end) as remote:
             yield cast(IO[bytes], remote)
         return
-    where = 0 if source.is_standard_input else source.path
-    with open(where, "rb", buffering=0, closefd=not source.is_standard_input) as file:
+    file_or_descriptor = 0 if source.is_standard_input else source.path
+    with open(file_or_descriptor, "rb", buffering=0, closefd=not source.is_standard_input) as file:
         require_unchanged(source, file.fileno())
         yield file
         require_unchanged(source, file.fileno())
@@ -228,7 +228,7 @@ def open_table(source: Source) -> Any:
 @contextmanager
 def open_stream(source: Source, digest: Digest, *, to_end: bool = True) -> Iterator[IO[bytes]]:
     """Yield the decompressed content of the file; `digest` is updated with the bytes as stored.
-    to_end: read the rest for it after the block. Raises as `open_file`."""
+    to_end: update it with the remaining bytes after the block. Raises as `open_file`."""
     with open_file(source) as file:
         raw = HashingReader(file, digest)
         opener = COMPRESSIONS.get(source.file_name[source.file_name.rfind(".") :].lower())
@@ -254,14 +254,14 @@ def require_unchanged(source: Source, descriptor: int | None = None) -> None:
     if source.address is not None:
         store, address = store_of(source.address), source.address
         now = with_retries(address, "cannot be read", lambda: store.stat(address))
-        same = source.stat.is_same(now)
+        is_unchanged = source.stat.is_same(now)
     elif source.record.modified_ns is None or os.path.isdir(source.path):
         return
     else:
         status = os.stat(source.path if descriptor is None else descriptor)
-        known = (source.record.bytes, source.record.modified_ns)
-        same = (status.st_size, status.st_mtime_ns) == known
-    if not same:
+        listed_status = (source.record.bytes, source.record.modified_ns)
+        is_unchanged = (status.st_size, status.st_mtime_ns) == listed_status
+    if not is_unchanged:
         raise DataError(
             f"{source.path} was changed while it was read -> start again when it is complete"
         )
@@ -289,9 +289,9 @@ def unpacked(source: Source, digest: Digest, scratch: Path) -> Iterator[IO[bytes
 
 def _write(file: IO[bytes], chunk: bytes) -> None:
     """Write all of `chunk`: an unbuffered file may accept less at once."""
-    left = memoryview(chunk)
-    while left:
-        left = left[file.write(left) :]
+    remaining = memoryview(chunk)
+    while remaining:
+        remaining = remaining[file.write(remaining) :]
 
 
 @contextmanager
@@ -300,8 +300,8 @@ def _writing(source: Source, scratch: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise DataError(
-            f"{source.path} cannot be decompressed into {scratch}, which {source.kind} requires "
-            f"before it is read: {error.strerror or error} -> make room there for the "
+            f"{source.path} cannot be decompressed into {scratch}, which {source.format_name} "
+            f"requires before it is read: {error.strerror or error} -> make room there for the "
             "largest such file, once for each of --workers, or decompress it yourself"
         ) from error
 
@@ -403,8 +403,8 @@ def range_chunks(
     file: IO[bytes], begin: int, end: int, digest: Digest, around: Digest
 ) -> Iterator[bytes]:
     """Yield the bytes of the lines of `file` that start in [begin, end). `digest` is updated with
-    the bytes of [begin, end), `around` with the rest that determines the lines: whether a line
-    continues at `begin`, and the rest of the last line. Raises EOFError if the file ends before
+    the bytes of [begin, end), `around` with what else determines the lines: whether a line
+    continues at `begin`, and the end of the last line. Raises EOFError if the file ends before
     `end`."""
     file.seek(max(0, begin - 1))
     inside_line = begin > 0 and file.read(1) != b"\n"
@@ -440,7 +440,7 @@ def split_lines(chunks: Iterator[bytes], max_bytes: int) -> Iterator[list[bytes 
     for chunk in chunks:
         # Four times as fast as `bytes.split`, which checks the bytes one by one.
         complete = io.BytesIO(chunk).readlines()
-        rest = complete.pop() if complete and not chunk.endswith(b"\n") else b""
+        unfinished_line = complete.pop() if complete and not chunk.endswith(b"\n") else b""
         if complete:
             lines: list[bytes | None] = [*complete]
             size += len(complete[0]) - 1
@@ -450,21 +450,21 @@ def split_lines(chunks: Iterator[bytes], max_bytes: int) -> Iterator[list[bytes 
                 lines = [None if line and len(line) > max_bytes + 1 else line for line in lines]
             yield lines
             parts, size = [], 0
-        size += len(rest)
+        size += len(unfinished_line)
         if size > max_bytes:
             parts = []
-        elif rest:
-            parts.append(rest)
+        elif unfinished_line:
+            parts.append(unfinished_line)
     if size:
         yield [None if size > max_bytes else b"".join(parts)]
 
 
 def count_lines_before(file: IO[bytes], begin: int) -> int:
-    """Return how many lines of the file start before byte `begin`. Reads all of them."""
+    """Return how many lines of the file start before byte `begin`. Reads the file up to it."""
     count = 0
-    left, last = begin, b"\n"
-    while left and (chunk := file.read(min(BLOCK_BYTES, left))):
+    bytes_remaining, last = begin, b"\n"
+    while bytes_remaining and (chunk := file.read(min(BLOCK_BYTES, bytes_remaining))):
         count += chunk.count(b"\n")
-        left -= len(chunk)
+        bytes_remaining -= len(chunk)
         last = chunk[-1:]
     return count + (last != b"\n")

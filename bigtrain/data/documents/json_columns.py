@@ -2,13 +2,13 @@
 
 `datasets` stores mixed objects so (its feature ``Json``), as a column or anywhere in lists and
 structs: tool calls whose arguments differ from row to row. A file may have the type, or only the
-features of `datasets` in the metadata of its schema.
+features of `datasets` in the metadata of the schema.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from math import isfinite
 from typing import Any
@@ -62,17 +62,13 @@ def _decoder(arrow_type: Any, feature: Any, is_text: bool) -> Decoder | None:
     if arrow_item is not None or item is not None:
         item_decoder = _decoder(arrow_item, item, is_text)
         return None if item_decoder is None else partial(_each_item, item_decoder)
-    fields = {field.name: field.type for field in _fields_of(arrow_type)}
-    field_decoders = decoders_of(fields, parts, is_text=is_text)
-    return partial(_each_field, field_decoders) if field_decoders else None
-
-
-def _fields_of(arrow_type: Any) -> Iterable[Any]:
-    """Return the fields of a struct; none of any other type."""
+    # A struct, whose fields may contain JSON.
     import pyarrow
 
     is_struct = isinstance(arrow_type, pyarrow.DataType) and pyarrow.types.is_struct(arrow_type)
-    return arrow_type if is_struct else ()
+    fields = {field.name: field.type for field in arrow_type} if is_struct else {}
+    field_decoders = decoders_of(fields, parts, is_text=is_text)
+    return partial(_each_field, field_decoders) if field_decoders else None
 
 
 def _each_item(decoder: Decoder, value: Any) -> Any:
@@ -103,8 +99,8 @@ def _of_json(value: Any) -> Any:
 
 def without_missing(value: Any, *, keeps_none: bool = False) -> Any:
     """Return `value` without the None-valued keys of objects: a struct column has every key of any
-    row in all rows, so that a tool would have the parameters of all others. JSON keeps its own
-    (`keeps_none`). A float that is not finite becomes an `InexactNumber`: JSON has none."""
+    row in all rows, so that a tool would have the parameters of every tool. JSON keeps None-valued
+    keys (`keeps_none`). A float that is not finite becomes an `InexactNumber`: JSON has none."""
     if isinstance(value, float) and not isfinite(value):
         return InexactNumber.of(repr(value))
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Rules for the keys of a row: refused ones, and counts of those that are not read. Pure."""
+"""Rules for the keys of a row: refused keys, and counts of unread keys. Pure."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class KeyCounts:
     names: Counter[str] = field(default_factory=Counter)
 
     def add(self, keys: Iterable[str], rows: int = 1) -> None:
-        """Count `rows` rows with the same keys."""
+        """Count `rows` rows that all have `keys`."""
         self.shapes[tuple(keys)] += rows
         if len(self.shapes) > MAX_SHAPES:
             self._fold()
 
     def unread(self, rules: KeyRules) -> dict[str, int]:
-        """Return the number of rows of each key that `rules` do not read."""
+        """Return the number of rows with a key, by key, for keys that `rules` do not read."""
         self._fold()
         return {key: rows for key, rows in self.names.items() if not rules.reads(key)}
 
@@ -45,11 +45,11 @@ class KeyCounts:
 
 @dataclass(frozen=True)
 class KeyRules:
-    """Rules for the keys of rows of `format`. used: keys, or paths, that are read, in the order of
-    the format's keys; ignored: those that the user does not want to be read."""
+    """Rules for the keys of rows of `format`. read_keys: keys, or paths, in the order of the
+    format's keys; ignored: keys that the user does not want to be read."""
 
     format: str
-    used: tuple[str, ...]
+    read_keys: tuple[str, ...]
     ignored: tuple[str, ...] = ()
 
     @cached_property
@@ -59,17 +59,17 @@ class KeyRules:
         for entry in ROW_KEYS:
             if entry.action == "refused" and self.format in entry.formats:
                 for name in entry.names:
-                    if name not in self.used and name not in self.ignored:
+                    if name not in self.read_keys and name not in self.ignored:
                         entries[name] = (*entries.get(name, ()), entry)
         return entries
 
     def problem(self, row: Values, values: Values) -> str:
-        """Return why a row is refused, of the first such key of `row`; empty if it is not.
+        """Return why a row is refused, for the first refused key of `row`; empty if it is accepted.
         `values`: of the format's keys."""
         for name, value in row.items():
             for entry in self.refused.get(name, ()):
                 if entry.matters(value, values):
-                    first = self.used[0] if self.used else ""
+                    first = self.read_keys[0] if self.read_keys else ""
                     literal = repr(value)
                     if len(literal) > 60:
                         literal = f"{literal[:60]}..."
@@ -78,9 +78,9 @@ class KeyRules:
 
     def reads(self, key: str) -> bool:
         """Return whether a key is used, or known to change nothing in a row that is accepted."""
-        if key in self.used or key in self.ignored:
+        if key in self.read_keys or key in self.ignored:
             return True
-        if any(path.startswith(f"{key}.") for path in self.used):
+        if any(path.startswith(f"{key}.") for path in self.read_keys):
             return True
         return key in self.refused and not any(entry.is_named for entry in self.refused[key])
 
@@ -89,7 +89,7 @@ class KeyRules:
         for entry in ROW_KEYS:
             if entry.action == "not read" and key in entry.names and self.format in entry.formats:
                 return entry.text
-        spelled = {_spelling(name): name for name in (*self.refused, *self.used)}
+        spelled = {_spelling(name): name for name in (*self.refused, *self.read_keys)}
         close = get_close_matches(_spelling(key), spelled, 1, 0.8)
         return f"{spelled[close[0]]}?" if close else ""
 

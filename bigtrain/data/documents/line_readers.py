@@ -34,6 +34,7 @@ from bigtrain.data.documents.reader import (
     even_parts,
     unsplit,
 )
+from bigtrain.data.documents.row_format import Extracted
 from bigtrain.errors import DataError
 
 MAX_LIST_BYTES = 1 << 31
@@ -46,7 +47,7 @@ ROWS_PER_BLOCK = 1024
 class TextReader(PartReader):
     """Reader of a file that is one document, unmodified but for a byte order mark."""
 
-    kind = "text"
+    format_name = "text"
     suffixes = folder_suffixes = (".txt",)
     has_rows = False
 
@@ -58,8 +59,8 @@ class TextReader(PartReader):
             for chunk in stream_chunks(stream, stream_bytes(source)):
                 size += len(chunk)
                 if size > limit:
-                    why = f"the document {self.options.too_large}"
-                    self.rejects.add(BadDocument(source.path, why))
+                    reason = f"the document {self.options.too_large}"
+                    self.rejects.add(BadDocument(source.path, reason))
                     return
                 parts.append(chunk)
         content = b"".join(parts).removeprefix(BYTE_ORDER_MARK)
@@ -67,17 +68,17 @@ class TextReader(PartReader):
             content.decode("utf-8")
         except UnicodeDecodeError as error:
             line = content.count(b"\n", 0, error.start) + 1
-            why = not_utf8(content, error.reason)
-            self.rejects.add(BadDocument(source.path, why, line=line))
+            reason = not_utf8(content, error.reason)
+            self.rejects.add(BadDocument(source.path, reason, line=line))
         else:
             if self.is_kept(content, {}, source.path):
                 yield [content]
 
 
 class JsonLinesReader(PartReader):
-    """Reader of a file, or of a byte range of it, with one JSON object per line."""
+    """Reader of a file, or of a byte range of a file, with one JSON object per line."""
 
-    kind = "jsonl"
+    format_name = "jsonl"
     suffixes: ClassVar[tuple[str, ...]] = (".jsonl", ".ndjson")
     folder_suffixes: ClassVar[tuple[str, ...]] = (".jsonl",)
 
@@ -98,21 +99,21 @@ class JsonLinesReader(PartReader):
             return [unsplit(source)]
         return even_parts(source, source.record.bytes, shard_bytes)
 
-    def reject_at(self, place: int, why: str) -> None:
-        """Reject the line at `place` in the part; an error names the line of the file."""
+    def reject_at(self, position: int, reason: str) -> None:
+        """Reject the line at `position` in the part; an error names the line of the file."""
         if not self.rejects.allowed and self.part.begin:
             with open_file(self.part.source, self.part.begin) as file:
-                place += count_lines_before(file, self.part.begin)
-        self.rejects.add(BadDocument(self.part.source.path, why, line=place))
+                position += count_lines_before(file, self.part.begin)
+        self.rejects.add(BadDocument(self.part.source.path, reason, line=position))
 
     def _blocks(self) -> Iterator[list[bytes]]:
-        source = self.part.source
-        if self.part.end is None:
-            with open_stream(source, self) as stream:
+        part = self.part
+        if part.end is None:
+            with open_stream(part.source, self) as stream:
                 yield from self._parsed(stream_chunks(stream))
             return
-        with open_file(source, self.part.end) as file:
-            yield from self._parsed(self._range_chunks(file, self.part.end))
+        with open_file(part.source, part.end) as file:
+            yield from self._parsed(range_chunks(file, part.begin, part.end, self, self._layout))
 
     def _end_byte(self) -> int | None:
         return self.part.end
@@ -121,31 +122,26 @@ class JsonLinesReader(PartReader):
         if self.part.end is None:
             super()._skim(file)
             return
-        for _ in self._range_chunks(file, self.part.end):
+        for _ in range_chunks(file, self.part.begin, self.part.end, self, self._layout):
             pass
 
-    def _range_chunks(self, file: IO[bytes], end: int) -> Iterator[bytes]:
-        return range_chunks(file, self.part.begin, end, self, self._layout)
-
     def _parsed(self, chunks: Iterator[bytes]) -> Iterator[list[bytes]]:
+        is_text = not self.options.chat and self.options.text_filter is None
         for lines in split_lines(chunks, self.options.max_document_bytes):
-            yield self._parse(lines)
+            documents = self._texts(lines) if is_text else None
+            if documents is None:  # line by line
+                documents, self.places = [], []
+                for number, line in enumerate(lines, self.num_lines + 1):
+                    content = self._parse_line(number, line)
+                    if content is not None:
+                        documents.append(content)
+                        self.places.append(number)
+            yield documents
             self.num_lines += len(lines)
 
-    def _parse(self, lines: Sequence[bytes | None]) -> list[bytes]:
-        """Return the documents of `lines`, which follow `num_lines` others."""
-        if not self.options.chat and self.options.text_filter is None:
-            texts = self._texts(lines)
-            if texts is not None:
-                return texts
-        numbered = enumerate(lines, self.num_lines + 1)
-        read = [(number, self._parse_line(number, line)) for number, line in numbered]
-        self.places = [number for number, content in read if content is not None]
-        return [content for _, content in read if content is not None]
-
     def _texts(self, lines: Sequence[bytes | None]) -> list[bytes] | None:
-        """Return the texts of `lines`, several times faster than one by one; None if one of them
-        may not be a text, or has a key that may be refused."""
+        """Return the texts of `lines`, several times faster than line by line; None if a line may
+        not be a text, or has a key that may be refused."""
         keys, refused = self.options.text_keys, self.options.key_rules.refused.keys()
         try:
             rows: list[dict[str, Any]] = [orjson.loads(line) for line in lines]  # type: ignore[arg-type]
@@ -158,7 +154,7 @@ class JsonLinesReader(PartReader):
                 texts = [_text_in(row, keys) for row in rows]
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return None
-        # Of two equal keys orjson drops one.
+        # Of two equal keys orjson drops one: a line by itself reports it.
         for key in keys:
             spelled = f'"{key}"'.encode()
             num_spelled = sum(line.count(spelled) for line in lines if line)
@@ -169,9 +165,9 @@ class JsonLinesReader(PartReader):
         return texts
 
     def _parse_line(self, number: int, line: bytes | None) -> bytes | None:
-        options = self.options
+        """Return the document in a line; None if it is blank, rejected or dropped by the filter."""
         if line is None:
-            self.reject_at(number, f"the line {options.too_large}")
+            self.reject_at(number, f"the line {self.options.too_large}")
             return None
         line = line.removesuffix(b"\n")
         if number == 1 and self.part.begin == 0:
@@ -182,33 +178,30 @@ class JsonLinesReader(PartReader):
         try:
             tree = loads(line)
         except UnicodeDecodeError as error:
-            why = not_utf8(line, error.reason)
+            reason = not_utf8(line, error.reason)
         except ValueError as error:
-            why = f"not JSON ({error})"
+            reason = f"not JSON ({error})"
         else:
-            content, why = self._document_in(tree)
+            content, reason = self._document_in(tree)
         if content is None:
-            self.reject_at(number, why)
-        elif not self.is_kept(content, tree, self._where(number)):
+            self.reject_at(number, reason)
             return None
-        return content
+        after = f" after byte {self.part.begin}" if self.part.begin else ""
+        location = f"{self.part.source.path}:{number}{after}"
+        return content if self.is_kept(content, tree, location) else None
 
-    def _document_in(self, tree: Any) -> tuple[bytes | None, str]:
-        """Return the document in a parsed row, or None and the reason; count its keys."""
+    def _document_in(self, tree: Any) -> Extracted:
+        """Return the document in a parsed row; count the keys of the row."""
         options = self.options
         if isinstance(tree, dict):
             self.rejects.keys.add(tree)
         return document_in(tree, options.text_keys, options.conversations, options.ignored_keys)
 
-    def _where(self, number: int) -> str:
-        after = f" after byte {self.part.begin}" if self.part.begin else ""
-        return f"{self.part.source.path}:{number}{after}"
-
 
 class JsonReader(JsonLinesReader):
     """Reader of a .json file: a list of objects, one object, or one object per line."""
 
-    kind = "json"
+    format_name = "json"
     suffixes = (".json",)
     folder_suffixes = ()
     _is_list = False
@@ -229,10 +222,10 @@ class JsonReader(JsonLinesReader):
     def split(cls, source: Source, options: ReadOptions, shard_bytes: int) -> list[SourcePart]:
         return [unsplit(source)]
 
-    def reject_at(self, place: int, why: str) -> None:
-        """Reject an item. `place`: index of the object in a list, from 0, or line, from 1."""
-        where = {"row": place} if self._is_list else {"line": place}
-        self.rejects.add(BadDocument(self.part.source.path, why, **where))
+    def reject_at(self, position: int, reason: str) -> None:
+        """Reject an item. `position`: index of the object in a list, from 0, or line, from 1."""
+        location = {"row": position} if self._is_list else {"line": position}
+        self.rejects.add(BadDocument(self.part.source.path, reason, **location))
 
     def _blocks(self) -> Iterator[list[bytes]]:
         with open_stream(self.part.source, self) as stream:
@@ -243,13 +236,21 @@ class JsonReader(JsonLinesReader):
                 if b"\n" in head.removeprefix(BYTE_ORDER_MARK).lstrip():
                     break
             start = without_mark(head, self.part.source.path).lstrip()
-            if not start.startswith(b"[") and _is_json(start.partition(b"\n")[0]):
+            # A first line that is JSON, and not a list, is the first of several objects.
+            has_lines = not start.startswith(b"[")
+            if has_lines:
+                try:
+                    orjson.loads(start.partition(b"\n")[0])
+                except ValueError:
+                    has_lines = False
+            if has_lines:
                 yield from self._parsed(chain([head], chunks))
             elif start:
                 self._is_list = True
                 yield from self._list(head, chunks)
 
     def _list(self, head: bytes, chunks: Iterator[bytes]) -> Iterator[list[bytes]]:
+        # A list can only be parsed when it is complete.
         path, parts, size = self.part.source.path, [head], len(head)
         for chunk in chunks:
             parts.append(chunk)
@@ -259,28 +260,28 @@ class JsonReader(JsonLinesReader):
                     f"{path} is one JSON value of more than {MAX_LIST_BYTES:,} bytes, which is "
                     "read at once -> write its objects one per line, as .jsonl"
                 )
-        parsed = _parsed(path, b"".join(parts).removeprefix(BYTE_ORDER_MARK))
+        try:
+            parsed = loads(b"".join(parts).removeprefix(BYTE_ORDER_MARK))
+        except json.JSONDecodeError as error:
+            raise DataError(f"{path}:{error.lineno} cannot be read as JSON: {error.msg}") from error
+        except ValueError as error:
+            raise DataError(f"{path} cannot be read as JSON: {error}") from error
+
+        # The objects, in blocks: a document may be large.
         rows = parsed if isinstance(parsed, list) else [parsed]
         for begin in range(0, len(rows), ROWS_PER_BLOCK):
+            documents: list[bytes] = []
             self.places = []
-            yield [
-                content
-                for number, row in enumerate(rows[begin : begin + ROWS_PER_BLOCK], begin)
-                if (content := self._row(number, row)) is not None
-            ]
-
-    def _row(self, number: int, row: Any) -> bytes | None:
-        options = self.options
-        content, why = self._document_in(row)
-        if content is not None and len(content) > options.max_document_bytes:
-            content, why = None, f"the document {options.too_large}"
-        if content is None:
-            self.reject_at(number, why)
-        elif not self.is_kept(content, row, f"{self.part.source.path} row {number}"):
-            return None
-        else:
-            self.places.append(number)
-        return content
+            for number, row in enumerate(rows[begin : begin + ROWS_PER_BLOCK], begin):
+                content, reason = self._document_in(row)
+                if content is not None and len(content) > self.options.max_document_bytes:
+                    content, reason = None, f"the document {self.options.too_large}"
+                if content is None:
+                    self.reject_at(number, reason)
+                elif self.is_kept(content, row, f"{path} row {number}"):
+                    documents.append(content)
+                    self.places.append(number)
+            yield documents
 
 
 def first_lines(source: Source, max_bytes: int) -> Iterator[bytes]:
@@ -294,28 +295,10 @@ def first_lines(source: Source, max_bytes: int) -> Iterator[bytes]:
 
 def _text_in(row: dict[str, Any], keys: Sequence[str]) -> bytes:
     """Return the text of a row. Raise LookupError if it has none."""
-    content, why = text_of([value_at(row, key) for key in keys], keys)
+    content, reason = text_of([value_at(row, key) for key in keys], keys)
     if content is None:
-        raise LookupError(why)
+        raise LookupError(reason)
     return content
-
-
-def _is_json(line: bytes) -> bool:
-    try:
-        orjson.loads(line)
-    except ValueError:
-        return False
-    return True
-
-
-def _parsed(path: str, content: bytes) -> Any:
-    """Parse a file. Raise DataError with the line of invalid JSON."""
-    try:
-        return loads(content)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path}:{error.lineno} cannot be read as JSON: {error.msg}") from error
-    except ValueError as error:
-        raise DataError(f"{path} cannot be read as JSON: {error}") from error
 
 
 READERS = (TextReader, JsonLinesReader, JsonReader)

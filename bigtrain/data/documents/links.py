@@ -1,10 +1,10 @@
 """Links among the files of a folder: one rule for all inputs that are discovered, not named.
 
-- A link to a file in the same folder is read as that file; if that file is an input itself, it is
-  read once. A link to a folder in the same folder is not followed: its files are found anyway.
+- A link to a file in the folder is read as that file; if that file is an input itself, it is read
+  once. A link to a folder in the folder is not followed: its files are found anyway.
 - A link out of the folder is refused by name: otherwise the author of the folder could have any
   file of this machine read. ``--follow-links`` reads it. In a snapshot of the Hugging Face cache
-  the blobs of its repository are part of the folder.
+  the blobs of the repository are part of the folder.
 - A broken link is refused, and so is anything but a regular file (a pipe, a socket).
 
 An input that is named itself is always followed.
@@ -50,7 +50,7 @@ class Links:
         """Return the files below the folder that are not excluded: relative paths, and paths to
         open. Raises DataError for a link to a folder elsewhere, unless links are followed."""
         files: list[tuple[str, str]] = []
-        seen = {os.path.realpath(self.folder)}
+        visited = {os.path.realpath(self.folder)}
         waiting = [(self.folder, "")]
         while waiting:
             folder, below = waiting.pop()
@@ -62,53 +62,60 @@ class Links:
             folders = []
             for entry in entries:
                 name, path = os.path.join(below, entry.name), os.path.join(prefix, entry.name)
-                if not _is_folder(entry):
+                try:
+                    is_folder = entry.is_dir()
+                except OSError:  # a link to itself
+                    is_folder = False
+                if not is_folder:
                     files.append((name, path))
-                elif not excluded(name) and self._enters(entry, path, name, seen):
+                elif not excluded(name) and self._enters(entry, path, name, visited):
                     folders.append((path, name))
             waiting += reversed(folders)
         return files
 
-    def _enters(self, entry: os.DirEntry[str], path: str, name: str, seen: set[str]) -> bool:
+    def _enters(self, entry: os.DirEntry[str], path: str, name: str, visited: set[str]) -> bool:
         """Return whether to scan a folder: not a second time through a link."""
         if not entry.is_symlink():
             if self.follow:
-                seen.add(os.path.realpath(path))
+                visited.add(os.path.realpath(path))
             return True
         target = os.path.realpath(path)
         if not self.follow and not self._is_inside(target):
             raise self._leads_out(path, name, target)
-        if not self.follow or target in seen or self._is_inside(target):
+        if not self.follow or target in visited or self._is_inside(target):
             logger.warning("%s is a link to %s, which is read once", path, target)
             return False
-        seen.add(target)
+        visited.add(target)
         return True
 
-    def chosen(self, files: Sequence[tuple[str, str]]) -> list[str]:
-        """Return those of `files` that are not links to others of them. Raises DataError for a
-        broken link, for one out of the folder if links are not followed, and for anything but a
-        regular file."""
+    def without_duplicates(self, files: Sequence[tuple[str, str]]) -> list[str]:
+        """Return the paths to open of `files`, as `Links.files` returns them, without links to
+        another file of the list. Raises DataError for a broken link, for a link out of the folder
+        if links are not followed, and for anything but a regular file."""
         links = {path: self._target(path, below) for below, path in files}
-        targets = {path: target for path, target in links.items() if target is not None}
-        if not targets:
+        if all(target is None for target in links.values()):
             return list(links)
-        own = {os.path.join(self._parent(path), os.path.basename(path)) for path in links}
-        own -= {os.path.join(self._parent(path), os.path.basename(path)) for path in targets}
-        kept, again = [], []
+        # Files that are read without a link, and then each link to a further file.
+        real_paths = {
+            os.path.join(self._parent(path), os.path.basename(path))
+            for path, target in links.items()
+            if target is None
+        }
+        paths, duplicates = [], []
         for path, target in links.items():
-            if target is not None and target in own:
-                again.append(path)
+            if target is not None and target in real_paths:
+                duplicates.append(path)
                 continue
             if target is not None:
-                own.add(target)
-            kept.append(path)
-        if again:
+                real_paths.add(target)
+            paths.append(path)
+        if duplicates:
             logger.warning(
                 "%d links to files that are inputs themselves are not read again, such as %s",
-                len(again),
-                again[0],
+                len(duplicates),
+                duplicates[0],
             )
-        return kept
+        return paths
 
     def _target(self, path: str, below: str) -> str | None:
         """Return the target of a link, or of a file in a linked folder; None for a plain file."""
@@ -128,8 +135,8 @@ class Links:
             )
         parent = self._parent(path)
         if not os.path.islink(path):
-            inside = self._is_inside(parent)
-            target = None if inside else os.path.join(parent, os.path.basename(path))
+            is_inside = self._is_inside(parent)
+            target = None if is_inside else os.path.join(parent, os.path.basename(path))
         else:
             target = os.path.realpath(path)
         if target is not None and not self.follow and not self._is_inside(target):
@@ -144,17 +151,12 @@ class Links:
         return self._resolved[folder]
 
     def _is_inside(self, target: str) -> bool:
-        return any(target == place or target.startswith(place + os.sep) for place in self._allowed)
+        return any(
+            target == folder or target.startswith(folder + os.sep) for folder in self._allowed
+        )
 
     def _leads_out(self, path: str, below: str, target: str) -> DataError:
         return DataError(
             f"--input {self.folder}: {path} is a link to {target}, outside of the folder -> "
             f"--follow-links to read the targets of links, or --exclude {below}"
         )
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:  # a link to itself
-        return False

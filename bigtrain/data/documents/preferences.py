@@ -1,8 +1,9 @@
 """Rows of preferences: pairs of a chosen and a rejected answer; answers with a label (KTO). Samples
 with a label (classification). Pure.
 
-Prompt and answers are all text, or all messages. A pair without a prompt has it as the common
-beginning of both answers, as in TRL's ``extract_prompt``. No message of a prompt is learned.
+Prompt and answers are all text, or all messages. Without a key for the prompt, the prompt of a pair
+is the common beginning of the two answers, as in TRL's ``extract_prompt``. No message of a prompt
+is learned.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Pair:
     rejected: RowDocument
 
     def document(self, *, last_only: bool) -> bytes:
-        """Return the pair as JSON of both documents."""
+        """Return the pair as JSON of two documents."""
         chosen, rejected = (s.document(last_only=last_only) for s in (self.chosen, self.rejected))
         return joined_documents(chosen=chosen, rejected=rejected)
 
@@ -73,45 +74,39 @@ class Classified:
 
 
 def pair(values: Values, roles: Roles) -> Pair:
-    """Return the pair in the values of `PAIR_KEYS`. Raise ConversationError for one without two
+    """Return the pair in the values of `PAIR_KEYS`. Raise ConversationError unless it has two
     different answers to one prompt."""
     chosen, rejected, prompt, tools = *map(messages_in, values[:3]), values[3]
     for name, side in zip(SIDES, (chosen, rejected), strict=True):
         if side is None:
             raise ConversationError(f"it has no {name}")
     if isinstance(chosen, str) and isinstance(rejected, str) and isinstance(prompt, str | None):
-        given, (one, other) = _text_prompt(chosen, rejected, prompt)
-        _refuse_same(one, other)
-        for name, side in zip(SIDES, (one, other), strict=True):
-            _require_text(name, side)
-        return Pair(Completion(given, one), Completion(given, other))
-    if prompt is None and isinstance(rejected, str):
-        rejected = _with_last_answer(chosen, rejected)
-    both = [_messages(name, s, roles) for name, s in zip(SIDES, (chosen, rejected), strict=True)]
-    before = _messages_prompt(both[0], both[1], prompt, roles)
+        return _text_pair(chosen, rejected, prompt)
+
+    # ms-swift's ``rejected_response``: a text instead of the last of the chosen messages.
+    if prompt is None and isinstance(rejected, str) and isinstance(chosen, list) and chosen[1:]:
+        last = chosen[-1]
+        if isinstance(last, dict) and not any(last.get(key) for key in WORDLESS):
+            rejected = [*chosen[:-1], {**last, "value" if is_turn(last) else "content": rejected}]
+
+    # Answers without a key of messages for the prompt begin with the messages of the prompt.
+    answers = [_messages(name, s, roles) for name, s in zip(SIDES, (chosen, rejected), strict=True)]
+    prompt_messages = _messages_prompt(answers[0], answers[1], prompt, roles)
     if prompt is None or isinstance(prompt, str):
-        both = [side[len(before) :] for side in both]
-    _refuse_same(*both)
-    for name, messages in zip(SIDES, both, strict=True):
+        answers = [side[len(prompt_messages) :] for side in answers]
+    _refuse_same(*answers)
+    for name, messages in zip(SIDES, answers, strict=True):
         _require_answer(name, messages)
-    begin = [_unlearned(message) for message in before]
-    return Pair(Chat([*begin, *both[0]], tools), Chat([*begin, *both[1]], tools))
+    begin = [_unlearned(message) for message in prompt_messages]
+    return Pair(Chat([*begin, *answers[0]], tools), Chat([*begin, *answers[1]], tools))
 
 
-def _with_last_answer(chosen: object, rejected: str) -> object:
-    """Return the messages of `chosen` with the text `rejected` as the last answer, as ms-swift has
-    it under ``rejected_response``; `rejected` if that cannot be."""
-    if not isinstance(chosen, list) or len(chosen) < 2 or not isinstance(chosen[-1], dict):
-        return rejected
-    last = chosen[-1]
-    if any(last.get(key) for key in WORDLESS):
-        return rejected
-    return [*chosen[:-1], {**last, ("value" if is_turn(last) else "content"): rejected}]
-
-
-def _desirable(label: object) -> bool:
-    """Return whether an answer is desirable by its label: a boolean, or 0 or 1, also as text. Raise
-    ConversationError for any other label."""
+def labeled(values: Values, roles: Roles) -> Labeled:
+    """Return the answer in the values of `LABELED_KEYS`. Raise ConversationError for one without an
+    answer or a label."""
+    prompt, completion = map(messages_in, values[:2])
+    label, tools = values[2:]
+    # A label may be a boolean, or 0 or 1, also as text.
     is_desirable = label
     if isinstance(label, str):
         is_desirable = LABELS.get(label.strip().lower())
@@ -122,29 +117,22 @@ def _desirable(label: object) -> bool:
             f"its label is {label!r}, which is neither true nor false -> a boolean, 0 or 1; or "
             "--format prompt-completion, which reads no label"
         )
-    return is_desirable
-
-
-def labeled(values: Values, roles: Roles) -> Labeled:
-    """Return the answer in the values of `LABELED_KEYS`. Raise ConversationError for one without an
-    answer or a label."""
-    prompt, completion = map(messages_in, values[:2])
-    label, tools = values[2:]
-    is_desirable = _desirable(label)
     if isinstance(prompt, str) and isinstance(completion, str):
         _require_text("completion", completion)
         return Labeled(Completion(prompt, completion), is_desirable)
     if completion is None and not isinstance(prompt, list):
         raise ConversationError("it has no completion")
-    before = _messages("prompt", prompt, roles)
+
+    # The answer is the completion, or the end of a complete conversation, as in LLaMA-Factory.
+    prompt_messages = _messages("prompt", prompt, roles)
     if completion is not None:
-        after = _messages("completion", completion, roles)
-    elif before and before[-1].get("role") == "assistant":
-        before, after = before[:-1], before[-1:]  # a complete conversation, as in LLaMA-Factory
+        answer = _messages("completion", completion, roles)
+    elif prompt_messages and prompt_messages[-1].get("role") == "assistant":
+        prompt_messages, answer = prompt_messages[:-1], prompt_messages[-1:]
     else:
         raise ConversationError("it has no completion, and its prompt does not end in an answer")
-    _require_answer("completion", after)
-    return Labeled(Chat([*map(_unlearned, before), *after], tools), is_desirable)
+    _require_answer("completion", answer)
+    return Labeled(Chat([*map(_unlearned, prompt_messages), *answer], tools), is_desirable)
 
 
 def classified(values: Values, roles: Roles) -> Classified:
@@ -157,47 +145,49 @@ def classified(values: Values, roles: Roles) -> Classified:
         has = "both" if text is not None else "neither"
         raise ConversationError(f"it has {has} of text and messages -> one of them")
     if messages is not None:
-        given = with_roles(messages, roles)
-        if isinstance(given, list):
-            _refuse_fractions("messages", [one for one in given if isinstance(one, dict)])
-        return Classified(Chat(given, tools), label)
+        messages = with_roles(messages, roles)
+        if isinstance(messages, list):
+            _refuse_fractions("messages", [item for item in messages if isinstance(item, dict)])
+        return Classified(Chat(messages, tools), label)
     if not isinstance(text, str):
         raise ConversationError(f"its text is {type(text).__name__}")
     _require_text("text", text)
     return Classified(text, label)
 
 
-def _text_prompt(chosen: str, rejected: str, prompt: str | None) -> tuple[str, tuple[str, str]]:
-    """Return the prompt and both answers without it."""
-    if prompt is not None:
-        return prompt, (chosen, rejected)
+def _text_pair(chosen: str, rejected: str, prompt: str | None) -> Pair:
+    """Return a pair of texts. Without a prompt it is the common beginning of the answers."""
     _refuse_same(chosen, rejected)
-    begin = _common(chosen, rejected)
-    if chosen[begin] != rejected[begin] and chosen[max(0, begin - 1)] == " ":
-        begin = max(0, begin - 1)  # the space belongs to the answers
-    if not begin:
-        raise _without_prompt()
-    return chosen[:begin], (chosen[begin:], rejected[begin:])
+    if prompt is None:
+        end = _common(chosen, rejected)
+        if chosen[end] != rejected[end] and chosen[max(0, end - 1)] == " ":
+            end = max(0, end - 1)  # the space belongs to the answers
+        if not end:
+            raise _missing_prompt_error()
+        prompt, chosen, rejected = chosen[:end], chosen[end:], rejected[end:]
+    for name, text in zip(SIDES, (chosen, rejected), strict=True):
+        _require_text(name, text)
+    return Pair(Completion(prompt, chosen), Completion(prompt, rejected))
 
 
 def _messages_prompt(
     chosen: Messages, rejected: Messages, prompt: object, roles: Roles
 ) -> Messages:
-    """Return the messages of the prompt: those given, or else the common beginning."""
+    """Return the messages of the prompt: of `prompt`, or else the common beginning."""
     if isinstance(prompt, list | dict):
-        given = _messages("prompt", prompt, roles)
-        if given and chosen[: len(given)] == given == rejected[: len(given)]:
+        before = _messages("prompt", prompt, roles)
+        if before and chosen[: len(before)] == before == rejected[: len(before)]:
             raise ConversationError(
                 "chosen and rejected begin with the messages of prompt, which would be there twice "
                 "-> remove them, or omit the prompt: --key prompt=none"
             )
-        return given
+        return before
     if prompt is not None and not isinstance(prompt, str):
-        raise _of_two_kinds("prompt", prompt)
+        raise _mixed_kinds_error("prompt", prompt)
     _refuse_same(chosen, rejected)
     before = chosen[: _common(chosen, rejected)]
     if not before:
-        raise _without_prompt()
+        raise _missing_prompt_error()
     if isinstance(prompt, str) and before[-1].get("content") != prompt:
         raise ConversationError(
             "its prompt is text, and not the last message with which chosen and rejected both "
@@ -207,7 +197,7 @@ def _messages_prompt(
 
 
 def _common(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
-    """Return the length of the common beginning; one less if that is all of one of them."""
+    """Return the length of the common beginning; one less if it is all of an answer."""
     shorter = min(len(chosen), len(rejected))
     return next((n for n in range(shorter) if chosen[n] != rejected[n]), max(0, shorter - 1))
 
@@ -215,21 +205,23 @@ def _common(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
 def _messages(name: str, value: object, roles: Roles) -> Messages:
     messages = with_roles([value] if isinstance(value, dict) else value, roles)
     if not isinstance(messages, list) or isinstance(value, str):
-        raise _of_two_kinds(name, value)
+        raise _mixed_kinds_error(name, value)
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict):
-            kind = type(message).__name__
-            raise ConversationError(f"message {number} of its {name} is not an object but {kind}")
+            type_name = type(message).__name__
+            raise ConversationError(
+                f"message {number} of its {name} is not an object but {type_name}"
+            )
     return messages
 
 
-def _of_two_kinds(name: str, value: object) -> ConversationError:
+def _mixed_kinds_error(name: str, value: object) -> ConversationError:
     return ConversationError(
         f"its {name} is {type(value).__name__}: prompt and answers must be all text or all messages"
     )
 
 
-def _without_prompt() -> ConversationError:
+def _missing_prompt_error() -> ConversationError:
     return ConversationError(
         "chosen and rejected have no common beginning, and there is no prompt -> a key prompt, "
         "which may be an empty text"
@@ -274,5 +266,5 @@ def _unlearned(message: dict[str, Any]) -> dict[str, Any]:
     """Return a message of a prompt, which has no loss."""
     if message.get("role") != "assistant":
         return message
-    rest = {key: value for key, value in message.items() if key not in ("weight", *FLAGS)}
-    return {**rest, "train": False}
+    fields = {key: value for key, value in message.items() if key not in ("weight", *FLAGS)}
+    return {**fields, "train": False}

@@ -1,4 +1,4 @@
-"""Base of the readers of all formats: options, input splits, checksums, progress, bad documents."""
+"""Base of the readers of documents: options, input splits, checksums, progress, bad documents."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class BadDocument:
     row: int | None = None
 
     def __str__(self) -> str:
-        where = self.path
+        location = self.path
         if self.line is not None:
-            where += f":{self.line}"
+            location += f":{self.line}"
         elif self.row is not None:
-            where += f" row {self.row}"
-        return f"{where}: {self.reason}"
+            location += f" row {self.row}"
+        return f"{location}: {self.reason}"
 
 
 @dataclass
@@ -87,10 +87,11 @@ def require_few(bad: int, good: int, max_fraction: float, first: str) -> None:
 class PartReader(ABC):
     """Iterator over the documents of `part`; usable once. A subclass declares one format:
 
-    `kind`: name in messages and unit keys. `suffixes`: of its files; `folder_suffixes`: those read
-    from a folder without ``--suffix``. `has_rows`: rows with keys, which may be conversations.
-    `random_access`: a compressed file is decompressed first. `hashes_documents`: the checksum
-    covers the documents instead of the file's bytes. `first_row_keys` and `split` are optional.
+    `format_name`: name in messages and unit keys. `suffixes`: of files; `folder_suffixes`: of files
+    that are read from a folder without ``--suffix``. `has_rows`: rows with keys, which may be
+    conversations. `random_access`: a compressed file is decompressed first. `hashes_documents`: the
+    checksum covers the documents instead of the file's bytes. `first_row_keys` and `split` are
+    optional.
 
     `bytes_done` is updated for progress. After the iteration `num_lines` is the number of lines
     that started in the part (of a file of lines), and `checksum` and `layout` identify the content
@@ -98,7 +99,7 @@ class PartReader(ABC):
     `BadDocument`; for conversations only.
     """
 
-    kind: ClassVar[str]
+    format_name: ClassVar[str]
     suffixes: ClassVar[tuple[str, ...]] = ()
     folder_suffixes: ClassVar[tuple[str, ...]] = ()
     has_rows: ClassVar[bool] = True
@@ -126,14 +127,14 @@ class PartReader(ABC):
         return [unsplit(source)]
 
     def blocks(self) -> Iterator[list[bytes]]:
-        """Yield the documents as UTF-8, in lists of those that were read together. Raises DataError
-        with file and line of unreadable content (see `RejectedDocuments`), and for a file that is
-        corrupt, or changed since it was listed."""
+        """Yield the documents as UTF-8, in lists of documents that were read together. Raises
+        DataError with file and line of unreadable content (see `RejectedDocuments`), and for a file
+        that is corrupt, or changed since it was listed."""
         try:
             yield from self._blocks()
         except READ_ERRORS as error:
-            what = error.strerror if isinstance(error, OSError) and error.strerror else error
-            raise DataError(f"{self.part.source.path} cannot be read: {what}") from error
+            description = error.strerror if isinstance(error, OSError) and error.strerror else error
+            raise DataError(f"{self.part.source.path} cannot be read: {description}") from error
         self.bytes_done = self.part.num_bytes
 
     def checksum(self) -> str:
@@ -141,8 +142,8 @@ class PartReader(ABC):
         return self._hash.hexdigest()
 
     def layout(self) -> str:
-        """Return the checksum of the rest that determines the documents. For a byte range, the
-        parts of its first and last line that are outside of it; for a table, the starts of
+        """Return the checksum of what else determines the documents. For a byte range, the parts
+        of the first and last line that are outside of the range; for a table, the starts of
         documents, and the rejected rows."""
         return self._layout.hexdigest()
 
@@ -159,24 +160,24 @@ class PartReader(ABC):
         except READ_ERRORS as error:
             raise DataError(f"{self.part.source.path} cannot be read: {error}") from error
 
-    def reject_at(self, place: int, why: str) -> None:
+    def reject_at(self, position: int, reason: str) -> None:
         """Reject a document of `places` for a problem that was detected later."""
-        self.rejects.add(BadDocument(self.part.source.path, why, row=place))
+        self.rejects.add(BadDocument(self.part.source.path, reason, row=position))
 
-    def is_kept(self, content: bytes, row: Mapping[str, Any], where: str) -> bool:
-        """Return whether the user's filter keeps a document of `row`; count it if not. `where`: for
-        errors of the filter, which raise DataError."""
+    def is_kept(self, content: bytes, row: Mapping[str, Any], location: str) -> bool:
+        """Return whether the user's filter keeps a document of `row`; count it if not. `location`:
+        for errors of the filter, which raise DataError."""
         if self.options.text_filter is None:
             return True
         text = text_of_document(content, has_rows=self.options.chat)
-        why = self.options.text_filter.why_dropped(text, row, where)
-        if why is not None:
-            self.options.text_filter.count(self.rejects.filtered, why)
-        return why is None
+        drop_reason = self.options.text_filter.why_dropped(text, row, location)
+        if drop_reason is not None:
+            self.options.text_filter.count(self.rejects.filtered, drop_reason)
+        return drop_reason is None
 
     @abstractmethod
     def _blocks(self) -> Iterator[list[bytes]]:
-        """Yield the blocks; `blocks` adds the file to `READ_ERRORS`."""
+        """Yield the blocks; `blocks` adds the file name to `READ_ERRORS`."""
 
     def _end_byte(self) -> int | None:
         """Return the end of a byte range; None for others."""
@@ -190,11 +191,11 @@ class PartReader(ABC):
 class ReadOptions:
     """Options for extracting documents from sources.
 
-    `text_keys`: a row must have one of them; its non-empty ones are joined by a newline. `chat`:
+    `text_keys`: a row must have a text key; non-empty texts are joined by a newline. `chat`:
     documents are conversations; `chat_format` defines the contents of the keys, of which a row must
     have the first (keys of a turn may follow), `last_only` whether only the last answer has loss,
     and `roles` the meaning of role names in the data, as ``NAME=ROLE``. `max_document_bytes`: of a
-    document's UTF-8, or of its line in a file of lines. `scratch`: existing folder for sources with
+    document's UTF-8, or of a line in a file of lines. `scratch`: existing folder for sources with
     `Source.needs_decompression`. `text_filter`: drops documents. `ignored_keys`: of a row, not to
     be read. `quotes`: meaning of a quote at the beginning of a field of csv and tsv; None: it
     quotes, and is refused in tsv where it may be a letter.
@@ -214,11 +215,11 @@ class ReadOptions:
 
     @cached_property
     def keys(self) -> Keys:
-        chat, others = self.conversations, self.text_filter is not None
+        chat, reads_all = self.conversations, self.text_filter is not None
         if chat is not None:
             argument = "--chat-key" if self.chat_format == "messages" else "--format"
-            return Keys(chat.columns[:1], chat.columns[1:], argument, others)
-        return Keys(self.text_keys, tuple(self.key_rules.refused), others=others)
+            return Keys(chat.columns[:1], chat.columns[1:], argument, reads_all)
+        return Keys(self.text_keys, tuple(self.key_rules.refused), all_columns=reads_all)
 
     @cached_property
     def key_rules(self) -> KeyRules:
@@ -232,13 +233,13 @@ class ReadOptions:
         """Conversion of rows to conversations; None for text."""
         if not self.chat:
             return None
-        known = FORMATS[self.chat_format]
-        names = (*known.keys, *known.turn_keys)
-        given = (*self.text_keys, *names[len(self.text_keys) :])
-        keys, turn_keys = given[: len(known.keys)], given[len(known.keys) :]
+        row_format = FORMATS[self.chat_format]
+        names = (*row_format.keys, *row_format.turn_keys)
+        all_keys = (*self.text_keys, *names[len(self.text_keys) :])
+        keys, turn_keys = all_keys[: len(row_format.keys)], all_keys[len(row_format.keys) :]
         roles = dict(role.split("=", 1) for role in self.roles)
         return Conversations(
-            known, keys, self.last_only, roles, turn_keys, ignored=self.ignored_keys
+            row_format, keys, self.last_only, roles, turn_keys, ignored=self.ignored_keys
         )
 
     @property
@@ -266,8 +267,11 @@ def unsplit(source: Source) -> SourcePart:
 def even_parts(source: Source, count: int, shard_bytes: int | None) -> list[SourcePart]:
     """Return ranges of `count` items of equal size; without `shard_bytes` one item each."""
     num_bytes = source.record.bytes or 0
-    wanted = count if shard_bytes is None else -(-num_bytes // shard_bytes)
-    num_parts = max(1, min(count, wanted))
+    num_wanted = count if shard_bytes is None else -(-num_bytes // shard_bytes)
+    num_parts = max(1, min(count, num_wanted))
     cuts = [count * i // num_parts for i in range(num_parts + 1)]
-    at = [num_bytes * cut // max(1, count) for cut in cuts]
-    return [SourcePart(source, cuts[i], cuts[i + 1], at[i + 1] - at[i]) for i in range(num_parts)]
+    byte_offsets = [num_bytes * cut // max(1, count) for cut in cuts]
+    return [
+        SourcePart(source, cuts[i], cuts[i + 1], byte_offsets[i + 1] - byte_offsets[i])
+        for i in range(num_parts)
+    ]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from bigtrain.data.documents.conversations import completion_bytes, conversation_bytes
+from bigtrain.data.documents.conversations import conversation_bytes
+from bigtrain.data.documents.exact_json import dumps
 from bigtrain.data.documents.turns import Roles
 
 Values = Sequence[Any]
@@ -19,6 +20,13 @@ class RowDocument(Protocol):
     def document(self, *, last_only: bool) -> bytes:
         """Return it as the document that is tokenized. last_only: only the last answer has loss.
         Raise ConversationError for an invalid one."""
+
+
+class Extracted(NamedTuple):
+    """Document of a row as UTF-8; None if the row has no usable document, and the reason."""
+
+    content: bytes | None
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -40,7 +48,7 @@ class Completion:
     completion: str
 
     def document(self, *, last_only: bool) -> bytes:
-        return completion_bytes(self.prompt, self.completion)
+        return dumps({"prompt": self.prompt, "completion": self.completion})
 
 
 TOKEN_KEYS = (
@@ -62,10 +70,10 @@ MESSAGE_KEYS = ("messages", "conversations", "prompt", "completion", "chosen", "
 @dataclass(frozen=True)
 class ChatFormat:
     """Format of rows. name: of ``--format``. keys: the first is required in every row; identifying:
-    keys that identify the format; make: converts their values, and those of `extra_keys`, to a
+    keys that identify the format; make: converts the values of `keys` and `extra_keys` to a
     document; turn_keys: keys of speaker and text in each turn. extra_keys: keys that always have
     these names. noun: what a row is, for errors. is_detected: whether rows with the identifying
-    keys are of it without being named."""
+    keys have this format if the user names none."""
 
     name: str
     keys: tuple[str, ...]

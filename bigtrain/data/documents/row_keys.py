@@ -1,6 +1,6 @@
 """Table of the keys of rows: which are used, refused, or named as not read. Pure.
 
-`ROW_KEYS` is the one table of the keys that TRL, Axolotl, LLaMA-Factory, ms-swift and transformers
+`ROW_KEYS` is the table of the keys that TRL, Axolotl, LLaMA-Factory, ms-swift and transformers
 read in a row. A key that changes what is learned there is used or refused here. Any other key is
 counted, and named once with what it may have meant (`bigtrain.data.documents.key_rules`);
 ``--ignore-key`` accepts a refused one.

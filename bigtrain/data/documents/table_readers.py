@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -45,6 +45,7 @@ from bigtrain.data.documents.reader import (
     even_parts,
     unsplit,
 )
+from bigtrain.data.documents.row_format import Extracted
 from bigtrain.data.documents.table_rows import (
     RowBlock,
     TextColumn,
@@ -66,7 +67,7 @@ STREAMED_ROWS_PER_READ = 32
 
 
 class RowReader(PartReader):
-    """Base of the readers of tables. columns: those that are read of the current file."""
+    """Base of the readers of tables. columns: columns that are read of the current file."""
 
     def __init__(self, part: SourcePart, options: ReadOptions, rejects: RejectedDocuments) -> None:
         super().__init__(part, options, rejects)
@@ -78,34 +79,33 @@ class RowReader(PartReader):
         if self._aligned[0] is not self.columns or not self.columns:
             keys = self.options.keys
             # A reader that does not set its columns has all that are wanted.
-            self._aligned = (self.columns, aligned(self.columns or keys.wanted, keys))
+            self._aligned = (self.columns, aligned(self.columns or keys.primary, keys))
         pairs = zip(self._aligned[1], values, strict=False)
         return {name: value for name, value in pairs if name is not None}
 
-    def _document(self, row: dict[str, Any]) -> tuple[bytes | None, str]:
-        """Return the document of a row, or None and the reason."""
+    def _document(self, row: dict[str, Any]) -> Extracted:
+        """Return the document of a row."""
         options = self.options
         if options.conversations is not None:
-            content, why = conversation_of(without_missing(row), options.conversations)
-        elif why := options.key_rules.problem(row, {}):
-            content = None
+            document = conversation_of(without_missing(row), options.conversations)
+        elif problem := options.key_rules.problem(row, {}):
+            document = Extracted(None, problem)
         else:
             texts = [row[key] for key in options.text_keys if key in row]
-            content, why = text_of(texts, options.text_keys)
-        if content is not None and len(content) > options.max_document_bytes:
-            return None, f"the document {options.too_large}"
-        return content, why
+            document = text_of(texts, options.text_keys)
+        if document.content is not None and len(document.content) > options.max_document_bytes:
+            return Extracted(None, f"the document {options.too_large}")
+        return document
 
 
 class CsvReader(RowReader):
     """Reader of comma-separated rows with a header by RFC 4180; of a ``.tsv`` with tabs instead. A
-    row whose length differs from the header's is rejected. Errors that make the rest of the file
+    row whose length differs from the header's is rejected. Errors that make the following rows
     ambiguous (a wrong quote, a field of more than `max_document_bytes` characters) raise DataError
     in any case. Bytes that are not UTF-8 become surrogates."""
 
-    kind = "csv"
+    format_name = "csv"
     suffixes = (".csv", ".tsv")
-    _tabs = -1
 
     @classmethod
     def first_row_keys(cls, source: Source, options: ReadOptions) -> Collection[str]:
@@ -115,35 +115,39 @@ class CsvReader(RowReader):
         except (csv.Error, UnicodeDecodeError):
             return ()
 
-    def reject_at(self, place: int, why: str) -> None:
-        self.rejects.add(BadDocument(self.part.source.path, why, line=place))
+    def reject_at(self, position: int, reason: str) -> None:
+        self.rejects.add(BadDocument(self.part.source.path, reason, line=position))
 
     def _blocks(self) -> Iterator[list[bytes]]:
         with open_stream(self.part.source, self) as stream:
             for line, values in self._rows(stream_chunks(stream)):
                 row = self._row(values)
-                content, why = self._document(row)
+                content, reason = self._document(row)
                 if content is None:
-                    self.reject_at(line, why)
+                    self.reject_at(line, reason)
                 elif self.is_kept(content, row, f"{self.part.source.path}:{line}"):
                     self.places = [line]
                     yield [content]
 
     def _rows(self, chunks: Iterator[bytes]) -> Iterator[tuple[int, list[str | None]]]:
-        """Yield (line number, its row)."""
+        """Yield each row with the number of the line in which it begins."""
         path, keys, num_rows = self.part.source.path, self.options.keys, 0
+        # The limit is of the process: the module has no other.
         previous_limit = csv.field_size_limit(self.options.max_document_bytes)
         reader = csv.reader(self._lines(chunks), **_dialect(self.part.source, self.options))
         line, names = 1, []
         try:
+            # The header decides the columns to read, and the length of a row.
             names = next(reader, [])
-            self.columns = [c for c in columns_of(path, keys, names) if c in names]
-            columns = [None if c is None else names.index(c) for c in aligned(self.columns, keys)]
+            self.columns = [name for name in columns_of(path, keys, names) if name in names]
+            fields_read = [
+                None if name is None else names.index(name) for name in aligned(self.columns, keys)
+            ]
             line = reader.line_num + 1
             for fields in reader:
                 if len(fields) == len(names):
                     num_rows += 1
-                    yield line, [None if c is None else fields[c] for c in columns]
+                    yield line, [None if n is None else fields[n] for n in fields_read]
                 elif fields:
                     self.reject_at(line, f"{len(fields)} fields, the header has {len(names)}")
                 line = reader.line_num + 1
@@ -157,35 +161,31 @@ class CsvReader(RowReader):
             csv.field_size_limit(previous_limit)
 
     def _lines(self, chunks: Iterator[bytes]) -> Iterator[str]:
-        number, limit = 0, self.options.max_document_bytes
-        for lines in split_lines(chunks, limit):
+        """Yield the lines. Raise DataError for a quote in a ``.tsv`` that may quote, as pandas and
+        Excel write it, or be a letter, as in the registered type text/tab-separated-values: with
+        either meaning the line has as many fields as the header, whose names are not quoted."""
+        path, number, num_tabs = self.part.source.path, 0, -1
+        has_doubtful_quotes = self.options.quotes is None and _is_tsv(self.part.source)
+        for lines in split_lines(chunks, self.options.max_document_bytes):
             for line in lines:
                 number += 1
                 if line is None:
                     raise DataError(
-                        f"{self.part.source.path}:{number} cannot be read as csv: the line "
-                        f"{self.options.too_large}"
+                        f"{path}:{number} cannot be read as csv: the line {self.options.too_large}"
                     )
                 if number == 1:
-                    line = without_mark(line, self.part.source.path)
-                self._refuse_doubtful_quotes(number, line)
+                    line = without_mark(line, path)
+                if has_doubtful_quotes:
+                    has_quote = line.startswith(b'"') or b'\t"' in line
+                    if number == 1:
+                        num_tabs = -1 if has_quote else line.count(b"\t")
+                    elif has_quote and line.count(b"\t") == num_tabs:
+                        raise DataError(
+                            f"{path}:{number} has a field that begins with a quote, which may "
+                            "quote the field, as pandas and Excel write it, or be a letter of the "
+                            "text -> --quotes quote, or --quotes letter"
+                        )
                 yield line.decode("utf-8", "surrogateescape")
-
-    def _refuse_doubtful_quotes(self, number: int, line: bytes) -> None:
-        """Raise DataError for a quote in a ``.tsv`` that may quote, as pandas and Excel write it,
-        or be a letter, as in the registered type text/tab-separated-values: with either meaning the
-        line has as many fields as the header, whose names are not quoted."""
-        if self.options.quotes is not None or not _is_tsv(self.part.source):
-            return
-        has_quote = line.startswith(b'"') or b'\t"' in line
-        if number == 1:
-            self._tabs = -1 if has_quote else line.count(b"\t")
-        elif has_quote and line.count(b"\t") == self._tabs:
-            raise DataError(
-                f"{self.part.source.path}:{number} has a field that begins with a quote, which may "
-                "quote the field, as pandas and Excel write it, or be a letter of the text -> "
-                "--quotes quote, or --quotes letter"
-            )
 
 
 def _is_tsv(source: Source) -> bool:
@@ -225,13 +225,13 @@ class TableReader(RowReader):
         require_unchanged(source)
 
     def _table(self, file: Any = None) -> Iterator[list[bytes]]:
-        hashed = self.part.source.is_hashed_by_documents
+        is_hashed = self.part.source.is_hashed_by_documents
         for block in self._rows(file):
-            self.bytes_done = int(self.part.num_bytes * block.done)
+            self.bytes_done = int(self.part.num_bytes * block.share_done)
             self.places = []
             sizes = array("q")
             joined = None
-            # Whether `_contents` would accept every row unchanged.
+            # `_contents` would accept every text unchanged, and more slowly.
             if (
                 isinstance(block.values, TextColumn)
                 and not self.options.chat
@@ -243,7 +243,7 @@ class TableReader(RowReader):
                 sizes.extend(map(len, contents))
             else:
                 contents = list(self._contents(block, sizes))
-            if hashed:
+            if is_hashed:
                 # Row by row, so that it does not depend on the number read together.
                 self._hash.update(b"".join(contents) if joined is None else joined)
                 self._layout.update(sizes.tobytes())
@@ -254,19 +254,18 @@ class TableReader(RowReader):
         """Yield the rows of the part. `file`: opened instead of the source's path, or None."""
 
     def _contents(self, block: RowBlock, sizes: array[int]) -> Iterator[bytes]:
-        """Yield the rows that are documents. Append the size of each to `sizes`, and for others the
-        reason as a negative number."""
+        """Yield the rows that are documents. Append the size of every document to `sizes`, and for
+        other rows the reason as a negative number."""
         values = block.values
         rows = values.rows() if isinstance(values, TextColumn) else values
         for number, columns in enumerate(rows, block.row):
             row = self._row(columns)
-            content, why = self._document(row)
-            where = f"{self.part.source.path} row {number}"
+            content, reason = self._document(row)
             if content is None:
-                sizes.append(-1 - xxhash.xxh32_intdigest(why.encode()))
-                self.reject_at(number, why)
+                sizes.append(-1 - xxhash.xxh32_intdigest(reason.encode()))
+                self.reject_at(number, reason)
                 continue
-            if not self.is_kept(content, row, where):
+            if not self.is_kept(content, row, f"{self.part.source.path} row {number}"):
                 sizes.append(-1)
                 continue
             sizes.append(len(content))
@@ -277,7 +276,7 @@ class TableReader(RowReader):
 class ParquetReader(TableReader):
     """Reader of row groups of a parquet file."""
 
-    kind = "parquet"
+    format_name = "parquet"
     suffixes = folder_suffixes = (".parquet",)
     random_access = True
 
@@ -299,13 +298,15 @@ class ParquetReader(TableReader):
             accumulate(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))
         )
         num_bytes = source.record.bytes or 0
-        at = [num_bytes * end // max(1, ends[-1]) for end in ends]
+        byte_ends = [num_bytes * end // max(1, ends[-1]) for end in ends]
         parts: list[SourcePart] = []
-        begin = done = 0
+        begin = bytes_assigned = 0
         for group in range(len(ends)):
-            if group == len(ends) - 1 or at[group + 1] - done > shard_bytes:
-                parts.append(SourcePart(source, begin, group + 1, at[group] - done))
-                begin, done = group + 1, at[group]
+            if group == len(ends) - 1 or byte_ends[group + 1] - bytes_assigned > shard_bytes:
+                parts.append(
+                    SourcePart(source, begin, group + 1, byte_ends[group] - bytes_assigned)
+                )
+                begin, bytes_assigned = group + 1, byte_ends[group]
         return parts or [unsplit(source)]
 
     def _rows(self, file: Any) -> Iterator[RowBlock]:
@@ -323,18 +324,18 @@ class ParquetReader(TableReader):
             count = sum(rows[begin : self.part.end])
             for group in range(begin, len(rows) if self.part.end is None else self.part.end):
                 num_bytes = bytes_of_columns(table.metadata.row_group(group), stored)
-                at_once = rows_per_read(num_bytes, rows[group])
-                for batch in table.iter_batches(at_once, row_groups=[group], columns=stored):
-                    done = (row - first) / max(1, count)
+                rows_at_once = rows_per_read(num_bytes, rows[group])
+                for batch in table.iter_batches(rows_at_once, row_groups=[group], columns=stored):
+                    share_done = (row - first) / max(1, count)
                     self.rejects.keys.add(names, batch.num_rows)
-                    yield RowBlock(row, rows_of_batch(batch, columns, keys, decoders), done)
+                    yield RowBlock(row, rows_of_batch(batch, columns, keys, decoders), share_done)
                     row += batch.num_rows
 
 
 class ArrowReader(TableReader):
     """Reader of record batches of an IPC file or stream; a stream is always read completely."""
 
-    kind = "arrow"
+    format_name = "arrow"
     suffixes = (".arrow", ".feather")
     random_access = True
 
@@ -349,20 +350,20 @@ class ArrowReader(TableReader):
 
     @classmethod
     def split(cls, source: Source, options: ReadOptions, shard_bytes: int) -> list[SourcePart]:
-        """Return parts of record batches; one part for a stream, which has no index of them."""
+        """Return parts of record batches; one part for a stream, which has no index of batches."""
         import pyarrow
 
         with _reading(source.path), _mapped(open_table(source)) as mapped:
             is_file = _is_ipc_file(mapped)
-            batches = int(pyarrow.ipc.open_file(mapped).num_record_batches) if is_file else 0
-        return even_parts(source, batches, shard_bytes) if batches else [unsplit(source)]
+            count = int(pyarrow.ipc.open_file(mapped).num_record_batches) if is_file else 0
+        return even_parts(source, count, shard_bytes) if count else [unsplit(source)]
 
     def _rows(self, file: Any) -> Iterator[RowBlock]:
         path, keys = self.part.source.path, self.options.keys
         with _reading(path), _mapped(path if file is None else file) as mapped:
             row = 0
-            for batch, done in _record_batches(mapped, self.part.begin, self.part.end):
-                if done is not None:
+            for batch, share_done in _record_batches(mapped, self.part.begin, self.part.end):
+                if share_done is not None:
                     self.columns = columns = columns_of(path, keys, batch.schema.names)
                     self.rejects.keys.add(batch.schema.names, batch.num_rows)
                     stored = stored_columns(columns, batch.schema.names)
@@ -370,12 +371,21 @@ class ArrowReader(TableReader):
                         require_sound(batch.column(column))
                     decoders = _decoders(batch.schema)
                     num_bytes = sum(batch.column(column).nbytes for column in stored)
-                    at_once = rows_per_read(num_bytes, batch.num_rows)
-                    for first in range(0, batch.num_rows, at_once):
-                        part = batch.slice(first, at_once)
+                    rows_at_once = rows_per_read(num_bytes, batch.num_rows)
+                    for first in range(0, batch.num_rows, rows_at_once):
+                        part = batch.slice(first, rows_at_once)
                         rows = rows_of_batch(part, columns, keys, decoders)
-                        yield RowBlock(row + first, rows, done)
+                        yield RowBlock(row + first, rows, share_done)
                 row += batch.num_rows
+
+
+class _OpenPart(NamedTuple):
+    """Rows of a part of a dataset. first_row: number of the first row in the source; num_rows: 0 if
+    unknown."""
+
+    dataset: Any
+    first_row: int = 0
+    num_rows: int = 0
 
 
 class DatasetReader(TableReader):
@@ -387,8 +397,8 @@ class DatasetReader(TableReader):
         """Return the `datasets` object. Raises DataError."""
 
     @abstractmethod
-    def _open_part(self) -> tuple[Any, int, int]:
-        """Return the part's dataset, its first row and its number of rows (0: unknown)."""
+    def _open_part(self) -> _OpenPart:
+        """Return the rows of the part."""
 
     @classmethod
     def first_row_keys(cls, source: Source, options: ReadOptions) -> Collection[str]:
@@ -400,18 +410,18 @@ class DatasetReader(TableReader):
     def _rows(self, file: Any) -> Iterator[RowBlock]:
         path, keys = self.part.source.path, self.options.keys
         dataset, first, count = self._open_part()
-        row, every_name = first, dataset.column_names
-        if every_name is not None:
-            chosen = columns_of(path, keys, every_name)
-            dataset = dataset.select_columns(stored_columns(chosen, every_name))
+        row, all_names = first, dataset.column_names
+        if all_names is not None:
+            read_columns = columns_of(path, keys, all_names)
+            dataset = dataset.select_columns(stored_columns(read_columns, all_names))
         # `datasets` decodes JSON itself, except for features with decode=False.
         features = {} if dataset.features is None else dataset.features.to_dict()
         decoders = decoders_of({}, features, is_text=False)
-        at_once = STREAMED_ROWS_PER_READ
+        rows_at_once = STREAMED_ROWS_PER_READ
         if count:
-            at_once = rows_per_read(dataset.data.nbytes, dataset.data.num_rows)
+            rows_at_once = rows_per_read(dataset.data.nbytes, dataset.data.num_rows)
         try:
-            for batch in dataset.iter(at_once):
+            for batch in dataset.iter(rows_at_once):
                 names = list(batch)
                 self.columns = columns = columns_of(path, keys, names)
 
@@ -419,7 +429,7 @@ class DatasetReader(TableReader):
                     return decoded(name, batch[name], decoders)
 
                 rows = joined_rows(len(batch[names[0]]), columns, keys, names, values)
-                self.rejects.keys.add(every_name or names, len(rows))
+                self.rejects.keys.add(all_names or names, len(rows))
                 yield RowBlock(row, rows, (row - first) / count if count else 0.0)
                 row += len(rows)
         except (DataError, GeneratorExit):
@@ -433,7 +443,7 @@ class DatasetReader(TableReader):
 class SavedDatasetReader(DatasetReader):
     """Reader of rows of a directory written by ``save_to_disk``."""
 
-    kind = "saved_dataset"
+    format_name = "saved_dataset"
 
     @classmethod
     def open(cls, source: Source, options: ReadOptions) -> Any:
@@ -448,19 +458,18 @@ class SavedDatasetReader(DatasetReader):
     def split(cls, source: Source, options: ReadOptions, shard_bytes: int) -> list[SourcePart]:
         return even_parts(source, len(cls.open(source, options)), shard_bytes)
 
-    def _open_part(self) -> tuple[Any, int, int]:
-        begin, end = self.part.begin, self.part.end
+    def _open_part(self) -> _OpenPart:
         dataset = self.open(self.part.source, self.options).with_format(None)
-        row = 0 if end is None else begin
-        if end is not None:
-            dataset = dataset.select(range(begin, end))
-        return dataset, row, len(dataset)
+        if self.part.end is None:
+            return _OpenPart(dataset, 0, len(dataset))
+        dataset = dataset.select(range(self.part.begin, self.part.end))
+        return _OpenPart(dataset, self.part.begin, len(dataset))
 
 
 class HubDatasetReader(DatasetReader):
     """Reader of shards of a Hub dataset; streamed, to use little memory and disk."""
 
-    kind = "hub_dataset"
+    format_name = "hub_dataset"
 
     @classmethod
     def open(cls, source: Source, options: ReadOptions) -> Any:
@@ -479,12 +488,12 @@ class HubDatasetReader(DatasetReader):
     def split(cls, source: Source, options: ReadOptions, shard_bytes: int) -> list[SourcePart]:
         return even_parts(source, cls.open(source, options).num_shards, None)
 
-    def _open_part(self) -> tuple[Any, int, int]:
+    def _open_part(self) -> _OpenPart:
         dataset = self.open(self.part.source, self.options)
         if self.part.end is not None:
             assert self.part.end == self.part.begin + 1, "one shard of a streamed dataset at a time"
             dataset = dataset.shard(num_shards=dataset.num_shards, index=self.part.begin)
-        return dataset, 0, 0
+        return _OpenPart(dataset)
 
 
 @contextmanager
@@ -525,7 +534,8 @@ def _mapped(opened: Any) -> Any:
 
 
 def _record_batches(mapped: Any, begin: int, end: int | None) -> Iterator[tuple[Any, float | None]]:
-    """Yield batches up to `end`, and the share done of those from `begin` on; None before it."""
+    """Yield every batch before `end`, and how large a share of the batches from `begin` on was read
+    before; None for a batch before `begin`, which is only counted."""
     import pyarrow
 
     if not _is_ipc_file(mapped):
@@ -535,8 +545,8 @@ def _record_batches(mapped: Any, begin: int, end: int | None) -> Iterator[tuple[
     reader = pyarrow.ipc.open_file(mapped)
     end = reader.num_record_batches if end is None else end
     for number in range(end):
-        done = None if number < begin else (number - begin) / (end - begin)
-        yield reader.get_batch(number), done
+        share_done = None if number < begin else (number - begin) / (end - begin)
+        yield reader.get_batch(number), share_done
 
 
 def _is_ipc_file(mapped: Any) -> bool:

@@ -1,6 +1,6 @@
 """Rows of tables: the values of some columns, in blocks. Raises DataError for missing columns.
 
-A row is the list of its values (None if a column has none). Arrow columns of text become UTF-8
+A row is a list of values (None if a column has none). Arrow columns of text become UTF-8
 without a Python string per row, which costs as much as encoding.
 """
 
@@ -28,7 +28,7 @@ class TextColumn:
 
 
 def require_sound(column: Any) -> None:
-    """Raise ArrowInvalid if the arrow array `column` has offsets outside of its buffers. A corrupt
+    """Raise ArrowInvalid if the arrow array `column` has offsets outside of the buffers. A corrupt
     file can produce one, and reading its rows would crash the process. Text that is not UTF-8 is
     accepted: it is checked per row."""
     import pyarrow
@@ -50,10 +50,10 @@ def text_column(column: Any) -> TextColumn | None:
     import numpy as np
     import pyarrow
 
-    kind = column.type
-    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+    column_type = column.type
+    if not (pyarrow.types.is_string(column_type) or pyarrow.types.is_large_string(column_type)):
         return None
-    offset_type = np.dtype("<i8" if pyarrow.types.is_large_string(kind) else "<i4")
+    offset_type = np.dtype("<i8" if pyarrow.types.is_large_string(column_type) else "<i4")
     if column.null_count or not len(column):
         return None
     try:
@@ -80,24 +80,24 @@ Rows = list[list[Any]]
 
 @dataclass(frozen=True)
 class Keys:
-    """Columns to read. One of `wanted`, which a command's `argument` names, must exist. A row has
-    the values of the existing `wanted` ones, then of all `optional` ones, None for missing ones.
-    `others`: then the values of all other columns, for a filter."""
+    """Columns to read. A `primary` column, which a command's `argument` names, must exist. A row
+    has the values of the existing primary columns, then of the `optional` columns, None for missing
+    ones. `all_columns`: then the values of every further column, for a filter."""
 
-    wanted: Sequence[str]
+    primary: Sequence[str]
     optional: Sequence[str] = ()
     argument: str = "--text-key"
-    others: bool = False
+    all_columns: bool = False
 
 
 @dataclass(frozen=True)
 class RowBlock:
-    """Rows that were read together, starting with row `row` of the source. `done`: share of the
-    part that was read before, for progress; 0.0 if unknown."""
+    """Rows that were read together, starting with row `row` of the source. `share_done`: share
+    of the part that was read before, for progress; 0.0 if unknown."""
 
     row: int
     values: Rows | TextColumn
-    done: float = 0.0
+    share_done: float = 0.0
 
 
 def rows_per_read(num_bytes: int, num_rows: int) -> int:
@@ -118,20 +118,17 @@ def bytes_of_columns(row_group: Any, columns: Sequence[str]) -> int:
 
 def aligned(columns: Sequence[str], keys: Keys) -> list[str | None]:
     """Return `columns`, with None for missing optional ones; other columns at the end."""
-    wanted = [column for column in columns if column in keys.wanted]
+    text_columns = [column for column in columns if column in keys.primary]
     optional = [key if key in columns else None for key in keys.optional]
-    return [*wanted, *optional, *other_columns(columns, keys)]
-
-
-def other_columns(columns: Sequence[str], keys: Keys) -> list[str]:
-    """Return those of `columns` that only a filter reads."""
-    return [column for column in columns if column not in (*keys.wanted, *keys.optional)]
+    # Only a filter reads other columns.
+    other_columns = [name for name in columns if name not in (*keys.primary, *keys.optional)]
+    return [*text_columns, *optional, *other_columns]
 
 
 def rows_of_batch(
     batch: Any, columns: Sequence[str], keys: Keys, decoders: Mapping[str, Decoder]
 ) -> Rows | TextColumn:
-    """Return the rows of an arrow record batch. `decoders`: of its columns with JSON."""
+    """Return the rows of an arrow record batch. `decoders`: of columns with JSON."""
     names = batch.schema.names
     if (
         len(columns) == 1
@@ -142,7 +139,17 @@ def rows_of_batch(
         return texts
 
     def values(name: str) -> Sequence[Any]:
-        return decoded(name, _values(batch.column(name)), decoders)
+        column = batch.column(name)
+        try:
+            column_values = list(column.to_pylist())
+        except UnicodeDecodeError:
+            # Bytes that are not UTF-8, which the format allows, become surrogates.
+            contents = column.cast("large_binary").to_pylist()
+            column_values = [
+                content if content is None else content.decode("utf-8", "surrogateescape")
+                for content in contents
+            ]
+        return decoded(name, column_values, decoders)
 
     return joined_rows(batch.num_rows, columns, keys, names, values)
 
@@ -171,7 +178,7 @@ def joined_rows(
 ) -> Rows:
     """Return the rows of `columns`; `values` returns the values of a stored column."""
 
-    def of(column: str | None) -> Sequence[Any]:
+    def column_values(column: str | None) -> Sequence[Any]:
         if column is None:
             return [None] * num_rows
         if column in names:
@@ -179,29 +186,20 @@ def joined_rows(
         stored, _, path = column.partition(".")
         return [None if v is None else value_at(v, path) for v in values(stored)]
 
-    return [list(row) for row in zip(*map(of, aligned(columns, keys)), strict=True)]
-
-
-def _values(column: Any) -> list[Any]:
-    """Return the values; bytes that are not UTF-8, which the format allows, become surrogates."""
-    try:
-        return list(column.to_pylist())
-    except UnicodeDecodeError:
-        contents = column.cast("large_binary").to_pylist()
-        return [c if c is None else c.decode("utf-8", "surrogateescape") for c in contents]
+    return [list(row) for row in zip(*map(column_values, aligned(columns, keys)), strict=True)]
 
 
 def columns_of(path: str, keys: Keys, names: Sequence[str]) -> list[str]:
-    """Return those of `keys` that are columns, or paths into them. Raise DataError if none of the
-    wanted ones exists."""
-    stored = [key for key in keys.wanted if _is_stored(key, names)]
+    """Return the keys that are columns, or paths into columns. Raise DataError if no primary key
+    exists."""
+    stored = [key for key in keys.primary if _is_stored(key, names)]
     if not stored:
-        wanted = " or ".join(map(repr, keys.wanted))
-        there = ", ".join(sorted(names)[:20]) or "none"
-        fix = remedy_for_row(names) or f" -> {keys.argument}: {there}"
-        raise DataError(f"{path}: no column {wanted}{fix}")
+        key_names = " or ".join(map(repr, keys.primary))
+        column_names = ", ".join(sorted(names)[:20]) or "none"
+        fix = remedy_for_row(names) or f" -> {keys.argument}: {column_names}"
+        raise DataError(f"{path}: no column {key_names}{fix}")
     columns = [*stored, *(key for key in keys.optional if _is_stored(key, names))]
-    if keys.others:
+    if keys.all_columns:
         columns += [name for name in names if name not in columns]
     for name in stored_columns(columns, names):
         if list(names).count(name) > 1:

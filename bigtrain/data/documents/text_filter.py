@@ -34,7 +34,8 @@ _NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*
 
 @dataclass(frozen=True)
 class TextFilter:
-    """Filter `name`, ``package.module:function``, with the XXH3-64 of its file. Can be pickled."""
+    """Filter `name`, ``package.module:function``, with the XXH3-64 of the file that defines it. Can
+    be pickled."""
 
     name: str
     source_xxh3: str
@@ -42,12 +43,9 @@ class TextFilter:
     def __getstate__(self) -> dict[str, str]:
         return {"name": self.name, "source_xxh3": self.source_xxh3}
 
-    def __setstate__(self, state: dict[str, str]) -> None:
-        self.__dict__.update(state)
-
     @cached_property
     def function(self) -> Function:
-        """Raises DataError if it cannot be imported, or its source is another one here."""
+        """Raises DataError if it cannot be imported, or its source has changed."""
         function: Function = _imported(self.name)
         if source_hash(function) != self.source_xxh3:
             raise DataError(
@@ -56,37 +54,37 @@ class TextFilter:
             )
         return function
 
-    def why_dropped(self, text: str, row: Mapping[str, Any], where: str) -> str | None:
-        """Return the reason for which a document is dropped; None if it is kept. `where`: of the
-        document, for errors. Raises DataError if the function raises an error, or returns anything
-        but a boolean or a reason."""
+    def why_dropped(self, text: str, row: Mapping[str, Any], document_name: str) -> str | None:
+        """Return the reason for which a document is dropped; None if it is kept. `document_name`:
+        for errors. Raises DataError if the function raises an error, or returns anything but a
+        boolean or a reason."""
         try:
             answer: Any = self.function(text, row)
         except DataError:
             raise
         except (Exception, SystemExit) as error:
             raise DataError(
-                f"--filter {self.name} fails for {where}: {describe(error, self.function)} -> "
-                "correct it"
+                f"--filter {self.name} fails for {document_name}: "
+                f"{describe(error, self.function)} -> correct it"
             ) from error
         if type(answer).__name__ in ("bool", "bool_"):  # also numpy's
             return None if answer else DROPPED
         if isinstance(answer, str) and answer.strip():
             return " ".join(answer.split())[:MAX_REASON]
         raise DataError(
-            f"--filter {self.name} returns {answer!r} for {where} -> True to keep it, False or a "
-            f"reason to drop it ({location(self.function)})"
+            f"--filter {self.name} returns {answer!r} for {document_name} -> True to keep it, "
+            f"False or a reason to drop it ({location(self.function)})"
         )
 
-    def count(self, reasons: Counter[str], why: str) -> None:
+    def count(self, reasons: Counter[str], reason: str) -> None:
         """Count a reason. Raise DataError if there are too many different ones."""
-        if why not in reasons and len(reasons) >= MAX_REASONS:
+        if reason not in reasons and len(reasons) >= MAX_REASONS:
             raise DataError(
                 f"--filter {self.name} gives more than {MAX_REASONS:,} different reasons, such as "
-                f"{why!r}, and each is counted in the manifest -> return kinds of reasons "
+                f"{reason!r}, and each is counted in the manifest -> return kinds of reasons "
                 f"({location(self.function)})"
             )
-        reasons[why] += 1
+        reasons[reason] += 1
 
 
 def load_filter(name: str) -> TextFilter:
@@ -96,8 +94,8 @@ def load_filter(name: str) -> TextFilter:
         raise DataError(f"--filter {name}: not package.module:function")
     function = _imported(name)
     if not callable(function):
-        kind = type(function).__name__
-        raise DataError(f"--filter {name} is not a function but {kind}")
+        type_name = type(function).__name__
+        raise DataError(f"--filter {name} is not a function but {type_name}")
     if inspect.iscoroutinefunction(function):
         raise DataError(
             f"--filter {name} is a coroutine, which would never run ({location(function)}) -> "

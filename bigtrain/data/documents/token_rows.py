@@ -1,11 +1,11 @@
-"""Rows that are already tokenized: token ids, and which of them are learned. numpy only.
+"""Rows that are already tokenized: token ids, and a mask of learned tokens. numpy only.
 
-A row becomes a document as it is: no token is added, so it must hold its own end. Keys as in
+A row becomes a document as it is: no token is added, so it must contain its end. Keys as in
 Hugging Face datasets: `input_ids`; `labels`, -100 where a token is not learned and otherwise equal
 to `input_ids` (not shifted); `attention_mask`, 0 for padding, which is removed; `loss_mask`, 0 or
-1 for each token; `completion_mask` and `assistant_masks`, as in TRL: a token is learned where each
-of them that the row has is 1; `token_weights` or `loss_weights`, a factor of the loss of each
-token, and `weight`, one for the row.
+1 per token; `completion_mask` and `assistant_masks`, as in TRL: a token is learned where every
+mask of the row is 1; `token_weights` or `loss_weights`, a factor of the loss per token, and
+`weight`, a factor for the row.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ Weights = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class TokenRow:
-    """Tokens of a row, int64 [tokens]; `learned` bool of the same length; `padding`: number of
-    padding tokens that were removed from it; `weights` float32 [tokens], factors of the loss of the
-    learned ones, None if all are 1."""
+    """Tokens of a row, int64 [tokens]; `learned` bool [tokens]; `padding`: number of padding tokens
+    that were removed; `weights` float32 [tokens], factors of the loss of learned tokens, None if
+    all are 1."""
 
     tokens: Numbers
     learned: npt.NDArray[np.bool_]
@@ -67,94 +67,101 @@ class TokenRow:
         """Raise ConversationError for a token that the tokenizer does not have."""
         wrong = np.flatnonzero((self.tokens < 0) | (self.tokens >= vocab_size))
         if len(wrong):
-            place = int(wrong[0])
+            position = int(wrong[0])
             raise ConversationError(
-                f"token {place} of the row is {int(self.tokens[place])}, the tokenizer has ids 0 "
-                f"to {vocab_size - 1} -> --tokenizer with the tokenizer that made the rows"
+                f"token {position} of the row is {int(self.tokens[position])}, the tokenizer has "
+                f"ids 0 to {vocab_size - 1} -> --tokenizer with the tokenizer that made the rows"
             )
 
 
 def token_row(values: Values) -> TokenRow:
     """Return the row with the `values` of `TOKEN_KEYS`. Raise ConversationError if they
     contradict each other."""
-    given = dict(zip(TOKEN_KEYS, values, strict=True))
-    tokens = _integers(given["input_ids"], "input_ids")
+    row = dict(zip(TOKEN_KEYS, values, strict=True))
+    tokens = _integers(row["input_ids"], "input_ids")
     length = len(tokens)
     if not length:
         raise ConversationError("it has no tokens")
+
+    # Masks of learned tokens, which must agree, and factors, which also drop tokens (0).
     masks: dict[str, npt.NDArray[np.bool_]] = {}
-    if given["labels"] is not None:
-        labels = _integers(given["labels"], "labels")
+    if row["labels"] is not None:
+        labels = _integers(row["labels"], "labels")
         _require_length(labels, "labels", length)
-        masks["labels"] = _learned_by(labels, tokens)
+        masks["labels"] = _learned_by_labels(labels, tokens)
     attention = None
-    if given["attention_mask"] is not None:
-        attention = _bits(given["attention_mask"], "attention_mask", length)
-    if given["loss_mask"] is not None:
-        masks["loss_mask"] = _bits(given["loss_mask"], "loss_mask", length)
-    trl = {name: _bits(given[name], name, length) for name in TRL_MASKS if given[name] is not None}
+    if row["attention_mask"] is not None:
+        attention = _bits(row["attention_mask"], "attention_mask", length)
+    if row["loss_mask"] is not None:
+        masks["loss_mask"] = _bits(row["loss_mask"], "loss_mask", length)
+    trl = {name: _bits(row[name], name, length) for name in TRL_MASKS if row[name] is not None}
     if trl:
         masks[" and ".join(trl)] = np.logical_and.reduce(list(trl.values()))
-    weights = _weights_of(given, length)
-    learned = _agreed(masks, length) & (weights != 0)
+    weights = _weights_of(row, length)
+    learned = _agreed_mask(masks, length) & (weights != 0)
     weights = np.where(learned, weights, 1).astype(np.float32)
     factors = None if (weights == 1).all() else weights
+
+    # Padding is removed at both ends.
     if attention is None or attention.all():
         return TokenRow(tokens, learned, weights=factors)
-    kept = np.flatnonzero(attention)
-    if not len(kept):
+    attended = np.flatnonzero(attention)
+    if not len(attended):
         raise ConversationError("its attention_mask is 0 for every token")
-    low, high = int(kept[0]), int(kept[-1]) + 1
+    low, high = int(attended[0]), int(attended[-1]) + 1
     if not attention[low:high].all():
         raise ConversationError(
             "its attention_mask has 0 between tokens with 1: only padding at the beginning and the "
             "end can be removed -> remove those tokens"
         )
-    outside = ~attention
-    if masks and learned[outside].any():
-        place = int(np.flatnonzero(learned & outside)[0])
+    is_padding = ~attention
+    if masks and learned[is_padding].any():
+        position = int(np.flatnonzero(learned & is_padding)[0])
         raise ConversationError(
-            f"token {place} is to be learned ({' and '.join(masks)}), and its attention_mask is 0"
+            f"token {position} is to be learned ({' and '.join(masks)}), and its attention_mask is "
+            "0"
         )
     factors = None if factors is None else factors[low:high]
-    return TokenRow(tokens[low:high], learned[low:high], length - (high - low), factors)
+    return TokenRow(
+        tokens[low:high], learned[low:high], padding=length - (high - low), weights=factors
+    )
 
 
-def _weights_of(given: Mapping[str, Any], length: int) -> Weights:
-    """Return the weights of the tokens of a row, times that of the row: float32 [length]."""
-    of_tokens = [name for name in WEIGHTS_OF_TOKENS if given[name] is not None]
-    if len(of_tokens) > 1:
-        raise ConversationError(f"it has {' and '.join(of_tokens)} -> keep one of them")
+def _weights_of(row: Mapping[str, Any], length: int) -> Weights:
+    """Return the weights of the tokens of a row, times the weight of the row: float32 [length]."""
+    weight_keys = [name for name in WEIGHTS_OF_TOKENS if row[name] is not None]
+    if len(weight_keys) > 1:
+        raise ConversationError(f"it has {' and '.join(weight_keys)} -> keep one of them")
     weights = np.ones(length, np.float32)
-    for name in of_tokens:
-        weights = _factors(given[name], name, length)
-    if given["weight"] is None:
+    for name in weight_keys:
+        weights = _factors(row[name], name, length)
+    if row["weight"] is None:
         return weights
     with np.errstate(over="ignore"):
-        weights = weights * _factors([given["weight"]], "weight", 1)
+        weights = weights * _factors([row["weight"]], "weight", 1)
     if not np.isfinite(weights).all():
         raise ConversationError(f"its weight times those of its tokens is too large: {FACTOR}")
     return weights
 
 
-def _learned_by(labels: Numbers, tokens: Numbers) -> npt.NDArray[np.bool_]:
+def _learned_by_labels(labels: Numbers, tokens: Numbers) -> npt.NDArray[np.bool_]:
     wrong = np.flatnonzero((labels != NOT_LEARNED) & (labels != tokens))
     if len(wrong):
-        place = int(wrong[0])
+        position = int(wrong[0])
         shifted = len(tokens) > 1 and bool(
             ((labels[:-1] == NOT_LEARNED) | (labels[:-1] == tokens[1:])).all()
         )
         fix = "labels of the same token, not of the next one" if shifted else "-100 or that id"
         raise ConversationError(
-            f"labels has {int(labels[place])} at token {place}, whose input_ids has "
-            f"{int(tokens[place])} -> {fix}"
+            f"labels has {int(labels[position])} at token {position}, whose input_ids has "
+            f"{int(tokens[position])} -> {fix}"
         )
     learned: npt.NDArray[np.bool_] = labels != NOT_LEARNED
     return learned
 
 
-def _agreed(masks: dict[str, npt.NDArray[np.bool_]], length: int) -> npt.NDArray[np.bool_]:
-    """Return the mask on which all agree; weights are factors, and need not agree."""
+def _agreed_mask(masks: dict[str, npt.NDArray[np.bool_]], length: int) -> npt.NDArray[np.bool_]:
+    """Return the mask on which all `masks` agree."""
     learned = next(iter(masks.values()), np.ones(length, np.bool_))
     for name, mask in masks.items():
         different = np.flatnonzero(mask != learned)
@@ -172,21 +179,21 @@ def _integers(value: object, name: str) -> Numbers:
     if not isinstance(value, list | tuple | np.ndarray):
         raise ConversationError(f"its {name} is not a list of integers but {type(value).__name__}")
     try:
-        given = np.asarray(value)
+        numbers = np.asarray(value)
     except ValueError:
         raise ConversationError(f"its {name} is a list of lists -> one list per row") from None
-    if given.ndim != 1:
+    if numbers.ndim != 1:
         raise ConversationError(f"its {name} is a list of lists -> one list per row")
-    if len(given) and given.dtype.kind not in "iu":
+    if len(numbers) and numbers.dtype.kind not in "iu":
         largest = np.iinfo(np.int64).max
         wrong = next(
             (v for v in value if isinstance(v, bool) or not isinstance(v, int) or abs(v) > largest),
             value,
         )
         raise ConversationError(f"its {name} has {wrong!r}, which is not an integer of 64 bits")
-    if given.dtype.kind == "u" and len(given) and int(given.max()) > np.iinfo(np.int64).max:
-        raise ConversationError(f"its {name} has {int(given.max())}, more than 63 bits hold")
-    return given.astype(np.int64)
+    if numbers.dtype.kind == "u" and len(numbers) and int(numbers.max()) > np.iinfo(np.int64).max:
+        raise ConversationError(f"its {name} has {int(numbers.max())}, more than 63 bits hold")
+    return numbers.astype(np.int64)
 
 
 def _bits(value: object, name: str, length: int) -> npt.NDArray[np.bool_]:
@@ -217,8 +224,8 @@ def _factors(value: object, name: str, length: int) -> Weights:
     return np.array(value, np.float32)
 
 
-def _require_length(given: Sequence[Any] | npt.NDArray[Any], name: str, length: int) -> None:
-    if len(given) != length:
+def _require_length(values: Sequence[Any] | npt.NDArray[Any], name: str, length: int) -> None:
+    if len(values) != length:
         raise ConversationError(
-            f"its {name} has {len(given)} values, and input_ids has {length} tokens"
+            f"its {name} has {len(values)} values, and input_ids has {length} tokens"
         )

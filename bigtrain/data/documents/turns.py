@@ -1,7 +1,7 @@
-"""Messages of a row: roles, ShareGPT's turns, and calls of tools that are turns of their own. Pure.
+"""Messages of a row: roles, ShareGPT's turns, and tool calls that are separate turns. Pure.
 
 A message of any format may be a turn with ``from`` and ``value`` (ShareGPT,
-LLaMA-Factory). A call may be a turn of its own, whose text is the call's JSON (`CALL_ROLES`); it
+LLaMA-Factory). A call may be a separate turn, whose text is the call's JSON (`CALL_ROLES`); it
 becomes a call of the assistant's message before it, as ms-swift and LLaMA-Factory render it.
 """
 
@@ -44,10 +44,10 @@ PEOPLE = {name: ROLES[name] for name in _NOT_OF_TEMPLATES}
 """Names that no template uses, so that their meaning does not depend on the format."""
 
 
-def with_roles(given: object, roles: Roles, *, may_be_turns: bool = True) -> object:
+def with_roles(value: object, roles: Roles, *, may_be_turns: bool = True) -> object:
     """Return messages with the roles of templates, and calls as keys of messages; anything but a
     list of messages unchanged. may_be_turns: also messages with ``from`` and ``value``."""
-    messages = from_text(given)
+    messages = from_text(value)
     if not isinstance(messages, list):
         return messages
     named: list[Any] = []
@@ -83,57 +83,57 @@ def is_turn(message: object) -> bool:
 def message_of_turn(number: int, turn: Mapping[str, Any], roles: Roles) -> dict[str, Any]:
     """Return turn `number` of ShareGPT as a message. Raise ConversationError for a wrong one."""
     name = str(turn["from"])
-    meant = roles.get(name) or name.lower()
-    rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
-    if meant in CALL_ROLES:
+    mapped_role = roles.get(name) or name.lower()
+    other_fields = {key: value for key, value in turn.items() if key not in ("from", "value")}
+    if mapped_role in CALL_ROLES:
         calls = _calls(f"turn {number} is from", name, turn["value"])
-        return {"role": "assistant", "tool_calls": calls, _IS_CALL: True, **rest}
-    if name not in roles and meant not in ROLES:
+        return {"role": "assistant", "tool_calls": calls, _IS_CALL: True, **other_fields}
+    if name not in roles and mapped_role not in ROLES:
         raise ConversationError(
             f"turn {number} is from {name!r}, which is not one of {', '.join(ROLES)} -> map it: "
             f"--role '{name}=user'"
         )
-    role = meant if name in roles else ROLES[meant]
-    return {"role": role, "content": turn["value"], **rest}
+    role = mapped_role if name in roles else ROLES[mapped_role]
+    return {"role": role, "content": turn["value"], **other_fields}
 
 
 def with_role(number: int, message: Mapping[str, Any], roles: Roles) -> dict[str, Any]:
     """Return message `number` with its role mapped by `roles` and `PEOPLE`. Raise ConversationError
     for a call that is not one."""
     name = message["role"]
-    meant = roles.get(str(name), name)
-    if meant in CALL_ROLES:
+    mapped_role = roles.get(str(name), name)
+    if mapped_role in CALL_ROLES:
         calls = _calls(f"message {number} has the role", str(name), message.get("content"))
-        rest = {key: value for key, value in message.items() if key != "content"}
-        return {**rest, "role": "assistant", "tool_calls": calls, _IS_CALL: True}
-    return {**message, "role": meant if name in roles else PEOPLE.get(str(name), name)}
+        other_fields = {key: value for key, value in message.items() if key != "content"}
+        return {**other_fields, "role": "assistant", "tool_calls": calls, _IS_CALL: True}
+    return {**message, "role": mapped_role if name in roles else PEOPLE.get(str(name), name)}
 
 
 _IS_CALL = " call"
 """Mark of a message that was a turn of calls, until `with_joined_calls`."""
 
 
-def _calls(where: str, role: str, value: object) -> Messages:
+def _calls(location: str, role: str, value: object) -> Messages:
     """Return the tool calls in the JSON `value` of a turn of calls."""
     plain = f"-> to treat it as plain text: --role {role}=assistant"
     if isinstance(value, str):
         try:
             value = loads(value)
         except ValueError as error:
-            raise ConversationError(f"{where} {role} and not JSON ({error}) {plain}") from error
+            raise ConversationError(f"{location} {role} and not JSON ({error}) {plain}") from error
     calls = value if isinstance(value, list) else [value]
     if not calls or not all(
         isinstance(call, dict) and {"name", "arguments"} <= call.keys() for call in calls
     ):
         raise ConversationError(
-            f"{where} {role} and not the JSON of an object with name and arguments {plain}"
+            f"{location} {role} and not the JSON of an object with name and arguments {plain}"
         )
     return [{"type": "function", "function": call} for call in calls]
 
 
 def with_joined_calls(messages: Sequence[Any]) -> list[Any]:
     """Return `messages` in which turns of calls are part of the assistant's message before them.
-    Raise ConversationError if one of them is learned and the other is not."""
+    Raise ConversationError if only a turn of calls, or only the message before it, is learned."""
     joined: list[Any] = []
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict) or _IS_CALL not in message:

@@ -277,7 +277,7 @@ class _UnitReader:
         if batch.chats is not None:
             self.unrendered.update(batch.chats.unrendered)
             self.answer_ends |= batch.chats.ends
-            self.inside_answers |= batch.chats.inside
+            self.inside_answers |= batch.chats.inner_controls
 
     def reject(self, batch: Batch) -> None:
         """Reject the next conversations that failed in encoding. Raises as `RejectedDocuments`."""

@@ -296,7 +296,7 @@ def plan_key(units: Sequence[Unit]) -> str:
 
 def _key(common: Sequence[object], parts: Sequence[SourcePart]) -> str:
     described = [
-        [part.source.kind, *part.source.record.place, part.begin, part.end] for part in parts
+        [part.source.format_name, *part.source.record.place, part.begin, part.end] for part in parts
     ]
     return xxhash.xxh3_128_hexdigest(json.dumps([common, described]).encode())
 

@@ -29,7 +29,7 @@ KIND = "tokenizers"
 BACKEND_FILE = "tokenizer.json"
 LIBRARIES = (
     *("transformers", "tokenizers", "huggingface_hub"),
-    # Which of these are installed determines the class that loads a tokenizer.
+    # The class that loads a tokenizer depends on the libraries that are installed.
     *("mistral_common", "sentencepiece", "tiktoken", "protobuf"),
 )
 SUBFOLDER = "additional_chat_templates"
@@ -111,10 +111,21 @@ def put_cached_tokenizer(
     try:
         content = (directory / BACKEND_FILE).read_bytes()
         changes = _changes(content, json.loads(huggingface.backend_tokenizer.to_str()))
-        files = _saved_files(huggingface)
+        # The files that `save_pretrained` writes next to `BACKEND_FILE`, if they are small text.
+        with tempfile.TemporaryDirectory() as temporary:
+            huggingface.save_pretrained(temporary)
+            paths = [path for path in Path(temporary).rglob("*") if path.is_file()]
+            names = {path.relative_to(temporary).as_posix(): path for path in paths}
+            has_backend = names.pop(BACKEND_FILE, None) is not None
+            if (
+                not has_backend
+                or sum(path.stat().st_size for path in names.values()) > MAX_SAVED_BYTES
+            ):
+                return None
+            files = {name: path.read_bytes().decode("utf-8") for name, path in names.items()}
     except Exception:  # a foreign tokenizer may raise anything; then it is not cached
         return None
-    if changes is None or files is None:
+    if changes is None:
         return None
     fact = {**facts, "decodes_plainly": decodes_plainly, "changes": changes, "files": files}
     cache_put(KIND, key, fact)
@@ -166,19 +177,6 @@ def _with_changes(content: bytes, changes: dict[str, Any]) -> str:
         return json.dumps(changed(json.loads(content)))
 
 
-def _saved_files(huggingface: Any) -> dict[str, str] | None:
-    """Return what `save_pretrained` writes next to `BACKEND_FILE`; None unless small text."""
-    with tempfile.TemporaryDirectory() as temporary:
-        huggingface.save_pretrained(temporary)
-        paths = [path for path in Path(temporary).rglob("*") if path.is_file()]
-        names = {path.relative_to(temporary).as_posix(): path for path in paths}
-        if names.pop(BACKEND_FILE, None) is None:
-            return None
-        if sum(path.stat().st_size for path in names.values()) > MAX_SAVED_BYTES:
-            return None
-        return {name: path.read_bytes().decode("utf-8") for name, path in names.items()}
-
-
 def cached_hub_file(name: str, file: str) -> Path | None:
     """Return a file of a Hub repository in the local cache; None if it is not there."""
     from huggingface_hub import try_to_load_from_cache
@@ -215,9 +213,9 @@ def files_fingerprint(name: str) -> str | None:
 
 def foreign_file(dataset: Path, folder: str) -> str | None:
     """Return the first file in `folder` of a dataset that must not be copied, and why; None if
-    none. A dataset may be untrusted: a link in it must not copy a file of this machine into a run
+    none. A dataset may be untrusted: its links must not copy a file of this machine into a run
     directory, which may be shared. Links may point into the dataset, and, in a snapshot of the
-    Hugging Face cache, to the blobs of its repository."""
+    Hugging Face cache, to the blobs of the repository."""
     root = os.path.realpath(dataset)
     parents = Path(root).parents
     blobs = [str(parent.with_name("blobs")) for parent in parents if parent.name == "snapshots"]

@@ -40,7 +40,7 @@ class Encoder(ABC):
     `end_of_document_id`: None if documents get no end (chat, whose template writes it);
     `beginning_ids`: start of every document. Other special tokens are not added. Without
     `parse_special_tokens` they are not recognised either: a document with the text
-    ``<|endoftext|>`` gets the tokens of these letters, so no document can inject a control token.
+    ``<|endoftext|>`` gets the tokens of its letters, so no document can inject a control token.
     """
 
     library: ClassVar[str]
@@ -61,7 +61,7 @@ class Encoder(ABC):
 
     def encode_utf8(self, contents: Sequence[bytes], *, has_ends: bool = True) -> Encoded:
         """Encode documents given as UTF-8, in all threads of the library. Their number is
-        RAYON_NUM_THREADS, or that of the cores. `has_ends`: with beginnings and ends. Raises
+        RAYON_NUM_THREADS, or the number of cores. `has_ends`: with beginnings and ends. Raises
         EncoderError if a fast library fails."""
         if self._backend is None:
             self._backend = self._load()
@@ -69,15 +69,18 @@ class Encoder(ABC):
         before, end = self.beginning_ids, self.end_of_document_id
         if not has_ends or (not before and end is None):
             return plain
+
+        # A text may spell its beginning and its end as tokens: each occurs once.
         tokens, lengths = plain.tokens, plain.lengths
         last = np.cumsum(lengths) - 1
-        # A text may spell its beginning and its end as tokens: each occurs once.
         is_begun = (lengths >= max(1, len(before))) & self.parse_special_tokens
         for offset, id_ in enumerate(before):
             is_begun[is_begun] = tokens[(last - lengths + 1 + offset)[is_begun]] == id_
         is_ended = (lengths > 0) & (self.parse_special_tokens or end is None)
         if end is not None:
             is_ended[is_ended] = tokens[last[is_ended]] == end
+
+        # Positions of the inserted tokens; the tokens of the texts fill all other positions.
         gets_begin, gets_end = (lengths > 0) & ~is_begun, (lengths > 0) & ~is_ended
         new_lengths = lengths + gets_begin * len(before) + gets_end
         stops = np.cumsum(new_lengths)
@@ -87,9 +90,9 @@ class Encoder(ABC):
         insertions = [(begins + offset, id_) for offset, id_ in enumerate(before)]
         if end is not None:
             insertions.append((stops[gets_end] - 1, end))
-        for where, id_ in insertions:
-            is_token[where] = False
-            result[where] = id_
+        for positions, id_ in insertions:
+            is_token[positions] = False
+            result[positions] = id_
         result[is_token] = tokens
         return Encoded(result, new_lengths)
 
@@ -120,7 +123,15 @@ class ReferenceEncoder(Encoder):
 
         tokenizer_json = self.tokenizer_json
         if not self.parse_special_tokens:
-            tokenizer_json = _without_special_words(tokenizer_json)
+            # Rename special tokens in the vocabulary, so that the model encodes no text as one.
+            tree = json.loads(tokenizer_json)
+            added = tree.get("added_tokens") or []
+            special = {token["content"] for token in added if token["special"]}
+            if hidden := hide_words(tree["model"], special):
+                for token in added:
+                    token["content"] = hidden.get(token["content"], token["content"])
+                tree["post_processor"] = None  # it names special tokens, and adds none here
+                tokenizer_json = json.dumps(tree)
         backend = Tokenizer.from_str(tokenizer_json)
         backend.encode_special_tokens = not self.parse_special_tokens
         backend.no_truncation()
@@ -137,17 +148,17 @@ class ReferenceEncoder(Encoder):
 
 def hide_words(model: dict[str, Any], words: Collection[str]) -> dict[str, str]:
     """Rename `words` in the vocabulary of a `tokenizer.json`'s ``model``, so that no text is
-    encoded as one of them; return their new names. Ids do not change. A Unigram, WordPiece or
+    encoded as one of `words`; return the new names. Ids do not change. A Unigram, WordPiece or
     WordLevel model encodes any text in its vocabulary as a token, including special tokens. A BPE
     model follows its merges, unless it ignores them for words that are tokens."""
     vocabulary = model.get("vocab") or []
-    kept = {model.get("unk_token")}  # models look it up by its name
+    kept_words = {model.get("unk_token")}  # models look it up by its name
     if "merges" in model:
         if not model.get("ignore_merges"):
             return {}
         pairs = (pair if isinstance(pair, list) else pair.split(" ") for pair in model["merges"])
-        kept.update(part for pair in pairs for part in (*pair, "".join(pair)))
-    hidden = {word: f"\U0010fffd{word}" for word in words if word not in kept}
+        kept_words.update(part for pair in pairs for part in (*pair, "".join(pair)))
+    hidden = {word: f"\U0010fffd{word}" for word in words if word not in kept_words}
     if isinstance(vocabulary, dict):
         hidden = {word: name for word, name in hidden.items() if word in vocabulary}
         model["vocab"] = {hidden.get(word, word): id_ for word, id_ in vocabulary.items()}
@@ -155,19 +166,6 @@ def hide_words(model: dict[str, Any], words: Collection[str]) -> dict[str, str]:
     present = {word for word, _ in vocabulary}
     model["vocab"] = [[hidden.get(word, word), score] for word, score in vocabulary]
     return {word: name for word, name in hidden.items() if word in present}
-
-
-def _without_special_words(tokenizer_json: str) -> str:
-    """Return the tokenizer whose model encodes no text as a special token."""
-    tree = json.loads(tokenizer_json)
-    added = tree.get("added_tokens") or []
-    hidden = hide_words(tree["model"], {token["content"] for token in added if token["special"]})
-    if not hidden:
-        return tokenizer_json
-    for token in added:
-        token["content"] = hidden.get(token["content"], token["content"])
-    tree["post_processor"] = None  # it names special tokens, and adds none here
-    return json.dumps(tree)
 
 
 class _FastEncoder(Encoder):

@@ -62,9 +62,9 @@ def _compare(
         end = expected_ends[number]
         if not np.array_equal(have, expected.tokens[end - expected.lengths[number] : end]):
             text = contents[number].decode("utf-8")
-            shown = ascii(text if len(text) <= 60 else text[:60] + "...")
+            excerpt = ascii(text if len(text) <= 60 else text[:60] + "...")
             raise EncoderError(
-                f"it encodes a text of {len(text)} characters, {shown}, differently from "
+                f"it encodes a text of {len(text)} characters, {excerpt}, differently from "
                 f"{reference.engine()}"
             )
 
@@ -92,8 +92,8 @@ def _proof_key(fast: Encoder, reference: Encoder) -> str | None:
     except (OSError, LookupError):
         return None
     for encoder in (fast, reference):
-        kind = type(encoder)
-        parts += [kind.__module__, kind.__qualname__]
+        encoder_class = type(encoder)
+        parts += [encoder_class.__module__, encoder_class.__qualname__]
         parts += [str(encoder.end_of_document_id), str(encoder.parse_special_tokens)]
         parts += [str(encoder.beginning_ids)]
     return key_of(parts)
@@ -269,20 +269,20 @@ class EncoderQueue:
         """Reason why this encoder is used and no faster one; empty for the fastest."""
         return "; ".join(self.reasons)
 
-    def reject(self, why: str) -> None:
+    def reject(self, reason: str) -> None:
         """Reject the current encoder, select the next, and log it."""
-        self._note(self.current, why)
+        self._note(self.current, reason)
         self._advance()
 
-    def _note(self, encoder: Encoder, why: str) -> None:
-        self.reasons.append(f"not {encoder.engine()}: {why}")
-        logger.warning("encoder %s is not used: %s", encoder.engine(), why)
+    def _note(self, encoder: Encoder, reason: str) -> None:
+        self.reasons.append(f"not {encoder.engine()}: {reason}")
+        logger.warning("encoder %s is not used: %s", encoder.engine(), reason)
 
     def _advance(self) -> None:
         while self.candidates:
             reference = self.reference
-            kind = self.candidates.pop(0)
-            encoder = kind(
+            encoder_class = self.candidates.pop(0)
+            encoder = encoder_class(
                 reference.tokenizer_json,
                 reference.end_of_document_id,
                 reference.parse_special_tokens,

@@ -1,8 +1,8 @@
-"""Comparison of a dataset's tokenizer with the one next to a model's weights.
+"""Comparison of a dataset's tokenizer with the tokenizer next to a model's weights.
 
 Compares the two ``tokenizer.json`` files, without transformers: a token in both must have one id,
-and a text must be encoded as the same tokens. Tokens that only one of them has are allowed: a
-vocabulary may have grown, or have space for tokens that the data lacks.
+and both must split a text alike. Tokens that only one file has are allowed: a vocabulary may have
+grown, or have space for tokens that the data lacks.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def check_model_tokens(
 ) -> list[Problem]:
     """Check that a dataset's tokens, whose tokenizer is in `directory`, have the meaning that they
     have for the run's initial weights: ``model.path`` or ``checkpoint.initialize_from``, or, if it
-    `resumes`, its own. Weights without a ``tokenizer.json`` are not checked. source: the dataset,
-    for the message."""
+    `resumes`, the weights that it saved. Weights without a ``tokenizer.json`` are not checked.
+    source: the dataset, for the message."""
     if config.data.allow_other_tokenizer:
         return []
     if resumes:
@@ -52,15 +52,15 @@ def beginning_note(config: RunConfig, dataset: TokenDataset) -> str:
     if base is None or record.chat_template is not None or _tokenizer_file(base) is None:
         return ""
     try:
-        own = load_tokenizer(base).beginning("auto")
+        model_beginning = load_tokenizer(base).beginning("auto")
     except DataError:
         return ""
-    if own == (record.beginning_ids or ()):
+    if model_beginning == (record.beginning_ids or ()):
         return ""
     return (
         f"{dataset.path}: texts begin with {_listed(record.beginning_ids)}; the tokenizer of "
-        f"model.path = {base} begins them with {_listed(own)} -> if that is not meant, tokenize "
-        f"with the model's own: bigtrain tokenize --tokenizer {base}"
+        f"model.path = {base} begins them with {_listed(model_beginning)} -> if that is not meant, "
+        f"tokenize with the model's own: bigtrain tokenize --tokenizer {base}"
     )
 
 
@@ -69,19 +69,19 @@ def _listed(ids: Sequence[int] | None) -> str:
 
 
 def _tokenizer_file(name: str) -> Path | None:
-    """Return the tokenizer.json of a Hugging Face directory, Hub name, run, or checkpoint in it."""
-    place = local_path(name, weights=False)
-    for folder in (place, f"{place}/tokenizer", f"{place}/../../tokenizer"):
+    """Return the tokenizer.json of a Hugging Face directory, Hub name, run, or run's checkpoint."""
+    path = local_path(name, weights=False)
+    for folder in (path, f"{path}/tokenizer", f"{path}/../../tokenizer"):
         if Path(folder, "tokenizer.json").is_file():
             return Path(folder, "tokenizer.json")
-    return own_file(place)
+    return own_file(path)
 
 
 def _check(config: RunConfig, directory: Path, source: str, key: str, name: str) -> list[Problem]:
-    ours, theirs = directory / "tokenizer.json", _tokenizer_file(name)
-    if theirs is None or not ours.is_file():
+    data_file, model_file = directory / "tokenizer.json", _tokenizer_file(name)
+    if model_file is None or not data_file.is_file():
         return []
-    contents = ours.read_bytes(), theirs.read_bytes()
+    contents = data_file.read_bytes(), model_file.read_bytes()
     if contents[0] == contents[1]:
         return []
     try:
@@ -89,39 +89,40 @@ def _check(config: RunConfig, directory: Path, source: str, key: str, name: str)
         vocabularies = [_vocabulary(tree) for tree in trees]
     except (ValueError, KeyError, TypeError, AttributeError):
         return []  # not a file of `tokenizers`: loading it is refused elsewhere
-    why = _other_ids(*vocabularies) or _other_splits(trees, vocabularies)
-    if not why:
+    difference = _other_ids(*vocabularies) or _other_splits(trees, vocabularies)
+    if not difference:
         return []
     return [
         Problem(
             config.data.key_of(0),
             source,
-            f"was tokenized with a different tokenizer than that of {key} = {name}: {why}",
-            f"tokenize with the model's own (bigtrain tokenize --tokenizer {theirs.parent}), or, "
-            f"if this is meant, {KEY}=true",
+            f"was tokenized with a different tokenizer than that of {key} = {name}: {difference}",
+            f"tokenize with the model's own (bigtrain tokenize --tokenizer {model_file.parent}), "
+            f"or, if this is meant, {KEY}=true",
         )
     ]
 
 
 def _vocabulary(tree: Mapping[str, Any]) -> dict[str, int]:
-    """Return the ids of all tokens in a tokenizer.json, by their texts."""
-    known = tree["model"]["vocab"]
-    if isinstance(known, list):  # of Unigram: pairs of text and score
-        known = {entry[0]: number for number, entry in enumerate(known)}
+    """Return the ids of the tokens in a tokenizer.json, by their texts."""
+    vocabulary = tree["model"]["vocab"]
+    if isinstance(vocabulary, list):  # of Unigram: pairs of text and score
+        vocabulary = {entry[0]: number for number, entry in enumerate(vocabulary)}
     added = {token["content"]: token["id"] for token in tree.get("added_tokens") or []}
-    return {**known, **added}
+    return {**vocabulary, **added}
 
 
 def _other_ids(data: Mapping[str, int], model: Mapping[str, int]) -> str:
     """Describe ids that mean different tokens, and tokens with different ids; empty for none."""
-    of_data = {number: text for text, number in data.items()}
-    of_model = {number: text for text, number in model.items()}
-    wrong = sorted(n for n in of_data.keys() & of_model.keys() if of_data[n] != of_model[n])
+    data_texts = {number: text for text, number in data.items()}
+    model_texts = {number: text for text, number in model.items()}
+    common_ids = data_texts.keys() & model_texts.keys()
+    wrong = sorted(id_ for id_ in common_ids if data_texts[id_] != model_texts[id_])
     if wrong:
         first = wrong[0]
         return (
-            f"{len(wrong):,} ids mean other tokens, such as {first}: {of_data[first]!a} in the "
-            f"data, {of_model[first]!a} for the model"
+            f"{len(wrong):,} ids mean other tokens, such as {first}: {data_texts[first]!a} in the "
+            f"data, {model_texts[first]!a} for the model"
         )
     moved = sorted(text for text in data.keys() & model.keys() if data[text] != model[text])
     if not moved:
@@ -142,7 +143,7 @@ def _other_splits(trees: list[dict[str, Any]], vocabularies: list[dict[str, int]
         if only_one and any(token in text for token in only_one):
             continue
         try:
-            ids = [one.encode(text, add_special_tokens=False).ids for one in (data, model)]
+            ids = [backend.encode(text, add_special_tokens=False).ids for backend in (data, model)]
         except Exception:  # a tokenizer that cannot encode every text
             continue
         if ids[0] != ids[1]:

@@ -1,7 +1,7 @@
 """Precedence of a directory's ``tokenizer.json`` over the class with which transformers loads it.
 
-transformers 5 reads vocabulary and merges from the file, but gives classes such as `GPT2Tokenizer`
-and `Qwen2Tokenizer` their own normalizer, pre-tokenizer and decoder, regardless of the file
+transformers 5 reads vocabulary and merges from the file, but gives some classes (`GPT2Tokenizer`,
+`Qwen2Tokenizer`) a normalizer, pre-tokenizer and decoder regardless of the file
 (tokenization_utils_tokenizers.py, `convert_to_native_format`). If ``tokenizer_config.json`` names
 the wrong class, the tokens differ. Here the result is compared with the file, and loaded again
 without the class if it encodes or decodes differently.
@@ -25,23 +25,24 @@ _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 
 def as_in_file(tokenizer: Any, path: Path, **options: Any) -> tuple[Any, str]:
     """Return `tokenizer`, which transformers loaded, if it equals the tokenizer in `path`;
-    otherwise the latter, and why. `options`: of `from_pretrained`. Raises DataError for a file that
-    the library `tokenizers` cannot read, or that transformers' plain class also changes."""
-    own = _read(path)
-    why = _differences(tokenizer, own, path)
-    if not why:
+    otherwise the tokenizer in `path`, and why. `options`: of `from_pretrained`. Raises DataError
+    for a file that the library `tokenizers` cannot read, or that transformers' plain class also
+    changes."""
+    file_tokenizer = _read(path)
+    difference = _differences(tokenizer, file_tokenizer, path)
+    if not difference:
         return tokenizer, ""
     rebuilt = without_class(path, tokenizer, **options)
-    still = _differences(rebuilt, own, path)
+    still = _differences(rebuilt, file_tokenizer, path)
     if still:
         raise DataError(
             f"{path} differs from the tokenizer that transformers loads from it, with the class "
-            f"that tokenizer_config.json names ({why}) and without it ({still}) -> save the "
+            f"that tokenizer_config.json names ({difference}) and without it ({still}) -> save the "
             "tokenizer again with PreTrainedTokenizerFast"
         )
     return rebuilt, (
-        f"transformers' class {type(tokenizer).__name__} does not follow {path} ({why}): the file "
-        "is used unchanged"
+        f"transformers' class {type(tokenizer).__name__} does not follow {path} ({difference}): "
+        "the file is used unchanged"
     )
 
 
@@ -50,9 +51,11 @@ def without_class(path: Path, named: Any = None, **options: Any) -> Any:
     `named` that are in the file's vocabulary."""
     from transformers import PreTrainedTokenizerFast
 
-    known = _read(path).get_vocab(with_added_tokens=True)
-    given = {name: getattr(named, name, None) for name in _NAMED} if named is not None else {}
-    special = {name: str(token) for name, token in given.items() if str(token) in known}
+    vocabulary = _read(path).get_vocab(with_added_tokens=True)
+    named_tokens = (
+        {name: getattr(named, name, None) for name in _NAMED} if named is not None else {}
+    )
+    special = {name: str(token) for name, token in named_tokens.items() if str(token) in vocabulary}
     plain: Any = PreTrainedTokenizerFast
     return plain.from_pretrained(str(path.parent), **special, **options)
 
@@ -66,24 +69,26 @@ def _read(path: Path) -> Any:
         raise DataError(f"{path} cannot be read: {first_line(error)}") from error
 
 
-def _differences(tokenizer: Any, own: Any, path: Path) -> str:
-    """Describe how `tokenizer` differs from `own`, the tokenizer of the file; empty if tokens and
-    text are the same."""
+def _differences(tokenizer: Any, file_tokenizer: Any, path: Path) -> str:
+    """Describe how `tokenizer` differs from `file_tokenizer`, the tokenizer of the file; empty if
+    tokens and text are equal."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return ""
-    actual, expected = json.loads(backend.to_str()), json.loads(own.to_str())
+    actual, expected = json.loads(backend.to_str()), json.loads(file_tokenizer.to_str())
     added = {token["content"]: token for token in actual["added_tokens"]}
-    lost = [t["content"] for t in expected["added_tokens"] if added.get(t["content"]) != t]
-    ours = {token["content"] for token in expected["added_tokens"]}
-    extra = sorted(added.keys() - ours - own.get_vocab(with_added_tokens=False).keys())
+    missing = [t["content"] for t in expected["added_tokens"] if added.get(t["content"]) != t]
+    file_tokens = {token["content"] for token in expected["added_tokens"]}
+    plain_tokens = file_tokenizer.get_vocab(with_added_tokens=False).keys()
+    extra = sorted(added.keys() - file_tokens - plain_tokens)
     if extra and (strange := [name for name in extra if name not in _settings(path)]):
         return f"it adds the token {strange[0]}"
+
+    # Parts that determine tokens: reported if they change an edge case, or other texts for sure.
     changed = [part for part in _ENCODING if _steps(actual, part) != _steps(expected, part)]
-    changed += ["added_tokens"] * bool(lost)
-    if changed and (text := _encoded_otherwise(backend, own)) is not None:
+    changed += ["added_tokens"] * bool(missing)
+    if changed and (text := _encoded_otherwise(backend, file_tokenizer)) is not None:
         return f"{', '.join(changed)}; for example {text[:40]!a}"
-    # A difference in these affects some text that is not an edge case.
     if sure := [part for part in changed if part in ("normalizer", "pre_tokenizer")]:
         return ", ".join(sure)
     if "model" in changed and _bare_model(actual) != _bare_model(expected):
@@ -92,7 +97,7 @@ def _differences(tokenizer: Any, own: Any, path: Path) -> str:
         return "decoder"
     # The file need not define the special tokens of a text if the settings do.
     sets_ends = any(f'"add_{end}_token"' in _settings(path) for end in ("bos", "eos"))
-    if not sets_ends and backend.encode("a").ids != own.encode("a").ids:
+    if not sets_ends and backend.encode("a").ids != file_tokenizer.encode("a").ids:
         return "post_processor"
     return ""
 
@@ -102,10 +107,10 @@ def _steps(tree: Any, part: str) -> Any:
 
     def bare(value: Any) -> Any:
         if isinstance(value, dict):
-            without: tuple[str, ...] = ("trim_offsets",)
+            ignored: tuple[str, ...] = ("trim_offsets",)
             if part == "decoder" and value.get("type") == "ByteLevel":
-                without = ("trim_offsets", "add_prefix_space", "use_regex")
-            return {key: bare(item) for key, item in value.items() if key not in without}
+                ignored = ("trim_offsets", "add_prefix_space", "use_regex")
+            return {key: bare(item) for key, item in value.items() if key not in ignored}
         return [bare(item) for item in value] if isinstance(value, list) else value
 
     value = tree.get(part)
@@ -113,19 +118,19 @@ def _steps(tree: Any, part: str) -> Any:
 
 
 def _bare_model(tree: Any) -> Any:
-    """Return the model without the settings of its unknown token, which most never need."""
-    without = {**tree["model"], "unk_token": None, "fuse_unk": None}
-    return {key: value or None for key, value in without.items()}  # "" is no prefix, like null
+    """Return the model without the settings of the unknown token, which most models never need."""
+    model = {**tree["model"], "unk_token": None, "fuse_unk": None}
+    return {key: value or None for key, value in model.items()}  # "" is no prefix, like null
 
 
-def _encoded_otherwise(backend: Any, own: Any) -> str | None:
+def _encoded_otherwise(backend: Any, file_tokenizer: Any) -> str | None:
     """Return the first edge case that is encoded differently, or not at all."""
-    for text in tokenizer_edge_cases(own.to_str()):
-        expected = own.encode(text, add_special_tokens=False).ids
+    for text in tokenizer_edge_cases(file_tokenizer.to_str()):
+        expected = file_tokenizer.encode(text, add_special_tokens=False).ids
         try:
             if backend.encode(text, add_special_tokens=False).ids != expected:
                 return text
-        except Exception:  # such as for an unknown token that is not in the vocabulary
+        except Exception:  # for example for an unknown token that is not in the vocabulary
             return text
     return None
 

@@ -18,7 +18,7 @@ class SpelledTokens:
     def __post_init__(self) -> None:
         added = json.loads(self.tokenizer_json).get("added_tokens") or []
         names = {token["content"].encode("utf-8") for token in added if token["special"]}
-        # Names with one prefix have a pattern of their own, found by the prefix: 20 times faster.
+        # One pattern for each prefix of names, which is searched by the prefix: 20 times faster.
         names_by_prefix: dict[bytes, list[bytes]] = {}
         for name in sorted(names - {b""}, key=len, reverse=True):
             names_by_prefix.setdefault(name[:2], []).append(name)
@@ -27,7 +27,7 @@ class SpelledTokens:
         ]
 
     def count(self, contents: Sequence[bytes]) -> Counter[str]:
-        """Return how often documents, given as UTF-8, have the text of each special token."""
+        """Return how often documents, given as UTF-8, have the text of every special token."""
         joined = b"\0".join(contents)
         counts: Counter[str] = Counter()
         for pattern in self._patterns:

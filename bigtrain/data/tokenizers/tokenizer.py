@@ -85,11 +85,11 @@ class Tokenizer:
         return ReferenceEncoder(self.backend_json, end, parse_special_tokens, beginning_ids)
 
     def beginning(self, policy: BeginningOfText) -> tuple[int, ...]:
-        """Return the tokens that begin a text; auto: those that the tokenizer itself adds. Raises
+        """Return the tokens that begin a text; auto: tokens that the tokenizer itself adds. Raises
         DataError for always if the tokenizer has no token for it."""
-        own = () if policy == "never" else self.text_ends()[0]
-        if own or policy != "always":
-            return own
+        beginning_ids = () if policy == "never" else self.text_ends()[0]
+        if beginning_ids or policy != "always":
+            return beginning_ids
         bos_id = self.huggingface.bos_token_id
         if bos_id is None:
             raise DataError(
@@ -134,19 +134,19 @@ class Tokenizer:
         return tuple(full[:begin]), str(self._backend.id_to_token(self.end_of_document_id))
 
     def ids_of(self, names: Iterable[str]) -> list[int]:
-        """Return the ids of those of `names` that are tokens."""
+        """Return the ids of the `names` that are tokens."""
         ids = map(self._backend.token_to_id, names)
         return [number for number in ids if number is not None]
 
     def joins(self, first: str, second: str) -> bool:
-        """Return whether the tokens of two texts, one after the other, are those of both."""
+        """Return whether the tokens of two texts decode to the two texts, joined."""
         parts = [self._backend.encode(part, add_special_tokens=False) for part in (first, second)]
         ids = [number for part in parts for number in part.ids]
         return bool(self._backend.decode(ids, skip_special_tokens=False) == first + second)
 
     def generation_ends(self) -> dict[int, str]:
         """Return the tokens that end generation, with their texts: the end-of-sequence token, and
-        those of ``generation_config.json`` in its directory, if it exists."""
+        the tokens of ``generation_config.json`` in the directory, if it exists."""
         ids = [self.end_of_document_id if self.eos_id is None else self.eos_id]
         try:
             tree = json.loads((Path(self.place) / "generation_config.json").read_bytes())
@@ -154,33 +154,33 @@ class Tokenizer:
             ids += listed if isinstance(listed, list) else [listed]
         except (OSError, ValueError, AttributeError):
             pass  # missing, or not a file of transformers
-        known = {n: self._backend.id_to_token(n) for n in ids if isinstance(n, int) and n >= 0}
-        return {number: name for number, name in known.items() if name}
+        texts = {n: self._backend.id_to_token(n) for n in ids if isinstance(n, int) and n >= 0}
+        return {number: name for number, name in texts.items() if name}
 
     def chat_template(self, file: Path | None = None) -> ChatTemplate:
-        """Return the tokenizer's chat template, or the one in `file`. Raises DataError if there is
-        none, it cannot be read, or its syntax is invalid."""
+        """Return the tokenizer's chat template, or the template `file`. Raises DataError if there
+        is none, it cannot be read, or its syntax is invalid."""
         try:
-            given = None if file is None else file.read_text(encoding="utf-8")
+            jinja = None if file is None else file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"--chat-template {file} cannot be read: {error}") from error
         try:
             # A tokenizer may have one template for conversations with tools and one for others.
             find = self.huggingface.get_chat_template
-            without, with_tools = find(given, None), find(given, [])
+            template, with_tools = find(jinja, None), find(jinja, [])
         except ValueError as error:
             raise NoChatTemplate(
                 f"tokenizer {self.name} has no chat template -> specify one: --chat-template FILE"
             ) from error
-        literals = _literals({without, with_tools}, str(file or f"of tokenizer {self.name}"))
-        if any(_DATE_FUNCTION in source for source in (without, with_tools)):
+        literals = _literals({template, with_tools}, str(file or f"of tokenizer {self.name}"))
+        if any(_DATE_FUNCTION in source for source in (template, with_tools)):
             logger.warning(
                 "the chat template of %s writes the current date: tokens of the same conversations "
                 "differ from day to day",
                 file or self.name,
             )
         variables = dict(self.huggingface.special_tokens_map)
-        return ChatTemplate(without, with_tools, variables, literals)
+        return ChatTemplate(template, with_tools, variables, literals)
 
     def decode(self, tokens: Sequence[int] | npt.NDArray[Any]) -> str:
         ids = [int(token) for token in tokens]
@@ -200,7 +200,7 @@ class Tokenizer:
             self.huggingface.save_pretrained(str(directory))
 
 
-def _literals(sources: Iterable[str], where: str) -> frozenset[str]:
+def _literals(sources: Iterable[str], origin: str) -> frozenset[str]:
     """Return the strings in chat templates. Raise DataError for invalid syntax."""
     from jinja2 import TemplateSyntaxError, nodes
 
@@ -210,7 +210,7 @@ def _literals(sources: Iterable[str], where: str) -> frozenset[str]:
             tree = template_syntax_tree(source)
         except TemplateSyntaxError as error:
             raise DataError(
-                f"the chat template {where} is invalid: line {error.lineno}: {error.message}"
+                f"the chat template {origin} is invalid: line {error.lineno}: {error.message}"
             ) from error
         literals |= {node.data for node in tree.find_all(nodes.TemplateData)}
         values = [node.value for node in tree.find_all(nodes.Const)]
@@ -223,24 +223,25 @@ def load_tokenizer(name: str) -> Tokenizer:
     cache. Raises DataError if there is none, if the Hub is unreachable (detected in seconds), and
     if the tokenizer has no fast implementation or no end-of-sequence token."""
     if is_address(name):
-        place = local_path(name, weights=False)
-        return replace(load_tokenizer(place), name=without_secrets(name), directory=place)
+        local_directory = local_path(name, weights=False)
+        tokenizer = load_tokenizer(local_directory)
+        return replace(tokenizer, name=without_secrets(name), directory=local_directory)
     directory = Path(name)
     key = fingerprint(directory, name) if directory.is_dir() else None
-    known = get_cached_tokenizer(directory, key) if key else None
-    if known is not None:
-        if known.remark:
-            logger.warning("%s", known.remark)
-        facts: Any = {fact: getattr(known, fact) for fact in FACTS}
-        return Tokenizer(name=name, cached=known, **facts)
+    cached = get_cached_tokenizer(directory, key) if key else None
+    if cached is not None:
+        if cached.remark:
+            logger.warning("%s", cached.remark)
+        facts: Any = {fact: getattr(cached, fact) for fact in FACTS}
+        return Tokenizer(name=name, cached=cached, **facts)
     loaded, remark = _load_with_transformers(name)
     if remark:
         logger.warning("%s", remark)
     tokenizer = describe(name, loaded)
     if key and fingerprint(directory, name) == key:  # otherwise its files changed during loading
         facts = {fact: getattr(tokenizer, fact) for fact in FACTS} | {"remark": remark}
-        known = put_cached_tokenizer(directory, key, loaded, facts, decodes_plainly(loaded))
-    return replace(tokenizer, cached=known)
+        cached = put_cached_tokenizer(directory, key, loaded, facts, decodes_plainly(loaded))
+    return replace(tokenizer, cached=cached)
 
 
 def own_file(name: str) -> Path | None:
@@ -270,7 +271,7 @@ def _load_with_transformers(name: str) -> tuple[Any, str]:
         path = own_file(name) if is_local else None
         try:
             loaded: Any = AutoTokenizer.from_pretrained(name, **options)
-        except Exception as error:  # such as a named class that does not match the file
+        except Exception as error:  # for example a named class that does not match the file
             if path is None:
                 raise
             try:
@@ -323,8 +324,8 @@ def _hub_problem(name: str) -> str | None:
 def tokenizer_hash(huggingface: Any) -> str:
     """Return the SHA-256 of the parts of `huggingface` that determine the encoding of documents.
     These are normalizer, pre-tokenizer, model and added tokens of the fast tokenizer's canonical
-    JSON, and the end-of-document id; not truncation, padding, post-processor and decoder. The same
-    after saving and loading."""
+    JSON, and the end-of-document id; not truncation, padding, post-processor and decoder. Saving
+    and loading do not change it."""
     tree = json.loads(huggingface.backend_tokenizer.to_str())
     parts = {key: tree.get(key) for key in ("normalizer", "pre_tokenizer", "model", "added_tokens")}
     parts["end_of_document_id"] = huggingface.eos_token_id

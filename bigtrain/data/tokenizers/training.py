@@ -37,6 +37,7 @@ def train_tokenizer(batches: Iterable[Sequence[str]], vocab_size: int) -> Tokeni
     from tokenizers import Tokenizer as Backend
     from transformers import PreTrainedTokenizerFast
 
+    # Byte-level: every text can be encoded, and ids 1 to 256 are the bytes.
     backend: Any = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -51,21 +52,23 @@ def train_tokenizer(batches: Iterable[Sequence[str]], vocab_size: int) -> Tokeni
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    seen = [0]
-    backend.train_from_iterator(_counted(batches, seen), trainer)
-    if not seen[0]:
+    # Count the characters that are read: without any text there is nothing to train on.
+    num_characters = 0
+
+    def counted() -> Iterator[Sequence[str]]:
+        nonlocal num_characters
+        for batch in batches:
+            num_characters += sum(map(len, batch))
+            yield batch
+
+    backend.train_from_iterator(counted(), trainer)
+    if not num_characters:
         raise DataError("no text to train a tokenizer on: every document is empty")
     wrapper: Any = PreTrainedTokenizerFast
     wrapped = wrapper(
         tokenizer_object=backend, eos_token=END_OF_DOCUMENT, clean_up_tokenization_spaces=False
     )
     return describe("trained here", wrapped)
-
-
-def _counted(batches: Iterable[Sequence[str]], seen: list[int]) -> Iterator[Sequence[str]]:
-    for batch in batches:
-        seen[0] += sum(map(len, batch))
-        yield batch
 
 
 def add_tokens(
@@ -78,15 +81,15 @@ def add_tokens(
     if not texts:
         raise DataError("nothing to add to the tokenizer -> --add-token or --add-special-token")
     base = load_tokenizer(name)
-    known = base.huggingface.get_vocab()
+    vocabulary = base.huggingface.get_vocab()
     for number, text in enumerate(texts):
         if not text.strip():
             raise DataError(f"a token to add is {text!r}: it must have a non-space character")
         if text in texts[:number]:
             raise DataError(f"the token {text} is added twice -> name it once")
-        if text in known:
+        if text in vocabulary:
             raise DataError(
-                f"{text} is already a token of {name}, with id {known[text]} -> remove it"
+                f"{text} is already a token of {name}, with id {vocabulary[text]} -> remove it"
             )
     return _grown(name, base.huggingface, plain, special)
 
@@ -110,60 +113,71 @@ def check_added_tokens(
         huggingface = load_tokenizer(base).huggingface
     except DataError as error:
         return [Problem(key, base, str(error), "tokenizer.base=DIRECTORY, or a hub name")]
-    known = huggingface.get_vocab()
+    base_vocabulary = huggingface.get_vocab()
     for text in section.added:
-        if text in known:
-            rule = f"is already a token of {base}, with id {known[text]}"
+        if text in base_vocabulary:
+            rule = f"is already a token of {base}, with id {base_vocabulary[text]}"
             return [Problem(section.key_of(text), text, rule, "remove it")]
     grown, ids = _grown(base, huggingface, section.add_tokens, section.add_special_tokens)
     if grown.hash == listed.hash:
         return []
     try:
-        there = load_tokenizer(directory).huggingface
+        data_tokenizer = load_tokenizer(directory).huggingface
     except DataError as error:
         return [Problem("data", directory, str(error))]
-    return [_difference(section, base, listed, there, known, ids)]
+    return [
+        _difference(
+            section, base, listed, data_tokenizer, base_vocabulary=base_vocabulary, added_ids=ids
+        )
+    ]
 
 
 def _difference(
     section: TokenizerSection,
     base: str,
     listed: TokenizerRecord,
-    there: Any,
-    known: dict[str, int],
-    ids: dict[str, int],
+    data_tokenizer: Any,
+    *,
+    base_vocabulary: dict[str, int],
+    added_ids: dict[str, int],
 ) -> Problem:
-    """Describe how the data's tokenizer (`there`) differs from `section`. known: vocabulary of the
-    base. ids: of the added tokens."""
-    vocabulary = there.get_vocab()
-    whose = f"the tokenizer that the data was tokenized with ({listed.name})"
-    beyond = sorted(vocabulary.keys() - known.keys(), key=lambda text: vocabulary[text])
-    added = {one.content: one.special for one in there.added_tokens_decoder.values()}
-    if not known.items() <= vocabulary.items() or not added.keys() >= {*beyond}:
-        rule = f"{whose} was made from another one"
+    """Describe how the tokenizer of the data differs from `section`. added_ids: ids that the added
+    tokens would get."""
+    # The data's tokenizer must have all tokens of the base and, beyond them, only added ones.
+    vocabulary = data_tokenizer.get_vocab()
+    data_name = f"the tokenizer that the data was tokenized with ({listed.name})"
+    beyond = sorted(vocabulary.keys() - base_vocabulary.keys(), key=lambda text: vocabulary[text])
+    added = {token.content: token.special for token in data_tokenizer.added_tokens_decoder.values()}
+    if not base_vocabulary.items() <= vocabulary.items() or not added.keys() >= {*beyond}:
+        rule = f"{data_name} was made from another one"
         return Problem("tokenizer.base", base, rule, "name the one that it was made from")
+    # The added tokens must be listed completely, in the right list, and in the order of the ids.
     if missing := [text for text in section.added if text not in vocabulary]:
         return Problem(
             section.key_of(missing[0]),
             missing,
-            f"no tokens of {whose}",
+            f"no tokens of {data_name}",
             "tokenize with them: bigtrain tokenizer --config RUN.yaml --output DIR, then bigtrain "
             "tokenize --tokenizer DIR",
         )
     special = {text for text, is_special in added.items() if is_special}
-    if others := [text for text in beyond if text not in section.added]:
-        of_others = "add_special_tokens" if others[0] in special else "add_tokens"
-        rule = f"{whose} has also {', '.join(others[:4])}{', ...' if len(others) > 4 else ''}"
-        return Problem(f"tokenizer.{of_others}", None, rule, "add them too")
+    if unlisted := [text for text in beyond if text not in section.added]:
+        list_name = "add_special_tokens" if unlisted[0] in special else "add_tokens"
+        ellipsis = ", ..." if len(unlisted) > 4 else ""
+        rule = f"{data_name} has also {', '.join(unlisted[:4])}{ellipsis}"
+        return Problem(f"tokenizer.{list_name}", None, rule, "add them too")
     for text in section.added:
         right = "add_special_tokens" if text in special else "add_tokens"
         if section.key_of(text) != f"tokenizer.{right}":
-            rule = f"is a {'control' if text in special else 'plain'} token of {whose}"
+            rule = f"is a {'control' if text in special else 'plain'} token of {data_name}"
             return Problem(section.key_of(text), text, rule, f"name it in tokenizer.{right}")
-        order = [one for one in beyond if section.key_of(one) == section.key_of(text)]
-        if vocabulary[text] != ids[text] and order != [*getattr(section, right)]:
-            rule = f"{text} has id {vocabulary[text]} in {whose}, and would get {ids[text]}"
+        key = section.key_of(text)
+        order = [new_text for new_text in beyond if section.key_of(new_text) == key]
+        if vocabulary[text] != added_ids[text] and order != [*getattr(section, right)]:
+            rule = (
+                f"{text} has id {vocabulary[text]} in {data_name}, and would get {added_ids[text]}"
+            )
             remedy = f"the order of the ids: [{', '.join(order)}]"
             return Problem(section.key_of(text), None, rule, remedy)
-    rule = f"{whose} has the same tokens, but finds them differently"
+    rule = f"{data_name} has the same tokens, but finds them differently"
     return Problem("tokenizer.base", base, rule, "make it by bigtrain tokenizer --config RUN.yaml")

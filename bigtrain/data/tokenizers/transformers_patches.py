@@ -1,6 +1,7 @@
 """Private parts of transformers used for tokenizers, with the reasons. Read in transformers 5.23.
 
-`bigtrain.models.transformers_patches` has those for models: neither folder may import the other.
+`bigtrain.models.transformers_patches` has patches for models; the folders must not import each
+other.
 `tests/unit/data/tokenizers/test_transformers_patches.py` has the contract tests.
 """
 
@@ -22,8 +23,8 @@ def template_syntax_tree(source: str) -> Any:
 def decodes_plainly(tokenizer: Any) -> bool:
     """Return whether a transformers tokenizer decodes exactly as `tokenizers` does. A class changes
     it in `decode` (tokenization_utils_base.py:2884) or in `_decode`
-    (tokenization_utils_tokenizers.py:1150), which the former calls."""
+    (tokenization_utils_tokenizers.py:1150), which `decode` calls."""
     from transformers import PreTrainedTokenizerFast
 
-    kind, plain = type(tokenizer), PreTrainedTokenizerFast
-    return kind.decode is plain.decode and kind._decode is plain._decode
+    tokenizer_class, plain = type(tokenizer), PreTrainedTokenizerFast
+    return tokenizer_class.decode is plain.decode and tokenizer_class._decode is plain._decode

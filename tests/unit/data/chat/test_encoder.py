@@ -13,8 +13,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from bigtrain.data.chat import encoder as chat
+from bigtrain.data.chat.document_forms import RenderedChat
 from bigtrain.data.chat.encoder import ChatEncoder
+from bigtrain.data.chat.token_bytes import token_bytes
 from bigtrain.data.documents.conversations import ConversationError, conversation_bytes
 from bigtrain.data.tokenizers.chat_template import ChatTemplate
 from bigtrain.data.tokenizers.encoders import FAST_ENCODERS, Encoder, ReferenceEncoder
@@ -135,7 +136,7 @@ def test_the_fast_way_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     def slowly(*_: object) -> None:
         raise AssertionError("encoded again")
 
-    monkeypatch.setattr(ChatEncoder, "_encode_slowly", slowly)
+    monkeypatch.setattr(RenderedChat, "_encode_slowly", slowly)
     for name in ("one turn", "many turns", "unicode", "code"):
         encode(encoder_of(CHATML), CONVERSATIONS[name])
     encode(encoder_of(CHATML, "NFC"), CONVERSATIONS["one turn"])
@@ -403,7 +404,7 @@ def test_tokenizers_without_bytes_take_the_slow_way() -> None:
     described = describe("test", tokenizer)
     reference = described.encoder(True, ends=False)
     encoder = ChatEncoder(reference, reference, described.chat_template(), False)
-    assert chat.token_bytes(orjson.loads(reference.tokenizer_json)) is None
+    assert token_bytes(orjson.loads(reference.tokenizer_json)) is None
     messages = turns("a", "b b x", "a", "b")
     tokens, mask = encode(encoder, messages)
     assert tokens == tokenizer.apply_chat_template(messages)["input_ids"]

@@ -27,7 +27,7 @@ from tests.support.worlds import ROOT
 class ColumnsReader(TableReader):
     """A made-up table: a JSON object of columns."""
 
-    kind = "columns"
+    format_name = "columns"
     suffixes = (".columns",)
 
     @classmethod
@@ -51,7 +51,7 @@ class ColumnsReader(TableReader):
 
 def test_kinds_and_suffixes_are_declared_once() -> None:
     suffixes = [suffix for reader in formats.READERS for suffix in reader.suffixes]
-    kinds = [reader.kind for reader in formats.READERS]
+    kinds = [reader.format_name for reader in formats.READERS]
     assert len(set(suffixes)) == len(suffixes)
     assert len(set(kinds)) == len(kinds)
     assert set(formats.DEFAULT_SUFFIXES) <= set(suffixes)
@@ -71,10 +71,10 @@ def test_a_new_format_is_one_class(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     texts = [f"alpha beta {number}" for number in range(40)]
     path = tmp_path / "in.columns"
     path.write_text(json.dumps({"text": texts}))
-    assert find_sources(Selection([str(path)]))[0].kind == "text"
+    assert find_sources(Selection([str(path)]))[0].format_name == "text"
     monkeypatch.setitem(formats.BY_SUFFIX, ".columns", ColumnsReader)
     (source,) = find_sources(Selection([str(path)]))
-    assert source.kind == "columns"
+    assert source.format_name == "columns"
     assert list(formats.keys_in(source, ReadOptions(Selection([])))) == ["text"]
     train_tokenizer([texts], 300).save(tmp_path / "tokenizer")
 

@@ -107,8 +107,8 @@ def read(units: list[Unit], options: ReadOptions = OPTIONS) -> list[str]:
                 documents += [content.decode() for content in block]
                 done.append(reader.bytes_done)
             assert done == sorted(done)
-            known = part.source.kind == "parquet" or (
-                part.source.kind == "saved_dataset" and part.end is not None
+            known = part.source.format_name == "parquet" or (
+                part.source.format_name == "saved_dataset" and part.end is not None
             )
             if known and len(done) > 2:
                 assert 0 < done[-1] < part.num_bytes
