@@ -34,9 +34,9 @@ def unit_of(section: ObjectiveSection) -> Unit:
     if is_imported(section.type):
         unit: Unit = getattr(import_named("objective.type", section.type), "unit", "tokens")
         return unit
-    known: dict[str, Unit] = {"preference": "pairs", "reward": "pairs"}
-    known |= {"kto": "rows", "classification": "rows"}
-    return known.get(section.type, "tokens")
+    units: dict[str, Unit] = {"preference": "pairs", "reward": "pairs"}
+    units |= {"kto": "rows", "classification": "rows"}
+    return units.get(section.type, "tokens")
 
 
 AnswerRows = Literal["preference", "kto", "classification"]
@@ -86,21 +86,21 @@ def check_objective(section: ObjectiveSection) -> list[Problem]:
         return []
     key, name = "objective.type", section.type
     try:
-        kind: Any = import_named(key, name)
+        objective_class: Any = import_named(key, name)
     except ConfigError as error:
         return list(error.problems)
-    defined_at = location(kind) or name
-    if not inspect.isclass(kind):
+    defined_at = location(objective_class) or name
+    if not inspect.isclass(objective_class):
         remedy = "name the class, whose constructor gets objective.settings"
         return [Problem(key, name, f"is not a class ({defined_at})", remedy)]
-    loss = getattr(kind, "loss", None)
+    loss = getattr(objective_class, "loss", None)
     if not callable(loss):
         return [Problem(key, name, f"has no loss ({defined_at})", "def loss(self, batch): ...")]
     problems = [
-        call_problem("objective.settings", section.settings, kind, [], section.settings),
+        call_problem("objective.settings", section.settings, objective_class, [], section.settings),
         call_problem(key, name, loss, ["self", "batch"], {}, "loss"),
     ]
-    unit = getattr(kind, "unit", "tokens")
+    unit = getattr(objective_class, "unit", "tokens")
     if unit not in get_args(Unit):
         rule = f"unit = {unit!r} is not one of {', '.join(get_args(Unit))} ({defined_at})"
         problems.append(Problem(key, name, rule, "the unit of the mean: unit = 'rows'"))

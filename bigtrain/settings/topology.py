@@ -98,7 +98,11 @@ class Topology(Degrees):
     def ring_groups(self) -> list[list[int]]:
         """Return the groups of ranks that pass keys and values of the same heads around."""
         size = self.ulysses_size
-        return [group[place::size] for group in self.groups("sequence") for place in range(size)]
+        return [
+            group[ulysses_rank::size]
+            for group in self.groups("sequence")
+            for ulysses_rank in range(size)
+        ]
 
     def expert_groups(self) -> list[list[int]]:
         """Return the groups of ranks that divide the experts: neighbours within data x sequence."""
@@ -112,7 +116,11 @@ class Topology(Degrees):
     def expert_replica_groups(self) -> list[list[int]]:
         """Return the groups of ranks that hold the same experts."""
         size = self.expert_size
-        return [group[place::size] for group in self.groups(*REPLICA_AXES) for place in range(size)]
+        return [
+            group[expert_rank::size]
+            for group in self.groups(*REPLICA_AXES)
+            for expert_rank in range(size)
+        ]
 
     def holder_groups(self) -> list[list[int]]:
         """Return the groups of ranks that together hold one pipeline stage's parameters, experts
@@ -121,11 +129,11 @@ class Topology(Degrees):
 
     def expert_holder_groups(self) -> list[list[int]]:
         """Return the groups of ranks that together hold the same experts."""
-        places = {rank: group.index(rank) for group in self.expert_groups() for rank in group}
+        expert_ranks = {rank: group.index(rank) for group in self.expert_groups() for rank in group}
         return [
-            [rank for rank in group if places[rank] == place]
+            [rank for rank in group if expert_ranks[rank] == expert_rank]
             for group in self.holder_groups()
-            for place in range(self.expert_size)
+            for expert_rank in range(self.expert_size)
         ]
 
 

@@ -82,17 +82,19 @@ def _class(values: Any) -> tuple[str, Callable[[Any], bool]]:
     it. A list is exactly its values, where 1 is not true; integers may be floats such as 5e7."""
     if isinstance(values, list):
         words = " or ".join(json.dumps(value).strip('"') for value in values)
-        return words, lambda given: any(type(given) is type(v) and given == v for v in values)
+        return words, lambda candidate: any(
+            type(candidate) is type(v) and candidate == v for v in values
+        )
     if values in _CLASSES:
         return values, _CLASSES[values]
     match = _INTEGERS.fullmatch(values)
     assert match is not None, values
-    multiple, least, most = int(match[1] or 1), int(match[2]), float(match[3] or "inf")
+    multiple, minimum, maximum = int(match[1] or 1), int(match[2]), float(match[3] or "inf")
 
     def takes(value: Any) -> bool:
         if not _is_number(value) or not math.isfinite(value) or value != value // 1:
             return False
-        return bool(least <= value <= most and value % multiple == 0)
+        return bool(minimum <= value <= maximum and value % multiple == 0)
 
     return values, takes
 

@@ -76,6 +76,12 @@ class Section(BaseModel):
         return value
 
 
+def section_of(annotation: Any) -> type[Section] | None:
+    """Return the section that a field of `annotation` holds; None for any other field."""
+    candidates = (annotation, *get_args(annotation))
+    return next((c for c in candidates if isinstance(c, type) and issubclass(c, Section)), None)
+
+
 def _takes_numbers(annotation: Any) -> bool:
     return annotation in (int, float) or any(map(_takes_numbers, get_args(annotation)))
 

@@ -59,11 +59,11 @@ class ParallelSection(Section):
     @property
     def degrees(self) -> ModelDegrees:
         """The degrees, as the rest of the package uses them."""
-        kinds = self.sequence
-        if isinstance(kinds, int):
-            kinds = SequenceSection(ulysses=kinds)
-        others = {f"{name}_size": value for name, value in self if name != "sequence"}
-        return ModelDegrees(**others, sequence_size=kinds.size, ring_size=kinds.ring)
+        sequence = self.sequence
+        if isinstance(sequence, int):
+            sequence = SequenceSection(ulysses=sequence)
+        sizes = {f"{name}_size": value for name, value in self if name != "sequence"}
+        return ModelDegrees(**sizes, sequence_size=sequence.size, ring_size=sequence.ring)
 
     @staticmethod
     def tree_of(degrees: ModelDegrees) -> dict[str, Any]:
@@ -72,8 +72,8 @@ class ParallelSection(Section):
         tree = {key: getattr(degrees, name) for name, key in names.items()}
         tree = {key: size for key, size in tree.items() if size > 1}
         if degrees.ring_size > 1:
-            kinds = {"ulysses": degrees.ulysses_size, "ring": degrees.ring_size}
-            tree["sequence"] = {kind: size for kind, size in kinds.items() if size > 1}
+            sequence_sizes = {"ulysses": degrees.ulysses_size, "ring": degrees.ring_size}
+            tree["sequence"] = {method: size for method, size in sequence_sizes.items() if size > 1}
         return tree
 
 
