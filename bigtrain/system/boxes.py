@@ -41,16 +41,16 @@ class Box:
     def moved(self, offsets: Sequence[int]) -> Self:
         """Return this rectangle moved by `offsets`: from the coordinates of an outer rectangle at
         `offsets` to those of the tensor."""
-        moved = (own + other for own, other in zip(self.offsets, offsets, strict=True))
+        moved = (start + shift for start, shift in zip(self.offsets, offsets, strict=True))
         return replace(self, offsets=tuple(moved))
 
     def relative_to(self, outer: Box) -> Self:
         """Return this rectangle in the coordinates of `outer`; the inverse of `moved`."""
         return self.moved([-offset for offset in outer.offsets])
 
-    def intersect(self, other: Box) -> Self | None:
+    def intersect(self, box: Box) -> Self | None:
         """Return the rectangle of the elements in both; None if there are none."""
-        edges = zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        edges = zip(self.offsets, self.sizes, box.offsets, box.sizes, strict=True)
         ranges = [(max(a, b), min(a + m, b + n)) for a, m, b, n in edges]
         if any(low >= high for low, high in ranges):
             return None
@@ -60,13 +60,13 @@ class Box:
     def difference(self, inner: Box) -> Iterator[Self]:
         """Yield rectangles that together have the elements outside of `inner`, which is part of
         this one."""
-        rest = self
+        remainder = self
         for dim, (first, size) in enumerate(zip(inner.offsets, inner.sizes, strict=True)):
-            end = rest.offsets[dim] + rest.sizes[dim]
-            for low, high in ((rest.offsets[dim], first), (first + size, end)):
+            end = remainder.offsets[dim] + remainder.sizes[dim]
+            for low, high in ((remainder.offsets[dim], first), (first + size, end)):
                 if low < high:
-                    yield rest.replace(dim, low, high - low)
-            rest = rest.replace(dim, first, size)
+                    yield remainder.replace(dim, low, high - low)
+            remainder = remainder.replace(dim, first, size)
 
     def split(self, max_elements: int) -> Iterator[Self]:
         """Yield rectangles of at most `max_elements` elements that cover this one."""
@@ -150,17 +150,17 @@ class ShardRanges:
     def to_full(self, local: Box) -> Iterator[tuple[Box, Box]]:
         """Yield the rectangles of the full tensor that a rectangle of the shard holds, each with
         its rectangle relative to `local`. Without padding."""
-        for full, own in self.boxes():
-            common = own.intersect(local)
+        for full, local_box in self.boxes():
+            common = local_box.intersect(local)
             if common is not None:
-                yield common.relative_to(own).moved(full.offsets), common.relative_to(local)
+                yield common.relative_to(local_box).moved(full.offsets), common.relative_to(local)
 
     def to_local(self, full: Box) -> Iterator[Box]:
         """Yield the rectangles of the shard with elements of a rectangle of the full tensor."""
-        for whole, own in self.boxes():
-            common = whole.intersect(full)
+        for full_box, local_box in self.boxes():
+            common = full_box.intersect(full)
             if common is not None:
-                yield common.relative_to(whole).moved(own.offsets)
+                yield common.relative_to(full_box).moved(local_box.offsets)
 
     def _rows(self, start: int, count: int) -> Box:
         box = Box.full(self.shape)

@@ -129,7 +129,10 @@ class HostErrorLog:
     def is_first(self, text: str) -> bool:
         """Return whether this process is the first of the launch to report `text`."""
         try:
-            self._remove_old()
+            for folder in self._root.glob(f"{self._prefix}*"):
+                parent = folder.name.removeprefix(self._prefix).partition("-")[0]
+                if not Path("/proc", parent).exists():
+                    shutil.rmtree(folder, ignore_errors=True)
             self._folder.mkdir(mode=0o700, exist_ok=True)
             if not self._is_ours():
                 return True
@@ -155,9 +158,3 @@ class HostErrorLog:
     def _is_of_this_launch(self, note: Path) -> bool:
         # Written after this process began: its launcher starts all of them at once.
         return note.exists() and note.stat().st_mtime >= self._began
-
-    def _remove_old(self) -> None:
-        for folder in self._root.glob(f"{self._prefix}*"):
-            parent = folder.name.removeprefix(self._prefix).partition("-")[0]
-            if not Path("/proc", parent).exists():
-                shutil.rmtree(folder, ignore_errors=True)

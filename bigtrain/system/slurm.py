@@ -95,13 +95,13 @@ def expand_nodelist(text: str) -> list[str]:
 
 
 def _expand_name(part: str, text: str) -> list[str]:
-    before, bracket, rest = part.partition("[")
+    before, bracket, bracketed = part.partition("[")
     if not bracket:
         return [before]
-    inside, _, after = rest.partition("]")
+    ranges, _, after = bracketed.partition("]")
     tails = _expand_name(after, text)
     names: list[str] = []
-    for piece in inside.split(","):
+    for piece in ranges.split(","):
         match = _RANGE.fullmatch(piece)
         first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
         if int(last) < int(first) or int(last) - int(first) > _MOST_HOSTS:

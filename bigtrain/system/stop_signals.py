@@ -123,8 +123,8 @@ class StopSignals:
         with os.fdopen(reading, "rb", buffering=0) as pipe:
             while number := pipe.read(1):
                 with self._lock:
-                    known = number[0] in SIGNALS and not self._raises(number[0])
-                    if self._action is not None and known:
+                    ends_process = number[0] in SIGNALS and not self._raises(number[0])
+                    if self._action is not None and ends_process:
                         self._exit(number[0])
 
     def _exit(self, number: int) -> None:

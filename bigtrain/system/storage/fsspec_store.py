@@ -44,12 +44,12 @@ class FsspecStore(Store):
         return _stat(info)
 
     def read(
-        self, address: str, begin: int, end: int | None, known: RemoteStat
+        self, address: str, begin: int, end: int | None, listed: RemoteStat
     ) -> Iterator[bytes | memoryview]:
-        if not known.is_same(self.stat(address)):
+        if not listed.is_same(self.stat(address)):
             raise changed(address)
         files, path = self._open(address)
-        stop = known.size if end is None else end
+        stop = listed.size if end is None else end
         if stop is None:  # its length is known only at its end
             with _translated_errors(address):
                 content: bytes = files.cat_file(path)
