@@ -127,7 +127,7 @@ class AccelerateSettings:
         if raw is self.tree:  # rendering it finds the remaining contradictions
             return problems
 
-        # The run owns some answers; the others must agree with the JSON that the run is started
+        # Answers must agree with the run, where it owns them, and with the JSON that it is started
         # with.
         stage = value_at(self.tree, "zero_optimization.stage") or 0
         for owned in owned_values(config, plan, self.tree, stage):
@@ -147,7 +147,7 @@ class AccelerateSettings:
 
 
 def read_accelerate(environment: Mapping[str, str]) -> AccelerateSettings | None:
-    """Return the answers in `environment`; None if none of them concerns bigtrain.
+    """Return the answers in `environment`; None if no answer concerns bigtrain.
 
     Raises LaunchError for an engine other than DeepSpeed, ConfigError for an answer that bigtrain
     does not support.

@@ -20,7 +20,7 @@ class BatchPlan:
 
     Sample ``first + site_begin + (micro_step * data_size + data_rank) * micro_batch_size + j`` is
     row ``j`` of the micro-batch, where ``first`` is the step's first sample. So the samples of a
-    step do not depend on the split: each site reads a contiguous block of them. Packed documents
+    step do not depend on the split: each site reads a contiguous block of samples. Packed documents
     are first sorted within a step (`data.balance_attention`).
 
     `global_batch_size` counts the samples of all sites; `data_size`, `accumulation`,

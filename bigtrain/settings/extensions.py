@@ -139,6 +139,7 @@ def call_problem(
     function: Callable[..., Any],
     arguments: Sequence[str],
     settings: Mapping[str, Any],
+    *,
     label: str = "",
 ) -> Problem | None:
     """Return the problem if `function` cannot be called with positional `arguments` (their names)
@@ -177,7 +178,7 @@ _OTHER_POINTS = {
 
 def check_callback(key: str, name: str, callback: Any) -> list[Problem]:
     """Return the problems of a class (or object) whose methods are called at the points of a run:
-    none of them, names of other programs, signatures, the ranks that it runs on."""
+    no method, names of other programs, signatures, the ranks that it runs on."""
     defined_at = location(callback if isinstance(callback, type) else type(callback))
     points = ", ".join(CALLBACK_POINTS)
     # Methods of another program would never be called, so they are reported first.
@@ -199,7 +200,7 @@ def check_callback(key: str, name: str, callback: Any) -> list[Problem]:
         if inspect.iscoroutinefunction(method):
             rule = f"{point} is a coroutine, which would never run ({location(method)})"
             problems.append(Problem(key, name, rule, "write def instead of async def"))
-        signature_problem = call_problem(key, name, method, arguments, {}, point)
+        signature_problem = call_problem(key, name, method, arguments, {}, label=point)
         problems += [signature_problem] if signature_problem else []
     ranks = getattr(callback, "ranks", "main")
     if ranks not in ("main", "all"):
@@ -230,8 +231,8 @@ def _check_class(
 
 
 def check_callback_class(key: str, name: str, settings: Mapping[str, Any]) -> list[Problem]:
-    """Return the problems of a callback that the run names: import, constructor, methods; of one of
-    bigtrain: settings, and libraries that are not installed."""
+    """Return the problems of a callback that the run names: import, constructor, methods; of a
+    callback of bigtrain: settings, and libraries that are not installed."""
     shipped = SHIPPED_CALLBACKS.get(name)
     if shipped is None:
         return _check_class(key, name, settings, check_callback)
@@ -352,8 +353,7 @@ def check_schedule(
 def _schedule_fault(
     function: Callable[..., Any], settings_json: str, total_steps: int
 ) -> tuple[str, str] | None:
-    """Return the rule that a schedule breaks in any of its steps, and the fix; None if it is
-    sound."""
+    """Return the rule that a schedule breaks at a step, and the fix; None if it is sound."""
     settings = json.loads(settings_json)  # a cache needs hashable arguments
     factors: list[float] = []
     for step in range(total_steps):
@@ -390,7 +390,7 @@ def schedule_factor(
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
-    """Return ``did you mean X?`` for the nearest of `candidates`, or the first of their names."""
+    """Return ``did you mean X?`` for the nearest of `candidates`, or the first names."""
     names = sorted(candidates)
     close = difflib.get_close_matches(name, names, n=1)
     return f"did you mean {close[0]}?" if close else f"it has: {', '.join(names[:8]) or 'nothing'}"

@@ -1,8 +1,8 @@
 """Checks of a Hugging Face model configuration, and the dimensions that rules need, without
 transformers.
 
-Pure: importing transformers takes seconds, `bigtrain check` a fraction of one. The table next to
-this module has the keys of every causal LM; ``tools/hf_config_keys.py`` writes it from
+Pure: importing transformers takes seconds, `bigtrain check` a fraction of a second. The table next
+to this module has the keys of every causal LM; ``tools/hf_config_keys.py`` writes it from
 transformers. Whatever is refused here, the model's configuration class would refuse too. With
 another release of transformers than the table's, unknown keys are left to that class.
 """
@@ -94,8 +94,8 @@ def inspect_configuration(section: ModelSection) -> tuple[ModelDimensions, list[
     written: Mapping[str, Any]
     model_types = key_table()["model_types"]
 
-    # The configuration, and whether transformers has a causal LM of its type. A class of the user
-    # has a type of its own.
+    # The configuration, and whether transformers has a causal LM of its type. A class of the
+    # user defines the type.
     if isinstance(section.config, dict):
         label, written = "model.config", section.config
         model_type = written.get("model_type")
@@ -203,7 +203,7 @@ def check_layer_drop(
 ) -> list[Problem]:
     """Return problems of a configuration that skips layers at random.
 
-    Each rank draws for itself: a rank that skips a layer has no gradients of its parameters, and
+    Each rank draws for itself: a rank that skips a layer has no gradients of the parameters, and
     does not join the collectives of the ranks that compute the layer. values: the configuration;
     label: its name in problems; overrides: the part of `values` that the run sets. Names:
     `layerdrop`, `decoder_layerdrop` and similar ones, in the language model's part.
@@ -245,7 +245,7 @@ def listed_ids(value: object) -> list[int]:
 
 
 def given_ids(section: ModelSection) -> list[GivenId]:
-    """Return the ids that the run sets itself; an id that overrides another one comes later."""
+    """Return the ids that the run sets itself; overriding ids come last."""
     run_ids = []
     for key, values in (("model.config", section.config), ("model.overrides", section.overrides)):
         if not isinstance(values, Mapping):
@@ -346,7 +346,7 @@ def _figures(
     values: Mapping[str, Any], label: str, type_entry: Mapping[str, Any] | None
 ) -> tuple[ModelDimensions, list[Problem]]:
     """Return the dimensions of the language model in a configuration (`get_text_config`)."""
-    # A composite configuration has the language model's keys in a part, with a type of its own.
+    # A composite configuration has the language model's keys in a part with another type.
     text = values.get("text_config")
     text_entry = type_entry
     if isinstance(text, Mapping):

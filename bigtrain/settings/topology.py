@@ -21,7 +21,7 @@ class Coordinates:
 
     def is_first(self, *ignored: Axis) -> bool:
         """Return whether the rank is 0 on all axes except `ignored`. It selects one of the ranks
-        that compute the same."""
+        with equal results."""
         return not any(getattr(self, f"{axis}_rank") for axis in AXES if axis not in ignored)
 
 
@@ -30,7 +30,7 @@ class Topology(Degrees):
     """Degrees of parallelism, the coordinates of ranks, and their groups."""
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Return the coordinates of `rank`; those of the last of `AXES` vary fastest."""
+        """Return the coordinates of `rank`; the last of `AXES` varies fastest."""
         assert 0 <= rank < self.world_size
         ranks = {}
         for axis in reversed(AXES):
@@ -73,10 +73,10 @@ class Topology(Degrees):
 
     def groups(self, *axes: Axis) -> list[list[int]]:
         """Return the groups of ranks that differ along `axes` only, each in ascending order; every
-        rank is in one of them.
+        rank is in one group.
 
-        ``groups("tensor")`` are the tensor-parallel groups, ``groups(*REPLICA_AXES)`` those that
-        hold the same parameters.
+        ``groups("tensor")`` are the tensor-parallel groups, ``groups(*REPLICA_AXES)`` hold
+        equal parameters.
         """
         fixed = [f"{axis}_rank" for axis in AXES if axis not in axes]
         groups: dict[tuple[int, ...], list[int]] = {}
@@ -114,7 +114,7 @@ class Topology(Degrees):
         ]
 
     def expert_replica_groups(self) -> list[list[int]]:
-        """Return the groups of ranks that hold the same experts."""
+        """Return the groups of ranks that hold equal experts."""
         size = self.expert_size
         return [
             group[expert_rank::size]

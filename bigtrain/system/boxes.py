@@ -1,4 +1,4 @@
-"""Rectangles of tensors, and those of a full tensor that a shard holds. Imports no torch."""
+"""Rectangles of tensors, and the parts of a full tensor that a shard holds. Imports no torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Box:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The index of the rectangle: ``tensor[box.slices]`` is a view of it."""
+        """The index of the rectangle: ``tensor[box.slices]`` is a view of its elements."""
         pairs = zip(self.offsets, self.sizes, strict=True)
         return tuple(slice(offset, offset + size) for offset, size in pairs)
 
@@ -40,7 +40,7 @@ class Box:
 
     def moved(self, offsets: Sequence[int]) -> Self:
         """Return this rectangle moved by `offsets`: from the coordinates of an outer rectangle at
-        `offsets` to those of the tensor."""
+        `offsets` to the tensor's coordinates."""
         moved = (start + shift for start, shift in zip(self.offsets, offsets, strict=True))
         return replace(self, offsets=tuple(moved))
 
@@ -96,7 +96,7 @@ def flat_boxes(shape: Numbers, start: int, count: int) -> list[Box]:
     """Split the flat range [start, start + count) of a row-major tensor into rectangles.
 
     At most 2 * ndim - 1 of them, in order of the range: a partial first row, full rows, a partial
-    last row, and so on inside the partial ones.
+    last row, and recursively inside the partial rows.
     """
     if count <= 0:
         return []
@@ -120,7 +120,7 @@ def _in_row(shape: Numbers, row: int, start: int, end: int) -> list[Box]:
 
 @dataclass(frozen=True)
 class ShardRanges:
-    """The rows of dimension `dim` of a full tensor that a shard of it holds.
+    """The rows of dimension `dim` of a full tensor that a shard holds.
 
     shape: of the full tensor. ranges: [start, stop) along `dim`, in their order in the shard;
     several if matrices are packed in one tensor. local_size: of the shard along `dim`; rows beyond

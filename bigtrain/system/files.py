@@ -212,7 +212,7 @@ def whole_file(path: Path, draft: Path, durable: bool = True) -> Iterator[IO[byt
     """Yield a file to write; it is renamed to `path` when the block ends without an exception.
 
     `draft`: its temporary name, on the same file system; each of several processes that may write
-    `path` at once needs its own. `durable`: fsync, so that it survives a crash of the machine.
+    `path` at once needs another name. `durable`: fsync, so that it survives a crash of the machine.
     """
     try:
         with draft.open("w+b") as file:
@@ -281,7 +281,7 @@ RUN_FOLDERS = (
 
 
 def run_files(names: Iterable[str], is_run: Callable[[str], bool]) -> list[str]:
-    """Return those of `names`, paths of files with slashes, that a run has written: its texts and
+    """Return the `names`, paths of files with slashes, that a run has written: its texts and
     folders in a folder for which `is_run` (of its path, empty for the folder of `names`)."""
     written = []
     for name in names:

@@ -1,7 +1,7 @@
 """Leases: which process works on which item, as files in a folder that all processes share.
 
-A lease only avoids duplicate work; it is not a lock: two processes that work on the same item
-write the same bytes under names of their own. So losing a lease, or taking one over, is harmless.
+A lease only avoids duplicate work; it is not a lock: two processes that work on one item
+write equal bytes under different names. So losing a lease, or taking one over, is harmless.
 """
 
 from __future__ import annotations

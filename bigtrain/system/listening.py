@@ -1,4 +1,4 @@
-"""Free ports, and sockets that bind a TCPStore's server to one address instead of all. Pure.
+"""Free ports, and sockets that bind a TCPStore's server to a single address. Pure.
 
 A TCPStore has no authentication, and torch lets its server listen on every address.
 """

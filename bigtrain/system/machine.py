@@ -7,7 +7,7 @@ took 15% off a step of ZeRO-Offload in DeepSpeed's measurements (blogs/zenflow-c
 
 Environment variables of NCCL and of CUDA's allocator take effect when the process group is created
 and when CUDA first allocates memory, so they must be set before. A variable that the user has set
-is never changed. The versions are those that all ranks of a run must share; no library is imported.
+is never changed. All ranks of a run must share the versions; no library is imported.
 """
 
 from __future__ import annotations
@@ -142,12 +142,12 @@ _PINNED_ROUNDING = ("pinned_max_round_threshold_mb", "64")
 _EXPANDABLE = ("expandable_segments", "True")
 
 # Each with the names under which torch 2.11 and later also know it (torch/csrc/distributed/c10d,
-# ProcessGroupNCCL.hpp and FlightRecorder.hpp); if the user has set any of them, it is kept.
+# ProcessGroupNCCL.hpp and FlightRecorder.hpp); a value of the user is kept under any name.
 _NCCL: tuple[tuple[tuple[str, ...], str], ...] = (
     # End the process when NCCL reports an error or a collective exceeds the group's timeout,
     # without aborting communicators first, which may itself hang. torch's own default.
     (("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"), "3"),
-    # The flight recorder: the last collectives, 2,000 of them.
+    # The flight recorder: the last 2,000 collectives.
     (("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE"), "2000"),
     (("TORCH_NCCL_DUMP_ON_TIMEOUT",), "1"),
 )
@@ -169,7 +169,7 @@ def allocator_settings(environment: Mapping[str, str]) -> list[str]:
     """Return settings strings for torch's CUDA allocator, best first; they include the user's own.
 
     The later ones are for a torch that lacks a key. Empty if the user has set all keys,
-    or uses another allocator (``backend:cudaMallocAsync``), which has none of these keys.
+    or uses another allocator (``backend:cudaMallocAsync``), which does not have these keys.
     """
     user_settings = next(
         (environment[name] for name in _ALLOCATOR_VARIABLES if environment.get(name)), ""
@@ -178,7 +178,7 @@ def allocator_settings(environment: Mapping[str, str]) -> list[str]:
     if "backend:cudamallocasync" in user_settings.replace(" ", "").lower():
         return []
     added = [pair for pair in (_EXPANDABLE, _PINNED_ROUNDING) if pair[0] not in user_keys]
-    # Setting the string replaces all settings, so the user's own are repeated in it.
+    # Setting the string replaces all settings, so the user's settings are repeated.
     before = [user_settings] if user_settings else []
     return [
         ",".join([*before, *(f"{key}:{value}" for key, value in added[:number])])

@@ -1,7 +1,7 @@
 """Slurm's variables: lists of nodes, and the ranks of tasks that srun starts without a launcher.
 
-`srun -n 8 python bigtrain/train.py` starts every rank itself. The number of tasks is that of the
-step, SLURM_STEP_NUM_TASKS, which only srun sets: a batch script has SLURM_NTASKS and SLURM_PROCID
+`srun -n 8 python bigtrain/train.py` starts every rank itself. The number of tasks is the
+step's, SLURM_STEP_NUM_TASKS, which only srun sets: a batch script has SLURM_NTASKS and SLURM_PROCID
 too, and runs one process (man srun, "OUTPUT ENVIRONMENT VARIABLES").
 """
 

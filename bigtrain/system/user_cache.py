@@ -5,12 +5,11 @@ it may be removed at any time. The key covers everything a result depends on (fi
 libraries by version, this package by its source), so an entry is never stale. A cache that cannot
 be read or written is not an error: the result is computed again.
 
-Derived files that many processes need: one process makes the file, the others wait for it.
+Derived files that many processes need: one process makes the file, other processes wait for it.
 
-Thousands of ranks start at the same moment and need the same file. It is created once in a
-directory that they share, or once per host if each host has its own. Waiting is never required: a
-process that sees no live creator creates the file; if no directory is writable, each creates its
-own.
+Thousands of ranks start at the same moment and need one file. It is created once in a directory
+that they share, or once per host if each host has a directory. Waiting is never required: a process
+that sees no live creator creates the file; if no directory is writable, each creates its own.
 """
 
 from __future__ import annotations
@@ -103,8 +102,8 @@ def source_of(*files: str) -> bytes:
 
 @functools.cache
 def package_source() -> bytes:
-    """Return a digest of all source files of bigtrain, for keys of results that depend on much of
-    it. Read once: a process runs the source that it started with."""
+    """Return a digest of all source files of bigtrain, for keys of results that depend on much
+    source. Read once: a process runs the source that it started with."""
     return source_of(*map(str, sorted(Path(__file__).parents[1].rglob("*.py"))))
 
 
@@ -142,7 +141,7 @@ def cache_directory() -> Path:
 
 
 def cache_locations(directory: Path, folder: str, name: str) -> list[Path]:
-    """Return the locations for a file derived from `directory`: in it, shared by all its readers,
+    """Return the locations for a file derived from `directory`: inside it, shared by all readers,
     or else in the user's cache."""
     paths = [directory / folder / name]
     with suppress(RuntimeError):

@@ -25,7 +25,7 @@ _MPIRUN_NAMES = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORL
 # Names used by srun (man srun, "OUTPUT ENVIRONMENT VARIABLES").
 _SRUN_NAMES = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
 
-# Names of the same numbers in all launchers.
+# Names of these numbers in all launchers.
 _RANKS = ("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 _LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK")
@@ -134,7 +134,7 @@ def has_other_hosts(world: World, environment: Mapping[str, str]) -> bool:
 
 def foreign_variables(world: World, environment: Mapping[str, str]) -> dict[str, str | None]:
     """Return the variables of other launchers that contradict `world`, with the value that agrees
-    with it; None for those that must be unset."""
+    with it; None if the variable must be unset."""
     facts = {
         **dict.fromkeys(_RANKS, str(world.rank)),
         **dict.fromkeys(_SIZES, str(world.size)),

@@ -1,4 +1,4 @@
-"""Accepted values of each DeepSpeed key, and the test that covers each of them.
+"""Accepted values of each DeepSpeed key, and the test that covers each value.
 
 One table, accepted.json: a key or a value without a row is refused. `Verdict` is the test coverage
 of a row. A row that is ``trained`` is one or several cases of `TEST`, which are generated from the
@@ -42,7 +42,7 @@ class Row:
     """A class of values of one key.
 
     values: in words. takes: whether a value belongs to the class. examples: the values that are
-    trained one at a time; together: those that are trained at once with those of other rows.
+    trained one at a time; together: values trained at once with values of other rows.
     engines: engines of `TEST` that each is trained with. beside: other keys that the examples need.
     alone: True if they need a separate process. needs: what an untested value needs, a key of the
     table's "needs". note: remarks.
@@ -135,7 +135,7 @@ def leaves(tree: Mapping[str, Any], parents: tuple[str, ...] = ()) -> Iterator[t
 def check_values(tree: Mapping[str, Any], source: str, skipped: set[str]) -> Iterator[Problem]:
     """Yield a problem for each key of `tree` that has a value without a row.
 
-    skipped: keys, and blocks of keys, that have a problem of their own.
+    skipped: keys, and blocks of keys, for which there is a problem already.
     """
     for key, value in leaves(tree):
         if value == AUTO or any(f"{key}.".startswith(f"{block}.") for block in skipped):

@@ -32,7 +32,7 @@ from bigtrain.settings.run_config import RunConfig
 from bigtrain.system.shipped_files import ds_configs
 from bigtrain.system.units import DEEPSPEED_DTYPES
 
-# DeepSpeed would print its own progress and throughput in addition to bigtrain's.
+# DeepSpeed would print progress and throughput in addition to bigtrain's.
 _NEVER_PRINT_STEPS = 1_000_000_000
 
 # Elements. DeepSpeed's 5e8 would reserve 2 GB where gradients are reduced in float32.
@@ -64,11 +64,11 @@ _ALWAYS_OWNED = {
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Configuration passed to DeepSpeed, and the values in it that the rest of bigtrain needs.
+    """Configuration passed to DeepSpeed, and its values that other modules need.
 
     ``deepspeed`` is the dictionary for ``deepspeed.initialize``; ``offload_*`` is "cpu", "nvme" or
-    None; ``source`` is the JSON it was read from; ``not_tried`` are the keys in it whose values no
-    test has trained with.
+    None; ``source`` is the JSON it was read from; ``not_tried`` are its keys whose values no test
+    has trained with.
     """
 
     deepspeed: dict[str, Any]

@@ -33,7 +33,7 @@ class Section(BaseModel):
     @classmethod
     def descriptions(cls) -> dict[str, str]:
         """Return the text below each field in the source: what it sets, in one line. Read when it
-        is asked for, since most programs that read settings show none of it."""
+        is asked for, since most programs that read settings do not show it."""
         (section,) = ast.parse(inspect.getsource(cls)).body
         assert isinstance(section, ast.ClassDef)
         texts = {}

@@ -139,7 +139,7 @@ class DataSection(Section):
 
     @property
     def mixture(self) -> tuple[SourceSection, ...]:
-        """The sources; with `path`, a mixture of one."""
+        """The sources; with `path`, a mixture with a single source."""
         if self.path is not None:
             return (SourceSection(path=self.path, weight=1.0),)
         return self.sources
@@ -223,7 +223,8 @@ class BatchSection(Section):
         return self
 
     def of_phase(self, number: int) -> BatchSection:
-        """Return the batch of a phase, without phases; of the rest of the run after the last."""
+        """Return the batch of a phase, without phases; the section's own batch after the last
+        phase."""
         values = self.model_dump(exclude={"phases"}, exclude_unset=True)
         if number == len(self.phases):
             return BatchSection(**values)
@@ -273,7 +274,7 @@ class TokenizerSection(Section):
 
     @property
     def added(self) -> tuple[str, ...]:
-        """All added texts, in the order of their ids."""
+        """All added texts, in the order of the ids."""
         return (*self.add_special_tokens, *self.add_tokens)
 
     def key_of(self, text: str) -> str:

@@ -93,8 +93,8 @@ KnownCallback = Literal["webhook", "prometheus", "opentelemetry", "trainjob"]
 
 @dataclass(frozen=True)
 class ShippedCallback:
-    """A callback of bigtrain. code: its class, as user code is named. modules: those that it
-    imports, of the extra of the same name."""
+    """A callback of bigtrain. code: its class, as user code is named. modules: imported ones, of
+    the extra with the callback's name."""
 
     code: str
     settings: type[Section] = NoSettings

@@ -2,7 +2,7 @@
 
 A file that is being fetched is ``NAME.VERSION.partial`` until it is complete; the next process
 continues at its end. A copy to an address first writes ``copying.json``
-with the checksum of its last file: only files of the same copy count as done.
+with the checksum of the last file: only files of that copy count as sent.
 """
 
 from __future__ import annotations
@@ -123,9 +123,9 @@ def copy_tree(directory: Path, address: str, last: str | None = None) -> int:
 def local_copy(address: str, *, weights: bool = True) -> Path:
     """Return a directory of this host with the files at `address`, in the user's cache.
 
-    One process of a host fetches, the others wait; a process fetches once, and again if the copy is
-    gone. `weights`: also fetch model weights. Raises StorageError; every rank may call it, and it
-    is not collective.
+    One process of a host fetches, other processes wait; a process fetches once, and again if the
+    copy is gone. `weights`: also fetch model weights. Raises StorageError; every rank may call it,
+    and it is not collective.
     """
     try:
         # The copy is named after the readable end of the address, and a checksum of the address.

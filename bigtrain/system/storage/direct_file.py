@@ -2,7 +2,7 @@
 
 A write through the page cache copies every byte in the kernel, and the disk is mostly idle until
 the fsync. Here the disk reads straight from the caller's memory (`append`), or from one of two
-buffers while the other is filled (`write`). Where a file system does not support O_DIRECT (tmpfs,
+buffers while the second is filled (`write`). Where a file system does not support O_DIRECT (tmpfs,
 some network file systems), the same pieces are written without it.
 """
 

@@ -70,7 +70,7 @@ class HttpStore(Store):
     def _get(self, address: str, headers: dict[str, str]) -> Iterator[Any]:
         import requests
 
-        # Read the stored bytes, not a re-encoded form of them.
+        # Read the stored bytes, not a re-encoded form.
         headers = {"Accept-Encoding": "identity", **headers}
         try:
             answer = requests.get(address, headers=headers, stream=True, timeout=TIMEOUT_S)

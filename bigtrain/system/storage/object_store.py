@@ -93,7 +93,7 @@ class ObjectStore(Store):
 
 
 def _split(address: str) -> tuple[str, str]:
-    """Return the address of the bucket, and the path in it."""
+    """Return the address of the bucket, and the path inside the bucket."""
     scheme, _, bucket_path = address.partition("://")
     bucket, _, path = bucket_path.partition("/")
     return f"{scheme}://{bucket}", path
@@ -151,7 +151,7 @@ def _translated_errors(address: str) -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    """Return the first lines of an error; the rest is debug output."""
+    """Return the first lines of an error, without debug output."""
     text = str(error).partition("\n\nDebug source")[0]
     return without_secrets(f"{type(error).__name__}: {' '.join(text.split())[:300]}")
 
