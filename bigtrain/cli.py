@@ -37,16 +37,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"bigtrain {args.command}: {error}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
-        if not _is_stdout_closed():
+        # A broken pipe is no error if it is the standard output, and not some socket.
+        watched = select.poll()
+        watched.register(sys.stdout, 0)
+        if not any(state & select.POLLERR for _, state in watched.poll(0)):
             raise
         return _EXIT_SIGPIPE  # whoever reads (`| head`) has seen enough
-
-
-def _is_stdout_closed() -> bool:
-    """Whether nobody reads the standard output any more. Others may have closed a socket."""
-    watched = select.poll()
-    watched.register(sys.stdout, 0)
-    return any(state & select.POLLERR for _, state in watched.poll(0))
 
 
 def program() -> NoReturn:

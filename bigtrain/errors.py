@@ -58,8 +58,8 @@ def without_secrets(text: str) -> str:
 
 
 def _kept(parameters: re.Match[str]) -> str:
-    kept = [pair for pair in parameters[1].split("&") if pair and not _SECRET.fullmatch(pair)]
-    return "?" + "&".join(kept) if kept else ""
+    pairs = [pair for pair in parameters[1].split("&") if pair and not _SECRET.fullmatch(pair)]
+    return "?" + "&".join(pairs) if pairs else ""
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,9 @@ class Problem:
     remedy: str = ""
 
     def __str__(self) -> str:
-        shown = "" if self.value is None else f" = {_shorten(self.value)}"
+        value_text = "" if self.value is None else f" = {_shorten(self.value)}"
         remedy = f" -> {self.remedy}" if self.remedy else ""
-        return without_secrets(f"{self.key}{shown}: {self.rule}{remedy}")
+        return without_secrets(f"{self.key}{value_text}: {self.rule}{remedy}")
 
 
 class BigtrainError(Exception):

@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None, signals: StopSignals | None = None) 
         print(f"train.py: {error}", file=sys.stderr)
         return error.exit_code
     notes = HostErrorLog(os.environ)
-    with StopSignals() if signals is None else nullcontext(signals) as heard:
+    with StopSignals() if signals is None else nullcontext(signals) as stop_signals:
         try:
             run = resolve_run_files(
                 args.config,
@@ -92,15 +92,17 @@ def main(argv: Sequence[str] | None = None, signals: StopSignals | None = None) 
                 args.deepspeed_config,
                 accelerate=read_accelerate(os.environ),
             )
-            heard.exit_after(partial(_exit_before_start, Path(run.config.output.directory), world))
-            return train_resolved(run, world, heard, importing).exit_code
+            stop_signals.exit_after(
+                partial(_exit_before_start, Path(run.config.output.directory), world)
+            )
+            return train_resolved(run, world, stop_signals, importing).exit_code
         except BigtrainError as error:
             # The launcher may send SIGTERM because this rank fails: print the error all the same.
-            heard.listen()
+            stop_signals.listen()
             # Usually every rank fails with the same error: one per host prints it.
             if world.size == 1 or notes.is_first(str(error)):
-                who = "" if world.is_main else f" (rank {world.rank} of {world.size})"
-                print(f"train.py: {error}{who}", file=sys.stderr, flush=True)
+                rank_note = "" if world.is_main else f" (rank {world.rank} of {world.size})"
+                print(f"train.py: {error}{rank_note}", file=sys.stderr, flush=True)
             return error.exit_code
 
 

@@ -64,19 +64,11 @@ def size(text: str) -> int:
     return value
 
 
-def _keys(text: str) -> list[str]:
-    return [key for key in text.split(",") if key]
-
-
 def _fraction_or_one(text: str) -> float:
     value = float(text)
     if not 0.0 <= value <= 1.0:
         raise argparse.ArgumentTypeError(f"{text} is not a fraction from 0 to 1")
     return value
-
-
-def _suffix(text: str) -> str:
-    return text if text.startswith(".") else f".{text}"
 
 
 def _fraction(text: str) -> float:
@@ -147,8 +139,8 @@ TYPES: Mapping[str, Callable[[str], Any]] = {
     "port": _port,
     "fraction": _fraction,
     "fraction_or_one": _fraction_or_one,
-    "suffix": _suffix,
-    "keys": _keys,
+    "suffix": lambda text: text if text.startswith(".") else f".{text}",
+    "keys": lambda text: [key for key in text.split(",") if key],
 }
 
 
@@ -168,12 +160,12 @@ def add_arguments(parser: Any, arguments: Mapping[str, Any]) -> None:
             group = parser.add_mutually_exclusive_group(required=flags.endswith("required"))
             add_arguments(group, settings)
         else:
-            own = dict(settings)
-            if "type" in own:
-                own["type"] = TYPES[own["type"]]
-            if "{" in own.get("help", ""):
-                own["help"] = own["help"].format_map(_formats())
-            parser.add_argument(*flags.split(), **own)
+            options = dict(settings)
+            if "type" in options:
+                options["type"] = TYPES[options["type"]]
+            if "{" in options.get("help", ""):
+                options["help"] = options["help"].format_map(_formats())
+            parser.add_argument(*flags.split(), **options)
 
 
 @functools.cache

@@ -19,12 +19,12 @@ def run(args: argparse.Namespace) -> int:
     """Print the resolved run and its predicted time and memory. Raises ConfigError with all
     problems, LaunchError if it cannot fit `--gpu`, CheckpointError if the run's directory has
     another run; with `--inputs` ModelError for a model that cannot be found."""
-    kind: Device | None = args.device
-    if kind is None and args.gpu is not None:
-        kind = "cuda"
+    device: Device | None = args.device
+    if device is None and args.gpu is not None:
+        device = "cuda"
     size, engine = args.world_size, args.deepspeed_config
     if args.show is not None:
-        resolved = resolve(args.config, args.overrides, size, engine, device=kind)
+        resolved = resolve(args.config, args.overrides, size, engine, device=device)
         if resolved.config.train.epochs is not None:
             from bigtrain.run.length import with_steps_if_known
 
@@ -32,14 +32,14 @@ def run(args: argparse.Namespace) -> int:
         print(setting(resolved, args.show))
         return 0
     try:
-        resolved, chosen = checked(
-            args.config, args.overrides, size, engine, kind, inputs=args.inputs
+        resolved, notes = checked(
+            args.config, args.overrides, size, engine, device, inputs=args.inputs
         )
     except CheckpointError:
         # The settings are valid: show them regardless of the run's directory.
-        print(describe(resolve(args.config, args.overrides, size, engine, device=kind)))
+        print(describe(resolve(args.config, args.overrides, size, engine, device=device)))
         raise
-    predicted = chosen + prediction(largest_phase(resolved), args.gpu)
+    predicted = notes + prediction(largest_phase(resolved), args.gpu)
     print(describe(resolved))
     print(*(f"# {line}" for line in predicted), sep="\n")
     return 0
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 def prediction(resolved: ResolvedRun, gpu: str | None) -> list[str]:
     """Return lines on the predicted time and memory. Without `gpu` torch is not imported, and the
-    model's costs are those of an earlier trace, or of a closed form. Raises LaunchError if the run
+    model's costs come from an earlier trace, or from a closed form. Raises LaunchError if the run
     cannot fit `gpu`, ConfigError if that is unknown."""
     from bigtrain.planner.run_prediction import refuse_too_large
     from bigtrain.planner.tables.hardware import find_device
@@ -83,26 +83,26 @@ def setting(resolved: ResolvedRun, key: str) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _equations(resolved: ResolvedRun) -> list[str]:
-    """Return comments with the arithmetic of the batch, of each phase a line."""
-    if not resolved.phases:
-        return [f"# {resolved.plan.equation()}"]
-    ends = (*resolved.config.batch.ends(), resolved.config.train.total_steps)
-    steps = zip((0, *ends), ends, resolved.phases, strict=False)
-    return [f"# steps {a + 1} to {b}: {run.plan.equation()}" for a, b, run in steps if a < b]
-
-
 def describe(resolved: ResolvedRun) -> str:
     """Return the resolved run as text: a stream of two YAML documents (JSON is YAML) with
     comments."""
     run_yaml = yaml.safe_dump(resolved.config.model_dump(mode="json"), sort_keys=False)
     engine = resolved.engine
     world_size = resolved.topology.world_size
+    # The arithmetic of the batch: one line, or a line for each phase.
+    if not resolved.phases:
+        equations = [f"# {resolved.plan.equation()}"]
+    else:
+        ends = (*resolved.config.batch.ends(), resolved.config.train.total_steps)
+        steps = zip((0, *ends), ends, resolved.phases, strict=False)
+        equations = [
+            f"# steps {a + 1} to {b}: {run.plan.equation()}" for a, b, run in steps if a < b
+        ]
     return "\n".join(
         [
             f"# The run, resolved for {world_size} rank{'s' if world_size != 1 else ''}",
             run_yaml,
-            *_equations(resolved),
+            *equations,
             "---",
             f"# DeepSpeed configuration ({engine.source}, ZeRO {engine.zero_stage})",
             json.dumps(engine.deepspeed, indent=2),

@@ -2,7 +2,7 @@
 settings.
 
 The script is static: pressing TAB does not start Python, which would take a fifth of a second each
-time only to import the settings. Hence shtab, which writes such scripts from an argparse parser,
+time only to import the settings. Hence shtab, which writes a script from an argparse parser,
 not argcomplete, which calls the program.
 """
 
@@ -46,9 +46,14 @@ def completion_script(shell: str) -> str:
                 function = _function(action.dest)
                 call = {"bash": function, "zsh": function, "fish": f"({function})"}
                 action.complete = call  # type: ignore[attr-defined]
-            elif _takes_path(action):
+            elif action.type is Path or action.dest in ("input", "model", "tokenizer"):
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
-    functions = "\n".join(_functions(shell, _words()))
+    words = {
+        "config": recipe_names(),
+        "deepspeed_config": sorted(path.stem for path in ds_configs().glob("*.json")),
+        "overrides": [f"{name}=" for name in setting_names()],
+    }
+    functions = "\n".join(_functions(shell, words))
     script: str = shtab.complete(parser, shell, preamble=functions)
     return script + _BASH_WITHOUT_SPACE if shell == "bash" else script
 
@@ -62,16 +67,6 @@ def _below(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]
 
 _WORDS = ("config", "deepspeed_config", "overrides")
 """Arguments with known words, by their names in the parser; the first two also accept paths."""
-
-
-def _words() -> dict[str, Sequence[str]]:
-    """Return the completions for each of `_WORDS`."""
-    engines = sorted(path.stem for path in ds_configs().glob("*.json"))
-    return {
-        "config": recipe_names(),
-        "deepspeed_config": engines,
-        "overrides": [f"{name}=" for name in setting_names()],
-    }
 
 
 def _function(name: str) -> str:
@@ -92,8 +87,3 @@ def _functions(shell: str, words: Mapping[str, Sequence[str]]) -> Iterator[str]:
         else:
             paths = "\n  __fish_complete_path (commandline -ct)" if takes_path else ""
             yield f"function {function}\n  printf '%s\\n' {joined}{paths}\nend"
-
-
-def _takes_path(action: argparse.Action) -> bool:
-    """Return whether an argument names a file or directory."""
-    return action.type is Path or action.dest in ("input", "model", "tokenizer")

@@ -32,6 +32,6 @@ def conversations_of(args: argparse.Namespace) -> dict[str, Any]:
 def _pair(text: str, flag: str, example: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not (name and equals and value):
-        what = "NAME=KEY" if flag == "--key" else "NAME=ROLE"
-        raise DataError(f"{flag} {text}: not {what}, such as {example}")
+        form = "NAME=KEY" if flag == "--key" else "NAME=ROLE"
+        raise DataError(f"{flag} {text}: not {form}, such as {example}")
     return name, value

@@ -21,7 +21,7 @@ def run(args: argparse.Namespace) -> int:
         hosts = hosts_of_slurm(os.environ, args.slots)
     else:
         hosts = [Host("localhost", args.slots or 1, 1)]
-    what = Examination(
+    examination = Examination(
         hosts=hosts,
         transport="srun" if args.slurm else "ssh",
         directory=args.directory.absolute(),
@@ -30,6 +30,8 @@ def run(args: argparse.Namespace) -> int:
         least_gib=args.least_gib,
         compute=not args.quick,
     )
-    findings, lines = examine(what, say=lambda line: print(line, file=sys.stderr, flush=True))
+    findings, lines = examine(
+        examination, say=lambda line: print(line, file=sys.stderr, flush=True)
+    )
     print("\n".join([render(hosts, findings), *describe_unequal(hosts), *lines]))
     return EXIT_USER_ERROR if any(finding.failed for finding in findings) else 0

@@ -25,24 +25,20 @@ def run(args: argparse.Namespace) -> int:
         "seed": args.seed,
     }
     if args.chat:
-        return _talk(args, how)
+        from bigtrain.python_api.results import open_conversation
+
+        messages = [] if args.messages is None else _read_messages(args.messages)
+        talk = open_conversation(args.model, **how)
+        if messages and messages[-1]["role"] == "user" and args.prompt is None:
+            _answer(talk, messages)
+            return 0
+        for line in _user_messages(args.prompt):
+            messages.append({"role": "user", "content": line})
+            _answer(talk, messages)
+        return 0
     if args.prompt is None:
         raise ModelError("--prompt is missing -> text to continue, or --chat")
     print(generate(args.model, args.prompt, **how))
-    return 0
-
-
-def _talk(args: argparse.Namespace, how: dict[str, Any]) -> int:
-    from bigtrain.python_api.results import open_conversation
-
-    messages = [] if args.messages is None else _read_messages(args.messages)
-    talk = open_conversation(args.model, **how)
-    if messages and messages[-1]["role"] == "user" and args.prompt is None:
-        _answer(talk, messages)
-        return 0
-    for line in _said(args.prompt):
-        messages.append({"role": "user", "content": line})
-        _answer(talk, messages)
     return 0
 
 
@@ -52,7 +48,7 @@ def _answer(talk: Any, messages: list[dict[str, Any]]) -> None:
     messages.append({"role": "assistant", "content": answer})
 
 
-def _said(prompt: str | None) -> Iterator[str]:
+def _user_messages(prompt: str | None) -> Iterator[str]:
     """Yield the user's messages: one message, or the lines of standard input until its end."""
     if prompt is not None:
         yield prompt

@@ -65,10 +65,10 @@ def _check(path: Path) -> int:
 def _unknown(hosts: list[Host]) -> list[str]:
     rule = "this host name does not resolve here or in ssh's configuration"
     with ThreadPoolExecutor(_LOOKUPS_AT_ONCE) as pool:
-        known = list(pool.map(_resolves, (host.name for host in hosts)))
+        resolved = list(pool.map(_resolves, (host.name for host in hosts)))
     return [
         f"line {host.line}: {host.name}: {rule} -> fix the name, or remove it"
-        for host, is_known in zip(hosts, known, strict=True)
+        for host, is_known in zip(hosts, resolved, strict=True)
         if not is_known
     ]
 
@@ -77,8 +77,8 @@ def _resolves(name: str) -> bool:
     """Return whether `name`, or its HostName in ssh's configuration, has an address."""
     if _has_address(name):
         return True
-    other = _name_for_ssh(name) if ssh_settings_name_hosts() else None
-    return other is not None and other != name and _has_address(other)
+    ssh_name = _name_for_ssh(name) if ssh_settings_name_hosts() else None
+    return ssh_name is not None and ssh_name != name and _has_address(ssh_name)
 
 
 def _has_address(name: str) -> bool:
@@ -107,42 +107,44 @@ def ssh_settings_name_hosts() -> bool:
     and machine, and in the files they include.
     """
     files = [Path.home() / ".ssh/config", Path("/etc/ssh/ssh_config")]
-    seen: set[Path] = set()
+    read_paths: set[Path] = set()
     while files:
         path = files.pop()
-        if path in seen or not path.is_file():
+        if path in read_paths or not path.is_file():
             continue
-        seen.add(path)
+        read_paths.add(path)
         for line in path.read_text(errors="replace").splitlines():
-            word, *rest = re.split(r"[\s=]+", line.strip(), maxsplit=1)
+            word, *value = re.split(r"[\s=]+", line.strip(), maxsplit=1)
             if word.lower() in ("hostname", "canonicalizehostname"):
                 return True
-            if word.lower() == "include" and rest:
-                for pattern in shlex.split(rest[0]):
+            if word.lower() == "include" and value:
+                for pattern in shlex.split(value[0]):
                     include = path.parent / Path(pattern).expanduser()
                     files += map(Path, glob.glob(str(include)))
     return False
 
 
 def _environment(path: Path, include: list[str]) -> int:
-    chosen = select_environment(os.environ, include)
-    # DeepSpeed also reads the one in the home directory, before that in the working directory.
-    for other in {path.absolute(), Path.home() / NAME}:
-        for problem in inspect_environment_file(other):
+    selection = select_environment(os.environ, include)
+    # DeepSpeed also reads the file in the home directory, before the one in the working directory.
+    for candidate in {path.absolute(), Path.home() / NAME}:
+        for problem in inspect_environment_file(candidate):
             print(f"warning: {problem}", file=sys.stderr)
-    write_environment(path, chosen.variables)
-    print(f"{path}: {', '.join(chosen.variables) or 'no variables'}")
-    if quoted := [name for name, value in chosen.variables.items() if shlex.quote(value) != value]:
+    write_environment(path, selection.variables)
+    print(f"{path}: {', '.join(selection.variables) or 'no variables'}")
+    if quoted := [
+        name for name, value in selection.variables.items() if shlex.quote(value) != value
+    ]:
         print(f"  quoted, which only pdsh removes again: {', '.join(quoted)}")
-    if chosen.secrets:
+    if selection.secrets:
         print("  secrets, not written, since DeepSpeed puts the file into command lines:")
-        for name in chosen.secrets:
+        for name in selection.secrets:
             print(f"    {name}: use {instead_of_command_lines(name)}")
-    if chosen.exposed:
+    if selection.exposed:
         rule = "DeepSpeed itself puts into command lines on every host: unset these"
-        print(f"  secrets that {rule}: {', '.join(chosen.exposed)}")
-    if chosen.dropped:
-        print(f"  not written (--include NAME adds one): {', '.join(chosen.dropped)}")
+        print(f"  secrets that {rule}: {', '.join(selection.exposed)}")
+    if selection.dropped:
+        print(f"  not written (--include NAME adds one): {', '.join(selection.dropped)}")
     if path.name != NAME:
         print(f"  DeepSpeed reads it with  DS_ENV_FILE={shlex.quote(path.name)}")
     print("  start with ssh options that end the run if a host dies:")

@@ -15,7 +15,7 @@ from bigtrain.python_api.new_run import NewRun, write_new_run
 from bigtrain.settings.hf_config_keys import missing_model
 from bigtrain.settings.run_config import ModelSection
 
-# Options that answer a question; with any of them no questions are asked.
+# Options that answer a question; with any option no questions are asked.
 _ANSWERS = (
     "model",
     "new_model",
@@ -34,25 +34,25 @@ _ANSWERS = (
 
 def run(args: argparse.Namespace) -> int:
     """Write the YAML and print the next commands. Raises ConfigError, ModelError, OutputError."""
-    given = {name: getattr(args, name) for name in _ANSWERS if getattr(args, name) is not None}
+    answers = {name: getattr(args, name) for name in _ANSWERS if getattr(args, name) is not None}
     if args.output.exists() and not args.force:
         rule = "exists, and may have been edited"
         remedy = "another --output, or --force to replace it"
         raise ConfigError(Problem("--output", str(args.output), rule, remedy))
-    if not given and sys.stdin.isatty():
-        given = _ask()
-    missing = [] if given.keys() & {"model", "new_model"} else ["--model or --new-model"]
-    missing += [] if "data" in given else ["--data"]
+    if not answers and sys.stdin.isatty():
+        answers = _ask()
+    missing = [] if answers.keys() & {"model", "new_model"} else ["--model or --new-model"]
+    missing += [] if "data" in answers else ["--data"]
     if missing:
         rule = "is required when stdin is not a terminal"
         raise ConfigError(Problem(" and ".join(missing), None, rule, "bigtrain init --help"))
-    wanted = NewRun(**given)
-    if wanted.names_nothing_here and (close := _similar(wanted.data)):
+    new_run = NewRun(**answers)
+    if new_run.names_nothing_here and (close := _similar(new_run.data)):
         rule, remedy = "does not exist", f"did you mean {close}?"
-        raise ConfigError(Problem("--data", wanted.data, rule, remedy))
-    written = write_new_run(wanted, args.output, force=args.force)
-    if wanted.names_nothing_here:
-        print(f"note: {wanted.data} does not exist yet", file=sys.stderr)
+        raise ConfigError(Problem("--data", new_run.data, rule, remedy))
+    written = write_new_run(new_run, args.output, force=args.force)
+    if new_run.names_nothing_here:
+        print(f"note: {new_run.data} does not exist yet", file=sys.stderr)
     print(f"wrote {' and '.join(map(str, written.files))}; next:")
     for command in written.next_commands:
         print(f"  {command}")
@@ -73,36 +73,37 @@ def _ask() -> dict[str, Any]:
     """Return the answers of a user at a terminal; an empty one selects the default. Raise
     ConfigError if input ends."""
     try:
-        return _answers()
+        defaults = NewRun(data="")
+        print("A run YAML from a few answers; press Enter to accept the default in brackets.")
+        answers: dict[str, Any] = {}
+        trained = _yes("Start from trained weights (no: a new model with random weights)?", True)
+        if trained:
+            answers["model"] = _existing(
+                "Model (directory or Hugging Face name)",
+                lambda answer: bool(missing_model(ModelSection(path=answer))),
+            )
+            answers["adapters"] = _yes("Train LoRA adapters only?", False)
+        else:
+            text = "Configuration (directory, Hugging Face name or recipe)"
+            answers["new_model"] = _text(text, "quickstart")
+        text = "Data (shards, or files, a folder or a Hub dataset to tokenize)"
+        answers["data"] = _existing(text, lambda answer: NewRun(data=answer).names_nothing_here)
+        answers["chat"] = _yes("Are the data conversations?", False)
+        devices = _text(
+            "Devices to plan for, such as 8xH100-80GB or 2xCPU (empty: one, unplanned)", ""
+        )
+        if devices:
+            answers["devices"] = devices
+        answers["steps"] = _count("Optimizer steps", defaults.steps)
+        length = _count("Tokens per sample (1024, or the model's positions)", 0)
+        if length:
+            answers["sequence_length"] = length
+        answers["global_batch_size"] = _count("Samples per step", defaults.global_batch_size)
+        return answers
     except EOFError:
         print()
         rule = "the input ends before the last question"
         raise ConfigError(Problem("bigtrain init", None, rule, "bigtrain init --help")) from None
-
-
-def _answers() -> dict[str, Any]:
-    defaults = NewRun(data="")
-    print("A run YAML from a few answers; press Enter to accept the default in brackets.")
-    answers: dict[str, Any] = {}
-    trained = _yes("Start from trained weights (no: a new model with random weights)?", True)
-    if trained:
-        answers["model"] = _existing("Model (directory or Hugging Face name)", _is_missing_model)
-        answers["adapters"] = _yes("Train LoRA adapters only?", False)
-    else:
-        text = "Configuration (directory, Hugging Face name or recipe)"
-        answers["new_model"] = _text(text, "quickstart")
-    text = "Data (shards, or files, a folder or a Hub dataset to tokenize)"
-    answers["data"] = _existing(text, lambda answer: NewRun(data=answer).names_nothing_here)
-    answers["chat"] = _yes("Are the data conversations?", False)
-    devices = _text("Devices to plan for, such as 8xH100-80GB or 2xCPU (empty: one, unplanned)", "")
-    if devices:
-        answers["devices"] = devices
-    answers["steps"] = _count("Optimizer steps", defaults.steps)
-    length = _count("Tokens per sample (1024, or the model's positions)", 0)
-    if length:
-        answers["sequence_length"] = length
-    answers["global_batch_size"] = _count("Samples per step", defaults.global_batch_size)
-    return answers
 
 
 def _existing(question: str, is_missing: Callable[[str], bool]) -> str:
@@ -118,14 +119,10 @@ def _existing(question: str, is_missing: Callable[[str], bool]) -> str:
         refused = answer
 
 
-def _is_missing_model(answer: str) -> bool:
-    return bool(missing_model(ModelSection(path=answer)))
-
-
 def _text(question: str, default: str | None = None) -> str:
-    shown = f" [{default}]" if default else ""
+    hint = f" [{default}]" if default else ""
     while True:
-        answer = input(f"{question}{shown}: ").strip()
+        answer = input(f"{question}{hint}: ").strip()
         if answer or default is not None:
             return answer or str(default)
 

@@ -7,7 +7,6 @@ import json
 import os
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bigtrain.errors import DataError
@@ -22,6 +21,7 @@ SHOWN = 20
 def run(args: argparse.Namespace) -> int:
     """Print the description. Raises DataError; reads only."""
     from bigtrain.data.shards.inspection import describe, inspect_shards
+    from bigtrain.data.shards.mask_display import as_html, for_terminal, legend
     from bigtrain.python_api.shards import documents_of
 
     inspected = inspect_shards(args.shards)
@@ -37,46 +37,39 @@ def run(args: argparse.Namespace) -> int:
     )
     tree = describe(inspected)
     if args.html is not None:
-        _write_html(args.html, str(inspected.path), documents)
+        page = as_html(str(inspected.path), documents)
+        try:
+            args.html.write_text(page, encoding="utf-8")
+        except OSError as error:
+            remedy = "choose a file in a writable folder"
+            raise DataError(
+                f"--html {args.html} cannot be written: {error.strerror} -> {remedy}"
+            ) from error
     if args.json:
-        listed = [{**one, "runs": [asdict(r) for r in one["runs"]]} for one in documents if mask]
-        tree["documents"] = listed if mask else documents
+        if mask:  # spans of text with their masks
+            documents = [
+                {**document, "runs": [asdict(span) for span in document["runs"]]}
+                for document in documents
+            ]
+        tree["documents"] = documents
         print(json.dumps(tree, ensure_ascii=False))
         return 0
     print("\n".join(_lines(inspected, tree)))
     for document in documents:
+        row = f" ({document['row']})" if "row" in document else ""
         print(
-            f"\n--- document {document['index']}{_row(document)} of {document['split']} "
+            f"\n--- document {document['index']}{row} of {document['split']} "
             f"({document['shard']} "
             f"{document['index_in_shard']}), {document['num_tokens']:,} tokens"
             + (f", the first {args.max_tokens:,}:" if document["cut"] else ":")
         )
-        print(_text_of(document))
+        if "runs" in document:
+            runs = document["runs"]
+            colors = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+            print(f"{legend(runs, colors=colors)}\n{for_terminal(runs, colors=colors)}")
+        else:
+            print(document["tokens"] if document["text"] is None else document["text"])
     return 0
-
-
-def _row(document: dict[str, Any]) -> str:
-    return f" ({document['row']})" if "row" in document else ""
-
-
-def _text_of(document: dict[str, Any]) -> object:
-    from bigtrain.data.shards.mask_display import for_terminal, legend
-
-    if "runs" in document:
-        runs = document["runs"]
-        colors = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-        return f"{legend(runs, colors=colors)}\n{for_terminal(runs, colors=colors)}"
-    return document["tokens"] if document["text"] is None else document["text"]
-
-
-def _write_html(path: Path, title: str, documents: list[dict[str, Any]]) -> None:
-    from bigtrain.data.shards.mask_display import as_html
-
-    try:
-        path.write_text(as_html(title, documents), encoding="utf-8")
-    except OSError as error:
-        remedy = "choose a file in a writable folder"
-        raise DataError(f"--html {path} cannot be written: {error.strerror} -> {remedy}") from error
 
 
 def _lines(inspected: Inspected, tree: dict[str, Any]) -> list[str]:

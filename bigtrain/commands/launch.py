@@ -17,14 +17,14 @@ from bigtrain.system.files import write_new
 
 def run(args: argparse.Namespace) -> int:
     """Write (or print) the file. Raises ConfigError and LaunchError; then nothing is written."""
-    kind = KINDS[args.kind]
-    output = args.output or Path(f"{Path(args.config).stem}{kind.suffix}")
-    text = kind.text_of(args, output)
+    launcher = KINDS[args.kind]
+    output = args.output or Path(f"{Path(args.config).stem}{launcher.suffix}")
+    text = launcher.text_of(args, output)
     if args.dry_run:
         print(text, end="")
         return 0
     write_new(output, text)
-    print(f"{output}: {kind.start} {output}")
+    print(f"{output}: {launcher.start} {output}")
     return 0
 
 

@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     from bigtrain.system.listening import exposure
 
     token = read_token(args.token_file)
-    place = Place(args.host, args.port, args.certificate, args.key)
+    endpoint = Place(args.host, args.port, args.certificate, args.key)
     rules = Rules(args.asynchronous, args.window_seconds)
     scheme = "http" if args.certificate is None else "https"
     _say(f"outer server at {scheme}://{args.host}:{args.port}, directory {args.directory}")
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
             f"it listens {reached_from}, without encryption -> --certificate and --key, or a "
             "private network"
         )
-    serve(args.directory, place, token, rules, _say, until_left=args.until_left)
+    serve(args.directory, endpoint, token, rules, _say, until_left=args.until_left)
     _say("stopped; restart with the same directory to continue")
     return 0
 

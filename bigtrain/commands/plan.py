@@ -61,7 +61,7 @@ def _evaluate(path: Path, output: Path | None) -> int:
     rows = read_rows(path)
     if output is not None:
         with _writing(output):
-            output.touch()  # before minutes are spent on what goes into it
+            output.touch()  # before minutes are spent on the predictions
     predictions = [predict(row) for row in rows]
     if output is not None:
         with _writing(output):
@@ -81,7 +81,7 @@ def _calibrate(output: Path | None) -> int:
     if output is None:
         raise ConfigError(Problem("--output", None, "is required for --calibrate", "name a file"))
     with _writing(output):
-        output.touch()  # before minutes are spent on what goes into it
+        output.touch()  # before minutes are spent on measurements
     device = calibrate(print)
     engine = measure_engine() if device.is_cpu else None
     if engine is not None:
@@ -139,9 +139,32 @@ def _plan(args: argparse.Namespace) -> int:
         }
         print(json.dumps(tree, indent=1))
     else:
+        from bigtrain.planner.plan_text import parameter_count
+
+        # The longest sample, one line on the model and the devices, and the table.
         if args.longest:
-            print(_longest(plan))
-        print(_heading(plan))
+            from bigtrain.settings.hf_config_keys import inspect_configuration
+
+            length = plan.config.batch.sequence_length
+            line = f"longest sample that fits: {length} tokens"
+            num_positions = inspect_configuration(plan.config.model)[0].max_position_embeddings
+            if num_positions is not None and num_positions < length:
+                line += (
+                    f"; the model has {num_positions} positions: model.overrides extends them "
+                    "(max_position_embeddings, rope_parameters)"
+                )
+            print(line)
+        batch, num_devices = plan.config.batch, plan.cluster.num_devices
+        print(
+            f"{parameter_count(plan.model.num_parameters)} parameters on {num_devices} x "
+            f"{plan.cluster.device.name}, {batch.samples_per_step} samples of "
+            f"{batch.sequence_length} tokens a step: {len(plan.fitting)} layouts fit, "
+            f"{plan.num_others} do not"
+            + (
+                "; batch.phases are not planned: bigtrain check predicts the largest"
+                * bool(batch.phases)
+            )
+        )
         if plan.remark:
             print(f"the model's costs are {plan.remark}")
         print(plan.table(args.top))
@@ -152,32 +175,3 @@ def _plan(args: argparse.Namespace) -> int:
         start = launch_line(str(path), plan)
         print(f"wrote {path} and {path.with_name('deepspeed.json')}; start it with:\n  {start}")
     return 0
-
-
-def _longest(plan: Plan) -> str:
-    from bigtrain.settings.hf_config_keys import inspect_configuration
-
-    length = plan.config.batch.sequence_length
-    line = f"longest sample that fits: {length} tokens"
-    known = inspect_configuration(plan.config.model)[0].max_position_embeddings
-    if known is not None and known < length:
-        line += (
-            f"; the model has {known} positions: model.overrides extends them "
-            "(max_position_embeddings, rope_parameters)"
-        )
-    return line
-
-
-def _heading(plan: Plan) -> str:
-    from bigtrain.planner.plan_text import parameter_count
-
-    batch = plan.config.batch
-    return (
-        f"{parameter_count(plan.model.num_parameters)} parameters on {plan.cluster.num_devices} x "
-        f"{plan.cluster.device.name}, {batch.samples_per_step} samples of {batch.sequence_length} "
-        f"tokens a step: {len(plan.fitting)} layouts fit, {plan.num_others} do not"
-        + (
-            "; batch.phases are not planned: bigtrain check predicts the largest"
-            * bool(batch.phases)
-        )
-    )

@@ -63,13 +63,19 @@ class CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         match = _UNKNOWN_COMMAND.match(message)
         if match is not None:
-            message = _unknown_command(match[1])
+            name = match[1]
+            if name == "train":
+                message = f"{name} is not a command: a launcher starts training -> {TRAINING}"
+            else:
+                close = difflib.get_close_matches(name, COMMANDS, n=3)
+                remedy = f"did you mean {' or '.join(close)}?" if close else "bigtrain --help"
+                message = f"unknown command {name} -> {remedy}"
         super().error(with_setting_names(message) if self.takes_settings else message)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         if self._intermixing or self._subparsers is not None:
             return super().parse_known_args(args, namespace)
-        self._intermixing = True  # the rest is parsed here
+        self._intermixing = True  # overrides are parsed here
         try:
             return self.parse_known_intermixed_args(args, namespace)
         finally:
@@ -88,7 +94,7 @@ def build_parser(*loaded: str | None) -> CommandParser:
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, summary in COMMANDS.items():
         subparser = subparsers.add_parser(
-            name, help=summary, description=_sentence(summary), epilog=EXIT_CODES
+            name, help=summary, description=summary[:1].upper() + summary[1:], epilog=EXIT_CODES
         )
         parser.commands[name] = subparser
         if name in loaded:
@@ -98,32 +104,20 @@ def build_parser(*loaded: str | None) -> CommandParser:
 
 
 def _add_arguments(parser: CommandParser, command: str) -> None:
-    """Add the arguments of `command`, or of each of its kinds."""
+    """Add the arguments of `command`, or of every launcher that it has."""
     arguments = table().get(command)
     if arguments is not None:
         add_arguments(parser, arguments)
         return
-    summaries = {kind: entry.summary for kind, entry in command_module(command).KINDS.items()}
-    kinds = parser.add_subparsers(dest="kind", metavar="|".join(summaries), required=True)
-    for kind, text in summaries.items():
-        parser.commands[kind] = kinds.add_parser(
-            kind, help=text, description=f"Write {text}", epilog=EXIT_CODES
+    summaries = {name: entry.summary for name, entry in command_module(command).KINDS.items()}
+    subparsers = parser.add_subparsers(dest="kind", metavar="|".join(summaries), required=True)
+    for name, text in summaries.items():
+        parser.commands[name] = subparsers.add_parser(
+            name, help=text, description=f"Write {text}", epilog=EXIT_CODES
         )
-        add_arguments(parser.commands[kind], table()[f"{command} {kind}"])
-
-
-def _unknown_command(name: str) -> str:
-    if name == "train":
-        return f"{name} is not a command: a launcher starts training -> {TRAINING}"
-    close = difflib.get_close_matches(name, COMMANDS, n=3)
-    remedy = f"did you mean {' or '.join(close)}?" if close else "bigtrain --help"
-    return f"unknown command {name} -> {remedy}"
+        add_arguments(parser.commands[name], table()[f"{command} {name}"])
 
 
 def command_module(command: str) -> Any:
     """Return the module of a command: its name, with underscores."""
     return importlib.import_module(f"bigtrain.commands.{command.replace('-', '_')}")
-
-
-def _sentence(summary: str) -> str:
-    return summary[:1].upper() + summary[1:]  # capitalize() would write hugging face

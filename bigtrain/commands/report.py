@@ -4,11 +4,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from bigtrain.report.run_files import Run
 
 DEFAULT_PORT = 8600
 
@@ -25,26 +20,23 @@ def run(args: argparse.Namespace) -> int:
     if args.port is not None and not args.live:
         rule = "applies only to --live"
         raise ConfigError(Problem("--port", args.port, rule, "remove it, or add --live"))
-    begun = time.monotonic()
+    started_at = time.monotonic()
     if args.live:
-        return _serve(open_runs([args.run, *args.compare], final=False), args.port or DEFAULT_PORT)
+        from bigtrain.report.live import ADDRESS, open_server
+
+        runs = open_runs([args.run, *args.compare], final=False)
+        port = args.port or DEFAULT_PORT
+        with open_server(runs, port) as server:
+            try:
+                print(f"http://{ADDRESS}:{port}/ until Ctrl-C", flush=True)
+                server.serve_forever()
+            except KeyboardInterrupt:
+                print("ended")
+        return 0
     written = write_report(args.run, compare=args.compare, output=args.output)
     steps = written.num_steps
     print(
         f"{written.path}: {steps:,} logged step{'s' if steps != 1 else ''}, "
-        f"{written.num_bytes / 2**20:.1f} MiB, in {time.monotonic() - begun:.1f} s"
+        f"{written.num_bytes / 2**20:.1f} MiB, in {time.monotonic() - started_at:.1f} s"
     )
-    return 0
-
-
-def _serve(runs: Sequence[Run], port: int) -> int:
-    """Serve the page until Ctrl-C."""
-    from bigtrain.report.live import ADDRESS, open_server
-
-    with open_server(runs, port) as server:
-        try:
-            print(f"http://{ADDRESS}:{port}/ until Ctrl-C", flush=True)
-            server.serve_forever()
-        except KeyboardInterrupt:
-            print("ended")
     return 0

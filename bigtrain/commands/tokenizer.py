@@ -35,7 +35,23 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.add_token or args.add_special_token:
         raise DataError("--add-token and --add-special-token are for an existing tokenizer: --base")
-    return _train(args)
+
+    from bigtrain.python_api.tokenizing import train_tokenizer
+
+    num_tokens = train_tokenizer(
+        args.input,
+        args.vocab_size,
+        args.output,
+        **reading_of(args),
+        max_bad_fraction=args.max_bad_fraction,
+        say=print,
+    )
+    if num_tokens < args.vocab_size:
+        print(
+            f"note: the text yields {num_tokens} tokens, fewer than --vocab-size {args.vocab_size}",
+            file=sys.stderr,
+        )
+    return 0
 
 
 def _of_run(name: str, overrides: Sequence[str]) -> tuple[str, Sequence[str], Sequence[str]]:
@@ -60,23 +76,4 @@ def _grow(output: Path, base: str, plain: Sequence[str], special: Sequence[str])
         "trained weights get rows for them by the section tokenizer of a run, or by "
         "model.vocabulary.new_rows=mean_covariance"
     )
-    return 0
-
-
-def _train(args: argparse.Namespace) -> int:
-    from bigtrain.python_api.tokenizing import train_tokenizer
-
-    num_tokens = train_tokenizer(
-        args.input,
-        args.vocab_size,
-        args.output,
-        **reading_of(args),
-        max_bad_fraction=args.max_bad_fraction,
-        say=print,
-    )
-    if num_tokens < args.vocab_size:
-        print(
-            f"note: the text yields {num_tokens} tokens, fewer than --vocab-size {args.vocab_size}",
-            file=sys.stderr,
-        )
     return 0

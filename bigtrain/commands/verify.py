@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from pathlib import Path
 
 from bigtrain.errors import EXIT_USER_ERROR, ConfigError, Problem
 
@@ -18,36 +16,26 @@ def run(args: argparse.Namespace) -> int:
         remedy = "name a DATASET, --run DIR or --model DIR"
         problem = Problem("arguments", None, "nothing to verify", remedy)
         raise ConfigError(problem)
-    _verify_datasets(args.datasets)
-    if args.model is not None:
-        _verify_model(args.model)
-    return 0 if args.run is None else _verify_run(args.run, args.step)
-
-
-def _verify_datasets(datasets: Sequence[Path]) -> None:
     from bigtrain.data.shards.dataset import open_dataset
     from bigtrain.python_api.shards import verify_shards
 
-    verify_shards(*datasets)
-    for path in datasets:
+    verify_shards(*args.datasets)
+    for path in args.datasets:
         splits = open_dataset(path, check="index").table.splits.values()
         num_shards, tokens = sum(map(len, splits)), sum(split.num_tokens for split in splits)
         print(f"{path}: {num_shards} shards, {tokens:,} tokens, all checksums match")
+    if args.model is not None:
+        from bigtrain.python_api.results import verify_model
 
-
-def _verify_model(directory: Path) -> None:
-    from bigtrain.python_api.results import verify_model
-
-    num_files = verify_model(directory)
-    print(f"{directory}: {num_files} files, all checksums match")
-
-
-def _verify_run(directory: Path, step: int | None) -> int:
+        num_files = verify_model(args.model)
+        print(f"{args.model}: {num_files} files, all checksums match")
+    if args.run is None:
+        return 0
     from bigtrain.run.checkpointing.listing import verify_checkpoints
 
     all_complete = True
-    for number, reason in verify_checkpoints(directory, step):
-        how = "corrupt: " + reason if reason else "complete, all checksums match"
-        print(f"step {number}: {how}", flush=True)
+    for step, reason in verify_checkpoints(args.run, args.step):
+        status = "corrupt: " + reason if reason else "complete, all checksums match"
+        print(f"step {step}: {status}", flush=True)
         all_complete &= reason is None
     return 0 if all_complete else EXIT_USER_ERROR

@@ -37,7 +37,7 @@ def serve(host: str, port: int, address: str | None = None) -> int:
 
     hostname = socket.gethostname()
     try:
-        try_port(port, held=True)
+        try_port(port, may_be_bound=True)
         bound = listen_where_reached(address or host, port)
         if bound is None and address is not None:
             raise OSError(f"{address} is not an address of this machine")

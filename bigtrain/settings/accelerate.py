@@ -68,9 +68,9 @@ class AccelerateSettings:
         """Return `config` with the micro-batch size that gives the answered accumulation, if it
         sets none."""
         steps = self.tree.get("gradient_accumulation_steps")
-        per_rank, rest = divmod(config.batch.samples_per_step, data_size)
+        per_rank, remainder = divmod(config.batch.samples_per_step, data_size)
         is_unset = "micro_batch_size" not in config.batch.model_fields_set
-        if not isinstance(steps, int) or not is_unset or rest or per_rank % steps:
+        if not isinstance(steps, int) or not is_unset or remainder or per_rank % steps:
             return config
         batch = config.batch.model_copy(update={"micro_batch_size": per_rank // steps})
         return config.model_copy(update={"batch": batch})
@@ -108,14 +108,16 @@ class AccelerateSettings:
         problems = []
         dtype = _DTYPES.get(self.mixed_precision or "")
         if self.mixed_precision is not None and dtype != config.precision.dtype:
-            known = {dtype: name for name, dtype in _DTYPES.items()}[config.precision.dtype]
+            answer = next(
+                name for name, value in _DTYPES.items() if value == config.precision.dtype
+            )
             problems.append(
                 Problem(
                     f"{SOURCE}: mixed_precision",
                     self.mixed_precision,
                     f"contradicts precision.dtype = {config.precision.dtype} of the run, which "
                     "owns it",
-                    f"answer {known}, or change precision.dtype in the run",
+                    f"answer {answer}, or change precision.dtype in the run",
                 )
             )
         if self.compiles and config.model.compile == "off":
@@ -124,6 +126,9 @@ class AccelerateSettings:
             problems.append(Problem(f"{SOURCE}: torch dynamo", "yes", rule, remedy))
         if raw is self.tree:  # rendering it finds the remaining contradictions
             return problems
+
+        # Answers must agree with the run, where it owns them, and with the JSON that it is started
+        # with.
         stage = value_at(self.tree, "zero_optimization.stage") or 0
         for owned in owned_values(config, plan, self.tree, stage):
             problem = owned.contradiction(self.tree, SOURCE)
@@ -142,7 +147,7 @@ class AccelerateSettings:
 
 
 def read_accelerate(environment: Mapping[str, str]) -> AccelerateSettings | None:
-    """Return the answers in `environment`; None if none of them concerns bigtrain.
+    """Return the answers in `environment`; None if no answer concerns bigtrain.
 
     Raises LaunchError for an engine other than DeepSpeed, ConfigError for an answer that bigtrain
     does not support.
@@ -153,7 +158,15 @@ def read_accelerate(environment: Mapping[str, str]) -> AccelerateSettings | None
                 f"{SOURCE}: {engine} was chosen, and bigtrain runs under DeepSpeed: answer yes to "
                 "DeepSpeed, or no to both"
             )
-    compiles = _compiles(environment)
+    # accelerate 1.15 itself ignores the answers about torch dynamo where DeepSpeed was chosen too.
+    compiles = environment.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO"
+    for name, supported in _DYNAMO.items() if compiles else ():
+        answer = environment.get(f"ACCELERATE_DYNAMO_{name}", supported)
+        if answer.lower() != supported:
+            key, rule = f"{SOURCE}: dynamo_{name.lower()}", "is not how bigtrain compiles layers"
+            remedy = f"answer {supported}, or no to torch dynamo, and see model.compile"
+            raise ConfigError(Problem(key, answer, rule, remedy))
+
     if environment.get("ACCELERATE_USE_DEEPSPEED") != "true":
         return AccelerateSettings({}, None, None, compiles, on_engine=False) if compiles else None
     classes = environment.get("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES")
@@ -173,28 +186,6 @@ def read_accelerate(environment: Mapping[str, str]) -> AccelerateSettings | None
     )
 
 
-def _compiles(environment: Mapping[str, str]) -> bool:
-    """Return whether torch dynamo was chosen. Raises ConfigError for settings that `model.compile`
-    does not have.
-
-    accelerate 1.15 itself ignores these answers where DeepSpeed was chosen as well.
-    """
-    if environment.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() == "NO":
-        return False
-    for name, honoured in _DYNAMO.items():
-        answer = environment.get(f"ACCELERATE_DYNAMO_{name}", honoured)
-        if answer.lower() != honoured:
-            raise ConfigError(
-                Problem(
-                    f"{SOURCE}: dynamo_{name.lower()}",
-                    answer,
-                    "is not how bigtrain compiles layers",
-                    f"answer {honoured}, or no to torch dynamo, and see model.compile",
-                )
-            )
-    return True
-
-
 def _tree(environment: Mapping[str, str]) -> dict[str, Any]:
     prefix = "ACCELERATE_DEEPSPEED_"
     # 2 is accelerate's own default where DeepSpeed was chosen without a stage.
@@ -208,20 +199,23 @@ def _tree(environment: Mapping[str, str]) -> dict[str, Any]:
         if device == "nvme" and path != "none":
             zero[block]["nvme_path"] = path
     tree: dict[str, Any] = {"zero_optimization": zero}
-    for name, kind in (("gradient_accumulation_steps", int), ("gradient_clipping", float)):
-        value = _number(environment, f"ACCELERATE_{name.upper()}", kind, None)
+    for name, number_type in (("gradient_accumulation_steps", int), ("gradient_clipping", float)):
+        value = _number(environment, f"ACCELERATE_{name.upper()}", number_type, None)
         if value is not None:
             tree[name] = value
     return tree
 
 
 def _number(
-    environment: Mapping[str, str], name: str, kind: type[int] | type[float], default: int | None
+    environment: Mapping[str, str],
+    name: str,
+    number_type: type[int] | type[float],
+    default: int | None,
 ) -> int | float | None:
     text = environment.get(name, "auto")
     if text in ("auto", "none"):
         return default
     try:
-        return kind(text)
+        return number_type(text)
     except ValueError:
         raise ConfigError(Problem(f"{SOURCE}: {name}", text, "is not a number")) from None

@@ -20,11 +20,12 @@ class BatchPlan:
 
     Sample ``first + site_begin + (micro_step * data_size + data_rank) * micro_batch_size + j`` is
     row ``j`` of the micro-batch, where ``first`` is the step's first sample. So the samples of a
-    step do not depend on the split: each site reads a contiguous block of them. Packed documents
+    step do not depend on the split: each site reads a contiguous block of samples. Packed documents
     are first sorted within a step (`data.balance_attention`).
 
-    `global_batch_size` is of all sites together; `data_size`, `accumulation`, `site_batch_size` and
-    `site_begin` (the samples of a step that it reads, and the first of them) are this site's.
+    `global_batch_size` counts the samples of all sites; `data_size`, `accumulation`,
+    `site_batch_size` (samples of a step that the site reads) and `site_begin` (its first sample)
+    are this site's.
     `rows_per_sample`: rows of `sequence_length` tokens in a sample, 2 for a pair and for an
     answer with a mismatched one.
     """
@@ -93,12 +94,13 @@ def plan_batch(
     num_readers = num_sites * data_size
     per_pass = batch.micro_batch_size * num_readers
     if samples % per_pass:
-        below = samples // per_pass * per_pass
-        nearest = f"{below} or {below + per_pass}" if below else str(per_pass)
+        # Sizes are reported in the unit of the setting: samples or tokens.
         key, unit = "batch.global_batch_size", 1
         if batch.global_tokens is not None:
             key, unit = "batch.global_tokens", batch.sequence_length
-            nearest = " or ".join(str(int(n) * unit) for n in nearest.split(" or "))
+        below = samples // per_pass * per_pass
+        sizes = (below, below + per_pass) if below else (per_pass,)
+        nearest = " or ".join(str(size * unit) for size in sizes)
         rule = (
             "must be a multiple of batch.micro_batch_size x data-parallel size"
             + (" x sites" if num_sites > 1 else "")
@@ -107,24 +109,20 @@ def plan_batch(
             + f" = {per_pass}"
             + (f" samples = {per_pass * unit} tokens" if unit > 1 else "")
         )
-        fitting = (
-            largest_divisor(samples // num_readers, batch.micro_batch_size)
-            if (samples % num_readers == 0)
-            else None
-        )
-        remedy = f"nearest: {nearest}" + (
-            f", or batch.micro_batch_size: {fitting}" if fitting else ""
-        )
+        remedy = f"nearest: {nearest}"
+        if samples % num_readers == 0:
+            fitting = largest_divisor(samples // num_readers, batch.micro_batch_size)
+            remedy += f", or batch.micro_batch_size: {fitting}"
         return None, [Problem(key, samples * unit, rule, remedy)]
     plan = BatchPlan(
-        samples,
-        batch.micro_batch_size,
-        data_size,
-        samples // per_pass,
-        batch.sequence_length,
-        num_sites,
-        site,
-        site * (samples // num_sites),
+        global_batch_size=samples,
+        micro_batch_size=batch.micro_batch_size,
+        data_size=data_size,
+        accumulation=samples // per_pass,
+        sequence_length=batch.sequence_length,
+        num_sites=num_sites,
+        site=site,
+        site_begin=site * (samples // num_sites),
     )
     return plan, []
 
@@ -132,7 +130,8 @@ def plan_batch(
 def _plan_shares(
     batch: BatchSection, data_size: int, site: int, shares: Sequence[int]
 ) -> tuple[BatchPlan | None, list[Problem]]:
-    """Plan the batch of sites that read unequal numbers of samples."""
+    """Plan the batch of sites that read unequal numbers of samples. A step is divided into units in
+    which each site has complete micro-batches."""
     samples, micro = batch.samples_per_step, batch.micro_batch_size
     per_share = lcm(*(micro * data_size // gcd(micro * data_size, n) for n in shares))
     unit = sum(shares) * per_share
@@ -145,9 +144,17 @@ def _plan_shares(
         )
         nearest = f"nearest: {below} or {below + unit}" if below else f"nearest: {unit}"
         return None, [Problem("batch.global_batch_size", samples, rule, nearest)]
-    each = samples // sum(shares)
-    own = each * shares[site]
-    accumulation = own // (micro * data_size)
-    begin = each * sum(shares[:site])
-    length, count = batch.sequence_length, len(shares)
-    return BatchPlan(samples, micro, data_size, accumulation, length, count, site, begin), []
+    samples_per_share = samples // sum(shares)
+    site_samples = samples_per_share * shares[site]
+    accumulation = site_samples // (micro * data_size)
+    plan = BatchPlan(
+        global_batch_size=samples,
+        micro_batch_size=micro,
+        data_size=data_size,
+        accumulation=accumulation,
+        sequence_length=batch.sequence_length,
+        num_sites=len(shares),
+        site=site,
+        site_begin=samples_per_share * sum(shares[:site]),
+    )
+    return plan, []

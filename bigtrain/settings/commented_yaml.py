@@ -9,11 +9,12 @@ import json
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import yaml
 
 from bigtrain.settings.run_config import RunConfig, Section
+from bigtrain.settings.sections.base import section_of
 
 _WIDTH = 100
 
@@ -21,8 +22,8 @@ _WIDTH = 100
 def commented_yaml(tree: Mapping[str, Any], head: Sequence[str] = ()) -> str:
     """Return `tree`, sections of a run, as the text of a run YAML.
 
-    Every section and setting has its description as a comment, and a section that has others than
-    those of `tree` their names. `head`: lines of the comment at the top.
+    Every section and setting has its description as a comment. The settings of a section that
+    `tree` omits are named after it. `head`: lines of the comment at the top.
     """
     lines = [f"# yaml-language-server: $schema={SHIPPED}"]
     lines += [f"# {line}".rstrip() for line in head]
@@ -36,35 +37,25 @@ def commented_yaml(tree: Mapping[str, Any], head: Sequence[str] = ()) -> str:
             continue
         lines += _comment(section.__doc__ or "", "")
         lines.append(f"{name}:")
-        lines += _section(section, value)
+        descriptions = section.descriptions()
+        for key, setting in value.items():
+            lines += _comment(descriptions.get(key, ""), "  ")
+            lines += _setting(key, setting, "  ")
+        unset_names = [name for name in section.model_fields if name not in value]
+        if unset_names:
+            lines += _comment(f"also: {', '.join(unset_names)}", "  ")
     return "\n".join(lines) + "\n"
 
 
-def section_of(annotation: Any) -> type[Section] | None:
-    """Return the section that a field of `annotation` holds; None for any other field."""
-    candidates = (annotation, *get_args(annotation))
-    return next((c for c in candidates if isinstance(c, type) and issubclass(c, Section)), None)
-
-
 def setting_names(section: type[Section] = RunConfig, prefix: str = "") -> Iterator[str]:
-    """Yield the names of all settings as the command line takes them, ``section.key``; not those of
-    sections in a list."""
+    """Yield the names of all settings as the command line takes them, ``section.key``; not of the
+    settings in a list of sections."""
     for name, field in section.model_fields.items():
         nested = section_of(field.annotation)
         if nested is None:
             yield f"{prefix}{name}"
         else:
             yield from setting_names(nested, f"{prefix}{name}.")
-
-
-def _section(section: type[Section], values: Mapping[str, Any]) -> Iterator[str]:
-    descriptions = section.descriptions()
-    for key, value in values.items():
-        yield from _comment(descriptions.get(key, ""), "  ")
-        yield from _setting(key, value, "  ")
-    others = [name for name in section.model_fields if name not in values]
-    if others:
-        yield from _comment(f"also: {', '.join(others)}", "  ")
 
 
 def _comment(text: str, indent: str) -> Iterator[str]:

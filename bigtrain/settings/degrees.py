@@ -29,9 +29,9 @@ MODEL_AXES: tuple[Axis, ...] = tuple(axis for axis in AXES if axis not in REPLIC
 class ModelDegrees:
     """Numbers of ranks that share one replica of the model, by axis.
 
-    ring_size: the factor of `sequence_size` that passes keys around; the other one, Ulysses,
+    ring_size: the factor of `sequence_size` that passes keys around; the second factor, Ulysses,
     divides the heads. expert_size: ranks that share the experts, neighbors within data x sequence.
-    It is not a factor of the world size, since these ranks also compute samples of their own.
+    It is not a factor of the world size, since these ranks also compute different samples.
     """
 
     tensor_size: int = 1

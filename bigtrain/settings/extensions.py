@@ -20,7 +20,7 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import TracebackType
 from typing import Any
 
 from pydantic import ValidationError
@@ -36,47 +36,41 @@ def import_named(key: str, name: str) -> Any:
     Raises ConfigError if it cannot be imported; with the file and line where its module fails."""
     module_name, _, path = name.partition(":")
     try:
-        extension: Any = _import(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise ConfigError(_not_imported(key, name, error)) from error
-        rule = f"there is no module {error.name} in {os.getcwd()}, PYTHONPATH or what is installed"
-        remedy = "start the program in the directory that has it, or install its package"
-        raise ConfigError(Problem(key, name, rule, remedy)) from error
+        # The working directory comes last, so that no file there hides a module of Python or of a
+        # package. It stays in the path, because a module may import another one when it is called.
+        directory = os.getcwd()
+        if not {"", directory} & {*sys.path}:
+            sys.path.append(directory)
+        extension: Any = importlib.import_module(module_name)
     except BaseException as error:  # user code may raise anything, SystemExit too
         if isinstance(error, KeyboardInterrupt):
             raise
-        raise ConfigError(_not_imported(key, name, error)) from error
+        # The module itself, or a package above it, is missing; otherwise its code fails.
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and f"{module_name}.".startswith(f"{missing}."):
+            rule = f"there is no module {missing} in {os.getcwd()}, PYTHONPATH or what is installed"
+            remedy = "start the program in the directory that has it, or install its package"
+        else:
+            rule, remedy = f"its module fails: {describe(error)}", "correct it"
+        raise ConfigError(Problem(key, name, rule, remedy)) from error
+    # The part after the colon may name an attribute of a class.
     for part in path.split("."):
         if not hasattr(extension, part):
             file = getattr(sys.modules[module_name], "__file__", None) or module_name
-            names = [known for known in vars(extension) if not known.startswith("_")]
+            names = [attribute for attribute in vars(extension) if not attribute.startswith("_")]
             rule = f"{file} has no {part}"
             raise ConfigError(Problem(key, name, rule, did_you_mean(part, names)))
         extension = getattr(extension, part)
     return extension
 
 
-def _import(name: str) -> ModuleType:
-    here = os.getcwd()
-    # Last, so that no file there hides a module of Python or of a package; it stays, because a
-    # module may import others when it is called.
-    if not {"", here} & {*sys.path}:
-        sys.path.append(here)
-    return importlib.import_module(name)
-
-
-def _not_imported(key: str, name: str, error: BaseException) -> Problem:
-    return Problem(key, name, f"its module fails: {describe(error)}", "correct it")
-
-
 def describe(error: BaseException, owner: object = None) -> str:
     """Return type and text of an error that user code raised, with the file and line of that code.
     `owner`: the function or class that was called."""
     text = " ".join(str(error).split())[:300]
-    kind = type(error).__name__ + (f": {text}" if text else "")
+    message = type(error).__name__ + (f": {text}" if text else "")
     defined_at = raised_at(error, owner)
-    return f"{kind} ({defined_at})" if defined_at else kind
+    return f"{message} ({defined_at})" if defined_at else message
 
 
 def raised_at(error: BaseException, owner: object = None) -> str:
@@ -87,8 +81,8 @@ def raised_at(error: BaseException, owner: object = None) -> str:
     own_file = source_file(owner)
     frames = [frame for frame in _frames(error.__traceback__) if not _is_ours(frame[0])]
     users = [frame for frame in frames if frame[0] == own_file or not _is_installed(frame[0])]
-    chosen = (users or frames[:1])[-1:]
-    return "".join(f"{file}:{line}" for file, line in chosen) or location(owner)
+    innermost = (users or frames[:1])[-1:]
+    return "".join(f"{file}:{line}" for file, line in innermost) or location(owner)
 
 
 def user_code_at(error: BaseException) -> str:
@@ -145,19 +139,22 @@ def call_problem(
     function: Callable[..., Any],
     arguments: Sequence[str],
     settings: Mapping[str, Any],
-    what: str = "",
+    *,
+    label: str = "",
 ) -> Problem | None:
     """Return the problem if `function` cannot be called with positional `arguments` (their names)
-    and `settings` by name. `what`: how the text calls it (default: its name)."""
-    label = what or getattr(function, "__name__", str(value))
-    wanted = ", ".join([*arguments, *(f"{setting}=..." for setting in settings)])
+    and `settings` by name. `label`: the function in the text (default: its name)."""
+    label = label or getattr(function, "__name__", str(value))
+    call_arguments = ", ".join([*arguments, *(f"{setting}=..." for setting in settings)])
     try:
         signature = inspect.signature(function)
         signature.bind(*arguments, **settings)
     except ValueError:  # of a builtin
         return None
     except TypeError as error:
-        rule = f"{label} is called as {label.split('.')[-1]}({wanted}), and takes {signature}"
+        rule = (
+            f"{label} is called as {label.split('.')[-1]}({call_arguments}), and takes {signature}"
+        )
         remedy = f"correct it ({error}) in {location(function)}"
         return Problem(key, value, rule, remedy)
     return None
@@ -179,31 +176,33 @@ _OTHER_POINTS = {
 """Names of other programs (transformers' TrainerCallback, Lightning) for these points."""
 
 
-def check_callback(key: str, name: str, kind: Any) -> list[Problem]:
+def check_callback(key: str, name: str, callback: Any) -> list[Problem]:
     """Return the problems of a class (or object) whose methods are called at the points of a run:
-    none of them, names of other programs, signatures, the ranks that it runs on."""
-    defined_at = location(kind if isinstance(kind, type) else type(kind))
+    no method, names of other programs, signatures, the ranks that it runs on."""
+    defined_at = location(callback if isinstance(callback, type) else type(callback))
     points = ", ".join(CALLBACK_POINTS)
-    others = [other for other in dir(kind) if other.startswith("on_")]
-    if others:
-        meant = _OTHER_POINTS.get(others[0])
-        rule = f"{others[0]} is not called; a callback has methods {points} ({defined_at})"
-        remedy = f"rename it to {meant}(self, view)" if meant else "rename it"
+    # Methods of another program would never be called, so they are reported first.
+    foreign_methods = [attribute for attribute in dir(callback) if attribute.startswith("on_")]
+    if foreign_methods:
+        matching_point = _OTHER_POINTS.get(foreign_methods[0])
+        rule = f"{foreign_methods[0]} is not called; a callback has methods {points} ({defined_at})"
+        remedy = f"rename it to {matching_point}(self, view)" if matching_point else "rename it"
         return [Problem(key, name, rule, remedy)]
-    methods = [point for point in CALLBACK_POINTS if callable(getattr(kind, point, None))]
+    methods = [point for point in CALLBACK_POINTS if callable(getattr(callback, point, None))]
     if not methods:
         rule = f"has none of the methods of a callback, {points} ({defined_at})"
         return [Problem(key, name, rule, "write at least one: def step(self, view): ...")]
-    arguments = ["self", "view"] if isinstance(kind, type) else ["view"]
+    # Every method must be callable with the run's view; an object's methods are bound already.
+    arguments = ["self", "view"] if isinstance(callback, type) else ["view"]
     problems: list[Problem] = []
     for point in methods:
-        method = getattr(kind, point)
+        method = getattr(callback, point)
         if inspect.iscoroutinefunction(method):
             rule = f"{point} is a coroutine, which would never run ({location(method)})"
             problems.append(Problem(key, name, rule, "write def instead of async def"))
-        own = call_problem(key, name, method, arguments, {}, point)
-        problems += [own] if own else []
-    ranks = getattr(kind, "ranks", "main")
+        signature_problem = call_problem(key, name, method, arguments, {}, label=point)
+        problems += [signature_problem] if signature_problem else []
+    ranks = getattr(callback, "ranks", "main")
     if ranks not in ("main", "all"):
         rule = f"ranks = {ranks!r} is neither 'main' nor 'all' ({defined_at})"
         problems.append(Problem(key, name, rule, "the ranks on which it is called: ranks = 'main'"))
@@ -219,62 +218,58 @@ def _check_class(
     """Return the problems of a class that the run names: import, constructor, and what `check`
     finds."""
     try:
-        kind = import_named(key, name)
+        user_class = import_named(key, name)
     except ConfigError as error:
         return list(error.problems)
-    if not isinstance(kind, type):
-        rule = f"is not a class ({location(kind) or name})"
+    if not isinstance(user_class, type):
+        rule = f"is not a class ({location(user_class) or name})"
         return [Problem(key, name, rule, "name the class, whose constructor gets the settings")]
-    made = call_problem(f"{key.removesuffix('.type')}.settings", settings, kind, [], settings)
-    return [*([made] if made else []), *check(key, name, kind)]
+    constructor_problem = call_problem(
+        f"{key.removesuffix('.type')}.settings", settings, user_class, [], settings
+    )
+    return [*([constructor_problem] if constructor_problem else []), *check(key, name, user_class)]
 
 
 def check_callback_class(key: str, name: str, settings: Mapping[str, Any]) -> list[Problem]:
-    """Return the problems of a callback that the run names: import, constructor, methods; of one of
-    bigtrain: settings, and libraries that are not installed."""
+    """Return the problems of a callback that the run names: import, constructor, methods; of a
+    callback of bigtrain: settings, and libraries that are not installed."""
     shipped = SHIPPED_CALLBACKS.get(name)
     if shipped is None:
         return _check_class(key, name, settings, check_callback)
-    problems = _settings_problems(f"{key.removesuffix('.type')}.settings", shipped, settings)
+    problems = []
+    try:
+        shipped.settings.model_validate(settings)
+    except ValidationError as error:
+        settings_key = f"{key.removesuffix('.type')}.settings"
+        problems += [
+            _settings_problem(settings_key, shipped, dict(detail)) for detail in error.errors()
+        ]
     for module in shipped.modules:
-        if not _can_import(module):
+        try:
+            is_installed = importlib.util.find_spec(module) is not None
+        except ModuleNotFoundError:  # a package above the module is missing
+            is_installed = False
+        if not is_installed:
             rule = f"needs {module}, which is not installed"
             problems.append(Problem(key, name, rule, f"pip install 'bigtrain[{name}]'"))
             break
     return problems
 
 
-def _settings_problems(
-    key: str, shipped: ShippedCallback, settings: Mapping[str, Any]
-) -> list[Problem]:
-    try:
-        shipped.settings.model_validate(settings)
-    except ValidationError as error:
-        return [_settings_problem(key, shipped, dict(detail)) for detail in error.errors()]
-    return []
-
-
 def _settings_problem(key: str, shipped: ShippedCallback, detail: dict[str, Any]) -> Problem:
     name = ".".join(map(str, detail["loc"]))
-    known = shipped.settings.model_fields
+    fields = shipped.settings.model_fields
     if detail["type"] != "extra_forbidden":
         rule = str(detail["msg"]).removeprefix("Value error, ")
-        remedy = f"the default: {known[str(detail['loc'][0])].default!r}"
+        remedy = f"the default: {fields[str(detail['loc'][0])].default!r}"
         value = None if name.startswith("url") else detail["input"]  # may be an address by mistake
         return Problem(f"{key}.{name}", value, rule[:1].lower() + rule[1:], remedy)
-    if name == "url" and "url_env" in known:  # its value is not shown
+    if name == "url" and "url_env" in fields:  # its value is not shown
         rule = "a webhook's address is a secret, and settings are recorded and logged"
         remedy = f"write it to an environment variable or file, named in {key}.url_env or url_file"
         return Problem(f"{key}.url", None, rule, remedy)
-    remedy = did_you_mean(name, list(known)) if known else "it has no settings: omit them"
+    remedy = did_you_mean(name, list(fields)) if fields else "it has no settings: omit them"
     return Problem(f"{key}.{name}", None, "unknown key", remedy)
-
-
-def _can_import(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of a package above it
-        return False
 
 
 def check_samples_class(key: str, name: str, settings: Mapping[str, Any]) -> list[Problem]:
@@ -286,22 +281,22 @@ _MAP_METHODS = ("__len__", "__getitem__")
 _STREAM_METHODS = ("__iter__", "state_dict", "load_state_dict")
 
 
-def is_stream(kind: Any) -> bool:
+def is_stream(samples: Any) -> bool:
     """Return whether a class (or object) of samples is a stream with a state. Torch's
     IterableDataset has ``__getitem__``, too."""
-    return all(callable(getattr(kind, method, None)) for method in _STREAM_METHODS)
+    return all(callable(getattr(samples, method, None)) for method in _STREAM_METHODS)
 
 
-def check_samples(key: str, name: str, kind: Any) -> list[Problem]:
+def check_samples(key: str, name: str, samples: Any) -> list[Problem]:
     """Return the problem of a class (or object) that is neither a source with length and items nor
     a stream with a state."""
-    if is_stream(kind):
+    if is_stream(samples):
         return []
-    iterates = any(callable(getattr(kind, one, None)) for one in ("__iter__", "__next__"))
-    has_items = all(callable(getattr(kind, method, None)) for method in _MAP_METHODS)
+    iterates = any(callable(getattr(samples, method, None)) for method in ("__iter__", "__next__"))
+    has_items = all(callable(getattr(samples, method, None)) for method in _MAP_METHODS)
     for method in _STREAM_METHODS if iterates and not has_items else _MAP_METHODS:
-        if not callable(getattr(kind, method, None)):
-            defined_at = location(kind if isinstance(kind, type) else type(kind))
+        if not callable(getattr(samples, method, None)):
+            defined_at = location(samples if isinstance(samples, type) else type(samples))
             remedy = f"def {method}(self, ...)"
             if method in _STREAM_METHODS:
                 remedy += f"; a stream has {', '.join(_STREAM_METHODS)}"
@@ -313,16 +308,18 @@ def check_model_class(key: str, name: str, known_types: Container[str]) -> list[
     """Return the problems of a model class of the user: import, and what transformers' models have.
     `known_types`: model types of transformers."""
     try:
-        kind = import_named(key, name)
+        model_class = import_named(key, name)
     except ConfigError as error:
         return list(error.problems)
-    defined_at = location(kind) or name
-    if not isinstance(kind, type) or not callable(getattr(kind, "from_pretrained", None)):
+    defined_at = location(model_class) or name
+    if not isinstance(model_class, type) or not callable(
+        getattr(model_class, "from_pretrained", None)
+    ):
         remedy = "class Mine(PreTrainedModel), with forward and config_class"
         return [
             Problem(key, name, f"is not a PreTrainedModel of transformers ({defined_at})", remedy)
         ]
-    model_type = getattr(getattr(kind, "config_class", None), "model_type", "")
+    model_type = getattr(getattr(model_class, "config_class", None), "model_type", "")
     if not model_type or model_type in known_types:
         owner = "transformers' own" if model_type else "empty"
         rule = f"the model_type of its config_class is {model_type!r}, {owner} ({defined_at})"
@@ -356,9 +353,8 @@ def check_schedule(
 def _schedule_fault(
     function: Callable[..., Any], settings_json: str, total_steps: int
 ) -> tuple[str, str] | None:
-    """Return the rule that a schedule breaks in any of its steps, and the fix; None if it is
-    sound."""
-    settings = json.loads(settings_json)
+    """Return the rule that a schedule breaks at a step, and the fix; None if it is sound."""
+    settings = json.loads(settings_json)  # a cache needs hashable arguments
     factors: list[float] = []
     for step in range(total_steps):
         try:
@@ -367,11 +363,12 @@ def _schedule_fault(
             rule = f"of step {step} of {total_steps}: {describe(error, function)}"
             remedy = "return a finite number that is not negative for each step"
             return rule, remedy
+    # A resumed run computes the factors again, so they must not depend on earlier calls.
     for step in {0, total_steps // 2, total_steps - 1}:
-        again = schedule_factor(function, step, total_steps, settings)
-        if again != factors[step]:
+        repeated = schedule_factor(function, step, total_steps, settings)
+        if repeated != factors[step]:
             rule = (
-                f"returns {factors[step]} for step {step}, and {again} when it is called again "
+                f"returns {factors[step]} for step {step}, and {repeated} when it is called again "
                 f"({location(function)}): a run could not resume"
             )
             remedy = "let the result depend only on step, total steps and settings"
@@ -392,8 +389,8 @@ def schedule_factor(
     return float(value)
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return ``did you mean X?`` for the nearest of `known`, or the first names of it."""
-    names = sorted(known)
+def did_you_mean(name: str, candidates: Iterable[str]) -> str:
+    """Return ``did you mean X?`` for the nearest of `candidates`, or the first names."""
+    names = sorted(candidates)
     close = difflib.get_close_matches(name, names, n=1)
     return f"did you mean {close[0]}?" if close else f"it has: {', '.join(names[:8]) or 'nothing'}"

@@ -1,8 +1,8 @@
 """Checks of a Hugging Face model configuration, and the dimensions that rules need, without
 transformers.
 
-Pure: importing transformers takes seconds, `bigtrain check` a fraction of one. The table next to
-this module has the keys of every causal LM; ``tools/hf_config_keys.py`` writes it from
+Pure: importing transformers takes seconds, `bigtrain check` a fraction of a second. The table next
+to this module has the keys of every causal LM; ``tools/hf_config_keys.py`` writes it from
 transformers. Whatever is refused here, the model's configuration class would refuse too. With
 another release of transformers than the table's, unknown keys are left to that class.
 """
@@ -46,7 +46,7 @@ CHOSEN_EXPERTS = (
     "moe_top_k",
     "top_k_experts",
 )
-"""Names that they have for how many of them a token is routed to."""
+"""Names that architectures have for the number of experts that a token is routed to."""
 _MTP_LAYERS = "num_mtp_layers"
 _AT_LEAST_ONE = (*_FIGURES, "vocab_size", "hidden_size", "intermediate_size")
 TEXT_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -92,24 +92,46 @@ def inspect_configuration(section: ModelSection) -> tuple[ModelDimensions, list[
     """
     problems: list[Problem] = []
     written: Mapping[str, Any]
+    model_types = key_table()["model_types"]
+
+    # The configuration, and whether transformers has a causal LM of its type. A class of the
+    # user defines the type.
     if isinstance(section.config, dict):
-        where, written = "model.config", section.config
-        problems += [] if section.type else _check_type(written["model_type"])
+        label, written = "model.config", section.config
+        model_type = written.get("model_type")
+        if not section.type and model_type not in model_types and _same_release():
+            close = difflib.get_close_matches(str(model_type), model_types, n=3)
+            remedy = f"did you mean {' or '.join(close)}?" if close else ""
+            rule = "unknown type of causal LM in transformers"
+            problems.append(Problem("model.config.model_type", model_type, rule, remedy))
     else:
-        where, written, problems = _read(section)
+        label, written, problems = _read(section)
         if written and not section.type:
             key = "model.path" if section.path is not None else "model.config"
-            problems += _check_causal(written, key, str(section.path or section.config))
-    model_type = {**written, **section.overrides}.get("model_type")
-    known = key_table()["model_types"].get(model_type) if isinstance(model_type, str) else None
-    if where == "model.config":
-        problems += _check_values(written, where, model_type, known)
-    problems += _check_values(section.overrides, "model.overrides", model_type, known)
-    problems += check_layer_drop({**written, **section.overrides}, where, section.overrides)
-    problems += _check_text_ids(section, {**written, **section.overrides}, known)
+            if written.get("model_type") not in model_types and _same_release():
+                problems.append(not_causal(written, key, str(section.path or section.config)))
+
+    # Keys and values that the run sets; those in a file are the model's own.
+    values = {**written, **section.overrides}
+    model_type = values.get("model_type")
+    type_entry = model_types.get(model_type) if isinstance(model_type, str) else None
+    if label == "model.config":
+        problems += _check_values(written, label, model_type, type_entry)
+    problems += _check_values(section.overrides, "model.overrides", model_type, type_entry)
+    problems += check_layer_drop(values, label, section.overrides)
+
+    # Ids of the run must be in the vocabulary, unless the number of rows is unknown, or grows to
+    # the vocabulary of the data.
+    text = values.get("text_config")
+    part: Mapping[str, Any] = text if isinstance(text, Mapping) else values
+    alias = type_entry["aliases"].get("vocab_size", "") if type_entry else ""
+    num_rows = part.get("vocab_size", part.get(alias))
+    if type(num_rows) is int and section.vocabulary is None:
+        for entry in given_ids(section):
+            problems += outside_vocabulary(entry, num_rows)
     if problems or not written:
         return ModelDimensions(), problems
-    return _figures({**written, **section.overrides}, where, known)
+    return _figures(values, label, type_entry)
 
 
 def written_configuration(section: ModelSection) -> dict[str, Any]:
@@ -153,25 +175,9 @@ def missing_model(section: ModelSection) -> list[Problem]:
         or not (source.startswith((".", "/", "~")) or source.count("/") > 1)
     ):
         return []
-    there = Path(source).exists()
-    return [] if there else [Problem(key, source, "no such directory", _NAME_A_MODEL)]
-
-
-def _check_type(model_type: object) -> Iterator[Problem]:
-    types = key_table()["model_types"]
-    if model_type in types or not _same_release():
-        return
-    close = difflib.get_close_matches(str(model_type), types, n=3)
-    remedy = f"did you mean {' or '.join(close)}?" if close else ""
-    rule = "unknown type of causal LM in transformers"
-    yield Problem("model.config.model_type", model_type, rule, remedy)
-
-
-def _check_causal(written: Mapping[str, Any], key: str, source: str) -> list[Problem]:
-    known = key_table()["model_types"]
-    if written.get("model_type") in known or not _same_release():
+    if Path(source).exists():
         return []
-    return [not_causal(written, key, source)]
+    return [Problem(key, source, "no such directory", _NAME_A_MODEL)]
 
 
 def not_causal(written: Mapping[str, Any], key: str, source: str) -> Problem:
@@ -184,23 +190,23 @@ def not_causal(written: Mapping[str, Any], key: str, source: str) -> Problem:
     parts = [name.removesuffix("_config") for name in written if name.endswith("_config")]
     composite = [name for name in parts if isinstance(written[f"{name}_config"], Mapping)]
     if len(composite) > 1 or "text" in composite:
-        what = f"is composed of parts ({', '.join(sorted(composite))})"
+        description = f"is composed of parts ({', '.join(sorted(composite))})"
         remedy = "a text-only model of the same family, or save its language part as one"
     else:
-        what, remedy = "is not a type of causal language model", _NAME_A_MODEL
-    rule = f"model_type {model_type!r} {what}, and AutoModelForCausalLM has no class for it"
+        description, remedy = "is not a type of causal language model", _NAME_A_MODEL
+    rule = f"model_type {model_type!r} {description}, and AutoModelForCausalLM has no class for it"
     return Problem(key, source, rule, remedy)
 
 
 def check_layer_drop(
-    values: Mapping[str, Any], where: str, overrides: Mapping[str, Any] = _NO_OVERRIDES
+    values: Mapping[str, Any], label: str, overrides: Mapping[str, Any] = _NO_OVERRIDES
 ) -> list[Problem]:
     """Return problems of a configuration that skips layers at random.
 
-    Each rank draws for itself: a rank that skips a layer has no gradients of it, and does not join
-    the collectives of those that compute it. values: the configuration; where: its name in
-    problems; overrides: the part of `values` that the run gives. Names: `layerdrop`,
-    `decoder_layerdrop` and their like, of the language model's part.
+    Each rank draws for itself: a rank that skips a layer has no gradients of the parameters, and
+    does not join the collectives of the ranks that compute the layer. values: the configuration;
+    label: its name in problems; overrides: the part of `values` that the run sets. Names:
+    `layerdrop`, `decoder_layerdrop` and similar ones, in the language model's part.
     """
     text = values.get("text_config")
     is_nested = isinstance(text, Mapping)
@@ -209,7 +215,7 @@ def check_layer_drop(
     for name, value in part.items():
         if not _LAYER_DROP.search(str(name)) or value in (0, None):
             continue
-        key = f"{where}.text_config.{name}" if is_nested else f"{where}.{name}"
+        key = f"{label}.text_config.{name}" if is_nested else f"{label}.{name}"
         remedy = "write 0.0 there" if is_nested else f"model.overrides.{name}=0.0"
         if name in overrides and not is_nested:
             key, remedy = f"model.overrides.{name}", "0.0"
@@ -239,7 +245,7 @@ def listed_ids(value: object) -> list[int]:
 
 
 def given_ids(section: ModelSection) -> list[GivenId]:
-    """Return the ids that the run sets itself, those that override others last."""
+    """Return the ids that the run sets itself; overriding ids come last."""
     run_ids = []
     for key, values in (("model.config", section.config), ("model.overrides", section.overrides)):
         if not isinstance(values, Mapping):
@@ -267,35 +273,30 @@ def outside_vocabulary(entry: GivenId, num_rows: int) -> list[Problem]:
     return [Problem(entry.key, entry.value, rule, remedy)]
 
 
-def _check_text_ids(
-    section: ModelSection, values: Mapping[str, Any], known: Mapping[str, Any] | None
-) -> list[Problem]:
-    """Check that ids of the run are in the vocabulary, if the number of rows is written."""
-    text = values.get("text_config")
-    part: Mapping[str, Any] = text if isinstance(text, Mapping) else values
-    alias = known["aliases"].get("vocab_size", "") if known else ""
-    num_rows = part.get("vocab_size", part.get(alias))
-    if type(num_rows) is not int or section.vocabulary is not None:
-        return []  # unknown, or the vocabulary grows to that of the data
-    return [p for entry in given_ids(section) for p in outside_vocabulary(entry, num_rows)]
-
-
 def _check_values(
-    values: Mapping[str, Any], section: str, model_type: object, known: Mapping[str, Any] | None
+    values: Mapping[str, Any],
+    section: str,
+    model_type: object,
+    type_entry: Mapping[str, Any] | None,
 ) -> Iterator[Problem]:
     for name, value in values.items():
         key = f"{section}.{name}"
         wrong = list(_not_json(value, key))
         yield from wrong
-        if wrong or known is None or name == "model_type":
+        if wrong or type_entry is None or name == "model_type":
             continue
-        if name in known["keys"]:
-            yield from _check_kind(key, value, known["keys"][name])
-        elif not _source_reads(known["module"], name):
-            close = difflib.get_close_matches(str(name), known["keys"], n=1)
+        if name in type_entry["keys"]:
+            json_types = type_entry["keys"][name]
+            classes = [_JSON_TYPES[json_type] for json_type in json_types.split("|") if json_type]
+            if classes and type(value) not in classes:
+                remedy = f"write {value}.0" if type(value) is int and "number" in json_types else ""
+                rule = f"must be of JSON type {json_types.replace('|', ' or ')}"
+                yield Problem(key, value, rule, remedy)
+        elif not _source_reads(type_entry["module"], name):
+            close = difflib.get_close_matches(str(name), type_entry["keys"], n=1)
             remedy = f"did you mean {section}.{close[0]}?" if close else ""
-            shown = None if isinstance(value, dict) else value
-            yield Problem(key, shown, f"model_type {model_type} has no such key", remedy)
+            shown_value = None if isinstance(value, dict) else value
+            yield Problem(key, shown_value, f"model_type {model_type} has no such key", remedy)
 
 
 def _not_json(value: object, key: str) -> Iterator[Problem]:
@@ -311,34 +312,25 @@ def _not_json(value: object, key: str) -> Iterator[Problem]:
         yield Problem(key, value, "is not a JSON value", "write a number, a text or a list")
 
 
-def _check_kind(key: str, value: object, kinds: str) -> Iterator[Problem]:
-    if not kinds or any(type(value) is _JSON_TYPES[kind] for kind in kinds.split("|")):
-        return
-    remedy = f"write {value}.0" if type(value) is int and "number" in kinds else ""
-    yield Problem(key, value, f"must be of JSON type {kinds.replace('|', ' or ')}", remedy)
-
-
 def _source_reads(module: str, name: str) -> bool:
     """Return whether the installed source of the architecture mentions `name`.
 
     Some models read keys that published checkpoints have and their configuration class does not
     declare, such as Qwen3-MoE's head_dim. Another release may declare more than the table knows.
     """
-    path = _installed(module)
-    modeling = _installed(module.replace(".configuration_", ".modeling_"))
-    for source in (modeling,) if _same_release() else (modeling, path):
-        if source is None or not source.is_file():
+    spec = importlib.util.find_spec("transformers")  # finds a package without importing it
+    if spec is None or spec.origin is None:
+        return False
+    modules = [module.replace(".configuration_", ".modeling_")]
+    modules += [] if _same_release() else [module]
+    for name_of_module in modules:
+        path = Path(spec.origin).parent.joinpath(*name_of_module.split("."))
+        source = path.with_suffix(".py")
+        if not source.is_file():
             continue
         if re.search(rf"\b{re.escape(str(name))}\b", source.read_text(encoding="utf-8")):
             return True
     return False
-
-
-def _installed(module: str) -> Path | None:
-    spec = importlib.util.find_spec("transformers")  # finds a package without importing it
-    if spec is None or spec.origin is None:
-        return None
-    return Path(spec.origin).parent.joinpath(*module.split(".")).with_suffix(".py")
 
 
 @functools.cache
@@ -351,16 +343,17 @@ def _same_release() -> bool:
 
 
 def _figures(
-    values: Mapping[str, Any], where: str, known: Mapping[str, Any] | None
+    values: Mapping[str, Any], label: str, type_entry: Mapping[str, Any] | None
 ) -> tuple[ModelDimensions, list[Problem]]:
     """Return the dimensions of the language model in a configuration (`get_text_config`)."""
+    # A composite configuration has the language model's keys in a part with another type.
     text = values.get("text_config")
-    of_text = known
+    text_entry = type_entry
     if isinstance(text, Mapping):
-        values, where = text, f"{where}.text_config"
-        of_text = key_table()["model_types"].get(text.get("model_type"))
-    aliases = of_text["aliases"] if of_text else {}
-    defaults = known["defaults"] if known else {}
+        values, label = text, f"{label}.text_config"
+        text_entry = key_table()["model_types"].get(text.get("model_type"))
+    aliases = text_entry["aliases"] if text_entry else {}
+    defaults = type_entry["defaults"] if type_entry else {}
     problems: list[Problem] = []
     dimensions: dict[str, int | None] = {}
     for key in _AT_LEAST_ONE:
@@ -368,49 +361,39 @@ def _figures(
         value = defaults.get(key) if name is None else values[name]
         if type(value) is not int or (key in defaults and defaults[key] is None):
             continue
-        if value < 1 and not (key == "intermediate_size" and _has_experts(values)):
-            problems.append(Problem(f"{where}.{name}", value, "must be at least 1", "nearest: 1"))
+        # The width of a dense layer has no meaning where all layers may be sparse.
+        is_unused = key == "intermediate_size" and any(type(values.get(e)) is int for e in EXPERTS)
+        if value < 1 and not is_unused:
+            problems.append(Problem(f"{label}.{name}", value, "must be at least 1", "nearest: 1"))
         elif key in _FIGURES:
             dimensions[key] = value
-    problems += _check_key_heads(values, where, dimensions.get("num_attention_heads"))
-    tp_dimensions = of_text["cut"] if of_text else []
+
+    # Query heads share key-value heads in groups of equal size.
+    heads, key_heads = dimensions.get("num_attention_heads"), values.get("num_key_value_heads")
+    if type(key_heads) is int and heads is not None and (key_heads < 1 or heads % key_heads):
+        nearest = max(n for n in range(1, heads + 1) if heads % n == 0 and n <= max(key_heads, 1))
+        rule = f"num_attention_heads = {heads} must be a multiple of it"
+        key = f"{label}.num_key_value_heads"
+        problems.append(Problem(key, key_heads, rule, f"nearest: {nearest}"))
+
+    # Heads that tensor parallelism divides, experts, and layers for multi-token prediction.
+    tp_dimensions = text_entry["cut"] if text_entry else []
     if "num_attention_heads" in tp_dimensions:
-        dimensions["cut_heads"] = dimensions.get("num_attention_heads")
+        dimensions["cut_heads"] = heads
     # Not the default, which many classes derive from the number of heads.
-    key_heads = values.get("num_key_value_heads")
     if "num_key_value_heads" in tp_dimensions and type(key_heads) is int and key_heads > 0:
         dimensions["cut_key_heads"] = key_heads
     experts = [values[name] for name in EXPERTS if type(values.get(name)) is int]
     if experts and experts[0] > 0:
         dimensions["num_experts"] = experts[0]
-    if of_text:
-        dimensions[_MTP_LAYERS] = _num_mtp_layers(values, of_text)
+    if text_entry:
+        names = (_MTP_LAYERS, text_entry["aliases"].get(_MTP_LAYERS))
+        written_counts = [values[name] or 0 for name in names if name in values]
+        if _MTP_LAYERS not in text_entry["keys"]:
+            dimensions[_MTP_LAYERS] = 0
+        elif written_counts and type(written_counts[0]) is int:  # a default is unknown
+            dimensions[_MTP_LAYERS] = written_counts[0]
     return ModelDimensions(**dimensions), problems
-
-
-def _num_mtp_layers(values: Mapping[str, Any], known: Mapping[str, Any]) -> int | None:
-    """Return the layers for multi-token prediction; None for the default of a class with such."""
-    if _MTP_LAYERS not in known["keys"]:
-        return 0
-    names = (_MTP_LAYERS, known["aliases"].get(_MTP_LAYERS))
-    name = next((name for name in names if name in values), None)
-    count = None if name is None else values[name] or 0
-    return count if type(count) is int else None
-
-
-def _has_experts(values: Mapping[str, Any]) -> bool:
-    """Return whether all layers may be sparse; then a dense layer's width has no meaning."""
-    return any(type(values.get(name)) is int for name in EXPERTS)
-
-
-def _check_key_heads(values: Mapping[str, Any], where: str, heads: int | None) -> list[Problem]:
-    """Return the problem if the query heads are not a multiple of the key-value heads."""
-    key_heads = values.get("num_key_value_heads")
-    if type(key_heads) is not int or heads is None or (key_heads > 0 and heads % key_heads == 0):
-        return []
-    nearest = max(n for n in range(1, heads + 1) if heads % n == 0 and n <= max(key_heads, 1))
-    rule = f"num_attention_heads = {heads} must be a multiple of it"
-    return [Problem(f"{where}.num_key_value_heads", key_heads, rule, f"nearest: {nearest}")]
 
 
 def number_of(config: object, names: Iterable[str]) -> int | None:
@@ -421,5 +404,5 @@ def number_of(config: object, names: Iterable[str]) -> int | None:
 
 def share_of_experts(config: object) -> float:
     """Return the share of a layer's experts that a token is routed to; 1 if unknown."""
-    chosen, experts = number_of(config, CHOSEN_EXPERTS), number_of(config, EXPERTS)
-    return chosen / experts if chosen and experts else 1.0
+    num_chosen, num_experts = number_of(config, CHOSEN_EXPERTS), number_of(config, EXPERTS)
+    return num_chosen / num_experts if num_chosen and num_experts else 1.0

@@ -12,13 +12,14 @@ import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
 from bigtrain.errors import ConfigError, Problem, one_line, without_secrets
-from bigtrain.settings.run_config import RunConfig
+from bigtrain.settings.run_config import RunConfig, Section
+from bigtrain.settings.sections.base import section_of
 from bigtrain.system.shipped_files import recipes
 from bigtrain.system.storage.stores import is_address
 
@@ -56,14 +57,14 @@ _ALSO_KNOWN_AS = {
 
 
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
-    seen: set[Any] = set()
+    keys: set[Any] = set()
     for key_node, _ in node.value:
         key = loader.construct_object(key_node, deep=True)
-        if key in seen:
+        if key in keys:
             raise yaml.constructor.ConstructorError(
                 None, None, f"key {key!r} is given twice", key_node.start_mark
             )
-        seen.add(key)
+        keys.add(key)
     return loader.construct_mapping(node, deep=True)
 
 
@@ -101,25 +102,22 @@ def parse_yaml(text: str, source: str) -> Any:
         return yaml.load(text, Loader=_Loader)
     # ValueError: a date or an integer that Python does not have. TypeError: a list as a key.
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
-        where, rule = _yaml_fault(error, text)
+        mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+        reason = getattr(error, "problem", None) or getattr(error, "reason", None)
+        if mark is None or reason is None:
+            position, rule = "", one_line(error, None)
+        else:
+            # An unexpected end is reported after the last line.
+            lines = text.splitlines() or [""]
+            number = min(mark.line, len(lines) - 1)
+            context = getattr(error, "context", None)
+            position = f" line {number + 1}, column {mark.column + 1}"
+            rule = f"{context}: {reason}" if context else str(reason)
+            rule = f"{rule}: {lines[number].strip()!r}"
         remedy = "correct the value" if "\n" not in text else "correct the line"
         raise ConfigError(
-            Problem(f"YAML of {source}{where}", None, rule, remedy), source
+            Problem(f"YAML of {source}{position}", None, rule, remedy), source
         ) from error
-
-
-def _yaml_fault(error: Exception, text: str) -> tuple[str, str]:
-    """Return the location of a YAML error, as `` line 3, column 5``, and the rule with the line."""
-    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-    reason = getattr(error, "problem", None) or getattr(error, "reason", None)
-    if mark is None or reason is None:
-        return "", one_line(error, None)
-    lines = text.splitlines() or [""]
-    # An unexpected end is reported after the last line.
-    number = min(mark.line, len(lines) - 1)
-    context = getattr(error, "context", None)
-    rule = f"{context}: {reason}" if context else str(reason)
-    return f" line {number + 1}, column {mark.column + 1}", f"{rule}: {lines[number].strip()!r}"
 
 
 def apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> list[Problem]:
@@ -138,19 +136,16 @@ def apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> list[Prob
         except ConfigError as error:
             problems.extend(error.problems)
             continue
-        _assign(tree, keys, value)
+        # Sections on the way are created; a value that is not a section is replaced.
+        node = tree
+        for key in keys[:-1]:
+            child = node.get(key)
+            if not isinstance(child, dict):
+                child = {}
+                node[key] = child
+            node = child
+        node[keys[-1]] = value
     return problems
-
-
-def _assign(tree: dict[str, Any], keys: Sequence[str], value: Any) -> None:
-    node = tree
-    for key in keys[:-1]:
-        child = node.get(key)
-        if not isinstance(child, dict):
-            child = {}
-            node[key] = child
-        node = child
-    node[keys[-1]] = value
 
 
 def load_run_config(name_or_path: str, overrides: Sequence[str] = ()) -> RunConfig:
@@ -190,58 +185,66 @@ def parse_run_config(
 
 
 def _problem_of(detail: Any) -> Problem:
-    location = _location(detail["loc"])
+    """Return the problem of an error of pydantic, with the key as the YAML has it."""
+    # A location of pydantic also names branches of unions, which follow the last field that is a
+    # section. Numbers are indices into lists of sections.
+    location: list[str] = []
+    section: type[Section] | None = RunConfig
+    for part in detail["loc"]:
+        if section is None and isinstance(part, str):
+            break
+        location.append(str(part))
+        if section is not None and isinstance(part, str):
+            field = section.model_fields.get(part)
+            section = section_of(field.annotation) if field else None
     key = ".".join(location) or "run"
-    given = detail["input"]
-    if isinstance(given, str):  # an address is shown without its password
-        given = without_secrets(given)
+
+    # Unknown and missing keys.
+    input_value = detail["input"]
+    if isinstance(input_value, str):  # an address is shown without its password
+        input_value = without_secrets(input_value)
     if detail["type"] == "extra_forbidden":
         remedy = f"{_suggestion(location)}known here: {', '.join(_fields_at(location[:-1]))}"
-        return Problem(key, given, "unknown key", remedy)
+        return Problem(key, input_value, "unknown key", remedy)
     if detail["type"] == "missing":
         return Problem(key, None, "is required", f"add {key} to the file or as {key}=VALUE")
+
+    # Values: the fix is the choice that is meant, or follows from the kind of error.
     rule = str(detail["msg"]).removeprefix("Value error, ")
-    value = None if isinstance(given, (dict, BaseModel)) else given
-    remedy = ""
-    if rule.startswith("Input should be '"):  # one of these
-        remedy = _meant_value(value, re.findall(r"'([^']*)'", rule))
-    return Problem(key, value, rule[:1].lower() + rule[1:], remedy or _what_to_write(detail, key))
+    value = None if isinstance(input_value, (dict, BaseModel)) else input_value
+    remedy = _what_to_write(detail, key)
+    if rule.startswith("Input should be '"):
+        choices = re.findall(r"'([^']*)'", rule)
+        name = str(value).lower()
+        close = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
+        nearest = _ALSO_KNOWN_AS.get(name)
+        if nearest not in choices:
+            nearest = close[0] if close else None
+        remedy = f"did you mean {nearest}?" if nearest else remedy
+    return Problem(key, value, rule[:1].lower() + rule[1:], remedy)
 
 
 def _what_to_write(detail: Any, key: str) -> str:
     """Return the fix for a value of a wrong type or out of bounds; empty for any other."""
-    kind, bounds = detail["type"], detail.get("ctx", {})
-    if kind == "model_type":
-        fields = _section_fields(key)
+    error_type, bounds = detail["type"], detail.get("ctx", {})
+    if error_type == "model_type":
+        # The required settings of the section, or its first one where none is required.
+        section: type[Section] | None = RunConfig
+        for name in key.split("."):
+            field = section.model_fields.get(name) if section else None
+            section = section_of(field.annotation) if field else None
+        members = section.model_fields if section else {}
+        required = [name for name, field in members.items() if field.is_required()]
+        fields = required or list(members)[:1] or ["KEY"]
         return f"write its settings: {', '.join(f'{key}.{name}=VALUE' for name in fields)}"
-    if kind == "tuple_type":
+    if error_type == "tuple_type":
         return f"write a list: {key}=[a, b]"
-    if kind in ("greater_than_equal", "less_than_equal"):
+    if error_type in ("greater_than_equal", "less_than_equal"):
         return f"nearest: {bounds.get('ge', bounds.get('le'))}"
-    if kind in ("greater_than", "less_than"):
-        words = "more than" if kind == "greater_than" else "less than"
+    if error_type in ("greater_than", "less_than"):
+        words = "more than" if error_type == "greater_than" else "less than"
         return f"write a number {words} {bounds.get('gt', bounds.get('lt'))}"
     return ""
-
-
-def _section_fields(key: str) -> list[str]:
-    """Return the required settings of the section at `key`, or its first one where none is
-    required."""
-    model: type[BaseModel] | None = RunConfig
-    for name in key.split("."):
-        field = model.model_fields.get(name) if model else None
-        model = _section_of(field.annotation) if field else None
-    if model is None:
-        return ["KEY"]
-    required = [name for name, field in model.model_fields.items() if field.is_required()]
-    return required or list(model.model_fields)[:1]
-
-
-def _meant_value(value: object, choices: Sequence[str]) -> str:
-    name = str(value).lower()
-    close = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
-    meant = _ALSO_KNOWN_AS[name] if _ALSO_KNOWN_AS.get(name) in choices else next(iter(close), "")
-    return f"did you mean {meant}?" if meant else ""
 
 
 def _suggestion(location: Sequence[str]) -> str:
@@ -250,46 +253,24 @@ def _suggestion(location: Sequence[str]) -> str:
     name, parent = location[-1], location[:-1]
     if instead := why_no_field(name):
         return f"{instead}; "
-    meant = field_known_as(name)
-    if meant is None:
+    field_name = field_known_as(name)
+    if field_name is None:
         homes = [section for section in _fields_at(()) if name in _fields_at((section,))]
         close = difflib.get_close_matches(name, _fields_at(parent), n=1, cutoff=0.5)
         if close:
-            meant = ".".join((*parent, close[0]))
+            field_name = ".".join((*parent, close[0]))
         elif len(homes) == 1:
-            meant = f"{homes[0]}.{name}"
-    return f"did you mean {meant}? " if meant else ""
-
-
-def _location(parts: Sequence[int | str]) -> list[str]:
-    """Return the YAML path of a pydantic location: union branches are not part of it."""
-    names: list[str] = []
-    model: type[BaseModel] | None = RunConfig
-    for part in parts:
-        if model is None and isinstance(part, str):
-            break
-        names.append(str(part))
-        if model is not None and isinstance(
-            part, str
-        ):  # a number is an index into a list of models
-            field = model.model_fields.get(str(part))
-            model = _section_of(field.annotation) if field else None
-    return names
-
-
-def _section_of(annotation: Any) -> type[BaseModel] | None:
-    candidates = (annotation, *get_args(annotation))
-    return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
+            field_name = f"{homes[0]}.{name}"
+    return f"did you mean {field_name}? " if field_name else ""
 
 
 def _fields_at(location: Sequence[str]) -> list[str]:
-    model: type[BaseModel] | None = RunConfig
+    section: type[Section] | None = RunConfig
     for name in location:
-        if name.isdigit():
-            continue
-        field = model.model_fields.get(name) if model else None
-        model = _section_of(field.annotation) if field else None
-    return sorted(model.model_fields) if model else []
+        if not name.isdigit():
+            field = section.model_fields.get(name) if section else None
+            section = section_of(field.annotation) if field else None
+    return sorted(section.model_fields) if section else []
 
 
 @functools.cache
@@ -315,16 +296,16 @@ def why_no_field(name: str) -> str | None:
 def with_setting_names(message: str) -> str:
     """Return the message of argparse about arguments that it does not know, with how the settings
     are written that they may mean; other messages as they are."""
-    kind, _, words = message.partition("unrecognized arguments: ")
-    if kind or not words:
+    prefix, _, words = message.partition("unrecognized arguments: ")
+    if prefix or not words:
         return message
     names = [word.lstrip("-").split("=")[0] for word in words.split() if word.startswith("--")]
-    hints = [_how_to_write(name.replace("-", "_")) for name in names]
+    hints = []
+    for name in (name.replace("-", "_") for name in names):
+        field = field_known_as(name) or (name if "." in name else None)
+        if field is None and (reason := why_no_field(name)):
+            hints.append(f"unknown setting {name}: {reason}")
+        else:
+            example = f"{field or 'section.key'}=VALUE"
+            hints.append(f"a setting of the run is written {example}, without dashes")
     return "; ".join([message, *hints])
-
-
-def _how_to_write(name: str) -> str:
-    field = field_known_as(name) or (name if "." in name else None)
-    if field is None and (reason := why_no_field(name)):
-        return f"unknown setting {name}: {reason}"
-    return f"a setting of the run is written {field or 'section.key'}=VALUE, without dashes"

@@ -40,8 +40,8 @@ def learning_rate_at(step: int, peak: float, schedule: ScheduleSection, total_st
         start = schedule.warmup_steps
         length = schedule.decay_steps or max(1, total_steps - start)
     # step + 1: the last step of the run uses the floor itself, and the first step of the decay
-    # is already below the peak, so that no step of it is spent on the value before.
-    done = min(1.0, max(0.0, (step + 1 - start) / length))
+    # is already below the peak, so that no step of the decay is spent at the peak.
+    t = min(1.0, max(0.0, (step + 1 - start) / length))
     if schedule.type == "cosine":
-        return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done)))
-    return peak * (1 - (1 - floor) * done)
+        return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * t)))
+    return peak * (1 - (1 - floor) * t)

@@ -1,4 +1,4 @@
-"""Objective of a run as its settings define it: the unit of its mean, and rows of a sample. Pure.
+"""Objective of a run as its settings define it: the unit of the mean, and rows of a sample. Pure.
 
 For a class of the user this imports it."""
 
@@ -34,9 +34,9 @@ def unit_of(section: ObjectiveSection) -> Unit:
     if is_imported(section.type):
         unit: Unit = getattr(import_named("objective.type", section.type), "unit", "tokens")
         return unit
-    known: dict[str, Unit] = {"preference": "pairs", "reward": "pairs"}
-    known |= {"kto": "rows", "classification": "rows"}
-    return known.get(section.type, "tokens")
+    units: dict[str, Unit] = {"preference": "pairs", "reward": "pairs"}
+    units |= {"kto": "rows", "classification": "rows"}
+    return units.get(section.type, "tokens")
 
 
 AnswerRows = Literal["preference", "kto", "classification"]
@@ -44,7 +44,7 @@ AnswerRows = Literal["preference", "kto", "classification"]
 
 def rows_of_answers(section: ObjectiveSection) -> AnswerRows | None:
     """Return the rows of the data that an objective reads (``rows`` in their manifest); None for
-    those of the next token."""
+    rows of the next token."""
     if section.type in ("kto", "classification"):
         return cast(AnswerRows, section.type)
     return "preference" if unit_of(section) == "pairs" else None
@@ -61,8 +61,8 @@ def trained_rows_per_sample(section: ObjectiveSection) -> int:
 
 
 def num_reference_rows(config: RunConfig) -> int:
-    """Return the rows of a sample in forward passes without gradients: those of the reference,
-    unless its scores are stored, and of KTO also the mismatched answer, by the model and by the
+    """Return the rows of a sample in forward passes without gradients: passes of the reference,
+    unless its scores are stored; KTO adds the mismatched answer, by the model and by the
     reference."""
     section, is_stored = config.objective, reads_scores(config)
     if section.type == "kto":
@@ -72,9 +72,9 @@ def num_reference_rows(config: RunConfig) -> int:
 
 
 def reads_scores(config: RunConfig) -> bool:
-    """Return whether a run reads stored log-probabilities of its data under a reference model. With
-    adapters the reference is the model without them; in pipeline stages no pass of it fits between
-    those of the micro-batches."""
+    """Return whether a run reads stored log-probabilities of the data under a reference model. With
+    adapters the reference is the model without them; in pipeline stages no reference pass fits
+    between the micro-batches."""
     section = config.objective
     computes = config.adapters is not None and config.parallel.pipeline == 1
     return section.needs_reference and (not computes or section.reference is not None)
@@ -86,21 +86,21 @@ def check_objective(section: ObjectiveSection) -> list[Problem]:
         return []
     key, name = "objective.type", section.type
     try:
-        kind: Any = import_named(key, name)
+        objective_class: Any = import_named(key, name)
     except ConfigError as error:
         return list(error.problems)
-    defined_at = location(kind) or name
-    if not inspect.isclass(kind):
+    defined_at = location(objective_class) or name
+    if not inspect.isclass(objective_class):
         remedy = "name the class, whose constructor gets objective.settings"
         return [Problem(key, name, f"is not a class ({defined_at})", remedy)]
-    loss = getattr(kind, "loss", None)
+    loss = getattr(objective_class, "loss", None)
     if not callable(loss):
         return [Problem(key, name, f"has no loss ({defined_at})", "def loss(self, batch): ...")]
     problems = [
-        call_problem("objective.settings", section.settings, kind, [], section.settings),
-        call_problem(key, name, loss, ["self", "batch"], {}, "loss"),
+        call_problem("objective.settings", section.settings, objective_class, [], section.settings),
+        call_problem(key, name, loss, ["self", "batch"], {}, label="loss"),
     ]
-    unit = getattr(kind, "unit", "tokens")
+    unit = getattr(objective_class, "unit", "tokens")
     if unit not in get_args(Unit):
         rule = f"unit = {unit!r} is not one of {', '.join(get_args(Unit))} ({defined_at})"
         problems.append(Problem(key, name, rule, "the unit of the mean: unit = 'rows'"))
@@ -229,8 +229,8 @@ def of_teacher(config: RunConfig, problem: Problem) -> Problem:
 
 
 def check_pairs(config: RunConfig) -> list[Problem]:
-    """Return the problems of settings of the data that have no meaning for answers, which have rows
-    of their own."""
+    """Return the problems of settings of the data that have no meaning for answers, which have
+    separate rows."""
     rows = rows_of_answers(config.objective)
     if rows is None:
         return []

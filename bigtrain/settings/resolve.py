@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,11 @@ from bigtrain.settings.extensions import (
     check_schedule,
     import_named,
 )
-from bigtrain.settings.hf_config_keys import inspect_configuration, key_table
+from bigtrain.settings.hf_config_keys import (
+    ModelDimensions,
+    inspect_configuration,
+    key_table,
+)
 from bigtrain.settings.loading import apply_overrides, find_config, load_run_config, parse_yaml
 from bigtrain.settings.objective import (
     check_distillation,
@@ -89,41 +93,43 @@ def resolve_run(
     one ConfigError with every problem: batch arithmetic, unknown keys, contradictions between the
     files, illegal combinations, in each of ``batch.phases``.
     """
-
-    def resolved(one: RunConfig) -> ResolvedRun:
-        given = world_size, deepspeed_config, device, accelerate
-        return _resolve_alone(one, *given, async_io=async_io, scores=scores)
-
+    request = _Draft(
+        config, world_size, deepspeed_config, device, accelerate, async_io=async_io, scores=scores
+    )
     if not config.batch.phases:
-        return resolved(config)
+        return _resolve_draft(request)
+
+    # The batch of the section, which holds after the last phase, comes first: its problems are
+    # reported under their own keys, and a phase adds the problems that only its batch has.
     phases, problems, source = [], _check_phases(config), ""
-    for number in range(len(config.batch.phases), -1, -1):  # the keys of the section first
+    for number in range(len(config.batch.phases), -1, -1):
         batch = config.batch.of_phase(number)
         try:
-            phases.append(resolved(config.model_copy(update={"batch": batch})))
+            phase_config = config.model_copy(update={"batch": batch})
+            phases.append(_resolve_draft(replace(request, config=phase_config)))
         except ConfigError as error:
             source = source or error.source
             problems += in_phase(config, number, error.problems, problems)
     if problems:
         raise ConfigError(problems, source or "the run with batch.phases")
-    rest = phases[0]
-    whole = rest.config.model_copy(update={"batch": config.batch})
-    each = tuple(replace(phase, complete_config=whole) for phase in reversed(phases))
-    return replace(rest, config=whole, phases=each)
+    last_phase = phases[0]
+    complete_config = last_phase.config.model_copy(update={"batch": config.batch})
+    recorded = [replace(phase, complete_config=complete_config) for phase in reversed(phases)]
+    return replace(last_phase, config=complete_config, phases=tuple(recorded))
 
 
 def largest_phase(run: ResolvedRun) -> ResolvedRun:
     """Return the phase with the most tokens in a micro-batch, which needs the most memory; `run`
     without phases."""
-    return max(run.phases or (run,), key=lambda one: one.plan.micro_batch_tokens)
+    return max(run.phases or (run,), key=lambda phase: phase.plan.micro_batch_tokens)
 
 
 def in_phase(
-    config: RunConfig, number: int, problems: Sequence[Problem], known: Sequence[Problem] = ()
+    config: RunConfig, number: int, problems: Sequence[Problem], reported: Sequence[Problem] = ()
 ) -> list[Problem]:
-    """Return `problems` of a phase that are not `known`, with the phase's keys; those of the rest
-    of the run as they are."""
-    new = [problem for problem in problems if problem not in known]
+    """Return `problems` of a phase that are not `reported` yet, with the phase's keys; problems of
+    the section ``batch``, which holds after the last phase, as they are."""
+    new = [problem for problem in problems if problem not in reported]
     if number == len(config.batch.phases):
         return new
     name = f"batch.phases[{number}]"
@@ -217,8 +223,97 @@ def _check_phases(config: RunConfig) -> list[Problem]:
     return problems
 
 
-def _check_objective_data(config: RunConfig) -> list[Problem]:
-    """Check what an objective that is known needs of data and model."""
+@dataclass(frozen=True)
+class _EngineJson:
+    """DeepSpeed JSON of a run, or the answers to accelerate as one. `tree` is None if there are
+    `problems`; `label` names it in problems."""
+
+    name: str
+    tree: Mapping[str, Any] | None
+    label: str
+    problems: Sequence[Problem] = ()
+
+
+def _read_json(name: str) -> _EngineJson:
+    label = Path(name).name
+    try:
+        path = find_deepspeed_config(name)
+        label = label_of(path)
+        return _EngineJson(name, read_deepspeed_config(path), label)
+    except ConfigError as error:
+        return _EngineJson(name, None, label, error.problems)
+
+
+@dataclass
+class _Draft:
+    """A run without phases while it is resolved: the arguments of `resolve_run`, then what the
+    checks derive in the order of `_CHECKS`. A value that could not be derived is None."""
+
+    config: RunConfig
+    world_size: int
+    deepspeed_config: str | None
+    device: Device | None
+    accelerate: AccelerateSettings | None
+    async_io: bool | None
+    scores: bool
+    topology: Topology | None = None
+    rows_per_sample: int = 1
+    model: ModelDimensions | None = None
+    plan: BatchPlan | None = None
+    json: _EngineJson | None = None
+    engine: EngineConfig | None = None
+
+
+def _derive_topology(draft: _Draft) -> list[Problem]:
+    if draft.world_size < 1:
+        rule = "must be at least 1"
+        return [Problem("world size", draft.world_size, rule, "start at least one process")]
+    draft.topology, problems = derive_topology(draft.config.parallel, draft.world_size)
+    return problems
+
+
+def _check_profile(draft: _Draft) -> list[Problem]:
+    world_size = draft.world_size
+    if world_size == 1:
+        rule, remedy = "the only valid rank is 0", "profile.ranks=[0]"
+    else:
+        rule = f"valid ranks are 0 to {world_size - 1}"
+        remedy = f"ranks from 0 to {world_size - 1}"
+    return [
+        Problem("profile.ranks", rank, rule, remedy)
+        for rank in draft.config.profile.ranks
+        if rank >= world_size > 0
+    ]
+
+
+def _check_extensions(draft: _Draft) -> list[Problem]:
+    """Import the user's code that the run names, and check it."""
+    config, problems = draft.config, []
+    if is_imported(config.schedule.type):
+        settings, num_steps = config.schedule.settings, config.train.steps
+        problems += check_schedule("schedule.type", config.schedule.type, settings, num_steps)
+    samples = config.data.samples
+    if samples is not None and samples.type != GIVEN:
+        key = "data.samples.type"
+        class_problems = check_samples_class(key, samples.type, samples.settings)
+        # Settings are compared with the kind of samples, which a class without problems has.
+        problems += class_problems or check_stream(config, import_named(key, samples.type))
+    if config.model.type is not None:
+        model_types = key_table()["model_types"]
+        problems += check_model_class("model.type", config.model.type, model_types)
+    for number, callback in enumerate(config.callbacks):
+        key = f"callbacks.{number}.type"
+        problems += check_callback_class(key, callback.type, callback.settings)
+    return problems
+
+
+def _check_objective(draft: _Draft) -> list[Problem]:
+    """Check the objective, and then what it needs of data and model, which only a sound one
+    defines."""
+    config = draft.config
+    if problems := check_objective(config.objective):
+        return problems
+    draft.rows_per_sample = rows_per_sample(config.objective)
     return [
         *check_pairs(config),
         *check_scores(config),
@@ -227,9 +322,11 @@ def _check_objective_data(config: RunConfig) -> list[Problem]:
     ]
 
 
-def _check_scoring(config: RunConfig) -> list[Problem]:
+def _check_scoring(draft: _Draft) -> list[Problem]:
     """Check that a run's data can be scored (`bigtrain score`)."""
-    problems = []
+    if not draft.scores:
+        return []
+    config, problems = draft.config, []
     if config.objective.scores_samples:
         rule = "its model predicts no tokens, whose log-probabilities would be stored"
         problems.append(Problem("objective.type", config.objective.type, rule, "next_token"))
@@ -240,67 +337,99 @@ def _check_scoring(config: RunConfig) -> list[Problem]:
     return problems
 
 
-def _resolve_alone(
-    config: RunConfig,
-    world_size: int,
-    deepspeed_config: str | None,
-    device: Device | None,
-    accelerate: AccelerateSettings | None,
-    *,
-    async_io: bool | None,
-    scores: bool,
-) -> ResolvedRun:
-    """Resolve a run without phases."""
-    topology, problems = _topology_of(config, world_size)
-    problems.extend(_check_profile(config, world_size))
-    problems.extend(_check_extensions(config))
-    of_objective = check_objective(config.objective)
-    problems.extend(of_objective or _check_objective_data(config))
-    problems.extend(_check_scoring(config) if scores else ())
-    model, of_model = inspect_configuration(config.model)
-    problems.extend(of_model)
-    plan = None
-    if accelerate is not None:
-        config = accelerate.fill(config)
-    if topology is not None:
-        if accelerate is not None:
-            config = accelerate.fill_micro_batch(config, topology.data_size)
-        of_sites: tuple[Any, ...] = ()
-        if config.sites is not None:
-            of_sites = config.sites.count, config.sites.index, config.sites.shares or ()
-        plan, of_batch = plan_batch(config.batch, topology.data_size, *of_sites)
-        problems.extend(of_batch)
-        if plan is not None and not of_objective:
-            plan = replace(plan, rows_per_sample=rows_per_sample(config.objective))
-    name, raw, source, of_file = _choose(config, deepspeed_config, accelerate)
-    problems.extend(of_file)
-    engine = None
-    if raw is not None:
-        if accelerate is not None:
-            problems.extend(accelerate.contradictions(config, plan, raw, source))
-        engine, of_engine = render(config, plan, raw, source)
-        problems.extend(of_engine)
-        facts = Facts(
-            config,
-            raw,
-            model,
-            world_size=world_size,
-            device=device,
-            async_io=async_io,
-            source=source,
-            accelerate=source == SOURCE,
-            **({"objective": "scores"} if scores else {}),
-        )
-        problems.extend(check_compatibility(facts))
+def _inspect_model(draft: _Draft) -> list[Problem]:
+    draft.model, problems = inspect_configuration(draft.config.model)
+    return problems
+
+
+def _plan_batch(draft: _Draft) -> list[Problem]:
+    """Plan the batch, after the answers to accelerate have set what the run omits."""
+    if draft.accelerate is not None:
+        draft.config = draft.accelerate.fill(draft.config)
+    if draft.topology is None:
+        return []
+    data_size = draft.topology.data_size
+    if draft.accelerate is not None:
+        draft.config = draft.accelerate.fill_micro_batch(draft.config, data_size)
+    batch, sites = draft.config.batch, draft.config.sites
+    if sites is None:
+        plan, problems = plan_batch(batch, data_size)
+    else:
+        plan, problems = plan_batch(batch, data_size, sites.count, sites.index, sites.shares or ())
+    if plan is not None:
+        draft.plan = replace(plan, rows_per_sample=draft.rows_per_sample)
+    return problems
+
+
+def _read_engine_json(draft: _Draft) -> list[Problem]:
+    """Read the DeepSpeed JSON; without one, the answers to accelerate take its place."""
+    name: str | None = draft.deepspeed_config or draft.config.engine.deepspeed_config
+    if draft.accelerate is not None:
+        try:
+            name = draft.accelerate.named_file(draft.config, draft.deepspeed_config)
+        except ConfigError as error:
+            draft.json = _EngineJson(SOURCE, None, SOURCE, error.problems)
+            return list(error.problems)
+        if name is None:
+            draft.json = _EngineJson(SOURCE, draft.accelerate.tree, SOURCE)
+            return []
+    assert name is not None
+    draft.json = _read_json(name)
+    return list(draft.json.problems)
+
+
+def _render_engine(draft: _Draft) -> list[Problem]:
+    """Render the engine's configuration, and check the run, the JSON and the model together."""
+    if draft.json is None or draft.json.tree is None:
+        return []
+    config, tree, label = draft.config, draft.json.tree, draft.json.label
+    problems = []
+    if draft.accelerate is not None:
+        problems += draft.accelerate.contradictions(config, draft.plan, tree, label)
+    draft.engine, engine_problems = render(config, draft.plan, tree, label)
+    facts = Facts(
+        config,
+        tree,
+        draft.model,
+        world_size=draft.world_size,
+        device=draft.device,
+        async_io=draft.async_io,
+        source=label,
+        accelerate=label == SOURCE,
+        **({"objective": "scores"} if draft.scores else {}),
+    )
+    return [*problems, *engine_problems, *check_compatibility(facts)]
+
+
+_CHECKS: tuple[Callable[[_Draft], list[Problem]], ...] = (
+    _derive_topology,
+    _check_profile,
+    _check_extensions,
+    _check_objective,
+    _check_scoring,
+    _inspect_model,
+    _plan_batch,
+    _read_engine_json,
+    _render_engine,
+)
+"""Each fills the draft with what it derives, for the checks after it, and returns problems."""
+
+
+def _resolve_draft(draft: _Draft) -> ResolvedRun:
+    problems = [problem for check in _CHECKS for problem in check(draft)]
+    config, json = draft.config, draft.json
+    assert json is not None
+    # The teacher's run copies settings from this one, so its problems would repeat theirs.
     if not problems and config.objective.teacher_model is not None:
         try:
-            resolve_run(teacher_run(config), world_size)
+            resolve_run(teacher_run(config), draft.world_size)
         except ConfigError as error:
-            problems += [of_teacher(config, problem) for problem in error.problems]
-    if problems or topology is None or plan is None or engine is None:
-        raise ConfigError(problems, f"the run with {source}")
-    used = config.engine.model_copy(update={"deepspeed_config": name})
-    return ResolvedRun(config.model_copy(update={"engine": used}), topology, plan, engine)
+            problems = [of_teacher(config, problem) for problem in error.problems]
+    if problems or draft.topology is None or draft.plan is None or draft.engine is None:
+        raise ConfigError(problems, f"the run with {json.label}")
+    section = config.engine.model_copy(update={"deepspeed_config": json.name})
+    config = config.model_copy(update={"engine": section})
+    return ResolvedRun(config, draft.topology, draft.plan, draft.engine)
 
 
 def resolve_teacher(run: ResolvedRun) -> ResolvedRun | None:
@@ -329,79 +458,15 @@ def resolve_run_files(
         config = load_run_config(name_or_path, overrides)
     except ConfigError as error:
         name = deepspeed_config or _deepspeed_config_named_in(name_or_path, overrides)
-        raw, source, problems = _read(name) if name else (None, "", [])
-        if raw is not None:
-            problems = check_file_alone(raw, source)
+        if not name:
+            raise
+        json = _read_json(name)
+        problems = json.problems if json.tree is None else check_file_alone(json.tree, json.label)
         if not problems:
             raise
-        sources = " and ".join(part for part in (error.source, source) if part)
+        sources = " and ".join(part for part in (error.source, json.label) if part)
         raise ConfigError([*error.problems, *problems], sources) from error
     return resolve_run(config, world_size, deepspeed_config, device, accelerate, scores=scores)
-
-
-def _check_profile(config: RunConfig, world_size: int) -> list[Problem]:
-    valid = "rank is 0" if world_size == 1 else f"ranks are 0 to {world_size - 1}"
-    rule = f"the only valid {valid}" if world_size == 1 else f"valid {valid}"
-    remedy = f"ranks from 0 to {world_size - 1}" if world_size > 1 else "profile.ranks=[0]"
-    return [
-        Problem("profile.ranks", rank, rule, remedy)
-        for rank in config.profile.ranks
-        if rank >= world_size > 0
-    ]
-
-
-def _check_extensions(config: RunConfig) -> list[Problem]:
-    """Import the user's code that the run names, and check it."""
-    schedule = config.schedule
-    problems: list[Problem] = []
-    if is_imported(schedule.type):
-        settings, steps = schedule.settings, config.train.steps
-        problems += check_schedule("schedule.type", schedule.type, settings, steps)
-    samples = config.data.samples
-    if samples is not None and samples.type != GIVEN:
-        own = check_samples_class("data.samples.type", samples.type, samples.settings)
-        problems += own or check_stream(config, import_named("data.samples.type", samples.type))
-    if config.model.type is not None:
-        known = key_table()["model_types"]
-        problems += check_model_class("model.type", config.model.type, known)
-    for number, callback in enumerate(config.callbacks):
-        key = f"callbacks.{number}.type"
-        problems += check_callback_class(key, callback.type, callback.settings)
-    return problems
-
-
-def _topology_of(config: RunConfig, world_size: int) -> tuple[Topology | None, list[Problem]]:
-    if world_size < 1:
-        rule = "must be at least 1"
-        return None, [Problem("world size", world_size, rule, "start at least one process")]
-    return derive_topology(config.parallel, world_size)
-
-
-def _choose(
-    config: RunConfig, deepspeed_config: str | None, accelerate: AccelerateSettings | None
-) -> tuple[str, Mapping[str, Any] | None, str, list[Problem]]:
-    """Return the engine's configuration: its name, its keys, its label in problems, and
-    problems."""
-    name: str | None = deepspeed_config or config.engine.deepspeed_config
-    if accelerate is not None:
-        try:
-            name = accelerate.named_file(config, deepspeed_config)
-        except ConfigError as error:
-            return SOURCE, None, SOURCE, list(error.problems)
-        if name is None:
-            return SOURCE, accelerate.tree, SOURCE, []
-    assert name is not None
-    return name, *_read(name)
-
-
-def _read(name: str) -> tuple[dict[str, Any] | None, str, list[Problem]]:
-    label = Path(name).name
-    try:
-        path = find_deepspeed_config(name)
-        label = label_of(path)
-        return read_deepspeed_config(path), label, []
-    except ConfigError as error:
-        return None, label, list(error.problems)
 
 
 def _deepspeed_config_named_in(name_or_path: str, overrides: Sequence[str]) -> str | None:

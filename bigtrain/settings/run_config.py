@@ -142,19 +142,15 @@ class RunConfig(Section):
         return self
 
     @property
-    def has_user_code(self) -> bool:
-        """Whether the run calls code of the user in a step."""
-        return bool(self.model.type) or self.has_user_callbacks
-
-    @property
     def has_user_callbacks(self) -> bool:
         """Whether a callback is code of the user, which may record metrics and make requests."""
-        return any(one.type not in SHIPPED_CALLBACKS for one in self.callbacks)
+        return any(callback.type not in SHIPPED_CALLBACKS for callback in self.callbacks)
 
     @property
     def records_metrics(self) -> bool:
         """Whether code of the user, or the objective, may record metrics."""
-        return self.has_user_code or self.objective.type != "next_token"
+        has_user_code = bool(self.model.type) or self.has_user_callbacks
+        return has_user_code or self.objective.type != "next_token"
 
     @property
     def base_tokenizer(self) -> str | None:
@@ -203,9 +199,9 @@ class RunConfig(Section):
         every, evaluated = self.checkpoint.every_steps, self.evaluation.best_every_steps
         if evaluated is None or every % evaluated:
             metric = self.evaluation.best.metric
-            what = "held-out loss" if metric == "held_out_loss" else metric
+            metric_text = "held-out loss" if metric == "held_out_loss" else metric
             raise ValueError(
-                f"checkpoint.keep_best = {self.checkpoint.keep_best} needs a {what} at "
+                f"checkpoint.keep_best = {self.checkpoint.keep_best} needs a {metric_text} at "
                 f"every checkpoint: {self.evaluation.best_every_key} = {evaluated} must divide "
                 f"checkpoint.every_steps = {every}"
             )
@@ -214,15 +210,15 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _compared_steps_can_be_repeated(self) -> Self:
         every, save = self.guard.compare_every_steps, self.checkpoint
-        kept = 0 if save.every_steps is None else save.every_steps * (save.keep_last - 1)
-        if every is not None and every > kept:
+        reach = 0 if save.every_steps is None else save.every_steps * (save.keep_last - 1)
+        if every is not None and every > reach:
             raise ValueError(
                 f"guard.compare_every_steps = {every}: a checkpoint from before the last "
-                f"comparison must be there, and those that are kept reach back {kept} steps "
+                f"comparison must be there, and those that are kept reach back {reach} steps "
                 "(checkpoint.every_steps x (checkpoint.keep_last - 1)) -> "
                 + (
-                    f"guard.compare_every_steps={kept}"
-                    if kept
+                    f"guard.compare_every_steps={reach}"
+                    if reach
                     else "set checkpoint.every_steps, and checkpoint.keep_last to 2 or more"
                 )
             )
@@ -230,20 +226,20 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _sets_have_names_of_their_own(self) -> Self:
-        sets = [one.name for one in self.evaluation.held_out]
+        sets = [held_out_set.name for held_out_set in self.evaluation.held_out]
         if twice := sorted({*sets} & {*self.data.names}):
             raise ValueError(
                 f"evaluation.held_out: a source of the data is also called {twice[0]} -> another "
                 "name"
             )
-        asked, known = self.evaluation.best.set_name, [*self.data.names, *sets]
-        if asked is not None and (asked not in known or len(known) < 2):
+        set_name, set_names = self.evaluation.best.set_name, [*self.data.names, *sets]
+        if set_name is not None and (set_name not in set_names or len(set_names) < 2):
             raise ValueError(
                 f"evaluation.best.metric = {self.evaluation.best.metric!r}: "
                 + (
-                    f"unknown held-out set {asked!r} -> one of {', '.join(known)}"
-                    if asked not in known
-                    else f"{asked} is the only set -> omit /{asked}"
+                    f"unknown held-out set {set_name!r} -> one of {', '.join(set_names)}"
+                    if set_name not in set_names
+                    else f"{set_name} is the only set -> omit /{set_name}"
                 )
             )
         return self
@@ -302,15 +298,15 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _epochs_are_of_datasets(self) -> Self:
-        by_weight = [
+        weighted_keys = [
             f"data.sources.{number}"
             for number, source in enumerate(self.data.sources)
             if source.weight is not None
         ]
-        if self.train.epochs is not None and by_weight:
+        if self.train.epochs is not None and weighted_keys:
             raise ValueError(
                 f"train.epochs = {self.train.epochs:g}: sources with weights end their epochs at "
                 "different steps, so the run's epoch is undefined -> train.steps=N; or "
-                f"{by_weight[0]}.epochs instead of weight, for every source"
+                f"{weighted_keys[0]}.epochs instead of weight, for every source"
             )
         return self

@@ -7,10 +7,10 @@ from bigtrain.settings.extensions import is_stream
 from bigtrain.settings.run_config import RunConfig
 
 
-def check_stream(config: RunConfig, kind: object) -> list[Problem]:
-    """Return the problems of settings that a stream cannot have. `kind`: the class (or object) of
-    ``data.samples``; none if it is not a stream."""
-    if not is_stream(kind):
+def check_stream(config: RunConfig, samples: object) -> list[Problem]:
+    """Return the problems of settings that a stream cannot have; none if `samples`, the class (or
+    object) of ``data.samples``, is not a stream."""
+    if not is_stream(samples):
         return []
     rules: tuple[tuple[bool, str, object, str, str], ...] = (
         (

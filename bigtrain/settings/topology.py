@@ -21,7 +21,7 @@ class Coordinates:
 
     def is_first(self, *ignored: Axis) -> bool:
         """Return whether the rank is 0 on all axes except `ignored`. It selects one of the ranks
-        that compute the same."""
+        with equal results."""
         return not any(getattr(self, f"{axis}_rank") for axis in AXES if axis not in ignored)
 
 
@@ -30,7 +30,7 @@ class Topology(Degrees):
     """Degrees of parallelism, the coordinates of ranks, and their groups."""
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Return the coordinates of `rank`; those of the last of `AXES` vary fastest."""
+        """Return the coordinates of `rank`; the last of `AXES` varies fastest."""
         assert 0 <= rank < self.world_size
         ranks = {}
         for axis in reversed(AXES):
@@ -73,10 +73,10 @@ class Topology(Degrees):
 
     def groups(self, *axes: Axis) -> list[list[int]]:
         """Return the groups of ranks that differ along `axes` only, each in ascending order; every
-        rank is in one of them.
+        rank is in one group.
 
-        ``groups("tensor")`` are the tensor-parallel groups, ``groups(*REPLICA_AXES)`` those that
-        hold the same parameters.
+        ``groups("tensor")`` are the tensor-parallel groups, ``groups(*REPLICA_AXES)`` hold
+        equal parameters.
         """
         fixed = [f"{axis}_rank" for axis in AXES if axis not in axes]
         groups: dict[tuple[int, ...], list[int]] = {}
@@ -98,7 +98,11 @@ class Topology(Degrees):
     def ring_groups(self) -> list[list[int]]:
         """Return the groups of ranks that pass keys and values of the same heads around."""
         size = self.ulysses_size
-        return [group[place::size] for group in self.groups("sequence") for place in range(size)]
+        return [
+            group[ulysses_rank::size]
+            for group in self.groups("sequence")
+            for ulysses_rank in range(size)
+        ]
 
     def expert_groups(self) -> list[list[int]]:
         """Return the groups of ranks that divide the experts: neighbours within data x sequence."""
@@ -110,9 +114,13 @@ class Topology(Degrees):
         ]
 
     def expert_replica_groups(self) -> list[list[int]]:
-        """Return the groups of ranks that hold the same experts."""
+        """Return the groups of ranks that hold equal experts."""
         size = self.expert_size
-        return [group[place::size] for group in self.groups(*REPLICA_AXES) for place in range(size)]
+        return [
+            group[expert_rank::size]
+            for group in self.groups(*REPLICA_AXES)
+            for expert_rank in range(size)
+        ]
 
     def holder_groups(self) -> list[list[int]]:
         """Return the groups of ranks that together hold one pipeline stage's parameters, experts
@@ -121,11 +129,11 @@ class Topology(Degrees):
 
     def expert_holder_groups(self) -> list[list[int]]:
         """Return the groups of ranks that together hold the same experts."""
-        places = {rank: group.index(rank) for group in self.expert_groups() for rank in group}
+        expert_ranks = {rank: group.index(rank) for group in self.expert_groups() for rank in group}
         return [
-            [rank for rank in group if places[rank] == place]
+            [rank for rank in group if expert_ranks[rank] == expert_rank]
             for group in self.holder_groups()
-            for place in range(self.expert_size)
+            for expert_rank in range(self.expert_size)
         ]
 
 

@@ -1,4 +1,4 @@
-"""Rectangles of tensors, and those of a full tensor that a shard holds. Imports no torch."""
+"""Rectangles of tensors, and the parts of a full tensor that a shard holds. Imports no torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Box:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The index of the rectangle: ``tensor[box.slices]`` is a view of it."""
+        """The index of the rectangle: ``tensor[box.slices]`` is a view of its elements."""
         pairs = zip(self.offsets, self.sizes, strict=True)
         return tuple(slice(offset, offset + size) for offset, size in pairs)
 
@@ -40,17 +40,17 @@ class Box:
 
     def moved(self, offsets: Sequence[int]) -> Self:
         """Return this rectangle moved by `offsets`: from the coordinates of an outer rectangle at
-        `offsets` to those of the tensor."""
-        moved = (own + other for own, other in zip(self.offsets, offsets, strict=True))
+        `offsets` to the tensor's coordinates."""
+        moved = (start + shift for start, shift in zip(self.offsets, offsets, strict=True))
         return replace(self, offsets=tuple(moved))
 
     def relative_to(self, outer: Box) -> Self:
         """Return this rectangle in the coordinates of `outer`; the inverse of `moved`."""
         return self.moved([-offset for offset in outer.offsets])
 
-    def intersect(self, other: Box) -> Self | None:
+    def intersect(self, box: Box) -> Self | None:
         """Return the rectangle of the elements in both; None if there are none."""
-        edges = zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        edges = zip(self.offsets, self.sizes, box.offsets, box.sizes, strict=True)
         ranges = [(max(a, b), min(a + m, b + n)) for a, m, b, n in edges]
         if any(low >= high for low, high in ranges):
             return None
@@ -60,13 +60,13 @@ class Box:
     def difference(self, inner: Box) -> Iterator[Self]:
         """Yield rectangles that together have the elements outside of `inner`, which is part of
         this one."""
-        rest = self
+        remainder = self
         for dim, (first, size) in enumerate(zip(inner.offsets, inner.sizes, strict=True)):
-            end = rest.offsets[dim] + rest.sizes[dim]
-            for low, high in ((rest.offsets[dim], first), (first + size, end)):
+            end = remainder.offsets[dim] + remainder.sizes[dim]
+            for low, high in ((remainder.offsets[dim], first), (first + size, end)):
                 if low < high:
-                    yield rest.replace(dim, low, high - low)
-            rest = rest.replace(dim, first, size)
+                    yield remainder.replace(dim, low, high - low)
+            remainder = remainder.replace(dim, first, size)
 
     def split(self, max_elements: int) -> Iterator[Self]:
         """Yield rectangles of at most `max_elements` elements that cover this one."""
@@ -96,7 +96,7 @@ def flat_boxes(shape: Numbers, start: int, count: int) -> list[Box]:
     """Split the flat range [start, start + count) of a row-major tensor into rectangles.
 
     At most 2 * ndim - 1 of them, in order of the range: a partial first row, full rows, a partial
-    last row, and so on inside the partial ones.
+    last row, and recursively inside the partial rows.
     """
     if count <= 0:
         return []
@@ -120,7 +120,7 @@ def _in_row(shape: Numbers, row: int, start: int, end: int) -> list[Box]:
 
 @dataclass(frozen=True)
 class ShardRanges:
-    """The rows of dimension `dim` of a full tensor that a shard of it holds.
+    """The rows of dimension `dim` of a full tensor that a shard holds.
 
     shape: of the full tensor. ranges: [start, stop) along `dim`, in their order in the shard;
     several if matrices are packed in one tensor. local_size: of the shard along `dim`; rows beyond
@@ -150,17 +150,17 @@ class ShardRanges:
     def to_full(self, local: Box) -> Iterator[tuple[Box, Box]]:
         """Yield the rectangles of the full tensor that a rectangle of the shard holds, each with
         its rectangle relative to `local`. Without padding."""
-        for full, own in self.boxes():
-            common = own.intersect(local)
+        for full, local_box in self.boxes():
+            common = local_box.intersect(local)
             if common is not None:
-                yield common.relative_to(own).moved(full.offsets), common.relative_to(local)
+                yield common.relative_to(local_box).moved(full.offsets), common.relative_to(local)
 
     def to_local(self, full: Box) -> Iterator[Box]:
         """Yield the rectangles of the shard with elements of a rectangle of the full tensor."""
-        for whole, own in self.boxes():
-            common = whole.intersect(full)
+        for full_box, local_box in self.boxes():
+            common = full_box.intersect(full)
             if common is not None:
-                yield common.relative_to(whole).moved(own.offsets)
+                yield common.relative_to(full_box).moved(local_box.offsets)
 
     def _rows(self, start: int, count: int) -> Box:
         box = Box.full(self.shape)

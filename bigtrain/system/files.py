@@ -45,16 +45,16 @@ def why_not_creatable(directory: Path) -> str | None:
     If it does not exist, its nearest existing parent is tested by writing: some file systems
     (``/proc``) reject what the permissions allow. Leaves nothing behind.
     """
-    there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
-    if not there.is_dir():
-        return f"{there} is not a directory"
-    if not os.access(there, os.W_OK | os.X_OK):
-        return f"this user cannot write to {there}"
-    if there != directory:
+    ancestor = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    if not ancestor.is_dir():
+        return f"{ancestor} is not a directory"
+    if not os.access(ancestor, os.W_OK | os.X_OK):
+        return f"this user cannot write to {ancestor}"
+    if ancestor != directory:
         try:
-            os.rmdir(tempfile.mkdtemp(dir=there, prefix=".bigtrain-"))
+            os.rmdir(tempfile.mkdtemp(dir=ancestor, prefix=".bigtrain-"))
         except OSError as error:
-            return f"{there} takes no files: {error.strerror or error}"
+            return f"{ancestor} takes no files: {error.strerror or error}"
     return None
 
 
@@ -134,7 +134,11 @@ def _lock_empty(partial: Path, path: Path) -> int:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Between open and lock the owner may have renamed it to `path`, or removed it.
             if partial.exists() and os.path.samestat(os.fstat(lock), partial.stat()):
-                _clear(partial)
+                for entry in partial.iterdir():
+                    if entry.is_dir() and not entry.is_symlink():
+                        shutil.rmtree(entry)
+                    else:
+                        entry.unlink()
                 return lock
         except BlockingIOError:
             os.close(lock)
@@ -144,14 +148,6 @@ def _lock_empty(partial: Path, path: Path) -> int:
             ) from None
         os.close(lock)
         require_free(path)
-
-
-def _clear(directory: Path) -> None:
-    for entry in directory.iterdir():
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
-        else:
-            entry.unlink()
 
 
 def existing_above(path: Path) -> Path:
@@ -216,7 +212,7 @@ def whole_file(path: Path, draft: Path, durable: bool = True) -> Iterator[IO[byt
     """Yield a file to write; it is renamed to `path` when the block ends without an exception.
 
     `draft`: its temporary name, on the same file system; each of several processes that may write
-    `path` at once needs its own. `durable`: fsync, so that it survives a crash of the machine.
+    `path` at once needs another name. `durable`: fsync, so that it survives a crash of the machine.
     """
     try:
         with draft.open("w+b") as file:
@@ -285,7 +281,7 @@ RUN_FOLDERS = (
 
 
 def run_files(names: Iterable[str], is_run: Callable[[str], bool]) -> list[str]:
-    """Return those of `names`, paths of files with slashes, that a run has written: its texts and
+    """Return the `names`, paths of files with slashes, that a run has written: its texts and
     folders in a folder for which `is_run` (of its path, empty for the folder of `names`)."""
     written = []
     for name in names:

@@ -1,7 +1,7 @@
 """Leases: which process works on which item, as files in a folder that all processes share.
 
-A lease only avoids duplicate work; it is not a lock: two processes that work on the same item
-write the same bytes under names of their own. So losing a lease, or taking one over, is harmless.
+A lease only avoids duplicate work; it is not a lock: two processes that work on one item
+write equal bytes under different names. So losing a lease, or taking one over, is harmless.
 """
 
 from __future__ import annotations
@@ -61,10 +61,22 @@ class Leases:
     def take(self, name: str) -> Iterator[bool]:
         """Yield whether this process acquired the lease on `name`, renews it during the block, and
         then releases it. Takes over the lease of a dead process, or an expired one."""
-        path = self._path(name)
-        if not (self._create(path) or (self._clear_if_abandoned(path) and self._create(path))):
+        path = self.directory / f"{name}{SUFFIX}"
+        is_acquired = self._create(path)
+        if not is_acquired:
+            state, owner = self._state(path)
+            if state == "dead" and owner is not None:
+                # A process whose lease merely expired may still need its files.
+                path.unlink(missing_ok=True)
+                self._clean(name, owner.token)
+            elif state != "live":
+                path.unlink(missing_ok=True)
+            is_acquired = state != "live" and self._create(path)
+        if not is_acquired:
             yield False
             return
+
+        # The lease is renewed during the block, by a thread.
         stop = threading.Event()
         heart = threading.Thread(target=_keep_alive, args=(path, stop), daemon=True)
         heart.start()
@@ -77,7 +89,7 @@ class Leases:
 
     def is_live(self, name: str) -> bool:
         """Return whether a process holds a lease on `name` that has not expired."""
-        path = self._path(name)
+        path = self.directory / f"{name}{SUFFIX}"
         return path.exists() and self._state(path)[0] == "live"
 
     def release(self, tokens: set[str]) -> None:
@@ -92,38 +104,20 @@ class Leases:
         draft = self.directory / f"{path.name}.{self.token}"
         return create_whole(path, self._owner, draft, durable=False)
 
-    def _clear_if_abandoned(self, path: Path) -> bool:
-        state, owner = self._state(path)
-        if state == "live":
-            return False
-        path.unlink(missing_ok=True)
-        if state == "dead" and owner is not None:
-            # Only if it is known to be dead: a process whose lease merely expired may still need
-            # its files.
-            self._clean(path.name.removesuffix(SUFFIX), owner.token)
-        return True
-
     def _state(self, path: Path) -> tuple[State, Owner | None]:
         owner = _read(path)
         if owner is not None and owner.is_known_dead():
             return "dead", owner
+        # The file system's clock gives the time: the clocks of machines may differ.
+        clock = self.directory / f"clock.{self.token}"
         try:
-            age_s = self._file_system_time() - path.stat().st_mtime
+            clock.touch()
+            age_s = clock.stat().st_mtime - path.stat().st_mtime
         except FileNotFoundError:
             return "expired", owner
-        return ("expired" if age_s > LEASE_S else "live"), owner
-
-    def _file_system_time(self) -> float:
-        """Return the current time by the file system's clock: the clocks of machines may differ."""
-        clock = self.directory / f"clock.{self.token}"
-        clock.touch()
-        try:
-            return clock.stat().st_mtime
         finally:
             clock.unlink(missing_ok=True)
-
-    def _path(self, name: str) -> Path:
-        return self.directory / f"{name}{SUFFIX}"
+        return ("expired" if age_s > LEASE_S else "live"), owner
 
 
 def _read(path: Path) -> Owner | None:

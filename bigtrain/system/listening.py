@@ -1,4 +1,4 @@
-"""Free ports, and sockets that bind a TCPStore's server to one address instead of all. Pure.
+"""Free ports, and sockets that bind a TCPStore's server to a single address. Pure.
 
 A TCPStore has no authentication, and torch lets its server listen on every address.
 """
@@ -10,12 +10,12 @@ import socket
 from contextlib import suppress
 
 
-def try_port(port: int = 0, address: str = "", *, held: bool = False) -> int:
+def try_port(port: int = 0, address: str = "", *, may_be_bound: bool = False) -> int:
     """Return `port` of an address of this machine (default: of all), or a free one for 0. Raises
     OSError if it is taken. held: it may be one that a socket holds for a store, without listening
     (SO_REUSEADDR, as torch's server has it)."""
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, held)
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, may_be_bound)
         probe.bind((address, port))
         return int(probe.getsockname()[1])
 
@@ -40,8 +40,8 @@ def listen_where_reached(host: str, port: int) -> socket.socket | None:
     is a loopback address, which other hosts cannot reach."""
     bound = _bound(host, port)
     if bound is not None and host != "localhost":
-        own = ipaddress.ip_address(bound.getsockname()[0])
-        if own.is_loopback and str(own) != host:  # Debian's 127.0.1.1
+        ip = ipaddress.ip_address(bound.getsockname()[0])
+        if ip.is_loopback and str(ip) != host:  # Debian's 127.0.1.1
             bound.close()
             return None
     return bound
@@ -82,13 +82,13 @@ def _bound(address: str, port: int) -> socket.socket | None:
         infos = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
     except OSError:
         return None
-    for family, _, _, _, place in infos:
+    for family, _, _, _, socket_address in infos:
         bound = socket.socket(family)
         # Like torch's own socket: a port whose last connections are closing can be reused
         # immediately.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            bound.bind(place)
+            bound.bind(socket_address)
         except OSError:
             bound.close()
             continue

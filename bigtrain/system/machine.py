@@ -1,18 +1,13 @@
-"""Cores and memory of the machine that this process may use. Pure.
-
-Number of threads and set of cores for each rank of a host. Pure.
+"""Cores, memory, threads, environment variables and library versions of this machine. Pure.
 
 With a GPU one thread per rank is enough. Where the optimizer is offloaded to host memory, though,
 the CPU computes its update, and a launcher that gives each process one thread (torchrun sets
 ``OMP_NUM_THREADS=1`` where the user has not) leaves most of a host idle. Binding cores by itself
 took 15% off a step of ZeRO-Offload in DeepSpeed's measurements (blogs/zenflow-corebinding).
 
-Defaults for environment variables of NCCL and torch that the user has not set. Pure.
-
-They take effect when the process group is created and when CUDA first allocates memory, so they
-must be set before. A variable that the environment has is never changed.
-
-Versions of the libraries that all ranks of a run must share. Pure; imports none of them.
+Environment variables of NCCL and of CUDA's allocator take effect when the process group is created
+and when CUDA first allocates memory, so they must be set before. A variable that the user has set
+is never changed. All ranks of a run must share the versions; no library is imported.
 """
 
 from __future__ import annotations
@@ -120,19 +115,22 @@ def cpu_share(
     (fewer are allowed than exist).
     """
     num_processes = local_world_size(environment)
-    fair = max(1, num_cores // num_processes)
-    by_torchrun = environment.get("OMP_NUM_THREADS") == "1" and "TORCHELASTIC_RUN_ID" in environment
-    said = "OMP_NUM_THREADS" in environment and not by_torchrun
-    if threads is None and computes_on_cpu and not said:
-        threads = fair
-    wanted = (computes_on_cpu and num_processes > 1) if bind is None else bind
+    # Threads: the setting, then the user's variable, then a fair share of the cores.
+    is_default = environment.get("OMP_NUM_THREADS") == "1" and "TORCHELASTIC_RUN_ID" in environment
+    is_set = "OMP_NUM_THREADS" in environment and not is_default
+    if threads is None and computes_on_cpu and not is_set:
+        threads = max(1, num_cores // num_processes)
+    # Cores: adjacent ones for each rank.
+    binds = (computes_on_cpu and num_processes > 1) if bind is None else bind
     cores = sorted(allowed_cores)
     # Fewer allowed than exist: the launcher has bound the ranks already.
-    if not wanted or len(cores) < 2 * num_processes or len(cores) < num_cores:
+    if not binds or len(cores) < 2 * num_processes or len(cores) < num_cores:
         return CpuShare(threads)
-    each = len(cores) // num_processes
-    place = local_rank % num_processes
-    return CpuShare(threads, frozenset(cores[place * each : (place + 1) * each]))
+    cores_per_rank = len(cores) // num_processes
+    share_index = local_rank % num_processes
+    return CpuShare(
+        threads, frozenset(cores[share_index * cores_per_rank : (share_index + 1) * cores_per_rank])
+    )
 
 
 NCCL_TRACE = "nccl_trace_rank_"
@@ -144,12 +142,12 @@ _PINNED_ROUNDING = ("pinned_max_round_threshold_mb", "64")
 _EXPANDABLE = ("expandable_segments", "True")
 
 # Each with the names under which torch 2.11 and later also know it (torch/csrc/distributed/c10d,
-# ProcessGroupNCCL.hpp and FlightRecorder.hpp); if the user has set any of them, it is kept.
+# ProcessGroupNCCL.hpp and FlightRecorder.hpp); a value of the user is kept under any name.
 _NCCL: tuple[tuple[tuple[str, ...], str], ...] = (
     # End the process when NCCL reports an error or a collective exceeds the group's timeout,
     # without aborting communicators first, which may itself hang. torch's own default.
     (("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"), "3"),
-    # The flight recorder: the last collectives, 2,000 of them.
+    # The flight recorder: the last 2,000 collectives.
     (("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE"), "2000"),
     (("TORCH_NCCL_DUMP_ON_TIMEOUT",), "1"),
 )
@@ -159,9 +157,11 @@ _TRACE_FILE = ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_FR_DUMP_TEMP_FILE")
 def nccl_defaults(environment: Mapping[str, str], directory: Path) -> dict[str, str]:
     """Return variables to add for NCCL's error handling and flight recorder, which writes into the
     run's `directory`."""
-    wanted = (*_NCCL, (_TRACE_FILE, str(directory.absolute() / NCCL_TRACE)))
+    variables = (*_NCCL, (_TRACE_FILE, str(directory.absolute() / NCCL_TRACE)))
     return {
-        names[0]: value for names, value in wanted if not any(name in environment for name in names)
+        names[0]: value
+        for names, value in variables
+        if not any(name in environment for name in names)
     }
 
 
@@ -169,15 +169,17 @@ def allocator_settings(environment: Mapping[str, str]) -> list[str]:
     """Return settings strings for torch's CUDA allocator, best first; they include the user's own.
 
     The later ones are for a torch that lacks a key. Empty if the user has set all keys,
-    or uses another allocator (``backend:cudaMallocAsync``), which has none of these keys.
+    or uses another allocator (``backend:cudaMallocAsync``), which does not have these keys.
     """
-    own = next((environment[name] for name in _ALLOCATOR_VARIABLES if environment.get(name)), "")
-    given = {part.partition(":")[0].strip() for part in own.split(",")}
-    if "backend:cudamallocasync" in own.replace(" ", "").lower():
+    user_settings = next(
+        (environment[name] for name in _ALLOCATOR_VARIABLES if environment.get(name)), ""
+    )
+    user_keys = {part.partition(":")[0].strip() for part in user_settings.split(",")}
+    if "backend:cudamallocasync" in user_settings.replace(" ", "").lower():
         return []
-    added = [pair for pair in (_EXPANDABLE, _PINNED_ROUNDING) if pair[0] not in given]
-    # Setting the string replaces all settings, so the user's own are repeated in it.
-    before = [own] if own else []
+    added = [pair for pair in (_EXPANDABLE, _PINNED_ROUNDING) if pair[0] not in user_keys]
+    # Setting the string replaces all settings, so the user's settings are repeated.
+    before = [user_settings] if user_settings else []
     return [
         ",".join([*before, *(f"{key}:{value}" for key, value in added[:number])])
         for number in range(len(added), 0, -1)

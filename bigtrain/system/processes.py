@@ -41,7 +41,7 @@ def importing() -> Iterator[None]:
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Finds one module as the other finders do, and calls an action when it has been imported."""
+    """Finds one module as other finders do, and calls an action when it has been imported."""
 
     def __init__(self, name: str, action: Callable[[ModuleType], None]) -> None:
         self.name = name
@@ -85,8 +85,8 @@ def exit_process(status: int) -> NoReturn:
     """End this process with exit code `status`, without unloading Python.
 
     Threads are joined, `atexit` handlers run and streams are flushed, as usual. But process groups
-    outlive `destroy_process_group` if DeepSpeed still refers to them, and if one of their
-    threads frees a tensor while Python is unloaded, the process of a successful run dies of SIGABRT
+    outlive `destroy_process_group` if DeepSpeed still refers to them, and if a thread of a group
+    frees a tensor while Python is unloaded, the process of a successful run dies of SIGABRT
     ("terminate called without an active exception").
     """
     threading._shutdown()  # type: ignore[attr-defined]  # like multiprocessing does
@@ -118,7 +118,7 @@ class HostErrorLog:
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        """Open the log. `environment`: MASTER_PORT in it distinguishes launches of one parent
+        """Open the log. `environment`: MASTER_PORT distinguishes launches by the same parent
         process."""
         self._root = Path(tempfile.gettempdir())
         self._began = process_start()
@@ -129,7 +129,10 @@ class HostErrorLog:
     def is_first(self, text: str) -> bool:
         """Return whether this process is the first of the launch to report `text`."""
         try:
-            self._remove_old()
+            for folder in self._root.glob(f"{self._prefix}*"):
+                parent = folder.name.removeprefix(self._prefix).partition("-")[0]
+                if not Path("/proc", parent).exists():
+                    shutil.rmtree(folder, ignore_errors=True)
             self._folder.mkdir(mode=0o700, exist_ok=True)
             if not self._is_ours():
                 return True
@@ -153,11 +156,5 @@ class HostErrorLog:
         return self._folder.is_dir() and self._folder.lstat().st_uid == os.getuid()
 
     def _is_of_this_launch(self, note: Path) -> bool:
-        # Written after this process began: its launcher starts all of them at once.
+        # Written after this process began: a launcher starts all ranks at once.
         return note.exists() and note.stat().st_mtime >= self._began
-
-    def _remove_old(self) -> None:
-        for folder in self._root.glob(f"{self._prefix}*"):
-            parent = folder.name.removeprefix(self._prefix).partition("-")[0]
-            if not Path("/proc", parent).exists():
-                shutil.rmtree(folder, ignore_errors=True)

@@ -1,7 +1,7 @@
 """Slurm's variables: lists of nodes, and the ranks of tasks that srun starts without a launcher.
 
-`srun -n 8 python bigtrain/train.py` starts every rank itself. The number of tasks is that of the
-step, SLURM_STEP_NUM_TASKS, which only srun sets: a batch script has SLURM_NTASKS and SLURM_PROCID
+`srun -n 8 python bigtrain/train.py` starts every rank itself. The number of tasks is the
+step's, SLURM_STEP_NUM_TASKS, which only srun sets: a batch script has SLURM_NTASKS and SLURM_PROCID
 too, and runs one process (man srun, "OUTPUT ENVIRONMENT VARIABLES").
 """
 
@@ -95,13 +95,13 @@ def expand_nodelist(text: str) -> list[str]:
 
 
 def _expand_name(part: str, text: str) -> list[str]:
-    before, bracket, rest = part.partition("[")
+    before, bracket, bracketed = part.partition("[")
     if not bracket:
         return [before]
-    inside, _, after = rest.partition("]")
+    ranges, _, after = bracketed.partition("]")
     tails = _expand_name(after, text)
     names: list[str] = []
-    for piece in inside.split(","):
+    for piece in ranges.split(","):
         match = _RANGE.fullmatch(piece)
         first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
         if int(last) < int(first) or int(last) - int(first) > _MOST_HOSTS:

@@ -1,9 +1,9 @@
-"""Signals that ask a run to stop, handled from the first line of its program on. Pure.
+"""Signals that ask a run to stop, handled from the first line of the program on. Pure.
 
 Schedulers and launchers send SIGTERM or SIGUSR1 before they reclaim the machine: the run leaves a
 marker, ``RUN/requeue``, which requests a restart. SIGINT comes from a person and
 leaves no marker. The exit code is `EXIT_STOPPED` in both cases; the marker exists because launchers
-exit with codes of their own.
+exit with other codes.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ class StopSignals:
         with os.fdopen(reading, "rb", buffering=0) as pipe:
             while number := pipe.read(1):
                 with self._lock:
-                    known = number[0] in SIGNALS and not self._raises(number[0])
-                    if self._action is not None and known:
+                    ends_process = number[0] in SIGNALS and not self._raises(number[0])
+                    if self._action is not None and ends_process:
                         self._exit(number[0])
 
     def _exit(self, number: int) -> None:
@@ -143,7 +143,8 @@ def ask_for_restart(run_directory: Path, reason: str, step: int | None) -> None:
     """Write the requeue marker, by which a Slurm script requeues its job.
 
     `step`: None if training had not begun. The marker names the launch that wrote it, and a script
-    accepts only its own: a detached node may return after a later launch was cancelled.
+    accepts the marker of its launch only: a detached node may return after a later launch was
+    cancelled.
     """
     marker: dict[str, Any] = {"signal": reason, "step": step}
     if "SLURM_JOB_ID" in os.environ:

@@ -20,7 +20,7 @@ RECORD_NAME = "bigtrain_text.json"
 @dataclass(frozen=True)
 class TextRecord:
     """Token ids that begin every text, end a document, and stop generation: the ends of documents
-    and of answers, after those of the base that the run trained."""
+    and of answers, after the stop tokens of the base that the run trained."""
 
     beginning_ids: tuple[int, ...]
     end_of_document_id: int

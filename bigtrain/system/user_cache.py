@@ -5,12 +5,11 @@ it may be removed at any time. The key covers everything a result depends on (fi
 libraries by version, this package by its source), so an entry is never stale. A cache that cannot
 be read or written is not an error: the result is computed again.
 
-Derived files that many processes need: one process makes the file, the others wait for it.
+Derived files that many processes need: one process makes the file, other processes wait for it.
 
-Thousands of ranks start at the same moment and need the same file. It is created once in a
-directory that they share, or once per host if each host has its own. Waiting is never required: a
-process that sees no live creator creates the file; if no directory is writable, each creates its
-own.
+Thousands of ranks start at the same moment and need one file. It is created once in a directory
+that they share, or once per host if each host has a directory. Waiting is never required: a process
+that sees no live creator creates the file; if no directory is writable, each creates its own.
 """
 
 from __future__ import annotations
@@ -42,18 +41,18 @@ def key_of(parts: Sequence[str | bytes]) -> str:
     return digest.hexdigest()
 
 
-def cache_get(kind: str, key: str) -> dict[str, Any] | None:
+def cache_get(folder: str, key: str) -> dict[str, Any] | None:
     """Return the result that `cache_put` stored for `key`; None if there is none."""
     try:
-        return _read(_path(kind, key))
+        return _read(_path(folder, key))
     except RuntimeError:
         return None
 
 
-def cache_put(kind: str, key: str, fact: dict[str, Any]) -> None:
+def cache_put(folder: str, key: str, fact: dict[str, Any]) -> None:
     """Store `fact` for `key`, atomically."""
     try:
-        path = _path(kind, key)
+        path = _path(folder, key)
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path, path.with_name(uuid.uuid4().hex), durable=False) as file:
             file.write(json.dumps(fact).encode())
@@ -61,20 +60,20 @@ def cache_put(kind: str, key: str, fact: dict[str, Any]) -> None:
         return  # no home, no space, no permission: recomputed next time
 
 
-def cached(kind: str, key: str, find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def cached(folder: str, key: str, find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Return the cached result for `key`; of all processes that need it at once, one calls
     `find`."""
-    own: dict[str, Any] = {}
+    computed: dict[str, Any] = {}
 
     def make(file: IO[bytes]) -> None:
-        own.update(find())
-        file.write(json.dumps(own).encode())
+        computed.update(find())
+        file.write(json.dumps(computed).encode())
 
     with suppress(RuntimeError):  # no home directory
-        result = made_once([_path(kind, key)], _read, make)
+        result = made_once([_path(folder, key)], _read, make)
         if result is not None:
             return result
-    return own or find()
+    return computed or find()
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -103,8 +102,8 @@ def source_of(*files: str) -> bytes:
 
 @functools.cache
 def package_source() -> bytes:
-    """Return a digest of all source files of bigtrain, for keys of results that depend on much of
-    it. Read once: a process runs the source that it started with."""
+    """Return a digest of all source files of bigtrain, for keys of results that depend on much
+    source. Read once: a process runs the source that it started with."""
     return source_of(*map(str, sorted(Path(__file__).parents[1].rglob("*.py"))))
 
 
@@ -133,25 +132,25 @@ def _build(library: str) -> str:
 def cache_directory() -> Path:
     """Return the user's cache directory, which may not exist. Raise RuntimeError if there is no
     home directory, as in some containers."""
-    own, base = os.environ.get("BIGTRAIN_CACHE"), os.environ.get("XDG_CACHE_HOME")
-    if own:
-        return Path(own)
+    cache_root, base = os.environ.get("BIGTRAIN_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    if cache_root:
+        return Path(cache_root)
     # The XDG specification requires ignoring a relative path.
     root = Path(base) if base and os.path.isabs(base) else Path.home() / ".cache"
     return root / "bigtrain"
 
 
-def cache_locations(directory: Path, kind: str, name: str) -> list[Path]:
-    """Return the locations for a file derived from `directory`: in it, shared by all its readers,
+def cache_locations(directory: Path, folder: str, name: str) -> list[Path]:
+    """Return the locations for a file derived from `directory`: inside it, shared by all readers,
     or else in the user's cache."""
-    places = [directory / kind / name]
+    paths = [directory / folder / name]
     with suppress(RuntimeError):
-        places.append(cache_directory() / kind / name)
-    return places
+        paths.append(cache_directory() / folder / name)
+    return paths
 
 
-def _path(kind: str, key: str) -> Path:
-    return cache_directory() / kind / f"{key}.json"
+def _path(folder: str, key: str) -> Path:
+    return cache_directory() / folder / f"{key}.json"
 
 
 _SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.01, 1.0
@@ -162,49 +161,49 @@ Found = TypeVar("Found")
 
 
 def made_once(
-    places: Sequence[Path], read: Callable[[Path], Found | None], make: Callable[[IO[bytes]], None]
+    paths: Sequence[Path], read: Callable[[Path], Found | None], make: Callable[[IO[bytes]], None]
 ) -> Found | None:
-    """Return `read` of the first of `places` that has the file; create it if none has.
+    """Return `read` of the first of `paths` that has the file; create it if none has.
 
     `read` returns None if there is no file, or not the expected one. An exception of `make`
     propagates to the caller, and the next process makes another attempt. None if no location
     is writable.
     """
-    for place in places:
-        content = read(place)
+    for path in paths:
+        content = read(path)
         if content is not None:
             return content
-    for place in places:
+    for path in paths:
         try:
-            place.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             token = f"{os.getpid():x}{os.urandom(6).hex()}"
-            leases = Leases(place.parent, token, lambda _name, _token: None)
-            return _make_or_wait(place, leases, read, make)
+            leases = Leases(path.parent, token, lambda _name, _token: None)
+            return _make_or_wait(path, leases, read, make)
         except OSError:
             continue
     return None
 
 
 def _make_or_wait(
-    place: Path,
+    path: Path,
     leases: Leases,
     read: Callable[[Path], Found | None],
     make: Callable[[IO[bytes]], None],
 ) -> Found | None:
-    """Raise OSError if `place` is not writable."""
+    """Raise OSError if `path` is not writable."""
     while True:
-        with leases.take(place.name) as mine:
-            content = read(place)
-            if content is None and mine:
-                draft = place.with_name(f".{place.name}.{leases.token}")
-                with whole_file(place, draft, durable=False) as file:
+        with leases.take(path.name) as is_owner:
+            content = read(path)
+            if content is None and is_owner:
+                draft = path.with_name(f".{path.name}.{leases.token}")
+                with whole_file(path, draft, durable=False) as file:
                     os.fchmod(file.fileno(), 0o644)
                     make(file)
-                return read(place)
+                return read(path)
         pause, deadline = _SHORTEST_PAUSE_SECONDS, time.monotonic() + _LOOK_FOR_MAKER_SECONDS
         while content is None and time.monotonic() < deadline:
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-            content = read(place)
+            content = read(path)
         if content is not None:
             return content

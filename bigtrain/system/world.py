@@ -18,14 +18,14 @@ from bigtrain.system.slurm import has_srun_tasks, srun_ranks, srun_tasks_here
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 # The local world size: of torchrun and accelerate, of deepspeed, of mpirun, which may have started
-# one of the others.
+# one of these launchers.
 _LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 # Names used by Open MPI's mpirun (man mpirun, "Exported Environment Variables").
-_OF_MPIRUN = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
+_MPIRUN_NAMES = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
 # Names used by srun (man srun, "OUTPUT ENVIRONMENT VARIABLES").
-_OF_SRUN = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
+_SRUN_NAMES = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
 
-# Names of the same numbers in all launchers.
+# Names of these numbers in all launchers.
 _RANKS = ("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 _LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK")
@@ -57,12 +57,12 @@ def read_world(environment: Mapping[str, str]) -> World:
 
     Raises LaunchError if variables are not numbers, incomplete, or contradict each other.
     """
-    given = {name: environment[name] for name in _VARIABLES if name in environment}
-    if not given and _OF_MPIRUN[0] in environment:
-        given = _given_by_mpirun(environment)
-    elif not given and has_srun_tasks(environment):
-        given = srun_ranks(environment)
-    if not {"RANK", "WORLD_SIZE"} & given.keys():
+    values = {name: environment[name] for name in _VARIABLES if name in environment}
+    if not values and _MPIRUN_NAMES[0] in environment:
+        values = _given_by_mpirun(environment)
+    elif not values and has_srun_tasks(environment):
+        values = srun_ranks(environment)
+    if not {"RANK", "WORLD_SIZE"} & values.keys():
         if "MASTER_ADDR" in environment:
             raise LaunchError(
                 "the environment has MASTER_ADDR but not RANK and WORLD_SIZE, so this process does "
@@ -71,41 +71,42 @@ def read_world(environment: Mapping[str, str]) -> World:
                 "--num_processes says), or unset MASTER_ADDR to run one process"
             )
         return World(0, 1, 0)
-    if not {"RANK", "WORLD_SIZE"} <= given.keys():
+    if not {"RANK", "WORLD_SIZE"} <= values.keys():
         raise LaunchError(
-            f"the environment has {', '.join(given)} but not all of RANK and WORLD_SIZE: start "
+            f"the environment has {', '.join(values)} but not all of RANK and WORLD_SIZE: start "
             "with deepspeed, torchrun or accelerate launch, or unset them to run one process"
         )
     try:
-        rank, size = int(given["RANK"]), int(given["WORLD_SIZE"])
-        local_rank = int(given.get("LOCAL_RANK") or _local_rank(rank, size, environment))
+        rank, size = int(values["RANK"]), int(values["WORLD_SIZE"])
+        local_rank = int(values.get("LOCAL_RANK") or _local_rank(rank, size, environment))
     except ValueError as error:
-        raise LaunchError(f"launcher environment {given}: {error}") from error
+        raise LaunchError(f"launcher environment {values}: {error}") from error
     if not (0 <= rank < size and local_rank >= 0):
-        raise LaunchError(f"launcher environment {given}: RANK must be in 0..WORLD_SIZE-1")
+        raise LaunchError(f"launcher environment {values}: RANK must be in 0..WORLD_SIZE-1")
     return World(rank, size, local_rank)
 
 
 def _local_rank(rank: int, size: int, environment: Mapping[str, str]) -> str:
-    """Return the local rank if a script has set only RANK and WORLD_SIZE: that of mpirun or srun,
-    if they started the same number of processes and this one has the same rank there; else 0."""
-    for names in (_OF_MPIRUN, _OF_SRUN):
-        theirs = [environment.get(name, "") for name in names]
-        if theirs[:2] == [str(rank), str(size)] and theirs[2].isdecimal():
-            return theirs[2]
+    """Return the local rank if a script has set only RANK and WORLD_SIZE: the local rank of mpirun
+    or srun, if they started the same number of processes and gave this one the same rank; else
+    0."""
+    for names in (_MPIRUN_NAMES, _SRUN_NAMES):
+        launcher_values = [environment.get(name, "") for name in names]
+        if launcher_values[:2] == [str(rank), str(size)] and launcher_values[2].isdecimal():
+            return launcher_values[2]
     return "0"
 
 
 def is_of_mpirun(world: World, environment: Mapping[str, str]) -> bool:
     """Return whether mpirun started the ranks directly, without a launcher below it."""
-    theirs = [environment.get(name) for name in _OF_MPIRUN[:2]]
-    return theirs == [str(world.rank), str(world.size)]
+    launcher_values = [environment.get(name) for name in _MPIRUN_NAMES[:2]]
+    return launcher_values == [str(world.rank), str(world.size)]
 
 
 def is_of_srun(environment: Mapping[str, str]) -> bool:
     """Return whether srun started the ranks directly, without a launcher below it."""
-    others = {"RANK", "WORLD_SIZE", _OF_MPIRUN[0]}
-    return not others & environment.keys() and has_srun_tasks(environment)
+    launcher_names = {"RANK", "WORLD_SIZE", _MPIRUN_NAMES[0]}
+    return not launcher_names & environment.keys() and has_srun_tasks(environment)
 
 
 def ranks_here(environment: Mapping[str, str]) -> int | None:
@@ -113,11 +114,15 @@ def ranks_here(environment: Mapping[str, str]) -> int | None:
 
     A number larger than the world size belongs to another launcher.
     """
-    given = environment.get("WORLD_SIZE", "")
-    most = int(given) if given.isdecimal() else None
+    world_size_text = environment.get("WORLD_SIZE", "")
+    world_size = int(world_size_text) if world_size_text.isdecimal() else None
     for name in _LOCAL_SIZE:
         value = environment.get(name, "")
-        if value.isdecimal() and 0 < int(value) and (most is None or int(value) <= most):
+        if (
+            value.isdecimal()
+            and 0 < int(value)
+            and (world_size is None or int(value) <= world_size)
+        ):
             return int(value)
     return srun_tasks_here(environment) if is_of_srun(environment) else None
 
@@ -129,32 +134,28 @@ def has_other_hosts(world: World, environment: Mapping[str, str]) -> bool:
 
 def foreign_variables(world: World, environment: Mapping[str, str]) -> dict[str, str | None]:
     """Return the variables of other launchers that contradict `world`, with the value that agrees
-    with it; None for those that must be unset."""
+    with it; None if the variable must be unset."""
     facts = {
         **dict.fromkeys(_RANKS, str(world.rank)),
         **dict.fromkeys(_SIZES, str(world.size)),
         **dict.fromkeys(_LOCAL_RANKS, str(world.local_rank)),
     }
-    here = ranks_here(environment)
-    if here is not None:
-        facts |= dict.fromkeys(_LOCAL_SIZES, str(here))
+    local_size = ranks_here(environment)
+    if local_size is not None:
+        facts |= dict.fromkeys(_LOCAL_SIZES, str(local_size))
     overrides: dict[str, str | None] = {
         name: value for name, value in facts.items() if environment.get(name, value) != value
     }
-    if here is None:
+    if local_size is None:
         overrides |= {name: None for name in _LOCAL_SIZES if name in environment}
-    if AGENT_STORE in environment and not _is_of_torchrun(world, environment):
+    # An agent of torchrun runs the store if torchrun started this world, as its only role.
+    role = {"ROLE_RANK": str(world.rank), "ROLE_WORLD_SIZE": str(world.size)}
+    is_of_torchrun = "RANK" in environment and all(
+        environment.get(name, value) == value for name, value in role.items()
+    )
+    if AGENT_STORE in environment and not is_of_torchrun:
         overrides[AGENT_STORE] = None
     return overrides
-
-
-def _is_of_torchrun(world: World, environment: Mapping[str, str]) -> bool:
-    """Return whether torchrun's variables describe this world: the only role of its command
-    line."""
-    if "RANK" not in environment:
-        return False
-    own = {"ROLE_RANK": str(world.rank), "ROLE_WORLD_SIZE": str(world.size)}
-    return all(environment.get(name, value) == value for name, value in own.items())
 
 
 def describe_foreign(world: World, environment: Mapping[str, str]) -> list[str]:
@@ -187,11 +188,11 @@ def without_foreign(world: World, environment: MutableMapping[str, str]) -> Iter
 
 def _given_by_mpirun(environment: Mapping[str, str]) -> dict[str, str]:
     """Return mpirun's variables under the usual names. mpirun does not set MASTER_ADDR."""
-    missing = [name for name in _OF_MPIRUN if name not in environment]
+    missing = [name for name in _MPIRUN_NAMES if name not in environment]
     if missing:
         raise LaunchError(
-            f"the environment has {_OF_MPIRUN[0]} but not {', '.join(missing)}: start with mpirun "
-            "of Open MPI 4 or newer"
+            f"the environment has {_MPIRUN_NAMES[0]} but not {', '.join(missing)}: start with "
+            "mpirun of Open MPI 4 or newer"
         )
     size = environment["OMPI_COMM_WORLD_SIZE"]
     if "MASTER_ADDR" not in environment and size != "1":
@@ -200,4 +201,7 @@ def _given_by_mpirun(environment: Mapping[str, str]) -> dict[str, str]:
             "not set, so they cannot connect to each other -> deepspeed --launcher openmpi "
             '--launcher_args "-x MASTER_ADDR=HOST -x MASTER_PORT=29500"'
         )
-    return {name: environment[theirs] for name, theirs in zip(_VARIABLES, _OF_MPIRUN, strict=True)}
+    return {
+        name: environment[mpirun_name]
+        for name, mpirun_name in zip(_VARIABLES, _MPIRUN_NAMES, strict=True)
+    }

@@ -144,7 +144,7 @@ def _complete_environment(world: World) -> list[str]:
     if world.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         port = os.environ.get("MASTER_PORT", values["MASTER_PORT"])
         try:
-            try_port(int(port), held=True)
+            try_port(int(port), may_be_bound=True)
         except (OSError, ValueError, OverflowError) as error:
             raise LaunchError(
                 f"port {port} of {socket.gethostname()} (MASTER_PORT), at which the ranks "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,18 +34,19 @@ _LITERALS: Mapping[str, object] = {"null": None, "[]": ()}
 class Rule:
     """One cell of the table: its conditions, all of which hold where a run is refused.
 
-    `blames` is the fact whose key is reported, with `value` instead of the fact's own if it is in
-    `shown`. `without` are the facts of the nearest legal run; `example` violates this rule only.
+    `blames` is the fact whose key is reported, with the ``value`` of `reported` if there is one,
+    and otherwise with the value of the fact. `nearest_changes` are the facts that make the run
+    legal; `example` violates this rule only.
     """
 
     name: str
     group: str
     conditions: tuple[_Condition, ...]
     blames: str
-    shown: Mapping[str, object]
+    reported: Mapping[str, object]
     reason_text: str
     fix_text: str
-    without: Mapping[str, Any]
+    nearest_changes: Mapping[str, Any]
     example: Facts
 
     @property
@@ -63,11 +64,12 @@ class Rule:
 
     def nearest(self, facts: Facts) -> Facts:
         """Return the facts nearest to `facts`, which violate this rule, that do not."""
-        return facts.changed(**{name: _value(v, facts) for name, v in self.without.items()})
+        changes = {name: _value(value, facts) for name, value in self.nearest_changes.items()}
+        return facts.changed(**changes)
 
     def problem(self, facts: Facts) -> Problem:
         """Return the problem to report for `facts`, which violate this rule."""
-        value = self.shown.get("value", facts[self.blames])
+        value = self.reported.get("value", facts[self.blames])
         if isinstance(value, tuple):
             value = ", ".join(value)
         key = self.key.replace("ds:", f"{facts.source}: ")
@@ -96,32 +98,24 @@ class _Shown:
         return " or ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _condition(name: str, wanted: Any) -> _Condition:
+def _condition(name: str, expected: Any) -> _Condition:
     """Return the condition that the table writes as ``name: wanted``."""
     if name == "any":
-        cases = [_conditions(case.items()) for case in wanted]
-        return _itself, lambda facts: any(_hold(case, facts) for case in cases)
+        cases = [tuple(_condition(*item) for item in case.items()) for case in expected]
+        return lambda facts: facts, lambda facts: any(_hold(case, facts) for case in cases)
     read = operator.attrgetter(name)
     read(Facts())  # raises AttributeError for an unknown fact
-    if isinstance(wanted, list):
-        return read, tuple(wanted).__contains__
-    sign, _, text = wanted.rpartition(" ") if isinstance(wanted, str) else ("", "", "")
+    if isinstance(expected, list):
+        return read, tuple(expected).__contains__
+    sign, _, text = expected.rpartition(" ") if isinstance(expected, str) else ("", "", "")
     if not sign:
-        return read, functools.partial(operator.eq, wanted)
+        return read, functools.partial(operator.eq, expected)
     if sign == "!=":
         return read, functools.partial(operator.ne, _LITERALS.get(text, text))
     compare = _COMPARISONS[sign]
     if text.isdecimal():
         return read, lambda value: value is not None and compare(value, int(text))
     return operator.attrgetter(name, text), lambda two: None not in two and compare(*two)
-
-
-def _itself(facts: Facts) -> Facts:
-    return facts
-
-
-def _conditions(items: Iterable[tuple[str, Any]]) -> tuple[_Condition, ...]:
-    return tuple(_condition(name, wanted) for name, wanted in items)
 
 
 def _hold(conditions: tuple[_Condition, ...], facts: Facts) -> bool:
@@ -131,33 +125,31 @@ def _hold(conditions: tuple[_Condition, ...], facts: Facts) -> bool:
     return True
 
 
-def _rule(group: str, row: Mapping[str, Any], features: Mapping[str, Any]) -> Rule:
-    """Return the rule of a row; its first feature is blamed."""
-    parts = [*(features[name] for name in row.get("of", ())), row]
-    example = {k: v for part in parts for k, v in part.get("example", {}).items()}
-    return Rule(
-        row["name"],
-        group,
-        _conditions(item for part in parts for item in part.get("if", {}).items()),
-        row.get("blames") or parts[0]["blames"],
-        {"value": row["value"]} if "value" in row else {},
-        row["reason"],
-        row["fix"],
-        row.get("without") or parts[0]["without"],
-        Facts(**{name: _value(value, Facts()) for name, value in example.items()}),
-    )
-
-
 def _read_rules() -> tuple[Rule, ...]:
     # The loader in C takes a tenth of the time; not every PyYAML has it.
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     path = Path(__file__).with_name("rules.yaml")
     table = yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
-    return tuple(
-        _rule(group, row, table["features"])
-        for group, rows in table["rules"].items()
-        for row in rows
-    )
+    rules = []
+    for group, rows in table["rules"].items():
+        for row in rows:
+            # A row adds conditions to those of its features; the first feature is blamed.
+            parts = [*(table["features"][name] for name in row.get("of", ())), row]
+            conditions = [item for part in parts for item in part.get("if", {}).items()]
+            example = {k: v for part in parts for k, v in part.get("example", {}).items()}
+            rule = Rule(
+                name=row["name"],
+                group=group,
+                conditions=tuple(_condition(name, expected) for name, expected in conditions),
+                blames=row.get("blames") or parts[0]["blames"],
+                reported={"value": row["value"]} if "value" in row else {},
+                reason_text=row["reason"],
+                fix_text=row["fix"],
+                nearest_changes=row.get("without") or parts[0]["without"],
+                example=Facts(**{name: _value(value, Facts()) for name, value in example.items()}),
+            )
+            rules.append(rule)
+    return tuple(rules)
 
 
 RULES = _read_rules()

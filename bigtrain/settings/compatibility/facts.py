@@ -68,8 +68,8 @@ def _json(key: str, default: _T, read: Callable[[Mapping[str, Any]], object] | N
             return int(value) if isinstance(default, int) else value
         return None
 
-    chosen = read or of_type
-    return cast(_T, _Fact(default, f"ds:{key}", lambda facts: chosen(facts._raw)))
+    convert = read or of_type
+    return cast(_T, _Fact(default, f"ds:{key}", lambda facts: convert(facts._raw)))
 
 
 def _model(name: str) -> int | None:
@@ -126,7 +126,7 @@ class Facts:
 
     tensor_size: int = _run("parallel.tensor", 1)
     pipeline_size: int = _run("parallel.pipeline", 1)
-    sequence_size: int = _run("parallel.sequence", 1, lambda kinds: getattr(kinds, "size", kinds))
+    sequence_size: int = _run("parallel.sequence", 1, lambda size: getattr(size, "size", size))
     ring_size: int = _run("parallel.sequence.ring", 1)
     expert_size: int = _run("parallel.expert", 1)
     zero_stage: int = _json("zero_optimization.stage", 0, zero_stage_of)
@@ -207,12 +207,12 @@ class Facts:
         run: RunConfig | None = None,
         raw: Mapping[str, Any] | None = None,
         model: ModelDimensions | None = None,
-        **given: Any,
+        **values: Any,
     ) -> None:
-        """Raises TypeError for a name in `given` that is not a fact."""
-        if unknown := given.keys() - DECLARED.keys():
-            raise TypeError(f"not facts of a run: {', '.join(sorted(unknown))}")
-        vars(self).update(given, _run=run, _raw={} if raw is None else raw, _model=model)
+        """Raises TypeError for a name in `values` that is not a fact."""
+        if undeclared := values.keys() - DECLARED.keys():
+            raise TypeError(f"not facts of a run: {', '.join(sorted(undeclared))}")
+        vars(self).update(values, _run=run, _raw={} if raw is None else raw, _model=model)
 
     _run: RunConfig | None
     _raw: Mapping[str, Any]
@@ -221,9 +221,9 @@ class Facts:
     def changed(self, **changes: Any) -> Facts:
         """Return a copy with other values of the facts in `changes`."""
         _ = self._is_read
-        other = object.__new__(Facts)
-        vars(other).update(vars(self), **changes)
-        return other
+        changed_facts = object.__new__(Facts)
+        vars(changed_facts).update(vars(self), **changes)
+        return changed_facts
 
     @functools.cached_property
     def _is_read(self) -> bool:
@@ -266,7 +266,7 @@ class Facts:
 
     @property
     def another_gradient_dtype(self) -> str | None:
-        """Dtype of the gradients where it is not that of the parameters."""
+        """Dtype of the gradients where the parameters have a different one."""
         return None if self.gradient_dtype == self.dtype else self.gradient_dtype
 
     @property
@@ -318,14 +318,14 @@ class Facts:
     @property
     def _ulysses_in_ring(self) -> int:
         heads = self.attention_heads or 1
-        own = 1 if heads % self.tensor_size else heads // self.tensor_size
-        return math.gcd(own, self.sequence_size)
+        heads_per_rank = 1 if heads % self.tensor_size else heads // self.tensor_size
+        return math.gcd(heads_per_rank, self.sequence_size)
 
     @property
     def kinds_of_heads(self) -> str:
         """The setting of `ring_of_heads`."""
-        kinds = f"ulysses: {self._ulysses_in_ring}, ring: {self.ring_of_heads}"
-        return "{" + kinds + "}"
+        sizes = f"ulysses: {self._ulysses_in_ring}, ring: {self.ring_of_heads}"
+        return "{" + sizes + "}"
 
     @property
     def ranks_of_heads(self) -> int:
@@ -381,8 +381,8 @@ class Facts:
     @property
     def expert_size_of_experts(self) -> int:
         """The largest expert-parallel size that divides the experts and the replicas."""
-        both = math.gcd(self.num_experts or 1, self.num_replicas)
-        return largest_divisor(both, min(both, self.expert_size))
+        common_divisor = math.gcd(self.num_experts or 1, self.num_replicas)
+        return largest_divisor(common_divisor, min(common_divisor, self.expert_size))
 
     @property
     def expert_sizes(self) -> list[int]:

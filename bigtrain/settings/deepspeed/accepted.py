@@ -1,4 +1,4 @@
-"""Accepted values of each DeepSpeed key, and the test that covers each of them.
+"""Accepted values of each DeepSpeed key, and the test that covers each value.
 
 One table, accepted.json: a key or a value without a row is refused. `Verdict` is the test coverage
 of a row. A row that is ``trained`` is one or several cases of `TEST`, which are generated from the
@@ -42,7 +42,7 @@ class Row:
     """A class of values of one key.
 
     values: in words. takes: whether a value belongs to the class. examples: the values that are
-    trained one at a time; together: those that are trained at once with those of other rows.
+    trained one at a time; together: values trained at once with values of other rows.
     engines: engines of `TEST` that each is trained with. beside: other keys that the examples need.
     alone: True if they need a separate process. needs: what an untested value needs, a key of the
     table's "needs". note: remarks.
@@ -82,17 +82,19 @@ def _class(values: Any) -> tuple[str, Callable[[Any], bool]]:
     it. A list is exactly its values, where 1 is not true; integers may be floats such as 5e7."""
     if isinstance(values, list):
         words = " or ".join(json.dumps(value).strip('"') for value in values)
-        return words, lambda given: any(type(given) is type(v) and given == v for v in values)
+        return words, lambda candidate: any(
+            type(candidate) is type(v) and candidate == v for v in values
+        )
     if values in _CLASSES:
         return values, _CLASSES[values]
     match = _INTEGERS.fullmatch(values)
     assert match is not None, values
-    multiple, least, most = int(match[1] or 1), int(match[2]), float(match[3] or "inf")
+    multiple, minimum, maximum = int(match[1] or 1), int(match[2]), float(match[3] or "inf")
 
     def takes(value: Any) -> bool:
         if not _is_number(value) or not math.isfinite(value) or value != value // 1:
             return False
-        return bool(least <= value <= most and value % multiple == 0)
+        return bool(minimum <= value <= maximum and value % multiple == 0)
 
     return values, takes
 
@@ -133,7 +135,7 @@ def leaves(tree: Mapping[str, Any], parents: tuple[str, ...] = ()) -> Iterator[t
 def check_values(tree: Mapping[str, Any], source: str, skipped: set[str]) -> Iterator[Problem]:
     """Yield a problem for each key of `tree` that has a value without a row.
 
-    skipped: keys, and blocks of keys, that have a problem of their own.
+    skipped: keys, and blocks of keys, for which there is a problem already.
     """
     for key, value in leaves(tree):
         if value == AUTO or any(f"{key}.".startswith(f"{block}.") for block in skipped):

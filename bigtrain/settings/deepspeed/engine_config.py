@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.settings.batch_plan import BatchPlan
-from bigtrain.settings.deepspeed.accepted import REFUSED_BLOCKS, ROWS, check_values, not_tried
+from bigtrain.settings.deepspeed.accepted import (
+    REFUSED_BLOCKS,
+    ROWS,
+    check_values,
+    leaves,
+    not_tried,
+)
 from bigtrain.settings.deepspeed.keys import AUTO, check_keys, suggestion, value_at, with_integers
 from bigtrain.settings.deepspeed.ownership import (
     check_refused_blocks,
@@ -26,7 +32,7 @@ from bigtrain.settings.run_config import RunConfig
 from bigtrain.system.shipped_files import ds_configs
 from bigtrain.system.units import DEEPSPEED_DTYPES
 
-# DeepSpeed would print its own progress and throughput in addition to bigtrain's.
+# DeepSpeed would print progress and throughput in addition to bigtrain's.
 _NEVER_PRINT_STEPS = 1_000_000_000
 
 # Elements. DeepSpeed's 5e8 would reserve 2 GB where gradients are reduced in float32.
@@ -58,11 +64,11 @@ _ALWAYS_OWNED = {
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Configuration passed to DeepSpeed, and the values in it that the rest of bigtrain needs.
+    """Configuration passed to DeepSpeed, and its values that other modules need.
 
     ``deepspeed`` is the dictionary for ``deepspeed.initialize``; ``offload_*`` is "cpu", "nvme" or
-    None; ``source`` is the JSON it was read from; ``not_tried`` are the keys in it whose values no
-    test has trained with.
+    None; ``source`` is the JSON it was read from; ``not_tried`` are its keys whose values no test
+    has trained with.
     """
 
     deepspeed: dict[str, Any]
@@ -121,9 +127,9 @@ def read_deepspeed_config(path: Path) -> dict[str, Any]:
             parse_constant=_refuse_constant,
         )
     except json.JSONDecodeError as error:
-        where = f"line {error.lineno} column {error.colno}"
+        position = f"line {error.lineno} column {error.colno}"
         raise ConfigError(
-            Problem(label, None, f"is not JSON: {error.msg} at {where}", "correct the file")
+            Problem(label, None, f"is not JSON: {error.msg} at {position}", "correct the file")
         ) from error
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise ConfigError(Problem(label, None, f"cannot be read: {error}")) from error
@@ -171,13 +177,21 @@ def render(
     problems = check_file_alone(raw, source)
     tree = with_integers(raw)
     stage = zero_stage_of(raw)
+
+    # Values that the run owns must agree, and every "auto" must have a value.
     owned = owned_values(config, plan, raw, stage)
     problems.extend(p for value in owned if (p := value.contradiction(raw, source)))
     known_autos = {value.key for value in owned} | set(_AUTO_SIZES) | _ALWAYS_OWNED
-    problems.extend(_unresolvable(tree, known_autos, source))
+    for path, value in leaves(tree):
+        # A key that must be removed needs no value.
+        is_refused = any(f"{path}.".startswith(f"{block}.") for block in REFUSED_BLOCKS)
+        if value == AUTO and path not in known_autos and not is_refused:
+            rule = "cannot be resolved: the run has no such value"
+            remedy = "give a value, or omit it for DeepSpeed's default"
+            problems.append(Problem(f"{source}: {path}", AUTO, rule, remedy))
     if problems or plan is None:
         return None, problems
-    _resolve_sizes(tree)
+
     rendered = _assemble(config, plan, tree, stage)
     return (
         EngineConfig(
@@ -205,44 +219,23 @@ def offload_device(raw: Mapping[str, Any], block: str) -> str | None:
     return device if device in ("cpu", "nvme") else None
 
 
-def _autos(tree: Mapping[str, Any], parents: tuple[str, ...] = ()) -> Iterator[str]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _autos(value, (*parents, name))
-        elif value == AUTO:
-            yield ".".join((*parents, name))
-
-
-def _unresolvable(tree: Mapping[str, Any], known: set[str], source: str) -> Iterator[Problem]:
-    for path in _autos(tree):
-        # A key that must be removed needs no value.
-        is_refused = any(f"{path}.".startswith(f"{block}.") for block in REFUSED_BLOCKS)
-        if path not in known and not is_refused:
-            yield Problem(
-                f"{source}: {path}",
-                AUTO,
-                "cannot be resolved: the run has no such value",
-                "give a value, or omit it for DeepSpeed's default",
-            )
-
-
-def _resolve_sizes(tree: dict[str, Any]) -> None:
-    for path, value in _AUTO_SIZES.items():
+def _assemble(
+    config: RunConfig, plan: BatchPlan, tree: dict[str, Any], stage: int
+) -> dict[str, Any]:
+    """Return the final dictionary from a checked `tree`; consumes `tree`."""
+    # Sizes that Hugging Face derives from the model get a fixed value, or DeepSpeed's default.
+    for path, size in _AUTO_SIZES.items():
         *parents, name = path.split(".")
         block: Any = tree
         for parent in parents:
             block = block.get(parent, {})
         if block.get(name) == AUTO:
-            if value is None:
+            if size is None:
                 del block[name]
             else:
-                block[name] = value
+                block[name] = size
 
-
-def _assemble(
-    config: RunConfig, plan: BatchPlan, tree: dict[str, Any], stage: int
-) -> dict[str, Any]:
-    """Return the final dictionary from a checked `tree`; consumes `tree`."""
+    # Blocks that the run owns are written from its values.
     tree.pop("train_batch_size", None)
     bf16, fp16 = tree.pop("bf16", {}), tree.pop("fp16", {})
     optimizer, data_types = tree.pop("optimizer", {}), tree.pop("data_types", {})
@@ -256,6 +249,8 @@ def _assemble(
         # DeepSpeed's defaults are true, and 2 GB for a buffer that it allocates at every step.
         tree["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
         zero.setdefault("reduce_bucket_size", _AUTO_BUCKET_SIZE)
+
+    # Batch, optimizer and number formats of the run.
     defaults = {"steps_per_print": _NEVER_PRINT_STEPS, "wall_clock_breakdown": False}
     rendered: dict[str, Any] = {
         **defaults,
@@ -282,6 +277,8 @@ def _assemble(
         rendered.setdefault("communication_data_type", gradient_dtype)
     if data_types:
         rendered["data_types"] = {k: v for k, v in data_types.items() if v != AUTO}
+
+    # DeepSpeed would refuse torch's AdamW, and bigtrain's optimizers, with offload.
     offload = zero.get("offload_optimizer") or {}
     is_torch = config.optimizer.is_own or optimizer_is_torch(optimizer, tree, zero)
     if offload.get("device", "none") != "none" and is_torch:
@@ -295,11 +292,11 @@ def gradient_dtype_of(config: RunConfig, stage: int) -> str | None:
     Its default is the dtype of the parameters, and ZeRO 0 supports no other (deepspeed 0.19.8,
     runtime/engine.py:2294).
     """
-    wanted = config.precision.gradient_dtype
+    gradient_dtype = config.precision.gradient_dtype
     if config.precision.dtype == "float32" or stage == 0:
         return None
-    if wanted is not None:
-        return DEEPSPEED_DTYPES[wanted]
+    if gradient_dtype is not None:
+        return DEEPSPEED_DTYPES[gradient_dtype]
     return "fp32" if config.precision.dtype == "bfloat16" else None
 
 
@@ -309,7 +306,7 @@ def _render_optimizer(
     """Return torch's AdamW with its fused kernel, which needs no compiler at run time. With
     ``torch_adam`` DeepSpeed passes keys it does not know to ``torch.optim.AdamW``
     (runtime/engine.py:2377)."""
-    own = dict(block.get("params", {}))
+    json_params = dict(block.get("params", {}))
     params: dict[str, Any] = {
         "lr": config.optimizer.lr,
         "betas": list(config.optimizer.betas),
@@ -317,9 +314,9 @@ def _render_optimizer(
         "weight_decay": config.optimizer.weight_decay,
     }
     if optimizer_is_torch(block, tree, zero):
-        foreach = own.get("foreach", False)
+        foreach = json_params.get("foreach", False)
         params["torch_adam"] = True
-        params["fused"] = own.get("fused", not foreach)
-        if "foreach" in own:
+        params["fused"] = json_params.get("fused", not foreach)
+        if "foreach" in json_params:
             params["foreach"] = foreach
     return {"type": "AdamW", "params": params}

@@ -96,7 +96,7 @@ def _is_whole(value: object, node: Mapping[str, Any]) -> bool:
 
 def _check_block(
     block: Mapping[str, Any],
-    known: Mapping[str, Any],
+    known_keys: Mapping[str, Any],
     parents: tuple[str, ...],
     source: str,
     suggest: Callable[[str], str],
@@ -110,27 +110,19 @@ def _check_block(
             yield Problem(
                 key, None, f"was removed from DeepSpeed ({version}): {removed}", f"remove {path}"
             )
-        elif name not in known:
-            shown = None if isinstance(value, dict) else value
+        elif name not in known_keys:
+            shown_value = None if isinstance(value, dict) else value
             rule = "unknown key, which DeepSpeed would ignore or reject"
-            yield Problem(key, shown, rule, suggest(path))
-        elif "deprecated" in known[name]:
-            newer = known[name]["deprecated"]
-            yield Problem(
-                key,
-                value,
-                "is deprecated in DeepSpeed",
-                f"use {newer}{_example(known.get(newer, {}), value)}"
-                if newer
-                else f"remove {path}",
-            )
+            yield Problem(key, shown_value, rule, suggest(path))
+        elif "deprecated" in known_keys[name]:
+            newer = known_keys[name]["deprecated"]
+            remedy = f"use {newer}" if newer else f"remove {path}"
+            # A switch may have become a block.
+            if value is True and "device" in known_keys.get(newer, {}).get("keys", {}):
+                remedy += ': {"device": "cpu"}'
+            yield Problem(key, value, "is deprecated in DeepSpeed", remedy)
         elif value != AUTO:
-            yield from _check_value(value, known[name], (*parents, name), source, suggest)
-
-
-def _example(node: Mapping[str, Any], value: object) -> str:
-    """Return the block that replaces a deprecated switch, as text; empty if there is none."""
-    return ': {"device": "cpu"}' if value is True and "device" in node.get("keys", {}) else ""
+            yield from _check_value(value, known_keys[name], (*parents, name), source, suggest)
 
 
 def _check_value(
@@ -182,15 +174,18 @@ def suggestion(path: str, accepted: Collection[str]) -> str:
     accepted: dotted keys that a run may have; no other one is suggested.
     """
     block, _, name = path.rpartition(".")
-    siblings = _below(block, accepted)
-    close = _containing(name, siblings) or next(
-        iter(difflib.get_close_matches(name, siblings, n=1, cutoff=_SIMILAR)), None
-    )
+    prefix = f"{block}." if block else ""
+    below = (key.removeprefix(prefix) for key in accepted if key.startswith(prefix))
+    siblings = sorted({key.partition(".")[0] for key in below})
+    # A key that contains the complete name is nearer than a similar word: the shortest such key.
+    matches = [sibling for sibling in siblings if f"_{name}_" in f"_{sibling}_"]
+    matches = sorted(matches, key=len)
+    matches += difflib.get_close_matches(name, siblings, n=1, cutoff=_SIMILAR)
     homes = [key for key in accepted if key.rpartition(".")[2] == name]
     if path in FORMER_NAMES:
         return f"write {FORMER_NAMES[path]}"
-    if close is not None:
-        return f"did you mean {_joined(block, close)}?"
+    if matches:
+        return f"did you mean {prefix}{matches[0]}?"
     if len(homes) == 1:
         return f"it belongs to {homes[0].rpartition('.')[0]}: write {homes[0]}"
     if not block or not siblings:
@@ -198,21 +193,4 @@ def suggestion(path: str, accepted: Collection[str]) -> str:
     if len(siblings) <= _LISTED_KEYS:
         return f"known in {block}: {', '.join(siblings)}"
     nearest = difflib.get_close_matches(name, siblings, n=1, cutoff=0.0)[0]
-    return f"the nearest known key is {_joined(block, nearest)}, or remove it"
-
-
-def _below(block: str, accepted: Collection[str]) -> list[str]:
-    """Return names of keys and blocks directly below `block`, sorted."""
-    start = f"{block}." if block else ""
-    names = {key.removeprefix(start).partition(".")[0] for key in accepted if key.startswith(start)}
-    return sorted(names)
-
-
-def _containing(name: str, siblings: Collection[str]) -> str | None:
-    """Return the shortest of `siblings` that contains `name` as complete words."""
-    matches = [sibling for sibling in siblings if f"_{name}_" in f"_{sibling}_"]
-    return min(matches, key=len, default=None)
-
-
-def _joined(block: str, name: str) -> str:
-    return f"{block}.{name}" if block else name
+    return f"the nearest known key is {prefix}{nearest}, or remove it"

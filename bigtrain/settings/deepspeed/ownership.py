@@ -57,8 +57,8 @@ class Owned:
 
     def contradiction(self, raw: Mapping[str, Any], source: str) -> Problem | None:
         """Return the problem, naming both keys, if `raw` has another value than the run."""
-        given = value_at(raw, self.key, _ABSENT)
-        if given is _ABSENT or given == AUTO or _same(given, self.value):
+        json_value = value_at(raw, self.key, _ABSENT)
+        if json_value is _ABSENT or json_value == AUTO or _same(json_value, self.value):
             return None
         written = f'"{self.spelling}" or "auto"' if self.spelling else '"auto"'
         remedy = f"remove it from {source} or write {written}"
@@ -66,22 +66,22 @@ class Owned:
             remedy += f", or change {self.run_key} in the run YAML"
         return Problem(
             f"{source}: {self.key}",
-            given,
+            json_value,
             f"contradicts {self.run_key} = {self.run_value} of the run, which owns it",
             remedy,
         )
 
 
-def _same(given: Any, value: Any) -> bool:
-    if isinstance(given, bool) or isinstance(value, bool):
-        return given is value
-    if isinstance(given, (int, float)) and isinstance(value, (int, float)):
-        return float(given) == float(value)
-    if isinstance(given, (list, tuple)) and isinstance(value, (list, tuple)):
-        return len(given) == len(value) and all(map(_same, given, value))
-    if isinstance(given, str) and isinstance(value, str):
-        return given.lower() in _DTYPE_SPELLINGS.get(value, (value.lower(),))
-    return bool(given == value)
+def _same(json_value: Any, value: Any) -> bool:
+    if isinstance(json_value, bool) or isinstance(value, bool):
+        return json_value is value
+    if isinstance(json_value, (int, float)) and isinstance(value, (int, float)):
+        return float(json_value) == float(value)
+    if isinstance(json_value, (list, tuple)) and isinstance(value, (list, tuple)):
+        return len(json_value) == len(value) and all(map(_same, json_value, value))
+    if isinstance(json_value, str) and isinstance(value, str):
+        return json_value.lower() in _DTYPE_SPELLINGS.get(value, (value.lower(),))
+    return bool(json_value == value)
 
 
 def owned_values(
@@ -100,16 +100,16 @@ def _owned_batch(config: RunConfig, plan: BatchPlan | None) -> list[Owned]:
     if plan is None:
         return []
     size = "batch.global_tokens" if config.batch.global_tokens else "batch.global_batch_size"
-    in_samples = config.batch.global_tokens or plan.global_batch_size
+    shown_size = config.batch.global_tokens or plan.global_batch_size
     divisors = f"{plan.micro_batch_size} x {plan.data_size}"
-    if plan.num_sites > 1:  # DeepSpeed knows only its own site
+    if plan.num_sites > 1:  # an engine has the batch of one site
         size = f"{size} / sites.count"
         if plan.site_batch_size * plan.num_sites != plan.global_batch_size:
             size = f"this site's of sites.shares of {size.partition(' ')[0]}"
-        in_samples = in_samples * plan.site_batch_size // plan.global_batch_size
+        shown_size = shown_size * plan.site_batch_size // plan.global_batch_size
     steps = f"{plan.site_batch_size} / ({divisors})"
     return [
-        Owned("train_batch_size", size, in_samples, plan.site_batch_size),
+        Owned("train_batch_size", size, shown_size, plan.site_batch_size),
         Owned(
             "train_micro_batch_size_per_gpu",
             "batch.micro_batch_size",
@@ -126,38 +126,37 @@ def _owned_batch(config: RunConfig, plan: BatchPlan | None) -> list[Owned]:
     ]
 
 
-def _is_placeholder(raw: Mapping[str, Any]) -> bool:
-    """Return whether the JSON names AdamW without a value of its own, as ds_configs/ do for HF
-    Trainer: any optimizer of the run may replace that one."""
-    name, params = value_at(raw, "optimizer.type"), value_at(raw, "optimizer.params", {})
-    if not isinstance(name, str) or not isinstance(params, Mapping):
-        return False
-    return name.lower() == "adamw" and all(
-        value == AUTO for key, value in params.items() if key not in _KERNELS
-    )
-
-
 def _owned_optimizer(config: RunConfig, raw: Mapping[str, Any]) -> list[Owned]:
     optimizer = config.optimizer
     betas = list(optimizer.betas)
     masters = "precision (masters and optimizer states)"
-    own = []
+    # An optimizer of bigtrain must be allowed by DeepSpeed, and not be replaced by DeepSpeed's.
+    optimizer_keys = []
     if optimizer.is_own:
-        own.append(
+        optimizer_keys.append(
             Owned("zero_allow_untested_optimizer", "optimizer.type", optimizer.type, True, False)
         )
         if value_at(raw, "zero_optimization.offload_optimizer.device", "none") != "none":
-            own.append(
+            optimizer_keys.append(
                 Owned("zero_force_ds_cpu_optimizer", "optimizer.type", optimizer.type, False, False)
             )
+    # The JSONs of ds_configs/ name AdamW without values, for HF Trainer: a placeholder, which any
+    # optimizer of the run may replace.
+    name, params = value_at(raw, "optimizer.type"), value_at(raw, "optimizer.params", {})
+    is_placeholder = (
+        isinstance(name, str)
+        and isinstance(params, Mapping)
+        and name.lower() == "adamw"
+        and all(value == AUTO for key, value in params.items() if key not in _KERNELS)
+    )
     return [
-        *own,
+        *optimizer_keys,
         Owned("gradient_clipping", "optimizer.clip_norm", optimizer.clip_norm, optimizer.clip_norm),
         Owned(
             "optimizer.type",
             "optimizer.type",
             optimizer.type,
-            "AdamW" if _is_placeholder(raw) else optimizer.type,
+            "AdamW" if is_placeholder else optimizer.type,
             spelling="AdamW" if optimizer.type == "adamw" else optimizer.type,
         ),
         Owned("optimizer.params.lr", "optimizer.lr", optimizer.lr, optimizer.lr),
@@ -192,11 +191,15 @@ def _owned_precision(config: RunConfig, stage: int) -> list[Owned]:
         owned.append(
             Owned("fp16.initial_scale_power", "precision.initial_loss_scale_power", power, power)
         )
+    # Gradients are accumulated in float32 wherever DeepSpeed supports it (`gradient_dtype_of`).
     default = "float32" if dtype == "bfloat16" and stage > 0 else dtype
-    shown = gradients if gradients is not None else f"{default} (the default)"
+    shown_dtype = gradients if gradients is not None else f"{default} (the default)"
     owned.append(
         Owned(
-            "data_types.grad_accum_dtype", "precision.gradient_dtype", shown, gradients or default
+            "data_types.grad_accum_dtype",
+            "precision.gradient_dtype",
+            shown_dtype,
+            gradients or default,
         )
     )
     return owned
@@ -264,8 +267,8 @@ def optimizer_is_torch(
 ) -> bool:
     """Return whether the run uses ``torch.optim.AdamW``: yes, unless the JSON sets ``torch_adam:
     false``, or ``zero_force_ds_cpu_optimizer: true`` with an offloaded optimizer."""
-    chosen = value_at(optimizer, "params.torch_adam")
-    if isinstance(chosen, bool):
-        return chosen
+    torch_adam = value_at(optimizer, "params.torch_adam")
+    if isinstance(torch_adam, bool):
+        return torch_adam
     offloaded = value_at(zero, "offload_optimizer.device", "none") != "none"
     return not (offloaded and tree.get("zero_force_ds_cpu_optimizer") is True)

@@ -97,10 +97,9 @@ class AdaptersSection(Section):
                 "adapters.load_in_8bit: a base in 8 bits (LLM.int8) is not implemented -> "
                 "quantization: nf4, or omit it"
             )
-        if asked := _ELSEWHERE.keys() & values.keys():
-            raise ValueError(
-                f"adapters.{min(asked)} has another name here -> {_ELSEWHERE[min(asked)]}"
-            )
+        if foreign_keys := _ELSEWHERE.keys() & values.keys():
+            key = min(foreign_keys)
+            raise ValueError(f"adapters.{key} has another name here -> {_ELSEWHERE[key]}")
         return values
 
     @model_validator(mode="after")

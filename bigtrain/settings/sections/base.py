@@ -33,7 +33,7 @@ class Section(BaseModel):
     @classmethod
     def descriptions(cls) -> dict[str, str]:
         """Return the text below each field in the source: what it sets, in one line. Read when it
-        is asked for, since most programs that read settings show none of it."""
+        is asked for, since most programs that read settings do not show it."""
         (section,) = ast.parse(inspect.getsource(cls)).body
         assert isinstance(section, ast.ClassDef)
         texts = {}
@@ -75,6 +75,12 @@ class Section(BaseModel):
         annotation = cls.model_fields[str(info.field_name)].annotation
         _refuse_secrets(value, in_dictionaries=not _takes_sections(annotation))
         return value
+
+
+def section_of(annotation: Any) -> type[Section] | None:
+    """Return the section that a field of `annotation` holds; None for any other field."""
+    candidates = (annotation, *get_args(annotation))
+    return next((c for c in candidates if isinstance(c, type) and issubclass(c, Section)), None)
 
 
 def _takes_numbers(annotation: Any) -> bool:

@@ -82,8 +82,8 @@ class DataSection(Section):
             raise ValueError(
                 "exactly one of data.path (one dataset) and data.sources (a mixture) must be set"
             )
-        kinds = {(s.weight is not None, s.epochs is not None) for s in self.sources}
-        if kinds and kinds not in ({(True, False)}, {(False, True)}):
+        share_kinds = {(s.weight is not None, s.epochs is not None) for s in self.sources}
+        if share_kinds and share_kinds not in ({(True, False)}, {(False, True)}):
             raise ValueError(
                 "data.sources: every source must have a weight, or every one epochs, and none both "
                 "-> write weight: 1 (or epochs: 1) in each, and omit the other"
@@ -104,7 +104,7 @@ class DataSection(Section):
     def _samples_are_complete(self) -> Self:
         if self.samples is None:
             return self
-        others = [
+        unread = [
             f"data.{name} = {value!r}"
             for name, value, unset in (
                 ("packing", self.packing, "concatenate"),
@@ -114,10 +114,10 @@ class DataSection(Section):
             if value != unset
         ]
         if self.path is None:
-            others.insert(0, "data.sources")
-        if others:
+            unread.insert(0, "data.sources")
+        if unread:
             raise ValueError(
-                f"data.samples: {others[0]} has no meaning for items, each of which is one sample "
+                f"data.samples: {unread[0]} has no meaning for items, each of which is one sample "
                 "-> omit it"
                 + ("; name a dataset with the tokenizer in data.path" * (not self.path))
             )
@@ -139,7 +139,7 @@ class DataSection(Section):
 
     @property
     def mixture(self) -> tuple[SourceSection, ...]:
-        """The sources; with `path`, a mixture of one."""
+        """The sources; with `path`, a mixture with a single source."""
         if self.path is not None:
             return (SourceSection(path=self.path, weight=1.0),)
         return self.sources
@@ -147,10 +147,10 @@ class DataSection(Section):
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the sources of `mixture`."""
-        own = [PurePath(source.path).name for source in self.mixture]
+        directory_names = [PurePath(source.path).name for source in self.mixture]
         return tuple(
-            source.name or (name if own.count(name) == 1 else source.path)
-            for source, name in zip(self.mixture, own, strict=True)
+            source.name or (name if directory_names.count(name) == 1 else source.path)
+            for source, name in zip(self.mixture, directory_names, strict=True)
         )
 
     def key_of(self, source_index: int) -> str:
@@ -223,15 +223,16 @@ class BatchSection(Section):
         return self
 
     def of_phase(self, number: int) -> BatchSection:
-        """Return the batch of a phase, without phases; of the rest of the run after the last."""
-        own = self.model_dump(exclude={"phases"}, exclude_unset=True)
+        """Return the batch of a phase, without phases; the section's own batch after the last
+        phase."""
+        values = self.model_dump(exclude={"phases"}, exclude_unset=True)
         if number == len(self.phases):
-            return BatchSection(**own)
-        given = self.phases[number].model_dump(exclude={"steps"}, exclude_none=True)
+            return BatchSection(**values)
+        phase_values = self.phases[number].model_dump(exclude={"steps"}, exclude_none=True)
         sizes = {"global_batch_size", "global_tokens"}
-        if given.keys() & sizes:
-            own = {key: value for key, value in own.items() if key not in sizes}
-        return BatchSection(**(own | given))
+        if phase_values.keys() & sizes:
+            values = {key: value for key, value in values.items() if key not in sizes}
+        return BatchSection(**(values | phase_values))
 
     def ends(self) -> tuple[int, ...]:
         """Return the last step of each phase."""
@@ -273,7 +274,7 @@ class TokenizerSection(Section):
 
     @property
     def added(self) -> tuple[str, ...]:
-        """All added texts, in the order of their ids."""
+        """All added texts, in the order of the ids."""
         return (*self.add_special_tokens, *self.add_tokens)
 
     def key_of(self, text: str) -> str:

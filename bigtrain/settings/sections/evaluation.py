@@ -45,9 +45,9 @@ class BestSection(Section):
         match = _HELD_OUT.fullmatch(self.metric)
         return match[2].removeprefix("/") if match and match[2] else None
 
-    def is_better(self, value: float, than: float, by: float = 0.0) -> bool:
-        """Return whether `value` is better than another one by more than `by`."""
-        return value < than - by if self.mode == "min" else value > than + by
+    def is_better(self, value: float, than: float, margin: float = 0.0) -> bool:
+        """Return whether `value` is better than another one by more than `margin`."""
+        return value < than - margin if self.mode == "min" else value > than + margin
 
     @model_validator(mode="after")
     def _metric_is_known(self) -> Self:
@@ -118,14 +118,14 @@ class EvaluationSection(Section):
 
     @model_validator(mode="after")
     def _tasks_are_named(self) -> Self:
-        given = [
+        options = [
             name
             for name in ("directory", "every_steps", "limit", "fewshot", "chat")
             if getattr(self, f"tasks_{name}") not in (None, False)
         ]
-        if given and not self.tasks:
+        if options and not self.tasks:
             raise ValueError(
-                f"evaluation.tasks_{given[0]} has no meaning without evaluation.tasks -> name "
+                f"evaluation.tasks_{options[0]} has no meaning without evaluation.tasks -> name "
                 "tasks, such as evaluation.tasks=[arc_easy], or omit it"
             )
         if self.best.is_of_tasks and not self.tasks:
@@ -144,7 +144,7 @@ class EvaluationSection(Section):
                 f"evaluation.early_stopping depends on {self.best.metric}, which is measured only "
                 f"at the end -> set {self.best_every_key}"
             )
-        names = [one.name for one in self.held_out]
+        names = [held_out_set.name for held_out_set in self.held_out]
         if len(set(names)) != len(names):
             raise ValueError("evaluation.held_out: two sets have the same name")
         return self

@@ -39,10 +39,10 @@ CodeSettings = Annotated[dict[str, JsonValue], WithJsonSchema({"type": "object"}
 """Arguments of user code, by name: plain data, as YAML and checkpoints hold it."""
 
 
-def known_or_imported(name: object, known: Sequence[str]) -> object:
-    """Return `name`. Raises ValueError if it is neither one of `known` nor user code."""
-    if isinstance(name, str) and name not in known and not is_imported(name):
-        quoted = [f"'{one}'" for one in known]
+def known_or_imported(name: object, known_names: Sequence[str]) -> object:
+    """Return `name`. Raises ValueError if it is neither one of `known_names` nor user code."""
+    if isinstance(name, str) and name not in known_names and not is_imported(name):
+        quoted = [f"'{known_name}'" for known_name in known_names]
         choices = f"{', '.join(quoted[:-1])} or {quoted[-1]}"
         raise ValueError(f"Input should be {choices}, or code of yours as package.module:Name")
     return name
@@ -93,8 +93,8 @@ KnownCallback = Literal["webhook", "prometheus", "opentelemetry", "trainjob"]
 
 @dataclass(frozen=True)
 class ShippedCallback:
-    """A callback of bigtrain. code: its class, as user code is named. modules: those that it
-    imports, of the extra of the same name."""
+    """A callback of bigtrain. code: its class, as user code is named. modules: imported ones, of
+    the extra with the callback's name."""
 
     code: str
     settings: type[Section] = NoSettings

@@ -40,9 +40,9 @@ class VocabularySection(Section):
 
     def size(self, before: int, tokens: int) -> int:
         """Return the number of rows of a vocabulary that has `before` and must hold `tokens`."""
-        wanted = max(before, tokens)
+        num_rows = max(before, tokens)
         multiple = self.pad_to_multiple_of or 1
-        return -(-wanted // multiple) * multiple
+        return -(-num_rows // multiple) * multiple
 
 
 class ModelSection(Section):

@@ -130,8 +130,8 @@ class ObjectiveSection(Section):
             value = getattr(self, name)
             if value != type(self).model_fields[name].default:
                 owner = f"type = {self.type}"
-                of_loss = name in ("gamma", "reference") and self.reads_pairs
-                owner = f"loss = {self.loss}" if of_loss else owner
+                depends_on_loss = name in ("gamma", "reference") and self.reads_pairs
+                owner = f"loss = {self.loss}" if depends_on_loss else owner
                 raise ValueError(
                     f"objective.{name} = {value} has no effect with objective.{owner} -> omit it"
                 )

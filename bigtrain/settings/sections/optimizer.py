@@ -59,11 +59,11 @@ class OptimizerFacts:
     def divided_bytes(self, matrix_share: float, state_bytes: int) -> float:
         """Return the bytes per parameter of states that ZeRO divides; `matrix_share`: the share of
         parameters that are in matrices of hidden layers. Parameters that are `small` are few."""
-        own = self.bytes_per_element(state_bytes) - self.block_bytes
+        matrix_bytes = self.bytes_per_element(state_bytes) - self.block_bytes
         if self.beside is None:
-            return own
-        rest = facts_of_optimizer(self.beside).divided_bytes(0.0, state_bytes)
-        return matrix_share * own + (1 - matrix_share) * rest
+            return matrix_bytes
+        non_matrix_bytes = facts_of_optimizer(self.beside).divided_bytes(0.0, state_bytes)
+        return matrix_share * matrix_bytes + (1 - matrix_share) * non_matrix_bytes
 
 
 _RULES = "bigtrain.engine.optimizers"
@@ -122,7 +122,7 @@ def known_optimizer(name: str) -> str:
     """Return `name` if it is in the table. Raise ValueError in pydantic's words for a value that
     is none of several."""
     if name not in OPTIMIZERS:
-        quoted = [repr(known) for known in OPTIMIZERS]
+        quoted = [repr(optimizer_name) for optimizer_name in OPTIMIZERS]
         expected = f"{', '.join(quoted[:-1])} or {quoted[-1]}"
         raise ValueError(f"Input should be {expected}")
     return name
@@ -248,22 +248,22 @@ class OptimizerSection(Section):
 
     @model_validator(mode="after")
     def _only_its_own_settings(self) -> Self:
-        for kind, facts in OPTIMIZERS.items():
+        for optimizer_type, facts in OPTIMIZERS.items():
             name = facts.settings
             if name is None or name == self.facts.settings:
                 continue
             if getattr(self, name) != type(getattr(self, name))():
                 raise ValueError(
                     f"optimizer.{name} is set, and optimizer.type = {self.type} does not read it "
-                    f"-> type: {kind}, or remove it"
+                    f"-> type: {optimizer_type}, or remove it"
                 )
         for name, reason in self.facts.unread.items():
             # By value: the configuration that a checkpoint holds has every field set.
             value, default = getattr(self, name), type(self).model_fields[name].default
             if value != default:
-                shown = list(value) if isinstance(value, tuple) else value
+                text = list(value) if isinstance(value, tuple) else value
                 raise ValueError(
-                    f"optimizer.{name} = {shown}: optimizer.type = {self.type} does not read it: "
+                    f"optimizer.{name} = {text}: optimizer.type = {self.type} does not read it: "
                     f"{reason} -> remove it, or type: adamw"
                 )
         return self

@@ -58,22 +58,22 @@ class ParallelSection(Section):
 
     @property
     def degrees(self) -> ModelDegrees:
-        """The degrees, as the rest of the package uses them."""
-        kinds = self.sequence
-        if isinstance(kinds, int):
-            kinds = SequenceSection(ulysses=kinds)
-        others = {f"{name}_size": value for name, value in self if name != "sequence"}
-        return ModelDegrees(**others, sequence_size=kinds.size, ring_size=kinds.ring)
+        """The degrees, as other modules use them."""
+        sequence = self.sequence
+        if isinstance(sequence, int):
+            sequence = SequenceSection(ulysses=sequence)
+        sizes = {f"{name}_size": value for name, value in self if name != "sequence"}
+        return ModelDegrees(**sizes, sequence_size=sequence.size, ring_size=sequence.ring)
 
     @staticmethod
     def tree_of(degrees: ModelDegrees) -> dict[str, Any]:
-        """Return the section with `degrees`, without those that are 1."""
+        """Return the section with `degrees`, without degrees of 1."""
         names = {name: name.removesuffix("_size") for name in MODEL_DEGREES if name != "ring_size"}
         tree = {key: getattr(degrees, name) for name, key in names.items()}
         tree = {key: size for key, size in tree.items() if size > 1}
         if degrees.ring_size > 1:
-            kinds = {"ulysses": degrees.ulysses_size, "ring": degrees.ring_size}
-            tree["sequence"] = {kind: size for kind, size in kinds.items() if size > 1}
+            sequence_sizes = {"ulysses": degrees.ulysses_size, "ring": degrees.ring_size}
+            tree["sequence"] = {method: size for method, size in sequence_sizes.items() if size > 1}
         return tree
 
 
@@ -85,7 +85,7 @@ GENERATIONS_IN_MEMORY = 2
 
 def copies_stored(partner_copies: int) -> int:
     """Return how often a rank's part of a checkpoint is in the file system in memory of its host,
-    with those of another host that sends `partner_copies` to it."""
+    with the `partner_copies` that another host sends."""
     return GENERATIONS_IN_MEMORY * (1 + partner_copies)
 
 

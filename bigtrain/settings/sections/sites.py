@@ -227,7 +227,7 @@ class SitesSection(Section):
 
     def sent_after(self, step: int, last_step: int) -> range:
         """The fragments that are exchanged after optimizer step `step` of `last_step`, from 1; all
-        of them after the last."""
+        fragments after the last step."""
         if step == last_step:
             return range(self.fragments)
         if step % self.steps_between:

@@ -42,22 +42,22 @@ def read_profile() -> AwsProfile | None:
 
     session = botocore.session.Session()
     try:
-        profiles, asked = session.available_profiles, session.get_config_variable("profile")
-        if asked is None and "default" not in profiles:
+        profiles, name = session.available_profiles, session.get_config_variable("profile")
+        if name is None and "default" not in profiles:
             return None
-        if asked is not None and asked not in profiles:
-            known = ", ".join(sorted(profiles)) or "none"
+        if name is not None and name not in profiles:
+            names = ", ".join(sorted(profiles)) or "none"
             raise AccessDeniedError(
-                f"AWS_PROFILE = {asked!r}: neither file of ~/.aws has such a profile -> one of "
-                f"these: {known}"
+                f"AWS_PROFILE = {name!r}: neither file of ~/.aws has such a profile -> one of "
+                f"these: {names}"
             )
         settings = session.get_scoped_config()
         services = session.full_config.get("services", {}).get(settings.get("services"), {})
     except botocore.exceptions.BotoCoreError as error:  # its text may quote lines of the file
         raise AccessDeniedError(f"~/.aws cannot be read: {type(error).__name__}") from None
-    own = services.get("s3", {})
-    endpoint = own.get("endpoint_url") if isinstance(own, Mapping) else None
-    return AwsProfile(asked or "default", settings, endpoint or settings.get("endpoint_url"))
+    s3_settings = services.get("s3", {})
+    endpoint = s3_settings.get("endpoint_url") if isinstance(s3_settings, Mapping) else None
+    return AwsProfile(name or "default", settings, endpoint or settings.get("endpoint_url"))
 
 
 def s3_options() -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 A file that is being fetched is ``NAME.VERSION.partial`` until it is complete; the next process
 continues at its end. A copy to an address first writes ``copying.json``
-with the checksum of its last file: only files of the same copy count as done.
+with the checksum of the last file: only files of that copy count as sent.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".g
 Wanted = Callable[[str], bool]
 
 
-def list_tree(address: str, wanted: Wanted = lambda name: True) -> dict[str, RemoteStat]:
+def list_tree(address: str, selects: Wanted = lambda name: True) -> dict[str, RemoteStat]:
     """Return the files below `address` by their paths, with slashes. Raise NotFoundError
     if there are none."""
     store = store_of(address)
@@ -45,7 +45,7 @@ def list_tree(address: str, wanted: Wanted = lambda name: True) -> dict[str, Rem
     files = {
         name[begin:]: stat
         for name, stat in entries
-        if not f"/{name}".endswith(f"/{MARK}") and wanted(name[begin:])
+        if not f"/{name}".endswith(f"/{MARK}") and selects(name[begin:])
     }
     if not files:
         raise NotFoundError(f"{without_secrets(address)}: no file there")
@@ -55,7 +55,7 @@ def list_tree(address: str, wanted: Wanted = lambda name: True) -> dict[str, Rem
 def fetch_tree(
     address: str,
     directory: Path,
-    wanted: Wanted = lambda name: True,
+    selects: Wanted = lambda name: True,
     say: Callable[[str], None] = lambda text: None,
 ) -> int:
     """Copy the files below `address` into `directory`; return the number of bytes received.
@@ -63,27 +63,35 @@ def fetch_tree(
     Files that an earlier call fetched, and that have not changed there, are kept. Raises
     StorageError, and OSError if `directory` is not writable.
     """
-    files = list_tree(address, wanted)
+    files = list_tree(address, selects)
     directory.mkdir(parents=True, exist_ok=True)
-    known = _read_json(directory / _KNOWN)
+    # What earlier calls fetched, by name.
+    fetched: dict[str, list[object]] = {}
+    with suppress(OSError, ValueError):
+        entries = json.loads((directory / _KNOWN).read_bytes())
+        fetched = entries if isinstance(entries, dict) else {}
     num_bytes = 0
     for name, stat in files.items():
-        _require_inside(address, name)
+        if any(part in ("", ".", "..") for part in name.split("/")) or "\\" in name or "\0" in name:
+            raise StorageError(
+                f"{without_secrets(address)} has a file {name!r}, which is not a file name"
+            )
         target = directory / name
-        is_known = known.get(name) == _identity(stat) and stat.version is not None
+        is_known = fetched.get(name) == _identity(stat) and stat.version is not None
         if is_known and target.is_file() and target.stat().st_size == stat.size:
             continue
         say(f"{name}: {stat.size or 0:,} bytes")
         num_bytes += _fetch(joined(address, name), stat, target)
-        known[name] = _identity(stat)
+        fetched[name] = _identity(stat)
+        # Recorded after each file, so that an interrupted call loses nothing.
         draft = directory / f"{_KNOWN}.{os.getpid()}"
-        draft.write_text(json.dumps(known))
+        draft.write_text(json.dumps(fetched))
         draft.replace(directory / _KNOWN)
     return num_bytes
 
 
 def copy_tree(directory: Path, address: str, last: str | None = None) -> int:
-    """Copy the files of `directory` to `address`, the file `last` after all others; return the
+    """Copy the files of `directory` to `address`, with the file `last` at the end; return the
     number of bytes sent.
 
     With `last`, files of the same size from an earlier copy of this directory are not sent
@@ -92,22 +100,22 @@ def copy_tree(directory: Path, address: str, last: str | None = None) -> int:
     store = store_of(address)
     names = sorted(p.relative_to(directory).as_posix() for p in directory.rglob("*") if p.is_file())
     names = [name for name in names if name != _KNOWN and not name.endswith(".partial")]
-    there: dict[str, RemoteStat] = {}
+    copied: dict[str, RemoteStat] = {}
     if last is not None:
         names = [*(name for name in names if name != last), last]
         mark = json.dumps({"of": hashlib.sha256((directory / last).read_bytes()).hexdigest()})
-        there = _of_same_copy(address, mark.encode())
-        if last in there:
+        copied = _of_same_copy(address, mark.encode())
+        if last in copied:
             return 0
-        place = joined(address, MARK)
-        with_retries(place, "cannot be written", lambda: store.put_bytes(place, mark.encode()))
+        target = joined(address, MARK)
+        with_retries(target, "cannot be written", lambda: store.put_bytes(target, mark.encode()))
     num_bytes = 0
     for name in names:
-        file, place = directory / name, joined(address, name)
+        file, target = directory / name, joined(address, name)
         size = file.stat().st_size
-        if name in there and there[name].size == size:
+        if name in copied and copied[name].size == size:
             continue
-        with_retries(place, "cannot be written", partial(store.put, place, file))
+        with_retries(target, "cannot be written", partial(store.put, target, file))
         num_bytes += size
     return num_bytes
 
@@ -115,32 +123,38 @@ def copy_tree(directory: Path, address: str, last: str | None = None) -> int:
 def local_copy(address: str, *, weights: bool = True) -> Path:
     """Return a directory of this host with the files at `address`, in the user's cache.
 
-    One process of a host fetches, the others wait; a process fetches once, and again if the copy is
-    gone. `weights`: also fetch model weights. Raises StorageError; every rank may call it, and it
-    is not collective.
+    One process of a host fetches, other processes wait; a process fetches once, and again if the
+    copy is gone. `weights`: also fetch model weights. Raises StorageError; every rank may call it,
+    and it is not collective.
     """
     try:
-        place = cache_directory() / "fetched" / _short_name(address)
+        # The copy is named after the readable end of the address, and a checksum of the address.
+        public_address = without_secrets(address).rstrip("/")
+        end = public_address.rpartition("/")[2]
+        end = "".join(c if c.isalnum() or c in "-_." else "-" for c in end)
+        checksum = hashlib.sha256(public_address.encode()).hexdigest()
+        directory = cache_directory() / "fetched" / f"{end[:40]}-{checksum[:16]}"
     except RuntimeError as error:
         raise StorageError(f"{without_secrets(address)}: {error} -> set BIGTRAIN_CACHE") from None
-    if not place.is_dir():
+    if not directory.is_dir():
         fetched_copy.cache_clear()
-    return fetched_copy(address, place, weights)
+    return fetched_copy(address, directory, weights)
 
 
 @lru_cache(maxsize=64)
-def fetched_copy(address: str, place: Path, weights: bool) -> Path:
-    """Copy the files at `address` to `place`, and return `place`. Raises StorageError."""
+def fetched_copy(address: str, directory: Path, weights: bool) -> Path:
+    """Copy the files at `address` to `directory`, and return `directory`. Raises StorageError."""
     try:
-        with _exclusive(place):
+        with _exclusive(directory):
             fetch_tree(
-                address.rstrip("/"), place, lambda n: weights or not n.endswith(WEIGHT_SUFFIXES)
+                address.rstrip("/"), directory, lambda n: weights or not n.endswith(WEIGHT_SUFFIXES)
             )
     except OSError as error:
         raise StorageError(
-            f"{without_secrets(address)} cannot be copied to {place}: {error} -> set BIGTRAIN_CACHE"
+            f"{without_secrets(address)} cannot be copied to {directory}: {error} -> set "
+            "BIGTRAIN_CACHE"
         ) from None
-    return place
+    return directory
 
 
 def local_path(name: str, *, weights: bool = True) -> str:
@@ -170,10 +184,10 @@ def _fetch(address: str, stat: RemoteStat, target: Path) -> int:
 
 
 def _of_same_copy(address: str, mark: bytes) -> dict[str, RemoteStat]:
-    store, place = store_of(address), joined(address, MARK)
+    store, mark_address = store_of(address), joined(address, MARK)
     try:
-        stat = with_retries(place, "cannot be read", lambda: store.stat(place))
-        if b"".join(resumed(store, place, stat, 0, stat.size)) != mark:
+        stat = with_retries(mark_address, "cannot be read", lambda: store.stat(mark_address))
+        if b"".join(resumed(store, mark_address, stat, 0, stat.size)) != mark:
             return {}
         return list_tree(address)
     except NotFoundError:
@@ -184,33 +198,10 @@ def _identity(stat: RemoteStat) -> list[object]:
     return [stat.size, stat.version, stat.modified_ns]
 
 
-def _require_inside(address: str, name: str) -> None:
-    if any(part in ("", ".", "..") for part in name.split("/")) or "\\" in name or "\0" in name:
-        raise StorageError(
-            f"{without_secrets(address)} has a file {name!r}, which is not a file name"
-        )
-
-
-def _read_json(path: Path) -> dict[str, list[object]]:
-    with suppress(OSError, ValueError):
-        entries = json.loads(path.read_bytes())
-        if isinstance(entries, dict):
-            return entries
-    return {}
-
-
-def _short_name(address: str) -> str:
-    """Return the name of a cached copy: the readable end of its address and a checksum of all of
-    it."""
-    shown = without_secrets(address).rstrip("/")
-    end = "".join(c if c.isalnum() or c in "-_." else "-" for c in shown.rpartition("/")[2])
-    return f"{end[:40]}-{hashlib.sha256(shown.encode()).hexdigest()[:16]}"
-
-
 @contextmanager
-def _exclusive(place: Path) -> Iterator[None]:
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with place.with_name(f"{place.name}.lock").open("w") as lock:
+def _exclusive(directory: Path) -> Iterator[None]:
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with directory.with_name(f"{directory.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 

@@ -1,9 +1,8 @@
-"""A file written with O_DIRECT, bypassing the page cache, in large aligned pieces by its own
-thread.
+"""A file written with O_DIRECT, bypassing the page cache, in large aligned pieces by a thread.
 
 A write through the page cache copies every byte in the kernel, and the disk is mostly idle until
 the fsync. Here the disk reads straight from the caller's memory (`append`), or from one of two
-buffers while the other is filled (`write`). Where a file system does not support O_DIRECT (tmpfs,
+buffers while the second is filled (`write`). Where a file system does not support O_DIRECT (tmpfs,
 some network file systems), the same pieces are written without it.
 """
 
@@ -30,7 +29,14 @@ class DirectFile:
 
     def __init__(self, path: Path, begin: int) -> None:
         assert begin % ALIGNMENT == 0, begin
-        self._fd = _open(path)
+        # Not every file system supports O_DIRECT, and some report it at the first write only.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        try:
+            self._fd = os.open(path, flags | _DIRECT, 0o666)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self._fd = os.open(path, flags, 0o666)
         self._begin, self._position = begin, begin
         self._buffers = [mmap.mmap(-1, _PIECE_BYTES) for _ in range(2)]
         self._filled = 0
@@ -39,12 +45,12 @@ class DirectFile:
 
     def write(self, data: memoryview) -> None:
         """Append a copy of `data`: the caller may change it once this returns."""
-        done = 0
-        while done < len(data):
-            taken = data[done : done + _PIECE_BYTES - self._filled]
-            self._buffers[0][self._filled : self._filled + len(taken)] = taken
-            self._filled += len(taken)
-            done += len(taken)
+        position = 0
+        while position < len(data):
+            piece = data[position : position + _PIECE_BYTES - self._filled]
+            self._buffers[0][self._filled : self._filled + len(piece)] = piece
+            self._filled += len(piece)
+            position += len(piece)
             if self._filled == _PIECE_BYTES:
                 self._send()
 
@@ -56,7 +62,7 @@ class DirectFile:
         aligned = len(data) // ALIGNMENT * ALIGNMENT
         for low in range(0, aligned, _PIECE_BYTES):
             piece = data[low : min(low + _PIECE_BYTES, aligned)]
-            self._submit(piece, self._position + low)
+            self._pending.append(self._thread.submit(self._write, piece, self._position + low))
         self._position += aligned
         self.write(data[aligned:])
 
@@ -83,38 +89,26 @@ class DirectFile:
         os.close(self._fd)
 
     def _send(self) -> None:
-        """Submit the filled buffer to the thread, and switch to the other."""
+        """Submit the filled buffer to the thread, and switch buffers."""
         size = -(-self._filled // ALIGNMENT) * ALIGNMENT  # `finish` truncates the excess
-        self._submit(memoryview(self._buffers[0])[:size], self._position)
+        piece = memoryview(self._buffers[0])[:size]
+        self._pending.append(self._thread.submit(self._write, piece, self._position))
         self._position += self._filled
         self._filled = 0
         self._buffers.reverse()
-        self._wait(1)  # the other one is free
-
-    def _submit(self, data: memoryview, position: int) -> None:
-        self._pending.append(self._thread.submit(self._write, data, position))
+        self._wait(1)  # until the buffer to fill next has been written
 
     def _wait(self, num_left: int) -> None:
         while len(self._pending) > num_left:
             self._pending.popleft().result()
 
     def _write(self, data: memoryview, position: int) -> None:
-        done = 0
-        while done < len(data):
+        written = 0
+        while written < len(data):
             try:
-                done += os.pwrite(self._fd, data[done:], position + done)
+                written += os.pwrite(self._fd, data[written:], position + written)
             except OSError as error:
                 flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
                 if error.errno != errno.EINVAL or not flags & _DIRECT:
                     raise
                 fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~_DIRECT)
-
-
-def _open(path: Path) -> int:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-    try:
-        return os.open(path, flags | _DIRECT, 0o666)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        return os.open(path, flags, 0o666)

@@ -28,8 +28,8 @@ TIMES = ("LastModified", "last_modified", "modified", "mtime", "updated")
 
 
 class FsspecStore(Store):
-    """Store that uses fsspec's file system of `scheme`, with its own settings (FSSPEC_*
-    variables)."""
+    """Store that uses fsspec's file system of `scheme`, with the settings of FSSPEC_*
+    variables."""
 
     def __init__(self, scheme: str) -> None:
         self.scheme = scheme
@@ -44,12 +44,12 @@ class FsspecStore(Store):
         return _stat(info)
 
     def read(
-        self, address: str, begin: int, end: int | None, known: RemoteStat
+        self, address: str, begin: int, end: int | None, listed: RemoteStat
     ) -> Iterator[bytes | memoryview]:
-        if not known.is_same(self.stat(address)):
+        if not listed.is_same(self.stat(address)):
             raise changed(address)
         files, path = self._open(address)
-        stop = known.size if end is None else end
+        stop = listed.size if end is None else end
         if stop is None:  # its length is known only at its end
             with _translated_errors(address):
                 content: bytes = files.cat_file(path)
@@ -112,7 +112,7 @@ def _translated_errors(address: str) -> Iterator[None]:
         raise AccessDeniedError(without_secrets(f"{address} cannot be read: {error}")) from None
     except (IsADirectoryError, NotImplementedError, ValueError) as error:
         raise unreadable(address, f"{type(error).__name__}: {error}") from None
-    except Exception as error:  # every file system has its own transport errors
+    except Exception as error:  # transport errors differ between file systems
         raise TransientError(without_secrets(f"{type(error).__name__}: {error}")) from None
 
 
@@ -120,7 +120,7 @@ def _stat(info: dict[str, Any]) -> RemoteStat:
     size = info.get("size")
     version = next((str(info[key]) for key in VERSIONS if info.get(key)), None)
     lfs = info.get("lfs")
-    if lfs is not None:  # a large file on the Hub: its own checksum
+    if lfs is not None:  # a large file on the Hub has a checksum
         version = str(lfs["sha256"] if isinstance(lfs, dict) else getattr(lfs, "sha256", version))
     moment = next((info[key] for key in TIMES if info.get(key) is not None), None)
     modified = None

@@ -38,20 +38,22 @@ class HttpStore(Store):
             return _stat(answer)
 
     def read(
-        self, address: str, begin: int, end: int | None, known: RemoteStat
+        self, address: str, begin: int, end: int | None, listed: RemoteStat
     ) -> Iterator[bytes | memoryview]:
         last = "" if end is None else str(end - 1)
         headers = {"Range": f"bytes={begin}-{last}"}
         with self._get(address, headers) as answer:
-            if not known.is_same(_stat(answer)):
+            if not listed.is_same(_stat(answer)):
                 raise changed(address)
-            skip = begin - _first_byte(answer)
+            # The file position of the first byte of a response
+            match = re.match(r"bytes (\d+)-", answer.headers.get("Content-Range", ""))
+            skip = begin - (int(match[1]) if match and answer.status_code == 206 else 0)
             if skip < 0:
                 raise unreadable(address, "the server sends a different range than requested")
-            left = None if end is None else end - begin
-            if left is None and known.size is not None:
-                left = known.size - begin
-            yield from _body(answer, skip, left)
+            num_bytes = None if end is None else end - begin
+            if num_bytes is None and listed.size is not None:
+                num_bytes = listed.size - begin
+            yield from _body(answer, skip, num_bytes)
 
     def find(self, address: str) -> list[tuple[str, RemoteStat]]:
         raise StorageError(
@@ -68,7 +70,7 @@ class HttpStore(Store):
     def _get(self, address: str, headers: dict[str, str]) -> Iterator[Any]:
         import requests
 
-        # Read the stored bytes, not a re-encoded form of them.
+        # Read the stored bytes, not a re-encoded form.
         headers = {"Accept-Encoding": "identity", **headers}
         try:
             answer = requests.get(address, headers=headers, stream=True, timeout=TIMEOUT_S)
@@ -93,32 +95,25 @@ class HttpStore(Store):
             yield answer
 
 
-def _body(answer: Any, skip: int, left: int | None) -> Iterator[bytes]:
-    """Yield `left` bytes of a response, after `skip` bytes."""
+def _body(answer: Any, skip: int, num_bytes: int | None) -> Iterator[bytes]:
+    """Yield `num_bytes` bytes of a response, after `skip` bytes."""
     from urllib3.exceptions import HTTPError
 
     try:
-        while left is None or left > 0:
-            wanted = CHUNK_BYTES if left is None else min(CHUNK_BYTES, skip + left)
-            chunk = answer.raw.read(wanted, decode_content=False)
+        while num_bytes is None or num_bytes > 0:
+            chunk_bytes = CHUNK_BYTES if num_bytes is None else min(CHUNK_BYTES, skip + num_bytes)
+            chunk = answer.raw.read(chunk_bytes, decode_content=False)
             if not chunk:
                 break
             if skip:
                 skip, chunk = skip - min(skip, len(chunk)), chunk[skip:]
             if chunk:
-                left = None if left is None else left - len(chunk)
+                num_bytes = None if num_bytes is None else num_bytes - len(chunk)
                 yield chunk
     except (HTTPError, OSError) as error:
         raise TransientError(_reason(error)) from None
-    if left:
+    if num_bytes:
         raise TransientError("the connection ended early")
-
-
-def _first_byte(answer: Any) -> int:
-    """Return the file position of the first byte of a response: a cache may begin before the
-    range."""
-    match = re.match(r"bytes (\d+)-", answer.headers.get("Content-Range", ""))
-    return int(match[1]) if match and answer.status_code == 206 else 0
 
 
 def _stat(answer: Any) -> RemoteStat:

@@ -44,12 +44,12 @@ class ObjectStore(Store):
             return _stat(obstore.head(bucket_client(bucket), path))
 
     def read(
-        self, address: str, begin: int, end: int | None, known: RemoteStat
+        self, address: str, begin: int, end: int | None, listed: RemoteStat
     ) -> Iterator[bytes | memoryview]:
         import obstore
 
         bucket, path = _split(address)
-        stop = known.size if end is None else end
+        stop = listed.size if end is None else end
         if stop is not None and begin >= stop:
             return
         options: Any = (
@@ -58,7 +58,7 @@ class ObjectStore(Store):
         arrived = begin
         with _translated_errors(address):
             answer = obstore.get(bucket_client(bucket), path, options=options)
-            if not known.is_same(_stat(answer.meta)):  # not every server supports If-Match
+            if not listed.is_same(_stat(answer.meta)):  # not every server supports If-Match
                 raise changed(address)
             for chunk in answer.stream(min_chunk_size=CHUNK_BYTES):
                 view = memoryview(chunk)
@@ -93,9 +93,9 @@ class ObjectStore(Store):
 
 
 def _split(address: str) -> tuple[str, str]:
-    """Return the address of the bucket, and the path in it."""
-    scheme, _, rest = address.partition("://")
-    bucket, _, path = rest.partition("/")
+    """Return the address of the bucket, and the path inside the bucket."""
+    scheme, _, bucket_path = address.partition("://")
+    bucket, _, path = bucket_path.partition("/")
     return f"{scheme}://{bucket}", path
 
 
@@ -151,7 +151,7 @@ def _translated_errors(address: str) -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    """Return the first lines of an error; the rest is debug output."""
+    """Return the first lines of an error, without debug output."""
     text = str(error).partition("\n\nDebug source")[0]
     return without_secrets(f"{type(error).__name__}: {' '.join(text.split())[:300]}")
 

@@ -44,9 +44,9 @@ WINDOW_BYTES = 1 << 20
 
 
 def resumed(
-    store: Store, address: str, known: RemoteStat, begin: int, end: int | None
+    store: Store, address: str, listed: RemoteStat, begin: int, end: int | None
 ) -> Iterator[bytes | memoryview]:
-    """Yield bytes [begin, end) of a file that matches `known`; without `end`, to its end.
+    """Yield bytes [begin, end) of a file that matches `listed`; without `end`, to its end.
 
     After a lost connection, reading resumes at the first byte that has not arrived. Raises
     StorageError after `stores.RETRIES` without another byte, ModifiedError for a changed file.
@@ -54,7 +54,7 @@ def resumed(
     failed = 0
     while True:
         try:
-            for chunk in store.read(address, begin, end, known):
+            for chunk in store.read(address, begin, end, listed):
                 if len(chunk):
                     begin += len(chunk)
                     failed = 0
@@ -62,13 +62,13 @@ def resumed(
             return
         except TransientError as error:
             failed += 1
-            name, why = without_secrets(address), without_secrets(str(error))
+            name, reason = without_secrets(address), without_secrets(str(error))
             if failed >= stores.RETRIES.tries:
                 raise StorageError(
-                    f"{name} cannot be read beyond byte {begin:,} after {failed} attempts: {why}"
+                    f"{name} cannot be read beyond byte {begin:,} after {failed} attempts: {reason}"
                 ) from None
             logger.warning(
-                "%s: connection lost at byte %s (%s); resuming there", name, f"{begin:,}", why
+                "%s: connection lost at byte %s (%s); resuming there", name, f"{begin:,}", reason
             )
             stores.RETRIES.wait(failed)
 
@@ -82,11 +82,11 @@ class RemoteFile(io.RawIOBase):
     """
 
     def __init__(
-        self, address: str, known: RemoteStat, end: int | None = None, *, ahead: bool = True
+        self, address: str, listed: RemoteStat, end: int | None = None, *, ahead: bool = True
     ) -> None:
         self._store = store_of(address)
         self._address = address
-        self._known = known
+        self._listed = listed
         self._end = end
         self._ahead = ahead
         self._position = 0
@@ -98,13 +98,13 @@ class RemoteFile(io.RawIOBase):
         return True
 
     def seekable(self) -> bool:
-        return self._known.size is not None
+        return self._listed.size is not None
 
     def tell(self) -> int:
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        size = self._known.size
+        size = self._listed.size
         if size is None:
             raise io.UnsupportedOperation("the server does not report the size of the file")
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: size}[whence]
@@ -112,7 +112,7 @@ class RemoteFile(io.RawIOBase):
         return self._position
 
     def size(self) -> int | None:
-        return self._known.size
+        return self._listed.size
 
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
@@ -134,8 +134,10 @@ class RemoteFile(io.RawIOBase):
         self._stop()
         super().close()
 
-    def _advance(self, wanted: int) -> bool:
-        """Read the chunk at the position; return False at the end of the file."""
+    def _advance(self, num_bytes: int) -> bool:
+        """Read the chunk at the position, of `num_bytes` or more; return False at the end of the
+        file."""
+        # The next chunk of the stream, or the part of this one after the position.
         if self._chunks is not None and self._at + len(self._rest) == self._position:
             self._at = self._position
             chunk = next(self._chunks, None)
@@ -147,28 +149,27 @@ class RemoteFile(io.RawIOBase):
             self._at = self._position
             return True
         self._stop()
-        size = self._known.size
+        size = self._listed.size
         if size is not None and self._position >= size:
             return False
         if size is None and self._at:  # its only stream has ended
             return False
-        self._start(wanted)
-        chunk = next(self._chunks or iter(()), None)
-        self._rest = memoryview(b"" if chunk is None else chunk).cast("B")
-        return chunk is not None
 
-    def _start(self, wanted: int) -> None:
-        begin, size = self._position, self._known.size
+        # A new request: to the end of a sequential reader's range, or of the bytes to read.
+        begin = self._position
         if size is None:
             end: int | None = None
         elif self._end is not None and begin < self._end:
             end = min(size, self._end)
         else:
-            end = min(size, begin + max(wanted, WINDOW_BYTES))
-        chunks = resumed(self._store, self._address, self._known, begin, end)
+            end = min(size, begin + max(num_bytes, WINDOW_BYTES))
+        chunks = resumed(self._store, self._address, self._listed, begin, end)
         long = end is None or end - begin > WINDOW_BYTES
         self._chunks = _Ahead(chunks) if self._ahead and self._end is not None and long else chunks
         self._at = begin
+        chunk = next(self._chunks, None)
+        self._rest = memoryview(b"" if chunk is None else chunk).cast("B")
+        return chunk is not None
 
     def _stop(self) -> None:
         if isinstance(self._chunks, _Ahead):

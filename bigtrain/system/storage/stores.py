@@ -71,11 +71,11 @@ class Store(ABC):
 
     @abstractmethod
     def read(
-        self, address: str, begin: int, end: int | None, known: RemoteStat
+        self, address: str, begin: int, end: int | None, listed: RemoteStat
     ) -> Iterator[bytes | memoryview]:
         """Yield bytes [begin, end) as they arrive; without `end`, to the end of the file.
 
-        Raises ModifiedError if it does not match `known`, and the errors of `stat`.
+        Raises ModifiedError if it does not match `listed`, and the errors of `stat`.
         """
 
     @abstractmethod
@@ -100,9 +100,9 @@ def changed(address: str) -> ModifiedError:
     )
 
 
-def unreadable(address: str, why: object) -> StorageError:
+def unreadable(address: str, reason: object) -> StorageError:
     """Return the error for an unreadable `address`; its text contains no secret."""
-    return StorageError(without_secrets(f"{address} cannot be read: {why}"))
+    return StorageError(without_secrets(f"{address} cannot be read: {reason}"))
 
 
 ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*(::|://)", re.IGNORECASE)
@@ -154,18 +154,18 @@ class RetryPolicy:
 RETRIES = RetryPolicy()
 
 
-def with_retries(address: str, what: str, act: Callable[[], T]) -> T:
+def with_retries(address: str, action: str, act: Callable[[], T]) -> T:
     """Return `act()`, retried by `RETRIES` while it raises TransientError. Raise StorageError after
     the last attempt."""
     for failed in range(1, RETRIES.tries + 1):
         try:
             return act()
         except TransientError as error:
-            why = without_secrets(str(error))
+            reason = without_secrets(str(error))
             if failed == RETRIES.tries:
                 raise StorageError(
-                    f"{without_secrets(address)} {what} after {failed} attempts: {why}"
+                    f"{without_secrets(address)} {action} after {failed} attempts: {reason}"
                 ) from None
-            logger.warning("%s: %s; retrying", without_secrets(address), why)
+            logger.warning("%s: %s; retrying", without_secrets(address), reason)
             RETRIES.wait(failed)
     raise AssertionError("there is at least one attempt")

@@ -543,8 +543,8 @@ def test_a_metric_of_one_set(tmp_path: Path) -> None:
     overrides.append("evaluation.best.metric=held_out_bits_per_byte/law")
     best = load_run_config(write(tmp_path, make_tree()), overrides).evaluation.best
     assert best.set_name == "law"
-    assert best.is_better(1.0, 1.2, by=0.1)
-    assert not best.is_better(1.0, 1.05, by=0.1)
+    assert best.is_better(1.0, 1.2, margin=0.1)
+    assert not best.is_better(1.0, 1.05, margin=0.1)
 
 
 @pytest.mark.parametrize(
