@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
         if verdict.crash:
             print(f"{point.name:44} {'-':>9} {'-':>9} {'-':>9}  crashed: {verdict.crash}")
             return
-        result = "same" if verdict.passed else f"DIFFERENT: first in {verdict.where}"
+        result = "same" if verdict.passed else f"DIFFERENT: first in {verdict.first_difference}"
         print(
             f"{point.name:44} {verdict.loss:9.1e} {verdict.norm:9.1e} {verdict.weight:9.1e}  "
             f"{result}"

@@ -23,6 +23,7 @@ from bigtrain.engine.deepspeed_patches.host_time import HostTime, time_reduction
 from bigtrain.engine.deepspeed_patches.optimizers import undo_trial_update
 from bigtrain.engine.deepspeed_patches.startup import set_mpu
 from bigtrain.engine.deepspeed_patches.step import skip_redundant_work
+from bigtrain.engine.forward import ModelOptions
 from bigtrain.engine.layer_options import apply_layer_options
 from bigtrain.engine.multi_token import MultiTokenLoss
 from bigtrain.engine.objectives import loss_terms, make_objective
@@ -68,7 +69,13 @@ def build_engine(
     model_plan = model_plan or require_model_plan(config, hf_config, plan)
     if model_plan.stages is not None:
         return build_pipeline_engine(
-            config, engine_config, plan, hf_config, device, mesh, model_plan
+            config,
+            engine_config,
+            plan,
+            hf_config=hf_config,
+            device=device,
+            mesh=mesh,
+            model_plan=model_plan,
         )
     model = build_model(
         config.model,
@@ -82,6 +89,7 @@ def build_engine(
         untrained=model_plan.parameters.untrained,
         float8=model_plan.float8,
     )
+    # Everything that changes the model's modules comes before DeepSpeed wraps it.
     model_plan.isolation.install(model)
     sequence = None
     if mesh.topology.sequence_size > 1:
@@ -95,7 +103,8 @@ def build_engine(
     groups = parameter_groups(
         model, config.optimizer, mesh.topology.expert_size, model_plan.parameters.untrained
     )
-    engine = _initialize(model, groups, config, engine_config, device, mesh)
+    engine = _initialize(model, groups, config, engine_config, device=device, mesh=mesh)
+    # Patches of the engine that save host time, and measure it.
     host_time = HostTime()
     skip_redundant_work(engine, mesh.replicas, host_time)
     time_reductions(engine, host_time)
@@ -104,16 +113,18 @@ def build_engine(
         plan,
         device,
         mesh,
-        model_plan.isolation,
-        sequence,
-        computes_loss=computes_loss,
-        is_compiled=compiled,
+        ModelOptions(
+            isolation=model_plan.isolation,
+            objective=make_objective(config),
+            exact=exact,
+            moe=config.moe,
+            sequence=sequence,
+            computes_loss=computes_loss,
+            is_compiled=compiled,
+            terms=loss_terms(config),
+            multi_token=multi_token,
+        ),
         host_time=host_time,
-        moe=config.moe,
-        exact=exact,
-        objective=make_objective(config),
-        terms=loss_terms(config),
-        multi_token=multi_token,
     )
     unreached = model_plan.parameters.unreached
     trained.unreached = UnreachedParameters(model, unreached, device)
@@ -125,6 +136,7 @@ def _initialize(
     groups: list[dict[str, Any]],
     config: RunConfig,
     engine_config: EngineConfig,
+    *,
     device: torch.device,
     mesh: Mesh,
 ) -> Any:
@@ -142,6 +154,7 @@ def _initialize(
             config=copy_of(engine_config.deepspeed),
             mpu=mpu,
         )
+    # Corrections of DeepSpeed that need its engine.
     if engine_config.zero_stage == 3:
         register_external_parameters(model)
     if mesh.topology.expert_size > 1:

@@ -46,33 +46,32 @@ _DEEP = {**_SHAPE, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layer
 def measure_engine() -> MeasuredEngine:
     """Return the seconds of the engine by parameter byte, operation and parameter tensor. Not
     collective. Raises LaunchError."""
-    alone, pair = _seconds(1), _seconds(2)
+    single, pair = _seconds(1), _seconds(2)
     deep, wide = _costs(_DEEP), _costs(_WIDE)
-    kernel = alone["deep 0 1"] / (3 * _num_kernels(deep))
-    hooks = max(0.0, alone["deep 3 1"] - alone["deep 0 1"]) / _num_tensors(deep)
-    launched = 3 * _num_kernels(wide) * kernel
+    # The deep model is all launches: a forward pass and a backward pass of twice the operations.
+    kernel = single["deep 0 1"] / (3 * _num_kernels(deep))
+    hooks = max(0.0, single["deep 3 1"] - single["deep 0 1"]) / _num_tensors(deep)
+    operation_seconds = 3 * _num_kernels(wide) * kernel
     size = wide.num_parameters * 4
     costs = {}
     for zero in range(4):
-        (one, one_step), (two, two_step) = (
-            _by_batch_and_step(seconds, zero, launched) for seconds in (alone, pair)
-        )
-        own, own_step = min(one, two), min(one_step, two_step)
+        # Seconds of the wide model by world size: of a micro-batch without its operations, and of
+        # the rest of a step. Steps of few and of many micro-batches separate the two.
+        few, many = _ACCUMULATIONS
+        batch_seconds, step_seconds = [], []
+        for seconds in (single, pair):
+            short, long = seconds[f"wide {zero} {few}"], seconds[f"wide {zero} {many}"]
+            batch = max(0.0, long - short) / (many - few)
+            batch_seconds.append(max(0.0, batch - operation_seconds))
+            step_seconds.append(max(0.0, short - few * batch))
+        # More than the minimum, on two ranks, is communication.
         costs[zero] = ZeroCosts(
-            own / size, own_step / size, (two - own) / size, (two_step - own_step) / size
+            min(batch_seconds) / size,
+            min(step_seconds) / size,
+            (batch_seconds[1] - min(batch_seconds)) / size,
+            (step_seconds[1] - min(step_seconds)) / size,
         )
     return MeasuredEngine(kernel, hooks, costs)
-
-
-def _by_batch_and_step(
-    seconds: dict[str, float], zero: int, launched: float
-) -> tuple[float, float]:
-    """Return the seconds of the wide model's micro-batch, without its operations, and of its
-    step."""
-    few, many = _ACCUMULATIONS
-    short, long = seconds[f"wide {zero} {few}"], seconds[f"wide {zero} {many}"]
-    batch = max(0.0, long - short) / (many - few)
-    return max(0.0, batch - launched), max(0.0, short - few * batch)
 
 
 def _costs(values: dict[str, Any]) -> ModelCosts:
@@ -81,11 +80,11 @@ def _costs(values: dict[str, Any]) -> ModelCosts:
 
 
 def _num_kernels(costs: ModelCosts) -> float:
-    return sum(costs.kinds[kind].num_kernels for kind in costs.layers)
+    return sum(costs.kinds[layer_type].num_kernels for layer_type in costs.layers)
 
 
 def _num_tensors(costs: ModelCosts) -> float:
-    return sum(costs.kinds[kind].num_tensors for kind in costs.layers)
+    return sum(costs.kinds[layer_type].num_tensors for layer_type in costs.layers)
 
 
 def _config(values: dict[str, Any], zero: int, accumulation: int, world_size: int) -> RunConfig:
@@ -142,15 +141,15 @@ def _step(values: dict[str, Any], zero: int, accumulation: int, world: World) ->
     engine = build_engine(config, run.engine, run.plan, hf_config, device, mesh, plan)
     ids = torch.arange(_TOKENS).reshape(1, _TOKENS) + 1
     batches = [MicroBatch(ids, ids.clone()) for _ in range(accumulation)]
-    taken = []
+    step_seconds = []
     for _ in range(2 + _STEPS):
         dist.barrier()
-        begun = time.perf_counter()
+        start = time.perf_counter()
         engine.train_step(batches, 1e-4)
         dist.barrier()
-        taken.append(time.perf_counter() - begun)
+        step_seconds.append(time.perf_counter() - start)
     engine.close()
-    return min(taken[2:])
+    return min(step_seconds[2:])
 
 
 if __name__ == "__main__":

@@ -30,10 +30,10 @@ from bigtrain.settings.sections.model import MoeSection
 
 @dataclass(frozen=True)
 class ExpertLoadStats:
-    """Load of the experts in one step, the same on every rank. imbalance: by module of experts,
-    tokens of its busiest expert over the mean, in the global batch. sent_bytes: of a rank to others
-    in exchanges of tokens and their gradients; seconds: of these, waiting included; both are means
-    over all ranks, None without expert parallelism."""
+    """Load of the experts in one step, equal on every rank. imbalance: by module of experts, tokens
+    of the busiest expert over the mean, in the global batch. sent_bytes: sent by a rank to other
+    ranks in exchanges of tokens and gradients; seconds: duration of the exchanges with waiting;
+    both are means over all ranks, None without expert parallelism."""
 
     imbalance: dict[str, float]
     sent_bytes: float | None = None
@@ -79,7 +79,7 @@ class ExpertLoad:
         sizes = list(self._num_experts.values())
         totals = torch.zeros(sum(sizes) + 2, dtype=torch.float64, device=self._device)
         parts = dict(zip(self._num_experts, totals[:-2].split(sizes), strict=True))
-        # Ranks that divide tensors have the same tokens.
+        # Tensor-parallel ranks have equal tokens, so one of them counts.
         for name in self.counts.modules if self._mesh.coordinates.tensor_rank == 0 else ():
             parts[name].copy_(self.counts.of(name, self._device))
         totals[-2] = sum(traffic.sent_bytes for traffic in self._traffic)
@@ -112,13 +112,13 @@ class RouterLosses:
         self.aux_coefficient = float(coefficient) if is_on else 0.0
         self._section, self._replicas = section, replicas
         self._top_k = int(getattr(config, "num_experts_per_tok", 0) or 0)
-        self._chosen: torch.Tensor | None = None
+        self._counts: torch.Tensor | None = None  # of the step so far
         if section.z_loss_coefficient:
             ask_for_router_logits(model)
 
     def begin_step(self) -> None:
         """Begin an optimizer step."""
-        self._chosen = None
+        self._counts = None
 
     def of(self, outputs: Any) -> torch.Tensor | None:
         """Return the router loss from a model's outputs for a micro-batch; None if nothing is
@@ -126,20 +126,20 @@ class RouterLosses:
         total = None
         section = self._section
         if section.auxiliary_loss == "global_batch":
-            total = self.aux_coefficient * self._of_global_batch(router_logits_of(outputs))
-        elif (own := auxiliary_loss(outputs)) is not None and self.aux_coefficient:
-            total = self.aux_coefficient * own
+            routing = Routing.of(router_logits_of(outputs), self._top_k)
+            # Tokens by expert, and all tokens, of this micro-batch on all replicas. Earlier
+            # micro-batches of the step are added, so that fractions are of the global batch so far.
+            counts = torch.cat([routing.chosen, routing.chosen.new_full((1,), routing.num_rows)])
+            dist.all_reduce(counts, group=self._replicas)
+            self._counts = counts if self._counts is None else self._counts + counts
+            fractions = self._counts[:-1] / self._counts[-1]
+            total = self.aux_coefficient * balance_loss(fractions, routing.probabilities)
+        elif (model_loss := auxiliary_loss(outputs)) is not None and self.aux_coefficient:
+            total = self.aux_coefficient * model_loss
         if section.z_loss_coefficient:
-            added = section.z_loss_coefficient * z_loss(router_logits_of(outputs))
-            total = added if total is None else total + added
+            weighted = section.z_loss_coefficient * z_loss(router_logits_of(outputs))
+            total = weighted if total is None else total + weighted
         return total
-
-    def _of_global_batch(self, logits: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        routing = Routing.of(logits, self._top_k)
-        everyone = torch.cat([routing.chosen, routing.chosen.new_full((1,), routing.num_rows)])
-        dist.all_reduce(everyone, group=self._replicas)
-        self._chosen = everyone if self._chosen is None else self._chosen + everyone
-        return balance_loss(self._chosen[:-1] / self._chosen[-1], routing.probabilities)
 
 
 class BiasUpdate:
@@ -165,7 +165,8 @@ class BiasUpdate:
     @torch.no_grad()
     def update(self) -> None:
         """Raise, after an update of the parameters, the biases of experts that fewer tokens of the
-        global batch than the mean have chosen, lower the others'. Collective over the replicas."""
+        global batch than the mean have chosen, and lower the biases of all other experts: b += rate
+        * sign(mean count - count). Collective over the replicas."""
         for name, bias in self._biases.items():
             counts = self._load.of_replicas(name).double()
             step = self.rate * torch.sign(counts.mean() - counts)

@@ -15,7 +15,8 @@ from torch import nn
 
 from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.data.shards.format import IGNORED_LABEL
-from bigtrain.engine.objectives import LaterTokens
+from bigtrain.engine.objectives import LaterTokens, Objective
+from bigtrain.engine.optimizers.exact_parameters import ExactParameters
 from bigtrain.engine.startup.mesh import Mesh
 from bigtrain.models.layers.adapters import adapters_off
 from bigtrain.models.layers.compilation import uncompiled
@@ -28,39 +29,46 @@ from bigtrain.models.layers.token_loss import (
     token_scores,
 )
 from bigtrain.models.parallel.sample_parts import SampleParts
+from bigtrain.settings.run_config import MoeSection
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """How an engine passes samples through its model, and makes their loss.
+
+    isolation: of documents. sequence: the parts of samples that ranks share. computes_loss: whether
+    the model computes the loss of the targets. is_compiled: whether layers are compiled. terms: of
+    the loss in addition to its cross-entropy. multi_token: of layers that predict later tokens.
+    exact: parameters in another dtype than DeepSpeed's.
+    """
+
+    isolation: Isolation
+    objective: Objective
+    exact: ExactParameters
+    moe: MoeSection
+    sequence: SampleParts | None = None
+    computes_loss: bool = False
+    is_compiled: bool = False
+    terms: LossTerms = NO_TERMS
+    multi_token: LaterTokens | None = None
 
 
 class ForwardPasses:
     """Forward passes of one model, without pipeline stages. Collective over the ranks that share
-    samples, and with ZeRO 3 over all.
-
-    isolation: of documents. sequence: the parts of samples that ranks share. computes_loss: whether
-    the model computes the loss of its targets. is_compiled: whether its layers are. terms: of the
-    loss in addition to its cross-entropy. multi_token: of layers that predict later tokens.
-    """
+    samples, and with ZeRO 3 over all."""
 
     def __init__(
-        self,
-        engine: Any,
-        device: torch.device,
-        mesh: Mesh,
-        isolation: Isolation,
-        sequence: SampleParts | None = None,
-        *,
-        computes_loss: bool = False,
-        is_compiled: bool = False,
-        terms: LossTerms = NO_TERMS,
-        multi_token: LaterTokens | None = None,
+        self, engine: Any, device: torch.device, mesh: Mesh, options: ModelOptions
     ) -> None:
         self.engine = engine
         self.device = device
         self.mesh = mesh
-        self.isolation = isolation
-        self.sequence = sequence
-        self._computes_loss = computes_loss
-        self.is_compiled = is_compiled
-        self._terms = terms
-        self._multi_token = multi_token
+        self.isolation = options.isolation
+        self.sequence = options.sequence
+        self._computes_loss = options.computes_loss
+        self.is_compiled = options.is_compiled
+        self._terms = options.terms
+        self._multi_token = options.multi_token
         self.feed = DeviceFeed(device)
 
     @property
@@ -71,7 +79,7 @@ class ForwardPasses:
 
     def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Logits of `input_ids` [samples, tokens] in evaluation mode: float32, on the CPU. Every
-        rank computes the same; all must call it with the same input."""
+        rank computes equal logits; all must call it with equal input."""
         return self.read_logits(input_ids, torch.Tensor.float)
 
     @torch.no_grad()
@@ -79,18 +87,14 @@ class ForwardPasses:
         self, input_ids: torch.Tensor, read: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
         """Return the result of `read` on the logits [samples, tokens, vocabulary] of `input_ids` in
-        evaluation mode, on the CPU. Ranks with the same data rank bring the same input; others may
-        bring another of that shape."""
+        evaluation mode, on the CPU. Ranks of one data rank bring equal input; other ranks may bring
+        another input of that shape."""
         self.engine.eval()
-        alone = self.sequence.whole_samples() if self.sequence else nullcontext()
-        with alone, uncompiled() if self.is_compiled else nullcontext():
+        full_samples = self.sequence.whole_samples() if self.sequence else nullcontext()
+        with full_samples, uncompiled() if self.is_compiled else nullcontext():
             outputs = self.engine(input_ids=self._to_device(input_ids), use_cache=False)
         self.engine.train()
         return read(outputs.logits).cpu()
-
-    def _labels(self, batch: MicroBatch) -> torch.Tensor:
-        """Return the labels of the tokens that this rank computes, where `batch` is."""
-        return self._part(batch.labels)
 
     def _teacher(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return the teacher's log-probabilities and ids for the tokens of this rank."""
@@ -101,27 +105,9 @@ class ForwardPasses:
         """Return this rank's tokens of `values` [R, T, ...]."""
         return self.sequence.part(values) if self.sequence else values
 
-    def _whole(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the values of complete rows of those of this rank's tokens."""
+    def _complete_rows(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the values of complete rows, of which `values` are this rank's tokens."""
         return self.sequence.whole(values) if self.sequence else values
-
-    def _divisible(self, batch: MicroBatch) -> MicroBatch:
-        """Return `batch` with padding at the end, which has no targets, where ranks that share
-        samples could not divide it."""
-        rest = (
-            self.sequence.padded(batch.labels.shape[1]) - batch.labels.shape[1]
-            if self.sequence
-            else 0
-        )
-        if not rest:
-            return batch
-        ids = F.pad(batch.input_ids, (0, rest))
-        return replace(
-            batch,
-            input_ids=ids,
-            labels=F.pad(batch.labels, (0, rest), value=IGNORED_LABEL),
-            tokens=None,
-        )
 
     def cross_entropy(
         self, batch: MicroBatch, moved: MicroBatch, factor: torch.Tensor | None = None
@@ -130,41 +116,42 @@ class ForwardPasses:
         `moved` is `batch` on the device; `factor` what the loss is going to be multiplied by."""
         if self._computes_loss:
             # Labels on the host, so that tokens without one are known without waiting.
-            targets = self._labels(batch)
+            targets = self._part(batch.labels)
             teacher = self._teacher(moved)
-            known: dict[str, Any] = {} if teacher is None else {"teacher": teacher}
+            loss_inputs: dict[str, Any] = {} if teacher is None else {"teacher": teacher}
             if self._multi_token is not None and torch.is_grad_enabled():
                 inputs = self._inputs(batch, moved)
-                known["further"] = self._multi_token.of_batch(batch, inputs)
+                loss_inputs["further"] = self._multi_token.of_batch(batch, inputs)
             if moved.weights is not None:
-                known["weights"] = self._part(moved.weights)
-            outputs = self._forward(batch, moved, targets=targets, factor=factor, **known)
+                loss_inputs["weights"] = self._part(moved.weights)
+            outputs = self._forward(batch, moved, targets=targets, factor=factor, **loss_inputs)
             return outputs.loss, outputs
         outputs = self._forward(batch, moved)
         logits = outputs.logits.flatten(0, 1).float()
         teacher = self._teacher(moved)
         if teacher is not None:
             teacher = teacher[0].flatten(0, 1), teacher[1].flatten(0, 1)
-        labels = self._labels(moved).flatten()
+        labels = self._part(moved.labels).flatten()
         weights = None if moved.weights is None else self._part(moved.weights).flatten()
         return summed_token_loss(logits, labels, self._terms, teacher, weights), outputs
 
     def log_probabilities(self, batch: MicroBatch, moved: MicroBatch) -> tuple[torch.Tensor, Any]:
-        """Return the log-probability of each target, float32 [R, T], and all else that the model
-        returned. Ranks that share samples all return those of complete rows."""
+        """Return the log-probability per target, float32 [R, T], and all else that the model
+        returned. Ranks that share samples all return complete rows."""
         if self._computes_loss:
-            targets = self._labels(batch)
+            targets = self._part(batch.labels)
             outputs = self._forward(batch, moved, targets=targets, per_token=True)
-            return self._whole(outputs.loss), outputs
+            return self._complete_rows(outputs.loss), outputs
         outputs = self._forward(batch, moved)
-        labels = self._labels(moved)
-        return self._whole(token_log_probabilities(outputs.logits, labels)), outputs
+        labels = self._part(moved.labels)
+        return self._complete_rows(token_log_probabilities(outputs.logits, labels)), outputs
 
     def scores(self, batch: MicroBatch, moved: MicroBatch) -> tuple[torch.Tensor, Any]:
-        """Return the scores of each row at its last token, float32 [R, L], and all else that the
-        model returned. A row has as many targets as tokens. transformers' class looks for the last
-        token that is not padding, so that the tokens after the end are the configuration's. Of
-        ranks that share samples each looks in its part; the one that finds the row's is used."""
+        """Return the scores per row at the last token, float32 [R, L], and all else that the model
+        returned. A row has as many targets as tokens. transformers' class looks for the last token
+        that is not padding, so that the tokens after the end are the configuration's. Ranks that
+        share samples search their parts of a row; the scores of the rank that finds the last token
+        are used."""
         padded = self._padded(moved)
         outputs = self._forward(batch, padded)
         scores = outputs.logits.float()
@@ -184,7 +171,7 @@ class ForwardPasses:
         return int(config.get_text_config().pad_token_id)
 
     def _padded(self, batch: MicroBatch) -> MicroBatch:
-        """Return `batch` with the configuration's padding after as many tokens of each row as it
+        """Return `batch` with the configuration's padding after as many tokens per row as the row
         has targets."""
         labels = batch.labels
         positions = torch.arange(labels.shape[-1], device=labels.device)
@@ -200,27 +187,36 @@ class ForwardPasses:
         all; then every rank brings a batch, of any shape."""
         self.engine.eval()
         length = batch.labels.shape[1]
-        ((batch, moved),) = self.feed([self._divisible(batch)])
+        # Padding at the end, without targets, makes rows divisible by the ranks that share samples.
+        num_padding = self.sequence.padded(length) - length if self.sequence else 0
+        if num_padding:
+            batch = replace(
+                batch,
+                input_ids=F.pad(batch.input_ids, (0, num_padding)),
+                labels=F.pad(batch.labels, (0, num_padding), value=IGNORED_LABEL),
+                tokens=None,
+            )
+        ((batch, moved),) = self.feed([batch])
         with uncompiled() if self.is_compiled else nullcontext():
             if not top_k:
                 scores = self.log_probabilities(batch, moved)[0].unsqueeze(-1)
             elif self._computes_loss:
-                targets = self._labels(batch)
+                targets = self._part(batch.labels)
                 scores = self._forward(batch, moved, targets=targets, top_k=top_k).loss
-                scores = self._whole(scores)
+                scores = self._complete_rows(scores)
             else:
-                labels = self._labels(moved)
+                labels = self._part(moved.labels)
                 logits = self._forward(batch, moved).logits.flatten(0, 1).float()
                 scores = token_scores(logits, labels.flatten(), top_k).view(*labels.shape, -1)
-                scores = self._whole(scores)
+                scores = self._complete_rows(scores)
         self.engine.train()
         return scores[:, :length].cpu()
 
     def row_sums(
         self, batches: Iterable[MicroBatch]
     ) -> Iterator[tuple[MicroBatch, MicroBatch, torch.Tensor]]:
-        """Yield each of `batches`, the same on the device, and the log-probability of each of its
-        rows without dropout, float32 [R]."""
+        """Yield every batch of `batches`, its copy on the device, and the log-probability per row
+        without dropout, float32 [R]."""
         for batch, moved in self.feed(batches):
             with self.evaluating():
                 sums = self.log_probabilities(batch, moved)[0].sum(-1)
@@ -239,14 +235,13 @@ class ForwardPasses:
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """Let forward passes inside be those of the reference model: without adapters and
-        dropout."""
+        """Let forward passes inside compute the reference model: without adapters and dropout."""
         with self.evaluating(), adapters_off(self.module):
             yield
 
-    def _forward(self, batch: MicroBatch, moved: MicroBatch, **more: Any) -> Any:
+    def _forward(self, batch: MicroBatch, moved: MicroBatch, **options: Any) -> Any:
         with self.isolation.document_mask(batch.position_ids):
-            return self.engine(**self._inputs(batch, moved), use_cache=False, **more)
+            return self.engine(**self._inputs(batch, moved), use_cache=False, **options)
 
     def _inputs(self, batch: MicroBatch, moved: MicroBatch) -> dict[str, Any]:
         if self.sequence is not None:
@@ -269,27 +264,31 @@ class ForwardPasses:
 @dataclass(frozen=True)
 class _Copied:
     batch: MicroBatch
-    done: torch.cuda.Event
+    event: torch.cuda.Event
 
 
 class DeviceFeed:
-    """Copies micro-batches to `device`; on CUDA on a stream of its own, one ahead. The host's
-    tensors must be pinned for the copies to overlap (`open_training_data` pins them on CUDA);
-    nothing waits for them but the computing stream, when it needs them."""
+    """Copies micro-batches to `device`; on CUDA on a separate stream, one micro-batch ahead. The
+    host's tensors must be pinned for the copies to overlap (`open_training_data` pins them on
+    CUDA); nothing waits for them but the computing stream, when it needs them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __call__(self, batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, MicroBatch]]:
-        """Pairs of a micro-batch on the host and the same on the device."""
+        """Yield pairs of a micro-batch on the host and its copy on the device."""
         if self._stream is None:
             for batch in batches:
                 yield batch, batch.moved(lambda tensor: tensor.to(self._device))
             return
         ahead: deque[tuple[MicroBatch, _Copied]] = deque()
         for batch in batches:
-            ahead.append((batch, self._copy(batch, self._stream)))
+            with torch.cuda.stream(self._stream):
+                copied = batch.moved(lambda tensor: tensor.to(self._device, non_blocking=True))
+                copied_event = torch.cuda.Event()
+                copied_event.record(self._stream)
+            ahead.append((batch, _Copied(copied, copied_event)))
             if len(ahead) > 1:
                 yield self._when_copied(*ahead.popleft())
         for last in ahead:
@@ -299,17 +298,11 @@ class DeviceFeed:
         computing = torch.cuda.current_stream(self._device)
         # Not `computing.wait_event`, which is counted as waiting for other ranks
         # (`bigtrain.models.torch_patches.observed_device_waits`).
-        copied.done.wait(computing)
-        # Memory of the other stream, in use by this one until the tensors are gone.
+        copied.event.wait(computing)
+        # The copying stream owns the memory, and the computing stream uses it until the tensors are
+        # freed.
         copied.batch.moved(lambda tensor: _in_use(tensor, computing))
         return batch, copied.batch
-
-    def _copy(self, batch: MicroBatch, stream: torch.cuda.Stream) -> _Copied:
-        with torch.cuda.stream(stream):
-            copied = batch.moved(lambda tensor: tensor.to(self._device, non_blocking=True))
-            done = torch.cuda.Event()
-            done.record(stream)
-        return _Copied(copied, done)
 
 
 def _in_use(tensor: torch.Tensor, stream: torch.cuda.Stream) -> torch.Tensor:

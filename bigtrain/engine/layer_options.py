@@ -32,8 +32,8 @@ def apply_layer_options(
     if section.activation_offload:
         offload_checkpoints(model, device.type)
     facts = Facts(config, engine_config.deepspeed)
-    kind = cast(Literal["cpu", "cuda"], device.type)
-    if not is_compiled(section.compile, kind, allowed=facts.may_compile):
+    device_type = cast(Literal["cpu", "cuda"], device.type)
+    if not is_compiled(section.compile, device_type, allowed=facts.may_compile):
         return False
     compile_layers(model)
     return True

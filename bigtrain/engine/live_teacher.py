@@ -11,7 +11,7 @@ from bigtrain.models.weights.checksums import Sums
 
 @dataclass(frozen=True)
 class LiveTeacher:
-    """A frozen model on the ranks of a run. sums: checksums of its files."""
+    """A frozen model on the ranks of a run. sums: checksums of the model's files."""
 
     engine: TrainEngine
     top_k: int

@@ -14,9 +14,10 @@ from bigtrain.models.layers.multi_token import MultiTokenLayers, labels_at_depth
 
 
 class MultiTokenLoss:
-    """Weighted loss of the `layers` of `model`: `weight` times the mean over the layers of the
-    cross-entropy of each. Like the model's own it is a sum over targets, divided by the targets of
-    the next token in the global batch (DeepSeek-V3, arXiv 2412.19437, equation 24)."""
+    """Weighted loss of the `layers` of `model`: `weight` times the mean over the layers of their
+    cross-entropies. Like the model's cross-entropy it is a sum over targets, divided by the number
+    of targets of the next token in the global batch (DeepSeek-V3, arXiv 2412.19437, equation
+    24)."""
 
     def __init__(
         self,
@@ -36,13 +37,15 @@ class MultiTokenLoss:
         positions = batch.position_ids
         depths = range(1, len(self._layers.layers) + 1)
         labels = [labels_at_depth(batch.labels, depth, positions) for depth in depths]
-        for depth, own in zip(depths, labels, strict=True):
-            self._totals[1, depth - 1] += int((own != IGNORED_LABEL).sum())
+        for depth, depth_labels in zip(depths, labels, strict=True):
+            self._totals[1, depth - 1] += int((depth_labels != IGNORED_LABEL).sum())
 
         def states(hidden: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-            ids, known = inputs["input_ids"], inputs.get("position_ids")
+            ids, position_ids = inputs["input_ids"], inputs.get("position_ids")
             options = {n: v for n, v in inputs.items() if n not in ("input_ids", "position_ids")}
-            hidden_states = self._layers.hidden_states(self._model, hidden, ids, known, **options)
+            hidden_states = self._layers.hidden_states(
+                self._model, hidden, ids, position_ids, **options
+            )
             yield from zip(hidden_states, labels, strict=True)
 
         return FurtherLosses(states, self.share)
@@ -58,8 +61,8 @@ class MultiTokenLoss:
         self._totals.zero_()
 
     def read(self, sum_over_replicas: Callable[[torch.Tensor], torch.Tensor]) -> float:
-        """Return the mean over the layers of the mean loss of their targets since the last call, in
-        nats. Collective; waits for the device."""
+        """Return the mean over the layers of the mean loss per target since the last call, in nats.
+        Collective; waits for the device."""
         losses, counts = sum_over_replicas(self._totals.clone())
         self._totals.zero_()
         return float((losses / counts.clamp(min=1)).mean())

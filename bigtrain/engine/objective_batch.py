@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 class ObjectiveBatch:
     """Micro-batch as an objective of log-probabilities sees it.
 
-    log_probabilities: of each target token given those before it, float32 [R, T], with a graph; 0
-    where there is no target. targets: bool [R, T]. labels: the target tokens, int64 [R, T].
-    reference: log_probabilities of the reference model, without a graph; None if the objective has
-    not asked for them (``reference = True``). reference_sums: `row_sums` of the reference model.
+    log_probabilities: of every target token given the tokens before it, float32 [R, T], with a
+    graph; 0 where there is no target. targets: bool [R, T]. labels: the target tokens, int64 [R,
+    T]. reference: log_probabilities of the reference model, without a graph; None if the objective
+    has not asked for them (``reference = True``). reference_sums: `row_sums` of the reference
+    model.
     """
 
     log_probabilities: torch.Tensor
@@ -31,15 +32,15 @@ class ObjectiveBatch:
 
     @cached_property
     def row_lengths(self) -> torch.Tensor:
-        """Target tokens of each row, int64 [R]."""
+        """Target tokens per row, int64 [R]."""
         return self.targets.sum(-1)
 
     @cached_property
     def row_sums(self) -> torch.Tensor:
-        """Log-probability of the targets of each row, float32 [R]."""
+        """Log-probability of the targets per row, float32 [R]."""
         return self.log_probabilities.sum(-1)
 
     @cached_property
     def row_means(self) -> torch.Tensor:
-        """Log-probability per target token of each row, float32 [R]; 0 without a target."""
+        """Log-probability per row and target token, float32 [R]; 0 without a target."""
         return self.row_sums / self.row_lengths.clamp(min=1)

@@ -3,7 +3,7 @@
 An objective returns the loss summed over the units of a micro-batch (target tokens, rows, pairs,
 answers); the engine divides by the units of the global batch, so that a step does not depend on
 micro-batches and ranks. `NextToken` leaves the cross-entropy, and the divergence from a teacher, to
-the engine; the others get the log-probabilities of the target tokens, which
+the engine; all other objectives get the log-probabilities of the target tokens, which
 `bigtrain.models.layers.chunked_loss` computes without full logits.
 
 Shapes: R = rows of a micro-batch (of pairs: chosen and rejected alternate; of rated answers: the
@@ -35,8 +35,8 @@ from bigtrain.settings.sections.objective import ObjectiveSection
 
 class Passes(Protocol):
     """Forward passes of the model that an engine offers an objective. Collective over the ranks
-    that share the sample. `moved` is `batch` on the device. reports_loss: whether this rank, of
-    those that compute the same loss, reports it."""
+    that share the sample. `moved` is `batch` on the device. reports_loss: whether this rank reports
+    the loss; one of the ranks that compute an equal loss does."""
 
     @property
     def reports_loss(self) -> bool: ...
@@ -50,8 +50,8 @@ class Passes(Protocol):
     def row_sums(
         self, batches: Iterable[MicroBatch]
     ) -> Iterator[tuple[MicroBatch, MicroBatch, torch.Tensor]]:
-        """Yield each batch, the same on the device, and the log-probability of its rows without
-        dropout, float32 [R]; nothing on ranks of other stages than the last."""
+        """Yield every batch, its copy on the device, and the log-probability of the batch's rows
+        without dropout, float32 [R]; nothing on ranks of other stages than the last."""
 
     def reference(self) -> AbstractContextManager[None]: ...
     def sum_over_replicas(self, values: torch.Tensor) -> torch.Tensor: ...
@@ -61,8 +61,8 @@ class Objective(Protocol):
     """Loss of a run."""
 
     def prepare(self, passes: Passes, batches: Iterable[MicroBatch]) -> Iterable[MicroBatch]:
-        """Compute what the losses of `batches` need of all of them together, this rank's
-        micro-batches of a step or of an evaluation, and return them. Collective over all ranks."""
+        """Compute what the losses of `batches` have in common, and return `batches`: this rank's
+        micro-batches of a step or of an evaluation. Collective over all ranks."""
 
     def count(self, labels: torch.Tensor) -> int:
         """Return the units of `labels` int64 [R, T], on the host."""
@@ -98,7 +98,7 @@ class LaterTokens(Protocol):
 
 
 class _Unprepared:
-    """Base of objectives whose micro-batches need nothing of each other."""
+    """Base of objectives whose micro-batches are independent."""
 
     def prepare(self, passes: Passes, batches: Iterable[MicroBatch]) -> Iterable[MicroBatch]:
         return batches
@@ -174,10 +174,10 @@ class Preference:
         pairs = _Pairs(batch)
         losses = self._loss_of(pairs)
         rewards = self._section.beta * self._reward(batch).detach()
-        chosen, rejected = rewards[0::2], rewards[1::2]
+        chosen_rewards, rejected_rewards = rewards[0::2], rewards[1::2]
         weights = pairs.present.float()
         count = float(len(losses))
-        _record_rewards(chosen, rejected, weights)
+        _record_rewards(chosen_rewards, rejected_rewards, weights)
         for name, values in (
             ("logps/chosen", batch.row_sums.detach()[0::2]),
             ("logps/rejected", batch.row_sums.detach()[1::2]),
@@ -191,17 +191,25 @@ class Preference:
         return batch.row_means
 
     def _sigmoid(self, pairs: _Pairs) -> torch.Tensor:
+        # DPO (arXiv 2305.18290, equation 7): -log sigma(beta (r_chosen - r_rejected)), where r is
+        # the log ratio to the reference.
         return -F.logsigmoid(self._section.beta * pairs.difference(self._reward(pairs.batch)))
 
     def _ipo(self, pairs: _Pairs) -> torch.Tensor:
+        # IPO (arXiv 2310.12036, equation 17): (difference of log ratios - 1 / (2 beta))^2, of means
+        # per token as in TRL.
         means = self._reward(pairs.batch) / pairs.batch.row_lengths.clamp(min=1)
         return (pairs.difference(means) - 1 / (2 * self._section.beta)) ** 2
 
     def _simpo(self, pairs: _Pairs) -> torch.Tensor:
+        # SimPO (arXiv 2405.14734, equation 6): -log sigma(beta (m_chosen - m_rejected) - gamma),
+        # where m is the mean log-probability per token.
         margin = self._section.beta * pairs.difference(pairs.batch.row_means)
         return -F.logsigmoid(margin - self._section.gamma)
 
     def _orpo(self, pairs: _Pairs) -> torch.Tensor:
+        # ORPO (arXiv 2403.07691, equations 6 and 7): -log p - beta log sigma(log odds ratio), with
+        # odds p / (1 - p) and the mean log-probability per token as log p.
         means = pairs.batch.row_means
         log_odds = pairs.difference(means - _log1mexp(means))
         return -means[0::2] - self._section.beta * F.logsigmoid(log_odds)
@@ -225,10 +233,13 @@ class Reward(_Unprepared):
         factor: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Any]:
         scores, outputs = passes.scores(batch, moved)
-        chosen, rejected = scores[0::2, 0], scores[1::2, 0]
-        losses = -F.logsigmoid(chosen - rejected) + self._centering * (chosen + rejected) ** 2
+        chosen_scores, rejected_scores = scores[0::2, 0], scores[1::2, 0]
+        # -log sigma(r_chosen - r_rejected) (Bradley and Terry 1952) leaves the center of scores
+        # open: c (r_chosen + r_rejected)^2 sets it (Eisenstein et al. 2023, arXiv 2312.09244).
+        losses = -F.logsigmoid(chosen_scores - rejected_scores)
+        losses = losses + self._centering * (chosen_scores + rejected_scores) ** 2
         weights = _pairs_present(moved.labels).float()
-        _record_rewards(chosen.detach(), rejected.detach(), weights)
+        _record_rewards(chosen_scores.detach(), rejected_scores.detach(), weights)
         return (losses * weights).sum(), outputs
 
 
@@ -260,13 +271,15 @@ def _pairs_present(labels: torch.Tensor) -> torch.Tensor:
     return rows[0::2] & rows[1::2]
 
 
-def _record_rewards(chosen: torch.Tensor, rejected: torch.Tensor, weights: torch.Tensor) -> None:
+def _record_rewards(
+    chosen_rewards: torch.Tensor, rejected_rewards: torch.Tensor, weights: torch.Tensor
+) -> None:
     """Record the rewards of pairs under TRL's names for preferences; `weights`: 0 for padding."""
     for name, values in (
-        ("rewards/chosen", chosen),
-        ("rewards/rejected", rejected),
-        ("rewards/margins", chosen - rejected),
-        ("rewards/accuracies", (chosen > rejected).float()),
+        ("rewards/chosen", chosen_rewards),
+        ("rewards/rejected", rejected_rewards),
+        ("rewards/margins", chosen_rewards - rejected_rewards),
+        ("rewards/accuracies", (chosen_rewards > rejected_rewards).float()),
     ):
         record(name, (values * weights).mean(), weight=float(len(weights)))
 
@@ -279,7 +292,7 @@ class _Pairs:
         self.present = _pairs_present(batch.labels)
 
     def difference(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return chosen minus rejected of a value of each row [R]; 0 for padding."""
+        """Return chosen minus rejected of a value per row [R]; 0 for padding."""
         difference = rows[0::2] - rows[1::2]
         return torch.where(self.present, difference, torch.zeros_like(difference))
 
@@ -289,9 +302,9 @@ def _log1mexp(values: torch.Tensor) -> torch.Tensor:
     by the smallest normal number."""
     values = values.clamp(max=-torch.finfo(values.dtype).tiny)
     is_small = values > -math.log(2)
-    near = torch.log(-torch.expm1(torch.where(is_small, values, -torch.ones_like(values))))
-    far = torch.log1p(-torch.exp(torch.where(is_small, -torch.ones_like(values), values)))
-    return torch.where(is_small, near, far)
+    log_of_small = torch.log(-torch.expm1(torch.where(is_small, values, -torch.ones_like(values))))
+    log_of_large = torch.log1p(-torch.exp(torch.where(is_small, -torch.ones_like(values), values)))
+    return torch.where(is_small, log_of_small, log_of_large)
 
 
 class RatedAnswers:
@@ -314,9 +327,9 @@ class RatedAnswers:
     @torch.no_grad()
     def prepare(self, passes: Passes, batches: Iterable[MicroBatch]) -> Iterable[MicroBatch]:
         """Estimate the divergence. TRL does it for the micro-batches that ranks train at once."""
-        kept = list(batches)
+        all_batches = list(batches)
         total = torch.zeros(2, dtype=torch.float64)
-        mismatched = (batch.every_second(1) for batch in kept)
+        mismatched = (batch.every_second(1) for batch in all_batches)
         for batch, moved, policy in passes.row_sums(mismatched):
             reference = _reference_sums(passes, batch, moved)
             total = total.to(policy.device)
@@ -325,7 +338,7 @@ class RatedAnswers:
         total = passes.sum_over_replicas(total)
         self._divergence = (total[0] / total[1].clamp(min=1)).clamp(min=0).float()
         record("kl", self._divergence)
-        return kept
+        return all_batches
 
     def summed_loss(
         self,
@@ -343,6 +356,8 @@ class RatedAnswers:
         weights = torch.where(
             desirable, self._section.desirable_weight, self._section.undesirable_weight
         )
+        # 1 - sigma(+-beta (r - z)), + for desirable answers, with the log ratio r to the reference
+        # and the divergence z.
         margins = (sums - reference - self._divergence) * torch.where(desirable, 1.0, -1.0)
         present = (answers[1].labels != IGNORED_LABEL).any(-1)
         losses = weights * (1 - torch.sigmoid(self._section.beta * margins)) * present
@@ -353,12 +368,12 @@ class RatedAnswers:
         """Record rewards as TRL does. `answers`: on the host."""
         assert answers.desirable is not None
         present = (answers.labels != IGNORED_LABEL).any(-1)
-        for side, chosen in (("chosen", answers.desirable), ("rejected", ~answers.desirable)):
-            mask = chosen & present
+        for side, is_side in (("chosen", answers.desirable), ("rejected", ~answers.desirable)):
+            mask = is_side & present
             if count := int(mask.sum()):
                 mask = mask.to(sums.device)
-                for name, of in (("rewards", rewards), ("logps", sums)):
-                    record(f"{name}/{side}", (of * mask).sum() / count, weight=float(count))
+                for name, row_values in (("rewards", rewards), ("logps", sums)):
+                    record(f"{name}/{side}", (row_values * mask).sum() / count, weight=float(count))
 
 
 @torch.no_grad()
@@ -371,21 +386,21 @@ def _reference_log_probabilities(
 
 
 def _reference_sums(passes: Passes, batch: MicroBatch, moved: MicroBatch) -> torch.Tensor:
-    """Return the log-probability of each row under the reference model, float32 [R]: the stored
-    one, if there are any."""
+    """Return the log-probability per row under the reference model, float32 [R]: the stored
+    log-probability, if there is one."""
     if moved.reference is not None:
         return moved.reference
     return _reference_log_probabilities(passes, batch, moved).sum(-1)
 
 
 class _UserLoss:
-    """Loss of a class of the user, with the location of its code in errors."""
+    """Loss of a class of the user; errors contain the location of the code."""
 
     def __init__(self, section: ObjectiveSection) -> None:
         self._name = f"objective.type = {section.type!r}"
-        self.kind: Any = import_named("objective.type", section.type)
+        self._loss_class: Any = import_named("objective.type", section.type)
         try:
-            self._objective = self.kind(**section.settings)
+            self._objective = self._loss_class(**section.settings)
         except Exception as error:
             raise self._failure("its constructor", error) from error
 
@@ -395,18 +410,18 @@ class _UserLoss:
         except Exception as error:
             raise self._failure("loss", error) from error
         if not torch.is_tensor(loss) or loss.numel() != 1:
-            shown = f"of shape {list(loss.shape)}" if torch.is_tensor(loss) else f"a {type(loss)}"
-            raise self._wrong(f"loss returned {shown}, not a tensor with one element")
+            result = f"of shape {list(loss.shape)}" if torch.is_tensor(loss) else f"a {type(loss)}"
+            raise self._wrong(f"loss returned {result}, not a tensor with one element")
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise self._wrong("loss returned a tensor without a graph, so that nothing would train")
         return loss.float().reshape(())
 
-    def _failure(self, what: str, error: Exception) -> ExtensionError:
-        text = describe(error, self.kind)
-        return ExtensionError(f"{self._name}: {what} raised {text} -> correct it")
+    def _failure(self, action: str, error: Exception) -> ExtensionError:
+        text = describe(error, self._loss_class)
+        return ExtensionError(f"{self._name}: {action} raised {text} -> correct it")
 
     def _wrong(self, rule: str) -> ExtensionError:
-        defined_at = location(self.kind.loss)
+        defined_at = location(self._loss_class.loss)
         return ExtensionError(f"{self._name}: {rule} ({defined_at}) -> sum the losses of its units")
 
 

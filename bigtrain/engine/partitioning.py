@@ -24,7 +24,7 @@ from bigtrain.models.layers.tiled_mlp import parameters_inside, tiled_modules
 from bigtrain.models.parallel.collectives import GroupRows
 from bigtrain.models.parallel.experts import check_experts_of_plan, shard_experts
 from bigtrain.models.parallel.sharding import cut_parameter, is_expert
-from bigtrain.models.parallel.tensor import Plan, shard_model, tensor_plan
+from bigtrain.models.parallel.tensor import shard_model, tensor_plan
 from bigtrain.settings.deepspeed.engine_config import EngineConfig
 from bigtrain.settings.run_config import RunConfig
 
@@ -32,8 +32,8 @@ from bigtrain.settings.run_config import RunConfig
 def build_dtype(config: RunConfig, engine_config: EngineConfig) -> torch.dtype:
     """Return the dtype in which parameters are constructed."""
     # ZeRO-3 partitions parameters as they are built, so they are built in their final dtype. The
-    # other stages cast the full model in `initialize` and make the fp32 masters from that, so all
-    # of them start from the same rounded weights.
+    # other stages cast the full model in `initialize` and make the fp32 masters from the cast
+    # model. So every stage starts from identically rounded weights.
     return run_dtype(config) if engine_config.zero_stage == 3 else torch.float32
 
 
@@ -68,7 +68,7 @@ def partitioning_of(engine_config: EngineConfig, mesh: Mesh) -> Partitioning:
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
-    """Move all buffers to `device`; those that modules share stay shared. DeepSpeed moves the
+    """Move all buffers to `device`; buffers that modules share stay shared. DeepSpeed moves the
     buffers of a full model only (0.19.8, runtime/engine.py, `_configure_distributed_model`)."""
     moved: dict[int, torch.Tensor] = {}
     for module in model.modules():
@@ -92,7 +92,16 @@ def cutting(mesh: Mesh, zero3: dict[str, Any] | None) -> Partitioning:
     """Build a model whose parameters are sharded over `mesh.tensor`, or its experts over
     `mesh.expert`. Full parameters take no memory until they are filled, one layer at a time; then
     this rank keeps its shard, and under ZeRO-3 (`zero3`: the DeepSpeed dict) its part of that."""
-    partition = _partitioner(mesh, zero3) if zero3 is not None else None
+    partition = None
+    if zero3 is not None:
+        # Partitions full parameters over the replicas, as `zero.Init` does in constructors.
+        partition = deepspeed.zero.Init(
+            module=nn.Module(),
+            data_parallel_group=mesh.replicas,
+            config_dict_or_path=zero3,
+            mpu=ModelParallelUnit(mesh),
+            tensor_overrides=[],
+        )
 
     @contextmanager
     def gather(parameters: list[nn.Parameter]) -> Iterator[None]:
@@ -105,21 +114,17 @@ def cutting(mesh: Mesh, zero3: dict[str, Any] | None) -> Partitioning:
     def prepare(model: Any) -> None:
         plan = tensor_plan(model) if mesh.topology.tensor_size > 1 else None
         if mesh.topology.expert_size > 1:
-            _divide_experts(model, mesh, plan)
+            if plan is not None:
+                check_experts_of_plan(model, plan)
+            shard_experts(model, GroupRows(mesh.expert), None if plan is None else mesh.tensor)
+            set_expert_groups(mesh.expert, mesh.expert_replicas)
+            for parameter in model.parameters():
+                if is_expert(parameter):
+                    mark_expert(parameter, name_of_experts(mesh.topology.expert_size))
         if plan is not None:
             shard_model(model, plan, mesh.tensor)
 
     return Partitioning(nullcontext, gather, writes_weights=True, prepare=prepare)
-
-
-def _divide_experts(model: Any, mesh: Mesh, plan: Plan | None) -> None:
-    if plan is not None:
-        check_experts_of_plan(model, plan)
-    shard_experts(model, GroupRows(mesh.expert), None if plan is None else mesh.tensor)
-    set_expert_groups(mesh.expert, mesh.expert_replicas)
-    for parameter in model.parameters():
-        if is_expert(parameter):
-            mark_expert(parameter, name_of_experts(mesh.topology.expert_size))
 
 
 def register_external_parameters(model: nn.Module) -> None:
@@ -131,15 +136,3 @@ def register_external_parameters(model: nn.Module) -> None:
     for layer, parameters in (*borrowed, *tiled):
         for parameter in parameters:
             deepspeed.zero.register_external_parameter(layer, parameter)
-
-
-def _partitioner(mesh: Mesh, zero3: dict[str, Any]) -> Any:
-    """Return the object that partitions full parameters over the replicas, as `zero.Init` does in
-    constructors."""
-    return deepspeed.zero.Init(
-        module=nn.Module(),
-        data_parallel_group=mesh.replicas,
-        config_dict_or_path=zero3,
-        mpu=ModelParallelUnit(mesh),
-        tensor_overrides=[],
-    )

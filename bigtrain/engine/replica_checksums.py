@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -23,27 +22,25 @@ class ReplicaChecksums(NamedTuple):
 
 
 def replica_checksums(engine: TrainEngine) -> ReplicaChecksums:
-    """Return the checksums of this rank's parameters, and of masters that all replicas have: their
-    `sum_of_bits`, each times an odd number of its own, modulo 2**64. Not collective; waits for the
-    device."""
+    """Return the checksums of this rank's parameters, and of masters that all replicas have: the
+    sum of their `sum_of_bits`, each times another odd number, modulo 2**64. Not collective; waits
+    for the device."""
     sums = torch.zeros(2, dtype=torch.int64, device=engine.device)
-    for number, (is_of_experts, tensor) in enumerate(_held_alike(engine)):
-        sums[int(is_of_experts)] += (2 * number + 1) * sum_of_bits(tensor).to(sums.device)
+    # Parameters, and masters that are not partitioned. Without 16-bit copies parameter and master
+    # are one tensor; reading it twice costs little.
+    tensors: list[tuple[bool, torch.Tensor]] = []
+    for parameter in engine.module.parameters():
+        shard = shard_of(parameter)
+        tensors.append((shard is not None and shard.over == "expert", parameter))
+    for part in master_parts(engine.engine, engine.module):
+        if part.is_replicated:
+            tensors.append((part.shard.over == "expert", part.of(part.master)))
+    for number, (is_expert, tensor) in enumerate(tensors):
+        sums[int(is_expert)] += (2 * number + 1) * sum_of_bits(tensor).to(sums.device)
     return ReplicaChecksums(*sums.tolist())
 
 
 def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of all elements' bits as integers, modulo 2**64: int64, on the device. Exact
-    in any order, unlike a sum of floats, and another one for any change within one element."""
+    """Return the sum of the bits of every element as integers, modulo 2**64: int64, on the device.
+    Exact in any order, unlike a sum of floats, and changed by any change within one element."""
     return tensor.detach().view(_INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)
-
-
-def _held_alike(engine: TrainEngine) -> Iterator[tuple[bool, torch.Tensor]]:
-    """Yield (whether it is of experts, tensor)."""
-    for parameter in engine.module.parameters():
-        shard = shard_of(parameter)
-        yield shard is not None and shard.over == "expert", parameter
-    for part in master_parts(engine.engine, engine.module):
-        # Without 16-bit copies a parameter is its own master; reading it twice costs little.
-        if part.is_replicated:
-            yield part.shard.over == "expert", part.of(part.master)

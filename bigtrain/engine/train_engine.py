@@ -23,10 +23,9 @@ from bigtrain.engine.deepspeed_patches.step import (
     speed_patches_in_place,
 )
 from bigtrain.engine.experts import BiasUpdate, ExpertLoad, RouterLosses
-from bigtrain.engine.forward import ForwardPasses
-from bigtrain.engine.objectives import LaterTokens, NextToken, Objective
+from bigtrain.engine.forward import ForwardPasses, ModelOptions
+from bigtrain.engine.objectives import NextToken
 from bigtrain.engine.optimizers.build import set_learning_rate
-from bigtrain.engine.optimizers.exact_parameters import ExactParameters
 from bigtrain.engine.optimizers.gradient_norm import clip_gradients, mark_gradients, total_norm
 from bigtrain.engine.optimizers.skip_step import (
     SkipPolicy,
@@ -38,15 +37,8 @@ from bigtrain.engine.optimizers.skip_step import (
 from bigtrain.engine.optimizers.update_rule import RuleOptimizer
 from bigtrain.engine.startup.mesh import Mesh
 from bigtrain.engine.unreached import UnreachedParameters
-from bigtrain.models.layers.document_attention import Isolation
-from bigtrain.models.layers.token_loss import (
-    NO_TERMS,
-    LossTerms,
-)
-from bigtrain.models.parallel.sample_parts import SampleParts
 from bigtrain.report.recording import recording_if
 from bigtrain.settings.batch_plan import BatchPlan
-from bigtrain.settings.run_config import MoeSection
 
 # Arguments of `TrainEngine.on_phase`.
 TEACHER_PASS = "forward pass of the teacher"
@@ -61,8 +53,8 @@ OPTIMIZER_UPDATE = "optimizer update"
 class StepResult:
     """Result of one optimizer step; tensors stay on the device so that nothing waits for it.
     loss_sum: this rank's share of the summed cross-entropy, in nats. num_targets: target tokens of
-    the global batch, or the sum of their losses' weights, float64. figures: the stats passed to the
-    skip policy; None without one."""
+    the global batch, or the sum of their weights, float64. figures: the stats passed to the skip
+    policy; None without one."""
 
     loss_sum: torch.Tensor
     num_targets: torch.Tensor
@@ -75,9 +67,8 @@ class TrainEngine(ForwardPasses):
     teach: adds the probabilities of a teacher in the run to a micro-batch that is trained on.
     unreached: parameters that are frozen without the user's word. on_phase: called with a name for
     what the engine does next. added_states: checkpoint contents other than masters and optimizer
-    states, by parameter and kind: 1-D, for this rank's part of its master. host_time: in
-    DeepSpeed's hooks. expert_load: of observed steps. exact: parameters in another dtype than
-    DeepSpeed's. objective: default next token.
+    states, by parameter and state name: 1-D, for this rank's part of the master. host_time: in
+    DeepSpeed's hooks. expert_load: of observed steps.
     """
 
     def __init__(
@@ -86,39 +77,20 @@ class TrainEngine(ForwardPasses):
         plan: BatchPlan,
         device: torch.device,
         mesh: Mesh,
-        isolation: Isolation,
-        sequence: SampleParts | None = None,
+        options: ModelOptions,
         *,
-        computes_loss: bool = False,
-        is_compiled: bool = False,
         host_time: HostTime | None = None,
-        moe: MoeSection | None = None,
-        exact: ExactParameters | None = None,
-        objective: Objective | None = None,
-        terms: LossTerms = NO_TERMS,
-        multi_token: LaterTokens | None = None,
     ) -> None:
-        super().__init__(
-            engine,
-            device,
-            mesh,
-            isolation,
-            sequence,
-            computes_loss=computes_loss,
-            is_compiled=is_compiled,
-            terms=terms,
-            multi_token=multi_token,
-        )
-        self._objective = objective or NextToken()
+        super().__init__(engine, device, mesh, options)
+        self._objective = options.objective
         self.plan = plan
         self.host_time = host_time or HostTime()
         self.teach: Callable[[MicroBatch], MicroBatch] | None = None
-        self.on_phase: Callable[[str], object] = _unwatched
+        self.on_phase: Callable[[str], object] = lambda _phase: None
         self.unreached = UnreachedParameters(self.module, (), device)
         self.added_states: dict[str, dict[str, torch.Tensor]] = {}
-        moe = moe or MoeSection()
-        self._router_losses = RouterLosses(self.module, moe, mesh.replicas)
-        self.expert_load = ExpertLoad(self.module, mesh, device, is_compiled=is_compiled)
+        self._router_losses = RouterLosses(self.module, options.moe, mesh.replicas)
+        self.expert_load = ExpertLoad(self.module, mesh, device, is_compiled=options.is_compiled)
         self._sharded = [p for p in self.module.parameters() if is_model_parallel(p)]
         self._is_updated = True
         self._norm: torch.Tensor | None = None
@@ -126,8 +98,9 @@ class TrainEngine(ForwardPasses):
         self._skip_hook = SkipStepHook(engine, self._norm_before_update)
         if isinstance(engine.optimizer, torch.optim.Optimizer):
             replace_clipping(engine, self._clip_gradients)
-        self.exact = exact or ExactParameters()
-        self._bias = BiasUpdate(self.module, self.expert_load, moe.bias_update_rate, self.exact)
+        self.exact = options.exact
+        rate = options.moe.bias_update_rate
+        self._bias = BiasUpdate(self.module, self.expert_load, rate, self.exact)
         self.exact.refresh(engine, self.module, mesh)
 
     @property
@@ -149,9 +122,9 @@ class TrainEngine(ForwardPasses):
         observe: bool = False,
     ) -> StepResult:
         """Do forward and backward of this rank's micro-batches, then one optimizer update.
-        `micro_batches`: `plan.accumulation` of them; `lr`: of this update; `skip_policy`: decides
-        whether it is made (the host then waits for the device); `observe`: whether `expert_load`
-        will be read."""
+        `micro_batches`: `plan.accumulation` micro-batches; `lr`: of this update; `skip_policy`:
+        decides whether it is made (the host then waits for the device); `observe`: whether
+        `expert_load` will be read."""
         assert len(micro_batches) == self.plan.accumulation
         set_learning_rate(self.engine.optimizer, lr)
         if self.teach is not None:
@@ -163,19 +136,20 @@ class TrainEngine(ForwardPasses):
         # that share a sample as replicas.
         scale = (dist.get_world_size(self.mesh.replicas) / divisor(num_targets)).float()
         loss_sum = torch.zeros((), device=self.device, dtype=torch.float32)
-        if not self.module.training:  # which asks every module; else it is left so
+        if not self.module.training:  # setting it visits every module
             self.engine.train()
         self._reset_step_counters(observe)
         self.on_phase(FORWARD_PASS)
         self._objective.prepare(self, micro_batches)
         for batch, moved in self.feed(micro_batches):
             self._accumulate(batch, moved, scale, loss_sum)
+            # The last micro-batch completes the gradient: what decides on its update is set first.
             if batch is micro_batches[-1]:
                 self.on_phase(OPTIMIZER_UPDATE)
                 self._norm = self._gradient_norm_before_step()
                 self._scale_of_norm = scale_of_norm(self.engine.optimizer)
-                watched = self._recording(skip_policy)
-                self._skip_hook.watch(watched, self._local_contribution(loss_sum), num_targets)
+                policy = self._recording(skip_policy)
+                self._skip_hook.watch(policy, self._local_contribution(loss_sum), num_targets)
             self.engine.step()
         return StepResult(loss_sum, num_targets, self._end_step())
 
@@ -185,7 +159,7 @@ class TrainEngine(ForwardPasses):
         self.exact.refresh(self.engine, self.module, self.mesh)
 
     def _reset_step_counters(self, observe: bool) -> None:
-        """Begin a step; `observe`: whether the load of its experts will be read."""
+        """Begin a step; `observe`: whether the load of experts will be read."""
         optimizer = inner_optimizer(self.engine)
         if isinstance(optimizer, RuleOptimizer):
             optimizer.begin_count()
@@ -220,31 +194,31 @@ class TrainEngine(ForwardPasses):
 
     @property
     def reports_loss(self) -> bool:
-        """True if this rank reports the loss of its samples; one rank of each model copy does."""
+        """True if this rank reports the loss of the samples; one rank per model copy does."""
         return self.mesh.coordinates.tensor_rank == 0 and self.counts_samples
 
     def _norm_before_update(self) -> Any:
         """Return the norm of the gradient after DeepSpeed measured it and before it is used."""
-        norm = self._norm
-        if norm is not None:
-            return norm
+        if self._norm is not None:
+            return self._norm
         return measured_norm(self.engine.optimizer) / self._scale_of_norm
 
     def _accumulate(
         self, batch: MicroBatch, moved: MicroBatch, scale: torch.Tensor, loss_sum: torch.Tensor
     ) -> None:
-        """Forward and backward of a micro-batch; adds its loss to `loss_sum`."""
+        """Forward and backward of a micro-batch; adds the loss to `loss_sum`. On return the outputs
+        of the model are freed, before the update and the next micro-batch."""
         self.on_phase(FORWARD_PASS)
         summed, outputs = self._objective.summed_loss(self, batch, moved, scale)
         loss_sum += summed.detach()
         loss = summed * scale
         if self._multi_token is not None:
             loss = loss + self._multi_token.weighted(outputs.further) * scale
-        added = self._router_losses.of(outputs)
-        if added is not None:
-            loss = loss + added / self.plan.accumulation
+        router_loss = self._router_losses.of(outputs)
+        if router_loss is not None:  # a mean over micro-batches, not a sum over targets
+            loss = loss + router_loss / self.plan.accumulation
         self.on_phase(BACKWARD_PASS)
-        with recording_if(False):  # forward passes are recomputed in it
+        with recording_if(False):  # the backward pass recomputes forward passes
             self.engine.backward(scaled_loss(loss, self.engine.optimizer), scale_wrt_gas=False)
 
     def _clip_gradients(self) -> None:
@@ -273,10 +247,10 @@ class TrainEngine(ForwardPasses):
         """Return the bytes that a rank sent to others in the update of the last step, the mean over
         all ranks; None with an optimizer that sends none."""
         optimizer = inner_optimizer(self.engine)
-        own = optimizer.sent_bytes() if isinstance(optimizer, RuleOptimizer) else None
-        if own is None:
+        sent_bytes = optimizer.sent_bytes() if isinstance(optimizer, RuleOptimizer) else None
+        if sent_bytes is None:
             return None
-        total = torch.tensor(float(own), dtype=torch.float64, device=self.device)
+        total = torch.tensor(float(sent_bytes), dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
         return float(total) / dist.get_world_size()
 
@@ -304,8 +278,8 @@ class TrainEngine(ForwardPasses):
     @torch.no_grad()
     def evaluate(self, batches: Iterable[MicroBatch]) -> tuple[float, int]:
         """Return the mean loss in nats per token (of another objective, per unit), weighted as in
-        training, and the number of tokens, over all ranks' `batches`: the same bits on all ranks.
-        Collective; every rank must bring the same number of batches."""
+        training, and the number of tokens, over all ranks' `batches`: equal bits on all ranks.
+        Collective; every rank must bring equally many batches."""
         totals = torch.zeros(3, device=self.device, dtype=torch.float64)
         self.engine.eval()
         for batch, moved in self.feed(self._objective.prepare(self, batches)):
@@ -330,17 +304,19 @@ class TrainEngine(ForwardPasses):
 
     @property
     def counts_samples(self) -> bool:
-        """Whether this rank, of those that share its samples, counts their losses and units. Of the
-        cross-entropy each counts its own tokens."""
+        """Whether this rank counts the losses and units of its samples; one of the ranks that share
+        samples does. Of the cross-entropy every rank counts the tokens that it computes."""
         return self.sequence is None or self.computes_entropy or self.sequence.counts
 
     def _count(self, batch: MicroBatch) -> float:
-        """Return the units of a micro-batch that this rank counts, or the sum of their weights."""
+        """Return the units of a micro-batch that this rank counts, or the sum of the units'
+        weights."""
         if not self.counts_samples:
             return 0
         if batch.weights is not None:
             return float(self._part(batch.weights).double().sum())
-        return self._objective.count(self._labels(batch) if self.computes_entropy else batch.labels)
+        labels = self._part(batch.labels) if self.computes_entropy else batch.labels
+        return self._objective.count(labels)
 
     def sum_over_replicas(self, values: torch.Tensor) -> torch.Tensor:
         """Return the sum of `values` over the ranks with other samples."""
@@ -348,16 +324,12 @@ class TrainEngine(ForwardPasses):
         return values
 
     def _count_targets(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
-        own = sum(self._count(batch) for batch in micro_batches)
+        num_local = sum(self._count(batch) for batch in micro_batches)
         dtype = torch.int64 if micro_batches[0].weights is None else torch.float64
         # Filled on the device: a copy would wait for all its queued work.
-        count = torch.full((), own, device=self.device, dtype=dtype)
+        count = torch.full((), num_local, device=self.device, dtype=dtype)
         dist.all_reduce(count, group=self.mesh.replicas)
         return count
-
-
-def _unwatched(_phase: str) -> None:
-    pass
 
 
 class LossWindow:
@@ -379,7 +351,7 @@ class LossWindow:
         if not updated:
             self._skipped = result
         elif self._sum is None:
-            self._sum = result  # unchanged: the mean of one step is its own loss, bit for bit
+            self._sum = result  # unchanged: the mean over one step is the step's loss, bit for bit
         else:
             loss_sum = self._sum.loss_sum.double() + result.loss_sum.double()
             self._sum = StepResult(loss_sum, self._sum.num_targets + result.num_targets)

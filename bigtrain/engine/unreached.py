@@ -18,7 +18,7 @@ _SHOWN = 5
 class UnreachedParameters:
     """Parameters that are not trained since a probe gave them no gradient.
 
-    names: the same on every rank; a stage of a pipeline has some of them.
+    names: equal on every rank; a pipeline stage contains some of the parameters.
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str], device: torch.device) -> None:
@@ -29,7 +29,7 @@ class UnreachedParameters:
     @contextmanager
     def compared(self) -> Iterator[None]:
         """Inside, the first time, the parameters take part in autograd's graph. Raises ModelError
-        on every rank if one of them has a gradient on any. Collective over all ranks then."""
+        on every rank if a parameter has a gradient on any rank. Collective over all ranks then."""
         if not self._names:
             yield
             return
@@ -38,7 +38,8 @@ class UnreachedParameters:
         def mark(index: int, gradient: torch.Tensor) -> None:
             reached[index] = 1
 
-        # DeepSpeed registered its own hooks before, for parameters that required gradients then.
+        # DeepSpeed has registered hooks already, for parameters that required gradients at that
+        # time.
         hooks = []
         for name, parameter in self._parameters.items():
             parameter.requires_grad_()
@@ -52,10 +53,10 @@ class UnreachedParameters:
         names = [name for name, flag in zip(self._names, reached.tolist(), strict=True) if flag]
         self._names, self._parameters = (), {}
         if names:
-            more = "" if len(names) <= _SHOWN else f" and {len(names) - _SHOWN} more"
+            remainder = "" if len(names) <= _SHOWN else f" and {len(names) - _SHOWN} more"
             raise ModelError(
-                f"{', '.join(names[:_SHOWN])}{more}: frozen, since no gradient reached them in a "
-                "probe of the model, but the first step has a gradient for them; nothing was saved "
-                f"-> model.frozen={names[:_SHOWN]} if they are not to be trained, or report the "
-                "model's configuration"
+                f"{', '.join(names[:_SHOWN])}{remainder}: frozen, since no gradient reached them "
+                "in a probe of the model, but the first step has a gradient for them; nothing was "
+                f"saved -> model.frozen={names[:_SHOWN]} if they are not to be trained, or report "
+                "the model's configuration"
             )

@@ -60,9 +60,9 @@ def comparable_adapters(model: Any, section: AdaptersSection, notes: list[str]) 
         (SAVED_KEY, "modules_to_save", find_saved(model, section)[1]),
     ):
         if missing:
-            kept = [pattern for pattern in getattr(section, name) if pattern not in missing]
+            matching = [pattern for pattern in getattr(section, name) if pattern not in missing]
             notes.append(f"{key}: {', '.join(missing)} match nothing in the proxy model")
-            update[name] = tuple(kept)
+            update[name] = tuple(matching)
     small = section.model_copy(update=update)
     if not find_targets(model, small)[0] and not find_parameters(model, small)[0]:
         rule = "matches no layer of the proxy model, which has fewer layers"
@@ -92,8 +92,8 @@ def with_adapters(model: Any, section: AdaptersSection, seed: int) -> Any:
             task_type="SEQ_CLS" if has_score_head(model) else "CAUSAL_LM",
         )
         with targets_as_named():
-            made = get_peft_model(model, config, autocast_adapter_dtype=False)
-        inner: Any = made.base_model.model
+            adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
+        inner: Any = adapted.base_model.model
         for name, module in inner.named_modules():
             if isinstance(module, LoraLayer):
                 digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()

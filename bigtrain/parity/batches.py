@@ -1,4 +1,4 @@
-"""Batches of a comparison: random tokens, the same samples at every topology.
+"""Batches of a comparison: random tokens, equal samples at every topology.
 
 They have what changes a loss in a run: rows with many targets and with few, weights of losses, both
 signs of a divergence.
@@ -39,8 +39,8 @@ _REFERENCE_SCORES = "reference_scores.npy"
 
 def save_reference_scores(model: Any, config: RunConfig) -> None:
     """Save the scores of a reference model next to the weights of the proxy `model`: the scores of
-    the proxy, as in a run, plus noise without adapters, with which stages must have the same scores
-    as passes without adapters."""
+    the proxy, as in a run, plus noise without adapters, with which stages must have equal scores to
+    passes without adapters."""
     if not config.objective.needs_reference:
         return
     size, num_rows = config.batch.samples_per_step, rows_per_sample(config.objective)

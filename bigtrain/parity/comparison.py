@@ -48,14 +48,14 @@ class Limits:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of one topology: the worst difference of each kind, and where the first arises. crash:
+    """Result of a topology: the worst differences, and where the first difference arises. crash:
     the first line of the error with which it ended; then nothing was compared."""
 
     loss: float = math.inf
     norm: float = math.inf
     weight: float = math.inf
     limits: Limits = Limits()
-    where: str = ""
+    first_difference: str = ""
     crash: str = ""
 
     @property
@@ -77,20 +77,26 @@ def compare(
     """Return the worst differences of `found`, and where the first arises if they are too large.
 
     Several references, which differ only by rounding, are compared by their mean, and their
-    distances from it set the limits. reordered: runs of the one reference with sums in other
-    orders, which set the limit of each weight. The verdict's weight is then the one closest to its
+    distances from it set the limits. reordered: runs of a single reference with sums in other
+    orders, which set the limits of weights. The verdict's weight is then the weight closest to its
     limit, or farthest beyond it.
     """
     reference, limits = mean_of(references)
     loss, norm, weight = _distances(reference, trace)
     if reordered:
-        apart, allowed = _weight_distances(reference, trace), _rounding(reference, reordered)
-        name = worst(apart, allowed)
-        weight, limits = apart[name], replace(limits, weight=allowed[name])
+        # A weight may differ by a multiple of the largest difference between reordered runs.
+        differences = _weight_distances(reference, trace)
+        floors = [_weight_distances(reference, reordered_run) for reordered_run in reordered]
+        allowed_differences = {
+            name: max(WEIGHT_TOLERANCE, ROUNDING * max(floor[name] for floor in floors))
+            for name in reference.last
+        }
+        name = worst(differences, allowed_differences)
+        weight, limits = differences[name], replace(limits, weight=allowed_differences[name])
     verdict = Verdict(loss, norm, weight, limits)
     if verdict.passed:
         return verdict
-    return replace(verdict, where=_first_difference(reference, trace, limits))
+    return replace(verdict, first_difference=_first_difference(reference, trace, limits))
 
 
 def mean_of(references: Sequence[TrainingTrace]) -> tuple[TrainingTrace, Limits]:
@@ -105,17 +111,8 @@ def mean_of(references: Sequence[TrainingTrace]) -> tuple[TrainingTrace, Limits]
         _mean([r.last for r in references]),
     )
     distances = [_distances(centre, reference) for reference in references]
-    loss, norm, weight = (_SPREADS * max(kind) for kind in zip(*distances, strict=True))
+    loss, norm, weight = (_SPREADS * max(values) for values in zip(*distances, strict=True))
     return centre, Limits(loss, norm, weight, layer=2e-2)
-
-
-def _rounding(reference: TrainingTrace, reordered: Sequence[TrainingTrace]) -> dict[str, float]:
-    """Return the largest allowed difference of each parameter."""
-    floors = [_weight_distances(reference, other) for other in reordered]
-    return {
-        name: max(WEIGHT_TOLERANCE, ROUNDING * max(floor[name] for floor in floors))
-        for name in reference.last
-    }
 
 
 def _mean_by_step(runs: Sequence[Sequence[float]]) -> list[float]:
@@ -138,9 +135,9 @@ def _distances(reference: TrainingTrace, trace: TrainingTrace) -> tuple[float, f
 
 
 def _weight_distances(reference: TrainingTrace, trace: TrainingTrace) -> dict[str, float]:
-    """Return the difference of each weight of `reference` at the end."""
-    apart = distances(reference.last, trace.last)
-    return {name: apart[name] for name in reference.last}
+    """Return the differences of the weights of `reference` at the end."""
+    differences = distances(reference.last, trace.last)
+    return {name: differences[name] for name in reference.last}
 
 
 def _first_difference(reference: TrainingTrace, measured: TrainingTrace, limits: Limits) -> str:

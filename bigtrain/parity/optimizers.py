@@ -37,11 +37,11 @@ def plain_optimizer(
 ) -> PlainOptimizer:
     """Return the optimizer that updates `masters`, of `parameters` by name. Set the learning rate
     in its groups. Weight decay follows their roles."""
-    chosen = {} if section.facts.beside is None else hidden_matrices(model)
+    matrix_names = {} if section.facts.beside is None else hidden_matrices(model)
     roles = parameter_roles(model)
     decay, no_decay = [], []
     for name in parameters:
-        if name in chosen:
+        if name in matrix_names:
             continue
         if roles[name].role.decays(decay_embeddings=section.decay_embeddings):
             decay.append(masters[name])
@@ -55,9 +55,9 @@ def plain_optimizer(
     plain = PLAIN[facts.beside or section.type](groups, section)
     if facts.beside is None:
         return plain
-    own = section.own_settings
-    ratio = 1.0 if getattr(own, "lr", None) is None else own.lr / section.lr
-    matrices = matrices_of(chosen.values(), getattr(own, "split", {}))
+    settings = section.own_settings
+    ratio = 1.0 if getattr(settings, "lr", None) is None else settings.lr / section.lr
+    matrices = matrices_of(matrix_names.values(), getattr(settings, "split", {}))
     return CombinedOptimizer(
         [(PLAIN_OF_MATRICES[section.type](matrices, masters, section), ratio), (plain, 1.0)]
     )
@@ -65,14 +65,14 @@ def plain_optimizer(
 
 def check_comparable(section: OptimizerSection) -> None:
     """Raise ConfigError for an optimizer without a plain one to compare with."""
-    known = PLAIN.keys() | PLAIN_OF_MATRICES.keys()
-    if section.type not in known:
+    types = PLAIN.keys() | PLAIN_OF_MATRICES.keys()
+    if section.type not in types:
         rule = "has no plain optimizer for comparison"
-        raise ConfigError(Problem("optimizer.type", section.type, rule, f"one of {sorted(known)}"))
+        raise ConfigError(Problem("optimizer.type", section.type, rule, f"one of {sorted(types)}"))
 
 
 class CombinedOptimizer:
-    """Optimizers that step together; the learning rate of each is the common one times its
+    """Optimizers that step together; their learning rates are the common learning rate times a
     ratio."""
 
     def __init__(self, parts: Sequence[tuple[PlainOptimizer, float]]) -> None:
@@ -98,25 +98,25 @@ class _MuonOfParts:
     ) -> None:
         self._matrices = matrices
         self._masters = [masters[matrix.parameter] for matrix in matrices]
-        self._copies = [_taken(*pair) for pair in zip(self._masters, matrices, strict=True)]
+        self._copies = [_matrix_values(*pair) for pair in zip(self._masters, matrices, strict=True)]
         self._optimizer = _muon(self._copies, section)
         self.param_groups = self._optimizer.param_groups
 
     def step(self) -> None:
-        every = zip(self._copies, self._masters, self._matrices, strict=True)
-        held = [entry for entry in every if entry[1].grad is not None]
-        for copy, master, matrix in held:
+        zipped = zip(self._copies, self._masters, self._matrices, strict=True)
+        entries = [entry for entry in zipped if entry[1].grad is not None]
+        for copy, master, matrix in entries:
             assert master.grad is not None
-            copy.copy_(_taken(master, matrix))
-            copy.grad = _taken(master.grad, matrix)
+            copy.copy_(_matrix_values(master, matrix))
+            copy.grad = _matrix_values(master.grad, matrix)
         self._optimizer.step()
-        for copy, master, matrix in held:
+        for copy, master, matrix in entries:
             sizes = [box.sizes[matrix.output_dim] for box in matrix.boxes]
             for box, part in zip(matrix.boxes, copy.split(sizes, matrix.output_dim), strict=True):
                 master[box.slices] = part.view(box.sizes)
 
 
-def _taken(tensor: torch.Tensor, matrix: Matrix) -> torch.Tensor:
+def _matrix_values(tensor: torch.Tensor, matrix: Matrix) -> torch.Tensor:
     parts = [tensor[box.slices].reshape(box.sizes[-2:]) for box in matrix.boxes]
     return torch.cat(parts, matrix.output_dim)
 
@@ -126,26 +126,29 @@ def _adamw(groups: Groups, section: OptimizerSection) -> PlainOptimizer:
 
 
 def _adafactor(groups: Groups, section: OptimizerSection) -> PlainOptimizer:
-    own = section.adafactor
+    settings = section.adafactor
     return torch.optim.Adafactor(
-        groups, beta2_decay=own.beta2_decay, eps=(own.eps1, own.eps2), d=own.clip_threshold
+        groups,
+        beta2_decay=settings.beta2_decay,
+        eps=(settings.eps1, settings.eps2),
+        d=settings.clip_threshold,
     )
 
 
 def _muon(matrices: Sequence[torch.Tensor], section: OptimizerSection) -> PlainOptimizer:
-    own = section.muon
-    decay = section.weight_decay if own.weight_decay is None else own.weight_decay
-    if own.ns_dtype == "float32":
+    settings = section.muon
+    decay = section.weight_decay if settings.weight_decay is None else settings.weight_decay
+    if settings.ns_dtype == "float32":
         return _WideMuon(matrices, section, decay)
     return torch.optim.Muon(
         matrices,
-        momentum=own.momentum,
-        nesterov=own.nesterov,
-        ns_steps=own.ns_steps,
-        ns_coefficients=own.ns_coefficients,
-        eps=own.eps,
+        momentum=settings.momentum,
+        nesterov=settings.nesterov,
+        ns_steps=settings.ns_steps,
+        ns_coefficients=settings.ns_coefficients,
+        eps=settings.eps,
         weight_decay=decay,
-        adjust_lr_fn=own.adjust_lr,
+        adjust_lr_fn=settings.adjust_lr,
     )
 
 
@@ -155,31 +158,32 @@ class _WideMuon:
     def __init__(
         self, matrices: Sequence[torch.Tensor], section: OptimizerSection, decay: float
     ) -> None:
-        self._matrices, self._own, self._decay = matrices, section.muon, decay
+        self._matrices, self._settings, self._decay = matrices, section.muon, decay
         self._moments = [torch.zeros_like(matrix) for matrix in matrices]
         self.param_groups: list[dict[str, Any]] = [{"lr": 0.0}]
 
     def step(self) -> None:
-        lr, own = self.param_groups[0]["lr"], self._own
+        lr, settings = self.param_groups[0]["lr"], self._settings
         for matrix, moment in zip(self._matrices, self._moments, strict=True):
             gradient = matrix.grad
             if gradient is None:
                 continue
-            moment.lerp_(gradient, 1 - own.momentum)
-            update = gradient.lerp(moment, own.momentum) if own.nesterov else moment
+            moment.lerp_(gradient, 1 - settings.momentum)
+            update = gradient.lerp(moment, settings.momentum) if settings.nesterov else moment
             rows, columns = matrix.shape
             scale = 0.2 * math.sqrt(max(rows, columns))
-            if own.adjust_lr == "original":
+            if settings.adjust_lr == "original":
                 scale = math.sqrt(max(1.0, rows / columns))
             matrix.mul_(1 - lr * self._decay)
             matrix.add_(self._newton_schulz(update), alpha=-lr * scale)
 
     def _newton_schulz(self, update: torch.Tensor) -> torch.Tensor:
-        a, b, c = self._own.ns_coefficients
+        # X <- a X + (b A + c A A) X, with A = X X^T (Jordan 2024).
+        a, b, c = self._settings.ns_coefficients
         is_tall = update.shape[0] > update.shape[1]
         x: torch.Tensor = update.T if is_tall else update
-        x = x / x.norm().clamp(min=self._own.eps)
-        for _ in range(self._own.ns_steps):
+        x = x / x.norm().clamp(min=self._settings.eps)
+        for _ in range(self._settings.ns_steps):
             gram = x @ x.T
             x = a * x + (b * gram + c * gram @ gram) @ x
         return x.T if is_tall else x

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -93,8 +94,9 @@ class EngineChoice:
 
 @dataclass(frozen=True)
 class Proxy:
-    """Run to train here, in float32. precision: the run's, in which its own engine is compared too;
-    None if that is float32. notes: human-readable lines on its differences from the user's run."""
+    """Run to train here, in float32. precision: the run's precision, in which the run's engine is
+    compared too; None for float32. notes: human-readable lines on its differences from the user's
+    run."""
 
     config: RunConfig
     engines: tuple[EngineChoice, ...]
@@ -111,6 +113,7 @@ def shrink(config: RunConfig, world_size: int, directory: Path) -> Proxy:
     errors), and clipping, if on, takes effect. Dropout is off. Raises ModelError if no proxy model
     can be built, ConfigError for conflicts with the run's model or DeepSpeed JSON.
     """
+    # The model, and the teacher of a distillation, with few layers and this run's architecture.
     check_comparable(config.optimizer)
     section, notes = config.model, _left_out(config)
     hf_config = _with_head(config)
@@ -119,17 +122,27 @@ def shrink(config: RunConfig, world_size: int, directory: Path) -> Proxy:
         notes.append(f"model.attention = {attention} needs CUDA: sdpa is compared")
         attention = "sdpa"
     tokens = 8 * max(2, world_size)
-    model = _proxy_model(config, hf_config, attention, world_size, tokens, notes)
+    new_model = partial(
+        _proxy_model,
+        config,
+        attention=attention,
+        world_size=world_size,
+        tokens=tokens,
+        notes=notes,
+    )
+    model = new_model(hf_config)
     model.save_pretrained(directory)
     if config.objective.teacher_model is not None:
-        # A model that differs from the student also where both are of one architecture, and whose
+        # A teacher that differs from the student also in a shared architecture, and whose
         # probabilities depend on positions.
         hf_teacher = load_hf_config(teacher_run(config).model)
-        teacher = _proxy_model(config, hf_teacher, attention, world_size, tokens, notes)
+        teacher = new_model(hf_teacher)
         rescale_weights(teacher).save_pretrained(_teacher_directory(directory))
     adapters = config.adapters
     if adapters is not None:
         adapters = comparable_adapters(model, adapters, notes)
+    # The run, with settings that CPUs support and that let differences show.
+    tile_plan, _ = choose_tiles(config, hf_config, _own_plan(config))
     small = RunConfig(
         model=ModelSection(
             path=str(directory),
@@ -139,7 +152,7 @@ def shrink(config: RunConfig, world_size: int, directory: Path) -> Proxy:
             # Several chunks in a micro-batch; Liger's kernel does not run on a CPU.
             loss=_loss(config, hf_config, notes),
             loss_chunk_tokens=_CHUNK_TOKENS,
-            tiled_mlp=_TILES if _is_tiled(config, hf_config) else "off",
+            tiled_mlp=_TILES if tile_plan.modules else "off",
         ),
         adapters=adapters,
         moe=_enlarged(config.moe, "moe", notes),
@@ -162,16 +175,16 @@ def shrink(config: RunConfig, world_size: int, directory: Path) -> Proxy:
 
 
 def _with_head(config: RunConfig) -> Any:
-    """Return the configuration of the run's model with the head of its objective. Labels are the
-    base's, or three: data are not read. Raises ConfigError as `with_objective_head`."""
+    """Return the configuration of the run's model with the head of the run's objective. Labels are
+    the base's, or three: data are not read. Raises ConfigError as `with_objective_head`."""
     hf_config, objective = load_hf_config(config.model), config.objective
     if not objective.scores_samples:
         hf_config.architectures = None  # the token head also of a base that scores samples
         return hf_config
     labels: tuple[str, ...] = ()
     if objective.type == "classification":
-        own = hf_config.id2label if scores_samples(hf_config) else None
-        labels = _LABELS if own is None else tuple(own.values())
+        label_names = hf_config.id2label if scores_samples(hf_config) else None
+        labels = _LABELS if label_names is None else tuple(label_names.values())
     return with_objective_head(hf_config, config, labels)
 
 
@@ -205,13 +218,22 @@ def _left_out(config: RunConfig) -> list[str]:
 def _proxy_model(
     config: RunConfig,
     hf_config: Any,
+    *,
     attention: str,
     world_size: int,
     tokens: int,
     notes: list[str],
 ) -> Any:
     """Return the proxy model, with noise, for samples of `tokens` tokens. Raises ModelError."""
-    if dropout := _dropout(hf_config):
+    # Dropout is off, and the notes name the run's probabilities.
+    off = deterministic(hf_config)
+    probabilities = {
+        f"{key} = {value}"
+        for part, off_part in ((hf_config, off), (text_config(hf_config), text_config(off)))
+        for key, value in vars(part).items()
+        if value != vars(off_part).get(key)
+    }
+    if dropout := ", ".join(sorted(probabilities)):
         notes.append(
             f"dropout is off here ({dropout}): its masks depend on the division of the work, so "
             "that training with it cannot be compared step by step"
@@ -226,6 +248,7 @@ def _proxy_model(
         )
     except ValueError as error:
         raise ModelError(f"no proxy model can be built: {error}") from error
+    # An auxiliary loss must be large enough to detect, and comparable.
     if has_auxiliary_loss(model.config):
         if config.data.isolates and not can_be_put_together(model):
             model.config.output_router_logits = False
@@ -265,24 +288,12 @@ def _enlarged(section: SectionT, name: str, notes: list[str]) -> SectionT:
     return section.model_copy(update=update)
 
 
-def _dropout(hf_config: Any) -> str:
-    """Return the configuration's nonzero dropout probabilities as text."""
-    off = deterministic(hf_config)
-    probabilities = {
-        f"{key} = {value}"
-        for part, other in ((hf_config, off), (text_config(hf_config), text_config(off)))
-        for key, value in vars(part).items()
-        if value != vars(other).get(key)
-    }
-    return ", ".join(sorted(probabilities))
-
-
 def _optimizer(section: OptimizerSection, notes: list[str]) -> OptimizerSection:
     """Return the run's section, except for settings that would hide differences or amplify
     rounding. With Adam's default eps a gradient that is only rounding moves a weight like any
     other; at a small learning rate no weight would show a difference."""
     if section.facts.settings == "muon":
-        own: dict[str, Any] = {"ns_dtype": "float32", "split": {}}
+        muon_update: dict[str, Any] = {"ns_dtype": "float32", "split": {}}
         if section.muon.ns_dtype != "float32":
             notes.append(
                 "Muon iterates in float32 here: in bfloat16 the last bits of a gradient change "
@@ -291,17 +302,14 @@ def _optimizer(section: OptimizerSection, notes: list[str]) -> OptimizerSection:
         if section.muon.split:
             notes.append("optimizer.muon.split is for the widths of the run's model: not compared")
         if section.muon.lr is not None:  # in proportion to the learning rate, which differs here
-            own["lr"] = section.muon.lr / section.lr * max(RATES)
-        section = section.model_copy(update={"muon": section.muon.model_copy(update=own)})
+            muon_update["lr"] = section.muon.lr / section.lr * max(RATES)
+        section = section.model_copy(update={"muon": section.muon.model_copy(update=muon_update)})
     if section.state_dtype != "float32":
         notes.append(
             "optimizer states are float32 here: in bfloat16 they are rounded stochastically"
         )
     section = _enlarged(section, "optimizer", notes)
-    update: dict[str, Any] = {
-        "lr": max(RATES),
-        "state_dtype": "float32",
-    }
+    update: dict[str, Any] = {"lr": max(RATES), "state_dtype": "float32"}
     if section.ema is not None and section.ema.decay > _AVERAGE_DECAY:
         notes.append(f"optimizer.ema.decay = {_AVERAGE_DECAY:g} here, so that an error is detected")
         update["ema"] = AverageSection(decay=_AVERAGE_DECAY)
@@ -314,28 +322,22 @@ def _frozen(config: RunConfig, model: torch.nn.Module, notes: list[str]) -> tupl
     """Return the run's patterns that match something in the proxy model, which has fewer layers."""
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     patterns = config.model.frozen
-    kept = tuple(p for p in patterns if any(fnmatchcase(name, p) for name in names))
-    unmatched = [pattern for pattern in patterns if pattern not in kept]
+    matching = tuple(p for p in patterns if any(fnmatchcase(name, p) for name in names))
+    unmatched = [pattern for pattern in patterns if pattern not in matching]
     if unmatched:
         notes.append(f"{FROZEN}: {', '.join(unmatched)} match nothing in the proxy model")
-    if all(any(fnmatchcase(name, p) for p in kept) for name in names):
+    if all(any(fnmatchcase(name, p) for p in matching) for name in names):
         rule = "leaves nothing to train in the proxy model, which has fewer layers"
         raise ConfigError(Problem(FROZEN, list(patterns), rule, "match fewer parameters"))
-    return kept
+    return matching
 
 
 def _loss(config: RunConfig, hf_config: Any, notes: list[str]) -> Literal["plain", "chunked"]:
-    """Return the run's method for the loss of its own micro-batches."""
-    chosen, _ = choose_loss(config, hf_config, _own_plan(config))
-    if chosen.kind == "liger":
+    """Return the run's method for the loss of the run's micro-batches."""
+    loss_plan, _ = choose_loss(config, hf_config, _own_plan(config))
+    if loss_plan.kind == "liger":
         notes.append("model.loss = liger needs CUDA: the loss in chunks is compared")
-    return "plain" if chosen.kind == "plain" else "chunked"
-
-
-def _is_tiled(config: RunConfig, hf_config: Any) -> bool:
-    """Return whether the run computes the MLPs of its own micro-batches in tiles."""
-    chosen, _ = choose_tiles(config, hf_config, _own_plan(config))
-    return bool(chosen.modules)
+    return "plain" if loss_plan.kind == "plain" else "chunked"
 
 
 def _own_plan(config: RunConfig) -> BatchPlan:
@@ -344,7 +346,7 @@ def _own_plan(config: RunConfig) -> BatchPlan:
 
 
 def _engines(config: RunConfig, directory: Path) -> tuple[EngineChoice, ...]:
-    """Return one for each ZeRO stage, and the run's own JSON if it is not one of those."""
+    """Return the JSON of every ZeRO stage, and the run's JSON if it is another."""
     shipped = [EngineChoice(name, name, False) for name in SHIPPED]
     path = find_deepspeed_config(config.engine.deepspeed_config)
     label = Path(label_of(path)).name.removesuffix(".json")
@@ -357,9 +359,9 @@ def _engines(config: RunConfig, directory: Path) -> tuple[EngineChoice, ...]:
         if owned.key.startswith("train_") or owned.contradiction(raw, label) is None:
             _set_auto(raw, owned.key)
     _set_auto(raw, "gradient_accumulation_steps")
-    own = directory / f"{label}.json"
-    own.write_text(json.dumps(raw))
-    return (*shipped, EngineChoice(label, str(own), True))
+    config_path = directory / f"{label}.json"
+    config_path.write_text(json.dumps(raw))
+    return (*shipped, EngineChoice(label, str(config_path), True))
 
 
 def _set_auto(tree: dict[str, Any], key: str) -> None:

@@ -28,7 +28,7 @@ from bigtrain.models.layers.parameters import decoder_layers
 from bigtrain.models.parallel.grouped_experts import fit_experts
 from bigtrain.parity.adapters import with_adapters, without_adapters
 from bigtrain.parity.batches import RATES, STEPS, micro_batches
-from bigtrain.parity.optimizers import plain_optimizer
+from bigtrain.parity.optimizers import PlainOptimizer, plain_optimizer
 from bigtrain.parity.routers import RouterTerms, StepDivision
 from bigtrain.parity.sums_in_parts import SumsInParts
 from bigtrain.settings.batch_plan import BatchPlan
@@ -43,10 +43,10 @@ _DIVISIONS = 8
 
 @dataclass
 class TrainingTrace:
-    """Measurements of a training run of `STEPS` steps. layers: sums of squares of each layer's
-    output before the first step, in model order. first and last: the weights after the first and
-    the last step, by name, and averages of weights (`average_name`). distances: of a value of each
-    step from a threshold at which the computation changes, by the name of the threshold."""
+    """Measurements of a training run of `STEPS` steps. layers: sums of squares of layer outputs
+    before the first step, in model order. first and last: the weights after the first and the last
+    step, by name, and averages of weights (`average_name`). distances: by step, of a value from a
+    threshold at which the computation changes, by the name of the threshold."""
 
     losses: list[float]
     norms: list[float]
@@ -68,38 +68,34 @@ def train_reference(
 
     In float32 once, full batches at a time. In 16 bit, with float32 masters, several times, with
     samples in other orders and micro-batches: these runs differ only by rounding. sum_dtype: the
-    dtype in which gradients of micro-batches are accumulated; None: that of the parameters.
+    dtype in which gradients of micro-batches are accumulated; None: the parameters' dtype.
     division: of the compared topology, if router losses depend on it. Raises ModelError if plain
     transformers fails.
     """
     try:
-        return _train_divisions(config, sum_dtype, division)
+        if config.precision.dtype == "float32":
+            samples = config.batch.samples_per_step
+            chunks = [torch.arange(samples)]
+            if division is not None:
+                chunks = division.chunks(samples, config.moe)
+            return [_train(config, [chunks] * STEPS, torch.float32)]
+        # In 16 bit the division of a step into micro-batches changes results: train with several.
+        runs = []
+        for number in range(_DIVISIONS):
+            generator = torch.Generator().manual_seed(number)
+            order = torch.randperm(config.batch.samples_per_step, generator=generator)
+            size = max(1, len(order) >> (number % 4))
+            chunks = list(order.split(size))
+            runs.append(_train(config, [chunks] * STEPS, sum_dtype))
+        return runs
     except (RuntimeError, ValueError, TypeError) as error:
         reason = one_line(error)
         raise ModelError(f"plain transformers cannot train the proxy model: {reason}") from error
 
 
-def _train_divisions(
-    config: RunConfig, sum_dtype: torch.dtype | None, division: StepDivision | None
-) -> list[TrainingTrace]:
-    """Train with each division of a step into micro-batches."""
-    if config.precision.dtype == "float32":
-        samples = config.batch.samples_per_step
-        chunks = _whole(config) if division is None else division.chunks(samples, config.moe)
-        return [_train(config, [chunks] * STEPS, torch.float32)]
-    runs = []
-    for number in range(_DIVISIONS):
-        generator = torch.Generator().manual_seed(number)
-        order = torch.randperm(config.batch.samples_per_step, generator=generator)
-        size = max(1, len(order) >> (number % 4))
-        chunks = list(order.split(size))
-        runs.append(_train(config, [chunks] * STEPS, sum_dtype))
-    return runs
-
-
 def train_reordered(config: RunConfig, division: StepDivision | None = None) -> list[TrainingTrace]:
     """Run `train_reference` in float32, with the sums of linear layers in other orders. Dividing
-    the work over ranks reorders sums in the same way: these runs differ only by rounding."""
+    the work over ranks reorders sums likewise: these runs differ only by rounding."""
     runs = []
     for num_parts in _PARTS:
         with SumsInParts(num_parts):
@@ -107,24 +103,26 @@ def train_reordered(config: RunConfig, division: StepDivision | None = None) -> 
     return runs
 
 
-def _whole(config: RunConfig) -> list[torch.Tensor]:
-    return [torch.arange(config.batch.samples_per_step)]
+@dataclass(frozen=True)
+class _PlainModel:
+    """Plain transformers' model of a run, in the run's precision. parameters: trained parameters by
+    name; masters: their float32 copies, which `optimizer` updates; terms: of routers."""
+
+    model: Any
+    parameters: dict[str, nn.Parameter]
+    masters: dict[str, torch.Tensor]
+    optimizer: PlainOptimizer
+    terms: RouterTerms
 
 
-def _train(
-    config: RunConfig, chunks: Sequence[Sequence[torch.Tensor]], sum_dtype: torch.dtype | None
-) -> TrainingTrace:
-    """Train. chunks: the samples of each micro-batch of each step."""
-    section, dtype = config.model, getattr(torch, config.precision.dtype)
-    assert section.path is not None
-    attention = None if section.attention == "auto" else section.attention
-    kind = AutoModelForCausalLM
+def _plain_model(config: RunConfig, dtype: torch.dtype) -> _PlainModel:
+    section = config.model
+    model_class = AutoModelForCausalLM
     if config.objective.scores_samples:
-        kind = AutoModelForSequenceClassification
-    model: Any = kind.from_pretrained(section.path, dtype=dtype, attn_implementation=attention)
-    fit_experts(model)  # grouped products do not support every width
+        model_class = AutoModelForSequenceClassification
+    model = _load(model_class, section.path, config, dtype)
     # Masters are the tensors of the files, without rounding.
-    full = kind.from_pretrained(section.path, dtype=torch.float32)
+    full = model_class.from_pretrained(section.path, dtype=torch.float32)
     values = dict(full.named_parameters())
     for name, value in section.overrides.items():
         setattr(model.config, name, value)
@@ -139,26 +137,43 @@ def _train(
         for name, parameter in parameters.items()
     }
     optimizer = plain_optimizer(model, parameters, masters, config.optimizer)
+    return _PlainModel(model, parameters, masters, optimizer, terms)
+
+
+def _load(model_class: Any, path: str | None, config: RunConfig, dtype: torch.dtype) -> Any:
+    assert path is not None
+    attention = None if config.model.attention == "auto" else config.model.attention
+    model = model_class.from_pretrained(path, dtype=dtype, attn_implementation=attention)
+    fit_experts(model)  # grouped products do not support every width
+    return model
+
+
+def _train(
+    config: RunConfig, chunks: Sequence[Sequence[torch.Tensor]], sum_dtype: torch.dtype | None
+) -> TrainingTrace:
+    """Train. chunks: by step, the samples per micro-batch."""
+    dtype = getattr(torch, config.precision.dtype)
+    plain = _plain_model(config, dtype)
+    model, masters = plain.model, plain.masters
+    # Batches, objective and teacher of the run.
     samples = config.batch.samples_per_step
     num_rows = rows_per_sample(config.objective)
     plan = BatchPlan(samples, samples, 1, 1, config.batch.sequence_length, rows_per_sample=num_rows)
     objective = make_objective(config)
     teacher: Any = None
     if config.objective.teacher_model is not None:
-        name = config.objective.teacher_model
-        teacher = AutoModelForCausalLM.from_pretrained(
-            name, dtype=dtype, attn_implementation=attention
-        ).eval()
-        fit_experts(teacher)
-    figures = TrainingTrace([], [], {})
+        teacher_path = config.objective.teacher_model
+        teacher = _load(AutoModelForCausalLM, teacher_path, config, dtype).eval()
+    # Outputs of layers before the first step locate a difference in the forward pass.
+    trace = TrainingTrace([], [], {})
     with torch.no_grad():
         model.eval()
         (batch,) = micro_batches(config, plan, 0, 0)
         if config.objective.scores_samples:
-            ended = batch.labels == IGNORED_LABEL
+            is_past_end = batch.labels == IGNORED_LABEL
             padding = model.config.get_text_config().pad_token_id
-            batch = replace(batch, input_ids=batch.input_ids.masked_fill(ended, padding))
-        figures.layers = layer_outputs(model, lambda: _outputs(model, batch)[1])
+            batch = replace(batch, input_ids=batch.input_ids.masked_fill(is_past_end, padding))
+        trace.layers = layer_outputs(model, lambda: _outputs(model, batch)[1])
     model.train()
     averages: dict[str, torch.Tensor] = {}
     for step in range(STEPS):
@@ -170,41 +185,43 @@ def _train(
         objective.prepare(passes, [batch])
         if passes.summed is not None:
             total, count = passes.summed.tolist()
-            figures.distances.setdefault("divergence of KTO", []).append(total / count)
-        num_units = _num_units(config.objective, batch)
-        losses = (objective.summed_loss(passes, part, part) for part in parts)
+            trace.distances.setdefault("divergence of KTO", []).append(total / count)
         loss = _backward(
-            losses, num_units, len(parts), parameters, masters, sum_dtype or dtype, terms
+            (objective.summed_loss(passes, part, part) for part in parts),
+            plain,
+            num_units=_num_units(config.objective, batch),
+            num_parts=len(parts),
+            sum_dtype=sum_dtype or dtype,
         )
-        norm = torch.nn.utils.clip_grad_norm_(
-            masters.values(), config.optimizer.clip_norm or math.inf
-        )
-        for group in optimizer.param_groups:
+        # Clipping and the update, on masters in float32; the model gets rounded masters.
+        limit = config.optimizer.clip_norm
+        norm = torch.nn.utils.clip_grad_norm_(masters.values(), limit or math.inf)
+        for group in plain.optimizer.param_groups:
             group["lr"] = RATES[step]
-        optimizer.step()
+        plain.optimizer.step()
         with torch.no_grad():
-            for name, parameter in parameters.items():
+            for name, parameter in plain.parameters.items():
                 parameter.copy_(masters[name])
-        terms.update_biases()
-        figures.losses.append(loss)
-        figures.norms.append(float(norm))
-        if config.optimizer.clip_norm:
-            excess = float(norm) / config.optimizer.clip_norm - 1
-            figures.distances.setdefault("optimizer.clip_norm", []).append(excess)
+        plain.terms.update_biases()
+        trace.losses.append(loss)
+        trace.norms.append(float(norm))
+        if limit:
+            excess = float(norm) / limit - 1
+            trace.distances.setdefault("optimizer.clip_norm", []).append(excess)
         if config.optimizer.ema is not None:
             for name, master in masters.items():
                 average = averages.setdefault(name, master.clone())
                 average.lerp_(master, 1 - config.optimizer.ema.decay)
         if step == 0:
-            figures.first = _weights(model, masters, terms)
-    figures.last = _weights(model, masters, terms)
-    figures.last |= {average_name(name): average for name, average in averages.items()}
-    return figures
+            trace.first = _weights(model, masters, plain.terms)
+    trace.last = _weights(model, masters, plain.terms)
+    trace.last |= {average_name(name): average for name, average in averages.items()}
+    return trace
 
 
 def _trained(model: nn.Module, frozen: Sequence[str]) -> dict[str, nn.Parameter]:
-    """Return trained parameters: those without a name (tied ones have several) that `frozen`
-    matches."""
+    """Return trained parameters: no name of a trained parameter (tied parameters have several)
+    matches `frozen`."""
     is_frozen = {
         id(parameter)
         for name, parameter in model.named_parameters(remove_duplicate=False)
@@ -239,30 +256,30 @@ def _rows(samples: torch.Tensor, rows_per_sample: int) -> torch.Tensor:
 
 def _backward(
     losses: Iterable[tuple[torch.Tensor, list[Any]]],
+    plain: _PlainModel,
+    *,
     num_units: float,
     num_parts: int,
-    parameters: dict[str, nn.Parameter],
-    masters: dict[str, torch.Tensor],
     sum_dtype: torch.dtype,
-    terms: RouterTerms,
 ) -> float:
-    """Set the gradients of `masters` for a step's mean loss and router losses; return the former.
-    losses: of each of `num_parts` micro-batches, summed over its units, and the model's outputs."""
-    terms.begin_step()
+    """Set the gradients of masters for a step's mean loss and router losses; return the mean
+    loss. losses: by micro-batch (`num_parts`), the loss summed over units, and the model's
+    outputs."""
+    plain.terms.begin_step()
     sums: dict[str, torch.Tensor] = {}
     total = 0.0
     for loss, outputs in losses:
-        whole = loss / num_units
-        if terms.is_on:
-            whole = whole + terms.of(outputs) / num_parts
-        whole.backward()
+        mean_loss = loss / num_units
+        if plain.terms.is_on:
+            mean_loss = mean_loss + plain.terms.of(outputs) / num_parts
+        mean_loss.backward()
         total += float(loss.detach())
-        for name, parameter in parameters.items():
+        for name, parameter in plain.parameters.items():
             if parameter.grad is not None:
-                own = sums.setdefault(name, torch.zeros_like(parameter, dtype=sum_dtype))
-                own += parameter.grad.to(sum_dtype)
+                gradient_sum = sums.setdefault(name, torch.zeros_like(parameter, dtype=sum_dtype))
+                gradient_sum += parameter.grad.to(sum_dtype)
             parameter.grad = None
-    for name, master in masters.items():
+    for name, master in plain.masters.items():
         master.grad = sums[name].float() if name in sums else None
     return total / num_units
 
@@ -286,41 +303,43 @@ class PlainPasses:
         logits, labels = logits[is_target].float(), batch.labels[is_target]
         smoothing, alpha = self._section.label_smoothing, self._section.alpha
         losses = F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
+        # z-loss: coefficient (log sum exp logits)^2 (PaLM, arXiv 2204.02311, section 5).
         losses = losses + self._section.z_loss * logits.exp().sum(-1).log().square()
+        # Distillation: (1 - alpha) CE + alpha KL(teacher || student), on the teacher's k tokens and
+        # all other tokens as one.
         if batch.teacher is not None:
             values, ids = (part[is_target] for part in batch.teacher)
-            probabilities = _with_rest(logits.softmax(-1).gather(-1, ids))
+            probabilities = _with_remainder(logits.softmax(-1).gather(-1, ids))
             divergences = F.kl_div(
-                probabilities.log(), _with_rest(values.exp()), reduction="none"
+                probabilities.log(), _with_remainder(values.exp()), reduction="none"
             ).sum(-1)
             losses = (1 - alpha) * losses + alpha * divergences
         if batch.weights is not None:
             losses = losses * batch.weights[is_target]
-        loss = losses.sum()
-        return loss, outputs
+        return losses.sum(), outputs
 
     def log_probabilities(
         self, batch: MicroBatch, moved: MicroBatch
     ) -> tuple[torch.Tensor, list[Any]]:
-        """Return the log-probability of each target, float32 [R, T]; 0 elsewhere."""
+        """Return the log-probability per target, float32 [R, T]; 0 elsewhere."""
         outputs, logits = _outputs(self._model, batch)
-        known = batch.labels.clamp(min=0).unsqueeze(-1)
-        values = logits.float().log_softmax(-1).gather(-1, known).squeeze(-1)
+        target_ids = batch.labels.clamp(min=0).unsqueeze(-1)
+        values = logits.float().log_softmax(-1).gather(-1, target_ids).squeeze(-1)
         return values * (batch.labels != IGNORED_LABEL), outputs
 
     def scores(self, batch: MicroBatch, moved: MicroBatch) -> tuple[torch.Tensor, list[Any]]:
-        """Return the scores of each row, float32 [R, L], of a pass of it up to its end."""
+        """Return the scores per row, float32 [R, L], of a pass up to the row's end."""
         outputs: list[Any] = []
         for ids, labels in zip(batch.input_ids, batch.labels, strict=True):
-            own = ids[: int((labels != IGNORED_LABEL).sum())]
-            outputs.append(self._model(input_ids=own.unsqueeze(0), use_cache=False))
-        return torch.cat([one.logits for one in outputs]).float(), outputs
+            row_ids = ids[: int((labels != IGNORED_LABEL).sum())]
+            outputs.append(self._model(input_ids=row_ids.unsqueeze(0), use_cache=False))
+        return torch.cat([row_outputs.logits for row_outputs in outputs]).float(), outputs
 
     def row_sums(
         self, batches: Iterable[MicroBatch]
     ) -> Iterator[tuple[MicroBatch, MicroBatch, torch.Tensor]]:
-        """Yield each micro-batch, itself as the one on the device, and the log-probability of each
-        of its rows, float32 [R]. Dropout is off anyway."""
+        """Yield every micro-batch twice, since there is no other device, and the log-probability
+        per row, float32 [R]. Dropout is off anyway."""
         for batch in batches:
             yield batch, batch, self.log_probabilities(batch, batch)[0].sum(-1)
 
@@ -334,9 +353,10 @@ class PlainPasses:
         return without_adapters(self._model)
 
 
-def _with_rest(known: torch.Tensor) -> torch.Tensor:
-    """Add the probability of all other tokens to those of k tokens: [N, k + 1]."""
-    return torch.cat([known, 1 - known.sum(-1, keepdim=True)], -1)
+def _with_remainder(top_k: torch.Tensor) -> torch.Tensor:
+    """Append the remaining probability, of all other tokens, to the probabilities of k tokens: [N,
+    k + 1]."""
+    return torch.cat([top_k, 1 - top_k.sum(-1, keepdim=True)], -1)
 
 
 def _outputs(model: Any, batch: MicroBatch) -> tuple[list[Any], torch.Tensor]:
@@ -344,18 +364,18 @@ def _outputs(model: Any, batch: MicroBatch) -> tuple[list[Any], torch.Tensor]:
     one."""
     outputs: list[Any] = []
 
-    def of(ids: torch.Tensor) -> torch.Tensor:
+    def logits_of(ids: torch.Tensor) -> torch.Tensor:
         outputs.append(model(input_ids=ids, use_cache=False))
         logits: torch.Tensor = outputs[-1].logits
         return logits
 
     if batch.position_ids is None:
-        return outputs, of(batch.input_ids)
+        return outputs, logits_of(batch.input_ids)
     samples = []
     for ids, positions in zip(batch.input_ids, batch.position_ids, strict=True):
         edges = [*(positions == 0).nonzero().flatten().tolist(), len(ids)]
         documents = ids.split([stop - start for start, stop in pairwise(edges)])
-        samples.append(torch.cat([of(document[None])[0] for document in documents]))
+        samples.append(torch.cat([logits_of(document[None])[0] for document in documents]))
     return outputs, torch.stack(samples)
 
 
@@ -364,20 +384,20 @@ def _weights(
 ) -> dict[str, torch.Tensor]:
     """Return masters, frozen parameters (of no adapters' base, which no run saves) and selection
     biases."""
-    kept = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     if any(".lora_" in name for name in masters):
-        kept = {name: kept[name] for name in masters}
-    kept_too = {**kept, **terms.named_biases()}
+        parameters = {name: parameters[name] for name in masters}
+    with_biases = {**parameters, **terms.named_biases()}
     return {
         name: masters.get(name, tensor).detach().float().clone()
-        for name, tensor in kept_too.items()
+        for name, tensor in with_biases.items()
     }
 
 
 def layer_outputs(model: torch.nn.Module, forward: Callable[[], object]) -> dict[str, float]:
     """Return the sum of squares of the output of every layer of `model` during `forward`, by name.
     Layers of other pipeline stages, which have no parameters here, are not included. Sums over
-    tokens, so those of disjoint batches or parts add up."""
+    tokens: the sums of disjoint batches or parts add up."""
     sums: dict[str, float] = {}
 
     def record(name: str, _layer: object, _inputs: object, output: Any) -> None:

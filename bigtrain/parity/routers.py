@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -30,8 +30,8 @@ class StepDivision:
     data_size: int
 
     def chunks(self, samples: int, section: MoeSection) -> list[torch.Tensor]:
-        """Return the samples over which a router loss is computed at once: of one rank, or of
-        all."""
+        """Return the samples over which a router loss is computed at once: a rank's samples, or
+        every rank's."""
         size = self.micro_batch_size
         if section.auxiliary_loss == "global_batch":
             size *= self.data_size
@@ -50,7 +50,7 @@ _FORMULA = "load_balancing_loss_func"
 
 
 class RouterTerms:
-    """Router terms of one plain model in training."""
+    """Router terms of a plain model in training."""
 
     def __init__(self, model: Any, section: MoeSection) -> None:
         self._model, self._section = model, section
@@ -58,7 +58,7 @@ class RouterTerms:
         self._coefficient = float(model.config.router_aux_loss_coef) if is_on else 0.0
         if section.z_loss_coefficient:
             model.config.output_router_logits = True
-        self._chosen: list[torch.Tensor] = []
+        self._is_routed: list[torch.Tensor] = []
         self._counts: dict[str, torch.Tensor] = {}
         self.biases: list[SelectionBias] = []
         if section.bias_update_rate:
@@ -80,7 +80,7 @@ class RouterTerms:
 
     def begin_step(self) -> None:
         """Begin an optimizer step."""
-        self._chosen.clear()
+        self._is_routed.clear()
         self._counts.clear()
 
     def of(self, outputs: Sequence[Any]) -> torch.Tensor:
@@ -100,19 +100,17 @@ class RouterTerms:
         if self._section.auxiliary_loss == "global_batch":
             logits = torch.cat([layer for output in outputs for layer in output.router_logits])
             top_k = int(model.config.num_experts_per_tok)
-            chosen = F.one_hot(logits.topk(top_k, -1).indices, logits.shape[-1]).sum(1).float()
-            self._chosen.append(chosen)
-            fractions = torch.cat(self._chosen).mean(0)
+            is_routed = F.one_hot(logits.topk(top_k, -1).indices, logits.shape[-1]).sum(1).float()
+            self._is_routed.append(is_routed)
+            fractions = torch.cat(self._is_routed).mean(0)
             return logits.shape[-1] * (fractions * logits.softmax(-1).mean(0)).sum()
         if len(outputs) == 1:
-            own: torch.Tensor = outputs[0].aux_loss
-            return own
+            return cast(torch.Tensor, outputs[0].aux_loss)
         layers = zip(*(output.router_logits for output in outputs), strict=True)
         formula = getattr(sys.modules[type(model).__module__], _FORMULA)
-        together: torch.Tensor = formula(
-            tuple(map(torch.cat, layers)), model.num_experts, model.num_experts_per_tok
-        )
-        return together
+        logits_by_layer = tuple(map(torch.cat, layers))
+        loss = formula(logits_by_layer, model.num_experts, model.num_experts_per_tok)
+        return cast(torch.Tensor, loss)
 
     @torch.no_grad()
     def update_biases(self) -> None:
@@ -125,7 +123,9 @@ class RouterTerms:
     def _count(self, name: str, module: Any, inputs: Any, named: Any) -> None:
         if not module.training:
             return
-        chosen = named["top_k_index"] if "top_k_index" in named else inputs[1]
-        number = int(module.num_experts)
-        counted = F.one_hot(chosen.flatten().clamp(max=number).long(), number + 1).sum(0)[:-1]
+        expert_ids = named["top_k_index"] if "top_k_index" in named else inputs[1]
+        num_experts = int(module.num_experts)
+        counted = F.one_hot(
+            expert_ids.flatten().clamp(max=num_experts).long(), num_experts + 1
+        ).sum(0)[:-1]
         self._counts[name] = self._counts.get(name, torch.zeros_like(counted)) + counted

@@ -44,10 +44,10 @@ def run_parity(
     """Compare every legal topology of `world_size` ranks; call `report` for every point, with None
     for a refused one, and `say` with the proxy's notes first.
 
-    Returns whether all passed; a crashed one has failed, and the others continue. A setting in
-    which an error would not show is a line of `say`, and then the result is False. Raises
-    ModelError if no proxy model can be built or plain transformers fails, ConfigError as `shrink`,
-    LaunchError if no process starts.
+    Returns whether all passed; a crashed topology has failed, and all other topologies continue. A
+    setting in which an error would not show is a line of `say`, and then the result is False.
+    Raises ModelError if no proxy model can be built or plain transformers fails, ConfigError as
+    `shrink`, LaunchError if no process starts.
     """
     with tempfile.TemporaryDirectory(prefix="bigtrain-parity-") as name:
         directory = Path(name)
@@ -84,8 +84,8 @@ def run_parity(
 def reference_of(point: Point, world_size: int) -> Sequence[TrainingTrace]:
     """Return plain transformers' results for `point`. Raise ModelError if it fails."""
     stage = resolve_run(point.config, world_size, point.engine, "cpu").engine.zero_stage
-    in_float32 = gradient_dtype_of(point.config, stage) == "fp32"
-    sum_dtype = torch.float32 if in_float32 else None
+    is_float32 = gradient_dtype_of(point.config, stage) == "fp32"
+    sum_dtype = torch.float32 if is_float32 else None
     return _reference(_key(point), sum_dtype, _division(point, world_size))
 
 
@@ -107,7 +107,7 @@ def reordered_of(point: Point, world_size: int) -> Sequence[TrainingTrace]:
 
 
 def _key(point: Point) -> str:
-    """Return the cache key of a reference: the same for all points of a dtype."""
+    """Return the cache key of a reference: equal for all points of a dtype."""
     parallel = RunConfig.model_fields["parallel"].default
     return point.config.model_copy(update={"parallel": parallel}).model_dump_json()
 
@@ -130,15 +130,16 @@ def train_points(
     """Train every legal point in a world of `world_size` ranks; yield the first line of the error
     for one that crashes. Later points train in a new world. Raises LaunchError with the end of the
     ranks' output if they fail before the first point."""
-    places = [directory / f"point{number}" for number in range(len(legal))]
+    directories = [directory / f"point{number}" for number in range(len(legal))]
     cases = [
         {
             "config": point.config.model_dump(mode="json"),
             "engine": point.engine,
-            "directory": str(place),
+            "directory": str(point_directory),
         }
-        for point, place in zip(legal, places, strict=True)
+        for point, point_directory in zip(legal, directories, strict=True)
     ]
+    # A world ends at its first crash; another world trains the points after it.
     crashes: dict[int, str] = {}
     begin = 0
     while begin < len(cases):
@@ -151,27 +152,28 @@ def train_points(
             )
             break
         except LaunchError as error:
-            begun = [n for n in range(begin, len(cases)) if places[n].exists()]
-            if not begun:
+            started = [n for n in range(begin, len(cases)) if directories[n].exists()]
+            if not started:
                 raise
-            crashes[begun[-1]] = _reason(places[begun[-1]], error)
-            begin = begun[-1] + 1
+            # The error of the rank that failed first; other ranks lose their connection afterwards.
+            crashed = started[-1]
+            error_files = list(directories[crashed].glob("error*"))
+            if error_files:
+                earliest = min(error_files, key=lambda path: path.stat().st_mtime_ns)
+                crashes[crashed] = earliest.read_text()
+            else:
+                crashes[crashed] = str(error).splitlines()[0].rstrip(":")
+            begin = crashed + 1
     return [
-        (point, crashes[number] if number in crashes else _figures(place))
-        for number, (point, place) in enumerate(zip(legal, places, strict=True))
+        (point, crashes[number] if number in crashes else _read_trace(directories[number]))
+        for number, point in enumerate(legal)
     ]
 
 
-def _figures(place: Path) -> TrainingTrace:
-    scalars = json.loads((place / "figures.json").read_text())
-    first, last = (read_full_masters(place / step) for step in ("first", "last"))
-    for key, average in read_full(place / "last", (MASTER, AVERAGE)).items():
+def _read_trace(directory: Path) -> TrainingTrace:
+    scalars = json.loads((directory / "figures.json").read_text())
+    first, last = (read_full_masters(directory / step) for step in ("first", "last"))
+    for key, average in read_full(directory / "last", (MASTER, AVERAGE)).items():
         if key.startswith(f"{AVERAGE}/"):
             last[average_name(key.removeprefix(f"{AVERAGE}/"))] = average
     return TrainingTrace(**scalars, first=first, last=last)
-
-
-def _reason(place: Path, error: LaunchError) -> str:
-    """Return the error of the rank that failed first; the others lose their connection to it."""
-    said = sorted(place.glob("error*"), key=lambda path: path.stat().st_mtime_ns)
-    return said[0].read_text() if said else str(error).splitlines()[0].rstrip(":")

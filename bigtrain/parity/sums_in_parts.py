@@ -50,8 +50,8 @@ class _Linear(torch.autograd.Function):
         return _product(gradient, weight, ctx.num_parts), weight_gradient, None
 
 
-def _product(left: torch.Tensor, right: torch.Tensor, num_parts: int) -> torch.Tensor:
-    pairs = zip(left.tensor_split(num_parts, -1), right.tensor_split(num_parts, 0), strict=True)
+def _product(a: torch.Tensor, b: torch.Tensor, num_parts: int) -> torch.Tensor:
+    pairs = zip(a.tensor_split(num_parts, -1), b.tensor_split(num_parts, 0), strict=True)
     total, *products = (columns @ rows for columns, rows in pairs)
     for product in products:
         total = total + product

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import product
+from typing import Any
 
 from bigtrain.errors import ConfigError, ModelError
 from bigtrain.models.configuration import load_hf_config
@@ -36,7 +37,7 @@ class Point:
 def points(proxy: Proxy, world_size: int) -> list[Point]:
     """Return every topology of `world_size` ranks for `proxy`, legal or not; in float32.
 
-    If the run has another dtype, the first legal point of its own engine is added in that dtype:
+    If the run has another dtype, the first legal point of the run's engine is added in that dtype:
     one is enough, since errors are visible in float32, where rounding does not hide them. It has no
     tensor parallelism: partial sums in 16 bit are a different computation.
     """
@@ -44,47 +45,48 @@ def points(proxy: Proxy, world_size: int) -> list[Point]:
     refused_by_model = cache(partial(_model_refusal, config))  # a second or so each
     is_other_loss = cache(partial(_is_other_auxiliary_loss, config))
     has_experts = inspect_configuration(config.model)[0].num_experts is not None
+    # Every division of the ranks, with every engine that fits it.
     for parallel in _degrees(world_size, has_experts=has_experts):
         for engine in proxy.engines:
             unfit = (engine.config == "pipeline_zero1") != (parallel.pipeline > 1)
             if unfit and engine.config in SHIPPED and engine.config != "zero0":
                 continue
-            at = config.model_copy(update={"parallel": parallel})
-            by_rule = _rule_refusal(at, engine.config, world_size)
-            refusal = by_rule or refused_by_model(parallel)
-            is_wrong = by_rule is None and refusal is not None and is_other_loss(parallel)
-            name = _name(at, engine, world_size)
-            points_found.append(Point(name, engine.config, at, refusal, is_wrong))
+            point_config = config.model_copy(update={"parallel": parallel})
+            rule_refusal = _rule_refusal(point_config, engine.config, world_size)
+            refusal = rule_refusal or refused_by_model(parallel)
+            is_wrong = rule_refusal is None and refusal is not None and is_other_loss(parallel)
+            name = _name(point_config, engine, world_size)
+            points_found.append(Point(name, engine.config, point_config, refusal, is_wrong))
+    # A point in the run's precision.
     if proxy.precision is not None:
-        own = [engine.config for engine in proxy.engines if engine.is_own]
-        legal = [p for p in points_found if p.refusal is None and p.engine in own]
+        run_engines = [engine.config for engine in proxy.engines if engine.is_own]
+        legal = [p for p in points_found if p.refusal is None and p.engine in run_engines]
         for point in [p for p in legal if p.config.parallel.tensor == 1][:1]:
             # Router losses depend on the division of a step, by which runs in 16 bit differ.
             model = point.config.model.model_copy(update={"overrides": _WITHOUT_ROUTER_LOSSES})
-            off = {"moe": MoeSection(), "model": model} if _has_router_losses(config) else {}
-            at = point.config.model_copy(update={"precision": proxy.precision, **off})
-            refusal = _rule_refusal(at, point.engine, world_size)
+            off: dict[str, Any] = {}
+            if config.moe.z_loss_coefficient or has_auxiliary_loss(load_hf_config(config.model)):
+                off = {"moe": MoeSection(), "model": model}
+            point_config = point.config.model_copy(update={"precision": proxy.precision, **off})
+            refusal = _rule_refusal(point_config, point.engine, world_size)
             name = f"{point.name}, {proxy.precision.dtype}"
-            points_found.append(Point(name, point.engine, at, refusal))
+            points_found.append(Point(name, point.engine, point_config, refusal))
     return points_found
 
 
 _WITHOUT_ROUTER_LOSSES = {"output_router_logits": False}
 
 
-def _has_router_losses(config: RunConfig) -> bool:
-    is_on = has_auxiliary_loss(load_hf_config(config.model))
-    return is_on or bool(config.moe.z_loss_coefficient)
-
-
 def _is_other_auxiliary_loss(config: RunConfig, parallel: ParallelSection) -> bool:
     """Return whether the model's own code runs under `parallel` without its auxiliary loss only."""
     if not has_auxiliary_loss(load_hf_config(config.model)):
         return False
-    alone = config.model_copy(update={"moe": MoeSection()})
+    plain = config.model_copy(update={"moe": MoeSection()})
     model = config.model.model_copy(update={"overrides": _WITHOUT_ROUTER_LOSSES})
-    without = alone.model_copy(update={"model": model})
-    return _model_refusal(alone, parallel) is not None and _model_refusal(without, parallel) is None
+    lossless = plain.model_copy(update={"model": model})
+    if _model_refusal(plain, parallel) is None:
+        return False
+    return _model_refusal(lossless, parallel) is None
 
 
 def _degrees(world_size: int, *, has_experts: bool) -> Iterator[ParallelSection]:
@@ -102,8 +104,8 @@ def _name(config: RunConfig, engine: EngineChoice, world_size: int) -> str:
     degrees = Degrees.of_world(world_size, config.parallel.degrees)
     sizes = {name.removesuffix("_size"): getattr(degrees, name) for name in MODEL_DEGREES}
     if degrees.ring_size > 1:
-        kinds = {"sequence": "ulysses"}
-        sizes = {kinds.get(name, name): size for name, size in sizes.items()}
+        renamed = {"sequence": "ulysses"}
+        sizes = {renamed.get(name, name): size for name, size in sizes.items()}
         sizes["ulysses"] = degrees.ulysses_size
     words = [f"{name} {size}" for name, size in sizes.items() if size > 1]
     return ", ".join([engine.label, f"data {degrees.data_size}", *words])
@@ -123,6 +125,6 @@ def _model_refusal(config: RunConfig, parallel: ParallelSection) -> str | None:
         problems = check_tensor_size(hf_config, parallel.tensor)
     except ModelError as error:
         return str(error)
-    at = config.model_copy(update={"parallel": parallel})
-    problems = problems or try_model(at, hf_config)[0]
+    point_config = config.model_copy(update={"parallel": parallel})
+    problems = problems or try_model(point_config, hf_config)[0]
     return "; ".join(problem.rule for problem in problems) or None

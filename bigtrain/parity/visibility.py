@@ -21,7 +21,7 @@ _MARGIN = 1e-3
 
 
 def with_crossed_clipping(config: RunConfig) -> RunConfig:
-    """Return `config` with a clipping norm between the norms of its steps, if it clips."""
+    """Return `config` with a clipping norm between the norms of the steps, if it clips."""
     if not config.optimizer.clip_norm:
         return config
     (trace,) = train_reference(_with(config, "optimizer", clip_norm=0.0))
@@ -60,7 +60,7 @@ def _changed_settings(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
 
 
 def _changed_values(section: Section) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the key of each number in `section`, and the field of the section with that number
+    """Yield the keys of the numbers in `section`, and the field of the section with that number
     changed."""
     for key, value in section:
         if isinstance(value, float) and value:

@@ -1,4 +1,4 @@
-"""Rank of the world that `bigtrain.parity.run` starts: trains one case after the other."""
+"""Rank of the world that `bigtrain.parity.run` starts: trains the cases in order."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def train_case(case: dict[str, Any], world: World, device: torch.device) -> None
     config = RunConfig.model_validate(case["config"])
     run = resolve_run(config, world.size, case["engine"], "cpu")
     mesh = open_mesh(run.topology, world.rank)
-    place = mesh.coordinates
+    coordinates = mesh.coordinates
     hf_config = load_hf_config(config.model)
     engine = build_engine(config, run.engine, run.plan, hf_config, device, mesh)
     assert config.model.path is not None
@@ -52,12 +52,12 @@ def train_case(case: dict[str, Any], world: World, device: torch.device) -> None
         )
         read_weights(frozen, find_weights(section.path, hf_teacher))
         engine.teach = LiveTeacher(frozen, config.objective.teacher_top_k, {})
-    first = micro_batches(config, run.plan, 0, place.data_rank)
+    first = micro_batches(config, run.plan, 0, coordinates.data_rank)
     outputs = layer_outputs(engine.module, lambda: engine.evaluate(first))
-    layers = _sum_over_ranks(outputs if place.tensor_rank == 0 else {})
+    layers = _sum_over_ranks(outputs if coordinates.tensor_rank == 0 else {})
     losses, norms = [], []
     for step in range(config.train.total_steps):
-        batches = micro_batches(config, run.plan, step, place.data_rank)
+        batches = micro_batches(config, run.plan, step, coordinates.data_rank)
         result = engine.train_step(batches, RATES[step])
         losses.append(engine.step_loss(result))
         norms.append(engine.gradient_norm())
@@ -92,14 +92,11 @@ def main() -> None:
                 with destroyed_groups():
                     train_case(case, world, joined.device)
             except Exception as error:
-                _write_reason(error, Path(case["directory"]) / f"error{world.rank}")
+                file = Path(case["directory"]) / f"error{world.rank}"
+                line = next(iter(str(error).strip().splitlines()), "")
+                file.write_text(f"{type(error).__name__}: {line}"[:300])
                 traceback.print_exc()
-                exit_process(1)  # otherwise the others would wait for this process to unload
-
-
-def _write_reason(error: Exception, file: Path) -> None:
-    line = next(iter(str(error).strip().splitlines()), "")
-    file.write_text(f"{type(error).__name__}: {line}"[:300])
+                exit_process(1)  # otherwise other ranks would wait for this process to unload
 
 
 if __name__ == "__main__":

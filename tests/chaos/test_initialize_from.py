@@ -82,7 +82,7 @@ def test_weights_are_taken_and_nothing_else(
     state = checkpoints.read_state(directory)
     assert (state["step"], state["samples"], state["engine"]["optimizer_steps"]) == (1, 4, 1)
     # The first moment after one step from nothing: 1 - beta1 times a gradient clipped to norm 1.
-    first = read_full(directory / "tensors", kinds=("exp_avg",)).values()
+    first = read_full(directory / "tensors", prefixes=("exp_avg",)).values()
     norm = float(sum(t.double().square().sum() for t in first)) ** 0.5
     assert 0 < norm <= 0.1 + 1e-6
 

@@ -599,7 +599,7 @@ def test_a_step_reads_nothing_from_the_device(matrix: Matrix, point: Point) -> N
     assert waits or (point.zero == 0 and point.dtype == "float32")
     if point.zero == 0 and point.dtype == "bfloat16":
         assert waits == 4  # the norms of two groups of parameters, twice each: not every gradient
-    assert step.get("c10d::allreduce_ in _figures", 0) == (point.world_size > 1)
+    assert step.get("c10d::allreduce_ in _measure", 0) == (point.world_size > 1)
     # Labels, which are on the host: how many targets there are, and whether all are.
     assert reads.pop(f"{READ}count") == point.accumulation
     assert set(reads) <= {f"{READ}_targets"}

@@ -155,7 +155,7 @@ def test_another_model_is_found_out(
     assert isinstance(trace, TrainingTrace)
     verdict = compare([reference], trace)
     assert not verdict.passed
-    assert "layers.0, in the forward pass" in verdict.where
+    assert "layers.0, in the forward pass" in verdict.first_difference
 
 
 def test_where_a_difference_arises(reference: TrainingTrace) -> None:
@@ -166,11 +166,14 @@ def test_where_a_difference_arises(reference: TrainingTrace) -> None:
     last = {**reference.last, name: reference.last[name] + 1e-3}
     verdict = compare([reference], replace(reference, first=moved, last=last))
     assert not verdict.passed
-    assert verdict.where == f"the gradient of {name}, in the backward pass of the first step"
+    assert (
+        verdict.first_difference
+        == f"the gradient of {name}, in the backward pass of the first step"
+    )
 
     losses = [reference.losses[0] + 1e-3, *reference.losses[1:]]
     verdict = compare([reference], replace(reference, losses=losses))
-    assert verdict.where == "after the last layer: norm, head or loss"
+    assert verdict.first_difference == "after the last layer: norm, head or loss"
 
     norms = [*reference.norms[:-1], float("nan")]
     assert not compare([reference], replace(reference, norms=norms)).passed

@@ -130,7 +130,7 @@ def train_all(
         }
         results_by_case |= train(size, asked, root / str(size))
     for case in cases:
-        masters = read_full(root / case.name / "tensors", kinds=("master",))
+        masters = read_full(root / case.name / "tensors", prefixes=("master",))
         results_by_case[case.name]["weights"] = {k.split("/", 1)[1]: v for k, v in masters.items()}
     return results_by_case
 

@@ -1,9 +1,9 @@
 """Parts of full parameters and optimizer states that a rank owns, as views of DeepSpeed's storage.
 
-A parameter is sharded twice: tensor parallelism leaves this rank a shard of it
+A parameter is sharded twice: tensor parallelism leaves this rank a shard
 (`bigtrain.models.parallel.sharding`), ZeRO a flat range of that shard. Frozen parameters that a
 base's file stores in another dtype than the run's are kept in host memory
-(`ExactParameters.frozen`) by one of the ranks that have the same range.
+(`ExactParameters.frozen`) by one of the ranks with an equal range.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import nn
 
 from bigtrain.engine.deepspeed_patches.optimizers import inner_optimizer, masters_of_group
 from bigtrain.engine.optimizers.exact_parameters import ExactParameters
-from bigtrain.engine.optimizers.masters import MasterPart, cut_parts, master_parts
+from bigtrain.engine.optimizers.masters import cut_parts, master_parts
 from bigtrain.engine.optimizers.update_rule import ALLOCATES, RuleOptimizer
 from bigtrain.engine.startup.mesh import Mesh
 from bigtrain.models.layers.parameters import parameter_of
@@ -31,9 +31,9 @@ MASTER = "master"
 
 @dataclass(frozen=True)
 class Fragment:
-    """Flat range of one rank's shard of the parameter `name`, from element `start` on, and its
-    storage. tensors: 1-D views by kind (`MASTER`, then each optimizer state by its own name).
-    capacity, is_replicated: as of `MasterRange`."""
+    """Flat range of this rank's shard of the parameter `name`, from element `start` on, with
+    storage. tensors: 1-D views by state name (`MASTER`, then optimizer states). capacity,
+    is_replicated: see `MasterRange`."""
 
     name: str
     shard: Shard
@@ -42,29 +42,29 @@ class Fragment:
     capacity: int | None = None
     is_replicated: bool = False
 
-    def parts(self, kind: str) -> Iterator[tuple[Box, torch.Tensor]]:
+    def parts(self, state_name: str) -> Iterator[tuple[Box, torch.Tensor]]:
         """Yield (rectangle of the full parameter, view) of everything that the fragment covers."""
-        yield from cut_parts(self.shard, self.start, self.tensors[kind])
+        yield from cut_parts(self.shard, self.start, self.tensors[state_name])
 
 
 def owned_fragments(engine: Any, model: nn.Module) -> list[Fragment]:
     """Return all fragments that this rank has of `model`, which `engine` trains, with optimizer
-    states once they exist (`ensure_optimizer_states`). Not collective. Of the ranks with the same
-    one, `shard.primary` is true on the one that writes it."""
-    optimizer = inner_optimizer(engine)
-    states = optimizer.state
-    return [
-        Fragment(
-            part.name,
-            part.shard,
-            part.start,
-            _ranges(part, states.get(part.master, {})),
-            part.capacity,
-            part.is_replicated,
+    states once they exist (`ensure_optimizer_states`). Not collective. If several ranks hold a
+    fragment, `shard.primary` is true on the rank that writes it."""
+    optimizer_states = inner_optimizer(engine).state
+    fragments = []
+    for part in master_parts(engine, model):
+        if not part.count:
+            continue
+        # The master, and every optimizer state that is shaped like the master.
+        tensors = {MASTER: part.of(part.master.data)}
+        for state_name, value in optimizer_states.get(part.master, {}).items():
+            if torch.is_tensor(value) and value.shape == part.master.shape and value.ndim:
+                tensors[state_name] = part.of(value)
+        fragments.append(
+            Fragment(part.name, part.shard, part.start, tensors, part.capacity, part.is_replicated)
         )
-        for part in master_parts(engine, model)
-        if part.count
-    ]
+    return fragments
 
 
 def small_state_fragments(engine: Any, model: nn.Module, tensor_rank: int) -> list[Fragment]:
@@ -74,12 +74,12 @@ def small_state_fragments(engine: Any, model: nn.Module, tensor_rank: int) -> li
     if not isinstance(optimizer, RuleOptimizer):
         return []
     fragments = []
-    for name, kinds in optimizer.small_states():
+    for name, states in optimizer.small_states():
         shard = shard_of(parameter_of(model, name))
         primary = tensor_rank == 0 and (shard is None or shard.primary)
-        for kind, tensor in kinds.items():
+        for state_name, tensor in states.items():
             full = Shard(tuple(tensor.shape), primary=primary)
-            flat = {kind: tensor.view(-1)}
+            flat = {state_name: tensor.view(-1)}
             fragments.append(Fragment(name, full, 0, flat, is_replicated=True))
     return fragments
 
@@ -88,10 +88,11 @@ def small_state_fragments(engine: Any, model: nn.Module, tensor_rank: int) -> li
 def ensure_optimizer_states(engine: Any) -> None:
     """Make a fresh optimizer allocate its states, without changing masters. It makes one update
     with zero gradients and zero learning rate, since optimizers allocate their states on the first
-    update. That one is not counted."""
+    update. That update is not counted."""
     optimizer = inner_optimizer(engine)
     if optimizer.state:
         return
+    # Replace the parameters of a group by masters with zero gradients for one update.
     masters = [
         masters_of_group(engine.optimizer, index, group)
         for index, group in enumerate(optimizer.param_groups)
@@ -132,16 +133,6 @@ def set_optimizer_step_count(engine: Any, count: int) -> None:
             state["step"] = count
 
 
-def _ranges(part: MasterPart, state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the part of a master and of every optimizer state that is shaped like it, by kind."""
-    alike = {
-        kind: value
-        for kind, value in state.items()
-        if torch.is_tensor(value) and value.shape == part.master.shape and value.ndim
-    }
-    return {kind: part.of(value) for kind, value in {MASTER: part.master.data, **alike}.items()}
-
-
 def to_fill(
     exact: ExactParameters,
     fragment: Fragment,
@@ -150,9 +141,9 @@ def to_fill(
     *,
     is_saved: bool = True,
 ) -> Fragment:
-    """Return `fragment`, of a frozen parameter, for reading a file that stores it in `dtype`: with
-    its own tensor if that has the dtype, else with one that `exact` keeps if modules read it or
-    checkpoints contain it (`is_saved`)."""
+    """Return `fragment`, of a frozen parameter, for reading a file that stores it in `dtype`:
+    unchanged if its tensor has the dtype, else with a tensor that `exact` keeps if modules read it
+    or checkpoints contain it (`is_saved`)."""
     master = fragment.tensors[MASTER]
     exact.frozen.pop(fragment.name, None)
     is_read = fragment.name in exact.values
@@ -166,14 +157,14 @@ def to_fill(
 
 def as_saved(exact: ExactParameters, fragments: Iterable[Fragment], mesh: Mesh) -> list[Fragment]:
     """Return `fragments` as a checkpoint stores them: frozen parameters from `exact`, by one of the
-    ranks that have the same range."""
+    ranks with an equal range."""
     saved = []
     for fragment in fragments:
         name = fragment.name
         if name in exact.owned and MASTER in fragment.tensors:
             flat, number = exact.values[name].view(-1), fragment.tensors[MASTER].numel()
-            own = flat.narrow(0, fragment.start, number)
-            saved.append(replace(fragment, tensors={MASTER: own}))
+            exact_value = flat.narrow(0, fragment.start, number)
+            saved.append(replace(fragment, tensors={MASTER: exact_value}))
         elif name not in exact.frozen:
             saved.append(fragment)
         elif not fragment.is_replicated or _keeps(fragment, mesh):
@@ -184,6 +175,6 @@ def as_saved(exact: ExactParameters, fragments: Iterable[Fragment], mesh: Mesh) 
 
 
 def _keeps(fragment: Fragment, mesh: Mesh) -> bool:
-    """Return whether this rank, of those that have the same range, is the one that keeps it."""
+    """Return whether this rank, among ranks with an equal range, keeps the fragment."""
     group = mesh.expert_replicas if fragment.shard.over == "expert" else mesh.replicas
     return crc32(fragment.name.encode()) % dist.get_world_size(group) == dist.get_rank(group)

@@ -1,7 +1,7 @@
 """Writing and reading of fragments in the tensor files of a checkpoint.
 
-Each rank writes its share to its own file and reads what it owns from the files of all ranks; every
-element is written once. The shares are a function of the topology, so that computing them needs no
+Each rank writes its share to one file and reads what it owns from every rank's file; every element
+is written once. The shares are a function of the topology, so that computing them needs no
 communication. Keys are ``KIND/PARAMETER`` (`master/...`, `exp_avg/...`) and ``buffer/NAME``.
 """
 
@@ -66,9 +66,9 @@ class _Chunk:
 def _chunks(fragments: Iterable[Fragment], buffers: Mapping[str, torch.Tensor]) -> list[_Chunk]:
     chunks = []
     for fragment in fragments:
-        for kind in fragment.tensors:
-            key, shape = f"{kind}/{fragment.name}", fragment.shard.shape
-            chunks += [_Chunk(key, shape, box, view) for box, view in fragment.parts(kind)]
+        for state_name in fragment.tensors:
+            key, shape = f"{state_name}/{fragment.name}", fragment.shard.shape
+            chunks += [_Chunk(key, shape, box, view) for box, view in fragment.parts(state_name)]
     for name, buffer in buffers.items():
         view = buffer if buffer.ndim else buffer.view(1)
         full = Box.full(view.shape)
@@ -96,15 +96,15 @@ class Staging:
             self._division = divide(fragments, buffers, mesh)
         return self._division
 
-    def take(self, own: list[_Chunk]) -> tuple[list[_Chunk], memoryview | None]:
+    def take(self, chunks: list[_Chunk]) -> tuple[list[_Chunk], memoryview | None]:
         """Return copies of the chunks that this rank writes, valid until the next call, and the
         bytes of the file; None if nothing was copied."""
         if not self._copies:
-            return own, None
-        by_name = {chunk.part().name: chunk for chunk in own}
-        ordered = [by_name[part.name] for part in in_file_order(c.part() for c in own)]
-        num_bytes = sum(chunk.view.numel() * chunk.view.itemsize for chunk in own)
-        on_gpu = any(chunk.view.is_cuda for chunk in own)
+            return chunks, None
+        by_name = {chunk.part().name: chunk for chunk in chunks}
+        ordered = [by_name[part.name] for part in in_file_order(c.part() for c in chunks)]
+        num_bytes = sum(chunk.view.numel() * chunk.view.itemsize for chunk in chunks)
+        on_gpu = any(chunk.view.is_cuda for chunk in chunks)
         content = self._memory(num_bytes, on_gpu)
         copies, begin = [], 0
         for chunk in ordered:
@@ -134,7 +134,7 @@ def pinned_bytes(num_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Written:
-    """Files written by all ranks, on the main rank; empty on the others. files: bytes and checksum
+    """Files written by all ranks, on the main rank; empty on other ranks. files: bytes and checksum
     of the header by name."""
 
     files: Mapping[str, tuple[int, str]]
@@ -154,8 +154,8 @@ class TensorSnapshot:
         """Hold the live tensors, or the copies that `staging` makes. Collective."""
         staging = staging or Staging(copies=False)
         division = staging.division(fragments, buffers, mesh)
-        own = [chunk for chunk in _chunks(fragments, buffers) if chunk.key in division.keys]
-        self._chunks, self._content = staging.take(own)
+        chunks = [chunk for chunk in _chunks(fragments, buffers) if chunk.key in division.keys]
+        self._chunks, self._content = staging.take(chunks)
         self._rows = division.rows
 
     @property
@@ -175,9 +175,9 @@ class TensorSnapshot:
         group: dist.ProcessGroup | None = None,
         identity: SaveIdentity | None = None,
     ) -> Written:
-        """Write and fsync the file of every rank. Collective over `group`, a CPU group of all
-        ranks, and in a thread of its own if that group is used by nothing else meanwhile. Raises
-        CheckpointError on all ranks where one of them cannot write."""
+        """Write and fsync the file of every rank. Collective over `group`, a CPU group of the
+        world; may run in a thread if nothing else uses `group` meanwhile. Raises CheckpointError on
+        all ranks if a rank cannot write."""
         rank, entry = dist.get_rank(), (0, "")
 
         def write() -> None:
@@ -188,9 +188,9 @@ class TensorSnapshot:
             entry = write_parts(path, identity or SaveIdentity(), rank, parts, self._content)
 
         _on_all_ranks(write, group)
-        everyone = gather_on_main((entry, self._rows), group)
-        files = {file_name(number): there for number, (there, _) in enumerate(everyone)}
-        return Written(files, merge(row for _, rows in everyone for row in rows))
+        entries = gather_on_main((entry, self._rows), group)
+        files = {file_name(number): file_entry for number, (file_entry, _) in enumerate(entries)}
+        return Written(files, merge(row for _, rows in entries for row in rows))
 
 
 def read_tensors(
@@ -213,20 +213,20 @@ def read_tensors(
 
 
 def _wanted(chunks: Iterable[_Chunk]) -> dict[str, Wanted]:
-    wanted: dict[str, Wanted] = {}
+    requests: dict[str, Wanted] = {}
     for chunk in chunks:
-        tensor = wanted.setdefault(chunk.key, Wanted(chunk.shape, []))
+        tensor = requests.setdefault(chunk.key, Wanted(chunk.shape, []))
         tensor.boxes.append(chunk.box)
-    return wanted
+    return requests
 
 
 def writers(
     fragments: Iterable[Fragment], buffers: Mapping[str, torch.Tensor], layout: CheckpointLayout
 ) -> set[int]:
     """Return the ranks that wrote what `read_tensors` reads here, and perhaps more."""
-    wanted = _wanted(_chunks(fragments, buffers))
+    requests = _wanted(_chunks(fragments, buffers))
     return {
-        rank for key, tensor in wanted.items() for box in tensor.boxes
+        rank for key, tensor in requests.items() for box in tensor.boxes
         for rank in layout.writers(key, box)
     }  # fmt: skip
 
@@ -234,8 +234,8 @@ def writers(
 def stored_dtypes(
     directory: Path, fragments: Iterable[Fragment], listing: Listing | None = None
 ) -> dict[str, torch.dtype]:
-    """Return the dtype of the master of each of `fragments` in a checkpoint, by name; reads
-    headers. Collective. Raises as `read_tensors`."""
+    """Return the dtypes of the masters of `fragments` in a checkpoint, by name; reads headers.
+    Collective. Raises as `read_tensors`."""
     dtypes: dict[str, torch.dtype] = {}
 
     def read() -> None:
@@ -250,9 +250,9 @@ def stored_dtypes(
 
 
 def _on_all_ranks(action: Callable[[], None], group: dist.ProcessGroup | None) -> None:
-    """Run `action` on every rank. Collective over `group`. Raises on all of them if one has failed:
-    CorruptCheckpointError if that is all that is wrong, or else CheckpointError, since another
-    model's checkpoint is not corrupt."""
+    """Run `action` on every rank. Collective over `group`. Raises on every rank if a rank has
+    failed: CorruptCheckpointError if every failure is corruption, or else CheckpointError, since
+    another model's checkpoint is not corrupt."""
 
     def attempt() -> None:
         try:
@@ -262,13 +262,12 @@ def _on_all_ranks(action: Callable[[], None], group: dist.ProcessGroup | None) -
         except Exception as error:
             raise CheckpointError(str(error) or type(error).__name__) from error
 
-    on_all_ranks(attempt, group, _joined)
+    def joined(errors: Sequence[BaseException]) -> BaseException:
+        is_corrupt = all(isinstance(error, CorruptCheckpointError) for error in errors)
+        error_type = CorruptCheckpointError if is_corrupt else CheckpointError
+        return error_type("; ".join(sorted({str(error) for error in errors})))
 
-
-def _joined(errors: Sequence[BaseException]) -> BaseException:
-    is_corrupt = all(isinstance(error, CorruptCheckpointError) for error in errors)
-    kind = CorruptCheckpointError if is_corrupt else CheckpointError
-    return kind("; ".join(sorted({str(error) for error in errors})))
+    on_all_ranks(attempt, group, joined)
 
 
 def read_full_masters(directory: Path) -> dict[str, torch.Tensor]:
@@ -276,10 +275,11 @@ def read_full_masters(directory: Path) -> dict[str, torch.Tensor]:
     return {name: tensor.read() for name, tensor in open_weights(directory).items()}
 
 
-def read_full(directory: Path, kinds: Collection[str] | None = None) -> dict[str, torch.Tensor]:
-    """Full CPU tensors by key, of some or all kinds, in one process, without a process group. Takes
-    as much memory as they do. Raises CorruptCheckpointError."""
-    return {key: tensor.read() for key, tensor in open_tensors(directory, kinds=kinds).items()}
+def read_full(directory: Path, prefixes: Collection[str] | None = None) -> dict[str, torch.Tensor]:
+    """Return full CPU tensors by key, with some or all prefixes, in one process, without a process
+    group. Takes as much memory as they do. Raises CorruptCheckpointError."""
+    tensors = open_tensors(directory, prefixes=prefixes)
+    return {key: tensor.read() for key, tensor in tensors.items()}
 
 
 @dataclass(frozen=True)
@@ -295,54 +295,55 @@ def divide(
 ) -> WriterShare:
     """Return this rank's share of fragments and buffers. Collective over `mesh.pipeline`.
 
-    A tensor that all replicas hold (of experts: all ranks with the same ones) is assigned to the
-    one with the least to write so far. Of tensor-parallel ranks or stages with the same one,
+    A tensor that all replicas hold (of experts: all ranks with equal experts) is assigned to the
+    rank with the least to write so far. If tensor-parallel ranks or stages hold equal tensors,
     `primary` writes.
     """
     groups = {"tensor": mesh.replicas, "expert": mesh.expert_replicas}
-    # Once, not for each parameter: rows of one group share the same list of ranks.
+    # Computed once, not per parameter: the rows of a group share a list of ranks.
     members = {over: tuple(dist.get_process_group_ranks(group)) for over, group in groups.items()}
     rows: list[LayoutRow] = []
     keys: set[str] = set()
-    alike: dict[str, list[tuple[str, ShardRanges, torch.Tensor]]] = {over: [] for over in groups}
+    # Tensors that all ranks of a group hold, by the name of the group.
+    replicated: dict[str, list[tuple[str, ShardRanges, torch.Tensor]]] = {
+        over: [] for over in groups
+    }
     for fragment in fragments:
         if not fragment.shard.primary:
             continue
         shard, capacity = fragment.shard, fragment.capacity
         replicas = members[shard.over]
-        place = replicas.index(mesh.rank)
+        replica_index = replicas.index(mesh.rank)
         ranges = ShardRanges(shard.shape, shard.dim, shard.ranges, shard.local_size)
-        for kind, tensor in fragment.tensors.items():
-            key = f"{kind}/{fragment.name}"
+        for state_name, tensor in fragment.tensors.items():
+            key = f"{state_name}/{fragment.name}"
             if fragment.is_replicated:
-                alike[shard.over].append((key, ranges, tensor))
+                replicated[shard.over].append((key, ranges, tensor))
                 continue
             keys.add(key)
-            if capacity is None or fragment.start != capacity * place:
+            if capacity is None or fragment.start != capacity * replica_index:
                 rows.append(LayoutRow(key, ranges, (mesh.rank,), fragment.start, tensor.numel()))
-            elif place == 0:  # for all of them
+            elif replica_index == 0:  # one row for all replicas
                 rows.append(LayoutRow(key, ranges, replicas, 0, capacity))
     if mesh.coordinates.tensor_rank == 0:
-        held_before = _buffers_of_earlier_stages(buffers, mesh)
-        alike["tensor"] += [
+        # The first of several stages with a buffer writes it.
+        written_before: set[str] = set()
+        if mesh.topology.pipeline_size > 1:
+            stages: list[Any] = [None] * mesh.topology.pipeline_size
+            dist.all_gather_object(stages, list(buffers), group=mesh.pipeline)
+            written_before = set().union(*stages[: mesh.coordinates.pipeline_rank])
+        replicated["tensor"] += [
             (f"{BUFFER}/{name}", ShardRanges(tuple(buffer.shape) or (1,)), buffer)
             for name, buffer in buffers.items()
-            if name not in held_before
+            if name not in written_before
         ]
+    # Assign each replicated tensor to the rank with the least bytes so far.
     for over, group in groups.items():
         loads = [(0, number) for number in range(dist.get_world_size(group))]
-        for key, ranges, tensor in alike[over]:
+        for key, ranges, tensor in replicated[over]:
             num_bytes, writer = loads[0]
             heapq.heapreplace(loads, (num_bytes + tensor.numel() * tensor.itemsize, writer))
             if writer == dist.get_rank(group) and tensor.numel():
                 keys.add(key)
                 rows.append(LayoutRow(key, ranges, (mesh.rank,), 0, tensor.numel()))
     return WriterShare(frozenset(keys), tuple(rows))
-
-
-def _buffers_of_earlier_stages(buffers: Mapping[str, torch.Tensor], mesh: Mesh) -> set[str]:
-    if mesh.topology.pipeline_size == 1:
-        return set()
-    stages: list[Any] = [None] * mesh.topology.pipeline_size
-    dist.all_gather_object(stages, list(buffers), group=mesh.pipeline)
-    return {name for names in stages[: mesh.coordinates.pipeline_rank] for name in names}

@@ -1,7 +1,7 @@
 """Writers of the parts of a checkpoint's tensors, in a few numbers per parameter, so that a reader
 opens only the files it needs.
 
-One row per parameter and tensor-parallel rank describes the equal ranges of all replicas. The
+One row per parameter and tensor-parallel rank describes the equal ranges of every replica. The
 layout is a hint: the files' headers verify what is read. Imports no torch.
 """
 
@@ -19,8 +19,8 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class LayoutRow:
-    """Writers of a shard of the tensor `key`, or of a flat range of one. `ranks` hold equal ranges
-    of `count` elements, one after the other from element `start` on, the last of them short."""
+    """Writers of a shard of the tensor `key`, or of a flat range of a shard. `ranks` hold adjacent
+    equal ranges of `count` elements, from element `start` on, the last range short."""
 
     key: str
     shard: ShardRanges
@@ -41,7 +41,7 @@ class LayoutRow:
 
 @dataclass(frozen=True)
 class CheckpointLayout:
-    """Rows of a checkpoint by the key of their tensors."""
+    """Rows of a checkpoint by tensor key."""
 
     rows: dict[str, list[LayoutRow]] = field(default_factory=dict)
 
@@ -70,7 +70,7 @@ class CheckpointLayout:
 
 
 def merge(rows: Iterable[LayoutRow]) -> CheckpointLayout:
-    """Return the layout of all ranks' rows together."""
+    """Return the layout that contains all ranks' rows."""
     rows_by_key: dict[str, list[LayoutRow]] = {}
     for row in rows:
         rows_by_key.setdefault(row.key, []).append(row)

@@ -51,26 +51,26 @@ DTYPES = {
 def open_tensors(
     directory: Path,
     listing: Listing | None = None,
-    kinds: Collection[str] | None = None,
+    prefixes: Collection[str] | None = None,
 ) -> dict[str, LazyTensor]:
-    """Lazy tensors by key, of some or all kinds; only headers are read. Not collective. `listing`:
-    as for `find_parts`. Opening and reading raise CorruptCheckpointError."""
-    return _opened(find_parts(directory, listing, kinds))
+    """Lazy tensors by key, with some or all prefixes; only headers are read. Not collective.
+    `listing`: as for `find_parts`. Opening and reading raise CorruptCheckpointError."""
+    return _opened(find_parts(directory, listing, prefixes))
 
 
 def open_boxes(
     directory: Path,
-    wanted: Mapping[str, Wanted],
+    requests: Mapping[str, Wanted],
     listing: Listing | None = None,
 ) -> dict[str, LazyTensor]:
-    """Lazy tensors by key, of which only the rectangles `wanted` can be read. Not collective. Opens
-    the files that the layout of `listing` names; all files without a layout, or if those do not
-    hold what they should. Raises as `find_boxes`."""
+    """Lazy tensors by key, of which only the rectangles `requests` can be read. Not collective.
+    Opens the files that the layout of `listing` names; all files without a layout, or if the named
+    files do not hold what they should. Raises as `find_boxes`."""
     layout = None if listing is None else listing.layout
     if layout is None:
-        return _opened(find_boxes(directory, wanted, listing))
+        return _opened(find_boxes(directory, requests, listing))
     ranks: set[int] = set()
-    for key, tensor in wanted.items():
+    for key, tensor in requests.items():
         rows = layout.rows.get(key)
         if rows is None:
             raise CheckpointError(no_tensor(directory, key))
@@ -78,9 +78,9 @@ def open_boxes(
         for box in tensor.boxes:
             ranks |= layout.writers(key, box)
     try:
-        return _opened(find_boxes(directory, wanted, listing, ranks))
+        return _opened(find_boxes(directory, requests, listing, ranks))
     except MissingPartsError:
-        return _opened(find_boxes(directory, wanted, listing))
+        return _opened(find_boxes(directory, requests, listing))
 
 
 def _opened(parts_by_key: Mapping[str, Sequence[Part]]) -> dict[str, LazyTensor]:
@@ -93,14 +93,18 @@ def _opened(parts_by_key: Mapping[str, Sequence[Part]]) -> dict[str, LazyTensor]
 def open_weights(
     directory: Path, listing: Listing | None = None, *, average: bool = False
 ) -> dict[str, LazyTensor]:
-    """Open masters and buffers by Hugging Face name, like `open_tensors`; with `average`, instead
-    of each master that has an average that one."""
-    kinds = (BUFFER, MASTER, AVERAGE)[: 3 if average else 2]
-    by_kind: dict[str, dict[str, LazyTensor]] = {kind: {} for kind in kinds}
-    for key, tensor in open_tensors(directory, listing, kinds).items():
-        kind, _, name = key.partition("/")
-        by_kind[kind][name] = tensor
-    return {name: tensor for tensors in by_kind.values() for name, tensor in tensors.items()}
+    """Open masters and buffers by Hugging Face name, like `open_tensors`; with `average`, with the
+    average instead of a master that has one."""
+    prefixes = (BUFFER, MASTER, AVERAGE)[: 3 if average else 2]
+    tensors_by_prefix: dict[str, dict[str, LazyTensor]] = {prefix: {} for prefix in prefixes}
+    for key, tensor in open_tensors(directory, listing, prefixes).items():
+        prefix, _, name = key.partition("/")
+        tensors_by_prefix[prefix][name] = tensor
+    # Later prefixes replace earlier ones: the average of a master replaces the master.
+    weights: dict[str, LazyTensor] = {}
+    for tensors in tensors_by_prefix.values():
+        weights |= tensors
+    return weights
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
@@ -134,10 +138,10 @@ def _fill(part: Part, box: Box, out: torch.Tensor) -> None:
     try:
         with part.path.open("rb", buffering=0) as file:
             for corner, block in blocks(box.sizes, itemsize):
-                there = Box(corner, block).moved(box.offsets).offsets
+                offsets = Box(corner, block).moved(box.offsets).offsets
                 # Whole rows, beginning with the dimension in which the block has several.
                 dim = next((d for d, n in enumerate(block) if n > 1), len(block) - 1)
-                first = sum(o * s for o, s in zip(there[: dim + 1], strides, strict=False))
+                first = sum(o * s for o, s in zip(offsets[: dim + 1], strides, strict=False))
                 rows = (block[dim], *part.box.sizes[dim + 1 :])
                 target = narrowed(out, corner, block)
                 is_direct = (
@@ -149,7 +153,7 @@ def _fill(part: Part, box: Box, out: torch.Tensor) -> None:
                 buffer = target if is_direct else allocate(rows, dtype)
                 part.read(file.fileno(), first * dtype.itemsize, memory_of(buffer))
                 if not is_direct:
-                    inner = narrowed(buffer, (0, *there[dim + 1 :]), block[dim:])
+                    inner = narrowed(buffer, (0, *offsets[dim + 1 :]), block[dim:])
                     target.copy_(inner.reshape(block))
     except OSError as error:
         raise CorruptCheckpointError(f"{part.path}: cannot be read: {error}") from error

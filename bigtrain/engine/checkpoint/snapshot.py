@@ -64,8 +64,8 @@ class EngineSnapshot:
 
 
 def snapshot_engine(engine: TrainEngine, staging: Staging | None = None) -> EngineSnapshot:
-    """Return masters, optimizer states and buffers, or copies of them in `staging`. Collective. A
-    run with adapters saves only what is trained, not the frozen base weights."""
+    """Return masters, optimizer states and buffers, or copies in `staging`. Collective. A run with
+    adapters saves only what is trained, not the frozen base weights."""
     ensure_optimizer_states(engine.engine)
     fragments = as_saved(engine.exact, _all_fragments(engine), engine.mesh)
     tensors = TensorSnapshot(fragments, _buffers(engine), engine.mesh, staging)
@@ -79,15 +79,15 @@ def snapshot_engine(engine: TrainEngine, staging: Staging | None = None) -> Engi
 
 def refuse_not_finite(engine: TrainEngine, group: dist.ProcessGroup | None = None) -> None:
     """Raise CheckpointError on every rank if a trained master, or a state that an outer step keeps,
-    holds NaN or an infinity on any rank: such weights can never be trained again. Collective over
-    `group`, of all ranks. Reads each tensor once and copies none."""
+    holds NaN or an infinity on any rank: weights like that can never be trained again. Collective
+    over `group`, a group of the world. Reads each tensor once and copies none."""
 
-    def look() -> None:
+    def check() -> None:
         text = not_finite(engine)
         if text is not None:
             raise CheckpointError(text)
 
-    on_all_ranks(look, group)
+    on_all_ranks(check, group)
 
 
 def not_finite(engine: TrainEngine) -> str | None:
@@ -96,20 +96,20 @@ def not_finite(engine: TrainEngine) -> str | None:
     tensors: list[tuple[str, str, torch.Tensor]] = []
     for fragment in owned_fragments(engine.engine, engine.module):
         if _is_trained(engine, fragment.name):
-            kinds = {MASTER: fragment.tensors[MASTER]}
-            kinds |= engine.added_states.get(fragment.name, {})
-            tensors += [(fragment.name, kind, tensor) for kind, tensor in kinds.items()]
-    by_device: dict[torch.device, list[int]] = {}
+            states = {MASTER: fragment.tensors[MASTER]}
+            states |= engine.added_states.get(fragment.name, {})
+            tensors += [(fragment.name, state, tensor) for state, tensor in states.items()]
+    indexes_by_device: dict[torch.device, list[int]] = {}
     for index, (_, _, tensor) in enumerate(tensors):
         if tensor.numel():
-            by_device.setdefault(tensor.device, []).append(index)
-    for indexes in by_device.values():  # one wait for each device
+            indexes_by_device.setdefault(tensor.device, []).append(index)
+    for indexes in indexes_by_device.values():  # one wait for each device
         extremes = [torch.stack(torch.aminmax(tensors[index][2])).double() for index in indexes]
         finite = torch.stack(extremes).isfinite().all(1)
         if not finite.all():
-            name, kind, _ = tensors[indexes[int(finite.logical_not().nonzero()[0])]]
+            name, state, _ = tensors[indexes[int(finite.logical_not().nonzero()[0])]]
             return (
-                f"the weights are not finite: {kind} of {name} holds NaN or an infinity, from "
+                f"the weights are not finite: {state} of {name} holds NaN or an infinity, from "
                 "which no training can continue"
             )
     return None
@@ -122,7 +122,7 @@ def checkpoint_bytes(engine: TrainEngine) -> int:
     skips_frozen = has_adapters(engine.module)
     state_bytes = state_bytes_by_name(inner_optimizer(engine.engine))
     exact_bytes = engine.exact.itemsizes()
-    # The same kinds for every parameter, of which this rank may have no part.
+    # Every parameter has equal states, also a parameter of which this rank has no part.
     num_added = max(map(len, engine.added_states.values()), default=0)
     parameters = sum(
         math.prod(full_shape(parameter))
@@ -139,7 +139,7 @@ def checkpoint_bytes(engine: TrainEngine) -> int:
 
 def save_engine(engine: TrainEngine, directory: Path) -> dict[str, Any]:
     """Write masters, optimizer states and buffers below `directory`; returns what goes to JSON.
-    Collective over all ranks, which must see the same `directory`."""
+    Collective over all ranks, which must share `directory`."""
     snapshot = snapshot_engine(engine)
     snapshot.tensors.write(directory)
     return snapshot.scalars
@@ -171,7 +171,7 @@ def restore_engine(
 
 
 def writers_of_own_parts(engine: TrainEngine, layout: CheckpointLayout) -> set[int]:
-    """Return the ranks of the save described by `layout` that wrote what this rank reads of it, and
+    """Return the ranks of the save described by `layout` that wrote what this rank would read, and
     perhaps more. Not collective."""
     ensure_optimizer_states(engine.engine)
     return writers(_all_fragments(engine), _buffers(engine), layout)
@@ -192,9 +192,9 @@ def restore_weights(engine: TrainEngine, directory: Path, listing: Listing | Non
 def read_weights(engine: TrainEngine, weights: Weights) -> None:
     """Fill masters and buffers exactly from the files of a Hugging Face model. Collective.
 
-    Each rank reads its own parts; weights kept in 4 bits are read and packed by every rank.
-    Adapters keep their initial values, except those that are a function of the base weights
-    (`with_magnitudes`). Raises ModelError on every rank if one cannot read.
+    Each rank reads the parts that it owns; weights kept in 4 bits are read and packed by every
+    rank. Adapters keep their initial values, except parameters that are a function of the base
+    weights (`with_magnitudes`). Raises ModelError on every rank if one cannot read.
     """
     weights = with_magnitudes(weights, engine.module)
     is_saved = not has_adapters(engine.module)
@@ -222,7 +222,6 @@ def read_weights(engine: TrainEngine, weights: Weights) -> None:
 
 
 def _all_fragments(engine: TrainEngine) -> list[Fragment]:
-    tensor_rank = engine.mesh.coordinates.tensor_rank
     owned = [
         replace(fragment, tensors=fragment.tensors | engine.added_states.get(fragment.name, {}))
         for fragment in owned_fragments(engine.engine, engine.module)
@@ -230,10 +229,8 @@ def _all_fragments(engine: TrainEngine) -> list[Fragment]:
     if has_adapters(engine.module):
         # Frozen weights are read from the files of the base model again.
         owned = [fragment for fragment in owned if _is_trained(engine, fragment.name)]
-    return [
-        *owned,
-        *small_state_fragments(engine.engine, engine.module, tensor_rank),
-    ]
+    tensor_rank = engine.mesh.coordinates.tensor_rank
+    return owned + small_state_fragments(engine.engine, engine.module, tensor_rank)
 
 
 @contextmanager
@@ -243,18 +240,18 @@ def _exact_frozen(
     directory: Path,
     listing: Listing | None,
 ) -> Iterator[list[Fragment]]:
-    """Return `fragments` to fill from `directory`, those of frozen parameters in the dtype that it
-    holds; on exit DeepSpeed has what was filled."""
+    """Return `fragments` to fill from `directory`, with frozen parameters in the dtype of the
+    files; on exit DeepSpeed has what was filled."""
     frozen = [fragment for fragment in fragments if not _is_trained(engine, fragment.name)]
-    # Also where none is frozen, as in one of several pipeline stages: the others wait for all.
+    # Also if this rank has no frozen parameter, as a pipeline stage: the call is collective.
     dtypes = stored_dtypes(directory, frozen, listing)
-    held: dict[str, tuple[Fragment, Fragment]] = {}
+    replaced: dict[str, tuple[Fragment, Fragment]] = {}
     for fragment in frozen:
         target = to_fill(engine.exact, fragment, dtypes[fragment.name], engine.mesh)
         if target is not fragment:
-            held[fragment.name] = fragment, target
-    yield [held[f.name][1] if f.name in held else f for f in fragments]
-    for fragment, target in held.values():
+            replaced[fragment.name] = fragment, target
+    yield [replaced[f.name][1] if f.name in replaced else f for f in fragments]
+    for fragment, target in replaced.values():
         fragment.tensors[MASTER].copy_(target.tensors[MASTER])
 
 
@@ -263,6 +260,6 @@ def _is_trained(engine: TrainEngine, name: str) -> bool:
 
 
 def _buffers(engine: TrainEngine) -> dict[str, torch.Tensor]:
-    """Return buffers that a state dict holds, by name; the same on every rank that has them."""
-    kept = engine.module.state_dict(keep_vars=True).keys()
-    return {name: buffer for name, buffer in engine.module.named_buffers() if name in kept}
+    """Return buffers that a state dict holds, by name; equal on every rank that has them."""
+    state_keys = engine.module.state_dict(keep_vars=True).keys()
+    return {name: buffer for name, buffer in engine.module.named_buffers() if name in state_keys}

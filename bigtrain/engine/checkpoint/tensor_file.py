@@ -2,9 +2,9 @@
 
 A file is in the safetensors layout (huggingface.co/docs/safetensors): 8 bytes with the length of
 the header (little-endian), the header in JSON, filled up with spaces so that the data begins at a
-multiple of 4,096, then the data of one part after another, without holes. A part is a rectangle of
-a tensor. Its entry is named ``KEY@OFFSETS``, and ``__metadata__`` has under the same name the full
-tensor's shape and the XXH3-64 of each `BLOCK_BYTES` of the part::
+multiple of 4,096, then the data of the parts in order, without holes. A part is a rectangle of a
+tensor. Its entry is named ``KEY@OFFSETS``, and ``__metadata__`` has under that name the full
+tensor's shape and the XXH3-64 of every `BLOCK_BYTES` of the part::
 
     "exp_avg/model.norm.weight@0": {"dtype": "F32", "shape": [64], "data_offsets": [0, 256]}
     "__metadata__": {"format", "run", "step", "attempt", "rank",
@@ -53,8 +53,8 @@ _MISMATCH = "contents do not match their checksum"
 
 @dataclass(frozen=True)
 class SaveIdentity:
-    """The save that a file belongs to. run: drawn when the run began, the same for all of its
-    launches. attempt: names the launch."""
+    """The save that a file belongs to. run: drawn when the run began, equal for all launches of the
+    run. attempt: names the launch."""
 
     run: str = ""
     step: int = 0
@@ -84,7 +84,7 @@ class NewPart:
 @dataclass(frozen=True, slots=True)
 class Part:
     """A rectangle of the tensor `key`, whose bytes begin at `begin` of the file `path`. shape: of
-    the full tensor. digests: hexadecimal XXH3-64 of the blocks, one after the other."""
+    the full tensor. digests: hexadecimal XXH3-64 of the blocks, concatenated."""
 
     path: Path
     key: str
@@ -100,21 +100,21 @@ class Part:
 
     def read(self, fd: int, begin: int, out: memoryview) -> None:
         """Read bytes [begin, begin + len(out)) of the part from its open file. Raises
-        CorruptCheckpointError where a block that holds some of them is not as written."""
-        at, end = begin, begin + len(out)
-        while at < end:
-            block = at // BLOCK_BYTES
+        CorruptCheckpointError if a block that holds some of these bytes is not as written."""
+        position, end = begin, begin + len(out)
+        while position < end:
+            block = position // BLOCK_BYTES
             low, high = block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, self.num_bytes)
             stop = min(high, end)
-            there = out[at - begin : stop - begin]
-            held = there if len(there) == high - low else memoryview(bytearray(high - low))
-            _read_exactly(fd, self.begin + low, held)
+            target = out[position - begin : stop - begin]
+            content = target if len(target) == high - low else memoryview(bytearray(high - low))
+            _read_exactly(fd, self.begin + low, content)
             digest = self.digests[block * _DIGEST_DIGITS : (block + 1) * _DIGEST_DIGITS]
-            if xxhash.xxh3_64_hexdigest(held) != digest:
+            if xxhash.xxh3_64_hexdigest(content) != digest:
                 raise CorruptCheckpointError(f"{self.path}: {_MISMATCH}")
-            if held is not there:
-                there[:] = held[at - low : stop - low]
-            at = stop
+            if content is not target:
+                target[:] = content[position - low : stop - low]
+            position = stop
 
 
 def file_name(rank: int) -> str:
@@ -129,9 +129,9 @@ def write_parts(
     parts: Sequence[NewPart],
     content: memoryview | None = None,
 ) -> tuple[int, str]:
-    """Write and fsync a new file; return its bytes and the XXH3-64 of its header, written last.
-    content: the data of all parts in `in_file_order`, contiguous and aligned (`DirectFile.append`),
-    if they are in memory like that."""
+    """Write and fsync a new file; return the file's bytes and the XXH3-64 of the header, written
+    last. content: the data of `parts` in `in_file_order`, contiguous and aligned
+    (`DirectFile.append`), if they are in memory like that."""
     ordered = in_file_order(parts)
     blank = {p.name: "0" * _DIGEST_DIGITS * _num_blocks(p.num_bytes) for p in ordered}
     length = len(_header(ordered, identity, rank, blank))
@@ -272,9 +272,9 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return entries
 
 
-def _read_exactly(fd: int, where: int, out: memoryview) -> None:
+def _read_exactly(fd: int, offset: int, out: memoryview) -> None:
     while out:
-        count = os.preadv(fd, [out], where)
+        count = os.preadv(fd, [out], offset)
         if count == 0:
             raise OSError("ends too soon")
-        out, where = out[count:], where + count
+        out, offset = out[count:], offset + count

@@ -35,9 +35,9 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Listing:
-    """Facts about tensor files, known before they are opened. headers: checksum of each file's
-    header by file name, from the manifest. identity: the save that wrote them all; layout: the
-    writers of each part. None if unknown."""
+    """Facts about tensor files, known before they are opened. headers: checksums of headers by file
+    name, from the manifest. identity: the save that wrote them all; layout: the writers of parts.
+    None if unknown."""
 
     headers: Mapping[str, str]
     identity: SaveIdentity | None = None
@@ -53,7 +53,7 @@ def files_there(directory: Path) -> Listing:
 def find_parts(
     directory: Path,
     listing: Listing | None = None,
-    kinds: Collection[str] | None = None,
+    prefixes: Collection[str] | None = None,
 ) -> dict[str, list[Part]]:
     """Return the parts of every tensor by its key, which cover it exactly. Reads all headers.
     listing: None reads the files that exist. kinds: the words before the first slash of keys; None
@@ -62,7 +62,7 @@ def find_parts(
     parts_by_key: dict[str, list[Part]] = {}
     covers: dict[str, Cover] = {}
     for part in itertools.chain.from_iterable(_read_headers(directory, listing)):
-        if kinds is None or part.key.partition("/")[0] in kinds:
+        if prefixes is None or part.key.partition("/")[0] in prefixes:
             parts_by_key.setdefault(part.key, []).append(part)
             covers.setdefault(part.key, Cover(part.shape)).add(part.shape, part.box, part.dtype)
     if not covers:
@@ -73,11 +73,11 @@ def find_parts(
 
 def find_boxes(
     directory: Path,
-    wanted: Mapping[str, Wanted],
+    requests: Mapping[str, Wanted],
     listing: Listing | None = None,
     ranks: Collection[int] | None = None,
 ) -> dict[str, list[Part]]:
-    """Return the parts that hold what is `wanted`, each element of it once, by key. listing: as for
+    """Return the parts that hold the `requests`, each element once, by key. listing: as for
     `find_parts`. ranks: whose headers to read; None for all. Raises CheckpointError for a tensor
     that is missing or has another shape, and CorruptCheckpointError as `find_parts`."""
     listing = listing or files_there(directory)
@@ -87,17 +87,17 @@ def find_boxes(
         listing = replace(listing, headers=headers)
     parts_by_key: dict[str, list[Part]] = {}
     for part in itertools.chain.from_iterable(_read_headers(directory, listing)):
-        tensor = wanted.get(part.key)
+        tensor = requests.get(part.key)
         if tensor is None:
             continue
         refuse_other_shape(directory, part.key, part.shape, tensor)
         parts = parts_by_key.setdefault(part.key, [])
         if any(box.intersect(part.box) for box in tensor.boxes):
             parts.append(part)
-    for key, tensor in wanted.items():
+    for key, tensor in requests.items():
         if key not in parts_by_key:
-            kind = CheckpointError if ranks is None else MissingPartsError
-            raise kind(no_tensor(directory, key))
+            error_type = CheckpointError if ranks is None else MissingPartsError
+            raise error_type(no_tensor(directory, key))
         for box in tensor.boxes:
             cover = Cover(box.sizes)
             for part in parts_by_key[key]:
@@ -117,18 +117,18 @@ def no_tensor(directory: Path, key: str) -> str:
     )
 
 
-def refuse_other_shape(directory: Path, key: str, shape: Numbers, wanted: Wanted) -> None:
-    """Raise CheckpointError if the tensor `key` does not have the `wanted` shape."""
-    if shape != wanted.shape:
+def refuse_other_shape(directory: Path, key: str, shape: Numbers, request: Wanted) -> None:
+    """Raise CheckpointError if the tensor `key` does not have the shape of `request`."""
+    if shape != request.shape:
         raise CheckpointError(
-            f"{directory}: {key} has shape {list(shape)} there and {list(wanted.shape)} in this "
+            f"{directory}: {key} has shape {list(shape)} there and {list(request.shape)} in this "
             "run's model -> give the model the shapes it has there, or train this one as a run of "
             "its own in another output.directory"
         )
 
 
 def verify_files(directory: Path, listing: Listing) -> None:
-    """Read every byte of all files, which must cover their tensors exactly. Holds one header in
+    """Read every byte of every file, which must cover their tensors exactly. Holds one header in
     memory. Raises CorruptCheckpointError if a file was changed after it was written, belongs to
     another save than is listed, or does not fit the others."""
     covers: dict[str, Cover] = {}
@@ -140,17 +140,17 @@ def verify_files(directory: Path, listing: Listing) -> None:
 
 
 def _read_headers(directory: Path, listing: Listing | None) -> Iterator[list[Part]]:
-    """Yield the parts of each file; all are of one save."""
+    """Yield the parts of every file; all files belong to one save."""
     listing = listing or files_there(directory)
     identity = listing.identity
     for name, digest in sorted(listing.headers.items()):
         path = directory / name
-        theirs, parts = read_header(path, digest)
-        if identity is not None and theirs != identity:
+        file_identity, parts = read_header(path, digest)
+        if identity is not None and file_identity != identity:
             raise CorruptCheckpointError(
-                f"{path}: is of {_words(theirs)}, and not of {_words(identity)}"
+                f"{path}: is of {_words(file_identity)}, and not of {_words(identity)}"
             )
-        identity = theirs
+        identity = file_identity
         yield parts
 
 
@@ -173,7 +173,7 @@ class Cover:
 
     Corners of rectangles cancel in pairs, but those of the sum of all rectangles modulo 2: if they
     are the tensor's own, every element is covered an odd number of times, and by the volume just
-    once. Remaining corners are compared by the exclusive or of their 64-bit hashes.
+    once. Remaining corners are compared by the exclusive or of 64-bit hashes.
     """
 
     def __init__(self, shape: Numbers) -> None:
@@ -211,13 +211,9 @@ class Cover:
             corners = [c * (length + 1) + end for c in corners for end in (low, low + size)]
         combined = 0
         for corner in corners:
-            combined ^= _mixed(corner)
+            # Hash the corner by SplitMix64 (Steele, Lea, Flood 2014); 2**64 and more are folded.
+            number = (corner ^ (corner >> 64)) + 0x9E3779B97F4A7C15 & _WORD
+            number = (number ^ (number >> 30)) * 0xBF58476D1CE4E5B9 & _WORD
+            number = (number ^ (number >> 27)) * 0x94D049BB133111EB & _WORD
+            combined ^= number ^ (number >> 31)
         return combined
-
-
-def _mixed(number: int) -> int:
-    """Hash a number by SplitMix64 (Steele, Lea, Flood 2014); 2**64 and more are folded."""
-    number = (number ^ (number >> 64)) + 0x9E3779B97F4A7C15 & _WORD
-    number = (number ^ (number >> 30)) * 0xBF58476D1CE4E5B9 & _WORD
-    number = (number ^ (number >> 27)) * 0x94D049BB133111EB & _WORD
-    return number ^ (number >> 31)

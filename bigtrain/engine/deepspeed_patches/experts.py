@@ -1,8 +1,8 @@
 """Registration of bigtrain's experts and their groups with DeepSpeed.
 
-DeepSpeed 0.19.8 supports expert parallelism for its own MoE layers only. These functions give our
-experts the same partitions and gradient sums over the ranks that hold them, divided by the number
-of all replicas (runtime/engine.py:3899, zero/stage_1_and_2.py:1688, zero/stage3.py:689).
+DeepSpeed 0.19.8 supports expert parallelism for DeepSpeed's MoE layers only. These functions give
+other experts equal partitions and gradient sums over the ranks that hold an expert, divided by the
+number of replicas (runtime/engine.py:3899, zero/stage_1_and_2.py:1688, zero/stage3.py:689).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def name_of_experts(size: int) -> str:
 
 
 def set_expert_groups(experts: dist.ProcessGroup, replicas: dist.ProcessGroup) -> None:
-    """Set DeepSpeed's expert-parallel group, and the group of ranks that hold the same experts.
-    Removes those of an earlier engine. Dicts of utils/groups.py:38 (0.19.8)."""
+    """Set DeepSpeed's expert-parallel group, and the group of ranks with equal experts. Removes the
+    groups of an earlier engine. Dicts of utils/groups.py:38 (0.19.8)."""
     size = dist.get_world_size(experts)
     for table, group in (
         (groups._EXPERT_PARALLEL_GROUP, experts),
@@ -44,8 +44,8 @@ def set_expert_groups(experts: dist.ProcessGroup, replicas: dist.ProcessGroup) -
 
 def mark_expert(parameter: nn.Parameter, name: str) -> None:
     """Mark `parameter`, before ZeRO-3 partitions it, as replicated over the experts' group `name`
-    only. DeepSpeed 0.19.8 reads the first two marks in moe/utils.py:30 (`is_moe_param`), the others
-    in zero/partition_parameters.py:1302 and zero/stage3.py:676."""
+    only. DeepSpeed 0.19.8 reads the first two marks in moe/utils.py:30 (`is_moe_param`), the other
+    marks in zero/partition_parameters.py:1302 and zero/stage3.py:676."""
     marks: Any = parameter
     marks.allreduce = False
     marks.group_name = name
@@ -89,18 +89,18 @@ def count_absent_gradients(optimizer: Any, experts: str | None = None) -> None:
     def find_all(for_clipping: bool = False) -> Any:
         gradients = find(for_clipping)
         if not for_clipping:
-            counted, of_experts = gradients
+            counted, expert_gradients = gradients
             if not counted:
                 counted.append(torch.zeros(1, device=device))
-            if experts is not None and experts not in of_experts:
-                of_experts[experts] = [torch.zeros(1, device=device)]
+            if experts is not None and experts not in expert_gradients:
+                expert_gradients[experts] = [torch.zeros(1, device=device)]
         return gradients
 
     optimizer.get_grads_for_norm = find_all
 
 
 def fix_allgather_order(optimizer: Any) -> None:
-    """Make ZeRO-3 gather parameters of several groups in the same order on every rank.
+    """Make ZeRO-3 gather parameters of several groups in one order on every rank.
 
     DeepSpeed 0.19.8 takes them from a set (zero/partitioned_param_coordinator.py:569) and makes a
     collective per group in that order (zero/partition_parameters.py:1550), which deadlocks on GPUs.

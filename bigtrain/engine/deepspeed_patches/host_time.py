@@ -29,22 +29,23 @@ class HostTime:
             if self._is_inside:
                 return function(*args, **kwargs)
             self._is_inside = True
-            begun = perf_counter() - self.waited
+            start = perf_counter() - self.waited
             try:
                 return function(*args, **kwargs)
             finally:
-                self.seconds += perf_counter() - self.waited - begun
+                self.seconds += perf_counter() - self.waited - start
                 self._is_inside = False
 
         return call
 
 
 def time_reductions(engine: Any, host_time: HostTime) -> None:
-    """Measure ZeRO's reduction of each gradient as it is computed, and of all of them at the end.
+    """Measure ZeRO's reduction of gradients as they are computed, and at the end of a pass.
 
     DeepSpeed 0.19.8 calls both through the object: `reduce_ready_partitions_and_remove_grads`
     (runtime/zero/stage3.py:1508, stage_1_and_2.py:2291) and `allreduce_gradients`
-    (runtime/engine.py:3165, pipe/engine.py:294). `zero12_reduction` measures its own reductions.
+    (runtime/engine.py:3165, pipe/engine.py:294). `zero12_reduction` measures the reductions that it
+    makes.
     """
     optimizer, name = engine.optimizer, "reduce_ready_partitions_and_remove_grads"
     if hasattr(optimizer, name):

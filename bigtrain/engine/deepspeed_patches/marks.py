@@ -26,5 +26,5 @@ def is_replicated(parameter: Any) -> bool:
 
 def mark_replicated(parameter: Any, replicated: bool) -> None:
     """Set whether another pipeline stage counts `parameter`; see `is_replicated`. `PipelineModule`
-    sets it on its own parameters (0.19.8, runtime/pipe/module.py:287)."""
+    sets it on the parameters that it contains (0.19.8, runtime/pipe/module.py:287)."""
     parameter.ds_pipe_replicated = replicated

@@ -27,8 +27,8 @@ def updating_optimizers(engine: Any) -> list[torch.optim.Optimizer]:
     """Return all torch optimizers that update parameters of `engine`. ZeRO-3 keeps a second one for
     the part of the update that it does not offload (0.19.8, runtime/zero/stage3.py:317,
     `backup_optimizer`)."""
-    beside = getattr(engine.optimizer, "backup_optimizer", None)
-    return [inner_optimizer(engine)] + ([] if beside is None else [beside])
+    backup = getattr(engine.optimizer, "backup_optimizer", None)
+    return [inner_optimizer(engine)] + ([] if backup is None else [backup])
 
 
 @torch.no_grad()
@@ -55,8 +55,8 @@ def zero0_masters(optimizer: Any) -> list[tuple[nn.Parameter, torch.Tensor]]:
 
 
 def zero0_layout(optimizer: Any) -> list[tuple[nn.Parameter, Any, int]]:
-    """Return (parameter, tensor that contains its master, offset in it) of the same wrappers: a
-    master per parameter (runtime/fp16/unfused_optimizer.py, `fp32_groups`) or per group
+    """Return (parameter, tensor that contains its master, offset) of these wrappers: a master per
+    parameter (runtime/fp16/unfused_optimizer.py, `fp32_groups`) or per group
     (runtime/fp16/fused_optimizer.py, `fp32_groups_flat`)."""
     if not hasattr(optimizer, "fp16_groups") or is_zero3(optimizer):
         return []
@@ -90,9 +90,9 @@ def zero12_ranges(optimizer: Any, partitions: list[torch.Tensor]) -> dict[int, M
 
     ZeRO 1 and 2 split a group's flat tensor evenly; its order is `round_robin_bit16_groups` with
     `round_robin_bit16_offsets` (0.19.8, runtime/zero/stage_1_and_2.py), which with
-    ``round_robin_gradients`` is not that of `_hp_mapping`. BF16_Optimizer is read by `_hp_mapping`
-    (utils/mixed_precision_linkage.py), not through its `optim_fragment`, which is linked after the
-    first group's first update and never again.
+    ``round_robin_gradients`` is not the order of `_hp_mapping`. BF16_Optimizer is read by
+    `_hp_mapping` (utils/mixed_precision_linkage.py), not through its `optim_fragment`, which is
+    linked after the first group's first update and never again.
     """
     if not hasattr(optimizer, "round_robin_bit16_groups"):
         return _mapped_ranges(optimizer, partitions)

@@ -1,4 +1,4 @@
-"""ZeRO-3's partitioned parameters: a rank's part of them, and partitioning of full ones."""
+"""ZeRO-3's partitioned parameters: a rank's part, and partitioning of full parameters."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torch import nn
 
 @dataclass(frozen=True)
 class MasterRange:
-    """Flat range of a parameter (or of this rank's shard of it) from element `start` on, and its
-    master: `count` elements of the flattened `master` from `offset` on. capacity: of the equally
-    large ranges of all replicas, of which the last are short; None for others. is_replicated:
-    whether all replicas hold the same."""
+    """Flat range of a parameter (or of this rank's shard) from element `start` on, and its master:
+    `count` elements of the flattened `master` from `offset` on. capacity: of the equally large
+    ranges of all replicas, of which the last are short; None for others. is_replicated: whether all
+    replicas hold an equal range."""
 
     master: torch.Tensor
     offset: int
@@ -45,9 +45,9 @@ class PartitioningInit(deepspeed.zero.Init):  # type: ignore[misc]
 
 
 def partition_parameters(init: Any, parameters: list[nn.Parameter]) -> None:
-    """Partition full `parameters` by `init`, a `deepspeed.zero.Init`, in its dtype, one layer after
-    the other. `Init(module=...)` takes a complete module (0.19.8,
-    runtime/zero/partition_parameters.py:1181), by `_convert_to_zero_parameters` (:1209)."""
+    """Partition full `parameters` by `init`, a `deepspeed.zero.Init`, in its dtype, layer by layer.
+    `Init(module=...)` takes a complete module (0.19.8, runtime/zero/partition_parameters.py:1181),
+    by `_convert_to_zero_parameters` (:1209)."""
     for parameter in parameters:
         if parameter.is_floating_point() and parameter.dtype != init.dtype:
             parameter.data = parameter.data.to(init.dtype)
@@ -71,7 +71,7 @@ def frozen_range(parameter: Any) -> MasterRange:
 
 def zero3_range(parameter: Any, optimizer: Any) -> MasterRange:
     """Return the location of this rank's part of a parameter's fp32 master. `grad_position`
-    (0.19.8, runtime/zero/stage3.py:1955) holds the flat master of a sub-group and the offset in it;
+    (0.19.8, runtime/zero/stage3.py:1955) holds the flat master of a sub-group and the offset;
     `_get_param_partition_rank` (:646) returns the part of the parameter."""
     group, offset, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
     start, count = _partition_range(parameter, optimizer._get_param_partition_rank(parameter))
@@ -84,19 +84,21 @@ def gather_persistent_at_once(optimizer: Any) -> None:
 
     DeepSpeed 0.19.8 has one for each (runtime/zero/partition_parameters.py,
     `_allgather_params_coalesced`, from stage3.py:2841 by `all_gather` of the first).
-    `all_gather_coalesced` has one for all of a dtype, and copies the same bytes. Quantized
-    parameters and those with a secondary partition stay as they are. Does nothing to other
-    optimizers.
+    `all_gather_coalesced` has one per dtype, and copies equal bytes. Quantized parameters and
+    parameters with a secondary partition stay as they are. Does nothing to other optimizers.
     """
     persistent = getattr(optimizer, "persistent_parameters", [])
-    if len(persistent) < 2 or any(_is_gathered_otherwise(p) for p in persistent):
+    if len(persistent) < 2 or any(
+        p.ds_secondary_tensor is not None or hasattr(p.ds_tensor, "ds_quant_scale")
+        for p in persistent
+    ):
         return
     first, accelerator = persistent[0], get_accelerator()
-    own = first.all_gather
+    original_all_gather = first.all_gather
 
     def all_gather(param_list: Any = None, async_op: bool = False, hierarchy: int = 0) -> Any:
         if param_list is not persistent or async_op:
-            return own(param_list, async_op=async_op, hierarchy=hierarchy)
+            return original_all_gather(param_list, async_op=async_op, hierarchy=hierarchy)
         absent = [p for p in persistent if p.ds_status is ZeroParamStatus.NOT_AVAILABLE]
         if absent:
             with torch.no_grad():
@@ -106,12 +108,6 @@ def gather_persistent_at_once(optimizer: Any) -> None:
         return None
 
     first.all_gather = all_gather
-
-
-def _is_gathered_otherwise(parameter: Any) -> bool:
-    return parameter.ds_secondary_tensor is not None or hasattr(
-        parameter.ds_tensor, "ds_quant_scale"
-    )
 
 
 def _partition_range(parameter: Any, rank: int) -> tuple[int, int]:

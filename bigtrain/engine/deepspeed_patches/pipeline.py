@@ -13,9 +13,9 @@ from bigtrain.report.recording import recording_if
 
 
 def replace_loss(engine: Any, loss: Callable[..., torch.Tensor]) -> None:
-    """Let the last stage compute `loss` of its outputs and the labels. DeepSpeed 0.19.8 takes a
-    loss only in `PipelineModule`, before there is an engine, and calls the attribute at each
-    forward pass (runtime/pipe/engine.py:755)."""
+    """Let the last stage compute `loss` of outputs and labels. DeepSpeed 0.19.8 takes a loss only
+    in `PipelineModule`, before there is an engine, and calls the attribute at each forward pass
+    (runtime/pipe/engine.py:755)."""
     engine.module.loss_fn = loss
 
 
@@ -24,7 +24,7 @@ def replace_instructions(
     reduce_tied_gradients: Callable[[Any], None],
     optimizer_step: Callable[[Any], None],
 ) -> None:
-    """Replace instructions of `engine`'s schedule, in a table of its own (0.19.8,
+    """Replace instructions of `engine`'s schedule, in a table for this engine (0.19.8,
     runtime/pipe/engine.py:1360, `_INSTRUCTION_MAP`). DeepSpeed ties only layers that it built, and
     sums the wrong attribute of some; before the update bigtrain needs the norm; and what a forward
     pass records is not to be recorded when it is recomputed."""
@@ -52,8 +52,8 @@ def fill_gradient(parameter: nn.Parameter, optimizer: Any) -> None:
     parameter.grad = torch.zeros_like(parameter)
     if hasattr(optimizer, "fp32_groups_gradient_dict"):  # BF16_Optimizer
         for i, group in enumerate(optimizer.bf16_groups):
-            for j, own in enumerate(group):
-                if own is parameter:
+            for j, member in enumerate(group):
+                if member is parameter:
                     optimizer._update_hp_grad(parameter, i, j, clear_lp_grads=False)
     elif getattr(optimizer, "use_grad_accum_attribute", False):
         optimizer._fill_param_grad_accum_attribute(parameter)
@@ -62,7 +62,8 @@ def fill_gradient(parameter: nn.Parameter, optimizer: Any) -> None:
 def accumulated_gradient(parameter: nn.Parameter, optimizer: Any) -> torch.Tensor | None:
     """Return the tensor in which DeepSpeed 0.19.8 accumulates a parameter's gradient before
     reducing it: `_hp_grad` (runtime/bf16_optimizer.py:524), or `grad_accum` of ZeRO-1 with float32
-    gradients (runtime/zero/stage_1_and_2.py:402), which its own sum of tied gradients ignores."""
+    gradients (runtime/zero/stage_1_and_2.py:402), which DeepSpeed's sum of tied gradients
+    ignores."""
     if hasattr(optimizer, "fp32_groups_gradient_dict"):  # BF16_Optimizer
         return getattr(parameter, "_hp_grad", None)  # which makes it with the first gradient
     if getattr(optimizer, "use_grad_accum_attribute", False):

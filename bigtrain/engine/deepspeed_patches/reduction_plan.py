@@ -4,7 +4,7 @@ the collectives that DeepSpeed 0.19.8 makes of it (runtime/zero/stage_1_and_2.py
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,7 @@ class Slot:
 
 @dataclass(slots=True)
 class CopiedRange:
-    """`count` elements of a bucket from `source` on are those of a partition from `begin` on."""
+    """`count` elements of a bucket from `source` on belong to a partition from `begin` on."""
 
     source: int
     group: int
@@ -48,9 +48,9 @@ class Target:
 
 @dataclass(frozen=True)
 class ReductionPlan:
-    """Reduction of a bucket of `slots`: `reduced`, the elements of each collective, one after the
-    other; `pieces`, the elements of each piece that it is split into. sources: the slots of each
-    target, by their number in the bucket, in the target's order."""
+    """Reduction of a bucket of `slots`: `reduced`, the elements per collective, in order; `pieces`,
+    the elements per piece that the reduced bucket is split into. sources: the slots per target, by
+    number in the bucket, in the target's order."""
 
     slots: list[Slot]
     reduced: list[int]
@@ -60,14 +60,16 @@ class ReductionPlan:
 
 
 def plan_of(slots: list[Slot], bucket_size: int) -> ReductionPlan:
-    """Return the plan of a bucket that holds the gradients of `slots`, one after the other.
-    `bucket_size`: elements; only a single parameter may be larger."""
+    """Return the plan of a bucket that holds the concatenated gradients of `slots`. `bucket_size`:
+    elements; only a single parameter may be larger."""
+    # Runs of elements that are contiguous in the bucket and in a partition.
     runs: list[CopiedRange] = []
     total = 0
     for slot in slots:
         if slot.count:
             _append_run(runs, CopiedRange(total + slot.start, slot.group, slot.begin, slot.count))
         total += slot.size
+    # The bucket is split into runs, and gaps that other ranks own.
     pieces: list[int] = []
     end = 0
     for run in runs:
@@ -78,22 +80,28 @@ def plan_of(slots: list[Slot], bucket_size: int) -> ReductionPlan:
     pieces += [total - end] if total > end else []
     shares = slots[0].shares if total > bucket_size else [total]
     targets = _targets(runs)
-    sources = [_slots_within(target, slots) for target in targets]
-    return ReductionPlan(slots, _collectives(shares, bucket_size), pieces, targets, sources)
-
-
-def _slots_within(target: Target, slots: list[Slot]) -> list[int]:
-    end = target.begin + target.count
-    numbers = [
-        number
-        for number, slot in enumerate(slots)
-        if slot.group == target.group and slot.count and target.begin <= slot.begin < end
-    ]
-    return sorted(numbers, key=lambda number: slots[number].begin)
+    # The slots that fill a target, in its order.
+    sources = []
+    for target in targets:
+        end = target.begin + target.count
+        numbers = [
+            number
+            for number, slot in enumerate(slots)
+            if slot.group == target.group and slot.count and target.begin <= slot.begin < end
+        ]
+        sources.append(sorted(numbers, key=lambda number: slots[number].begin))
+    # Elements per collective: shares are added until they exceed a bucket, as in
+    # `allreduce_and_scatter`, which only a parameter larger than a bucket reaches.
+    sizes = [0]
+    for share in shares:
+        sizes[-1] += share
+        if sizes[-1] > bucket_size:
+            sizes.append(0)
+    return ReductionPlan(slots, [size for size in sizes if size], pieces, targets, sources)
 
 
 def _append_run(runs: list[CopiedRange], run: CopiedRange) -> None:
-    """Lengthen the last run where `run` follows it in the bucket and in the same partition."""
+    """Lengthen the last run if `run` follows in the bucket and in the partition."""
     last = runs[-1] if runs else None
     if (
         last is not None
@@ -116,14 +124,3 @@ def _targets(runs: Iterable[CopiedRange]) -> list[Target]:
         else:
             targets.append(Target(run.group, run.begin, run.count, [run.piece]))
     return targets
-
-
-def _collectives(shares: Sequence[int], bucket_size: int) -> list[int]:
-    """Return the elements of each collective of a bucket: parts are added until they exceed a
-    bucket. Same as `allreduce_and_scatter`, which only a parameter larger than a bucket reaches."""
-    sizes = [0]
-    for share in shares:
-        sizes[-1] += share
-        if sizes[-1] > bucket_size:
-            sizes.append(0)
-    return [size for size in sizes if size]

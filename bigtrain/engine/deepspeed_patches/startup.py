@@ -24,9 +24,9 @@ _ARCHITECTURES = "TORCH_CUDA_ARCH_LIST"
 
 
 def set_mpu(mpu: Any) -> None:
-    """Set the `mpu` that DeepSpeed's group functions ask; None for none. An engine writes its own
-    there (0.19.8, utils/groups.py:50, runtime/engine.py:2122), but without one it leaves that of an
-    earlier engine."""
+    """Set the `mpu` that DeepSpeed's group functions ask; None for none. An engine writes its unit
+    there (0.19.8, utils/groups.py:50, runtime/engine.py:2122), but an engine without a unit leaves
+    the unit of an earlier engine."""
     groups.mpu = mpu
 
 
@@ -57,7 +57,7 @@ def destroyed_groups() -> Iterator[None]:
 
     For processes that build many engines in one world: a gloo group keeps two threads and its
     sockets while anything refers to it, and 100 groups of two ranks take 7% of a core when idle.
-    Collective over all ranks, unless the block raises: then the others may never arrive.
+    Collective over all ranks, unless the block raises: then other ranks may never arrive.
     """
     existing = set(distributed_c10d._world.pg_map)
     yield

@@ -172,18 +172,17 @@ def speed_up_hooks(model: nn.Module) -> None:
     (torch/autograd/function.py, `apply`).
     """
     nvtx.enable_nvtx = "NSYS_PROFILING_SESSION_ID" in os.environ
-    kinds = [LinearFunctionForZeroStage3]
+    classes = [LinearFunctionForZeroStage3]
     for module in model.modules():
-        kinds += [vars(module)[name] for name in _HOOK_FUNCTIONS if name in vars(module)]
-    for kind in kinds:
-        kind.forward.__signature__ = inspect.signature(kind.forward)
+        classes += [vars(module)[name] for name in _HOOK_FUNCTIONS if name in vars(module)]
+    for function_class in classes:
+        function_class.forward.__signature__ = inspect.signature(function_class.forward)
 
 
 def skip_overflow_check(optimizer: Any) -> None:
-    """Skip the overflow check of each gradient in the 16-bit optimizer of ZeRO 0, for which a GPU's
+    """Skip the overflow check per gradient in the 16-bit optimizer of ZeRO 0, for which a GPU's
     host waits each time (0.19.8, runtime/fp16/unfused_optimizer.py:205). Its float32 norm is not
-    finite if any gradient is not, and skips the step in the same way. Does nothing to other
-    optimizers."""
+    finite if any gradient is not, and skips the step likewise. Does nothing to other optimizers."""
     if isinstance(optimizer, FP16_UnfusedOptimizer) and not optimizer.fused_lamb_legacy:
         optimizer.overflow_checker = _NoOverflowCheck()
 

@@ -37,45 +37,41 @@ def skip_redundant_work_of_zero12(optimizer: Any, host_time: HostTime) -> None:
 def skip_usage_reports(optimizer: Any) -> None:
     """Skip texts on how full the buckets are, which DeepSpeed 0.19.8 formats for each gradient and
     never shows (runtime/base_optimizer.py, `report_ipg_memory_usage`; runtime/utils.py)."""
-    optimizer.report_ipg_memory_usage = _say_nothing
-
-
-def _say_nothing(*_args: Any, **_kwargs: Any) -> None:
-    pass
+    optimizer.report_ipg_memory_usage = lambda *_args, **_kwargs: None
 
 
 def keep_views(optimizer: Any) -> None:
-    """Keep parameters that are views of their group's flat tensor. DeepSpeed 0.19.8
+    """Keep parameters that are views of the group's flat tensor. DeepSpeed 0.19.8
     (runtime/zero/stage_1_and_2.py, `_update_model_bit16_weights`) makes them again after every
     update; they differ only if a tensor was moved, which changes its address."""
     update = optimizer._update_model_bit16_weights
-    known: dict[int, list[int]] = {}
+    places_by_group: dict[int, list[int]] = {}
 
     def places(group_index: int) -> list[int]:
         parameters = optimizer.bit16_groups[group_index]
         return [t.data_ptr() for t in (optimizer.bit16_groups_flat[group_index], *parameters)]
 
     def update_where_moved(group_index: int) -> None:
-        if known.get(group_index) != places(group_index):
+        if places_by_group.get(group_index) != places(group_index):
             update(group_index)
-            known[group_index] = places(group_index)
+            places_by_group[group_index] = places(group_index)
 
     optimizer._update_model_bit16_weights = update_where_moved
 
 
 def take_norms_at_once(optimizer: Any) -> None:
     """Take the norms of all gradients of a group by one call of torch, in float64 and added up in
-    the same order as by DeepSpeed 0.19.8 (runtime/zero/stage_1_and_2.py, `get_grad_norm_direct`),
-    which gets norms other than the 2-norm, and ranks that count nothing."""
+    the order of DeepSpeed 0.19.8 (runtime/zero/stage_1_and_2.py, `get_grad_norm_direct`), which
+    gets norms other than the 2-norm, and ranks that count nothing."""
     take = optimizer.get_grad_norm_direct
-    known: dict[int, tuple[Sequence[nn.Parameter], list[bool]]] = {}
+    counted_by_list: dict[int, tuple[Sequence[nn.Parameter], list[bool]]] = {}
 
     def which_count(params: Sequence[nn.Parameter]) -> list[bool]:
-        if id(params) not in known:  # which stays: `known` holds the list
+        if id(params) not in counted_by_list:  # which stays: `known` holds the list
             counts_all = optimizer.model_parallel_rank == 0
             counts = [not is_replicated(p) and (counts_all or is_model_parallel(p)) for p in params]
-            known[id(params)] = params, counts
-        return known[id(params)][1]
+            counted_by_list[id(params)] = params, counts
+        return counted_by_list[id(params)][1]
 
     def norm_of(
         gradients: Sequence[torch.Tensor], params: Sequence[nn.Parameter], norm_type: float = 2
@@ -87,7 +83,12 @@ def take_norms_at_once(optimizer: Any) -> None:
         counted = list(compress(unpadded, which_count(params)))
         if norm_type != 2 or not counted:
             return take(gradients, params, norm_type)
-        norms = torch._foreach_norm(_in_chunks(counted), 2.0, dtype=get_norm_dtype())
+        # On a CPU torch copies each tensor to float64, which for a large one is memory that the
+        # system must clear and the cache does not hold. The sum of more parts differs by float64's
+        # rounding, which float32 hardly ever shows.
+        if any(t.numel() > NORM_CHUNK and t.device.type == "cpu" for t in counted):
+            counted = [chunk for t in counted for chunk in t.flatten().split(NORM_CHUNK)]
+        norms = torch._foreach_norm(counted, 2.0, dtype=get_norm_dtype())
         total = torch.stack(norms).pow(2.0).sum().float()
         dist.all_reduce(total, op=dist.ReduceOp.SUM, group=optimizer.dp_process_group)
         optimizer._model_parallel_all_reduce(tensor=total, op=dist.ReduceOp.SUM)
@@ -98,32 +99,28 @@ def take_norms_at_once(optimizer: Any) -> None:
     optimizer.get_grad_norm_direct = norm_of
 
 
-def _in_chunks(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return `tensors`, large ones on a CPU in parts. torch copies each to float64 there, which for
-    a large one is memory that the system must clear and the cache does not hold. The sum of more
-    parts differs by float64's rounding, which float32 hardly ever shows."""
-    if all(t.numel() <= NORM_CHUNK or t.device.type != "cpu" for t in tensors):
-        return tensors
-    return [chunk for t in tensors for chunk in t.flatten().split(NORM_CHUNK)]
-
-
 def copy_gradients_once(optimizer: Any) -> None:
-    """Copy a reduced gradient out of its bucket with half of the calls of DeepSpeed 0.19.8
+    """Copy a reduced gradient out of the bucket with half of the calls of DeepSpeed 0.19.8
     (runtime/zero/stage_1_and_2.py, `copy_grads_in_partition`). It still copies the first of a step,
-    which allocates the partition, and those of offloaded and of compact partitions."""
+    which allocates the partition, and gradients of offloaded and of compact partitions."""
     copy = optimizer.copy_grads_in_partition
     is_compact = [
         optimizer._use_compact_grad_partition_buffer(i) for i in range(len(optimizer.bit16_groups))
     ]
 
     def copy_out(parameter: nn.Parameter, group_index: int | None = None) -> None:
-        place = optimizer.grads_in_partition
-        if place is None or group_index is None or is_compact[group_index] or optimizer.cpu_offload:
+        partition = optimizer.grads_in_partition
+        if (
+            partition is None
+            or group_index is None
+            or is_compact[group_index]
+            or optimizer.cpu_offload
+        ):
             copy(parameter, group_index)
             return
         gradient = optimizer.get_gradient_for_reduction(parameter)
         begin, length = optimizer.grads_in_partition_offset, gradient.numel()
-        moved = place.narrow(0, begin, length).view(gradient.shape).copy_(gradient)
+        moved = partition.narrow(0, begin, length).view(gradient.shape).copy_(gradient)
         gradient.data = moved
         optimizer.grads_in_partition_offset = begin + length
 
@@ -144,7 +141,7 @@ def keeps_accumulating_nodes() -> bool:
 
 
 class _UsedParameters:
-    """Replacement of `count_used_parameters_in_backward`, given the same list at each call."""
+    """Replacement of `count_used_parameters_in_backward`, called with a fixed list."""
 
     def __init__(self) -> None:
         self._list: Sequence[nn.Parameter] = ()
@@ -152,12 +149,12 @@ class _UsedParameters:
         self._nodes: list[Any] = []
 
     def __call__(self, parameters: Sequence[nn.Parameter]) -> int:
-        kinds = [(p.dtype, p.device, p.requires_grad) for p in parameters]
-        if parameters is not self._list or kinds != self._kinds:
+        traits = [(p.dtype, p.device, p.requires_grad) for p in parameters]
+        if parameters is not self._list or traits != self._kinds:
             nodes = [
                 torch.autograd.graph.get_gradient_edge(p).node
                 for p in parameters
                 if p.requires_grad
             ]
-            self._list, self._kinds, self._nodes = parameters, kinds, list(dict.fromkeys(nodes))
+            self._list, self._kinds, self._nodes = parameters, traits, list(dict.fromkeys(nodes))
         return sum(map(torch._C._will_engine_execute_node, self._nodes))

@@ -35,34 +35,10 @@ def replace_reduction(optimizer: Any, host_time: HostTime) -> bool:
     with several process groups (experts) or dtypes, offloading, ZenFlow, padding between
     parameters, round robin, or gradients that are not contiguous. `host_time` counts the
     reductions."""
-    if not _is_supported(optimizer):
-        return False
-    reduction = _Reduction(optimizer, host_time)
-    reduction.install()
-    return True
-
-
-class FlatGradients(GradPartitionBufferGroup):  # type: ignore[misc]
-    """Averaged gradients of a group: this rank's part of each parameter, 1-D views of one tensor,
-    and padding last. DeepSpeed reads `flat_partition` instead of concatenating the list."""
-
-    def __init__(self, flat: torch.Tensor, sizes: list[int]) -> None:
-        list.__init__(self, flat.split(sizes))
-        self.flat_partition = flat
-
-    @property
-    def _view_specs(self) -> list[tuple[int, torch.Size, bool]]:
-        # Of use where the tensor is moved, which hardly any run does.
-        first = self[0].storage_offset() if self else 0
-        return [(view.storage_offset() - first, view.shape, False) for view in self]
-
-
-def _is_supported(optimizer: Any) -> bool:
-    """Return whether `_Reduction` supports all cases of this reduction."""
     parameters = [p for group in optimizer.bit16_groups for p in group]
     num_hooked = sum(p.requires_grad for p in parameters)
     is_compact = [optimizer._use_compact_grad_partition_buffer(i) for i in _groups(optimizer)]
-    return bool(
+    is_supported = (
         optimizer.contiguous_gradients
         and optimizer.reduce_scatter
         and optimizer.use_multi_rank_bucket_allreduce
@@ -79,6 +55,26 @@ def _is_supported(optimizer: Any) -> bool:
         # Else a partition in one dtype would be added up in another.
         and (all(is_compact) or optimizer.gradient_accumulation_dtype == optimizer.dtype)
     )
+    if not is_supported:
+        return False
+    reduction = _Reduction(optimizer, host_time)
+    reduction.install()
+    return True
+
+
+class FlatGradients(GradPartitionBufferGroup):  # type: ignore[misc]
+    """Averaged gradients of a group: this rank's parts of parameters, 1-D views of a tensor, and
+    padding last. DeepSpeed reads `flat_partition` instead of concatenating the list."""
+
+    def __init__(self, flat: torch.Tensor, sizes: list[int]) -> None:
+        list.__init__(self, flat.split(sizes))
+        self.flat_partition = flat
+
+    @property
+    def _view_specs(self) -> list[tuple[int, torch.Size, bool]]:
+        # Of use where the tensor is moved, which hardly any run does.
+        first = self[0].storage_offset() if self else 0
+        return [(view.storage_offset() - first, view.shape, False) for view in self]
 
 
 def _groups(optimizer: Any) -> range:
@@ -108,7 +104,12 @@ class _Reduction:
         for slot in self._slots.values():
             if slot.count:
                 self._own_slots[slot.group].append(slot)
-        self._sizes = [self._sizes_of(i) for i in _groups(optimizer)]
+        # Elements of this rank's parts of a group, then of the padding, by group.
+        self._sizes: list[list[int]] = []
+        for i in _groups(optimizer):
+            counts = [self._slots[p].count for p in optimizer.params_in_partition[i]]
+            padding = int(optimizer.partition_size[i]) - sum(counts)
+            self._sizes.append([*counts, padding] if padding else counts)
         self._plans: dict[tuple[int, int], ReductionPlan] = {}
         self._step = 1
         self._bucket: list[Slot] = []
@@ -117,7 +118,7 @@ class _Reduction:
         self._producers: set[Any] = set()
         self._in_flight: torch.Tensor | None = None
         self._partitions: dict[int, torch.Tensor] = {}
-        self._kept: dict[int, torch.Tensor] = {}
+        self._reused_partitions: dict[int, torch.Tensor] = {}
         self._flush = host_time.timed(self._reduce_bucket)
         self._take_when_due = (
             self._take if optimizer.partition_gradients else self._take_at_boundary
@@ -126,7 +127,11 @@ class _Reduction:
     def install(self) -> None:
         """Replace the hooks and the methods that they call."""
         optimizer = self._optimizer
-        self._replace_hooks()
+        # DeepSpeed's handles and their order stay.
+        hooked = [p for group in optimizer.bit16_groups for p in group if p.requires_grad]
+        for hooked_parameter, handle in zip(hooked, optimizer._grad_acc_hooks, strict=True):
+            hook = self._hook(self._slots[hooked_parameter], hooked)
+            handle.hooks_dict_ref()[handle.id] = hook
         optimizer.setup_buckets = self._begin
         optimizer.reduce_ready_partitions_and_remove_grads = lambda parameter, group: (
             self._take_when_due(self._slots[parameter])
@@ -164,30 +169,17 @@ class _Reduction:
                     slot.count = min(size - slot.start, room)
                 yield parameter, slot
 
-    def _sizes_of(self, group: int) -> list[int]:
-        """Return the elements of each of this rank's parts of `group`, and of the padding behind
-        them."""
-        own = [self._slots[p].count for p in self._optimizer.params_in_partition[group]]
-        padding = int(self._optimizer.partition_size[group]) - sum(own)
-        return [*own, padding] if padding else own
-
     # --- during the backward pass ---
-
-    def _replace_hooks(self) -> None:
-        """Replace DeepSpeed's hooks by ours, under the same handles, in the same order."""
-        optimizer = self._optimizer
-        hooked = [p for group in optimizer.bit16_groups for p in group if p.requires_grad]
-        for parameter, handle in zip(hooked, optimizer._grad_acc_hooks, strict=True):
-            handle.hooks_dict_ref()[handle.id] = self._hook(self._slots[parameter], hooked)
 
     def _hook(self, slot: Slot, hooked: list[nn.Parameter]) -> Callable[[torch.Tensor], None]:
         """Return the hook for the complete gradient of `slot`; as `create_gradient_handling_hooks`.
-        Once the end of a backward pass is queued, DeepSpeed only counts in the hooks, so the first
-        hook does the rest."""
+        Once the end of a backward pass is queued, DeepSpeed only counts in the hooks, and the first
+        hook does all other work."""
         optimizer, state = self._optimizer, self._optimizer._backward_hook_state
         keeps_sum, take = self._keeps_sum, self._take_when_due
         takes = optimizer.partition_gradients or optimizer.overlap_comm
-        parameter, group = slot.parameter, slot.group
+        parameter: Any = slot.parameter
+        group, accumulation_dtype = slot.group, optimizer.gradient_accumulation_dtype
 
         def hook(_parameter: torch.Tensor) -> None:
             fired = state.hooks_fired_this_backward
@@ -198,8 +190,14 @@ class _Reduction:
                 and optimizer.ready_for_gradients
                 and not optimizer._coalesce_grad_reduction
             ):
-                if keeps_sum:
-                    _add_up(parameter, optimizer.gradient_accumulation_dtype)
+                # Add the gradient to the sum over micro-batches, as DeepSpeed's
+                # `_fill_param_grad_accum_attribute`.
+                if keeps_sum and parameter.grad is not None:
+                    if parameter.grad_accum is None:
+                        parameter.grad_accum = parameter.grad.to(accumulation_dtype)
+                    else:
+                        parameter.grad_accum.add_(parameter.grad)
+                    parameter.grad = None
                 if takes:
                     take(slot)
                 state.hooks_fired_this_backward = fired = fired + 1
@@ -264,13 +262,18 @@ class _Reduction:
         optimizer.overlapping_partition_gradients_reduce_epilogue()
 
     def _reduce_bucket(self) -> None:
-        """Average and reduce what the bucket holds (`reduce_ipg_grads`). Collective over replicas.
-        On a stream of its own under ``overlap_comm``: that waits for the gradients, and the stream
-        of the backward pass for the bucket before, as with DeepSpeed's two buffers."""
+        """Average and reduce the gradients in the bucket (`reduce_ipg_grads`). Collective over
+        replicas. Under ``overlap_comm`` a side stream reduces: it waits for the gradients, and the
+        stream of the backward pass waits for the previous bucket, as with DeepSpeed's two
+        buffers."""
         slots = self._bucket
         if not slots:
             return
-        plan = self._plan_of(slots)
+        key = (id(slots[0]), len(slots))
+        plan = self._plans.get(key)
+        if plan is None or plan.slots != slots:
+            plan = self._plans[key] = plan_of(slots, self._optimizer.reduce_bucket_size)
+        # The stream that reduces waits for the streams that computed the gradients.
         side = self._side_stream
         current = self._accelerator.current_stream() if self._is_asynchronous else None
         if current is not None:
@@ -280,49 +283,42 @@ class _Reduction:
             self._in_flight = None
         gradients = self._gradients
         self._bucket, self._gradients, self._elements = [], [], 0
-        places = [self._partition(t.group).narrow(0, t.begin, t.count) for t in plan.targets]
-        if side is None and self._needs_no_reduction(gradients, plan):
-            for numbers, place in zip(plan.sources, places, strict=True):
-                torch.cat([gradients[number].view(-1) for number in numbers], out=place)
-            return
-        flat = _flatten_dense_tensors(gradients)
-        del gradients
-        if side is None:
-            self._reduce(flat, plan, places)
-            return
-        side.wait_stream(current)
-        with self._accelerator.stream(side):
-            self._reduce(flat, plan, places)
-        self._in_flight = flat  # until the stream it was allocated on has waited for this one
-
-    def _await_producers(self, current: Any) -> None:
-        """Compiled models may compute gradients on several streams."""
-        others = self._producers - {current}
-        self._producers = set()
-        for stream in others:
-            current.wait_stream(stream)
-        if others:
-            for gradient in self._gradients:
-                gradient.record_stream(current)
-
-    def _plan_of(self, slots: list[Slot]) -> ReductionPlan:
-        key = (id(slots[0]), len(slots))
-        plan = self._plans.get(key)
-        if plan is None or plan.slots != slots:
-            plan = self._plans[key] = plan_of(slots, self._optimizer.reduce_bucket_size)
-        return plan
-
-    def _needs_no_reduction(self, gradients: list[torch.Tensor], plan: ReductionPlan) -> bool:
-        """Return whether partitions get exactly these gradients."""
-        return (
-            self._world_size == 1
+        targets = [self._partition(t.group).narrow(0, t.begin, t.count) for t in plan.targets]
+        # A single rank without averaging: partitions get exactly these gradients.
+        if (
+            side is None
+            and self._world_size == 1
             and not (self._optimizer.gradient_average and self._divisor != 1.0)
             and not any(self._is_compact[target.group] for target in plan.targets)
             and self._dtype == self._optimizer.gradient_accumulation_dtype
             and all(g.dtype == self._dtype and g.is_contiguous() for g in gradients)
-        )
+        ):
+            for numbers, view in zip(plan.sources, targets, strict=True):
+                torch.cat([gradients[number].view(-1) for number in numbers], out=view)
+            return
+        # Otherwise one flat tensor is reduced and copied into partitions.
+        flat = _flatten_dense_tensors(gradients)
+        del gradients
+        if side is None:
+            self._reduce(flat, plan, targets)
+            return
+        side.wait_stream(current)
+        with self._accelerator.stream(side):
+            self._reduce(flat, plan, targets)
+        self._in_flight = flat  # until the stream it was allocated on has waited for this one
 
-    def _reduce(self, flat: torch.Tensor, plan: ReductionPlan, places: list[torch.Tensor]) -> None:
+    def _await_producers(self, current: Any) -> None:
+        """Let `current` wait for the streams that computed the gradients: compiled models use
+        several."""
+        other_streams = self._producers - {current}
+        self._producers = set()
+        for stream in other_streams:
+            current.wait_stream(stream)
+        if other_streams:
+            for gradient in self._gradients:
+                gradient.record_stream(current)
+
+    def _reduce(self, flat: torch.Tensor, plan: ReductionPlan, targets: list[torch.Tensor]) -> None:
         optimizer = self._optimizer
         if optimizer.gradient_average and self._divisor != 1.0:
             flat.div_(self._divisor)
@@ -331,13 +327,13 @@ class _Reduction:
             for part in reduced.split(plan.reduced):
                 comm.all_reduce(part, group=optimizer.dp_process_group)
         pieces = reduced.split(plan.pieces)
-        for target, place in zip(plan.targets, places, strict=True):
-            chosen = [pieces[number] for number in target.pieces]
-            self._store(chosen, place, adds=self._is_compact[target.group])
+        for target, view in zip(plan.targets, targets, strict=True):
+            target_pieces = [pieces[number] for number in target.pieces]
+            self._store(target_pieces, view, adds=self._is_compact[target.group])
 
     @staticmethod
     def _store(pieces: list[torch.Tensor], target: torch.Tensor, *, adds: bool) -> None:
-        """Copy `pieces`, one after the other, into `target`, or add them to it."""
+        """Copy `pieces`, concatenated, into `target`, or add `pieces` to `target`."""
         if len(pieces) > 1 and not adds and pieces[0].dtype == target.dtype:
             torch.cat(pieces, out=target)
             return
@@ -353,17 +349,15 @@ class _Reduction:
         if self._is_compact[group]:
             return self._compact(group).flat_partition  # type: ignore[no-any-return]
         if group not in self._partitions:
-            self._partitions[group] = self._buffer(group)
+            # `_clear_rest` completes the partition. The first of a step is kept on a CPU; the
+            # update has used it before the next step.
+            if self._is_asynchronous or self._optimizer.all_grad_tensors.get(group) is not None:
+                self._partitions[group] = self._empty(group)
+            else:
+                if group not in self._reused_partitions:
+                    self._reused_partitions[group] = self._empty(group)
+                self._partitions[group] = self._reused_partitions[group]
         return self._partitions[group]
-
-    def _buffer(self, group: int) -> torch.Tensor:
-        """Return memory for the partition of a pass, which `_clear_rest` completes. The first of a
-        step is kept on a CPU; the update has used it before the next step."""
-        if self._is_asynchronous or self._optimizer.all_grad_tensors.get(group) is not None:
-            return self._empty(group)
-        if group not in self._kept:
-            self._kept[group] = self._empty(group)
-        return self._kept[group]
 
     def _clear_rest(self, group: int) -> None:
         """Set to zero what got no gradient in this pass, and the padding."""
@@ -393,8 +387,8 @@ class _Reduction:
     # --- after the backward pass ---
 
     def _finish(self) -> None:
-        """Reduce the rest and keep what the pass brought. Collective over replicas. DeepSpeed's
-        `independent_gradient_partition_epilogue`."""
+        """Reduce the last bucket and add the gradients of this pass to earlier passes. Collective
+        over replicas. DeepSpeed's `independent_gradient_partition_epilogue`."""
         optimizer = self._optimizer
         self._flush()
         if self._side_stream is not None:
@@ -407,7 +401,11 @@ class _Reduction:
         is_boundary = optimizer.is_gradient_accumulation_boundary()
         for group in _groups(optimizer):
             if not self._is_compact[group]:
-                self._add_pass(group)
+                earlier, new = optimizer.all_grad_tensors.get(group), self._partition(group)
+                if earlier is None:
+                    optimizer.all_grad_tensors[group] = [new]
+                else:
+                    earlier[0].add_(new)
             if is_boundary:
                 self._hand_over(group)
         self._partitions.clear()
@@ -415,21 +413,14 @@ class _Reduction:
         optimizer._clear_param_grad_only()
         optimizer._epilogue_ran_this_backward = True
 
-    def _add_pass(self, group: int) -> None:
-        held, new = self._optimizer.all_grad_tensors.get(group), self._partition(group)
-        if held is None:
-            self._optimizer.all_grad_tensors[group] = [new]
-        else:
-            held[0].add_(new)
-
     def _hand_over(self, group: int) -> None:
         """Give a group's gradients to the update."""
         optimizer = self._optimizer
         if self._is_compact[group]:
             self._compact(group)
         else:
-            held = optimizer.all_grad_tensors.get(group)
-            flat = self._zeros(group) if held is None else held[0]
+            accumulated = optimizer.all_grad_tensors.get(group)
+            flat = self._zeros(group) if accumulated is None else accumulated[0]
             optimizer.averaged_gradients[group] = FlatGradients(flat, self._sizes[group])
         optimizer.all_grad_tensors[group] = None
 
@@ -448,15 +439,3 @@ class _Reduction:
         for group in _groups(optimizer):
             count += optimizer._has_inf_or_nan(optimizer.averaged_gradients[group].flat_partition)
         return count.bool()
-
-
-def _add_up(parameter: Any, dtype: torch.dtype) -> None:
-    """Add a gradient to the sum of the micro-batches (`_fill_param_grad_accum_attribute`)."""
-    gradient = parameter.grad
-    if gradient is None:
-        return
-    if parameter.grad_accum is None:
-        parameter.grad_accum = gradient.to(dtype)
-    else:
-        parameter.grad_accum.add_(gradient)
-    parameter.grad = None

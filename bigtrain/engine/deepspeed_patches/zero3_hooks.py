@@ -1,12 +1,12 @@
-"""ZeRO-3's module hooks: the same work as DeepSpeed's in less host time.
+"""ZeRO-3's module hooks: the work of DeepSpeed's hooks in less host time.
 
 DeepSpeed 0.19.8 registers four hooks on each module (runtime/zero/parameter_offload.py,
 `_register_deepspeed_module`), through which its coordinator gathers parameters before a module
 computes and releases them after (runtime/zero/partitioned_param_coordinator.py, `fetch_sub_module`
-and `release_sub_module`). Most of their cost is overhead: log lines that are not printed, rank
-lookups, nested decorators, attribute access, rebuilt sets, bound signatures. These hooks do the
-same gathers, releases and prefetches in the same order at the same points, and leave the same nodes
-in the autograd graph (`tests/unit/engine/deepspeed_patches/test_zero3_hooks.py`).
+and `release_sub_module`). Most of that cost is overhead: log lines that are not printed, rank
+lookups, nested decorators, attribute access, rebuilt sets, bound signatures. These hooks do
+identical gathers, releases and prefetches in an identical order at identical points, and leave
+identical nodes in the autograd graph (`tests/unit/engine/deepspeed_patches/test_zero3_hooks.py`).
 
 DeepSpeed's own functions handle passes in which the order of modules is learned or has changed, and
 outputs that hold parameters; its hooks stay for leaf modules, NVMe, secondary partitions (hpZ),
@@ -54,19 +54,28 @@ def replace_hooks(optimizer: Any, host_time: HostTime) -> bool:
     `host_time` counts their time. Each replaces two of DeepSpeed's, under the handle of the first,
     so that `DeepSpeedZeRoOffload.destroy` removes them and the order among other hooks stays."""
     offload = getattr(optimizer, "parameter_offload", None)
-    if offload is None or not _fits(offload):
+    if (
+        offload is None
+        or offload.zenflow
+        or offload.zero_param_parallel_group is not None
+        or offload.zero_quantized_weights
+        or offload.zero_quantized_nontrainable_weights
+        or offload.fast_sharding_for_leaf_module
+        or getattr(offload.get_param_coordinator(), _PRIVATE + "prefetch_nvme")
+        or any(z3_leaf_module(module) for module in offload.module.modules())
+    ):
         return False
     modules = list(_in_order_of_registration(offload.module))
     assert len(offload.forward_hooks) == len(offload.backward_hooks) == 2 * len(modules)
     coordinator = _Coordinator(offload)
-    # A module with two parents has both hooks twice, and one count of its inputs.
+    # A module with two parents has both hooks twice, and one counter of inputs.
     hooks: dict[nn.Module, _ModuleHooks] = {}
     for number, module in enumerate(modules):
         fetch, release = offload.forward_hooks[2 * number : 2 * number + 2]
         before_backward, after_backward = offload.backward_hooks[2 * number : 2 * number + 2]
         if module not in hooks:
-            own = release.hooks_dict_ref()[release.id]
-            hooks[module] = _ModuleHooks(module, coordinator, own, host_time)
+            deepspeed_hook = release.hooks_dict_ref()[release.id]
+            hooks[module] = _ModuleHooks(module, coordinator, deepspeed_hook, host_time)
         fetch.hooks_dict_ref()[fetch.id] = hooks[module].before_forward
         release.hooks_dict_ref()[release.id] = hooks[module].after_forward
         before_backward.remove()
@@ -81,24 +90,12 @@ def has_own_hooks(optimizer: Any) -> bool:
     offload = getattr(optimizer, "parameter_offload", None)
     if offload is None:
         return False
-    own = sum(
+    num_own_hooks = sum(
         type(getattr(handle.hooks_dict_ref().get(handle.id), "__self__", None)) is _ModuleHooks
         for handle in offload.forward_hooks
     )
-    return own > 0 and own == 2 * len(list(_in_order_of_registration(offload.module)))
-
-
-def _fits(offload: Any) -> bool:
-    coordinator = offload.get_param_coordinator()
-    return not (
-        offload.zenflow
-        or offload.zero_param_parallel_group is not None
-        or offload.zero_quantized_weights
-        or offload.zero_quantized_nontrainable_weights
-        or offload.fast_sharding_for_leaf_module
-        or getattr(coordinator, _PRIVATE + "prefetch_nvme")
-        or any(z3_leaf_module(module) for module in offload.module.modules())
-    )
+    num_modules = len(list(_in_order_of_registration(offload.module)))
+    return num_own_hooks > 0 and num_own_hooks == 2 * num_modules
 
 
 def _in_order_of_registration(module: nn.Module) -> Iterator[nn.Module]:
@@ -108,13 +105,13 @@ def _in_order_of_registration(module: nn.Module) -> Iterator[nn.Module]:
 
 
 class _ModuleHooks:
-    """The hooks of one module. Clock reads are inlined: a call would double their cost."""
+    """Hooks of a module. Clock reads are inlined: a call would double their cost."""
 
     __slots__ = (
         "_coordinator",
+        "_deepspeed_release",
         "_ds_id",
         "_module",
-        "_own_release",
         "_params",
         "_remaining",
         "_time",
@@ -124,13 +121,13 @@ class _ModuleHooks:
         self,
         module: nn.Module,
         coordinator: _Coordinator,
-        own_release: Callable[..., None],
+        deepspeed_release: Callable[..., None],
         host_time: HostTime,
     ) -> None:
-        """`own_release`: DeepSpeed's hook after a forward pass."""
+        """`deepspeed_release`: DeepSpeed's hook after a forward pass."""
         self._module: Any = module
         self._coordinator = coordinator
-        self._own_release = own_release
+        self._deepspeed_release = deepspeed_release
         self._time = host_time
         self._params: tuple[Any, ...] = tuple(module.parameters(recurse=False))
         self._ds_id: int = vars(module)["ds_id"]
@@ -138,7 +135,7 @@ class _ModuleHooks:
         self._remaining = 0
 
     def before_forward(self, module: nn.Module, inputs: Any) -> Any:
-        begun = perf_counter() - self._time.waited
+        start = perf_counter() - self._time.waited
         FWD_MODULE_STACK.append(module)
         self._coordinator.fetch(self._module, self._ds_id, self._all_params(), forward=True)
         self._remaining = 0
@@ -148,36 +145,46 @@ class _ModuleHooks:
                 passed = self._input(inputs[0])
         elif inputs:
             passed = apply_to_tensors_only(self._input, inputs, _unknown)
-        self._time.seconds += perf_counter() - self._time.waited - begun
+        self._time.seconds += perf_counter() - self._time.waited - start
         return passed
 
     def after_forward(self, module: nn.Module, inputs: Any, output: Any) -> Any:
-        begun = perf_counter() - self._time.waited
-        if _holds_no_parameter(output):
+        start = perf_counter() - self._time.waited
+        # DeepSpeed's own hook handles anything but a tensor or a tuple of tensors of which none is
+        # known to be a parameter's alias, and lets the module above gather what it finds.
+        if type(output) is torch.Tensor:
+            holds_no_parameter = not hasattr(output, "ds_param_alias")
+        else:
+            holds_no_parameter = type(output) is tuple and all(
+                value is None
+                or (type(value) is torch.Tensor and not hasattr(value, "ds_param_alias"))
+                for value in output
+            )
+        if holds_no_parameter:
             FWD_MODULE_STACK.pop()
             self._coordinator.release(self._module, self._ds_id, self._all_params(), forward=True)
         else:
-            self._own_release(module, inputs, output)
+            self._deepspeed_release(module, inputs, output)
         if type(output) is torch.Tensor:
             passed = self._output(output)
         elif type(output) is tuple:
             passed = tuple(map(self._any_output, output))
         else:
             passed = self._any_output(output)
-        self._time.seconds += perf_counter() - self._time.waited - begun
+        self._time.seconds += perf_counter() - self._time.waited - start
         return passed
 
     def before_backward(self) -> None:
-        begun = perf_counter() - self._time.waited
+        start = perf_counter() - self._time.waited
         self._coordinator.fetch(self._module, self._ds_id, self._all_params(), forward=False)
-        self._time.seconds += perf_counter() - self._time.waited - begun
+        self._time.seconds += perf_counter() - self._time.waited - start
 
     def after_input(self) -> None:
         self._remaining -= 1
         if self._remaining == 0:
-            begun = perf_counter() - self._time.waited
+            start = perf_counter() - self._time.waited
             self._coordinator.release(self._module, self._ds_id, self._all_params(), forward=False)
-            self._time.seconds += perf_counter() - self._time.waited - begun
+            self._time.seconds += perf_counter() - self._time.waited - start
 
     def _input(self, value: torch.Tensor) -> Any:
         if not value.requires_grad:
@@ -209,17 +216,6 @@ class _ModuleStackReset:
         del FWD_MODULE_STACK[self._depth :]
 
 
-def _holds_no_parameter(output: Any) -> bool:
-    """Return whether this is a tensor or a tuple of tensors, none known to be a parameter's alias.
-    DeepSpeed's own hook handles anything else, and lets the module above gather what it finds."""
-    if type(output) is torch.Tensor:
-        return not hasattr(output, "ds_param_alias")
-    return type(output) is tuple and all(
-        value is None or (type(value) is torch.Tensor and not hasattr(value, "ds_param_alias"))
-        for value in output
-    )
-
-
 def _unknown(value: Any) -> str:
     return (
         f"a module takes or returns a {type(value)}: ZeRO-3 sees no tensors in it, and may keep "
@@ -229,8 +225,8 @@ def _unknown(value: Any) -> str:
 
 class _BeforeBackward(torch.autograd.Function):
     """Identity on an output; its backward runs before the module's backward pass. Old style, with
-    the context in `forward`: for the other style torch binds the arguments to the signature at
-    every call (torch/autograd/function.py, `apply`)."""
+    the context in `forward`: in the new style torch binds the arguments to the signature at every
+    call (torch/autograd/function.py, `apply`)."""
 
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, hooks: _ModuleHooks) -> torch.Tensor:
@@ -263,14 +259,14 @@ _after_backward: Callable[[torch.Tensor, _ModuleHooks], torch.Tensor] = _AfterBa
 
 
 class _Coordinator:
-    """Work of a `PartitionedParameterCoordinator` that has learned the order of modules; all state
-    stays in it."""
+    """Work of a `PartitionedParameterCoordinator` that has learned the order of modules; that
+    object keeps the state."""
 
     def __init__(self, offload: Any) -> None:
-        self._own: Any = offload.get_param_coordinator()
-        self._state = vars(self._own)
-        self._to_release = getattr(self._own, _PRIVATE + "params_to_release")
-        self._gather = torch.no_grad()(getattr(self._own, _PRIVATE + "all_gather_params"))
+        self._deepspeed: Any = offload.get_param_coordinator()
+        self._state = vars(self._deepspeed)
+        self._to_release = getattr(self._deepspeed, _PRIVATE + "params_to_release")
+        self._gather = torch.no_grad()(getattr(self._deepspeed, _PRIVATE + "all_gather_params"))
         self._accelerator = get_accelerator()
         self._waits_for_streams = not self._accelerator.resolves_data_dependency()
         self._limits_fetches = not self._accelerator.handles_memory_backpressure()
@@ -287,35 +283,45 @@ class _Coordinator:
             or order[step] is not module
             or (forward and state[_ACTIVE_BACKWARD] and not all(p.requires_grad for p in params))
         ):
-            self._own.trace_prologue(module)
-            if self._own.is_record_trace():
-                self._own.record_module(module)
-            self._own.fetch_sub_module(module, forward=forward)
+            self._deepspeed.trace_prologue(module)
+            if self._deepspeed.is_record_trace():
+                self._deepspeed.record_module(module)
+            self._deepspeed.fetch_sub_module(module, forward=forward)
             return
         if not forward:
             state[_ACTIVE_BACKWARD][ds_id] = module
         if params:
-            self._make_available(params, ds_id, forward)
+            for param in params:
+                if param.ds_status is _ABSENT:
+                    self._gather({p for p in params if p.ds_status is _ABSENT}, forward)
+                    break
+            handles = state[_IN_FLIGHT]
+            for param in params:
+                param.ds_active_sub_modules.add(ds_id)
+                # Also an available parameter: it may be part of a gather of several parameters,
+                # which are waited for as one.
+                if handles and param in handles:
+                    self._wait(param)
+                assert param.ds_status is _AVAILABLE, param.ds_summary()
         if self._waits_for_streams:
             self._accelerator.current_stream().wait_stream(state[_STREAM])
         if params:
-            self._discard(params, step)
+            # Remove `params` from the prefetch queue.
+            fetched_for, queue = state[_FETCHED_FOR], state[_QUEUE]
+            unfetched = {param for param in params if fetched_for[param] < step}
+            removed: set[Any] = set()
+            while queue and len(removed) < len(unfetched):
+                queued = queue.popleft()
+                fetched_for[queued.param] = queued.step_id_last_used_at
+                removed.add(queued.param)
+            if removed != unfetched:
+                raise RuntimeError(
+                    f"ZeRO-3 expected parameters {[p.ds_summary() for p in removed]} at step "
+                    f"{step} of its trace, and not {[p.ds_summary() for p in unfetched]}"
+                )
         if state[_QUEUE] and state[_PREFETCH_SIZE] > 0:
             self._prefetch(forward)
         state[_STEP] += 1
-
-    def _make_available(self, params: tuple[Any, ...], ds_id: int, forward: bool) -> None:
-        for param in params:
-            if param.ds_status is _ABSENT:
-                self._gather({p for p in params if p.ds_status is _ABSENT}, forward)
-                break
-        in_flight = self._state[_IN_FLIGHT]
-        for param in params:
-            param.ds_active_sub_modules.add(ds_id)
-            # Also one that is available: it may have come with others, which are waited for as one.
-            if in_flight and param in in_flight:
-                self._wait(param)
-            assert param.ds_status is _AVAILABLE, param.ds_summary()
 
     @torch.no_grad()
     def _wait(self, param: Any) -> None:
@@ -332,31 +338,16 @@ class _Coordinator:
                 event.record()
                 events.append(event)
 
-    def _discard(self, params: tuple[Any, ...], step: int) -> None:
-        """Remove `params` from the prefetch queue."""
-        fetched_for, queue = self._state[_FETCHED_FOR], self._state[_QUEUE]
-        wanted = {param for param in params if fetched_for[param] < step}
-        removed: set[Any] = set()
-        while queue and len(removed) < len(wanted):
-            used = queue.popleft()
-            fetched_for[used.param] = used.step_id_last_used_at
-            removed.add(used.param)
-        if removed != wanted:
-            raise RuntimeError(
-                f"ZeRO-3 expected parameters {[p.ds_summary() for p in removed]} at step {step} of "
-                f"its trace, and not {[p.ds_summary() for p in wanted]}"
-            )
-
     def _prefetch(self, forward: bool) -> None:
         state = self._state
         fetched_for, queue = state[_FETCHED_FOR], state[_QUEUE]
-        most = min(state[_MOST_AVAILABLE] - state[_NUM_AVAILABLE], state[_PREFETCH_SIZE])
+        max_elements = min(state[_MOST_AVAILABLE] - state[_NUM_AVAILABLE], state[_PREFETCH_SIZE])
         params: set[Any] = set()
         numel = 0
-        while queue and numel < most:
-            used = queue.popleft()
-            param = used.param
-            fetched_for[param] = max(fetched_for[param], used.step_id_last_used_at)
+        while queue and numel < max_elements:
+            queued = queue.popleft()
+            param = queued.param
+            fetched_for[param] = max(fetched_for[param], queued.step_id_last_used_at)
             if param.ds_status is _ABSENT and param not in params:
                 params.add(param)
                 numel += param.ds_numel
@@ -367,7 +358,7 @@ class _Coordinator:
         """Do the work of `release_sub_module`."""
         state = self._state
         if state[_MODE] is not ZeRoTraceMode.COMPLETE or module.ds_recompute_parameters:
-            self._own.release_sub_module(module, forward=forward)
+            self._deepspeed.release_sub_module(module, forward=forward)
             return
         if not forward:
             active = state[_ACTIVE_BACKWARD]

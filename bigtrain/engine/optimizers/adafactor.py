@@ -46,12 +46,12 @@ class _Rectangle:
 
 class Adafactor(UpdateRule):
     """States by parameter, on all ranks: `row_var` [..., rows, 1] and `col_var` [..., 1, columns]
-    of matrices, `variance` of vectors. Collective over the ranks that hold the same stage."""
+    of matrices, `variance` of vectors. Collective over the ranks of a stage."""
 
     def __init__(
         self, section: AdafactorSection, model: nn.Module, mesh: Mesh, device: torch.device
     ) -> None:
-        """Collective over all ranks. model: this stage. device: of the backend of its groups."""
+        """Collective over all ranks. model: this stage. device: of the groups' backend."""
         self._section, self._device = section, device
         self._eps1 = _EPS if section.eps1 is None else section.eps1
         self._group = open_holders(mesh)[False]
@@ -70,15 +70,15 @@ class Adafactor(UpdateRule):
 
     def attach(self, parts: Sequence[MasterPart]) -> None:
         self._parts = [part for part in parts if part.name in self._shapes]
-        held = dict.fromkeys(self._shapes, 0.0)
+        num_elements = dict.fromkeys(self._shapes, 0.0)
         for part in self._parts:
             for _, view in cut_parts(part.shard, part.start, part.of(part.master)):
-                held[part.name] += view.numel()
-        total = self._summed(torch.tensor(list(held.values()), dtype=torch.float64))
-        # How many ranks hold each element; the same for all elements of a parameter.
+                num_elements[part.name] += view.numel()
+        total = self._summed(torch.tensor(list(num_elements.values()), dtype=torch.float64))
+        # How many ranks hold an element; equal for all elements of a parameter.
         self._copies = {
             name: count / math.prod(self._shapes[name])
-            for name, count in zip(held, total.tolist(), strict=True)
+            for name, count in zip(num_elements, total.tolist(), strict=True)
         }
 
     def small_states(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
@@ -95,19 +95,29 @@ class Adafactor(UpdateRule):
             self._states.setdefault(name, self._new_state(self._shapes[name]))
         if group["lr"] == 0:
             return  # `ensure_optimizer_states` only allocates states
-        rectangles = list(self._rectangles(masters))
+        # Second moments V, then updates U = G / sqrt(V): both need sums over full parameters.
+        masters_by_id = {id(master.values): master for master in masters}
+        rectangles = []
+        for part in self._parts:
+            updated = masters_by_id.get(id(part.master))
+            if updated is not None:
+                tensors = part.of(updated.values), part.of(updated.gradient)
+                cuts = [cut_parts(part.shard, part.start, tensor) for tensor in tensors]
+                for (box, values), (_, gradient) in zip(*cuts, strict=True):
+                    rectangles.append(_Rectangle(part.name, box, values, gradient))
         step = float(masters[0].step_count())
-        values = self._follow_moments(names, rectangles, step**self._section.beta2_decay)
+        squares = self._follow_moments(names, rectangles, step**self._section.beta2_decay)
         updates = self._totals(names, lambda box: self._direction(box).square_().sum(), rectangles)
+        # alpha = max(eps2, RMS(X)) rho, and the update is divided by max(1, RMS(U) / d).
         lr, decay = group["lr"], group["weight_decay"]
         rho = min(lr, 1 / math.sqrt(step))
-        for box in rectangles:
-            size = math.sqrt(math.prod(self._shapes[box.parameter]))
-            alpha = rho * max(self._section.eps2, math.sqrt(values[box.parameter]) / size)
-            norm = math.sqrt(updates[box.parameter])
+        for rectangle in rectangles:
+            size = math.sqrt(math.prod(self._shapes[rectangle.parameter]))
+            alpha = rho * max(self._section.eps2, math.sqrt(squares[rectangle.parameter]) / size)
+            norm = math.sqrt(updates[rectangle.parameter])
             denominator = max(1.0, norm / (size * self._section.clip_threshold))
-            box.values.mul_(1 - lr * decay)
-            box.values.add_(box.gradient, alpha=-alpha / denominator)
+            rectangle.values.mul_(1 - lr * decay)
+            rectangle.values.add_(rectangle.gradient, alpha=-alpha / denominator)
 
     def _new_state(self, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
         if len(shape) == 1:
@@ -117,18 +127,6 @@ class Adafactor(UpdateRule):
             "col_var": torch.zeros(*shape[:-2], 1, shape[-1]),
         }
 
-    def _rectangles(self, masters: Sequence[Master]) -> Iterator[_Rectangle]:
-        assert self._parts is not None
-        places = {id(master.values): master for master in masters}
-        for part in self._parts:
-            master = places.get(id(part.master))
-            if master is None:
-                continue
-            both = (part.of(master.values), part.of(master.gradient))
-            cuts = [cut_parts(part.shard, part.start, tensor) for tensor in both]
-            for (box, values), (_, gradient) in zip(*cuts, strict=True):
-                yield _Rectangle(part.name, box, values, gradient)
-
     def _follow_moments(
         self, names: Sequence[str], rectangles: Sequence[_Rectangle], weight: float
     ) -> dict[str, float]:
@@ -136,20 +134,20 @@ class Adafactor(UpdateRule):
         fresh = {name: self._new_state(self._shapes[name]) for name in names}
         for box in rectangles:
             squares = box.gradient.square()
-            for kind, total in fresh[box.parameter].items():
-                where = _place(total, box)
-                dim = _SUMMED[kind]
-                total[where] += (squares if dim is None else squares.sum(dim, keepdim=True)).cpu()
+            for state_name, total in fresh[box.parameter].items():
+                slices = _place(total, box)
+                dim = _SUMMED[state_name]
+                total[slices] += (squares if dim is None else squares.sum(dim, keepdim=True)).cpu()
         flat = [total.view(-1) for state in fresh.values() for total in state.values()]
         sums = self._summed(torch.cat(flat) if flat else torch.zeros(0))
         begin = 0
         for name, state in fresh.items():
-            for kind, total in state.items():
+            for state_name, total in state.items():
                 summed = sums[begin : begin + total.numel()].view(total.shape)
                 begin += total.numel()
-                dim = _SUMMED[kind]
+                dim = _SUMMED[state_name]
                 count = 1 if dim is None else self._shapes[name][dim]
-                self._states[name][kind].lerp_(summed / (count * self._copies[name]), weight)
+                self._states[name][state_name].lerp_(summed / (count * self._copies[name]), weight)
         return self._totals(names, lambda box: box.values.square().sum(), rectangles)
 
     def _direction(self, box: _Rectangle) -> torch.Tensor:
@@ -172,18 +170,19 @@ class Adafactor(UpdateRule):
         rectangles: Sequence[_Rectangle],
     ) -> dict[str, float]:
         """Return the results of `measure`, summed over each parameter."""
-        own = {name: torch.zeros((), dtype=torch.float64) for name in names}
+        local_sums = {name: torch.zeros((), dtype=torch.float64) for name in names}
         for box in rectangles:
-            own[box.parameter] += measure(box).cpu()
-        sums = self._summed(torch.stack(list(own.values())) if own else torch.zeros(0))
+            local_sums[box.parameter] += measure(box).cpu()
+        stacked = torch.stack(list(local_sums.values())) if local_sums else torch.zeros(0)
+        sums = self._summed(stacked)
         return {
             name: total / self._copies[name]
             for name, total in zip(names, sums.tolist(), strict=True)
         }
 
-    def _summed(self, own: torch.Tensor) -> torch.Tensor:
-        """Over the ranks that hold the same stage; on the CPU."""
-        total = own.to(self._device)
+    def _summed(self, local_values: torch.Tensor) -> torch.Tensor:
+        """Return the sum over the ranks of a stage, on the CPU."""
+        total = local_values.to(self._device)
         dist.all_reduce(total, group=self._group)
         return total.cpu()
 
@@ -191,9 +190,9 @@ class Adafactor(UpdateRule):
 RULE = Adafactor
 
 
-def _place(state: torch.Tensor, own: _Rectangle) -> tuple[slice, ...]:
+def _place(state: torch.Tensor, rectangle: _Rectangle) -> tuple[slice, ...]:
     """Return the index of the rectangle's rows, columns or elements in a state."""
     return tuple(
         slice(0, 1) if size == 1 else along
-        for size, along in zip(state.shape, own.box.slices, strict=True)
+        for size, along in zip(state.shape, rectangle.box.slices, strict=True)
     )

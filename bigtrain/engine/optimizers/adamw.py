@@ -34,13 +34,13 @@ class AdamW(UpdateRule):
             first = master.moment("exp_avg", self._dtype)
             second = master.moment("exp_avg_sq", self._dtype)
             if self._dtype is StateDtype.FLOAT32:
-                self._fused(master.values, master.gradient, first, second, step, group)
+                self._fused(master.values, master.gradient, first, second, step=step, group=group)
                 continue
             for values, gradient, mean, square in chunks(
                 master.values, master.gradient, first, second
             ):
                 wide = mean.float(), square.float()
-                self._fused(values, gradient, *wide, step.clone(), group)
+                self._fused(values, gradient, *wide, step=step.clone(), group=group)
                 store(mean, wide[0], gradient)
                 store(square, wide[1], gradient)
             step += 1
@@ -51,6 +51,7 @@ class AdamW(UpdateRule):
         gradient: torch.Tensor,
         first: torch.Tensor,
         second: torch.Tensor,
+        *,
         step: torch.Tensor,
         group: Mapping[str, Any],
     ) -> None:

@@ -42,43 +42,40 @@ _CHUNK = 1 << 22
 
 
 class Blocks:
-    """Position of the elements of a rectangle in the blocks of a full tensor. index: of its blocks
-    among all of the tensor."""
+    """Position of the elements of a rectangle in the blocks of a full tensor. index: numbers of the
+    rectangle's blocks in the tensor."""
 
     def __init__(self, shape: Sequence[int], box: Box, device: torch.device) -> None:
         self.index: slice | torch.Tensor
-        self._places: slice | torch.Tensor
+        self._positions: slice | torch.Tensor
         first, last = box.flat_ends(shape)
         if box.is_flat_range(shape):
             begin, end = first // BLOCK_ELEMENTS, last // BLOCK_ELEMENTS + 1
             self.index, self.count = slice(begin, end), end - begin
             start = first - begin * BLOCK_ELEMENTS
-            self._places = slice(start, start + box.num_elements)
+            self._positions = slice(start, start + box.num_elements)
         else:
-            flat = _flat_positions(shape, box, device)
+            # Row-major positions of the elements of `box` in a tensor of this shape.
+            flat = torch.zeros((), dtype=torch.int64, device=device)
+            for length, offset, size in zip(shape, box.offsets, box.sizes, strict=True):
+                along = torch.arange(offset, offset + size, device=device)
+                flat = flat.unsqueeze(-1) * length + along
+            flat = flat.view(-1)
             blocks, row = torch.unique_consecutive(flat // BLOCK_ELEMENTS, return_inverse=True)
             self.index, self.count = blocks, len(blocks)
-            self._places = row * BLOCK_ELEMENTS + flat % BLOCK_ELEMENTS
+            self._positions = row * BLOCK_ELEMENTS + flat % BLOCK_ELEMENTS
 
-    def spread(self, elements: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    def spread(self, elements: torch.Tensor, fill_values: torch.Tensor) -> torch.Tensor:
         """Return the full blocks [count, `BLOCK_ELEMENTS`] with the flat `elements` at their
-        places; `others` [count] has the value of each block's elements that are not here."""
-        rows = others.to(elements.dtype)[:, None].repeat(1, BLOCK_ELEMENTS)
-        rows.view(-1)[self._places] = elements
+        positions; `fill_values` [count]: per block, the value of elements that this rank does not
+        have."""
+        rows = fill_values.to(elements.dtype)[:, None].repeat(1, BLOCK_ELEMENTS)
+        rows.view(-1)[self._positions] = elements
         return rows
 
     def take(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the elements of full blocks, flat; the inverse of `spread`."""
-        return rows.reshape(-1)[self._places]
-
-
-def _flat_positions(shape: Sequence[int], box: Box, device: torch.device) -> torch.Tensor:
-    """Return the row-major positions of the elements of `box` in a tensor of this shape."""
-    flat = torch.zeros((), dtype=torch.int64, device=device)
-    for length, offset, size in zip(shape, box.offsets, box.sizes, strict=True):
-        along = torch.arange(offset, offset + size, device=device)
-        flat = flat.unsqueeze(-1) * length + along
-    return flat.view(-1)
+        return rows.reshape(-1)[self._positions]
 
 
 @dataclass(frozen=True)
@@ -95,7 +92,7 @@ class UpdatedRange:
 
 class AdamW8bit(UpdateRule):
     """States: `CODES`, one byte per element, and on all ranks `SCALES` [blocks] by parameter.
-    Collective over the ranks that hold the same stage."""
+    Collective over the ranks of a stage."""
 
     def __init__(
         self,
@@ -138,8 +135,8 @@ class AdamW8bit(UpdateRule):
     def update(self, masters: Sequence[Master], group: Mapping[str, Any]) -> None:
         for master in masters:
             master.step_count().add_(1)
-            for kind in CODES:
-                master.codes(kind)
+            for moment in CODES:
+                master.codes(moment)
         if self._parts is None or not masters:
             return
         names = names_in_update(self._parts, masters, group)
@@ -159,11 +156,11 @@ class AdamW8bit(UpdateRule):
         fresh = torch.zeros(
             sum(math.prod(self._scales_shape(name)) for name in names), device=self._device
         )
-        by_name = self._by_name(names, fresh)
+        scales_by_name = self._by_name(names, fresh)
         for piece in self._pieces(masters):
             moments, blocks = self._next_moments(piece), piece.blocks
             nothing = moments[0].new_zeros(blocks.count)
-            for scale, moment in zip(by_name[piece.parameter], moments, strict=True):
+            for scale, moment in zip(scales_by_name[piece.parameter], moments, strict=True):
                 largest = blocks.spread(moment.abs_(), nothing).amax(1).to(self._device)
                 scale[blocks.index] = torch.maximum(scale[blocks.index], largest)
         return fresh
@@ -175,8 +172,9 @@ class AdamW8bit(UpdateRule):
         group: Mapping[str, Any],
         fresh: torch.Tensor,
     ) -> None:
-        """Update masters and codes, with the scales `fresh` of all ranks."""
-        by_name, step = self._by_name(names, fresh), int(masters[0].step_count())
+        """Update masters and codes, with the scales `fresh`, the maxima over all ranks."""
+        # AdamW: x <- (1 - lr decay) x - lr (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps).
+        scales_by_name, step = self._by_name(names, fresh), int(masters[0].step_count())
         first_share = 1.0 - self._betas[0] ** step
         second_root = math.sqrt(1.0 - self._betas[1] ** step)
         lr, decay = group["lr"], group["weight_decay"]
@@ -189,13 +187,22 @@ class AdamW8bit(UpdateRule):
             values.addcdiv_(moments[0], divisor, value=-lr / first_share)
             if not piece.values.is_contiguous():
                 piece.values.copy_(values.view(piece.values.shape))
-            scales = by_name[piece.parameter]
+            scales = scales_by_name[piece.parameter]
             for codes, moment, scale, table in zip(
                 piece.codes, moments, scales, self._tables, strict=True
             ):
-                self._encode(codes, piece.blocks, moment, scale, table)
+                codes.copy_(self._encode(piece.blocks, moment, scale, table).view(codes.shape))
         for name in names:
-            self._scales[name].copy_(by_name[name])
+            self._scales[name].copy_(scales_by_name[name])
+
+    def _encode(
+        self, blocks: Blocks, moment: torch.Tensor, scale: torch.Tensor, table: torch.Tensor
+    ) -> torch.Tensor:
+        # Where elements of a block are on other ranks, the scale replaces them: the kernel finds it
+        # again as the largest magnitude.
+        rows = blocks.spread(moment, scale[blocks.index].to(moment.device))
+        quantized, _ = self._quantize(rows, code=table, blocksize=BLOCK_ELEMENTS)
+        return blocks.take(quantized)
 
     def _next_moments(self, piece: UpdatedRange) -> tuple[torch.Tensor, torch.Tensor]:
         """Return both moments with the gradient, in float32."""
@@ -213,43 +220,29 @@ class AdamW8bit(UpdateRule):
     def _decode(
         self, codes: torch.Tensor, blocks: Blocks, scale: torch.Tensor, table: torch.Tensor
     ) -> torch.Tensor:
-        own = scale[blocks.index].to(codes.device)[:, None].expand(-1, BLOCK_ELEMENTS)
-        return table[codes.reshape(-1).int()] * blocks.take(own)
-
-    def _encode(
-        self,
-        codes: torch.Tensor,
-        blocks: Blocks,
-        moment: torch.Tensor,
-        scale: torch.Tensor,
-        table: torch.Tensor,
-    ) -> None:
-        # Where elements of a block are on other ranks, the scale stands for them: the kernel finds
-        # it again as the largest magnitude.
-        rows = blocks.spread(moment, scale[blocks.index].to(moment.device))
-        quantized, _ = self._quantize(rows, code=table, blocksize=BLOCK_ELEMENTS)
-        codes.copy_(blocks.take(quantized).view(codes.shape))
+        block_scales = scale[blocks.index].to(codes.device)[:, None].expand(-1, BLOCK_ELEMENTS)
+        return table[codes.reshape(-1).int()] * blocks.take(block_scales)
 
     def _pieces(self, masters: Sequence[Master]) -> Iterator[UpdatedRange]:
         assert self._parts is not None
-        places = {id(master.values): master for master in masters}
+        masters_by_id = {id(master.values): master for master in masters}
         for part in self._parts:
-            master = places.get(id(part.master))
+            master = masters_by_id.get(id(part.master))
             if master is None:
                 continue
             shape = self._shapes[part.name]
-            tensors = [master.values, master.gradient, *(master.codes(kind) for kind in CODES)]
+            tensors = [master.values, master.gradient, *(master.codes(moment) for moment in CODES)]
             cuts = [cut_parts(part.shard, part.start, part.of(tensor)) for tensor in tensors]
             for views in zip(*cuts, strict=True):
                 box = views[0][0]
                 for inner in box.split(_CHUNK):
-                    where = inner.relative_to(box).slices
-                    values, gradient, first, second = (view[where] for _, view in views)
+                    slices = inner.relative_to(box).slices
+                    values, gradient, first, second = (view[slices] for _, view in views)
                     blocks = Blocks(shape, inner, values.device)
                     yield UpdatedRange(part.name, blocks, values, gradient, (first, second))
 
     def _by_name(self, names: Sequence[str], flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return views of the scales of each parameter in `flat`."""
+        """Return views of the scales in `flat`, by parameter."""
         shapes = [self._scales_shape(name) for name in names]
         parts = flat.split([math.prod(shape) for shape in shapes])
         return {

@@ -20,7 +20,7 @@ from bigtrain.models.layers.parameters import parameter_of
 from bigtrain.models.parallel.hidden_matrices import hidden_matrices
 from bigtrain.models.parallel.sharding import full_shape, is_expert
 from bigtrain.settings.run_config import OptimizerSection
-from bigtrain.settings.sections.optimizer import OptimizerFacts, facts_of_optimizer
+from bigtrain.settings.sections.optimizer import facts_of_optimizer
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 """From parameter groups; what `deepspeed.initialize` takes as `optimizer`."""
@@ -49,8 +49,8 @@ def rule_class(name: str) -> type[UpdateRule]:
 
 
 def attach_optimizer(engine: Any, model: nn.Module) -> None:
-    """Tell an optimizer of ours where DeepSpeed keeps the masters of `model`. Collective over the
-    ranks that hold the same stage."""
+    """Give an optimizer of bigtrain the masters of `model` that DeepSpeed holds. Collective over
+    the ranks of a stage."""
     optimizer = inner_optimizer(engine)
     if isinstance(optimizer, RuleOptimizer):
         optimizer.attach(list(master_parts(engine, model)))
@@ -63,9 +63,9 @@ def parameter_groups(
     untrained: Collection[str] = (),
 ) -> list[dict[str, Any]]:
     """Return groups with and without weight decay, in this order, and of hidden matrices if the
-    optimizer updates only those, or of small parameters if it updates none of those; then the same
-    groups of experts if `expert_size` ranks divide them. Any may be empty. `untrained`: as in
-    `split_by_decay`."""
+    optimizer updates only hidden matrices, or of small parameters if it updates no small
+    parameters; then groups of experts, one per group so far, if `expert_size` ranks divide experts.
+    Any group may be empty. `untrained`: as in `split_by_decay`."""
     split = split_by_decay(model, decay_embeddings=section.decay_embeddings, untrained=untrained)
     groups: list[dict[str, Any]] = [
         {"params": split.decay, "weight_decay": section.weight_decay, "name": "decay"},
@@ -76,7 +76,14 @@ def parameter_groups(
     if section.facts.beside is not None:
         groups.append(_take_matrices(model, section, groups, untrained))
     if section.facts.small is not None:
-        groups += [_take_small(section.facts, group) for group in groups]
+        # Parameters with few elements have another optimizer: they leave their groups.
+        for group in groups[:]:
+            limit = section.facts.min_elements
+            small = [p for p in group["params"] if math.prod(full_shape(p)) < limit]
+            small_ids = {id(parameter) for parameter in small}
+            group["params"] = [p for p in group["params"] if id(p) not in small_ids]
+            row = {"params": small, "name": f"small_{group['name']}", "rule": section.facts.small}
+            groups.append({**group, **row})
     for group in groups[:] if expert_size > 1 else ():
         experts = [parameter for parameter in group["params"] if is_expert(parameter)]
         group["params"] = [p for p in group["params"] if not is_expert(p)]
@@ -93,16 +100,15 @@ def _take_matrices(
     groups: list[dict[str, Any]],
     untrained: Collection[str],
 ) -> dict[str, Any]:
-    """Return the group of hidden matrices; its parameters are removed from the other `groups`.
-    Adapters of weights that get no gradient stay in theirs, which does not decay: torch skips them.
-    """
+    """Return the group of hidden matrices; its parameters are removed from `groups`. Adapters of
+    weights that get no gradient stay in the group without decay: torch skips them."""
     names = [name for name in hidden_matrices(model) if adapted_weight(name) not in untrained]
-    chosen = {id(parameter_of(model, name)) for name in names}
-    matrices = [p for group in groups for p in group["params"] if id(p) in chosen]
+    matrix_ids = {id(parameter_of(model, name)) for name in names}
+    matrices = [p for group in groups for p in group["params"] if id(p) in matrix_ids]
     for group in groups:
-        group["params"] = [p for p in group["params"] if id(p) not in chosen]
-    own = section.own_settings
-    decay, lr = getattr(own, "weight_decay", None), getattr(own, "lr", None)
+        group["params"] = [p for p in group["params"] if id(p) not in matrix_ids]
+    settings = section.own_settings
+    decay, lr = getattr(settings, "weight_decay", None), getattr(settings, "lr", None)
     return {
         "params": matrices,
         "weight_decay": section.weight_decay if decay is None else decay,
@@ -112,16 +118,7 @@ def _take_matrices(
     }
 
 
-def _take_small(facts: OptimizerFacts, group: dict[str, Any]) -> dict[str, Any]:
-    """Return the group of parameters of `group` with few elements, which have another optimizer;
-    they are removed from it."""
-    small = [p for p in group["params"] if math.prod(full_shape(p)) < facts.min_elements]
-    chosen = {id(parameter) for parameter in small}
-    group["params"] = [p for p in group["params"] if id(p) not in chosen]
-    return {**group, "params": small, "name": f"small_{group['name']}", "rule": facts.small}
-
-
 def set_learning_rate(optimizer: Any, lr: float) -> None:
-    """Set every group's learning rate to `lr` times its own ratio to ``optimizer.lr``."""
+    """Set every group's learning rate to `lr` times the group's ratio to ``optimizer.lr``."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_ratio", 1.0)

@@ -1,8 +1,8 @@
-"""Parameters in their own dtype, in addition to the 16-bit copies that DeepSpeed holds.
+"""Parameters in another dtype, in addition to the 16-bit copies that DeepSpeed holds.
 
 Some architectures compute in 16 bit but keep parameters in float32 (`ParameterPlan.kept`: routers,
-recurrent states, selection biases). Modules read such a parameter from a float32 tensor, assembled
-from the fp32 masters after each update; its gradient goes to the 16-bit copy. Frozen parameters are
+recurrent states, selection biases). Modules read these parameters from float32 tensors, assembled
+from the fp32 masters after each update; the gradient goes to the 16-bit copy. Frozen parameters are
 kept in the dtype of the base's file (`bigtrain.engine.checkpoint.fragments`).
 """
 
@@ -23,7 +23,7 @@ from bigtrain.models.torch_patches import own_parameter
 
 
 class _Exact(torch.autograd.Function):
-    """The value of a parameter in another dtype, whose gradient is that of the parameter."""
+    """Value of a parameter in another dtype, whose gradient becomes the parameter's gradient."""
 
     @staticmethod
     def forward(ctx: Any, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -36,30 +36,30 @@ class _Exact(torch.autograd.Function):
 
 
 class ExactParameters:
-    """Exact values of one engine's parameters. values: those that modules read in float32, by name,
-    this rank's shard in full. owned: names of those updated here, not by the optimizer. frozen:
-    this rank's range of frozen parameters as in their files; None where another rank with the same
-    range keeps it."""
+    """Exact values of one engine's parameters. values: parameters that modules read in float32, by
+    name, this rank's shard in full. owned: names of parameters updated here, not by the optimizer.
+    frozen: this rank's range of frozen parameters as in their files; None if another rank with an
+    equal range keeps it."""
 
     def __init__(
         self,
         model: nn.Module | None = None,
-        kept: Collection[str] = (),
+        names: Collection[str] = (),
         device: torch.device | None = None,
     ) -> None:
-        """Let the modules of `model` read the parameters `kept`, by their names in the model
+        """Let the modules of `model` read the parameters `names`, by their names in the model
         without adapters, from float32 tensors on `device`. Call this before DeepSpeed casts the
         model; values are zeros until `refresh`."""
         self.values: dict[str, torch.Tensor] = {}
         self.owned: set[str] = set()
         self.frozen: dict[str, torch.Tensor | None] = {}
-        if model is None or not kept:
+        if model is None or not names:
             return
         for prefix, module in list(model.named_modules()):
             properties = {}
             for leaf, parameter in module.named_parameters(recurse=False):
                 name = f"{prefix}.{leaf}" if prefix else leaf
-                if base_name(name) in kept:
+                if base_name(name) in names:
                     self.values[name] = torch.zeros(local_shape(parameter), device=device)
                     properties[leaf] = self._property(name, leaf)
             if properties:
@@ -78,7 +78,7 @@ class ExactParameters:
         self, engine: Any, model: nn.Module, mesh: Mesh, *, trained_only: bool = False
     ) -> None:
         """Assemble the values of `model`, which `engine` trains, from its masters. Collective over
-        the ranks that hold the same stage. `trained_only`: leave frozen ones as they are."""
+        the ranks of a stage. `trained_only`: do not change frozen parameters."""
         if not self.values:
             return
         trained = {name for name, p in model.named_parameters() if p.requires_grad}
@@ -91,8 +91,8 @@ class ExactParameters:
             if part is None or not part.is_replicated:
                 flat.zero_()
             if part is not None:
-                held = self.frozen.get(name)
-                master = part.of(part.master.data) if held is None else held
+                frozen_value = self.frozen.get(name)
+                master = part.of(part.master.data) if frozen_value is None else frozen_value
                 flat.narrow(0, part.start, part.count).copy_(master)
             if part is None or not part.is_replicated:
                 dist.all_reduce(flat, group=mesh.replicas)

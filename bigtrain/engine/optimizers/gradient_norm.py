@@ -30,18 +30,20 @@ def is_counted(parameter: Any, mesh: Mesh) -> bool:
 def total_norm(parameters: Iterable[nn.Parameter], mesh: Mesh) -> torch.Tensor:
     """Return the 2-norm of the full model's gradient, which is already averaged over replicas.
     Collective over `mesh.model`, and if ranks share the experts over `mesh.expert`."""
-    held = list(parameters)  # a rank may have no gradient, as a pipeline stage that is all frozen
-    own: dict[bool, list[torch.Tensor]] = {False: [], True: []}
-    for parameter in held:
+    all_parameters = list(parameters)
+    # A rank may have no gradient, for example a pipeline stage that is all frozen.
+    gradients: dict[bool, list[torch.Tensor]] = {False: [], True: []}
+    for parameter in all_parameters:
         if parameter.grad is not None and is_counted(parameter, mesh):
-            own[is_expert(parameter)].append(parameter.grad)
-    norm: torch.Tensor = torch.nn.utils.get_total_norm(own[False])
+            gradients[is_expert(parameter)].append(parameter.grad)
+    norm: torch.Tensor = torch.nn.utils.get_total_norm(gradients[False])
     if mesh.topology.expert_size > 1:
-        squared = torch.nn.utils.get_total_norm(own[True]).to(held[0].device).square()
+        expert_norm = torch.nn.utils.get_total_norm(gradients[True])
+        squared = expert_norm.to(all_parameters[0].device).square()
         dist.all_reduce(squared, group=mesh.expert)
         norm = (norm.to(squared.device).square() + squared).sqrt()
     if dist.get_world_size(mesh.model) > 1:
-        squared = norm.to(held[0].device).square()
+        squared = norm.to(all_parameters[0].device).square()
         dist.all_reduce(squared, group=mesh.model)
         norm = squared.sqrt()
     return norm
@@ -49,9 +51,9 @@ def total_norm(parameters: Iterable[nn.Parameter], mesh: Mesh) -> torch.Tensor:
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, mesh: Mesh) -> torch.Tensor:
     """Scale the gradients down to `max_norm`; returns their `total_norm` before. Collective."""
-    held = list(parameters)
-    with_gradient = [p for p in held if p.grad is not None]
-    norm = total_norm(held, mesh)
+    all_parameters = list(parameters)
+    with_gradient = [p for p in all_parameters if p.grad is not None]
+    norm = total_norm(all_parameters, mesh)
     torch.nn.utils.clip_grads_with_norm_(with_gradient, max_norm, norm)
     return norm
 
@@ -59,7 +61,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, mesh: Me
 def mark_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Mark gradients as their parameters are marked. DeepSpeed's FP16_UnfusedOptimizer (ZeRO 0 in
     16 bit, 0.19.8, fp16/unfused_optimizer.py:214) takes the norm of bare gradients, and would omit
-    the shards of all ranks but the first."""
+    the shards of other ranks than the first."""
     for parameter in parameters:
         if parameter.grad is not None and is_model_parallel(parameter):
             mark_model_parallel(parameter.grad)

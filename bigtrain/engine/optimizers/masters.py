@@ -39,9 +39,9 @@ class MasterPart(MasterRange):
 
 def master_parts(engine: Any, model: nn.Module) -> Iterator[MasterPart]:
     """Yield all ranges that this rank has of the parameters of `model`, which `engine` trains. Not
-    collective. Frozen parameters are their own masters; weights in 4 bits have none. Of the ranks
-    with the same one, `shard.primary` is true on the one that writes and counts it. Raises
-    CheckpointError if the masters cannot be reached."""
+    collective. The master of a frozen parameter is the parameter; weights in 4 bits have none. If
+    several ranks hold a range, `shard.primary` is true on the rank that writes and counts it.
+    Raises CheckpointError if the masters cannot be reached."""
     find = _finder(engine.optimizer)
     for name, parameter in model.named_parameters():
         if is_packed(parameter):
@@ -49,7 +49,11 @@ def master_parts(engine: Any, model: nn.Module) -> Iterator[MasterPart]:
         location = find(parameter) if parameter.requires_grad else frozen_range(parameter)
         if location is None:
             continue
-        yield MasterPart(**vars(location), name=name, shard=_shard(parameter))
+        shard = shard_of(parameter)
+        if shard is None or not shard.shape:
+            primary = shard is None or shard.primary
+            shard = Shard(local_shape(parameter) or (1,), primary=primary)
+        yield MasterPart(**vars(location), name=name, shard=shard)
 
 
 def _finder(optimizer: Any) -> Callable[[Any], MasterRange | None]:
@@ -68,14 +72,6 @@ def _finder(optimizer: Any) -> Callable[[Any], MasterRange | None]:
         f"the optimizer {type(optimizer).__name__} keeps its masters in a way that bigtrain does "
         "not know how to save"
     )
-
-
-def _shard(parameter: Any) -> Shard:
-    shard = shard_of(parameter)
-    if shard is not None and shard.shape:
-        return shard
-    primary = shard is None or shard.primary
-    return Shard(local_shape(parameter) or (1,), primary=primary)
 
 
 def cut_parts(shard: Shard, start: int, flat: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:

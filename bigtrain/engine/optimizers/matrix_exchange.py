@@ -8,6 +8,7 @@ rounds that bound the memory, of 2 x elements / ranks x bytes each way if ZeRO d
 from __future__ import annotations
 
 import heapq
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,25 +33,25 @@ class MatrixBox:
 
 @dataclass(frozen=True)
 class MasterRectangle(MatrixBox):
-    """Rectangle stored in a master: ``master.view(-1)[begin:end].view(sizes)[where]``."""
+    """Rectangle stored in a master: ``master.view(-1)[begin:end].view(sizes)[slices]``."""
 
     master: int
     begin: int
     end: int
     sizes: tuple[int, ...]
-    where: tuple[slice, ...]
+    slices: tuple[slice, ...]
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         """Return the view [rows, columns] of a tensor that is shaped like the master."""
-        held = flat.view(-1)[self.begin : self.end].view(self.sizes)
-        return held[self.where].view(self.box.sizes)
+        shard = flat.view(-1)[self.begin : self.end].view(self.sizes)
+        return shard[self.slices].view(self.box.sizes)
 
 
 def pieces_of(
     part: MasterPart, master: int, matrices: Mapping[str, Sequence[tuple[int, Matrix]]]
 ) -> Iterator[MasterRectangle]:
-    """Yield the pieces of its parameter's numbered `matrices` that `part`, stored in master number
-    `master`, holds."""
+    """Yield the pieces of numbered `matrices` that `part` holds, which is stored in master number
+    `master`."""
     candidates = matrices.get(part.name, ())
     begin = part.offset
     for box in flat_boxes(part.shard.local_shape, part.start, part.count) if candidates else ():
@@ -61,10 +62,10 @@ def pieces_of(
                     common = full.intersect(outer)
                     if common is None:
                         continue
-                    where = common.relative_to(full).moved(local.offsets).slices
+                    slices = common.relative_to(full).moved(local.offsets).slices
                     offsets = common.relative_to(outer).offsets[-2:]
                     inner = Box(offsets, common.sizes[-2:]).moved(corner)
-                    yield MasterRectangle(number, inner, master, begin, end, box.sizes, where)
+                    yield MasterRectangle(number, inner, master, begin, end, box.sizes, slices)
         begin = end
 
 
@@ -78,8 +79,8 @@ _Item = TypeVar("_Item", bound=MatrixBox)
 
 @dataclass(frozen=True)
 class HeldShard:
-    """A piece that this rank holds. is_sent: whether this rank sends it to an owner (rank in the
-    group); of the ranks that hold the same piece, one does."""
+    """A piece that this rank holds. is_sent: whether this rank sends the piece to an owner (rank in
+    the group); one of the ranks that hold it does."""
 
     piece: MasterRectangle
     is_sent: Callable[[int], bool]
@@ -93,17 +94,17 @@ class _ExchangeRound:
     size: int
     sent: list[list[MasterRectangle]] = field(default_factory=list)
     received: list[list[MatrixBox]] = field(default_factory=list)
-    wanted: list[list[MasterRectangle]] = field(default_factory=list)
+    updates: list[list[MasterRectangle]] = field(default_factory=list)
     returned: list[list[MatrixBox]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        for lists in (self.sent, self.received, self.wanted, self.returned):
+        for lists in (self.sent, self.received, self.updates, self.returned):
             lists.extend([] for _ in range(self.size))
 
 
 class MatrixExchange:
-    """Gathers matrices at their owners, computes on them, and scatters the results.
-    num_elements_sent: that this rank sends to others in one `run`, there and back."""
+    """Gathers matrices at their owners, computes, and scatters the results. num_elements_sent: that
+    this rank sends to others in one `run`, there and back."""
 
     def __init__(
         self,
@@ -113,7 +114,7 @@ class MatrixExchange:
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        """Plan the rounds. Collective over `group`, whose ranks give the same `shapes` by number.
+        """Plan the rounds. Collective over `group`, whose ranks give equal `shapes` by number.
         cost: of computing on a shape, in any unit. holdings: of this rank; over the group each
         element is sent by one rank. device: of the full matrices, one that the group's backend
         takes."""
@@ -127,25 +128,28 @@ class MatrixExchange:
         for holding in holdings:
             number = holding.piece.matrix
             plan, owner = self._rounds[numbers[number]], owners[number]
-            plan.wanted[owner].append(holding.piece)
+            plan.updates[owner].append(holding.piece)
             if holding.is_sent(owner):
                 plan.sent[owner].append(holding.piece)
         for plan in self._rounds:
             plan.received = self._announce(plan.sent)
-            plan.returned = self._announce(plan.wanted)
+            plan.returned = self._announce(plan.updates)
         self._owned: list[list[int]] = [[] for _ in self._rounds]
         for number, owner in owners.items():
             if owner == rank:
                 self._owned[numbers[number]].append(number)
-        self._check_covered()
-        self.num_elements_sent = self._count_sent(rank)
-
-    def _count_sent(self, rank: int) -> int:
-        total = 0
+        # Every element of a matrix reaches the owner once.
+        received: dict[int, int] = defaultdict(int)
         for plan in self._rounds:
-            lists: Sequence[Sequence[Sequence[MatrixBox]]] = (plan.sent, plan.returned)
-            total += sum(_numel(items) for own in lists for n, items in enumerate(own) if n != rank)
-        return total
+            for box in chain.from_iterable(plan.received):
+                received[box.matrix] += box.box.num_elements
+        for number in chain.from_iterable(self._owned):
+            counts = (number, shapes[number], received[number])
+            assert received[number] == math.prod(shapes[number]), counts
+        self.num_elements_sent = 0
+        for plan in self._rounds:
+            for peer in set(range(size)) - {rank}:
+                self.num_elements_sent += _numel(plan.sent[peer]) + _numel(plan.returned[peer])
 
     def run(
         self,
@@ -155,25 +159,26 @@ class MatrixExchange:
         write: Callable[[MasterRectangle, torch.Tensor], object],
     ) -> None:
         """Compute on every matrix once. Collective over the group. `dtype`: of matrices and
-        messages; `read` fills a tensor [rows, columns] with a piece; `compute` returns a matrix of
-        the same shape for each; `write` gets every piece of this rank and its part of the
-        result."""
+        messages; `read` fills a tensor [rows, columns] with a piece; `compute` returns equally
+        shaped matrices; `write` gets every piece of this rank and its part of the result."""
         for plan, owned in zip(self._rounds, self._owned, strict=True):
+            # Send pieces to the owners of matrices.
             out = self._buffer(plan.sent, dtype)
             for piece, part in _parts(out, plan.sent):
                 read(piece, part)
             incoming = self._exchange(out, plan.sent, plan.received)
-            whole = {
+            matrices = {
                 n: torch.empty(self._shapes[n], dtype=dtype, device=self._device) for n in owned
             }
-            for place, part in _parts(incoming, plan.received):
-                whole[place.matrix][place.box.slices].copy_(part)
-            results = dict(zip(owned, compute([whole[n] for n in owned]), strict=True))
+            for box, part in _parts(incoming, plan.received):
+                matrices[box.matrix][box.box.slices].copy_(part)
+            # Compute, and send every rank the results of its pieces.
+            results = dict(zip(owned, compute([matrices[n] for n in owned]), strict=True))
             out = self._buffer(plan.returned, dtype)
-            for place, part in _parts(out, plan.returned):
-                part.copy_(results[place.matrix][place.box.slices])
-            incoming = self._exchange(out, plan.returned, plan.wanted)
-            for piece, part in _parts(incoming, plan.wanted):
+            for box, part in _parts(out, plan.returned):
+                part.copy_(results[box.matrix][box.box.slices])
+            incoming = self._exchange(out, plan.returned, plan.updates)
+            for piece, part in _parts(incoming, plan.updates):
                 write(piece, part)
 
     def _buffer(self, lists: Sequence[Sequence[MatrixBox]], dtype: torch.dtype) -> torch.Tensor:
@@ -203,34 +208,21 @@ class MatrixExchange:
         ).view(-1, 5)
         counts = [len(items) for items in lists]
         if len(lists) > 1:
-            own = torch.tensor(counts, device=self._device)
-            others = torch.empty_like(own)
-            dist.all_to_all_single(others, own, group=self._group)
-            counts = others.tolist()
+            num_sent = torch.tensor(counts, device=self._device)
+            num_received = torch.empty_like(num_sent)
+            dist.all_to_all_single(num_received, num_sent, group=self._group)
+            counts = num_received.tolist()
             incoming = rows.new_empty(sum(counts), 5)
             sizes = [len(items) for items in lists]
             dist.all_to_all_single(incoming, rows, counts, sizes, group=self._group)
             rows = incoming
-        places = [MatrixBox(n, Box((y, x), (h, w))) for n, y, x, h, w in rows.tolist()]
+        boxes = [MatrixBox(n, Box((y, x), (h, w))) for n, y, x, h, w in rows.tolist()]
         ends = list(accumulate(counts))
-        return [places[end - count : end] for end, count in zip(ends, counts, strict=True)]
-
-    def _check_covered(self) -> None:
-        covered: dict[int, int] = defaultdict(int)
-        for plan in self._rounds:
-            for place in chain.from_iterable(plan.received):
-                covered[place.matrix] += place.box.num_elements
-        for number in chain.from_iterable(self._owned):
-            rows, columns = self._shapes[number]
-            assert covered[number] == rows * columns, (
-                number,
-                self._shapes[number],
-                covered[number],
-            )
+        return [boxes[end - count : end] for end, count in zip(ends, counts, strict=True)]
 
 
 def assign(costs: Mapping[int, int], num_owners: int) -> dict[int, int]:
-    """Return the owner of each matrix: the most expensive first, to the rank with the least work so
+    """Return the owner per matrix: the most expensive first, to the rank with the least work so
     far."""
     loads = [(0, owner) for owner in range(num_owners)]
     owners = {}
@@ -244,7 +236,7 @@ def assign(costs: Mapping[int, int], num_owners: int) -> dict[int, int]:
 def _rounds(
     shapes: Mapping[int, tuple[int, int]], owners: Mapping[int, int], num_owners: int
 ) -> dict[int, int]:
-    """Return the round of each matrix."""
+    """Return the round per matrix."""
     rounds, filled = [0] * num_owners, [0] * num_owners
     numbers = {}
     for number, (rows, columns) in shapes.items():

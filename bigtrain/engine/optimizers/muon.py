@@ -40,8 +40,8 @@ from bigtrain.settings.sections.optimizer import MuonSection
 
 
 class Muon(UpdateRule):
-    """State: `momentum_buffer`. Collective over the ranks that hold the same stage. sent_bytes: of
-    parts of matrices, there and back."""
+    """State: `momentum_buffer`. Collective over the ranks of a stage. sent_bytes: of parts of
+    matrices, there and back."""
 
     sent_bytes: int
 
@@ -63,7 +63,14 @@ class Muon(UpdateRule):
         for name, hidden in hidden_by_name.items():
             parameter = self.parameters[name]
             matrices = matrices_of([hidden], section.split)
-            self._matrices[is_expert(parameter)] += _of_this_rank(matrices, parameter)
+            shard = shard_of(parameter)
+            if shard is not None and shard.over == "expert":  # without the experts of other ranks
+                matrices = [
+                    matrix
+                    for matrix in matrices
+                    if any(low <= matrix.boxes[0].offsets[0] < high for low, high in shard.ranges)
+                ]
+            self._matrices[is_expert(parameter)] += matrices
         self._groups = open_holders(mesh)
         self._tensor_ranks = set(dist.get_process_group_ranks(mesh.tensor))
         self._parts: list[MasterPart] | None = None
@@ -71,8 +78,8 @@ class Muon(UpdateRule):
 
     @classmethod
     def of(cls, inputs: RuleInputs) -> Self:
-        own = inputs.section.muon
-        return cls(own, inputs.state_dtype, inputs.model, inputs.mesh, inputs.device)
+        settings = inputs.section.muon
+        return cls(settings, inputs.state_dtype, inputs.model, inputs.mesh, inputs.device)
 
     def attach(self, parts: Sequence[MasterPart]) -> None:
         self._parts = [part for part in parts if part.name in self.parameters]
@@ -83,75 +90,60 @@ class Muon(UpdateRule):
         for master in masters:
             master.step_count().add_(1)
             buffer = master.moment("momentum_buffer", self._state_dtype)
-            for gradient, held in chunks(master.gradient, buffer):
-                store(held, held.float().lerp_(gradient, 1 - momentum), gradient)
+            for gradient, averages in chunks(master.gradient, buffer):
+                store(averages, averages.float().lerp_(gradient, 1 - momentum), gradient)
         if self._parts is None or group["lr"] == 0:
             return  # DeepSpeed or `ensure_optimizer_states` only allocates states
-        exchange, dtype = self._exchange(masters, group), getattr(torch, self._section.ns_dtype)
+        # The exchange for these masters is planned once, which is collective.
+        numbers = {id(master.values): number for number, master in enumerate(masters)}
+        key = tuple(numbers)
+        if key not in self._exchanges:
+            names = set(names_in_update(self._parts, masters, group))
+            self._exchanges[key] = self._new_exchange(numbers, names, "moe" in group)
+        exchange, dtype = self._exchanges[key], getattr(torch, self._section.ns_dtype)
         self.sent_bytes += exchange.num_elements_sent * dtype.itemsize
-        exchange.run(
-            dtype,
-            lambda piece, part: part.copy_(self._direction(piece, masters[piece.master])),
-            self._orthogonalized,
-            lambda piece, part: self._apply(masters[piece.master].values, piece, part, group),
-        )
 
-    def _direction(self, piece: MasterRectangle, master: Master) -> torch.Tensor:
-        buffer = piece.of(master.state["momentum_buffer"]).float()
-        if not self._section.nesterov:
-            return buffer
-        gradient: torch.Tensor = piece.of(master.gradient)
-        return gradient.lerp(buffer, self._section.momentum)
+        def read(piece: MasterRectangle, part: torch.Tensor) -> None:
+            master = masters[piece.master]
+            direction = piece.of(master.state["momentum_buffer"]).float()
+            if self._section.nesterov:
+                direction = piece.of(master.gradient).lerp(direction, momentum)
+            part.copy_(direction)
+
+        def write(piece: MasterRectangle, update: torch.Tensor) -> None:
+            matrix = self._matrices["moe" in group][piece.matrix]
+            scale = update_scale(matrix.shape, self._section.adjust_lr)
+            values = piece.of(masters[piece.master].values)
+            values.mul_(1 - group["lr"] * group["weight_decay"])
+            values.add_(update, alpha=-group["lr"] * scale)
+
+        exchange.run(dtype, read, self._orthogonalized, write)
 
     def _orthogonalized(self, matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Orthogonalize `matrices`; on a GPU those of one shape in a batch, since small ones leave
-        it idle."""
+        """Orthogonalize `matrices`; on a GPU equally shaped matrices in a batch, since small
+        products leave it idle."""
         section = self._section
         options = (section.ns_coefficients, section.ns_steps, section.eps)
         if self._device.type != "cuda":
             return [orthogonalized(matrix, *options) for matrix in matrices]
-        alike: dict[torch.Size, list[int]] = {}
+        numbers_by_shape: dict[torch.Size, list[int]] = {}
         for number, matrix in enumerate(matrices):
-            alike.setdefault(matrix.shape, []).append(number)
+            numbers_by_shape.setdefault(matrix.shape, []).append(number)
         outputs = list(matrices)
-        for numbers in alike.values():
+        for numbers in numbers_by_shape.values():
             results = orthogonalized(torch.stack([matrices[n] for n in numbers]), *options)
             for number, result in zip(numbers, results, strict=True):
                 outputs[number] = result
         return outputs
 
-    def _apply(
-        self,
-        master: torch.Tensor,
-        piece: MasterRectangle,
-        update: torch.Tensor,
-        group: Mapping[str, Any],
-    ) -> None:
-        matrix = self._matrices["moe" in group][piece.matrix]
-        values = piece.of(master)
-        values.mul_(1 - group["lr"] * group["weight_decay"])
-        values.add_(
-            update, alpha=-group["lr"] * update_scale(matrix.shape, self._section.adjust_lr)
-        )
-
-    def _exchange(self, masters: Sequence[Master], group: Mapping[str, Any]) -> MatrixExchange:
-        """Return the exchange for these masters. Collective when it is first made."""
-        places = {id(master.values): number for number, master in enumerate(masters)}
-        key = tuple(places)
-        if key not in self._exchanges:
-            assert self._parts is not None
-            names = set(names_in_update(self._parts, masters, group))
-            self._exchanges[key] = self._new_exchange(places, names, "moe" in group)
-        return self._exchanges[key]
-
     def _new_exchange(
-        self, places: Mapping[int, int], names: Container[str], is_of_experts: bool
+        self, numbers: Mapping[int, int], names: Container[str], is_of_experts: bool
     ) -> MatrixExchange:
         assert self._parts is not None
         numbered: dict[str, list[tuple[int, Matrix]]] = {}
         matrices = self._matrices[is_of_experts]
-        chosen = [n for n, matrix in enumerate(matrices) if matrix.parameter in names]
-        for number in chosen:
+        matrix_numbers = [n for n, matrix in enumerate(matrices) if matrix.parameter in names]
+        for number in matrix_numbers:
             numbered.setdefault(matrices[number].parameter, []).append((number, matrices[number]))
         group = self._groups[is_of_experts]
         ranks = dist.get_process_group_ranks(group)
@@ -159,10 +151,10 @@ class Muon(UpdateRule):
             HeldShard(piece, partial(self._sends, part, ranks))
             for part in self._parts
             if part.name in numbered
-            for piece in pieces_of(part, places[id(part.master)], numbered)
+            for piece in pieces_of(part, numbers[id(part.master)], numbered)
         ]
         return MatrixExchange(
-            {n: matrices[n].shape for n in chosen},
+            {n: matrices[n].shape for n in matrix_numbers},
             lambda shape: cost(*shape, self._section.ns_steps),
             holdings,
             group,
@@ -170,24 +162,12 @@ class Muon(UpdateRule):
         )
 
     def _sends(self, part: MasterPart, ranks: Sequence[int], owner: int) -> bool:
-        """Return whether this rank sends `part` to the owner: of replicas that hold the same, the
-        one in the owner's tensor-parallel group does."""
+        """Return whether this rank sends `part` to the owner: of replicas of a part, the replica in
+        the owner's tensor-parallel group does."""
         return part.shard.primary and (not part.is_replicated or ranks[owner] in self._tensor_ranks)
 
 
 RULE = Muon
-
-
-def _of_this_rank(matrices: Sequence[Matrix], parameter: nn.Parameter) -> list[Matrix]:
-    """Return the matrices without those of experts on other ranks."""
-    shard = shard_of(parameter)
-    if shard is None or shard.over != "expert":
-        return list(matrices)
-    return [
-        matrix
-        for matrix in matrices
-        if any(low <= matrix.boxes[0].offsets[0] < high for low, high in shard.ranges)
-    ]
 
 
 def update_scale(shape: tuple[int, int], adjust_lr: str) -> float:
@@ -204,7 +184,7 @@ Coefficients = tuple[float, float, float]
 def orthogonalized(
     matrices: torch.Tensor, coefficients: Coefficients, num_steps: int, eps: float
 ) -> torch.Tensor:
-    """Approximately U V^T of each matrix U S V^T: singular values end near 1, not at it. The
+    """Return approximately U V^T per matrix U S V^T: singular values end near 1, not at it. The
     iteration X <- a X + (b A + c A A) X, with A = X X^T, of `torch.optim.Muon` (Jordan 2024,
     https://kellerjordan.github.io/posts/muon/), in the dtype of `matrices` [..., rows, columns]."""
     a, b, c = coefficients
@@ -220,21 +200,21 @@ def orthogonalized(
 
 def _fused(
     added: torch.Tensor | None,
-    left: torch.Tensor,
-    right: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
     beta: float = 1.0,
     alpha: float = 1.0,
 ) -> torch.Tensor:
-    """Return beta added + alpha left right. On a CPU in 16 bit it computes in float32 and rounds
-    the result: the same as the CPU's own 16-bit products, which are thirty times slower if the
+    """Return beta added + alpha a b. On a CPU in 16 bit it computes in float32 and rounds the
+    result: bit for bit like the CPU's 16-bit products, which are thirty times slower if the
     processor has no instruction for them."""
-    if left.dtype != torch.float32 and left.device.type == "cpu":
+    if a.dtype != torch.float32 and a.device.type == "cpu":
         wide = None if added is None else added.float()
-        return _fused(wide, left.float(), right.float(), beta, alpha).to(left.dtype)
+        return _fused(wide, a.float(), b.float(), beta, alpha).to(a.dtype)
     if added is None:
-        return left @ right
+        return a @ b
     product = torch.addmm if added.ndim == 2 else torch.baddbmm
-    return product(added, left, right, beta=beta, alpha=alpha)
+    return product(added, a, b, beta=beta, alpha=alpha)
 
 
 def cost(rows: int, columns: int, num_steps: int) -> int:

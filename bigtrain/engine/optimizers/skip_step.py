@@ -23,8 +23,8 @@ from bigtrain.models.torch_patches import shadow, unshadow
 
 @dataclass(frozen=True)
 class StepStats:
-    """Stats by which an update may be skipped, the same on every rank: mean `loss` of the global
-    batch in nats per token, and `grad_norm` before clipping; either may be not finite."""
+    """Stats by which an update may be skipped, equal on every rank: mean `loss` of the global batch
+    in nats per token, and `grad_norm` before clipping; either may be not finite."""
 
     loss: float
     grad_norm: float
@@ -38,8 +38,8 @@ def mean_loss(loss_share: torch.Tensor, num_targets: torch.Tensor) -> torch.Tens
 
 
 def divisor(num_targets: torch.Tensor) -> torch.Tensor:
-    """Return what the loss of a batch is divided by: its targets or the sum of their weights, and 1
-    without any."""
+    """Return the divisor of a batch's loss: the number of targets or the sum of their weights, and
+    1 without targets."""
     return num_targets + (num_targets == 0)
 
 
@@ -70,8 +70,8 @@ class SkipStepHook:
         self, skip_policy: SkipPolicy | None, loss_share: torch.Tensor, num_targets: torch.Tensor
     ) -> None:
         """Let `skip_policy` decide on the update that follows. Parameters: `loss_share`, what this
-        rank adds to the summed loss of the global batch; `num_targets`, of all of it. Both stay on
-        the device until the update is about to begin."""
+        rank adds to the summed loss of the global batch; `num_targets`, of the full global batch.
+        Both stay on the device until the update is about to begin."""
         self._skip_policy, self._makes_update = skip_policy, None
         self._loss_share, self._num_targets = loss_share, num_targets
 
@@ -88,32 +88,31 @@ class SkipStepHook:
             return stats
         if skip_policy is None or not has_overflowed(self._engine.optimizer):
             return None
-        figures = self._figures(math.inf)
+        stats = self._measure(math.inf)
         # Overflows are normal in dynamic loss scaling of float16, which repeats the step.
         scaled = self._engine.fp16_enabled() and self._engine.dynamic_loss_scale()
-        if not (scaled and math.isfinite(figures.loss)):
-            skip_policy(figures)
-        return figures
+        if not (scaled and math.isfinite(stats.loss)):
+            skip_policy(stats)
+        return stats
 
     def _guarded(self, update: Callable[..., Any]) -> Callable[..., Any]:
         def step(*args: Any, **kwargs: Any) -> Any:
             if self._skip_policy is not None and self._makes_update is None:
                 # ZeRO 1 to 3 call this once for each parameter group; one decision holds for all.
-                self._stats = self._figures(self._norm())
+                self._stats = self._measure(self._norm())
                 self._makes_update = self._skip_policy(self._stats)
             return update(*args, **kwargs) if self._makes_update in (None, True) else None
 
         return step
 
-    def _figures(self, norm: Any) -> StepStats:
-        """Return the stats, the same on every rank, by one small all-reduce; waits for the
-        device."""
+    def _measure(self, norm: Any) -> StepStats:
+        """Return the stats, equal on every rank, by one small all-reduce; waits for the device."""
         size = dist.get_world_size()
         share = mean_loss(self._loss_share, self._num_targets)
-        own = torch.as_tensor(norm, device=share.device).detach().double().reshape(()) / size
-        figures = torch.stack([share, own])
+        norm_share = torch.as_tensor(norm, device=share.device).detach().double().reshape(()) / size
+        sums = torch.stack([share, norm_share])
         if size > 1:
-            dist.all_reduce(figures)
-        loss, norm_mean = figures.tolist()
+            dist.all_reduce(sums)
+        loss, norm_mean = sums.tolist()
         # DeepSpeed sometimes returns a negative norm for one that is not finite.
         return StepStats(loss, norm_mean if norm_mean >= 0 else math.nan)

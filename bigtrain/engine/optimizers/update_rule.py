@@ -60,23 +60,16 @@ def store(moment: torch.Tensor, value: torch.Tensor, gradient: torch.Tensor) -> 
         if moment.data_ptr() != value.data_ptr():
             moment.copy_(value)
     else:
-        moment.copy_(_rounded(value, gradient))
-
-
-def _rounded(value: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Return `value` with the last 16 bits of its fraction rounded away, up as often as they are
-    large."""
-    bits = value.contiguous().view(torch.int32)
-    noise = _hash(gradient.contiguous().view(torch.int32) * 3 ^ bits) & 0xFFFF
-    return ((bits + noise) & ~0xFFFF).view(torch.float32)
-
-
-def _hash(x: torch.Tensor) -> torch.Tensor:
-    """Return 32 bits of which each depends on all of `x` (Wellons, "hash-prospector",
-    lowbias32)."""
-    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
-    x = (x ^ ((x >> 15) & 0x1FFFF)) * -0x7B935975  # 0x846CA68B
-    return x ^ ((x >> 16) & 0xFFFF)
+        # Round the last 16 bits of the fraction away stochastically: add uniform noise below 2**16,
+        # then cut the bits off.
+        bits = value.contiguous().view(torch.int32)
+        # The noise is a hash of value and gradient; every bit of the hash depends on every input
+        # bit (Wellons, "hash-prospector", lowbias32).
+        noise = gradient.contiguous().view(torch.int32) * 3 ^ bits
+        noise = (noise ^ ((noise >> 16) & 0xFFFF)) * 0x7FEB352D
+        noise = (noise ^ ((noise >> 15) & 0x1FFFF)) * -0x7B935975  # 0x846CA68B
+        noise = (noise ^ ((noise >> 16) & 0xFFFF)) & 0xFFFF
+        moment.copy_(((bits + noise) & ~0xFFFF).view(torch.float32))
 
 
 @dataclass(frozen=True)
@@ -114,8 +107,8 @@ class Master:
         return count
 
     def update_average(self, decay: float) -> None:
-        """Move the average towards the values after an update. It is a copy of them after the
-        first. The weight stays on the device, so that the host need not wait for it."""
+        """Move the average towards the values after an update. After the first update it is a copy
+        of the values. The weight stays on the device, so that the host need not wait for it."""
         if AVERAGE not in self.state:
             self.state[AVERAGE] = self.values.clone()
             return
@@ -126,18 +119,18 @@ class Master:
 def names_in_update(
     parts: Sequence[MasterPart], masters: Sequence[Master], group: Mapping[str, Any]
 ) -> list[str]:
-    """Return the names of the parameters that an update of `masters` covers, the same on all ranks
-    that hold the same stage. ZeRO 1 and 2 update a group's parameters together, and give a rank no
-    part of some; ZeRO 3 gives every rank a part of all, and updates a few at a time."""
-    here = {id(master.values) for master in masters}
-    others = {part.name for part in parts if id(part.master) not in here}
-    return [name for name in group["names"] if name not in others]
+    """Return the names of the parameters that an update of `masters` covers, equal on all ranks of
+    a stage. ZeRO 1 and 2 update a group's parameters together, and a rank may have no part of a
+    parameter; ZeRO 3 gives every rank a part of every parameter, and updates a few at a time."""
+    master_ids = {id(master.values) for master in masters}
+    incomplete = {part.name for part in parts if id(part.master) not in master_ids}
+    return [name for name in group["names"] if name not in incomplete]
 
 
 @dataclass(frozen=True)
 class RuleInputs:
-    """Inputs of a rule: the run's section and state dtype, this rank's stage of the model,
-    its mesh, and a device that the backend of its groups takes."""
+    """Inputs of a rule: the run's section and state dtype, this rank's stage of the model, its
+    mesh, and a device that the groups' backend takes."""
 
     section: OptimizerSection
     state_dtype: StateDtype
@@ -161,17 +154,17 @@ class UpdateRule(ABC):
 
     def attach(self, parts: Sequence[MasterPart]) -> None:  # noqa: B027
         """Learn which parameters the masters hold, once DeepSpeed has made them. Collective over
-        the ranks that hold the same stage. Updates before this only allocate states."""
+        the ranks of a stage. Updates before this only allocate states."""
 
     def small_states(self) -> Iterable[tuple[str, dict[str, torch.Tensor]]]:
-        """States that are not shaped like masters, by parameter name and kind: full, on the CPU and
-        the same on every rank of a stage."""
+        """States that are not shaped like masters, by parameter name and state name: full, on the
+        CPU and equal on every rank of a stage."""
         return ()
 
     @abstractmethod
     def update(self, masters: Sequence[Master], group: Mapping[str, Any]) -> None:
         """Do one update. Collective if the rule is. Parameters: `group`, the torch parameter group,
-        with `lr`, `weight_decay` and the `names` of its parameters."""
+        with `lr`, `weight_decay` and the `names` of the group's parameters."""
 
 
 class RuleOptimizer(torch.optim.Optimizer):
@@ -186,14 +179,14 @@ class RuleOptimizer(torch.optim.Optimizer):
         average_decay: float | None = None,
     ) -> None:
         """groups: of torch, each with a `rule` among `rules`, which are by ``optimizer.type``.
-        average_decay: of the average of each master; None for no averages."""
+        average_decay: decay of the masters' averages; None for no averages."""
         self.rules = dict(rules)
         self.state_dtype = state_dtype
         self.average_decay = average_decay
         super().__init__(groups, {"lr": lr})
 
     def attach(self, parts: Sequence[MasterPart]) -> None:
-        """See `UpdateRule.attach`. Collective over the ranks that hold the same stage."""
+        """See `UpdateRule.attach`. Collective over the ranks of a stage."""
         for rule in self.rules.values():
             rule.attach(parts)
 
@@ -209,7 +202,7 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def sent_bytes(self) -> int | None:
         """Return the bytes that this rank has sent to others since `begin_count`; None if no rule
-        counts any, which is the same on all ranks."""
+        counts any, then on all ranks."""
         counts = [rule.sent_bytes for rule in self.rules.values() if rule.sent_bytes is not None]
         return sum(counts) if counts else None
 
@@ -237,7 +230,7 @@ class RuleOptimizer(torch.optim.Optimizer):
 
 
 def average_decay(optimizer: torch.optim.Optimizer) -> float | None:
-    """Return the decay of the averages that `optimizer` keeps of its masters; None without."""
+    """Return the decay of the averages of masters that `optimizer` keeps; None without."""
     return optimizer.average_decay if isinstance(optimizer, RuleOptimizer) else None
 
 

@@ -22,6 +22,7 @@ from bigtrain.engine.deepspeed_patches.experts import (
 )
 from bigtrain.engine.deepspeed_patches.marks import mark_replicated
 from bigtrain.engine.deepspeed_patches.optimizers import undo_trial_update
+from bigtrain.engine.forward import ModelOptions
 from bigtrain.engine.layer_options import apply_layer_options
 from bigtrain.engine.objectives import NextToken, loss_terms, make_objective
 from bigtrain.engine.optimizers.build import attach_optimizer, optimizer_maker, parameter_groups
@@ -45,12 +46,14 @@ def build_pipeline_engine(
     config: RunConfig,
     engine_config: EngineConfig,
     plan: BatchPlan,
+    *,
     hf_config: Any,
     device: torch.device,
     mesh: Mesh,
     model_plan: ModelPlan,
 ) -> PipelineTrainEngine:
     """Build this rank's stage of the run's model. Collective over all ranks."""
+    # This rank's layers, with all that changes their modules, as DeepSpeed's pipeline module.
     stage = _build_stage(config, hf_config, mesh, model_plan)
     model_plan.isolation.install(stage.model)
     terms = loss_terms(config)
@@ -62,6 +65,7 @@ def build_pipeline_engine(
     module = StageModule(stage, device, isolation, computes_loss=computes_loss, per_token=per_token)
     exact = ExactParameters(stage.model, model_plan.parameters.kept, device)
     pipeline = _stages_module(module, mesh)
+    # Parameter groups, equal on all stages.
     expert_size = mesh.topology.expert_size
     decay_groups = parameter_groups(
         stage.model, config.optimizer, expert_size, model_plan.parameters.untrained
@@ -70,6 +74,7 @@ def build_pipeline_engine(
     _fill_groups(pipeline, decay_groups, mesh, device)
     _mark_copies(stage)
     has_experts = any("moe" in group and group["params"] for group in decay_groups)
+    # DeepSpeed prints a table of its stages.
     patches = engine_with_experts() if has_experts else nullcontext()
     with redirect_stdout(io.StringIO()), patches:
         engine, *_ = deepspeed.initialize(
@@ -82,20 +87,22 @@ def build_pipeline_engine(
     count_absent_gradients(engine.optimizer, experts)
     undo_trial_update(engine)
     attach_optimizer(engine, stage.model)
-    groups = _replica_groups(stage, mesh)
     fill_with_zeros(stage.model, device)  # the engine computes to learn what stages send
     trained = PipelineTrainEngine(
         engine,
         plan,
         device,
         mesh,
-        module,
-        groups,
-        is_compiled=compiled,
-        moe=config.moe,
-        exact=exact,
-        objective=objective,
-        terms=terms,
+        ModelOptions(
+            isolation=isolation,
+            objective=objective,
+            exact=exact,
+            moe=config.moe,
+            is_compiled=compiled,
+            terms=terms,
+        ),
+        stage=module,
+        replicas=_replica_groups(stage, mesh),
     )
     unreached = model_plan.parameters.unreached
     trained.unreached = UnreachedParameters(stage.model, unreached, device)
@@ -176,12 +183,11 @@ def _fill_groups(
 def _replica_groups(stage: Stage, mesh: Mesh) -> dict[str, dist.ProcessGroup]:
     """Return the group of ranks to sum over for each parameter that several stages hold."""
     pipelines = mesh.topology.groups("pipeline")
-    made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    new_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for holders in dict.fromkeys(stage.replicas.values()):
         group, _ = dist.new_subgroups_by_enumeration(
             [[ranks[index] for index in holders] for ranks in pipelines]
         )
-        made[holders] = group
-    return {
-        name: made[holders] for name, holders in stage.replicas.items() if stage.index in holders
-    }
+        new_groups[holders] = group
+    replicas = stage.replicas.items()
+    return {name: new_groups[holders] for name, holders in replicas if stage.index in holders}

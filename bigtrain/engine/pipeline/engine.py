@@ -21,9 +21,8 @@ from bigtrain.engine.deepspeed_patches.pipeline import (
     replace_loss,
     run_optimizer_step,
 )
-from bigtrain.engine.objectives import Objective
+from bigtrain.engine.forward import ModelOptions
 from bigtrain.engine.optimizers.build import set_learning_rate
-from bigtrain.engine.optimizers.exact_parameters import ExactParameters
 from bigtrain.engine.optimizers.skip_step import SkipPolicy, divisor
 from bigtrain.engine.pipeline.stage_module import P2PLayout, StageModule
 from bigtrain.engine.startup.mesh import Mesh
@@ -37,15 +36,12 @@ from bigtrain.engine.train_engine import (
 from bigtrain.errors import ModelError
 from bigtrain.models.layers.parameters import has_score_head
 from bigtrain.models.layers.token_loss import (
-    NO_TERMS,
-    LossTerms,
     summed_token_loss,
     token_log_probabilities,
     token_scores,
 )
 from bigtrain.models.parallel.stages import Payload
 from bigtrain.settings.batch_plan import BatchPlan
-from bigtrain.settings.run_config import MoeSection
 
 _TRIAL_TOKENS = 8
 
@@ -59,28 +55,13 @@ class PipelineTrainEngine(TrainEngine):
         plan: BatchPlan,
         device: torch.device,
         mesh: Mesh,
+        options: ModelOptions,
+        *,
         stage: StageModule,
         replicas: dict[str, dist.ProcessGroup],
-        *,
-        is_compiled: bool = False,
-        moe: MoeSection | None = None,
-        exact: ExactParameters | None = None,
-        objective: Objective | None = None,
-        terms: LossTerms = NO_TERMS,
     ) -> None:
         self._stage = stage
-        super().__init__(
-            engine,
-            plan,
-            device,
-            mesh,
-            stage.isolation,
-            is_compiled=is_compiled,
-            moe=moe,
-            exact=exact,
-            objective=objective,
-            terms=terms,
-        )
+        super().__init__(engine, plan, device, mesh, options)
         time_reductions(engine, self.host_time)
         self._replicas = replicas
         self._scale: torch.Tensor | float = 1.0
@@ -96,11 +77,18 @@ class PipelineTrainEngine(TrainEngine):
             reduce_tied_gradients=lambda _engine: self._sum_replicated_gradients(),
             optimizer_step=self._optimizer_step,
         )
-        self._learn_layouts()
+        # Run one small forward pass, so that every stage knows the layout of what it receives.
+        tokens = min(_TRIAL_TOKENS, self.plan.sequence_length)
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices), torch.enable_grad():
+            _, layouts = self._in_turn(torch.zeros((1, tokens), dtype=torch.int64))
+        index = self._stage.stage.index
+        self._stage.incoming = layouts[index - 1] if index else None
+        self._stage.outgoing = layouts[index] if index < len(layouts) else None
 
     @property
     def module(self) -> nn.Module:
-        """This stage's part of the Hugging Face model, parameters under their own names."""
+        """This stage's part of the Hugging Face model, with the names of its parameters."""
         model: nn.Module = self._stage.stage.model
         return model
 
@@ -113,7 +101,7 @@ class PipelineTrainEngine(TrainEngine):
         observe: bool = False,
     ) -> StepResult:
         """Train one step like `TrainEngine.train_step`, with all micro-batches in the pipeline. All
-        stages of a pipeline pass the same `micro_batches`."""
+        stages of a pipeline pass equal `micro_batches`."""
         assert len(micro_batches) == self.plan.accumulation
         set_learning_rate(self.engine.optimizer, lr)
         self.on_phase(COUNTING_TARGETS)
@@ -124,7 +112,7 @@ class PipelineTrainEngine(TrainEngine):
         factor = self.plan.data_size * self.plan.accumulation
         self._scale = (factor / divisor(num_targets)).float()
         self._loss_sum = torch.zeros((), device=self.device, dtype=torch.float32)
-        # DeepSpeed takes the mean of it over micro-batches.
+        # DeepSpeed takes the mean of the router loss over micro-batches.
         factor_of_loss = self._scale / self.plan.accumulation
         data = self._feed(micro_batches, factor_of_loss, self._router_losses.of)
         self._skip_policy, self._num_targets = self._recording(skip_policy), num_targets
@@ -134,13 +122,13 @@ class PipelineTrainEngine(TrainEngine):
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[MicroBatch]) -> tuple[float, int]:
-        """Evaluate like `TrainEngine.evaluate`; all stages of a pipeline pass the same batches."""
-        held = list(self._objective.prepare(self, batches))
+        """Evaluate like `TrainEngine.evaluate`; all stages of a pipeline pass equal batches."""
+        all_batches = list(self._objective.prepare(self, batches))
         totals = torch.zeros(3, device=self.device, dtype=torch.float64)
-        totals[1] = sum(map(self._count, held))
-        totals[2] = sum(self._count(replace(batch, weights=None)) for batch in held)
+        totals[1] = sum(map(self._count, all_batches))
+        totals[2] = sum(self._count(replace(batch, weights=None)) for batch in all_batches)
         self._scale, self._loss_sum = 1.0, totals[0]
-        self._run_forward(self._feed(held))
+        self._run_forward(self._feed(all_batches))
         if not self.reports_loss:
             totals.zero_()
         dist.all_reduce(totals)
@@ -152,8 +140,8 @@ class PipelineTrainEngine(TrainEngine):
         factor: torch.Tensor | None = None,
         added: Callable[[Any], torch.Tensor | None] | None = None,
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Set the micro-batches of the next forward passes, and return what DeepSpeed loads of
-        them. Of each, the stages compute the rows that the objective trains."""
+        """Set the micro-batches of the next forward passes, and return the tensors that DeepSpeed
+        loads. The stages compute the rows of a micro-batch that the objective trains."""
         passed = [self._objective.trained(batch) for batch in batches]
         if self._scores_samples:
             passed = [self._padded(batch) for batch in passed]
@@ -163,7 +151,7 @@ class PipelineTrainEngine(TrainEngine):
 
     def _run_forward(self, data: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Run the forward passes that have been fed, in evaluation mode."""
-        # Shapes are sent once; these may differ from those of training.
+        # DeepSpeed sends shapes once; evaluation may have other shapes than training.
         self.engine.reset_activation_shape()
         self.engine.eval_batch(
             iter(data), reduce_output=None, bcast_loss=False, num_micro_batches=len(data)
@@ -176,13 +164,13 @@ class PipelineTrainEngine(TrainEngine):
         self, batches: Iterable[MicroBatch]
     ) -> Iterator[tuple[MicroBatch, MicroBatch, torch.Tensor]]:
         """Yield rows like `TrainEngine.row_sums`, on the last stage only."""
-        held = list(batches)
+        all_batches = list(batches)
         self._sums = []
-        self._stage.feed(held)
-        self._run_forward([(batch.input_ids, batch.labels) for batch in held])
+        self._stage.feed(all_batches)
+        self._run_forward([(batch.input_ids, batch.labels) for batch in all_batches])
         sums, self._sums = self._sums, None
-        for batch, own in zip(held, sums, strict=False):
-            yield batch, batch.moved(self._to_device), own
+        for batch, batch_sums in zip(all_batches, sums, strict=False):
+            yield batch, batch.moved(self._to_device), batch_sums
 
     def sum_over_replicas(self, values: torch.Tensor) -> torch.Tensor:
         """Return the sum of `values` over the last stages' ranks with other samples, on every
@@ -195,7 +183,7 @@ class PipelineTrainEngine(TrainEngine):
     def read_logits(
         self, input_ids: torch.Tensor, read: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """Read logits like `TrainEngine.read_logits`; stages compute one after the other."""
+        """Read logits like `TrainEngine.read_logits`; stages compute in turn."""
         self.engine.eval()
         result: torch.Tensor = self._in_turn(input_ids, read)[0][0]
         self.engine.train()
@@ -203,7 +191,7 @@ class PipelineTrainEngine(TrainEngine):
 
     @torch.no_grad()
     def token_scores(self, batch: MicroBatch, top_k: int = 0) -> torch.Tensor:
-        """Return scores like `TrainEngine.token_scores`; stages compute one after the other."""
+        """Return scores like `TrainEngine.token_scores`; stages compute in turn."""
         labels = batch.labels.to(self.device)
 
         def read(logits: torch.Tensor) -> torch.Tensor:
@@ -220,8 +208,8 @@ class PipelineTrainEngine(TrainEngine):
         input_ids: torch.Tensor,
         read: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach,
     ) -> tuple[Any, list[P2PLayout]]:
-        """Run the stages one after another; returns the last stage's outputs, of the logits what
-        `read` makes of them, on the CPU of every rank, and the layouts between stages."""
+        """Run the stages in turn; returns the last stage's outputs on the CPU of every rank, with
+        the result of `read` instead of the logits, and the layouts between stages."""
         ranks = dist.get_process_group_ranks(self.mesh.pipeline)
         handed: Any = None
         layouts: list[P2PLayout] = []
@@ -241,16 +229,6 @@ class PipelineTrainEngine(TrainEngine):
             handed = _moved(box[0], self.device)
         raise AssertionError
 
-    def _learn_layouts(self) -> None:
-        """Run one small forward pass, so that every stage knows the layout of what it receives."""
-        tokens = min(_TRIAL_TOKENS, self.plan.sequence_length)
-        devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices), torch.enable_grad():
-            _, layouts = self._in_turn(torch.zeros((1, tokens), dtype=torch.int64))
-        index = self._stage.stage.index
-        self._stage.incoming = layouts[index - 1] if index else None
-        self._stage.outgoing = layouts[index] if index < len(layouts) else None
-
     def _last_stage(
         self, outputs: torch.Tensor | tuple[torch.Tensor, ...], labels: torch.Tensor
     ) -> torch.Tensor:
@@ -260,11 +238,7 @@ class PipelineTrainEngine(TrainEngine):
         if self._sums is not None:
             self._sums.append(answer.sum(-1))
             return answer.new_zeros(())
-        loss = self._loss(answer, labels, next(self._samples))
-        # DeepSpeed makes it the mean over micro-batches.
-        return loss + added[0] if added else loss
-
-    def _loss(self, answer: torch.Tensor, labels: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        batch = next(self._samples)
         if not self.computes_entropy:
             moved = batch.moved(self._to_device)
             summed = self._objective.summed_loss(
@@ -280,11 +254,13 @@ class PipelineTrainEngine(TrainEngine):
             weights = None if weights is None else weights.flatten()
             summed = summed_token_loss(logits, labels.flatten(), self._terms, teacher, weights)
         self._loss_sum += summed.detach()
-        return summed * self._scale
+        loss = summed * self._scale
+        # DeepSpeed makes it the mean over micro-batches.
+        return loss + added[0] if added else loss
 
     @property
     def reports_loss(self) -> bool:
-        """True if this rank has the loss of its samples; one of each pipeline does."""
+        """True if this rank has the loss of the samples; one rank per pipeline does."""
         return self._stage.stage.is_last and self.mesh.coordinates.tensor_rank == 0
 
     @torch.no_grad()
@@ -293,7 +269,8 @@ class PipelineTrainEngine(TrainEngine):
         optimizer = self.engine.optimizer
         for parameter in self.engine.module.parameters():
             if parameter.requires_grad and accumulated_gradient(parameter, optimizer) is None:
-                # If it were missing here and present on another replica, the reduction would hang.
+                # A gradient that is missing here and present on another replica would make the
+                # reduction hang.
                 fill_gradient(parameter, optimizer)
         parameters = dict(self.module.named_parameters())
         for name, group in self._replicas.items():
@@ -311,8 +288,8 @@ class PipelineTrainEngine(TrainEngine):
 
 class _LastStage:
     """Passes (`bigtrain.engine.objectives.Passes`) of a micro-batch that has reached the last
-    stage. values: log-probabilities of its targets, or scores of its rows. Of a reference there
-    are only stored scores."""
+    stage. values: log-probabilities of the targets, or scores of the rows. Scores of a reference
+    are only the stored scores."""
 
     def __init__(self, values: torch.Tensor, reports_loss: bool) -> None:
         self._values, self.reports_loss = values, reports_loss

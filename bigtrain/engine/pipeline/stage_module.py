@@ -2,7 +2,7 @@
 
 Stages exchange flat tuples of tensors. DeepSpeed sends a gradient back for every floating tensor,
 into buffers numbered by position (0.19.8, runtime/pipe/engine.py): so differentiable tensors come
-first, and other floating ones are sent as integers of the same bits.
+first, and other floating-point tensors are sent as integers with equal bits.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from bigtrain.models.parallel.stages import Payload, Stage
 
 class StageModule(nn.Module):
     """Stage as DeepSpeed calls it: token ids or the previous stage's tensors in, tensors out. The
-    rest of a micro-batch comes from `feed`: every stage reads the same few kilobytes from the
-    dataset. computes_loss: whether the last stage's model returns the loss instead of logits;
-    per_token: each token's, for an objective."""
+    rest of a micro-batch comes from `feed`: every stage reads these few kilobytes from the dataset.
+    computes_loss: whether the last stage's model returns the loss instead of logits; per_token:
+    each token's, for an objective."""
 
     def __init__(
         self,
@@ -70,26 +70,25 @@ class StageModule(nn.Module):
         else:
             tensors = (received,) if torch.is_tensor(received) else received
             payload, input_ids = self.incoming.unpack(tensors), batch.input_ids
-        loss = self._loss_arguments(batch) if self.computes_loss else {}
+        # Arguments of the last stage's `ChunkedLoss`.
+        loss: dict[str, Any] = {}
+        if self.computes_loss:
+            loss["targets"] = batch.labels
+            if self.per_token:
+                loss["per_token"] = True
+            elif self._factor is not None:
+                loss["factor"] = self._factor
+            if batch.teacher is not None:
+                loss["teacher"] = self.teacher(batch)
+            if batch.weights is not None and not self.per_token:
+                loss["weights"] = self.weights(batch)
         outputs = self.run(payload, input_ids, batch.position_ids, **loss)
         sent = outputs if self.outgoing is None else self.outgoing.pack(outputs)
+        # DeepSpeed sends back a gradient for every received tensor.
         if self.incoming is not None and self.incoming.num_differentiable > 1:
-            others = tensors[1 : self.incoming.num_differentiable]
-            sent = (touch(sent[0], others), *sent[1:])
+            dependencies = tensors[1 : self.incoming.num_differentiable]
+            sent = (touch(sent[0], dependencies), *sent[1:])
         return sent if len(sent) > 1 else sent[0]
-
-    def _loss_arguments(self, batch: MicroBatch) -> dict[str, Any]:
-        """Return the arguments of a `ChunkedLoss` for a micro-batch."""
-        loss: dict[str, Any] = {"targets": batch.labels}
-        if self.per_token:
-            loss["per_token"] = True
-        elif self._factor is not None:
-            loss["factor"] = self._factor
-        if batch.teacher is not None:
-            loss["teacher"] = self.teacher(batch)
-        if batch.weights is not None and not self.per_token:
-            loss["weights"] = self.weights(batch)
-        return loss
 
     def teacher(self, batch: MicroBatch) -> Teacher | None:
         """Return the teacher's log-probabilities and token ids of a micro-batch, on the device."""
@@ -122,7 +121,7 @@ class StageModule(nn.Module):
 
 
 class StagesModule(PipelineModule):  # type: ignore[misc]
-    """DeepSpeed's module with one "layer" per stage, of which this rank has its own."""
+    """DeepSpeed's module with one "layer" per stage, which is real for this rank's stage only."""
 
     def __init__(self, stage: StageModule, topology: ProcessTopology) -> None:
         num_stages = topology.get_dim("pipe")
@@ -138,18 +137,18 @@ def _nothing(_outputs: Any) -> None:
 def _with_gradient(payload: Payload) -> Payload:
     """Return `payload` with at least one tensor that requires a gradient, which DeepSpeed always
     sends back. If all parameters up to here are frozen, no tensor requires one by itself."""
-    asked = False
+    requires_grad = False
 
-    def look(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal asked
-        asked |= tensor.requires_grad
+    def check(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal requires_grad
+        requires_grad |= tensor.requires_grad
         return tensor
 
-    def ask(tensor: torch.Tensor) -> torch.Tensor:
+    def require(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
 
-    payload.map(look)
-    return payload if asked else replace(payload, outputs=payload.map(ask).outputs)
+    payload.map(check)
+    return payload if requires_grad else replace(payload, outputs=payload.map(require).outputs)
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -157,7 +156,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class _Slot:
-    """Stands for a tensor of a payload: its number among the differentiable ones or the others."""
+    """Placeholder for a tensor of a payload. number: counted among the tensors with an equal
+    `differentiable`."""
 
     number: int
     differentiable: bool
@@ -178,26 +178,29 @@ class P2PLayout:
         counts = {True: 0, False: 0}
 
         def slot(tensor: torch.Tensor) -> _Slot:
-            kind = tensor.requires_grad
-            counts[kind] += 1
-            return _Slot(counts[kind] - 1, kind, tensor.dtype)
+            is_differentiable = tensor.requires_grad
+            counts[is_differentiable] += 1
+            return _Slot(counts[is_differentiable] - 1, is_differentiable, tensor.dtype)
 
         return P2PLayout(payload.map(slot), counts[True])
 
     def pack(self, payload: Payload) -> tuple[torch.Tensor, ...]:
         """Differentiable tensors first. `payload` must have this layout's form."""
         differentiable: list[torch.Tensor] = []
-        others: list[torch.Tensor] = []
+        integers: list[torch.Tensor] = []
         slots = iter(_slots(self.form))
 
         def take(tensor: torch.Tensor) -> None:
             if next(slots).differentiable:
                 differentiable.append(tensor.contiguous())
             else:
-                others.append(_as_integers(tensor.detach().contiguous()))
+                content = tensor.detach().contiguous()
+                if content.is_floating_point() or content.dtype == torch.bool:
+                    content = content.view(_INTEGERS[content.element_size()])
+                integers.append(content)
 
         payload.map(take)
-        return (*differentiable, *others)
+        return (*differentiable, *integers)
 
     def unpack(self, tensors: tuple[torch.Tensor, ...]) -> Payload:
         """Return the payload that `pack` made `tensors` from."""
@@ -206,7 +209,8 @@ class P2PLayout:
             if isinstance(value, _Slot):
                 if value.differentiable:
                     return tensors[value.number]
-                return _as(tensors[self.num_differentiable + value.number], value.dtype)
+                tensor = tensors[self.num_differentiable + value.number]  # as integers
+                return tensor if tensor.dtype == value.dtype else tensor.view(value.dtype)
             if isinstance(value, dict):
                 return {key: fill(item) for key, item in value.items()}
             return tuple(fill(item) for item in value) if isinstance(value, tuple) else value
@@ -224,31 +228,22 @@ def _slots(form: Any) -> list[_Slot]:
     return [slot for item in items for slot in _slots(item)]
 
 
-def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.is_floating_point() or tensor.dtype == torch.bool:
-        return tensor.view(_INTEGERS[tensor.element_size()])
-    return tensor
-
-
-def _as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return tensor if tensor.dtype == dtype else tensor.view(dtype)
-
-
 class _Touch(torch.autograd.Function):
-    """`first` as it is, with a gradient of zeros for the others: DeepSpeed sends one for each."""
+    """`first` unchanged, with a gradient of zeros for `dependencies`: DeepSpeed sends a gradient
+    for every tensor."""
 
     @staticmethod
-    def forward(ctx: Any, first: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(*others)
+    def forward(ctx: Any, first: torch.Tensor, *dependencies: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*dependencies)
         return first.view_as(first)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return (gradients[0], *(torch.zeros_like(other) for other in ctx.saved_tensors))
+        return (gradients[0], *(torch.zeros_like(dependency) for dependency in ctx.saved_tensors))
 
 
-def touch(first: torch.Tensor, others: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """Return `first`, made to depend on `others` without a value, so that all of them get a
+def touch(first: torch.Tensor, dependencies: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Return `first`, made to depend on `dependencies` without a value, so that every tensor gets a
     gradient."""
-    result: torch.Tensor = _Touch.apply(first, *others)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _Touch.apply(first, *dependencies)  # type: ignore[no-untyped-call]
     return result

@@ -1,5 +1,5 @@
-"""Collectives of small values on the CPU, along a binomial tree of all ranks: log(ranks) messages
-in sequence, where gloo's rings need 8,190 and 4,095 for 4,096 ranks."""
+"""Collectives of small values on the CPU, along a binomial tree of ranks: log(ranks) messages in
+sequence, while gloo's rings need 8,190 and 4,095 for 4,096 ranks."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Value = TypeVar("Value")
 def cpu_group(
     collective_timeout_seconds: float = COLLECTIVE_TIMEOUT_SECONDS,
 ) -> dist.ProcessGroup:
-    """Return a group of all ranks on the CPU, apart from the one that trains. Collective. Gone with
-    the process group."""
+    """Return a new CPU group of the world's ranks, separate from the group that trains. Collective.
+    Destroyed with the process group."""
     timeout = timedelta(seconds=collective_timeout_seconds)
     group = dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(group, dist.ProcessGroup)
@@ -29,7 +29,7 @@ def cpu_group(
 
 
 def gather_on_main(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return all ranks' values in rank order on rank 0, an empty list on the others. Collective.
+    """Return all ranks' values in rank order on rank 0, an empty list on other ranks. Collective.
 
     `torch.distributed.gather_object` connects rank 0 to all and pads each value to the longest,
     `all_gather_object` leaves all values on every rank: of 4,096 ranks, one of which sends 1 MB, 4
@@ -43,24 +43,34 @@ def combine_on_main(
     combine: Callable[[Value, Value], Value],
     group: dist.ProcessGroup | None = None,
 ) -> Value | None:
-    """Return what `combine` makes of all ranks' values in rank order on rank 0, None on the others.
-    Collective over `group`, of all ranks. combine: gets those of ranks before and after, and may
-    change the former; what it leaves small, no rank receives as much as all values are."""
+    """Return the values of the world's ranks, combined in rank order, on rank 0, None on other
+    ranks. Collective over `group`, a group of the world. combine: gets the values of earlier and of
+    later ranks, and may change its first argument. If its results stay small, no rank receives as
+    many bytes as the values have together."""
     num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     distance = 1
     while distance < num_ranks:
         if rank % (2 * distance):
-            _send(value, rank - distance, group)
+            peer = rank - distance
+            content = bytearray(pickle.dumps(value))
+            data = torch.frombuffer(content, dtype=torch.uint8).to(_device(group))
+            dist.send(torch.tensor([data.numel()], device=data.device), dst=peer, group=group)
+            dist.send(data, dst=peer, group=group)
             return None
         if rank + distance < num_ranks:
-            value = combine(value, _receive(rank + distance, group))
+            peer = rank + distance
+            size = torch.zeros(1, dtype=torch.int64, device=_device(group))
+            dist.recv(size, src=peer, group=group)
+            data = torch.empty(int(size), dtype=torch.uint8, device=size.device)
+            dist.recv(data, src=peer, group=group)
+            value = combine(value, pickle.loads(data.cpu().numpy().tobytes()))
         distance *= 2
     return value
 
 
 def maximum_of_all(values: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Replace each element of `values` by its maximum over all ranks, on every rank. Collective
-    over `group`, a CPU group of all ranks. `values`: of one dtype and shape everywhere."""
+    over `group`, a CPU group of the world. `values`: equal dtype and shape on every rank."""
     num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     distance = 1
     while distance < num_ranks:
@@ -68,25 +78,11 @@ def maximum_of_all(values: torch.Tensor, group: dist.ProcessGroup) -> None:
             dist.send(values, dst=rank - distance, group=group)
             break
         if rank + distance < num_ranks:
-            theirs = torch.empty_like(values)
-            dist.recv(theirs, src=rank + distance, group=group)
-            torch.maximum(values, theirs, out=values)
+            received = torch.empty_like(values)
+            dist.recv(received, src=rank + distance, group=group)
+            torch.maximum(values, received, out=values)
         distance *= 2
-    dist.broadcast(values, src=0, group=group)  # along the same tree
-
-
-def _send(value: Any, rank: int, group: dist.ProcessGroup | None) -> None:
-    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(_device(group))
-    dist.send(torch.tensor([data.numel()], device=data.device), dst=rank, group=group)
-    dist.send(data, dst=rank, group=group)
-
-
-def _receive(rank: int, group: dist.ProcessGroup | None) -> Any:
-    size = torch.zeros(1, dtype=torch.int64, device=_device(group))
-    dist.recv(size, src=rank, group=group)
-    data = torch.empty(int(size), dtype=torch.uint8, device=size.device)
-    dist.recv(data, src=rank, group=group)
-    return pickle.loads(data.cpu().numpy().tobytes())
+    dist.broadcast(values, src=0, group=group)  # along a binomial tree too
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:

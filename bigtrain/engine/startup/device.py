@@ -1,4 +1,4 @@
-"""The kind of device that this machine trains on."""
+"""Type of device that this machine trains on."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from bigtrain.settings.run_config import RunConfig
 
 
 def device_kind() -> Literal["cpu", "cuda"]:
-    """Return the kind of device that every rank of this machine uses."""
+    """Return the type of device that every rank of this machine uses."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def refuse_for_device(config: RunConfig, world_size: int) -> None:
     """Raise ConfigError for settings that are legal in general and not on this machine's devices.
     For example float16 on a CPU; a login node cannot know. Not collective: all ranks decide alike
-    on the same kind of device."""
+    if their devices are alike."""
     accelerate = read_accelerate(os.environ)
     async_io = find_library("aio") is not None
     resolve_run(config, world_size, device=device_kind(), accelerate=accelerate, async_io=async_io)

@@ -1,7 +1,7 @@
 """Work whose errors reach every rank, and work for which ranks wait however long it takes.
 
-A collective ends every rank that waits longer than the process group's timeout. In `LongWork` they
-poll the launcher's store instead. If the working rank dies, the launcher ends the others, the store
+A collective ends every rank that waits longer than the process group's timeout. In `LongWork` ranks
+poll the launcher's store instead. If the working rank dies, the launcher ends all ranks, the store
 disappears with the main rank, or the watchdog detects a hang.
 """
 
@@ -21,15 +21,15 @@ from bigtrain.models.torch_patches import default_store
 from bigtrain.system.world import World
 
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.001, 0.5
-# Of all ranks together, at first and in the long run: the store is one thread, in the main rank or
-# in torchrun's agent, that takes some 7 us for each.
-_FIRST_LOOKS_PER_SECOND, _LOOKS_PER_SECOND = 1 << 16, 1 << 12
+# Polls of every rank together, at first and in the long run: the store is one thread, in the main
+# rank or in torchrun's agent, that takes some 7 us per poll.
+_FIRST_POLLS_PER_SECOND, _POLLS_PER_SECOND = 1 << 16, 1 << 12
 
 Result = TypeVar("Result")
 
 
 class LongWork:
-    """Long work of a world. Methods are collective, and called in the same order by every rank.
+    """Long work of a world. Methods are collective, and every rank calls them in one order.
     `token`: equal on all ranks, and new at every launch, since torchrun's store outlives a
     restart."""
 
@@ -50,13 +50,13 @@ class LongWork:
     def on_every_rank(self, work: Callable[[], Result]) -> list[Result]:
         """Run `work` on every rank; returns all results in rank order, or raises the first error,
         on every rank."""
-        own = _attempt(work)
-        outcomes: list[Any] = [own]
+        outcome = _attempt(work)
+        outcomes: list[Any] = [outcome]
         if self._world.size > 1:
             self._wait(self._world.size, takes_part=True)
             outcomes = [None] * self._world.size
-            dist.all_gather_object(outcomes, _picklable(own))
-            outcomes[self._world.rank] = own
+            dist.all_gather_object(outcomes, _picklable(outcome))
+            outcomes[self._world.rank] = outcome
         return _unwrap(outcomes)
 
     def _wait(self, num_ranks: int, *, takes_part: bool) -> None:
@@ -65,11 +65,11 @@ class LongWork:
         self._num_done += 1
         key = f"bigtrain/{self._token}/{self._num_done}"
         try:
-            here = store.add(key, int(takes_part))
+            num_arrived = store.add(key, int(takes_part))
             pauses = _pauses(self._world.size)
-            while here < num_ranks:
+            while num_arrived < num_ranks:
                 time.sleep(next(pauses))
-                here = store.add(key, 0)
+                num_arrived = store.add(key, 0)
         except dist.DistError as error:
             raise LaunchError(
                 f"the main rank ended while rank {self._world.rank} waited for it: see its "
@@ -78,9 +78,10 @@ class LongWork:
 
 
 def _pauses(num_ranks: int) -> Iterator[float]:
-    """Yield seconds between the looks of one of `num_ranks`, not the same as another rank's."""
-    pause = max(_FIRST_PAUSE_SECONDS, num_ranks / _FIRST_LOOKS_PER_SECOND)
-    longest = max(_LONGEST_PAUSE_SECONDS, num_ranks / _LOOKS_PER_SECOND)
+    """Yield the seconds between the polls of a rank, with jitter so that `num_ranks` ranks do not
+    poll at once."""
+    pause = max(_FIRST_PAUSE_SECONDS, num_ranks / _FIRST_POLLS_PER_SECOND)
+    longest = max(_LONGEST_PAUSE_SECONDS, num_ranks / _POLLS_PER_SECOND)
     jitter = random.Random()  # the run's own generators are not touched
     while True:
         yield pause * jitter.uniform(0.75, 1.25)
@@ -89,8 +90,9 @@ def _pauses(num_ranks: int) -> Iterator[float]:
 
 def on_main_rank(work: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
     """Run `work` on rank 0; returns its result, or raises its error, on every rank. Collective over
-    `group`, of all ranks, in which the others wait: only for work that takes no longer than other
-    collectives (else `LongWork`). In a thread, `group` must be used only there."""
+    `group`, a group of the world, in which all other ranks wait: only for work that takes no longer
+    than other collectives (else `LongWork`). In a thread, `group` must be used in no other
+    thread."""
     result: Result = _broadcast(_attempt(work) if dist.get_rank() == 0 else None, group)
     return result
 
@@ -118,17 +120,17 @@ def on_all_ranks(
 def _errors_of_all(
     error: BaseException | None, rank: int, group: dist.ProcessGroup | None
 ) -> dict[int, BaseException]:
-    """Return the errors of ranks that have one, on every rank: along a tree where point-to-point
-    messages are cheap, and the group is that of all ranks."""
+    """Return the errors of ranks that have one, on every rank: along a tree if point-to-point
+    messages are cheap and the group is the world."""
     num_ranks = dist.get_world_size(group)
     if dist.get_backend(group) == "gloo" and num_ranks == dist.get_world_size():
-        own = {} if error is None else {rank: error}
-        box: list[Any] = [combine_on_main(own, operator.ior, group)]
+        errors = {} if error is None else {rank: error}
+        box: list[Any] = [combine_on_main(errors, operator.ior, group)]
         dist.broadcast_object_list(box, src=0, group=group)
         return cast("dict[int, BaseException]", box[0])
-    everyone: list[BaseException | None] = [None] * num_ranks
-    dist.all_gather_object(everyone, error, group=group)
-    return {number: one for number, one in enumerate(everyone) if one is not None}
+    gathered: list[BaseException | None] = [None] * num_ranks
+    dist.all_gather_object(gathered, error, group=group)
+    return {number: e for number, e in enumerate(gathered) if e is not None}
 
 
 def _broadcast(outcome: _Outcome | None, group: dist.ProcessGroup | None) -> Any:
@@ -145,7 +147,7 @@ _Outcome = tuple[Any, BaseException | None]
 def _attempt(work: Callable[[], Any]) -> _Outcome:
     try:
         return work(), None
-    except BaseException as error:  # KeyboardInterrupt too: others wait
+    except BaseException as error:  # KeyboardInterrupt too: other ranks wait
         return None, error
 
 

@@ -1,4 +1,4 @@
-"""Process groups of a topology, and DeepSpeed's view of them (`mpu`)."""
+"""Process groups of a topology, and DeepSpeed's view of the groups (`mpu`)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from bigtrain.settings.topology import Coordinates, Topology
 
 
 def groups_of(topology: Topology) -> dict[str, list[list[int]]]:
-    """Return all groups by name, in the order in which every rank creates them. "replicas" hold the
-    same parameters, except for experts: ZeRO partitions and gradients are averaged over them."""
+    """Return all groups by name, in the order in which every rank creates them. "replicas" hold
+    equal parameters, except for experts: ZeRO partitions and gradients are averaged over them."""
     return {
         "tensor": topology.groups("tensor"),
         "sequence": topology.groups("sequence"),
@@ -34,11 +34,11 @@ def groups_of(topology: Topology) -> dict[str, list[list[int]]]:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Rank's position in a topology and the groups it belongs to, all of them real ones: to torch
-    and DeepSpeed None means the full world. replicas: the ranks with the same parameters. model:
-    the ranks that hold one copy of the model together. ulysses, ring: the ranks that share samples
-    and divide the heads, or pass keys around. expert: the replicas that divide the experts.
-    expert_replicas: those that hold the same experts."""
+    """Rank's position in a topology and the groups that contain it, none of which is None: to torch
+    and DeepSpeed None means the full world. replicas: the ranks with equal parameters. model: the
+    ranks that hold one copy of the model together. ulysses, ring: the ranks that share samples and
+    divide the heads, or pass keys around. expert: the replicas that divide the experts.
+    expert_replicas: the ranks with equal experts."""
 
     topology: Topology
     rank: int
@@ -70,19 +70,19 @@ def open_mesh(
     assert dist.get_rank() == rank
     # Not torch's default, which for NCCL groups is 10 minutes whatever the world's timeout is.
     timeout = timedelta(seconds=collective_timeout_seconds)
-    made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
+    new_groups: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
     named = {}
     for name, groups in groups_of(topology).items():
         key = tuple(map(tuple, groups))
-        if key not in made:
-            made[key] = _new_group(groups, rank, timeout)
-        named[name] = made[key]
+        if key not in new_groups:
+            new_groups[key] = _new_group(groups, rank, timeout)
+        named[name] = new_groups[key]
     return Mesh(topology, rank, **named)
 
 
 def open_holders(mesh: Mesh) -> dict[bool, dist.ProcessGroup]:
-    """Return the groups of all ranks that hold parts of the same parameters (False) and of the same
-    experts (True). Collective over all ranks; not in every mesh, since few runs need them."""
+    """Return two groups: ranks that hold parts of equal parameters (False) and of equal experts
+    (True). Collective over all ranks; no part of `Mesh`, since few runs need the groups."""
     topology = mesh.topology
     timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS)
     dense = _new_group(topology.holder_groups(), mesh.rank, timeout)
@@ -94,13 +94,13 @@ def open_holders(mesh: Mesh) -> dict[bool, dist.ProcessGroup]:
 def warm_up(mesh: Mesh, device: torch.device) -> None:
     """Use every group of `mesh` that has several ranks once. Collective over all ranks. NCCL opens
     a group's connections at its first collective, which takes seconds at scale. Here a broken
-    device or cable is an error that names the group, instead of one in the first step."""
-    seen: set[int] = set()
+    device or cable is an error that names the group, instead of an error in the first step."""
+    checked_ids: set[int] = set()
     for name in groups_of(mesh.topology):
         group: dist.ProcessGroup = getattr(mesh, name)
-        if id(group) in seen or dist.get_world_size(group) == 1:
+        if id(group) in checked_ids or dist.get_world_size(group) == 1:
             continue
-        seen.add(id(group))
+        checked_ids.add(id(group))
         total = torch.ones((), device=device)
         dist.all_reduce(total, group=group)
         size = dist.get_world_size(group)
@@ -112,15 +112,15 @@ def warm_up(mesh: Mesh, device: torch.device) -> None:
 
 
 def _new_group(groups: list[list[int]], rank: int, timeout: timedelta) -> dist.ProcessGroup:
-    own: Any
+    new_group: Any
     if len(groups) == 1:
-        own = dist.group.WORLD
+        new_group = dist.group.WORLD
     elif len(groups[0]) == 1:
-        own = dist.new_group([rank], timeout, use_local_synchronization=True)
+        new_group = dist.new_group([rank], timeout, use_local_synchronization=True)
     else:
-        own, _ = dist.new_subgroups_by_enumeration(groups, timeout)
-    assert isinstance(own, dist.ProcessGroup)
-    return own
+        new_group, _ = dist.new_subgroups_by_enumeration(groups, timeout)
+    assert isinstance(new_group, dist.ProcessGroup)
+    return new_group
 
 
 class ModelParallelUnit:
@@ -138,15 +138,15 @@ class ModelParallelUnit:
         }
 
     def __getattr__(self, name: str) -> Any:
-        # DeepSpeed tells the kind of an mpu by the methods it has, so there are none beyond the
+        # DeepSpeed recognizes the type of an mpu by its methods, so there are none beyond the
         # table.
-        for kind, group in self.__dict__.get("_groups", {}).items():
-            if name == f"get_{kind}_group":
+        for group_name, group in self.__dict__.get("_groups", {}).items():
+            if name == f"get_{group_name}_group":
                 return lambda: group
-            if name == f"get_{kind}_group_ranks":
+            if name == f"get_{group_name}_group_ranks":
                 return lambda: dist.get_process_group_ranks(group)
-            if name == f"get_{kind}_world_size":
+            if name == f"get_{group_name}_world_size":
                 return lambda: dist.get_world_size(group)
-            if name == f"get_{kind}_rank":
+            if name == f"get_{group_name}_rank":
                 return lambda: dist.get_rank(group)
         raise AttributeError(name)

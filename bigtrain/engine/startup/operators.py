@@ -4,7 +4,7 @@ torch 2.13 takes a lock file at every load of an operator, which outlives a kill
 blocks all later loads (utils/file_baton.py). So an operator is compiled in a private folder, and
 its library renamed to its final path and loaded from there without a lock. The name is a hash of
 its sources, flags, versions and CPU, so that environments do not overwrite each other's. flock only
-keeps processes from compiling the same operator at once; without it, it is compiled twice.
+keeps two processes from compiling one operator at once; without it, an operator is compiled twice.
 """
 
 from __future__ import annotations
@@ -31,22 +31,37 @@ from bigtrain.engine.deepspeed_patches.startup import operators_loaded_by
 
 _PACKAGE = Path(deepspeed.__file__).resolve().parent
 _PARTIAL = ".partial-"
-# A host that is gone may keep a lock on a file server (NFS 3) until it comes back.
+# A host that has failed may keep a lock on a file server (NFS 3) until it comes back.
 _PATIENCE_SECONDS = 600.0
 
 
 def operators_without_locks() -> AbstractContextManager[None]:
-    """Load operators that DeepSpeed compiles inside by `load_operator`, except those that training
-    never calls."""
+    """Load operators that DeepSpeed compiles inside by `load_operator`, except operators that
+    training never calls."""
     return operators_loaded_by(load_operator)
 
 
 def load_operator(
     load: Callable[..., ModuleType], name: str, sources: Sequence[str], **build: Any
 ) -> ModuleType:
-    """Return the result of `load` (`torch.utils.cpp_extension.load`) for the other arguments.
-    Compiles the operator if it is not cached. Raises the errors of `load`."""
-    folder = operators_folder() / f"{name}-{_identity(name, sources, build)}"
+    """Return the result of `load` (`torch.utils.cpp_extension.load`) called with `name`, `sources`
+    and `build`. Compiles the operator if it is not cached. Raises the errors of `load`."""
+    # The folder's name is a hash of everything that a library depends on, except the compiler,
+    # whose output stays valid.
+    include = [Path(path).resolve() for path in build.get("extra_include_paths") or ()]
+    package_paths = [path for path in include if path.is_relative_to(_PACKAGE)]
+    headers = sorted(
+        file for path in package_paths for file in path.rglob("*.h*") if file.is_file()
+    )
+    flags = [
+        build.get(key) for key in sorted(build) if key not in ("extra_include_paths", "verbose")
+    ]
+    versions = (torch.__version__, torch.version.git_version, deepspeed.__version__)
+    system = (sysconfig.get_config_var("SOABI"), os.confstr("CS_GNU_LIBC_VERSION"))
+    digest = hashlib.sha256(repr((name, flags, versions, system, _cpu_features())).encode())
+    for file in (*map(Path, sources), *headers):
+        digest.update(hashlib.sha256(file.read_bytes()).digest())
+    folder = operators_folder() / f"{name}-{digest.hexdigest()[:16]}"
     library = folder / f"{name}.so"
     if not library.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -62,29 +77,12 @@ def load_operator(
 
 
 def operators_folder() -> Path:
-    """Return our own subfolder of TORCH_EXTENSIONS_DIR."""
+    """Return bigtrain's subfolder of TORCH_EXTENSIONS_DIR."""
     root = os.environ.get("TORCH_EXTENSIONS_DIR")
     if root is None:
         cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         root = str(Path(cache) / "torch_extensions")
     return Path(root) / "bigtrain"
-
-
-def _identity(name: str, sources: Sequence[str], build: dict[str, Any]) -> str:
-    """Return a hash of everything that a library depends on, except the compiler, whose output
-    stays valid."""
-    include = [Path(path).resolve() for path in build.get("extra_include_paths") or ()]
-    ours = [path for path in include if path.is_relative_to(_PACKAGE)]
-    headers = sorted(file for path in ours for file in path.rglob("*.h*") if file.is_file())
-    flags = [
-        build.get(key) for key in sorted(build) if key not in ("extra_include_paths", "verbose")
-    ]
-    versions = (torch.__version__, torch.version.git_version, deepspeed.__version__)
-    system = (sysconfig.get_config_var("SOABI"), os.confstr("CS_GNU_LIBC_VERSION"))
-    digest = hashlib.sha256(repr((name, flags, versions, system, _cpu_features())).encode())
-    for file in (*map(Path, sources), *headers):
-        digest.update(hashlib.sha256(file.read_bytes()).digest())
-    return digest.hexdigest()[:16]
 
 
 def _cpu_features() -> str:
@@ -111,7 +109,7 @@ def _one_at_a_time(library: Path) -> Iterator[None]:
                 continue
             except OSError:  # a file system without
                 break
-            # Nobody else compiles now: these are of processes that were killed.
+            # No other process compiles now: partial folders belong to processes that were killed.
             for abandoned in library.parent.glob(f"{_PARTIAL}*"):
                 shutil.rmtree(abandoned, ignore_errors=True)
             break

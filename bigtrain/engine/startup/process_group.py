@@ -34,8 +34,8 @@ from bigtrain.system.slurm import srun_rendezvous
 from bigtrain.system.world import World, is_of_mpirun, is_of_srun, without_foreign
 
 # From this world size on, gloo connects two ranks when they first communicate, which few pairs do,
-# and not each rank to all others: with two CPU groups of 4,096 ranks those are 8,190 sockets per
-# rank, and the usual limit of open files is 1,024. That is also raised to its hard limit.
+# instead of each rank to all others: with two CPU groups of 4,096 ranks that would be 8,190 sockets
+# per rank, and the usual limit of open files is 1,024. The limit is also raised to the hard limit.
 _MANY_RANKS = 64
 DEFAULT_PORT = "29500"  # torch's and DeepSpeed's, where a launcher names none
 
@@ -56,7 +56,7 @@ def process_group(
     collective_timeout_seconds: float = COLLECTIVE_TIMEOUT_SECONDS,
 ) -> Iterator[Joined]:
     """Join the world's process group (nccl on GPUs, gloo on CPUs). Collective on entry and on exit;
-    after an exception no rank waits for the others, and the launcher ends them.
+    after an exception no rank waits for another rank, and the launcher ends all ranks.
 
     Raises LaunchError if ranks cannot reach the main rank, if some have not joined within
     `rendezvous_timeout_seconds`, or if hosts have different versions.
@@ -72,15 +72,26 @@ def _opened_group(
     world: World, rendezvous_timeout_seconds: float, collective_timeout_seconds: float
 ) -> Iterator[Joined]:
     added = _complete_environment(world)
-    kind = device_kind()
-    device = torch.device(kind, world.local_rank) if kind == "cuda" else torch.device("cpu")
-    if kind == "cuda":
-        _check_device(world)
+    device_type = device_kind()
+    if device_type == "cuda":
+        num_seen = torch.cuda.device_count()
+        if world.local_rank >= num_seen:
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+            visible_text = "" if visible is None else f" (CUDA_VISIBLE_DEVICES = {visible!r})"
+            raise LaunchError(
+                f"rank {world.rank} has local rank {world.local_rank} and sees {num_seen} GPUs"
+                f"{visible_text}: every process of a host must see all its GPUs -> with srun "
+                "--gpus-per-node=N instead of --gpus-per-task and --gpu-bind; else start no more "
+                "processes than GPUs"
+            )
+        device = torch.device(device_type, world.local_rank)
         torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
     with operators_without_locks():
         with all_ranks_joined(world, rendezvous_timeout_seconds):
             deepspeed.init_distributed(
-                dist_backend="nccl" if kind == "cuda" else "gloo",
+                dist_backend="nccl" if device_type == "cuda" else "gloo",
                 auto_mpi_discovery=False,
                 timeout=timedelta(seconds=collective_timeout_seconds),
                 verbose=False,
@@ -100,13 +111,13 @@ def _opened_group(
 
 def _gather_hosts(world: World) -> tuple[tuple[str, ...], str]:
     """Return the host of every rank, and a token for this launch. Collective. Raises LaunchError on
-    all ranks if a host has other versions than the rest."""
+    all ranks if hosts have different versions."""
     if world.size == 1:
         return (socket.gethostname(),), ""
     facts: list[Any] = [None] * world.size
     dist.all_gather_object(facts, (socket.gethostname(), library_versions(), secrets.token_hex(8)))
-    by_host = {host: {"versions": versions} for host, versions, _ in facts}
-    different = [finding for finding in check_versions(by_host) if finding.failed]
+    host_facts = {host: {"versions": versions} for host, versions, _ in facts}
+    different = [finding for finding in check_versions(host_facts) if finding.failed]
     if different:
         lines = [f"  {finding.host}: {finding.text}" for finding in different]
         rule = f"hosts have different versions -> {different[0].remedy}"
@@ -117,15 +128,16 @@ def _gather_hosts(world: World) -> tuple[tuple[str, ...], str]:
 def _complete_environment(world: World) -> list[str]:
     """Set the variables that torch needs and the launcher did not set; return those added. Raises
     LaunchError, on the main rank, if the rendezvous port is taken, or if mpirun or srun was given
-    another host's address than the main rank's (the others would wait there for long)."""
+    another host's address than the main rank's (all other ranks would wait at that address until
+    the timeout)."""
     values = {
         "RANK": str(world.rank),
         "WORLD_SIZE": str(world.size),
         "LOCAL_RANK": str(world.local_rank),
         "MASTER_PORT": DEFAULT_PORT,
     }
-    by_srun = is_of_srun(os.environ)
-    if by_srun:
+    is_srun = is_of_srun(os.environ)
+    if is_srun:
         values |= srun_rendezvous(os.environ)
     elif "MASTER_ADDR" not in os.environ:
         assert world.size == 1
@@ -135,11 +147,11 @@ def _complete_environment(world: World) -> list[str]:
         values["GLOO_SOCKET_IFNAME"] = "lo"  # else gloo listens where this host's name points
     if world.size >= _MANY_RANKS:
         values["TORCH_GLOO_LAZY_INIT"] = "1"
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
     added = [name for name in values if name not in os.environ]
-    if world.is_main and world.size > 1 and (by_srun or is_of_mpirun(world, os.environ)):
-        _refuse_other_host(address, "srun" if by_srun else "mpirun")
+    if world.is_main and world.size > 1 and (is_srun or is_of_mpirun(world, os.environ)):
+        _refuse_other_host(address, "srun" if is_srun else "mpirun")
     # Under torchrun its agent holds the port already.
     if world.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         port = os.environ.get("MASTER_PORT", values["MASTER_PORT"])
@@ -176,18 +188,4 @@ def _refuse_other_host(address: str, launcher: str) -> None:
     raise LaunchError(
         f"MASTER_ADDR = {address}, the rendezvous address, is not {host}, where {launcher} "
         f"started the first of them: {remedy[launcher]}"
-    )
-
-
-def _check_device(world: World) -> None:
-    """Raise LaunchError if this process does not see the GPU of its local rank."""
-    num_seen = torch.cuda.device_count()
-    if world.local_rank < num_seen:
-        return
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    shown = "" if visible is None else f" (CUDA_VISIBLE_DEVICES = {visible!r})"
-    raise LaunchError(
-        f"rank {world.rank} has local rank {world.local_rank} and sees {num_seen} GPUs{shown}: "
-        "every process of a host must see all its GPUs -> with srun --gpus-per-node=N instead of "
-        "--gpus-per-task and --gpu-bind; else start no more processes than GPUs"
     )

@@ -9,7 +9,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -21,8 +21,8 @@ from bigtrain.system.world import World
 
 log = logging.getLogger(__name__)
 
-_CONNECT = timedelta(seconds=10)  # one try; between two a signal is heard
-_SAY_AFTER_SECONDS = 30.0
+_CONNECT = timedelta(seconds=10)  # of an attempt; signals are handled between attempts
+_LOG_AFTER_SECONDS = 30.0
 _ACKNOWLEDGE_SECONDS = 5.0
 _OUTCOME = "bigtrain/outcome"  # set by the main rank: empty, or why it gave up
 _NUM_ACKNOWLEDGED = "bigtrain/num_acknowledged"
@@ -34,7 +34,7 @@ def all_ranks_joined(world: World, timeout_seconds: float) -> Iterator[None]:
     the context the main rank keeps the server over which torch then makes the process group.
 
     Raises LaunchError on every rank that joined if some did not within `timeout_seconds`, with the
-    missing ranks and the hosts of the others; and if the main rank cannot be reached.
+    missing ranks and the hosts of the joined ranks; and if the main rank cannot be reached.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         yield  # torchrun's agents have had their rendezvous and started all ranks themselves
@@ -78,8 +78,8 @@ def _join(world: World, end: float) -> dist.TCPStore:
                 ) from error
 
 
-def _looks() -> Iterator[float]:
-    """Yield the time of each poll. The store's own wait would print a warning each time."""
+def _polls() -> Iterator[float]:
+    """Yield the time of every poll. The `wait` of the store would print a warning each time."""
     pause = 0.01
     while True:
         yield time.monotonic()
@@ -90,8 +90,8 @@ def _looks() -> Iterator[float]:
 def _wait_for_all(store: dist.TCPStore, world: World, end: float) -> str:
     missing = list(range(world.size))
     failure = ""
-    said = time.monotonic()
-    for now in _looks():
+    logged_at = time.monotonic()
+    for now in _polls():
         missing = [rank for rank in missing if not store.check([_key(rank)])]
         if not missing:
             break
@@ -102,13 +102,13 @@ def _wait_for_all(store: dist.TCPStore, world: World, end: float) -> str:
                 "watchdog.rendezvous_timeout_seconds sets the timeout"
             )
             break
-        if now - said > _SAY_AFTER_SECONDS:
-            said = now
+        if now - logged_at > _LOG_AFTER_SECONDS:
+            logged_at = now
             log.warning("waiting: %s", _who_is_missing(store, world, missing))
     store.set(_OUTCOME, failure)
-    if failure:  # the server ends with this process, so let the others read it first
+    if failure:  # the server ends with this process: let all ranks read it first
         num_others = world.size - len(missing) - 1
-        for now in _looks():
+        for now in _polls():
             if store.add(_NUM_ACKNOWLEDGED, 0) >= num_others or now > end + _ACKNOWLEDGE_SECONDS:
                 break
     return failure
@@ -134,7 +134,14 @@ def _who_is_missing(store: dist.TCPStore, world: World, missing: list[int]) -> s
     for rank in range(world.size):
         if rank not in absent:
             joined.setdefault(store.get(_key(rank)).decode(), []).append(rank)
-    expected = _hosts_of_deepspeeds_launcher()
+    # DeepSpeed's launcher on each host has the complete hostfile in its command line (0.19.8,
+    # launcher/launch.py, --world_info: base64 of JSON, host name to local ranks).
+    expected: list[str] = []
+    with suppress(OSError, IndexError, ValueError, AttributeError):  # another launcher
+        command = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")
+        world_info = [word for word in command if word.startswith("--world_info=")]
+        hosts = json.loads(base64.urlsafe_b64decode(world_info[0].partition("=")[2]))
+        expected = [host for host, slots in hosts.items() for _ in slots]
     absentees: dict[str, list[int]] = {}
     for rank in missing:
         absentees.setdefault(expected[rank] if rank < len(expected) else "", []).append(rank)
@@ -146,20 +153,7 @@ def _who_is_missing(store: dist.TCPStore, world: World, missing: list[int]) -> s
 
 def _by_host(ranks: dict[str, list[int]]) -> str:
     parts = []
-    for host, of_host in ranks.items():
-        shown = ", ".join(map(str, of_host[:8])) + (", ..." if len(of_host) > 8 else "")
-        parts.append(f"{host} (rank {shown})" if host else f"rank {shown}")
+    for host, host_ranks in ranks.items():
+        rank_list = ", ".join(map(str, host_ranks[:8])) + (", ..." if len(host_ranks) > 8 else "")
+        parts.append(f"{host} (rank {rank_list})" if host else f"rank {rank_list}")
     return ", ".join(parts)
-
-
-def _hosts_of_deepspeeds_launcher() -> list[str]:
-    """Return the host that the hostfile gives each rank; empty where another launcher started this.
-    DeepSpeed's launcher on each host has the complete file in its command line (0.19.8,
-    launcher/launch.py, --world_info: base64 of JSON, host name to local ranks)."""
-    try:
-        command = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")
-        given = [word for word in command if word.startswith("--world_info=")]
-        hosts = json.loads(base64.urlsafe_b64decode(given[0].partition("=")[2]))
-        return [host for host, slots in hosts.items() for _ in slots]
-    except (OSError, IndexError, ValueError, AttributeError):
-        return []

@@ -38,8 +38,15 @@ def runtime_settings(
     if device_kind() == "cuda":
         added = nccl_defaults(environment, Path(run.config.output.directory))
         environment.update(added)
-        lines += _describe_nccl(added)
-        lines += _set_allocator(environment)
+        if added:
+            assignments = ", ".join(f"{name}={value}" for name, value in added.items())
+            lines.append(f"set for NCCL: {assignments}")
+        # The first settings of the allocator whose keys this version of torch has.
+        for settings in allocator_settings(environment):
+            with suppress(RuntimeError, ValueError):
+                set_allocator(settings)
+                lines.append(f"CUDA allocator: {settings}")
+                break
     precision_before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if run.config.precision.tf32 else "highest")
     if device_kind() == "cuda":
@@ -52,7 +59,10 @@ def runtime_settings(
     undo_cores = _bind(share)
     if share.num_threads is not None:
         torch.set_num_threads(share.num_threads)
-    lines += _describe_share(share, environment)
+    if share.cores is not None or (share.num_threads is not None and device_kind() != "cpu"):
+        cores = f", bound to {len(share.cores)} cores" if share.cores is not None else ""
+        host_text = f" of {local_world_size(environment)} processes here" if cores else ""
+        lines.append(f"each{host_text} has {torch.get_num_threads()} CPU threads{cores}")
     try:
         yield lines
     finally:
@@ -63,29 +73,13 @@ def runtime_settings(
             environment.pop(name, None)
 
 
-def _describe_nccl(added: dict[str, str]) -> list[str]:
-    if not added:
-        return []
-    return ["set for NCCL: " + ", ".join(f"{name}={value}" for name, value in added.items())]
-
-
-def _set_allocator(environment: MutableMapping[str, str]) -> list[str]:
-    for settings in allocator_settings(environment):
-        try:
-            set_allocator(settings)
-        except (RuntimeError, ValueError):  # a key that this torch does not know
-            continue
-        return [f"CUDA allocator: {settings}"]
-    return []
-
-
 def _cpu_share(run: ResolvedRun, world: World, environment: MutableMapping[str, str]) -> CpuShare:
     engine = run.config.engine
     if device_kind() == "cpu":
         # CPU ranks are for trials: torch's own number of threads, divided, and no binding.
-        own = max(1, torch.get_num_threads() // local_world_size(environment))
-        unsaid = "OMP_NUM_THREADS" not in environment
-        return CpuShare(engine.cpu_threads or (own if unsaid else None))
+        num_threads = max(1, torch.get_num_threads() // local_world_size(environment))
+        is_set = "OMP_NUM_THREADS" in environment
+        return CpuShare(engine.cpu_threads or (None if is_set else num_threads))
     # For the full host: with an environment it would be divided by LOCAL_WORLD_SIZE.
     num_cores = this_machine({}).num_cores
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(num_cores)
@@ -113,11 +107,3 @@ def _bind(share: CpuShare) -> Callable[[], None]:
             os.sched_setaffinity(0, before)
 
     return undo
-
-
-def _describe_share(share: CpuShare, environment: MutableMapping[str, str]) -> list[str]:
-    if share.cores is None and (share.num_threads is None or device_kind() == "cpu"):
-        return []
-    cores = f", bound to {len(share.cores)} cores" if share.cores is not None else ""
-    of = f" of {local_world_size(environment)} processes here" if cores else ""
-    return [f"each{of} has {torch.get_num_threads()} CPU threads{cores}"]
