@@ -54,9 +54,9 @@ class RunContext:
         """Seed this rank's random generators for optimizer step `step`: dropout depends only on
         (seed, step) and the rank's coordinates, and a resumed run needs no generator states. Sites
         count as replicas."""
-        own = self.topology.coordinates(self.world.rank)
-        own = replace(own, data_rank=self.plan.reader(own.data_rank))
-        torch.manual_seed(step_seed(self.config.seed, step, own))
+        coordinates = self.topology.coordinates(self.world.rank)
+        coordinates = replace(coordinates, data_rank=self.plan.reader(coordinates.data_rank))
+        torch.manual_seed(step_seed(self.config.seed, step, coordinates))
 
 
 def step_seed(seed: int, step: int, coordinates: Coordinates) -> int:

@@ -74,17 +74,17 @@ class Evaluator:
             if self._prompts is not None:
                 self._prompts.log(state.step)
         tasks: dict[str, float] = {}
-        by_tasks = self._section.best.is_of_tasks
+        best_is_of_tasks = self._section.best.is_of_tasks
         if last or self._tasks_are_due(state):
             tasks = self._run_tasks()
         evaluated = after_evaluation(config, state, figures | tasks)
-        if self._tasks is not None and not (tasks or last or by_tasks):
+        if self._tasks is not None and not (tasks or last or best_is_of_tasks):
             if has_stopped(config, evaluated):
                 tasks = self._run_tasks()
         if self._log.metrics is not None and (held_out is not None or tasks):
             self._log.metrics.log_evaluation(
                 state.step,
-                None if held_out is None else held_out.whole,
+                None if held_out is None else held_out.mean_loss,
                 {} if held_out is None else held_out.sources,
                 tasks,
             )
@@ -111,23 +111,23 @@ class Evaluator:
 class HeldOutResult:
     """Evaluation: the loss over all sets, and that of each by its name."""
 
-    whole: HeldOutLoss
+    mean_loss: HeldOutLoss
     sources: dict[str, HeldOutLoss]
 
     def figures(self) -> dict[str, float]:
         """Return metrics by the names of ``evaluation.best.metric``, of single sets if several."""
-        metrics = _figures(self.whole, "")
+        metrics = _figures(self.mean_loss, "")
         if len(self.sources) > 1:
-            for name, one in self.sources.items():
-                metrics |= _figures(one, f"/{name}")
+            for name, loss in self.sources.items():
+                metrics |= _figures(loss, f"/{name}")
         return metrics
 
 
-def _figures(one: HeldOutLoss, suffix: str) -> dict[str, float]:
-    metrics = {f"held_out_loss{suffix}": one.loss}
-    metrics |= {f"held_out_perplexity{suffix}": one.perplexity} if one.is_entropy else {}
-    if one.bits_per_byte is not None:
-        metrics[f"held_out_bits_per_byte{suffix}"] = one.bits_per_byte
+def _figures(loss: HeldOutLoss, suffix: str) -> dict[str, float]:
+    metrics = {f"held_out_loss{suffix}": loss.loss}
+    metrics |= {f"held_out_perplexity{suffix}": loss.perplexity} if loss.is_entropy else {}
+    if loss.bits_per_byte is not None:
+        metrics[f"held_out_bits_per_byte{suffix}"] = loss.bits_per_byte
     return metrics
 
 
@@ -148,14 +148,14 @@ def measure(engine: TrainEngine, held_out: Sequence[HeldOutSource]) -> HeldOutRe
     if not math.isfinite(loss):
         return None
     every = [(sources[name].bits_per_byte, share) for name, share in shares.items()]
-    known = [bit * share for bit, share in every if bit is not None]
-    whole = HeldOutLoss(
+    weighted_bits = [bit * share for bit, share in every if bit is not None]
+    mean_loss = HeldOutLoss(
         loss,
         sum(sources[name].tokens for name in shares),
-        sum(known) if len(known) == len(shares) else None,
+        sum(weighted_bits) if len(weighted_bits) == len(shares) else None,
         engine.computes_entropy,
     )
-    return HeldOutResult(whole, sources)
+    return HeldOutResult(mean_loss, sources)
 
 
 def bits_per_byte(loss: float, source: HeldOutSource) -> float | None:
@@ -247,11 +247,11 @@ class TaskRunner:
 
     def _follow(self) -> dict[str, float]:
         while True:
-            kind, *arguments = self._received()
-            if kind == "done":
+            request, *arguments = self._received()
+            if request == "done":
                 figures: dict[str, float] = arguments[0]
                 return figures
-            if kind == "score":
+            if request == "score":
                 self._model.score(*arguments)
             else:
                 prompts, drawing = arguments
@@ -300,10 +300,10 @@ _LOGITS_BYTES = 1 << 30
 @dataclass(frozen=True)
 class _Round:
     """Forward pass of every data rank, of `size` samples each. rows: indices of the requests of all
-    of them; mine: of this rank's."""
+    data ranks; rank_rows: of this data rank."""
 
     rows: list[int]
-    mine: list[int]
+    rank_rows: list[int]
     size: int
 
 
@@ -327,10 +327,10 @@ class LiveModel:
         self._most_rows = engine.plan.micro_batch_size
         config: Any = engine.module.config
         self._row_bytes = 4 * int(config.get_text_config().vocab_size)  # bytes of a token's logits
-        place = engine.mesh.coordinates
-        self._data_rank, self._data_size = place.data_rank, engine.mesh.topology.data_size
+        coordinates = engine.mesh.coordinates
+        self._data_rank, self._data_size = coordinates.data_rank, engine.mesh.topology.data_size
         # One rank per data rank provides the result.
-        self._reports = place.is_first("data")
+        self._reports = coordinates.is_first("data")
 
     def score(self, requests: Sequence[tuple[Tokens, Tokens]]) -> list[tuple[float, bool]]:
         """Return, for each (context, continuation), the log-probability of the continuation in
@@ -342,14 +342,14 @@ class LiveModel:
             width = max(lengths[row] for row in part.rows)
             ids = torch.zeros((part.size, width), dtype=torch.int64)
             labels = torch.full((part.size, width), IGNORED_LABEL)
-            for number, row in enumerate(part.mine):
+            for number, row in enumerate(part.rank_rows):
                 context, continuation = requests[row]
                 tokens = torch.tensor([*context, *continuation])
                 ids[number, : lengths[row]] = tokens[:-1]
                 labels[number, len(context) - 1 : lengths[row]] = tokens[len(context) :]
             scores = self._engine.read_logits(ids, partial(_scores, labels=labels))
             if self._reports:
-                totals[part.mine] = scores[: len(part.mine)]
+                totals[part.rank_rows] = scores[: len(part.rank_rows)]
         totals = self._summed(totals)
         return [(float(total), bool(wrong == 0)) for total, wrong in totals.tolist()]
 
@@ -371,7 +371,7 @@ class LiveModel:
         is_finished: IsFinished,
     ) -> None:
         """Continue the texts of one round, all of them a token at a time."""
-        generators = {row: torch.Generator().manual_seed(texts[row].seed) for row in part.mine}
+        generators = {row: torch.Generator().manual_seed(texts[row].seed) for row in part.rank_rows}
 
         def unfinished() -> list[bool]:
             return [not is_finished(row, texts[row].new) for row in part.rows]
@@ -383,17 +383,17 @@ class LiveModel:
             width = max(len(texts[row]) for row in part.rows)
             ids = torch.zeros((part.size, width), dtype=torch.int64)
             last = torch.zeros(part.size, dtype=torch.int64)
-            for number, row in enumerate(part.mine):
+            for number, row in enumerate(part.rank_rows):
                 last[number] = len(texts[row]) - 1
                 ids[number, : len(texts[row])] = torch.tensor([*texts[row].prompt, *texts[row].new])
             logits = self._engine.read_logits(ids, partial(_rows_at, last=last))
-            chosen = torch.zeros(len(texts), dtype=torch.float64)
-            for number, row in enumerate(part.mine if self._reports else ()):
-                chosen[row] = _choose(logits[number], drawing.temperature, generators[row])
-            chosen = self._summed(chosen)
+            new_tokens = torch.zeros(len(texts), dtype=torch.float64)
+            for number, row in enumerate(part.rank_rows if self._reports else ()):
+                new_tokens[row] = _choose(logits[number], drawing.temperature, generators[row])
+            new_tokens = self._summed(new_tokens)
             for row, goes_on in zip(part.rows, active, strict=True):
                 if goes_on:
-                    texts[row].new.append(int(chosen[row]))
+                    texts[row].new.append(int(new_tokens[row]))
 
     def _rounds(self, lengths: Sequence[int]) -> Iterator[_Round]:
         """Yield all requests, longest first, in micro-batches of every data rank, less if logits
@@ -414,9 +414,9 @@ class LiveModel:
 
     def _from_main(self, decide: Callable[[], list[bool]], count: int) -> list[bool]:
         flags = decide() if dist.get_rank() == 0 else [False] * count
-        held = torch.tensor(flags, dtype=torch.int64, device=self._engine.device)
-        dist.broadcast(held, src=0)
-        return [bool(flag) for flag in held.tolist()]
+        flag_tensor = torch.tensor(flags, dtype=torch.int64, device=self._engine.device)
+        dist.broadcast(flag_tensor, src=0)
+        return [bool(flag) for flag in flag_tensor.tolist()]
 
 
 def _scores(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -424,8 +424,8 @@ def _scores(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     probable token: float64 [samples, 2]."""
     scores = torch.zeros((len(logits), 2), dtype=torch.float64, device=logits.device)
     for number, (row, targets) in enumerate(zip(logits, labels.to(logits.device), strict=True)):
-        kept = targets != IGNORED_LABEL
-        row, targets = row[kept].float(), targets[kept]
+        has_target = targets != IGNORED_LABEL
+        row, targets = row[has_target].float(), targets[has_target]
         picked = row.gather(1, targets[:, None])[:, 0]
         scores[number, 0] = (picked - row.logsumexp(1)).double().sum()
         scores[number, 1] = (row.argmax(1) != targets).sum()
@@ -434,8 +434,8 @@ def _scores(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 def _rows_at(logits: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
     """Return the logits at one position of each sample: float32 [samples, vocabulary]."""
-    places = torch.arange(len(logits), device=logits.device)
-    return logits[places, last.to(logits.device)].float()
+    samples = torch.arange(len(logits), device=logits.device)
+    return logits[samples, last.to(logits.device)].float()
 
 
 def _choose(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> int:

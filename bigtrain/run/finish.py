@@ -57,6 +57,7 @@ def stop_early(
     log: RunLog,
     engine: TrainEngine,
     state: TrainState,
+    *,
     received: Signals,
     copies: RunCopies | None,
 ) -> None:
@@ -114,6 +115,7 @@ def finish(
     log: RunLog,
     engine: TrainEngine,
     state: TrainState,
+    *,
     prediction: RunPrediction | None,
     copies: RunCopies | None,
     outer: Mapping[str, Any],

@@ -71,15 +71,15 @@ def count_steps(config: RunConfig, samples: Sequence[int]) -> tuple[int, str]:
     assert epochs is not None
     sources = config.data.mixture
     # Exact decimal numbers, so that 0.1 of 30 samples is 3 of them on every machine.
-    own = [Fraction(repr(source.epochs or 1.0)) for source in sources]
-    one_epoch = sum(part * count for part, count in zip(own, samples, strict=True))
+    source_epochs = [Fraction(repr(source.epochs or 1.0)) for source in sources]
+    one_epoch = sum(part * count for part, count in zip(source_epochs, samples, strict=True))
     total = math.ceil(Fraction(repr(epochs)) * one_epoch)
     batch = config.batch.samples_per_step
     steps = max(1, math.ceil(Fraction(total, batch)))
-    what = "the training split" if len(sources) == 1 else "the sources by their epochs"
-    line = f"train.epochs = {epochs:g} of {float(one_epoch):,.10g} samples ({what}) is "
+    split_name = "the training split" if len(sources) == 1 else "the sources by their epochs"
+    line = f"train.epochs = {epochs:g} of {float(one_epoch):,.10g} samples ({split_name}) is "
     line += f"train.steps = {steps} of {batch} samples"
-    more = steps * batch - total
-    if more:
-        line += f"; the last step reads {more} of the next epoch"
+    num_further = steps * batch - total
+    if num_further:
+        line += f"; the last step reads {num_further} of the next epoch"
     return steps, line

@@ -30,9 +30,13 @@ def open_teacher(context: RunContext, inputs: Inputs, mesh: Mesh) -> LiveTeacher
         config.model.path, teacher.hf_config, "objective.teacher_model", seed=config.seed
     )
     # By name: a copy elsewhere is the same model.
-    sums = {Path(path).name: one for path, one in verify_weights(context, weights).items()}
-    begun = read_sums(context.directory / TEACHER_MODEL)
-    changed = sorted(name for name, _ in begun.items() ^ sums.items()) if begun else []
+    sums = {
+        Path(path).name: file_sum for path, file_sum in verify_weights(context, weights).items()
+    }
+    recorded_sums = read_sums(context.directory / TEACHER_MODEL)
+    changed = (
+        sorted(name for name, _ in recorded_sums.items() ^ sums.items()) if recorded_sums else []
+    )
     if changed:
         raise ModelError(
             f"objective.teacher_model = {name!r}: is another model than the one with which the run "

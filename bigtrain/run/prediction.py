@@ -80,13 +80,13 @@ def predict(
         return None, one_line(error, None)
     chunk = loss.chunk_tokens if loss.kind == "chunked" else None
     is_cpu = device.type == "cpu"
-    known, measured = _device(device)
+    device_rates, measured = _device(device)
     prediction = predict_run(
-        run, model, chunk, known, measured, is_cpu=is_cpu, has_partners=has_partners
+        run, model, chunk, device_rates, measured, is_cpu=is_cpu, has_partners=has_partners
     )
     if (teacher := resolve_teacher(run)) is not None:
-        of_teacher, _ = model_costs(teacher.config)
-        prediction = with_teacher(prediction, teacher, of_teacher, known, measured)
+        teacher_costs, _ = model_costs(teacher.config)
+        prediction = with_teacher(prediction, teacher, teacher_costs, device_rates, measured)
     return prediction, ""
 
 
@@ -141,5 +141,7 @@ def _shape_of(model: Any) -> ModelShape | None:
     )
     if shape is None or further is None:
         return shape
-    own = model_shape(further.built.config, [], "", tied=False)
-    return own and replace(shape, attention_width=shape.attention_width + own.attention_width)
+    mtp_shape = model_shape(further.built.config, [], "", tied=False)
+    return mtp_shape and replace(
+        shape, attention_width=shape.attention_width + mtp_shape.attention_width
+    )

@@ -103,7 +103,7 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
     the user that cannot be read, and one ConfigError with all other problems.
     """
     config = run.config
-    datasets, not_opened = open_checked(config, check, samples)
+    datasets, data_problems = open_checked(config, check, samples)
     labels = datasets[0].table.labels if datasets else ()
     hf_config = load_hf_config(config.model)
     ids = resolve_text_ids(config, hf_config, datasets) if datasets else None
@@ -115,7 +115,7 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
         *_check_positions(config.batch.sequence_length, hf_config),
         # Also the defaults of its class.
         *check_layer_drop(text_config(hf_config).to_dict(), "model.config"),
-        *not_opened,
+        *data_problems,
         *(ids.problems if ids else ()),
     ]
     growth = None
@@ -134,8 +134,8 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
                 problems += _check_export(hf_config, datasets[0])
         tokens = datasets[0].table.tokenizer.vocab_size
         hf_config, growth = grown_configuration(config.model, hf_config, tokens)
-        held_out_sets, of_sets = open_held_out_datasets(config, datasets, check)
-        problems += of_sets or check_best(config, datasets, held_out_sets)
+        held_out_sets, set_problems = open_held_out_datasets(config, datasets, check)
+        problems += set_problems or check_best(config, datasets, held_out_sets)
         if check != "listed" and not _resumes(config):
             problems += check_reference_scores(config, datasets, held_out_sets)
     problems += check_tensor_size(hf_config, config.parallel.tensor, config.adapters)
@@ -179,25 +179,29 @@ def _inspect_teacher(
     value = config.objective.teacher_model
     teacher = resolve_teacher(run)
     assert teacher is not None
-    own = teacher.config
+    teacher_config = teacher.config
     try:
-        hf_teacher = load_hf_config(own.model)
+        hf_teacher = load_hf_config(teacher_config.model)
     except ModelError as error:
         raise ModelError(f"{key}: {error}") from error
-    there, here = vocabulary_size(hf_teacher), vocabulary_size(hf_config)
-    if there != here:
-        rule = f"has a vocabulary of {there} tokens, and the student one of {here}"
+    teacher_size, student_size = vocabulary_size(hf_teacher), vocabulary_size(hf_config)
+    if teacher_size != student_size:
+        rule = f"has a vocabulary of {teacher_size} tokens, and the student one of {student_size}"
         return None, [Problem(key, value, rule, "a teacher with the vocabulary of the student")]
-    if config.objective.teacher_top_k > there:
-        rule = f"the vocabulary of the teacher has {there} tokens"
+    if config.objective.teacher_top_k > teacher_size:
+        rule = f"the vocabulary of the teacher has {teacher_size} tokens"
         name = "objective.teacher_top_k"
-        return None, [Problem(name, config.objective.teacher_top_k, rule, f"{there} or less")]
-    problems = list(check_tensor_size(hf_teacher, own.parallel.tensor, own.adapters))
+        return None, [
+            Problem(name, config.objective.teacher_top_k, rule, f"{teacher_size} or less")
+        ]
+    problems = list(
+        check_tensor_size(hf_teacher, teacher_config.parallel.tensor, teacher_config.adapters)
+    )
     for dataset in datasets:
-        problems += check_model_tokens(own, dataset.tokenizer_path, str(dataset.path))
+        problems += check_model_tokens(teacher_config, dataset.tokenizer_path, str(dataset.path))
     plan = None
     if not problems:
-        plan, problems = cached_model_plan(own, hf_teacher, teacher.plan)
+        plan, problems = cached_model_plan(teacher_config, hf_teacher, teacher.plan)
     if plan is None or problems:
         return None, [of_teacher(config, problem) for problem in problems]
     return TeacherInputs(teacher, hf_teacher, plan), []
@@ -230,8 +234,8 @@ def _check_tokenizer(config: RunConfig, dataset: TokenDataset) -> Sequence[Probl
     """Compare the data's tokenizer with the section ``tokenizer`` and with that of the base model,
     or with the run's own if it resumes and does not read the base."""
     resumes = _resumes(config)
-    place = dataset.tokenizer_path
-    problems = check_model_tokens(config, place, str(dataset.path), resumes=resumes)
+    tokenizer_path = dataset.tokenizer_path
+    problems = check_model_tokens(config, tokenizer_path, str(dataset.path), resumes=resumes)
     if resumes:
         return problems
     base = config.base_tokenizer

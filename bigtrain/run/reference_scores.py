@@ -76,26 +76,34 @@ class ReferenceScores:
         if not reads_scores(self.context.config):
             return held_out
         sets = self.inputs.datasets, self.inputs.held_out_sets
-        wanted = wanted_splits(*sets)
+        splits_by_dataset = wanted_splits(*sets)
         objective = self.context.config.objective
         # With adapters off the model is what it was, also in a run that began without stages.
         is_known = self.context.config.adapters is not None and objective.reference is None
-        made = state.step == 0 or is_known
-        scores = self._made(wanted) if made else self._read(wanted)
+        makes_scores = state.step == 0 or is_known
+        scores = self._made(splits_by_dataset) if makes_scores else self._read(splits_by_dataset)
         train = [self._rows(scores, dataset, "train") for dataset in self.inputs.datasets]
         batches.scores = np.concatenate(train)
         return [
-            replace(one, batches=replace(one.batches, scores=self._rows(scores, *source)))
-            for one, source in zip(held_out, measured_splits(*sets), strict=True)
+            replace(
+                source,
+                batches=replace(source.batches, scores=self._rows(scores, dataset, split)),
+            )
+            for source, (dataset, split) in zip(held_out, measured_splits(*sets), strict=True)
         ]
 
-    def _made(self, wanted: Sequence[tuple[TokenDataset, list[Split]]]) -> dict[str, Scores]:
+    def _made(
+        self, splits_by_dataset: Sequence[tuple[TokenDataset, list[Split]]]
+    ) -> dict[str, Scores]:
         """Return the scores by the hash of their data. Collective."""
         sums = None if self.base is None else self.base.sums
         model = model_identity(self.context, self.inputs, sums)
         name = self.context.config.objective.reference
         make = self._scored if name is None else self._copied
-        scores = {identity_of(one[0]).hash: make(*one, model) for one in wanted}
+        scores = {
+            identity_of(dataset).hash: make(dataset, splits, model)
+            for dataset, splits in splits_by_dataset
+        }
         output = self.context.directory / DIRECTORY
         made_of = "scored with the initial weights" if name is None else f"copied from {name}"
         self.log.info(f"reference: scores of {len(scores)} datasets {made_of}, in {output}")
@@ -130,17 +138,19 @@ class ReferenceScores:
                 shutil.rmtree(directory)  # of an earlier launch that began with another model
 
         context.long_work.on_main_rank(remove_others)
-        wanted = ScoredSplits(dataset, splits, request)
+        scored_splits = ScoredSplits(dataset, splits, request)
         with self.engine.reference():
-            return score_dataset(context, self.engine, self.mesh, wanted, output)
+            return score_dataset(context, self.engine, self.mesh, scored_splits, output)
 
-    def _read(self, wanted: Sequence[tuple[TokenDataset, list[Split]]]) -> dict[str, Scores]:
+    def _read(
+        self, splits_by_dataset: Sequence[tuple[TokenDataset, list[Split]]]
+    ) -> dict[str, Scores]:
         """Return the scores in the run directory by the hash of their data. Collective."""
         output: Path = self.context.directory / DIRECTORY
 
         def read() -> dict[str, Scores]:
             scores: dict[str, Scores] = {}
-            for dataset, splits in wanted:
+            for dataset, splits in splits_by_dataset:
                 data = identity_of(dataset)
                 scores[data.hash] = find_scores(output, data)
                 for split in splits:

@@ -26,8 +26,8 @@ from bigtrain.run.context import RunContext
 from bigtrain.run.preflight import Inputs
 from bigtrain.run.run_log import RunLog
 from bigtrain.run.scoring import ScoredSplits, model_identity, score_dataset
+from bigtrain.run.segment_run import build
 from bigtrain.run.session import open_session
-from bigtrain.run.training import build
 from bigtrain.settings.resolve import ResolvedRun
 from bigtrain.system.world import World
 
@@ -54,8 +54,8 @@ def score_inputs(
     with open_session(run, world) as (context, log):
         sums = None if weights is None else verify_weights(context, weights)
         model = model_identity(context, inputs, sums)
-        wanted = _wanted(context, inputs, model, options)
-        missing = context.long_work.on_main_rank(lambda: _missing(wanted, options.output))
+        scored_splits = _wanted(context, inputs, model, options)
+        missing = context.long_work.on_main_rank(lambda: _missing(scored_splits, options.output))
         if missing:
             context.heartbeat.set_phase("building the model", slow=True)
             mesh = open_mesh(
@@ -65,11 +65,11 @@ def score_inputs(
             engine = build(context, inputs, source, mesh)
             source.fill(context, log, engine, inputs, weights, sums)
             for number in missing:
-                score_dataset(context, engine, mesh, wanted[number], options.output)
-                _log(log, wanted[number], options.output)
+                score_dataset(context, engine, mesh, scored_splits[number], options.output)
+                _log(log, scored_splits[number], options.output)
             engine.close()
         inputs_of_ranks = context.long_work.on_every_rank(
-            lambda: [find_scores(options.output, one.request.data) for one in wanted]
+            lambda: [find_scores(options.output, scored.request.data) for scored in scored_splits]
         )
         return inputs_of_ranks[world.rank]
 
@@ -97,28 +97,28 @@ def _wanted(
     ]
 
 
-def _missing(wanted: Sequence[ScoredSplits], output: Path) -> list[int]:
+def _missing(scored_splits: Sequence[ScoredSplits], output: Path) -> list[int]:
     """Return the numbers of those without complete scores. Raises DataError for other scores."""
     missing = []
-    for number, one in enumerate(wanted):
-        directory = scores_directory(output, one.request.data)
+    for number, scored in enumerate(scored_splits):
+        directory = scores_directory(output, scored.request.data)
         path = directory / REQUEST_NAME
-        if path.exists() and (changes := differences(open_request(path), one.request)):
+        if path.exists() and (changes := differences(open_request(path), scored.request)):
             raise DataError(
                 f"{directory} has other scores: {'; '.join(changes)} -> another --output, or "
                 "remove it"
             )
         try:
-            scores = find_scores(output, one.request.data)
-            if set(one.splits) - scores.record.splits.keys():
+            scores = find_scores(output, scored.request.data)
+            if set(scored.splits) - scores.record.splits.keys():
                 missing.append(number)
         except DataError:
             missing.append(number)
     return missing
 
 
-def _log(log: RunLog, one: ScoredSplits, output: Path) -> None:
-    table = one.dataset.table
-    documents = sum(table.num_documents(split) for split in one.splits)
-    directory = scores_directory(output, one.request.data)
-    log.info(f"{one.dataset.path}: {documents:,} documents scored, in {directory}")
+def _log(log: RunLog, scored: ScoredSplits, output: Path) -> None:
+    table = scored.dataset.table
+    documents = sum(table.num_documents(split) for split in scored.splits)
+    directory = scores_directory(output, scored.request.data)
+    log.info(f"{scored.dataset.path}: {documents:,} documents scored, in {directory}")

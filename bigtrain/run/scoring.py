@@ -75,7 +75,7 @@ def model_identity(context: RunContext, inputs: Inputs, sums: Sums | None) -> Id
     if sums is not None:
         name = str(config.model.path or config.checkpoint.initialize_from)
         skipped = {*TOKEN_FILES, "config.json"}
-        files = sorted((Path(path).name, known.xxh3) for path, known in sums.items())
+        files = sorted((Path(path).name, file_sum.xxh3) for path, file_sum in sums.items())
         digest.update(json.dumps([file for file in files if file[0] not in skipped]).encode())
     elif config.checkpoint.initialize_from is not None:
         name = config.checkpoint.initialize_from
@@ -93,11 +93,11 @@ def model_identity(context: RunContext, inputs: Inputs, sums: Sums | None) -> Id
 
 
 def score_dataset(
-    context: RunContext, engine: TrainEngine, mesh: Mesh, wanted: ScoredSplits, output: Path
+    context: RunContext, engine: TrainEngine, mesh: Mesh, scored: ScoredSplits, output: Path
 ) -> Scores:
     """Write the scores of a dataset into its directory of `output`, unless they are complete there,
     and return them. Collective. Raises DataError on every rank if other scores are there."""
-    main, work, request = context.world.is_main, context.long_work, wanted.request
+    main, work, request = context.world.is_main, context.long_work, scored.request
     directory = scores_directory(output, request.data)
     writers: list[ScoreWriter] = []
 
@@ -108,12 +108,12 @@ def score_dataset(
     work.on_main_rank(begin)
     splits: dict[Split, list[ScorePartRecord]] = {}
     longest: dict[Split, int] = {}
-    for split in wanted.splits:
-        samples, rated = _samples(wanted, split), _rated_samples(wanted, split)
+    for split in scored.splits:
+        samples, rated = _samples(scored, split), _rated_samples(scored, split)
         longest[split], splits[split] = samples.longest, []
         for part in _parts(split, samples, request):
-            done = work.on_main_rank(lambda part=part: writers[0].finished(part.name))  # type: ignore[misc]
-            if done is None:
+            record = work.on_main_rank(lambda part=part: writers[0].finished(part.name))  # type: ignore[misc]
+            if record is None:
                 arrays = _compute(context, engine, mesh, samples, part, request)
                 if rated is not None:
                     arrays[MISMATCHED] = _mismatched_sums(context, engine, mesh, rated, part)
@@ -122,8 +122,8 @@ def score_dataset(
                     with writing(directory, OUTPUT_REMEDY):
                         return writers[0].write(part.name, part.first, part.num_tokens, arrays)
 
-                done = work.on_main_rank(write)
-            splits[split].append(done)
+                record = work.on_main_rank(write)
+            splits[split].append(record)
 
     def close() -> None:
         if main:
@@ -134,20 +134,20 @@ def score_dataset(
     return work.on_every_rank(lambda: open_scores(directory))[context.world.rank]
 
 
-def _samples(wanted: ScoredSplits, split: Split) -> DocumentSamples:
-    request = wanted.request
+def _samples(scored: ScoredSplits, split: Split) -> DocumentSamples:
+    request = scored.request
     longer: Longer = "truncate" if request.long_documents == "truncate" else "divide"
-    stream = split_stream(wanted.dataset, split)
+    stream = split_stream(scored.dataset, split)
     return DocumentSamples(stream, request.sequence_length, longer)
 
 
-def _rated_samples(wanted: ScoredSplits, split: Split) -> RatedSamples | None:
+def _rated_samples(scored: ScoredSplits, split: Split) -> RatedSamples | None:
     """Return rated answers with mismatched ones; None for other data."""
-    if wanted.dataset.table.rows != "kto":
+    if scored.dataset.table.rows != "kto":
         return None
-    truncates = wanted.request.long_documents == "truncate"
-    stream = split_stream(wanted.dataset, split)
-    return RatedSamples(stream, wanted.request.sequence_length, truncates=truncates)
+    truncates = scored.request.long_documents == "truncate"
+    stream = split_stream(scored.dataset, split)
+    return RatedSamples(stream, scored.request.sequence_length, truncates=truncates)
 
 
 @dataclass(frozen=True)
@@ -203,25 +203,25 @@ def _compute(
         for row, number in enumerate(numbers.tolist()):
             length = int(samples.lengths[number]) - 1
             values = scores[row, :length]
-            place = number - int(part.samples[0])
-            sums[place] = values[:, 0].sum(dtype=np.float64)
-            targets[place] = (labels[row, :length] != IGNORED_LABEL).sum()
+            sample = number - int(part.samples[0])
+            sums[sample] = values[:, 0].sum(dtype=np.float64)
+            targets[sample] = (labels[row, :length] != IGNORED_LABEL).sum()
             begin = int(begins[samples.documents[number] - part.first] + samples.offsets[number])
-            inside = slice(begin + 1, begin + 1 + length)
+            positions = slice(begin + 1, begin + 1 + length)
             if len(tokens):
-                tokens[inside] = values[:, 0]
+                tokens[positions] = values[:, 0]
             if top_k:
-                top_values[inside] = values[:, 1 : 1 + top_k]
-                top_ids[inside] = values[:, 1 + top_k :]
+                top_values[positions] = values[:, 1 : 1 + top_k]
+                top_ids[positions] = values[:, 1 + top_k :]
     summed = [
         _summed(array, engine.device, mesh)
         for array in (sums, targets, tokens, top_values, top_ids)
     ]
     documents = samples.documents[part.samples] - part.first
-    of_documents = [np.zeros(part.last - part.first, array.dtype) for array in summed[:2]]
-    for total, array in zip(of_documents, summed[:2], strict=True):
+    document_sums = [np.zeros(part.last - part.first, array.dtype) for array in summed[:2]]
+    for total, array in zip(document_sums, summed[:2], strict=True):
         np.add.at(total, documents, array)
-    arrays = dict(zip(("sums", "targets"), of_documents, strict=True))
+    arrays = dict(zip(("sums", "targets"), document_sums, strict=True))
     if request.kind == "tokens":
         arrays["tokens"] = summed[2]
     if top_k:
@@ -260,8 +260,8 @@ def _batches(
     longest of all ranks; every rank gets as many, and those beyond the last sample are padding.
     lengths: tokens of each sample; read: returns samples in a number of rows."""
     plan, own_rank = engine.plan, engine.mesh.coordinates.data_rank
-    by_length = np.argsort(-lengths, kind="stable")
-    order, widths = samples[by_length], np.maximum(1, lengths[by_length] - 1)
+    longest_first = np.argsort(-lengths, kind="stable")
+    order, widths = samples[longest_first], np.maximum(1, lengths[longest_first] - 1)
     begin = 0
     while begin < len(order):
         width = int(widths[begin])

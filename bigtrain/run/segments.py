@@ -57,4 +57,4 @@ def inspect_segments(
 
 def segment_at(segments: Sequence[Segment], step: int) -> Segment:
     """Return the segment that a run continues with after `step` steps; the last one at its end."""
-    return next((one for one in segments if step < one.end), segments[-1])
+    return next((segment for segment in segments if step < segment.end), segments[-1])

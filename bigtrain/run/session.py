@@ -39,7 +39,7 @@ def open_session(
     limits = watchdog.rendezvous_timeout_seconds, watchdog.collective_timeout_seconds
     with (
         warnings.catch_warnings(),
-        StopSignals() if signals is None else nullcontext(signals) as heard,
+        StopSignals() if signals is None else nullcontext(signals) as stop_signals,
         runtime_settings(run, world) as settings,
         process_group(world, *limits) as joined,
     ):
@@ -48,7 +48,7 @@ def open_session(
         warnings.filterwarnings("ignore", ".*reduce_scatter_tensor", FutureWarning)
         claim = RunClaim(Path(run.config.output.directory))
         context = RunContext(
-            run, world, joined.device, joined.hosts, joined.long_work, heard, claim
+            run, world, joined.device, joined.hosts, joined.long_work, stop_signals, claim
         )
         log = RunLog(claim, is_main=world.is_main)
         with (
@@ -60,7 +60,7 @@ def open_session(
                 claim.is_stale,
                 joined.hosts,
             ),
-            deepspeed_log(log.to_file, shown=logging.deepspeed == "shown"),
+            deepspeed_log(log.to_file, is_shown=logging.deepspeed == "shown"),
         ):
             try:
                 for line in settings:
@@ -75,6 +75,7 @@ def begin_writing(
     log: RunLog,
     inputs: Inputs,
     state: TrainState,
+    *,
     base: BaseWeights | None = None,
     prediction: RunPrediction | None = None,
     teacher: Sums | None = None,
@@ -89,7 +90,13 @@ def begin_writing(
     def begin() -> None:
         sums = None if base is None else base.sums
         write_run_directory(
-            directory, context.run, inputs, context.hosts, context.device, sums, teacher
+            directory,
+            context.run,
+            inputs,
+            hosts=context.hosts,
+            device=context.device,
+            base_model=sums,
+            teacher_model=teacher,
         )
         if base is not None and config.model.path is not None:
             record_base(config.model.path, base.weights, directory / BASE)

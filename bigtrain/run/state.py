@@ -100,8 +100,8 @@ def after_evaluation(
         return state
     best = _comparable(config, state)
     reference = best.value if best.reference is None else best.reference
-    by = 0.0 if stopping is None else stopping.min_delta
-    if reference is None or section.is_better(value, reference, by):
+    min_delta = 0.0 if stopping is None else stopping.min_delta
+    if reference is None or section.is_better(value, reference, min_delta):
         best = replace(best, num_since=0, reference=value)
     else:
         best = replace(best, num_since=best.num_since + 1, reference=reference)

@@ -125,7 +125,9 @@ def _means(
                 "checkpoints of one model"
             )
     return {
-        name: LazyTensor(tensor.shape, tensor.dtype, _Mean([one[name] for one in opened], shares))
+        name: LazyTensor(
+            tensor.shape, tensor.dtype, _Mean([tensors[name] for tensors in opened], shares)
+        )
         for name, tensor in opened[-1].items()
     }
 

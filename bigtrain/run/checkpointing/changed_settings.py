@@ -106,13 +106,13 @@ def changed_rate(document: dict[str, Any], config: RunConfig) -> str | None:
     """Return a line about a learning rate of the next step that other settings change; None if it
     is the same, or was not recorded in `document`, the checkpoint's ``state.json``."""
     try:
-        there = RunConfig.model_validate(document["config"])
+        stored_config = RunConfig.model_validate(document["config"])
     except ValueError:  # of another release of bigtrain
         return None
     step = int(document["step"])
     before, now = (
         learning_rate_at(step, run.optimizer.lr, run.schedule, run.train.total_steps)
-        for run in (there, config)
+        for run in (stored_config, config)
     )
     if math.isclose(before, now, rel_tol=1e-9) or step >= config.train.total_steps:
         return None
@@ -150,14 +150,17 @@ def changed_averages(document: dict[str, Any], config: RunConfig) -> str | None:
 
 def _refuse_other_states(document: dict[str, Any], config: RunConfig, directory: Path) -> None:
     """Raise CheckpointError for an optimizer that needs states which the checkpoint's has not."""
-    before = OPTIMIZERS.get(document["config"]["optimizer"].get("type", "adamw"))
-    if before is None or set(config.optimizer.facts.states) <= set(before.states):
-        return
-    there, now = document["config"]["optimizer"].get("type", "adamw"), config.optimizer.type
-    raise CheckpointError(
-        f"{directory}: has states of optimizer.type = {there}, which {now} cannot continue -> "
-        f"optimizer.type={there}, or export the weights and begin a new run with them"
+    stored_type, new_type = (
+        document["config"]["optimizer"].get("type", "adamw"),
+        config.optimizer.type,
     )
+    stored = OPTIMIZERS.get(stored_type)
+    if stored is not None and not set(config.optimizer.facts.states) <= set(stored.states):
+        raise CheckpointError(
+            f"{directory}: has states of optimizer.type = {stored_type}, which {new_type} cannot "
+            f"continue -> optimizer.type={stored_type}, or export the weights and begin a new run "
+            "with them"
+        )
 
 
 def _refuse_thawed(
@@ -172,12 +175,12 @@ def _refuse_thawed(
     still_frozen = set(parameters.record()["frozen"])
     thawed = [name for name in frozen if name not in still_frozen]
     if thawed:
-        more = f" and {len(thawed) - 1} more" if len(thawed) > 1 else ""
+        further_text = f" and {len(thawed) - 1} more" if len(thawed) > 1 else ""
         raise CheckpointError(
-            f"{directory}: {thawed[0]}{more} had no optimizer states there, being frozen, and "
-            "would be trained now -> restore model.frozen, or begin a run of its own from these "
-            f"weights in another output.directory: checkpoint.initialize_from={directory} with "
-            "model.config, or model.path=EXPORT"
+            f"{directory}: {thawed[0]}{further_text} had no optimizer states there, being frozen, "
+            "and would be trained now -> restore model.frozen, or begin a run of its own from "
+            "these weights in another output.directory: "
+            f"checkpoint.initialize_from={directory} with model.config, or model.path=EXPORT"
         )
 
 
@@ -196,11 +199,11 @@ def _has_phases(document: dict[str, Any], config: RunConfig) -> bool:
 
 
 def _changed_settings(document: dict[str, Any], config: RunConfig) -> list[tuple[str, str]]:
-    there = document["config"]
-    before = _with_defaults(there) | _TABLE["before"]
+    stored = document["config"]
+    before = _with_defaults(stored) | _TABLE["before"]
     for section in ("sites", "adapters"):
-        before |= _TABLE[f"before_of_{section}"] if there.get(section) else {}
-    before |= _flat(there)
+        before |= _TABLE[f"before_of_{section}"] if stored.get(section) else {}
+    before |= _flat(stored)
     now = mathematics(config)
     changes = [
         (key, text)
@@ -209,56 +212,58 @@ def _changed_settings(document: dict[str, Any], config: RunConfig) -> list[tuple
     ]
     if not _has_phases(document, config):
         return changes
-    batches = _changed_batches(BatchSection.model_validate(there["batch"]), config, document)
+    batches = _changed_batches(BatchSection.model_validate(stored["batch"]), config, document)
     return [*(change for change in changes if not change[0].startswith("batch.")), *batches]
 
 
-def _with_defaults(there: dict[str, Any]) -> dict[str, Any]:
+def _with_defaults(stored: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of a checkpoint, with the defaults of those that it lacks: a setting that
     is new changes nothing unless it is set, but for those of `before`."""
     try:
-        return mathematics(RunConfig.model_validate(there))
+        return mathematics(RunConfig.model_validate(stored))
     except ValidationError:  # of a release that had other keys
         return {}
 
 
 def _changed_batches(
-    there: BatchSection, config: RunConfig, document: dict[str, Any]
+    stored: BatchSection, config: RunConfig, document: dict[str, Any]
 ) -> list[tuple[str, str]]:
     """Return the steps with another batch, those before the checkpoint apart from later ones."""
     step = int(document["step"])
-    bounds = sorted({0, step, *there.ends(), *config.batch.ends()})
+    bounds = sorted({0, step, *stored.ends(), *config.batch.ends()})
     changes = []
     for begin, end in zip(bounds, [*bounds[1:], None], strict=True):
         before, now = (
             f"{batch.samples_per_step} samples of {batch.sequence_length} tokens"
-            for batch in (there.at(begin), config.batch.at(begin))
+            for batch in (stored.at(begin), config.batch.at(begin))
         )
         if before != now:
             steps = f"steps {begin + 1} on" if end is None else f"steps {begin + 1} to {end}"
-            done = ", which the run has trained with" if end is not None and end <= step else ""
-            changes.append(("batch.phases", f"{steps}: {before} there{done}, {now} now"))
+            trained_text = (
+                ", which the run has trained with" if end is not None and end <= step else ""
+            )
+            changes.append(("batch.phases", f"{steps}: {before} there{trained_text}, {now} now"))
     return changes
 
 
 def _changed_groups(
-    there: dict[str, Any] | None, parameters: Parameters, config: RunConfig
+    stored: dict[str, Any] | None, parameters: Parameters, config: RunConfig
 ) -> list[tuple[str, str]]:
-    """Return parameters whose optimizer group differs from the checkpoint's record `there`, which
+    """Return parameters whose optimizer group differs from the checkpoint's record `stored`, which
     may be of another release of bigtrain or transformers; None: an old one."""
     now = parameters.record()
     changes = []
-    if there is None:
-        no_longer, others = list(parameters.decayed_before), []
+    if stored is None:
+        no_longer, newly_decaying = list(parameters.decayed_before), []
     else:
-        no_longer = sorted(set(there["decaying"]) - set(now["decaying"]))
-        others = sorted(set(now["decaying"]) - set(there["decaying"]))
+        no_longer = sorted(set(stored["decaying"]) - set(now["decaying"]))
+        newly_decaying = sorted(set(now["decaying"]) - set(stored["decaying"]))
     if config.optimizer.weight_decay:
         texts = [f"fell on {name} there, and not now" for name in no_longer]
-        texts += [f"falls on {name} now, and did not there" for name in others]
+        texts += [f"falls on {name} now, and did not there" for name in newly_decaying]
         changes += [("optimizer.weight_decay", text) for text in texts]
-    if there is not None and there["matrices"] != now["matrices"]:
-        names = sorted(set(there["matrices"]) ^ set(now["matrices"]))
+    if stored is not None and stored["matrices"] != now["matrices"]:
+        names = sorted(set(stored["matrices"]) ^ set(now["matrices"]))
         changes.append(("optimizer.type", f"updates other matrices now: {', '.join(names)}"))
     return changes
 
@@ -271,9 +276,11 @@ def _differences(before: Any, now: Any) -> Iterator[str]:
         yield f"{before!r} there, {now!r} now"
         return
     for name in sorted(before.keys() | now.keys()):
-        there, here = (repr(tree[name]) if name in tree else "absent" for tree in (before, now))
-        if there != here:
-            yield f"{name}: {there} there, {here} now"
+        old_text, new_text = (
+            repr(tree[name]) if name in tree else "absent" for tree in (before, now)
+        )
+        if old_text != new_text:
+            yield f"{name}: {old_text} there, {new_text} now"
 
 
 def _refuse_changes(
@@ -349,7 +356,7 @@ def fingerprint(weights: Sums) -> dict[str, dict[str, object]]:
     """Return the entry `base` of `state.json`. `weights`: checksums of the base's weight files by
     absolute path. Reads the `config.json` next to them. Raises ModelError if it cannot."""
     first = Path(next(iter(weights)))
-    entries = {Path(name).name: known for name, known in weights.items()}
+    entries = {Path(name).name: file_sum for name, file_sum in weights.items()}
     entries[_CONFIG] = sum_of(first.with_name(_CONFIG))
     return {n: {"bytes": s.num_bytes, "xxh3": s.xxh3} for n, s in sorted(entries.items())}
 

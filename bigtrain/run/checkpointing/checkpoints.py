@@ -218,8 +218,8 @@ def find_corruption(directory: Path, contents: Contents = "small") -> str | None
 def _verify(directory: Path, contents: Contents) -> None:
     """Raise CorruptCheckpointError, or OSError for an unreadable file."""
     if not directory.is_dir():
-        shown = f"a link to {os.readlink(directory)}" if directory.is_symlink() else "a file"
-        raise CorruptCheckpointError(f"{directory}: is {shown}, not a directory")
+        entry_type = f"a link to {os.readlink(directory)}" if directory.is_symlink() else "a file"
+        raise CorruptCheckpointError(f"{directory}: is {entry_type}, not a directory")
     manifest = read_manifest(directory)
     for name, (num_bytes, checksum) in manifest.files.items():
         is_read = contents != "none" and not name.startswith(f"{TENSORS}/")
@@ -241,8 +241,8 @@ def verify_small_files(directory: Path, manifest: CheckpointManifest) -> None:
 
 def _verify_file(path: Path, num_bytes: int, checksum: str | None) -> None:
     if not path.is_file():
-        what = "not a regular file" if os.path.lexists(path) else "missing"
-        raise CorruptCheckpointError(f"{path}: {what}")
+        problem = "not a regular file" if os.path.lexists(path) else "missing"
+        raise CorruptCheckpointError(f"{path}: {problem}")
     if path.stat().st_size != num_bytes:
         raise CorruptCheckpointError(f"{path}: {path.stat().st_size} bytes, should be {num_bytes}")
     if checksum is not None and file_checksum(path) != checksum:
@@ -260,11 +260,11 @@ def _verify_identity(directory: Path, identity: SaveIdentity) -> None:
         )
     run_directory = directory.parent.parent
     is_there = directory == checkpoint_path(run_directory, identity.step)
-    own = read_run_id(run_directory) if is_there else None
-    if own not in (None, identity.run):
+    run_id = read_run_id(run_directory) if is_there else None
+    if run_id not in (None, identity.run):
         raise CorruptCheckpointError(
             f"{directory / MANIFEST}: is of run {identity.run}, but {run_directory / RUN_ID} is "
-            f"{own}: it was copied here from another run -> remove it, or, to resume from "
+            f"{run_id}: it was copied here from another run -> remove it, or, to resume from "
             f"it, {run_directory / RUN_ID}"
         )
 
@@ -341,8 +341,8 @@ def find(
     if step is not None:
         directory = checkpoint_path(run_directory, step)
         if step not in available:
-            known = ", ".join(map(str, available)) or "none"
-            raise CheckpointError(f"{run_directory}: no checkpoint of step {step}; steps: {known}")
+            steps = ", ".join(map(str, available)) or "none"
+            raise CheckpointError(f"{run_directory}: no checkpoint of step {step}; steps: {steps}")
         reason = find_corruption(directory, contents)
         if reason is not None:
             raise CheckpointError(f"checkpoint of step {step} is corrupt: {reason}")

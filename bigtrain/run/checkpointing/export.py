@@ -237,14 +237,14 @@ def model_card(
         **_last_figures(metrics, step, unit),
     }
     dumped = config.model_dump(mode="json", exclude_defaults=True)
-    chosen = {name: dumped[name] for name in _SECTIONS if name in dumped}
+    settings = {name: dumped[name] for name in _SECTIONS if name in dumped}
     rows = "".join(f"| {name} | {value} |\n" for name, value in figures.items())
     return (
         f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n\n"
         f"Trained {'from ' + base if base else 'from random weights'} with bigtrain {__version__} "
         "(DeepSpeed), and its logits were compared with the trained model's on export.\n\n"
         f"| | |\n|---|---|\n{rows}\n## Settings\n\n"
-        f"```yaml\n{yaml.safe_dump(chosen, sort_keys=False)}```\n"
+        f"```yaml\n{yaml.safe_dump(settings, sort_keys=False)}```\n"
     )
 
 

@@ -153,7 +153,7 @@ def verify_weights(context: RunContext, weights: Weights) -> Sums:
             f"{weights.setting}: its files are corrupt or have changed -> restore them; if "
             f"the change is intended, remove the list:\n" + "\n".join(f"  {text}" for text in wrong)
         )
-    return {path: known for own, _ in everything for path, known in own.items()}
+    return {path: file_sum for rank_sums, _ in everything for path, file_sum in rank_sums.items()}
 
 
 def weights_source(config: RunConfig) -> WeightsSource:

@@ -22,8 +22,8 @@ _COLUMNS = ("step", "size", "state", "held-out loss", "written by", "kept")
 
 @dataclass(frozen=True)
 class ListedCheckpoint:
-    """Checkpoint of a run. corruption: why it cannot be used; None if it is complete. kept:
-    reasons why the next save does not remove it."""
+    """Checkpoint of a run. corruption: why it cannot be used; None if it is complete. reasons:
+    why the next save does not remove it."""
 
     step: int
     directory: Path
@@ -31,7 +31,7 @@ class ListedCheckpoint:
     corruption: str | None
     held_out_loss: float | None
     written_by: str
-    kept: tuple[str, ...]
+    reasons: tuple[str, ...]
 
 
 def listed_checkpoints(run_directory: Path) -> list[ListedCheckpoint]:
@@ -71,16 +71,16 @@ def listed_checkpoints(run_directory: Path) -> list[ListedCheckpoint]:
 def describe_checkpoints(run_directory: Path) -> list[str]:
     """Return `listed_checkpoints` as a table."""
     rows = [_COLUMNS]
-    for one in listed_checkpoints(run_directory):
-        kept = ", ".join(one.kept) or "until the next save"
+    for checkpoint in listed_checkpoints(run_directory):
+        reasons = ", ".join(checkpoint.reasons) or "until the next save"
         rows.append(
             (
-                str(one.step),
-                _size(one.num_bytes),
-                "complete" if one.corruption is None else "corrupt",
-                "-" if one.held_out_loss is None else f"{one.held_out_loss:.4f}",
-                one.written_by,
-                one.corruption or kept,
+                str(checkpoint.step),
+                _size(checkpoint.num_bytes),
+                "complete" if checkpoint.corruption is None else "corrupt",
+                "-" if checkpoint.held_out_loss is None else f"{checkpoint.held_out_loss:.4f}",
+                checkpoint.written_by,
+                checkpoint.corruption or reasons,
             )
         )
     return table(rows)
@@ -100,8 +100,10 @@ def verify_checkpoints(run_directory: Path, step: int | None) -> Iterator[tuple[
     Raises CheckpointError if there is none, or none of `step`."""
     steps = _steps(run_directory)
     if step is not None and step not in steps:
-        known = ", ".join(map(str, steps))
-        raise CheckpointError(f"{run_directory}: no checkpoint of step {step}; steps: {known}")
+        listed_steps = ", ".join(map(str, steps))
+        raise CheckpointError(
+            f"{run_directory}: no checkpoint of step {step}; steps: {listed_steps}"
+        )
     for number in steps if step is None else [step]:
         directory = checkpoints.checkpoint_path(run_directory, number)
         yield number, checkpoints.find_corruption(directory, "all")

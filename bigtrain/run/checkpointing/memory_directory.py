@@ -166,7 +166,7 @@ def remove_stale(mount: str, keep: Path | None, run_directory: Path) -> int:
     """Remove from the file system at `mount` directories of earlier runs at `run_directory`, except
     `keep`, and those of this user's other runs that are older than `MOST_HOURS`; none that a
     process uses. Returns their number; never raises."""
-    root, own, num_removed = _root(mount), _path_hash(run_directory), 0
+    root, path_hash, num_removed = _root(mount), _path_hash(run_directory), 0
     with suppress(OSError):
         if not _is_private(root):
             return 0
@@ -175,7 +175,7 @@ def remove_stale(mount: str, keep: Path | None, run_directory: Path) -> int:
             if path == keep or _NAME.fullmatch(path.name) is None:
                 continue
             with suppress(OSError):
-                is_own = path.name.startswith(f"{own}-")
+                is_own = path.name.startswith(f"{path_hash}-")
                 if is_own or _changed_at(path) < oldest:
                     with _opened(path / _LOCK) as fd:
                         if fd is None or _locks(fd):
@@ -202,8 +202,11 @@ def steps_of_attempts(run_directory: Path) -> dict[str, float]:
                 start = json.loads(line)
                 starts.append((int(start["generation"]), int(start["step"])))
     return {
-        attempt: min((step for generation, step in starts if generation > own), default=math.inf)
-        for attempt, own in generations.items()
+        attempt: min(
+            (step for generation, step in starts if generation > attempt_generation),
+            default=math.inf,
+        )
+        for attempt, attempt_generation in generations.items()
     }
 
 
@@ -252,4 +255,8 @@ def _opened(path: Path) -> Iterator[int | None]:
 
 
 def _changed_at(path: Path) -> float:
-    return max(one.lstat().st_mtime for one in (path, path / "checkpoints") if one.exists())
+    return max(
+        changed_path.lstat().st_mtime
+        for changed_path in (path, path / "checkpoints")
+        if changed_path.exists()
+    )

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -30,7 +30,7 @@ from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.errors import CheckpointError
 from bigtrain.run.checkpointing import checkpoints
 from bigtrain.run.checkpointing.host_files import Partners, exchange_files
-from bigtrain.run.checkpointing.memory_directory import MemoryDirectory, write_documents
+from bigtrain.run.checkpointing.memory_directory import write_documents
 from bigtrain.run.checkpointing.memory_files import (
     MemoryFiles,
     open_memory_files,
@@ -41,7 +41,6 @@ from bigtrain.run.context import RunContext
 from bigtrain.run.run_log import RunLog
 from bigtrain.run.shared_memory import SPARE_BYTES
 from bigtrain.run.state import TrainState
-from bigtrain.settings.run_config import MemoryCheckpointSection
 from bigtrain.settings.sections.running import GENERATIONS_IN_MEMORY
 from bigtrain.system.machine import local_world_size, this_machine
 from bigtrain.system.units import GIB
@@ -58,11 +57,12 @@ class MemoryTooSmallError(CheckpointError):
 
 @dataclass
 class _MemoryWrite:
-    """Save whose copy was taken. kept: the step that hosts keep meanwhile. error: why it failed.
-    is_abandoned: it must not be committed any more; changed and read with `lock` held."""
+    """Save whose copy was taken. previous_step: of the checkpoint that hosts keep meanwhile. error:
+    why the save failed. is_abandoned: the save must not be committed any more; changed and read
+    with `lock` held."""
 
     step: int
-    kept: int | None
+    previous_step: int | None
     snapshot: EngineSnapshot
     document: dict[str, Any]
     error: Exception | None = None
@@ -93,17 +93,16 @@ class MemorySaver:
         context: RunContext,
         log: RunLog,
         engine: TrainEngine,
-        section: MemoryCheckpointSection,
+        saver: Saver,
         files: MemoryFiles,
-        identity: SaveIdentity,
-        run_document: Mapping[str, Any],
     ) -> None:
         """Remove all that `files` hold but the checkpoint that the run resumed from
-        (`MemoryFiles.resumed_step`). `identity`, `run_document`: as of `Saver`."""
+        (`MemoryFiles.resumed_step`)."""
+        section = context.config.checkpoint.memory
+        assert section is not None
         self._context, self._log, self._engine = context, log, engine
-        self._section, self._files = section, files
-        self._identity, self._run_document = identity, dict(run_document)
-        # A group for the thread that writes; the training thread has the other.
+        self._section, self._saver, self._files = section, saver, files
+        # A group for the thread that writes; the training thread has `MemoryFiles.group`.
         self._group = cpu_group(context.config.watchdog.collective_timeout_seconds)
         # The same as for saves to disk: both may have copies at the same time.
         limit = this_machine({}).memory_bytes // (4 * local_world_size(os.environ))
@@ -129,7 +128,7 @@ class MemorySaver:
     def save(self, state: TrainState, evaluation: Mapping[str, float]) -> None:
         """Copy `state` and begin to write it. Skipped while any rank still writes the one before
         (with a line, once), and for weights that are not finite on any rank."""
-        begun = time.perf_counter()
+        start = time.perf_counter()
         write = self._pending
         flags = torch.zeros(3)
         flags[0] = float(write is not None and write.is_running)
@@ -138,29 +137,28 @@ class MemorySaver:
         maximum_of_all(flags, self._files.group)
         is_running, has_failed, is_not_finite = map(bool, flags)
         if is_running:
-            self._skip_slow(state.step)
+            self._num_skipped += 1
+            if not self._said_slow:
+                self._said_slow = True
+                partner = " and sent to the partner" if self._partners is not None else ""
+                self._log.info(
+                    f"checkpoint of step {state.step} in memory skipped: the one before is still "
+                    f"being written{partner}; this is logged once -> a larger "
+                    "checkpoint.memory.every_steps"
+                )
         else:
             self._settle(has_failed=has_failed)
             if is_not_finite:
                 self._num_skipped += 1
             elif not self._is_off:
-                self._begin(state, evaluation)
-        self._blocked_seconds += time.perf_counter() - begun
-
-    def _begin(self, state: TrainState, evaluation: Mapping[str, float]) -> None:
-        snapshot = snapshot_engine(self._engine, self._staging)
-        document = {
-            **self._run_document,
-            **asdict(state),
-            "held_out_loss": evaluation.get("held_out_loss"),
-            "evaluation": dict(evaluation),
-            "engine": snapshot.scalars,
-        }
-        write = _MemoryWrite(state.step, self._newest, snapshot, document)
-        # A daemon: after a failure the process must not wait for the other ranks' save.
-        write.thread = threading.Thread(target=self._write, args=(write,), daemon=True)
-        self._pending = write
-        write.thread.start()
+                snapshot = snapshot_engine(self._engine, self._staging)
+                document = self._saver.state_document(state, evaluation, snapshot)
+                write = _MemoryWrite(state.step, self._newest, snapshot, document)
+                # A daemon: after a failure the process must not wait for the other ranks' save.
+                write.thread = threading.Thread(target=self._write, args=(write,), daemon=True)
+                self._pending = write
+                write.thread.start()
+        self._blocked_seconds += time.perf_counter() - start
 
     def _settle(self, *, has_failed: bool) -> None:
         """Count the last save, which has ended on every rank. `has_failed`: on any of them."""
@@ -180,17 +178,6 @@ class MemorySaver:
         self._log.info(f"{text}; from here on only the disk is used" if self._is_off else text)
         if self._is_off:
             self._clear(None)
-
-    def _skip_slow(self, step: int) -> None:
-        self._num_skipped += 1
-        if not self._said_slow:
-            self._said_slow = True
-            partner = " and sent to the partner" if self._partners is not None else ""
-            self._log.info(
-                f"checkpoint of step {step} in memory skipped: the one before is still being "
-                f"written{partner}; this is logged once -> a larger "
-                "checkpoint.memory.every_steps"
-            )
 
     def metrics(self) -> dict[str, float] | None:
         """Return seconds that training was blocked, saves and skipped saves since the last call;
@@ -242,18 +229,27 @@ class MemorySaver:
 
     def _write(self, write: _MemoryWrite) -> None:
         directory, group = self._files.directory, self._group
-        identity = replace(self._identity, step=write.step)
+        identity = replace(self._saver.identity, step=write.step)
         partial = checkpoints.partial_path(directory.path, write.step, identity.attempt)
         tensors = partial / checkpoints.TENSORS
         snapshot = write.snapshot.tensors
         try:
+            # The first save checks that two checkpoints of this host fit.
             need = 0 if self._is_measured else self._bytes_of_host(snapshot.own_bytes)
 
             def prepare() -> None:
-                if self._files.is_keeper:
-                    directory.keep_only(write.kept)
-                    _require_memory(directory, need)
-                    checkpoints.prepare(partial)
+                if not self._files.is_keeper:
+                    return
+                directory.keep_only(write.previous_step)
+                free = directory.free_bytes() + directory.num_bytes()
+                if need and free < need + SPARE_BYTES:
+                    raise MemoryTooSmallError(
+                        f"two checkpoints of this host need {need / GIB:.3g} GiB, "
+                        f"{SPARE_BYTES / GIB:.3g} stay free, and {directory.path.parent} has "
+                        f"{free / GIB:.3g} GiB free -> a larger one (mount -o remount,size=..., "
+                        "docker run --shm-size), or checkpoint.memory=null"
+                    )
+                checkpoints.prepare(partial)
 
             on_all_ranks(prepare, group)
             self._is_measured = True
@@ -261,6 +257,7 @@ class MemorySaver:
             error = self._copy_to_partner(tensors)
             documents = on_main_rank(lambda: self._documents(write, written, identity), group)
 
+            # Every host commits only after all files of all hosts are written.
             def commit() -> None:
                 if error is not None:
                     raise CheckpointError(f"the copy of a partner: {error}")
@@ -274,15 +271,15 @@ class MemorySaver:
         except Exception as failure:
             write.error = failure
 
-    def _bytes_of_host(self, own: int) -> int:
+    def _bytes_of_host(self, num_bytes: int) -> int:
         """Return the bytes of two checkpoints on this rank's host. Collective."""
         sizes = [torch.zeros((), dtype=torch.int64) for _ in self._context.hosts]
-        dist.all_gather(sizes, torch.tensor(own, dtype=torch.int64), group=self._group)
+        dist.all_gather(sizes, torch.tensor(num_bytes, dtype=torch.int64), group=self._group)
         hosts, rank = self._context.hosts, self._context.world.rank
-        here = [number for number, host in enumerate(hosts) if host == hosts[rank]]
-        total = sum(int(sizes[number]) for number in here)
+        host_ranks = [number for number, host in enumerate(hosts) if host == hosts[rank]]
+        total = sum(int(sizes[number]) for number in host_ranks)
         if self._partners is not None:
-            total += sum(int(sizes[self._partners.source_of(number)]) for number in here)
+            total += sum(int(sizes[self._partners.source_of(number)]) for number in host_ranks)
         return GENERATIONS_IN_MEMORY * total
 
     def _copy_to_partner(self, tensors: Path) -> OSError | None:
@@ -292,8 +289,8 @@ class MemorySaver:
             return None
         rank = self._context.world.rank
         partner, source = self._partners.partner_of[rank], self._partners.source_of(rank)
-        own, copy = tensors / file_name(rank), tensors / file_name(source)
-        return exchange_files(own, partner, copy, source, self._group)
+        sent_file, copy = tensors / file_name(rank), tensors / file_name(source)
+        return exchange_files(sent_file, partner, copy, source, self._group)
 
     def _documents(
         self, write: _MemoryWrite, written: Written, identity: SaveIdentity
@@ -305,21 +302,13 @@ class MemorySaver:
             checkpoints.LAYOUT: layout.encode(),
             checkpoints.STATE: json.dumps(write.document, indent=1).encode(),
         }
-        files = {f"{checkpoints.TENSORS}/{name}": one for name, one in written.files.items()}
+        files = {
+            f"{checkpoints.TENSORS}/{name}": size_and_checksum
+            for name, size_and_checksum in written.files.items()
+        }
         files |= {name: (len(text), xxhash.xxh3_64_hexdigest(text)) for name, text in small.items()}
         manifest = checkpoints.CheckpointManifest(identity, files)
         return {**small, checkpoints.MANIFEST: checkpoints.manifest_text(manifest).encode()}
-
-
-def _require_memory(directory: MemoryDirectory, need: int) -> None:
-    """Raise MemoryTooSmallError if `need` bytes of two checkpoints do not fit."""
-    free = directory.free_bytes() + directory.num_bytes()
-    if need and free < need + SPARE_BYTES:
-        raise MemoryTooSmallError(
-            f"two checkpoints of this host need {need / GIB:.3g} GiB, {SPARE_BYTES / GIB:.3g} stay "
-            f"free, and {directory.path.parent} has {free / GIB:.3g} GiB free -> a larger one "
-            "(mount -o remount,size=..., docker run --shm-size), or checkpoint.memory=null"
-        )
 
 
 @contextmanager
@@ -348,15 +337,13 @@ def memory_saver_of(
     """Return the saver of checkpoints in memory; None if ``checkpoint.memory`` is absent, or, with
     a line, if a host cannot write them. Collective; the run directory must be claimed. `files`:
     from before the resume. Removes what earlier runs left in memory of the hosts."""
-    section = context.config.checkpoint.memory
     if files is None:
         files = open_memory_files(context, log, saver.identity.run, create=True)
     elif not files.is_opened(log):
         files = None
     remove_left_over(context, log, files)
-    if section is None or files is None:
+    if context.config.checkpoint.memory is None or files is None:
         yield None
         return
-    document = saver.run_document
-    with MemorySaver(context, log, engine, section, files, saver.identity, document) as own:
-        yield own
+    with MemorySaver(context, log, engine, saver, files) as memory_saver:
+        yield memory_saver

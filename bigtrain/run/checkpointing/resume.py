@@ -48,6 +48,7 @@ def restore_or_start(
     engine: TrainEngine,
     inputs: Inputs,
     base: BaseWeights | None,
+    *,
     memory: MemoryFiles | None,
     rejected: set[Hashable],
 ) -> TrainState | None:
@@ -56,8 +57,8 @@ def restore_or_start(
     that may have filled parts of the engine, which cannot start a run any more: call again with a
     new engine and the same `rejected`. Raises CheckpointError on every rank if a checkpoint belongs
     to a run with other settings (listing the differences), or if all are corrupt."""
-    in_memory = [] if memory is None else memory.complete(log)
-    candidates = (c for c in _merged(context, log, in_memory) if _key(c) not in rejected)
+    memory_checkpoints = [] if memory is None else memory.complete(log)
+    candidates = (c for c in _merged(context, log, memory_checkpoints) if _key(c) not in rejected)
     while (candidate := context.long_work.on_main_rank(lambda: next(candidates, None))) is not None:
         loadable = _loadable(candidate, log, engine, memory)
         if loadable is None:
@@ -125,18 +126,20 @@ def _state_of(document: Mapping[str, Any], phases: tuple[Phase, ...]) -> TrainSt
 
 
 def _merged(
-    context: RunContext, log: RunLog, in_memory: Sequence[MemoryCheckpoint]
+    context: RunContext, log: RunLog, memory_checkpoints: Sequence[MemoryCheckpoint]
 ) -> Iterator[_Candidate]:
-    """Yield checkpoints on disk and `in_memory`, both newest first, on the main rank; of the same
-    step first the one in memory. Raises CheckpointError if all fail and some are on disk."""
+    """Yield checkpoints on disk and `memory_checkpoints`, both newest first, on the main rank; for
+    the same step first the checkpoint in memory. Raises CheckpointError if all fail and
+    some are on disk."""
     newest = max(checkpoints.list_steps(context.directory), default=0)
-    left = [one for one in in_memory if one.step < newest]
-    yield from in_memory[: len(in_memory) - len(left)]  # without a look at those on disk
+    older = [checkpoint for checkpoint in memory_checkpoints if checkpoint.step < newest]
+    # Checkpoints in memory that are newer than all on disk, without a look at the disk.
+    yield from memory_checkpoints[: len(memory_checkpoints) - len(older)]
     for loadable in _usable(context, log):
-        while left and left[0].step >= loadable[1]["step"]:
-            yield left.pop(0)
+        while older and older[0].step >= loadable[1]["step"]:
+            yield older.pop(0)
         yield loadable
-    yield from left
+    yield from older
     if newest:
         raise CheckpointError(
             f"{context.directory}: every checkpoint is corrupt, so the run cannot resume; fix one, "
@@ -230,13 +233,13 @@ def roll_back(
         directory, document = loadable
         if not _is_restored(log, engine, directory, document):
             continue
-        there = GuardState.from_json(document.get("guard"))
-        again = state.guard.rolled_back_to == document["step"]
+        stored_guard = GuardState.from_json(document.get("guard"))
+        is_same_step = state.guard.rolled_back_to == document["step"]
         guard = replace(
-            there,
+            stored_guard,
             num_skipped=state.guard.num_skipped,
             rolled_back_to=document["step"],
-            num_rollbacks=state.guard.num_rollbacks + 1 if again else 1,
+            num_rollbacks=state.guard.num_rollbacks + 1 if is_same_step else 1,
         )
         if guard.num_rollbacks > section.max_rollbacks:
             raise TrainingError(
@@ -276,9 +279,12 @@ def restore_alike(
     Collective; no save may be in progress. Raises TrainingError on every rank without such a
     checkpoint, and if a host was named before: FaultyHostError on that host, if it is known."""
     directory = context.directory
-    who = ", ".join(f"rank {rank} on {context.hosts[rank]}" for rank in differing.ranks)
-    which = "" if differing.is_known else " (one of them is wrong, and it is unknown which)"
-    what = f"step {state.step + 1}: the parameters of {who} differ from those of replicas{which}"
+    rank_names = ", ".join(f"rank {rank} on {context.hosts[rank]}" for rank in differing.ranks)
+    uncertainty = "" if differing.is_known else " (one of them is wrong, and it is unknown which)"
+    finding = (
+        f"step {state.step + 1}: the parameters of {rank_names} differ from those of "
+        f"replicas{uncertainty}"
+    )
 
     def remove_newer() -> None:
         for step in checkpoints.list_steps(directory):
@@ -286,15 +292,16 @@ def restore_alike(
                 checkpoints.remove(checkpoints.checkpoint_path(directory, step))
 
     context.long_work.on_main_rank(remove_newer)
-    if differing.again:
-        if differing.is_known and context.hosts[context.world.rank] in differing.again:
+    if differing.repeated_hosts:
+        if differing.is_known and context.hosts[context.world.rank] in differing.repeated_hosts:
             raise FaultyHostError(
-                f"{what}, again: memory or processors of this host may be faulty -> test it "
+                f"{finding}, again: memory or processors of this host may be faulty -> test it "
                 "(bigtrain doctor) before it takes part in any run; this one resumes from before"
             )
         raise TrainingError(
-            f"{what}, again on {', '.join(differing.again)}, whose memory or processors may be "
-            "faulty -> exclude it, and start the run again: it resumes from before"
+            f"{finding}, again on {', '.join(differing.repeated_hosts)}, whose memory or "
+            "processors may be faulty -> exclude it, and start the run again: it resumes from "
+            "before"
         )
     usable = _usable(context, log)
     while (loadable := _next(context, usable)) is not None:
@@ -313,12 +320,12 @@ def restore_alike(
             is_known=differing.is_known,
         )
         log.info(
-            f"{what}; continuing from step {restored.step} with the same samples, newer "
+            f"{finding}; continuing from step {restored.step} with the same samples, newer "
             "checkpoints are removed"
         )
         return restored
     raise TrainingError(
-        f"{what}, and {directory} has no checkpoint up to step {differing.alike_step}, when they "
-        "were alike -> start the run again on other hosts, and save more often "
+        f"{finding}, and {directory} has no checkpoint up to step {differing.alike_step}, when "
+        "they were alike -> start the run again on other hosts, and save more often "
         "(checkpoint.every_steps)"
     )

@@ -76,10 +76,12 @@ def superfluous(
         and checkpoints.find_corruption(checkpoints.checkpoint_path(run_directory, step), "none")
         is None
     }
-    kept = set(reasons_to_keep(measured, section, newest_good(run_directory, measured), best))
+    steps_to_keep = set(
+        reasons_to_keep(measured, section, newest_good(run_directory, measured), best)
+    )
     if section.keep_every_steps is not None:
-        kept |= {s for s in steps if s % section.keep_every_steps == 0 and s <= saved_step}
-    return [step for step in steps if step not in kept]
+        steps_to_keep |= {s for s in steps if s % section.keep_every_steps == 0 and s <= saved_step}
+    return [step for step in steps if step not in steps_to_keep]
 
 
 def newest_good(run_directory: Path, steps: Iterable[int]) -> int | None:

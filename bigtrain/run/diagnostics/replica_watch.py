@@ -26,13 +26,13 @@ from bigtrain.run.state import TrainState
 @dataclass(frozen=True)
 class Differing:
     """Ranks whose parameters differ from those of their replicas. is_known: whether these are the
-    wrong ones; otherwise one of them is. alike_step: after which all were last alike. again:
-    their hosts that were also named before in this launch."""
+    wrong ones; otherwise one of them is. alike_step: after which all were last alike.
+    repeated_hosts: hosts of `ranks` that were also named before in this launch."""
 
     ranks: tuple[int, ...]
     is_known: bool
     alike_step: int
-    again: tuple[str, ...] = ()
+    repeated_hosts: tuple[str, ...] = ()
 
 
 class ReplicaWatch:
@@ -74,33 +74,35 @@ class ReplicaWatch:
             return None
         checksums = gather_on_main(self._own, self._group)
         groups = groups_of(self._context.topology)
-        kinds = groups["replicas"], groups["expert_replicas"]
-        ranks, is_known = on_main_rank(lambda: differing_ranks(checksums, kinds), self._group)
+        groups_by_kind = groups["replicas"], groups["expert_replicas"]
+        ranks, is_known = on_main_rank(
+            lambda: differing_ranks(checksums, groups_by_kind), self._group
+        )
         if not ranks:
             self._alike_step = before.step
             return None
         hosts = {self._context.hosts[rank] for rank in ranks}
-        again = tuple(sorted(hosts & self._named))
+        repeated_hosts = tuple(sorted(hosts & self._named))
         self._named |= hosts
-        after = self._go_back(before, Differing(ranks, is_known, self._alike_step, again))
+        after = self._go_back(before, Differing(ranks, is_known, self._alike_step, repeated_hosts))
         self._alike_step = after.step
         return after
 
 
 def differing_ranks(
-    checksums: Sequence[Sequence[int]], kinds: Sequence[Sequence[Sequence[int]]]
+    checksums: Sequence[Sequence[int]], groups_by_kind: Sequence[Sequence[Sequence[int]]]
 ) -> tuple[tuple[int, ...], bool]:
     """Return the ranks with another checksum than most of their group, and whether all groups have
     a majority; without one, all ranks of a group. Pure. checksums: by rank, one of each kind;
-    kinds: the groups of ranks that have the same one."""
+    groups_by_kind: the groups of ranks that have the same one."""
     differing: set[int] = set()
     is_known = True
-    for kind, groups in enumerate(kinds):
+    for kind_index, groups in enumerate(groups_by_kind):
         for group in groups:
-            counts = Counter(checksums[rank][kind] for rank in group)
+            counts = Counter(checksums[rank][kind_index] for rank in group)
             usual, count = counts.most_common(1)[0]
             if 2 * count > len(group):
-                differing |= {rank for rank in group if checksums[rank][kind] != usual}
+                differing |= {rank for rank in group if checksums[rank][kind_index] != usual}
             else:
                 differing |= set(group)
                 is_known = False

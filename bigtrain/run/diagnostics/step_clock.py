@@ -88,12 +88,12 @@ class StepClock:
             with observed_device_waits(self.device_waits.around):
                 yield
 
-    def marking(self, other: Callable[[str], object]) -> Callable[[str], None]:
+    def marking(self, on_phase: Callable[[str], object]) -> Callable[[str], None]:
         """Return a callback for `TrainEngine.on_phase`: it begins the part of the mark and calls
-        `other`."""
+        `on_phase`."""
 
         def mark(phase: str) -> None:
-            other(phase)
+            on_phase(phase)
             self.begin(_OF_MARKS.get(phase, ENGINE))
 
         return mark
@@ -167,13 +167,13 @@ class StepClock:
         return times
 
     def _end_part(self) -> None:
-        now, own = self._now(), self._host_time.seconds
-        spent, inside = now - self._since, own - self._own
+        now, hook_total = self._now(), self._host_time.seconds
+        spent, hook_seconds = now - self._since, hook_total - self._own
         if self._part not in _PASSES:
-            inside = 0.0
-        self._seconds[self._part] = self._seconds.get(self._part, 0.0) + spent - inside
-        self._seconds[ENGINE] = self._seconds.get(ENGINE, 0.0) + inside
-        self._since, self._own = now, own
+            hook_seconds = 0.0
+        self._seconds[self._part] = self._seconds.get(self._part, 0.0) + spent - hook_seconds
+        self._seconds[ENGINE] = self._seconds.get(ENGINE, 0.0) + hook_seconds
+        self._since, self._own = now, hook_total
 
 
 class _DeviceParts:
@@ -199,10 +199,10 @@ class _DeviceParts:
     def read(self) -> dict[str, float]:
         """Return the seconds of each part of one step, the mean of the timed ones."""
         seconds_by_part: dict[str, float] = {}
-        for (part, begun), (_, ended) in zip(self._events, self._events[1:], strict=False):
-            if ended.query():
+        for (part, start), (_, end) in zip(self._events, self._events[1:], strict=False):
+            if end.query():
                 seconds_by_part[part] = (
-                    seconds_by_part.get(part, 0.0) + begun.elapsed_time(ended) / 1000
+                    seconds_by_part.get(part, 0.0) + start.elapsed_time(end) / 1000
                 )
         num_steps = max(1, self._num_steps)
         last = self._events[-1][0] if self._events else ENGINE
@@ -241,22 +241,22 @@ class DeviceWaits:
             self._is_measuring = self._is_known = False
             yield
             return
-        begun, ended = self._make_event(), self._make_event()
-        begun.record(self._stream)
+        start, end = self._make_event(), self._make_event()
+        start.record(self._stream)
         try:
             yield
         finally:
-            ended.record(self._stream)
-            self._pairs.append((begun, ended))
+            end.record(self._stream)
+            self._pairs.append((start, end))
 
     def read(self) -> float | None:
         """Return the seconds of the measured step, which must have finished; None if none."""
-        pairs, known = self._pairs[:], self._is_known
+        pairs, is_known = self._pairs[:], self._is_known
         self._pairs.clear()
         self._is_known = False
-        if not known or not all(ended.query() for _, ended in pairs):
+        if not is_known or not all(end.query() for _, end in pairs):
             return None
-        milliseconds: float = sum(begun.elapsed_time(ended) for begun, ended in pairs)
+        milliseconds: float = sum(start.elapsed_time(end) for start, end in pairs)
         return milliseconds / 1000
 
 
@@ -265,9 +265,9 @@ def _with_device(
 ) -> dict[str, float]:
     """Return parts of a step on CUDA: the device's; the rest is split into data and engine."""
     parts = {part: device[part] for part in (*_PASSES, "optimizer") if part in device}
-    rest = max(0.0, step_seconds - sum(parts.values()))
-    data_seconds = min(data_seconds, rest)
-    return {**parts, DATA: data_seconds, ENGINE: rest - data_seconds}
+    host_seconds = max(0.0, step_seconds - sum(parts.values()))
+    data_seconds = min(data_seconds, host_seconds)
+    return {**parts, DATA: data_seconds, ENGINE: host_seconds - data_seconds}
 
 
 def _breakdown(parts: dict[str, float], communication: float | None) -> Breakdown:

@@ -80,14 +80,14 @@ class Guard:
 
 def skip_reason(stats: StepStats, state: GuardState, section: GuardSection) -> str | None:
     """Return why the update of a step is skipped; None if it is applied. Pure."""
-    kinds = (
+    measured = (
         ("loss", stats.loss, state.losses),
         ("gradient norm", stats.grad_norm, state.norms),
     )
-    for name, value, _ in kinds:
+    for name, value, _ in measured:
         if not math.isfinite(value):
             return f"{name} is not finite"
-    for name, value, recent in kinds:
+    for name, value, recent in measured:
         if section.spike_sigma is not None and len(recent) >= section.window:
             centre, spread = center_and_spread(recent[-section.window :])
             if value > centre + section.spike_sigma * spread:

@@ -106,8 +106,8 @@ class RunToken:
         if newest is not None and newest.generation >= self.holder.generation:
             return str(newest) if newest.generation > self.holder.generation else None
         # The listing is older than this launch, or its file has been renamed.
-        own = _path(self.run_directory, self.holder.generation)
-        if _read(own) is not None or not _stale_path(own).exists():
+        path = _path(self.run_directory, self.holder.generation)
+        if _read(path) is not None or not _stale_path(path).exists():
             # If neither file exists, a user removed them, and no other launch holds the token.
             return None
         # The listing is older than the rename.
@@ -196,9 +196,9 @@ def _launch(environment: Mapping[str, str]) -> str:
 
 
 def _refuse_stale_restart(run_directory: Path, launch: str, environment: Mapping[str, str]) -> None:
-    again = environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    is_restart = environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     holder = newest_holder(run_directory)
-    if not (again and launch and holder is not None and holder.launch != launch):
+    if not (is_restart and launch and holder is not None and holder.launch != launch):
         return
     for path in (run_directory / DIRECTORY).glob(f"*{_STALE_SUFFIX}"):
         before = _read(path)
@@ -230,8 +230,8 @@ def _create(path: Path, holder: TokenHolder) -> bool:
     if create_whole(path, content, path.with_name(f".{holder.attempt}.draft")):
         return True
     # If the reply to a link is lost, the NFS client retries and sees the existing link.
-    there = _read(path)
-    return there is not None and there.attempt == holder.attempt
+    existing = _read(path)
+    return existing is not None and existing.attempt == holder.attempt
 
 
 def _may_exist(path: Path) -> bool:

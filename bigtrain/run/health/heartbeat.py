@@ -103,9 +103,11 @@ def current_collective() -> str | None:
     waits. Read from the stacks of the main thread and of those that Python did not start
     (autograd's)."""
     frames = sys._current_frames()
-    own = {thread.ident for thread in threading.enumerate()} - {threading.main_thread().ident}
+    python_threads = {thread.ident for thread in threading.enumerate()} - {
+        threading.main_thread().ident
+    }
     for ident, frame in frames.items():
-        collective = _collective_of(frame) if ident not in own else None
+        collective = _collective_of(frame) if ident not in python_threads else None
         if collective is not None:
             return collective
     return None

@@ -35,8 +35,8 @@ _ALARM, _LEADER, _FINISHED, _MOVES, _SLOW = "alarm", "leader", "finished", "move
 Result = TypeVar("Result")
 
 
-def _keys(kind: str, num_ranks: int) -> list[str]:
-    return [f"{kind}/{rank}" for rank in range(num_ranks)]
+def _keys(prefix: str, num_ranks: int) -> list[str]:
+    return [f"{prefix}/{rank}" for rank in range(num_ranks)]
 
 
 def open_status_store(world: World) -> StatusStore | None:
@@ -187,11 +187,11 @@ class StatusStore:
             time.sleep(0.1)
         return False
 
-    def _read(self, kind: str) -> dict[int, Position] | None:
+    def _read(self, prefix: str) -> dict[int, Position] | None:
         """Read all ranks' entries in one call: a call for each would take seconds for thousands."""
 
         def read() -> dict[int, Position]:
-            texts = enumerate(self._store.multi_get(_keys(kind, self._size)))
+            texts = enumerate(self._store.multi_get(_keys(prefix, self._size)))
             return {rank: Position.from_json(text.decode()) for rank, text in texts if text}
 
         return self._do(read)
@@ -205,11 +205,11 @@ class StatusStore:
         result: SimpleQueue[Any] = SimpleQueue()
         self._requests.put((action, result))
         try:
-            kind, value = result.get(timeout=_OPERATION_SECONDS)
+            outcome, value = result.get(timeout=_OPERATION_SECONDS)
         except Empty:
-            kind, value = "late", None
-        self.is_lost = kind != "done"
-        return value if kind == "done" else None
+            outcome, value = "late", None
+        self.is_lost = outcome != "done"
+        return value if outcome == "done" else None
 
     def _work(self) -> None:
         while (request := self._requests.get()) is not None:
@@ -279,8 +279,8 @@ def diagnose(
             for rank in silent
         ]
         return _diagnosis(silent, lines, answers)
-    lagging, why = _laggards(list(answers.values()))
-    lines = [f"{answers[rank]} ({why})" for rank in lagging]
+    lagging, reason = _laggards(list(answers.values()))
+    lines = [f"{answers[rank]} ({reason})" for rank in lagging]
     if not lines:
         lines = ["all ranks are at the same position: check the network and the stacks"]
     return _diagnosis(lagging, lines, answers)
@@ -298,18 +298,18 @@ def diagnose_alone(position: Position, hosts: Sequence[str]) -> Diagnosis:
 
 
 def _laggards(positions: Sequence[Position]) -> tuple[list[int], str]:
-    outside = [p.rank for p in positions if p.collective is None]
-    if outside and len(outside) < len(positions):
-        return outside, "the others wait for it in a collective"
+    ranks_outside = [p.rank for p in positions if p.collective is None]
+    if ranks_outside and len(ranks_outside) < len(positions):
+        return ranks_outside, "the others wait for it in a collective"
     first_step = min(p.step for p in positions)
     behind = [p.rank for p in positions if p.step == first_step]
     if len(behind) < len(positions):
         return behind, "the others are in a later step"
-    places = Counter((p.collective, p.phase) for p in positions).most_common()
-    if len(places) > 1 and places[0][1] > places[1][1]:
-        usual = places[0][0]
-        others = [p.rank for p in positions if (p.collective, p.phase) != usual]
-        return others, f"most are in {usual[0]}, {usual[1]}"
+    positions_by_count = Counter((p.collective, p.phase) for p in positions).most_common()
+    if len(positions_by_count) > 1 and positions_by_count[0][1] > positions_by_count[1][1]:
+        usual = positions_by_count[0][0]
+        minority = [p.rank for p in positions if (p.collective, p.phase) != usual]
+        return minority, f"most are in {usual[0]}, {usual[1]}"
     if len(positions) == 1:
         return [positions[0].rank], "it makes no progress"
     return [], ""
@@ -318,10 +318,10 @@ def _laggards(positions: Sequence[Position]) -> tuple[list[int], str]:
 def _diagnosis(
     ranks: Sequence[int], lines: list[str], answers: Mapping[int, Position]
 ) -> Diagnosis:
-    others = [str(answers[rank]) for rank in sorted(answers) if rank not in ranks]
+    waiting = [str(answers[rank]) for rank in sorted(answers) if rank not in ranks]
     # With thousands of ranks, the waiting ones are all alike.
-    shown = others[:16] + ([f"and {len(others) - 16} more"] if len(others) > 16 else [])
+    waiting_lines = waiting[:16] + ([f"and {len(waiting) - 16} more"] if len(waiting) > 16 else [])
     text = "\n".join(["lagging:", *(f"  {line}" for line in lines)])
-    if shown:
-        text += "\n" + "\n".join(["waiting:", *(f"  {line}" for line in shown)])
+    if waiting_lines:
+        text += "\n" + "\n".join(["waiting:", *(f"  {line}" for line in waiting_lines)])
     return Diagnosis(tuple(sorted(ranks)), text)

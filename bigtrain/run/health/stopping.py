@@ -34,9 +34,11 @@ class Agreed:
     ends: bool = False
     saves: bool = False
 
-    def __or__(self, other: Agreed) -> Agreed:
+    def __or__(self, decision: Agreed) -> Agreed:
         return Agreed(
-            self.signal or other.signal, self.ends or other.ends, self.saves or other.saves
+            self.signal or decision.signal,
+            self.ends or decision.ends,
+            self.saves or decision.saves,
         )
 
 
@@ -70,12 +72,12 @@ class StopAgreement:
         if self._steps_left > 0 and self._requests is None:
             return Agreed()
         step_seconds = (time.perf_counter() - self._since) / self._steps_between
-        own = [self._own(), step_seconds, *self._own_requests()]
-        worst = torch.tensor(own, dtype=torch.float64)
+        values = [self._own(), step_seconds, *self._own_requests()]
+        worst = torch.tensor(values, dtype=torch.float64)
         maximum_of_all(worst, self._group)
         # The same on every rank, like `worst`; at most doubling, if steps become slow.
-        wanted = int(_SECONDS_BETWEEN / max(float(worst[1]), 1e-6))
-        self._steps_between = max(1, min(wanted, 2 * self._steps_between))
+        steps_between = int(_SECONDS_BETWEEN / max(float(worst[1]), 1e-6))
+        self._steps_between = max(1, min(steps_between, 2 * self._steps_between))
         self._steps_left = self._steps_between
         self._since = time.perf_counter()
         return self._decision(int(worst[0]), (bool(worst[2]), bool(worst[3])))

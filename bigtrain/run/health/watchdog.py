@@ -105,11 +105,11 @@ class Watchdog:
         count, moves, slow_reports = -1, -1, -1
         self._moved_at = own_moved_at = time.monotonic()
         while True:
-            begun = time.monotonic()
+            look_began = time.monotonic()
             if self._stop.wait(self._look_seconds):
                 return
             now = time.monotonic()
-            overslept = now - begun - self._look_seconds
+            overslept = now - look_began - self._look_seconds
             if overslept > 2 * self._look_seconds:
                 # A stopped process: its training was stopped as well.
                 self._moved_at += overslept
@@ -132,26 +132,26 @@ class Watchdog:
                     self._end()
                 if now - self._moved_at > self._limit / 2:
                     # One rank's progress counts for all: one may export while all others wait.
-                    seen = self._status_store.moves()
-                    if seen is not None and moves not in (-1, seen):
+                    counter = self._status_store.moves()
+                    if counter is not None and moves not in (-1, counter):
                         self._moved_at = now
-                    moves = -1 if seen is None else seen
+                    moves = -1 if counter is None else counter
                     # A rank that is slow in a slow phase ends the run by its own limit.
-                    seen = self._status_store.slow_reports()
-                    if seen is not None and slow_reports not in (-1, seen):
+                    counter = self._status_store.slow_reports()
+                    if counter is not None and slow_reports not in (-1, counter):
                         self._slow_seen_at = now
-                    slow_reports = -1 if seen is None else seen
+                    slow_reports = -1 if counter is None else counter
                     limit = self._current_limit(now)
                 else:
                     moves = slow_reports = -1
             if now - self._moved_at > limit:
                 self._end()
 
-    def _connect_again(self, lost: StatusStore) -> None:
+    def _connect_again(self, lost_store: StatusStore) -> None:
         """Connect again, once a minute: one late answer must not disconnect a rank permanently."""
 
         def connect() -> None:
-            status_store = lost.reopened()
+            status_store = lost_store.reopened()
             if status_store is not None:
                 self._status_store = status_store
 

@@ -24,7 +24,7 @@ def cut_lines(path: Path, last_step: int, samples: int) -> tuple[float | None, i
     if not path.exists():
         return None, 0
     with path.open("rb") as file:
-        kept: list[bytes] = []  # of those after `end`, last one first
+        last_lines: list[bytes] = []  # of those after `end`, last one first
         num_dropped, end = 0, 0
         for begin, text in _backwards(file):
             line = _parsed(text)
@@ -37,13 +37,13 @@ def cut_lines(path: Path, last_step: int, samples: int) -> tuple[float | None, i
             if is_read and text.endswith(b"\n"):
                 end = begin + len(text)
                 break
-            kept.append(text)
+            last_lines.append(text)
         # A new file, although most lines are kept: a launch that this one has fenced off may still
         # have the old one open, and its appended lines are discarded with it.
-        with whole_file(path, path.with_name(f".{path.name}.tmp")) as whole:
+        with whole_file(path, path.with_name(f".{path.name}.tmp")) as new_file:
             file.seek(0)
-            _copy(file, whole, end)
-            whole.writelines(line.rstrip(b"\n") + b"\n" for line in reversed(kept))
+            _copy(file, new_file, end)
+            new_file.writelines(line.rstrip(b"\n") + b"\n" for line in reversed(last_lines))
     return _first_loss(path), num_dropped
 
 
@@ -97,16 +97,16 @@ def _stays(line: dict[str, Any], last_step: int, samples: int) -> bool:
 def _backwards(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
     """Yield the position and content of each line including its newline, the last line first."""
     begin = file.seek(0, os.SEEK_END)
-    held = b""
+    unread = b""
     while begin > 0:
         size = min(_BLOCK_BYTES, begin)
         begin = file.seek(begin - size)
-        held = file.read(size) + held
-        while (cut := held.rfind(b"\n", 0, -1)) >= 0:
-            yield begin + cut + 1, held[cut + 1 :]
-            held = held[: cut + 1]
-    if held:
-        yield 0, held
+        unread = file.read(size) + unread
+        while (cut := unread.rfind(b"\n", 0, -1)) >= 0:
+            yield begin + cut + 1, unread[cut + 1 :]
+            unread = unread[: cut + 1]
+    if unread:
+        yield 0, unread
 
 
 def _parsed(text: bytes) -> dict[str, Any] | None:

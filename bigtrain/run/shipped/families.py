@@ -32,7 +32,11 @@ class Family:
         else:
             value = getattr(view, self.name) if self.is_count else view.metrics.get(self.name)
         entries = value if isinstance(value, Mapping) else {"": value}
-        return {name: float(one) for name, one in entries.items() if isinstance(one, int | float)}
+        return {
+            name: float(number)
+            for name, number in entries.items()
+            if isinstance(number, int | float)
+        }
 
 
 FAMILIES = (

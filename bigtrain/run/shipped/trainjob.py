@@ -85,9 +85,9 @@ class TrainJob:
     def _status(self, view: RunView) -> dict[str, Any]:
         total = view.config.train.total_steps
         status: dict[str, Any] = {"progressPercentage": min(100, 100 * view.step // total)}
-        begun, first = self._first or (0.0, view.step)
+        start, first = self._first or (0.0, view.step)
         if view.step > first:
-            seconds = (time.monotonic() - begun) / (view.step - first) * (total - view.step)
+            seconds = (time.monotonic() - start) / (view.step - first) * (total - view.step)
             status["estimatedRemainingSeconds"] = min(_MOST_SECONDS, max(0, round(seconds)))
         values: dict[str, float] = {"step": view.step, "total_steps": total}
         for family in FAMILIES:

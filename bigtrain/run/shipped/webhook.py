@@ -115,8 +115,8 @@ def _address(settings: WebhookSettings) -> str:
         source, key = f"the environment variable {settings.url_env}", "settings.url_env"
         url = os.environ.get(settings.url_env, "").strip()
     if not url.startswith(("http://", "https://")):
-        what = "does not contain the address of a webhook" if url else "is empty or not set"
+        problem = "does not contain the address of a webhook" if url else "is empty or not set"
         raise ExtensionError(
-            f"{source} {what} on the main rank -> write http(s)://... there, or correct {key}"
+            f"{source} {problem} on the main rank -> write http(s)://... there, or correct {key}"
         )
     return url
