@@ -29,7 +29,7 @@ from bigtrain.run.run_log import RunLog
 from bigtrain.run.run_view import Requests, RunView
 from bigtrain.run.state import TrainState
 from bigtrain.settings.extensions import describe, import_named
-from bigtrain.settings.sections.extensions import SHIPPED_CALLBACKS, CallbackSection
+from bigtrain.settings.sections.extensions import SHIPPED_CALLBACKS
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -71,7 +71,12 @@ class Callbacks:
             if not self._runs_here(callback_class):
                 continue
             try:
-                self._called.append((key, self._construct(callback_class, section)))
+                if shipped is None:
+                    callback = callback_class(**section.settings)
+                else:
+                    settings = shipped.settings.model_validate(section.settings)
+                    callback = callback_class(settings, self._context.config, self._warn)
+                self._called.append((key, callback))
             except ExtensionError as error:  # of bigtrain's own: its text is complete
                 raise ExtensionError(f"{key}: {error}") from error
             except Exception as error:
@@ -83,13 +88,6 @@ class Callbacks:
             if self._runs_here(callback):
                 name = f"callbacks[{number}] = {type(callback).__name__}"
                 self._called.append((name, callback))
-
-    def _construct(self, callback_class: Callable[..., object], section: CallbackSection) -> object:
-        shipped = SHIPPED_CALLBACKS.get(section.type)
-        if shipped is None:
-            return callback_class(**section.settings)
-        settings = shipped.settings.model_validate(section.settings)
-        return callback_class(settings, self._context.config, self._warn)
 
     def _warn(self, text: str) -> None:
         """Show a line, also when the log is closed."""
@@ -259,6 +257,8 @@ def _refuse_other_callbacks(
         ranks_by_names.setdefault(tuple(ranks_names), []).append(rank)
     if len(ranks_by_names) == 1:
         return
+
+    # Name the ranks of each list of callbacks.
     texts = []
     for callbacks, ranks in ranks_by_names.items():
         numbers = ", ".join(map(str, ranks[:4]))

@@ -7,7 +7,7 @@ forward passes of training, which work at every topology. No KV cache is used.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -79,7 +79,7 @@ class Evaluator:
             tasks = self._run_tasks()
         evaluated = after_evaluation(config, state, figures | tasks)
         if self._tasks is not None and not (tasks or last or best_is_of_tasks):
-            if has_stopped(config, evaluated):
+            if has_stopped(config, evaluated):  # the last evaluation of the run runs all
                 tasks = self._run_tasks()
         if self._log.metrics is not None and (held_out is not None or tasks):
             self._log.metrics.log_evaluation(
@@ -132,9 +132,9 @@ def _figures(loss: HeldOutLoss, suffix: str) -> dict[str, float]:
 
 
 def measure(engine: TrainEngine, held_out: Sequence[HeldOutSource]) -> HeldOutResult | None:
-    """Return the loss on the same held-out samples every time, in nats per token. Collective. That
-    of a mixture is the mean of its sources' losses by their training weights; a set of weight 0
-    does not count. None if there are none, or if the loss is not finite."""
+    """Return the loss on the same held-out samples every time, in nats per token. Collective. The
+    loss of a mixture is the mean of the losses of its sources by their training weights; a set of
+    weight 0 does not count. None if there are none, or if the loss is not finite."""
     if not held_out:
         return None
     sources = {}
@@ -142,13 +142,14 @@ def measure(engine: TrainEngine, held_out: Sequence[HeldOutSource]) -> HeldOutRe
         loss, tokens = engine.evaluate(source.batches)
         bits = bits_per_byte(loss, source) if engine.computes_entropy else None
         sources[source.name] = HeldOutLoss(loss, tokens, bits, engine.computes_entropy)
+    # Mean over sources, by weight w: loss = sum_i w_i loss_i / sum_i w_i.
     total = sum(source.weight for source in held_out)
     shares = {source.name: source.weight / total for source in held_out if source.weight}
     loss = sum(sources[name].loss * share for name, share in shares.items())
     if not math.isfinite(loss):
         return None
-    every = [(sources[name].bits_per_byte, share) for name, share in shares.items()]
-    weighted_bits = [bit * share for bit, share in every if bit is not None]
+    bits_and_shares = [(sources[name].bits_per_byte, share) for name, share in shares.items()]
+    weighted_bits = [bits * share for bits, share in bits_and_shares if bits is not None]
     mean_loss = HeldOutLoss(
         loss,
         sum(sources[name].tokens for name in shares),
@@ -232,7 +233,18 @@ class TaskRunner:
         """Return the metrics by ``TASK/METRIC``; empty, with a line in the log, if lm-eval
         failed."""
         if self._tasks is None:
-            return self._follow()
+            # Compute what the main rank requests, until it is done.
+            while True:
+                box: list[Any] = [None]
+                dist.broadcast_object_list(box, src=0, device=self._context.device)
+                request, *arguments = box[0]
+                if request == "done":
+                    return dict(arguments[0])
+                if request == "score":
+                    self._model.score(*arguments)
+                else:
+                    prompts, drawing = arguments
+                    self._model.continue_texts(prompts, drawing, lambda *_: False)
         lead = _Lead(self._context, self._model)
         try:
             metrics = self._tasks.figures(lead)
@@ -244,23 +256,6 @@ class TaskRunner:
             metrics = {}
         lead.send("done", metrics)
         return metrics
-
-    def _follow(self) -> dict[str, float]:
-        while True:
-            request, *arguments = self._received()
-            if request == "done":
-                figures: dict[str, float] = arguments[0]
-                return figures
-            if request == "score":
-                self._model.score(*arguments)
-            else:
-                prompts, drawing = arguments
-                self._model.continue_texts(prompts, drawing, lambda *_: False)
-
-    def _received(self) -> Any:
-        box: list[Any] = [None]
-        dist.broadcast_object_list(box, src=0, device=self._context.device)
-        return box[0]
 
 
 class _Lead:
@@ -372,14 +367,17 @@ class LiveModel:
     ) -> None:
         """Continue the texts of one round, all of them a token at a time."""
         generators = {row: torch.Generator().manual_seed(texts[row].seed) for row in part.rank_rows}
-
-        def unfinished() -> list[bool]:
-            return [not is_finished(row, texts[row].new) for row in part.rows]
-
         for _ in range(drawing.max_new_tokens):
-            active = self._from_main(unfinished, len(part.rows))
-            if not any(active):
+            # The main rank decides which texts continue.
+            flags = [
+                dist.get_rank() == 0 and not is_finished(row, texts[row].new) for row in part.rows
+            ]
+            active = torch.tensor(flags, dtype=torch.int64, device=self._engine.device)
+            dist.broadcast(active, src=0)
+            if not active.any():
                 return
+
+            # One forward pass: the texts of this data rank, padded on the right.
             width = max(len(texts[row]) for row in part.rows)
             ids = torch.zeros((part.size, width), dtype=torch.int64)
             last = torch.zeros(part.size, dtype=torch.int64)
@@ -387,12 +385,14 @@ class LiveModel:
                 last[number] = len(texts[row]) - 1
                 ids[number, : len(texts[row])] = torch.tensor([*texts[row].prompt, *texts[row].new])
             logits = self._engine.read_logits(ids, partial(_rows_at, last=last))
+
+            # Sample a token for each text, and share the tokens: all ranks but one have zero.
             new_tokens = torch.zeros(len(texts), dtype=torch.float64)
             for number, row in enumerate(part.rank_rows if self._reports else ()):
                 new_tokens[row] = _choose(logits[number], drawing.temperature, generators[row])
             new_tokens = self._summed(new_tokens)
-            for row, goes_on in zip(part.rows, active, strict=True):
-                if goes_on:
+            for row, is_active in zip(part.rows, active.tolist(), strict=True):
+                if is_active:
                     texts[row].new.append(int(new_tokens[row]))
 
     def _rounds(self, lengths: Sequence[int]) -> Iterator[_Round]:
@@ -411,12 +411,6 @@ class LiveModel:
         total = values.to(self._engine.device)
         dist.all_reduce(total)
         return total.cpu()
-
-    def _from_main(self, decide: Callable[[], list[bool]], count: int) -> list[bool]:
-        flags = decide() if dist.get_rank() == 0 else [False] * count
-        flag_tensor = torch.tensor(flags, dtype=torch.int64, device=self._engine.device)
-        dist.broadcast(flag_tensor, src=0)
-        return [bool(flag) for flag in flag_tensor.tolist()]
 
 
 def _scores(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,6 @@ from typing import Protocol
 
 from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.data.samples.sample_stream import StreamPosition
-from bigtrain.engine.experts import ExpertLoadStats
 from bigtrain.engine.optimizers.skip_step import SkipPolicy
 from bigtrain.engine.startup.cpu_collectives import cpu_group
 from bigtrain.engine.train_engine import LossWindow, StepResult, TrainEngine
@@ -138,7 +137,10 @@ class Loop:
                         self._forget()
                         continue
                 state = self._guard.end(state, state.after_step(self.context.plan))
-                self._log_start_times()
+                if self.start_times is not None:
+                    self.start_times.end(FIRST_STEP)
+                    self.log.to_file(self.start_times.text())
+                    self.start_times = None
                 self._losses.add(result, updated=state.guard.streak == 0)
                 if self._guard.rolls_back(state):
                     self._beat.set_phase("rolling back", slow=True)
@@ -192,12 +194,6 @@ class Loop:
         self.engine.forget_mtp_loss()
         self.callbacks.forget()
 
-    def _log_start_times(self) -> None:
-        if self.start_times is not None:
-            self.start_times.end(FIRST_STEP)
-            self.log.to_file(self.start_times.text())
-            self.start_times = None
-
     def _log(self, state: TrainState, lr: float, until: int, *, last: bool) -> Agreed:
         """Log a step, if it is due; return whether the ranks agree to stop or to save."""
         # Outer steps may have moved the run.
@@ -210,7 +206,10 @@ class Loop:
             self.log.metrics.advance(state.step)
         if measured.times is not None:
             self._beat.set_phase("logging")
-            _write_row(self.log, measured.row, self.callbacks.recorded(self._group))
+            row, recorded = measured.row, self.callbacks.recorded(self._group)
+            if self.log.metrics is not None and row is not None:
+                row = row if recorded is None else replace(row, recorded=recorded)
+                self.log.metrics.log_step(row)
             self._stragglers.gather(state, measured.times)
         return agreed
 
@@ -227,6 +226,15 @@ class Loop:
             return _Measured(times)
         tokens_per_second = engine.plan.site_tokens_per_step / times.step_seconds
         saver = self.memory_saver
+        # Fields that only a mixture of experts has.
+        experts: dict[str, dict[str, float]] = {}
+        if load is not None:
+            experts["expert_imbalance"] = load.imbalance
+            if load.sent_bytes is not None and load.seconds is not None:
+                experts["expert_exchange"] = {
+                    "sent_bytes": load.sent_bytes,
+                    "seconds": load.seconds,
+                }
         row = StepMetrics(
             step=state.step,
             loss=loss,
@@ -240,7 +248,7 @@ class Loop:
             memory_gib=clock.memory.peak_gib(),
             breakdown=times.breakdown,
             peak_memory_gib_by_phase=clock.memory.by_phase_gib(),
-            **_experts(load),
+            **experts,
             mtp_loss=mtp_loss,
             optimizer_exchange=None if sent_bytes is None else {"sent_bytes": sent_bytes},
             memory_checkpoint=None if saver is None else saver.metrics(),
@@ -304,18 +312,3 @@ class _Measured:
 
     times: StepTimes | None = None
     row: StepMetrics | None = None
-
-
-def _write_row(log: RunLog, row: StepMetrics | None, recorded: Mapping[str, float] | None) -> None:
-    if log.metrics is not None and row is not None:
-        log.metrics.log_step(row if recorded is None else replace(row, recorded=recorded))
-
-
-def _experts(load: ExpertLoadStats | None) -> dict[str, dict[str, float]]:
-    """Return the fields of `StepMetrics` that only a mixture of experts has."""
-    if load is None:
-        return {}
-    fields = {"expert_imbalance": load.imbalance}
-    if load.sent_bytes is not None and load.seconds is not None:
-        fields["expert_exchange"] = {"sent_bytes": load.sent_bytes, "seconds": load.seconds}
-    return fields

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -80,7 +81,14 @@ def predict(
         return None, one_line(error, None)
     chunk = loss.chunk_tokens if loss.kind == "chunked" else None
     is_cpu = device.type == "cpu"
-    device_rates, measured = _device(device)
+    # A GPU of the tables, or this machine's CPUs if they are calibrated.
+    device_rates: Device | None = None
+    measured: MeasuredEngine | None = None
+    if is_cpu:
+        device_rates, measured = kept_calibration() or (None, None)
+    else:
+        with suppress(ConfigError):
+            device_rates = find_device(torch.cuda.get_device_name(device))
     prediction = predict_run(
         run, model, chunk, device_rates, measured, is_cpu=is_cpu, has_partners=has_partners
     )
@@ -88,16 +96,6 @@ def predict(
         teacher_costs, _ = model_costs(teacher.config)
         prediction = with_teacher(prediction, teacher, teacher_costs, device_rates, measured)
     return prediction, ""
-
-
-def _device(device: torch.device) -> tuple[Device | None, MeasuredEngine | None]:
-    """Return a GPU of the tables, or this machine's CPUs if calibrated."""
-    if device.type == "cpu":
-        return kept_calibration() or (None, None)
-    try:
-        return find_device(torch.cuda.get_device_name(device)), None
-    except ConfigError:
-        return None, None
 
 
 def utilization_of(context: RunContext, hf_config: Any) -> Callable[[float], float | None]:

@@ -110,6 +110,8 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
     # Before the head, whose padding is an end of text unless the model has its own.
     hf_config = with_objective_head(ids.hf_config if ids else hf_config, config, labels)
     hf_config = with_mtp_layers(hf_config, trains=config.objective.mtp_weight > 0)
+
+    # The model and the run's settings; then files, unless another rank of the host checks them.
     problems: list[Problem] = [
         *check_trackers(config.logging.trackers),
         *_check_positions(config.batch.sequence_length, hf_config),
@@ -126,6 +128,8 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
         problems += _check_reload(config, hf_config)
         problems += _check_base_files(config)
         problems += check_tasks(config.evaluation)
+
+    # The data, for the vocabulary of this model.
     if datasets:
         problems += check_datasets(config, datasets, vocabulary_size(hf_config))
         if check != "listed":
@@ -138,6 +142,8 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
         problems += set_problems or check_best(config, datasets, held_out_sets)
         if check != "listed" and not _resumes(config):
             problems += check_reference_scores(config, datasets, held_out_sets)
+
+    # How the model is trained: parallelism, kernels, precision, optimizer.
     problems += check_tensor_size(hf_config, config.parallel.tensor, config.adapters)
     problems += check_kernels(hf_config, config.model.kernels)
     problems += check_float8(config.precision.float8)
@@ -145,6 +151,8 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
     problems += check_optimizer_package(config.optimizer)
     num_replicas = run.topology.partition_size
     problems += check_expert_gathering(hf_config, run.engine.zero_stage, num_replicas)
+
+    # Trials of the model itself take seconds, so they run only if all settings are right.
     model_plan, teacher = None, None
     row_notes: list[str] = []
     if not problems:
@@ -155,6 +163,10 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
         teacher, problems = _inspect_teacher(run, hf_config, datasets)
     if model_plan is None or ids is None or problems:
         raise ConfigError(problems, "the run's inputs")
+    notes: list[str] = []
+    if check != "listed" and not _resumes(config):
+        notes += filter(None, (beginning_note(config, dataset) for dataset in datasets))
+        notes += pair_notes(config, datasets)
     return Inputs(
         hf_config,
         data_hash(config.data, datasets),
@@ -165,7 +177,7 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
         growth,
         teacher,
         held_out_sets,
-        (*ids.notes, *row_notes, *_notes(config, datasets)) if check != "listed" else (),
+        (*ids.notes, *row_notes, *notes) if check != "listed" else (),
         ids.record,
     )
 
@@ -205,13 +217,6 @@ def _inspect_teacher(
     if plan is None or problems:
         return None, [of_teacher(config, problem) for problem in problems]
     return TeacherInputs(teacher, hf_teacher, plan), []
-
-
-def _notes(config: RunConfig, datasets: Sequence[TokenDataset]) -> tuple[str, ...]:
-    if _resumes(config):
-        return ()
-    notes = tuple(note for dataset in datasets if (note := beginning_note(config, dataset)))
-    return (*notes, *pair_notes(config, datasets))
 
 
 def check_base_weights(config: RunConfig, inputs: Inputs) -> None:

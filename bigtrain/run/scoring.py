@@ -22,7 +22,7 @@ import xxhash
 
 from bigtrain.data.loading.collator import BatchOptions, BatchReader
 from bigtrain.data.loading.micro_batch import MicroBatch
-from bigtrain.data.samples.documents import DocumentSamples, Longer
+from bigtrain.data.samples.documents import DocumentSamples
 from bigtrain.data.samples.rated import RatedSamples
 from bigtrain.data.samples.token_stream import Indices, split_stream
 from bigtrain.data.shards.dataset import TokenDataset
@@ -109,7 +109,13 @@ def score_dataset(
     splits: dict[Split, list[ScorePartRecord]] = {}
     longest: dict[Split, int] = {}
     for split in scored.splits:
-        samples, rated = _samples(scored, split), _rated_samples(scored, split)
+        stream = split_stream(scored.dataset, split)
+        truncates, length = request.long_documents == "truncate", request.sequence_length
+        samples = DocumentSamples(stream, length, "truncate" if truncates else "divide")
+        rated: RatedSamples | None = None
+        if scored.dataset.table.rows == "kto":  # which needs mismatched answers, too
+            rated_stream = split_stream(scored.dataset, split)
+            rated = RatedSamples(rated_stream, length, truncates=truncates)
         longest[split], splits[split] = samples.longest, []
         for part in _parts(split, samples, request):
             record = work.on_main_rank(lambda part=part: writers[0].finished(part.name))  # type: ignore[misc]
@@ -132,22 +138,6 @@ def score_dataset(
 
     work.on_main_rank(close)
     return work.on_every_rank(lambda: open_scores(directory))[context.world.rank]
-
-
-def _samples(scored: ScoredSplits, split: Split) -> DocumentSamples:
-    request = scored.request
-    longer: Longer = "truncate" if request.long_documents == "truncate" else "divide"
-    stream = split_stream(scored.dataset, split)
-    return DocumentSamples(stream, request.sequence_length, longer)
-
-
-def _rated_samples(scored: ScoredSplits, split: Split) -> RatedSamples | None:
-    """Return rated answers with mismatched ones; None for other data."""
-    if scored.dataset.table.rows != "kto":
-        return None
-    truncates = scored.request.long_documents == "truncate"
-    stream = split_stream(scored.dataset, split)
-    return RatedSamples(stream, scored.request.sequence_length, truncates=truncates)
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,22 @@ class SegmentRun:
         if not launch.is_writing and launch.logged_segment is not segment:
             patches = ", ".join(self._engine.speed_patches) or "none"
             log.to_file(f"DeepSpeed speed patches: {patches}")
-            _log_plan(context, log, inputs)
+            settings, topology = context.run.engine, context.topology
+            if settings.not_tried:
+                log.info(
+                    f"{settings.source}: not covered by bigtrain's tests: "
+                    f"{', '.join(settings.not_tried)} (docs/reference/deepspeed_keys.md)"
+                )
+            placement = [topology.describe(), *topology.crossings(context.hosts)]
+            plan = inputs.model_plan.lines(context.plan.accumulation)
+            for line in (*placement, *plan, *inputs.notes):
+                if line:
+                    log.info(line)
+            for report in inputs.packing:
+                log.info(str(report))
+            for dataset in inputs.datasets:
+                if not dataset.table.has_blocks:
+                    log.info(f"{dataset.path}: {NOT_VERIFIED}")
             launch.logged_segment = segment
         if len(launch.segments) > 1:
             log.info(segment.describe())
@@ -213,7 +228,7 @@ class SegmentRun:
         base: BaseWeights | None = None
         if config.adapters is not None:
             # Checkpoints do not contain the base weights, so these are read first.
-            base = launch.source.fill(context, log, engine, inputs, launch.weights)
+            base = launch.source.fill(context, log, engine, inputs, weights=launch.weights)
         while True:
             state = restore_or_start(
                 context, log, engine, inputs, base, memory=launch.memory, rejected=launch.rejected
@@ -225,7 +240,7 @@ class SegmentRun:
             if is_complete(context, log, state):
                 return Finished(None)
             if state.step == 0 and config.adapters is None:
-                base = launch.source.fill(context, log, engine, inputs, launch.weights)
+                base = launch.source.fill(context, log, engine, inputs, weights=launch.weights)
 
             # Open the data at the position of the state.
             data_rank, phase = mesh.coordinates.data_rank, state.phases[-1]
@@ -385,23 +400,3 @@ def _check_tensor_plan(context: RunContext, inputs: Inputs, mesh: Mesh) -> None:
             cache_put(KIND, key, {"is_right": True})
 
     work.on_main_rank(decide)
-
-
-def _log_plan(context: RunContext, log: RunLog, inputs: Inputs) -> None:
-    topology = context.topology
-    engine = context.run.engine
-    if engine.not_tried:
-        log.info(
-            f"{engine.source}: not covered by bigtrain's tests: {', '.join(engine.not_tried)} "
-            "(docs/reference/deepspeed_keys.md)"
-        )
-    placement = [topology.describe(), *topology.crossings(context.hosts)]
-    plan = inputs.model_plan.lines(context.plan.accumulation)
-    for line in (*placement, *plan, *inputs.notes):
-        if line:
-            log.info(line)
-    for report in inputs.packing:
-        log.info(str(report))
-    for dataset in inputs.datasets:
-        if not dataset.table.has_blocks:
-            log.info(f"{dataset.path}: {NOT_VERIFIED}")

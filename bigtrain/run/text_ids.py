@@ -44,7 +44,13 @@ def resolve_text_ids(
 
     def are_written() -> bool:
         # Rows that a user or a class tokenized begin and end as they like.
-        return not any(_has_tokenized_rows(dataset) for dataset in datasets)
+        for dataset in datasets:
+            if isinstance(dataset, SourceDataset | StreamDataset):
+                return False
+            options = dataset.manifest.options
+            if options.chat and options.chat_format == "tokens":
+                return False
+        return True
 
     shards = ShardTextIds(
         text_record(tokenizers),
@@ -56,10 +62,3 @@ def resolve_text_ids(
     return model_text_ids(
         config.model, hf_config, shards, same_tokenizer=not config.data.allow_other_tokenizer
     )
-
-
-def _has_tokenized_rows(dataset: TokenDataset) -> bool:
-    if isinstance(dataset, SourceDataset | StreamDataset):
-        return True
-    options = dataset.manifest.options
-    return options.chat and options.chat_format == "tokens"

@@ -64,7 +64,16 @@ def merge_run(
     The directory's logits are compared with those of the mean in memory, which takes the memory of
     the model. Raises CheckpointError, ConfigError or ModelError; `output` is then unchanged.
     """
-    shares = _normalized(shares or [1.0] * len(steps), len(steps))
+    # Shares that add up to 1.
+    shares = shares or [1.0] * len(steps)
+    text = ",".join(f"{share:g}" for share in shares)
+    if len(shares) != len(steps):
+        rule = f"has {len(shares)} shares for {len(steps)} checkpoints"
+        raise ConfigError(Problem("--weights", text, rule, "one for each, oldest first"))
+    if not all(0 < share < float("inf") for share in shares):
+        raise ConfigError(Problem("--weights", text, "is not above zero", "--weights 1,1"))
+    shares = [share / sum(shares) for share in shares]
+
     directories = [checkpoints.find(run_directory, step, warn=warn) for step in steps]
     state = checkpoints.read_state(directories[-1])
     config = RunConfig.model_validate(state["config"])
@@ -73,6 +82,8 @@ def merge_run(
             f"{run_directory} has adapters, and the mean of their two factors is not the mean of "
             "their products -> bigtrain export --merge, for one checkpoint"
         )
+
+    # Open the tensors of all checkpoints; the means are computed when they are written.
     model_config = run_directory / MODEL_CONFIG
     hf_config = load_hf_config(ModelSection(config=str(model_config), type=config.model.type))
     opened = [
@@ -97,18 +108,6 @@ def merge_run(
         max_shard_size=max_shard_size,
         warn=warn,
     )
-
-
-def _normalized(shares: Sequence[float], count: int) -> list[float]:
-    """Return `shares` that add up to 1. Raises ConfigError for another number than `count`, and for
-    shares that are not above zero."""
-    text = ",".join(f"{share:g}" for share in shares)
-    if len(shares) != count:
-        rule = f"has {len(shares)} shares for {count} checkpoints"
-        raise ConfigError(Problem("--weights", text, rule, "one for each, oldest first"))
-    if not all(0 < share < float("inf") for share in shares):
-        raise ConfigError(Problem("--weights", text, "is not above zero", "--weights 1,1"))
-    return [share / sum(shares) for share in shares]
 
 
 def _means(
@@ -144,6 +143,7 @@ class _Mean:
         if not last.dtype.is_floating_point:
             last.fill(offsets, out)
             return
+        # mean = sum_i share_i * tensor_i, with shares that add up to 1.
         total = torch.zeros(out.shape, dtype=torch.float64)
         for tensor, share in zip(self.tensors, self.shares, strict=True):
             part = torch.empty(out.shape, dtype=tensor.dtype)

@@ -83,7 +83,16 @@ def resumed_phases(
     if parameters is not None:
         changes += _changed_groups(document.get("parameters"), parameters, config)
     if "best_fit" in (document["config"]["data"].get("packing"), config.data.packing):
-        _refuse_other_packing(changes, directory)
+        # Packing permutes the documents of an epoch, so a change leaves unknown what is unread.
+        packing = [f"  {key}: {text}" for key, text in changes if key in _TABLE["packing"]]
+        if packing:
+            raise CheckpointError(
+                f"{directory}: other settings pack the documents differently, so that the unread "
+                "rest of the epoch is not known; restore the settings, or export the weights and "
+                "begin a new run with them:\n" + "\n".join(packing)
+            )
+
+    # The data phases so far, and one more if the data has changed.
     phases = tuple(Phase.from_json(phase) for phase in document.get("phases", ()))
     if not phases:
         # Older than phases: with other data, it is unknown what was read already.
@@ -94,6 +103,8 @@ def resumed_phases(
         phases = (first_phase(config, sources, length),)
     now = config.model_copy(update={"batch": config.batch.at(document["step"])})
     following = next_phase(phases[-1], now, sources, document["samples"])
+
+    # Every difference is listed once.
     named = {key for key, _ in changes}
     if _has_phases(document, config):  # compared by `_changed_batches`
         named.add("batch.sequence_length")
@@ -148,59 +159,19 @@ def changed_averages(document: dict[str, Any], config: RunConfig) -> str | None:
     return f"optimizer.ema.decay: {before:g} in the checkpoint, {now:g} from now on"
 
 
-def _refuse_other_states(document: dict[str, Any], config: RunConfig, directory: Path) -> None:
-    """Raise CheckpointError for an optimizer that needs states which the checkpoint's has not."""
-    stored_type, new_type = (
-        document["config"]["optimizer"].get("type", "adamw"),
-        config.optimizer.type,
-    )
-    stored = OPTIMIZERS.get(stored_type)
-    if stored is not None and not set(config.optimizer.facts.states) <= set(stored.states):
-        raise CheckpointError(
-            f"{directory}: has states of optimizer.type = {stored_type}, which {new_type} cannot "
-            f"continue -> optimizer.type={stored_type}, or export the weights and begin a new run "
-            "with them"
-        )
-
-
-def _refuse_thawed(
-    document: dict[str, Any], parameters: Parameters | None, directory: Path
-) -> None:
-    """Raise CheckpointError for parameters that were frozen and are trained now. Their moments
-    would begin at 0, and AdamW corrects that by its number of steps, which all parameters share:
-    their first updates would have another size."""
-    frozen = (document.get("parameters") or {}).get("frozen")
-    if parameters is None or not frozen:
-        return
-    still_frozen = set(parameters.record()["frozen"])
-    thawed = [name for name in frozen if name not in still_frozen]
-    if thawed:
-        further_text = f" and {len(thawed) - 1} more" if len(thawed) > 1 else ""
-        raise CheckpointError(
-            f"{directory}: {thawed[0]}{further_text} had no optimizer states there, being frozen, "
-            "and would be trained now -> restore model.frozen, or begin a run of its own from "
-            "these weights in another output.directory: "
-            f"checkpoint.initialize_from={directory} with model.config, or model.path=EXPORT"
-        )
-
-
-def _refuse_other_packing(changes: Sequence[tuple[str, str]], directory: Path) -> None:
-    packing = [f"  {key}: {text}" for key, text in changes if key in _TABLE["packing"]]
-    if packing:
-        raise CheckpointError(
-            f"{directory}: other settings pack the documents differently, so that the unread rest "
-            "of the epoch is not known; restore the settings, or export the weights and begin a "
-            "new run with them:\n" + "\n".join(packing)
-        )
-
-
 def _has_phases(document: dict[str, Any], config: RunConfig) -> bool:
     return bool(config.batch.phases or document["config"]["batch"].get("phases"))
 
 
 def _changed_settings(document: dict[str, Any], config: RunConfig) -> list[tuple[str, str]]:
     stored = document["config"]
-    before = _with_defaults(stored) | _TABLE["before"]
+    # The checkpoint lacks settings that are newer: such a setting changes nothing unless it is set,
+    # so its default is compared, except for the settings that `before` lists.
+    try:
+        before = mathematics(RunConfig.model_validate(stored))
+    except ValidationError:  # of a release that had other keys
+        before = {}
+    before |= _TABLE["before"]
     for section in ("sites", "adapters"):
         before |= _TABLE[f"before_of_{section}"] if stored.get(section) else {}
     before |= _flat(stored)
@@ -214,15 +185,6 @@ def _changed_settings(document: dict[str, Any], config: RunConfig) -> list[tuple
         return changes
     batches = _changed_batches(BatchSection.model_validate(stored["batch"]), config, document)
     return [*(change for change in changes if not change[0].startswith("batch.")), *batches]
-
-
-def _with_defaults(stored: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of a checkpoint, with the defaults of those that it lacks: a setting that
-    is new changes nothing unless it is set, but for those of `before`."""
-    try:
-        return mathematics(RunConfig.model_validate(stored))
-    except ValidationError:  # of a release that had other keys
-        return {}
 
 
 def _changed_batches(
@@ -290,9 +252,30 @@ def _refuse_changes(
     directory: Path,
     parameters: Parameters | None = None,
 ) -> None:
-    # First what no setting allows, so that no advice is refused in turn.
-    _refuse_other_states(document, config, directory)
-    _refuse_thawed(document, parameters, directory)
+    # First what no setting allows, so that no advice is refused in turn: an optimizer that needs
+    # states which the checkpoint lacks, and parameters without states.
+    stored_type = document["config"]["optimizer"].get("type", "adamw")
+    stored = OPTIMIZERS.get(stored_type)
+    if stored is not None and not set(config.optimizer.facts.states) <= set(stored.states):
+        raise CheckpointError(
+            f"{directory}: has states of optimizer.type = {stored_type}, which "
+            f"{config.optimizer.type} cannot continue -> optimizer.type={stored_type}, or export "
+            "the weights and begin a new run with them"
+        )
+    frozen = (document.get("parameters") or {}).get("frozen")
+    if parameters is not None and frozen:
+        # The moments of thawed parameters would begin at 0, and AdamW corrects that by its number
+        # of steps, which all parameters share: the first updates would have another size.
+        still_frozen = set(parameters.record()["frozen"])
+        thawed = [name for name in frozen if name not in still_frozen]
+        if thawed:
+            names = thawed[0] + (f" and {len(thawed) - 1} more" if len(thawed) > 1 else "")
+            raise CheckpointError(
+                f"{directory}: {names} had no optimizer states there, being frozen, and would be "
+                "trained now -> restore model.frozen, or begin a run of its own from these weights "
+                f"in another output.directory: checkpoint.initialize_from={directory} with "
+                "model.config, or model.path=EXPORT"
+            )
     is_over = config.train.total_steps <= document["step"]
     _refuse(changes, config.checkpoint.allow_changes, directory, is_over=is_over)
 

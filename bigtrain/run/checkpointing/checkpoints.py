@@ -226,7 +226,24 @@ def _verify(directory: Path, contents: Contents) -> None:
         _verify_file(directory / name, num_bytes, checksum if is_read else None)
     if contents == "none":
         return
-    _verify_identity(directory, manifest.identity)
+
+    # state.json and the run's directory (if there is one) must name the same run and step.
+    identity = manifest.identity
+    state = read_state(directory)
+    if (state.get("run"), state.get("step")) != (identity.run, identity.step):
+        raise CorruptCheckpointError(
+            f"{directory / STATE}: is of run {state.get('run')}, step {state.get('step')}, the "
+            f"manifest of run {identity.run}, step {identity.step}"
+        )
+    run_directory = directory.parent.parent
+    is_in_run = directory == checkpoint_path(run_directory, identity.step)
+    run_id = read_run_id(run_directory) if is_in_run else None
+    if run_id not in (None, identity.run):
+        raise CorruptCheckpointError(
+            f"{directory / MANIFEST}: is of run {identity.run}, but {run_directory / RUN_ID} is "
+            f"{run_id}: it was copied here from another run -> remove it, or, to resume from "
+            f"it, {run_directory / RUN_ID}"
+        )
     if contents == "all":
         verify_files(directory / TENSORS, Listing(manifest.headers, manifest.identity))
 
@@ -247,26 +264,6 @@ def _verify_file(path: Path, num_bytes: int, checksum: str | None) -> None:
         raise CorruptCheckpointError(f"{path}: {path.stat().st_size} bytes, should be {num_bytes}")
     if checksum is not None and file_checksum(path) != checksum:
         raise CorruptCheckpointError(f"{path}: contents do not match their checksum")
-
-
-def _verify_identity(directory: Path, identity: SaveIdentity) -> None:
-    """Check that ``state.json`` and the run's directory (if there is one) name the same run and
-    step."""
-    state = read_state(directory)
-    if (state.get("run"), state.get("step")) != (identity.run, identity.step):
-        raise CorruptCheckpointError(
-            f"{directory / STATE}: is of run {state.get('run')}, step {state.get('step')}, the "
-            f"manifest of run {identity.run}, step {identity.step}"
-        )
-    run_directory = directory.parent.parent
-    is_there = directory == checkpoint_path(run_directory, identity.step)
-    run_id = read_run_id(run_directory) if is_there else None
-    if run_id not in (None, identity.run):
-        raise CorruptCheckpointError(
-            f"{directory / MANIFEST}: is of run {identity.run}, but {run_directory / RUN_ID} is "
-            f"{run_id}: it was copied here from another run -> remove it, or, to resume from "
-            f"it, {run_directory / RUN_ID}"
-        )
 
 
 def read_run_id(run_directory: Path) -> str | None:

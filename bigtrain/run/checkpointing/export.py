@@ -53,7 +53,10 @@ def export_run(
     directory = checkpoints.find(run_directory, step, warn=warn)
     state = checkpoints.read_state(directory)
     config = RunConfig.model_validate(state["config"])
-    hf_config = _model_configuration(run_directory, config)
+    # The model's configuration as the run directory has it: a directory or Hub name of
+    # `config.model` may be deleted or changed by now.
+    section = ModelSection(config=str(run_directory / MODEL_CONFIG), type=config.model.type)
+    hf_config = with_mtp_layers(load_hf_config(section), trains=config.objective.mtp_weight > 0)
     _refuse_options(directory, state, config, merge=merge, average=average)
     weights: Mapping[str, torch.Tensor] = open_weights(
         directory / checkpoints.TENSORS, checkpoints.list_tensors(directory), average=average
@@ -67,7 +70,10 @@ def export_run(
         library="transformers" if config.adapters is None or merge else "peft",
     )
     if config.adapters is not None:
-        base = _base_of(config, hf_config, state, directory)
+        # Compare the base with the base that the adapters were trained on; reads all of its files.
+        assert config.model.path is not None
+        base = find_weights(config.model.path, hf_config, seed=config.seed)
+        refuse_other_base(state, base_sums(base.files), directory)
         if not merge:
             notes = export_adapter(
                 weights,
@@ -108,13 +114,6 @@ def export_run(
     return int(state["step"])
 
 
-def _model_configuration(run_directory: Path, config: RunConfig) -> Any:
-    """Return the model's configuration as the run directory has it: a directory or Hub name of
-    `config.model` may be deleted or changed by now."""
-    section = ModelSection(config=str(run_directory / MODEL_CONFIG), type=config.model.type)
-    return with_mtp_layers(load_hf_config(section), trains=config.objective.mtp_weight > 0)
-
-
 def _refuse_options(
     directory: Path, state: dict[str, Any], config: RunConfig, *, merge: bool, average: bool
 ) -> None:
@@ -146,6 +145,13 @@ def write_export(
     has of its base and its tokenizer. `as_stored`: names of weights that stay as in the base's
     files. `warn` is called for each thing that was changed or added. Raises as `export_model`."""
     record = BaseRecord.find(run_directory)
+    missing = []
+    if record is None and config.model.path is not None:
+        missing.append(
+            f"the run has no record of its base {config.model.path} (started by an older bigtrain, "
+            "or its folder base was removed): other files of the base, tensors that transformers "
+            "does not load, and the dtype of each tensor are not kept"
+        )
     notes = export_model(
         weights,
         hf_config,
@@ -159,21 +165,10 @@ def write_export(
         max_shard_size=max_shard_size,
         base=record,
         as_stored=as_stored,
-        known=_notes_without_record(config) if record is None else (),
+        known=missing,
     )
     for note in notes:
         warn(f"{output}: {note}")
-
-
-def _notes_without_record(config: RunConfig) -> list[str]:
-    """Return a note on the missing parts of an export if the run has no record of its base."""
-    if config.model.path is None:
-        return []
-    return [
-        f"the run has no record of its base {config.model.path} (started by an older bigtrain, "
-        "or its folder base was removed): other files of the base, tensors that transformers does "
-        "not load, and the dtype of each tensor are not kept"
-    ]
 
 
 def frozen_names(config: RunConfig, state: dict[str, Any]) -> list[str]:
@@ -203,14 +198,6 @@ def _merged(
             f"{distance:.1e} (root mean square, relative)"
         )
     return merged_weights(weights, adapters, base, hf_config), probe
-
-
-def _base_of(config: RunConfig, hf_config: Any, state: dict[str, Any], directory: Path) -> Weights:
-    """Return the base weights of a checkpoint's adapters. Reads all of their files."""
-    assert config.model.path is not None
-    base = find_weights(config.model.path, hf_config, seed=config.seed)
-    refuse_other_base(state, base_sums(base.files), directory)
-    return base
 
 
 _TAIL_BYTES = 1 << 22  # of a file that grows with the run

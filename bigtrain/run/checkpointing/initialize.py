@@ -78,6 +78,7 @@ class WeightsSource:
         log: RunLog,
         engine: TrainEngine,
         inputs: Inputs,
+        *,
         weights: Weights | None,
         sums: Sums | None = None,
     ) -> BaseWeights | None:
@@ -93,7 +94,22 @@ class WeightsSource:
                     f"{weights.setting}: these tensors are not part of the model that transformers "
                     f"builds, and are not trained: {shortened(unused)}"
                 )
-            read_weights(engine, _grown(context, log, inputs, weights))
+            growth, model = inputs.growth, context.config.model
+            if growth is not None:
+                weights = grown_weights(
+                    weights,
+                    inputs.hf_config,
+                    growth,
+                    model,
+                    context.config.seed,
+                    context.long_work.on_main_rank,
+                )
+                assert model.vocabulary is not None
+                log.info(
+                    f"vocabulary grown from {growth.before} to {growth.after} rows "
+                    f"({model.vocabulary.new_rows}): {', '.join(growth.names)}"
+                )
+            read_weights(engine, weights)
             return base
         checkpoint = self.checkpoint
         if checkpoint is None:
@@ -108,23 +124,6 @@ class WeightsSource:
             raise CheckpointError(f"{KEY}: {error}") from error
         log.info(f"weights initialized from {directory}")
         return None
-
-
-def _grown(context: RunContext, log: RunLog, inputs: Inputs, weights: Weights) -> Weights:
-    """Return `weights` with the rows by which the run's vocabulary grows. Collective."""
-    growth = inputs.growth
-    if growth is None:
-        return weights
-    config, hf_config = context.config, inputs.hf_config
-    grown = grown_weights(
-        weights, hf_config, growth, config.model, config.seed, context.long_work.on_main_rank
-    )
-    assert config.model.vocabulary is not None
-    log.info(
-        f"vocabulary grown from {growth.before} to {growth.after} rows "
-        f"({config.model.vocabulary.new_rows}): {', '.join(growth.names)}"
-    )
-    return grown
 
 
 def verify_weights(context: RunContext, weights: Weights) -> Sums:

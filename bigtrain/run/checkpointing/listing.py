@@ -52,13 +52,16 @@ def listed_checkpoints(run_directory: Path) -> list[ListedCheckpoint]:
     listed = []
     for step, reason in corruption.items():
         directory = checkpoints.checkpoint_path(run_directory, step)
-        document = _state(directory)
+        try:
+            document = checkpoints.read_state(directory)
+        except CheckpointError:
+            document = {}
         loss = document.get("held_out_loss")
         listed.append(
             ListedCheckpoint(
                 step,
                 directory,
-                _num_bytes(directory),
+                sum(p.stat().st_size for p in directory.rglob("*") if p.is_file()),
                 reason,
                 loss if isinstance(loss, float) else None,
                 _topology(document),
@@ -148,13 +151,6 @@ def _sections(run_directory: Path) -> tuple[CheckpointSection, BestSection]:
         raise CheckpointError(f"{path}: unreadable ({error})") from error
 
 
-def _state(directory: Path) -> dict[str, Any]:
-    try:
-        return checkpoints.read_state(directory)
-    except CheckpointError:
-        return {}
-
-
 def _topology(document: dict[str, Any]) -> str:
     """Return ranks, parallel degrees above 1 and ZeRO stage of the engine that wrote it."""
     try:
@@ -168,10 +164,6 @@ def _topology(document: dict[str, Any]) -> str:
     except (KeyError, TypeError):
         return "?"
     return ", ".join(words)
-
-
-def _num_bytes(directory: Path) -> int:
-    return sum(p.stat().st_size for p in directory.rglob("*") if p.is_file())
 
 
 def _size(num_bytes: int) -> str:
@@ -214,12 +206,19 @@ def describe_adapters(directory: Path) -> list[str]:
     """Return a table of the runs in `directory`, or one or two folders below, with adapters in a
     complete checkpoint. Runs whose base model has the same files share a letter. Raises
     CheckpointError if there are none."""
-    runs = [run for path in _runs(directory) if (run := _read(path)) is not None]
+    folders = sorted(
+        path.parent
+        for pattern in ("checkpoints", "*/checkpoints", "*/*/checkpoints")
+        for path in directory.glob(pattern)
+        if (path.parent / "config.json").is_file()
+    )
+    runs = [run for folder in folders if (run := _read(folder)) is not None]
     if not runs:
         raise CheckpointError(f"{directory}: no run below it has adapters in a checkpoint")
     letters: dict[str, str] = {}
     for run in runs:
-        letters.setdefault(_key(run), _letter(len(letters)))
+        number = len(letters)
+        letters.setdefault(_key(run), chr(ord("A") + number) if number < 26 else str(number))
     runs.sort(key=lambda run: (letters[_key(run)], str(run.run)))
     rows = [_ADAPTER_COLUMNS]
     for run in runs:
@@ -231,11 +230,6 @@ def describe_adapters(directory: Path) -> list[str]:
         paths = sorted({run.base_path for run in runs if letters[_key(run)] == letter})
         lines.append(f"base {letter}: {', '.join(paths)}")
     return lines
-
-
-def _runs(directory: Path) -> list[Path]:
-    paths = (path for depth in ("", "*/", "*/*/") for path in directory.glob(f"{depth}checkpoints"))
-    return sorted(path.parent for path in paths if (path.parent / "config.json").is_file())
 
 
 def _read(run: Path) -> _Adapters | None:
@@ -264,7 +258,3 @@ def _read(run: Path) -> _Adapters | None:
 
 def _key(run: _Adapters) -> str:
     return json.dumps(run.base, sort_keys=True)
-
-
-def _letter(number: int) -> str:
-    return chr(ord("A") + number) if number < 26 else str(number)

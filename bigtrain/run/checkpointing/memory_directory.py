@@ -175,8 +175,10 @@ def remove_stale(mount: str, keep: Path | None, run_directory: Path) -> int:
             if path == keep or _NAME.fullmatch(path.name) is None:
                 continue
             with suppress(OSError):
-                is_own = path.name.startswith(f"{path_hash}-")
-                if is_own or _changed_at(path) < oldest:
+                is_same_path = path.name.startswith(f"{path_hash}-")
+                folders = [folder for folder in (path, path / "checkpoints") if folder.exists()]
+                changed_at = max(folder.lstat().st_mtime for folder in folders)
+                if is_same_path or changed_at < oldest:
                     with _opened(path / _LOCK) as fd:
                         if fd is None or _locks(fd):
                             shutil.rmtree(path)
@@ -252,11 +254,3 @@ def _opened(path: Path) -> Iterator[int | None]:
         yield fd
     finally:
         os.close(fd)
-
-
-def _changed_at(path: Path) -> float:
-    return max(
-        changed_path.lstat().st_mtime
-        for changed_path in (path, path / "checkpoints")
-        if changed_path.exists()
-    )

@@ -248,7 +248,10 @@ class MemoryFiles:
             return parse_layout((path if path.exists() else directory / path.name).read_bytes())
 
         layout = self._on_all(read_layout)
-        tensor_paths = {_path_of(writer) for writer in writers_of_own_parts(engine, layout)}
+        tensor_paths = {
+            f"{checkpoints.TENSORS}/{file_name(writer)}"
+            for writer in writers_of_own_parts(engine, layout)
+        }
         self._fetch(tensor_paths, local_bytes, directory, destination)
 
         def commit() -> None:
@@ -355,10 +358,6 @@ class MemoryFiles:
         if error is None:
             draft.replace(target)
         return error
-
-
-def _path_of(writer: int) -> str:
-    return f"{checkpoints.TENSORS}/{file_name(writer)}"
 
 
 def _files_at(directory: Path, digest: str) -> dict[str, int]:

@@ -234,8 +234,19 @@ class MemorySaver:
         tensors = partial / checkpoints.TENSORS
         snapshot = write.snapshot.tensors
         try:
-            # The first save checks that two checkpoints of this host fit.
-            need = 0 if self._is_measured else self._bytes_of_host(snapshot.own_bytes)
+            # The first save checks that two checkpoints of this host fit, with the copies of the
+            # partner's files.
+            need = 0
+            if not self._is_measured:
+                hosts, partners = self._context.hosts, self._partners
+                sizes = [torch.zeros((), dtype=torch.int64) for _ in hosts]
+                num_bytes = torch.tensor(snapshot.own_bytes, dtype=torch.int64)
+                dist.all_gather(sizes, num_bytes, group=group)
+                for rank, host in enumerate(hosts):
+                    if host == hosts[self._context.world.rank]:
+                        need += int(sizes[rank])
+                        need += 0 if partners is None else int(sizes[partners.source_of(rank)])
+                need *= GENERATIONS_IN_MEMORY
 
             def prepare() -> None:
                 if not self._files.is_keeper:
@@ -270,17 +281,6 @@ class MemorySaver:
             on_all_ranks(commit, group)
         except Exception as failure:
             write.error = failure
-
-    def _bytes_of_host(self, num_bytes: int) -> int:
-        """Return the bytes of two checkpoints on this rank's host. Collective."""
-        sizes = [torch.zeros((), dtype=torch.int64) for _ in self._context.hosts]
-        dist.all_gather(sizes, torch.tensor(num_bytes, dtype=torch.int64), group=self._group)
-        hosts, rank = self._context.hosts, self._context.world.rank
-        host_ranks = [number for number, host in enumerate(hosts) if host == hosts[rank]]
-        total = sum(int(sizes[number]) for number in host_ranks)
-        if self._partners is not None:
-            total += sum(int(sizes[self._partners.source_of(number)]) for number in host_ranks)
-        return GENERATIONS_IN_MEMORY * total
 
     def _copy_to_partner(self, tensors: Path) -> OSError | None:
         """Send this rank's file to the partner, and write the copy of another rank's. Collective.

@@ -58,6 +58,7 @@ def restore_or_start(
     new engine and the same `rejected`. Raises CheckpointError on every rank if a checkpoint belongs
     to a run with other settings (listing the differences), or if all are corrupt."""
     memory_checkpoints = [] if memory is None else memory.complete(log)
+    # Only the main rank reads the directory, so that all ranks load the same checkpoint.
     candidates = (c for c in _merged(context, log, memory_checkpoints) if _key(c) not in rejected)
     while (candidate := context.long_work.on_main_rank(lambda: next(candidates, None))) is not None:
         loadable = _loadable(candidate, log, engine, memory)
@@ -65,6 +66,8 @@ def restore_or_start(
             _reject(context, log, candidate, rejected)
             return None
         directory, document = loadable
+
+        # Refuse a checkpoint of another run before any tensor is read.
         sources, data_hash = inputs.sources, inputs.data_hash
         parameters = inputs.model_plan.parameters
         config = context.run.recorded_config
@@ -75,6 +78,8 @@ def restore_or_start(
         if not _is_restored(log, engine, directory, document):
             _reject(context, log, candidate, rejected)
             return None
+
+        # Log what continues differently.
         state = _state_of(document, phases)
         log.info(f"resumed at step {state.step} from {directory}")
         if memory is not None:
@@ -186,12 +191,6 @@ def _usable(context: RunContext, log: RunLog) -> Iterator[_Loadable]:
         yield directory, checkpoints.read_state(directory)
 
 
-def _next(context: RunContext, loadable: Iterator[_Loadable]) -> _Loadable | None:
-    """Return the next checkpoint to load, or None. Collective. Only the main rank reads the
-    directory, so that all ranks load the same one."""
-    return context.long_work.on_main_rank(lambda: next(loadable, None))
-
-
 def acquire_run_directory(context: RunContext, state: TrainState) -> bool:
     """Fence off any earlier launch that may still write the run directory. Collective; called after
     all checks that can refuse the run. Return False if an earlier launch has saved since `state`
@@ -228,11 +227,22 @@ def roll_back(
             "and the learning rate of this site; when restarted, it resumes from its newest "
             "checkpoint"
         )
-    good = _good_checkpoints(context, log, state)
-    while (loadable := _next(context, good)) is not None:
+
+    def good_checkpoints() -> Iterator[_Loadable]:
+        for directory in checkpoints.usable(context.directory, log.info):
+            document = checkpoints.read_state(directory)
+            streak = GuardState.from_json(document.get("guard")).streak
+            if document["step"] < state.step and streak == 0:
+                yield directory, document
+
+    # Only the main rank reads the directory, so that all ranks load the same checkpoint.
+    candidates = good_checkpoints()
+    while (loadable := context.long_work.on_main_rank(lambda: next(candidates, None))) is not None:
         directory, document = loadable
         if not _is_restored(log, engine, directory, document):
             continue
+
+        # Refuse to return to the same checkpoint too often: its next steps are bad again.
         stored_guard = GuardState.from_json(document.get("guard"))
         is_same_step = state.guard.rolled_back_to == document["step"]
         guard = replace(
@@ -263,14 +273,6 @@ def roll_back(
     )
 
 
-def _good_checkpoints(context: RunContext, log: RunLog, state: TrainState) -> Iterator[_Loadable]:
-    for directory in checkpoints.usable(context.directory, log.info):
-        document = checkpoints.read_state(directory)
-        streak = GuardState.from_json(document.get("guard")).streak
-        if document["step"] < state.step and streak == 0:
-            yield directory, document
-
-
 def restore_alike(
     context: RunContext, log: RunLog, engine: TrainEngine, state: TrainState, differing: Differing
 ) -> TrainState:
@@ -291,6 +293,7 @@ def restore_alike(
             if step > differing.alike_step:
                 checkpoints.remove(checkpoints.checkpoint_path(directory, step))
 
+    # Newer checkpoints may contain the wrong parameters.
     context.long_work.on_main_rank(remove_newer)
     if differing.repeated_hosts:
         if differing.is_known and context.hosts[context.world.rank] in differing.repeated_hosts:
@@ -303,8 +306,10 @@ def restore_alike(
             "processors may be faulty -> exclude it, and start the run again: it resumes from "
             "before"
         )
+
+    # Only the main rank reads the directory, so that all ranks load the same checkpoint.
     usable = _usable(context, log)
-    while (loadable := _next(context, usable)) is not None:
+    while (loadable := context.long_work.on_main_rank(lambda: next(usable, None))) is not None:
         checkpoint, document = loadable
         if not _is_restored(log, engine, checkpoint, document):
             continue

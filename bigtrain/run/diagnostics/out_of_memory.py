@@ -118,21 +118,19 @@ def explained(context: RunContext, engine: TrainEngine) -> Iterator[None]:
         allocated = torch.cuda.memory_allocated(device)
         total = torch.cuda.get_device_properties(device).total_memory
         memory = memory_use(engine.module, engine.engine.optimizer, allocated, total)
-        raise LaunchError(_text(context, memory, error)) from error
 
-
-def _text(context: RunContext, memory: MeasuredMemory, error: Exception) -> str:
-    directory = context.directory / DIRECTORY
-    path = directory / f"out_of_memory_rank_{context.world.rank}.pickle"
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        dump_memory_snapshot(str(path))
-        written = f"; snapshot: {path}"
-    except (OSError, RuntimeError):
-        written = ""
-    config, stage = context.config, context.run.engine.zero_stage
-    reason = str(error).strip().splitlines()[0]
-    return (
-        f"rank {context.world.rank} ran out of device memory ({reason}): "
-        f"{memory.describe()}{written} -> {', or '.join(remedies(config, stage, memory))}"
-    )
+        # The allocator's history shows which allocations the step made.
+        directory = context.directory / DIRECTORY
+        path = directory / f"out_of_memory_rank_{context.world.rank}.pickle"
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            dump_memory_snapshot(str(path))
+            written = f"; snapshot: {path}"
+        except (OSError, RuntimeError):
+            written = ""
+        config, stage = context.config, context.run.engine.zero_stage
+        reason = str(error).strip().splitlines()[0]
+        raise LaunchError(
+            f"rank {context.world.rank} ran out of device memory ({reason}): "
+            f"{memory.describe()}{written} -> {', or '.join(remedies(config, stage, memory))}"
+        ) from error

@@ -76,7 +76,8 @@ class StepClock:
         self._seconds: dict[str, float] = {}
         self._part = ENGINE
         self._num_steps = self._num_begun = 0
-        self._since, self._own, self._waited = now(), host_time.seconds, host_time.waited
+        self._since, self._hook_seconds = now(), host_time.seconds
+        self._waited = host_time.waited
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -107,7 +108,14 @@ class StepClock:
 
     def begin(self, part: str) -> None:
         """Begin a part of the step: "data", "engine" or the part of a mark."""
-        self._end_part()
+        now, hook_total = self._now(), self._host_time.seconds
+        spent, hook_seconds = now - self._since, hook_total - self._hook_seconds
+        # Time in DeepSpeed's hooks counts as the engine's, but only hooks of passes are measured.
+        if self._part not in _PASSES:
+            hook_seconds = 0.0
+        self._seconds[self._part] = self._seconds.get(self._part, 0.0) + spent - hook_seconds
+        self._seconds[ENGINE] = self._seconds.get(ENGINE, 0.0) + hook_seconds
+        self._since, self._hook_seconds = now, hook_total
         self._part = part
         self.memory.begin(part)
         if self._device is not None:
@@ -143,7 +151,7 @@ class StepClock:
         finally:
             self.memory.begin(None)
             self._waited += self._host_time.waited - waited
-            self._since, self._own = self._now(), self._host_time.seconds
+            self._since, self._hook_seconds = self._now(), self._host_time.seconds
             self._part = part
             if self._device is not None:
                 self._device.begin(part)
@@ -158,22 +166,32 @@ class StepClock:
         step_seconds = max(total / num_steps, math.ulp(1.0))
         communication: float | None = waited / num_steps
         if self._device is not None:
-            parts = _with_device(self._device.read(), parts.get(DATA, 0.0), step_seconds)
+            # The passes and the update by the device's clock; what remains of the step is split
+            # into data, up to the host's wait for the batch, and engine.
+            device = self._device.read()
+            data_seconds = parts.get(DATA, 0.0)
+            parts = {part: device[part] for part in (*_PASSES, "optimizer") if part in device}
+            host_seconds = max(0.0, step_seconds - sum(parts.values()))
+            parts[DATA] = min(data_seconds, host_seconds)
+            parts[ENGINE] = host_seconds - parts[DATA]
         if self.device_waits is not None:
             communication = self.device_waits.read()
-        times = StepTimes(self._num_steps, step_seconds, _breakdown(parts, communication))
+        times = StepTimes(
+            self._num_steps,
+            step_seconds,
+            Breakdown(
+                data_seconds=parts.get(DATA, 0.0),
+                forward_seconds=None if "compute" in parts else parts.get("forward", 0.0),
+                backward_seconds=None if "compute" in parts else parts.get("backward", 0.0),
+                compute_seconds=parts.get("compute"),
+                optimizer_seconds=parts.get("optimizer", 0.0),
+                communication_seconds=communication,
+                engine_seconds=parts.get(ENGINE, 0.0),
+            ),
+        )
         self._seconds.clear()
         self._num_steps, self._waited = 0, self._host_time.waited
         return times
-
-    def _end_part(self) -> None:
-        now, hook_total = self._now(), self._host_time.seconds
-        spent, hook_seconds = now - self._since, hook_total - self._own
-        if self._part not in _PASSES:
-            hook_seconds = 0.0
-        self._seconds[self._part] = self._seconds.get(self._part, 0.0) + spent - hook_seconds
-        self._seconds[ENGINE] = self._seconds.get(ENGINE, 0.0) + hook_seconds
-        self._since, self._own = now, hook_total
 
 
 class _DeviceParts:
@@ -258,25 +276,3 @@ class DeviceWaits:
             return None
         milliseconds: float = sum(start.elapsed_time(end) for start, end in pairs)
         return milliseconds / 1000
-
-
-def _with_device(
-    device: dict[str, float], data_seconds: float, step_seconds: float
-) -> dict[str, float]:
-    """Return parts of a step on CUDA: the device's; the rest is split into data and engine."""
-    parts = {part: device[part] for part in (*_PASSES, "optimizer") if part in device}
-    host_seconds = max(0.0, step_seconds - sum(parts.values()))
-    data_seconds = min(data_seconds, host_seconds)
-    return {**parts, DATA: data_seconds, ENGINE: host_seconds - data_seconds}
-
-
-def _breakdown(parts: dict[str, float], communication: float | None) -> Breakdown:
-    return Breakdown(
-        data_seconds=parts.get(DATA, 0.0),
-        forward_seconds=None if "compute" in parts else parts.get("forward", 0.0),
-        backward_seconds=None if "compute" in parts else parts.get("backward", 0.0),
-        compute_seconds=parts.get("compute"),
-        optimizer_seconds=parts.get("optimizer", 0.0),
-        communication_seconds=communication,
-        engine_seconds=parts.get(ENGINE, 0.0),
-    )

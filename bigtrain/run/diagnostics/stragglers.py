@@ -131,20 +131,18 @@ def find_stragglers(
     stragglers = []
     for rank, seconds in enumerate(work_seconds):
         alike = seconds_by_peers[peers[rank]]
-        usual = max(_median_of_others(alike, seconds), 1e-9) if len(alike) > 1 else seconds
+        usual = seconds
+        if len(alike) > 1:
+            # The median of the sorted peers without this rank.
+            rank_index, num_peers = bisect_right(alike, seconds) - 1, len(alike) - 1
+            low, high = (
+                alike[index if index < rank_index else index + 1]
+                for index in ((num_peers - 1) // 2, num_peers // 2)
+            )
+            usual = max(low if low == high else (low + high) / 2, 1e-9)
         if seconds > factor * usual and seconds - usual > 0.1 * step_seconds:
             stragglers.append(Straggler(rank, seconds, usual))
     return stragglers
-
-
-def _median_of_others(alike: Sequence[float], seconds: float) -> float:
-    """Return the median of the sorted `alike` without one value equal to `seconds`."""
-    left_out, num_others = bisect_right(alike, seconds) - 1, len(alike) - 1
-    low, high = (
-        alike[index if index < left_out else index + 1]
-        for index in ((num_others - 1) // 2, num_others // 2)
-    )
-    return low if low == high else (low + high) / 2
 
 
 class StragglerWatch:
@@ -177,31 +175,29 @@ class StragglerWatch:
         work = gather_on_main(work_seconds, self._group)
         if self._log.metrics is None:
             return
+        # The report covers all steps since the last one.
         self._work += torch.tensor(work, dtype=torch.float64)
         self._num_steps += times.num_steps
         self._seconds += times.num_steps * times.step_seconds
         if self._seconds >= self._section.straggler_seconds:
-            self._report(state)
+            step_seconds = self._seconds / self._num_steps
+            mean_work = (self._work / self._num_steps).tolist()
+            factor = self._section.straggler_factor
+            for straggler in find_stragglers(mean_work, self._peers, step_seconds, factor):
+                host = self._context.hosts[straggler.rank]
+                self._log.event(
+                    "straggler",
+                    state,
+                    first_sample=self._first_sample,
+                    rank=straggler.rank,
+                    host=host,
+                    work_seconds=straggler.work_seconds,
+                    median_seconds=straggler.median_seconds,
+                )
+                ratio = straggler.work_seconds / straggler.median_seconds
+                self._log.info(
+                    f"rank {straggler.rank} on {host} is slow: {straggler.work_seconds:.3g} s of "
+                    f"its own work a step, {ratio:.1f} times the median of its peers"
+                )
             self._work.zero_()
             self._seconds, self._num_steps, self._first_sample = 0.0, 0, state.samples
-
-    def _report(self, state: TrainState) -> None:
-        step_seconds = self._seconds / self._num_steps
-        work = (self._work / self._num_steps).tolist()
-        factor = self._section.straggler_factor
-        for straggler in find_stragglers(work, self._peers, step_seconds, factor):
-            host = self._context.hosts[straggler.rank]
-            self._log.event(
-                "straggler",
-                state,
-                first_sample=self._first_sample,
-                rank=straggler.rank,
-                host=host,
-                work_seconds=straggler.work_seconds,
-                median_seconds=straggler.median_seconds,
-            )
-            self._log.info(
-                f"rank {straggler.rank} on {host} is slow: {straggler.work_seconds:.3g} s of its "
-                f"own work a step, {straggler.work_seconds / straggler.median_seconds:.1f} times "
-                "the median of its peers"
-            )

@@ -151,8 +151,23 @@ def acquire(run_directory: Path, environment: Mapping[str, str]) -> RunToken:
     in the meantime: the two would fence each other off forever."""
     directory = run_directory / DIRECTORY
     directory.mkdir(parents=True, exist_ok=True)
-    attempt, launch = secrets.token_hex(4), _launch(environment)
-    _refuse_stale_restart(run_directory, launch, environment)
+    # torchrun's id of this launch; each requeue of a Slurm job is another launch.
+    names = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_RESTART_COUNT")
+    ids = [environment.get(name, "") for name in names]
+    attempt, launch = secrets.token_hex(4), (":".join(ids) if ids[0] else "")
+
+    # Refuse a restart of a launch whose token another launch has acquired.
+    is_restart = environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    current = newest_holder(run_directory)
+    if is_restart and launch and current is not None and current.launch != launch:
+        for stale in map(_read, directory.glob(f"*{_STALE_SUFFIX}")):
+            if stale is not None and stale.launch == launch:
+                raise StaleLaunchError(
+                    f"{run_directory} is held by {current}, which acquired it from this launch "
+                    f"({launch}); it is not restarted -> end this launch"
+                )
+
+    # Claim the next generation number.
     while True:
         newest = max(_generations(directory), default=0)
         holder = TokenHolder(
@@ -164,11 +179,18 @@ def acquire(run_directory: Path, environment: Mapping[str, str]) -> RunToken:
             launch=launch,
             since=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
         )
-        if not _create(_path(run_directory, holder.generation), holder):
-            continue
+        path = _path(run_directory, holder.generation)
+        content = json.dumps(asdict(holder)).encode() + b"\n"
+        if not create_whole(path, content, path.with_name(f".{attempt}.draft")):
+            # If the reply to a link is lost, the NFS client retries and sees the existing link.
+            existing = _read(path)
+            if existing is None or existing.attempt != attempt:
+                continue
         # A launch with an outdated listing may have claimed a number that had become free.
         if max(_generations(directory)) == holder.generation:
             break
+
+    # Fence off earlier launches, which check the names of their files before they write.
     for number in _generations(directory):
         if number < holder.generation:
             path = _path(run_directory, number)
@@ -188,27 +210,6 @@ def newest_holder(run_directory: Path) -> TokenHolder | None:
     return None
 
 
-def _launch(environment: Mapping[str, str]) -> str:
-    """Return torchrun's id of this launch; each requeue of a Slurm job is another launch."""
-    names = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_RESTART_COUNT")
-    ids = [environment.get(name, "") for name in names]
-    return ":".join(ids) if ids[0] else ""
-
-
-def _refuse_stale_restart(run_directory: Path, launch: str, environment: Mapping[str, str]) -> None:
-    is_restart = environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    holder = newest_holder(run_directory)
-    if not (is_restart and launch and holder is not None and holder.launch != launch):
-        return
-    for path in (run_directory / DIRECTORY).glob(f"*{_STALE_SUFFIX}"):
-        before = _read(path)
-        if before is not None and before.launch == launch:
-            raise StaleLaunchError(
-                f"{run_directory} is held by {holder}, which acquired it from this launch "
-                f"({launch}); it is not restarted -> end this launch"
-            )
-
-
 def _generations(directory: Path) -> list[int]:
     try:
         names = os.listdir(directory)
@@ -223,15 +224,6 @@ def _path(run_directory: Path, generation: int) -> Path:
 
 def _stale_path(path: Path) -> Path:
     return path.with_name(path.name.removesuffix(".json") + _STALE_SUFFIX)
-
-
-def _create(path: Path, holder: TokenHolder) -> bool:
-    content = json.dumps(asdict(holder)).encode() + b"\n"
-    if create_whole(path, content, path.with_name(f".{holder.attempt}.draft")):
-        return True
-    # If the reply to a link is lost, the NFS client retries and sees the existing link.
-    existing = _read(path)
-    return existing is not None and existing.attempt == holder.attempt
 
 
 def _may_exist(path: Path) -> bool:

@@ -122,7 +122,9 @@ class StatusStore:
 
     def alarm(self) -> str | None:
         """Return the name of the alarm, if one was raised."""
-        return self._do(lambda: self._text(_ALARM))
+        return self._do(
+            lambda: self._store.get(_ALARM).decode() if self._store.check([_ALARM]) else None
+        )
 
     def raise_alarm(self, name: str) -> str | None:
         """Raise the alarm; return the name given by the rank that raised it first."""
@@ -195,9 +197,6 @@ class StatusStore:
             return {rank: Position.from_json(text.decode()) for rank, text in texts if text}
 
         return self._do(read)
-
-    def _text(self, key: str) -> str | None:
-        return self._store.get(key).decode() if self._store.check([key]) else None
 
     def _do(self, action: Callable[[], Result]) -> Result | None:
         if self.is_lost:
@@ -279,7 +278,23 @@ def diagnose(
             for rank in silent
         ]
         return _diagnosis(silent, lines, answers)
-    lagging, reason = _laggards(list(answers.values()))
+    positions = list(answers.values())
+    ranks_outside = [p.rank for p in positions if p.collective is None]
+    first_step = min(p.step for p in positions)
+    behind = [p.rank for p in positions if p.step == first_step]
+    counts = Counter((p.collective, p.phase) for p in positions).most_common()
+    lagging: list[int] = []
+    reason = ""
+    if ranks_outside and len(ranks_outside) < len(positions):
+        lagging, reason = ranks_outside, "the others wait for it in a collective"
+    elif len(behind) < len(positions):
+        lagging, reason = behind, "the others are in a later step"
+    elif len(counts) > 1 and counts[0][1] > counts[1][1]:
+        usual = counts[0][0]
+        lagging = [p.rank for p in positions if (p.collective, p.phase) != usual]
+        reason = f"most are in {usual[0]}, {usual[1]}"
+    elif len(positions) == 1:
+        lagging, reason = [positions[0].rank], "it makes no progress"
     lines = [f"{answers[rank]} ({reason})" for rank in lagging]
     if not lines:
         lines = ["all ranks are at the same position: check the network and the stacks"]
@@ -295,24 +310,6 @@ def diagnose_alone(position: Position, hosts: Sequence[str]) -> Diagnosis:
         return _diagnosis([], [line], {0: position})
     line = f"rank 0 on {hosts[0]} or its store does not respond: ranks cannot reach each other"
     return _diagnosis([0], [line], {position.rank: position})
-
-
-def _laggards(positions: Sequence[Position]) -> tuple[list[int], str]:
-    ranks_outside = [p.rank for p in positions if p.collective is None]
-    if ranks_outside and len(ranks_outside) < len(positions):
-        return ranks_outside, "the others wait for it in a collective"
-    first_step = min(p.step for p in positions)
-    behind = [p.rank for p in positions if p.step == first_step]
-    if len(behind) < len(positions):
-        return behind, "the others are in a later step"
-    positions_by_count = Counter((p.collective, p.phase) for p in positions).most_common()
-    if len(positions_by_count) > 1 and positions_by_count[0][1] > positions_by_count[1][1]:
-        usual = positions_by_count[0][0]
-        minority = [p.rank for p in positions if (p.collective, p.phase) != usual]
-        return minority, f"most are in {usual[0]}, {usual[1]}"
-    if len(positions) == 1:
-        return [positions[0].rank], "it makes no progress"
-    return [], ""
 
 
 def _diagnosis(

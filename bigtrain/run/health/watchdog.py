@@ -120,7 +120,11 @@ class Watchdog:
             if moved:
                 self._moved_at = own_moved_at = now
             limit = self._current_limit(now)
-            self._set_last_alarm(limit)
+            # Reset the C timer that ends this process if this check is the last.
+            idle = time.monotonic() - self._moved_at
+            seconds = max(limit - idle, 0) + 2 * self._look_seconds
+            seconds += _ANSWER_SECONDS + _REPORT_SECONDS
+            faulthandler.dump_traceback_later(seconds, exit=True, file=2)
             if self._status_store is not None and self._status_store.is_lost:
                 self._connect_again(self._status_store)
             if self._status_store is not None:
@@ -172,12 +176,6 @@ class Watchdog:
         waits = now - self._slow_seen_at <= _MISSED_LOOKS * self._look_seconds
         return self._slow_limit if self._heartbeat.slow or waits else self._limit
 
-    def _set_last_alarm(self, limit: float) -> None:
-        """Reset the C timer that ends this process if this check is the last."""
-        idle = time.monotonic() - self._moved_at
-        seconds = max(limit - idle, 0) + 2 * self._look_seconds + _ANSWER_SECONDS + _REPORT_SECONDS
-        faulthandler.dump_traceback_later(seconds, exit=True, file=2)
-
     def _position(self, collective: str | None = None) -> Position:
         beat = self._heartbeat
         return Position(
@@ -202,7 +200,15 @@ class Watchdog:
         # File systems may hang too: then the process ends without the dump.
         dump = threading.Thread(target=self._dump, args=(directory,), daemon=True)
         dump.start()
-        diagnosis = self._diagnosis(position)
+        # One rank reports for all; without the status store each rank reports for itself.
+        store = self._status_store
+        diagnosis: Diagnosis | None = None
+        if store is None or store.leads(self._world.is_main, _ANSWER_SECONDS, _REPORT_SECONDS):
+            answers = None if store is None else store.answers(_ANSWER_SECONDS)
+            if store is None or answers is None:
+                diagnosis = diagnose_alone(position, self._hosts)
+            else:
+                diagnosis = diagnose(answers, store.last_known(), self._hosts)
         dump.join(_REPORT_SECONDS)
         if diagnosis is not None:
             write = threading.Thread(target=self._write, args=(directory, diagnosis), daemon=True)
@@ -212,17 +218,6 @@ class Watchdog:
                 self._status_store.finish()
         sys.stderr.flush()
         os._exit(EXIT_HANG)
-
-    def _diagnosis(self, position: Position) -> Diagnosis | None:
-        """Return the diagnosis to report; None if another rank reports it."""
-        if self._status_store is None:
-            return diagnose_alone(position, self._hosts)
-        if not self._status_store.leads(self._world.is_main, _ANSWER_SECONDS, _REPORT_SECONDS):
-            return None
-        answers = self._status_store.answers(_ANSWER_SECONDS)
-        if answers is None:
-            return diagnose_alone(position, self._hosts)
-        return diagnose(answers, self._status_store.last_known(), self._hosts)
 
     def _dump(self, directory: Path) -> None:
         try:
@@ -251,13 +246,10 @@ class Watchdog:
                 return
             with (self._run_directory / "log.txt").open("a") as file:
                 file.write(text)
-            self._ask_for_restart(directory)
+            # Ask the launcher to restart the run, unless the same step hangs repeatedly.
+            step = self._heartbeat.step
+            before = list(directory.parent.glob(f"step-{step:08d}-*"))
+            if len(before) <= _MOST_REQUEUES_PER_STEP:
+                ask_for_restart(self._run_directory, "watchdog", step)
         except OSError as error:
             print(f"watchdog: the report cannot be written: {error}", file=sys.stderr)
-
-    def _ask_for_restart(self, directory: Path) -> None:
-        """Ask the launcher to restart the run, unless the same step hangs repeatedly."""
-        step = self._heartbeat.step
-        before = list(directory.parent.glob(f"step-{step:08d}-*"))
-        if len(before) <= _MOST_REQUEUES_PER_STEP:
-            ask_for_restart(self._run_directory, "watchdog", step)

@@ -24,26 +24,33 @@ def cut_lines(path: Path, last_step: int, samples: int) -> tuple[float | None, i
     if not path.exists():
         return None, 0
     with path.open("rb") as file:
-        last_lines: list[bytes] = []  # of those after `end`, last one first
+        kept_lines: list[bytes] = []  # after `end`, in reverse order
         num_dropped, end = 0, 0
         for begin, text in _backwards(file):
             line = _parsed(text)
             if line is None:
                 continue  # truncated by a kill
-            if not _stays(line, last_step, samples):
+            step, is_event = line.get("step"), "event" in line
+            if not isinstance(step, int) or last_step == 0:
                 num_dropped += 1
                 continue
-            is_read = "event" not in line and line.get("samples", samples + 1) <= samples
+            if not (line["first_sample"] < samples if is_event else step <= last_step):
+                num_dropped += 1
+                continue
+            is_read = not is_event and line.get("samples", samples + 1) <= samples
             if is_read and text.endswith(b"\n"):
                 end = begin + len(text)
                 break
-            last_lines.append(text)
+            kept_lines.append(text)
         # A new file, although most lines are kept: a launch that this one has fenced off may still
         # have the old one open, and its appended lines are discarded with it.
         with whole_file(path, path.with_name(f".{path.name}.tmp")) as new_file:
             file.seek(0)
-            _copy(file, new_file, end)
-            new_file.writelines(line.rstrip(b"\n") + b"\n" for line in reversed(last_lines))
+            num_bytes = end
+            while num_bytes > 0 and (block := file.read(min(_BLOCK_BYTES, num_bytes))):
+                new_file.write(block)
+                num_bytes -= len(block)
+            new_file.writelines(line.rstrip(b"\n") + b"\n" for line in reversed(kept_lines))
     return _first_loss(path), num_dropped
 
 
@@ -87,13 +94,6 @@ def last_lines(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return last_by_kind.get("step", {}), last_by_kind.get("evaluation", {})
 
 
-def _stays(line: dict[str, Any], last_step: int, samples: int) -> bool:
-    step = line.get("step")
-    if not isinstance(step, int) or last_step == 0:
-        return False
-    return line["first_sample"] < samples if "event" in line else step <= last_step
-
-
 def _backwards(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
     """Yield the position and content of each line including its newline, the last line first."""
     begin = file.seek(0, os.SEEK_END)
@@ -115,12 +115,6 @@ def _parsed(text: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return line if isinstance(line, dict) else {}
-
-
-def _copy(source: IO[bytes], target: IO[bytes], num_bytes: int) -> None:
-    while num_bytes > 0 and (block := source.read(min(_BLOCK_BYTES, num_bytes))):
-        target.write(block)
-        num_bytes -= len(block)
 
 
 def _first_loss(path: Path) -> float | None:

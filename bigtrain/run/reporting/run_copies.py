@@ -95,7 +95,17 @@ class RunCopies:
         try:
             num_bytes = copy_tree(path, target, last)
             if num_bytes:
-                self._copy_run()
+                # The other files that a resume needs, and the metrics so far.
+                store = store_of(self.address)
+                for name in (*_RUN_FILES, "metrics.jsonl", "log.txt"):
+                    file, address = self.directory / name, joined(self.address, name)
+                    if file.is_file():
+                        # The current content: the file grows while it is sent.
+                        write = partial(store.put_bytes, address, file.read_bytes())
+                        with_retries(address, "cannot be written", write)
+                for name in _RUN_FOLDERS:
+                    if (self.directory / name).is_dir():
+                        copy_tree(self.directory / name, joined(self.address, name))
         except FileNotFoundError:
             return f"{below} was not copied to {self.address}: it was deleted in the meantime"
         except (DataError, OSError) as error:
@@ -105,16 +115,3 @@ class RunCopies:
         if not num_bytes:
             return ""
         return f"{below} copied to {target} ({num_bytes:,} bytes, {time.monotonic() - start:.1f} s)"
-
-    def _copy_run(self) -> None:
-        """Copy the other files that a resume needs, and the metrics so far."""
-        store = store_of(self.address)
-        for name in (*_RUN_FILES, "metrics.jsonl", "log.txt"):
-            file, target = self.directory / name, joined(self.address, name)
-            if file.is_file():
-                # The current content: the file grows while it is sent.
-                content = file.read_bytes()
-                with_retries(target, "cannot be written", partial(store.put_bytes, target, content))
-        for name in _RUN_FOLDERS:
-            if (self.directory / name).is_dir():
-                copy_tree(self.directory / name, joined(self.address, name))

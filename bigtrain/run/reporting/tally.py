@@ -71,7 +71,11 @@ class Tally:
             f"steps     {last.step}/{total_steps}, {last.tokens:,} tokens, "
             f"{last.samples:,} samples",
             f"time      {elapsed}{since}, {rate} tokens/s"
-            + _utilization_text(last.model_flops_utilization),
+            + (
+                ""
+                if last.model_flops_utilization is None
+                else f", {last.model_flops_utilization:.1%} of peak FLOP/s"
+            ),
             *([] if breakdown is None else [f"step      {breakdown.describe()}"]),
             f"loss      {_number_text(self._first_loss)} -> {_number_text(last.loss)}",
             f"memory    {self.memory_gib:.2f} GiB at most on the main rank",
@@ -90,7 +94,3 @@ def loss_text(loss: float) -> str:
 
 def _number_text(value: object) -> str:
     return f"{value:.4f}" if isinstance(value, float | int) else "not finite"
-
-
-def _utilization_text(utilization: float | None) -> str:
-    return "" if utilization is None else f", {utilization:.1%} of peak FLOP/s"

@@ -66,23 +66,6 @@ class TrainJob:
 
     def step(self, view: RunView) -> None:
         """Report the state of the run; the newest one is sent, at most every five seconds."""
-        with self._changed:
-            self._pending = self._status(view)
-            self._changed.notify()
-        self._report_failure()
-
-    evaluation = end = step
-
-    def close(self, view: RunView) -> None:
-        """Send the last status, and wait for it."""
-        with self._changed:
-            self._is_closing = True
-            self._changed.notify()
-        if self._thread is not None:
-            self._thread.join(2 * _TIMEOUT_SECONDS)
-        self._report_failure()
-
-    def _status(self, view: RunView) -> dict[str, Any]:
         total = view.config.train.total_steps
         status: dict[str, Any] = {"progressPercentage": min(100, 100 * view.step // total)}
         start, first = self._first or (0.0, view.step)
@@ -98,7 +81,21 @@ class TrainJob:
             for name, value in values.items()
         ]
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        return {**status, "metrics": metrics[:_MOST_METRICS], "lastUpdatedTime": now}
+        with self._changed:
+            self._pending = {**status, "metrics": metrics[:_MOST_METRICS], "lastUpdatedTime": now}
+            self._changed.notify()
+        self._report_failure()
+
+    evaluation = end = step
+
+    def close(self, view: RunView) -> None:
+        """Send the last status, and wait for it."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join(2 * _TIMEOUT_SECONDS)
+        self._report_failure()
 
     def _send(self) -> None:
         while True:
