@@ -1,10 +1,10 @@
 """Callbacks of a run: user code at its points, the requests it makes, and metrics it records.
 
-A callback is called at the same points on every rank on which it runs (``ranks = "main"`` or
+A callback is called at equal points on every rank on which it runs (``ranks = "main"`` or
 ``"all"``), between two steps. What it asks for, and an error that it raises, take effect on all
-ranks after the same step, by `bigtrain.run.health.stopping.StopAgreement`. A run without user code
-makes no call here, and no collective but one at its start, since the calling programs of the ranks
-could differ.
+ranks after one step, by `bigtrain.run.health.stopping.StopAgreement`. A run without user code makes
+no call here, and no collective but one at its start, since the calling programs of the ranks could
+differ.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 class Callbacks:
     """Callbacks of a launch on this rank; a context, on whose exit `close` is called. may_request:
     whether the run has callbacks of the user, which may make requests; uses_code: whether it has
-    code of the user, or an objective, that may record metrics; both the same on all ranks. failure:
+    code of the user, or an objective, that may record metrics; both equal on all ranks. failure:
     error of a callback, after which no other is called; the ranks agree on it."""
 
     def __init__(
         self, context: RunContext, log: RunLog, caller_callbacks: Sequence[object] = ()
     ) -> None:
         """Construct the callbacks of the run on the ranks that they run on. `caller_callbacks`:
-        objects of the calling program, which must have the same classes on all ranks. Collective;
-        raises ExtensionError on every rank if the classes differ, or if a constructor fails."""
+        objects of the calling program, whose classes must agree on all ranks. Collective; raises
+        ExtensionError on every rank if the classes differ, or if a constructor fails."""
         self._context, self._log = context, log
         self._recorder = Recorder()
         self._requests = Requests()
@@ -120,13 +120,13 @@ class Callbacks:
             self._call("step", state, **changes)
 
     def evaluation(self, state: TrainState, metrics: Mapping[str, float]) -> None:
-        """Call `evaluation` with the metrics of one."""
+        """Call `evaluation` with the metrics of an evaluation."""
         if self.are_any:
             self._call("evaluation", state, evaluation=MappingProxyType(dict(metrics)))
 
     def checkpoint(self, path: Path) -> None:
-        """Call `checkpoint` once the checkpoint `path` is complete, as this rank has seen it: not
-        after the same step on every rank."""
+        """Call `checkpoint` once the checkpoint `path` is complete, as this rank has seen it: other
+        ranks may see it after another step."""
         if self.are_any and self._view is not None:
             self._call("checkpoint", None, checkpoint=path)
 
@@ -148,7 +148,7 @@ class Callbacks:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Call `close`, however the launch ends on this rank. An error of it is one line."""
+        """Call `close`, however the launch ends on this rank. An error of `close` is one line."""
         if not self._called:
             return
         text = None

@@ -21,7 +21,7 @@ from bigtrain.system.world import World
 
 @dataclass(frozen=True)
 class RunContext:
-    """Facts of a launch that stay the same on this rank. hosts: of every rank. claim: on the run
+    """Facts of a launch that do not change on this rank. hosts: of every rank. claim: on the run
     directory, acquired before the first write."""
 
     run: ResolvedRun

@@ -62,9 +62,9 @@ class Evaluator:
         return self._tasks is not None and state.is_multiple_of(self._section.tasks_every_steps)
 
     def run(self, state: TrainState, *, last: bool) -> tuple[TrainState, dict[str, float]]:
-        """Run and log the evaluations due at `state`, all of them at the end of the run (`last`, or
-        early stopping). Returns the state with the best evaluation so far, and the metrics by
-        name."""
+        """Run and log the evaluations due at `state`; every evaluation at the end of the run
+        (`last`, or early stopping). Returns the state with the best evaluation so far, and the
+        metrics by name."""
         config = self._context.config
         held_out: HeldOutResult | None = None
         figures: dict[str, float] = {}
@@ -109,7 +109,7 @@ class Evaluator:
 
 @dataclass(frozen=True)
 class HeldOutResult:
-    """Evaluation: the loss over all sets, and that of each by its name."""
+    """Evaluation: the loss over all sets, and the loss of each set by its name."""
 
     mean_loss: HeldOutLoss
     sources: dict[str, HeldOutLoss]
@@ -132,9 +132,9 @@ def _figures(loss: HeldOutLoss, suffix: str) -> dict[str, float]:
 
 
 def measure(engine: TrainEngine, held_out: Sequence[HeldOutSource]) -> HeldOutResult | None:
-    """Return the loss on the same held-out samples every time, in nats per token. Collective. The
-    loss of a mixture is the mean of the losses of its sources by their training weights; a set of
-    weight 0 does not count. None if there are none, or if the loss is not finite."""
+    """Return the loss on the held-out samples, which never change, in nats per token. Collective.
+    The loss of a mixture is the mean of the source losses by the training weights; a set of weight
+    0 does not count. None if there are none, or if the loss is not finite."""
     if not held_out:
         return None
     sources = {}
@@ -177,6 +177,7 @@ class Prompts:
         self._drawing = Drawing(section.max_new_tokens, section.temperature)
         limit = getattr(text_config(inputs.hf_config), "max_position_embeddings", None)
 
+        # Only the main rank has a tokenizer.
         def tokenize() -> list[list[int]]:
             tokenizer = load_tokenizer(str(inputs.tokenizer_path))
             self._tokenizer = tokenizer
@@ -329,8 +330,8 @@ class LiveModel:
 
     def score(self, requests: Sequence[tuple[Tokens, Tokens]]) -> list[tuple[float, bool]]:
         """Return, for each (context, continuation), the log-probability of the continuation in
-        nats, and whether every token of it is the most probable one. A context is not empty, and
-        both together have at most one token more than the model's positions."""
+        nats, and whether every token of the continuation is the most probable one. A context is not
+        empty, and both together have at most one token more than the model's positions."""
         totals = torch.zeros((len(requests), 2), dtype=torch.float64)
         lengths = [len(context) + len(continuation) - 1 for context, continuation in requests]
         for part in self._rounds(lengths):
@@ -355,45 +356,44 @@ class LiveModel:
         texts = [_Text(prompt, [], drawing.seed + n) for n, prompt in enumerate(prompts)]
         longest = [len(prompt) + drawing.max_new_tokens for prompt in prompts]
         for part in self._rounds(longest):
-            self._continue(part, texts, drawing, is_finished)
+            generators = {
+                row: torch.Generator().manual_seed(texts[row].seed) for row in part.rank_rows
+            }
+            for _ in range(drawing.max_new_tokens):
+                # The main rank decides which texts continue.
+                flags = [
+                    dist.get_rank() == 0 and not is_finished(row, texts[row].new)
+                    for row in part.rows
+                ]
+                active = torch.tensor(flags, dtype=torch.int64, device=self._engine.device)
+                dist.broadcast(active, src=0)
+                if not active.any():
+                    break
+
+                # One forward pass: the texts of this data rank, padded on the right.
+                width = max(len(texts[row]) for row in part.rows)
+                ids = torch.zeros((part.size, width), dtype=torch.int64)
+                last = torch.zeros(part.size, dtype=torch.int64)
+                for number, row in enumerate(part.rank_rows):
+                    tokens = [*texts[row].prompt, *texts[row].new]
+                    last[number] = len(tokens) - 1
+                    ids[number, : len(tokens)] = torch.tensor(tokens)
+                logits = self._engine.read_logits(ids, partial(_rows_at, last=last))
+
+                # Sample a token for each text, and share the tokens: all ranks but one have zero.
+                new_tokens = torch.zeros(len(texts), dtype=torch.float64)
+                for number, row in enumerate(part.rank_rows if self._reports else ()):
+                    if drawing.temperature == 0:
+                        new_tokens[row] = int(logits[number].argmax())
+                        continue
+                    probabilities = torch.softmax(logits[number].double() / drawing.temperature, 0)
+                    sampled = torch.multinomial(probabilities, 1, generator=generators[row])
+                    new_tokens[row] = int(sampled)
+                new_tokens = self._summed(new_tokens)
+                for row, is_active in zip(part.rows, active.tolist(), strict=True):
+                    if is_active:
+                        texts[row].new.append(int(new_tokens[row]))
         return [text.new for text in texts]
-
-    def _continue(
-        self,
-        part: _Round,
-        texts: Sequence[_Text],
-        drawing: Drawing,
-        is_finished: IsFinished,
-    ) -> None:
-        """Continue the texts of one round, all of them a token at a time."""
-        generators = {row: torch.Generator().manual_seed(texts[row].seed) for row in part.rank_rows}
-        for _ in range(drawing.max_new_tokens):
-            # The main rank decides which texts continue.
-            flags = [
-                dist.get_rank() == 0 and not is_finished(row, texts[row].new) for row in part.rows
-            ]
-            active = torch.tensor(flags, dtype=torch.int64, device=self._engine.device)
-            dist.broadcast(active, src=0)
-            if not active.any():
-                return
-
-            # One forward pass: the texts of this data rank, padded on the right.
-            width = max(len(texts[row]) for row in part.rows)
-            ids = torch.zeros((part.size, width), dtype=torch.int64)
-            last = torch.zeros(part.size, dtype=torch.int64)
-            for number, row in enumerate(part.rank_rows):
-                last[number] = len(texts[row]) - 1
-                ids[number, : len(texts[row])] = torch.tensor([*texts[row].prompt, *texts[row].new])
-            logits = self._engine.read_logits(ids, partial(_rows_at, last=last))
-
-            # Sample a token for each text, and share the tokens: all ranks but one have zero.
-            new_tokens = torch.zeros(len(texts), dtype=torch.float64)
-            for number, row in enumerate(part.rank_rows if self._reports else ()):
-                new_tokens[row] = _choose(logits[number], drawing.temperature, generators[row])
-            new_tokens = self._summed(new_tokens)
-            for row, is_active in zip(part.rows, active.tolist(), strict=True):
-                if is_active:
-                    texts[row].new.append(int(new_tokens[row]))
 
     def _rounds(self, lengths: Sequence[int]) -> Iterator[_Round]:
         """Yield all requests, longest first, in micro-batches of every data rank, less if logits
@@ -414,7 +414,7 @@ class LiveModel:
 
 
 def _scores(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the log-probability of each sample's targets, and how many of them are not the most
+    """Return the log-probability of each sample's targets, and how many targets are not the most
     probable token: float64 [samples, 2]."""
     scores = torch.zeros((len(logits), 2), dtype=torch.float64, device=logits.device)
     for number, (row, targets) in enumerate(zip(logits, labels.to(logits.device), strict=True)):
@@ -430,10 +430,3 @@ def _rows_at(logits: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
     """Return the logits at one position of each sample: float32 [samples, vocabulary]."""
     samples = torch.arange(len(logits), device=logits.device)
     return logits[samples, last.to(logits.device)].float()
-
-
-def _choose(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> int:
-    if temperature == 0:
-        return int(logits.argmax())
-    probabilities = torch.softmax(logits.double() / temperature, 0)
-    return int(torch.multinomial(probabilities, 1, generator=generator))

@@ -63,7 +63,7 @@ def check_frozen_rows(
                 break
         learned = {*np.flatnonzero(counts).tolist(), *(record.answer_end_ids or ())}
 
-        # Of these, the tokens whose rows the base never trained and this run does not train.
+        # Find learned tokens whose rows the base never trained and this run does not train.
         untrained: dict[int, list[str]] = {}
         for name in frozen:
             for number, content in untrained_rows(weights.tensors[name], learned).items():
@@ -96,7 +96,7 @@ def _frozen_tables(config: RunConfig, model: Any) -> list[str]:
 def _problem(
     config: RunConfig, model: Any, dataset: TokenDataset, untrained: dict[int, list[str]]
 ) -> Problem:
-    """Return the problem of `untrained` tokens, by id with the content of their rows."""
+    """Return the problem of `untrained` tokens, by id with the content of the rows."""
     first = min(untrained)
     try:
         huggingface = load_tokenizer(str(dataset.tokenizer_path)).huggingface

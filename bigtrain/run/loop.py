@@ -127,8 +127,10 @@ class Loop:
         self.engine.on_phase = self._clock.marking(self._beat.set_phase)
         with self._clock.running():
             while not is_over(config, state) and received is None and state.step < until:
+                # Train one step; its update may be skipped.
                 lr = learning_rate_at(state.step, config.optimizer.lr, config.schedule, total)
                 result = self._train(state, lr, until)
+                # Silent errors: go back to before the step at which replicas were last alike.
                 if self.replicas is not None:
                     restored = self.replicas.compare(state)
                     if restored is not None:
@@ -136,6 +138,7 @@ class Loop:
                         self.batches.restart(state.stream)
                         self._forget()
                         continue
+                # Advance, or roll back after several bad steps in a row.
                 state = self._guard.end(state, state.after_step(self.context.plan))
                 if self.start_times is not None:
                     self.start_times.end(FIRST_STEP)
@@ -148,10 +151,12 @@ class Loop:
                     state = self.roll_back(state)
                     self._forget()
                     continue
+                # Exchange weights with other sites before anything at this step is measured.
                 if self.outer.is_due(state):
                     self._beat.set_phase("outer step with the other sites", slow=True)
                     with self._clock.paused("outer_step"):
                         state = self.outer.make(state)
+                # Log, evaluate, save: in this order, since a save contains the best evaluation.
                 last = state.step == total
                 self._profiler.after(state.step, last=last)
                 agreed = self._log(state, lr, until, last=last)
@@ -307,8 +312,8 @@ def _is_logged(config: RunConfig, step: int, until: int) -> bool:
 
 @dataclass(frozen=True)
 class _Measured:
-    """Metrics of a logged step: number of steps since the last one and seconds of each, and the row
-    on the main rank. All None of a step that is not logged."""
+    """Metrics of a logged step: number of steps since the last logged step, seconds of a step, and
+    the row on the main rank. All None of a step that is not logged."""
 
     times: StepTimes | None = None
     row: StepMetrics | None = None

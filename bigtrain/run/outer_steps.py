@@ -50,7 +50,7 @@ class OuterSteps:
         self, context: RunContext, log: RunLog, data_hash: str, engine: TrainEngine
     ) -> None:
         """Construct before anything is restored: checkpoints contain the global weights, too.
-        `data_hash`: all sites must have the same data and mathematical settings."""
+        `data_hash`: data and mathematical settings must agree on all sites."""
         self._context, self._log = context, log
         self._step: OuterStep | None = None
         config = context.config
@@ -156,7 +156,7 @@ class OuterSteps:
     def final_record(self) -> dict[str, Any]:
         """Return, and log, the outer step that the weights at the end of the run are of, and its
         sites; empty without other sites. Raises LaunchError on every rank if this site ended apart
-        from the others, with weights that are not theirs."""
+        from the other sites, with weights of this site only."""
         outer = self._step
         if outer is None or outer.sites.count == 1:
             return {}

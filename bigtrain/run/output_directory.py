@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from bigtrain.errors import Problem
@@ -45,8 +46,9 @@ def _owner(directory: Path) -> str | None:
     resolved = directory.resolve()
     if resolved == Path(resolved.anchor):
         return "is the root of the file system"
-    if resolved == _home():
-        return "is a home directory"
+    with suppress(RuntimeError):  # no HOME, and no such user
+        if resolved == Path.home().resolve():
+            return "is a home directory"
     if not directory.is_dir():
         return None
     with os.scandir(directory) as entries:
@@ -67,15 +69,8 @@ def _owner(directory: Path) -> str | None:
 
 
 def _foreign(names: Sequence[str]) -> str | None:
-    """Return the rule that files of these names break; None without any."""
+    """Return the rule that files with `names` break; None without any."""
     if not names:
         return None
     further_text = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"holds files of something else than a run: {', '.join(names[:_SHOWN])}{further_text}"
-
-
-def _home() -> Path | None:
-    try:
-        return Path.home().resolve()
-    except RuntimeError:  # no HOME, and no such user
-        return None

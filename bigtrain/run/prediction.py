@@ -74,7 +74,7 @@ def predict(
     has_partners: bool = True,
 ) -> tuple[RunPrediction | None, str]:
     """Predict the time and memory of `run`, in a second or two; if impossible, return None and
-    why. `has_partners`: it has hosts that keep copies of each other's checkpoints in memory."""
+    why. `has_partners`: hosts keep copies of the memory checkpoints of partner hosts."""
     try:
         model, _ = model_costs(run.config, hf_config)
     except (ConfigError, ModelError) as error:

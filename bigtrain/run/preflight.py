@@ -58,7 +58,8 @@ _NO_TEXTS = TextRecord((), 0, ())
 
 @dataclass(frozen=True)
 class TeacherInputs:
-    """Teacher that is computed in the run: its own run (`teacher_run`), configuration and plan."""
+    """Teacher that is computed in the run: the run of the teacher (`teacher_run`), configuration
+    and plan."""
 
     run: ResolvedRun
     hf_config: Any
@@ -69,7 +70,7 @@ class TeacherInputs:
 class Inputs:
     """Inputs of a run, checked for existence and consistency. growth: of the vocabulary, if any.
     data_hash: `bigtrain.data.samples.phases`. sources, datasets: of the mixture, in its order.
-    packing: of their documents. model_plan: how the model is split, isolates documents and computes
+    packing: of the documents. model_plan: how the model is split, isolates documents and computes
     its loss. held_out_sets: of ``evaluation.held_out``. notes: on what is legal and rarely meant.
     text_record: ids that begin and end texts."""
 
@@ -87,8 +88,8 @@ class Inputs:
 
     @property
     def tokenizer_path(self) -> Path:
-        """Directory of the run's tokenizer: that of the first dataset with a chat template, if any
-        has one."""
+        """Directory of the run's tokenizer: the tokenizer of the first dataset with a chat
+        template, else of the first dataset."""
         with_template = (d for d in self.datasets if d.table.tokenizer.chat_template is not None)
         return next(with_template, self.datasets[0]).tokenizer_path
 
@@ -97,17 +98,17 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
     """Read the model's configuration and the dataset's manifest, and compare them with the run.
     Creates only caches of the dataset, on any rank.
 
-    `check`: how much of the data is checked, as in `open_dataset`; "listed", for the other ranks of
-    a host, skips the checks that one rank of it has done. `samples`: source of the calling program.
-    Raises ModelError for a model that cannot be found, ExtensionError and DataError for samples of
-    the user that cannot be read, and one ConfigError with all other problems.
+    `check`: how much of the data is checked, as in `open_dataset`; "listed" skips the checks that
+    another rank of the host has done. `samples`: source of the calling program. Raises ModelError
+    for a model that cannot be found, ExtensionError and DataError for samples of the user that
+    cannot be read, and one ConfigError with all other problems.
     """
     config = run.config
     datasets, data_problems = open_checked(config, check, samples)
     labels = datasets[0].table.labels if datasets else ()
     hf_config = load_hf_config(config.model)
     ids = resolve_text_ids(config, hf_config, datasets) if datasets else None
-    # Before the head, whose padding is an end of text unless the model has its own.
+    # Before the head, whose padding is an end of text unless the model has a padding id.
     hf_config = with_objective_head(ids.hf_config if ids else hf_config, config, labels)
     hf_config = with_mtp_layers(hf_config, trains=config.objective.mtp_weight > 0)
 
@@ -115,7 +116,7 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
     problems: list[Problem] = [
         *check_trackers(config.logging.trackers),
         *_check_positions(config.batch.sequence_length, hf_config),
-        # Also the defaults of its class.
+        # Also the defaults of the class.
         *check_layer_drop(text_config(hf_config).to_dict(), "model.config"),
         *data_problems,
         *(ids.problems if ids else ()),
@@ -185,8 +186,9 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
 def _inspect_teacher(
     run: ResolvedRun, hf_config: Any, datasets: Sequence[TokenDataset]
 ) -> tuple[TeacherInputs | None, list[Problem]]:
-    """Return the teacher in the run, whose vocabulary is that of the student's `hf_config` and
-    whose tokens are those of the data. Raises ModelError for a model that cannot be found."""
+    """Return the teacher in the run, whose vocabulary must have the size of the student's
+    (`hf_config`) and whose tokens must be the tokens of the data. Raises ModelError for a model
+    that cannot be found."""
     config, key = run.config, "objective.teacher_model"
     value = config.objective.teacher_model
     teacher = resolve_teacher(run)
@@ -196,6 +198,8 @@ def _inspect_teacher(
         hf_teacher = load_hf_config(teacher_config.model)
     except ModelError as error:
         raise ModelError(f"{key}: {error}") from error
+
+    # Distillation compares distributions over one vocabulary.
     teacher_size, student_size = vocabulary_size(hf_teacher), vocabulary_size(hf_config)
     if teacher_size != student_size:
         rule = f"has a vocabulary of {teacher_size} tokens, and the student one of {student_size}"
@@ -236,8 +240,8 @@ def _resumes(config: RunConfig) -> bool:
 
 
 def _check_tokenizer(config: RunConfig, dataset: TokenDataset) -> Sequence[Problem]:
-    """Compare the data's tokenizer with the section ``tokenizer`` and with that of the base model,
-    or with the run's own if it resumes and does not read the base."""
+    """Compare the data's tokenizer with the section ``tokenizer`` and with the tokenizer of the
+    base model, or with the run's own if it resumes and does not read the base."""
     resumes = _resumes(config)
     tokenizer_path = dataset.tokenizer_path
     problems = check_model_tokens(config, tokenizer_path, str(dataset.path), resumes=resumes)

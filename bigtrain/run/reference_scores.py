@@ -1,10 +1,10 @@
 """Scores of the reference model of a run, from which its objective gets log-probabilities.
 
-They are those of `bigtrain score` (`bigtrain.run.scoring`), for the model before the first step:
-computed by the run itself before it trains, or by a pass beforehand that ``objective.reference``
-names. Either way the run directory has them, so that a resume needs no second model. With adapters
-the reference is the model without them, and nothing is stored unless ``objective.reference`` is
-set.
+The scores equal the scores of `bigtrain score` (`bigtrain.run.scoring`) for the model before the
+first step: computed by the run itself before it trains, or by a pass beforehand that
+``objective.reference`` names. Either way the run directory has them, so that a resume needs no
+second model. With adapters the reference is the model without them, and nothing is stored unless
+``objective.reference`` is set.
 """
 
 from __future__ import annotations
@@ -72,30 +72,30 @@ class ReferenceScores:
         """Give `batches` and `held_out` their scores, if the objective reads some: made at the
         start of the run, or read when it resumes. Return the held-out sets. Collective. Raises
         ConfigError on every rank if ``objective.reference`` has scores of another model,
-        CheckpointError if a resumed run has no scores of its data."""
+        CheckpointError if a resumed run has no scores of the data."""
         if not reads_scores(self.context.config):
             return held_out
         sets = self.inputs.datasets, self.inputs.held_out_sets
         splits_by_dataset = wanted_splits(*sets)
         objective = self.context.config.objective
         # With adapters off the model is what it was, also in a run that began without stages.
-        is_known = self.context.config.adapters is not None and objective.reference is None
-        makes_scores = state.step == 0 or is_known
-        scores = self._made(splits_by_dataset) if makes_scores else self._read(splits_by_dataset)
+        has_model = self.context.config.adapters is not None and objective.reference is None
+        if state.step == 0 or has_model:
+            scores = self._made(splits_by_dataset)
+        else:
+            scores = self._read(splits_by_dataset)
         train = [self._rows(scores, dataset, "train") for dataset in self.inputs.datasets]
         batches.scores = np.concatenate(train)
+        held_out_rows = [self._rows(scores, *splits) for splits in measured_splits(*sets)]
         return [
-            replace(
-                source,
-                batches=replace(source.batches, scores=self._rows(scores, dataset, split)),
-            )
-            for source, (dataset, split) in zip(held_out, measured_splits(*sets), strict=True)
+            replace(held_out_set, batches=replace(held_out_set.batches, scores=rows))
+            for held_out_set, rows in zip(held_out, held_out_rows, strict=True)
         ]
 
     def _made(
         self, splits_by_dataset: Sequence[tuple[TokenDataset, list[Split]]]
     ) -> dict[str, Scores]:
-        """Return the scores by the hash of their data. Collective."""
+        """Return the scores by the hash of the data. Collective."""
         sums = None if self.base is None else self.base.sums
         model = model_identity(self.context, self.inputs, sums)
         name = self.context.config.objective.reference
@@ -145,7 +145,7 @@ class ReferenceScores:
     def _read(
         self, splits_by_dataset: Sequence[tuple[TokenDataset, list[Split]]]
     ) -> dict[str, Scores]:
-        """Return the scores in the run directory by the hash of their data. Collective."""
+        """Return the scores in the run directory by the hash of the data. Collective."""
         output: Path = self.context.directory / DIRECTORY
 
         def read() -> dict[str, Scores]:

@@ -93,7 +93,8 @@ def score_inputs(
 
 
 def _missing(scored_splits: Sequence[ScoredSplits], output: Path) -> list[int]:
-    """Return the numbers of those without complete scores. Raises DataError for other scores."""
+    """Return the numbers of the datasets without complete scores. Raises DataError for other
+    scores."""
     missing = []
     for number, scored in enumerate(scored_splits):
         directory = scores_directory(output, scored.request.data)

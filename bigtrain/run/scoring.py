@@ -1,8 +1,8 @@
 """Pass of a model over all documents of a dataset, which writes their log-probabilities.
 
-Documents are divided into parts (`bigtrain.data.shards.scores`); each part is computed by all
-ranks and written by the main rank. Every value is computed by one rank of the data-parallel group,
-so that a sum over ranks adds zeros to it, and a repeated pass writes the same bytes.
+Documents are divided into parts (`bigtrain.data.shards.scores`); each part is computed by all ranks
+and written by the main rank. Every value is computed by one rank of the data-parallel group, so
+that a sum over ranks adds zeros to it, and a repeated pass writes equal bytes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dt
 
 @dataclass(frozen=True)
 class ScoredSplits:
-    """Splits of a dataset to score, and what of them."""
+    """Splits of a dataset to score, and the scores to compute."""
 
     dataset: TokenDataset
     splits: Sequence[Split]
@@ -120,7 +120,7 @@ def score_dataset(
         for part in _parts(split, samples, request):
             record = work.on_main_rank(lambda part=part: writers[0].finished(part.name))  # type: ignore[misc]
             if record is None:
-                arrays = _compute(context, engine, mesh, samples, part, request)
+                arrays = _compute(context, engine, mesh, samples, part=part, request=request)
                 if rated is not None:
                     arrays[MISMATCHED] = _mismatched_sums(context, engine, mesh, rated, part)
 
@@ -169,20 +169,27 @@ def _compute(
     engine: TrainEngine,
     mesh: Mesh,
     samples: DocumentSamples,
+    *,
     part: _Part,
     request: ScoreRequest,
 ) -> dict[str, npt.NDArray[Any]]:
     """Return the arrays of a part, on every rank. Collective."""
     top_k, count = request.top_k, len(part.samples)
-    sums, targets = np.zeros(count, np.float64), np.zeros(count, np.int64)
     num_values = part.num_tokens if request.kind != "documents" else 0
-    tokens = np.zeros(num_values if request.kind == "tokens" else 0, np.float32)
-    top_values = np.zeros((num_values if top_k else 0, top_k), np.float32)
-    top_ids = np.zeros(top_values.shape, np.int32)
+    num_top = num_values if top_k else 0
+    values: dict[str, npt.NDArray[Any]] = {
+        "sums": np.zeros(count, np.float64),
+        "targets": np.zeros(count, np.int64),
+        "tokens": np.zeros(num_values if request.kind == "tokens" else 0, np.float32),
+        "top_values": np.zeros((num_top, top_k), np.float32),
+        "top_ids": np.zeros((num_top, top_k), np.int32),
+    }
+
+    # Score the samples of this rank, in micro-batches of similar length.
     begins = np.cumsum(samples.document_lengths[part.first : part.last])
     begins -= samples.document_lengths[part.first : part.last]
     reader = BatchReader(samples, BatchOptions())
-    counts = mesh.coordinates.is_first("data", *MODEL_AXES)  # of those with the same scores
+    counts = mesh.coordinates.is_first("data", *MODEL_AXES)  # one rank of a model-parallel group
     lengths = samples.lengths[part.samples]
     for numbers, batch in _batches(engine, part.samples, lengths, reader.read):
         context.heartbeat.set_phase(_PHASE, slow=True)
@@ -192,30 +199,30 @@ def _compute(
         labels = batch.labels.numpy()
         for row, number in enumerate(numbers.tolist()):
             length = int(samples.lengths[number]) - 1
-            values = scores[row, :length]
+            row_scores = scores[row, :length]
             sample = number - int(part.samples[0])
-            sums[sample] = values[:, 0].sum(dtype=np.float64)
-            targets[sample] = (labels[row, :length] != IGNORED_LABEL).sum()
+            values["sums"][sample] = row_scores[:, 0].sum(dtype=np.float64)
+            values["targets"][sample] = (labels[row, :length] != IGNORED_LABEL).sum()
             begin = int(begins[samples.documents[number] - part.first] + samples.offsets[number])
             positions = slice(begin + 1, begin + 1 + length)
-            if len(tokens):
-                tokens[positions] = values[:, 0]
-            if top_k:
-                top_values[positions] = values[:, 1 : 1 + top_k]
-                top_ids[positions] = values[:, 1 + top_k :]
-    summed = [
-        _summed(array, engine.device, mesh)
-        for array in (sums, targets, tokens, top_values, top_ids)
-    ]
+            if request.kind == "tokens":
+                values["tokens"][positions] = row_scores[:, 0]
+            if num_top:
+                values["top_values"][positions] = row_scores[:, 1 : 1 + top_k]
+                values["top_ids"][positions] = row_scores[:, 1 + top_k :]
+
+    # Every value was computed by one rank, so that sums over ranks are exact; parts of a long
+    # document add up.
+    summed = {name: _summed(array, engine.device, mesh) for name, array in values.items()}
     documents = samples.documents[part.samples] - part.first
-    document_sums = [np.zeros(part.last - part.first, array.dtype) for array in summed[:2]]
-    for total, array in zip(document_sums, summed[:2], strict=True):
-        np.add.at(total, documents, array)
-    arrays = dict(zip(("sums", "targets"), document_sums, strict=True))
+    arrays: dict[str, npt.NDArray[Any]] = {}
+    for name in ("sums", "targets"):
+        arrays[name] = np.zeros(part.last - part.first, summed[name].dtype)
+        np.add.at(arrays[name], documents, summed[name])
     if request.kind == "tokens":
-        arrays["tokens"] = summed[2]
+        arrays["tokens"] = summed["tokens"]
     if top_k:
-        arrays |= {"top_values": summed[3], "top_ids": summed[4]}
+        arrays |= {name: summed[name] for name in ("top_values", "top_ids")}
     return arrays
 
 
@@ -247,8 +254,8 @@ def _batches(
     read: Callable[[Indices, int], MicroBatch],
 ) -> Iterator[tuple[Indices, MicroBatch]]:
     """Yield this rank's part of `samples`, longest first, in micro-batches that are as wide as the
-    longest of all ranks; every rank gets as many, and those beyond the last sample are padding.
-    lengths: tokens of each sample; read: returns samples in a number of rows."""
+    longest of all ranks; every rank gets an equal number of micro-batches, padded after the last
+    sample. lengths: tokens of each sample; read: returns samples in a number of rows."""
     plan, own_rank = engine.plan, engine.mesh.coordinates.data_rank
     longest_first = np.argsort(-lengths, kind="stable")
     order, widths = samples[longest_first], np.maximum(1, lengths[longest_first] - 1)
@@ -268,7 +275,7 @@ def _batches(
 
 def _summed(array: npt.NDArray[Any], device: torch.device, mesh: Mesh) -> npt.NDArray[Any]:
     """Return the sum of `array` over the ranks with other samples, each element of which is zero on
-    all but one of them."""
+    all ranks but one."""
     if not array.size:
         return array
     total = torch.from_numpy(array).to(device)

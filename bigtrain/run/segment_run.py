@@ -1,4 +1,4 @@
-"""Training of one segment of a run by one engine: build, resume, train, finish."""
+"""Training of a segment of a run by one engine: build, resume, train, finish."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class _Resumed:
 
 
 class SegmentRun:
-    """Training of one segment of a run by one engine. All methods are collective."""
+    """Training of a segment of a run by one engine. All methods are collective."""
 
     def __init__(self, launch: Launch, segment: Segment) -> None:
         """Build the engine, whose weights are not read yet."""

@@ -57,8 +57,8 @@ def open_session(
                 world,
                 claim.run_directory,
                 context.heartbeat,
-                claim.is_stale,
-                joined.hosts,
+                is_stale=claim.is_stale,
+                hosts=joined.hosts,
             ),
             deepspeed_log(log.to_file, is_shown=logging.deepspeed == "shown"),
         ):

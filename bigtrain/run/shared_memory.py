@@ -1,4 +1,4 @@
-"""Check of ``checkpoint.memory.directory`` on this host, and of its size. Torch-free."""
+"""Check of ``checkpoint.memory.directory`` on this host, and of the free space. Torch-free."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class GuardState:
 class BestSoFar:
     """Best evaluation so far, by ``evaluation.best``. value: None before the first one. reference:
     the value that an evaluation must improve by more than ``early_stopping.min_delta`` (None:
-    `value`). num_since: evaluations since then without such an improvement."""
+    `value`). num_since: evaluations since then without an improvement by more than `min_delta`."""
 
     metric: str = ""
     value: float | None = None

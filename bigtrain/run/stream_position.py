@@ -27,8 +27,8 @@ def refuse_other_samples(context: RunContext, inputs: Inputs) -> None:
 
 def with_position(context: RunContext, batches: TrainingBatches, state: TrainState) -> TrainState:
     """Return `state`, at the end of a step, with the position of a stream of samples. Collective
-    for a stream; raises DataError on every rank if ranks have read other items of it, and the
-    errors of the stream."""
+    for a stream; raises DataError on every rank if ranks have read different items, and the errors
+    of the stream."""
     stream = batches.stream
     if stream is None:
         return state

@@ -1,4 +1,4 @@
-"""Ids that begin and end the texts of a run: from the manifests of its data, for its model."""
+"""Ids that begin and end the texts of a run: from the manifests of the data, for the model."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def text_record(tokenizers: Sequence[TokenizerRecord]) -> TextRecord:
 def resolve_text_ids(
     config: RunConfig, hf_config: Any, datasets: Sequence[TokenDataset]
 ) -> ModelTextIds:
-    """Return `hf_config` with the ids that begin and end the texts of `datasets`, and the record
-    of these ids."""
+    """Return `hf_config` with the ids that begin and end the texts of `datasets`, and the record of
+    the ids."""
     tokenizers = [dataset.table.tokenizer for dataset in datasets]
 
     def beginning_token() -> int | None:

@@ -73,7 +73,7 @@ def train_inputs(
         largest = max(segments, key=lambda segment: segment.run.plan.micro_batch_tokens)
         prediction = log_prediction(replace(context, run=largest.run), log, largest.inputs)
 
-        # The process groups are the same for all segments.
+        # All segments share the process groups.
         mesh = open_mesh(run.topology, world.rank, run.config.watchdog.collective_timeout_seconds)
         context.heartbeat.set_phase("opening the connections of all groups", slow=True)
         warm_up(mesh, context.device)
@@ -82,7 +82,7 @@ def train_inputs(
             context, log, mesh, segments, source, weights, memory, callbacks, prediction, times
         )
 
-        # Each segment has an engine of its own and resumes from the checkpoint before it.
+        # Each segment has a separate engine and resumes from the checkpoint before the segment.
         outcome: Outcome = ContinueAt(0)
         if len(segments) > 1:
             outcome = ContinueAt(

@@ -61,8 +61,9 @@ def merge_run(
     equally), as `export_run` writes one.
 
     One process. Sums are in float64, a block at a time; then the weights are rounded to `dtype`.
-    The directory's logits are compared with those of the mean in memory, which takes the memory of
-    the model. Raises CheckpointError, ConfigError or ModelError; `output` is then unchanged.
+    The directory's logits are compared with the logits of the mean in memory, which takes the
+    memory of the model. Raises CheckpointError, ConfigError or ModelError; `output` is then
+    unchanged.
     """
     # Shares that add up to 1.
     shares = shares or [1.0] * len(steps)
@@ -133,7 +134,7 @@ def _means(
 
 @dataclass(frozen=True)
 class _Mean:
-    """Weighted mean of tensors; of integers, such as counts in buffers, the last one's values."""
+    """Weighted mean of tensors; of integers (counts in buffers), the values of the last tensor."""
 
     tensors: Sequence[LazyTensor]
     shares: Sequence[float]

@@ -31,16 +31,16 @@ _RULES = {
 
 
 class Parameters(Protocol):
-    """Parameters that decay, and those that Muon updates
-    (`bigtrain.models.equivalence.parameter_plan`). decayed_before: those that decayed in releases
-    whose checkpoints do not record it."""
+    """Parameters that decay, and matrices that Muon updates
+    (`bigtrain.models.equivalence.parameter_plan`). decayed_before: parameters that decayed in
+    releases whose checkpoints do not record decay."""
 
     @property
     def decayed_before(self) -> tuple[str, ...]:
         """Names of trained parameters, with ``*`` instead of indices."""
 
     def record(self) -> dict[str, Any]:
-        """Return a checkpoint's record of it."""
+        """Return the record in a checkpoint."""
 
 
 def refuse_other_run(
@@ -114,8 +114,8 @@ def resumed_phases(
 
 
 def changed_rate(document: dict[str, Any], config: RunConfig) -> str | None:
-    """Return a line about a learning rate of the next step that other settings change; None if it
-    is the same, or was not recorded in `document`, the checkpoint's ``state.json``."""
+    """Return a line about a learning rate of the next step that other settings change; None if the
+    rate is unchanged, or was not recorded in `document`, the checkpoint's ``state.json``."""
     try:
         stored_config = RunConfig.model_validate(document["config"])
     except ValueError:  # of another release of bigtrain
@@ -140,8 +140,8 @@ def changed_rate(document: dict[str, Any], config: RunConfig) -> str | None:
 
 def changed_averages(document: dict[str, Any], config: RunConfig) -> str | None:
     """Return a line about averages of the weights (``optimizer.ema``) that the checkpoint with the
-    ``state.json`` `document` has and the run does not continue, or the reverse; None if it
-    continues them with the same decay."""
+    ``state.json`` `document` has and the run does not continue, or the reverse; None if the
+    averages continue with an equal decay."""
     before = document["engine"].get("ema")
     now = None if config.optimizer.ema is None else config.optimizer.ema.decay
     if before == now:
@@ -165,8 +165,8 @@ def _has_phases(document: dict[str, Any], config: RunConfig) -> bool:
 
 def _changed_settings(document: dict[str, Any], config: RunConfig) -> list[tuple[str, str]]:
     stored = document["config"]
-    # The checkpoint lacks settings that are newer: such a setting changes nothing unless it is set,
-    # so its default is compared, except for the settings that `before` lists.
+    # The checkpoint lacks settings that are newer: a newer setting changes nothing unless it is
+    # set, so its default is compared, except for the settings that `before` lists.
     try:
         before = mathematics(RunConfig.model_validate(stored))
     except ValidationError:  # of a release that had other keys
@@ -287,7 +287,7 @@ def _refuse(
     *,
     is_over: bool = False,
 ) -> None:
-    # An allowed section allows all of its keys.
+    # An allowed section allows every key.
     refused = [
         (key, text)
         for key, text in changes
@@ -345,7 +345,7 @@ def fingerprint(weights: Sums) -> dict[str, dict[str, object]]:
 
 
 def refuse_other_base(document: dict[str, Any], weights: Sums, directory: Path) -> None:
-    """Compare the base named in a checkpoint's `state.json` (`document`) with the one read now.
+    """Compare the base named in a checkpoint's `state.json` (`document`) with the base read now.
     `weights`: as for `fingerprint`. `directory`: the checkpoint, for errors. Every rank may call
     it. Raises CheckpointError with all files that differ."""
     listed, current = document.get(BASE, {}), fingerprint(weights)

@@ -11,8 +11,8 @@
         manifest.json   run, step, every file above with size and xxh3 checksum, and its own
     RUN/run_id          random, created with the run; every checkpoint has it
 
-A tensor file is listed with the checksum of its header, which has those of its data: every block
-that is read is thereby verified to belong to this step of this run.
+A tensor file is listed with the checksum of the header, which has the checksums of the data: every
+block that is read is thereby verified to belong to this step of this run.
 
 A save writes ``step-00000200.partial-ATTEMPT``; every launch of the run is a separate attempt, so a
 stale launch that still runs on an unreachable host writes next to it, never into it. The checkpoint
@@ -89,7 +89,8 @@ def checkpoint_path(run_directory: Path, step: int) -> Path:
 
 
 def partial_path(run_directory: Path, step: int, attempt: str) -> Path:
-    """Return its path while it is being written; `attempt` identifies this launch."""
+    """Return the path of a checkpoint while it is being written; `attempt` identifies this
+    launch."""
     final = checkpoint_path(run_directory, step)
     return final.with_name(f"{final.name}.partial-{attempt}")
 
@@ -163,6 +164,7 @@ def read_manifest(directory: Path) -> CheckpointManifest:
     try:
         require_regular(path)
         document = json.loads(path.read_text())
+        # Refuse other formats before anything of this format is read.
         if document["format"] == 1:
             raise CorruptCheckpointError(
                 f"{path}: format 1, whose pickle index is no longer supported, this is "
@@ -180,6 +182,7 @@ def read_manifest(directory: Path) -> CheckpointManifest:
             name: (int(entry["bytes"]), str(entry[_checksum_key(name)]))
             for name, entry in document["files"].items()
         }
+        # Names of files are joined to the directory: none may leave it.
         strange = [name for name in files if _FILE_NAME.fullmatch(name) is None]
         if strange:
             raise ValueError(f"it lists {strange[0]!r}")
@@ -187,6 +190,8 @@ def read_manifest(directory: Path) -> CheckpointManifest:
         raise CorruptCheckpointError(f"{path}: missing") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(f"{path}: unreadable ({error})") from error
+
+    # The manifest of a complete checkpoint, in the directory in which it was written.
     manifest = CheckpointManifest(identity, files)
     if STATE not in files or not manifest.headers:
         raise CorruptCheckpointError(
@@ -277,8 +282,8 @@ def read_run_id(run_directory: Path) -> str | None:
 
 
 def make_run_id(run_directory: Path) -> str:
-    """Return the run's id, and write it if it is missing: that of its newest checkpoint, or a new
-    one for a new run. If launches overlap, the first to write it wins."""
+    """Return the run's id, and write it if it is missing: the id of the newest checkpoint, or a new
+    id for a new run. If launches overlap, the first to write it wins."""
     run_id = read_run_id(run_directory)
     if run_id is None:
         run_id = secrets.token_hex(8)
@@ -299,7 +304,8 @@ def make_run_id(run_directory: Path) -> str:
 
 def list_steps(run_directory: Path) -> list[int]:
     """Return steps that have a checkpoint, complete or corrupt, oldest first; also of entries that
-    only have its name, such as a broken link, which must not be skipped silently."""
+    only have the name of a checkpoint, for instance a broken link: these must not be skipped
+    silently."""
     numbers = []
     for path in (run_directory / "checkpoints").glob("step-*"):
         match = _NAME.fullmatch(path.name)

@@ -42,13 +42,13 @@ def export_run(
 
     One process, one file's weights in memory. The weights are the fp32 masters rounded to `dtype`
     (default: the dtypes of the base's tensors, or the run's), frozen ones as in the base's files;
-    the logits are compared with those that the training engine stored. Adapters are exported in
-    peft's format (default dtype: float32), or with `merge` merged into the base: one trained in 4
-    bits is merged in its files' precision, and the result compared with plain peft's, which needs
-    all of it in memory. `average`: instead of the weights their averages (``optimizer.ema``), whose
-    logits are computed here, with all of them in memory. `warn` is called with the distance of the
-    two bases, and for each newer checkpoint that is skipped as corrupt. Raises CheckpointError or
-    ModelError; `output` is then unchanged.
+    the logits are compared with the logits that the training engine stored. Adapters are exported
+    in peft's format (default dtype: float32), or with `merge` merged into the base: one trained in
+    4 bits is merged in its files' precision, and the result compared with plain peft's, which needs
+    the full base in memory. `average`: instead of the weights their averages (``optimizer.ema``),
+    whose logits are computed here, with all averages in memory. `warn` is called with the distance
+    of the two bases, and for each newer checkpoint that is skipped as corrupt. Raises
+    CheckpointError or ModelError; `output` is then unchanged.
     """
     directory = checkpoints.find(run_directory, step, warn=warn)
     state = checkpoints.read_state(directory)
@@ -70,7 +70,7 @@ def export_run(
         library="transformers" if config.adapters is None or merge else "peft",
     )
     if config.adapters is not None:
-        # Compare the base with the base that the adapters were trained on; reads all of its files.
+        # Compare the base with the base that the adapters were trained on; reads all base files.
         assert config.model.path is not None
         base = find_weights(config.model.path, hf_config, seed=config.seed)
         refuse_other_base(state, base_sums(base.files), directory)
@@ -91,7 +91,7 @@ def export_run(
             for note in notes:
                 warn(f"{output}: {note}")
             return int(state["step"])
-        weights, probe = _merged(weights, config, base, hf_config, probe, warn)
+        weights, probe = _merged(weights, config, base, hf_config, probe=probe, warn=warn)
     if average:
         probe = probe_of(weights, hf_config, probe)
         card += (
@@ -141,9 +141,9 @@ def write_export(
     max_shard_size: str,
     warn: Callable[[str], None],
 ) -> None:
-    """Write `weights` of a run as a verified Hugging Face directory, with what the run directory
-    has of its base and its tokenizer. `as_stored`: names of weights that stay as in the base's
-    files. `warn` is called for each thing that was changed or added. Raises as `export_model`."""
+    """Write `weights` of a run as a verified Hugging Face directory, with the base files and the
+    tokenizer in the run directory. `as_stored`: names of weights that stay as in the base's files.
+    `warn` is called for each thing that was changed or added. Raises as `export_model`."""
     record = BaseRecord.find(run_directory)
     missing = []
     if record is None and config.model.path is not None:
@@ -183,6 +183,7 @@ def _merged(
     config: RunConfig,
     base: Weights,
     hf_config: Any,
+    *,
     probe: Probe,
     warn: Callable[[str], None],
 ) -> tuple[Mapping[str, torch.Tensor], Probe]:

@@ -1,8 +1,8 @@
 """Files of a checkpoint in memory among the hosts of a launch: who keeps the directory of a host,
 who is whose partner, and the sending of files between them by a CPU group.
 
-A file that cannot be read or written does not break off a transfer, so that the other rank never
-waits: the reader of a checkpoint compares all checksums.
+A file that cannot be read or written does not break off a transfer, so that the peer never waits:
+the reader of a checkpoint compares all checksums.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def send_file(path: Path, num_bytes: int, rank: int, group: dist.ProcessGroup) -
 
 def receive_file(path: Path, num_bytes: int, rank: int, group: dist.ProcessGroup) -> OSError | None:
     """Receive a file of `num_bytes` from `rank`, which calls `send_file`; return the error of
-    writing it, after which the rest is dropped."""
+    writing it, after which further data is dropped."""
     target, missing_bytes = _Target(path), num_bytes
     while missing_bytes:
         chunk = torch.empty(min(CHUNK_BYTES, missing_bytes), dtype=torch.uint8)

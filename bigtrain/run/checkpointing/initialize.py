@@ -33,7 +33,7 @@ KEY = "checkpoint.initialize_from"
 
 @dataclass(frozen=True)
 class BaseWeights:
-    """Hugging Face weights that this launch has read, and the checksums of their files."""
+    """Hugging Face weights that this launch has read, and the checksums of the files."""
 
     weights: Weights
     sums: Sums
@@ -94,6 +94,8 @@ class WeightsSource:
                     f"{weights.setting}: these tensors are not part of the model that transformers "
                     f"builds, and are not trained: {shortened(unused)}"
                 )
+
+            # Add rows to the embedding and the head if the vocabulary grows.
             growth, model = inputs.growth, context.config.model
             if growth is not None:
                 weights = grown_weights(
@@ -111,6 +113,7 @@ class WeightsSource:
                 )
             read_weights(engine, weights)
             return base
+        # A checkpoint provides float32 masters; without one the weights stay random.
         checkpoint = self.checkpoint
         if checkpoint is None:
             return None
@@ -127,7 +130,7 @@ class WeightsSource:
 
 
 def verify_weights(context: RunContext, weights: Weights) -> Sums:
-    """Return checksums of the files of `weights`; each rank reads a part of them. Collective.
+    """Return checksums of the files of `weights`; each rank reads a part of the files. Collective.
     Raises ModelError on every rank if they differ from those listed by an export or an earlier
     launch."""
     world, directory = context.world, weights.files[0].parent
@@ -183,7 +186,7 @@ def weights_source(config: RunConfig) -> WeightsSource:
 
 def find_checkpoint(directory: Path, warn: Callable[[str], None]) -> Path:
     """Return the checkpoint that `directory`, a run's or a checkpoint's, initializes a run from.
-    Reads all of it. Raises CheckpointError if there is none, or it is corrupt."""
+    Reads the complete checkpoint. Raises CheckpointError if there is none, or it is corrupt."""
     if not (directory / checkpoints.MANIFEST).is_file():
         return checkpoints.find(directory, None, "small", warn)
     reason = checkpoints.find_corruption(directory)

@@ -43,12 +43,15 @@ def listed_checkpoints(run_directory: Path) -> list[ListedCheckpoint]:
         step: checkpoints.find_corruption(checkpoints.checkpoint_path(run_directory, step))
         for step in steps
     }
+    # Why the next save keeps checkpoints, from their evaluations.
     complete = [step for step, reason in corruption.items() if reason is None]
     measured = {
         step: best_value(checkpoints.checkpoint_path(run_directory, step), section, best)
         for step in complete
     }
     reasons = reasons_to_keep(measured, section, newest_good(run_directory, complete), best)
+
+    # A corrupt checkpoint is listed with what can be read.
     listed = []
     for step, reason in corruption.items():
         directory = checkpoints.checkpoint_path(run_directory, step)
@@ -167,7 +170,7 @@ def _topology(document: dict[str, Any]) -> str:
 
 
 def _size(num_bytes: int) -> str:
-    """Format a size, such as 1.5 MiB."""
+    """Format a size, like 1.5 MiB."""
     size = float(num_bytes)
     units = ["B", "KiB", "MiB", "GiB", "TiB"]
     while size >= 1024 and len(units) > 1:
@@ -204,7 +207,7 @@ class _Adapters:
 
 def describe_adapters(directory: Path) -> list[str]:
     """Return a table of the runs in `directory`, or one or two folders below, with adapters in a
-    complete checkpoint. Runs whose base model has the same files share a letter. Raises
+    complete checkpoint. Runs whose base models have equal files share a letter. Raises
     CheckpointError if there are none."""
     folders = sorted(
         path.parent

@@ -3,6 +3,7 @@ from other hosts before a resume."""
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
@@ -41,7 +42,7 @@ _DOCUMENTS = (checkpoints.MANIFEST, checkpoints.STATE, checkpoints.LAYOUT)
 
 @dataclass(frozen=True)
 class MemoryCheckpoint:
-    """Checkpoint that all remaining hosts together have completely. digest: of its manifest.
+    """Checkpoint that all remaining hosts together have completely. digest: of the manifest.
     source: the first rank that keeps a directory with it."""
 
     step: int
@@ -51,9 +52,10 @@ class MemoryCheckpoint:
 
 @dataclass
 class _Holdings:
-    """Files of one checkpoint on some hosts. run, attempt, writers: as of `StoredInMemory`. first:
-    rank that keeps such a host's directory. ranges: of the writers whose files are there, in order;
-    neighbors are joined, so that those of all hosts are few."""
+    """Files of a checkpoint on some hosts. run, attempt, writers: see `StoredInMemory`. first:
+    lowest rank that keeps the directory of a host with files. ranges: of the writers whose files
+    are on the hosts, in order; neighbors are joined, so that there are few ranges over all
+    hosts."""
 
     run: str
     attempt: str
@@ -63,7 +65,7 @@ class _Holdings:
     ranges: list[tuple[int, int]]
 
     def add(self, further: _Holdings) -> None:
-        """Add those of other hosts."""
+        """Add the files of other hosts."""
         self.num_hosts += further.num_hosts
         self.first = min(self.first, further.first)
         self.ranges = _joined(self.ranges + further.ranges)
@@ -87,13 +89,13 @@ def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return joined
 
 
-def _add_holdings(holdings_of_hosts: _AllHoldings, further_holdings: _AllHoldings) -> _AllHoldings:
-    for key, holdings in further_holdings.items():
-        if key in holdings_of_hosts:
-            holdings_of_hosts[key].add(holdings)
+def _add_holdings(total: _AllHoldings, further: _AllHoldings) -> _AllHoldings:
+    for key, holdings in further.items():
+        if key in total:
+            total[key].add(holdings)
         else:
-            holdings_of_hosts[key] = holdings
-    return holdings_of_hosts
+            total[key] = holdings
+    return total
 
 
 @dataclass
@@ -112,8 +114,8 @@ _NeedsOfHosts = dict[int, _Needs]
 
 
 def _add_needs(needs_by_keeper: _NeedsOfHosts, further_needs: _NeedsOfHosts) -> _NeedsOfHosts:
-    """Combine the needs of all; those of a host all of whose ranks are counted become what it
-    lacks, mostly nothing."""
+    """Combine the needs of hosts. Once all ranks of a host are counted, only the files that the
+    host lacks are left, mostly none."""
     for keeper, further in further_needs.items():
         needs = needs_by_keeper.setdefault(keeper, further)
         if needs is not further:
@@ -136,8 +138,8 @@ _Holders = dict[str, dict[int, int]]
 def _add_holders(
     lacking: Mapping[str, int], holders_by_path: _Holders, further_holders: _Holders
 ) -> _Holders:
-    """Combine who has files; of each as many as hosts that lack it, so that each can have its
-    own."""
+    """Combine the holders of files: for each file as many as hosts that lack the file, so that
+    every host can have a separate sender."""
     for path, further in further_holders.items():
         holders = holders_by_path.get(path, {}) | further
         holders_by_path[path] = {
@@ -198,7 +200,8 @@ class MemoryFiles:
 
     def complete(self, log: RunLog) -> list[MemoryCheckpoint]:
         """Return the checkpoints of which the hosts have all files, newest first, on the main rank;
-        an empty list on the others. Collective. Logs why others cannot be used."""
+        an empty list on other ranks. Collective. Logs why checkpoints cannot be used."""
+        # The tensor files of all hosts, by checkpoint.
         host_holdings: _AllHoldings = {}
         for stored in self.directory.stored() if self.is_keeper else []:
             ranks = [rank for rank in range(stored.writers) if file_name(rank) in stored.files]
@@ -209,6 +212,8 @@ class MemoryFiles:
         everywhere = combine_on_main(host_holdings, _add_holdings, self.group)
         if everywhere is None:
             return []
+
+        # Keep checkpoints that still belong to the run and of which no file is missing.
         run = checkpoints.read_run_id(self._context.directory)
         newest_by_attempt = steps_of_attempts(self._context.directory)
         complete = []
@@ -236,12 +241,13 @@ class MemoryFiles:
         directory = checkpoints.checkpoint_path(self.directory.path, checkpoint.step)
         fetched = directory.with_name(f"{directory.name}.partial-{checkpoint.digest[:8]}")
         local_bytes: dict[str, int] = {}
+        documents: set[str] = set()
         if self.is_keeper:
-            local_bytes = _files_at(directory, checkpoint.digest)
+            local_bytes, documents = _files_at(directory, checkpoint.digest), set(_DOCUMENTS)
         destination = directory if local_bytes else fetched
-        self._fetch(
-            set(_DOCUMENTS) if self.is_keeper else set(), local_bytes, directory, destination
-        )
+
+        # First the small files, which list the tensor files that the ranks of this host read.
+        self._fetch(documents, local_bytes, directory, destination)
 
         def read_layout() -> CheckpointLayout:
             path = fetched / checkpoints.LAYOUT
@@ -275,16 +281,12 @@ class MemoryFiles:
         return on_all_ranks(attempt, self.group)
 
     def _fetch(
-        self,
-        needed_paths: Set[str],
-        local_bytes: Mapping[str, int],
-        directory: Path,
-        destination: Path,
+        self, needed: Set[str], local_bytes: Mapping[str, int], directory: Path, destination: Path
     ) -> None:
-        """Get from other hosts the files that this rank needs and its host lacks. here: on the rank
-        that keeps the host's directory, bytes by path of the files in it. Collective. Raises
+        """Get from other hosts the files that this rank needs and its host lacks. local_bytes: on
+        the rank that keeps the host's directory, bytes of the files by path. Collective. Raises
         CheckpointError."""
-        plan = self._agreed_plan(needed_paths, local_bytes)
+        plan = self._agreed_plan(needed, local_bytes)
         rank = self._context.world.rank
         incoming = [transfer for transfer in plan if transfer.target == rank]
 
@@ -293,63 +295,54 @@ class MemoryFiles:
                 return
             self.open(create=True)
             (destination / checkpoints.TENSORS).mkdir(parents=True, exist_ok=True)
-            need, free = (
-                sum(transfer.num_bytes for transfer in incoming),
-                self.directory.free_bytes(),
-            )
+            need = sum(transfer.num_bytes for transfer in incoming)
+            free = shutil.disk_usage(self.directory.path).free
             if need > free:
                 raise CheckpointError(
                     f"{self._context.hosts[rank]} has {free} bytes free in {self.directory.path}, "
                     f"and its part takes {need}"
                 )
 
-        if not plan:
-            return
-        self._on_all(make_room)
-        errors = [self._transfer(transfer, directory, destination) for transfer in plan]
-
-        def tell() -> None:
+        def raise_error() -> None:
             for error in errors:
                 if error is not None:
                     raise CheckpointError(f"a file from another host: {error}")
 
-        self._on_all(tell)
+        if plan:
+            self._on_all(make_room)
+            errors = [self._transfer(transfer, directory, destination) for transfer in plan]
+            self._on_all(raise_error)
 
-    def _agreed_plan(
-        self, needed_paths: Set[str], local_bytes: Mapping[str, int]
-    ) -> list[_Transfer]:
+    def _agreed_plan(self, needed: Set[str], local_bytes: Mapping[str, int]) -> list[_Transfer]:
         """Return the transfers of files that hosts lack, in the order in which all ranks make them.
         Collective."""
         num_ranks = self._context.hosts.count(self._context.hosts[self._context.world.rank])
-        host_needs = {self._keeper: _Needs(1, num_ranks - 1, set(needed_paths), set(local_bytes))}
-        needs = combine_on_main(_add_needs({}, host_needs), _add_needs, self.group)
-        everywhere = list((needs or {}).values())
+        keeper = self._keeper
+        rank_needs = {keeper: _Needs(1, num_ranks - 1, set(needed), set(local_bytes))}
+
+        # The number of hosts that lack a file, by path; mostly no file is missing anywhere.
+        needs = combine_on_main(_add_needs({}, rank_needs), _add_needs, self.group) or {}
         lacking = on_main_rank(
-            lambda: Counter(path for host_needs in everywhere for path in host_needs.needed),
-            self.group,
+            lambda: Counter(path for host in needs.values() for path in host.needed), self.group
         )
         if not lacking:
             return []
-        host_holders = {
-            path: {self._keeper: local_bytes[path]} for path in lacking.keys() & local_bytes.keys()
-        }
-        holders = combine_on_main(host_holders, partial(_add_holders, lacking), self.group)
 
-        def plan() -> list[_Transfer]:
-            paths_by_keeper = {
-                keeper: host_needs.needed for keeper, host_needs in (needs or {}).items()
-            }
-            return plan_transfers(paths_by_keeper, holders or {})
-
-        return on_main_rank(plan, self.group)
+        # Hosts that have a file which others lack; then who sends what.
+        paths = lacking.keys() & local_bytes.keys()
+        rank_holders = {path: {keeper: local_bytes[path]} for path in paths}
+        holders = combine_on_main(rank_holders, partial(_add_holders, lacking), self.group) or {}
+        return on_main_rank(
+            lambda: plan_transfers({rank: needs[rank].needed for rank in needs}, holders),
+            self.group,
+        )
 
     def _transfer(self, transfer: _Transfer, directory: Path, destination: Path) -> OSError | None:
         """Take part in a transfer, if it is from or to this rank."""
         rank = self._context.world.rank
         if transfer.source == rank:
-            return send_file(
-                directory / transfer.path, transfer.num_bytes, transfer.target, self.group
-            )
+            path = directory / transfer.path
+            return send_file(path, transfer.num_bytes, transfer.target, self.group)
         if transfer.target != rank:
             return None
         target = destination / transfer.path

@@ -1,14 +1,15 @@
 """Saver of checkpoints in memory: state is copied between two steps, and a thread writes it to
-shared memory of the hosts, and of their partners, while training continues.
+shared memory of the hosts, and of partner hosts, while training continues.
 
-All hosts commit a checkpoint after all files of it are written, and a host keeps the one before
-until the next one begins. So whatever is killed, all files of one of the two exist.
+All hosts commit a checkpoint after all files are written, and a host keeps the previous checkpoint
+until the next save begins. So whatever is killed, all files of a checkpoint exist.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -104,7 +105,7 @@ class MemorySaver:
         self._section, self._saver, self._files = section, saver, files
         # A group for the thread that writes; the training thread has `MemoryFiles.group`.
         self._group = cpu_group(context.config.watchdog.collective_timeout_seconds)
-        # The same as for saves to disk: both may have copies at the same time.
+        # As for saves to disk: both savers may have copies at once.
         limit = this_machine({}).memory_bytes // (4 * local_world_size(os.environ))
         self._staging = Staging(pinned_limit_bytes=limit)
         self._partners = Partners.of(context.hosts) if section.copies else None
@@ -126,8 +127,8 @@ class MemorySaver:
         return not self._is_off and state.is_multiple_of(self._section.every_steps)
 
     def save(self, state: TrainState, evaluation: Mapping[str, float]) -> None:
-        """Copy `state` and begin to write it. Skipped while any rank still writes the one before
-        (with a line, once), and for weights that are not finite on any rank."""
+        """Copy `state` and begin to write it. Skipped while any rank still writes the previous
+        checkpoint (with a line, once), and for weights that are not finite on any rank."""
         start = time.perf_counter()
         write = self._pending
         flags = torch.zeros(3)
@@ -161,7 +162,7 @@ class MemorySaver:
         self._blocked_seconds += time.perf_counter() - start
 
     def _settle(self, *, has_failed: bool) -> None:
-        """Count the last save, which has ended on every rank. `has_failed`: on any of them."""
+        """Count the last save, which has ended on every rank. `has_failed`: on any rank."""
         write, self._pending = self._pending, None
         if write is None:
             return
@@ -193,8 +194,9 @@ class MemorySaver:
         return values
 
     def forget(self) -> None:
-        """Remove all checkpoints: after a rollback, those of later steps are not the run's any
-        more. If a save in progress does not end in time, only the disk is used from here on."""
+        """Remove all checkpoints: after a rollback, checkpoints of later steps do not belong to the
+        run any more. If a save in progress does not end in time, only the disk is used from here
+        on."""
         write, self._pending, self._newest = self._pending, None, None
         is_late = torch.tensor([write is not None and not write.end(_LAST_WAIT_SECONDS)]).float()
         maximum_of_all(is_late, self._files.group)
@@ -252,7 +254,7 @@ class MemorySaver:
                 if not self._files.is_keeper:
                     return
                 directory.keep_only(write.previous_step)
-                free = directory.free_bytes() + directory.num_bytes()
+                free = shutil.disk_usage(directory.path).free + directory.num_bytes()
                 if need and free < need + SPARE_BYTES:
                     raise MemoryTooSmallError(
                         f"two checkpoints of this host need {need / GIB:.3g} GiB, "
@@ -295,7 +297,7 @@ class MemorySaver:
     def _documents(
         self, write: _MemoryWrite, written: Written, identity: SaveIdentity
     ) -> dict[str, bytes]:
-        """Return the small files of a checkpoint, the same on all hosts."""
+        """Return the small files of a checkpoint, equal on all hosts."""
         self._context.claim.check()
         layout = json.dumps(written.layout.to_json(), separators=(",", ":"))
         small = {

@@ -155,8 +155,8 @@ def _merged(
 def _loadable(
     candidate: _Candidate, log: RunLog, engine: TrainEngine, memory: MemoryFiles | None
 ) -> _Loadable | None:
-    """Return a checkpoint as this host has it, once it has all that its ranks need of one in
-    memory; log and return None if a host cannot get it. Collective."""
+    """Return a checkpoint as this host has it, after the host has all files of a memory checkpoint
+    that its ranks need; log and return None if a host cannot get it. Collective."""
     if not isinstance(candidate, MemoryCheckpoint):
         return candidate
     assert memory is not None
@@ -217,8 +217,8 @@ def roll_back(
 ) -> TrainState:
     """Restore the engine from the newest checkpoint without a bad step before it. Collective; no
     save may be in progress. Returns that checkpoint's step, with the samples after `state`'s.
-    Raises TrainingError on every rank without one, and after ``guard.max_rollbacks`` to the same
-    one."""
+    Raises TrainingError on every rank without a good checkpoint, and after ``guard.max_rollbacks``
+    rollbacks to one checkpoint."""
     section = context.config.guard
     if context.config.sites is not None:
         raise TrainingError(
@@ -242,7 +242,7 @@ def roll_back(
         if not _is_restored(log, engine, directory, document):
             continue
 
-        # Refuse to return to the same checkpoint too often: its next steps are bad again.
+        # Refuse to return to one checkpoint too often: its next steps are bad again.
         stored_guard = GuardState.from_json(document.get("guard"))
         is_same_step = state.guard.rolled_back_to == document["step"]
         guard = replace(
@@ -278,8 +278,8 @@ def restore_alike(
 ) -> TrainState:
     """Restore the engine from the newest checkpoint up to ``differing.alike_step``, after which
     replicas were alike, and remove newer ones; return its state, from which samples are read again.
-    Collective; no save may be in progress. Raises TrainingError on every rank without such a
-    checkpoint, and if a host was named before: FaultyHostError on that host, if it is known."""
+    Collective; no save may be in progress. Raises TrainingError on every rank without a checkpoint,
+    and if a host was named before: FaultyHostError on that host, if it is known."""
     directory = context.directory
     rank_names = ", ".join(f"rank {rank} on {context.hosts[rank]}" for rank in differing.ranks)
     uncertainty = "" if differing.is_known else " (one of them is wrong, and it is unknown which)"

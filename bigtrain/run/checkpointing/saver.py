@@ -63,8 +63,8 @@ class _Content:
 @dataclass
 class _Write:
     """Save whose copy was taken. content: None if the weights are not finite. start: by
-    `time.perf_counter`. error: why the save failed, the same on every rank; lost_token: the error
-    if this launch has lost the run directory."""
+    `time.perf_counter`. error: why the save failed, equal on every rank; lost_token: the error if
+    this launch has lost the run directory."""
 
     step: int
     content: _Content | None
@@ -108,12 +108,12 @@ class Saver:
         self._staging = Staging(copies=self._section.asynchronous, pinned_limit_bytes=limit)
         self._pending: _Write | None = None
         self._num_failures = 0
-        # Fields of state.json that are the same in all checkpoints; empty except on the main rank.
+        # Fields of state.json that all checkpoints share; empty except on the main rank.
         self._run_document: dict[str, Any] = {}
 
         def begin() -> SaveIdentity:
             token = context.claim.token
-            attempt = "" if token is None else token.attempt
+            attempt = "" if token is None else token.holder.attempt
             identity = SaveIdentity(checkpoints.make_run_id(context.directory), 0, attempt)
             self._run_document = {
                 "format": checkpoints.FORMAT,
@@ -272,7 +272,7 @@ class Saver:
             written = content.snapshot.tensors.write(tensors, self._group, identity)
             self._on_main(commit)
         except Exception as error:
-            # No error ends training here; every rank has the same error.
+            # No error ends training here; the error is equal on every rank.
             write.lost_token = self._lost_run_token(error)
             write.error = str(write.lost_token or error) or type(error).__name__
             if self._context.world.is_main:

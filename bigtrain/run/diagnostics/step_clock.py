@@ -3,10 +3,11 @@
 On a CPU the training thread's time is split; time in DeepSpeed's hooks during the passes counts as
 the engine's (`HostTime`). On CUDA, events on the compute stream are read when a step is logged, so
 that no step waits for the device; time neither in a pass nor in the update counts as waiting for
-the batch, up to the host's wait for it, and the rest as the engine's.
+the batch, up to the host's wait for it, and further time as the engine's.
 
-Waiting for other ranks is part of these: on a CPU the thread's own waits, on CUDA the time between
-events around everything for which the compute stream waits for a collective, in logged steps only.
+Waiting for other ranks is part of the parts: on a CPU the thread's own waits, on CUDA the time
+between events around everything for which the compute stream waits for a collective, in logged
+steps only.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _MOST_WAITS = 1 << 15
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Number of steps since the last reading, and the time of one of them."""
+    """Number of steps since the last reading, and the mean time of a step."""
 
     num_steps: int
     step_seconds: float
@@ -58,7 +59,7 @@ class StepTimes:
 
 class StepClock:
     """Wall time per optimizer step since the last reading, without pauses. No collective. memory:
-    gets the same phase boundaries. now, make_event: clocks of the host and of the device, for
+    gets the phase boundaries, too. now, make_event: clocks of the host and of the device, for
     tests."""
 
     def __init__(
@@ -215,7 +216,7 @@ class _DeviceParts:
             self._is_full = len(self._events) >= _MOST_EVENTS
 
     def read(self) -> dict[str, float]:
-        """Return the seconds of each part of one step, the mean of the timed ones."""
+        """Return the seconds by part of a step, the mean over timed steps."""
         seconds_by_part: dict[str, float] = {}
         for (part, start), (_, end) in zip(self._events, self._events[1:], strict=False):
             if end.query():

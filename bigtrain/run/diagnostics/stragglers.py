@@ -1,11 +1,11 @@
 """Stragglers: ranks that are slower than their peers.
 
-In synchronous training step times are those of the slowest rank. So the measured work is that which
-no other rank can delay: waiting for the batch, and the matrix products of one layer (forward,
-between hooks on its innermost modules, which excludes gathers and reductions; a compiled layer is
-timed as a unit), extrapolated to the model by its parameters, times three for the backward pass. On
-GPUs events time them, read when a step is logged. This detects a slow device, busy cores or a slow
-disk; not a slow link, nor slowness outside of both measurements.
+In synchronous training the slowest rank determines the step time. So only work that no other rank
+can delay is measured: waiting for the batch, and the matrix products of a layer (forward, between
+hooks on its innermost modules, which excludes gathers and reductions; a compiled layer is timed as
+a unit), extrapolated to the model by its parameters, times three for the backward pass. On GPUs
+events time them, read when a step is logged. This detects a slow device, busy cores or a slow disk;
+not a slow link, nor slowness outside of the two measurements.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _num_elements(module: nn.Module) -> int:
 
 @dataclass(frozen=True)
 class Straggler:
-    """Rank whose work takes `work_seconds` a step; the median of its peers: `median_seconds`."""
+    """Rank whose work takes `work_seconds` a step; the median of the peers: `median_seconds`."""
 
     rank: int
     work_seconds: float
@@ -121,8 +121,8 @@ class Straggler:
 def find_stragglers(
     work_seconds: Sequence[float], peers: Sequence[int], step_seconds: float, factor: float
 ) -> list[Straggler]:
-    """Return ranks slower than `factor` times the median of their peers and by more than a tenth of
-    a step. `work_seconds`: of a step by rank; `peers`: by rank, equal numbers are compared."""
+    """Return ranks slower than `factor` times the median of the peers and by more than a tenth of a
+    step. `work_seconds`: of a step by rank; `peers`: by rank, equal numbers are compared."""
     seconds_by_peers: dict[int, list[float]] = {}
     for seconds, peer_group in zip(work_seconds, peers, strict=True):
         seconds_by_peers.setdefault(peer_group, []).append(seconds)

@@ -9,9 +9,10 @@ After a network partition a scheduler may start a run again while processes of t
 still run. So every launch acquires a run token, a fencing token that never expires: the next
 generation number, claimed by a hard link, which only one process can create (open with O_EXCL if
 links are not supported); it then renames the files of earlier launches. Before every change of the
-directory the main rank checks that its own file still has its name: opening a file queries an NFS
-server, while listings may be cached for up to half a minute. One operation that was permitted an
-instant before may still be executed; checkpoints are complete regardless of who commits them.
+directory the main rank checks that the file of this launch still has its name: opening a file
+queries an NFS server, while listings may be cached for up to half a minute. One operation that was
+permitted an instant before may still be executed; checkpoints are complete regardless of who
+commits them.
 
 The main rank calls all this; nothing is collective. Imports no torch.
 """
@@ -69,10 +70,6 @@ class RunToken:
     _looked_at: float = field(default=0.0)
     _was_lost: bool = field(default=False)
 
-    @property
-    def attempt(self) -> str:
-        return self.holder.attempt
-
     def check(self) -> None:
         """Raise StaleLaunchError if a later launch holds the directory, RunRemovedError if
         deleted."""
@@ -97,8 +94,17 @@ class RunToken:
         return self._was_lost
 
     def _is_removed(self) -> bool:
-        """Return whether records and first files are missing (a save may create the rest again)."""
-        return not any(_may_exist(self.run_directory / name) for name in (DIRECTORY, "config.json"))
+        """Return whether records and first files are missing (a save may create other files
+        again)."""
+        for name in (DIRECTORY, "config.json"):
+            try:
+                (self.run_directory / name).stat()
+            except FileNotFoundError:
+                continue
+            except OSError:
+                pass  # a file system that does not respond may recover
+            return False
+        return True
 
     def newer_launch(self) -> str | None:
         """Return the later launch that holds the directory, human-readable; or None."""
@@ -128,7 +134,7 @@ class RunClaim:
     generation: int | None = None
 
     def check(self) -> None:
-        """Raise as `RunToken.check`, on the main rank; the others have no run token. Not
+        """Raise as `RunToken.check`, on the main rank; other ranks have no run token. Not
         collective."""
         if self.token is not None:
             self.token.check()
@@ -190,7 +196,7 @@ def acquire(run_directory: Path, environment: Mapping[str, str]) -> RunToken:
         if max(_generations(directory)) == holder.generation:
             break
 
-    # Fence off earlier launches, which check the names of their files before they write.
+    # Fence off earlier launches, which check the file name before they write.
     for number in _generations(directory):
         if number < holder.generation:
             path = _path(run_directory, number)
@@ -224,17 +230,6 @@ def _path(run_directory: Path, generation: int) -> Path:
 
 def _stale_path(path: Path) -> Path:
     return path.with_name(path.name.removesuffix(".json") + _STALE_SUFFIX)
-
-
-def _may_exist(path: Path) -> bool:
-    """Return False only if the file system reports so; one that does not respond may recover."""
-    try:
-        path.stat()
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
-    return True
 
 
 def _read(path: Path) -> TokenHolder | None:

@@ -57,7 +57,7 @@ class Heartbeat:
 
     def watch_layers(self, model: nn.Module) -> None:
         """Mark every layer of `model` (the members of its outermost module lists) at the start of
-        its forward and backward pass, by hooks that add nothing to the graph."""
+        the forward and backward pass, by hooks that add nothing to the graph."""
         for name, layer in decoder_layers(model):
             # Before ZeRO-3's hooks that gather parameters, since those may hang.
             layer.register_forward_pre_hook(
@@ -94,7 +94,7 @@ class Transfers:
 
 def current_collective() -> str | None:
     """Return the collective that this rank's training waits in; None outside, or if only a GPU
-    waits. Read from the stacks of the main thread and of those that Python did not start
+    waits. Read from the stacks of the main thread and of threads that Python did not start
     (autograd's)."""
     frames = sys._current_frames()
     python_threads = {thread.ident for thread in threading.enumerate()} - {
@@ -103,7 +103,7 @@ def current_collective() -> str | None:
     for ident, innermost in frames.items():
         if ident in python_threads:
             continue
-        # The outermost function of torch's collectives is the one that was called.
+        # Collectives of torch call each other: training called the outermost function.
         collective: str | None = None
         frame: FrameType | None = innermost
         while frame is not None:

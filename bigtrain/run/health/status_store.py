@@ -2,9 +2,9 @@
 them.
 
 It is the process group's TCPStore, whose server is a C++ thread of the main rank or of torchrun's
-agent and responds while Python hangs. Each rank has its own connection. An operation may block
-forever if a host is lost, so one thread executes all of them and callers wait a few seconds; after
-the first that takes too long the status store counts as lost, until it is reconnected.
+agent and responds while Python hangs. Each rank has a separate connection. An operation may block
+forever if a host is lost, so one thread executes all operations and callers wait a few seconds;
+after the first that takes too long the status store counts as lost, until it is reconnected.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class StatusStore:
 
     def leads(self, is_main: bool, answer_seconds: float, report_seconds: float) -> bool:
         """Return whether this rank writes the report: the main rank, or the first other rank if
-        that does not start in time. On the others it returns when the report is written, or on
+        that does not start in time. On other ranks it returns when the report is written, or on
         timeout."""
         if not is_main and self._wait(_LEADER, answer_seconds):
             self._wait(_FINISHED, answer_seconds + 2 * report_seconds)
@@ -149,7 +149,7 @@ class StatusStore:
         return False
 
     def answers(self, seconds: float) -> dict[int, Position] | None:
-        """Return the answers of all ranks, or after `seconds` those received."""
+        """Return the answers of all ranks, or after `seconds` the received answers."""
         until = time.monotonic() + seconds
         while not self.is_lost:
             received = self._read("answer")
@@ -169,7 +169,7 @@ class StatusStore:
             time.sleep(0.5)  # the store may end with this process
 
     def reopened(self) -> StatusStore | None:
-        """Return the same status store over a new connection; None if that fails."""
+        """Return this status store over a new connection; None if that fails."""
         try:
             return StatusStore(self._location, self._world)
         except RuntimeError:
@@ -263,9 +263,10 @@ def diagnose(
     """Return the lagging ranks of a world whose rank `r` runs on ``hosts[r]``. `answers`: positions
     of the ranks that still respond; `last_known`: the last position reported before, by rank.
 
-    In order: unresponsive ranks; ranks outside of collectives while others wait in one; those in an
-    earlier step; those in another collective than most.
+    In order: unresponsive ranks; ranks outside of collectives while others wait in a collective;
+    ranks in an earlier step; ranks in another collective than most.
     """
+    # A rank that does not respond explains why others wait.
     silent = [rank for rank in range(len(hosts)) if rank not in answers]
     if silent:
         lines = [
@@ -278,6 +279,8 @@ def diagnose(
             for rank in silent
         ]
         return _diagnosis(silent, lines, answers)
+
+    # All ranks respond: the first difference between their positions names the lagging ranks.
     positions = list(answers.values())
     ranks_outside = [p.rank for p in positions if p.collective is None]
     first_step = min(p.step for p in positions)
@@ -302,7 +305,7 @@ def diagnose(
 
 
 def diagnose_alone(position: Position, hosts: Sequence[str]) -> Diagnosis:
-    """Return the diagnosis of a rank that cannot reach the others because the store is gone."""
+    """Return the diagnosis of a rank that cannot reach other ranks because the store is gone."""
     if len(hosts) == 1:
         return diagnose({position.rank: position}, {}, hosts)
     if position.rank == 0:

@@ -1,5 +1,5 @@
-"""Agreement of all ranks to stop or save after the same step: a signal, a write failure, an error
-or a request of a callback."""
+"""Agreement between ranks to stop or save after one common step: a signal, a write failure, an
+error or a request of a callback."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _TROUBLE = 1 << 16  # above all signals
 
 @dataclass(frozen=True)
 class Agreed:
-    """Result of an agreement, the same on all ranks. signal: to stop for, with the run to be
-    continued later. ends, saves: whether a callback asked to end the run, and for a checkpoint."""
+    """Result of an agreement, equal on all ranks. signal: to stop for, with the run to be continued
+    later. ends, saves: whether a callback asked to end the run, and for a checkpoint."""
 
     signal: signal.Signals | None = None
     ends: bool = False
@@ -43,10 +43,10 @@ class Agreed:
 
 
 class StopAgreement:
-    """Agreement that stops all ranks after the same step when one received a signal, or must
-    end. `group`: all ranks on the CPU (the training group would wait for a GPU); None for
-    one rank. `trouble`: why this rank must end, or None. `requests`: of the callbacks of this rank,
-    to end the run and to save; with them ranks agree after every step, not twice a second."""
+    """Agreement that stops all ranks after one common step when a rank received a signal, or must
+    end. `group`: all ranks on the CPU (the training group would wait for a GPU); None for one rank.
+    `trouble`: why this rank must end, or None. `requests`: of the callbacks of this rank, to end
+    the run and to save; with them ranks agree after every step, not twice a second."""
 
     def __init__(
         self,
@@ -64,8 +64,8 @@ class StopAgreement:
         self._since = time.perf_counter()
 
     def agreed(self) -> Agreed:
-        """Return what to do after this step, the same on all ranks; call between two steps.
-        Collective. Raises the trouble of a rank on all of them."""
+        """Return the decision after this step, equal on all ranks; call between two steps.
+        Collective. Raises the trouble of a rank on all ranks."""
         if self._group is None:
             return self._decision(self._own(), self._own_requests())
         self._steps_left -= 1
@@ -75,7 +75,7 @@ class StopAgreement:
         values = [self._own(), step_seconds, *self._own_requests()]
         worst = torch.tensor(values, dtype=torch.float64)
         maximum_of_all(worst, self._group)
-        # The same on every rank, like `worst`; at most doubling, if steps become slow.
+        # Equal on every rank, like `worst`; at most doubling, if steps become slow.
         steps_between = int(_SECONDS_BETWEEN / max(float(worst[1]), 1e-6))
         self._steps_between = max(1, min(steps_between, 2 * self._steps_between))
         self._steps_left = self._steps_between

@@ -7,7 +7,7 @@ raises the alarm: all dump their stacks to ``RUN/hangs/step-.../`` and answer wi
 positions, one writes the report, and all end with exit code 76, so that the launcher restarts the
 run.
 
-If a hang inside C code holds the interpreter, or the process is stopped, the others report that
+If a hang inside C code holds the interpreter, or the process is stopped, other ranks report that
 this rank does not respond; and a timer in C (``faulthandler``), which every check resets, ends the
 process (exit code 1). If the status store is lost, each rank reports for itself.
 """
@@ -62,6 +62,7 @@ class Watchdog:
         world: World,
         run_directory: Path,
         heartbeat: Heartbeat,
+        *,
         is_stale: Callable[[], bool],
         hosts: Sequence[str],
     ) -> None:
@@ -129,7 +130,7 @@ class Watchdog:
                 self._connect_again(self._status_store)
             if self._status_store is not None:
                 is_slow = self._heartbeat.slow and now - own_moved_at <= self._slow_limit
-                # A rank that waits in a collective, too, is not the one that others wait for.
+                # Other ranks do not wait for a rank that waits in a collective, too.
                 is_slow = is_slow and current_collective() is None
                 self._status_store.report(self._position(), moved, is_slow)
                 if self._status_store.alarm() is not None:
@@ -140,7 +141,7 @@ class Watchdog:
                     if counter is not None and moves not in (-1, counter):
                         self._moved_at = now
                     moves = -1 if counter is None else counter
-                    # A rank that is slow in a slow phase ends the run by its own limit.
+                    # A rank that is slow in a slow phase ends the run by the slow limit.
                     counter = self._status_store.slow_reports()
                     if counter is not None and slow_reports not in (-1, counter):
                         self._slow_seen_at = now
@@ -226,7 +227,7 @@ class Watchdog:
                 faulthandler.dump_traceback(file, all_threads=True)
             trace = flight_recorder_trace()
             if trace is not None:
-                # Torch's reader of these files requires names that end in the rank.
+                # Torch's reader of flight records requires names that end in the rank.
                 (directory / f"flight-recorder-{self._world.rank:05d}").write_bytes(trace)
         except (OSError, RuntimeError) as error:
             print(f"watchdog: {directory} cannot be written: {error}", file=sys.stderr)

@@ -1,5 +1,5 @@
 """Lines of metrics.jsonl: reading them, and dropping the last ones when a run resumes, without
-reading the entire file: except for events, the steps and samples in it only grow."""
+reading the entire file: except for events, steps and samples only grow from line to line."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _BLOCK_BYTES = 1 << 16
 def cut_lines(path: Path, last_step: int, samples: int) -> tuple[float | None, int]:
     """Keep the lines of `path` up to `last_step` and events that begin before sample `samples`;
     nothing if `last_step` is 0. Returns the loss of the first step in the file, and how many
-    complete lines were dropped. Parses those and the line before them, and copies the rest. A kill
-    here loses nothing."""
+    complete lines were dropped. Parses the dropped lines and the line before, and copies earlier
+    lines. A kill here loses nothing."""
     if not path.exists():
         return None, 0
     with path.open("rb") as file:
@@ -51,7 +51,12 @@ def cut_lines(path: Path, last_step: int, samples: int) -> tuple[float | None, i
                 new_file.write(block)
                 num_bytes -= len(block)
             new_file.writelines(line.rstrip(b"\n") + b"\n" for line in reversed(kept_lines))
-    return _first_loss(path), num_dropped
+    with path.open("rb") as file:
+        for text in file:
+            line = _parsed(text)
+            if line and "loss" in line and "event" not in line:
+                return line["loss"], num_dropped
+    return None, num_dropped
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -115,13 +120,3 @@ def _parsed(text: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return line if isinstance(line, dict) else {}
-
-
-def _first_loss(path: Path) -> float | None:
-    with path.open("rb") as file:
-        for text in file:
-            line = _parsed(text)
-            if line and "loss" in line and "event" not in line:
-                loss: float | None = line["loss"]
-                return loss
-    return None

@@ -1,4 +1,4 @@
-"""Peak device memory of the run and of each phase; a CPU has none by phase."""
+"""Peak device memory of the run and by phase; a CPU has none by phase."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class PhaseMemory:
         self._by_phase: dict[str, int] = {}
 
     def measure(self, is_measured: bool) -> None:
-        """Set whether the next phases are measured; the others cost nothing."""
+        """Set whether the next phases are measured; unmeasured phases cost nothing."""
         if self._device_type == "cuda" and self._is_measuring and not is_measured:
             self.begin(None)
         self._is_measuring = is_measured

@@ -114,7 +114,7 @@ def write_line(file: TextIO, path: Path, text: str) -> OutputError | None:
 def close_written(
     file: TextIO, path: Path, failure: OutputError | None = None
 ) -> OutputError | None:
-    """Close a file; return `failure`, or else the error of writing the rest of its buffer."""
+    """Close a file; return `failure`, or else the error of flushing the buffer."""
     try:
         file.close()
     except OSError as error:

@@ -2,7 +2,7 @@
 
 A thread of the main rank copies while the run continues. Only the newest checkpoint waits: if
 copying takes longer than the time between saves, some are skipped, and training never waits. A
-failed copy is logged. At the end the run waits ``output.copy_wait_seconds`` for the rest.
+failed copy is logged. At the end the run waits ``output.copy_wait_seconds`` for copies in progress.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class RunCopies:
         try:
             num_bytes = copy_tree(path, target, last)
             if num_bytes:
-                # The other files that a resume needs, and the metrics so far.
+                # Small files that a resume needs, and the metrics so far.
                 store = store_of(self.address)
                 for name in (*_RUN_FILES, "metrics.jsonl", "log.txt"):
                     file, address = self.directory / name, joined(self.address, name)

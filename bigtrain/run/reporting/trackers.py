@@ -27,8 +27,8 @@ def check_trackers(names: Sequence[str]) -> list[Problem]:
     for name in names:
         module, distribution = _PACKAGES[name]
         spec = importlib.util.find_spec(module)
-        # A folder such as the ./wandb that W&B itself creates is found as well, but has no
-        # origin: it is not the package.
+        # A folder, like the ./wandb that W&B itself creates, is found as well, but has no origin:
+        # it is not the package.
         if spec is None or spec.origin is None:
             problems.append(
                 Problem(

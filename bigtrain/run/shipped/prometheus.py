@@ -21,7 +21,7 @@ from bigtrain.system.listening import exposure
 
 class Prometheus(Collector):
     """Endpoint ``http://HOST:PORT/metrics`` of the main rank, from the first step of a launch to
-    its end. Metrics are those of the last logged step and evaluation, as ``bigtrain_NAME``."""
+    its end. Exports the metrics of the last logged step and evaluation, as ``bigtrain_NAME``."""
 
     def __init__(
         self, settings: PrometheusSettings, config: RunConfig, warn: Callable[[str], None]

@@ -35,8 +35,8 @@ _MOST_METRICS, _MOST_CHARACTERS, _MOST_SECONDS = 256, 64, 2**31 - 1
 
 
 class TrainJob:
-    """Reporter of the run's progress to the TrainJob that it runs in; outside of one, or if its
-    feature gate is off, it only logs that."""
+    """Reporter of the run's progress to the TrainJob that it runs in; outside of a TrainJob, or if
+    the feature gate is off, it only logs that."""
 
     def __init__(
         self, settings: NoSettings, config: RunConfig, warn: Callable[[str], None]

@@ -22,8 +22,8 @@ _EXTRA_SECONDS = 5.0
 
 
 class Webhook:
-    """Sender of the messages of a run: a process of its own (`webhook_watcher`), which hears of
-    each step through a pipe, and notices when this process is gone, however that ended."""
+    """Sender of the messages of a run: a separate process (`webhook_watcher`), which hears of each
+    step through a pipe, and notices when this process is gone, however that ended."""
 
     def __init__(
         self, settings: WebhookSettings, config: RunConfig, warn: Callable[[str], None]

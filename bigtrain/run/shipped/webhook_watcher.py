@@ -33,8 +33,8 @@ def main() -> None:
     # Schedulers send them to all processes of a job, and the run may still save.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    # An orphan in a session of its own: launchers that end a rank and its descendants, or its
-    # process group, do not end it. `bigtrain.launchers.agent` waits for it.
+    # An orphan in a separate session: launchers that end a rank and its descendants, or its process
+    # group, do not end it. `bigtrain.launchers.agent` waits for it.
     if os.fork():
         os._exit(0)
     lines = Lines()
