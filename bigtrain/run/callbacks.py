@@ -56,7 +56,7 @@ class Callbacks:
         self.are_any = bool(sections or caller_callbacks)
         self.may_request = bool(caller_callbacks) or context.config.has_user_callbacks
         self.uses_code = self.may_request or context.config.records_metrics
-        self._called: list[tuple[str, Any]] = []
+        self._callbacks: list[tuple[str, Any]] = []
         if self.are_any:
             context.long_work.on_every_rank(lambda: self._make(caller_callbacks))
 
@@ -76,7 +76,7 @@ class Callbacks:
                 else:
                     settings = shipped.settings.model_validate(section.settings)
                     callback = callback_class(settings, self._context.config, self._warn)
-                self._called.append((key, callback))
+                self._callbacks.append((key, callback))
             except ExtensionError as error:  # of bigtrain's own: its text is complete
                 raise ExtensionError(f"{key}: {error}") from error
             except Exception as error:
@@ -87,7 +87,7 @@ class Callbacks:
         for number, callback in enumerate(caller_callbacks):
             if self._runs_here(callback):
                 name = f"callbacks[{number}] = {type(callback).__name__}"
-                self._called.append((name, callback))
+                self._callbacks.append((name, callback))
 
     def _warn(self, text: str) -> None:
         """Show a line, also when the log is closed."""
@@ -149,14 +149,14 @@ class Callbacks:
         trace: TracebackType | None,
     ) -> None:
         """Call `close`, however the launch ends on this rank. An error of `close` is one line."""
-        if not self._called:
+        if not self._callbacks:
             return
         text = None
         if error is not None:
             name = "" if isinstance(error, BigtrainError) else f"{type(error).__name__}: "
             text = name + one_line(error)
-        view = self._look(None, {"error": text})
-        for key, callback in self._called:
+        view = self._updated_view(None, {"error": text})
+        for key, callback in self._callbacks:
             method: Callable[[RunView], object] | None = getattr(callback, "close", None)
             if method is None:
                 continue
@@ -193,8 +193,8 @@ class Callbacks:
         self._recorder.clear()
 
     def _call(self, point: str, state: TrainState | None, **changes: Any) -> None:
-        view = self._look(state, changes)
-        for key, callback in self._called:
+        view = self._updated_view(state, changes)
+        for key, callback in self._callbacks:
             method: Callable[[RunView], object] | None = getattr(callback, point, None)
             if method is None or self.failure is not None:
                 continue
@@ -210,7 +210,7 @@ class Callbacks:
                     f"{view.step} -> correct it, or remove the callback"
                 )
 
-    def _look(self, state: TrainState | None, changes: dict[str, Any]) -> RunView:
+    def _updated_view(self, state: TrainState | None, changes: dict[str, Any]) -> RunView:
         """Bring the view up to date, and return it."""
         context = self._context
         if state is not None:

@@ -294,7 +294,7 @@ _LOGITS_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
-class _Round:
+class _ForwardPass:
     """Forward pass of every data rank, of `size` samples each. rows: indices of the requests of all
     data ranks; rank_rows: of this data rank."""
 
@@ -334,7 +334,7 @@ class LiveModel:
         empty, and both together have at most one token more than the model's positions."""
         totals = torch.zeros((len(requests), 2), dtype=torch.float64)
         lengths = [len(context) + len(continuation) - 1 for context, continuation in requests]
-        for part in self._rounds(lengths):
+        for part in self._forward_passes(lengths):
             width = max(lengths[row] for row in part.rows)
             ids = torch.zeros((part.size, width), dtype=torch.int64)
             labels = torch.full((part.size, width), IGNORED_LABEL)
@@ -355,7 +355,7 @@ class LiveModel:
         """Return the new tokens after each prompt. `is_finished`: called on the main rank only."""
         texts = [_Text(prompt, [], drawing.seed + n) for n, prompt in enumerate(prompts)]
         longest = [len(prompt) + drawing.max_new_tokens for prompt in prompts]
-        for part in self._rounds(longest):
+        for part in self._forward_passes(longest):
             generators = {
                 row: torch.Generator().manual_seed(texts[row].seed) for row in part.rank_rows
             }
@@ -395,7 +395,7 @@ class LiveModel:
                         texts[row].new.append(int(new_tokens[row]))
         return [text.new for text in texts]
 
-    def _rounds(self, lengths: Sequence[int]) -> Iterator[_Round]:
+    def _forward_passes(self, lengths: Sequence[int]) -> Iterator[_ForwardPass]:
         """Yield all requests, longest first, in micro-batches of every data rank, less if logits
         are large."""
         order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
@@ -404,7 +404,7 @@ class LiveModel:
             size = max(1, min(self._most_rows, fitting))
             rows, order = order[: size * self._data_size], order[size * self._data_size :]
             low = self._data_rank * size
-            yield _Round(rows, rows[low : low + size], size)
+            yield _ForwardPass(rows, rows[low : low + size], size)
 
     def _summed(self, values: torch.Tensor) -> torch.Tensor:
         """Return the sum over all ranks; for each value, all ranks but one have zero."""

@@ -20,7 +20,7 @@ class Requests:
 
 @dataclass(frozen=True)
 class RunView:
-    """State of a run as a callback sees it; immutable.
+    """State of a run as a callback sees it; nothing in it can be changed.
 
     step, samples, tokens: trained so far. metrics: the last logged step, as a line of
     ``metrics.jsonl``; evaluation: the metrics of the last evaluation of this launch; both are empty

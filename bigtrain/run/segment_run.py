@@ -196,10 +196,9 @@ class SegmentRun:
         self._close_teacher()
         resumed.batches.close()
         self._outer.close()
-        outcome: Outcome
         if received is not None:
             stop_early(context, log, engine, state, received=received, copies=launch.copies)
-            outcome = Interrupted(state.step, received)
+            outcome: Finished | Interrupted = Interrupted(state.step, received)
         elif is_over(context.config, state):
             finish(
                 context,

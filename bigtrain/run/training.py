@@ -83,13 +83,12 @@ def train_inputs(
         )
 
         # Each segment has a separate engine and resumes from the checkpoint before the segment.
-        outcome: Outcome = ContinueAt(0)
+        step = 0
         if len(segments) > 1:
-            outcome = ContinueAt(
-                context.long_work.on_main_rank(
-                    lambda: max(checkpoints.list_steps(context.directory), default=0)
-                )
+            step = context.long_work.on_main_rank(
+                lambda: max(checkpoints.list_steps(context.directory), default=0)
             )
+        outcome: Outcome = ContinueAt(step)
         while isinstance(outcome, ContinueAt):
             segment = segment_at(segments, outcome.step)
             outcome = SegmentRun(launch, segment).train()

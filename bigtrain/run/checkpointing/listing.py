@@ -22,8 +22,8 @@ _COLUMNS = ("step", "size", "state", "held-out loss", "written by", "kept")
 
 @dataclass(frozen=True)
 class ListedCheckpoint:
-    """Checkpoint of a run. corruption: why it cannot be used; None if it is complete. reasons:
-    why the next save does not remove it."""
+    """Checkpoint of a run. corruption: why it cannot be used; None if it is complete. kept:
+    reasons why the next save does not remove it."""
 
     step: int
     directory: Path
@@ -31,7 +31,7 @@ class ListedCheckpoint:
     corruption: str | None
     held_out_loss: float | None
     written_by: str
-    reasons: tuple[str, ...]
+    kept: tuple[str, ...]
 
 
 def listed_checkpoints(run_directory: Path) -> list[ListedCheckpoint]:
@@ -78,7 +78,7 @@ def describe_checkpoints(run_directory: Path) -> list[str]:
     """Return `listed_checkpoints` as a table."""
     rows = [_COLUMNS]
     for checkpoint in listed_checkpoints(run_directory):
-        reasons = ", ".join(checkpoint.reasons) or "until the next save"
+        reasons = ", ".join(checkpoint.kept) or "until the next save"
         rows.append(
             (
                 str(checkpoint.step),
@@ -184,17 +184,18 @@ _ADAPTER_COLUMNS = ("base", "run", "step", "held-out loss", "adapters")
 
 @dataclass(frozen=True)
 class _Adapters:
-    """Adapters of a run's newest complete checkpoint. base: checksums of the base's files."""
+    """Adapters of a run's newest complete checkpoint. base: checksums of the base's
+    files, as JSON."""
 
     run: Path
-    base: dict[str, Any]
+    base: str
     base_path: str
     step: int
     loss: object
     section: AdaptersSection
 
-    def kind(self) -> str:
-        """Short description."""
+    def describe(self) -> str:
+        """Return a short description."""
         words = ["DoRA" if self.section.dora else "LoRA", f"rank {self.section.rank}"]
         words.append(f"alpha {self.section.alpha:g}")
         targets = self.section.targets
@@ -221,16 +222,16 @@ def describe_adapters(directory: Path) -> list[str]:
     letters: dict[str, str] = {}
     for run in runs:
         number = len(letters)
-        letters.setdefault(_key(run), chr(ord("A") + number) if number < 26 else str(number))
-    runs.sort(key=lambda run: (letters[_key(run)], str(run.run)))
+        letters.setdefault(run.base, chr(ord("A") + number) if number < 26 else str(number))
+    runs.sort(key=lambda run: (letters[run.base], str(run.run)))
     rows = [_ADAPTER_COLUMNS]
     for run in runs:
         loss = f"{run.loss:.4f}" if isinstance(run.loss, float) else "-"
         name = str(run.run.relative_to(directory))
-        rows.append((letters[_key(run)], name, str(run.step), loss, run.kind()))
+        rows.append((letters[run.base], name, str(run.step), loss, run.describe()))
     lines = table(rows)
     for letter in letters.values():
-        paths = sorted({run.base_path for run in runs if letters[_key(run)] == letter})
+        paths = sorted({run.base_path for run in runs if letters[run.base] == letter})
         lines.append(f"base {letter}: {', '.join(paths)}")
     return lines
 
@@ -248,7 +249,7 @@ def _read(run: Path) -> _Adapters | None:
                 state = checkpoints.read_state(path)
                 return _Adapters(
                     run,
-                    state.get("base", {}),
+                    json.dumps(state.get("base", {}), sort_keys=True),
                     str(config["model"]["path"]),
                     step,
                     state.get("held_out_loss"),
@@ -257,7 +258,3 @@ def _read(run: Path) -> _Adapters | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ValidationError):
         return None
     return None
-
-
-def _key(run: _Adapters) -> str:
-    return json.dumps(run.base, sort_keys=True)

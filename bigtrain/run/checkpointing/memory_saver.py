@@ -111,7 +111,7 @@ class MemorySaver:
         self._partners = Partners.of(context.hosts) if section.copies else None
         self._pending: _MemoryWrite | None = None
         self._newest = files.resumed_step
-        self._is_off = self._is_measured = self._said_slow = False
+        self._is_off = self._is_measured = self._has_logged_skip = False
         self._num_failures = self._num_saved = self._num_skipped = 0
         self._blocked_seconds = 0.0
         if section.copies and self._partners is None:
@@ -139,8 +139,8 @@ class MemorySaver:
         is_running, has_failed, is_not_finite = map(bool, flags)
         if is_running:
             self._num_skipped += 1
-            if not self._said_slow:
-                self._said_slow = True
+            if not self._has_logged_skip:
+                self._has_logged_skip = True
                 partner = " and sent to the partner" if self._partners is not None else ""
                 self._log.info(
                     f"checkpoint of step {state.step} in memory skipped: the one before is still "

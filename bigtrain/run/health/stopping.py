@@ -66,32 +66,29 @@ class StopAgreement:
     def agreed(self) -> Agreed:
         """Return the decision after this step, equal on all ranks; call between two steps.
         Collective. Raises the trouble of a rank on all ranks."""
-        if self._group is None:
-            return self._decision(self._own(), self._own_requests())
-        self._steps_left -= 1
-        if self._steps_left > 0 and self._requests is None:
-            return Agreed()
-        step_seconds = (time.perf_counter() - self._since) / self._steps_between
-        values = [self._own(), step_seconds, *self._own_requests()]
-        worst = torch.tensor(values, dtype=torch.float64)
-        maximum_of_all(worst, self._group)
-        # Equal on every rank, like `worst`; at most doubling, if steps become slow.
-        steps_between = int(_SECONDS_BETWEEN / max(float(worst[1]), 1e-6))
-        self._steps_between = max(1, min(steps_between, 2 * self._steps_between))
-        self._steps_left = self._steps_between
-        self._since = time.perf_counter()
-        return self._decision(int(worst[0]), (bool(worst[2]), bool(worst[3])))
-
-    def _own(self) -> int:
+        step_seconds = 0.0
+        if self._group is not None:
+            self._steps_left -= 1
+            if self._steps_left > 0 and self._requests is None:
+                return Agreed()
+            step_seconds = (time.perf_counter() - self._since) / self._steps_between
         self._error = self._trouble()
-        return _TROUBLE if self._error is not None else self._signals.received
+        number = int(_TROUBLE if self._error is not None else self._signals.received)
+        ends, saves = (False, False) if self._requests is None else self._requests()
 
-    def _own_requests(self) -> tuple[bool, bool]:
-        return (False, False) if self._requests is None else self._requests()
+        if self._group is not None:
+            # Trouble of any rank, else the highest signal, and requests of any rank win.
+            values = torch.tensor([number, step_seconds, ends, saves], dtype=torch.float64)
+            maximum_of_all(values, self._group)
+            number, ends, saves = int(values[0]), bool(values[2]), bool(values[3])
+            # Equal on every rank, like `values`; at most doubling, if steps become slow.
+            steps_between = int(_SECONDS_BETWEEN / max(float(values[1]), 1e-6))
+            self._steps_between = max(1, min(steps_between, 2 * self._steps_between))
+            self._steps_left = self._steps_between
+            self._since = time.perf_counter()
 
-    def _decision(self, number: int, requests: tuple[bool, bool]) -> Agreed:
         if number != _TROUBLE:
-            return Agreed(signal.Signals(number) if number else None, *requests)
+            return Agreed(signal.Signals(number) if number else None, ends, saves)
         if self._group is None:
             self._raise()
         on_all_ranks(self._raise, self._group)

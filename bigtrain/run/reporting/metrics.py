@@ -1,9 +1,9 @@
 """Metrics of a run: metrics.jsonl, the trackers, the log and the terminal.
 
 ``metrics.jsonl`` contains one JSON object per line, of four kinds. Every logged step is a line of
-`bigtrain.report.step_metrics.StepMetrics`; trackers receive entries of objects as ``FIELD/ENTRY``
-(``breakdown/data_seconds``), entries of "peak_memory_gib_by_phase" as ``peak_memory_gib/PHASE``.
-Every evaluation::
+`bigtrain.report.step_metrics.StepMetrics`; trackers receive entries of its objects as
+``FIELD/ENTRY`` (``breakdown/data_seconds``), those of "peak_memory_gib_by_phase" as
+``peak_memory_gib/PHASE``. Every evaluation::
 
     {"step", "held_out_loss", "held_out_perplexity", "held_out_tokens", "held_out_bits_per_byte",
      "held_out_sources", "tasks"}
@@ -13,7 +13,7 @@ and it and "held_out_perplexity" with an objective other than next_token, whose 
 "held_out_sources" exists if there are several: by name of the source its "loss", "perplexity",
 "tokens" and "bits_per_byte"; "held_out_loss" is then their mean by the weights of the mixture.
 Trackers receive them as ``held_out_loss/NAME``. "tasks" has the metrics of lm-eval's tasks by
-``TASK/METRIC``, after the steps in which they were run, without held-out fields if only tasks were
+``TASK/METRIC``, after the steps in which they were run, without the other fields if only tasks were
 run; trackers receive them as ``tasks/TASK/METRIC``.
 
 Every outer step of a run with several sites::
@@ -22,9 +22,9 @@ Every outer step of a run with several sites::
      "waited_seconds", "change", "distance"}
 
 with the "fragment" of the model that was exchanged, the sites that took part, "sent_bytes" of this
-site (total over ranks), "link_bytes" from the rank that sent most to one other site, the root mean
-square "change" of the global weights by it since the last outer step, and the "distance" of the
-site's weights to the mean over sites. Trackers receive them as ``outer_step/NAME``.
+site (total of its ranks), "link_bytes" from the rank that sent most to one other site, the root
+mean square "change" of the global weights by it since the last outer step, and the "distance" of
+its weights to the mean of all sites. Trackers receive them as ``outer_step/NAME``.
 
 And every event, with the samples of the run that it concerns::
 

@@ -8,7 +8,7 @@ import shutil
 import sys
 from datetime import datetime
 from pathlib import Path
-from typing import NoReturn, Self, TextIO
+from typing import NoReturn, TextIO
 
 from tqdm import tqdm
 
@@ -94,12 +94,6 @@ class Progress:
         if self.failure is None:
             lines = "\n".join(f"{now} {line}" for line in text.splitlines())
             self.failure = write_line(self._log, self._path, lines)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def write_line(file: TextIO, path: Path, text: str) -> OutputError | None:

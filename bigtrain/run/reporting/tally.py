@@ -41,16 +41,11 @@ class Tally:
         """Continue from `step`."""
         self._logged_step = step
 
-    @property
-    def step_seconds(self) -> float:
-        """Return the mean seconds of a step of this launch."""
-        return self._seconds / max(1, self._logged_step - self._resume_step)
-
     def seconds_of_a_step(self, step: int) -> float:
-        """Return `step_seconds`; before the first logged step, estimate it from the time since
-        training began."""
+        """Return the mean seconds of a logged step of this launch; before the first one, estimate
+        them from the time since training began."""
         if self._last is not None:
-            return self.step_seconds
+            return self._seconds / max(1, self._logged_step - self._resume_step)
         return (time.perf_counter() - self._begun_at) / max(1, step - self._resume_step)
 
     @property
