@@ -82,8 +82,7 @@ class Loop:
     roll_back: restores the engine from before the bad steps that end at a state. utilization: model
     FLOPs utilization at tokens per second. start_times: of this launch, logged after its first
     step. memory_saver: of checkpoints in memory, if any. replicas: compares what ranks hold alike,
-    if asked. with_position: adds to a state that is saved the position of its data.
-    """
+    if asked. with_position: adds the position of the data to a state that is saved."""
 
     context: RunContext
     log: RunLog

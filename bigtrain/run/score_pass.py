@@ -51,7 +51,7 @@ def score_inputs(
     with open_session(run, world) as (context, log):
         sums = None if weights is None else verify_weights(context, weights)
         model = model_identity(context, inputs, sums)
-        # Datasets with the same data are scored once.
+        # Datasets with equal data are scored once.
         datasets: dict[str, TokenDataset] = {}
         for dataset in (*inputs.datasets, *inputs.held_out_sets):
             datasets.setdefault(identity_of(dataset).hash, dataset)

@@ -229,7 +229,7 @@ def _compute(
 def _mismatched_sums(
     context: RunContext, engine: TrainEngine, mesh: Mesh, rated: RatedSamples, part: _Part
 ) -> npt.NDArray[np.float64]:
-    """Return the log-probability of the mismatched answer of each document of a part, float64
+    """Return the log-probability of the mismatched answer to every document in a part, float64
     [documents], on every rank. Collective."""
     reader = BatchReader(rated, BatchOptions())
 

@@ -81,9 +81,9 @@ def begin_writing(
     teacher: Sums | None = None,
 ) -> RunCopies | None:
     """Record the run in its directory, and open metrics and log at `state`. Collective; called once
-    the directory is claimed. `teacher`: checksums of its files. Returns the main rank's copies, if
-    checkpoints are copied to an address. Raises OutputError on every rank if the directory cannot
-    be written."""
+    the directory is claimed. `teacher`: checksums of the teacher files. Returns the main rank's
+    copies, if checkpoints are copied to an address. Raises OutputError on every rank if the
+    directory cannot be written."""
     config, directory = context.config, context.directory
     copies: list[RunCopies] = []
 

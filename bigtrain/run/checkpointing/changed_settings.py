@@ -165,8 +165,8 @@ def _has_phases(document: dict[str, Any], config: RunConfig) -> bool:
 
 def _changed_settings(document: dict[str, Any], config: RunConfig) -> list[tuple[str, str]]:
     stored = document["config"]
-    # The checkpoint lacks settings that are newer: a newer setting changes nothing unless it is
-    # set, so its default is compared, except for the settings that `before` lists.
+    # The checkpoint lacks newer settings: a newer setting changes nothing unless it is set, so its
+    # default is compared, except for the settings that `before` lists.
     try:
         before = mathematics(RunConfig.model_validate(stored))
     except ValidationError:  # of a release that had other keys

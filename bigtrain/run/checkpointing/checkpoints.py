@@ -395,7 +395,7 @@ def remove(directory: Path) -> None:
 
 
 def _discard(path: Path) -> None:
-    """Remove a directory (or a link or file of its name) if it exists and can be removed."""
+    """Remove a directory (or a link or file with the name) if it exists and can be removed."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

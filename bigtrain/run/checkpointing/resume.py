@@ -55,8 +55,8 @@ def restore_or_start(
     """Resume from the newest complete checkpoint of the run directory or of `memory`, or start.
     Collective. A corrupt one is skipped with a warning, and added to `rejected`. Return None if
     that may have filled parts of the engine, which cannot start a run any more: call again with a
-    new engine and the same `rejected`. Raises CheckpointError on every rank if a checkpoint belongs
-    to a run with other settings (listing the differences), or if all are corrupt."""
+    new engine and this `rejected`. Raises CheckpointError on every rank if a checkpoint belongs to
+    a run with other settings (listing the differences), or if all are corrupt."""
     memory_checkpoints = [] if memory is None else memory.complete(log)
     # Only the main rank reads the directory, so that all ranks load the same checkpoint.
     candidates = (c for c in _merged(context, log, memory_checkpoints) if _key(c) not in rejected)

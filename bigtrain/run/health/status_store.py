@@ -80,8 +80,8 @@ class StoreLocation:
         return dist.PrefixStore(f"watchdog/{self.token}", store)
 
     def create_entries(self, num_ranks: int) -> None:
-        """Create empty entries of all ranks, before any rank reads: one call then reads all without
-        waiting. Raises as `connect`."""
+        """Create empty entries for every rank, before any rank reads: a single call then reads all
+        entries without waiting. Raises as `connect`."""
         keys = [*_keys("place", num_ranks), *_keys("answer", num_ranks)]
         self.connect().multi_set(keys, [""] * len(keys))
 

@@ -172,7 +172,7 @@ class Watchdog:
 
     def _current_limit(self, now: float) -> float:
         """Return the seconds without progress after which this rank raises the alarm: in a slow
-        phase, of this rank or of one that it may wait for, the longer limit."""
+        phase, of this rank or of a rank that it may wait for, the longer limit."""
         assert self._limit is not None
         waits = now - self._slow_seen_at <= _MISSED_LOOKS * self._look_seconds
         return self._slow_limit if self._heartbeat.slow or waits else self._limit
