@@ -246,7 +246,7 @@ def train_resolved(
             )
         from bigtrain.run.reporting.library_log import import_log
 
-        with import_log(shown=run.config.logging.deepspeed == "shown") as said:
+        with import_log(is_shown=run.config.logging.deepspeed == "shown") as said:
             from bigtrain.run.training import train_inputs
 
     return train_inputs(segments, world, signals, said, callbacks)

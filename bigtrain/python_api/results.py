@@ -112,7 +112,7 @@ def export_run(
     from bigtrain.run.checkpointing.listing import best_step
     from bigtrain.run.reporting.library_log import import_log
 
-    with import_log(shown=False):  # DeepSpeed logs the detected machine
+    with import_log(is_shown=False):  # DeepSpeed logs the detected machine
         from bigtrain.run.checkpointing.export import export_run as export
 
     exported_step = export(
@@ -158,7 +158,7 @@ def merge_run(
         raise ConfigError(Problem("--last and --steps", None, rule, "one of them: --last 3"))
     from bigtrain.run.reporting.library_log import import_log
 
-    with import_log(shown=False):  # DeepSpeed logs the detected machine
+    with import_log(is_shown=False):  # DeepSpeed logs the detected machine
         from bigtrain.run.checkpointing.averaging import chosen_steps
         from bigtrain.run.checkpointing.averaging import merge_run as merge
 

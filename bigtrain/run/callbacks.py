@@ -1,10 +1,10 @@
 """Callbacks of a run: user code at its points, the requests it makes, and metrics it records.
 
-A callback is called at the same points on every rank on which it runs (``ranks = "main"`` or
+A callback is called at equal points on every rank on which it runs (``ranks = "main"`` or
 ``"all"``), between two steps. What it asks for, and an error that it raises, take effect on all
-ranks after the same step, by `bigtrain.run.health.stopping.StopAgreement`. A run without user code
-makes no call here, and no collective but one at its start, since the calling programs of the ranks
-could differ.
+ranks after one step, by `bigtrain.run.health.stopping.StopAgreement`. A run without user code makes
+no call here, and no collective but one at its start, since the calling programs of the ranks could
+differ.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from bigtrain.run.run_log import RunLog
 from bigtrain.run.run_view import Requests, RunView
 from bigtrain.run.state import TrainState
 from bigtrain.settings.extensions import describe, import_named
-from bigtrain.settings.sections.extensions import SHIPPED_CALLBACKS, CallbackSection
+from bigtrain.settings.sections.extensions import SHIPPED_CALLBACKS
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -37,57 +37,57 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 class Callbacks:
     """Callbacks of a launch on this rank; a context, on whose exit `close` is called. may_request:
     whether the run has callbacks of the user, which may make requests; uses_code: whether it has
-    code of the user, or an objective, that may record metrics; both the same on all ranks. failure:
+    code of the user, or an objective, that may record metrics; both equal on all ranks. failure:
     error of a callback, after which no other is called; the ranks agree on it."""
 
-    def __init__(self, context: RunContext, log: RunLog, given: Sequence[object] = ()) -> None:
-        """Construct the callbacks of the run on the ranks that they run on. `given`: objects of the
-        calling program, which must have the same classes on all ranks. Collective; raises
-        ExtensionError on every rank if they have not, or if a constructor fails."""
+    def __init__(
+        self, context: RunContext, log: RunLog, caller_callbacks: Sequence[object] = ()
+    ) -> None:
+        """Construct the callbacks of the run on the ranks that they run on. `caller_callbacks`:
+        objects of the calling program, whose classes must agree on all ranks. Collective; raises
+        ExtensionError on every rank if the classes differ, or if a constructor fails."""
         self._context, self._log = context, log
         self._recorder = Recorder()
         self._requests = Requests()
         self._view: RunView | None = None
         self.failure: BigtrainError | None = None
         sections = context.config.callbacks
-        _refuse_other_callbacks(context, [section.type for section in sections], given)
-        self.are_any = bool(sections or given)
-        self.may_request = bool(given) or context.config.has_user_callbacks
+        _refuse_other_callbacks(context, [section.type for section in sections], caller_callbacks)
+        self.are_any = bool(sections or caller_callbacks)
+        self.may_request = bool(caller_callbacks) or context.config.has_user_callbacks
         self.uses_code = self.may_request or context.config.records_metrics
-        self._called: list[tuple[str, Any]] = []
+        self._callbacks: list[tuple[str, Any]] = []
         if self.are_any:
-            context.long_work.on_every_rank(lambda: self._make(given))
+            context.long_work.on_every_rank(lambda: self._make(caller_callbacks))
 
-    def _make(self, given: Sequence[object]) -> None:
-        made = self._called
+    def _make(self, caller_callbacks: Sequence[object]) -> None:
         for number, section in enumerate(self._context.config.callbacks):
             key = f"callbacks.{number}.type = {section.type!r}"
             shipped = SHIPPED_CALLBACKS.get(section.type)
             if shipped is not None and not self._context.world.is_main:
                 continue
             name = section.type if shipped is None else shipped.code
-            kind = import_named(f"callbacks.{number}.type", name)
-            if not self._runs_here(kind):
+            callback_class = import_named(f"callbacks.{number}.type", name)
+            if not self._runs_here(callback_class):
                 continue
             try:
-                made.append((key, self._construct(kind, section)))
+                if shipped is None:
+                    callback = callback_class(**section.settings)
+                else:
+                    settings = shipped.settings.model_validate(section.settings)
+                    callback = callback_class(settings, self._context.config, self._warn)
+                self._callbacks.append((key, callback))
             except ExtensionError as error:  # of bigtrain's own: its text is complete
                 raise ExtensionError(f"{key}: {error}") from error
             except Exception as error:
                 raise ExtensionError(
-                    f"{key}: its constructor raised {describe(error, kind)} -> correct it, or "
-                    f"callbacks.{number}.settings"
+                    f"{key}: its constructor raised {describe(error, callback_class)} -> correct "
+                    f"it, or callbacks.{number}.settings"
                 ) from error
-        names = [f"callbacks[{n}] = {type(one).__name__}" for n, one in enumerate(given)]
-        pairs = zip(names, given, strict=True)
-        made.extend(pair for pair in pairs if self._runs_here(pair[1]))
-
-    def _construct(self, kind: Callable[..., object], section: CallbackSection) -> object:
-        shipped = SHIPPED_CALLBACKS.get(section.type)
-        if shipped is None:
-            return kind(**section.settings)
-        settings = shipped.settings.model_validate(section.settings)
-        return kind(settings, self._context.config, self._warn)
+        for number, callback in enumerate(caller_callbacks):
+            if self._runs_here(callback):
+                name = f"callbacks[{number}] = {type(callback).__name__}"
+                self._callbacks.append((name, callback))
 
     def _warn(self, text: str) -> None:
         """Show a line, also when the log is closed."""
@@ -116,17 +116,17 @@ class Callbacks:
     def step(self, state: TrainState, row: StepMetrics | None) -> None:
         """Call `step` after an optimizer step; `row`: its metrics on the main rank, if logged."""
         if self.are_any:
-            more = {} if row is None else {"metrics": MappingProxyType(row.line())}
-            self._call("step", state, **more)
+            changes = {} if row is None else {"metrics": MappingProxyType(row.line())}
+            self._call("step", state, **changes)
 
     def evaluation(self, state: TrainState, metrics: Mapping[str, float]) -> None:
-        """Call `evaluation` with the metrics of one."""
+        """Call `evaluation` with the metrics of an evaluation."""
         if self.are_any:
             self._call("evaluation", state, evaluation=MappingProxyType(dict(metrics)))
 
     def checkpoint(self, path: Path) -> None:
-        """Call `checkpoint` once the checkpoint `path` is complete, as this rank has seen it: not
-        after the same step on every rank."""
+        """Call `checkpoint` once the checkpoint `path` is complete, as this rank has seen it: other
+        ranks may see it after another step."""
         if self.are_any and self._view is not None:
             self._call("checkpoint", None, checkpoint=path)
 
@@ -144,19 +144,19 @@ class Callbacks:
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        error_type: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Call `close`, however the launch ends on this rank. An error of it is one line."""
-        if not self._called:
+        """Call `close`, however the launch ends on this rank. An error of `close` is one line."""
+        if not self._callbacks:
             return
         text = None
         if error is not None:
             name = "" if isinstance(error, BigtrainError) else f"{type(error).__name__}: "
             text = name + one_line(error)
-        view = self._look(None, {"error": text})
-        for key, callback in self._called:
+        view = self._updated_view(None, {"error": text})
+        for key, callback in self._callbacks:
             method: Callable[[RunView], object] | None = getattr(callback, "close", None)
             if method is None:
                 continue
@@ -180,8 +180,8 @@ class Callbacks:
         without any. Collective over `group` if the run has code of the user."""
         if not self.uses_code:
             return None
-        own = self._recorder.take()
-        ranks = [own] if group is None else gather_on_main(own, group)
+        rank_metrics = self._recorder.take()
+        ranks = [rank_metrics] if group is None else gather_on_main(rank_metrics, group)
         try:
             return joined(ranks) or None
         except ValueError as error:
@@ -193,8 +193,8 @@ class Callbacks:
         self._recorder.clear()
 
     def _call(self, point: str, state: TrainState | None, **changes: Any) -> None:
-        view = self._look(state, changes)
-        for key, callback in self._called:
+        view = self._updated_view(state, changes)
+        for key, callback in self._callbacks:
             method: Callable[[RunView], object] | None = getattr(callback, point, None)
             if method is None or self.failure is not None:
                 continue
@@ -210,7 +210,7 @@ class Callbacks:
                     f"{view.step} -> correct it, or remove the callback"
                 )
 
-    def _look(self, state: TrainState | None, changes: dict[str, Any]) -> RunView:
+    def _updated_view(self, state: TrainState | None, changes: dict[str, Any]) -> RunView:
         """Bring the view up to date, and return it."""
         context = self._context
         if state is not None:
@@ -220,9 +220,9 @@ class Callbacks:
             return self._view
         rank, size = context.world.rank, context.world.size
         nothing = {"step": 0, "samples": 0, "tokens": 0}
-        seen = {**nothing, "metrics": _NOTHING, "evaluation": _NOTHING, **changes}
+        values = {**nothing, "metrics": _NOTHING, "evaluation": _NOTHING, **changes}
         self._view = RunView(
-            **seen,
+            **values,
             directory=context.directory,
             config=context.config,
             rank=rank,
@@ -240,13 +240,16 @@ class Callbacks:
 
 
 def _refuse_other_callbacks(
-    context: RunContext, types: Sequence[str], given: Sequence[object]
+    context: RunContext, types: Sequence[str], caller_callbacks: Sequence[object]
 ) -> None:
     """Raise ExtensionError on every rank if the callbacks of the ranks differ: collectives at which
     callbacks are called would wait for ranks without any. Collective."""
     names = [
         *types,
-        *(f"{type(callback).__module__}:{type(callback).__qualname__}" for callback in given),
+        *(
+            f"{type(callback).__module__}:{type(callback).__qualname__}"
+            for callback in caller_callbacks
+        ),
     ]
     names_of_ranks = context.long_work.on_every_rank(lambda: names)
     ranks_by_names: dict[tuple[str, ...], list[int]] = {}
@@ -254,6 +257,8 @@ def _refuse_other_callbacks(
         ranks_by_names.setdefault(tuple(ranks_names), []).append(rank)
     if len(ranks_by_names) == 1:
         return
+
+    # Name the ranks of each list of callbacks.
     texts = []
     for callbacks, ranks in ranks_by_names.items():
         numbers = ", ".join(map(str, ranks[:4]))

@@ -21,7 +21,7 @@ from bigtrain.system.world import World
 
 @dataclass(frozen=True)
 class RunContext:
-    """Facts of a launch that stay the same on this rank. hosts: of every rank. claim: on the run
+    """Facts of a launch that do not change on this rank. hosts: of every rank. claim: on the run
     directory, acquired before the first write."""
 
     run: ResolvedRun
@@ -54,9 +54,9 @@ class RunContext:
         """Seed this rank's random generators for optimizer step `step`: dropout depends only on
         (seed, step) and the rank's coordinates, and a resumed run needs no generator states. Sites
         count as replicas."""
-        own = self.topology.coordinates(self.world.rank)
-        own = replace(own, data_rank=self.plan.reader(own.data_rank))
-        torch.manual_seed(step_seed(self.config.seed, step, own))
+        coordinates = self.topology.coordinates(self.world.rank)
+        coordinates = replace(coordinates, data_rank=self.plan.reader(coordinates.data_rank))
+        torch.manual_seed(step_seed(self.config.seed, step, coordinates))
 
 
 def step_seed(seed: int, step: int, coordinates: Coordinates) -> int:

@@ -7,7 +7,7 @@ forward passes of training, which work at every topology. No KV cache is used.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -62,9 +62,9 @@ class Evaluator:
         return self._tasks is not None and state.is_multiple_of(self._section.tasks_every_steps)
 
     def run(self, state: TrainState, *, last: bool) -> tuple[TrainState, dict[str, float]]:
-        """Run and log the evaluations due at `state`, all of them at the end of the run (`last`, or
-        early stopping). Returns the state with the best evaluation so far, and the metrics by
-        name."""
+        """Run and log the evaluations due at `state`; every evaluation at the end of the run
+        (`last`, or early stopping). Returns the state with the best evaluation so far, and the
+        metrics by name."""
         config = self._context.config
         held_out: HeldOutResult | None = None
         figures: dict[str, float] = {}
@@ -74,17 +74,17 @@ class Evaluator:
             if self._prompts is not None:
                 self._prompts.log(state.step)
         tasks: dict[str, float] = {}
-        by_tasks = self._section.best.is_of_tasks
+        best_is_of_tasks = self._section.best.is_of_tasks
         if last or self._tasks_are_due(state):
             tasks = self._run_tasks()
         evaluated = after_evaluation(config, state, figures | tasks)
-        if self._tasks is not None and not (tasks or last or by_tasks):
-            if has_stopped(config, evaluated):
+        if self._tasks is not None and not (tasks or last or best_is_of_tasks):
+            if has_stopped(config, evaluated):  # the last evaluation of the run runs all
                 tasks = self._run_tasks()
         if self._log.metrics is not None and (held_out is not None or tasks):
             self._log.metrics.log_evaluation(
                 state.step,
-                None if held_out is None else held_out.whole,
+                None if held_out is None else held_out.mean_loss,
                 {} if held_out is None else held_out.sources,
                 tasks,
             )
@@ -109,32 +109,32 @@ class Evaluator:
 
 @dataclass(frozen=True)
 class HeldOutResult:
-    """Evaluation: the loss over all sets, and that of each by its name."""
+    """Evaluation: the loss over all sets, and the loss of each set by its name."""
 
-    whole: HeldOutLoss
+    mean_loss: HeldOutLoss
     sources: dict[str, HeldOutLoss]
 
     def figures(self) -> dict[str, float]:
         """Return metrics by the names of ``evaluation.best.metric``, of single sets if several."""
-        metrics = _figures(self.whole, "")
+        metrics = _figures(self.mean_loss, "")
         if len(self.sources) > 1:
-            for name, one in self.sources.items():
-                metrics |= _figures(one, f"/{name}")
+            for name, loss in self.sources.items():
+                metrics |= _figures(loss, f"/{name}")
         return metrics
 
 
-def _figures(one: HeldOutLoss, suffix: str) -> dict[str, float]:
-    metrics = {f"held_out_loss{suffix}": one.loss}
-    metrics |= {f"held_out_perplexity{suffix}": one.perplexity} if one.is_entropy else {}
-    if one.bits_per_byte is not None:
-        metrics[f"held_out_bits_per_byte{suffix}"] = one.bits_per_byte
+def _figures(loss: HeldOutLoss, suffix: str) -> dict[str, float]:
+    metrics = {f"held_out_loss{suffix}": loss.loss}
+    metrics |= {f"held_out_perplexity{suffix}": loss.perplexity} if loss.is_entropy else {}
+    if loss.bits_per_byte is not None:
+        metrics[f"held_out_bits_per_byte{suffix}"] = loss.bits_per_byte
     return metrics
 
 
 def measure(engine: TrainEngine, held_out: Sequence[HeldOutSource]) -> HeldOutResult | None:
-    """Return the loss on the same held-out samples every time, in nats per token. Collective. That
-    of a mixture is the mean of its sources' losses by their training weights; a set of weight 0
-    does not count. None if there are none, or if the loss is not finite."""
+    """Return the loss on the held-out samples, which never change, in nats per token. Collective.
+    The loss of a mixture is the mean of the source losses by the training weights; a set of weight
+    0 does not count. None if there are none, or if the loss is not finite."""
     if not held_out:
         return None
     sources = {}
@@ -142,20 +142,21 @@ def measure(engine: TrainEngine, held_out: Sequence[HeldOutSource]) -> HeldOutRe
         loss, tokens = engine.evaluate(source.batches)
         bits = bits_per_byte(loss, source) if engine.computes_entropy else None
         sources[source.name] = HeldOutLoss(loss, tokens, bits, engine.computes_entropy)
+    # Mean over sources, by weight w: loss = sum_i w_i loss_i / sum_i w_i.
     total = sum(source.weight for source in held_out)
     shares = {source.name: source.weight / total for source in held_out if source.weight}
     loss = sum(sources[name].loss * share for name, share in shares.items())
     if not math.isfinite(loss):
         return None
-    every = [(sources[name].bits_per_byte, share) for name, share in shares.items()]
-    known = [bit * share for bit, share in every if bit is not None]
-    whole = HeldOutLoss(
+    bits_and_shares = [(sources[name].bits_per_byte, share) for name, share in shares.items()]
+    weighted_bits = [bits * share for bits, share in bits_and_shares if bits is not None]
+    mean_loss = HeldOutLoss(
         loss,
         sum(sources[name].tokens for name in shares),
-        sum(known) if len(known) == len(shares) else None,
+        sum(weighted_bits) if len(weighted_bits) == len(shares) else None,
         engine.computes_entropy,
     )
-    return HeldOutResult(whole, sources)
+    return HeldOutResult(mean_loss, sources)
 
 
 def bits_per_byte(loss: float, source: HeldOutSource) -> float | None:
@@ -176,6 +177,7 @@ class Prompts:
         self._drawing = Drawing(section.max_new_tokens, section.temperature)
         limit = getattr(text_config(inputs.hf_config), "max_position_embeddings", None)
 
+        # Only the main rank has a tokenizer.
         def tokenize() -> list[list[int]]:
             tokenizer = load_tokenizer(str(inputs.tokenizer_path))
             self._tokenizer = tokenizer
@@ -232,7 +234,18 @@ class TaskRunner:
         """Return the metrics by ``TASK/METRIC``; empty, with a line in the log, if lm-eval
         failed."""
         if self._tasks is None:
-            return self._follow()
+            # Compute what the main rank requests, until it is done.
+            while True:
+                box: list[Any] = [None]
+                dist.broadcast_object_list(box, src=0, device=self._context.device)
+                request, *arguments = box[0]
+                if request == "done":
+                    return dict(arguments[0])
+                if request == "score":
+                    self._model.score(*arguments)
+                else:
+                    prompts, drawing = arguments
+                    self._model.continue_texts(prompts, drawing, lambda *_: False)
         lead = _Lead(self._context, self._model)
         try:
             metrics = self._tasks.figures(lead)
@@ -244,23 +257,6 @@ class TaskRunner:
             metrics = {}
         lead.send("done", metrics)
         return metrics
-
-    def _follow(self) -> dict[str, float]:
-        while True:
-            kind, *arguments = self._received()
-            if kind == "done":
-                figures: dict[str, float] = arguments[0]
-                return figures
-            if kind == "score":
-                self._model.score(*arguments)
-            else:
-                prompts, drawing = arguments
-                self._model.continue_texts(prompts, drawing, lambda *_: False)
-
-    def _received(self) -> Any:
-        box: list[Any] = [None]
-        dist.broadcast_object_list(box, src=0, device=self._context.device)
-        return box[0]
 
 
 class _Lead:
@@ -298,12 +294,12 @@ _LOGITS_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
-class _Round:
+class _ForwardPass:
     """Forward pass of every data rank, of `size` samples each. rows: indices of the requests of all
-    of them; mine: of this rank's."""
+    data ranks; rank_rows: of this data rank."""
 
     rows: list[int]
-    mine: list[int]
+    rank_rows: list[int]
     size: int
 
 
@@ -327,29 +323,29 @@ class LiveModel:
         self._most_rows = engine.plan.micro_batch_size
         config: Any = engine.module.config
         self._row_bytes = 4 * int(config.get_text_config().vocab_size)  # bytes of a token's logits
-        place = engine.mesh.coordinates
-        self._data_rank, self._data_size = place.data_rank, engine.mesh.topology.data_size
+        coordinates = engine.mesh.coordinates
+        self._data_rank, self._data_size = coordinates.data_rank, engine.mesh.topology.data_size
         # One rank per data rank provides the result.
-        self._reports = place.is_first("data")
+        self._reports = coordinates.is_first("data")
 
     def score(self, requests: Sequence[tuple[Tokens, Tokens]]) -> list[tuple[float, bool]]:
         """Return, for each (context, continuation), the log-probability of the continuation in
-        nats, and whether every token of it is the most probable one. A context is not empty, and
-        both together have at most one token more than the model's positions."""
+        nats, and whether every token of the continuation is the most probable one. A context is not
+        empty, and both together have at most one token more than the model's positions."""
         totals = torch.zeros((len(requests), 2), dtype=torch.float64)
         lengths = [len(context) + len(continuation) - 1 for context, continuation in requests]
-        for part in self._rounds(lengths):
+        for part in self._forward_passes(lengths):
             width = max(lengths[row] for row in part.rows)
             ids = torch.zeros((part.size, width), dtype=torch.int64)
             labels = torch.full((part.size, width), IGNORED_LABEL)
-            for number, row in enumerate(part.mine):
+            for number, row in enumerate(part.rank_rows):
                 context, continuation = requests[row]
                 tokens = torch.tensor([*context, *continuation])
                 ids[number, : lengths[row]] = tokens[:-1]
                 labels[number, len(context) - 1 : lengths[row]] = tokens[len(context) :]
             scores = self._engine.read_logits(ids, partial(_scores, labels=labels))
             if self._reports:
-                totals[part.mine] = scores[: len(part.mine)]
+                totals[part.rank_rows] = scores[: len(part.rank_rows)]
         totals = self._summed(totals)
         return [(float(total), bool(wrong == 0)) for total, wrong in totals.tolist()]
 
@@ -359,43 +355,47 @@ class LiveModel:
         """Return the new tokens after each prompt. `is_finished`: called on the main rank only."""
         texts = [_Text(prompt, [], drawing.seed + n) for n, prompt in enumerate(prompts)]
         longest = [len(prompt) + drawing.max_new_tokens for prompt in prompts]
-        for part in self._rounds(longest):
-            self._continue(part, texts, drawing, is_finished)
+        for part in self._forward_passes(longest):
+            generators = {
+                row: torch.Generator().manual_seed(texts[row].seed) for row in part.rank_rows
+            }
+            for _ in range(drawing.max_new_tokens):
+                # The main rank decides which texts continue.
+                flags = [
+                    dist.get_rank() == 0 and not is_finished(row, texts[row].new)
+                    for row in part.rows
+                ]
+                active = torch.tensor(flags, dtype=torch.int64, device=self._engine.device)
+                dist.broadcast(active, src=0)
+                if not active.any():
+                    break
+
+                # One forward pass: the texts of this data rank, padded on the right.
+                width = max(len(texts[row]) for row in part.rows)
+                ids = torch.zeros((part.size, width), dtype=torch.int64)
+                last = torch.zeros(part.size, dtype=torch.int64)
+                for number, row in enumerate(part.rank_rows):
+                    tokens = [*texts[row].prompt, *texts[row].new]
+                    last[number] = len(tokens) - 1
+                    ids[number, : len(tokens)] = torch.tensor(tokens)
+                logits = self._engine.read_logits(ids, partial(_rows_at, last=last))
+
+                # Sample a token for each text, and share the tokens: all ranks but one have zero.
+                new_tokens = torch.zeros(len(texts), dtype=torch.float64)
+                for number, row in enumerate(part.rank_rows if self._reports else ()):
+                    if drawing.temperature == 0:
+                        new_tokens[row] = int(logits[number].argmax())
+                        continue
+                    probabilities = torch.softmax(logits[number].double() / drawing.temperature, 0)
+                    sampled = torch.multinomial(probabilities, 1, generator=generators[row])
+                    new_tokens[row] = int(sampled)
+                new_tokens = self._summed(new_tokens)
+                for row, is_active in zip(part.rows, active.tolist(), strict=True):
+                    if is_active:
+                        texts[row].new.append(int(new_tokens[row]))
         return [text.new for text in texts]
 
-    def _continue(
-        self,
-        part: _Round,
-        texts: Sequence[_Text],
-        drawing: Drawing,
-        is_finished: IsFinished,
-    ) -> None:
-        """Continue the texts of one round, all of them a token at a time."""
-        generators = {row: torch.Generator().manual_seed(texts[row].seed) for row in part.mine}
-
-        def unfinished() -> list[bool]:
-            return [not is_finished(row, texts[row].new) for row in part.rows]
-
-        for _ in range(drawing.max_new_tokens):
-            active = self._from_main(unfinished, len(part.rows))
-            if not any(active):
-                return
-            width = max(len(texts[row]) for row in part.rows)
-            ids = torch.zeros((part.size, width), dtype=torch.int64)
-            last = torch.zeros(part.size, dtype=torch.int64)
-            for number, row in enumerate(part.mine):
-                last[number] = len(texts[row]) - 1
-                ids[number, : len(texts[row])] = torch.tensor([*texts[row].prompt, *texts[row].new])
-            logits = self._engine.read_logits(ids, partial(_rows_at, last=last))
-            chosen = torch.zeros(len(texts), dtype=torch.float64)
-            for number, row in enumerate(part.mine if self._reports else ()):
-                chosen[row] = _choose(logits[number], drawing.temperature, generators[row])
-            chosen = self._summed(chosen)
-            for row, goes_on in zip(part.rows, active, strict=True):
-                if goes_on:
-                    texts[row].new.append(int(chosen[row]))
-
-    def _rounds(self, lengths: Sequence[int]) -> Iterator[_Round]:
+    def _forward_passes(self, lengths: Sequence[int]) -> Iterator[_ForwardPass]:
         """Yield all requests, longest first, in micro-batches of every data rank, less if logits
         are large."""
         order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
@@ -404,7 +404,7 @@ class LiveModel:
             size = max(1, min(self._most_rows, fitting))
             rows, order = order[: size * self._data_size], order[size * self._data_size :]
             low = self._data_rank * size
-            yield _Round(rows, rows[low : low + size], size)
+            yield _ForwardPass(rows, rows[low : low + size], size)
 
     def _summed(self, values: torch.Tensor) -> torch.Tensor:
         """Return the sum over all ranks; for each value, all ranks but one have zero."""
@@ -412,20 +412,14 @@ class LiveModel:
         dist.all_reduce(total)
         return total.cpu()
 
-    def _from_main(self, decide: Callable[[], list[bool]], count: int) -> list[bool]:
-        flags = decide() if dist.get_rank() == 0 else [False] * count
-        held = torch.tensor(flags, dtype=torch.int64, device=self._engine.device)
-        dist.broadcast(held, src=0)
-        return [bool(flag) for flag in held.tolist()]
-
 
 def _scores(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the log-probability of each sample's targets, and how many of them are not the most
+    """Return the log-probability of each sample's targets, and how many targets are not the most
     probable token: float64 [samples, 2]."""
     scores = torch.zeros((len(logits), 2), dtype=torch.float64, device=logits.device)
     for number, (row, targets) in enumerate(zip(logits, labels.to(logits.device), strict=True)):
-        kept = targets != IGNORED_LABEL
-        row, targets = row[kept].float(), targets[kept]
+        has_target = targets != IGNORED_LABEL
+        row, targets = row[has_target].float(), targets[has_target]
         picked = row.gather(1, targets[:, None])[:, 0]
         scores[number, 0] = (picked - row.logsumexp(1)).double().sum()
         scores[number, 1] = (row.argmax(1) != targets).sum()
@@ -434,12 +428,5 @@ def _scores(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 def _rows_at(logits: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
     """Return the logits at one position of each sample: float32 [samples, vocabulary]."""
-    places = torch.arange(len(logits), device=logits.device)
-    return logits[places, last.to(logits.device)].float()
-
-
-def _choose(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> int:
-    if temperature == 0:
-        return int(logits.argmax())
-    probabilities = torch.softmax(logits.double() / temperature, 0)
-    return int(torch.multinomial(probabilities, 1, generator=generator))
+    samples = torch.arange(len(logits), device=logits.device)
+    return logits[samples, last.to(logits.device)].float()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from signal import Signals
 from typing import Any
 
@@ -57,6 +56,7 @@ def stop_early(
     log: RunLog,
     engine: TrainEngine,
     state: TrainState,
+    *,
     received: Signals,
     copies: RunCopies | None,
 ) -> None:
@@ -87,9 +87,14 @@ def is_complete(context: RunContext, log: RunLog, state: TrainState) -> bool:
             return False
         if checkpoints.garbage(directory):  # of a removal that a kill interrupted
             return False
-        return not config.output.export or (
-            (directory / EXPORT).is_dir() and _exported_step(directory) == state.step
-        )
+        if not config.output.export:
+            return True
+        try:
+            record = json.loads((directory / EXPORTED).read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # a run from before this record existed, or killed
+            return False
+        is_exported = isinstance(record, dict) and record.get("step") == state.step
+        return is_exported and (directory / EXPORT).is_dir()
 
     complete = context.long_work.on_main_rank(all_is_written)
     if complete:
@@ -101,19 +106,12 @@ def is_complete(context: RunContext, log: RunLog, state: TrainState) -> bool:
     return complete
 
 
-def _exported_step(directory: Path) -> object:
-    try:
-        record = json.loads((directory / EXPORTED).read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # a run from before this record existed, or killed
-        return None
-    return record.get("step") if isinstance(record, dict) else None
-
-
 def finish(
     context: RunContext,
     log: RunLog,
     engine: TrainEngine,
     state: TrainState,
+    *,
     prediction: RunPrediction | None,
     copies: RunCopies | None,
     outer: Mapping[str, Any],
@@ -146,8 +144,16 @@ def finish(
             summary += copies.wait(context.config.output.copy_wait_seconds)
         return summary
 
+    def leave_unexported(received: Signals) -> None:
+        if not context.claim.is_stale():
+            leave_marker(context.directory, received, state)
+            log.info(
+                f"stopped by {received.name} after the last step, saved; the same command exports "
+                "it"
+            )
+
     # Everything is saved, and the next start exports again: a signal may end this at once.
-    context.signals.exit_after(lambda received: _leave_unexported(context, log, state, received))
+    context.signals.exit_after(leave_unexported)
     engine.close()
     try:
         summary = context.long_work.on_main_rank(export)
@@ -157,13 +163,3 @@ def finish(
         log.metrics.close(summary)
         if log.metrics.failure is not None:
             raise log.metrics.failure
-
-
-def _leave_unexported(
-    context: RunContext, log: RunLog, state: TrainState, received: Signals
-) -> None:
-    if not context.claim.is_stale():
-        leave_marker(context.directory, received, state)
-        log.info(
-            f"stopped by {received.name} after the last step, saved; the same command exports it"
-        )

@@ -44,7 +44,26 @@ def check_frozen_rows(
     for dataset in datasets:
         if isinstance(dataset, SourceDataset | StreamDataset):
             continue  # samples of the user's own
-        learned = _learned_ids(dataset)
+        # Count the tokens that the training split teaches: the targets among its first tokens, and
+        # the tokens that end texts.
+        record = dataset.table.tokenizer
+        counts = np.zeros(record.vocab_size, np.int64)
+        tokens_to_scan = _SCANNED_TOKENS
+        for shard in dataset.shards("train"):
+            for low in range(0, min(shard.num_tokens, tokens_to_scan), _BLOCK_TOKENS):
+                high = min(low + _BLOCK_TOKENS, shard.num_tokens)
+                tokens = shard.tokens[low:high]
+                if shard.mask_path is not None:
+                    packed = shard.mask_bytes[low // 8 : -(-high // 8)]
+                    bits = np.unpackbits(packed, bitorder="little")[: high - low]
+                    tokens = tokens[bits.view(np.bool_)]
+                counts += np.bincount(tokens, minlength=record.vocab_size)
+            tokens_to_scan -= shard.num_tokens
+            if tokens_to_scan <= 0:
+                break
+        learned = {*np.flatnonzero(counts).tolist(), *(record.answer_end_ids or ())}
+
+        # Find learned tokens whose rows the base never trained and this run does not train.
         untrained: dict[int, list[str]] = {}
         for name in frozen:
             for number, content in untrained_rows(weights.tensors[name], learned).items():
@@ -74,31 +93,10 @@ def _frozen_tables(config: RunConfig, model: Any) -> list[str]:
     return list(dict.fromkeys(names[id(weight)][0] for weight in frozen))
 
 
-def _learned_ids(dataset: TokenDataset) -> set[int]:
-    """Return the ids of the tokens that the training split teaches: those that end texts, and the
-    targets among its first `_SCANNED_TOKENS` tokens."""
-    record = dataset.table.tokenizer
-    counts = np.zeros(record.vocab_size, np.int64)
-    tokens_to_scan = _SCANNED_TOKENS
-    for shard in dataset.shards("train"):
-        for low in range(0, min(shard.num_tokens, tokens_to_scan), _BLOCK_TOKENS):
-            high = min(low + _BLOCK_TOKENS, shard.num_tokens)
-            tokens = shard.tokens[low:high]
-            if shard.mask_path is not None:
-                packed = shard.mask_bytes[low // 8 : -(-high // 8)]
-                bits = np.unpackbits(packed, bitorder="little")[: high - low]
-                tokens = tokens[bits.view(np.bool_)]
-            counts += np.bincount(tokens, minlength=record.vocab_size)
-        tokens_to_scan -= shard.num_tokens
-        if tokens_to_scan <= 0:
-            break
-    return {*np.flatnonzero(counts).tolist(), *(record.answer_end_ids or ())}
-
-
 def _problem(
     config: RunConfig, model: Any, dataset: TokenDataset, untrained: dict[int, list[str]]
 ) -> Problem:
-    """Return the problem of `untrained` tokens, by id with the content of their rows."""
+    """Return the problem of `untrained` tokens, by id with the content of the rows."""
     first = min(untrained)
     try:
         huggingface = load_tokenizer(str(dataset.tokenizer_path)).huggingface

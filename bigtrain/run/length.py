@@ -24,9 +24,9 @@ UNKNOWN = "train.epochs = {:g}: its steps are counted with the data, which is no
 def with_steps(
     run: ResolvedRun, datasets: Sequence[TokenDataset]
 ) -> tuple[ResolvedRun, tuple[str, ...]]:
-    """Return `run` with its epochs of `datasets`, those of the mixture, as steps, and lines on
-    them: none if it is given in steps. Raises ConfigError if the steps do not fit the schedule, and
-    without samples."""
+    """Return `run` with its epochs of `datasets`, the datasets of the mixture, as steps, and lines
+    on the steps: none if the length is given in steps. Raises ConfigError if the steps do not fit
+    the schedule, and without samples."""
     config = run.config
     if config.train.epochs is None:
         return run, ()
@@ -51,8 +51,8 @@ def with_steps(
 
 
 def with_steps_if_known(run: ResolvedRun) -> tuple[ResolvedRun, tuple[str, ...]]:
-    """Return the same as `with_steps` if the data can be opened; otherwise `run` itself, and a line
-    that says so. Raises ConfigError as `with_steps`."""
+    """Return the result of `with_steps` if the data can be opened; otherwise `run` itself, and a
+    line that says so. Raises ConfigError as `with_steps`."""
     if run.config.train.epochs is None:
         return run, ()
     datasets, problems = open_checked(run.config, "listed")
@@ -70,16 +70,16 @@ def count_steps(config: RunConfig, samples: Sequence[int]) -> tuple[int, str]:
     epochs = config.train.epochs
     assert epochs is not None
     sources = config.data.mixture
-    # Exact decimal numbers, so that 0.1 of 30 samples is 3 of them on every machine.
-    own = [Fraction(repr(source.epochs or 1.0)) for source in sources]
-    one_epoch = sum(part * count for part, count in zip(own, samples, strict=True))
+    # Exact decimal numbers, so that 0.1 of 30 samples is 3 samples on every machine.
+    source_epochs = [Fraction(repr(source.epochs or 1.0)) for source in sources]
+    one_epoch = sum(part * count for part, count in zip(source_epochs, samples, strict=True))
     total = math.ceil(Fraction(repr(epochs)) * one_epoch)
     batch = config.batch.samples_per_step
     steps = max(1, math.ceil(Fraction(total, batch)))
-    what = "the training split" if len(sources) == 1 else "the sources by their epochs"
-    line = f"train.epochs = {epochs:g} of {float(one_epoch):,.10g} samples ({what}) is "
+    split_name = "the training split" if len(sources) == 1 else "the sources by their epochs"
+    line = f"train.epochs = {epochs:g} of {float(one_epoch):,.10g} samples ({split_name}) is "
     line += f"train.steps = {steps} of {batch} samples"
-    more = steps * batch - total
-    if more:
-        line += f"; the last step reads {more} of the next epoch"
+    num_further = steps * batch - total
+    if num_further:
+        line += f"; the last step reads {num_further} of the next epoch"
     return steps, line

@@ -19,8 +19,8 @@ from bigtrain.run.run_directory import TEACHER_MODEL
 
 def open_teacher(context: RunContext, inputs: Inputs, mesh: Mesh) -> LiveTeacher | None:
     """Build the teacher in the run and read its weights; None for a run without one. Collective.
-    Raises ModelError on every rank for weights that cannot be read, or are others than those with
-    which the run began."""
+    Raises ModelError on every rank for weights that cannot be read, or that differ from the weights
+    with which the run began."""
     teacher = inputs.teacher
     if teacher is None:
         return None
@@ -29,10 +29,11 @@ def open_teacher(context: RunContext, inputs: Inputs, mesh: Mesh) -> LiveTeacher
     weights = find_weights(
         config.model.path, teacher.hf_config, "objective.teacher_model", seed=config.seed
     )
-    # By name: a copy elsewhere is the same model.
-    sums = {Path(path).name: one for path, one in verify_weights(context, weights).items()}
-    begun = read_sums(context.directory / TEACHER_MODEL)
-    changed = sorted(name for name, _ in begun.items() ^ sums.items()) if begun else []
+    # By name: a copy elsewhere is an equal model.
+    verified = verify_weights(context, weights)
+    sums = {Path(path).name: checksum for path, checksum in verified.items()}
+    recorded = read_sums(context.directory / TEACHER_MODEL)
+    changed = sorted(name for name, _ in recorded.items() ^ sums.items()) if recorded else []
     if changed:
         raise ModelError(
             f"objective.teacher_model = {name!r}: is another model than the one with which the run "

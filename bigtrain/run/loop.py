@@ -10,7 +10,6 @@ from typing import Protocol
 
 from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.data.samples.sample_stream import StreamPosition
-from bigtrain.engine.experts import ExpertLoadStats
 from bigtrain.engine.optimizers.skip_step import SkipPolicy
 from bigtrain.engine.startup.cpu_collectives import cpu_group
 from bigtrain.engine.train_engine import LossWindow, StepResult, TrainEngine
@@ -83,8 +82,7 @@ class Loop:
     roll_back: restores the engine from before the bad steps that end at a state. utilization: model
     FLOPs utilization at tokens per second. start_times: of this launch, logged after its first
     step. memory_saver: of checkpoints in memory, if any. replicas: compares what ranks hold alike,
-    if asked. with_position: adds to a state that is saved the position of its data.
-    """
+    if asked. with_position: adds the position of the data to a state that is saved."""
 
     context: RunContext
     log: RunLog
@@ -128,8 +126,10 @@ class Loop:
         self.engine.on_phase = self._clock.marking(self._beat.set_phase)
         with self._clock.running():
             while not is_over(config, state) and received is None and state.step < until:
+                # Train one step; its update may be skipped.
                 lr = learning_rate_at(state.step, config.optimizer.lr, config.schedule, total)
                 result = self._train(state, lr, until)
+                # Silent errors: go back to before the step at which replicas were last alike.
                 if self.replicas is not None:
                     restored = self.replicas.compare(state)
                     if restored is not None:
@@ -137,8 +137,12 @@ class Loop:
                         self.batches.restart(state.stream)
                         self._forget()
                         continue
+                # Advance, or roll back after several bad steps in a row.
                 state = self._guard.end(state, state.after_step(self.context.plan))
-                self._log_start_times()
+                if self.start_times is not None:
+                    self.start_times.end(FIRST_STEP)
+                    self.log.to_file(self.start_times.text())
+                    self.start_times = None
                 self._losses.add(result, updated=state.guard.streak == 0)
                 if self._guard.rolls_back(state):
                     self._beat.set_phase("rolling back", slow=True)
@@ -146,10 +150,12 @@ class Loop:
                     state = self.roll_back(state)
                     self._forget()
                     continue
+                # Exchange weights with other sites before anything at this step is measured.
                 if self.outer.is_due(state):
                     self._beat.set_phase("outer step with the other sites", slow=True)
                     with self._clock.paused("outer_step"):
                         state = self.outer.make(state)
+                # Log, evaluate, save: in this order, since a save contains the best evaluation.
                 last = state.step == total
                 self._profiler.after(state.step, last=last)
                 agreed = self._log(state, lr, until, last=last)
@@ -192,12 +198,6 @@ class Loop:
         self.engine.forget_mtp_loss()
         self.callbacks.forget()
 
-    def _log_start_times(self) -> None:
-        if self.start_times is not None:
-            self.start_times.end(FIRST_STEP)
-            self.log.to_file(self.start_times.text())
-            self.start_times = None
-
     def _log(self, state: TrainState, lr: float, until: int, *, last: bool) -> Agreed:
         """Log a step, if it is due; return whether the ranks agree to stop or to save."""
         # Outer steps may have moved the run.
@@ -210,7 +210,10 @@ class Loop:
             self.log.metrics.advance(state.step)
         if measured.times is not None:
             self._beat.set_phase("logging")
-            _write_row(self.log, measured.row, self.callbacks.recorded(self._group))
+            row, recorded = measured.row, self.callbacks.recorded(self._group)
+            if self.log.metrics is not None and row is not None:
+                row = row if recorded is None else replace(row, recorded=recorded)
+                self.log.metrics.log_step(row)
             self._stragglers.gather(state, measured.times)
         return agreed
 
@@ -227,6 +230,15 @@ class Loop:
             return _Measured(times)
         tokens_per_second = engine.plan.site_tokens_per_step / times.step_seconds
         saver = self.memory_saver
+        # Fields that only a mixture of experts has.
+        experts: dict[str, dict[str, float]] = {}
+        if load is not None:
+            experts["expert_imbalance"] = load.imbalance
+            if load.sent_bytes is not None and load.seconds is not None:
+                experts["expert_exchange"] = {
+                    "sent_bytes": load.sent_bytes,
+                    "seconds": load.seconds,
+                }
         row = StepMetrics(
             step=state.step,
             loss=loss,
@@ -240,7 +252,7 @@ class Loop:
             memory_gib=clock.memory.peak_gib(),
             breakdown=times.breakdown,
             peak_memory_gib_by_phase=clock.memory.by_phase_gib(),
-            **_experts(load),
+            **experts,
             mtp_loss=mtp_loss,
             optimizer_exchange=None if sent_bytes is None else {"sent_bytes": sent_bytes},
             memory_checkpoint=None if saver is None else saver.metrics(),
@@ -299,23 +311,8 @@ def _is_logged(config: RunConfig, step: int, until: int) -> bool:
 
 @dataclass(frozen=True)
 class _Measured:
-    """Metrics of a logged step: number of steps since the last one and seconds of each, and the row
-    on the main rank. All None of a step that is not logged."""
+    """Metrics of a logged step: number of steps since the last logged step, seconds of a step, and
+    the row on the main rank. All None of a step that is not logged."""
 
     times: StepTimes | None = None
     row: StepMetrics | None = None
-
-
-def _write_row(log: RunLog, row: StepMetrics | None, recorded: Mapping[str, float] | None) -> None:
-    if log.metrics is not None and row is not None:
-        log.metrics.log_step(row if recorded is None else replace(row, recorded=recorded))
-
-
-def _experts(load: ExpertLoadStats | None) -> dict[str, dict[str, float]]:
-    """Return the fields of `StepMetrics` that only a mixture of experts has."""
-    if load is None:
-        return {}
-    fields = {"expert_imbalance": load.imbalance}
-    if load.sent_bytes is not None and load.seconds is not None:
-        fields["expert_exchange"] = {"sent_bytes": load.sent_bytes, "seconds": load.seconds}
-    return fields

@@ -14,7 +14,7 @@ from bigtrain.run.context import RunContext
 from bigtrain.run.run_log import RunLog
 from bigtrain.run.state import TrainState
 from bigtrain.sites.membership import Membership
-from bigtrain.sites.metrics import OuterEvent, OuterStepMetrics
+from bigtrain.sites.metrics import OuterStepMetrics
 from bigtrain.sites.outer_step import OuterStep
 from bigtrain.sites.own_server import start_own_server
 
@@ -50,7 +50,7 @@ class OuterSteps:
         self, context: RunContext, log: RunLog, data_hash: str, engine: TrainEngine
     ) -> None:
         """Construct before anything is restored: checkpoints contain the global weights, too.
-        `data_hash`: all sites must have the same data and mathematical settings."""
+        `data_hash`: data and mathematical settings must agree on all sites."""
         self._context, self._log = context, log
         self._step: OuterStep | None = None
         config = context.config
@@ -118,13 +118,21 @@ class OuterSteps:
         assert self._step is not None
         while self._step.notes:
             self._log.info(self._step.notes.pop(0))
-        self._log_events(state, self._step.events)
+        # Events belong to the samples of the last step.
+        batch, metrics = self._context.plan.global_batch_size, self._log.metrics
+        is_closed = metrics is None and self._context.world.is_main  # events wait until it is open
+        while self._step.events and not is_closed:
+            event = asdict(self._step.events.pop(0))
+            if metrics is not None:
+                first_sample = max(0, state.samples - batch)
+                self._log.event(event.pop("event"), state, first_sample=first_sample, **event)
         state = replace(
             state,
             outer_steps=self._step.number,
             outer_tokens=self._step.tokens_seen,
             outer_sent=self._step.under_way,
         )
+        # Sites that are ahead have trained the steps that this site skips.
         if self._step.step is None or self._step.step <= state.step:
             return state
         plan, missed = self._context.plan, self._step.step - state.step
@@ -145,22 +153,10 @@ class OuterSteps:
             number, sites = values.pop("number"), list(values.pop("sites"))
             metrics.log_outer_step(state.step, outer_step=number, sites=sites, **values)
 
-    def _log_events(self, state: TrainState, events: list[OuterEvent]) -> None:
-        """Log them as events of the samples of the last step."""
-        batch, metrics = self._context.plan.global_batch_size, self._log.metrics
-        if metrics is None and self._context.world.is_main:
-            return  # not open yet
-        while events:
-            event = asdict(events.pop(0))
-            if metrics is not None:
-                self._log.event(
-                    event.pop("event"), state, first_sample=max(0, state.samples - batch), **event
-                )
-
     def final_record(self) -> dict[str, Any]:
         """Return, and log, the outer step that the weights at the end of the run are of, and its
         sites; empty without other sites. Raises LaunchError on every rank if this site ended apart
-        from the others, with weights that are not theirs."""
+        from the other sites, with weights of this site only."""
         outer = self._step
         if outer is None or outer.sites.count == 1:
             return {}

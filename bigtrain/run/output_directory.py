@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from bigtrain.errors import Problem
@@ -45,8 +46,9 @@ def _owner(directory: Path) -> str | None:
     resolved = directory.resolve()
     if resolved == Path(resolved.anchor):
         return "is the root of the file system"
-    if resolved == _home():
-        return "is a home directory"
+    with suppress(RuntimeError):  # no HOME, and no such user
+        if resolved == Path.home().resolve():
+            return "is a home directory"
     if not directory.is_dir():
         return None
     with os.scandir(directory) as entries:
@@ -58,24 +60,17 @@ def _owner(directory: Path) -> str | None:
         # Those names may be another program's: of a run's directory the run's id is proof.
         texts = {n for n in is_file_by_name if n.lower().endswith(_TEXTS)} - {*RUN_TEXTS}
         return None if RUN_ID in is_file_by_name else _foreign(sorted(texts))
-    others = sorted(
+    foreign_names = sorted(
         name
         for name, is_file in is_file_by_name.items()
         if not name.startswith(".") and not (is_file and name.endswith(_NOTES))
     )
-    return _foreign(others)
+    return _foreign(foreign_names)
 
 
 def _foreign(names: Sequence[str]) -> str | None:
-    """Return the rule that files of these names break; None without any."""
+    """Return the rule that files with `names` break; None without any."""
     if not names:
         return None
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"holds files of something else than a run: {', '.join(names[:_SHOWN])}{more}"
-
-
-def _home() -> Path | None:
-    try:
-        return Path.home().resolve()
-    except RuntimeError:  # no HOME, and no such user
-        return None
+    further_text = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"holds files of something else than a run: {', '.join(names[:_SHOWN])}{further_text}"

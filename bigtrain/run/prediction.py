@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -73,31 +74,28 @@ def predict(
     has_partners: bool = True,
 ) -> tuple[RunPrediction | None, str]:
     """Predict the time and memory of `run`, in a second or two; if impossible, return None and
-    why. `has_partners`: it has hosts that keep copies of each other's checkpoints in memory."""
+    why. `has_partners`: hosts keep copies of the memory checkpoints of partner hosts."""
     try:
         model, _ = model_costs(run.config, hf_config)
     except (ConfigError, ModelError) as error:
         return None, one_line(error, None)
     chunk = loss.chunk_tokens if loss.kind == "chunked" else None
     is_cpu = device.type == "cpu"
-    known, measured = _device(device)
+    # A GPU of the tables, or this machine's CPUs if they are calibrated.
+    device_rates: Device | None = None
+    measured: MeasuredEngine | None = None
+    if is_cpu:
+        device_rates, measured = kept_calibration() or (None, None)
+    else:
+        with suppress(ConfigError):
+            device_rates = find_device(torch.cuda.get_device_name(device))
     prediction = predict_run(
-        run, model, chunk, known, measured, is_cpu=is_cpu, has_partners=has_partners
+        run, model, chunk, device_rates, measured, is_cpu=is_cpu, has_partners=has_partners
     )
     if (teacher := resolve_teacher(run)) is not None:
-        of_teacher, _ = model_costs(teacher.config)
-        prediction = with_teacher(prediction, teacher, of_teacher, known, measured)
+        teacher_costs, _ = model_costs(teacher.config)
+        prediction = with_teacher(prediction, teacher, teacher_costs, device_rates, measured)
     return prediction, ""
-
-
-def _device(device: torch.device) -> tuple[Device | None, MeasuredEngine | None]:
-    """Return a GPU of the tables, or this machine's CPUs if calibrated."""
-    if device.type == "cpu":
-        return kept_calibration() or (None, None)
-    try:
-        return find_device(torch.cuda.get_device_name(device)), None
-    except ConfigError:
-        return None, None
 
 
 def utilization_of(context: RunContext, hf_config: Any) -> Callable[[float], float | None]:
@@ -141,5 +139,7 @@ def _shape_of(model: Any) -> ModelShape | None:
     )
     if shape is None or further is None:
         return shape
-    own = model_shape(further.built.config, [], "", tied=False)
-    return own and replace(shape, attention_width=shape.attention_width + own.attention_width)
+    mtp_shape = model_shape(further.built.config, [], "", tied=False)
+    return mtp_shape and replace(
+        shape, attention_width=shape.attention_width + mtp_shape.attention_width
+    )

@@ -58,7 +58,8 @@ _NO_TEXTS = TextRecord((), 0, ())
 
 @dataclass(frozen=True)
 class TeacherInputs:
-    """Teacher that is computed in the run: its own run (`teacher_run`), configuration and plan."""
+    """Teacher that is computed in the run: the run of the teacher (`teacher_run`), configuration
+    and plan."""
 
     run: ResolvedRun
     hf_config: Any
@@ -69,7 +70,7 @@ class TeacherInputs:
 class Inputs:
     """Inputs of a run, checked for existence and consistency. growth: of the vocabulary, if any.
     data_hash: `bigtrain.data.samples.phases`. sources, datasets: of the mixture, in its order.
-    packing: of their documents. model_plan: how the model is split, isolates documents and computes
+    packing: of the documents. model_plan: how the model is split, isolates documents and computes
     its loss. held_out_sets: of ``evaluation.held_out``. notes: on what is legal and rarely meant.
     text_record: ids that begin and end texts."""
 
@@ -87,8 +88,8 @@ class Inputs:
 
     @property
     def tokenizer_path(self) -> Path:
-        """Directory of the run's tokenizer: that of the first dataset with a chat template, if any
-        has one."""
+        """Directory of the run's tokenizer: the tokenizer of the first dataset with a chat
+        template, else of the first dataset."""
         with_template = (d for d in self.datasets if d.table.tokenizer.chat_template is not None)
         return next(with_template, self.datasets[0]).tokenizer_path
 
@@ -97,25 +98,27 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
     """Read the model's configuration and the dataset's manifest, and compare them with the run.
     Creates only caches of the dataset, on any rank.
 
-    `check`: how much of the data is checked, as in `open_dataset`; "listed", for the other ranks of
-    a host, skips the checks that one rank of it has done. `samples`: source of the calling program.
-    Raises ModelError for a model that cannot be found, ExtensionError and DataError for samples of
-    the user that cannot be read, and one ConfigError with all other problems.
+    `check`: how much of the data is checked, as in `open_dataset`; "listed" skips the checks that
+    another rank of the host has done. `samples`: source of the calling program. Raises ModelError
+    for a model that cannot be found, ExtensionError and DataError for samples of the user that
+    cannot be read, and one ConfigError with all other problems.
     """
     config = run.config
-    datasets, not_opened = open_checked(config, check, samples)
+    datasets, data_problems = open_checked(config, check, samples)
     labels = datasets[0].table.labels if datasets else ()
     hf_config = load_hf_config(config.model)
     ids = resolve_text_ids(config, hf_config, datasets) if datasets else None
-    # Before the head, whose padding is an end of text unless the model has its own.
+    # Before the head, whose padding is an end of text unless the model has a padding id.
     hf_config = with_objective_head(ids.hf_config if ids else hf_config, config, labels)
     hf_config = with_mtp_layers(hf_config, trains=config.objective.mtp_weight > 0)
+
+    # The model and the run's settings; then files, unless another rank of the host checks them.
     problems: list[Problem] = [
         *check_trackers(config.logging.trackers),
         *_check_positions(config.batch.sequence_length, hf_config),
-        # Also the defaults of its class.
+        # Also the defaults of the class.
         *check_layer_drop(text_config(hf_config).to_dict(), "model.config"),
-        *not_opened,
+        *data_problems,
         *(ids.problems if ids else ()),
     ]
     growth = None
@@ -126,6 +129,8 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
         problems += _check_reload(config, hf_config)
         problems += _check_base_files(config)
         problems += check_tasks(config.evaluation)
+
+    # The data, for the vocabulary of this model.
     if datasets:
         problems += check_datasets(config, datasets, vocabulary_size(hf_config))
         if check != "listed":
@@ -134,10 +139,12 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
                 problems += _check_export(hf_config, datasets[0])
         tokens = datasets[0].table.tokenizer.vocab_size
         hf_config, growth = grown_configuration(config.model, hf_config, tokens)
-        held_out_sets, of_sets = open_held_out_datasets(config, datasets, check)
-        problems += of_sets or check_best(config, datasets, held_out_sets)
+        held_out_sets, set_problems = open_held_out_datasets(config, datasets, check)
+        problems += set_problems or check_best(config, datasets, held_out_sets)
         if check != "listed" and not _resumes(config):
             problems += check_reference_scores(config, datasets, held_out_sets)
+
+    # How the model is trained: parallelism, kernels, precision, optimizer.
     problems += check_tensor_size(hf_config, config.parallel.tensor, config.adapters)
     problems += check_kernels(hf_config, config.model.kernels)
     problems += check_float8(config.precision.float8)
@@ -145,6 +152,8 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
     problems += check_optimizer_package(config.optimizer)
     num_replicas = run.topology.partition_size
     problems += check_expert_gathering(hf_config, run.engine.zero_stage, num_replicas)
+
+    # Trials of the model itself take seconds, so they run only if all settings are right.
     model_plan, teacher = None, None
     row_notes: list[str] = []
     if not problems:
@@ -155,6 +164,10 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
         teacher, problems = _inspect_teacher(run, hf_config, datasets)
     if model_plan is None or ids is None or problems:
         raise ConfigError(problems, "the run's inputs")
+    notes: list[str] = []
+    if check != "listed" and not _resumes(config):
+        notes += filter(None, (beginning_note(config, dataset) for dataset in datasets))
+        notes += pair_notes(config, datasets)
     return Inputs(
         hf_config,
         data_hash(config.data, datasets),
@@ -165,7 +178,7 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
         growth,
         teacher,
         held_out_sets,
-        (*ids.notes, *row_notes, *_notes(config, datasets)) if check != "listed" else (),
+        (*ids.notes, *row_notes, *notes) if check != "listed" else (),
         ids.record,
     )
 
@@ -173,41 +186,41 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
 def _inspect_teacher(
     run: ResolvedRun, hf_config: Any, datasets: Sequence[TokenDataset]
 ) -> tuple[TeacherInputs | None, list[Problem]]:
-    """Return the teacher in the run, whose vocabulary is that of the student's `hf_config` and
-    whose tokens are those of the data. Raises ModelError for a model that cannot be found."""
+    """Return the teacher in the run, whose vocabulary must have the size of the student's
+    (`hf_config`) and whose tokens must be the tokens of the data. Raises ModelError for a model
+    that cannot be found."""
     config, key = run.config, "objective.teacher_model"
     value = config.objective.teacher_model
     teacher = resolve_teacher(run)
     assert teacher is not None
-    own = teacher.config
+    teacher_config = teacher.config
     try:
-        hf_teacher = load_hf_config(own.model)
+        hf_teacher = load_hf_config(teacher_config.model)
     except ModelError as error:
         raise ModelError(f"{key}: {error}") from error
-    there, here = vocabulary_size(hf_teacher), vocabulary_size(hf_config)
-    if there != here:
-        rule = f"has a vocabulary of {there} tokens, and the student one of {here}"
+
+    # Distillation compares distributions over one vocabulary.
+    teacher_size, student_size = vocabulary_size(hf_teacher), vocabulary_size(hf_config)
+    if teacher_size != student_size:
+        rule = f"has a vocabulary of {teacher_size} tokens, and the student one of {student_size}"
         return None, [Problem(key, value, rule, "a teacher with the vocabulary of the student")]
-    if config.objective.teacher_top_k > there:
-        rule = f"the vocabulary of the teacher has {there} tokens"
+    if config.objective.teacher_top_k > teacher_size:
+        rule = f"the vocabulary of the teacher has {teacher_size} tokens"
         name = "objective.teacher_top_k"
-        return None, [Problem(name, config.objective.teacher_top_k, rule, f"{there} or less")]
-    problems = list(check_tensor_size(hf_teacher, own.parallel.tensor, own.adapters))
+        return None, [
+            Problem(name, config.objective.teacher_top_k, rule, f"{teacher_size} or less")
+        ]
+    problems = list(
+        check_tensor_size(hf_teacher, teacher_config.parallel.tensor, teacher_config.adapters)
+    )
     for dataset in datasets:
-        problems += check_model_tokens(own, dataset.tokenizer_path, str(dataset.path))
+        problems += check_model_tokens(teacher_config, dataset.tokenizer_path, str(dataset.path))
     plan = None
     if not problems:
-        plan, problems = cached_model_plan(own, hf_teacher, teacher.plan)
+        plan, problems = cached_model_plan(teacher_config, hf_teacher, teacher.plan)
     if plan is None or problems:
         return None, [of_teacher(config, problem) for problem in problems]
     return TeacherInputs(teacher, hf_teacher, plan), []
-
-
-def _notes(config: RunConfig, datasets: Sequence[TokenDataset]) -> tuple[str, ...]:
-    if _resumes(config):
-        return ()
-    notes = tuple(note for dataset in datasets if (note := beginning_note(config, dataset)))
-    return (*notes, *pair_notes(config, datasets))
 
 
 def check_base_weights(config: RunConfig, inputs: Inputs) -> None:
@@ -227,11 +240,11 @@ def _resumes(config: RunConfig) -> bool:
 
 
 def _check_tokenizer(config: RunConfig, dataset: TokenDataset) -> Sequence[Problem]:
-    """Compare the data's tokenizer with the section ``tokenizer`` and with that of the base model,
-    or with the run's own if it resumes and does not read the base."""
+    """Compare the data's tokenizer with the section ``tokenizer`` and with the tokenizer of the
+    base model, or with the run's own if it resumes and does not read the base."""
     resumes = _resumes(config)
-    place = dataset.tokenizer_path
-    problems = check_model_tokens(config, place, str(dataset.path), resumes=resumes)
+    tokenizer_path = dataset.tokenizer_path
+    problems = check_model_tokens(config, tokenizer_path, str(dataset.path), resumes=resumes)
     if resumes:
         return problems
     base = config.base_tokenizer

@@ -1,10 +1,10 @@
 """Scores of the reference model of a run, from which its objective gets log-probabilities.
 
-They are those of `bigtrain score` (`bigtrain.run.scoring`), for the model before the first step:
-computed by the run itself before it trains, or by a pass beforehand that ``objective.reference``
-names. Either way the run directory has them, so that a resume needs no second model. With adapters
-the reference is the model without them, and nothing is stored unless ``objective.reference`` is
-set.
+The scores equal the scores of `bigtrain score` (`bigtrain.run.scoring`) for the model before the
+first step: computed by the run itself before it trains, or by a pass beforehand that
+``objective.reference`` names. Either way the run directory has them, so that a resume needs no
+second model. With adapters the reference is the model without them, and nothing is stored unless
+``objective.reference`` is set.
 """
 
 from __future__ import annotations
@@ -72,30 +72,38 @@ class ReferenceScores:
         """Give `batches` and `held_out` their scores, if the objective reads some: made at the
         start of the run, or read when it resumes. Return the held-out sets. Collective. Raises
         ConfigError on every rank if ``objective.reference`` has scores of another model,
-        CheckpointError if a resumed run has no scores of its data."""
+        CheckpointError if a resumed run has no scores of the data."""
         if not reads_scores(self.context.config):
             return held_out
         sets = self.inputs.datasets, self.inputs.held_out_sets
-        wanted = wanted_splits(*sets)
+        splits_by_dataset = wanted_splits(*sets)
         objective = self.context.config.objective
         # With adapters off the model is what it was, also in a run that began without stages.
-        is_known = self.context.config.adapters is not None and objective.reference is None
-        made = state.step == 0 or is_known
-        scores = self._made(wanted) if made else self._read(wanted)
+        has_model = self.context.config.adapters is not None and objective.reference is None
+        if state.step == 0 or has_model:
+            scores = self._made(splits_by_dataset)
+        else:
+            scores = self._read(splits_by_dataset)
         train = [self._rows(scores, dataset, "train") for dataset in self.inputs.datasets]
         batches.scores = np.concatenate(train)
+        held_out_rows = [self._rows(scores, *splits) for splits in measured_splits(*sets)]
         return [
-            replace(one, batches=replace(one.batches, scores=self._rows(scores, *source)))
-            for one, source in zip(held_out, measured_splits(*sets), strict=True)
+            replace(held_out_set, batches=replace(held_out_set.batches, scores=rows))
+            for held_out_set, rows in zip(held_out, held_out_rows, strict=True)
         ]
 
-    def _made(self, wanted: Sequence[tuple[TokenDataset, list[Split]]]) -> dict[str, Scores]:
-        """Return the scores by the hash of their data. Collective."""
+    def _made(
+        self, splits_by_dataset: Sequence[tuple[TokenDataset, list[Split]]]
+    ) -> dict[str, Scores]:
+        """Return the scores by the hash of the data. Collective."""
         sums = None if self.base is None else self.base.sums
         model = model_identity(self.context, self.inputs, sums)
         name = self.context.config.objective.reference
         make = self._scored if name is None else self._copied
-        scores = {identity_of(one[0]).hash: make(*one, model) for one in wanted}
+        scores = {
+            identity_of(dataset).hash: make(dataset, splits, model)
+            for dataset, splits in splits_by_dataset
+        }
         output = self.context.directory / DIRECTORY
         made_of = "scored with the initial weights" if name is None else f"copied from {name}"
         self.log.info(f"reference: scores of {len(scores)} datasets {made_of}, in {output}")
@@ -130,17 +138,19 @@ class ReferenceScores:
                 shutil.rmtree(directory)  # of an earlier launch that began with another model
 
         context.long_work.on_main_rank(remove_others)
-        wanted = ScoredSplits(dataset, splits, request)
+        scored_splits = ScoredSplits(dataset, splits, request)
         with self.engine.reference():
-            return score_dataset(context, self.engine, self.mesh, wanted, output)
+            return score_dataset(context, self.engine, self.mesh, scored_splits, output)
 
-    def _read(self, wanted: Sequence[tuple[TokenDataset, list[Split]]]) -> dict[str, Scores]:
-        """Return the scores in the run directory by the hash of their data. Collective."""
+    def _read(
+        self, splits_by_dataset: Sequence[tuple[TokenDataset, list[Split]]]
+    ) -> dict[str, Scores]:
+        """Return the scores in the run directory by the hash of the data. Collective."""
         output: Path = self.context.directory / DIRECTORY
 
         def read() -> dict[str, Scores]:
             scores: dict[str, Scores] = {}
-            for dataset, splits in wanted:
+            for dataset, splits in splits_by_dataset:
                 data = identity_of(dataset)
                 scores[data.hash] = find_scores(output, data)
                 for split in splits:

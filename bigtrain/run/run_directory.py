@@ -43,6 +43,7 @@ def write_run_directory(
     directory: Path,
     run: ResolvedRun,
     inputs: Inputs,
+    *,
     hosts: Sequence[str],
     device: torch.device,
     base_model: Sums | None,

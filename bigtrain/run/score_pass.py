@@ -11,7 +11,6 @@ from bigtrain.data.shards.dataset import TokenDataset
 from bigtrain.data.shards.manifest import SPLITS, Split
 from bigtrain.data.shards.scores import (
     REQUEST_NAME,
-    Identity,
     ScoreKind,
     Scores,
     differences,
@@ -22,12 +21,10 @@ from bigtrain.data.shards.scores import (
 from bigtrain.engine.startup.mesh import open_mesh, warm_up
 from bigtrain.errors import DataError
 from bigtrain.run.checkpointing.initialize import verify_weights, weights_source
-from bigtrain.run.context import RunContext
 from bigtrain.run.preflight import Inputs
-from bigtrain.run.run_log import RunLog
 from bigtrain.run.scoring import ScoredSplits, model_identity, score_dataset
+from bigtrain.run.segment_run import build
 from bigtrain.run.session import open_session
-from bigtrain.run.training import build
 from bigtrain.settings.resolve import ResolvedRun
 from bigtrain.system.world import World
 
@@ -54,8 +51,26 @@ def score_inputs(
     with open_session(run, world) as (context, log):
         sums = None if weights is None else verify_weights(context, weights)
         model = model_identity(context, inputs, sums)
-        wanted = _wanted(context, inputs, model, options)
-        missing = context.long_work.on_main_rank(lambda: _missing(wanted, options.output))
+        # Datasets with equal data are scored once.
+        datasets: dict[str, TokenDataset] = {}
+        for dataset in (*inputs.datasets, *inputs.held_out_sets):
+            datasets.setdefault(identity_of(dataset).hash, dataset)
+        scored_splits = [
+            ScoredSplits(
+                dataset,
+                [split for split in options.splits if dataset.table.num_tokens(split)],
+                request_of(
+                    context.config,
+                    model,
+                    dataset,
+                    kind=options.kind,
+                    top_k=options.top_k,
+                    part_tokens=options.part_tokens,
+                ),
+            )
+            for dataset in datasets.values()
+        ]
+        missing = context.long_work.on_main_rank(lambda: _missing(scored_splits, options.output))
         if missing:
             context.heartbeat.set_phase("building the model", slow=True)
             mesh = open_mesh(
@@ -63,62 +78,36 @@ def score_inputs(
             )
             warm_up(mesh, context.device)
             engine = build(context, inputs, source, mesh)
-            source.fill(context, log, engine, inputs, weights, sums)
+            source.fill(context, log, engine, inputs, weights=weights, sums=sums)
             for number in missing:
-                score_dataset(context, engine, mesh, wanted[number], options.output)
-                _log(log, wanted[number], options.output)
+                score_dataset(context, engine, mesh, scored_splits[number], options.output)
+                dataset = scored_splits[number].dataset
+                num_documents = sum(map(dataset.table.num_documents, scored_splits[number].splits))
+                directory = scores_directory(options.output, scored_splits[number].request.data)
+                log.info(f"{dataset.path}: {num_documents:,} documents scored, in {directory}")
             engine.close()
         inputs_of_ranks = context.long_work.on_every_rank(
-            lambda: [find_scores(options.output, one.request.data) for one in wanted]
+            lambda: [find_scores(options.output, scored.request.data) for scored in scored_splits]
         )
         return inputs_of_ranks[world.rank]
 
 
-def _wanted(
-    context: RunContext, inputs: Inputs, model: Identity, options: PassOptions
-) -> list[ScoredSplits]:
-    every: dict[str, TokenDataset] = {}
-    for dataset in (*inputs.datasets, *inputs.held_out_sets):
-        every.setdefault(identity_of(dataset).hash, dataset)
-    return [
-        ScoredSplits(
-            dataset,
-            [split for split in options.splits if dataset.table.num_tokens(split)],
-            request_of(
-                context.config,
-                model,
-                dataset,
-                kind=options.kind,
-                top_k=options.top_k,
-                part_tokens=options.part_tokens,
-            ),
-        )
-        for dataset in every.values()
-    ]
-
-
-def _missing(wanted: Sequence[ScoredSplits], output: Path) -> list[int]:
-    """Return the numbers of those without complete scores. Raises DataError for other scores."""
+def _missing(scored_splits: Sequence[ScoredSplits], output: Path) -> list[int]:
+    """Return the numbers of the datasets without complete scores. Raises DataError for other
+    scores."""
     missing = []
-    for number, one in enumerate(wanted):
-        directory = scores_directory(output, one.request.data)
+    for number, scored in enumerate(scored_splits):
+        directory = scores_directory(output, scored.request.data)
         path = directory / REQUEST_NAME
-        if path.exists() and (changes := differences(open_request(path), one.request)):
+        if path.exists() and (changes := differences(open_request(path), scored.request)):
             raise DataError(
                 f"{directory} has other scores: {'; '.join(changes)} -> another --output, or "
                 "remove it"
             )
         try:
-            scores = find_scores(output, one.request.data)
-            if set(one.splits) - scores.record.splits.keys():
+            scores = find_scores(output, scored.request.data)
+            if set(scored.splits) - scores.record.splits.keys():
                 missing.append(number)
         except DataError:
             missing.append(number)
     return missing
-
-
-def _log(log: RunLog, one: ScoredSplits, output: Path) -> None:
-    table = one.dataset.table
-    documents = sum(table.num_documents(split) for split in one.splits)
-    directory = scores_directory(output, one.request.data)
-    log.info(f"{one.dataset.path}: {documents:,} documents scored, in {directory}")

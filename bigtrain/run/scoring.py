@@ -1,8 +1,8 @@
 """Pass of a model over all documents of a dataset, which writes their log-probabilities.
 
-Documents are divided into parts (`bigtrain.data.shards.scores`); each part is computed by all
-ranks and written by the main rank. Every value is computed by one rank of the data-parallel group,
-so that a sum over ranks adds zeros to it, and a repeated pass writes the same bytes.
+Documents are divided into parts (`bigtrain.data.shards.scores`); each part is computed by all ranks
+and written by the main rank. Every value is computed by one rank of the data-parallel group, so
+that a sum over ranks adds zeros to it, and a repeated pass writes equal bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import xxhash
 
 from bigtrain.data.loading.collator import BatchOptions, BatchReader
 from bigtrain.data.loading.micro_batch import MicroBatch
-from bigtrain.data.samples.documents import DocumentSamples, Longer
+from bigtrain.data.samples.documents import DocumentSamples
 from bigtrain.data.samples.rated import RatedSamples
 from bigtrain.data.samples.token_stream import Indices, split_stream
 from bigtrain.data.shards.dataset import TokenDataset
@@ -57,7 +57,7 @@ _NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dt
 
 @dataclass(frozen=True)
 class ScoredSplits:
-    """Splits of a dataset to score, and what of them."""
+    """Splits of a dataset to score, and the scores to compute."""
 
     dataset: TokenDataset
     splits: Sequence[Split]
@@ -75,7 +75,7 @@ def model_identity(context: RunContext, inputs: Inputs, sums: Sums | None) -> Id
     if sums is not None:
         name = str(config.model.path or config.checkpoint.initialize_from)
         skipped = {*TOKEN_FILES, "config.json"}
-        files = sorted((Path(path).name, known.xxh3) for path, known in sums.items())
+        files = sorted((Path(path).name, file_sum.xxh3) for path, file_sum in sums.items())
         digest.update(json.dumps([file for file in files if file[0] not in skipped]).encode())
     elif config.checkpoint.initialize_from is not None:
         name = config.checkpoint.initialize_from
@@ -93,11 +93,11 @@ def model_identity(context: RunContext, inputs: Inputs, sums: Sums | None) -> Id
 
 
 def score_dataset(
-    context: RunContext, engine: TrainEngine, mesh: Mesh, wanted: ScoredSplits, output: Path
+    context: RunContext, engine: TrainEngine, mesh: Mesh, scored: ScoredSplits, output: Path
 ) -> Scores:
     """Write the scores of a dataset into its directory of `output`, unless they are complete there,
     and return them. Collective. Raises DataError on every rank if other scores are there."""
-    main, work, request = context.world.is_main, context.long_work, wanted.request
+    main, work, request = context.world.is_main, context.long_work, scored.request
     directory = scores_directory(output, request.data)
     writers: list[ScoreWriter] = []
 
@@ -108,13 +108,19 @@ def score_dataset(
     work.on_main_rank(begin)
     splits: dict[Split, list[ScorePartRecord]] = {}
     longest: dict[Split, int] = {}
-    for split in wanted.splits:
-        samples, rated = _samples(wanted, split), _rated_samples(wanted, split)
+    for split in scored.splits:
+        stream = split_stream(scored.dataset, split)
+        truncates, length = request.long_documents == "truncate", request.sequence_length
+        samples = DocumentSamples(stream, length, "truncate" if truncates else "divide")
+        rated: RatedSamples | None = None
+        if scored.dataset.table.rows == "kto":  # which needs mismatched answers, too
+            rated_stream = split_stream(scored.dataset, split)
+            rated = RatedSamples(rated_stream, length, truncates=truncates)
         longest[split], splits[split] = samples.longest, []
         for part in _parts(split, samples, request):
-            done = work.on_main_rank(lambda part=part: writers[0].finished(part.name))  # type: ignore[misc]
-            if done is None:
-                arrays = _compute(context, engine, mesh, samples, part, request)
+            record = work.on_main_rank(lambda part=part: writers[0].finished(part.name))  # type: ignore[misc]
+            if record is None:
+                arrays = _compute(context, engine, mesh, samples, part=part, request=request)
                 if rated is not None:
                     arrays[MISMATCHED] = _mismatched_sums(context, engine, mesh, rated, part)
 
@@ -122,8 +128,8 @@ def score_dataset(
                     with writing(directory, OUTPUT_REMEDY):
                         return writers[0].write(part.name, part.first, part.num_tokens, arrays)
 
-                done = work.on_main_rank(write)
-            splits[split].append(done)
+                record = work.on_main_rank(write)
+            splits[split].append(record)
 
     def close() -> None:
         if main:
@@ -132,22 +138,6 @@ def score_dataset(
 
     work.on_main_rank(close)
     return work.on_every_rank(lambda: open_scores(directory))[context.world.rank]
-
-
-def _samples(wanted: ScoredSplits, split: Split) -> DocumentSamples:
-    request = wanted.request
-    longer: Longer = "truncate" if request.long_documents == "truncate" else "divide"
-    stream = split_stream(wanted.dataset, split)
-    return DocumentSamples(stream, request.sequence_length, longer)
-
-
-def _rated_samples(wanted: ScoredSplits, split: Split) -> RatedSamples | None:
-    """Return rated answers with mismatched ones; None for other data."""
-    if wanted.dataset.table.rows != "kto":
-        return None
-    truncates = wanted.request.long_documents == "truncate"
-    stream = split_stream(wanted.dataset, split)
-    return RatedSamples(stream, wanted.request.sequence_length, truncates=truncates)
 
 
 @dataclass(frozen=True)
@@ -179,20 +169,27 @@ def _compute(
     engine: TrainEngine,
     mesh: Mesh,
     samples: DocumentSamples,
+    *,
     part: _Part,
     request: ScoreRequest,
 ) -> dict[str, npt.NDArray[Any]]:
     """Return the arrays of a part, on every rank. Collective."""
     top_k, count = request.top_k, len(part.samples)
-    sums, targets = np.zeros(count, np.float64), np.zeros(count, np.int64)
     num_values = part.num_tokens if request.kind != "documents" else 0
-    tokens = np.zeros(num_values if request.kind == "tokens" else 0, np.float32)
-    top_values = np.zeros((num_values if top_k else 0, top_k), np.float32)
-    top_ids = np.zeros(top_values.shape, np.int32)
+    num_top = num_values if top_k else 0
+    values: dict[str, npt.NDArray[Any]] = {
+        "sums": np.zeros(count, np.float64),
+        "targets": np.zeros(count, np.int64),
+        "tokens": np.zeros(num_values if request.kind == "tokens" else 0, np.float32),
+        "top_values": np.zeros((num_top, top_k), np.float32),
+        "top_ids": np.zeros((num_top, top_k), np.int32),
+    }
+
+    # Score the samples of this rank, in micro-batches of similar length.
     begins = np.cumsum(samples.document_lengths[part.first : part.last])
     begins -= samples.document_lengths[part.first : part.last]
     reader = BatchReader(samples, BatchOptions())
-    counts = mesh.coordinates.is_first("data", *MODEL_AXES)  # of those with the same scores
+    counts = mesh.coordinates.is_first("data", *MODEL_AXES)  # one rank of a model-parallel group
     lengths = samples.lengths[part.samples]
     for numbers, batch in _batches(engine, part.samples, lengths, reader.read):
         context.heartbeat.set_phase(_PHASE, slow=True)
@@ -202,37 +199,37 @@ def _compute(
         labels = batch.labels.numpy()
         for row, number in enumerate(numbers.tolist()):
             length = int(samples.lengths[number]) - 1
-            values = scores[row, :length]
-            place = number - int(part.samples[0])
-            sums[place] = values[:, 0].sum(dtype=np.float64)
-            targets[place] = (labels[row, :length] != IGNORED_LABEL).sum()
+            row_scores = scores[row, :length]
+            sample = number - int(part.samples[0])
+            values["sums"][sample] = row_scores[:, 0].sum(dtype=np.float64)
+            values["targets"][sample] = (labels[row, :length] != IGNORED_LABEL).sum()
             begin = int(begins[samples.documents[number] - part.first] + samples.offsets[number])
-            inside = slice(begin + 1, begin + 1 + length)
-            if len(tokens):
-                tokens[inside] = values[:, 0]
-            if top_k:
-                top_values[inside] = values[:, 1 : 1 + top_k]
-                top_ids[inside] = values[:, 1 + top_k :]
-    summed = [
-        _summed(array, engine.device, mesh)
-        for array in (sums, targets, tokens, top_values, top_ids)
-    ]
+            positions = slice(begin + 1, begin + 1 + length)
+            if request.kind == "tokens":
+                values["tokens"][positions] = row_scores[:, 0]
+            if num_top:
+                values["top_values"][positions] = row_scores[:, 1 : 1 + top_k]
+                values["top_ids"][positions] = row_scores[:, 1 + top_k :]
+
+    # Every value was computed by one rank, so that sums over ranks are exact; parts of a long
+    # document add up.
+    summed = {name: _summed(array, engine.device, mesh) for name, array in values.items()}
     documents = samples.documents[part.samples] - part.first
-    of_documents = [np.zeros(part.last - part.first, array.dtype) for array in summed[:2]]
-    for total, array in zip(of_documents, summed[:2], strict=True):
-        np.add.at(total, documents, array)
-    arrays = dict(zip(("sums", "targets"), of_documents, strict=True))
+    arrays: dict[str, npt.NDArray[Any]] = {}
+    for name in ("sums", "targets"):
+        arrays[name] = np.zeros(part.last - part.first, summed[name].dtype)
+        np.add.at(arrays[name], documents, summed[name])
     if request.kind == "tokens":
-        arrays["tokens"] = summed[2]
+        arrays["tokens"] = summed["tokens"]
     if top_k:
-        arrays |= {"top_values": summed[3], "top_ids": summed[4]}
+        arrays |= {name: summed[name] for name in ("top_values", "top_ids")}
     return arrays
 
 
 def _mismatched_sums(
     context: RunContext, engine: TrainEngine, mesh: Mesh, rated: RatedSamples, part: _Part
 ) -> npt.NDArray[np.float64]:
-    """Return the log-probability of the mismatched answer of each document of a part, float64
+    """Return the log-probability of the mismatched answer to every document in a part, float64
     [documents], on every rank. Collective."""
     reader = BatchReader(rated, BatchOptions())
 
@@ -257,11 +254,11 @@ def _batches(
     read: Callable[[Indices, int], MicroBatch],
 ) -> Iterator[tuple[Indices, MicroBatch]]:
     """Yield this rank's part of `samples`, longest first, in micro-batches that are as wide as the
-    longest of all ranks; every rank gets as many, and those beyond the last sample are padding.
-    lengths: tokens of each sample; read: returns samples in a number of rows."""
+    longest of all ranks; every rank gets an equal number of micro-batches, padded after the last
+    sample. lengths: tokens of each sample; read: returns samples in a number of rows."""
     plan, own_rank = engine.plan, engine.mesh.coordinates.data_rank
-    by_length = np.argsort(-lengths, kind="stable")
-    order, widths = samples[by_length], np.maximum(1, lengths[by_length] - 1)
+    longest_first = np.argsort(-lengths, kind="stable")
+    order, widths = samples[longest_first], np.maximum(1, lengths[longest_first] - 1)
     begin = 0
     while begin < len(order):
         width = int(widths[begin])
@@ -278,7 +275,7 @@ def _batches(
 
 def _summed(array: npt.NDArray[Any], device: torch.device, mesh: Mesh) -> npt.NDArray[Any]:
     """Return the sum of `array` over the ranks with other samples, each element of which is zero on
-    all but one of them."""
+    all ranks but one."""
     if not array.size:
         return array
     total = torch.from_numpy(array).to(device)

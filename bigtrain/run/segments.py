@@ -1,7 +1,8 @@
-"""Segments of a run: the steps of each of ``batch.phases``, and the rest.
+"""Segments of a run: the steps of every entry of ``batch.phases``, and the steps after the last
+entry.
 
-Each is trained by an engine of its own, and begins like a launch that resumes from the checkpoint
-at the end of the one before.
+A segment is trained by a separate engine, and begins like a launch that resumes from the checkpoint
+at the end of the previous segment.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from bigtrain.settings.resolve import ResolvedRun, in_phase
 
 @dataclass(frozen=True)
 class Segment:
-    """Steps `begin` + 1 to `end` of a run. run: with the batch of these steps."""
+    """Steps `begin` + 1 to `end` of a run. run: with the batch of the segment."""
 
     begin: int
     end: int
@@ -57,4 +58,4 @@ def inspect_segments(
 
 def segment_at(segments: Sequence[Segment], step: int) -> Segment:
     """Return the segment that a run continues with after `step` steps; the last one at its end."""
-    return next((one for one in segments if step < one.end), segments[-1])
+    return next((segment for segment in segments if step < segment.end), segments[-1])

@@ -39,7 +39,7 @@ def open_session(
     limits = watchdog.rendezvous_timeout_seconds, watchdog.collective_timeout_seconds
     with (
         warnings.catch_warnings(),
-        StopSignals() if signals is None else nullcontext(signals) as heard,
+        StopSignals() if signals is None else nullcontext(signals) as stop_signals,
         runtime_settings(run, world) as settings,
         process_group(world, *limits) as joined,
     ):
@@ -48,7 +48,7 @@ def open_session(
         warnings.filterwarnings("ignore", ".*reduce_scatter_tensor", FutureWarning)
         claim = RunClaim(Path(run.config.output.directory))
         context = RunContext(
-            run, world, joined.device, joined.hosts, joined.long_work, heard, claim
+            run, world, joined.device, joined.hosts, joined.long_work, stop_signals, claim
         )
         log = RunLog(claim, is_main=world.is_main)
         with (
@@ -57,10 +57,10 @@ def open_session(
                 world,
                 claim.run_directory,
                 context.heartbeat,
-                claim.is_stale,
-                joined.hosts,
+                is_stale=claim.is_stale,
+                hosts=joined.hosts,
             ),
-            deepspeed_log(log.to_file, shown=logging.deepspeed == "shown"),
+            deepspeed_log(log.to_file, is_shown=logging.deepspeed == "shown"),
         ):
             try:
                 for line in settings:
@@ -75,21 +75,28 @@ def begin_writing(
     log: RunLog,
     inputs: Inputs,
     state: TrainState,
+    *,
     base: BaseWeights | None = None,
     prediction: RunPrediction | None = None,
     teacher: Sums | None = None,
 ) -> RunCopies | None:
     """Record the run in its directory, and open metrics and log at `state`. Collective; called once
-    the directory is claimed. `teacher`: checksums of its files. Returns the main rank's copies, if
-    checkpoints are copied to an address. Raises OutputError on every rank if the directory cannot
-    be written."""
+    the directory is claimed. `teacher`: checksums of the teacher files. Returns the main rank's
+    copies, if checkpoints are copied to an address. Raises OutputError on every rank if the
+    directory cannot be written."""
     config, directory = context.config, context.directory
     copies: list[RunCopies] = []
 
     def begin() -> None:
         sums = None if base is None else base.sums
         write_run_directory(
-            directory, context.run, inputs, context.hosts, context.device, sums, teacher
+            directory,
+            context.run,
+            inputs,
+            hosts=context.hosts,
+            device=context.device,
+            base_model=sums,
+            teacher_model=teacher,
         )
         if base is not None and config.model.path is not None:
             record_base(config.model.path, base.weights, directory / BASE)

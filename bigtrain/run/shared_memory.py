@@ -1,4 +1,4 @@
-"""Check of ``checkpoint.memory.directory`` on this host, and of its size. Torch-free."""
+"""Check of ``checkpoint.memory.directory`` on this host, and of the free space. Torch-free."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def check_memory_directory(config: RunConfig) -> Sequence[Problem]:
     rule = None
     if not directory.is_dir():
         rule = "is not a directory of this host"
-    elif (kind := _file_system(directory)) not in (None, *_IN_MEMORY):
-        rule = f"is on a disk ({kind}), not in memory"
+    elif (file_system := _file_system(directory)) not in (None, *_IN_MEMORY):
+        rule = f"is on a disk ({file_system}), not in memory"
     elif not os.access(directory, os.W_OK | os.X_OK):
         rule = "cannot be written by this user"
     return [] if rule is None else [Problem(KEY, section.directory, rule, remedy)]
@@ -43,15 +43,15 @@ def _file_system(directory: Path) -> str | None:
     """Return the type of the file system of `directory`; None where the system does not report
     it."""
     with suppress(OSError, ValueError, IndexError):
-        path, kind = directory.resolve(), None
+        path, file_system = directory.resolve(), None
         longest = -1
         for line in Path("/proc/self/mounts").read_text().splitlines():
             mount, mount_kind = line.split()[1:3]
             point = Path(re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), mount))
             # The last of several mounts at one point is the visible one.
             if path.is_relative_to(point) and len(point.parts) >= longest:
-                longest, kind = len(point.parts), mount_kind
-        return kind
+                longest, file_system = len(point.parts), mount_kind
+        return file_system
     return None
 
 

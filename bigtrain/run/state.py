@@ -38,7 +38,7 @@ class GuardState:
 class BestSoFar:
     """Best evaluation so far, by ``evaluation.best``. value: None before the first one. reference:
     the value that an evaluation must improve by more than ``early_stopping.min_delta`` (None:
-    `value`). num_since: evaluations since then without such an improvement."""
+    `value`). num_since: evaluations since then without an improvement by more than `min_delta`."""
 
     metric: str = ""
     value: float | None = None
@@ -100,8 +100,8 @@ def after_evaluation(
         return state
     best = _comparable(config, state)
     reference = best.value if best.reference is None else best.reference
-    by = 0.0 if stopping is None else stopping.min_delta
-    if reference is None or section.is_better(value, reference, by):
+    min_delta = 0.0 if stopping is None else stopping.min_delta
+    if reference is None or section.is_better(value, reference, min_delta):
         best = replace(best, num_since=0, reference=value)
     else:
         best = replace(best, num_since=best.num_since + 1, reference=reference)

@@ -21,14 +21,14 @@ def refuse_other_samples(context: RunContext, inputs: Inputs) -> None:
     dataset = inputs.datasets[0]
     if isinstance(dataset, StreamDataset | SourceDataset):
         sums = context.long_work.on_every_rank(lambda: inputs.data_hash)
-        what = "its first items" if isinstance(dataset, StreamDataset) else "its items"
-        _refuse_differences(dataset.train.items, sums, what)
+        items_text = "its first items" if isinstance(dataset, StreamDataset) else "its items"
+        _refuse_differences(dataset.train.items, sums, items_text)
 
 
 def with_position(context: RunContext, batches: TrainingBatches, state: TrainState) -> TrainState:
     """Return `state`, at the end of a step, with the position of a stream of samples. Collective
-    for a stream; raises DataError on every rank if ranks have read other items of it, and the
-    errors of the stream."""
+    for a stream; raises DataError on every rank if ranks have read different items, and the errors
+    of the stream."""
     stream = batches.stream
     if stream is None:
         return state
@@ -44,12 +44,12 @@ def with_position(context: RunContext, batches: TrainingBatches, state: TrainSta
     return replace(state, stream=position)
 
 
-def _refuse_differences(items: ItemReader, sums: Sequence[str], what: str) -> None:
-    other = next((rank for rank, own in enumerate(sums) if own != sums[0]), None)
-    if other is not None:
+def _refuse_differences(items: ItemReader, sums: Sequence[str], items_text: str) -> None:
+    differing_rank = next((rank for rank, checksum in enumerate(sums) if checksum != sums[0]), None)
+    if differing_rank is not None:
         raise DataError(
-            f"{items.name}: {what} are others on rank {other} (checksum {sums[other]}) than on "
-            f"rank 0 ({sums[0]}), and every rank must read the same samples "
-            f"({location(items.kind)}) -> let them depend on data.samples.settings only, not on "
-            "rank, host, time or hash()"
+            f"{items.name}: {items_text} are others on rank {differing_rank} (checksum "
+            f"{sums[differing_rank]}) than on rank 0 ({sums[0]}), and every rank must read the "
+            f"same samples ({location(items.kind)}) -> let them depend on data.samples.settings "
+            "only, not on rank, host, time or hash()"
         )

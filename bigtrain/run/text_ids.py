@@ -1,4 +1,4 @@
-"""Ids that begin and end the texts of a run: from the manifests of its data, for its model."""
+"""Ids that begin and end the texts of a run: from the manifests of the data, for the model."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def text_record(tokenizers: Sequence[TokenizerRecord]) -> TextRecord:
 def resolve_text_ids(
     config: RunConfig, hf_config: Any, datasets: Sequence[TokenDataset]
 ) -> ModelTextIds:
-    """Return `hf_config` with the ids that begin and end the texts of `datasets`, and the record
-    of these ids."""
+    """Return `hf_config` with the ids that begin and end the texts of `datasets`, and the record of
+    the ids."""
     tokenizers = [dataset.table.tokenizer for dataset in datasets]
 
     def beginning_token() -> int | None:
@@ -44,7 +44,13 @@ def resolve_text_ids(
 
     def are_written() -> bool:
         # Rows that a user or a class tokenized begin and end as they like.
-        return not any(_has_tokenized_rows(dataset) for dataset in datasets)
+        for dataset in datasets:
+            if isinstance(dataset, SourceDataset | StreamDataset):
+                return False
+            options = dataset.manifest.options
+            if options.chat and options.chat_format == "tokens":
+                return False
+        return True
 
     shards = ShardTextIds(
         text_record(tokenizers),
@@ -56,10 +62,3 @@ def resolve_text_ids(
     return model_text_ids(
         config.model, hf_config, shards, same_tokenizer=not config.data.allow_other_tokenizer
     )
-
-
-def _has_tokenized_rows(dataset: TokenDataset) -> bool:
-    if isinstance(dataset, SourceDataset | StreamDataset):
-        return True
-    options = dataset.manifest.options
-    return options.chat and options.chat_format == "tokens"

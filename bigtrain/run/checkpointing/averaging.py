@@ -61,10 +61,20 @@ def merge_run(
     equally), as `export_run` writes one.
 
     One process. Sums are in float64, a block at a time; then the weights are rounded to `dtype`.
-    The directory's logits are compared with those of the mean in memory, which takes the memory of
-    the model. Raises CheckpointError, ConfigError or ModelError; `output` is then unchanged.
+    The directory's logits are compared with the logits of the mean in memory, which takes the
+    memory of the model. Raises CheckpointError, ConfigError or ModelError; `output` is then
+    unchanged.
     """
-    shares = _normalized(shares or [1.0] * len(steps), len(steps))
+    # Shares that add up to 1.
+    shares = shares or [1.0] * len(steps)
+    text = ",".join(f"{share:g}" for share in shares)
+    if len(shares) != len(steps):
+        rule = f"has {len(shares)} shares for {len(steps)} checkpoints"
+        raise ConfigError(Problem("--weights", text, rule, "one for each, oldest first"))
+    if not all(0 < share < float("inf") for share in shares):
+        raise ConfigError(Problem("--weights", text, "is not above zero", "--weights 1,1"))
+    shares = [share / sum(shares) for share in shares]
+
     directories = [checkpoints.find(run_directory, step, warn=warn) for step in steps]
     state = checkpoints.read_state(directories[-1])
     config = RunConfig.model_validate(state["config"])
@@ -73,6 +83,8 @@ def merge_run(
             f"{run_directory} has adapters, and the mean of their two factors is not the mean of "
             "their products -> bigtrain export --merge, for one checkpoint"
         )
+
+    # Open the tensors of all checkpoints; the means are computed when they are written.
     model_config = run_directory / MODEL_CONFIG
     hf_config = load_hf_config(ModelSection(config=str(model_config), type=config.model.type))
     opened = [
@@ -99,18 +111,6 @@ def merge_run(
     )
 
 
-def _normalized(shares: Sequence[float], count: int) -> list[float]:
-    """Return `shares` that add up to 1. Raises ConfigError for another number than `count`, and for
-    shares that are not above zero."""
-    text = ",".join(f"{share:g}" for share in shares)
-    if len(shares) != count:
-        rule = f"has {len(shares)} shares for {count} checkpoints"
-        raise ConfigError(Problem("--weights", text, rule, "one for each, oldest first"))
-    if not all(0 < share < float("inf") for share in shares):
-        raise ConfigError(Problem("--weights", text, "is not above zero", "--weights 1,1"))
-    return [share / sum(shares) for share in shares]
-
-
 def _means(
     opened: Sequence[Mapping[str, LazyTensor]], directories: Sequence[Path], shares: Sequence[float]
 ) -> dict[str, torch.Tensor]:
@@ -125,14 +125,16 @@ def _means(
                 "checkpoints of one model"
             )
     return {
-        name: LazyTensor(tensor.shape, tensor.dtype, _Mean([one[name] for one in opened], shares))
+        name: LazyTensor(
+            tensor.shape, tensor.dtype, _Mean([tensors[name] for tensors in opened], shares)
+        )
         for name, tensor in opened[-1].items()
     }
 
 
 @dataclass(frozen=True)
 class _Mean:
-    """Weighted mean of tensors; of integers, such as counts in buffers, the last one's values."""
+    """Weighted mean of tensors; of integers (counts in buffers), the values of the last tensor."""
 
     tensors: Sequence[LazyTensor]
     shares: Sequence[float]
@@ -142,6 +144,7 @@ class _Mean:
         if not last.dtype.is_floating_point:
             last.fill(offsets, out)
             return
+        # mean = sum_i share_i * tensor_i, with shares that add up to 1.
         total = torch.zeros(out.shape, dtype=torch.float64)
         for tensor, share in zip(self.tensors, self.shares, strict=True):
             part = torch.empty(out.shape, dtype=tensor.dtype)

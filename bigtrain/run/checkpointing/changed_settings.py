@@ -31,16 +31,16 @@ _RULES = {
 
 
 class Parameters(Protocol):
-    """Parameters that decay, and those that Muon updates
-    (`bigtrain.models.equivalence.parameter_plan`). decayed_before: those that decayed in releases
-    whose checkpoints do not record it."""
+    """Parameters that decay, and matrices that Muon updates
+    (`bigtrain.models.equivalence.parameter_plan`). decayed_before: parameters that decayed in
+    releases whose checkpoints do not record decay."""
 
     @property
     def decayed_before(self) -> tuple[str, ...]:
         """Names of trained parameters, with ``*`` instead of indices."""
 
     def record(self) -> dict[str, Any]:
-        """Return a checkpoint's record of it."""
+        """Return the record in a checkpoint."""
 
 
 def refuse_other_run(
@@ -83,7 +83,16 @@ def resumed_phases(
     if parameters is not None:
         changes += _changed_groups(document.get("parameters"), parameters, config)
     if "best_fit" in (document["config"]["data"].get("packing"), config.data.packing):
-        _refuse_other_packing(changes, directory)
+        # Packing permutes the documents of an epoch, so a change leaves unknown what is unread.
+        packing = [f"  {key}: {text}" for key, text in changes if key in _TABLE["packing"]]
+        if packing:
+            raise CheckpointError(
+                f"{directory}: other settings pack the documents differently, so that the unread "
+                "rest of the epoch is not known; restore the settings, or export the weights and "
+                "begin a new run with them:\n" + "\n".join(packing)
+            )
+
+    # The data phases so far, and one more if the data has changed.
     phases = tuple(Phase.from_json(phase) for phase in document.get("phases", ()))
     if not phases:
         # Older than phases: with other data, it is unknown what was read already.
@@ -94,6 +103,8 @@ def resumed_phases(
         phases = (first_phase(config, sources, length),)
     now = config.model_copy(update={"batch": config.batch.at(document["step"])})
     following = next_phase(phases[-1], now, sources, document["samples"])
+
+    # Every difference is listed once.
     named = {key for key, _ in changes}
     if _has_phases(document, config):  # compared by `_changed_batches`
         named.add("batch.sequence_length")
@@ -103,16 +114,16 @@ def resumed_phases(
 
 
 def changed_rate(document: dict[str, Any], config: RunConfig) -> str | None:
-    """Return a line about a learning rate of the next step that other settings change; None if it
-    is the same, or was not recorded in `document`, the checkpoint's ``state.json``."""
+    """Return a line about a learning rate of the next step that other settings change; None if the
+    rate is unchanged, or was not recorded in `document`, the checkpoint's ``state.json``."""
     try:
-        there = RunConfig.model_validate(document["config"])
+        stored_config = RunConfig.model_validate(document["config"])
     except ValueError:  # of another release of bigtrain
         return None
     step = int(document["step"])
     before, now = (
         learning_rate_at(step, run.optimizer.lr, run.schedule, run.train.total_steps)
-        for run in (there, config)
+        for run in (stored_config, config)
     )
     if math.isclose(before, now, rel_tol=1e-9) or step >= config.train.total_steps:
         return None
@@ -129,8 +140,8 @@ def changed_rate(document: dict[str, Any], config: RunConfig) -> str | None:
 
 def changed_averages(document: dict[str, Any], config: RunConfig) -> str | None:
     """Return a line about averages of the weights (``optimizer.ema``) that the checkpoint with the
-    ``state.json`` `document` has and the run does not continue, or the reverse; None if it
-    continues them with the same decay."""
+    ``state.json`` `document` has and the run does not continue, or the reverse; None if the
+    averages continue with an equal decay."""
     before = document["engine"].get("ema")
     now = None if config.optimizer.ema is None else config.optimizer.ema.decay
     if before == now:
@@ -148,59 +159,22 @@ def changed_averages(document: dict[str, Any], config: RunConfig) -> str | None:
     return f"optimizer.ema.decay: {before:g} in the checkpoint, {now:g} from now on"
 
 
-def _refuse_other_states(document: dict[str, Any], config: RunConfig, directory: Path) -> None:
-    """Raise CheckpointError for an optimizer that needs states which the checkpoint's has not."""
-    before = OPTIMIZERS.get(document["config"]["optimizer"].get("type", "adamw"))
-    if before is None or set(config.optimizer.facts.states) <= set(before.states):
-        return
-    there, now = document["config"]["optimizer"].get("type", "adamw"), config.optimizer.type
-    raise CheckpointError(
-        f"{directory}: has states of optimizer.type = {there}, which {now} cannot continue -> "
-        f"optimizer.type={there}, or export the weights and begin a new run with them"
-    )
-
-
-def _refuse_thawed(
-    document: dict[str, Any], parameters: Parameters | None, directory: Path
-) -> None:
-    """Raise CheckpointError for parameters that were frozen and are trained now. Their moments
-    would begin at 0, and AdamW corrects that by its number of steps, which all parameters share:
-    their first updates would have another size."""
-    frozen = (document.get("parameters") or {}).get("frozen")
-    if parameters is None or not frozen:
-        return
-    still_frozen = set(parameters.record()["frozen"])
-    thawed = [name for name in frozen if name not in still_frozen]
-    if thawed:
-        more = f" and {len(thawed) - 1} more" if len(thawed) > 1 else ""
-        raise CheckpointError(
-            f"{directory}: {thawed[0]}{more} had no optimizer states there, being frozen, and "
-            "would be trained now -> restore model.frozen, or begin a run of its own from these "
-            f"weights in another output.directory: checkpoint.initialize_from={directory} with "
-            "model.config, or model.path=EXPORT"
-        )
-
-
-def _refuse_other_packing(changes: Sequence[tuple[str, str]], directory: Path) -> None:
-    packing = [f"  {key}: {text}" for key, text in changes if key in _TABLE["packing"]]
-    if packing:
-        raise CheckpointError(
-            f"{directory}: other settings pack the documents differently, so that the unread rest "
-            "of the epoch is not known; restore the settings, or export the weights and begin a "
-            "new run with them:\n" + "\n".join(packing)
-        )
-
-
 def _has_phases(document: dict[str, Any], config: RunConfig) -> bool:
     return bool(config.batch.phases or document["config"]["batch"].get("phases"))
 
 
 def _changed_settings(document: dict[str, Any], config: RunConfig) -> list[tuple[str, str]]:
-    there = document["config"]
-    before = _with_defaults(there) | _TABLE["before"]
+    stored = document["config"]
+    # The checkpoint lacks newer settings: a newer setting changes nothing unless it is set, so its
+    # default is compared, except for the settings that `before` lists.
+    try:
+        before = mathematics(RunConfig.model_validate(stored))
+    except ValidationError:  # of a release that had other keys
+        before = {}
+    before |= _TABLE["before"]
     for section in ("sites", "adapters"):
-        before |= _TABLE[f"before_of_{section}"] if there.get(section) else {}
-    before |= _flat(there)
+        before |= _TABLE[f"before_of_{section}"] if stored.get(section) else {}
+    before |= _flat(stored)
     now = mathematics(config)
     changes = [
         (key, text)
@@ -209,56 +183,49 @@ def _changed_settings(document: dict[str, Any], config: RunConfig) -> list[tuple
     ]
     if not _has_phases(document, config):
         return changes
-    batches = _changed_batches(BatchSection.model_validate(there["batch"]), config, document)
+    batches = _changed_batches(BatchSection.model_validate(stored["batch"]), config, document)
     return [*(change for change in changes if not change[0].startswith("batch.")), *batches]
 
 
-def _with_defaults(there: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of a checkpoint, with the defaults of those that it lacks: a setting that
-    is new changes nothing unless it is set, but for those of `before`."""
-    try:
-        return mathematics(RunConfig.model_validate(there))
-    except ValidationError:  # of a release that had other keys
-        return {}
-
-
 def _changed_batches(
-    there: BatchSection, config: RunConfig, document: dict[str, Any]
+    stored: BatchSection, config: RunConfig, document: dict[str, Any]
 ) -> list[tuple[str, str]]:
     """Return the steps with another batch, those before the checkpoint apart from later ones."""
     step = int(document["step"])
-    bounds = sorted({0, step, *there.ends(), *config.batch.ends()})
+    bounds = sorted({0, step, *stored.ends(), *config.batch.ends()})
     changes = []
     for begin, end in zip(bounds, [*bounds[1:], None], strict=True):
         before, now = (
             f"{batch.samples_per_step} samples of {batch.sequence_length} tokens"
-            for batch in (there.at(begin), config.batch.at(begin))
+            for batch in (stored.at(begin), config.batch.at(begin))
         )
         if before != now:
             steps = f"steps {begin + 1} on" if end is None else f"steps {begin + 1} to {end}"
-            done = ", which the run has trained with" if end is not None and end <= step else ""
-            changes.append(("batch.phases", f"{steps}: {before} there{done}, {now} now"))
+            trained_text = (
+                ", which the run has trained with" if end is not None and end <= step else ""
+            )
+            changes.append(("batch.phases", f"{steps}: {before} there{trained_text}, {now} now"))
     return changes
 
 
 def _changed_groups(
-    there: dict[str, Any] | None, parameters: Parameters, config: RunConfig
+    stored: dict[str, Any] | None, parameters: Parameters, config: RunConfig
 ) -> list[tuple[str, str]]:
-    """Return parameters whose optimizer group differs from the checkpoint's record `there`, which
+    """Return parameters whose optimizer group differs from the checkpoint's record `stored`, which
     may be of another release of bigtrain or transformers; None: an old one."""
     now = parameters.record()
     changes = []
-    if there is None:
-        no_longer, others = list(parameters.decayed_before), []
+    if stored is None:
+        no_longer, newly_decaying = list(parameters.decayed_before), []
     else:
-        no_longer = sorted(set(there["decaying"]) - set(now["decaying"]))
-        others = sorted(set(now["decaying"]) - set(there["decaying"]))
+        no_longer = sorted(set(stored["decaying"]) - set(now["decaying"]))
+        newly_decaying = sorted(set(now["decaying"]) - set(stored["decaying"]))
     if config.optimizer.weight_decay:
         texts = [f"fell on {name} there, and not now" for name in no_longer]
-        texts += [f"falls on {name} now, and did not there" for name in others]
+        texts += [f"falls on {name} now, and did not there" for name in newly_decaying]
         changes += [("optimizer.weight_decay", text) for text in texts]
-    if there is not None and there["matrices"] != now["matrices"]:
-        names = sorted(set(there["matrices"]) ^ set(now["matrices"]))
+    if stored is not None and stored["matrices"] != now["matrices"]:
+        names = sorted(set(stored["matrices"]) ^ set(now["matrices"]))
         changes.append(("optimizer.type", f"updates other matrices now: {', '.join(names)}"))
     return changes
 
@@ -271,9 +238,11 @@ def _differences(before: Any, now: Any) -> Iterator[str]:
         yield f"{before!r} there, {now!r} now"
         return
     for name in sorted(before.keys() | now.keys()):
-        there, here = (repr(tree[name]) if name in tree else "absent" for tree in (before, now))
-        if there != here:
-            yield f"{name}: {there} there, {here} now"
+        old_text, new_text = (
+            repr(tree[name]) if name in tree else "absent" for tree in (before, now)
+        )
+        if old_text != new_text:
+            yield f"{name}: {old_text} there, {new_text} now"
 
 
 def _refuse_changes(
@@ -283,9 +252,30 @@ def _refuse_changes(
     directory: Path,
     parameters: Parameters | None = None,
 ) -> None:
-    # First what no setting allows, so that no advice is refused in turn.
-    _refuse_other_states(document, config, directory)
-    _refuse_thawed(document, parameters, directory)
+    # First what no setting allows, so that no advice is refused in turn: an optimizer that needs
+    # states which the checkpoint lacks, and parameters without states.
+    stored_type = document["config"]["optimizer"].get("type", "adamw")
+    stored = OPTIMIZERS.get(stored_type)
+    if stored is not None and not set(config.optimizer.facts.states) <= set(stored.states):
+        raise CheckpointError(
+            f"{directory}: has states of optimizer.type = {stored_type}, which "
+            f"{config.optimizer.type} cannot continue -> optimizer.type={stored_type}, or export "
+            "the weights and begin a new run with them"
+        )
+    frozen = (document.get("parameters") or {}).get("frozen")
+    if parameters is not None and frozen:
+        # The moments of thawed parameters would begin at 0, and AdamW corrects that by its number
+        # of steps, which all parameters share: the first updates would have another size.
+        still_frozen = set(parameters.record()["frozen"])
+        thawed = [name for name in frozen if name not in still_frozen]
+        if thawed:
+            names = thawed[0] + (f" and {len(thawed) - 1} more" if len(thawed) > 1 else "")
+            raise CheckpointError(
+                f"{directory}: {names} had no optimizer states there, being frozen, and would be "
+                "trained now -> restore model.frozen, or begin a run of its own from these weights "
+                f"in another output.directory: checkpoint.initialize_from={directory} with "
+                "model.config, or model.path=EXPORT"
+            )
     is_over = config.train.total_steps <= document["step"]
     _refuse(changes, config.checkpoint.allow_changes, directory, is_over=is_over)
 
@@ -297,7 +287,7 @@ def _refuse(
     *,
     is_over: bool = False,
 ) -> None:
-    # An allowed section allows all of its keys.
+    # An allowed section allows every key.
     refused = [
         (key, text)
         for key, text in changes
@@ -349,13 +339,13 @@ def fingerprint(weights: Sums) -> dict[str, dict[str, object]]:
     """Return the entry `base` of `state.json`. `weights`: checksums of the base's weight files by
     absolute path. Reads the `config.json` next to them. Raises ModelError if it cannot."""
     first = Path(next(iter(weights)))
-    entries = {Path(name).name: known for name, known in weights.items()}
+    entries = {Path(name).name: file_sum for name, file_sum in weights.items()}
     entries[_CONFIG] = sum_of(first.with_name(_CONFIG))
     return {n: {"bytes": s.num_bytes, "xxh3": s.xxh3} for n, s in sorted(entries.items())}
 
 
 def refuse_other_base(document: dict[str, Any], weights: Sums, directory: Path) -> None:
-    """Compare the base named in a checkpoint's `state.json` (`document`) with the one read now.
+    """Compare the base named in a checkpoint's `state.json` (`document`) with the base read now.
     `weights`: as for `fingerprint`. `directory`: the checkpoint, for errors. Every rank may call
     it. Raises CheckpointError with all files that differ."""
     listed, current = document.get(BASE, {}), fingerprint(weights)

@@ -11,8 +11,8 @@
         manifest.json   run, step, every file above with size and xxh3 checksum, and its own
     RUN/run_id          random, created with the run; every checkpoint has it
 
-A tensor file is listed with the checksum of its header, which has those of its data: every block
-that is read is thereby verified to belong to this step of this run.
+A tensor file is listed with the checksum of the header, which has the checksums of the data: every
+block that is read is thereby verified to belong to this step of this run.
 
 A save writes ``step-00000200.partial-ATTEMPT``; every launch of the run is a separate attempt, so a
 stale launch that still runs on an unreachable host writes next to it, never into it. The checkpoint
@@ -89,7 +89,8 @@ def checkpoint_path(run_directory: Path, step: int) -> Path:
 
 
 def partial_path(run_directory: Path, step: int, attempt: str) -> Path:
-    """Return its path while it is being written; `attempt` identifies this launch."""
+    """Return the path of a checkpoint while it is being written; `attempt` identifies this
+    launch."""
     final = checkpoint_path(run_directory, step)
     return final.with_name(f"{final.name}.partial-{attempt}")
 
@@ -163,6 +164,7 @@ def read_manifest(directory: Path) -> CheckpointManifest:
     try:
         require_regular(path)
         document = json.loads(path.read_text())
+        # Refuse other formats before anything of this format is read.
         if document["format"] == 1:
             raise CorruptCheckpointError(
                 f"{path}: format 1, whose pickle index is no longer supported, this is "
@@ -180,6 +182,7 @@ def read_manifest(directory: Path) -> CheckpointManifest:
             name: (int(entry["bytes"]), str(entry[_checksum_key(name)]))
             for name, entry in document["files"].items()
         }
+        # Names of files are joined to the directory: none may leave it.
         strange = [name for name in files if _FILE_NAME.fullmatch(name) is None]
         if strange:
             raise ValueError(f"it lists {strange[0]!r}")
@@ -187,6 +190,8 @@ def read_manifest(directory: Path) -> CheckpointManifest:
         raise CorruptCheckpointError(f"{path}: missing") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(f"{path}: unreadable ({error})") from error
+
+    # The manifest of a complete checkpoint, in the directory in which it was written.
     manifest = CheckpointManifest(identity, files)
     if STATE not in files or not manifest.headers:
         raise CorruptCheckpointError(
@@ -218,15 +223,32 @@ def find_corruption(directory: Path, contents: Contents = "small") -> str | None
 def _verify(directory: Path, contents: Contents) -> None:
     """Raise CorruptCheckpointError, or OSError for an unreadable file."""
     if not directory.is_dir():
-        shown = f"a link to {os.readlink(directory)}" if directory.is_symlink() else "a file"
-        raise CorruptCheckpointError(f"{directory}: is {shown}, not a directory")
+        entry_type = f"a link to {os.readlink(directory)}" if directory.is_symlink() else "a file"
+        raise CorruptCheckpointError(f"{directory}: is {entry_type}, not a directory")
     manifest = read_manifest(directory)
     for name, (num_bytes, checksum) in manifest.files.items():
         is_read = contents != "none" and not name.startswith(f"{TENSORS}/")
         _verify_file(directory / name, num_bytes, checksum if is_read else None)
     if contents == "none":
         return
-    _verify_identity(directory, manifest.identity)
+
+    # state.json and the run's directory (if there is one) must name the same run and step.
+    identity = manifest.identity
+    state = read_state(directory)
+    if (state.get("run"), state.get("step")) != (identity.run, identity.step):
+        raise CorruptCheckpointError(
+            f"{directory / STATE}: is of run {state.get('run')}, step {state.get('step')}, the "
+            f"manifest of run {identity.run}, step {identity.step}"
+        )
+    run_directory = directory.parent.parent
+    is_in_run = directory == checkpoint_path(run_directory, identity.step)
+    run_id = read_run_id(run_directory) if is_in_run else None
+    if run_id not in (None, identity.run):
+        raise CorruptCheckpointError(
+            f"{directory / MANIFEST}: is of run {identity.run}, but {run_directory / RUN_ID} is "
+            f"{run_id}: it was copied here from another run -> remove it, or, to resume from "
+            f"it, {run_directory / RUN_ID}"
+        )
     if contents == "all":
         verify_files(directory / TENSORS, Listing(manifest.headers, manifest.identity))
 
@@ -241,32 +263,12 @@ def verify_small_files(directory: Path, manifest: CheckpointManifest) -> None:
 
 def _verify_file(path: Path, num_bytes: int, checksum: str | None) -> None:
     if not path.is_file():
-        what = "not a regular file" if os.path.lexists(path) else "missing"
-        raise CorruptCheckpointError(f"{path}: {what}")
+        problem = "not a regular file" if os.path.lexists(path) else "missing"
+        raise CorruptCheckpointError(f"{path}: {problem}")
     if path.stat().st_size != num_bytes:
         raise CorruptCheckpointError(f"{path}: {path.stat().st_size} bytes, should be {num_bytes}")
     if checksum is not None and file_checksum(path) != checksum:
         raise CorruptCheckpointError(f"{path}: contents do not match their checksum")
-
-
-def _verify_identity(directory: Path, identity: SaveIdentity) -> None:
-    """Check that ``state.json`` and the run's directory (if there is one) name the same run and
-    step."""
-    state = read_state(directory)
-    if (state.get("run"), state.get("step")) != (identity.run, identity.step):
-        raise CorruptCheckpointError(
-            f"{directory / STATE}: is of run {state.get('run')}, step {state.get('step')}, the "
-            f"manifest of run {identity.run}, step {identity.step}"
-        )
-    run_directory = directory.parent.parent
-    is_there = directory == checkpoint_path(run_directory, identity.step)
-    own = read_run_id(run_directory) if is_there else None
-    if own not in (None, identity.run):
-        raise CorruptCheckpointError(
-            f"{directory / MANIFEST}: is of run {identity.run}, but {run_directory / RUN_ID} is "
-            f"{own}: it was copied here from another run -> remove it, or, to resume from "
-            f"it, {run_directory / RUN_ID}"
-        )
 
 
 def read_run_id(run_directory: Path) -> str | None:
@@ -280,8 +282,8 @@ def read_run_id(run_directory: Path) -> str | None:
 
 
 def make_run_id(run_directory: Path) -> str:
-    """Return the run's id, and write it if it is missing: that of its newest checkpoint, or a new
-    one for a new run. If launches overlap, the first to write it wins."""
+    """Return the run's id, and write it if it is missing: the id of the newest checkpoint, or a new
+    id for a new run. If launches overlap, the first to write it wins."""
     run_id = read_run_id(run_directory)
     if run_id is None:
         run_id = secrets.token_hex(8)
@@ -302,7 +304,8 @@ def make_run_id(run_directory: Path) -> str:
 
 def list_steps(run_directory: Path) -> list[int]:
     """Return steps that have a checkpoint, complete or corrupt, oldest first; also of entries that
-    only have its name, such as a broken link, which must not be skipped silently."""
+    only have the name of a checkpoint, for instance a broken link: these must not be skipped
+    silently."""
     numbers = []
     for path in (run_directory / "checkpoints").glob("step-*"):
         match = _NAME.fullmatch(path.name)
@@ -341,8 +344,8 @@ def find(
     if step is not None:
         directory = checkpoint_path(run_directory, step)
         if step not in available:
-            known = ", ".join(map(str, available)) or "none"
-            raise CheckpointError(f"{run_directory}: no checkpoint of step {step}; steps: {known}")
+            steps = ", ".join(map(str, available)) or "none"
+            raise CheckpointError(f"{run_directory}: no checkpoint of step {step}; steps: {steps}")
         reason = find_corruption(directory, contents)
         if reason is not None:
             raise CheckpointError(f"checkpoint of step {step} is corrupt: {reason}")
@@ -392,7 +395,7 @@ def remove(directory: Path) -> None:
 
 
 def _discard(path: Path) -> None:
-    """Remove a directory (or a link or file of its name) if it exists and can be removed."""
+    """Remove a directory (or a link or file with the name) if it exists and can be removed."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

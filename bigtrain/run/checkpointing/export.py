@@ -42,18 +42,21 @@ def export_run(
 
     One process, one file's weights in memory. The weights are the fp32 masters rounded to `dtype`
     (default: the dtypes of the base's tensors, or the run's), frozen ones as in the base's files;
-    the logits are compared with those that the training engine stored. Adapters are exported in
-    peft's format (default dtype: float32), or with `merge` merged into the base: one trained in 4
-    bits is merged in its files' precision, and the result compared with plain peft's, which needs
-    all of it in memory. `average`: instead of the weights their averages (``optimizer.ema``), whose
-    logits are computed here, with all of them in memory. `warn` is called with the distance of the
-    two bases, and for each newer checkpoint that is skipped as corrupt. Raises CheckpointError or
-    ModelError; `output` is then unchanged.
+    the logits are compared with the logits that the training engine stored. Adapters are exported
+    in peft's format (default dtype: float32), or with `merge` merged into the base: one trained in
+    4 bits is merged in its files' precision, and the result compared with plain peft's, which needs
+    the full base in memory. `average`: instead of the weights their averages (``optimizer.ema``),
+    whose logits are computed here, with all averages in memory. `warn` is called with the distance
+    of the two bases, and for each newer checkpoint that is skipped as corrupt. Raises
+    CheckpointError or ModelError; `output` is then unchanged.
     """
     directory = checkpoints.find(run_directory, step, warn=warn)
     state = checkpoints.read_state(directory)
     config = RunConfig.model_validate(state["config"])
-    hf_config = _model_configuration(run_directory, config)
+    # The model's configuration as the run directory has it: a directory or Hub name of
+    # `config.model` may be deleted or changed by now.
+    section = ModelSection(config=str(run_directory / MODEL_CONFIG), type=config.model.type)
+    hf_config = with_mtp_layers(load_hf_config(section), trains=config.objective.mtp_weight > 0)
     _refuse_options(directory, state, config, merge=merge, average=average)
     weights: Mapping[str, torch.Tensor] = open_weights(
         directory / checkpoints.TENSORS, checkpoints.list_tensors(directory), average=average
@@ -67,7 +70,10 @@ def export_run(
         library="transformers" if config.adapters is None or merge else "peft",
     )
     if config.adapters is not None:
-        base = _base_of(config, hf_config, state, directory)
+        # Compare the base with the base that the adapters were trained on; reads all base files.
+        assert config.model.path is not None
+        base = find_weights(config.model.path, hf_config, seed=config.seed)
+        refuse_other_base(state, base_sums(base.files), directory)
         if not merge:
             notes = export_adapter(
                 weights,
@@ -85,7 +91,7 @@ def export_run(
             for note in notes:
                 warn(f"{output}: {note}")
             return int(state["step"])
-        weights, probe = _merged(weights, config, base, hf_config, probe, warn)
+        weights, probe = _merged(weights, config, base, hf_config, probe=probe, warn=warn)
     if average:
         probe = probe_of(weights, hf_config, probe)
         card += (
@@ -106,13 +112,6 @@ def export_run(
         warn=warn,
     )
     return int(state["step"])
-
-
-def _model_configuration(run_directory: Path, config: RunConfig) -> Any:
-    """Return the model's configuration as the run directory has it: a directory or Hub name of
-    `config.model` may be deleted or changed by now."""
-    section = ModelSection(config=str(run_directory / MODEL_CONFIG), type=config.model.type)
-    return with_mtp_layers(load_hf_config(section), trains=config.objective.mtp_weight > 0)
 
 
 def _refuse_options(
@@ -142,10 +141,17 @@ def write_export(
     max_shard_size: str,
     warn: Callable[[str], None],
 ) -> None:
-    """Write `weights` of a run as a verified Hugging Face directory, with what the run directory
-    has of its base and its tokenizer. `as_stored`: names of weights that stay as in the base's
-    files. `warn` is called for each thing that was changed or added. Raises as `export_model`."""
+    """Write `weights` of a run as a verified Hugging Face directory, with the base files and the
+    tokenizer in the run directory. `as_stored`: names of weights that stay as in the base's files.
+    `warn` is called for each thing that was changed or added. Raises as `export_model`."""
     record = BaseRecord.find(run_directory)
+    missing = []
+    if record is None and config.model.path is not None:
+        missing.append(
+            f"the run has no record of its base {config.model.path} (started by an older bigtrain, "
+            "or its folder base was removed): other files of the base, tensors that transformers "
+            "does not load, and the dtype of each tensor are not kept"
+        )
     notes = export_model(
         weights,
         hf_config,
@@ -159,21 +165,10 @@ def write_export(
         max_shard_size=max_shard_size,
         base=record,
         as_stored=as_stored,
-        known=_notes_without_record(config) if record is None else (),
+        known=missing,
     )
     for note in notes:
         warn(f"{output}: {note}")
-
-
-def _notes_without_record(config: RunConfig) -> list[str]:
-    """Return a note on the missing parts of an export if the run has no record of its base."""
-    if config.model.path is None:
-        return []
-    return [
-        f"the run has no record of its base {config.model.path} (started by an older bigtrain, "
-        "or its folder base was removed): other files of the base, tensors that transformers does "
-        "not load, and the dtype of each tensor are not kept"
-    ]
 
 
 def frozen_names(config: RunConfig, state: dict[str, Any]) -> list[str]:
@@ -188,6 +183,7 @@ def _merged(
     config: RunConfig,
     base: Weights,
     hf_config: Any,
+    *,
     probe: Probe,
     warn: Callable[[str], None],
 ) -> tuple[Mapping[str, torch.Tensor], Probe]:
@@ -203,14 +199,6 @@ def _merged(
             f"{distance:.1e} (root mean square, relative)"
         )
     return merged_weights(weights, adapters, base, hf_config), probe
-
-
-def _base_of(config: RunConfig, hf_config: Any, state: dict[str, Any], directory: Path) -> Weights:
-    """Return the base weights of a checkpoint's adapters. Reads all of their files."""
-    assert config.model.path is not None
-    base = find_weights(config.model.path, hf_config, seed=config.seed)
-    refuse_other_base(state, base_sums(base.files), directory)
-    return base
 
 
 _TAIL_BYTES = 1 << 22  # of a file that grows with the run
@@ -237,14 +225,14 @@ def model_card(
         **_last_figures(metrics, step, unit),
     }
     dumped = config.model_dump(mode="json", exclude_defaults=True)
-    chosen = {name: dumped[name] for name in _SECTIONS if name in dumped}
+    settings = {name: dumped[name] for name in _SECTIONS if name in dumped}
     rows = "".join(f"| {name} | {value} |\n" for name, value in figures.items())
     return (
         f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n\n"
         f"Trained {'from ' + base if base else 'from random weights'} with bigtrain {__version__} "
         "(DeepSpeed), and its logits were compared with the trained model's on export.\n\n"
         f"| | |\n|---|---|\n{rows}\n## Settings\n\n"
-        f"```yaml\n{yaml.safe_dump(chosen, sort_keys=False)}```\n"
+        f"```yaml\n{yaml.safe_dump(settings, sort_keys=False)}```\n"
     )
 
 

@@ -1,8 +1,8 @@
 """Files of a checkpoint in memory among the hosts of a launch: who keeps the directory of a host,
 who is whose partner, and the sending of files between them by a CPU group.
 
-A file that cannot be read or written does not break off a transfer, so that the other rank never
-waits: the reader of a checkpoint compares all checksums.
+A file that cannot be read or written does not break off a transfer, so that the peer never waits:
+the reader of a checkpoint compares all checksums.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Partners:
         for rank, name in enumerate(hosts):
             ranks.setdefault(name, []).append(rank)
         names = list(ranks)
-        if len(names) == 1 or len({len(of_host) for of_host in ranks.values()}) > 1:
+        if len(names) == 1 or len({len(host_ranks) for host_ranks in ranks.values()}) > 1:
             return None
         partner_of = [0] * len(hosts)
         for index, name in enumerate(names):
@@ -59,45 +59,46 @@ class Partners:
 def send_file(path: Path, num_bytes: int, rank: int, group: dist.ProcessGroup) -> OSError | None:
     """Send a file of `num_bytes` to `rank`, which calls `receive_file`; return the error of
     reading it, after which zeros are sent."""
-    source, left = _Source(path), num_bytes
-    while left:
-        count = min(CHUNK_BYTES, left)
+    source, unsent_bytes = _Source(path), num_bytes
+    while unsent_bytes:
+        count = min(CHUNK_BYTES, unsent_bytes)
         dist.send(source.read(count), dst=rank, group=group)
-        left -= count
+        unsent_bytes -= count
     return source.close()
 
 
 def receive_file(path: Path, num_bytes: int, rank: int, group: dist.ProcessGroup) -> OSError | None:
     """Receive a file of `num_bytes` from `rank`, which calls `send_file`; return the error of
-    writing it, after which the rest is dropped."""
-    target, left = _Target(path), num_bytes
-    while left:
-        chunk = torch.empty(min(CHUNK_BYTES, left), dtype=torch.uint8)
+    writing it, after which further data is dropped."""
+    target, missing_bytes = _Target(path), num_bytes
+    while missing_bytes:
+        chunk = torch.empty(min(CHUNK_BYTES, missing_bytes), dtype=torch.uint8)
         dist.recv(chunk, src=rank, group=group)
         target.write(chunk)
-        left -= chunk.numel()
+        missing_bytes -= chunk.numel()
     return target.close()
 
 
 def exchange_files(
-    own: Path, partner: int, copy: Path, source: int, group: dist.ProcessGroup
+    sent_file: Path, partner: int, copy: Path, source: int, group: dist.ProcessGroup
 ) -> OSError | None:
-    """Send the file `own` to the rank `partner`, and write that of the rank `source` to `copy` at
-    the same time. Collective over `group`. Returns the first error of reading or writing."""
+    """Send the file `sent_file` to the rank `partner`, and write the file that the rank `source`
+    sends to `copy` at the same time. Collective over `group`. Returns the first error of reading or
+    writing."""
     sizes = torch.zeros(2, dtype=torch.int64)
     with suppress(OSError):
-        sizes[0] = own.stat().st_size
+        sizes[0] = sent_file.stat().st_size
     _exchange(sizes[:1], partner, sizes[1:], source, group)
-    to_send, to_receive = map(int, sizes)
-    reader, writer = _Source(own), _Target(copy)
-    while to_send or to_receive:
-        outgoing = reader.read(min(CHUNK_BYTES, to_send)) if to_send else None
-        incoming = torch.empty(min(CHUNK_BYTES, to_receive), dtype=torch.uint8)
-        _exchange(outgoing, partner, incoming if to_receive else None, source, group)
-        if to_receive:
+    unsent_bytes, missing_bytes = map(int, sizes)
+    reader, writer = _Source(sent_file), _Target(copy)
+    while unsent_bytes or missing_bytes:
+        outgoing = reader.read(min(CHUNK_BYTES, unsent_bytes)) if unsent_bytes else None
+        incoming = torch.empty(min(CHUNK_BYTES, missing_bytes), dtype=torch.uint8)
+        _exchange(outgoing, partner, incoming if missing_bytes else None, source, group)
+        if missing_bytes:
             writer.write(incoming)
-        to_receive -= incoming.numel()
-        to_send -= 0 if outgoing is None else outgoing.numel()
+        missing_bytes -= incoming.numel()
+        unsent_bytes -= 0 if outgoing is None else outgoing.numel()
     errors = [reader.close(), writer.close()]
     return next((error for error in errors if error is not None), None)
 

@@ -33,7 +33,7 @@ KEY = "checkpoint.initialize_from"
 
 @dataclass(frozen=True)
 class BaseWeights:
-    """Hugging Face weights that this launch has read, and the checksums of their files."""
+    """Hugging Face weights that this launch has read, and the checksums of the files."""
 
     weights: Weights
     sums: Sums
@@ -78,6 +78,7 @@ class WeightsSource:
         log: RunLog,
         engine: TrainEngine,
         inputs: Inputs,
+        *,
         weights: Weights | None,
         sums: Sums | None = None,
     ) -> BaseWeights | None:
@@ -93,8 +94,26 @@ class WeightsSource:
                     f"{weights.setting}: these tensors are not part of the model that transformers "
                     f"builds, and are not trained: {shortened(unused)}"
                 )
-            read_weights(engine, _grown(context, log, inputs, weights))
+
+            # Add rows to the embedding and the head if the vocabulary grows.
+            growth, model = inputs.growth, context.config.model
+            if growth is not None:
+                weights = grown_weights(
+                    weights,
+                    inputs.hf_config,
+                    growth,
+                    model,
+                    context.config.seed,
+                    context.long_work.on_main_rank,
+                )
+                assert model.vocabulary is not None
+                log.info(
+                    f"vocabulary grown from {growth.before} to {growth.after} rows "
+                    f"({model.vocabulary.new_rows}): {', '.join(growth.names)}"
+                )
+            read_weights(engine, weights)
             return base
+        # A checkpoint provides float32 masters; without one the weights stay random.
         checkpoint = self.checkpoint
         if checkpoint is None:
             return None
@@ -110,25 +129,8 @@ class WeightsSource:
         return None
 
 
-def _grown(context: RunContext, log: RunLog, inputs: Inputs, weights: Weights) -> Weights:
-    """Return `weights` with the rows by which the run's vocabulary grows. Collective."""
-    growth = inputs.growth
-    if growth is None:
-        return weights
-    config, hf_config = context.config, inputs.hf_config
-    grown = grown_weights(
-        weights, hf_config, growth, config.model, config.seed, context.long_work.on_main_rank
-    )
-    assert config.model.vocabulary is not None
-    log.info(
-        f"vocabulary grown from {growth.before} to {growth.after} rows "
-        f"({config.model.vocabulary.new_rows}): {', '.join(growth.names)}"
-    )
-    return grown
-
-
 def verify_weights(context: RunContext, weights: Weights) -> Sums:
-    """Return checksums of the files of `weights`; each rank reads a part of them. Collective.
+    """Return checksums of the files of `weights`; each rank reads a part of the files. Collective.
     Raises ModelError on every rank if they differ from those listed by an export or an earlier
     launch."""
     world, directory = context.world, weights.files[0].parent
@@ -153,7 +155,7 @@ def verify_weights(context: RunContext, weights: Weights) -> Sums:
             f"{weights.setting}: its files are corrupt or have changed -> restore them; if "
             f"the change is intended, remove the list:\n" + "\n".join(f"  {text}" for text in wrong)
         )
-    return {path: known for own, _ in everything for path, known in own.items()}
+    return {path: file_sum for rank_sums, _ in everything for path, file_sum in rank_sums.items()}
 
 
 def weights_source(config: RunConfig) -> WeightsSource:
@@ -184,7 +186,7 @@ def weights_source(config: RunConfig) -> WeightsSource:
 
 def find_checkpoint(directory: Path, warn: Callable[[str], None]) -> Path:
     """Return the checkpoint that `directory`, a run's or a checkpoint's, initializes a run from.
-    Reads all of it. Raises CheckpointError if there is none, or it is corrupt."""
+    Reads the complete checkpoint. Raises CheckpointError if there is none, or it is corrupt."""
     if not (directory / checkpoints.MANIFEST).is_file():
         return checkpoints.find(directory, None, "small", warn)
     reason = checkpoints.find_corruption(directory)

@@ -43,22 +43,28 @@ def listed_checkpoints(run_directory: Path) -> list[ListedCheckpoint]:
         step: checkpoints.find_corruption(checkpoints.checkpoint_path(run_directory, step))
         for step in steps
     }
+    # Why the next save keeps checkpoints, from their evaluations.
     complete = [step for step, reason in corruption.items() if reason is None]
     measured = {
         step: best_value(checkpoints.checkpoint_path(run_directory, step), section, best)
         for step in complete
     }
     reasons = reasons_to_keep(measured, section, newest_good(run_directory, complete), best)
+
+    # A corrupt checkpoint is listed with what can be read.
     listed = []
     for step, reason in corruption.items():
         directory = checkpoints.checkpoint_path(run_directory, step)
-        document = _state(directory)
+        try:
+            document = checkpoints.read_state(directory)
+        except CheckpointError:
+            document = {}
         loss = document.get("held_out_loss")
         listed.append(
             ListedCheckpoint(
                 step,
                 directory,
-                _num_bytes(directory),
+                sum(p.stat().st_size for p in directory.rglob("*") if p.is_file()),
                 reason,
                 loss if isinstance(loss, float) else None,
                 _topology(document),
@@ -71,16 +77,16 @@ def listed_checkpoints(run_directory: Path) -> list[ListedCheckpoint]:
 def describe_checkpoints(run_directory: Path) -> list[str]:
     """Return `listed_checkpoints` as a table."""
     rows = [_COLUMNS]
-    for one in listed_checkpoints(run_directory):
-        kept = ", ".join(one.kept) or "until the next save"
+    for checkpoint in listed_checkpoints(run_directory):
+        reasons = ", ".join(checkpoint.kept) or "until the next save"
         rows.append(
             (
-                str(one.step),
-                _size(one.num_bytes),
-                "complete" if one.corruption is None else "corrupt",
-                "-" if one.held_out_loss is None else f"{one.held_out_loss:.4f}",
-                one.written_by,
-                one.corruption or kept,
+                str(checkpoint.step),
+                _size(checkpoint.num_bytes),
+                "complete" if checkpoint.corruption is None else "corrupt",
+                "-" if checkpoint.held_out_loss is None else f"{checkpoint.held_out_loss:.4f}",
+                checkpoint.written_by,
+                checkpoint.corruption or reasons,
             )
         )
     return table(rows)
@@ -100,8 +106,10 @@ def verify_checkpoints(run_directory: Path, step: int | None) -> Iterator[tuple[
     Raises CheckpointError if there is none, or none of `step`."""
     steps = _steps(run_directory)
     if step is not None and step not in steps:
-        known = ", ".join(map(str, steps))
-        raise CheckpointError(f"{run_directory}: no checkpoint of step {step}; steps: {known}")
+        listed_steps = ", ".join(map(str, steps))
+        raise CheckpointError(
+            f"{run_directory}: no checkpoint of step {step}; steps: {listed_steps}"
+        )
     for number in steps if step is None else [step]:
         directory = checkpoints.checkpoint_path(run_directory, number)
         yield number, checkpoints.find_corruption(directory, "all")
@@ -146,13 +154,6 @@ def _sections(run_directory: Path) -> tuple[CheckpointSection, BestSection]:
         raise CheckpointError(f"{path}: unreadable ({error})") from error
 
 
-def _state(directory: Path) -> dict[str, Any]:
-    try:
-        return checkpoints.read_state(directory)
-    except CheckpointError:
-        return {}
-
-
 def _topology(document: dict[str, Any]) -> str:
     """Return ranks, parallel degrees above 1 and ZeRO stage of the engine that wrote it."""
     try:
@@ -168,12 +169,8 @@ def _topology(document: dict[str, Any]) -> str:
     return ", ".join(words)
 
 
-def _num_bytes(directory: Path) -> int:
-    return sum(p.stat().st_size for p in directory.rglob("*") if p.is_file())
-
-
 def _size(num_bytes: int) -> str:
-    """Format a size, such as 1.5 MiB."""
+    """Format a size, like 1.5 MiB."""
     size = float(num_bytes)
     units = ["B", "KiB", "MiB", "GiB", "TiB"]
     while size >= 1024 and len(units) > 1:
@@ -187,17 +184,18 @@ _ADAPTER_COLUMNS = ("base", "run", "step", "held-out loss", "adapters")
 
 @dataclass(frozen=True)
 class _Adapters:
-    """Adapters of a run's newest complete checkpoint. base: checksums of the base's files."""
+    """Adapters of a run's newest complete checkpoint. base: checksums of the base's
+    files, as JSON."""
 
     run: Path
-    base: dict[str, Any]
+    base: str
     base_path: str
     step: int
     loss: object
     section: AdaptersSection
 
-    def kind(self) -> str:
-        """Short description."""
+    def describe(self) -> str:
+        """Return a short description."""
         words = ["DoRA" if self.section.dora else "LoRA", f"rank {self.section.rank}"]
         words.append(f"alpha {self.section.alpha:g}")
         targets = self.section.targets
@@ -210,30 +208,32 @@ class _Adapters:
 
 def describe_adapters(directory: Path) -> list[str]:
     """Return a table of the runs in `directory`, or one or two folders below, with adapters in a
-    complete checkpoint. Runs whose base model has the same files share a letter. Raises
+    complete checkpoint. Runs whose base models have equal files share a letter. Raises
     CheckpointError if there are none."""
-    runs = [run for path in _runs(directory) if (run := _read(path)) is not None]
+    folders = sorted(
+        path.parent
+        for pattern in ("checkpoints", "*/checkpoints", "*/*/checkpoints")
+        for path in directory.glob(pattern)
+        if (path.parent / "config.json").is_file()
+    )
+    runs = [run for folder in folders if (run := _read(folder)) is not None]
     if not runs:
         raise CheckpointError(f"{directory}: no run below it has adapters in a checkpoint")
     letters: dict[str, str] = {}
     for run in runs:
-        letters.setdefault(_key(run), _letter(len(letters)))
-    runs.sort(key=lambda run: (letters[_key(run)], str(run.run)))
+        number = len(letters)
+        letters.setdefault(run.base, chr(ord("A") + number) if number < 26 else str(number))
+    runs.sort(key=lambda run: (letters[run.base], str(run.run)))
     rows = [_ADAPTER_COLUMNS]
     for run in runs:
         loss = f"{run.loss:.4f}" if isinstance(run.loss, float) else "-"
         name = str(run.run.relative_to(directory))
-        rows.append((letters[_key(run)], name, str(run.step), loss, run.kind()))
+        rows.append((letters[run.base], name, str(run.step), loss, run.describe()))
     lines = table(rows)
     for letter in letters.values():
-        paths = sorted({run.base_path for run in runs if letters[_key(run)] == letter})
+        paths = sorted({run.base_path for run in runs if letters[run.base] == letter})
         lines.append(f"base {letter}: {', '.join(paths)}")
     return lines
-
-
-def _runs(directory: Path) -> list[Path]:
-    paths = (path for depth in ("", "*/", "*/*/") for path in directory.glob(f"{depth}checkpoints"))
-    return sorted(path.parent for path in paths if (path.parent / "config.json").is_file())
 
 
 def _read(run: Path) -> _Adapters | None:
@@ -249,7 +249,7 @@ def _read(run: Path) -> _Adapters | None:
                 state = checkpoints.read_state(path)
                 return _Adapters(
                     run,
-                    state.get("base", {}),
+                    json.dumps(state.get("base", {}), sort_keys=True),
                     str(config["model"]["path"]),
                     step,
                     state.get("held_out_loss"),
@@ -258,11 +258,3 @@ def _read(run: Path) -> _Adapters | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ValidationError):
         return None
     return None
-
-
-def _key(run: _Adapters) -> str:
-    return json.dumps(run.base, sort_keys=True)
-
-
-def _letter(number: int) -> str:
-    return chr(ord("A") + number) if number < 26 else str(number)

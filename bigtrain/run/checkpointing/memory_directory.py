@@ -7,10 +7,10 @@
             lock                         held by the launch that uses it, until its process ends
             checkpoints/step-00000012/   as on disk, with the tensor files that this host has
 
-Checkpoints have the format of those on disk, but each host has the tensor files of its own ranks
-only (and of its partner's), and all have the same manifest, which lists the files of all ranks.
-The directory outlives processes, not the host. A run removes it at its end; what an earlier run of
-the same path left is removed by the next start, what other runs left after `MOST_HOURS`.
+Checkpoints have the format of checkpoints on disk, but a host has only the tensor files of the
+host's ranks (and of the partner's ranks). The manifest is equal on all hosts and lists every file.
+The directory outlives processes, not the host. A run removes it at its end; directories of earlier
+runs at this path are removed by the next start, directories of other runs after `MOST_HOURS`.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ _LOCK_SECONDS = 10.0  # processes of an earlier launch may be ending
 
 @dataclass(frozen=True)
 class StoredInMemory:
-    """Checkpoint in memory of one host. run, attempt: as of `SaveIdentity`. digest: of its
-    manifest, the same on all hosts that have it. writers: number of ranks that wrote it, a tensor
-    file each. files: names of those that are on this host with the listed size."""
+    """Checkpoint in memory of a host. run, attempt: see `SaveIdentity`. digest: of the manifest,
+    equal on all hosts that have the checkpoint. writers: number of ranks that wrote the checkpoint,
+    a tensor file each. files: names of the tensor files that are on this host with the listed
+    size."""
 
     step: int
     run: str
@@ -118,10 +119,6 @@ class MemoryDirectory:
             if step is None or path != checkpoints.checkpoint_path(self.path, step):
                 shutil.rmtree(path)
 
-    def free_bytes(self) -> int:
-        """Return the bytes that can still be written."""
-        return shutil.disk_usage(self.path).free
-
     def num_bytes(self) -> int:
         """Return the bytes of all files below the directory."""
         return sum(path.lstat().st_size for path in self.path.rglob("*") if path.is_file())
@@ -132,7 +129,7 @@ def stored_at(directory: Path) -> StoredInMemory:
     manifest = checkpoints.read_manifest(directory)
     checkpoints.verify_small_files(directory, manifest)
     files, tensors = set(), directory / checkpoints.TENSORS
-    with suppress(FileNotFoundError), os.scandir(tensors) as entries:  # those of few ranks
+    with suppress(FileNotFoundError), os.scandir(tensors) as entries:  # only the files of few ranks
         for entry in entries:
             expected, _ = manifest.files.get(f"{checkpoints.TENSORS}/{entry.name}", (None, ""))
             if entry.is_file(follow_symlinks=False) and entry.stat().st_size == expected:
@@ -164,9 +161,9 @@ def commit_directory(partial: Path) -> Path:
 
 def remove_stale(mount: str, keep: Path | None, run_directory: Path) -> int:
     """Remove from the file system at `mount` directories of earlier runs at `run_directory`, except
-    `keep`, and those of this user's other runs that are older than `MOST_HOURS`; none that a
-    process uses. Returns their number; never raises."""
-    root, own, num_removed = _root(mount), _path_hash(run_directory), 0
+    `keep`, and directories of this user's other runs that are older than `MOST_HOURS`; no directory
+    that a process uses. Returns their number; never raises."""
+    root, path_hash, num_removed = _root(mount), _path_hash(run_directory), 0
     with suppress(OSError):
         if not _is_private(root):
             return 0
@@ -175,8 +172,10 @@ def remove_stale(mount: str, keep: Path | None, run_directory: Path) -> int:
             if path == keep or _NAME.fullmatch(path.name) is None:
                 continue
             with suppress(OSError):
-                is_own = path.name.startswith(f"{own}-")
-                if is_own or _changed_at(path) < oldest:
+                is_same_path = path.name.startswith(f"{path_hash}-")
+                folders = [folder for folder in (path, path / "checkpoints") if folder.exists()]
+                changed_at = max(folder.lstat().st_mtime for folder in folders)
+                if is_same_path or changed_at < oldest:
                     with _opened(path / _LOCK) as fd:
                         if fd is None or _locks(fd):
                             shutil.rmtree(path)
@@ -187,9 +186,9 @@ def remove_stale(mount: str, keep: Path | None, run_directory: Path) -> int:
 
 
 def steps_of_attempts(run_directory: Path) -> dict[str, float]:
-    """Return by attempt of each launch of a run the newest step at which it is still the run's:
-    what it trained after a step that a later launch continued from is not, any more. Infinite
-    without later launches."""
+    """Return, by attempt of a launch, the newest step of the launch that still belongs to the run:
+    a later launch replaces the steps after the step from which it continued. Infinite without later
+    launches."""
     generations: dict[str, int] = {}
     for path in (run_directory / fencing.DIRECTORY).glob("*.json"):
         with suppress(OSError, ValueError, KeyError, TypeError):
@@ -202,8 +201,11 @@ def steps_of_attempts(run_directory: Path) -> dict[str, float]:
                 start = json.loads(line)
                 starts.append((int(start["generation"]), int(start["step"])))
     return {
-        attempt: min((step for generation, step in starts if generation > own), default=math.inf)
-        for attempt, own in generations.items()
+        attempt: min(
+            (step for generation, step in starts if generation > attempt_generation),
+            default=math.inf,
+        )
+        for attempt, attempt_generation in generations.items()
     }
 
 
@@ -249,7 +251,3 @@ def _opened(path: Path) -> Iterator[int | None]:
         yield fd
     finally:
         os.close(fd)
-
-
-def _changed_at(path: Path) -> float:
-    return max(one.lstat().st_mtime for one in (path, path / "checkpoints") if one.exists())

@@ -3,6 +3,7 @@ from other hosts before a resume."""
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
@@ -41,7 +42,7 @@ _DOCUMENTS = (checkpoints.MANIFEST, checkpoints.STATE, checkpoints.LAYOUT)
 
 @dataclass(frozen=True)
 class MemoryCheckpoint:
-    """Checkpoint that all remaining hosts together have completely. digest: of its manifest.
+    """Checkpoint that all remaining hosts together have completely. digest: of the manifest.
     source: the first rank that keeps a directory with it."""
 
     step: int
@@ -51,9 +52,10 @@ class MemoryCheckpoint:
 
 @dataclass
 class _Holdings:
-    """Files of one checkpoint on some hosts. run, attempt, writers: as of `StoredInMemory`. first:
-    rank that keeps such a host's directory. ranges: of the writers whose files are there, in order;
-    neighbors are joined, so that those of all hosts are few."""
+    """Files of a checkpoint on some hosts. run, attempt, writers: see `StoredInMemory`. first:
+    lowest rank that keeps the directory of a host with files. ranges: of the writers whose files
+    are on the hosts, in order; neighbors are joined, so that there are few ranges over all
+    hosts."""
 
     run: str
     attempt: str
@@ -62,16 +64,16 @@ class _Holdings:
     num_hosts: int
     ranges: list[tuple[int, int]]
 
-    def add(self, others: _Holdings) -> None:
-        """Add those of other hosts."""
-        self.num_hosts += others.num_hosts
-        self.first = min(self.first, others.first)
-        self.ranges = _joined(self.ranges + others.ranges)
+    def add(self, further: _Holdings) -> None:
+        """Add the files of other hosts."""
+        self.num_hosts += further.num_hosts
+        self.first = min(self.first, further.first)
+        self.ranges = _joined(self.ranges + further.ranges)
 
     def missing(self) -> list[str]:
         """Return the names of files that no host has."""
-        held = {rank for begin, end in self.ranges for rank in range(begin, end)}
-        return [file_name(rank) for rank in range(self.writers) if rank not in held]
+        writers_on_hosts = {rank for begin, end in self.ranges for rank in range(begin, end)}
+        return [file_name(rank) for rank in range(self.writers) if rank not in writers_on_hosts]
 
 
 _AllHoldings = dict[tuple[int, str], _Holdings]
@@ -87,59 +89,63 @@ def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return joined
 
 
-def _add_holdings(of_hosts: _AllHoldings, of_others: _AllHoldings) -> _AllHoldings:
-    for key, holdings in of_others.items():
-        if key in of_hosts:
-            of_hosts[key].add(holdings)
+def _add_holdings(total: _AllHoldings, further: _AllHoldings) -> _AllHoldings:
+    for key, holdings in further.items():
+        if key in total:
+            total[key].add(holdings)
         else:
-            of_hosts[key] = holdings
-    return of_hosts
+            total[key] = holdings
+    return total
 
 
 @dataclass
 class _Needs:
-    """Files that some ranks of a host need. num_left: further ranks of the host. held: files on the
-    host, which need not be fetched."""
+    """Files that some ranks of a host need. num_further_ranks: ranks of the host that are not
+    counted yet. present: files on the host, which need not be fetched."""
 
     num_ranks: int
-    num_left: int
-    wanted: set[str]
-    held: set[str]
+    num_further_ranks: int
+    needed: set[str]
+    present: set[str]
 
 
 _NeedsOfHosts = dict[int, _Needs]
 """By the rank that keeps a host's directory."""
 
 
-def _add_needs(of_hosts: _NeedsOfHosts, of_others: _NeedsOfHosts) -> _NeedsOfHosts:
-    """Combine the needs of all; those of a host all of whose ranks are counted become what it
-    lacks, mostly nothing."""
-    for keeper, others in of_others.items():
-        own = of_hosts.setdefault(keeper, others)
-        if own is not others:
-            own.num_left -= others.num_ranks
-            own.num_ranks += others.num_ranks
-            own.wanted |= others.wanted
-            own.held |= others.held
-        if not own.num_left:
-            own.wanted -= own.held
-            own.held.clear()
-            if not own.wanted:
-                del of_hosts[keeper]
-    return of_hosts
+def _add_needs(needs_by_keeper: _NeedsOfHosts, further_needs: _NeedsOfHosts) -> _NeedsOfHosts:
+    """Combine the needs of hosts. Once all ranks of a host are counted, only the files that the
+    host lacks are left, mostly none."""
+    for keeper, further in further_needs.items():
+        needs = needs_by_keeper.setdefault(keeper, further)
+        if needs is not further:
+            needs.num_further_ranks -= further.num_ranks
+            needs.num_ranks += further.num_ranks
+            needs.needed |= further.needed
+            needs.present |= further.present
+        if not needs.num_further_ranks:
+            needs.needed -= needs.present
+            needs.present.clear()
+            if not needs.needed:
+                del needs_by_keeper[keeper]
+    return needs_by_keeper
 
 
 _Holders = dict[str, dict[int, int]]
 """By path, bytes of the file by the rank that keeps the directory of a host that has it."""
 
 
-def _add_holders(lacking: Mapping[str, int], of_hosts: _Holders, of_others: _Holders) -> _Holders:
-    """Combine who has files; of each as many as hosts that lack it, so that each can have its
-    own."""
-    for path, others in of_others.items():
-        own = of_hosts.get(path, {}) | others
-        of_hosts[path] = {keeper: own[keeper] for keeper in sorted(own)[: lacking[path]]}
-    return of_hosts
+def _add_holders(
+    lacking: Mapping[str, int], holders_by_path: _Holders, further_holders: _Holders
+) -> _Holders:
+    """Combine the holders of files: for each file as many as hosts that lack the file, so that
+    every host can have a separate sender."""
+    for path, further in further_holders.items():
+        holders = holders_by_path.get(path, {}) | further
+        holders_by_path[path] = {
+            keeper: holders[keeper] for keeper in sorted(holders)[: lacking[path]]
+        }
+    return holders_by_path
 
 
 @dataclass(frozen=True)
@@ -194,28 +200,31 @@ class MemoryFiles:
 
     def complete(self, log: RunLog) -> list[MemoryCheckpoint]:
         """Return the checkpoints of which the hosts have all files, newest first, on the main rank;
-        an empty list on the others. Collective. Logs why others cannot be used."""
-        own: _AllHoldings = {}
-        for one in self.directory.stored() if self.is_keeper else []:
-            ranks = [rank for rank in range(one.writers) if file_name(rank) in one.files]
+        an empty list on other ranks. Collective. Logs why checkpoints cannot be used."""
+        # The tensor files of all hosts, by checkpoint.
+        host_holdings: _AllHoldings = {}
+        for stored in self.directory.stored() if self.is_keeper else []:
+            ranks = [rank for rank in range(stored.writers) if file_name(rank) in stored.files]
             ranges = _joined([(rank, rank + 1) for rank in ranks])
-            own[one.step, one.digest] = _Holdings(
-                one.run, one.attempt, one.writers, self._keeper, 1, ranges
+            host_holdings[stored.step, stored.digest] = _Holdings(
+                stored.run, stored.attempt, stored.writers, self._keeper, 1, ranges
             )
-        everywhere = combine_on_main(own, _add_holdings, self.group)
+        everywhere = combine_on_main(host_holdings, _add_holdings, self.group)
         if everywhere is None:
             return []
+
+        # Keep checkpoints that still belong to the run and of which no file is missing.
         run = checkpoints.read_run_id(self._context.directory)
         newest_by_attempt = steps_of_attempts(self._context.directory)
         complete = []
         for (step, digest), holdings in sorted(everywhere.items(), reverse=True):
             newest = newest_by_attempt.get(holdings.attempt, -1)
             if holdings.run != run or step > newest:
-                others = f" and {holdings.num_hosts - 1} more" if holdings.num_hosts > 1 else ""
+                hosts = self._context.hosts[holdings.first]
+                hosts += f" and {holdings.num_hosts - 1} more" if holdings.num_hosts > 1 else ""
                 log.info(
-                    f"ignoring the checkpoint of step {step} in memory of "
-                    f"{self._context.hosts[holdings.first]}{others}: the run has continued from an "
-                    "earlier step since"
+                    f"ignoring the checkpoint of step {step} in memory of {hosts}: the run has "
+                    "continued from an earlier step since"
                 )
             elif missing := holdings.missing():
                 log.info(
@@ -231,19 +240,25 @@ class MemoryFiles:
         Collective. Raises CheckpointError on every rank if a host cannot."""
         directory = checkpoints.checkpoint_path(self.directory.path, checkpoint.step)
         fetched = directory.with_name(f"{directory.name}.partial-{checkpoint.digest[:8]}")
-        here: dict[str, int] = {}
+        local_bytes: dict[str, int] = {}
+        documents: set[str] = set()
         if self.is_keeper:
-            here = _files_at(directory, checkpoint.digest)
-        destination = directory if here else fetched
-        self._fetch(set(_DOCUMENTS) if self.is_keeper else set(), here, directory, destination)
+            local_bytes, documents = _files_at(directory, checkpoint.digest), set(_DOCUMENTS)
+        destination = directory if local_bytes else fetched
+
+        # First the small files, which list the tensor files that the ranks of this host read.
+        self._fetch(documents, local_bytes, directory, destination)
 
         def read_layout() -> CheckpointLayout:
             path = fetched / checkpoints.LAYOUT
             return parse_layout((path if path.exists() else directory / path.name).read_bytes())
 
         layout = self._on_all(read_layout)
-        wanted = {_path_of(writer) for writer in writers_of_own_parts(engine, layout)}
-        self._fetch(wanted, here, directory, destination)
+        tensor_paths = {
+            f"{checkpoints.TENSORS}/{file_name(writer)}"
+            for writer in writers_of_own_parts(engine, layout)
+        }
+        self._fetch(tensor_paths, local_bytes, directory, destination)
 
         def commit() -> None:
             if self.is_keeper and destination != directory:
@@ -266,77 +281,76 @@ class MemoryFiles:
         return on_all_ranks(attempt, self.group)
 
     def _fetch(
-        self, wanted: Set[str], here: Mapping[str, int], directory: Path, destination: Path
+        self, needed: Set[str], local_bytes: Mapping[str, int], directory: Path, destination: Path
     ) -> None:
-        """Get from other hosts the files that this rank needs and its host lacks. here: on the rank
-        that keeps the host's directory, bytes by path of the files in it. Collective. Raises
+        """Get from other hosts the files that this rank needs and its host lacks. local_bytes: on
+        the rank that keeps the host's directory, bytes of the files by path. Collective. Raises
         CheckpointError."""
-        plan = self._agreed_plan(wanted, here)
+        plan = self._agreed_plan(needed, local_bytes)
         rank = self._context.world.rank
-        incoming = [one for one in plan if one.target == rank]
+        incoming = [transfer for transfer in plan if transfer.target == rank]
 
         def make_room() -> None:
             if not incoming:
                 return
             self.open(create=True)
             (destination / checkpoints.TENSORS).mkdir(parents=True, exist_ok=True)
-            need, free = sum(one.num_bytes for one in incoming), self.directory.free_bytes()
+            need = sum(transfer.num_bytes for transfer in incoming)
+            free = shutil.disk_usage(self.directory.path).free
             if need > free:
                 raise CheckpointError(
                     f"{self._context.hosts[rank]} has {free} bytes free in {self.directory.path}, "
                     f"and its part takes {need}"
                 )
 
-        if not plan:
-            return
-        self._on_all(make_room)
-        errors = [self._transfer(one, directory, destination) for one in plan]
-
-        def tell() -> None:
+        def raise_error() -> None:
             for error in errors:
                 if error is not None:
                     raise CheckpointError(f"a file from another host: {error}")
 
-        self._on_all(tell)
+        if plan:
+            self._on_all(make_room)
+            errors = [self._transfer(transfer, directory, destination) for transfer in plan]
+            self._on_all(raise_error)
 
-    def _agreed_plan(self, wanted: Set[str], here: Mapping[str, int]) -> list[_Transfer]:
+    def _agreed_plan(self, needed: Set[str], local_bytes: Mapping[str, int]) -> list[_Transfer]:
         """Return the transfers of files that hosts lack, in the order in which all ranks make them.
         Collective."""
         num_ranks = self._context.hosts.count(self._context.hosts[self._context.world.rank])
-        own = {self._keeper: _Needs(1, num_ranks - 1, set(wanted), set(here))}
-        needs = combine_on_main(_add_needs({}, own), _add_needs, self.group)
-        everywhere = list((needs or {}).values())
+        keeper = self._keeper
+        rank_needs = {keeper: _Needs(1, num_ranks - 1, set(needed), set(local_bytes))}
+
+        # The number of hosts that lack a file, by path; mostly no file is missing anywhere.
+        needs = combine_on_main(_add_needs({}, rank_needs), _add_needs, self.group) or {}
         lacking = on_main_rank(
-            lambda: Counter(path for one in everywhere for path in one.wanted), self.group
+            lambda: Counter(path for host in needs.values() for path in host.needed), self.group
         )
         if not lacking:
             return []
-        held = {path: {self._keeper: here[path]} for path in lacking.keys() & here.keys()}
-        holders = combine_on_main(held, partial(_add_holders, lacking), self.group)
 
-        def plan() -> list[_Transfer]:
-            by_keeper = {keeper: one.wanted for keeper, one in (needs or {}).items()}
-            return plan_transfers(by_keeper, holders or {})
+        # Hosts that have a file which others lack; then who sends what.
+        paths = lacking.keys() & local_bytes.keys()
+        rank_holders = {path: {keeper: local_bytes[path]} for path in paths}
+        holders = combine_on_main(rank_holders, partial(_add_holders, lacking), self.group) or {}
+        return on_main_rank(
+            lambda: plan_transfers({rank: needs[rank].needed for rank in needs}, holders),
+            self.group,
+        )
 
-        return on_main_rank(plan, self.group)
-
-    def _transfer(self, one: _Transfer, directory: Path, destination: Path) -> OSError | None:
+    def _transfer(self, transfer: _Transfer, directory: Path, destination: Path) -> OSError | None:
         """Take part in a transfer, if it is from or to this rank."""
         rank = self._context.world.rank
-        if one.source == rank:
-            return send_file(directory / one.path, one.num_bytes, one.target, self.group)
-        if one.target != rank:
+        if transfer.source == rank:
+            path = directory / transfer.path
+            return send_file(path, transfer.num_bytes, transfer.target, self.group)
+        if transfer.target != rank:
             return None
-        target = destination / one.path
+        target = destination / transfer.path
         draft = target.with_name(f".{target.name}")
-        error = receive_file(draft, one.num_bytes, one.source, self.group)
+        error = receive_file(draft, transfer.num_bytes, transfer.source, self.group)
         if error is None:
             draft.replace(target)
         return error
-
-
-def _path_of(writer: int) -> str:
-    return f"{checkpoints.TENSORS}/{file_name(writer)}"
 
 
 def _files_at(directory: Path, digest: str) -> dict[str, int]:
@@ -355,8 +369,8 @@ def plan_transfers(needs: Mapping[int, Set[str]], holders: _Holders) -> list[_Tr
     far. needs: paths by the rank that keeps a host's directory."""
     sent: dict[int, int] = {}
     plan = []
-    for keeper, wanted in sorted(needs.items()):
-        for path in sorted(wanted & holders.keys()):
+    for keeper, needed_paths in sorted(needs.items()):
+        for path in sorted(needed_paths & holders.keys()):
             source = min(holders[path], key=lambda holder: (sent.get(holder, 0), holder))
             num_bytes = holders[path][source]
             sent[source] = sent.get(source, 0) + num_bytes

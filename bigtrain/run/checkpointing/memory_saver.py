@@ -1,19 +1,20 @@
 """Saver of checkpoints in memory: state is copied between two steps, and a thread writes it to
-shared memory of the hosts, and of their partners, while training continues.
+shared memory of the hosts, and of partner hosts, while training continues.
 
-All hosts commit a checkpoint after all files of it are written, and a host keeps the one before
-until the next one begins. So whatever is killed, all files of one of the two exist.
+All hosts commit a checkpoint after all files are written, and a host keeps the previous checkpoint
+until the next save begins. So whatever is killed, all files of a checkpoint exist.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -30,7 +31,7 @@ from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.errors import CheckpointError
 from bigtrain.run.checkpointing import checkpoints
 from bigtrain.run.checkpointing.host_files import Partners, exchange_files
-from bigtrain.run.checkpointing.memory_directory import MemoryDirectory, write_documents
+from bigtrain.run.checkpointing.memory_directory import write_documents
 from bigtrain.run.checkpointing.memory_files import (
     MemoryFiles,
     open_memory_files,
@@ -41,7 +42,6 @@ from bigtrain.run.context import RunContext
 from bigtrain.run.run_log import RunLog
 from bigtrain.run.shared_memory import SPARE_BYTES
 from bigtrain.run.state import TrainState
-from bigtrain.settings.run_config import MemoryCheckpointSection
 from bigtrain.settings.sections.running import GENERATIONS_IN_MEMORY
 from bigtrain.system.machine import local_world_size, this_machine
 from bigtrain.system.units import GIB
@@ -58,11 +58,12 @@ class MemoryTooSmallError(CheckpointError):
 
 @dataclass
 class _MemoryWrite:
-    """Save whose copy was taken. kept: the step that hosts keep meanwhile. error: why it failed.
-    is_abandoned: it must not be committed any more; changed and read with `lock` held."""
+    """Save whose copy was taken. previous_step: of the checkpoint that hosts keep meanwhile. error:
+    why the save failed. is_abandoned: the save must not be committed any more; changed and read
+    with `lock` held."""
 
     step: int
-    kept: int | None
+    previous_step: int | None
     snapshot: EngineSnapshot
     document: dict[str, Any]
     error: Exception | None = None
@@ -93,25 +94,24 @@ class MemorySaver:
         context: RunContext,
         log: RunLog,
         engine: TrainEngine,
-        section: MemoryCheckpointSection,
+        saver: Saver,
         files: MemoryFiles,
-        identity: SaveIdentity,
-        run_document: Mapping[str, Any],
     ) -> None:
         """Remove all that `files` hold but the checkpoint that the run resumed from
-        (`MemoryFiles.resumed_step`). `identity`, `run_document`: as of `Saver`."""
+        (`MemoryFiles.resumed_step`)."""
+        section = context.config.checkpoint.memory
+        assert section is not None
         self._context, self._log, self._engine = context, log, engine
-        self._section, self._files = section, files
-        self._identity, self._run_document = identity, dict(run_document)
-        # A group for the thread that writes; the training thread has the other.
+        self._section, self._saver, self._files = section, saver, files
+        # A group for the thread that writes; the training thread has `MemoryFiles.group`.
         self._group = cpu_group(context.config.watchdog.collective_timeout_seconds)
-        # The same as for saves to disk: both may have copies at the same time.
+        # As for saves to disk: both savers may have copies at once.
         limit = this_machine({}).memory_bytes // (4 * local_world_size(os.environ))
         self._staging = Staging(pinned_limit_bytes=limit)
         self._partners = Partners.of(context.hosts) if section.copies else None
         self._pending: _MemoryWrite | None = None
         self._newest = files.resumed_step
-        self._is_off = self._is_measured = self._said_slow = False
+        self._is_off = self._is_measured = self._has_logged_skip = False
         self._num_failures = self._num_saved = self._num_skipped = 0
         self._blocked_seconds = 0.0
         if section.copies and self._partners is None:
@@ -127,9 +127,9 @@ class MemorySaver:
         return not self._is_off and state.is_multiple_of(self._section.every_steps)
 
     def save(self, state: TrainState, evaluation: Mapping[str, float]) -> None:
-        """Copy `state` and begin to write it. Skipped while any rank still writes the one before
-        (with a line, once), and for weights that are not finite on any rank."""
-        begun = time.perf_counter()
+        """Copy `state` and begin to write it. Skipped while any rank still writes the previous
+        checkpoint (with a line, once), and for weights that are not finite on any rank."""
+        start = time.perf_counter()
         write = self._pending
         flags = torch.zeros(3)
         flags[0] = float(write is not None and write.is_running)
@@ -138,32 +138,31 @@ class MemorySaver:
         maximum_of_all(flags, self._files.group)
         is_running, has_failed, is_not_finite = map(bool, flags)
         if is_running:
-            self._skip_slow(state.step)
+            self._num_skipped += 1
+            if not self._has_logged_skip:
+                self._has_logged_skip = True
+                partner = " and sent to the partner" if self._partners is not None else ""
+                self._log.info(
+                    f"checkpoint of step {state.step} in memory skipped: the one before is still "
+                    f"being written{partner}; this is logged once -> a larger "
+                    "checkpoint.memory.every_steps"
+                )
         else:
             self._settle(has_failed=has_failed)
             if is_not_finite:
                 self._num_skipped += 1
             elif not self._is_off:
-                self._begin(state, evaluation)
-        self._blocked_seconds += time.perf_counter() - begun
-
-    def _begin(self, state: TrainState, evaluation: Mapping[str, float]) -> None:
-        snapshot = snapshot_engine(self._engine, self._staging)
-        document = {
-            **self._run_document,
-            **asdict(state),
-            "held_out_loss": evaluation.get("held_out_loss"),
-            "evaluation": dict(evaluation),
-            "engine": snapshot.scalars,
-        }
-        write = _MemoryWrite(state.step, self._newest, snapshot, document)
-        # A daemon: after a failure the process must not wait for the other ranks' save.
-        write.thread = threading.Thread(target=self._write, args=(write,), daemon=True)
-        self._pending = write
-        write.thread.start()
+                snapshot = snapshot_engine(self._engine, self._staging)
+                document = self._saver.state_document(state, evaluation, snapshot)
+                write = _MemoryWrite(state.step, self._newest, snapshot, document)
+                # A daemon: after a failure the process must not wait for the other ranks' save.
+                write.thread = threading.Thread(target=self._write, args=(write,), daemon=True)
+                self._pending = write
+                write.thread.start()
+        self._blocked_seconds += time.perf_counter() - start
 
     def _settle(self, *, has_failed: bool) -> None:
-        """Count the last save, which has ended on every rank. `has_failed`: on any of them."""
+        """Count the last save, which has ended on every rank. `has_failed`: on any rank."""
         write, self._pending = self._pending, None
         if write is None:
             return
@@ -181,17 +180,6 @@ class MemorySaver:
         if self._is_off:
             self._clear(None)
 
-    def _skip_slow(self, step: int) -> None:
-        self._num_skipped += 1
-        if not self._said_slow:
-            self._said_slow = True
-            partner = " and sent to the partner" if self._partners is not None else ""
-            self._log.info(
-                f"checkpoint of step {step} in memory skipped: the one before is still being "
-                f"written{partner}; this is logged once -> a larger "
-                "checkpoint.memory.every_steps"
-            )
-
     def metrics(self) -> dict[str, float] | None:
         """Return seconds that training was blocked, saves and skipped saves since the last call;
         None if nothing is written any more. Not collective."""
@@ -206,8 +194,9 @@ class MemorySaver:
         return values
 
     def forget(self) -> None:
-        """Remove all checkpoints: after a rollback, those of later steps are not the run's any
-        more. If a save in progress does not end in time, only the disk is used from here on."""
+        """Remove all checkpoints: after a rollback, checkpoints of later steps do not belong to the
+        run any more. If a save in progress does not end in time, only the disk is used from here
+        on."""
         write, self._pending, self._newest = self._pending, None, None
         is_late = torch.tensor([write is not None and not write.end(_LAST_WAIT_SECONDS)]).float()
         maximum_of_all(is_late, self._files.group)
@@ -242,18 +231,38 @@ class MemorySaver:
 
     def _write(self, write: _MemoryWrite) -> None:
         directory, group = self._files.directory, self._group
-        identity = replace(self._identity, step=write.step)
+        identity = replace(self._saver.identity, step=write.step)
         partial = checkpoints.partial_path(directory.path, write.step, identity.attempt)
         tensors = partial / checkpoints.TENSORS
         snapshot = write.snapshot.tensors
         try:
-            need = 0 if self._is_measured else self._bytes_of_host(snapshot.own_bytes)
+            # The first save checks that two checkpoints of this host fit, with the copies of the
+            # partner's files.
+            need = 0
+            if not self._is_measured:
+                hosts, partners = self._context.hosts, self._partners
+                sizes = [torch.zeros((), dtype=torch.int64) for _ in hosts]
+                num_bytes = torch.tensor(snapshot.own_bytes, dtype=torch.int64)
+                dist.all_gather(sizes, num_bytes, group=group)
+                for rank, host in enumerate(hosts):
+                    if host == hosts[self._context.world.rank]:
+                        need += int(sizes[rank])
+                        need += 0 if partners is None else int(sizes[partners.source_of(rank)])
+                need *= GENERATIONS_IN_MEMORY
 
             def prepare() -> None:
-                if self._files.is_keeper:
-                    directory.keep_only(write.kept)
-                    _require_memory(directory, need)
-                    checkpoints.prepare(partial)
+                if not self._files.is_keeper:
+                    return
+                directory.keep_only(write.previous_step)
+                free = shutil.disk_usage(directory.path).free + directory.num_bytes()
+                if need and free < need + SPARE_BYTES:
+                    raise MemoryTooSmallError(
+                        f"two checkpoints of this host need {need / GIB:.3g} GiB, "
+                        f"{SPARE_BYTES / GIB:.3g} stay free, and {directory.path.parent} has "
+                        f"{free / GIB:.3g} GiB free -> a larger one (mount -o remount,size=..., "
+                        "docker run --shm-size), or checkpoint.memory=null"
+                    )
+                checkpoints.prepare(partial)
 
             on_all_ranks(prepare, group)
             self._is_measured = True
@@ -261,6 +270,7 @@ class MemorySaver:
             error = self._copy_to_partner(tensors)
             documents = on_main_rank(lambda: self._documents(write, written, identity), group)
 
+            # Every host commits only after all files of all hosts are written.
             def commit() -> None:
                 if error is not None:
                     raise CheckpointError(f"the copy of a partner: {error}")
@@ -274,17 +284,6 @@ class MemorySaver:
         except Exception as failure:
             write.error = failure
 
-    def _bytes_of_host(self, own: int) -> int:
-        """Return the bytes of two checkpoints on this rank's host. Collective."""
-        sizes = [torch.zeros((), dtype=torch.int64) for _ in self._context.hosts]
-        dist.all_gather(sizes, torch.tensor(own, dtype=torch.int64), group=self._group)
-        hosts, rank = self._context.hosts, self._context.world.rank
-        here = [number for number, host in enumerate(hosts) if host == hosts[rank]]
-        total = sum(int(sizes[number]) for number in here)
-        if self._partners is not None:
-            total += sum(int(sizes[self._partners.source_of(number)]) for number in here)
-        return GENERATIONS_IN_MEMORY * total
-
     def _copy_to_partner(self, tensors: Path) -> OSError | None:
         """Send this rank's file to the partner, and write the copy of another rank's. Collective.
         Returns the error of reading or writing one."""
@@ -292,34 +291,26 @@ class MemorySaver:
             return None
         rank = self._context.world.rank
         partner, source = self._partners.partner_of[rank], self._partners.source_of(rank)
-        own, copy = tensors / file_name(rank), tensors / file_name(source)
-        return exchange_files(own, partner, copy, source, self._group)
+        sent_file, copy = tensors / file_name(rank), tensors / file_name(source)
+        return exchange_files(sent_file, partner, copy, source, self._group)
 
     def _documents(
         self, write: _MemoryWrite, written: Written, identity: SaveIdentity
     ) -> dict[str, bytes]:
-        """Return the small files of a checkpoint, the same on all hosts."""
+        """Return the small files of a checkpoint, equal on all hosts."""
         self._context.claim.check()
         layout = json.dumps(written.layout.to_json(), separators=(",", ":"))
         small = {
             checkpoints.LAYOUT: layout.encode(),
             checkpoints.STATE: json.dumps(write.document, indent=1).encode(),
         }
-        files = {f"{checkpoints.TENSORS}/{name}": one for name, one in written.files.items()}
+        files = {
+            f"{checkpoints.TENSORS}/{name}": size_and_checksum
+            for name, size_and_checksum in written.files.items()
+        }
         files |= {name: (len(text), xxhash.xxh3_64_hexdigest(text)) for name, text in small.items()}
         manifest = checkpoints.CheckpointManifest(identity, files)
         return {**small, checkpoints.MANIFEST: checkpoints.manifest_text(manifest).encode()}
-
-
-def _require_memory(directory: MemoryDirectory, need: int) -> None:
-    """Raise MemoryTooSmallError if `need` bytes of two checkpoints do not fit."""
-    free = directory.free_bytes() + directory.num_bytes()
-    if need and free < need + SPARE_BYTES:
-        raise MemoryTooSmallError(
-            f"two checkpoints of this host need {need / GIB:.3g} GiB, {SPARE_BYTES / GIB:.3g} stay "
-            f"free, and {directory.path.parent} has {free / GIB:.3g} GiB free -> a larger one "
-            "(mount -o remount,size=..., docker run --shm-size), or checkpoint.memory=null"
-        )
 
 
 @contextmanager
@@ -348,15 +339,13 @@ def memory_saver_of(
     """Return the saver of checkpoints in memory; None if ``checkpoint.memory`` is absent, or, with
     a line, if a host cannot write them. Collective; the run directory must be claimed. `files`:
     from before the resume. Removes what earlier runs left in memory of the hosts."""
-    section = context.config.checkpoint.memory
     if files is None:
         files = open_memory_files(context, log, saver.identity.run, create=True)
     elif not files.is_opened(log):
         files = None
     remove_left_over(context, log, files)
-    if section is None or files is None:
+    if context.config.checkpoint.memory is None or files is None:
         yield None
         return
-    document = saver.run_document
-    with MemorySaver(context, log, engine, section, files, saver.identity, document) as own:
-        yield own
+    with MemorySaver(context, log, engine, saver, files) as memory_saver:
+        yield memory_saver

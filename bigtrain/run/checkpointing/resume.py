@@ -48,22 +48,26 @@ def restore_or_start(
     engine: TrainEngine,
     inputs: Inputs,
     base: BaseWeights | None,
+    *,
     memory: MemoryFiles | None,
     rejected: set[Hashable],
 ) -> TrainState | None:
     """Resume from the newest complete checkpoint of the run directory or of `memory`, or start.
     Collective. A corrupt one is skipped with a warning, and added to `rejected`. Return None if
     that may have filled parts of the engine, which cannot start a run any more: call again with a
-    new engine and the same `rejected`. Raises CheckpointError on every rank if a checkpoint belongs
-    to a run with other settings (listing the differences), or if all are corrupt."""
-    in_memory = [] if memory is None else memory.complete(log)
-    candidates = (c for c in _merged(context, log, in_memory) if _key(c) not in rejected)
+    new engine and this `rejected`. Raises CheckpointError on every rank if a checkpoint belongs to
+    a run with other settings (listing the differences), or if all are corrupt."""
+    memory_checkpoints = [] if memory is None else memory.complete(log)
+    # Only the main rank reads the directory, so that all ranks load the same checkpoint.
+    candidates = (c for c in _merged(context, log, memory_checkpoints) if _key(c) not in rejected)
     while (candidate := context.long_work.on_main_rank(lambda: next(candidates, None))) is not None:
         loadable = _loadable(candidate, log, engine, memory)
         if loadable is None:
             _reject(context, log, candidate, rejected)
             return None
         directory, document = loadable
+
+        # Refuse a checkpoint of another run before any tensor is read.
         sources, data_hash = inputs.sources, inputs.data_hash
         parameters = inputs.model_plan.parameters
         config = context.run.recorded_config
@@ -74,6 +78,8 @@ def restore_or_start(
         if not _is_restored(log, engine, directory, document):
             _reject(context, log, candidate, rejected)
             return None
+
+        # Log what continues differently.
         state = _state_of(document, phases)
         log.info(f"resumed at step {state.step} from {directory}")
         if memory is not None:
@@ -125,18 +131,20 @@ def _state_of(document: Mapping[str, Any], phases: tuple[Phase, ...]) -> TrainSt
 
 
 def _merged(
-    context: RunContext, log: RunLog, in_memory: Sequence[MemoryCheckpoint]
+    context: RunContext, log: RunLog, memory_checkpoints: Sequence[MemoryCheckpoint]
 ) -> Iterator[_Candidate]:
-    """Yield checkpoints on disk and `in_memory`, both newest first, on the main rank; of the same
-    step first the one in memory. Raises CheckpointError if all fail and some are on disk."""
+    """Yield checkpoints on disk and `memory_checkpoints`, both newest first, on the main rank; for
+    the same step first the checkpoint in memory. Raises CheckpointError if all fail and
+    some are on disk."""
     newest = max(checkpoints.list_steps(context.directory), default=0)
-    left = [one for one in in_memory if one.step < newest]
-    yield from in_memory[: len(in_memory) - len(left)]  # without a look at those on disk
+    older = [checkpoint for checkpoint in memory_checkpoints if checkpoint.step < newest]
+    # Checkpoints in memory that are newer than all on disk, without a look at the disk.
+    yield from memory_checkpoints[: len(memory_checkpoints) - len(older)]
     for loadable in _usable(context, log):
-        while left and left[0].step >= loadable[1]["step"]:
-            yield left.pop(0)
+        while older and older[0].step >= loadable[1]["step"]:
+            yield older.pop(0)
         yield loadable
-    yield from left
+    yield from older
     if newest:
         raise CheckpointError(
             f"{context.directory}: every checkpoint is corrupt, so the run cannot resume; fix one, "
@@ -147,8 +155,8 @@ def _merged(
 def _loadable(
     candidate: _Candidate, log: RunLog, engine: TrainEngine, memory: MemoryFiles | None
 ) -> _Loadable | None:
-    """Return a checkpoint as this host has it, once it has all that its ranks need of one in
-    memory; log and return None if a host cannot get it. Collective."""
+    """Return a checkpoint as this host has it, after the host has all files of a memory checkpoint
+    that its ranks need; log and return None if a host cannot get it. Collective."""
     if not isinstance(candidate, MemoryCheckpoint):
         return candidate
     assert memory is not None
@@ -183,12 +191,6 @@ def _usable(context: RunContext, log: RunLog) -> Iterator[_Loadable]:
         yield directory, checkpoints.read_state(directory)
 
 
-def _next(context: RunContext, loadable: Iterator[_Loadable]) -> _Loadable | None:
-    """Return the next checkpoint to load, or None. Collective. Only the main rank reads the
-    directory, so that all ranks load the same one."""
-    return context.long_work.on_main_rank(lambda: next(loadable, None))
-
-
 def acquire_run_directory(context: RunContext, state: TrainState) -> bool:
     """Fence off any earlier launch that may still write the run directory. Collective; called after
     all checks that can refuse the run. Return False if an earlier launch has saved since `state`
@@ -215,8 +217,8 @@ def roll_back(
 ) -> TrainState:
     """Restore the engine from the newest checkpoint without a bad step before it. Collective; no
     save may be in progress. Returns that checkpoint's step, with the samples after `state`'s.
-    Raises TrainingError on every rank without one, and after ``guard.max_rollbacks`` to the same
-    one."""
+    Raises TrainingError on every rank without a good checkpoint, and after ``guard.max_rollbacks``
+    rollbacks to one checkpoint."""
     section = context.config.guard
     if context.config.sites is not None:
         raise TrainingError(
@@ -225,18 +227,29 @@ def roll_back(
             "and the learning rate of this site; when restarted, it resumes from its newest "
             "checkpoint"
         )
-    good = _good_checkpoints(context, log, state)
-    while (loadable := _next(context, good)) is not None:
+
+    def good_checkpoints() -> Iterator[_Loadable]:
+        for directory in checkpoints.usable(context.directory, log.info):
+            document = checkpoints.read_state(directory)
+            streak = GuardState.from_json(document.get("guard")).streak
+            if document["step"] < state.step and streak == 0:
+                yield directory, document
+
+    # Only the main rank reads the directory, so that all ranks load the same checkpoint.
+    candidates = good_checkpoints()
+    while (loadable := context.long_work.on_main_rank(lambda: next(candidates, None))) is not None:
         directory, document = loadable
         if not _is_restored(log, engine, directory, document):
             continue
-        there = GuardState.from_json(document.get("guard"))
-        again = state.guard.rolled_back_to == document["step"]
+
+        # Refuse to return to one checkpoint too often: its next steps are bad again.
+        stored_guard = GuardState.from_json(document.get("guard"))
+        is_same_step = state.guard.rolled_back_to == document["step"]
         guard = replace(
-            there,
+            stored_guard,
             num_skipped=state.guard.num_skipped,
             rolled_back_to=document["step"],
-            num_rollbacks=state.guard.num_rollbacks + 1 if again else 1,
+            num_rollbacks=state.guard.num_rollbacks + 1 if is_same_step else 1,
         )
         if guard.num_rollbacks > section.max_rollbacks:
             raise TrainingError(
@@ -260,44 +273,43 @@ def roll_back(
     )
 
 
-def _good_checkpoints(context: RunContext, log: RunLog, state: TrainState) -> Iterator[_Loadable]:
-    for directory in checkpoints.usable(context.directory, log.info):
-        document = checkpoints.read_state(directory)
-        streak = GuardState.from_json(document.get("guard")).streak
-        if document["step"] < state.step and streak == 0:
-            yield directory, document
-
-
 def restore_alike(
     context: RunContext, log: RunLog, engine: TrainEngine, state: TrainState, differing: Differing
 ) -> TrainState:
     """Restore the engine from the newest checkpoint up to ``differing.alike_step``, after which
     replicas were alike, and remove newer ones; return its state, from which samples are read again.
-    Collective; no save may be in progress. Raises TrainingError on every rank without such a
-    checkpoint, and if a host was named before: FaultyHostError on that host, if it is known."""
+    Collective; no save may be in progress. Raises TrainingError on every rank without a checkpoint,
+    and if a host was named before: FaultyHostError on that host, if it is known."""
     directory = context.directory
-    who = ", ".join(f"rank {rank} on {context.hosts[rank]}" for rank in differing.ranks)
-    which = "" if differing.is_known else " (one of them is wrong, and it is unknown which)"
-    what = f"step {state.step + 1}: the parameters of {who} differ from those of replicas{which}"
+    rank_names = ", ".join(f"rank {rank} on {context.hosts[rank]}" for rank in differing.ranks)
+    uncertainty = "" if differing.is_known else " (one of them is wrong, and it is unknown which)"
+    finding = (
+        f"step {state.step + 1}: the parameters of {rank_names} differ from those of "
+        f"replicas{uncertainty}"
+    )
 
     def remove_newer() -> None:
         for step in checkpoints.list_steps(directory):
             if step > differing.alike_step:
                 checkpoints.remove(checkpoints.checkpoint_path(directory, step))
 
+    # Newer checkpoints may contain the wrong parameters.
     context.long_work.on_main_rank(remove_newer)
-    if differing.again:
-        if differing.is_known and context.hosts[context.world.rank] in differing.again:
+    if differing.repeated_hosts:
+        if differing.is_known and context.hosts[context.world.rank] in differing.repeated_hosts:
             raise FaultyHostError(
-                f"{what}, again: memory or processors of this host may be faulty -> test it "
+                f"{finding}, again: memory or processors of this host may be faulty -> test it "
                 "(bigtrain doctor) before it takes part in any run; this one resumes from before"
             )
         raise TrainingError(
-            f"{what}, again on {', '.join(differing.again)}, whose memory or processors may be "
-            "faulty -> exclude it, and start the run again: it resumes from before"
+            f"{finding}, again on {', '.join(differing.repeated_hosts)}, whose memory or "
+            "processors may be faulty -> exclude it, and start the run again: it resumes from "
+            "before"
         )
+
+    # Only the main rank reads the directory, so that all ranks load the same checkpoint.
     usable = _usable(context, log)
-    while (loadable := _next(context, usable)) is not None:
+    while (loadable := context.long_work.on_main_rank(lambda: next(usable, None))) is not None:
         checkpoint, document = loadable
         if not _is_restored(log, engine, checkpoint, document):
             continue
@@ -313,12 +325,12 @@ def restore_alike(
             is_known=differing.is_known,
         )
         log.info(
-            f"{what}; continuing from step {restored.step} with the same samples, newer "
+            f"{finding}; continuing from step {restored.step} with the same samples, newer "
             "checkpoints are removed"
         )
         return restored
     raise TrainingError(
-        f"{what}, and {directory} has no checkpoint up to step {differing.alike_step}, when they "
-        "were alike -> start the run again on other hosts, and save more often "
+        f"{finding}, and {directory} has no checkpoint up to step {differing.alike_step}, when "
+        "they were alike -> start the run again on other hosts, and save more often "
         "(checkpoint.every_steps)"
     )

@@ -50,8 +50,8 @@ def retain(
     permit: Callable[[], None] = lambda: None,
     best: BestSection = _BEST,
 ) -> None:
-    """Remove checkpoints that `section` does not keep, after that of `saved_step` was committed.
-    `permit`: called before every removal; may raise."""
+    """Remove checkpoints that `section` does not keep, after the checkpoint of `saved_step` was
+    committed. `permit`: called before every removal; may raise."""
     for step in superfluous(run_directory, saved_step, section, best):
         permit()
         checkpoints.remove(checkpoints.checkpoint_path(run_directory, step))
@@ -65,8 +65,8 @@ def superfluous(
     """Return steps of the checkpoints that `section` does not keep in addition to `saved_step`.
 
     Includes later ones: they are corrupt, or the run would have resumed from them. Corrupt ones do
-    not count for ``keep_last``; those of ``keep_every_steps`` are kept even if they look corrupt,
-    since a file may be missing temporarily.
+    not count for ``keep_last``; checkpoints of ``keep_every_steps`` are kept even if they look
+    corrupt, since a file may be missing temporarily.
     """
     steps = checkpoints.list_steps(run_directory)
     measured = {
@@ -76,10 +76,12 @@ def superfluous(
         and checkpoints.find_corruption(checkpoints.checkpoint_path(run_directory, step), "none")
         is None
     }
-    kept = set(reasons_to_keep(measured, section, newest_good(run_directory, measured), best))
+    steps_to_keep = set(
+        reasons_to_keep(measured, section, newest_good(run_directory, measured), best)
+    )
     if section.keep_every_steps is not None:
-        kept |= {s for s in steps if s % section.keep_every_steps == 0 and s <= saved_step}
-    return [step for step in steps if step not in kept]
+        steps_to_keep |= {s for s in steps if s % section.keep_every_steps == 0 and s <= saved_step}
+    return [step for step in steps if step not in steps_to_keep]
 
 
 def newest_good(run_directory: Path, steps: Iterable[int]) -> int | None:

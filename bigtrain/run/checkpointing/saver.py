@@ -15,7 +15,7 @@ from typing import Any, Self, TypeVar
 import torch
 import torch.distributed as dist
 
-from bigtrain.engine.checkpoint.io import Staging, Written
+from bigtrain.engine.checkpoint.io import Staging
 from bigtrain.engine.checkpoint.snapshot import (
     EngineSnapshot,
     checkpoint_bytes,
@@ -38,7 +38,6 @@ from bigtrain.run.reporting.run_copies import RunCopies
 from bigtrain.run.run_directory import describe_environment
 from bigtrain.run.run_log import RunLog
 from bigtrain.run.state import TrainState
-from bigtrain.settings.run_config import RunConfig
 from bigtrain.system.machine import local_world_size, this_machine
 
 # Time that an error that ends the run waits for a save in progress. If another rank has died,
@@ -53,7 +52,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class _Taken:
+class _Content:
     """State to write: a copy of the engine's tensors, the logits of a probe, and the JSON."""
 
     snapshot: EngineSnapshot
@@ -63,23 +62,26 @@ class _Taken:
 
 @dataclass
 class _Write:
-    """Save whose copy was taken. error: why it failed, the same on every rank; lost: the error if
-    this launch has lost the run directory. taken: None if the weights are not finite."""
+    """Save whose copy was taken. content: None if the weights are not finite. start: by
+    `time.perf_counter`. error: why the save failed, equal on every rank; lost_token: the error if
+    this launch has lost the run directory."""
 
     step: int
-    taken: _Taken | None
-    begun_at: float
+    content: _Content | None
+    start: float
     stall_seconds: float = 0.0
     error: str | None = None
-    lost: LostRunTokenError | None = None
+    lost_token: LostRunTokenError | None = None
     notes: list[str] = field(default_factory=list)
     thread: threading.Thread | None = None
     is_reported: bool = False
 
 
 class Saver:
-    """Writer of checkpoints, one at a time. All methods except `report` are collective. On exit of
-    its context the last save must have succeeded; after an exception it is given a minute."""
+    """Writer of checkpoints, one at a time. All methods except `report` and `state_document` are
+    collective. On exit of the context the last save must have succeeded; after an exception the
+    save is given a minute. identity: run and attempt of this launch's checkpoints, without a
+    step."""
 
     def __init__(
         self,
@@ -87,6 +89,7 @@ class Saver:
         log: RunLog,
         engine: TrainEngine,
         inputs: Inputs,
+        *,
         base: BaseWeights | None = None,
         copies: RunCopies | None = None,
         on_complete: Callable[[Path], object] = lambda _: None,
@@ -98,78 +101,84 @@ class Saver:
         self._context, self._log = context, log
         self._engine, self._copies = engine, copies
         self._section = context.config.checkpoint
-        # A separate group: the thread's collectives must not mix with those of training.
+        # A separate group: the thread's collectives must not mix with the collectives of training.
         self._group = cpu_group(context.config.watchdog.collective_timeout_seconds)
-        # Half of the free memory: the rest is for the operating system, the data and the export.
+        # Half of the free memory is left to the operating system, the data and the export.
         limit = this_machine({}).memory_bytes // (2 * local_world_size(os.environ))
         self._staging = Staging(copies=self._section.asynchronous, pinned_limit_bytes=limit)
         self._pending: _Write | None = None
         self._num_failures = 0
+        # Fields of state.json that all checkpoints share; empty except on the main rank.
         self._run_document: dict[str, Any] = {}
-        self._identity = self._on_main(lambda: self._begin(inputs, base))
 
-    @property
-    def identity(self) -> SaveIdentity:
-        """Run and attempt of this launch's checkpoints, without a step."""
-        return self._identity
+        def begin() -> SaveIdentity:
+            token = context.claim.token
+            attempt = "" if token is None else token.holder.attempt
+            identity = SaveIdentity(checkpoints.make_run_id(context.directory), 0, attempt)
+            self._run_document = {
+                "format": checkpoints.FORMAT,
+                "run": identity.run,
+                "data_hash": inputs.data_hash,
+                "config": context.run.recorded_config.model_dump(mode="json"),
+                "deepspeed": context.run.engine.deepspeed,
+                "parameters": inputs.model_plan.parameters.record(),
+                "environment": describe_environment(
+                    context.run, inputs, context.hosts, context.device
+                ),
+            }
+            if context.config.adapters is not None:
+                assert base is not None
+                self._run_document[BASE] = fingerprint(base.sums)
+            checkpoints.clear_garbage(context.directory)
+            return identity
 
-    @property
-    def run_document(self) -> Mapping[str, Any]:
-        """Fields of ``state.json`` that are the same in all checkpoints, on the main rank; empty on
-        the others."""
-        return self._run_document
+        self.identity = self._on_main(begin)
 
-    def _begin(self, inputs: Inputs, base: BaseWeights | None) -> SaveIdentity:
-        context = self._context
-        token = context.claim.token
-        attempt = "" if token is None else token.attempt
-        identity = SaveIdentity(checkpoints.make_run_id(context.directory), 0, attempt)
-        self._run_document = {
-            "format": checkpoints.FORMAT,
-            "run": identity.run,
-            "data_hash": inputs.data_hash,
-            "config": context.run.recorded_config.model_dump(mode="json"),
-            "deepspeed": context.run.engine.deepspeed,
-            "parameters": inputs.model_plan.parameters.record(),
-            "environment": describe_environment(context.run, inputs, context.hosts, context.device),
-        }
-        if context.config.adapters is not None:
-            assert base is not None
-            self._run_document[BASE] = fingerprint(base.sums)
-        checkpoints.clear_garbage(context.directory)
-        return identity
-
-    def save(self, state: TrainState, evaluation: Mapping[str, float]) -> None:
-        """Save `state` after the previous save has finished; asynchronous, return as soon as a copy
-        is taken. `evaluation`: metrics measured at it, by the names of ``evaluation.best.metric``.
-        Weights that are not finite are never written: a failed save. Raises CheckpointError on
-        every rank when ``checkpoint.max_failures`` saves in a row have failed."""
-        begun = time.perf_counter()
-        self.wait()
-        try:
-            refuse_not_finite(self._engine, self._group)
-        except CheckpointError as error:
-            self._pending = _Write(state.step, None, begun, error=str(error))
-            return  # counted by `wait`, like any failed save
-        snapshot = snapshot_engine(self._engine, self._staging)
-        document = {
+    def state_document(
+        self, state: TrainState, evaluation: Mapping[str, float], snapshot: EngineSnapshot
+    ) -> dict[str, Any]:
+        """Return the contents of ``state.json`` for a checkpoint on disk or in memory, complete on
+        the main rank."""
+        return {
             **self._run_document,
             **asdict(state),
             "held_out_loss": evaluation.get("held_out_loss"),
             "evaluation": dict(evaluation),
             "engine": snapshot.scalars,
         }
-        probe = _probe(self._context.config, self._engine)
-        write = _Write(state.step, _Taken(snapshot, probe, document), begun)
+
+    def save(self, state: TrainState, evaluation: Mapping[str, float]) -> None:
+        """Save `state` after the previous save has finished; asynchronous, return as soon as a copy
+        is taken. `evaluation`: metrics measured at it, by the names of ``evaluation.best.metric``.
+        Weights that are not finite are never written: a failed save. Raises CheckpointError on
+        every rank when ``checkpoint.max_failures`` saves in a row have failed."""
+        start = time.perf_counter()
+        self.wait()
+        try:
+            refuse_not_finite(self._engine, self._group)
+        except CheckpointError as error:
+            self._pending = _Write(state.step, None, start, error=str(error))
+            return  # counted by `wait`, like any failed save
+        snapshot = snapshot_engine(self._engine, self._staging)
+        # The model's logits for a fixed input, with which an export of the checkpoint is compared.
+        config, hf_config = self._context.config, self._engine.module.config
+        ids = Probe.make_input(
+            hf_config.get_text_config().vocab_size,  # type: ignore[operator, union-attr]
+            config.batch.sequence_length,
+            8 if config.objective.scores_samples else 1,
+        )
+        probe = Probe(ids, self._engine.logits(ids), config.precision.dtype)
+        document = self.state_document(state, evaluation, snapshot)
+        write = _Write(state.step, _Content(snapshot, probe, document), start)
         self._pending = write
         if self._section.asynchronous:
-            write.stall_seconds = time.perf_counter() - begun
+            write.stall_seconds = time.perf_counter() - start
             # A daemon: after a failure the process must not wait for the other ranks' save.
             write.thread = threading.Thread(target=self._write, args=(write,), daemon=True)
             write.thread.start()
         else:
             self._write(write)
-            write.stall_seconds = time.perf_counter() - begun
+            write.stall_seconds = time.perf_counter() - start
             self.wait()
 
     def report(self) -> None:
@@ -180,7 +189,7 @@ class Saver:
         write = self._pending
         if write is None or write.is_reported or (write.thread and write.thread.is_alive()):
             return
-        if write.lost is not None:
+        if write.lost_token is not None:
             return  # log.txt belongs to the later launch, or was deleted
         write.is_reported = True
         for note in write.notes:
@@ -206,8 +215,8 @@ class Saver:
             write.thread.join()
         self.report()
         self._pending = None
-        if write.lost is not None:
-            raise write.lost
+        if write.lost_token is not None:
+            raise write.lost_token
         if write.error is None:
             self._num_failures = 0
             return
@@ -222,28 +231,50 @@ class Saver:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
+    def __exit__(self, error_type: object, *_: object) -> None:
+        if error_type is None:
             self.wait(must_succeed=True)
         elif self._pending is not None and self._pending.thread is not None:
             self._pending.thread.join(_LAST_WAIT_SECONDS)
             self.report()
 
     def _write(self, write: _Write) -> None:
-        directory, taken = self._context.directory, write.taken
-        assert taken is not None
-        identity = replace(self._identity, step=write.step)
-        partial = checkpoints.partial_path(directory, write.step, identity.attempt)
+        """Write and commit a checkpoint; set ``write.error`` if that fails on any rank."""
+        content, permit = write.content, self._context.claim.check
+        assert content is not None
+        identity = replace(self.identity, step=write.step)
+        partial = checkpoints.partial_path(self._context.directory, write.step, identity.attempt)
+
+        def prepare() -> None:
+            permit()
+            checkpoints.prepare(partial)
+            # Before the disk is full: otherwise the run's log and metrics could not be written.
+            _require_space(partial.parent, num_bytes)
+
+        def commit() -> None:
+            layout = json.dumps(written.layout.to_json(), separators=(",", ":"))
+            (partial / checkpoints.LAYOUT).write_text(layout)
+            (partial / checkpoints.STATE).write_text(json.dumps(content.document, indent=1))
+            content.probe.save(partial / checkpoints.PROBE)
+            final = checkpoints.commit(partial, written.files, identity, permit)
+            times = f"written in {time.perf_counter() - write.start:.1f} s"
+            if self._section.asynchronous:
+                times += f", training was blocked for {write.stall_seconds:.2f} s"
+            write.notes.append(f"checkpoint of step {write.step}: {final} ({times})")
+            if self._copies is not None:
+                self._copies.add(final)
+            write.notes.extend(self._retain(write.step))
+
         try:
-            num_bytes = taken.snapshot.tensors.num_bytes(self._group)
-            self._on_main(lambda: self._prepare(partial, num_bytes))
+            num_bytes = content.snapshot.tensors.num_bytes(self._group)
+            self._on_main(prepare)
             tensors = partial / checkpoints.TENSORS
-            written = taken.snapshot.tensors.write(tensors, self._group, identity)
-            self._on_main(lambda: self._finish(write, taken, partial, written, identity))
+            written = content.snapshot.tensors.write(tensors, self._group, identity)
+            self._on_main(commit)
         except Exception as error:
-            # No error ends training here; every rank has the same error.
-            write.lost = self._lost_run_token(error)
-            write.error = str(write.lost or error) or type(error).__name__
+            # No error ends training here; the error is equal on every rank.
+            write.lost_token = self._lost_run_token(error)
+            write.error = str(write.lost_token or error) or type(error).__name__
             if self._context.world.is_main:
                 shutil.rmtree(partial, ignore_errors=True)
 
@@ -274,38 +305,6 @@ class Saver:
 
         return on_main_rank(attempt, self._group)
 
-    def _prepare(self, partial: Path, num_bytes: int) -> None:
-        self._context.claim.check()
-        checkpoints.prepare(partial)
-        # Before the disk is full: otherwise the run's log and metrics could not be written either.
-        _require_room(partial.parent, num_bytes)
-
-    def _finish(
-        self,
-        write: _Write,
-        taken: _Taken,
-        partial: Path,
-        written: Written,
-        identity: SaveIdentity,
-    ) -> None:
-        layout = json.dumps(written.layout.to_json(), separators=(",", ":"))
-        (partial / checkpoints.LAYOUT).write_text(layout)
-        (partial / checkpoints.STATE).write_text(json.dumps(taken.document, indent=1))
-        taken.probe.save(partial / checkpoints.PROBE)
-        final = checkpoints.commit(partial, written.files, identity, self._context.claim.check)
-        seconds = time.perf_counter() - write.begun_at
-        write.notes.append(
-            f"checkpoint of step {write.step}: {final} (written in {seconds:.1f} s"
-            + (
-                f", training was blocked for {write.stall_seconds:.2f} s)"
-                if self._section.asynchronous
-                else ")"
-            )
-        )
-        if self._copies is not None:
-            self._copies.add(final)
-        write.notes.extend(self._retain(write.step))
-
     def finish_retention(self, step: int) -> None:
         """Remove checkpoints that the run no longer keeps, if an earlier launch was killed after it
         saved the last checkpoint, of `step`, and before it removed them."""
@@ -325,14 +324,14 @@ class Saver:
 def refuse_small_disk(context: RunContext, engine: TrainEngine) -> None:
     """Raise CheckpointError on every rank if the disk has no space for a checkpoint. Collective.
     Writes nothing; called before the first step, whose work would be lost."""
-    place = context.topology.coordinates(context.world.rank)
-    own = checkpoint_bytes(engine) if place.is_first("pipeline") else 0
-    total = torch.tensor(own, dtype=torch.int64, device=context.device)
+    coordinates = context.topology.coordinates(context.world.rank)
+    num_bytes = checkpoint_bytes(engine) if coordinates.is_first("pipeline") else 0
+    total = torch.tensor(num_bytes, dtype=torch.int64, device=context.device)
     dist.all_reduce(total)
 
     def look() -> None:
         try:
-            _require_room(context.directory / "checkpoints", int(total))
+            _require_space(context.directory / "checkpoints", int(total))
         except CheckpointError as error:
             remedy = "make room, or choose another output.directory"
             text = f"the run could not save a checkpoint: {error} -> {remedy}"
@@ -341,22 +340,12 @@ def refuse_small_disk(context: RunContext, engine: TrainEngine) -> None:
     context.long_work.on_main_rank(look)
 
 
-def _require_room(directory: Path, num_bytes: int) -> None:
-    there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
-    total, _, free = shutil.disk_usage(there)
+def _require_space(directory: Path, num_bytes: int) -> None:
+    existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    total, _, free = shutil.disk_usage(existing)
     # Some file systems do not report their size.
     if total and free < num_bytes + _SPARE_BYTES:
         raise CheckpointError(
             f"no space left for it: {directory} has {free / MIB:,.1f} MiB free, and "
             f"{num_bytes / MIB:,.1f} MiB are needed, plus {_SPARE_BYTES // MIB} in reserve"
         )
-
-
-def _probe(config: RunConfig, engine: TrainEngine) -> Probe:
-    hf_config = engine.module.config
-    ids = Probe.make_input(
-        hf_config.get_text_config().vocab_size,  # type: ignore[operator, union-attr]
-        config.batch.sequence_length,
-        8 if config.objective.scores_samples else 1,
-    )
-    return Probe(ids, engine.logits(ids), config.precision.dtype)

@@ -25,12 +25,12 @@ from bigtrain.system.units import GIB
 
 @dataclass(frozen=True)
 class MeasuredMemory:
-    """Use of a device's memory, in bytes; `rest`: activations and everything else."""
+    """Use of a device's memory, in bytes; `unattributed`: activations and everything else."""
 
     parameters: int
     gradients: int
     optimizer: int
-    rest: int
+    unattributed: int
     total: int
 
     def describe(self) -> str:
@@ -39,28 +39,28 @@ class MeasuredMemory:
             "parameters": self.parameters,
             "gradients": self.gradients,
             "optimizer": self.optimizer,
-            "activations and other": self.rest,
+            "activations and other": self.unattributed,
         }
-        shown = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
-        return f"of {self.total / GIB:.2f} GiB: {shown}"
+        sizes = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
+        return f"of {self.total / GIB:.2f} GiB: {sizes}"
 
 
 def memory_use(model: nn.Module, optimizer: Any, allocated: int, total: int) -> MeasuredMemory:
     """Return the use of the `allocated` bytes of a device with `total`, by a `model` and
     DeepSpeed's or torch's `optimizer`; each storage counts once."""
-    seen: set[int] = set()
-    parameters = _bytes((p.data for p in model.parameters()), seen)
-    parameters += _bytes(packed_tensors(model), seen)
+    storages: set[int] = set()
+    parameters = _bytes((p.data for p in model.parameters()), storages)
+    parameters += _bytes(packed_tensors(model), storages)
     partitions = (partition_of(p) for p in model.parameters())
-    parameters += _bytes((p for p in partitions if p is not None), seen)
-    gradients = _bytes((p.grad for p in model.parameters() if p.grad is not None), seen)
+    parameters += _bytes((p for p in partitions if p is not None), storages)
+    gradients = _bytes((p.grad for p in model.parameters() if p.grad is not None), storages)
     # ZeRO stores them here until its step.
-    gradients += _bytes(_tensors(kept_gradients(optimizer)), seen)
+    gradients += _bytes(_tensors(kept_gradients(optimizer)), storages)
     state = _tensors(getattr(optimizer, "state", {}))
     state += _tensors([group["params"] for group in getattr(optimizer, "param_groups", [])])
-    held = _bytes(state, seen)
-    rest = max(0, allocated - parameters - gradients - held)
-    return MeasuredMemory(parameters, gradients, held, rest, total)
+    optimizer_bytes = _bytes(state, storages)
+    other_bytes = max(0, allocated - parameters - gradients - optimizer_bytes)
+    return MeasuredMemory(parameters, gradients, optimizer_bytes, other_bytes, total)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -70,20 +70,20 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [t for item in items for t in _tensors(item)] if isinstance(value, (dict, list)) else []
 
 
-def _bytes(tensors: Any, seen: set[int]) -> int:
+def _bytes(tensors: Any, storages: set[int]) -> int:
     num_bytes = 0
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        if tensor.device.type != "meta" and storage.data_ptr() not in seen and storage.nbytes():
-            seen.add(storage.data_ptr())
+        if tensor.device.type != "meta" and storage.data_ptr() not in storages and storage.nbytes():
+            storages.add(storage.data_ptr())
             num_bytes += storage.nbytes()
     return num_bytes
 
 
-def remedies(config: RunConfig, zero_stage: int, held: MeasuredMemory) -> list[str]:
+def remedies(config: RunConfig, zero_stage: int, memory: MeasuredMemory) -> list[str]:
     """Return settings that reduce the largest uses of memory, the cheapest change first."""
     settings = []
-    if held.rest >= held.total / 4:
+    if memory.unattributed >= memory.total / 4:
         if config.batch.micro_batch_size > 1:
             settings.append(f"batch.micro_batch_size={max(1, config.batch.micro_batch_size // 2)}")
         if config.model.loss == "plain":
@@ -96,11 +96,11 @@ def remedies(config: RunConfig, zero_stage: int, held: MeasuredMemory) -> list[s
             if config.model.tiled_mlp == "off":
                 settings.append("model.tiled_mlp=auto")
             degrees = config.parallel.degrees
-            more = {"ulysses": degrees.ulysses_size, "ring": 2 * degrees.ring_size}
+            ring_degrees = {"ulysses": degrees.ulysses_size, "ring": 2 * degrees.ring_size}
             is_ring = degrees.ring_size > 1
-            setting = str(more).replace("'", "") if is_ring else 2 * degrees.sequence_size
+            setting = str(ring_degrees).replace("'", "") if is_ring else 2 * degrees.sequence_size
             settings.append(f"parallel.sequence={setting}")
-    if held.parameters + held.gradients + held.optimizer >= held.total / 4:
+    if memory.parameters + memory.gradients + memory.optimizer >= memory.total / 4:
         if zero_stage < 3:
             settings.append(f"ds_configs/zero{zero_stage + 1}.json on more ranks")
         settings.append(f"ds_configs/zero{min(3, max(2, zero_stage))}_offload.json")
@@ -117,22 +117,20 @@ def explained(context: RunContext, engine: TrainEngine) -> Iterator[None]:
         device = context.device
         allocated = torch.cuda.memory_allocated(device)
         total = torch.cuda.get_device_properties(device).total_memory
-        held = memory_use(engine.module, engine.engine.optimizer, allocated, total)
-        raise LaunchError(_text(context, held, error)) from error
+        memory = memory_use(engine.module, engine.engine.optimizer, allocated, total)
 
-
-def _text(context: RunContext, held: MeasuredMemory, error: Exception) -> str:
-    directory = context.directory / DIRECTORY
-    path = directory / f"out_of_memory_rank_{context.world.rank}.pickle"
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        dump_memory_snapshot(str(path))
-        written = f"; snapshot: {path}"
-    except (OSError, RuntimeError):
-        written = ""
-    config, stage = context.config, context.run.engine.zero_stage
-    reason = str(error).strip().splitlines()[0]
-    return (
-        f"rank {context.world.rank} ran out of device memory ({reason}): "
-        f"{held.describe()}{written} -> {', or '.join(remedies(config, stage, held))}"
-    )
+        # The allocator's history shows which allocations the step made.
+        directory = context.directory / DIRECTORY
+        path = directory / f"out_of_memory_rank_{context.world.rank}.pickle"
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            dump_memory_snapshot(str(path))
+            written = f"; snapshot: {path}"
+        except (OSError, RuntimeError):
+            written = ""
+        config, stage = context.config, context.run.engine.zero_stage
+        reason = str(error).strip().splitlines()[0]
+        raise LaunchError(
+            f"rank {context.world.rank} ran out of device memory ({reason}): "
+            f"{memory.describe()}{written} -> {', or '.join(remedies(config, stage, memory))}"
+        ) from error

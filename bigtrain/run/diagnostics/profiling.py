@@ -20,9 +20,9 @@ class Profiler:
 
     def __init__(self, context: RunContext, log: RunLog) -> None:
         section = context.config.profile
-        mine = context.world.rank in section.ranks
+        is_profiled = context.world.rank in section.ranks
         self._context, self._log = context, log
-        self._steps = section.steps if mine else None
+        self._steps = section.steps if is_profiled else None
         self._running: profile | None = None
         self._begun_at = 0
 

@@ -1,11 +1,10 @@
-"""Silent errors: ranks that should hold the same parameters hold different bits.
+"""Silent errors: ranks that should hold equal parameters hold different bits.
 
-Every ``guard.compare_every_steps`` each rank computes checksums of its parameters just before an
+Every ``guard.compare_every_steps`` each rank computes checksums of the parameters just before an
 update (`bigtrain.engine.replica_checksums`): they have been used by a complete forward and backward
-pass since the last one. Where a rank differs from the majority of its replicas, the run goes back
-to the newest checkpoint from before the step at which all were last alike, and reads the same
-samples again: no data was at fault. Of two replicas that differ, nobody knows which is right.
-"""
+pass since the last one. Where a rank differs from the majority of replicas, the run goes back to
+the newest checkpoint from before the step at which all were last alike, and reads its samples
+again: no data was at fault. Of two replicas that differ, nobody knows which is right."""
 
 from __future__ import annotations
 
@@ -25,14 +24,14 @@ from bigtrain.run.state import TrainState
 
 @dataclass(frozen=True)
 class Differing:
-    """Ranks whose parameters differ from those of their replicas. is_known: whether these are the
-    wrong ones; otherwise one of them is. alike_step: after which all were last alike. again:
-    their hosts that were also named before in this launch."""
+    """Ranks whose parameters differ from the parameters of replicas. is_known: whether exactly
+    these ranks are wrong; otherwise one rank is, unknown which. alike_step: after which all were
+    last alike. repeated_hosts: hosts of `ranks` that were also named before in this launch."""
 
     ranks: tuple[int, ...]
     is_known: bool
     alike_step: int
-    again: tuple[str, ...] = ()
+    repeated_hosts: tuple[str, ...] = ()
 
 
 class ReplicaWatch:
@@ -51,7 +50,7 @@ class ReplicaWatch:
         limit = context.config.watchdog.collective_timeout_seconds
         self._group = cpu_group(limit) if self._every_steps and context.world.size > 1 else None
         self._own: ReplicaChecksums | None = None
-        self._alike_step = state.step  # all ranks have read the same
+        self._alike_step = state.step  # all ranks have read one checkpoint
         self._named: set[str] = set()
 
     def policy(self, state: TrainState, policy: SkipPolicy | None) -> SkipPolicy | None:
@@ -74,33 +73,35 @@ class ReplicaWatch:
             return None
         checksums = gather_on_main(self._own, self._group)
         groups = groups_of(self._context.topology)
-        kinds = groups["replicas"], groups["expert_replicas"]
-        ranks, is_known = on_main_rank(lambda: differing_ranks(checksums, kinds), self._group)
+        groups_by_kind = groups["replicas"], groups["expert_replicas"]
+        ranks, is_known = on_main_rank(
+            lambda: differing_ranks(checksums, groups_by_kind), self._group
+        )
         if not ranks:
             self._alike_step = before.step
             return None
         hosts = {self._context.hosts[rank] for rank in ranks}
-        again = tuple(sorted(hosts & self._named))
+        repeated_hosts = tuple(sorted(hosts & self._named))
         self._named |= hosts
-        after = self._go_back(before, Differing(ranks, is_known, self._alike_step, again))
+        after = self._go_back(before, Differing(ranks, is_known, self._alike_step, repeated_hosts))
         self._alike_step = after.step
         return after
 
 
 def differing_ranks(
-    checksums: Sequence[Sequence[int]], kinds: Sequence[Sequence[Sequence[int]]]
+    checksums: Sequence[Sequence[int]], groups_by_kind: Sequence[Sequence[Sequence[int]]]
 ) -> tuple[tuple[int, ...], bool]:
-    """Return the ranks with another checksum than most of their group, and whether all groups have
-    a majority; without one, all ranks of a group. Pure. checksums: by rank, one of each kind;
-    kinds: the groups of ranks that have the same one."""
+    """Return the ranks with another checksum than most of the group, and whether all groups have a
+    majority; without one, all ranks of a group. Pure. checksums: by rank, one of each kind;
+    groups_by_kind: for each kind, the groups of ranks that must agree."""
     differing: set[int] = set()
     is_known = True
-    for kind, groups in enumerate(kinds):
+    for kind_index, groups in enumerate(groups_by_kind):
         for group in groups:
-            counts = Counter(checksums[rank][kind] for rank in group)
+            counts = Counter(checksums[rank][kind_index] for rank in group)
             usual, count = counts.most_common(1)[0]
             if 2 * count > len(group):
-                differing |= {rank for rank in group if checksums[rank][kind] != usual}
+                differing |= {rank for rank in group if checksums[rank][kind_index] != usual}
             else:
                 differing |= set(group)
                 is_known = False

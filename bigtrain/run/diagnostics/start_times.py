@@ -1,4 +1,4 @@
-"""Time of a launch on this rank by part, from the start of its process to its first step.
+"""Time of a launch on this rank by part, from the start of the process to the first step.
 
 `benchmarks/recovery.py` reads the line of `StartTimes.text` from log.txt.
 """
@@ -18,7 +18,7 @@ FIRST_STEP = "first step"
 
 
 class StartTimes:
-    """Seconds of each part of a launch. now, began: the clock, and the start of this process by
+    """Seconds of the parts of a launch. now, began: the clock, and the start of this process by
     it."""
 
     def __init__(

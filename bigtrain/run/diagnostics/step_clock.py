@@ -3,10 +3,11 @@
 On a CPU the training thread's time is split; time in DeepSpeed's hooks during the passes counts as
 the engine's (`HostTime`). On CUDA, events on the compute stream are read when a step is logged, so
 that no step waits for the device; time neither in a pass nor in the update counts as waiting for
-the batch, up to the host's wait for it, and the rest as the engine's.
+the batch, up to the host's wait for it, and further time as the engine's.
 
-Waiting for other ranks is part of these: on a CPU the thread's own waits, on CUDA the time between
-events around everything for which the compute stream waits for a collective, in logged steps only.
+Waiting for other ranks is part of the parts: on a CPU the thread's own waits, on CUDA the time
+between events around everything for which the compute stream waits for a collective, in logged
+steps only.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _MOST_WAITS = 1 << 15
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Number of steps since the last reading, and the time of one of them."""
+    """Number of steps since the last reading, and the mean time of a step."""
 
     num_steps: int
     step_seconds: float
@@ -58,7 +59,7 @@ class StepTimes:
 
 class StepClock:
     """Wall time per optimizer step since the last reading, without pauses. No collective. memory:
-    gets the same phase boundaries. now, make_event: clocks of the host and of the device, for
+    gets the phase boundaries, too. now, make_event: clocks of the host and of the device, for
     tests."""
 
     def __init__(
@@ -76,7 +77,8 @@ class StepClock:
         self._seconds: dict[str, float] = {}
         self._part = ENGINE
         self._num_steps = self._num_begun = 0
-        self._since, self._own, self._waited = now(), host_time.seconds, host_time.waited
+        self._since, self._hook_seconds = now(), host_time.seconds
+        self._waited = host_time.waited
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -88,12 +90,12 @@ class StepClock:
             with observed_device_waits(self.device_waits.around):
                 yield
 
-    def marking(self, other: Callable[[str], object]) -> Callable[[str], None]:
+    def marking(self, on_phase: Callable[[str], object]) -> Callable[[str], None]:
         """Return a callback for `TrainEngine.on_phase`: it begins the part of the mark and calls
-        `other`."""
+        `on_phase`."""
 
         def mark(phase: str) -> None:
-            other(phase)
+            on_phase(phase)
             self.begin(_OF_MARKS.get(phase, ENGINE))
 
         return mark
@@ -107,7 +109,14 @@ class StepClock:
 
     def begin(self, part: str) -> None:
         """Begin a part of the step: "data", "engine" or the part of a mark."""
-        self._end_part()
+        now, hook_total = self._now(), self._host_time.seconds
+        spent, hook_seconds = now - self._since, hook_total - self._hook_seconds
+        # Time in DeepSpeed's hooks counts as the engine's, but only hooks of passes are measured.
+        if self._part not in _PASSES:
+            hook_seconds = 0.0
+        self._seconds[self._part] = self._seconds.get(self._part, 0.0) + spent - hook_seconds
+        self._seconds[ENGINE] = self._seconds.get(ENGINE, 0.0) + hook_seconds
+        self._since, self._hook_seconds = now, hook_total
         self._part = part
         self.memory.begin(part)
         if self._device is not None:
@@ -143,7 +152,7 @@ class StepClock:
         finally:
             self.memory.begin(None)
             self._waited += self._host_time.waited - waited
-            self._since, self._own = self._now(), self._host_time.seconds
+            self._since, self._hook_seconds = self._now(), self._host_time.seconds
             self._part = part
             if self._device is not None:
                 self._device.begin(part)
@@ -158,22 +167,32 @@ class StepClock:
         step_seconds = max(total / num_steps, math.ulp(1.0))
         communication: float | None = waited / num_steps
         if self._device is not None:
-            parts = _with_device(self._device.read(), parts.get(DATA, 0.0), step_seconds)
+            # The passes and the update by the device's clock; what remains of the step is split
+            # into data, up to the host's wait for the batch, and engine.
+            device = self._device.read()
+            data_seconds = parts.get(DATA, 0.0)
+            parts = {part: device[part] for part in (*_PASSES, "optimizer") if part in device}
+            host_seconds = max(0.0, step_seconds - sum(parts.values()))
+            parts[DATA] = min(data_seconds, host_seconds)
+            parts[ENGINE] = host_seconds - parts[DATA]
         if self.device_waits is not None:
             communication = self.device_waits.read()
-        times = StepTimes(self._num_steps, step_seconds, _breakdown(parts, communication))
+        times = StepTimes(
+            self._num_steps,
+            step_seconds,
+            Breakdown(
+                data_seconds=parts.get(DATA, 0.0),
+                forward_seconds=None if "compute" in parts else parts.get("forward", 0.0),
+                backward_seconds=None if "compute" in parts else parts.get("backward", 0.0),
+                compute_seconds=parts.get("compute"),
+                optimizer_seconds=parts.get("optimizer", 0.0),
+                communication_seconds=communication,
+                engine_seconds=parts.get(ENGINE, 0.0),
+            ),
+        )
         self._seconds.clear()
         self._num_steps, self._waited = 0, self._host_time.waited
         return times
-
-    def _end_part(self) -> None:
-        now, own = self._now(), self._host_time.seconds
-        spent, inside = now - self._since, own - self._own
-        if self._part not in _PASSES:
-            inside = 0.0
-        self._seconds[self._part] = self._seconds.get(self._part, 0.0) + spent - inside
-        self._seconds[ENGINE] = self._seconds.get(ENGINE, 0.0) + inside
-        self._since, self._own = now, own
 
 
 class _DeviceParts:
@@ -197,12 +216,12 @@ class _DeviceParts:
             self._is_full = len(self._events) >= _MOST_EVENTS
 
     def read(self) -> dict[str, float]:
-        """Return the seconds of each part of one step, the mean of the timed ones."""
+        """Return the seconds by part of a step, the mean over timed steps."""
         seconds_by_part: dict[str, float] = {}
-        for (part, begun), (_, ended) in zip(self._events, self._events[1:], strict=False):
-            if ended.query():
+        for (part, start), (_, end) in zip(self._events, self._events[1:], strict=False):
+            if end.query():
                 seconds_by_part[part] = (
-                    seconds_by_part.get(part, 0.0) + begun.elapsed_time(ended) / 1000
+                    seconds_by_part.get(part, 0.0) + start.elapsed_time(end) / 1000
                 )
         num_steps = max(1, self._num_steps)
         last = self._events[-1][0] if self._events else ENGINE
@@ -241,42 +260,20 @@ class DeviceWaits:
             self._is_measuring = self._is_known = False
             yield
             return
-        begun, ended = self._make_event(), self._make_event()
-        begun.record(self._stream)
+        start, end = self._make_event(), self._make_event()
+        start.record(self._stream)
         try:
             yield
         finally:
-            ended.record(self._stream)
-            self._pairs.append((begun, ended))
+            end.record(self._stream)
+            self._pairs.append((start, end))
 
     def read(self) -> float | None:
         """Return the seconds of the measured step, which must have finished; None if none."""
-        pairs, known = self._pairs[:], self._is_known
+        pairs, is_known = self._pairs[:], self._is_known
         self._pairs.clear()
         self._is_known = False
-        if not known or not all(ended.query() for _, ended in pairs):
+        if not is_known or not all(end.query() for _, end in pairs):
             return None
-        milliseconds: float = sum(begun.elapsed_time(ended) for begun, ended in pairs)
+        milliseconds: float = sum(start.elapsed_time(end) for start, end in pairs)
         return milliseconds / 1000
-
-
-def _with_device(
-    device: dict[str, float], data_seconds: float, step_seconds: float
-) -> dict[str, float]:
-    """Return parts of a step on CUDA: the device's; the rest is split into data and engine."""
-    parts = {part: device[part] for part in (*_PASSES, "optimizer") if part in device}
-    rest = max(0.0, step_seconds - sum(parts.values()))
-    data_seconds = min(data_seconds, rest)
-    return {**parts, DATA: data_seconds, ENGINE: rest - data_seconds}
-
-
-def _breakdown(parts: dict[str, float], communication: float | None) -> Breakdown:
-    return Breakdown(
-        data_seconds=parts.get(DATA, 0.0),
-        forward_seconds=None if "compute" in parts else parts.get("forward", 0.0),
-        backward_seconds=None if "compute" in parts else parts.get("backward", 0.0),
-        compute_seconds=parts.get("compute"),
-        optimizer_seconds=parts.get("optimizer", 0.0),
-        communication_seconds=communication,
-        engine_seconds=parts.get(ENGINE, 0.0),
-    )

@@ -4,10 +4,10 @@ A step is bad when its loss or gradient norm is not finite, or, with ``guard.spi
 above its last values. Its samples count as read and the learning-rate schedule advances. After
 ``guard.max_consecutive`` bad steps the run rolls back to the newest checkpoint without one before
 it and continues with the next samples (PaLM, Chowdhery et al. 2022, arXiv 2204.02311, section 5.1):
-replaying the same would reach the same bad steps.
+replaying the samples would repeat the bad steps.
 
-Decisions depend only on stats that are the same on every rank and on `GuardState`, which every
-checkpoint contains: a resumed run makes the same ones.
+Decisions depend only on stats that are equal on every rank and on `GuardState`, which every
+checkpoint contains: a resumed run decides alike.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LEAST_SPREAD = 1e-3
 
 class Guard:
     """Policy that skips bad updates of a run. `skip_policy` (None if the guard is off) is for
-    `TrainEngine.train_step`, which calls it on every rank with the same stats."""
+    `TrainEngine.train_step`, which calls it on every rank with equal stats."""
 
     def __init__(self, section: GuardSection, log: RunLog) -> None:
         self._section, self._log = section, log
@@ -80,14 +80,14 @@ class Guard:
 
 def skip_reason(stats: StepStats, state: GuardState, section: GuardSection) -> str | None:
     """Return why the update of a step is skipped; None if it is applied. Pure."""
-    kinds = (
+    measured = (
         ("loss", stats.loss, state.losses),
         ("gradient norm", stats.grad_norm, state.norms),
     )
-    for name, value, _ in kinds:
+    for name, value, _ in measured:
         if not math.isfinite(value):
             return f"{name} is not finite"
-    for name, value, recent in kinds:
+    for name, value, recent in measured:
         if section.spike_sigma is not None and len(recent) >= section.window:
             centre, spread = center_and_spread(recent[-section.window :])
             if value > centre + section.spike_sigma * spread:

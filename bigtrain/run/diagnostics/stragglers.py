@@ -1,11 +1,11 @@
 """Stragglers: ranks that are slower than their peers.
 
-In synchronous training step times are those of the slowest rank. So the measured work is that which
-no other rank can delay: waiting for the batch, and the matrix products of one layer (forward,
-between hooks on its innermost modules, which excludes gathers and reductions; a compiled layer is
-timed as a unit), extrapolated to the model by its parameters, times three for the backward pass. On
-GPUs events time them, read when a step is logged. This detects a slow device, busy cores or a slow
-disk; not a slow link, nor slowness outside of both measurements.
+In synchronous training the slowest rank determines the step time. So only work that no other rank
+can delay is measured: waiting for the batch, and the matrix products of a layer (forward, between
+hooks on its innermost modules, which excludes gathers and reductions; a compiled layer is timed as
+a unit), extrapolated to the model by its parameters, times three for the backward pass. On GPUs
+events time them, read when a step is logged. This detects a slow device, busy cores or a slow disk;
+not a slow link, nor slowness outside of the two measurements.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class WorkMeter:
         self._begun: Any = None
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         # A pipeline stage lacks some of the layers.
-        each = ((layer, list(_products(layer))) for _, layer in decoder_layers(model))
-        layer, products = next((pair for pair in each if pair[1]), (None, []))
+        products_by_layer = ((layer, list(_products(layer))) for _, layer in decoder_layers(model))
+        layer, products = next((pair for pair in products_by_layer if pair[1]), (None, []))
         total = sum(_num_elements(module) for module in _products(model))
         sampled = sum(_num_elements(module) for module in products)
         self._per_product = 3.0 * total / sampled if sampled else 0.0
@@ -57,14 +57,14 @@ class WorkMeter:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Count time inside the block as waiting for a batch."""
-        begun = time.perf_counter()
+        start = time.perf_counter()
         yield
-        self._waited += time.perf_counter() - begun
+        self._waited += time.perf_counter() - start
 
     def read(self) -> float:
         """Return estimated seconds of work since the last call; the step must have finished."""
         if self._events:
-            pairs = [begun.elapsed_time(ended) for begun, ended in self._events if ended.query()]
+            pairs = [start.elapsed_time(end) for start, end in self._events if end.query()]
             self._multiplied += sum(pairs) / 1000
             self._events.clear()
         seconds = self._waited + self._per_product * self._multiplied
@@ -81,15 +81,15 @@ class WorkMeter:
             self._begun.record()
 
     def _end(self, module: nn.Module, *_: Any) -> None:
-        begun, self._begun = self._begun, None
-        if begun is None:
+        start, self._begun = self._begun, None
+        if start is None:
             return
         if not self._on_gpu:
-            self._multiplied += time.perf_counter() - begun
+            self._multiplied += time.perf_counter() - start
             return
-        ended = torch.cuda.Event(enable_timing=True)
-        ended.record()
-        self._events.append((begun, ended))
+        end = torch.cuda.Event(enable_timing=True)
+        end.record()
+        self._events.append((start, end))
 
 
 def _products(module: nn.Module) -> Iterator[nn.Module]:
@@ -111,7 +111,7 @@ def _num_elements(module: nn.Module) -> int:
 
 @dataclass(frozen=True)
 class Straggler:
-    """Rank whose work takes `work_seconds` a step; the median of its peers: `median_seconds`."""
+    """Rank whose work takes `work_seconds` a step; the median of the peers: `median_seconds`."""
 
     rank: int
     work_seconds: float
@@ -121,30 +121,28 @@ class Straggler:
 def find_stragglers(
     work_seconds: Sequence[float], peers: Sequence[int], step_seconds: float, factor: float
 ) -> list[Straggler]:
-    """Return ranks slower than `factor` times the median of their peers and by more than a tenth of
-    a step. `work_seconds`: of a step by rank; `peers`: by rank, equal numbers are compared."""
-    kinds: dict[int, list[float]] = {}
-    for seconds, kind in zip(work_seconds, peers, strict=True):
-        kinds.setdefault(kind, []).append(seconds)
-    for alike in kinds.values():
+    """Return ranks slower than `factor` times the median of the peers and by more than a tenth of a
+    step. `work_seconds`: of a step by rank; `peers`: by rank, equal numbers are compared."""
+    seconds_by_peers: dict[int, list[float]] = {}
+    for seconds, peer_group in zip(work_seconds, peers, strict=True):
+        seconds_by_peers.setdefault(peer_group, []).append(seconds)
+    for alike in seconds_by_peers.values():
         alike.sort()
     stragglers = []
     for rank, seconds in enumerate(work_seconds):
-        alike = kinds[peers[rank]]
-        usual = max(_median_of_others(alike, seconds), 1e-9) if len(alike) > 1 else seconds
+        alike = seconds_by_peers[peers[rank]]
+        usual = seconds
+        if len(alike) > 1:
+            # The median of the sorted peers without this rank.
+            rank_index, num_peers = bisect_right(alike, seconds) - 1, len(alike) - 1
+            low, high = (
+                alike[index if index < rank_index else index + 1]
+                for index in ((num_peers - 1) // 2, num_peers // 2)
+            )
+            usual = max(low if low == high else (low + high) / 2, 1e-9)
         if seconds > factor * usual and seconds - usual > 0.1 * step_seconds:
             stragglers.append(Straggler(rank, seconds, usual))
     return stragglers
-
-
-def _median_of_others(alike: Sequence[float], seconds: float) -> float:
-    """Return the median of the sorted `alike` without one value equal to `seconds`."""
-    left_out, others = bisect_right(alike, seconds) - 1, len(alike) - 1
-    low, high = (
-        alike[place if place < left_out else place + 1]
-        for place in ((others - 1) // 2, others // 2)
-    )
-    return low if low == high else (low + high) / 2
 
 
 class StragglerWatch:
@@ -171,36 +169,35 @@ class StragglerWatch:
 
     def gather(self, state: TrainState, times: StepTimes) -> None:
         """Gather the work since the last logged step. Collective."""
-        own = self.meter.read()
+        work_seconds = self.meter.read()
         if self._group is None:
             return
-        work = gather_on_main(own, self._group)
+        work = gather_on_main(work_seconds, self._group)
         if self._log.metrics is None:
             return
+        # The report covers all steps since the last one.
         self._work += torch.tensor(work, dtype=torch.float64)
         self._num_steps += times.num_steps
         self._seconds += times.num_steps * times.step_seconds
         if self._seconds >= self._section.straggler_seconds:
-            self._report(state)
+            step_seconds = self._seconds / self._num_steps
+            mean_work = (self._work / self._num_steps).tolist()
+            factor = self._section.straggler_factor
+            for straggler in find_stragglers(mean_work, self._peers, step_seconds, factor):
+                host = self._context.hosts[straggler.rank]
+                self._log.event(
+                    "straggler",
+                    state,
+                    first_sample=self._first_sample,
+                    rank=straggler.rank,
+                    host=host,
+                    work_seconds=straggler.work_seconds,
+                    median_seconds=straggler.median_seconds,
+                )
+                ratio = straggler.work_seconds / straggler.median_seconds
+                self._log.info(
+                    f"rank {straggler.rank} on {host} is slow: {straggler.work_seconds:.3g} s of "
+                    f"its own work a step, {ratio:.1f} times the median of its peers"
+                )
             self._work.zero_()
             self._seconds, self._num_steps, self._first_sample = 0.0, 0, state.samples
-
-    def _report(self, state: TrainState) -> None:
-        step_seconds = self._seconds / self._num_steps
-        work = (self._work / self._num_steps).tolist()
-        factor = self._section.straggler_factor
-        for one in find_stragglers(work, self._peers, step_seconds, factor):
-            host = self._context.hosts[one.rank]
-            self._log.event(
-                "straggler",
-                state,
-                first_sample=self._first_sample,
-                rank=one.rank,
-                host=host,
-                work_seconds=one.work_seconds,
-                median_seconds=one.median_seconds,
-            )
-            self._log.info(
-                f"rank {one.rank} on {host} is slow: {one.work_seconds:.3g} s of its own work a "
-                f"step, {one.work_seconds / one.median_seconds:.1f} times the median of its peers"
-            )

@@ -9,9 +9,10 @@ After a network partition a scheduler may start a run again while processes of t
 still run. So every launch acquires a run token, a fencing token that never expires: the next
 generation number, claimed by a hard link, which only one process can create (open with O_EXCL if
 links are not supported); it then renames the files of earlier launches. Before every change of the
-directory the main rank checks that its own file still has its name: opening a file queries an NFS
-server, while listings may be cached for up to half a minute. One operation that was permitted an
-instant before may still be executed; checkpoints are complete regardless of who commits them.
+directory the main rank checks that the file of this launch still has its name: opening a file
+queries an NFS server, while listings may be cached for up to half a minute. One operation that was
+permitted an instant before may still be executed; checkpoints are complete regardless of who
+commits them.
 
 The main rank calls all this; nothing is collective. Imports no torch.
 """
@@ -69,10 +70,6 @@ class RunToken:
     _looked_at: float = field(default=0.0)
     _was_lost: bool = field(default=False)
 
-    @property
-    def attempt(self) -> str:
-        return self.holder.attempt
-
     def check(self) -> None:
         """Raise StaleLaunchError if a later launch holds the directory, RunRemovedError if
         deleted."""
@@ -97,8 +94,17 @@ class RunToken:
         return self._was_lost
 
     def _is_removed(self) -> bool:
-        """Return whether records and first files are missing (a save may create the rest again)."""
-        return not any(_may_exist(self.run_directory / name) for name in (DIRECTORY, "config.json"))
+        """Return whether records and first files are missing (a save may create other files
+        again)."""
+        for name in (DIRECTORY, "config.json"):
+            try:
+                (self.run_directory / name).stat()
+            except FileNotFoundError:
+                continue
+            except OSError:
+                pass  # a file system that does not respond may recover
+            return False
+        return True
 
     def newer_launch(self) -> str | None:
         """Return the later launch that holds the directory, human-readable; or None."""
@@ -106,8 +112,8 @@ class RunToken:
         if newest is not None and newest.generation >= self.holder.generation:
             return str(newest) if newest.generation > self.holder.generation else None
         # The listing is older than this launch, or its file has been renamed.
-        own = _path(self.run_directory, self.holder.generation)
-        if _read(own) is not None or not _stale_path(own).exists():
+        path = _path(self.run_directory, self.holder.generation)
+        if _read(path) is not None or not _stale_path(path).exists():
             # If neither file exists, a user removed them, and no other launch holds the token.
             return None
         # The listing is older than the rename.
@@ -128,7 +134,7 @@ class RunClaim:
     generation: int | None = None
 
     def check(self) -> None:
-        """Raise as `RunToken.check`, on the main rank; the others have no run token. Not
+        """Raise as `RunToken.check`, on the main rank; other ranks have no run token. Not
         collective."""
         if self.token is not None:
             self.token.check()
@@ -151,8 +157,23 @@ def acquire(run_directory: Path, environment: Mapping[str, str]) -> RunToken:
     in the meantime: the two would fence each other off forever."""
     directory = run_directory / DIRECTORY
     directory.mkdir(parents=True, exist_ok=True)
-    attempt, launch = secrets.token_hex(4), _launch(environment)
-    _refuse_stale_restart(run_directory, launch, environment)
+    # torchrun's id of this launch; each requeue of a Slurm job is another launch.
+    names = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_RESTART_COUNT")
+    ids = [environment.get(name, "") for name in names]
+    attempt, launch = secrets.token_hex(4), (":".join(ids) if ids[0] else "")
+
+    # Refuse a restart of a launch whose token another launch has acquired.
+    is_restart = environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    current = newest_holder(run_directory)
+    if is_restart and launch and current is not None and current.launch != launch:
+        for stale in map(_read, directory.glob(f"*{_STALE_SUFFIX}")):
+            if stale is not None and stale.launch == launch:
+                raise StaleLaunchError(
+                    f"{run_directory} is held by {current}, which acquired it from this launch "
+                    f"({launch}); it is not restarted -> end this launch"
+                )
+
+    # Claim the next generation number.
     while True:
         newest = max(_generations(directory), default=0)
         holder = TokenHolder(
@@ -164,11 +185,18 @@ def acquire(run_directory: Path, environment: Mapping[str, str]) -> RunToken:
             launch=launch,
             since=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
         )
-        if not _create(_path(run_directory, holder.generation), holder):
-            continue
+        path = _path(run_directory, holder.generation)
+        content = json.dumps(asdict(holder)).encode() + b"\n"
+        if not create_whole(path, content, path.with_name(f".{attempt}.draft")):
+            # If the reply to a link is lost, the NFS client retries and sees the existing link.
+            existing = _read(path)
+            if existing is None or existing.attempt != attempt:
+                continue
         # A launch with an outdated listing may have claimed a number that had become free.
         if max(_generations(directory)) == holder.generation:
             break
+
+    # Fence off earlier launches, which check the file name before they write.
     for number in _generations(directory):
         if number < holder.generation:
             path = _path(run_directory, number)
@@ -188,27 +216,6 @@ def newest_holder(run_directory: Path) -> TokenHolder | None:
     return None
 
 
-def _launch(environment: Mapping[str, str]) -> str:
-    """Return torchrun's id of this launch; each requeue of a Slurm job is another launch."""
-    names = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_RESTART_COUNT")
-    ids = [environment.get(name, "") for name in names]
-    return ":".join(ids) if ids[0] else ""
-
-
-def _refuse_stale_restart(run_directory: Path, launch: str, environment: Mapping[str, str]) -> None:
-    again = environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    holder = newest_holder(run_directory)
-    if not (again and launch and holder is not None and holder.launch != launch):
-        return
-    for path in (run_directory / DIRECTORY).glob(f"*{_STALE_SUFFIX}"):
-        before = _read(path)
-        if before is not None and before.launch == launch:
-            raise StaleLaunchError(
-                f"{run_directory} is held by {holder}, which acquired it from this launch "
-                f"({launch}); it is not restarted -> end this launch"
-            )
-
-
 def _generations(directory: Path) -> list[int]:
     try:
         names = os.listdir(directory)
@@ -223,26 +230,6 @@ def _path(run_directory: Path, generation: int) -> Path:
 
 def _stale_path(path: Path) -> Path:
     return path.with_name(path.name.removesuffix(".json") + _STALE_SUFFIX)
-
-
-def _create(path: Path, holder: TokenHolder) -> bool:
-    content = json.dumps(asdict(holder)).encode() + b"\n"
-    if create_whole(path, content, path.with_name(f".{holder.attempt}.draft")):
-        return True
-    # If the reply to a link is lost, the NFS client retries and sees the existing link.
-    there = _read(path)
-    return there is not None and there.attempt == holder.attempt
-
-
-def _may_exist(path: Path) -> bool:
-    """Return False only if the file system reports so; one that does not respond may recover."""
-    try:
-        path.stat()
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
-    return True
 
 
 def _read(path: Path) -> TokenHolder | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -51,15 +50,20 @@ class Heartbeat:
         self.phase, self.module = phase, module
         self.count += 1
 
+    def _watch_backward(self, module: str, _layer: nn.Module, _args: Any, outputs: Any) -> None:
+        first = outputs[0] if isinstance(outputs, tuple) and outputs else outputs
+        if torch.is_tensor(first) and first.requires_grad and torch.is_grad_enabled():
+            first.register_hook(lambda _gradient: self._enter("backward pass", module))
+
     def watch_layers(self, model: nn.Module) -> None:
         """Mark every layer of `model` (the members of its outermost module lists) at the start of
-        its forward and backward pass, by hooks that add nothing to the graph."""
+        the forward and backward pass, by hooks that add nothing to the graph."""
         for name, layer in decoder_layers(model):
-            enter = partial(self._enter, "forward pass", name)
-            leave = partial(self._enter, "backward pass", name)
             # Before ZeRO-3's hooks that gather parameters, since those may hang.
-            layer.register_forward_pre_hook(partial(_mark, enter), prepend=True)
-            layer.register_forward_hook(partial(_mark_gradient, leave))
+            layer.register_forward_pre_hook(
+                lambda _layer, _args, name=name: self._enter("forward pass", name), prepend=True
+            )
+            layer.register_forward_hook(partial(self._watch_backward, name))
 
 
 class Transfers:
@@ -88,36 +92,27 @@ class Transfers:
             return 0
 
 
-def _mark(mark: Callable[[], None], _layer: nn.Module, _args: Any) -> None:
-    mark()
-
-
-def _mark_gradient(mark: Callable[[], None], _layer: nn.Module, _args: Any, outputs: Any) -> None:
-    first = outputs[0] if isinstance(outputs, tuple) and outputs else outputs
-    if torch.is_tensor(first) and first.requires_grad and torch.is_grad_enabled():
-        first.register_hook(lambda _gradient: mark())
-
-
 def current_collective() -> str | None:
     """Return the collective that this rank's training waits in; None outside, or if only a GPU
-    waits. Read from the stacks of the main thread and of those that Python did not start
+    waits. Read from the stacks of the main thread and of threads that Python did not start
     (autograd's)."""
     frames = sys._current_frames()
-    own = {thread.ident for thread in threading.enumerate()} - {threading.main_thread().ident}
-    for ident, frame in frames.items():
-        collective = _collective_of(frame) if ident not in own else None
+    python_threads = {thread.ident for thread in threading.enumerate()} - {
+        threading.main_thread().ident
+    }
+    for ident, innermost in frames.items():
+        if ident in python_threads:
+            continue
+        # Collectives of torch call each other: training called the outermost function.
+        collective: str | None = None
+        frame: FrameType | None = innermost
+        while frame is not None:
+            file, name = frame.f_code.co_filename, frame.f_code.co_name
+            if file.endswith("torch/distributed/distributed_c10d.py"):
+                collective = name
+            elif "/deepspeed/" in file and name in ("wait", "synchronize") and collective is None:
+                collective = "wait"
+            frame = frame.f_back
         if collective is not None:
             return collective
     return None
-
-
-def _collective_of(frame: FrameType | None) -> str | None:
-    collective = None
-    while frame is not None:
-        file, name = frame.f_code.co_filename, frame.f_code.co_name
-        if file.endswith("torch/distributed/distributed_c10d.py"):
-            collective = name
-        elif "/deepspeed/" in file and name in ("wait", "synchronize") and collective is None:
-            collective = "wait"
-        frame = frame.f_back
-    return collective

@@ -2,9 +2,9 @@
 them.
 
 It is the process group's TCPStore, whose server is a C++ thread of the main rank or of torchrun's
-agent and responds while Python hangs. Each rank has its own connection. An operation may block
-forever if a host is lost, so one thread executes all of them and callers wait a few seconds; after
-the first that takes too long the status store counts as lost, until it is reconnected.
+agent and responds while Python hangs. Each rank has a separate connection. An operation may block
+forever if a host is lost, so one thread executes all operations and callers wait a few seconds;
+after the first that takes too long the status store counts as lost, until it is reconnected.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _ALARM, _LEADER, _FINISHED, _MOVES, _SLOW = "alarm", "leader", "finished", "move
 Result = TypeVar("Result")
 
 
-def _keys(kind: str, num_ranks: int) -> list[str]:
-    return [f"{kind}/{rank}" for rank in range(num_ranks)]
+def _keys(prefix: str, num_ranks: int) -> list[str]:
+    return [f"{prefix}/{rank}" for rank in range(num_ranks)]
 
 
 def open_status_store(world: World) -> StatusStore | None:
@@ -80,8 +80,8 @@ class StoreLocation:
         return dist.PrefixStore(f"watchdog/{self.token}", store)
 
     def create_entries(self, num_ranks: int) -> None:
-        """Create empty entries of all ranks, before any rank reads: one call then reads all without
-        waiting. Raises as `connect`."""
+        """Create empty entries for every rank, before any rank reads: a single call then reads all
+        entries without waiting. Raises as `connect`."""
         keys = [*_keys("place", num_ranks), *_keys("answer", num_ranks)]
         self.connect().multi_set(keys, [""] * len(keys))
 
@@ -122,7 +122,9 @@ class StatusStore:
 
     def alarm(self) -> str | None:
         """Return the name of the alarm, if one was raised."""
-        return self._do(lambda: self._text(_ALARM))
+        return self._do(
+            lambda: self._store.get(_ALARM).decode() if self._store.check([_ALARM]) else None
+        )
 
     def raise_alarm(self, name: str) -> str | None:
         """Raise the alarm; return the name given by the rank that raised it first."""
@@ -135,7 +137,7 @@ class StatusStore:
 
     def leads(self, is_main: bool, answer_seconds: float, report_seconds: float) -> bool:
         """Return whether this rank writes the report: the main rank, or the first other rank if
-        that does not start in time. On the others it returns when the report is written, or on
+        that does not start in time. On other ranks it returns when the report is written, or on
         timeout."""
         if not is_main and self._wait(_LEADER, answer_seconds):
             self._wait(_FINISHED, answer_seconds + 2 * report_seconds)
@@ -147,7 +149,7 @@ class StatusStore:
         return False
 
     def answers(self, seconds: float) -> dict[int, Position] | None:
-        """Return the answers of all ranks, or after `seconds` those received."""
+        """Return the answers of all ranks, or after `seconds` the received answers."""
         until = time.monotonic() + seconds
         while not self.is_lost:
             received = self._read("answer")
@@ -167,7 +169,7 @@ class StatusStore:
             time.sleep(0.5)  # the store may end with this process
 
     def reopened(self) -> StatusStore | None:
-        """Return the same status store over a new connection; None if that fails."""
+        """Return this status store over a new connection; None if that fails."""
         try:
             return StatusStore(self._location, self._world)
         except RuntimeError:
@@ -187,17 +189,14 @@ class StatusStore:
             time.sleep(0.1)
         return False
 
-    def _read(self, kind: str) -> dict[int, Position] | None:
+    def _read(self, prefix: str) -> dict[int, Position] | None:
         """Read all ranks' entries in one call: a call for each would take seconds for thousands."""
 
         def read() -> dict[int, Position]:
-            texts = enumerate(self._store.multi_get(_keys(kind, self._size)))
+            texts = enumerate(self._store.multi_get(_keys(prefix, self._size)))
             return {rank: Position.from_json(text.decode()) for rank, text in texts if text}
 
         return self._do(read)
-
-    def _text(self, key: str) -> str | None:
-        return self._store.get(key).decode() if self._store.check([key]) else None
 
     def _do(self, action: Callable[[], Result]) -> Result | None:
         if self.is_lost:
@@ -205,11 +204,11 @@ class StatusStore:
         result: SimpleQueue[Any] = SimpleQueue()
         self._requests.put((action, result))
         try:
-            kind, value = result.get(timeout=_OPERATION_SECONDS)
+            outcome, value = result.get(timeout=_OPERATION_SECONDS)
         except Empty:
-            kind, value = "late", None
-        self.is_lost = kind != "done"
-        return value if kind == "done" else None
+            outcome, value = "late", None
+        self.is_lost = outcome != "done"
+        return value if outcome == "done" else None
 
     def _work(self) -> None:
         while (request := self._requests.get()) is not None:
@@ -264,9 +263,10 @@ def diagnose(
     """Return the lagging ranks of a world whose rank `r` runs on ``hosts[r]``. `answers`: positions
     of the ranks that still respond; `last_known`: the last position reported before, by rank.
 
-    In order: unresponsive ranks; ranks outside of collectives while others wait in one; those in an
-    earlier step; those in another collective than most.
+    In order: unresponsive ranks; ranks outside of collectives while others wait in a collective;
+    ranks in an earlier step; ranks in another collective than most.
     """
+    # A rank that does not respond explains why others wait.
     silent = [rank for rank in range(len(hosts)) if rank not in answers]
     if silent:
         lines = [
@@ -279,15 +279,33 @@ def diagnose(
             for rank in silent
         ]
         return _diagnosis(silent, lines, answers)
-    lagging, why = _laggards(list(answers.values()))
-    lines = [f"{answers[rank]} ({why})" for rank in lagging]
+
+    # All ranks respond: the first difference between their positions names the lagging ranks.
+    positions = list(answers.values())
+    ranks_outside = [p.rank for p in positions if p.collective is None]
+    first_step = min(p.step for p in positions)
+    behind = [p.rank for p in positions if p.step == first_step]
+    counts = Counter((p.collective, p.phase) for p in positions).most_common()
+    lagging: list[int] = []
+    reason = ""
+    if ranks_outside and len(ranks_outside) < len(positions):
+        lagging, reason = ranks_outside, "the others wait for it in a collective"
+    elif len(behind) < len(positions):
+        lagging, reason = behind, "the others are in a later step"
+    elif len(counts) > 1 and counts[0][1] > counts[1][1]:
+        usual = counts[0][0]
+        lagging = [p.rank for p in positions if (p.collective, p.phase) != usual]
+        reason = f"most are in {usual[0]}, {usual[1]}"
+    elif len(positions) == 1:
+        lagging, reason = [positions[0].rank], "it makes no progress"
+    lines = [f"{answers[rank]} ({reason})" for rank in lagging]
     if not lines:
         lines = ["all ranks are at the same position: check the network and the stacks"]
     return _diagnosis(lagging, lines, answers)
 
 
 def diagnose_alone(position: Position, hosts: Sequence[str]) -> Diagnosis:
-    """Return the diagnosis of a rank that cannot reach the others because the store is gone."""
+    """Return the diagnosis of a rank that cannot reach other ranks because the store is gone."""
     if len(hosts) == 1:
         return diagnose({position.rank: position}, {}, hosts)
     if position.rank == 0:
@@ -297,31 +315,13 @@ def diagnose_alone(position: Position, hosts: Sequence[str]) -> Diagnosis:
     return _diagnosis([0], [line], {position.rank: position})
 
 
-def _laggards(positions: Sequence[Position]) -> tuple[list[int], str]:
-    outside = [p.rank for p in positions if p.collective is None]
-    if outside and len(outside) < len(positions):
-        return outside, "the others wait for it in a collective"
-    first_step = min(p.step for p in positions)
-    behind = [p.rank for p in positions if p.step == first_step]
-    if len(behind) < len(positions):
-        return behind, "the others are in a later step"
-    places = Counter((p.collective, p.phase) for p in positions).most_common()
-    if len(places) > 1 and places[0][1] > places[1][1]:
-        usual = places[0][0]
-        others = [p.rank for p in positions if (p.collective, p.phase) != usual]
-        return others, f"most are in {usual[0]}, {usual[1]}"
-    if len(positions) == 1:
-        return [positions[0].rank], "it makes no progress"
-    return [], ""
-
-
 def _diagnosis(
     ranks: Sequence[int], lines: list[str], answers: Mapping[int, Position]
 ) -> Diagnosis:
-    others = [str(answers[rank]) for rank in sorted(answers) if rank not in ranks]
+    waiting = [str(answers[rank]) for rank in sorted(answers) if rank not in ranks]
     # With thousands of ranks, the waiting ones are all alike.
-    shown = others[:16] + ([f"and {len(others) - 16} more"] if len(others) > 16 else [])
+    waiting_lines = waiting[:16] + ([f"and {len(waiting) - 16} more"] if len(waiting) > 16 else [])
     text = "\n".join(["lagging:", *(f"  {line}" for line in lines)])
-    if shown:
-        text += "\n" + "\n".join(["waiting:", *(f"  {line}" for line in shown)])
+    if waiting_lines:
+        text += "\n" + "\n".join(["waiting:", *(f"  {line}" for line in waiting_lines)])
     return Diagnosis(tuple(sorted(ranks)), text)

@@ -1,5 +1,5 @@
-"""Agreement of all ranks to stop or save after the same step: a signal, a write failure, an error
-or a request of a callback."""
+"""Agreement between ranks to stop or save after one common step: a signal, a write failure, an
+error or a request of a callback."""
 
 from __future__ import annotations
 
@@ -27,24 +27,26 @@ _TROUBLE = 1 << 16  # above all signals
 
 @dataclass(frozen=True)
 class Agreed:
-    """Result of an agreement, the same on all ranks. signal: to stop for, with the run to be
-    continued later. ends, saves: whether a callback asked to end the run, and for a checkpoint."""
+    """Result of an agreement, equal on all ranks. signal: to stop for, with the run to be continued
+    later. ends, saves: whether a callback asked to end the run, and for a checkpoint."""
 
     signal: signal.Signals | None = None
     ends: bool = False
     saves: bool = False
 
-    def __or__(self, other: Agreed) -> Agreed:
+    def __or__(self, decision: Agreed) -> Agreed:
         return Agreed(
-            self.signal or other.signal, self.ends or other.ends, self.saves or other.saves
+            self.signal or decision.signal,
+            self.ends or decision.ends,
+            self.saves or decision.saves,
         )
 
 
 class StopAgreement:
-    """Agreement that stops all ranks after the same step when one received a signal, or must
-    end. `group`: all ranks on the CPU (the training group would wait for a GPU); None for
-    one rank. `trouble`: why this rank must end, or None. `requests`: of the callbacks of this rank,
-    to end the run and to save; with them ranks agree after every step, not twice a second."""
+    """Agreement that stops all ranks after one common step when a rank received a signal, or must
+    end. `group`: all ranks on the CPU (the training group would wait for a GPU); None for one rank.
+    `trouble`: why this rank must end, or None. `requests`: of the callbacks of this rank, to end
+    the run and to save; with them ranks agree after every step, not twice a second."""
 
     def __init__(
         self,
@@ -62,34 +64,31 @@ class StopAgreement:
         self._since = time.perf_counter()
 
     def agreed(self) -> Agreed:
-        """Return what to do after this step, the same on all ranks; call between two steps.
-        Collective. Raises the trouble of a rank on all of them."""
-        if self._group is None:
-            return self._decision(self._own(), self._own_requests())
-        self._steps_left -= 1
-        if self._steps_left > 0 and self._requests is None:
-            return Agreed()
-        step_seconds = (time.perf_counter() - self._since) / self._steps_between
-        own = [self._own(), step_seconds, *self._own_requests()]
-        worst = torch.tensor(own, dtype=torch.float64)
-        maximum_of_all(worst, self._group)
-        # The same on every rank, like `worst`; at most doubling, if steps become slow.
-        wanted = int(_SECONDS_BETWEEN / max(float(worst[1]), 1e-6))
-        self._steps_between = max(1, min(wanted, 2 * self._steps_between))
-        self._steps_left = self._steps_between
-        self._since = time.perf_counter()
-        return self._decision(int(worst[0]), (bool(worst[2]), bool(worst[3])))
-
-    def _own(self) -> int:
+        """Return the decision after this step, equal on all ranks; call between two steps.
+        Collective. Raises the trouble of a rank on all ranks."""
+        step_seconds = 0.0
+        if self._group is not None:
+            self._steps_left -= 1
+            if self._steps_left > 0 and self._requests is None:
+                return Agreed()
+            step_seconds = (time.perf_counter() - self._since) / self._steps_between
         self._error = self._trouble()
-        return _TROUBLE if self._error is not None else self._signals.received
+        number = int(_TROUBLE if self._error is not None else self._signals.received)
+        ends, saves = (False, False) if self._requests is None else self._requests()
 
-    def _own_requests(self) -> tuple[bool, bool]:
-        return (False, False) if self._requests is None else self._requests()
+        if self._group is not None:
+            # Trouble of any rank, else the highest signal, and requests of any rank win.
+            values = torch.tensor([number, step_seconds, ends, saves], dtype=torch.float64)
+            maximum_of_all(values, self._group)
+            number, ends, saves = int(values[0]), bool(values[2]), bool(values[3])
+            # Equal on every rank, like `values`; at most doubling, if steps become slow.
+            steps_between = int(_SECONDS_BETWEEN / max(float(values[1]), 1e-6))
+            self._steps_between = max(1, min(steps_between, 2 * self._steps_between))
+            self._steps_left = self._steps_between
+            self._since = time.perf_counter()
 
-    def _decision(self, number: int, requests: tuple[bool, bool]) -> Agreed:
         if number != _TROUBLE:
-            return Agreed(signal.Signals(number) if number else None, *requests)
+            return Agreed(signal.Signals(number) if number else None, ends, saves)
         if self._group is None:
             self._raise()
         on_all_ranks(self._raise, self._group)

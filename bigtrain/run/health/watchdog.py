@@ -7,7 +7,7 @@ raises the alarm: all dump their stacks to ``RUN/hangs/step-.../`` and answer wi
 positions, one writes the report, and all end with exit code 76, so that the launcher restarts the
 run.
 
-If a hang inside C code holds the interpreter, or the process is stopped, the others report that
+If a hang inside C code holds the interpreter, or the process is stopped, other ranks report that
 this rank does not respond; and a timer in C (``faulthandler``), which every check resets, ends the
 process (exit code 1). If the status store is lost, each rank reports for itself.
 """
@@ -62,6 +62,7 @@ class Watchdog:
         world: World,
         run_directory: Path,
         heartbeat: Heartbeat,
+        *,
         is_stale: Callable[[], bool],
         hosts: Sequence[str],
     ) -> None:
@@ -105,11 +106,11 @@ class Watchdog:
         count, moves, slow_reports = -1, -1, -1
         self._moved_at = own_moved_at = time.monotonic()
         while True:
-            begun = time.monotonic()
+            look_began = time.monotonic()
             if self._stop.wait(self._look_seconds):
                 return
             now = time.monotonic()
-            overslept = now - begun - self._look_seconds
+            overslept = now - look_began - self._look_seconds
             if overslept > 2 * self._look_seconds:
                 # A stopped process: its training was stopped as well.
                 self._moved_at += overslept
@@ -120,38 +121,42 @@ class Watchdog:
             if moved:
                 self._moved_at = own_moved_at = now
             limit = self._current_limit(now)
-            self._set_last_alarm(limit)
+            # Reset the C timer that ends this process if this check is the last.
+            idle = time.monotonic() - self._moved_at
+            seconds = max(limit - idle, 0) + 2 * self._look_seconds
+            seconds += _ANSWER_SECONDS + _REPORT_SECONDS
+            faulthandler.dump_traceback_later(seconds, exit=True, file=2)
             if self._status_store is not None and self._status_store.is_lost:
                 self._connect_again(self._status_store)
             if self._status_store is not None:
                 is_slow = self._heartbeat.slow and now - own_moved_at <= self._slow_limit
-                # A rank that waits in a collective, too, is not the one that others wait for.
+                # Other ranks do not wait for a rank that waits in a collective, too.
                 is_slow = is_slow and current_collective() is None
                 self._status_store.report(self._position(), moved, is_slow)
                 if self._status_store.alarm() is not None:
                     self._end()
                 if now - self._moved_at > self._limit / 2:
                     # One rank's progress counts for all: one may export while all others wait.
-                    seen = self._status_store.moves()
-                    if seen is not None and moves not in (-1, seen):
+                    counter = self._status_store.moves()
+                    if counter is not None and moves not in (-1, counter):
                         self._moved_at = now
-                    moves = -1 if seen is None else seen
-                    # A rank that is slow in a slow phase ends the run by its own limit.
-                    seen = self._status_store.slow_reports()
-                    if seen is not None and slow_reports not in (-1, seen):
+                    moves = -1 if counter is None else counter
+                    # A rank that is slow in a slow phase ends the run by the slow limit.
+                    counter = self._status_store.slow_reports()
+                    if counter is not None and slow_reports not in (-1, counter):
                         self._slow_seen_at = now
-                    slow_reports = -1 if seen is None else seen
+                    slow_reports = -1 if counter is None else counter
                     limit = self._current_limit(now)
                 else:
                     moves = slow_reports = -1
             if now - self._moved_at > limit:
                 self._end()
 
-    def _connect_again(self, lost: StatusStore) -> None:
+    def _connect_again(self, lost_store: StatusStore) -> None:
         """Connect again, once a minute: one late answer must not disconnect a rank permanently."""
 
         def connect() -> None:
-            status_store = lost.reopened()
+            status_store = lost_store.reopened()
             if status_store is not None:
                 self._status_store = status_store
 
@@ -167,16 +172,10 @@ class Watchdog:
 
     def _current_limit(self, now: float) -> float:
         """Return the seconds without progress after which this rank raises the alarm: in a slow
-        phase, of this rank or of one that it may wait for, the longer limit."""
+        phase, of this rank or of a rank that it may wait for, the longer limit."""
         assert self._limit is not None
         waits = now - self._slow_seen_at <= _MISSED_LOOKS * self._look_seconds
         return self._slow_limit if self._heartbeat.slow or waits else self._limit
-
-    def _set_last_alarm(self, limit: float) -> None:
-        """Reset the C timer that ends this process if this check is the last."""
-        idle = time.monotonic() - self._moved_at
-        seconds = max(limit - idle, 0) + 2 * self._look_seconds + _ANSWER_SECONDS + _REPORT_SECONDS
-        faulthandler.dump_traceback_later(seconds, exit=True, file=2)
 
     def _position(self, collective: str | None = None) -> Position:
         beat = self._heartbeat
@@ -202,7 +201,15 @@ class Watchdog:
         # File systems may hang too: then the process ends without the dump.
         dump = threading.Thread(target=self._dump, args=(directory,), daemon=True)
         dump.start()
-        diagnosis = self._diagnosis(position)
+        # One rank reports for all; without the status store each rank reports for itself.
+        store = self._status_store
+        diagnosis: Diagnosis | None = None
+        if store is None or store.leads(self._world.is_main, _ANSWER_SECONDS, _REPORT_SECONDS):
+            answers = None if store is None else store.answers(_ANSWER_SECONDS)
+            if store is None or answers is None:
+                diagnosis = diagnose_alone(position, self._hosts)
+            else:
+                diagnosis = diagnose(answers, store.last_known(), self._hosts)
         dump.join(_REPORT_SECONDS)
         if diagnosis is not None:
             write = threading.Thread(target=self._write, args=(directory, diagnosis), daemon=True)
@@ -213,17 +220,6 @@ class Watchdog:
         sys.stderr.flush()
         os._exit(EXIT_HANG)
 
-    def _diagnosis(self, position: Position) -> Diagnosis | None:
-        """Return the diagnosis to report; None if another rank reports it."""
-        if self._status_store is None:
-            return diagnose_alone(position, self._hosts)
-        if not self._status_store.leads(self._world.is_main, _ANSWER_SECONDS, _REPORT_SECONDS):
-            return None
-        answers = self._status_store.answers(_ANSWER_SECONDS)
-        if answers is None:
-            return diagnose_alone(position, self._hosts)
-        return diagnose(answers, self._status_store.last_known(), self._hosts)
-
     def _dump(self, directory: Path) -> None:
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -231,7 +227,7 @@ class Watchdog:
                 faulthandler.dump_traceback(file, all_threads=True)
             trace = flight_recorder_trace()
             if trace is not None:
-                # Torch's reader of these files requires names that end in the rank.
+                # Torch's reader of flight records requires names that end in the rank.
                 (directory / f"flight-recorder-{self._world.rank:05d}").write_bytes(trace)
         except (OSError, RuntimeError) as error:
             print(f"watchdog: {directory} cannot be written: {error}", file=sys.stderr)
@@ -251,13 +247,10 @@ class Watchdog:
                 return
             with (self._run_directory / "log.txt").open("a") as file:
                 file.write(text)
-            self._ask_for_restart(directory)
+            # Ask the launcher to restart the run, unless the same step hangs repeatedly.
+            step = self._heartbeat.step
+            before = list(directory.parent.glob(f"step-{step:08d}-*"))
+            if len(before) <= _MOST_REQUEUES_PER_STEP:
+                ask_for_restart(self._run_directory, "watchdog", step)
         except OSError as error:
             print(f"watchdog: the report cannot be written: {error}", file=sys.stderr)
-
-    def _ask_for_restart(self, directory: Path) -> None:
-        """Ask the launcher to restart the run, unless the same step hangs repeatedly."""
-        step = self._heartbeat.step
-        before = list(directory.parent.glob(f"step-{step:08d}-*"))
-        if len(before) <= _MOST_REQUEUES_PER_STEP:
-            ask_for_restart(self._run_directory, "watchdog", step)

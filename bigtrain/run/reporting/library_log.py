@@ -24,15 +24,15 @@ class _LogLines(logging.Handler):
 
 
 @contextmanager
-def import_log(*, shown: bool) -> Iterator[list[str]]:
+def import_log(*, is_shown: bool) -> Iterator[list[str]]:
     """Capture DeepSpeed's log during its import inside the block; yield the lines, which are shown
-    only if `shown`. The import creates DeepSpeed's own handler, so this filters its logger."""
+    only if `is_shown`. The import creates DeepSpeed's own handler, so this filters its logger."""
     logger, lines = logging.getLogger(_NAME), list[str]()
     handler = _LogLines(lines.append)
 
     def keep(record: logging.LogRecord) -> bool:
         handler.emit(record)
-        return shown
+        return is_shown
 
     logger.addFilter(keep)
     try:
@@ -42,8 +42,8 @@ def import_log(*, shown: bool) -> Iterator[list[str]]:
 
 
 @contextmanager
-def deepspeed_log(write: Callable[[str], None], *, shown: bool) -> Iterator[None]:
-    """Send DeepSpeed's log from INFO on to `write` inside the block; `shown`: also to standard
+def deepspeed_log(write: Callable[[str], None], *, is_shown: bool) -> Iterator[None]:
+    """Send DeepSpeed's log from INFO on to `write` inside the block; `is_shown`: also to standard
     output, in DeepSpeed's format. Its errors are always shown."""
     logger = logging.getLogger(_NAME)
     level, levels = logger.level, [(handler, handler.level) for handler in logger.handlers]
@@ -51,7 +51,7 @@ def deepspeed_log(write: Callable[[str], None], *, shown: bool) -> Iterator[None
     logger.addHandler(lines)
     logger.setLevel(logging.INFO)
     for handler, _ in levels:
-        handler.setLevel(logging.INFO if shown else logging.ERROR)
+        handler.setLevel(logging.INFO if is_shown else logging.ERROR)
     try:
         yield
     finally:

@@ -147,9 +147,9 @@ class MetricsWriter:
             f"grad_norm {metrics.grad_norm:.3g} "
             f"tokens/s {format_rate(metrics.tokens_per_second)} "
         )
-        shown = self._shown + self._time_left(metrics.step)
-        line = f"step {metrics.step}/{self._total_steps} {shown}"
-        self._progress.step(metrics.step, line, shown)
+        status = self._shown + self._time_left(metrics.step)
+        line = f"step {metrics.step}/{self._total_steps} {status}"
+        self._progress.step(metrics.step, line, status)
         self._trackers.log(metrics.tracked(), metrics.step)
 
     def advance(self, step: int) -> None:
@@ -168,15 +168,15 @@ class MetricsWriter:
         sources: Mapping[str, HeldOutLoss] = MappingProxyType({}),
         tasks: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        """Write an evaluation: the held-out loss over all sets and of each, and metrics of
-        tasks."""
+        """Write an evaluation: the held-out loss over all sets and by set, and metrics of tasks."""
         line: dict[str, Any] = {"step": step}
-        shown: dict[str, float] = {}
+        tracked: dict[str, float] = {}
         begin = f"step {step}/{self._total_steps}"
+        # The log shows the losses, the line and the trackers all metrics.
         if held_out is not None:
             figures = {f"held_out_{key}": value for key, value in held_out.figures().items()}
             line |= figures
-            shown |= figures
+            tracked |= figures
             shown_loss = f"loss {held_out.loss:.4f}"
             shown_loss = loss_text(held_out.loss) if held_out.is_entropy else shown_loss
             self._tally.held_out = (step, shown_loss)
@@ -184,18 +184,18 @@ class MetricsWriter:
             if held_out.bits_per_byte is not None:
                 text += f" bits/byte {held_out.bits_per_byte:.4f}"
             if len(sources) > 1:
-                line["held_out_sources"] = {name: one.figures() for name, one in sources.items()}
-                shown |= {f"held_out_loss/{name}": one.loss for name, one in sources.items()}
-                each = ", ".join(f"{name} {one.loss:.4f}" for name, one in sources.items())
-                text += f" ({each})"
+                line["held_out_sources"] = {key: loss.figures() for key, loss in sources.items()}
+                tracked |= {f"held_out_loss/{key}": loss.loss for key, loss in sources.items()}
+                losses = ", ".join(f"{key} {loss.loss:.4f}" for key, loss in sources.items())
+                text += f" ({losses})"
             self.info(text)
         if tasks:
             line["tasks"] = {name.removeprefix("tasks/"): value for name, value in tasks.items()}
-            shown |= tasks
-            each = ", ".join(f"{name} {value:.4f}" for name, value in line["tasks"].items())
-            self.info(f"{begin} tasks {each}")
+            tracked |= tasks
+            losses = ", ".join(f"{name} {value:.4f}" for name, value in line["tasks"].items())
+            self.info(f"{begin} tasks {losses}")
         self._write(line)
-        self._trackers.log(shown, step)
+        self._trackers.log(tracked, step)
 
     def log_samples(self, step: int, samples: Sequence[tuple[str, str]]) -> None:
         """Append (prompt, continuation) pairs to samples.jsonl, and send them to the trackers."""
@@ -222,8 +222,8 @@ class MetricsWriter:
             + ("" if distance is None else f", distance {distance:.3g}")
         )
         names = ("sent_bytes", "link_bytes", "seconds", "waited_seconds", "change", "distance")
-        shown = {name: values[name] for name in names if values[name] is not None}
-        self._trackers.log({f"outer_step/{name}": value for name, value in shown.items()}, step)
+        tracked = {name: values[name] for name in names if values[name] is not None}
+        self._trackers.log({f"outer_step/{name}": value for name, value in tracked.items()}, step)
 
     def log_event(self, event: str, *, step: int, **details: object) -> None:
         """Write an event of `step`, in the format at the top of this file; not to trackers."""

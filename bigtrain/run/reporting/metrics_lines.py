@@ -1,5 +1,5 @@
 """Lines of metrics.jsonl: reading them, and dropping the last ones when a run resumes, without
-reading the entire file: except for events, the steps and samples in it only grow."""
+reading the entire file: except for events, steps and samples only grow from line to line."""
 
 from __future__ import annotations
 
@@ -19,32 +19,44 @@ _BLOCK_BYTES = 1 << 16
 def cut_lines(path: Path, last_step: int, samples: int) -> tuple[float | None, int]:
     """Keep the lines of `path` up to `last_step` and events that begin before sample `samples`;
     nothing if `last_step` is 0. Returns the loss of the first step in the file, and how many
-    complete lines were dropped. Parses those and the line before them, and copies the rest. A kill
-    here loses nothing."""
+    complete lines were dropped. Parses the dropped lines and the line before, and copies earlier
+    lines. A kill here loses nothing."""
     if not path.exists():
         return None, 0
     with path.open("rb") as file:
-        kept: list[bytes] = []  # of those after `end`, last one first
+        kept_lines: list[bytes] = []  # after `end`, in reverse order
         num_dropped, end = 0, 0
         for begin, text in _backwards(file):
             line = _parsed(text)
             if line is None:
                 continue  # truncated by a kill
-            if not _stays(line, last_step, samples):
+            step, is_event = line.get("step"), "event" in line
+            if not isinstance(step, int) or last_step == 0:
                 num_dropped += 1
                 continue
-            is_read = "event" not in line and line.get("samples", samples + 1) <= samples
+            if not (line["first_sample"] < samples if is_event else step <= last_step):
+                num_dropped += 1
+                continue
+            is_read = not is_event and line.get("samples", samples + 1) <= samples
             if is_read and text.endswith(b"\n"):
                 end = begin + len(text)
                 break
-            kept.append(text)
+            kept_lines.append(text)
         # A new file, although most lines are kept: a launch that this one has fenced off may still
         # have the old one open, and its appended lines are discarded with it.
-        with whole_file(path, path.with_name(f".{path.name}.tmp")) as whole:
+        with whole_file(path, path.with_name(f".{path.name}.tmp")) as new_file:
             file.seek(0)
-            _copy(file, whole, end)
-            whole.writelines(line.rstrip(b"\n") + b"\n" for line in reversed(kept))
-    return _first_loss(path), num_dropped
+            num_bytes = end
+            while num_bytes > 0 and (block := file.read(min(_BLOCK_BYTES, num_bytes))):
+                new_file.write(block)
+                num_bytes -= len(block)
+            new_file.writelines(line.rstrip(b"\n") + b"\n" for line in reversed(kept_lines))
+    with path.open("rb") as file:
+        for text in file:
+            line = _parsed(text)
+            if line and "loss" in line and "event" not in line:
+                return line["loss"], num_dropped
+    return None, num_dropped
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -87,26 +99,19 @@ def last_lines(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return last_by_kind.get("step", {}), last_by_kind.get("evaluation", {})
 
 
-def _stays(line: dict[str, Any], last_step: int, samples: int) -> bool:
-    step = line.get("step")
-    if not isinstance(step, int) or last_step == 0:
-        return False
-    return line["first_sample"] < samples if "event" in line else step <= last_step
-
-
 def _backwards(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
     """Yield the position and content of each line including its newline, the last line first."""
     begin = file.seek(0, os.SEEK_END)
-    held = b""
+    unread = b""
     while begin > 0:
         size = min(_BLOCK_BYTES, begin)
         begin = file.seek(begin - size)
-        held = file.read(size) + held
-        while (cut := held.rfind(b"\n", 0, -1)) >= 0:
-            yield begin + cut + 1, held[cut + 1 :]
-            held = held[: cut + 1]
-    if held:
-        yield 0, held
+        unread = file.read(size) + unread
+        while (cut := unread.rfind(b"\n", 0, -1)) >= 0:
+            yield begin + cut + 1, unread[cut + 1 :]
+            unread = unread[: cut + 1]
+    if unread:
+        yield 0, unread
 
 
 def _parsed(text: bytes) -> dict[str, Any] | None:
@@ -115,19 +120,3 @@ def _parsed(text: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return line if isinstance(line, dict) else {}
-
-
-def _copy(source: IO[bytes], target: IO[bytes], num_bytes: int) -> None:
-    while num_bytes > 0 and (block := source.read(min(_BLOCK_BYTES, num_bytes))):
-        target.write(block)
-        num_bytes -= len(block)
-
-
-def _first_loss(path: Path) -> float | None:
-    with path.open("rb") as file:
-        for text in file:
-            line = _parsed(text)
-            if line and "loss" in line and "event" not in line:
-                loss: float | None = line["loss"]
-                return loss
-    return None

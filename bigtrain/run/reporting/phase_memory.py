@@ -1,4 +1,4 @@
-"""Peak device memory of the run and of each phase; a CPU has none by phase."""
+"""Peak device memory of the run and by phase; a CPU has none by phase."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class PhaseMemory:
         self._peak = 0
         self._by_phase: dict[str, int] = {}
 
-    def measure(self, wanted: bool) -> None:
-        """Set whether the next phases are measured; the others cost nothing."""
-        if self._device_type == "cuda" and self._is_measuring and not wanted:
+    def measure(self, is_measured: bool) -> None:
+        """Set whether the next phases are measured; unmeasured phases cost nothing."""
+        if self._device_type == "cuda" and self._is_measuring and not is_measured:
             self.begin(None)
-        self._is_measuring = wanted
+        self._is_measuring = is_measured
 
     def begin(self, phase: str | None) -> None:
         """Begin a phase of `PHASES`, or None for time outside of phases."""

@@ -8,7 +8,7 @@ import shutil
 import sys
 from datetime import datetime
 from pathlib import Path
-from typing import NoReturn, Self, TextIO
+from typing import NoReturn, TextIO
 
 from tqdm import tqdm
 
@@ -95,12 +95,6 @@ class Progress:
             lines = "\n".join(f"{now} {line}" for line in text.splitlines())
             self.failure = write_line(self._log, self._path, lines)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def write_line(file: TextIO, path: Path, text: str) -> OutputError | None:
     """Write a line to an open file; return the error if that fails, or None."""
@@ -114,7 +108,7 @@ def write_line(file: TextIO, path: Path, text: str) -> OutputError | None:
 def close_written(
     file: TextIO, path: Path, failure: OutputError | None = None
 ) -> OutputError | None:
-    """Close a file; return `failure`, or else the error of writing the rest of its buffer."""
+    """Close a file; return `failure`, or else the error of flushing the buffer."""
     try:
         file.close()
     except OSError as error:

@@ -2,7 +2,7 @@
 
 A thread of the main rank copies while the run continues. Only the newest checkpoint waits: if
 copying takes longer than the time between saves, some are skipped, and training never waits. A
-failed copy is logged. At the end the run waits ``output.copy_wait_seconds`` for the rest.
+failed copy is logged. At the end the run waits ``output.copy_wait_seconds`` for copies in progress.
 """
 
 from __future__ import annotations
@@ -62,9 +62,11 @@ class RunCopies:
     def wait(self, seconds: float) -> list[str]:
         """Wait until all is copied, at most `seconds`; return lines to log."""
         with self._turn:
-            done = self._turn.wait_for(lambda: self._waiting is None and not self._busy, seconds)
+            is_finished = self._turn.wait_for(
+                lambda: self._waiting is None and not self._busy, seconds
+            )
         notes = self.notes()
-        if not done:
+        if not is_finished:
             notes.append(
                 f"not everything was copied to {self.address} within {seconds:g} s; the "
                 "same command continues the copy"
@@ -86,14 +88,24 @@ class RunCopies:
 
     def _copy(self, path: Path) -> str:
         """Copy `path` and return a log line. Never raises: a failed copy does not end the run."""
-        begun = time.monotonic()
+        start = time.monotonic()
         below = path.relative_to(self.directory).as_posix()
         target = joined(self.address, below)
         last = _LAST if (path / _LAST).exists() else None
         try:
             num_bytes = copy_tree(path, target, last)
             if num_bytes:
-                self._copy_run()
+                # Small files that a resume needs, and the metrics so far.
+                store = store_of(self.address)
+                for name in (*_RUN_FILES, "metrics.jsonl", "log.txt"):
+                    file, address = self.directory / name, joined(self.address, name)
+                    if file.is_file():
+                        # The current content: the file grows while it is sent.
+                        write = partial(store.put_bytes, address, file.read_bytes())
+                        with_retries(address, "cannot be written", write)
+                for name in _RUN_FOLDERS:
+                    if (self.directory / name).is_dir():
+                        copy_tree(self.directory / name, joined(self.address, name))
         except FileNotFoundError:
             return f"{below} was not copied to {self.address}: it was deleted in the meantime"
         except (DataError, OSError) as error:
@@ -102,17 +114,4 @@ class RunCopies:
             return f"{below} could not be copied to {self.address}: {type(error).__name__}: {error}"
         if not num_bytes:
             return ""
-        return f"{below} copied to {target} ({num_bytes:,} bytes, {time.monotonic() - begun:.1f} s)"
-
-    def _copy_run(self) -> None:
-        """Copy the other files that a resume needs, and the metrics so far."""
-        store = store_of(self.address)
-        for name in (*_RUN_FILES, "metrics.jsonl", "log.txt"):
-            file, place = self.directory / name, joined(self.address, name)
-            if file.is_file():
-                # The current content: the file grows while it is sent.
-                content = file.read_bytes()
-                with_retries(place, "cannot be written", partial(store.put_bytes, place, content))
-        for name in _RUN_FOLDERS:
-            if (self.directory / name).is_dir():
-                copy_tree(self.directory / name, joined(self.address, name))
+        return f"{below} copied to {target} ({num_bytes:,} bytes, {time.monotonic() - start:.1f} s)"

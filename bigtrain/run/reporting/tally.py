@@ -41,16 +41,11 @@ class Tally:
         """Continue from `step`."""
         self._logged_step = step
 
-    @property
-    def step_seconds(self) -> float:
-        """Return the mean seconds of a step of this launch."""
-        return self._seconds / max(1, self._logged_step - self._resume_step)
-
     def seconds_of_a_step(self, step: int) -> float:
-        """Return `step_seconds`; before the first logged step, estimate it from the time since
-        training began."""
+        """Return the mean seconds of a logged step of this launch; before the first one, estimate
+        them from the time since training began."""
         if self._last is not None:
-            return self.step_seconds
+            return self._seconds / max(1, self._logged_step - self._resume_step)
         return (time.perf_counter() - self._begun_at) / max(1, step - self._resume_step)
 
     @property
@@ -71,7 +66,11 @@ class Tally:
             f"steps     {last.step}/{total_steps}, {last.tokens:,} tokens, "
             f"{last.samples:,} samples",
             f"time      {elapsed}{since}, {rate} tokens/s"
-            + _utilization_text(last.model_flops_utilization),
+            + (
+                ""
+                if last.model_flops_utilization is None
+                else f", {last.model_flops_utilization:.1%} of peak FLOP/s"
+            ),
             *([] if breakdown is None else [f"step      {breakdown.describe()}"]),
             f"loss      {_number_text(self._first_loss)} -> {_number_text(last.loss)}",
             f"memory    {self.memory_gib:.2f} GiB at most on the main rank",
@@ -90,7 +89,3 @@ def loss_text(loss: float) -> str:
 
 def _number_text(value: object) -> str:
     return f"{value:.4f}" if isinstance(value, float | int) else "not finite"
-
-
-def _utilization_text(utilization: float | None) -> str:
-    return "" if utilization is None else f", {utilization:.1%} of peak FLOP/s"

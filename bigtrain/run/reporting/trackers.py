@@ -27,8 +27,8 @@ def check_trackers(names: Sequence[str]) -> list[Problem]:
     for name in names:
         module, distribution = _PACKAGES[name]
         spec = importlib.util.find_spec(module)
-        # A folder such as the ./wandb that W&B itself creates is found as well, but has no
-        # origin: it is not the package.
+        # A folder, like the ./wandb that W&B itself creates, is found as well, but has no origin:
+        # it is not the package.
         if spec is None or spec.origin is None:
             problems.append(
                 Problem(
@@ -114,8 +114,8 @@ def _show_samples(tracker: Any, samples: Sequence[tuple[str, str]], step: int) -
     """Log samples as text (TensorBoard, Comet), a table (W&B) or a file of JSON lines (MLflow)."""
     if tracker.name == "tensorboard":
         for number, (prompt, text) in enumerate(samples):
-            shown = f"prompt:\n\n{_literal(prompt)}\n\ncontinuation:\n\n{_literal(text)}"
-            tracker.tracker.add_text(f"samples/{number}", shown, global_step=step)
+            markdown = f"prompt:\n\n{_literal(prompt)}\n\ncontinuation:\n\n{_literal(text)}"
+            tracker.tracker.add_text(f"samples/{number}", markdown, global_step=step)
         tracker.tracker.flush()
     elif tracker.name == "wandb":
         rows = [[step, prompt, text] for prompt, text in samples]

@@ -32,7 +32,7 @@ class Family:
         else:
             value = getattr(view, self.name) if self.is_count else view.metrics.get(self.name)
         entries = value if isinstance(value, Mapping) else {"": value}
-        return {name: float(one) for name, one in entries.items() if isinstance(one, int | float)}
+        return {key: float(item) for key, item in entries.items() if isinstance(item, int | float)}
 
 
 FAMILIES = (

@@ -25,7 +25,7 @@ _LOGGER = logging.getLogger("opentelemetry")
 
 class OpenTelemetry:
     """Exporter of the metrics of the last logged step and evaluation, as ``bigtrain.NAME``.
-    Endpoint, headers, interval, service name and resource attributes are those of the standard
+    Endpoint, headers, interval, service name and resource attributes come from the standard
     environment variables (``OTEL_...``), as the SDK reads them in the main rank."""
 
     def __init__(

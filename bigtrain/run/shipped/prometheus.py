@@ -21,7 +21,7 @@ from bigtrain.system.listening import exposure
 
 class Prometheus(Collector):
     """Endpoint ``http://HOST:PORT/metrics`` of the main rank, from the first step of a launch to
-    its end. Metrics are those of the last logged step and evaluation, as ``bigtrain_NAME``."""
+    its end. Exports the metrics of the last logged step and evaluation, as ``bigtrain_NAME``."""
 
     def __init__(
         self, settings: PrometheusSettings, config: RunConfig, warn: Callable[[str], None]
@@ -65,16 +65,16 @@ class Prometheus(Collector):
         view = self._view
         if view is None:
             return
-        kept = view.config
-        yield GaugeMetricFamily("bigtrain_total_steps", "train.steps", kept.train.total_steps)
+        config = view.config
+        yield GaugeMetricFamily("bigtrain_total_steps", "train.steps", config.train.total_steps)
         run = GaugeMetricFamily("bigtrain_run", "run directory; always 1", labels=["directory"])
         run.add_metric([str(view.directory)], 1.0)
         yield run
         for family in FAMILIES:
             values = family.values(view)
-            kind = CounterMetricFamily if family.is_count else GaugeMetricFamily
+            metric_class = CounterMetricFamily if family.is_count else GaugeMetricFamily
             labels = [ENTRY] if family.has_entries else []
-            metric = kind(f"bigtrain_{family.name}", family.meaning, labels=labels)
+            metric = metric_class(f"bigtrain_{family.name}", family.meaning, labels=labels)
             for entry, value in values.items():
                 metric.add_metric([entry] if family.has_entries else [], value)
             if values:

@@ -35,8 +35,8 @@ _MOST_METRICS, _MOST_CHARACTERS, _MOST_SECONDS = 256, 64, 2**31 - 1
 
 
 class TrainJob:
-    """Reporter of the run's progress to the TrainJob that it runs in; outside of one, or if its
-    feature gate is off, it only logs that."""
+    """Reporter of the run's progress to the TrainJob that it runs in; outside of a TrainJob, or if
+    the feature gate is off, it only logs that."""
 
     def __init__(
         self, settings: NoSettings, config: RunConfig, warn: Callable[[str], None]
@@ -66,8 +66,23 @@ class TrainJob:
 
     def step(self, view: RunView) -> None:
         """Report the state of the run; the newest one is sent, at most every five seconds."""
+        total = view.config.train.total_steps
+        status: dict[str, Any] = {"progressPercentage": min(100, 100 * view.step // total)}
+        start, first = self._first or (0.0, view.step)
+        if view.step > first:
+            seconds = (time.monotonic() - start) / (view.step - first) * (total - view.step)
+            status["estimatedRemainingSeconds"] = min(_MOST_SECONDS, max(0, round(seconds)))
+        values: dict[str, float] = {"step": view.step, "total_steps": total}
+        for family in FAMILIES:
+            for entry, value in family.values(view).items():
+                values[f"{family.name}/{entry}" if entry else family.name] = value
+        metrics = [
+            {"name": name[:_MOST_CHARACTERS], "value": f"{value:.10g}"}
+            for name, value in values.items()
+        ]
+        now = datetime.now(UTC).isoformat(timespec="seconds")
         with self._changed:
-            self._pending = self._status(view)
+            self._pending = {**status, "metrics": metrics[:_MOST_METRICS], "lastUpdatedTime": now}
             self._changed.notify()
         self._report_failure()
 
@@ -81,24 +96,6 @@ class TrainJob:
         if self._thread is not None:
             self._thread.join(2 * _TIMEOUT_SECONDS)
         self._report_failure()
-
-    def _status(self, view: RunView) -> dict[str, Any]:
-        total = view.config.train.total_steps
-        status: dict[str, Any] = {"progressPercentage": min(100, 100 * view.step // total)}
-        begun, first = self._first or (0.0, view.step)
-        if view.step > first:
-            seconds = (time.monotonic() - begun) / (view.step - first) * (total - view.step)
-            status["estimatedRemainingSeconds"] = min(_MOST_SECONDS, max(0, round(seconds)))
-        values: dict[str, float] = {"step": view.step, "total_steps": total}
-        for family in FAMILIES:
-            for entry, value in family.values(view).items():
-                values[f"{family.name}/{entry}" if entry else family.name] = value
-        metrics = [
-            {"name": name[:_MOST_CHARACTERS], "value": f"{value:.10g}"}
-            for name, value in values.items()
-        ]
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        return {**status, "metrics": metrics[:_MOST_METRICS], "lastUpdatedTime": now}
 
     def _send(self) -> None:
         while True:

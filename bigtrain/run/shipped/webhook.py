@@ -22,14 +22,32 @@ _EXTRA_SECONDS = 5.0
 
 
 class Webhook:
-    """Sender of the messages of a run: a process of its own (`webhook_watcher`), which hears of
-    each step through a pipe, and notices when this process is gone, however that ended."""
+    """Sender of the messages of a run: a separate process (`webhook_watcher`), which hears of each
+    step through a pipe, and notices when this process is gone, however that ended."""
 
     def __init__(
         self, settings: WebhookSettings, config: RunConfig, warn: Callable[[str], None]
     ) -> None:
         """Start the watcher. Raises ExtensionError without an address."""
-        url = _address(settings)
+        # The address of the webhook, which no message may contain.
+        if settings.url_file is not None:
+            source, key = f"the file {settings.url_file}", "settings.url_file"
+            try:
+                url = Path(settings.url_file).expanduser().read_text(encoding="utf-8").strip()
+            except (OSError, UnicodeDecodeError) as error:
+                reason = getattr(error, "strerror", None) or type(error).__name__
+                raise ExtensionError(
+                    f"{source} cannot be read on the main rank ({reason}) -> correct {key}"
+                ) from None
+        else:
+            source, key = f"the environment variable {settings.url_env}", "settings.url_env"
+            url = os.environ.get(settings.url_env, "").strip()
+        if not url.startswith(("http://", "https://")):
+            problem = "does not contain the address of a webhook" if url else "is empty or not set"
+            raise ExtensionError(
+                f"{source} {problem} on the main rank -> write http(s)://... there, or correct "
+                f"{key}"
+            )
         self._settings, self._warn = settings, warn
         directory = Path(config.output.directory).resolve()
         self._last: str | None = None
@@ -98,25 +116,3 @@ def _wait_for(pipe: IO[bytes], event: int, seconds: float) -> None:
     poll = select.poll()  # select takes no file descriptors above 1023
     poll.register(pipe, event)
     poll.poll(1000 * seconds)
-
-
-def _address(settings: WebhookSettings) -> str:
-    """Return the address of the webhook, which no message may contain. Raises ExtensionError."""
-    if settings.url_file is not None:
-        source, key = f"the file {settings.url_file}", "settings.url_file"
-        try:
-            url = Path(settings.url_file).expanduser().read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or type(error).__name__
-            raise ExtensionError(
-                f"{source} cannot be read on the main rank ({reason}) -> correct {key}"
-            ) from None
-    else:
-        source, key = f"the environment variable {settings.url_env}", "settings.url_env"
-        url = os.environ.get(settings.url_env, "").strip()
-    if not url.startswith(("http://", "https://")):
-        what = "does not contain the address of a webhook" if url else "is empty or not set"
-        raise ExtensionError(
-            f"{source} {what} on the main rank -> write http(s)://... there, or correct {key}"
-        )
-    return url

@@ -33,8 +33,8 @@ def main() -> None:
     # Schedulers send them to all processes of a job, and the run may still save.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    # An orphan in a session of its own: launchers that end a rank and its descendants, or its
-    # process group, do not end it. `bigtrain.launchers.agent` waits for it.
+    # An orphan in a separate session: launchers that end a rank and its descendants, or its process
+    # group, do not end it. `bigtrain.launchers.agent` waits for it.
     if os.fork():
         os._exit(0)
     lines = Lines()
@@ -80,11 +80,11 @@ class Lines:
     def __init__(self) -> None:
         self._rest = b""
 
-    def read(self, wait: float | None, others: list[int] | None = None) -> Any:
+    def read(self, wait: float | None, descriptors: list[int] | None = None) -> Any:
         """Return the messages that arrive within `wait` seconds (None: whenever they do); None at
-        the end of the input, or if one of `others` is readable and the input is not."""
+        the end of the input, or if one of `descriptors` is readable and the input is not."""
         timeout = None if wait is None else max(0.0, wait)
-        ready, _, _ = select.select([0, *(others or ())], [], [], timeout)
+        ready, _, _ = select.select([0, *(descriptors or ())], [], [], timeout)
         if not ready:
             return []
         data = os.read(0, 1 << 16) if 0 in ready else b""
@@ -96,8 +96,10 @@ class Lines:
 
 def post(settings: Mapping[str, Any], text: str, step: int | None) -> None:
     """Send a message; one line on standard error if that fails, without the address."""
-    where = "before its first step" if step is None else f"step {step} of {settings['total_steps']}"
-    line = f"bigtrain: {settings['run']} {text} [{where}]"
+    position = (
+        "before its first step" if step is None else f"step {step} of {settings['total_steps']}"
+    )
+    line = f"bigtrain: {settings['run']} {text} [{position}]"
     body = json.dumps({"text": html.escape(line, quote=False)}).encode()
     try:
         request = urllib.request.Request(

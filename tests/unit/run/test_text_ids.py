@@ -141,7 +141,9 @@ def export(
     """Write the run directory and an export of the run's initial model; return the export."""
     notes = [] if notes is None else notes
     section, config = run.config.model, run.config
-    write_run_directory(directory, run, inputs, ["here"], torch.device("cpu"), None)
+    write_run_directory(
+        directory, run, inputs, hosts=["here"], device=torch.device("cpu"), base_model=None
+    )
     saved = load_hf_config(ModelSection(config=str(directory / MODEL_CONFIG)))
     ids = Probe.make_input(vocabulary_size(saved), 16)
     new = ModelSection(config=str(directory / MODEL_CONFIG))

@@ -86,7 +86,7 @@ def test_needs_are_what_hosts_lack_in_any_order(seed: int) -> None:
         keeper: set().union(*(wanted[r] for r, k in enumerate(keepers) if k == keeper)) - files
         for keeper, files in held.items()
     }
-    wanted_by_keeper = {keeper: needs.wanted for keeper, needs in ranks[0].items()}
+    wanted_by_keeper = {keeper: needs.needed for keeper, needs in ranks[0].items()}
     assert wanted_by_keeper == {keeper: files for keeper, files in expected.items() if files}
 
 

@@ -103,7 +103,7 @@ def test_holdings_count_every_storage_once() -> None:
     held = memory_use(model, optimizer, 6 * size, 10 * size)
     assert held.parameters == held.gradients == size
     assert 2 * size <= held.optimizer <= 2 * size + 8  # and two step counts
-    assert held.rest == 6 * size - held.parameters - held.gradients - held.optimizer
+    assert held.unattributed == 6 * size - held.parameters - held.gradients - held.optimizer
     assert MeasuredMemory(GIB, GIB // 2, 2 * GIB, 4 * GIB, 8 * GIB).describe() == (
         "of 8.00 GiB: parameters 1.00, gradients 0.50, optimizer 2.00, activations and other 4.00"
     )

@@ -23,7 +23,7 @@ def test_a_later_launch_makes_the_earlier_stale(tmp_path: Path) -> None:
     first.check()
     second = fencing.acquire(tmp_path, {"SLURM_JOB_ID": "34"})
     assert names(tmp_path) == ["00000001.superseded.json", "00000002.json"]
-    assert first.attempt != second.attempt
+    assert first.holder.attempt != second.holder.attempt
     second.check()
     assert not second.lost()
     assert first.lost()
@@ -116,4 +116,4 @@ def test_what_a_record_says(tmp_path: Path) -> None:
         "launch",
         "since",
     ]
-    assert record["attempt"] == hold.attempt
+    assert record["attempt"] == hold.holder.attempt

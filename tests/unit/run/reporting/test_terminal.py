@@ -64,9 +64,9 @@ def test_deepspeeds_log_goes_into_the_file_and_is_shown_on_request(
     logger.setLevel(logging.WARNING)
     lines: list[str] = []
     try:
-        with import_log(shown=shown) as said:
+        with import_log(is_shown=shown) as said:
             logger.warning("no accelerator")
-        with deepspeed_log(lines.append, shown=shown):
+        with deepspeed_log(lines.append, is_shown=shown):
             logger.info("step=0\nlr=1")
             logger.warning("careful")
             logger.error("broken")
