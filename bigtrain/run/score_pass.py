@@ -88,7 +88,7 @@ def _wanted(
                 context.config,
                 model,
                 dataset,
-                kind=options.kind,
+                score_kind=options.kind,
                 top_k=options.top_k,
                 part_tokens=options.part_tokens,
             ),

@@ -50,6 +50,6 @@ def _refuse_differences(items: ItemReader, sums: Sequence[str], what: str) -> No
         raise DataError(
             f"{items.name}: {what} are others on rank {other} (checksum {sums[other]}) than on "
             f"rank 0 ({sums[0]}), and every rank must read the same samples "
-            f"({location(items.kind)}) -> let them depend on data.samples.settings only, not on "
-            "rank, host, time or hash()"
+            f"({location(items.source_class)}) -> let them depend on data.samples.settings only, "
+            "not on rank, host, time or hash()"
         )
