@@ -63,7 +63,7 @@ def score_inputs(
                     context.config,
                     model,
                     dataset,
-                    kind=options.kind,
+                    score_kind=options.kind,
                     top_k=options.top_k,
                     part_tokens=options.part_tokens,
                 ),

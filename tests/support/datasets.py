@@ -62,7 +62,7 @@ def write_dataset(
                 body = (start + stride * np.arange(length)) % (vocab_size - 1) + 1
                 tokens = np.append(body, END_OF_DOCUMENT).astype(np.int64)
                 mask = generator.random(len(tokens)) < 0.4 if masked else None
-                writer.add(tokens, np.array([len(tokens)]), len(tokens), mask)
+                writer.add(tokens, np.array([len(tokens)]), len(tokens), mask=mask)
             splits[split] += (writer.close(),)
     write_synthetic_manifest(directory, vocab_size, splits)
     return directory

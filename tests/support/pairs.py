@@ -34,7 +34,7 @@ def write_pairs(
                     answer = (int(prompt[-1]) + steps) % (vocab_size - 1) + 1
                     tokens = np.concatenate([prompt, answer]).astype(np.int64)
                     mask = np.arange(len(tokens)) >= len(prompt)
-                    writer.add(tokens, np.array([len(tokens)]), len(tokens), mask)
+                    writer.add(tokens, np.array([len(tokens)]), len(tokens), mask=mask)
             splits[split] += (writer.close(),)
     write_synthetic_manifest(directory, vocab_size, splits, rows="preference")
     return directory

@@ -36,7 +36,13 @@ def write_rated(
                 length = prompt + (int(generator.integers(1, longest - prompt)) if row % 3 else 1)
                 tokens = generator.integers(1, vocab_size, length)
                 label = generator.integers(0, len(labels) or 2, 1).astype(np.uint8)
-                writer.add(tokens, np.array([length]), length, np.arange(length) >= prompt, label)
+                writer.add(
+                    tokens,
+                    np.array([length]),
+                    length,
+                    mask=np.arange(length) >= prompt,
+                    labels=label,
+                )
             splits[split] += (writer.close(),)
     rows: Rows = "classification" if labels else "kto"
     write_synthetic_manifest(directory, vocab_size, splits, rows=rows, labels=labels)

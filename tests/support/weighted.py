@@ -41,7 +41,7 @@ def write_weighted(
                 mask = generator.random(length) < 0.67
                 mask[1] = True
                 weights = weights_of(tokens) if low else None
-                writer.add(tokens, np.array([length]), length, mask, None, weights)
+                writer.add(tokens, np.array([length]), length, mask=mask, weights=weights)
             splits[split] += (writer.close(),)
     write_synthetic_manifest(directory, vocab_size, splits)
     return directory

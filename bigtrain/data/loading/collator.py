@@ -92,12 +92,12 @@ class BatchReader:
         self._chunk_rows = max(1, CHUNK_TOKENS // dataset.sequence_length)
         self._unsigned = np.dtype(dataset.token_dtype.str.replace("i", "u"))
         length = dataset.sequence_length
-        self._places = np.arange(length, dtype=np.min_scalar_type(length))
+        self._column_numbers = np.arange(length, dtype=np.min_scalar_type(length))
         self._collator = Collator(options.pin)
 
     def read(self, samples: Indices, rows: int) -> MicroBatch:
-        """Return one batch of `rows` rows; those beyond `samples` are padding, token 0 without
-        loss. Raises DataError as `read_rows`."""
+        """Return one batch of `rows` rows; rows beyond `samples` are padding, token 0 without loss.
+        Raises DataError as `read_rows`."""
         stored = new_rows(self.dataset, self.options, rows, padded=len(samples) < rows)
         self.read_rows(samples, stored)
         return self._collator.collate(stored)
@@ -115,6 +115,7 @@ class BatchReader:
             self._read_chunk(samples[low : low + step], out.part(low, low + step))
 
     def _read_chunk(self, samples: Indices, out: StoredRows) -> None:
+        # Fill the rows of samples; rows beyond them are padding without targets.
         count = len(samples)
         if out.targets is not None:
             out.targets[:count] = True
@@ -126,7 +127,18 @@ class BatchReader:
         rows = TokenRows(out.tokens, [] if isolate else None, loss_mask, out.weights)
         self.dataset.fill(samples, np.arange(count), rows)
         out.tokens[count:] = 0
-        self._check_vocabulary(samples, out.tokens)
+        # A token outside of the vocabulary would read outside of the embedding.
+        tokens = out.tokens.view(self._unsigned)  # which makes negative numbers very large
+        vocab_size = self.dataset.vocab_size
+        if tokens.size and tokens.max() >= vocab_size:
+            row = int(np.flatnonzero(tokens.max(axis=1) >= vocab_size)[0])
+            row_tokens = out.tokens[row]
+            raise DataError(
+                f"{self.dataset.describe(int(samples[row]))} are corrupt: one of them is "
+                f"{row_tokens.min()} or {row_tokens.max()}, the vocabulary has {vocab_size} -> "
+                f"{REBUILD}"
+            )
+        # Remove targets after the end of a document, and across isolated documents.
         if self.options.end_of_document_id is not None:
             assert out.targets is not None
             ends = out.tokens[:, :-1] == self.options.end_of_document_id
@@ -138,37 +150,25 @@ class BatchReader:
             out.targets.reshape(-1)[begins] = False
             self._fill_positions(begins, out.positions)
 
-    def _check_vocabulary(self, samples: Indices, stored: npt.NDArray[np.integer[Any]]) -> None:
-        tokens = stored.view(self._unsigned)  # which makes negative numbers very large
-        vocab_size = self.dataset.vocab_size
-        if tokens.size and tokens.max() >= vocab_size:
-            row = int(np.flatnonzero(tokens.max(axis=1) >= vocab_size)[0])
-            row_tokens = stored[row]
-            raise DataError(
-                f"{self.dataset.describe(int(samples[row]))} are corrupt: one of them is "
-                f"{row_tokens.min()} or {row_tokens.max()}, the vocabulary has {vocab_size} -> "
-                f"{REBUILD}"
-            )
-
     def _fill_positions(self, begins: Indices, out: npt.NDArray[np.unsignedinteger[Any]]) -> None:
         """Fill distances from the last of `begins` (``row * (T + 1) + t``) or row starts."""
         num_rows, length = out.shape
-        row, place = np.divmod(begins, self._width)
-        inside = place < length  # the others are only labels
+        row, column = np.divmod(begins, self._width)
+        has_input = column < length  # the last token of a row is only a label
         starts = np.concatenate(
-            [row[inside] * length + place[inside], np.arange(num_rows) * length]
+            [row[has_input] * length + column[has_input], np.arange(num_rows) * length]
         )
         starts.sort()
         first = (starts % length).astype(out.dtype)
         np.subtract(
-            self._places,
+            self._column_numbers,
             np.repeat(first, np.diff(starts, append=out.size)).reshape(out.shape),
             out=out,
         )
 
 
 class Collator:
-    """Collator of stored rows to the tensors of a step. For one thread at a time. `pin`: in
+    """Collator of stored rows to the tensors of a step. For a single thread at a time. `pin`: in
     page-locked memory."""
 
     def __init__(self, pin: bool) -> None:
@@ -176,7 +176,7 @@ class Collator:
         self._arrays: list[npt.NDArray[np.int64]] = []
 
     def collate(self, rows: StoredRows) -> MicroBatch:
-        """Return one batch of all `rows`; it shares no memory with them."""
+        """Return `rows` as a batch that shares no memory with them."""
         count, width = rows.tokens.shape
         if rows.targets is None and rows.positions is None:
             (tokens,), (array,) = self._new((count, width), 1)
@@ -185,14 +185,22 @@ class Collator:
         parts, arrays = self._new((count, width - 1), 2 if rows.positions is None else 3)
         step = max(1, COLLATED_TOKENS // (width - 1))
         for low in range(0, count, step):
-            _fill(rows.part(low, low + step), *(array[low : low + step] for array in arrays))
+            part = rows.part(low, low + step)
+            input_ids, labels, *position_ids = (array[low : low + step] for array in arrays)
+            # Both directly from the stored type: reading two bytes costs less than eight.
+            np.copyto(input_ids, part.tokens[:, :-1])
+            np.copyto(labels, part.tokens[:, 1:])
+            if part.targets is not None:
+                np.copyto(labels, IGNORED_LABEL, where=~part.targets[:, 1:])
+            if part.positions is not None:
+                np.copyto(position_ids[0], part.positions)
         batch = MicroBatch(*parts)
         if rows.weights is None:
             return batch
-        # 0 without a target, so that their sum is that of the targets.
+        # 0 without a target, so that the sum of the weights is the sum over the targets.
         weights = np.where(arrays[1] == IGNORED_LABEL, np.float32(0), rows.weights[:, 1:])
-        of_tokens = torch.from_numpy(weights)
-        return replace(batch, weights=of_tokens.pin_memory() if self.pin else of_tokens)
+        weights_tensor = torch.from_numpy(weights)
+        return replace(batch, weights=weights_tensor.pin_memory() if self.pin else weights_tensor)
 
     def _new(
         self, shape: tuple[int, int], count: int
@@ -214,19 +222,3 @@ class Collator:
             if arrays[number].shape == shape and sys.getrefcount(arrays[number]) == 2:
                 return arrays.pop(number)
         return np.empty(shape, np.int64)
-
-
-def _fill(
-    rows: StoredRows,
-    input_ids: npt.NDArray[np.int64],
-    labels: npt.NDArray[np.int64],
-    position_ids: npt.NDArray[np.int64] | None = None,
-) -> None:
-    # Both directly from the stored type: reading two bytes costs less than eight.
-    np.copyto(input_ids, rows.tokens[:, :-1])
-    np.copyto(labels, rows.tokens[:, 1:])
-    if rows.targets is not None:
-        np.copyto(labels, IGNORED_LABEL, where=~rows.targets[:, 1:])
-    if position_ids is not None:
-        assert rows.positions is not None
-        np.copyto(position_ids, rows.positions)

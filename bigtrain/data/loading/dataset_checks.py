@@ -1,6 +1,6 @@
 """Checks that the datasets fit the run, before training starts. No torch.
 
-Each function returns problems instead of raising, so that they can be reported with all others.
+Each function returns problems instead of raising, so that all problems are reported at once.
 
 Sets for the evaluation loss: held-out documents of the data, and additional sets.
 """
@@ -36,10 +36,10 @@ this for speed and tensor parallelism; more indicates a different tokenizer."""
 
 
 def open_checked(
-    config: RunConfig, check: Level = "sizes", given: object = None
+    config: RunConfig, check: Level = "sizes", program_source: object = None
 ) -> tuple[tuple[TokenDataset, ...], list[Problem]]:
-    """Open the datasets of the mixture, in its order; return a problem for each that cannot be
-    opened. `check`: see `open_dataset`. `given`: samples of the calling program. Raises
+    """Open the datasets of the mixture, in its order; return a problem for each dataset that cannot
+    be opened. `check`: see `open_dataset`. `program_source`: samples of the calling program. Raises
     ExtensionError and DataError for samples that cannot be read."""
     problems: list[Problem] = []
     datasets: list[TokenDataset] = []
@@ -50,7 +50,7 @@ def open_checked(
             problems.append(_problem(config, number, str(error)))
     if problems:
         return (), problems
-    return tuple(with_source(config, dataset, given) for dataset in datasets), []
+    return tuple(with_source(config, dataset, program_source) for dataset in datasets), []
 
 
 def _problem(config: RunConfig, number: int, rule: str, fix: str = "") -> Problem:
@@ -61,10 +61,10 @@ def _problem(config: RunConfig, number: int, rule: str, fix: str = "") -> Proble
 def check_datasets(
     config: RunConfig, datasets: Sequence[TokenDataset], model_vocab_size: int | None = None
 ) -> list[Problem]:
-    """Return all problems of `datasets`, those of ``config.data.mixture``, for this run.
+    """Return the problems of `datasets`, the datasets of ``config.data.mixture``, for this run.
     `model_vocab_size`: rows of the model's embedding, before ``model.vocabulary`` grows it, if the
-    caller knows them; otherwise those of `known_vocab_size`, if any. Reads headers and sizes of the
-    shards, and loads a tokenizer only if data.tokenizer names one."""
+    caller knows them; by default `known_vocab_size`. Reads headers and sizes of the shards, and
+    loads a tokenizer only if data.tokenizer names one."""
     tables = [dataset.table for dataset in datasets]
     try:
         problems = check_length(config, datasets)
@@ -77,6 +77,7 @@ def check_datasets(
     problems += check_weights(config, tables)
     problems += check_masks(config, tables) + check_same_tokenizer(config, tables)
     problems += check_same_beginnings(config, tables) + check_same_templates(config, tables)
+    # The vocabulary is checked if the model's files are on this machine.
     if model_vocab_size is None:
         model_vocab_size = known_vocab_size(config.model)
     if model_vocab_size is not None:
@@ -85,21 +86,35 @@ def check_datasets(
             model_vocab_size = config.model.vocabulary.size(model_vocab_size, tokens)
         trained = config.model.path is not None
         problems += check_vocabulary(tables[0].tokenizer, model_vocab_size, trained=trained)
-    if config.data.tokenizer is not None:
-        problems += _check_tokenizer(tables[0].tokenizer, config.data.tokenizer)
+    # A tokenizer that is set must be the tokenizer of the shards.
+    name, listed = config.data.tokenizer, tables[0].tokenizer
+    if name is not None:
+        from bigtrain.data.tokenizers.tokenizer import load_tokenizer
+
+        try:
+            tokenizer = load_tokenizer(name)
+        except DataError as error:
+            return [*problems, Problem("data.tokenizer", name, str(error))]
+        if tokenizer.hash != listed.hash:
+            rule = (
+                f"a different tokenizer than that of the shards ({listed.name}, "
+                f"{listed.vocab_size} tokens; this one has {tokenizer.vocab_size})"
+            )
+            fix = "remove data.tokenizer, or tokenize again with it"
+            problems.append(Problem("data.tokenizer", name, rule, fix))
     return problems
 
 
 def check_given_stream(config: RunConfig, datasets: Sequence[TokenDataset]) -> list[Problem]:
-    """Check the settings of a stream of samples that the calling program gives; those of a class
-    are checked with its name."""
+    """Check the settings of a stream of samples that the calling program passes; the settings of a
+    class are checked with the name of the class."""
     samples = config.data.samples
     if samples is None or samples.type != GIVEN:
         return []
     first = datasets[0]
     if not isinstance(first, StreamDataset):
         return []
-    return check_stream(config, first.train.items.kind)
+    return check_stream(config, first.train.items.source_class)
 
 
 def check_same_tokenizer(config: RunConfig, tables: Sequence[ShardTable]) -> list[Problem]:
@@ -107,8 +122,8 @@ def check_same_tokenizer(config: RunConfig, tables: Sequence[ShardTable]) -> lis
 
     tokenizers = [table.tokenizer for table in tables]
     # Sources may end documents in several tokens, unless losses depend on document ends.
-    by_ends = config.data.mask_end_of_document
-    identities = [(t.hash, t.vocab_size, t.end_of_document_id * by_ends) for t in tokenizers]
+    compares_ends = config.data.mask_end_of_document
+    identities = [(t.hash, t.vocab_size, t.end_of_document_id * compares_ends) for t in tokenizers]
     described = [
         f"{t.name}, hash {t.hash}, {t.vocab_size} tokens, end of document {t.end_of_document_id}"
         for t in tokenizers
@@ -127,12 +142,12 @@ def check_same_tokenizer(config: RunConfig, tables: Sequence[ShardTable]) -> lis
 
 
 def check_same_beginnings(config: RunConfig, tables: Sequence[ShardTable]) -> list[Problem]:
-    """Check that the texts of all sources begin alike: a prompt can begin in one way only.
+    """Check that texts begin alike in every source: a prompt can begin in one way only.
     Conversations begin according to their template."""
     texts = [number for number, table in enumerate(tables) if not table.is_masked]
     beginnings = {number: tables[number].tokenizer.beginning_ids or () for number in texts}
 
-    def shown(number: int) -> str:
+    def describe(number: int) -> str:
         ids = ", ".join(map(str, beginnings[number]))
         return f"with token {ids}" if ids else "with no special token"
 
@@ -140,8 +155,8 @@ def check_same_beginnings(config: RunConfig, tables: Sequence[ShardTable]) -> li
         _problem(
             config,
             number,
-            f"its texts begin {shown(number)}, those of {config.data.mixture[texts[0]].path} "
-            f"{shown(texts[0])}",
+            f"its texts begin {describe(number)}, those of {config.data.mixture[texts[0]].path} "
+            f"{describe(texts[0])}",
             "tokenize both with the same --beginning-of-text",
         )
         for number in texts
@@ -151,8 +166,8 @@ def check_same_beginnings(config: RunConfig, tables: Sequence[ShardTable]) -> li
 
 def check_same_templates(config: RunConfig, tables: Sequence[ShardTable]) -> list[Problem]:
     """Check that one chat template rendered all conversations: an export can have only one."""
-    known = [table.tokenizer.chat_template for table in tables]
-    first = next((number for number, template in enumerate(known) if template is not None), 0)
+    templates = [table.tokenizer.chat_template for table in tables]
+    first = next((number for number, template in enumerate(templates) if template is not None), 0)
     return [
         _problem(
             config,
@@ -161,15 +176,15 @@ def check_same_templates(config: RunConfig, tables: Sequence[ShardTable]) -> lis
             f"{config.data.mixture[first].path}, and the export can have only one",
             "tokenize both with the same --chat-template",
         )
-        for number, template in enumerate(known)
-        if template is not None and template != known[first]
+        for number, template in enumerate(templates)
+        if template is not None and template != templates[first]
     ]
 
 
 def check_same_directory(config: RunConfig) -> list[Problem]:
     """Check that no two sources are the same by links or mounts: it would be read twice."""
-    status = [os.stat(source.path) for source in config.data.mixture]
-    inodes = [(one.st_dev, one.st_ino) for one in status]
+    directories = [os.stat(source.path) for source in config.data.mixture]
+    inodes = [(directory.st_dev, directory.st_ino) for directory in directories]
     firsts = [inodes.index(inode) for inode in inodes]
     return [
         _problem(
@@ -193,20 +208,21 @@ def check_tokenizer_files(config: RunConfig) -> list[Problem]:
             rule = f"has no directory {TOKENIZER_DIRECTORY}, which is a part of the dataset"
             fix = "copy the complete dataset again, or make it with `bigtrain tokenize`"
             problems.append(_problem(config, number, rule, fix))
-        elif why := foreign_file(Path(source.path), TOKENIZER_DIRECTORY):
+        elif reason := foreign_file(Path(source.path), TOKENIZER_DIRECTORY):
             fix = "check the origin of this dataset, and replace links by files"
-            problems.append(_problem(config, number, why, fix))
+            problems.append(_problem(config, number, reason, fix))
     return problems
 
 
 def check_length(config: RunConfig, datasets: Sequence[TokenDataset]) -> list[Problem]:
-    """Check that each source has a sample, and all together at least one global batch."""
+    """Check that every source has a sample, and the mixture at least one global batch."""
     length = config.batch.sequence_length
     chunk_length = config.data.chunk_length or length
     tokens = [dataset.table.num_tokens("train") for dataset in datasets]
     samples = [count_samples(config, dataset, "train") for dataset in datasets]
     key, value = ("data.path", config.data.path) if config.data.path else ("data.sources", None)
     problems = []
+    # A step takes a global batch of the mixture, and every source must contribute.
     if sum(samples) < config.batch.samples_per_step:
         problems.append(
             Problem(
@@ -229,6 +245,7 @@ def check_length(config: RunConfig, datasets: Sequence[TokenDataset]) -> list[Pr
                     + ("batch.sequence_length" if chunk_length == length else "data.chunk_length"),
                 )
             )
+        # A held-out split must be long enough to be measured.
         held_out = dataset.table.num_tokens("held_out")
         if held_out and not count_samples(config, dataset, "held_out"):
             problems.append(
@@ -284,16 +301,16 @@ MISSING_ROWS = {
 
 def check_rows(config: RunConfig, tables: Sequence[ShardTable]) -> list[Problem]:
     """Check that the objective reads the rows of every source."""
-    wanted = rows_of_answers(config.objective)
+    required_rows = rows_of_answers(config.objective)
     problems = []
     for number, table in enumerate(tables):
-        if wanted is not None and table.rows != wanted:
-            rule, remedy = MISSING_ROWS[wanted]
+        if required_rows is not None and table.rows != required_rows:
+            rule, remedy = MISSING_ROWS[required_rows]
             rule = rule.format(config.objective.type)
             problems.append(_problem(config, number, rule, remedy))
-        if table.rows is not None and wanted is None:
+        if table.rows is not None and required_rows is None:
             problems.append(_problem(config, number, *NOT_FOR_NEXT_TOKEN[table.rows]))
-        if wanted == "classification" and table.labels != tables[0].labels:
+        if required_rows == "classification" and table.labels != tables[0].labels:
             rule = "has other labels than the first one ({}, not {})"
             rule = rule.format(", ".join(table.labels), ", ".join(tables[0].labels))
             remedy = "tokenize it with the same --labels"
@@ -315,20 +332,20 @@ def check_weights(config: RunConfig, tables: Sequence[ShardTable]) -> list[Probl
 
 
 def ignored_weights(
-    config: RunConfig, owner: str = "a dataset", without: str = "tokenize without loss_weights"
+    config: RunConfig, owner: str = "a dataset", remedy: str = "tokenize without loss_weights"
 ) -> Problem | None:
-    """Return what the run cannot combine with the weights of tokens that `owner` has. without: fix
-    that gives data without them."""
+    """Return the setting that the run cannot combine with the weights of tokens that `owner` has.
+    remedy: fix that gives data without weights."""
     if config.objective.type != "next_token":
         rule = f"does not read the weights of losses of tokens that {owner} has"
-        fix = f"objective.type=next_token, or {without}"
+        fix = f"objective.type=next_token, or {remedy}"
         return Problem("objective.type", config.objective.type, rule, fix)
     if config.model.loss == "liger":
         rule = f"has no weights of losses of tokens, which {owner} has"
         return Problem("model.loss", "liger", rule, "model.loss=chunked")
     if config.objective.mtp_weight:
         rule = f"trains layers whose losses have no weights of tokens, which {owner} has"
-        fix = f"objective.mtp_weight=0, or {without}"
+        fix = f"objective.mtp_weight=0, or {remedy}"
         return Problem("objective.mtp_weight", config.objective.mtp_weight, rule, fix)
     return None
 
@@ -346,11 +363,15 @@ def check_answers(config: RunConfig, datasets: Sequence[TokenDataset]) -> list[P
 
 
 def pair_notes(config: RunConfig, datasets: Sequence[TokenDataset]) -> tuple[str, ...]:
-    """Return a line on each dataset of answers some of which are truncated."""
+    """Return a line on each dataset of answers if some answers are truncated."""
     if not rows_of_answers(config.objective) or config.data.long_documents != "truncate":
         return ()
-    lost = [(dataset.path, open_answers(config, dataset, "train")) for dataset in datasets]
-    return tuple(f"{path}: {answers.lost}" for path, answers in lost if answers and answers.lost)
+    notes = []
+    for dataset in datasets:
+        answers = open_answers(config, dataset, "train")
+        if answers and answers.truncation_note:
+            notes.append(f"{dataset.path}: {answers.truncation_note}")
+    return tuple(notes)
 
 
 def open_answers(
@@ -400,6 +421,7 @@ def check_vocabulary(
     )
     if trained:
         fix = "tokenize with the model's own tokenizer"
+    # Ids beyond the embedding cannot be read; many unused rows show another tokenizer.
     if tokenizer.vocab_size > model_vocab_size:
         rule = (
             f"too small: the shards were made with tokenizer {tokenizer.name}, whose vocabulary "
@@ -438,23 +460,3 @@ def known_vocab_size(model: ModelSection) -> int | None:
                 if isinstance(level.get("vocab_size"), int):
                     return int(level["vocab_size"])
     return None
-
-
-def _check_tokenizer(listed: TokenizerRecord, name: str) -> list[Problem]:
-    from bigtrain.data.tokenizers.tokenizer import load_tokenizer
-
-    try:
-        tokenizer = load_tokenizer(name)
-    except DataError as error:
-        return [Problem("data.tokenizer", name, str(error))]
-    if tokenizer.hash == listed.hash:
-        return []
-    return [
-        Problem(
-            "data.tokenizer",
-            name,
-            f"a different tokenizer than that of the shards ({listed.name}, "
-            f"{listed.vocab_size} tokens; this one has {tokenizer.vocab_size})",
-            "remove data.tokenizer, or tokenize again with it",
-        )
-    ]

@@ -22,20 +22,20 @@ from bigtrain.settings.run_config import RunConfig
 def open_held_out_datasets(
     config: RunConfig, datasets: Sequence[TokenDataset], check: Level = "sizes"
 ) -> tuple[tuple[TokenDataset, ...], list[Problem]]:
-    """Return the sets of ``evaluation.held_out``, in its order, and a problem for each that cannot
-    be measured in this run: one that cannot be opened, has a different tokenizer than the training
-    data (`datasets`), is too short, or has conversations that would see each other."""
+    """Return the sets of ``evaluation.held_out``, in its order, and a problem for each set that
+    cannot be measured in this run: a set that cannot be opened, has a different tokenizer than the
+    training data (`datasets`), is too short, or has conversations that would see each other."""
     datasets_found, problems = [], []
-    for number, one in enumerate(config.evaluation.held_out):
+    for number, held_out_set in enumerate(config.evaluation.held_out):
         key = f"evaluation.held_out.{number}.path"
         try:
-            dataset = open_dataset(one.path, check)
+            dataset = open_dataset(held_out_set.path, check)
             problem = _unfit(config, dataset, datasets[0])
         except DataError as error:
-            problems.append(Problem(key, one.path, str(error)))
+            problems.append(Problem(key, held_out_set.path, str(error)))
             continue
         if problem is not None:
-            problems.append(Problem(key, one.path, *problem))
+            problems.append(Problem(key, held_out_set.path, *problem))
         datasets_found.append(dataset)
     return (() if problems else tuple(datasets_found)), problems
 
@@ -44,11 +44,12 @@ def _unfit(
     config: RunConfig, dataset: TokenDataset, training: TokenDataset
 ) -> tuple[str, str] | None:
     """Return why `dataset` cannot be measured, and the fix; None if it can."""
-    own, other = dataset.table.tokenizer, training.table.tokenizer
-    if (own.hash, own.vocab_size) != (other.hash, other.vocab_size):
+    # Token ids and losses must mean the same as in the training data.
+    tokenizer, expected = dataset.table.tokenizer, training.table.tokenizer
+    if (tokenizer.hash, tokenizer.vocab_size) != (expected.hash, expected.vocab_size):
         return (
-            f"was made with a different tokenizer ({own.name}, {own.vocab_size} tokens) than the "
-            f"training data ({other.name}, {other.vocab_size} tokens)",
+            f"was made with a different tokenizer ({tokenizer.name}, {tokenizer.vocab_size} "
+            f"tokens) than the training data ({expected.name}, {expected.vocab_size} tokens)",
             "tokenize it with the tokenizer of the training data",
         )
     split = measured_split(dataset)
@@ -56,9 +57,10 @@ def _unfit(
     if ignored is not None:
         rule = f"has weights of losses, which {ignored.key}={ignored.value} ignores"
         return rule, ignored.remedy
-    if wanted := rows_of_answers(config.objective):
-        if dataset.table.rows != wanted:
-            return MISSING_ROWS[wanted][0].format(config.objective.type), ""
+    # Objectives of answers measure rows of their format, and next_token plain documents.
+    if required_rows := rows_of_answers(config.objective):
+        if dataset.table.rows != required_rows:
+            return MISSING_ROWS[required_rows][0].format(config.objective.type), ""
         if dataset.table.labels != training.table.labels:
             return "has other labels than the training data", "tokenize it with the same --labels"
         try:
@@ -92,6 +94,7 @@ def check_best(
             f"is unknown for objective.type = {config.objective.type}, which is not a cross-entropy"
         )
         return [Problem("evaluation.best.metric", section.metric, rule, "held_out_loss")]
+    # Held-out documents are in the sources of the mixture or in additional sets.
     key, value = (
         ("checkpoint.keep_best", config.checkpoint.keep_best)
         if config.checkpoint.keep_best
@@ -99,22 +102,23 @@ def check_best(
     )
     off = f"{key}=0" if config.checkpoint.keep_best else f"{key}=null"
     named = dict(zip(config.data.names, datasets, strict=True))
-    measured = {name: one for name, one in named.items() if one.shards("held_out")}
-    names = [one.name for one in config.evaluation.held_out]
+    measured = {name: dataset for name, dataset in named.items() if dataset.shards("held_out")}
+    names = [held_out_set.name for held_out_set in config.evaluation.held_out]
     measured |= dict(zip(names, sets, strict=True))
     if not measured or (section.set_name is not None and section.set_name not in measured):
-        whose = "the data has" if section.set_name is None else f"{section.set_name} has"
-        rule = f"{whose} no held-out documents to select the best checkpoint"
+        owner = "the data has" if section.set_name is None else f"{section.set_name} has"
+        rule = f"{owner} no held-out documents to select the best checkpoint"
         fix = f"make shards with `bigtrain tokenize --held-out`, or set {off}"
         return [Problem(key, value, rule, fix)]
-    asked = [section.set_name] if section.set_name else measured
-    unknown = [
+    set_names = [section.set_name] if section.set_name else measured
+    names_without_bytes = [
         name
-        for name in asked
+        for name in set_names
         if tokens_per_byte(measured[name], measured_split(measured[name])) is None
     ]
-    if "bits_per_byte" in section.metric and unknown:
-        rule = f"is unknown for {unknown[0]}: only some tokens of a conversation have a loss"
+    if "bits_per_byte" in section.metric and names_without_bytes:
+        name = names_without_bytes[0]
+        rule = f"is unknown for {name}: only some tokens of a conversation have a loss"
         return [Problem("evaluation.best.metric", section.metric, rule, "held_out_loss")]
     return []
 
@@ -125,8 +129,8 @@ def measured_split(dataset: TokenDataset) -> Split:
 
 
 def tokens_per_byte(dataset: TokenDataset, split: Split) -> float | None:
-    """Return tokens of `split` per UTF-8 byte of its documents; None if a mask excludes some of
-    them from the loss, or if unknown."""
+    """Return tokens of `split` per UTF-8 byte of its documents; None if a mask excludes some tokens
+    from the loss, or if unknown."""
     text_bytes = dataset.table.text_bytes.get(split, 0)
     if dataset.table.is_masked or not text_bytes:
         return None

@@ -43,10 +43,10 @@ reading dozens of samples, so a thread reads several steps at once if they are s
 
 
 class TrainingBatches:
-    """Micro-batches of one data-parallel rank, by the number of samples consumed. Assignment of
+    """Micro-batches of a data-parallel rank, by the number of samples consumed. Assignment of
     samples to rows: `bigtrain.settings.batch_plan.BatchPlan`. `workers` threads read and check the
-    rows of the steps that follow; the batches do not depend on their number. `close` ends them.
-    balances: the packed documents of a step are divided by their attention."""
+    rows of the next steps; the batches do not depend on the number of threads. `close` ends the
+    threads. balances: the packed documents of a step are divided by their attention."""
 
     def __init__(
         self,
@@ -76,63 +76,61 @@ class TrainingBatches:
         self._step_rows = plan.accumulation * plan.micro_batch_size
         self._stream = dataset if isinstance(dataset, PositionedSamples) else None
         tokens = self._step_rows * _row_length(plan)
-        most = STEPS_AT_ONCE if self._stream is None else 1  # a slow stream delays one step only
-        self._steps_at_once = min(most, max(1, TOKENS_AT_ONCE // tokens))
+        # A slow stream delays one step only.
+        max_steps = STEPS_AT_ONCE if self._stream is None else 1
+        self._steps_at_once = min(max_steps, max(1, TOKENS_AT_ONCE // tokens))
         self._collator = Collator(options.pin)
         self._workers = [_Worker(self._make_read()) for _ in range(workers)]
         self._next_worker = cycle(self._workers)
         # Rows that were read but not returned yet, with their first sample, and their buffer;
         # requests being read, in order; free buffers.
         self._ready: tuple[int, StoredRows] | None = None
-        self._given: StoredRows | None = None
+        self._returned_rows: StoredRows | None = None
         self._ahead: deque[tuple[_Request, _Worker]] = deque()
         self._spare: list[StoredRows] = []
 
     def step(self, first_sample: int) -> list[MicroBatch]:
-        """Return the `plan.accumulation` micro-batches of the step that begins with `first_sample`.
-        Every data-parallel rank calls it with the same argument. Raises DataError if a shard is
-        corrupt, also one of a prefetched step."""
+        """Return the `plan.accumulation` micro-batches of the step that begins with `first_sample`,
+        which is equal on all data-parallel ranks. Raises DataError if a shard is corrupt, also a
+        shard of a prefetched step."""
         assert not self._closed.is_set()
+        # Take the rows of the step from the last request, or wait for the next request.
         if self._ready is None or self._ready[0] != first_sample:
             rows = self._wait(first_sample)
         else:
             rows = self._ready[1]
         step = self._collator.collate(rows.part(0, self._step_rows))
-        rest = rows.part(self._step_rows, len(rows.tokens))
+        remaining_rows = rows.part(self._step_rows, len(rows.tokens))
         following = first_sample + self.plan.global_batch_size
-        self._ready = (following, rest) if len(rest.tokens) else None
+        self._ready = (following, remaining_rows) if len(remaining_rows.tokens) else None
         parts = step.split(self.plan.micro_batch_size)
         if self.scores is None and self._labels is None and self.teacher is None:
             return [_as_model_input(part, self.plan) for part in parts]
+        # Scores, labels and teacher are stored by sample number.
         with self._order_lock:
-            samples = self._own_samples(first_sample, 1)
-        pairs = zip(parts, samples.reshape(len(parts), -1), strict=True)
-        known = self.scores, self._labels
+            samples = self._rank_samples(first_sample, 1)
         batches = []
-        for part, own in pairs:
-            batch = _as_model_input(part, self.plan, own, *known)
+        for part, part_samples in zip(parts, samples.reshape(len(parts), -1), strict=True):
+            batch = _as_model_input(part, self.plan, part_samples, self.scores, self._labels)
             if self.teacher is not None:
-                values, ids = map(torch.from_numpy, self.teacher.rows(own))
+                values, ids = map(torch.from_numpy, self.teacher.rows(part_samples))
                 batch = replace(batch, tokens=None, teacher_values=values, teacher_ids=ids)
             batches.append(batch)
         return batches
 
-    def _own_samples(self, first_sample: int, num_steps: int) -> Indices:
+    def _rank_samples(self, first_sample: int, num_steps: int) -> Indices:
         """Return the samples that this rank reads in steps from `first_sample` on."""
         plan = self.plan
         samples = self.order.windows(first_sample, num_steps * plan.global_batch_size)
         steps = samples.reshape(num_steps, plan.global_batch_size)
-        own = steps[:, plan.site_begin : plan.site_begin + plan.site_batch_size]
+        site_samples = steps[:, plan.site_begin : plan.site_begin + plan.site_batch_size]
         if self._balances:
             assert isinstance(self.dataset, MixedSamples)
-            work = self.dataset.of_sources(own.reshape(-1), _attention_work).reshape(own.shape)
-            own = balanced(own, work, plan.data_size, plan.micro_batch_size)
-        divided = own.reshape(-1, plan.data_size, plan.micro_batch_size)
+            work = self.dataset.compute_by_source(site_samples.reshape(-1), _attention_work)
+            work = work.reshape(site_samples.shape)
+            site_samples = balanced(site_samples, work, plan.data_size, plan.micro_batch_size)
+        divided = site_samples.reshape(-1, plan.data_size, plan.micro_batch_size)
         return divided[:, self.data_rank].reshape(-1)
-
-    def every_sample(self) -> EverySample:
-        """Return all samples of the data in the order of their numbers."""
-        return EverySample(self.dataset, self.plan, self.data_rank, self.options)
 
     @property
     def stream(self) -> PositionedSamples | None:
@@ -140,8 +138,7 @@ class TrainingBatches:
         return self._stream
 
     def restart(self, position: StreamPosition | None) -> None:
-        """Continue a stream at `position`, for a `step` that begins with an earlier sample than the
-        one after the last."""
+        """Continue a stream at `position`, for a `step` that does not follow the last step."""
         if self._stream is not None:
             self._drop_ahead()
             self._ready = None
@@ -155,20 +152,21 @@ class TrainingBatches:
         self._ahead.clear()
 
     def _wait(self, first_sample: int) -> StoredRows:
-        """Return the rows of the request that begins with `first_sample`; prefetch further ones."""
-        if self._given is not None:  # free again: tensors do not share its memory
-            self._spare.append(self._given)
-            self._given = None
+        """Return the rows of the request that begins with `first_sample`; prefetch more rows."""
+        if self._returned_rows is not None:  # free again: tensors do not share its memory
+            self._spare.append(self._returned_rows)
+            self._returned_rows = None
         if not self._ahead or self._ahead[0][0].first_sample != first_sample:
             self._drop_ahead()
             self._read_ahead(first_sample, num_steps=1)  # one step, since the caller waits
+        # Keep every thread busy while the caller waits for the oldest request.
         request, worker = self._ahead.popleft()
         last = self._ahead[-1][0] if self._ahead else request
         while len(self._ahead) < len(self._workers):
             following = last.first_sample + last.num_steps * self.plan.global_batch_size
             last = self._read_ahead(following, self._steps_at_once)
         error = worker.results.get()
-        self._given = request.rows
+        self._returned_rows = request.rows
         if error is not None:
             raise error
         return request.rows.part(0, request.num_steps * self._step_rows)
@@ -196,9 +194,9 @@ class TrainingBatches:
         reader = BatchReader(self.dataset, self.options)
 
         def read(request: _Request) -> None:
-            with self._order_lock:  # so that no block of it is computed twice
-                mine = self._own_samples(request.first_sample, request.num_steps)
-            reader.read_rows(mine, request.rows.part(0, len(mine)), self._closed.is_set)
+            with self._order_lock:  # so that no block of the order is computed twice
+                samples = self._rank_samples(request.first_sample, request.num_steps)
+            reader.read_rows(samples, request.rows.part(0, len(samples)), self._closed.is_set)
 
         return read
 
@@ -209,7 +207,8 @@ def _attention_work(packed: Samples, samples: Indices) -> npt.NDArray[np.float64
 
 
 def _row_length(plan: BatchPlan) -> int:
-    """Return the tokens of a row as it is read: of two answers, those of both, but for the last."""
+    """Return the tokens of a row as it is read, without the last label; a row may have two
+    answers."""
     return plan.rows_per_sample * (plan.sequence_length + 1) - 1
 
 
@@ -225,7 +224,7 @@ def _as_model_input(
     labels: npt.NDArray[np.uint8] | None = None,
 ) -> MicroBatch:
     """Return `batch` in rows of the sequence length, of `samples` and then padding. scores, labels:
-    of all samples, if there are some."""
+    by sample number, if the objective reads them."""
     if plan.rows_per_sample == 2:
         batch = batch.of_pairs()
     count = len(batch.input_ids)
@@ -242,28 +241,6 @@ def _as_model_input(
         desirable[: len(samples)] = labels[samples, None]
         batch = replace(batch, desirable=torch.from_numpy(desirable.reshape(-1)))
     return batch
-
-
-@dataclass(frozen=True)
-class EverySample:
-    """All samples once, in the order of their numbers, divided over the data-parallel ranks. Every
-    rank gets the same number of micro-batches; rows beyond the last sample have no targets."""
-
-    dataset: Samples
-    plan: BatchPlan
-    data_rank: int
-    options: BatchOptions
-
-    def __iter__(self) -> Iterator[tuple[Indices, MicroBatch]]:
-        """Yield the numbers of samples, and their micro-batch."""
-        plan = self.plan
-        reader = BatchReader(self.dataset, self.options)
-        per_round = plan.micro_batch_size * plan.data_size
-        for begin in range(0, self.dataset.num_samples, per_round):
-            first = begin + self.data_rank * plan.micro_batch_size
-            last = max(first, min(first + plan.micro_batch_size, self.dataset.num_samples))
-            numbers = np.arange(first, last)
-            yield numbers, _as_model_input(reader.read(numbers, plan.micro_batch_size), plan)
 
 
 @dataclass(frozen=True)
@@ -297,10 +274,10 @@ class _Worker:
 
 @dataclass(frozen=True)
 class HeldOutBatches:
-    """Held-out samples, the same at every evaluation, divided over the data-parallel ranks. They
-    are the first `samples` of a fixed permutation (all of them if there are fewer). Every rank gets
-    the same number of micro-batches, so that collectives in the forward pass match; rows beyond the
-    last sample have only labels -100."""
+    """Held-out samples, equal at every evaluation, divided over the data-parallel ranks: the first
+    `samples` of a fixed permutation (all samples if there are fewer). Every rank gets an equal
+    number of micro-batches, so that collectives in the forward pass match; rows beyond the last
+    sample have only labels -100."""
 
     dataset: Samples
     plan: BatchPlan
@@ -320,23 +297,20 @@ class HeldOutBatches:
         plan = self.plan
         order = SampleOrder(self.dataset.num_samples, HELD_OUT_ORDER_SEED)
         reader = BatchReader(self.dataset, self.options)
-        known = self.scores, labels_of(self.dataset)
+        labels = labels_of(self.dataset)
         for number in range(len(self)):
             first = (number * plan.data_size + self.data_rank) * plan.micro_batch_size
             count = max(0, min(plan.micro_batch_size, self.num_samples - first))
             numbers = order.windows(first, count)
             batch = reader.read(numbers, plan.micro_batch_size)
-            yield _as_model_input(batch, plan, numbers, *known)
-
-    def every_sample(self) -> EverySample:
-        """Return all samples of the split in the order of their numbers."""
-        return EverySample(self.dataset, self.plan, self.data_rank, self.options)
+            yield _as_model_input(batch, plan, numbers, self.scores, labels)
 
 
 @dataclass(frozen=True)
 class HeldOutSource:
-    """Held-out batches of one source, its name, and its weight in the mixture. tokens_per_byte: of
-    its split's text; None if not all tokens have a loss, or unknown."""
+    """Held-out batches of a source, with the source's name and weight in the mixture.
+    tokens_per_byte: tokens per UTF-8 byte of text; None if not all tokens have a loss, or
+    unknown."""
 
     name: str
     weight: int
@@ -363,12 +337,13 @@ def open_training_data(
     device_pin: bool = False,
 ) -> TrainingBatches:
     """Open the training batches of rank `data_rank`, from the dataset or mixture of `config.data`.
-    `phase`, `position`: of the run, and of its stream; by default the start. `datasets`: those of
-    the mixture in its order, if they are open already. No collective. Raises DataError if a dataset
-    is missing, corrupt or too short."""
+    `phase`, `position`: where the run and its stream continue; by default the start. `datasets`:
+    the mixture's datasets in its order, if they are open already. No collective. Raises DataError
+    if a dataset is missing, corrupt or too short."""
     datasets, phase = _opened(config, datasets, phase)
     assert phase.sequence_length == plan.sequence_length
     options = _options(config, datasets, device_pin)
+    # A stream of the user has an order; the sources of a mixture are read in the phase's.
     if isinstance(datasets[0], StreamDataset):
         stream = PositionedSamples(datasets[0].train, plan.global_batch_size, position)
         return TrainingBatches(stream, plan, data_rank, StreamOrder(), options)
@@ -392,7 +367,7 @@ def open_training_data(
         and all(isinstance(samples, PackedDocuments) for samples in sources),
     )
     if config.objective.teacher is not None:
-        batches.teacher = TeacherRows(mixed, [teacher_of(config, one) for one in datasets])
+        batches.teacher = TeacherRows(mixed, [teacher_of(config, dataset) for dataset in datasets])
     return batches
 
 
@@ -405,9 +380,9 @@ def open_held_out(
     datasets: Sequence[TokenDataset] | None = None,
     device_pin: bool = False,
 ) -> list[HeldOutSource]:
-    """Open the held-out batches of rank `data_rank`, of each source that has held-out documents.
-    Arguments as in `open_training_data`. Raises DataError if a source has some, but too few for one
-    sample. No collective."""
+    """Open the held-out batches of rank `data_rank` for every source that has held-out documents.
+    Arguments as in `open_training_data`. Raises DataError if a source has held-out documents, but
+    too few for a sample. No collective."""
     datasets, phase = _opened(config, datasets, phase)
     options = _options(config, datasets, device_pin)
     return [
@@ -437,15 +412,17 @@ def open_held_out_sets(
     weight: int,
     device_pin: bool = False,
 ) -> list[HeldOutSource]:
-    """Return the batches of rank `data_rank` for `datasets`, the sets of ``evaluation.held_out``;
-    `weight` of each in the mean over all. No collective."""
+    """Return the batches of rank `data_rank` for `datasets`, the sets of ``evaluation.held_out``.
+    `weight`: weight of a set in the mean over all sets. No collective."""
     options = _options(config, datasets, device_pin) if datasets else BatchOptions()
     sources = []
-    for one, dataset in zip(config.evaluation.held_out, datasets, strict=True):
+    for held_out_set, dataset in zip(config.evaluation.held_out, datasets, strict=True):
         split = measured_split(dataset)
         samples = _samples(config, dataset, split, plan.sequence_length)
         batches = HeldOutBatches(samples, plan, data_rank, config.evaluation.samples, options)
-        sources.append(HeldOutSource(one.name, weight, batches, tokens_per_byte(dataset, split)))
+        sources.append(
+            HeldOutSource(held_out_set.name, weight, batches, tokens_per_byte(dataset, split))
+        )
     return sources
 
 
@@ -472,7 +449,7 @@ def _samples(
 
 
 def _options(config: RunConfig, datasets: Sequence[TokenDataset], pin: bool) -> BatchOptions:
-    # Preflight has checked that all datasets have the same tokenizer.
+    # Preflight has checked that all datasets have an identical tokenizer.
     end = datasets[0].table.tokenizer.end_of_document_id
     return BatchOptions(
         end_of_document_id=end if config.data.mask_end_of_document else None,

@@ -1,4 +1,4 @@
-"""Input of one forward pass of a rank."""
+"""Input of a forward pass of a rank."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import torch
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Input of one forward pass of a data-parallel rank, on the host.
+    """Input of a forward pass of a data-parallel rank, on the host.
 
     `input_ids` int64 [B, T]; `labels` int64 [B, T], already shifted: ``labels[b, t]`` is the token
     to predict from ``input_ids[b, : t + 1]``, or -100 without loss. `position_ids` int64
-    [B, T], if documents are isolated: 0 at the first token of each document and of each row;
+    [B, T], if documents are isolated: 0 at the first token of every document and of every row;
     the label that would cross a boundary has no loss. `tokens` int64 [B, T + 1], if every token
-    is a target: inputs and labels are views of it, and not contiguous. `reference` float32 [B], for
-    objectives with stored scores: log-probability of the targets of a row under the reference.
+    is a target: inputs and labels are views of `tokens`, and not contiguous. `reference` float32
+    [B], with stored scores: log-probability of the targets of a row under the reference.
     `desirable` bool [B], of rated answers: whether the answer of a row's sample is desirable.
-    `classes` int64 [B], of samples with a label: its number. `teacher_values` float32 [B, T, k],
-    `teacher_ids` int64 [B, T, k]: log-probabilities of a teacher's k most probable tokens at each
-    label, and their ids. `weights` float32 [B, T]: factors of the losses of the targets, 0 where
-    there is none; None if all are 1.
+    `classes` int64 [B], of samples with a label: number of the label. `teacher_values` float32
+    [B, T, k], `teacher_ids` int64 [B, T, k]: log-probabilities of a teacher's k most probable
+    tokens at every label, and their ids. `weights` float32 [B, T]: factors of the losses of the
+    targets, 0 without a target; None if all are 1.
     """
 
     input_ids: torch.Tensor
@@ -44,15 +44,16 @@ class MicroBatch:
 
     def of_pairs(self) -> MicroBatch:
         """Divide each row, of two padded documents, into two: input_ids and labels [2 B, T], chosen
-        and rejected alternate. Of 2 T + 1 inputs the one in the middle, whose target would be in
-        the other document, is dropped."""
+        and rejected alternate. Of 2 T + 1 inputs the middle input, whose target would be in the
+        second document, is dropped."""
         count, width = self.input_ids.shape
         length = width // 2
-        parts = [
-            torch.stack([whole[:, :length], whole[:, length + 1 :]], 1).view(2 * count, length)
-            for whole in (self.input_ids, self.labels)
-        ]
-        return MicroBatch(*parts)
+
+        def divide(rows: torch.Tensor) -> torch.Tensor:
+            halves = torch.stack([rows[:, :length], rows[:, length + 1 :]], 1)
+            return halves.view(2 * count, length)
+
+        return MicroBatch(divide(self.input_ids), divide(self.labels))
 
     def split(self, rows: int) -> list[MicroBatch]:
         """Split it into parts of `rows` rows, which share its memory."""
@@ -63,7 +64,7 @@ class MicroBatch:
         parts = zip(
             self.input_ids.split(rows),
             self.labels.split(rows),
-            *(repeat(None) if one is None else one.split(rows) for one in self._optional),
+            *(repeat(None) if tensor is None else tensor.split(rows) for tensor in self._optional),
             strict=False,
         )
         return [MicroBatch(*part) for part in parts]
@@ -74,7 +75,7 @@ class MicroBatch:
 
     @property
     def _optional(self) -> tuple[torch.Tensor | None, ...]:
-        """The fields after `labels`, of rows whose tokens are not all targets."""
+        """Fields after `labels`, of rows that also have tokens without loss."""
         rows = self.reference, self.desirable, self.classes
         teacher = self.teacher_values, self.teacher_ids
         return self.position_ids, None, *rows, *teacher, self.weights
@@ -87,8 +88,8 @@ class MicroBatch:
         return self.teacher_values, self.teacher_ids
 
     def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
-        """Apply `move` to each tensor; to `tokens` only, if the others are views of it."""
+        """Apply `move` to each tensor; only to `tokens`, if inputs and labels are its views."""
         if self.tokens is not None:
             return MicroBatch.of_tokens(move(self.tokens))
-        others = (None if one is None else move(one) for one in self._optional)
-        return MicroBatch(move(self.input_ids), move(self.labels), *others)
+        optional_tensors = (None if tensor is None else move(tensor) for tensor in self._optional)
+        return MicroBatch(move(self.input_ids), move(self.labels), *optional_tensors)

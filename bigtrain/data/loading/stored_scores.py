@@ -1,4 +1,4 @@
-"""Scores of a run's data that its objective reads: which are wanted, and whether stored ones fit.
+"""Scores of a run's data that its objective reads: required scores, and whether stored scores fit.
 
 Imports no torch: `bigtrain check` and the checks before the rendezvous use it.
 """
@@ -35,7 +35,7 @@ def request_of(
     model: Identity,
     dataset: TokenDataset,
     *,
-    kind: ScoreKind = "documents",
+    score_kind: ScoreKind = "documents",
     top_k: int = 0,
     part_tokens: int = PART_TOKENS,
 ) -> ScoreRequest:
@@ -43,7 +43,7 @@ def request_of(
     return ScoreRequest(
         model=model,
         data=identity_of(dataset),
-        kind=kind,
+        kind=score_kind,
         top_k=top_k,
         sequence_length=config.batch.sequence_length,
         long_documents="truncate" if config.data.long_documents == "truncate" else "cut",
@@ -60,11 +60,11 @@ def identity_of(dataset: TokenDataset) -> Identity:
 def measured_splits(
     datasets: Sequence[TokenDataset], held_out_sets: Sequence[TokenDataset]
 ) -> list[tuple[TokenDataset, Split]]:
-    """Return the split of each held-out set of a run, in the order of its evaluation."""
-    own: list[tuple[TokenDataset, Split]] = [
+    """Return the split of every held-out set of a run, in the order of evaluation."""
+    held_out_splits: list[tuple[TokenDataset, Split]] = [
         (dataset, "held_out") for dataset in datasets if dataset.table.num_tokens("held_out")
     ]
-    return own + [(one, measured_split(one)) for one in held_out_sets]
+    return held_out_splits + [(dataset, measured_split(dataset)) for dataset in held_out_sets]
 
 
 def wanted_splits(
@@ -72,19 +72,19 @@ def wanted_splits(
 ) -> list[tuple[TokenDataset, list[Split]]]:
     """Return each dataset that a run reads once, and its splits that are read."""
     every: list[tuple[TokenDataset, Split]] = [(dataset, "train") for dataset in datasets]
-    wanted: dict[str, tuple[TokenDataset, list[Split]]] = {}
+    splits_by_hash: dict[str, tuple[TokenDataset, list[Split]]] = {}
     for dataset, split in [*every, *measured_splits(datasets, held_out_sets)]:
-        _, known = wanted.setdefault(identity_of(dataset).hash, (dataset, []))
-        if split not in known:
-            known.append(split)
-    return list(wanted.values())
+        _, dataset_splits = splits_by_hash.setdefault(identity_of(dataset).hash, (dataset, []))
+        if split not in dataset_splits:
+            dataset_splits.append(split)
+    return list(splits_by_hash.values())
 
 
 def check_reference_scores(
     config: RunConfig, datasets: Sequence[TokenDataset], held_out_sets: Sequence[TokenDataset]
 ) -> list[Problem]:
-    """Return a problem for each dataset of which ``objective.reference`` or ``objective.teacher``
-    has no fitting scores. The reference model is compared when the run begins, since that reads its
+    """Return a problem for each dataset without fitting scores in ``objective.reference`` or
+    ``objective.teacher``. The reference model is compared when the run begins, since that reads the
     weights."""
     distills = config.objective.teacher is not None
     if not distills and (not reads_scores(config) or config.objective.reference is None):
@@ -108,8 +108,8 @@ def check_reference_scores(
 
 
 def reference_of(config: RunConfig, dataset: TokenDataset, splits: Sequence[Split]) -> Scores:
-    """Return the scores of `dataset` that ``objective.reference`` names. Raises ConfigError if it
-    has none of these splits, or if documents were divided elsewhere."""
+    """Return the scores of `dataset` that ``objective.reference`` names. Raises ConfigError if a
+    split has no scores, or if documents were divided at other positions."""
     assert config.objective.reference is not None
     return _fitting(config, KEY, config.objective.reference, dataset, splits)
 
@@ -129,6 +129,7 @@ def teacher_of(config: RunConfig, dataset: TokenDataset) -> Scores:
 def _fitting(
     config: RunConfig, key: str, name: str, dataset: TokenDataset, splits: Sequence[Split]
 ) -> Scores:
+    # The directory has scores of this dataset, for all splits that the run reads.
     try:
         scores = find_scores(Path(name), identity_of(dataset))
         for split in splits:
@@ -139,15 +140,16 @@ def _fitting(
         raise ConfigError(Problem(key, name, *str(error).split(" -> ", 1))) from error
     length = config.batch.sequence_length
     if config.objective.type == "kto" and scores.request.sequence_length != length:
-        there = scores.request.sequence_length
-        rule = f"has mismatched answers of sequence_length {there}, and this run has {length}"
+        scored = scores.request.sequence_length
+        rule = f"has mismatched answers of sequence_length {scored}, and this run has {length}"
         raise ConfigError(Problem(key, name, rule, "score the data with the settings of this run"))
+    # Only documents that are longer than a sample depend on how they were divided.
     longest = max(scores.record.longest[split] for split in splits)
     if longest <= min(length, scores.request.sequence_length) + 1:
         return scores
-    own = request_of(config, scores.request.model, dataset)
-    named = {"sequence_length", "long_documents"}
-    changes = [text for text in differences(scores.request, own) if text.split(":")[0] in named]
+    run_request = request_of(config, scores.request.model, dataset)
+    keys = "sequence_length:", "long_documents:"
+    changes = [text for text in differences(scores.request, run_request) if text.startswith(keys)]
     if not changes:
         return scores
     rule = f"its longest document has {longest} tokens, and was divided: {'; '.join(changes)}"
@@ -156,12 +158,12 @@ def _fitting(
 
 
 def refuse_other_model(config: RunConfig, scores: Scores, model: Identity) -> None:
-    """Raise ConfigError for scores of another model than `model`, with which the run begins."""
-    there = scores.request.model
-    if there.hash != model.hash:
+    """Raise ConfigError for scores of a model other than `model`, with which the run begins."""
+    scored_model = scores.request.model
+    if scored_model.hash != model.hash:
         rule = (
-            f"has scores of the model {there.name} ({there.hash}), and this run begins with "
-            f"{model.name} ({model.hash})"
+            f"has scores of the model {scored_model.name} ({scored_model.hash}), and this run "
+            f"begins with {model.name} ({model.hash})"
         )
         remedy = "bigtrain score with this run's model"
         raise ConfigError(Problem(KEY, config.objective.reference, rule, remedy))

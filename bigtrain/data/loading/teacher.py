@@ -18,33 +18,33 @@ TopK = tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]
 
 
 class TeacherRows:
-    """Teacher probabilities for packed documents. `scores`: of the training documents of each
-    source of `samples`, with the same k; their files are mapped into memory. Raises DataError for a
+    """Teacher probabilities for packed documents. `scores`: of the training documents of every
+    source of `samples`, with an equal k; their files are mapped into memory. Raises DataError for a
     file that cannot be read."""
 
     def __init__(self, samples: MixedSamples, scores: Sequence[Scores]) -> None:
         self._samples = samples
-        (self._k,) = {one.request.top_k for one in scores}
-        self._parts = [_Parts.of(one) for one in scores]
+        (self._k,) = {source_scores.request.top_k for source_scores in scores}
+        self._parts = [_Parts.of(source_scores) for source_scores in scores]
 
     def rows(self, samples: Indices) -> TopK:
         """Return the teacher's tokens at each target of `samples`: [samples, sequence_length, k].
         Padding has the log-probability -inf."""
         shape = (len(samples), self._samples.sequence_length, self._k)
         values, ids = np.full(shape, -np.inf, np.float32), np.zeros(shape, np.int64)
-        for number, own, inside in self._samples.by_source(samples):
+        for number, indices, source_samples in self._samples.by_source(samples):
             packed = self._samples.sources[number]
             assert isinstance(packed, PackedDocuments)
-            positions = packed.stream_positions(inside)[:, 1:]
+            positions = packed.stream_positions(source_samples)[:, 1:]
             row, column = np.nonzero(positions >= 0)
             top_k = self._parts[number].at(positions[row, column])
-            values[own[row], column], ids[own[row], column] = top_k
+            values[indices[row], column], ids[indices[row], column] = top_k
         return values, ids
 
 
 @dataclass(frozen=True)
 class _Parts:
-    """Arrays of consecutive parts of a split; `ends`: of the tokens of each."""
+    """Arrays of consecutive parts of a split; `ends`: token after each part."""
 
     ends: Indices
     values: list[npt.NDArray[np.float32]]
@@ -61,12 +61,12 @@ class _Parts:
         return cls(ends, values, ids)
 
     def at(self, positions: Indices) -> TopK:
-        """Return what is known of the tokens at `positions` of the stream, [tokens, k]."""
+        """Return the teacher's tokens at `positions` of the stream, [tokens, k]."""
         numbers = np.searchsorted(self.ends, positions, side="right")
         shape = (len(positions), self.values[0].shape[-1])
         values, ids = np.empty(shape, np.float32), np.empty(shape, np.int64)
         for number in np.unique(numbers).tolist():
-            own = np.flatnonzero(numbers == number)
-            inside = positions[own] - (self.ends[number - 1] if number else 0)
-            values[own], ids[own] = self.values[number][inside], self.ids[number][inside]
+            indices = np.flatnonzero(numbers == number)
+            offsets = positions[indices] - (self.ends[number - 1] if number else 0)
+            values[indices], ids[indices] = self.values[number][offsets], self.ids[number][offsets]
         return values, ids

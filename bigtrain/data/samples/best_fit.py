@@ -3,7 +3,7 @@
 A sample of sequence length T has space for T + 1 tokens, T inputs and the last label. Documents are
 placed by decreasing length, and each goes into the fullest sample in which it fits (Johnson 1973;
 for training, Ding et al. 2024, "Fewer Truncations Improve Language Modeling", arXiv 2404.10830). A
-longer document is truncated, or split into pieces that share one token, so that each of its targets
+longer document is truncated, or split into pieces that share one token, so that every target
 is predicted once. About a million pieces are packed at a time, so memory is bounded for any number
 of documents, and the result depends only on the dataset and T.
 """
@@ -34,8 +34,8 @@ Integers = npt.NDArray[np.int64]
 @dataclass
 class PackingCounts:
     """Statistics of packing a split. A document of 0 or 1 token has no target, nor has a piece
-    whose targets are all masked: they are dropped. `truncated_tokens` are those beyond the end of
-    truncated documents."""
+    whose targets are all masked: they are dropped. `truncated_tokens` are the tokens beyond the end
+    of truncated documents."""
 
     documents: int = 0
     tokens: int = 0
@@ -49,7 +49,7 @@ class PackingCounts:
 
 @dataclass(frozen=True)
 class PackBlock:
-    """Packs of one block in CSR form. Pack ``p`` is the pieces ``row_ends[p - 1]`` to
+    """Packs of a block in CSR form. Pack ``p`` is the pieces ``row_ends[p - 1]`` to
     ``row_ends[p]`` (from 0 for the first), which are the tokens ``starts`` to ``starts + lengths``
     of the stream. All int64."""
 
@@ -64,7 +64,7 @@ def pack_blocks(
     long_documents: LongDocuments,
     counts: PackingCounts,
 ) -> Iterator[PackBlock]:
-    """Yield the packs of all documents of `shards`, block by block; update `counts`. Raises
+    """Yield the packs of the documents of `shards`, block by block; update `counts`. Raises
     DataError if an index is corrupt."""
     pieces = _pieces(shards, sequence_length, long_documents, counts)
     for starts, lengths in _blocks(pieces):
@@ -77,61 +77,64 @@ def pack_blocks(
 
 def best_fit_decreasing(lengths: Integers, capacity: int) -> tuple[Integers, int]:
     """Return the pack of every item, int64 [items], and the number of packs. `lengths` are 1 to
-    `capacity`. Items of one length are placed together: the fullest pack that has space for one
-    gets as many as fit, the same result as placing them one by one."""
+    `capacity`. Items of equal length are placed together: the fullest pack that has space for one
+    gets as many as fit, with the result of placing them one by one."""
     num_items = len(lengths)
     assert not num_items or 1 <= lengths.min() <= lengths.max() <= capacity
     packs_with: dict[int, list[int]] = {}  # by free space
-    rooms: list[int] = []  # its keys, ascending
+    rooms: list[int] = []  # keys of `packs_with`, ascending
     placed: list[int] = []  # packs of the items by decreasing length
     num_packs = 0
 
     def add_room(packs: list[int], room: int) -> None:
         if not room:
             return
-        others = packs_with.get(room)
-        if others is None:
+        same_room_packs = packs_with.get(room)
+        if same_room_packs is None:
             packs_with[room] = packs
             insort(rooms, room)
         else:
-            others += packs
+            same_room_packs += packs
 
     counts = np.bincount(lengths, minlength=1)
     for length in np.flatnonzero(counts)[::-1].tolist():
         remaining = int(counts[length])
         while remaining:
-            place = bisect_left(rooms, length)
-            room = rooms[place] if place < len(rooms) else capacity
-            each = room // length
-            wanted = -(-remaining // each)
-            if place < len(rooms):
+            # Take the fullest packs with space for an item, or new packs if none has space.
+            room_index = bisect_left(rooms, length)
+            room = rooms[room_index] if room_index < len(rooms) else capacity
+            items_per_pack = room // length
+            num_packs_needed = -(-remaining // items_per_pack)
+            if room_index < len(rooms):
                 available = packs_with[room]
-                chosen = available[-wanted:]
-                del available[-wanted:]
+                filled_packs = available[-num_packs_needed:]
+                del available[-num_packs_needed:]
                 if not available:
-                    del packs_with[room], rooms[place]
+                    del packs_with[room], rooms[room_index]
             else:
-                chosen = list(range(num_packs, num_packs + wanted))
-                num_packs += wanted
-            if each == 1:
-                placed += chosen
-                remaining -= len(chosen)
-                add_room(chosen, room - length)
+                filled_packs = list(range(num_packs, num_packs + num_packs_needed))
+                num_packs += num_packs_needed
+            if items_per_pack == 1:
+                placed += filled_packs
+                remaining -= len(filled_packs)
+                add_room(filled_packs, room - length)
                 continue
-            last = min(each, remaining - (len(chosen) - 1) * each)
-            placed += np.repeat(chosen, each).tolist()[: (len(chosen) - 1) * each + last]
-            remaining -= (len(chosen) - 1) * each + last
-            if last < each:
-                add_room([chosen.pop()], room - last * length)
-            if chosen:
-                add_room(chosen, room - each * length)
+            # Every pack gets as many items as fit, and the last pack the remaining items.
+            num_placed = min(remaining, len(filled_packs) * items_per_pack)
+            last = num_placed - (len(filled_packs) - 1) * items_per_pack
+            placed += np.repeat(filled_packs, items_per_pack).tolist()[:num_placed]
+            remaining -= num_placed
+            if last < items_per_pack:
+                add_room([filled_packs.pop()], room - last * length)
+            if filled_packs:
+                add_room(filled_packs, room - items_per_pack * length)
     pack_of_item = np.empty(num_items, np.int64)
     pack_of_item[np.argsort(-lengths, kind="stable")] = placed
     return pack_of_item, num_packs
 
 
 def _blocks(pieces: Iterable[tuple[Integers, Integers]]) -> Iterator[tuple[Integers, Integers]]:
-    """Yield the same pieces, `BLOCK_PIECES` of them together."""
+    """Yield `pieces` in blocks of `BLOCK_PIECES`."""
     waiting: list[tuple[Integers, Integers]] = []
     count = 0
     for part in pieces:
@@ -161,6 +164,7 @@ def _pieces(
         for begins, lengths in _documents(shard):
             counts.documents += len(lengths)
             counts.tokens += int(lengths.sum())
+            # Truncate documents that are longer than a sample, or count those to be split.
             long = lengths > room
             if long_documents == "truncate":
                 counts.truncated_documents += int(long.sum())
@@ -171,9 +175,17 @@ def _pieces(
             short = lengths < 2
             counts.dropped_pieces += int(short.sum())
             counts.dropped_tokens += int(lengths[short].sum())
-            starts, sizes = _cut(begins, lengths, sequence_length)
+            # Split documents into pieces of at most `sequence_length` + 1 tokens. A piece begins
+            # with the last token of the previous piece, so that each target is predicted once.
+            num_pieces = np.maximum(lengths - 2, -1) // sequence_length + 1
+            document = np.repeat(np.arange(len(lengths)), num_pieces)
+            first_pieces = np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
+            offsets = (np.arange(len(document)) - first_pieces) * sequence_length
+            starts = begins[document] + offsets
+            sizes = np.minimum(lengths[document] - offsets, room)
             if shard.mask_path is not None:
-                # The first token of a piece is predicted in the previous one, or not at all.
+                # Drop pieces without a target. The first token of a piece is no target here: it is
+                # predicted in the previous piece, or not at all.
                 bounds = np.stack([starts + 1, starts + sizes], axis=1)
                 set_bits = _set_bits_before(shard.mask_bytes, bounds.reshape(-1))
                 learned = np.diff(set_bits)[::2] > 0
@@ -182,16 +194,6 @@ def _pieces(
                 starts, sizes = starts[learned], sizes[learned]
             yield starts + shard_begin, sizes
         shard_begin += shard.num_tokens
-
-
-def _cut(begins: Integers, lengths: Integers, sequence_length: int) -> tuple[Integers, Integers]:
-    """Return pieces of at most `sequence_length` + 1 tokens, each beginning with the last token of
-    the previous one; none for a document without a target."""
-    num_pieces = np.maximum(lengths - 2, -1) // sequence_length + 1
-    document = np.repeat(np.arange(len(lengths)), num_pieces)
-    number = np.arange(len(document)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
-    offset = number * sequence_length
-    return begins[document] + offset, np.minimum(lengths[document] - offset, sequence_length + 1)
 
 
 def _documents(shard: TokenShard) -> Iterator[tuple[Integers, Integers]]:
@@ -217,24 +219,25 @@ def _documents(shard: TokenShard) -> Iterator[tuple[Integers, Integers]]:
 
 def _set_bits_before(mask: npt.NDArray[np.uint8], positions: Integers) -> Integers:
     """Return the number of set bits of `mask` before each of `positions`, which ascend, counted
-    from the byte that the first of them is in."""
+    from the byte that contains the first position."""
     counts = np.empty(len(positions), np.int64)
     before = 0
     low_byte = int(positions[0]) // 8 if len(positions) else 0
-    done = 0
-    while done < len(positions):
+    num_counted = 0
+    while num_counted < len(positions):
         part = mask[low_byte : low_byte + MASK_READ_BYTES]
         sums = np.zeros(len(part) + 1, np.int64)
         np.cumsum(np.bitwise_count(part), out=sums[1:])
         high = int(np.searchsorted(positions, 8 * (low_byte + len(part)), side="left"))
         if low_byte + len(part) >= len(mask):
             high = len(positions)
-        here = positions[done:high] - 8 * low_byte
-        # The bits of the byte that a position is in; none exist after the last byte.
-        byte = np.append(part, np.uint8(0))[here // 8]
-        bits = np.bitwise_count(byte & ((1 << (here % 8)) - 1).astype(np.uint8))
-        counts[done:high] = before + sums[here // 8] + bits
+        bit_positions = positions[num_counted:high] - 8 * low_byte
+        # Full bytes are in `sums`. Add the bits of the byte that contains a position; a position
+        # after the last byte has none.
+        byte = np.append(part, np.uint8(0))[bit_positions // 8]
+        bits = np.bitwise_count(byte & ((1 << (bit_positions % 8)) - 1).astype(np.uint8))
+        counts[num_counted:high] = before + sums[bit_positions // 8] + bits
         before += int(sums[-1])
         low_byte += len(part)
-        done = high
+        num_counted = high
     return counts

@@ -19,8 +19,8 @@ _FIX = "return input_ids, and labels and loss_weights if there are some"
 
 
 class Item(NamedTuple):
-    """Sample of the user. tokens: int64 [n]. targets: bool [n], whether each is one. weights:
-    float32 [n], factors of the losses of the targets; None if it has none, and all are 1."""
+    """Sample of the user. tokens: int64 [n]. targets: bool [n], whether a token is a target.
+    weights: float32 [n], factors of the losses of the targets; None if all are 1."""
 
     tokens: npt.NDArray[np.int64]
     targets: npt.NDArray[np.bool_]
@@ -34,24 +34,25 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True)
 class ItemReader:
-    """Reader of items of the user as samples of at most `sequence_length` + 1 tokens. name: of the
-    source, in errors. kind: its class. weighs: whether items have ``loss_weights``, which decides
-    before the run how its losses are computed; None: not known yet."""
+    """Reader of items of the user as samples of at most `sequence_length` + 1 tokens. name: name of
+    the source in errors. weighs: whether items have ``loss_weights``, which decides before the run
+    how its losses are computed; None: not known yet."""
 
     name: str
-    kind: type
+    source_class: type
     sequence_length: int
     vocab_size: int
     weighs: bool | None = None
 
     def parse(self, sample: int, item: Any) -> Item:
-        """Return the sample that item number `sample` is. Raises DataError if it is not one."""
+        """Return item number `sample` as a sample. Raises DataError if it is not a sample."""
         if not isinstance(item, Mapping):
             item = {"input_ids": item}
-        if unknown := sorted(item.keys() - {*_FIELDS}, key=str):
-            raise self.wrong(sample, f"has {unknown[0]!r}", _FIX)
+        if unknown_keys := sorted(item.keys() - {*_FIELDS}, key=str):
+            raise self.wrong(sample, f"has {unknown_keys[0]!r}", _FIX)
         if "input_ids" not in item:
             raise self.wrong(sample, "has no input_ids", _FIX)
+        # Tokens: as many as a sample has, all in the vocabulary.
         tokens = self._integers(sample, "input_ids", item["input_ids"])
         longest = self.sequence_length + 1
         if not 2 <= len(tokens) <= longest:
@@ -61,7 +62,21 @@ class ItemReader:
             index = int(np.flatnonzero((tokens < 0) | (tokens >= self.vocab_size))[0])
             rule = f"has input_ids[{index}] = {tokens[index]}; ids are 0 to {self.vocab_size - 1}"
             raise self.wrong(sample, rule, "use the tokenizer of data.path")
-        targets, weights = self._targets(sample, tokens, item.get("labels")), None
+        # Targets: all tokens, or those whose label is the token itself.
+        targets = np.ones(len(tokens), np.bool_)
+        if item.get("labels") is not None:
+            labels = self._integers(sample, "labels", item["labels"])
+            if len(labels) != len(tokens):
+                rule = f"has {len(tokens)} input_ids and {len(labels)} labels"
+                raise self.wrong(sample, rule, "one label for each token, not shifted")
+            targets = labels != IGNORED_LABEL
+            if (labels[targets] != tokens[targets]).any():
+                index = int(np.flatnonzero(targets & (labels != tokens))[0])
+                label, token = labels[index], tokens[index]
+                rule = f"labels[{index}] = {label} is not input_ids[{index}] = {token}"
+                raise self.wrong(sample, rule, f"the token itself, or {IGNORED_LABEL}; not shifted")
+        # Weights: a target whose loss has the factor 0 is not a target.
+        weights = None
         if item.get("loss_weights") is not None:
             if self.weighs is False:
                 rule = "has loss_weights, and the items that were read before the run have none"
@@ -69,22 +84,6 @@ class ItemReader:
             weights = self._weights(sample, item["loss_weights"], len(tokens))
             targets &= weights != 0
         return Item(tokens, targets, weights)
-
-    def _targets(
-        self, sample: int, tokens: npt.NDArray[np.int64], given: Any
-    ) -> npt.NDArray[np.bool_]:
-        if given is None:
-            return np.ones(len(tokens), np.bool_)
-        labels = self._integers(sample, "labels", given)
-        if len(labels) != len(tokens):
-            rule = f"has {len(tokens)} input_ids and {len(labels)} labels"
-            raise self.wrong(sample, rule, "one label for each token, not shifted")
-        targets: npt.NDArray[np.bool_] = labels != IGNORED_LABEL
-        if (labels[targets] != tokens[targets]).any():
-            index = int(np.flatnonzero(targets & (labels != tokens))[0])
-            rule = f"labels[{index}] = {labels[index]} is not input_ids[{index}] = {tokens[index]}"
-            raise self.wrong(sample, rule, f"the token itself, or {IGNORED_LABEL}; not shifted")
-        return targets
 
     def _weights(self, sample: int, value: Any, length: int) -> Weights:
         """Return factors of losses: finite, 0 or more, in float32."""
@@ -115,12 +114,14 @@ class ItemReader:
     def _array(self, sample: int, field: str, value: Any, fix: str) -> npt.NDArray[Any]:
         try:
             return np.asarray(value)
-        except Exception as error:  # of user code, such as a tensor of another device
+        except Exception as error:  # of user code: for example, a tensor of another device
             raise self.wrong(sample, f"{field}: {error}", fix) from error
 
     def wrong(self, sample: int, rule: str, fix: str) -> DataError:
         """Return the error of an item that is not a sample."""
-        return DataError(f"{self.name}: item {sample} {rule} ({location(self.kind)}) -> {fix}")
+        return DataError(
+            f"{self.name}: item {sample} {rule} ({location(self.source_class)}) -> {fix}"
+        )
 
 
 def put_item(item: Item, row: int, out: TokenRows) -> None:

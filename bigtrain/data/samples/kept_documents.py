@@ -1,4 +1,4 @@
-"""Dataset of the documents of another one whose perplexity is between two limits. numpy only."""
+"""Dataset of the documents of a dataset whose perplexity is between two limits. numpy only."""
 
 from __future__ import annotations
 
@@ -35,35 +35,49 @@ _CHUNK_DOCUMENTS = 1 << 14
 def kept_documents(
     scores: Scores, dataset: TokenDataset, lowest: float, highest: float
 ) -> dict[Split, Kept]:
-    """Return which documents of each split have a perplexity from `lowest` to `highest`, bool
-    [documents]; those without targets do not, and a pair does if both of its documents do."""
-    kept: dict[Split, Kept] = {}
+    """Return which documents of every split have a perplexity from `lowest` to `highest`, bool
+    [documents]. Documents without targets are excluded. A pair is included if both documents
+    are within the limits."""
+    selections: dict[Split, Kept] = {}
     for split, values in scores.perplexities.items():
-        inside = (values >= lowest) & (values <= highest)
+        is_in_limits = (values >= lowest) & (values <= highest)
         if dataset.table.rows == "preference":
-            inside = np.repeat(inside[0::2] & inside[1::2], 2)
-        kept[split] = inside
-    return kept
+            is_in_limits = np.repeat(is_in_limits[0::2] & is_in_limits[1::2], 2)
+        selections[split] = is_in_limits
+    return selections
 
 
 def write_kept(
     dataset: TokenDataset,
-    kept: Mapping[Split, Kept],
+    selections: Mapping[Split, Kept],
     output: Path,
     record: PerplexityFilterRecord,
 ) -> dict[Split, tuple[ShardRecord, ...]]:
-    """Write the `kept` documents of `dataset` as a dataset to the new directory `output`; return
-    its shards. Their UTF-8 bytes are not known, and recorded as 0. Raises DataError if no training
-    document is kept, or if a shard is corrupt; OutputError if `output` exists."""
-    if not kept["train"].any():
+    """Write the documents of `dataset` that `selections` marks as a dataset to the new directory
+    `output`; return its shards. Their UTF-8 bytes are not known, and recorded as 0. Raises
+    DataError if no training document is kept, or if a shard is corrupt; OutputError if `output`
+    exists."""
+    if not selections["train"].any():
         raise DataError(
             f"no training document of {dataset.path} has a perplexity from {record.lowest:g} to "
             f"{record.highest:g} -> other limits"
         )
     splits: dict[Split, tuple[ShardRecord, ...]] = {}
     with new_directory(output) as draft:
-        for split, flags in kept.items():
-            splits[split] = _write_split(dataset, split, flags, draft)
+        # A shard becomes a shard with its selected documents; without any, no shard is written.
+        for split, is_selected in selections.items():
+            stream = split_stream(dataset, split)  # which verifies the blocks that it reads
+            records: list[ShardRecord] = []
+            num_documents = num_tokens = 0
+            for shard in dataset.shards(split):
+                shard_selection = is_selected[num_documents : num_documents + shard.num_documents]
+                if shard_selection.any():
+                    name = f"{split}-{len(records):05d}"
+                    writer = _Writer(dataset, stream, shard, num_tokens, shard_selection)
+                    records.append(writer.write(draft, name))
+                num_documents += shard.num_documents
+                num_tokens += shard.num_tokens
+            splits[split] = tuple(records)
         if dataset.tokenizer_path.is_dir():
             shutil.copytree(dataset.tokenizer_path, draft / TOKENIZER_DIRECTORY)
         manifest = dataset.manifest.model_copy(
@@ -73,33 +87,15 @@ def write_kept(
     return splits
 
 
-def _write_split(
-    dataset: TokenDataset, split: Split, kept: Kept, directory: Path
-) -> tuple[ShardRecord, ...]:
-    """Write the kept documents of each shard to a shard; none for one without any."""
-    stream = split_stream(dataset, split)  # which verifies the blocks that it reads
-    records: list[ShardRecord] = []
-    num_documents = num_tokens = 0
-    for shard in dataset.shards(split):
-        own = kept[num_documents : num_documents + shard.num_documents]
-        if own.any():
-            name = f"{split}-{len(records):05d}"
-            writer = _Writer(dataset, stream, shard, num_tokens, own)
-            records.append(writer.write(directory, name))
-        num_documents += shard.num_documents
-        num_tokens += shard.num_tokens
-    return tuple(records)
-
-
 @dataclass(frozen=True)
 class _Writer:
-    """Writer of the `kept` documents of `shard`, which is at token `begin` of `stream`."""
+    """Writer of the selected documents of `shard`, which is at token `begin` of `stream`."""
 
     dataset: TokenDataset
     stream: TokenStream
     shard: TokenShard
     begin: int
-    kept: Kept
+    is_selected: Kept
 
     def write(self, directory: Path, name: str) -> ShardRecord:
         table = self.dataset.table
@@ -108,21 +104,21 @@ class _Writer:
         labeled = table.rows in LABELED
         dtype: Any = table.token_dtype
         with ShardWriter(directory, name, dtype, masked=table.is_masked, labeled=labeled) as writer:
-            for first in range(0, len(self.kept), _CHUNK_DOCUMENTS):
-                part = self.kept[first : first + _CHUNK_DOCUMENTS]
-                chosen = np.flatnonzero(part) + first
-                sizes = lengths[chosen]
-                places = np.cumsum(sizes) - sizes
+            for first in range(0, len(self.is_selected), _CHUNK_DOCUMENTS):
+                part = self.is_selected[first : first + _CHUNK_DOCUMENTS]
+                documents = np.flatnonzero(part) + first
+                sizes = lengths[documents]
+                offsets = np.cumsum(sizes) - sizes
                 tokens = np.empty(int(sizes.sum()), self.shard.dtype)
-                self.stream.read(begins[chosen], sizes, tokens, places)
+                self.stream.read(begins[documents], sizes, tokens, offsets)
                 mask = None
                 if table.is_masked:
                     mask = np.empty(len(tokens), np.bool_)
-                    self.stream.read_mask(begins[chosen], sizes, mask, places)
+                    self.stream.read_mask(begins[documents], sizes, mask, offsets)
                 weights = None
                 if self.shard.weights_path is not None:
                     weights = np.ones(len(tokens), np.float32)
-                    self.stream.read_weights(begins[chosen], sizes, weights, places)
-                labels = self.shard.labels[chosen] if labeled else None
-                writer.add(tokens, sizes, 0, mask, labels, weights)
+                    self.stream.read_weights(begins[documents], sizes, weights, offsets)
+                labels = self.shard.labels[documents] if labeled else None
+                writer.add(tokens, sizes, 0, mask=mask, labels=labels, weights=weights)
             return writer.close()

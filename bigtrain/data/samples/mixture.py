@@ -1,9 +1,10 @@
-"""Mixture of several datasets: the source of sample n, and its window there.
+"""Mixture of several datasets: the source of sample n, and its window in that source.
 
 Sample n is in block ``n // BLOCK_SAMPLES``. The number of samples of every source before a
 block is the Webster (Sainte-Lague) apportionment of that many seats by weight; inside the block a
-keyed permutation mixes the sources, each of which is read in its own `SampleOrder`. All of it is a
-pure function of (seed, n) and the weights, and any sample is computed in the time of one block.
+keyed permutation mixes the sources, and each source is read in the order of a `SampleOrder`. The
+mixture is a pure function of (seed, n) and the weights, and any sample is computed in the time of
+one block.
 
 Webster's method is monotone in the number of seats (no source ever loses a sample; Balinski
 and Young 1982, "Fair representation"), which largest remainders are not. numpy only.
@@ -53,28 +54,26 @@ class MixedSamples:
             self.sources[0].fill(samples, rows, out)
             return
         assert not len(samples) or 0 <= samples.min() <= samples.max() < self.num_samples
-        for number, own, inside in self.by_source(samples):
-            self.sources[number].fill(inside, rows[own], out)
+        for number, indices, source_samples in self.by_source(samples):
+            self.sources[number].fill(source_samples, rows[indices], out)
 
-    def of_sources(
+    def compute_by_source(
         self, samples: Indices, compute: Callable[[Samples, Indices], npt.NDArray[np.float64]]
     ) -> npt.NDArray[np.float64]:
-        """Return a number for each sample, which `compute` returns for samples of one source."""
+        """Return a number for each sample, computed by `compute` source by source."""
         result = np.empty(len(samples))
-        for number, own, inside in self.by_source(samples):
-            result[own] = compute(self.sources[number], inside)
+        for number, indices, source_samples in self.by_source(samples):
+            result[indices] = compute(self.sources[number], source_samples)
         return result
 
     def by_source(self, samples: Indices) -> Iterator[tuple[int, Indices, Indices]]:
-        """Yield for each source the indices in `samples` of its own, and their numbers in it."""
+        """Yield for each source its number, the indices in `samples` of the samples that belong to
+        it, and the numbers that these samples have within the source."""
         numbers = np.searchsorted(self._ends, samples, side="right")
         for number in np.unique(numbers).tolist():
-            own = np.flatnonzero(numbers == number)
-            yield (
-                number,
-                own,
-                samples[own] - (self._ends[number] - self.sources[number].num_samples),
-            )
+            indices = np.flatnonzero(numbers == number)
+            begin = self._ends[number] - self.sources[number].num_samples
+            yield number, indices, samples[indices] - begin
 
     def describe(self, sample: int) -> str:
         number = int(np.searchsorted(self._ends, sample, side="right"))
@@ -83,9 +82,9 @@ class MixedSamples:
 
 
 class MixtureOrder:
-    """Order in which a run reads sources, each in its own of `orders`, in the proportions of
-    `weights`, positive integers. Windows are numbered as in `MixedSamples`, one source after
-    another. `first_sample` is the sample of the run at which this order begins."""
+    """Order in which a run reads sources, source i in the order ``orders[i]``, in the proportions
+    of `weights`, positive integers. Windows are numbered like the samples of `MixedSamples`, one
+    source after another. `first_sample` is the sample of the run at which this order begins."""
 
     def __init__(
         self,
@@ -101,9 +100,9 @@ class MixtureOrder:
         self._orders = orders
         sizes = (order.num_windows + order.num_joined for order in orders)
         self._offsets = [0, *accumulate(sizes)][:-1]
-        # Several steps read the same blocks, and numpy does more in one call.
+        # Consecutive steps read from one block, and numpy does more in one call.
         self._blocks = lru_cache(maxsize=2)(self._windows_of_blocks)
-        # Samples of each source before a block; a block's end is the next one's start.
+        # Samples of every source before a block; a block's end is the next one's start.
         self._before = lru_cache(maxsize=2)(
             lambda block: apportion(self.weights, block * BLOCK_SAMPLES)
         )
@@ -122,14 +121,14 @@ class MixtureOrder:
         return np.concatenate(parts)
 
     def counts(self, sample: int) -> list[int]:
-        """Return the samples of each source before `sample`, counted from `first_sample` of this
+        """Return the samples of every source before `sample`, counted from `first_sample` of this
         order. Takes the time of one block for any `sample`."""
         block, offset = divmod(sample - self.first_sample, BLOCK_SAMPLES)
         if len(self._orders) == 1:
             return [sample - self.first_sample]
         counts = list(self._before(block))
-        for number, places in enumerate(self._places(block)):
-            counts[number] += int((places < offset).sum())
+        for number, positions in enumerate(self._positions(block)):
+            counts[number] += int((positions < offset).sum())
         return counts
 
     def _windows_of_blocks(self, number: int) -> Indices:
@@ -138,19 +137,21 @@ class MixtureOrder:
         if len(self._orders) == 1:
             return self._orders[0].windows(first * BLOCK_SAMPLES, size)
         before = self._before(first)
-        blocks = [self._places(first + k) for k in range(BLOCKS_AT_ONCE)]
+        blocks = [self._positions(first + k) for k in range(BLOCKS_AT_ONCE)]
         windows = np.empty(size, np.int64)
         for source, order in enumerate(self._orders):
-            own = np.concatenate([b[source] + k * BLOCK_SAMPLES for k, b in enumerate(blocks)])
-            windows[own] = order.windows(before[source], len(own)) + self._offsets[source]
+            parts = [block[source] + k * BLOCK_SAMPLES for k, block in enumerate(blocks)]
+            positions = np.concatenate(parts)
+            source_windows = order.windows(before[source], len(positions))
+            windows[positions] = source_windows + self._offsets[source]
         return windows
 
-    def _places(self, block: int) -> list[Indices]:
-        """Return the positions of each source in a block, ascending: its reading order."""
+    def _positions(self, block: int) -> list[Indices]:
+        """Return the positions of every source in a block, ascending: its reading order."""
         before, after = self._before(block), self._before(block + 1)
-        places = shuffle_block(BLOCK_SAMPLES, self.seed, block, self.first_sample)
+        positions = shuffle_block(BLOCK_SAMPLES, self.seed, block, self.first_sample)
         ends = np.cumsum(np.subtract(after, before))
-        return [np.sort(own) for own in np.split(places, ends[:-1])]
+        return [np.sort(source_positions) for source_positions in np.split(positions, ends[:-1])]
 
 
 def apportion(weights: Sequence[int], seats: int) -> list[int]:
@@ -159,8 +160,9 @@ def apportion(weights: Sequence[int], seats: int) -> list[int]:
     len(weights)) / 2`` of the exact share in every entry. Exact at any size: integer arithmetic
     throughout."""
     total = sum(weights)
-    # Rounded exact shares are a Webster apportionment of their own sum; missing or excess
-    # seats are added or removed by the same rule, one at a time.
+    # Rounded exact shares are a Webster apportionment of the sum of the rounded shares. Missing or
+    # excess seats are added or removed by the same rule, one at a time: a seat goes to the largest
+    # weight / (2 * count + 1).
     counts = [(2 * seats * weight + total) // (2 * total) for weight in weights]
     missing = seats - sum(counts)
     if missing > 0:
@@ -199,6 +201,6 @@ def integer_weights(sources: Sequence[SourceSection], sizes: Sequence[int]) -> l
         for source, size in zip(sources, sizes, strict=True)
     ]
     common = math.lcm(*(share.denominator for share in shares))
-    whole = [int(share * common) for share in shares]
-    divisor = math.gcd(*whole)
-    return [weight // divisor for weight in whole]
+    integer_shares = [int(share * common) for share in shares]
+    divisor = math.gcd(*integer_shares)
+    return [weight // divisor for weight in integer_shares]

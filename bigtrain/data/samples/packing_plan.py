@@ -10,9 +10,9 @@ A file is, little-endian::
     8 bytes  b"BTPLAN1\n"
     uint64   packs P, pieces N
     uint64   the fields of `PackingCounts`, in order
-    int64    [P]  end of each pack in the pieces
-    int64    [N]  first token of each piece in the stream
-    int32    [N]  tokens of each piece
+    int64    [P]  end of every pack in the pieces
+    int64    [N]  first token of every piece in the stream
+    int32    [N]  tokens of every piece
 
 Samples of complete documents, by a packing plan. numpy only.
 """
@@ -23,7 +23,7 @@ import os
 import shutil
 import struct
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
@@ -33,7 +33,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from bigtrain.data.samples.best_fit import LongDocuments, PackBlock, PackingCounts, pack_blocks
+from bigtrain.data.samples.best_fit import LongDocuments, PackingCounts, pack_blocks
 from bigtrain.data.samples.token_stream import (
     Indices,
     Ranges,
@@ -43,7 +43,6 @@ from bigtrain.data.samples.token_stream import (
     split_stream,
 )
 from bigtrain.data.shards.dataset import TokenDataset
-from bigtrain.data.shards.format import TokenShard
 from bigtrain.data.shards.manifest import SPLITS, Split
 from bigtrain.errors import DataError
 from bigtrain.settings.run_config import RunConfig
@@ -85,10 +84,9 @@ class PackingPlan:
         if counts.cut_documents:
             parts.append(f"{counts.cut_documents:,} longer than a sample are split")
         if counts.truncated_documents:
-            lost = counts.truncated_tokens / tokens
-            parts.append(
-                f"{counts.truncated_documents:,} longer than a sample lose {lost:.3%} of the tokens"
-            )
+            share = counts.truncated_tokens / tokens
+            num_documents = counts.truncated_documents
+            parts.append(f"{num_documents:,} longer than a sample lose {share:.3%} of the tokens")
         if counts.dropped_pieces:
             parts.append(
                 f"{counts.dropped_pieces:,} pieces without a target dropped "
@@ -103,6 +101,7 @@ def open_plan(
     """Return the plan of `split`, read from disk or created now (about a microsecond per document).
     Any number of processes may call it at once. Raises DataError if an index is corrupt, and if no
     location has space for it."""
+    # The file name covers all that the plan depends on: lengths, documents and masks.
     digest = xxhash.xxh3_64(f"{sequence_length}:{long_documents}".encode())
     shards = dataset.table.splits.get(split)
     if shards is not None:
@@ -118,15 +117,32 @@ def open_plan(
         return None
 
     def make(file: IO[bytes]) -> None:
-        _write(file, dataset.shards(split), sequence_length, long_documents)
+        counts = PackingCounts()
+        blocks = pack_blocks(dataset.shards(split), sequence_length, long_documents, counts)
+        with ExitStack() as stack:
+            # The sizes are known at the end only: each array is first written to a file.
+            arrays = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(3)]
+            num_packs = num_pieces = 0
+            for block in blocks:
+                arrays[0].write((block.row_ends + num_pieces).astype("<i8").tobytes())
+                arrays[1].write(block.starts.astype("<i8").tobytes())
+                arrays[2].write(block.lengths.astype("<i4").tobytes())
+                num_packs += len(block.row_ends)
+                num_pieces += len(block.starts)
+            file.write(HEADER.pack(MAGIC, num_packs, num_pieces, *astuple(counts)))
+            for array in arrays:
+                array.seek(0)
+                shutil.copyfileobj(array, file, 1 << 20)
+        file.flush()
 
     plan = made_once(cache_locations(dataset.path, DIRECTORY, name), read, make)
     if plan is not None:
         return plan
+    # No location of the cache can be written: the plan is in a file of this process.
     try:
-        with tempfile.TemporaryFile() as kept_open:
-            make(kept_open)
-            plan = _map(kept_open, sequence_length)
+        with tempfile.TemporaryFile() as unnamed_file:
+            make(unnamed_file)
+            plan = _map(unnamed_file, sequence_length)
     except OSError as error:
         raise DataError(
             f"the packing plan of {dataset.path} cannot be written anywhere: {error} -> make room "
@@ -134,38 +150,6 @@ def open_plan(
         ) from error
     assert plan is not None
     return plan
-
-
-def _write(
-    file: IO[bytes],
-    shards: Sequence[TokenShard],
-    sequence_length: int,
-    long_documents: LongDocuments,
-) -> None:
-    """Write a new plan."""
-    counts = PackingCounts()
-    blocks = pack_blocks(shards, sequence_length, long_documents, counts)
-    with ExitStack() as stack:
-        arrays = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(3)]
-        file.write(_write_arrays(arrays, blocks, counts))
-        for array in arrays:
-            array.seek(0)
-            shutil.copyfileobj(array, file, 1 << 20)
-    file.flush()
-
-
-def _write_arrays(
-    arrays: Sequence[IO[bytes]], blocks: Iterable[PackBlock], counts: PackingCounts
-) -> bytes:
-    """Write each of the three arrays into a file; return the header."""
-    num_packs = num_pieces = 0
-    for block in blocks:
-        arrays[0].write((block.row_ends + num_pieces).astype("<i8").tobytes())
-        arrays[1].write(block.starts.astype("<i8").tobytes())
-        arrays[2].write(block.lengths.astype("<i4").tobytes())
-        num_packs += len(block.row_ends)
-        num_pieces += len(block.starts)
-    return HEADER.pack(MAGIC, num_packs, num_pieces, *astuple(counts))
 
 
 def _map(file: IO[bytes], sequence_length: int, path: Path | None = None) -> PackingPlan | None:
@@ -209,21 +193,21 @@ class PackedDocuments(StreamSamples):
         width = self.sequence_length + 1
         pieces = self._pieces(samples)
         last = np.flatnonzero(np.diff(pieces.numbers, append=len(samples)))
-        used = pieces.places[last] + pieces.lengths[last]
-        if used.max() > width:
+        row_lengths = pieces.positions[last] + pieces.lengths[last]
+        if row_lengths.max() > width:
             raise self._corrupt()
-        places, loss_mask = self._read(pieces, rows, out)
-        for row, end in zip(rows.tolist(), used.tolist(), strict=True):
+        positions, loss_mask = self._read(pieces, rows, out)
+        for row, end in zip(rows.tolist(), row_lengths.tolist(), strict=True):
             if end < width:
                 out.tokens[row, end:] = 0
                 loss_mask[row * width + end : (row + 1) * width] = False
         if out.begins is not None:
-            out.begins.append(places)
-            out.begins.append((rows * width + used)[used < width])
+            out.begins.append(positions)
+            out.begins.append((rows * width + row_lengths)[row_lengths < width])
 
     def attention_work(self, samples: Indices) -> npt.NDArray[np.float64]:
-        """Return the pairs of tokens that attention compares in each sample, twice: squares of the
-        lengths of its documents, summed."""
+        """Return the pairs of tokens that attention compares in each sample, twice: the
+        sum of the squared lengths of the sample's documents."""
         pieces = self._pieces(samples)
         squares = pieces.lengths.astype(np.float64) ** 2
         return np.bincount(pieces.numbers, squares, minlength=len(samples)).astype(np.float64)
@@ -235,11 +219,13 @@ class PackedDocuments(StreamSamples):
         width = self.sequence_length + 1
         positions = np.full(len(samples) * width, -1)
         count = int(pieces.lengths.sum())
-        inside = np.arange(count) - np.repeat(
+        offsets_in_piece = np.arange(count) - np.repeat(
             np.cumsum(pieces.lengths) - pieces.lengths, pieces.lengths
         )
-        places = np.repeat(pieces.numbers * width + pieces.places, pieces.lengths) + inside
-        positions[places] = np.repeat(pieces.starts, pieces.lengths) + inside
+        row_positions = (
+            np.repeat(pieces.numbers * width + pieces.positions, pieces.lengths) + offsets_in_piece
+        )
+        positions[row_positions] = np.repeat(pieces.starts, pieces.lengths) + offsets_in_piece
         return positions.reshape(len(samples), width)
 
     def _pieces(self, samples: Indices) -> Ranges:
@@ -260,8 +246,8 @@ class PackedDocuments(StreamSamples):
             raise self._corrupt()
         numbers = np.repeat(np.arange(len(samples)), counts)
         begins = np.cumsum(lengths) - lengths
-        places = begins - np.repeat(begins[np.cumsum(counts) - counts], counts)
-        return Ranges(numbers, starts, lengths, places)
+        positions = begins - np.repeat(begins[np.cumsum(counts) - counts], counts)
+        return Ranges(numbers, starts, lengths, positions)
 
     def _corrupt(self) -> DataError:
         return DataError(f"the packing plan {self.plan.path} is corrupt -> remove it")
@@ -271,20 +257,20 @@ def balanced(
     samples: Indices, work: npt.NDArray[np.float64], data_size: int, micro_batch_size: int
 ) -> Indices:
     """Return the samples of steps [steps, samples of a step] in another order within each step, so
-    that all ranks have about as much `work`, of the same shape, in every micro-step. Samples are
+    that all ranks have about as much `work`, of equal shape, in every micro-step. Samples are
     read in the order micro-step, rank, row (`bigtrain.settings.batch_plan.BatchPlan`): the largest
-    come first, those of one micro-step are neighbors by work, and rows are dealt to the ranks
+    come first, the samples of a micro-step are neighbors by work, and rows are dealt to the ranks
     forth and back."""
     order = np.argsort(-work, axis=1, kind="stable")
     dealt = order.reshape(len(samples), -1, micro_batch_size, data_size).copy()
     dealt[:, :, 1::2] = dealt[:, :, 1::2, ::-1]
-    places = dealt.swapaxes(2, 3).reshape(samples.shape)
-    return np.take_along_axis(samples, places, axis=1)
+    sample_order = dealt.swapaxes(2, 3).reshape(samples.shape)
+    return np.take_along_axis(samples, sample_order, axis=1)
 
 
 @dataclass(frozen=True)
 class PackingReport:
-    """Packing result of one split of one dataset, human-readable and for ``environment.json``."""
+    """Packing result of a split of a dataset, human-readable and for ``environment.json``."""
 
     path: str
     split: Split

@@ -1,7 +1,8 @@
 """Samples of preference data: a pair of documents, chosen then rejected. numpy only.
 
-A row of the loader holds both, each in `sequence_length` + 1 tokens with padding at the end; the
-collator divides it into two rows (`bigtrain.data.loading.micro_batch.MicroBatch.of_pairs`).
+A row of the loader holds both documents, each in `sequence_length` + 1 tokens with padding at the
+end; the collator divides it into two rows
+(`bigtrain.data.loading.micro_batch.MicroBatch.of_pairs`).
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from bigtrain.errors import DataError
 
 
 class PairSamples(StreamSamples):
-    """Pairs of the documents of `stream`. Its `sequence_length` is that of a row with both.
-    `truncates`: longer documents, at the end; `lost`: how that changes them, empty if it does not.
-    `is_complete`: for a model that scores a document at its last token, as of `fitted_lengths`.
-    Raises DataError if there are none, an odd number of documents, one that is longer than a sample
-    and is not truncated, or one that has no target then."""
+    """Pairs of the documents of `stream`. `sequence_length` is the length of a row with both
+    documents. `truncates`: longer documents are truncated at the end; `truncation_note`: how that
+    changes them, empty if it does not. `is_complete`: for a model that scores a document at its
+    last token, see `fitted_lengths`. Raises DataError if the number of documents is 0 or odd, and
+    as `fitted_lengths`."""
 
     def __init__(
         self,
@@ -45,7 +46,7 @@ class PairSamples(StreamSamples):
         self._half = sequence_length + 1
         self._begins = np.cumsum(lengths) - lengths
         self._is_complete = is_complete
-        self._lengths, self.lost = fitted_lengths(
+        self._lengths, self.truncation_note = fitted_lengths(
             stream, lengths, sequence_length, truncates=truncates, is_complete=is_complete
         )
         super().__init__(stream, 2 * self._half - 1, len(lengths) // 2, masks_loss=True)
@@ -54,20 +55,20 @@ class PairSamples(StreamSamples):
         assert out.loss_mask is not None
         out.tokens[rows] = 0
         out.loss_mask[rows] = False
-        documents, places = self._places(samples, rows)
+        documents, positions = self._positions(samples, rows)
         starts, lengths = self._begins[documents], self._lengths[documents]
-        fill_documents(self.stream, starts, lengths, places, out, is_complete=self._is_complete)
+        fill_documents(self.stream, starts, lengths, positions, out, is_complete=self._is_complete)
 
-    def _places(self, samples: Indices, rows: Indices) -> tuple[Indices, Indices]:
+    def _positions(self, samples: Indices, rows: Indices) -> tuple[Indices, Indices]:
         """Return the documents of `samples`, and their positions in the buffer."""
         documents = np.stack([2 * samples, 2 * samples + 1], 1).reshape(-1)
         begins = rows * (2 * self._half)
         return documents, np.stack([begins, begins + self._half], 1).reshape(-1)
 
     def _pieces(self, samples: Indices) -> Ranges:
-        documents, places = self._places(samples, np.zeros_like(samples))
+        documents, positions = self._positions(samples, np.zeros_like(samples))
         numbers = np.repeat(np.arange(len(samples)), 2)
-        return Ranges(numbers, self._begins[documents], self._lengths[documents], places)
+        return Ranges(numbers, self._begins[documents], self._lengths[documents], positions)
 
 
 def count_answers(dataset: TokenDataset, split: Split) -> int:

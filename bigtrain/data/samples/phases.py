@@ -1,14 +1,15 @@
 """Phases of a run: its position across changes of its data, so that no epoch reads anything twice.
 
-A phase is a part of a run with the same sources, weights and sequence length. Sample ``i`` of
+A phase is a part of a run with constant sources, weights and sequence length. Sample ``i`` of
 the run is a pure function of the seed, ``i`` and the last phase, a few numbers for each source.
 
-Chunks of tokens, by default of one sample, are permuted. If a new sequence length divides them, the
-position in the order is converted. Otherwise chunks of the new length are permuted from the next
-epoch of each source on, and the rest of its current epoch is joined to samples: the chunks in
-permuted order form one stream of tokens, of which a run has read a prefix, and samples of any
-length are taken from the rest, so that less than one sample is skipped. If a sample continues in
-the next chunk, that position counts as the beginning of a document and is not a target.
+Chunks of tokens, by default as long as a sample, are permuted. If a new sequence length divides
+them, the position in the order is converted. Otherwise chunks of the new length are permuted from
+the next epoch of every source on, and the remainder of the current epoch is joined to samples: the
+chunks in permuted order form one stream of tokens, of which a run has read a prefix, and samples of
+any length are taken from the remainder, so that less than one sample is skipped. If a sample
+continues in the next chunk, that position counts as the beginning of a document and is not a
+target.
 """
 
 from __future__ import annotations
@@ -59,10 +60,11 @@ class EpochRemainder:
     def pieces(
         self, samples: Indices, num_tokens: int, sequence_length: int, seed: int, source: int
     ) -> Ranges:
-        """Return the pieces from which `samples`, counted from 0, are joined. `seed`, `source`: of
-        the order of the epoch (`bigtrain.data.samples.shuffle`)."""
+        """Return the pieces from which `samples`, counted from 0, are joined. `seed` and `source`
+        determine the order of the epoch (`bigtrain.data.samples.shuffle`)."""
         chunk_length, num_chunks = self.chunk_length, count_windows(num_tokens, self.chunk_length)
         begins = self.tokens_read + samples * sequence_length
+        # A sample has a piece in each chunk that it touches, chunks counted in permuted order.
         first = begins // chunk_length
         counts = (begins + sequence_length - 1) // chunk_length - first + 1
         last = np.cumsum(counts) - 1
@@ -71,24 +73,24 @@ class EpochRemainder:
         low = np.maximum(begins[number], chunks * chunk_length)
         high = np.minimum(begins[number] + sequence_length, (chunks + 1) * chunk_length)
         lengths = high - low
-        lengths[last] += 1
+        lengths[last] += 1  # the last label of the sample
         permuted = permute(chunks, num_chunks, seed, self.epoch, source)
         starts = (permuted - chunks) * chunk_length + low
         return Ranges(number, starts, lengths, low - begins[number])
 
 
 class JoinedWindows(StreamSamples):
-    """Samples of `windows`, then those joined from `rest`; see `EpochRemainder.pieces`."""
+    """Samples of `windows`, then samples joined from `remainder`; see `EpochRemainder.pieces`."""
 
     def __init__(
-        self, windows: PackedWindows, rest: EpochRemainder, seed: int, source: int
+        self, windows: PackedWindows, remainder: EpochRemainder, seed: int, source: int
     ) -> None:
         self.windows = windows
-        self.rest = rest
+        self.remainder = remainder
         self.seed = seed
         self.source = source
         length = windows.sequence_length
-        num_samples = windows.num_samples + rest.num_samples(windows.stream.num_tokens, length)
+        num_samples = windows.num_samples + remainder.num_samples(windows.stream.num_tokens, length)
         super().__init__(windows.stream, length, num_samples)
 
     def fill(self, samples: Indices, rows: Indices, out: TokenRows) -> None:
@@ -97,11 +99,11 @@ class JoinedWindows(StreamSamples):
         if not joined.any():
             return
         pieces = self._pieces(samples[joined])
-        places, loss_mask = self._read(pieces, rows[joined], out)
-        joints = places[pieces.places > 0]
+        positions, loss_mask = self._read(pieces, rows[joined], out)
+        joints = positions[pieces.positions > 0]
         loss_mask[joints] = False
         if out.begins is not None:
-            out.begins += [self.stream.begins(pieces.starts, pieces.lengths, places), joints]
+            out.begins += [self.stream.begins(pieces.starts, pieces.lengths, positions), joints]
 
     def describe(self, sample: int) -> str:
         is_joined = sample >= self.windows.num_samples
@@ -109,7 +111,7 @@ class JoinedWindows(StreamSamples):
 
     def _pieces(self, samples: Indices) -> Ranges:
         assert samples.max() < self.num_samples
-        return self.rest.pieces(
+        return self.remainder.pieces(
             samples - self.windows.num_samples,
             self.stream.num_tokens,
             self.sequence_length,
@@ -120,7 +122,7 @@ class JoinedWindows(StreamSamples):
 
 @dataclass(frozen=True)
 class SourcePhase:
-    """Source in a phase. path, hash: as in `SourceIdentity`. number: its index among the run's
+    """Source in a phase. path, hash: see `SourceIdentity`. number: its index among the run's
     sources when it first appeared, counted from 0. weight: its integer share, 0 if it is no longer
     read. start: its samples that count as read at the start of the phase, in the phase's sequence
     length, including epochs. rest: remainder of the epoch before `start`, which is read first."""
@@ -136,15 +138,15 @@ class SourcePhase:
     @classmethod
     def from_json(cls, tree: Mapping[str, Any]) -> SourcePhase:
         """Build from the output of `dataclasses.asdict`."""
-        rest = tree.get("rest")
-        return cls(**{**tree, "rest": rest and EpochRemainder(**rest)})
+        remainder = tree.get("rest")
+        return cls(**{**tree, "rest": remainder and EpochRemainder(**remainder)})
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Part of a run that begins with its sample `first_sample`. sources: current ones, in the order
-    of the configuration, then former ones. chunk_length: tokens of the chunks that are permuted
-    (`bigtrain.data.samples.shuffle`)."""
+    """Part of a run that begins with its sample `first_sample`. sources: current sources, in the
+    order of the configuration, then former sources. chunk_length: tokens of the chunks that are
+    permuted (`bigtrain.data.samples.shuffle`)."""
 
     first_sample: int
     sequence_length: int
@@ -192,19 +194,19 @@ class Phase:
         ]
 
     def until(self, sample: int, seed: int) -> Phase:
-        """Return the same phase as if it began at the later `sample`."""
+        """Return this phase as if it began at the later `sample`."""
         counts = self.order(seed).counts(sample)
-        read = [self._after(source, count) for source, count in zip(self.read, counts, strict=True)]
-        rest = [source for source in self.sources if not source.weight]
-        return replace(self, first_sample=sample, sources=(*read, *rest))
-
-    def _after(self, source: SourcePhase, count: int) -> SourcePhase:
-        """Return one of its sources after `count` samples of it."""
-        num_joined, rest = self.num_joined(source), source.rest
-        if rest is not None and count < num_joined:
-            tokens_read = rest.tokens_read + count * self.sequence_length
-            return replace(source, rest=replace(rest, tokens_read=tokens_read))
-        return replace(source, start=source.start + count - num_joined, rest=None)
+        sources = []
+        for source, count in zip(self.read, counts, strict=True):
+            num_joined, remainder = self.num_joined(source), source.rest
+            if remainder is not None and count < num_joined:
+                tokens_read = remainder.tokens_read + count * self.sequence_length
+                source = replace(source, rest=replace(remainder, tokens_read=tokens_read))
+            else:
+                source = replace(source, start=source.start + count - num_joined, rest=None)
+            sources.append(source)
+        sources += [source for source in self.sources if not source.weight]
+        return replace(self, first_sample=sample, sources=tuple(sources))
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any]) -> Phase:
@@ -216,11 +218,11 @@ class Phase:
 def first_phase(
     config: RunConfig, sources: Sequence[SourceIdentity], sequence_length: int | None = None
 ) -> Phase:
-    """Return the first phase of a run. `sources` are those of ``config.data.mixture``.
-    `sequence_length`: of a run that began without phases and with a different one."""
+    """Return the first phase of a run. `sources`: identities of ``config.data.mixture``.
+    `sequence_length`: for a run that began without phases and with a different sequence length."""
     length = sequence_length or config.batch.sequence_length
     chunk_length = length if sequence_length else config.data.chunk_length or length
-    read = _appear(config.data.mixture, sources, length, chunk_length, ())
+    read = _weighted(config.data.mixture, sources, length, chunk_length, ())
     return Phase(0, length, chunk_length, read)
 
 
@@ -231,12 +233,33 @@ def next_phase(
     has not changed. A source continues at its position, also one that was removed temporarily.
     Raises CheckpointError if the path of a source now has other tokens."""
     length = config.batch.sequence_length
-    _refuse_other_contents(last, config, sources)
-    stands = last.until(sample, config.seed)
-    kept = last.chunk_length if last.chunk_length % length == 0 else length
-    following = Phase(sample, length, config.data.chunk_length or kept, ())
-    known = [_converted(source, stands, following) for source in stands.sources]
-    read = _appear(config.data.mixture, sources, length, following.chunk_length, known)
+    # Other tokens at a known path are refused: their position would be unknown.
+    read_hashes = {source.hash for source in last.sources}
+    for source in sources:
+        previous = next((old for old in last.read if old.path == source.path), None)
+        if previous is None or source.hash in read_hashes:
+            continue
+        if config.data.samples is not None:
+            name = config.data.samples.type
+            file = "" if name == GIVEN else location(import_named("data.samples.type", name))
+            raise CheckpointError(
+                f"data.samples.type = {name!r} does not have the training tokens that this run has "
+                f"read: hash {previous.hash} there, {source.hash} now, of its first items, length "
+                f"and settings{file and f' ({file})'} -> restore the code, its settings and its "
+                "data; or begin another run: another output.directory"
+            )
+        raise CheckpointError(
+            f"{source.path} does not have the training tokens that this run has read: "
+            f"{previous.num_tokens} tokens, hash {previous.hash} there, {source.num_tokens} "
+            f"tokens, hash {source.hash} now -> restore it; added documents can be used as a "
+            "separate source in data.sources, with checkpoint.allow_changes=[data]"
+        )
+    # Convert the position of every source to chunks of the new phase, then add the new sources.
+    advanced = last.until(sample, config.seed)
+    default_chunk_length = last.chunk_length if last.chunk_length % length == 0 else length
+    following = Phase(sample, length, config.data.chunk_length or default_chunk_length, ())
+    former_sources = [_converted(source, advanced, following) for source in advanced.sources]
+    read = _weighted(config.data.mixture, sources, length, following.chunk_length, former_sources)
     following = replace(following, sources=read)
     return following if differences(last, following) else last
 
@@ -244,89 +267,75 @@ def next_phase(
 def _converted(source: SourcePhase, last: Phase, following: Phase) -> SourcePhase:
     """Convert a source of `last` at its position to a source of `following` with weight 0."""
     windows = following.num_chunks(source) * following.windows_per_chunk
-    rest, num_chunks = source.rest, last.num_chunks(source)
-    if rest is None and following.chunk_length == last.chunk_length:
+    remainder, num_chunks = source.rest, last.num_chunks(source)
+    # Equal chunks: the position in their order is converted.
+    if remainder is None and following.chunk_length == last.chunk_length:
         per_chunk = last.windows_per_chunk, following.windows_per_chunk
         start = convert_place(source.start, num_chunks, *per_chunk)
         return replace(source, weight=0, start=start)
-    if rest is None:
+    # Other chunks begin with the next epoch, after the remainder of the current epoch.
+    if remainder is None:
         chunks_read = convert_place(source.start, num_chunks, last.windows_per_chunk, 1)
         epoch, chunk = divmod(chunks_read, num_chunks)
         if not chunk and windows:
             return replace(source, weight=0, start=epoch * windows)
-        rest = EpochRemainder(last.chunk_length, epoch, chunk * last.chunk_length)
-    return replace(source, weight=0, start=(rest.epoch + 1) * windows, rest=rest)
+        remainder = EpochRemainder(last.chunk_length, epoch, chunk * last.chunk_length)
+    return replace(source, weight=0, start=(remainder.epoch + 1) * windows, rest=remainder)
 
 
-def _appear(
+def _weighted(
     mixture: Sequence[SourceSection],
     sources: Sequence[SourceIdentity],
     sequence_length: int,
     chunk_length: int,
-    known: Sequence[SourcePhase],
+    former_sources: Sequence[SourcePhase],
 ) -> tuple[SourcePhase, ...]:
-    """Return the `sources` of a phase with weights, then the `known` ones it does not read."""
+    """Return the `sources` of a phase with weights, then the `former_sources` that it does not
+    read. A source continues at the position of a former source with equal tokens."""
     windows = chunk_length // sequence_length
     sizes = [count_windows(source.num_tokens, chunk_length) * windows for source in sources]
     weights = integer_weights(mixture, sizes)
-    left = list(known)
+    unread_sources = list(former_sources)
     read = []
     for source, weight in zip(sources, weights, strict=True):
-        before = next((old for old in left if old.hash == source.hash), None)
+        before = next((old for old in unread_sources if old.hash == source.hash), None)
         if before is not None:
-            left.remove(before)
+            unread_sources.remove(before)
             read.append(replace(before, path=source.path, weight=weight))
         else:
-            number = len(known) + sum(new.number >= len(known) for new in read)
+            number = len(former_sources) + sum(new.number >= len(former_sources) for new in read)
             read.append(SourcePhase(source.path, source.hash, number, weight, source.num_tokens, 0))
-    return (*read, *left)
-
-
-def _refuse_other_contents(
-    last: Phase, config: RunConfig, sources: Sequence[SourceIdentity]
-) -> None:
-    known = {source.hash for source in last.sources}
-    for source in sources:
-        there = next((old for old in last.read if old.path == source.path), None)
-        if there is not None and source.hash not in known and config.data.samples is not None:
-            name = config.data.samples.type
-            at = "" if name == GIVEN else location(import_named("data.samples.type", name))
-            raise CheckpointError(
-                f"data.samples.type = {name!r} does not have the training tokens that this run has "
-                f"read: hash {there.hash} there, {source.hash} now, of its first items, length and "
-                f"settings{at and f' ({at})'} -> restore the code, its settings and its data; or "
-                "begin another run: another output.directory"
-            )
-        if there is not None and source.hash not in known:
-            raise CheckpointError(
-                f"{source.path} does not have the training tokens that this run has read: "
-                f"{there.num_tokens} tokens, hash {there.hash} there, {source.num_tokens} tokens, "
-                f"hash {source.hash} now -> restore it; added documents can be used as a "
-                "separate source in data.sources, with checkpoint.allow_changes=[data]"
-            )
+    return (*read, *unread_sources)
 
 
 def differences(before: Phase, now: Phase) -> list[tuple[str, str]]:
     """Return the differences between two phases, each with its configuration key."""
     changes = []
+    # Lengths: another sequence length changes the chunks, too, and is the cause.
     if before.sequence_length != now.sequence_length:
         text = f"{before.sequence_length} there, {now.sequence_length} now"
         changes.append(("batch.sequence_length", text))
     elif before.chunk_length != now.chunk_length:
         text = f"{before.chunk_length} there, {now.chunk_length} now"
         changes.append(("data.chunk_length", text))
-    there = {source.hash: source for source in before.read}
-    here = {source.hash for source in now.read}
+    # Sources, by their tokens: a source may have another path now.
+    sources_before = {source.hash: source for source in before.read}
+    hashes_now = {source.hash for source in now.read}
     key = "data.sources"
-    changes += [(key, f"{source.path} is new") for source in now.read if source.hash not in there]
     changes += [
-        (key, f"{source.path} is removed") for source in before.read if source.hash not in here
+        (key, f"{source.path} is new") for source in now.read if source.hash not in sources_before
     ]
-    total_there, total_here = (sum(s.weight for s in phase.read) for phase in (before, now))
+    changes += [
+        (key, f"{source.path} is removed")
+        for source in before.read
+        if source.hash not in hashes_now
+    ]
+    # Shares, compared as integers: weight / total is the share of a source.
+    total_before, total_now = (sum(s.weight for s in phase.read) for phase in (before, now))
     for source in now.read:
-        weight = there[source.hash].weight if source.hash in there else 0
-        if weight and weight * total_here != source.weight * total_there:
-            shares = f"{weight / total_there:.4g} there, {source.weight / total_here:.4g} now"
+        weight = sources_before[source.hash].weight if source.hash in sources_before else 0
+        if weight and weight * total_now != source.weight * total_before:
+            shares = f"{weight / total_before:.4g} there, {source.weight / total_now:.4g} now"
             changes.append((key, f"share of {source.path}: {shares}"))
     if not changes and [s.hash for s in before.read] != [s.hash for s in now.read]:
         changes.append((key, "in another order"))
@@ -335,9 +344,9 @@ def differences(before: Phase, now: Phase) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class SourceIdentity:
-    """Identity of a dataset: `hash` of its tokenizer and of its training tokens in order, and their
-    number. For packed documents `num_tokens` is that of a stream with the same number of samples.
-    `path` is for messages."""
+    """Identity of a dataset: `hash` of its tokenizer and its training tokens in order, and the
+    number of tokens. For packed documents `num_tokens` is the length of a stream with an equal
+    number of samples. `path` is for messages."""
 
     path: str
     hash: str
@@ -347,9 +356,9 @@ class SourceIdentity:
 def identify_sources(
     config: RunConfig, datasets: Sequence[TokenDataset]
 ) -> tuple[SourceIdentity, ...]:
-    """Return the identities of `datasets`, those of the mixture in its order. Packed documents are
-    a different dataset at every sequence length: the part that was read in samples of one length
-    does not determine the part in samples of another."""
+    """Return the identities of `datasets`, the mixture's in its order. Packed documents are a
+    different dataset at every sequence length: the part that was read in samples of a given length
+    does not determine the part in samples of another length."""
     identities = []
     for source, dataset in zip(config.data.mixture, datasets, strict=True):
         digest = xxhash.xxh3_64(dataset.table.tokenizer.hash.encode())
@@ -369,8 +378,8 @@ def identify_sources(
 
 
 def data_hash(data: DataSection, datasets: Sequence[TokenDataset]) -> str:
-    """Return the identity of all training data, the mixture's datasets in its order. A mixture's
-    includes its weights; a mixture of one source has the identity of that source."""
+    """Return the identity of the training data, the mixture's datasets in its order. A mixture's
+    includes its weights; a single source has the source's identity."""
     digest = xxhash.xxh3_64(datasets[0].table.tokenizer.hash.encode())
     for source, dataset in zip(data.mixture, datasets, strict=True):
         if len(datasets) > 1:

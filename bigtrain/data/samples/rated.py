@@ -1,10 +1,10 @@
 """Samples of rated answers (KTO): the answer to its prompt, and a mismatched one. numpy only.
 
 KTO (arXiv 2402.01306) estimates how far the model has moved from its reference by answers to other
-prompts. As in TRL, the mismatched row of a document is its prompt with the answer of the document
-before it, and the first document's is with the last answer. Both rows of a sample are fixed by the
+prompts. As in TRL, the mismatched row of a document is its prompt with the answer of the previous
+document (for the first document, of the last document). Both rows of a sample are fixed by the
 dataset, so that they do not depend on micro-batches, ranks and the order of samples. A row
-of the loader holds both, as it does a pair (`bigtrain.data.samples.pairs`).
+of the loader holds both rows, like a pair (`bigtrain.data.samples.pairs`).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from bigtrain.errors import DataError
 
 
 class RatedSamples(StreamSamples):
-    """Rated answers of `stream`, with mismatched ones. Its `sequence_length` is that of a row with
-    both. labels: uint8 [samples], 1 if the answer is desirable. `truncates`: longer documents, at
-    the end; `lost`: how that changes them, empty if it does not. Mismatched rows are truncated.
-    Raises DataError if there are fewer than two, or one that is longer than a sample and is not
-    truncated, or one that has no target then."""
+    """Rated answers of `stream`, with mismatched answers. `sequence_length` is the length of a row
+    with both. labels: uint8 [samples], 1 if the answer is desirable. `truncates`: longer documents
+    are truncated at the end; `truncation_note`: how that changes them, empty if it does not.
+    Mismatched rows are truncated. Raises DataError if there are fewer than two answers, and as
+    `fitted_lengths`."""
 
     def __init__(
         self, stream: TokenStream, sequence_length: int, *, truncates: bool = False
@@ -43,7 +43,7 @@ class RatedSamples(StreamSamples):
             )
         self._half = sequence_length + 1
         self._begins = np.cumsum(lengths) - lengths
-        self._lengths, self.lost = fitted_lengths(
+        self._lengths, self.truncation_note = fitted_lengths(
             stream, lengths, sequence_length, truncates=truncates
         )
         parts: list[npt.NDArray[np.uint8]] = [shard.labels for shard in stream.shards]
@@ -51,7 +51,7 @@ class RatedSamples(StreamSamples):
         super().__init__(stream, 2 * self._half - 1, len(lengths), masks_loss=True)
 
     def mismatched_lengths(self, samples: Indices) -> Indices:
-        """Return the tokens of the mismatched row of each sample."""
+        """Return the tokens of the mismatched row of every sample."""
         _, lengths, _ = self._ranges(samples, np.zeros_like(samples))
         total: Indices = lengths.reshape(-1, 3)[:, 1:].sum(1)
         return total
@@ -60,40 +60,40 @@ class RatedSamples(StreamSamples):
         assert out.loss_mask is not None
         out.tokens[rows] = 0
         out.loss_mask[rows] = False
-        starts, lengths, places = self._ranges(samples, rows * (2 * self._half))
-        fill_documents(self.stream, starts, lengths, places, out)
+        starts, lengths, positions = self._ranges(samples, rows * (2 * self._half))
+        fill_documents(self.stream, starts, lengths, positions, out)
 
     def _ranges(self, samples: Indices, begins: Indices) -> tuple[Indices, Indices, Indices]:
-        """Return three ranges of the stream for each sample: its document, its prompt, and the
-        answer of the document before it, and their positions in the buffer."""
-        others = (samples - 1) % self.num_samples
-        prompts, other_prompts = self._prompt_lengths(samples), self._prompt_lengths(others)
+        """Return starts, lengths and positions in the buffer of three ranges for each sample: its
+        document, its prompt, and the answer of the previous document."""
+        previous = (samples - 1) % self.num_samples
+        prompts, previous_prompts = map(self._prompt_lengths, (samples, previous))
         firsts = self._begins[samples]
-        answers = self._lengths[others] - other_prompts
-        starts = np.stack([firsts, firsts, self._begins[others] + other_prompts], 1)
+        answers = self._lengths[previous] - previous_prompts
+        starts = np.stack([firsts, firsts, self._begins[previous] + previous_prompts], 1)
         lengths = np.stack(
             [self._lengths[samples], prompts, np.minimum(answers, self._half - prompts)], 1
         )
         mismatched = begins + self._half
-        places = np.stack([begins, mismatched, mismatched + prompts], 1)
-        return starts.reshape(-1), lengths.reshape(-1), places.reshape(-1)
+        positions = np.stack([begins, mismatched, mismatched + prompts], 1)
+        return starts.reshape(-1), lengths.reshape(-1), positions.reshape(-1)
 
     def _prompt_lengths(self, documents: Indices) -> Indices:
-        """Return the tokens before the first target of each document."""
+        """Return the tokens before the first target of every document."""
         lengths = self._lengths[documents]
         mask = np.zeros((len(documents), self._half), np.bool_)
-        places = np.arange(len(documents)) * self._half
-        self.stream.read_mask(self._begins[documents], lengths, mask.reshape(-1), places)
+        offsets = np.arange(len(documents)) * self._half
+        self.stream.read_mask(self._begins[documents], lengths, mask.reshape(-1), offsets)
         prompts: Indices = mask.argmax(1)
         return prompts
 
     def _pieces(self, samples: Indices) -> Ranges:
-        starts, lengths, places = self._ranges(samples, np.zeros_like(samples))
-        return Ranges(np.repeat(np.arange(len(samples)), 3), starts, lengths, places)
+        starts, lengths, positions = self._ranges(samples, np.zeros_like(samples))
+        return Ranges(np.repeat(np.arange(len(samples)), 3), starts, lengths, positions)
 
 
 def labels_of(samples: Samples) -> npt.NDArray[np.uint8] | None:
-    """Return the labels of samples, also of a mixture of them; None of samples without."""
+    """Return the labels of samples, or of every sample of a mixture; None without labels."""
     sources = samples.sources if isinstance(samples, MixedSamples) else (samples,)
     labels = [s.labels for s in sources if isinstance(s, RatedSamples | ClassifiedSamples)]
     return np.concatenate(labels) if len(labels) == len(sources) else None

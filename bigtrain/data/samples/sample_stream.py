@@ -1,11 +1,11 @@
 """Samples from a stream of the user: an iterator with a state, which each checkpoint contains.
 
 Sample ``i`` of a run is item ``i`` of the stream. Every process reads the complete stream and keeps
-the items of its own rows, so that the order does not depend on the number of ranks, and one state
-is that of all. The cost: each process produces the items of the global batch, not of its rows.
+the items for its rows, so that the order does not depend on the number of ranks, and all processes
+share one state. The cost: each process produces the items of the complete global batch.
 
 The reader is ahead of the training. So it records the position of the stream where each step ends,
-and a checkpoint contains that of its own step.
+and a checkpoint contains the position at the end of the checkpoint's step.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ STATE_BYTES = 1 << 20
 """Largest state, as JSON: it is part of ``state.json``, and read after every step."""
 _PROBES = 8
 _KEPT_POSITIONS = 4
-"""Ends of steps whose positions are known: that of the last step, and those that are read ahead."""
+"""Ends of steps whose positions are known: of the last step, and of steps that are read ahead."""
 
 
 @dataclass(frozen=True)
 class StreamPosition:
-    """Position of a stream before its item `sample`. checksum: of all items before it, 16
-    hexadecimal digits. state: of the stream, as JSON has it."""
+    """Position of a stream before its item `sample`. checksum: checksum of all previous items, 16
+    hexadecimal digits. state: state of the stream, as decoded from JSON."""
 
     sample: int
     checksum: str
@@ -49,7 +49,8 @@ class StreamPosition:
 
 
 class SampleStream:
-    """Stream of the user, which every reader opens again. `make` returns one at its beginning."""
+    """Stream of the user, which every reader opens again. `make` returns a stream at its
+    beginning."""
 
     def __init__(
         self, make: Callable[[], Any], items: ItemReader, token_dtype: np.dtype[Any]
@@ -64,8 +65,9 @@ class SampleStream:
 
     def identity(self, settings: Mapping[str, Any]) -> int:
         """Return a checksum of the name, settings and first items, which also decide whether losses
-        have weights. Raises ExtensionError if the stream fails, DataError if it is not the same
+        have weights. Raises ExtensionError if the stream fails, DataError if it has other items
         when it is opened again, at its beginning or at a state that it returned."""
+        # Read the first items, with the position before each item.
         stream = self.open(None)
         positions, contents, weighs = [], [], False
         for _ in range(_PROBES):
@@ -74,24 +76,19 @@ class SampleStream:
             contents.append(_bytes_of(item))
             weighs |= item.weights is not None
         self.items = replace(self.items, weighs=weighs)
+        # A resumed run opens a new stream, at its beginning or at a state: the items must be equal.
         for first in (0, _PROBES // 2):
-            again = self.open(positions[first] if first else None)
+            reopened = self.open(positions[first] if first else None)
+            change, fix = "the stream is made again", "let the items depend on the settings only"
+            if first:
+                change = f"a new stream gets the state from before item {first}, by load_state_dict"
+                fix = "let state_dict() determine the next item, also while __iter__ is at a yield"
             for number in range(first, _PROBES):
-                if _bytes_of(again.next()) != contents[number]:
-                    raise self._other(first, number)
+                if _bytes_of(reopened.next()) != contents[number]:
+                    rule = f"is another one when {change}, so that a run could not resume"
+                    raise self.items.wrong(number, rule, fix)
         text = json.dumps([self.items.name, settings, self.items.sequence_length])
         return xxhash.xxh3_64_intdigest(text.encode() + b"".join(contents))
-
-    def _other(self, first: int, number: int) -> DataError:
-        if first == 0:
-            rule = "is another one when the stream is made again, so that a run could not resume"
-            return self.items.wrong(number, rule, "let the items depend on the settings only")
-        rule = (
-            f"is another one when a new stream gets the state from before item {first}, by "
-            "load_state_dict, so that a run could not resume"
-        )
-        fix = "let state_dict() determine the next item, also while __iter__ is at a yield"
-        return self.items.wrong(number, rule, fix)
 
 
 def _bytes_of(item: Item) -> bytes:
@@ -111,8 +108,8 @@ def rewound_by(stream: Any, items: ItemReader) -> Callable[[], Any]:
 
 
 class OpenStream:
-    """Iterator over the items of a stream from a position on. sample: number of the next item. One
-    that has failed raises the same error again: the number of what follows is not known."""
+    """Iterator over the items of a stream from a position on. sample: number of the next item.
+    After a failure it raises that error again: the number of the next item is unknown."""
 
     def __init__(self, stream: Any, items: ItemReader, position: StreamPosition | None) -> None:
         self.sample = 0 if position is None else position.sample
@@ -127,19 +124,20 @@ class OpenStream:
             raise self._failed("__iter__", error) from error
 
     @staticmethod
-    def load(stream: Any, items: ItemReader, text: str) -> None:
-        """Give a stream a state. Raises ExtensionError if it fails."""
+    def load(stream: Any, items: ItemReader, state_text: str) -> None:
+        """Set the state of a stream. Raises ExtensionError if that fails."""
         try:
-            stream.load_state_dict(json.loads(text))
+            stream.load_state_dict(json.loads(state_text))
         except Exception as error:
+            text = describe(error, items.source_class)
             raise ExtensionError(
-                f"{items.name}: load_state_dict raised {describe(error, items.kind)} -> correct "
+                f"{items.name}: load_state_dict raised {text} -> correct "
                 "it; the state is what state_dict returned, as JSON has it"
             ) from error
 
     def next(self) -> Item:
         """Return the next item as a sample. Raises ExtensionError if the stream fails, DataError if
-        it has ended or the item is not a sample."""
+        the stream has ended or the item is not a sample."""
         if self._failure is not None:
             raise self._failure
         try:
@@ -152,10 +150,10 @@ class OpenStream:
         try:
             item = next(self._iterator)
         except StopIteration:
-            items = self._items
+            code_location = location(self._items.source_class)
             raise DataError(
-                f"{items.name}: the stream ended after {self.sample} items, and the run needs more "
-                f"({location(items.kind)}) -> let __iter__ begin again (while True), or set a "
+                f"{self._items.name}: the stream ended after {self.sample} items, and the run "
+                f"needs more ({code_location}) -> let __iter__ begin again (while True), or set a "
                 "smaller train.steps"
             ) from None
         except Exception as error:
@@ -183,18 +181,18 @@ class OpenStream:
                 rule = f"state has {len(text):,} bytes as JSON; checkpoints hold {STATE_BYTES:,}"
         if rule is not None:
             fix = "numbers, texts, lists and dictionaries: a position and a seed, not the data"
-            at = location(self._items.kind)
+            code_location = location(self._items.source_class)
             raise DataError(f"{self._items.name}: state_dict, before item {self.sample}: {rule} "
-                            f"({at}) -> {fix}")  # fmt: skip
+                            f"({code_location}) -> {fix}")  # fmt: skip
         return text
 
-    def _failed(self, what: str, error: Exception) -> ExtensionError:
-        text = f"{what} raised {describe(error, self._items.kind)} -> correct it"
+    def _failed(self, operation: str, error: Exception) -> ExtensionError:
+        text = f"{operation} raised {describe(error, self._items.source_class)} -> correct it"
         return ExtensionError(f"{self._items.name}: {text}")
 
 
 def _not_json(value: Any, name: str) -> str | None:
-    """Return why a part of a state is not JSON; None if all of it is. A tuple becomes a list."""
+    """Return why a part of a state is not JSON; None if it is JSON. A tuple becomes a list."""
     if value is None or isinstance(value, str | int):
         return None
     if isinstance(value, float):
@@ -202,8 +200,8 @@ def _not_json(value: Any, name: str) -> str | None:
     if isinstance(value, list | tuple):
         rules = (_not_json(entry, f"{name}[{number}]") for number, entry in enumerate(value))
     elif isinstance(value, dict):
-        if others := [key for key in value if not isinstance(key, str)]:
-            return f"{name} has the key {others[0]!r}, and keys of JSON are texts"
+        if non_text_keys := [key for key in value if not isinstance(key, str)]:
+            return f"{name} has the key {non_text_keys[0]!r}, and keys of JSON are texts"
         rules = (_not_json(entry, f"{name}[{key!r}]") for key, entry in value.items())
     else:
         return f"{name} is of type {type(value).__module__}.{type(value).__qualname__}"
@@ -265,7 +263,7 @@ class PositionedSamples:
 
 
 class StreamOrder:
-    """Order of the samples of a stream: its own."""
+    """Order of the samples of a stream, which is the order of the items."""
 
     def windows(self, first_sample: int, count: int) -> Indices:
         return np.arange(first_sample, first_sample + count, dtype=np.int64)

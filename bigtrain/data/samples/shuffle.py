@@ -1,13 +1,13 @@
 """Sample order without a shuffled index: a keyed permutation computed on demand.
 
 Sample ``i`` of a run is window ``permutation(seed, i // N)[i % N]`` of ``N`` windows: a pure
-function of the seed and ``i``. So the order is the same for every world size, micro-batch size and
+function of the seed and ``i``. So the order does not depend on world size, micro-batch size and
 resume point, and the state of a run is one integer. numpy only.
 
 If the sequence length may change, chunks of the longest one are permuted and split into windows.
 Chunks are read in groups, in permuted order: first the first window of every chunk of a group, then
-the second of every chunk, and so on. So only one group is partly read at any time, and all of its
-chunks up to the same token, plus or minus one window.
+the second window of every chunk, until the last. So only one group is partly read at any time, and
+all chunks of this group up to one token, plus or minus one window.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ ROUNDS = 6
 _SMALL = 64
 """Up to this many windows are sorted by a hash instead: a Feistel network on so few bits reaches
 too few permutations, and cycle walking costs more than sorting."""
+_SHIFTS = np.uint32(16), np.uint32(13)
+_FACTORS = np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
+"""Constants of MurmurHash3's 32-bit finaliser."""
 
 GROUP_CHUNKS = 4096
 """Maximum chunks of a group; in a small dataset a 64th of all chunks."""
@@ -33,10 +36,10 @@ GROUP_CHUNKS = 4096
 class SampleOrder:
     """Order in which a run reads `num_windows` windows, epoch after epoch.
 
-    Every epoch is its own permutation: every window occurs in it exactly once. `source`
-    distinguishes the datasets of a mixture (`bigtrain.data.samples.mixture`). Windows are numbered
-    in data order, `windows_per_chunk` of them in every chunk. `start` is the position in the order,
-    including epochs, that counts as sample 0. Before it there are `num_joined` samples, which are
+    Every epoch is a permutation of all windows. `source` distinguishes the datasets of a mixture
+    (`bigtrain.data.samples.mixture`). Windows are numbered in data order, `windows_per_chunk`
+    windows in every chunk. `start` is the position in the order, including epochs, that counts as
+    sample 0. Before it there are `num_joined` samples, which are
     numbered after the windows (`bigtrain.data.samples.phases`).
     """
 
@@ -53,6 +56,7 @@ class SampleOrder:
 
     def windows(self, first_sample: int, count: int) -> Indices:
         """Return the windows of samples `first_sample` to `first_sample + count`, int64 [count]."""
+        # The samples joined from the remainder of an epoch come first.
         end_sample = first_sample + count
         joined = np.arange(first_sample, min(end_sample, self.num_joined), dtype=np.int64)
         parts = [self.num_windows + joined]
@@ -61,25 +65,24 @@ class SampleOrder:
         while position < end:
             epoch, offset = divmod(position, self.num_windows)
             length = min(end - position, self.num_windows - offset)
-            places = np.arange(offset, offset + length, dtype=np.int64)
-            parts.append(self._of_epoch(places, epoch))
+            positions = np.arange(offset, offset + length, dtype=np.int64)
             position += length
+            per_chunk = self.windows_per_chunk
+            if per_chunk == 1:
+                parts.append(permute(positions, self.num_windows, self.seed, epoch, self.source))
+                continue
+            # Position -> group, window within its chunks, chunk. The remainder of dividing chunks
+            # into groups belongs to the last group.
+            num_chunks = self.num_windows // per_chunk
+            group_chunks = group_size(num_chunks)
+            last = num_chunks // group_chunks - 1
+            group = np.minimum(positions // (group_chunks * per_chunk), last)
+            size = np.where(group < last, group_chunks, num_chunks - last * group_chunks)
+            window, chunk = np.divmod(positions - group * (group_chunks * per_chunk), size)
+            chunk += group * group_chunks
+            permuted = permute(chunk, num_chunks, self.seed, epoch, self.source)
+            parts.append(permuted * per_chunk + window)
         return np.concatenate(parts)
-
-    def _of_epoch(self, places: Indices, epoch: int) -> Indices:
-        per_chunk = self.windows_per_chunk
-        if per_chunk == 1:
-            return permute(places, self.num_windows, self.seed, epoch, self.source)
-        num_chunks = self.num_windows // per_chunk
-        group_chunks = group_size(num_chunks)
-        # The remainder of dividing chunks into groups belongs to the last group.
-        last = num_chunks // group_chunks - 1
-        group = np.minimum(places // (group_chunks * per_chunk), last)
-        size = np.where(group < last, group_chunks, num_chunks - last * group_chunks)
-        window, chunk = np.divmod(places - group * (group_chunks * per_chunk), size)
-        chunk += group * group_chunks
-        permuted = permute(chunk, num_chunks, self.seed, epoch, self.source)
-        return permuted * per_chunk + window
 
 
 def group_size(num_chunks: int) -> int:
@@ -87,21 +90,21 @@ def group_size(num_chunks: int) -> int:
     return min(GROUP_CHUNKS, max(1, num_chunks // 64))
 
 
-def convert_place(place: int, num_chunks: int, per_chunk: int, new_per_chunk: int) -> int:
-    """Return the position in the order of chunks of `new_per_chunk` windows that follows `place` in
-    that of the same chunks with `per_chunk` windows. Nothing that was read before `place` in its
-    epoch is read after it; at most one old and one new window of each chunk of one group are
+def convert_place(position: int, num_chunks: int, per_chunk: int, new_per_chunk: int) -> int:
+    """Convert a position in the order of chunks of `per_chunk` windows to the next position in the
+    order of chunks of `new_per_chunk` windows. Nothing that was read before `position` in its epoch
+    is read after the result; at most one old and one new window of every chunk of a group are
     skipped."""
     if per_chunk == new_per_chunk:
-        return place
-    epoch, offset = divmod(place, num_chunks * per_chunk)
+        return position
+    epoch, offset = divmod(position, num_chunks * per_chunk)
     group_chunks = group_size(num_chunks)
     last = num_chunks // group_chunks - 1
     group = min(offset // (group_chunks * per_chunk), last)
     size = group_chunks if group < last else num_chunks - last * group_chunks
     # Windows begun in every chunk of the group, then as many of the new ones, rounded up.
-    begun = -(-(offset - group * group_chunks * per_chunk) // size)
-    new_begun = -(-begun * new_per_chunk // per_chunk)
+    windows_begun = -(-(offset - group * group_chunks * per_chunk) // size)
+    new_begun = -(-windows_begun * new_per_chunk // per_chunk)
     return (epoch * num_chunks + group * group_chunks) * new_per_chunk + new_begun * size
 
 
@@ -127,7 +130,8 @@ def shuffle_block(size: int, seed: int, block: int, first_sample: int = 0) -> In
 
 
 def _permute(indices: Indices, size: int, label: str) -> Indices:
-    keys = _round_keys(label)
+    digest = hashlib.blake2b(label.encode(), digest_size=4 * ROUNDS).digest()
+    keys = np.frombuffer(digest, dtype="<u4").astype(np.uint32)
     if size <= _SMALL:
         images = _feistel(np.arange(size, dtype=np.uint64), 16, keys)
         return np.argsort(images)[indices].astype(np.int64)
@@ -135,44 +139,31 @@ def _permute(indices: Indices, size: int, label: str) -> Indices:
     values = indices.astype(np.uint64)
     limit = np.uint64(size)
     values = _feistel(values, half_bits, keys)
-    outside = np.flatnonzero(values >= limit)
-    while len(outside):
-        walked = _feistel(values[outside], half_bits, keys)
-        values[outside] = walked
-        outside = outside[walked >= limit]
+    out_of_range = np.flatnonzero(values >= limit)
+    while len(out_of_range):
+        walked = _feistel(values[out_of_range], half_bits, keys)
+        values[out_of_range] = walked
+        out_of_range = out_of_range[walked >= limit]
     return values.astype(np.int64)
-
-
-def _round_keys(label: str) -> npt.NDArray[np.uint32]:
-    digest = hashlib.blake2b(label.encode(), digest_size=4 * ROUNDS).digest()
-    return np.frombuffer(digest, dtype="<u4").astype(np.uint32)
 
 
 def _feistel(
     values: npt.NDArray[np.uint64], half_bits: int, keys: npt.NDArray[np.uint32]
 ) -> npt.NDArray[np.uint64]:
     # Halves of at most 31 bits: a vector unit processes twice as many 32-bit as 64-bit values at
-    # once.
+    # once. A round is (left, right) -> (right, left ^ mix(right ^ key)).
     shift = np.uint64(half_bits)
     half = np.uint32((1 << half_bits) - 1)
-    left, right = (values >> shift).astype(np.uint32), values.astype(np.uint32) & half
+    left_half, right_half = (values >> shift).astype(np.uint32), values.astype(np.uint32) & half
     for key in keys:
-        mixed = _mix(right ^ key)
+        # MurmurHash3's 32-bit finaliser (public domain, Appleby), in place.
+        mixed = right_half ^ key
+        mixed ^= mixed >> _SHIFTS[0]
+        mixed *= _FACTORS[0]
+        mixed ^= mixed >> _SHIFTS[1]
+        mixed *= _FACTORS[1]
+        mixed ^= mixed >> _SHIFTS[0]
         mixed &= half
-        mixed ^= left
-        left, right = right, mixed
-    return (left.astype(np.uint64) << shift) | right
-
-
-_SHIFTS = np.uint32(16), np.uint32(13)
-_FACTORS = np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
-
-
-def _mix(values: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
-    """Apply MurmurHash3's 32-bit finaliser (public domain, Appleby), in place."""
-    values ^= values >> _SHIFTS[0]
-    values *= _FACTORS[0]
-    values ^= values >> _SHIFTS[1]
-    values *= _FACTORS[1]
-    values ^= values >> _SHIFTS[0]
-    return values
+        mixed ^= left_half
+        left_half, right_half = right_half, mixed
+    return (left_half.astype(np.uint64) << shift) | right_half

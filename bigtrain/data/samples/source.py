@@ -2,8 +2,8 @@
 
 A map-style source is any object with ``__len__`` and ``__getitem__``. bigtrain decides the order of
 its items and where a resumed run continues, as for shards: it has no state. A stream decides its
-own order, and has one (`bigtrain.data.samples.sample_stream`). Tokenizer, vocabulary and held-out
-documents are those of the shards.
+order, and has a state (`bigtrain.data.samples.sample_stream`). Tokenizer, vocabulary and held-out
+documents come from the shards.
 """
 
 from __future__ import annotations
@@ -39,7 +39,15 @@ class SourceSamples:
     def __init__(self, source: Any, name: str, sequence_length: int, dataset: TokenDataset) -> None:
         """`name`: in errors. `dataset`: has the tokenizer."""
         self._source, self._name = source, name
-        self.num_samples = self._length()
+        try:
+            length = len(self._source)
+        except Exception as error:
+            raise ExtensionError(
+                f"{self._name}: len() raised {describe(error, type(self._source))} -> correct it"
+            ) from error
+        if length < 1:
+            raise DataError(f"{self._name} has no items ({location(type(self._source))})")
+        self.num_samples = length
         self.sequence_length = sequence_length
         self.token_dtype = np.dtype(dataset.table.token_dtype)
         self.vocab_size = dataset.table.tokenizer.vocab_size
@@ -67,7 +75,7 @@ class SourceSamples:
 
     def identity(self, settings: Mapping[str, Any]) -> int:
         """Return a checksum of the name, settings, length and `_PROBES` items, which also decide
-        whether losses have weights. Raises as `read`, and DataError if an item is another one when
+        whether losses have weights. Raises as `read`, and DataError if an item differs when
         it is read again."""
         text = json.dumps([self._name, settings, self.num_samples, self.sequence_length])
         digest = xxhash.xxh3_64(text.encode())
@@ -85,70 +93,62 @@ class SourceSamples:
         self.items = replace(self.items, weighs=weighs)
         return digest.intdigest()
 
-    def _length(self) -> int:
-        try:
-            length = len(self._source)
-        except Exception as error:
-            raise ExtensionError(
-                f"{self._name}: len() raised {describe(error, type(self._source))} -> correct it"
-            ) from error
-        if length < 1:
-            raise DataError(f"{self._name} has no items ({location(type(self._source))})")
-        return length
-
 
 @dataclass(frozen=True)
 class SourceDataset(TokenDataset):
-    """Dataset whose training samples are those of a source; its table has as many tokens as give
-    that number of samples."""
+    """Dataset whose training samples come from a source; its table has as many tokens as give the
+    number of its samples."""
 
     train: SourceSamples
 
 
 @dataclass(frozen=True)
 class StreamDataset(TokenDataset):
-    """Dataset whose training samples are those of a stream."""
+    """Dataset whose training samples come from a stream."""
 
     train: SampleStream
 
 
-def with_source(config: RunConfig, dataset: TokenDataset, given: object = None) -> TokenDataset:
-    """Return `dataset` with the samples of ``data.samples`` to train on, if that is set. `given`:
-    the source of the calling program. Raises ExtensionError and DataError as `SourceSamples` and
-    `SampleStream`."""
+def with_source(
+    config: RunConfig, dataset: TokenDataset, program_source: object = None
+) -> TokenDataset:
+    """Return `dataset` with the samples of ``data.samples`` to train on, if that is set.
+    `program_source`: the source of the calling program. Raises ExtensionError and DataError as
+    `SourceSamples` and `SampleStream`."""
     section = config.data.samples
     if section is None:
         return dataset
+    # The class decides whether it is a stream or a map-style source.
     name = f"data.samples.type = {section.type!r}"
     if section.type == GIVEN:
-        if given is None:
+        if program_source is None:
             raise DataError(f"{name} is an object of a program -> bigtrain.train_run(data=...)")
-        kind, name = type(given), f"data = {type(given).__name__}"
+        source_class, name = type(program_source), f"data = {type(program_source).__name__}"
     else:
-        kind = import_named("data.samples.type", section.type)
+        source_class = import_named("data.samples.type", section.type)
+    new = partial(_made, source_class, section.settings, name)
     length, table = config.batch.sequence_length, dataset.table
-    if is_stream(kind):
-        items = ItemReader(name, kind, length, table.tokenizer.vocab_size)
-        new = partial(_made, kind, section.settings, name)
-        make = new if given is None else rewound_by(given, items)
+    if is_stream(source_class):
+        items = ItemReader(name, source_class, length, table.tokenizer.vocab_size)
+        make = new if program_source is None else rewound_by(program_source, items)
         stream = SampleStream(make, items, np.dtype(table.token_dtype))
         identity = stream.identity(section.settings)
         table = _with_train(table, NUM_SAMPLES * length + 1, identity, stream.items)
         return StreamDataset(dataset.path, table, dataset.splits, stream)
-    source = _made(kind, section.settings, name) if given is None else given
+    source = new() if program_source is None else program_source
     samples = SourceSamples(source, name, length, dataset)
     identity = samples.identity(section.settings)
     table = _with_train(table, samples.num_samples * length + 1, identity, samples.items)
     return SourceDataset(dataset.path, table, dataset.splits, samples)
 
 
-def _made(kind: Any, settings: Mapping[str, Any], name: str) -> Any:
+def _made(source_class: Any, settings: Mapping[str, Any], name: str) -> Any:
     """Return a new source of a class of the user."""
     try:
-        return kind(**settings)
+        return source_class(**settings)
     except Exception as error:
         raise ExtensionError(
-            f"{name}: its constructor raised {describe(error, kind)} -> correct it, or "
+            f"{name}: its constructor raised {describe(error, source_class)} -> correct it, or "
             "data.samples.settings"
         ) from error
 

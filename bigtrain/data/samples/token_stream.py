@@ -34,13 +34,13 @@ Indices = npt.NDArray[np.int64]
 
 @dataclass
 class TokenRows:
-    """Buffer into which samples are written, reused for the next ones.
+    """Buffer into which samples are written, reused for the next samples.
 
     tokens: [R, T + 1], contiguous, of the samples' `token_dtype`. begins: starts of documents, as
     positions ``row * (T + 1) + t``, in any order; None if not needed. The first token of a row
     may be omitted. loss_mask: bool [R, T + 1], true if the token is a target, and
     everywhere before filling; None if `Samples.masks_loss` is not set. weights: float32
-    [R, T + 1], of the losses of targets, and 1 everywhere before filling; None if
+    [R, T + 1], weights of the losses of targets, and 1 everywhere before filling; None if
     `Samples.weighs_loss` is not set.
     """
 
@@ -51,9 +51,9 @@ class TokenRows:
 
 
 class Samples(Protocol):
-    """Samples of one length that the loader reads by number, from 0. token_dtype: uint16 or int32,
-    the smallest that stores all tokens. vocab_size: tokens are below it, which the loader checks.
-    masks_loss: whether `fill` writes `TokenRows.loss_mask`; weighs_loss: whether it writes
+    """Samples of equal length that the loader reads by number, from 0. token_dtype: uint16 or
+    int32, the smallest type for all tokens. vocab_size: tokens are below it, which the loader
+    checks. masks_loss: whether `fill` writes `TokenRows.loss_mask`; weighs_loss: whether it writes
     `TokenRows.weights`, and then it masks losses, too."""
 
     num_samples: int
@@ -64,8 +64,8 @@ class Samples(Protocol):
     weighs_loss: bool
 
     def fill(self, samples: Indices, rows: Indices, out: TokenRows) -> None:
-        """Write sample ``samples[i]`` into row ``rows[i]`` of `out`: all of its tokens, and the
-        other fields of `out`. Thread-safe with one buffer per thread. Raises DataError if a file
+        """Write sample ``samples[i]`` into row ``rows[i]`` of `out`: all tokens, and all fields of
+        `out` that are set. Thread-safe with one buffer per thread. Raises DataError if a file
         cannot be read or is inconsistent."""
 
     def describe(self, sample: int) -> str:
@@ -96,23 +96,23 @@ class Ranges:
     numbers: Indices
     starts: Indices
     lengths: Indices
-    places: Indices
+    positions: Indices
 
     def put(self, stored: Tokens | Mask, begins: Indices, out: Tokens | Mask) -> None:
         """Copy the parts, which are in `stored` from `begins` on, to their positions in `out`."""
-        for place, begin, length in zip(
-            self.places.tolist(), begins.tolist(), self.lengths.tolist(), strict=True
+        for position, begin, length in zip(
+            self.positions.tolist(), begins.tolist(), self.lengths.tolist(), strict=True
         ):
-            out[place : place + length] = stored[begin : begin + length]
+            out[position : position + length] = stored[begin : begin + length]
 
-    def chosen(self, which: npt.NDArray[np.bool_]) -> Ranges:
+    def select(self, is_selected: npt.NDArray[np.bool_]) -> Ranges:
         """Return some of the ranges."""
-        return Ranges(*(getattr(self, field.name)[which] for field in fields(Ranges)))
+        return Ranges(*(getattr(self, field.name)[is_selected] for field in fields(Ranges)))
 
     @staticmethod
-    def join(several: Sequence[Ranges]) -> Ranges:
+    def join(parts: Sequence[Ranges]) -> Ranges:
         names = [field.name for field in fields(Ranges)]
-        return Ranges(*(np.concatenate([getattr(p, name) for p in several]) for name in names))
+        return Ranges(*(np.concatenate([getattr(p, name) for p in parts]) for name in names))
 
 
 class TokenStream:
@@ -123,21 +123,22 @@ class TokenStream:
         self.vocab_size = vocab_size
         self.token_dtype = shards.dtype
         self.is_masked = shards.is_masked and len(shards) > 0
+        # A reader for each kind of file, and a verifier if the shards have checksums of blocks.
         sizes = shards.num_tokens
         paths, masks = (partial(shards.path, suffix=suffix) for suffix in ("bin", "mask"))
         self._reader, self._mask_reader = FileReader(paths), FileReader(masks)
         self._verifier = self._mask_verifier = self._weights_verifier = None
         if shards.has_blocks:
             num_bytes = sizes * self.token_dtype.itemsize
-            self._verifier = BlockVerifier(paths, num_bytes, partial(self._block_sums, "of_bin"))
+            self._verifier = BlockVerifier(paths, num_bytes, partial(self._block_sums, "bin_sums"))
         if self.is_masked and shards.has_blocks:
-            sums = partial(self._block_sums, "of_mask")
+            sums = partial(self._block_sums, "mask_sums")
             self._mask_verifier = BlockVerifier(masks, -(-sizes // 8), sums)
         self.is_weighted = bool(shards.have_weights.any())
         paths = partial(shards.path, suffix="weights")
         self._weights_reader = FileReader(paths)
         if self.is_weighted and shards.has_blocks:
-            sums = partial(self._block_sums, "of_weights")
+            sums = partial(self._block_sums, "weights_sums")
             num_bytes = 4 * sizes * shards.have_weights
             self._weights_verifier = BlockVerifier(paths, num_bytes, sums)
         self._ends = np.cumsum(sizes, dtype=np.int64)
@@ -147,39 +148,43 @@ class TokenStream:
         self._reads_to_map = 0 if len(self.shards) <= MAX_MAPPED_FILES else sys.maxsize
 
     def read_rows(self, starts: Indices, out: Tokens, rows: Indices) -> None:
-        """Copy the tokens of a row of `out`, from `starts[i]` on to ``out[rows[i]]``. `out`:
-        two-dimensional and contiguous; otherwise as `read`."""
+        """Copy the tokens of a row of `out`, from ``starts[i]`` on to ``out[rows[i]]``. `out`:
+        two-dimensional and contiguous; see `read`."""
         width = out.shape[1]
         self._reads_to_map -= 1
         if self._reads_to_map < 0 and len(starts):
-            rest = self._copy_mapped(starts, out, rows)
-            starts, rows = starts[rest], rows[rest]
+            unread = self._copy_mapped(starts, out, rows)
+            starts, rows = starts[unread], rows[unread]
         if len(starts):
             self.read(starts, np.full(len(starts), width), out.reshape(-1), rows * width)
 
     def _copy_mapped(self, starts: Indices, out: Tokens, rows: Indices) -> Indices:
-        """Copy rows from memory maps; return those that are left to `read`. If the pages are in
-        memory this is several times faster; if not, a page fault costs more than a read, and
-        copying pauses for a while."""
+        """Copy rows from memory maps; return the indices of rows that `read` must copy. If the
+        pages are in memory this is several times faster; if not, a page fault costs more than a
+        read, and copying pauses for a while."""
         width = out.shape[1]
+        # Find the shard of every row. A few rows of every shard are not worth the cost per map.
         numbers = np.searchsorted(self._ends, starts, side="right")
-        numbers[starts + width > self._ends[numbers]] = -1  # such a row continues in the next shard
-        wanted = np.unique(numbers).tolist() if len(self.shards) > 1 else [int(numbers.max())]
-        if len(starts) < MIN_ROWS_OF_SHARD * len(wanted):
+        numbers[starts + width > self._ends[numbers]] = -1  # continues in the next shard
+        shard_numbers = (
+            np.unique(numbers).tolist() if len(self.shards) > 1 else [int(numbers.max())]
+        )
+        if len(starts) < MIN_ROWS_OF_SHARD * len(shard_numbers):
             return np.arange(len(starts))
         faults = _page_faults()
         step = max(1, GATHERED_TOKENS // (width - 1))
-        for number in wanted:
+        for number in shard_numbers:
             windows = self._mapped_windows(number, width) if number >= 0 else None
-            own = np.flatnonzero(numbers == number)
+            row_indices = np.flatnonzero(numbers == number)
             if windows is None:
-                numbers[own] = -1
-            else:
-                places, begins = rows[own], starts[own] - self._begins[number]
-                self._verify_mapped(number, begins, width)
-                # numpy gathers into separate memory before it copies.
-                for low in range(0, len(own), step):
-                    out[places[low : low + step]] = windows[begins[low : low + step]]
+                numbers[row_indices] = -1
+                continue
+            out_rows, begins = rows[row_indices], starts[row_indices] - self._begins[number]
+            self._verify_mapped(number, begins, width)
+            # numpy gathers into separate memory before it copies.
+            for low in range(0, len(row_indices), step):
+                out[out_rows[low : low + step]] = windows[begins[low : low + step]]
+        # Pages came from the disk: the next calls read instead.
         if _page_faults() - faults > len(starts) * COLD_PAGES_OF_ROW:
             self._reads_to_map = READS_AFTER_COLD_MAP
         return np.flatnonzero(numbers < 0)
@@ -187,14 +192,14 @@ class TokenStream:
     def _verify_mapped(self, number: int, begins: Indices, width: int) -> None:
         """Verify windows of one shard by its map; the caller has checked the length of the file."""
         if self._verifier is not None:
-            item, content = self.token_dtype.itemsize, self.shards[number].token_bytes
-            low = begins * item
-            self._verifier.verify(number, low, low + width * item, lambda _, a, b: content[a:b])
+            token_bytes, content = self.token_dtype.itemsize, self.shards[number].token_bytes
+            low, high = begins * token_bytes, (begins + width) * token_bytes
+            self._verifier.verify(number, low, high, lambda _, a, b: content[a:b])
 
-    def _block_sums(self, of: str, number: int) -> tuple[Path, Sums]:
+    def _block_sums(self, sums_name: str, number: int) -> tuple[Path, Sums]:
         sums = self.shards[number].block_sums
         assert sums is not None
-        return sums.path, getattr(sums, of)
+        return sums.path, getattr(sums, sums_name)
 
     def _mapped_windows(self, number: int, width: int) -> Tokens | None:
         """Return every range of `width` tokens of a shard, as a view of its map. None if its file
@@ -205,27 +210,27 @@ class TokenStream:
                 return None
         except OSError:
             return None
-        item = self.token_dtype.itemsize
+        token_bytes = self.token_dtype.itemsize
         shape = shard.num_tokens - width + 1, width
-        return np.ndarray(shape, self.token_dtype, shard.tokens, strides=(item, item))
+        return np.ndarray(shape, self.token_dtype, shard.tokens, strides=(token_bytes, token_bytes))
 
-    def read(self, starts: Indices, lengths: Indices, out: Tokens, places: Indices) -> None:
-        """Copy ranges of the stream: `lengths[i]` tokens from `starts[i]` on to `out[places[i]:]`.
-        `out`: one-dimensional and contiguous, of the stream's type or a wider one. Raises DataError
-        if a shard cannot be read."""
-        parts = self._cut(starts, lengths, places)
+    def read(self, starts: Indices, lengths: Indices, out: Tokens, positions: Indices) -> None:
+        """Copy ranges of the stream: ``lengths[i]`` tokens from ``starts[i]`` on to
+        ``out[positions[i]:]``. `out`: one-dimensional and contiguous, of the stream's type or a
+        wider type. Raises DataError if a shard cannot be read."""
+        parts = self._cut(starts, lengths, positions)
         if out.dtype == self.token_dtype:
             self._read_parts(parts, out)
             return
         packed = np.cumsum(parts.lengths) - parts.lengths
         stored = np.empty(int(parts.lengths.sum()), self.token_dtype)
-        self._read_parts(replace(parts, places=packed), stored)
+        self._read_parts(replace(parts, positions=packed), stored)
         parts.put(stored, packed, out)
 
-    def read_mask(self, starts: Indices, lengths: Indices, out: Mask, places: Indices) -> None:
+    def read_mask(self, starts: Indices, lengths: Indices, out: Mask, positions: Indices) -> None:
         """Copy which tokens of ranges of the stream are targets, like `read` for tokens. `out`:
         bool, one-dimensional. Only if `is_masked`."""
-        parts = self._cut(starts, lengths, places)
+        parts = self._cut(starts, lengths, positions)
         first, last = parts.starts // 8, (parts.starts + parts.lengths + 7) // 8
         if self._mask_verifier is not None:
             self._mask_verifier.verify(parts.numbers, first, last, self._mask_reader.read_range)
@@ -239,12 +244,12 @@ class TokenStream:
         parts.put(bits, 8 * begins + parts.starts % 8, out)
 
     def read_weights(
-        self, starts: Indices, lengths: Indices, out: Weights, places: Indices
+        self, starts: Indices, lengths: Indices, out: Weights, positions: Indices
     ) -> None:
         """Copy the weights of the losses in ranges of the stream, like `read` for tokens. `out`:
         float32, one-dimensional and contiguous, 1 where a shard without weights is read."""
-        parts = self._cut(starts, lengths, places)
-        parts = parts.chosen(self.shards.have_weights[parts.numbers] & (parts.lengths > 0))
+        parts = self._cut(starts, lengths, positions)
+        parts = parts.select(self.shards.have_weights[parts.numbers] & (parts.lengths > 0))
         low, high = 4 * parts.starts, 4 * (parts.starts + parts.lengths)
         if self._weights_verifier is not None:
             self._weights_verifier.verify(parts.numbers, low, high, self._weights_reader.read_range)
@@ -252,14 +257,14 @@ class TokenStream:
             parts.numbers.tolist(),
             low.tolist(),
             out.view(np.uint8).data,
-            (4 * parts.places).tolist(),
-            (4 * (parts.places + parts.lengths)).tolist(),
+            (4 * parts.positions).tolist(),
+            (4 * (parts.positions + parts.lengths)).tolist(),
         )
 
-    def begins(self, starts: Indices, lengths: Indices, places: Indices) -> Indices:
+    def begins(self, starts: Indices, lengths: Indices, positions: Indices) -> Indices:
         """Return the document starts in ranges of the stream, int64: token ``starts[i] + j`` as
-        ``places[i] + j``, in any order. Raises DataError if an index is inconsistent there."""
-        parts = self._cut(starts, lengths, places)
+        ``positions[i] + j``, in any order. Raises DataError if an index is inconsistent there."""
+        parts = self._cut(starts, lengths, positions)
         low, high = parts.starts, parts.starts + parts.lengths
         byte_offsets: list[int] = []
         counts: list[int] = []
@@ -278,7 +283,7 @@ class TokenStream:
             raise DataError(
                 f"{named}: an index is corrupt: documents are out of order -> {REBUILD}"
             )
-        return tokens + (parts.places - low)[part]
+        return tokens + (parts.positions - low)[part]
 
     def describe(self, start: int, length: int) -> str:
         """Describe a range of the stream by files and their tokens."""
@@ -290,31 +295,32 @@ class TokenStream:
             )
         )
 
-    def _cut(self, starts: Indices, lengths: Indices, places: Indices) -> Ranges:
+    def _cut(self, starts: Indices, lengths: Indices, positions: Indices) -> Ranges:
         """Convert ranges of the stream to ranges of shards, split at shard boundaries."""
         assert not len(starts) or 0 <= starts.min() <= (starts + lengths).max() <= self.num_tokens
         cut = []
         while True:
             numbers = np.searchsorted(self._ends, starts, side="right")
-            here = np.minimum(lengths, self._ends[numbers] - starts)
-            cut.append(Ranges(numbers, starts - self._begins[numbers], here, places))
-            rest = np.flatnonzero(here < lengths)
-            if not len(rest):
+            lengths_in_shard = np.minimum(lengths, self._ends[numbers] - starts)
+            cut.append(Ranges(numbers, starts - self._begins[numbers], lengths_in_shard, positions))
+            unfinished = np.flatnonzero(lengths_in_shard < lengths)
+            if not len(unfinished):
                 return cut[0] if len(cut) == 1 else Ranges.join(cut)
-            starts, places, lengths = starts + here, places + here, lengths - here
-            starts, places, lengths = starts[rest], places[rest], lengths[rest]
+            starts = (starts + lengths_in_shard)[unfinished]
+            positions = (positions + lengths_in_shard)[unfinished]
+            lengths = (lengths - lengths_in_shard)[unfinished]
 
     def _read_parts(self, parts: Ranges, out: Tokens) -> None:
-        item = self.token_dtype.itemsize
+        token_bytes = self.token_dtype.itemsize
         if self._verifier is not None:
-            low, high = parts.starts * item, (parts.starts + parts.lengths) * item
+            low, high = parts.starts * token_bytes, (parts.starts + parts.lengths) * token_bytes
             self._verifier.verify(parts.numbers, low, high, self._reader.read_range)
         self._reader.read(
             parts.numbers.tolist(),
-            (parts.starts * item).tolist(),
+            (parts.starts * token_bytes).tolist(),
             out.view(np.uint8).data,
-            (parts.places * item).tolist(),
-            ((parts.places + parts.lengths) * item).tolist(),
+            (parts.positions * token_bytes).tolist(),
+            ((parts.positions + parts.lengths) * token_bytes).tolist(),
         )
 
 
@@ -324,13 +330,13 @@ def _page_faults() -> int:
 
 
 def split_stream(dataset: TokenDataset, split: Split) -> TokenStream:
-    """Return the stream of one split of `dataset`; empty if there is no such split."""
+    """Return the stream of a split of `dataset`; empty if there is no such split."""
     shards = dataset.splits.get(split) or ShardList.of([])
     return TokenStream(shards, dataset.table.tokenizer.vocab_size)
 
 
 class StreamSamples(ABC):
-    """Base of the samples of one stream, each of which consists of ranges of its tokens."""
+    """Base of the samples of a stream. A sample consists of ranges of the stream's tokens."""
 
     def __init__(
         self, stream: TokenStream, sequence_length: int, num_samples: int, masks_loss: bool = True
@@ -358,21 +364,23 @@ class StreamSamples(ABC):
 
     def _read(self, pieces: Ranges, rows: Indices, out: TokenRows) -> tuple[Indices, Mask]:
         """Read tokens and mask of `pieces`; return their positions in `out`, and its flat mask."""
-        places = rows[pieces.numbers] * (self.sequence_length + 1) + pieces.places
-        self.stream.read(pieces.starts, pieces.lengths, out.tokens.reshape(-1), places)
+        positions = rows[pieces.numbers] * (self.sequence_length + 1) + pieces.positions
+        self.stream.read(pieces.starts, pieces.lengths, out.tokens.reshape(-1), positions)
         assert out.loss_mask is not None
         loss_mask = out.loss_mask.reshape(-1)
         if self.stream.is_masked:
-            self.stream.read_mask(pieces.starts, pieces.lengths, loss_mask, places)
+            self.stream.read_mask(pieces.starts, pieces.lengths, loss_mask, positions)
         if out.weights is not None:
-            self.stream.read_weights(pieces.starts, pieces.lengths, out.weights.reshape(-1), places)
-        return places, loss_mask
+            self.stream.read_weights(
+                pieces.starts, pieces.lengths, out.weights.reshape(-1), positions
+            )
+        return positions, loss_mask
 
 
 class PackedWindows(StreamSamples):
     """Windows of `sequence_length` + 1 tokens, `sequence_length` apart, of one stream, in complete
-    chunks of `chunk_length` tokens, a multiple of it (default: the same). Raises DataError if the
-    stream is too short for a single one."""
+    chunks of `chunk_length` tokens, a multiple of `sequence_length` (default: equal). Raises
+    DataError if the stream is too short for a single window."""
 
     def __init__(
         self, stream: TokenStream, sequence_length: int, chunk_length: int | None = None

@@ -2,8 +2,8 @@
 
 The manifest's checksums cover full files, and comparing one reads the full file. A `.blocks` file
 next to a shard has a checksum for every 16 KiB of its `.bin`, `.mask` and `.weights`, and the
-manifest has that of the `.blocks` file: so a file of the same size from another dataset is detected
-too. The `.idx` needs no blocks: it is verified completely when it is first used.
+manifest has the checksum of the `.blocks` file: so a file of equal size from another dataset is
+detected too. The `.idx` needs no blocks: it is verified completely when it is first used.
 
 A `.blocks` file is, little-endian::
 
@@ -11,13 +11,13 @@ A `.blocks` file is, little-endian::
     uint64   bytes of a block
     uint64   blocks of the .bin, B (the last one may be shorter)
     uint64   blocks of the .mask, M
-    uint64   [B]  XXH3-64 of each block of the .bin
-    uint64   [M]  XXH3-64 of each block of the .mask
-    uint64   [W]  XXH3-64 of each block of the .weights, if there is one
+    uint64   [B]  XXH3-64 of every block of the .bin
+    uint64   [M]  XXH3-64 of every block of the .mask
+    uint64   [W]  XXH3-64 of every block of the .weights, if there is one
 
 A rank verifies each block once, and must read the full block for that: with larger blocks a
-data-parallel rank, which reads a few samples of each, would read several times its own data, and
-smaller ones would cost a call for every few samples.
+data-parallel rank, which reads a few samples of every block, would read several times its data, and
+smaller blocks would cost a call for every few samples.
 """
 
 from __future__ import annotations
@@ -64,15 +64,15 @@ class BlockHasher:
     def update(self, data: memoryview) -> None:
         position = 0
         while position < len(data):
-            taken = data[position : position + BLOCK_BYTES - self._filled]
-            self._hash.update(taken)
-            position += len(taken)
-            self._filled += len(taken)
+            block_part = data[position : position + BLOCK_BYTES - self._filled]
+            self._hash.update(block_part)
+            position += len(block_part)
+            self._filled += len(block_part)
             if self._filled == BLOCK_BYTES:
                 self._end_block()
 
     def finish(self) -> npt.NDArray[np.uint64]:
-        """Return the checksums of all blocks, uint64 [blocks]. Call it once, at the end."""
+        """Return the checksums of the blocks, uint64 [blocks]. Call it once, at the end."""
         if self._filled:
             self._end_block()
         return np.frombuffer(self._sums, np.uint64)
@@ -84,64 +84,72 @@ class BlockHasher:
 
 
 def blocks_content(
-    of_bin: npt.NDArray[np.uint64],
-    of_mask: npt.NDArray[np.uint64] | None,
-    of_weights: npt.NDArray[np.uint64] | None = None,
+    bin_sums: npt.NDArray[np.uint64],
+    mask_sums: npt.NDArray[np.uint64] | None,
+    weights_sums: npt.NDArray[np.uint64] | None = None,
 ) -> bytes:
     """Return the content of a `.blocks` file."""
-    sums = [part for part in (of_bin, of_mask, of_weights) if part is not None]
-    header = HEADER.pack(MAGIC, BLOCK_BYTES, len(of_bin), 0 if of_mask is None else len(of_mask))
+    sums = [part for part in (bin_sums, mask_sums, weights_sums) if part is not None]
+    header = HEADER.pack(
+        MAGIC, BLOCK_BYTES, len(bin_sums), 0 if mask_sums is None else len(mask_sums)
+    )
     return b"".join([header, *(part.astype("<u8").tobytes() for part in sums)])
 
 
 def num_blocks(num_bytes: Bytes) -> Bytes:
-    """Return the number of blocks of a file of `num_bytes`, or of each of several."""
+    """Return the number of blocks of a file of `num_bytes`, or of every file of several."""
     return -(-num_bytes // BLOCK_BYTES)
 
 
 @dataclass(frozen=True)
 class BlockSums:
-    """Contents of a `.blocks` file: checksums of the blocks of one shard, memory maps."""
+    """Contents of a `.blocks` file: checksums of the blocks of a shard, memory maps."""
 
     path: Path
-    of_bin: npt.NDArray[np.uint64]
-    of_mask: npt.NDArray[np.uint64]
-    of_weights: npt.NDArray[np.uint64]
+    bin_sums: npt.NDArray[np.uint64]
+    mask_sums: npt.NDArray[np.uint64]
+    weights_sums: npt.NDArray[np.uint64]
 
 
 def read_blocks(
     path: Path, xxh3: str, bin_bytes: int, mask_bytes: int, weights_bytes: int = 0
 ) -> BlockSums:
-    """Read the `.blocks` file at `path`, whose own checksum must be `xxh3`. Raises DataError if it
-    is another file, or belongs to a shard of other sizes."""
+    """Read the `.blocks` file at `path`, whose checksum must be `xxh3`. Raises DataError if it is
+    another file, or belongs to a shard of other sizes."""
     with reading(path):
         require_regular(path)
         content = path.read_bytes()
     checksum = xxhash.xxh3_64_hexdigest(content)
     if checksum != xxh3:
-        what = f"its checksum is {checksum}, the manifest lists {xxh3}"
-        raise corrupt(path, what, RESTORE)
-    magic, block_bytes, of_bin, of_mask = HEADER.unpack(content[: HEADER.size])
+        problem = f"its checksum is {checksum}, the manifest lists {xxh3}"
+        raise corrupt(path, problem, RESTORE)
+    magic, block_bytes, num_bin_blocks, num_mask_blocks = HEADER.unpack(content[: HEADER.size])
     if (magic, block_bytes) != (MAGIC, BLOCK_BYTES):
         raise DataError(f"{path} has another version -> use the bigtrain that wrote it")
-    of_weights = num_blocks(weights_bytes)
-    num_bytes = HEADER.size + 8 * (of_bin + of_mask + of_weights)
-    if (of_bin, of_mask, len(content)) != (
+    num_weights_blocks = num_blocks(weights_bytes)
+    num_bytes = HEADER.size + 8 * (num_bin_blocks + num_mask_blocks + num_weights_blocks)
+    if (num_bin_blocks, num_mask_blocks, len(content)) != (
         num_blocks(bin_bytes),
         num_blocks(mask_bytes),
         num_bytes,
     ):
         raise DataError(f"{path} belongs to another shard -> {RESTORE}")
     # Memory-mapped, so that all ranks of a host share one copy.
-    sums = np.memmap(path, "<u8", "r", HEADER.size) if of_bin + of_mask else np.empty(0, "<u8")
-    return BlockSums(path, *map(np.asarray, np.split(sums, [of_bin, of_bin + of_mask])))
+    sums = (
+        np.memmap(path, "<u8", "r", HEADER.size)
+        if num_bin_blocks + num_mask_blocks
+        else np.empty(0, "<u8")
+    )
+    return BlockSums(
+        path, *map(np.asarray, np.split(sums, [num_bin_blocks, num_bin_blocks + num_mask_blocks]))
+    )
 
 
 class BlockVerifier:
     """Verifier of ranges of several files by the checksums of their blocks, each block once.
-    `path` and `sizes` (bytes) of the files; `sums`: those of a file, called when it is first read.
-    Thread-safe: blocks that several threads need at once are verified several times. Uses a byte of
-    memory per verified block."""
+    `path` and `sizes` (bytes) of the files; `sums`: returns the checksums of a file, and is called
+    when the file is first read. Thread-safe: blocks that several threads need at once are verified
+    several times. Uses a byte of memory per verified block."""
 
     def __init__(
         self,
@@ -159,29 +167,31 @@ class BlockVerifier:
         self._verified = np.zeros(int(ends[-1]) if len(ends) else 0, np.bool_)
 
     def verify(self, numbers: Any, low: Indices, high: Indices, read: Read) -> None:
-        """Verify bytes ``low[i]`` to ``high[i]`` of file ``numbers[i]``, or of the one file
-        `numbers`. `read` returns the bytes to verify. Raises DataError with file and bytes."""
+        """Verify bytes ``low[i]`` to ``high[i]`` of file ``numbers[i]``, or of file `numbers` if
+        that is a number. `read` returns the bytes to verify. Raises DataError with file and
+        bytes."""
         firsts = self._firsts[numbers]
         assert not len(low) or (low < high).all()
         first, last = firsts + low // BLOCK_BYTES, firsts + (high - 1) // BLOCK_BYTES
         while len(first):
+            # The first block of every range, then the next one of the ranges that continue.
             new = first[~self._verified[first]]
             if len(new):
-                self._verify(np.unique(new), read)
-            more = first < last
-            first, last = first[more] + 1, last[more]
+                self._verify_blocks(np.unique(new), read)
+            continues = first < last
+            first, last = first[continues] + 1, last[continues]
 
-    def _verify(self, blocks: Indices, read: Read) -> None:
+    def _verify_blocks(self, blocks: Indices, read: Read) -> None:
         numbers = np.searchsorted(self._firsts, blocks, side="right") - 1
         low = (blocks - self._firsts[numbers]) * BLOCK_BYTES
         high = np.minimum(low + BLOCK_BYTES, self._sizes[numbers])
-        known = -1
+        current_number = -1
         for number, begin, end in zip(numbers.tolist(), low.tolist(), high.tolist(), strict=True):
-            if number != known:
-                known, (path, sums) = number, self._sums(number)
+            if number != current_number:
+                current_number, (path, sums) = number, self._sums(number)
             listed = sums[begin // BLOCK_BYTES]
             if xxhash.xxh3_64_intdigest(read(number, begin, end)) != listed:
-                what = f"bytes {begin} to {end} do not have the checksum that {path.name} lists"
+                problem = f"bytes {begin} to {end} do not have the checksum that {path.name} lists"
                 fix = f"{RESTORE} (`bigtrain verify` names every corrupt file)"
-                raise corrupt(self._path(number), what, fix)
+                raise corrupt(self._path(number), problem, fix)
         self._verified[blocks] = True

@@ -47,13 +47,13 @@ MANY_SHARDS = 1000
 
 
 Document = dict[str, npt.NDArray[Any]]
-"""Tokens of a document, and what is known of each of them."""
+"""Tokens of a document, with a label and a weight for each token."""
 
 
 class ShardList(Sequence[TokenShard]):
-    """Shards in stream order, of one token type, each opened on first access. num_tokens: int64
-    [shards]. Thread-safe. Accessing one raises DataError if it is missing, corrupt, or differs from
-    the manifest."""
+    """Shards in stream order, of equal token type, each opened on first access. num_tokens: int64
+    [shards]. Thread-safe. Accessing a shard raises DataError if it is missing, corrupt, or differs
+    from the manifest."""
 
     def __init__(self, directory: Path, columns: ShardColumns, token_dtype: str) -> None:
         self.dtype = np.dtype(token_dtype).newbyteorder("<")
@@ -73,12 +73,11 @@ class ShardList(Sequence[TokenShard]):
         rows["tokens"] = [shard.num_tokens for shard in shards]
         masked = any(shard.mask_path is not None for shard in shards)
         dtype = shards[0].dtype.name if shards else "uint16"
-        shards_of = cls(
-            Path(), ShardColumns(rows, memoryview(b""), masked, has_blocks=False), dtype
-        )
-        shards_of._paths = [shard.bin_path for shard in shards]
-        shards_of._opened.update(enumerate(shards))
-        return shards_of
+        columns = ShardColumns(rows, memoryview(b""), masked, has_blocks=False)
+        opened = cls(Path(), columns, dtype)
+        opened._paths = [shard.bin_path for shard in shards]
+        opened._opened.update(enumerate(shards))
+        return opened
 
     def __len__(self) -> int:
         return len(self.num_tokens)
@@ -119,21 +118,21 @@ class ShardList(Sequence[TokenShard]):
             checksums=self._columns.checksums(number),
         )
         row = self._columns.rows[number]
-        for what, actual, expected in (
+        for field_name, actual, expected in (
             ("bytes", shard.num_bytes, int(row["bytes"])),
             ("documents", shard.num_documents, int(row["documents"])),
             ("token type", shard.dtype.name, self.dtype.name),
         ):
             if actual != expected:
-                raise corrupt(shard.bin_path, f"{what} {actual}, the manifest has {expected}")
+                raise corrupt(shard.bin_path, f"{field_name} {actual}, the manifest has {expected}")
         return shard
 
 
 class Documents(Sequence[Document]):
     """Documents of shards in stream order, by number: ``input_ids`` int64 [n], with the
-    end-of-document token, and ``labels``, the same with -100 where a token is not learned; of a
-    dataset with weights other than 0 and 1 also ``loss_weights``, float32 [n]. Reading one raises
-    DataError as `TokenShard.document`."""
+    end-of-document token, and ``labels``, the ids with -100 where a token is not learned; for a
+    dataset with weights other than 0 and 1 also ``loss_weights``, float32 [n]. Reading a document
+    raises DataError as `TokenShard.document`."""
 
     def __init__(
         self,
@@ -172,19 +171,19 @@ class Documents(Sequence[Document]):
 
 @dataclass(frozen=True)
 class TokenDataset:
-    """Finished dataset: its manifest's data, and its shards by split in stream order. Its length,
-    items and iteration are those of ``documents("train")``."""
+    """Finished dataset: its manifest's data, and its shards by split in stream order. Length, items
+    and iteration give ``documents("train")``."""
 
     path: Path
     table: ShardTable
     splits: dict[Split, ShardList]
 
     def shards(self, split: Split) -> Sequence[TokenShard]:
-        """Return the shards of `split`; empty if the dataset has no such split."""
+        """Return the shards of `split`; empty if the dataset does not have the split."""
         return self.splits.get(split, ())
 
     def documents(self, split: Split = "train") -> Documents:
-        """Return the documents of `split`; none if the dataset has no such split."""
+        """Return the documents of `split`; none if the dataset does not have the split."""
         columns = self.table.splits.get(split)
         counts = np.empty(0, np.int64) if columns is None else columns.rows["documents"]
         shards, are_weighted = self.shards(split), self.table.is_weighted
@@ -228,27 +227,28 @@ def open_dataset(path: str | Path, check: Level = "index") -> TokenDataset:
     }
     if check != "listed" or sum(map(len, splits.values())) < MANY_SHARDS:
         for shards in splits.values():
-            _look_at(shards, check)
+            _check_shards(shards, check)
     return TokenDataset(directory, table, splits)
 
 
-def _look_at(shards: ShardList, check: Level) -> None:
-    def look(numbers: range) -> None:
+def _check_shards(shards: ShardList, check: Level) -> None:
+    def check_range(numbers: range) -> None:
         for number in numbers:
-            shard = shards[number]
+            shard = shards[number]  # opening compares it with the manifest
             if check == "index":
                 shard.check_index()
 
-    begun = time.perf_counter()
-    look(range(min(_FIRST_LOOKS, len(shards))))
-    rest = range(_FIRST_LOOKS, len(shards))
-    if time.perf_counter() - begun < _FIRST_LOOKS * _SLOW_LOOK_SECONDS:
-        look(rest)
+    # The first shards show whether the storage is slow: then many threads wait for it at once.
+    start_time = time.perf_counter()
+    check_range(range(min(_FIRST_LOOKS, len(shards))))
+    remaining = range(_FIRST_LOOKS, len(shards))
+    if time.perf_counter() - start_time < _FIRST_LOOKS * _SLOW_LOOK_SECONDS:
+        check_range(remaining)
         return
-    step = -(-len(rest) // (8 * _LOOKING_THREADS)) or 1
-    parts = [rest[low : low + step] for low in range(0, len(rest), step)]
+    step = -(-len(remaining) // (8 * _LOOKING_THREADS)) or 1
+    parts = [remaining[low : low + step] for low in range(0, len(remaining), step)]
     with ThreadPoolExecutor(_LOOKING_THREADS) as threads:
-        for _ in threads.map(look, parts):
+        for _ in threads.map(check_range, parts):
             pass
 
 
@@ -259,11 +259,11 @@ def open_sources(data: DataSection) -> tuple[TokenDataset, ...]:
 
 
 MAX_OPEN_FILES = 64
-"""Open files of one reader; many systems allow a process 1,024, and it has other files."""
+"""Open files of a reader; many systems allow a process 1,024, and it has other files."""
 
 
 class FileReader:
-    """Reader of `paths`, with at most `MAX_OPEN_FILES` of them open between reads. Thread-safe."""
+    """Reader of several files, with at most `MAX_OPEN_FILES` open between reads. Thread-safe."""
 
     def __init__(self, path: Callable[[int], Path]) -> None:
         self._path = path
@@ -290,14 +290,14 @@ class FileReader:
                 count = read(file.descriptor, (out[begin:end],), position)
                 # A short read: over 2 GiB, on a network, or at the end of the file.
                 while count < end - begin:
-                    more = read(file.descriptor, (out[begin + count : end],), position + count)
-                    if not more:
+                    num_read = read(file.descriptor, (out[begin + count : end],), position + count)
+                    if not num_read:
                         size = os.fstat(file.descriptor).st_size
                         raise DataError(
                             f"{file.path} ends at byte {size}; it was longer when it was opened -> "
                             "do not change a dataset while it is being read"
                         )
-                    count += more
+                    count += num_read
             except OSError as error:
                 raise DataError(f"{self._path(number)} cannot be read: {error}") from error
 
@@ -324,7 +324,7 @@ class FileReader:
 
 
 class _File:
-    """Open file, closed with the last reference to it."""
+    """Open file, closed with its last reference."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,6 +1,6 @@
 """Token shards in Megatron's `.bin/.idx` format. numpy only.
 
-The `.bin` is the tokens of all documents, one after another, little-endian. The `.idx`
+The `.bin` contains the documents' tokens, one after another, little-endian. The `.idx`
 (Megatron-LM, ``megatron/core/datasets/indexed_dataset.py``) is::
 
     9 bytes  b"MMIDIDX\\x00\\x00"
@@ -8,9 +8,9 @@ The `.bin` is the tokens of all documents, one after another, little-endian. The
     uint8    token type (`DTYPE_CODES`)
     uint64   number of sequences S
     uint64   number of document-index entries D + 1
-    int32    [S]      tokens of each sequence
-    int64    [S]      byte offset of each sequence in the .bin
-    int64    [D + 1]  first sequence of each document, then S
+    int32    [S]      tokens of every sequence
+    int64    [S]      byte offset of every sequence in the .bin
+    int64    [D + 1]  first sequence of every document, then S
 
 In DeepSpeed 0.19.8 the codes from 6 on have a different meaning (uint16 is 6 there), so it reads
 int32 shards, but not uint16 shards.
@@ -78,14 +78,14 @@ class TokenShard:
     open. Opening reads only the header and the file sizes.
 
     `mask_path` is None if every token is a target. `checksums`: XXH3-64 of files by suffix, as in a
-    manifest; `.idx` and `.mask` are compared on first access, and that of
-    `.blocks` by `block_sums`. Raises DataError if a file is missing or its size differs from
-    the index's header.
+    manifest; `.idx` and `.mask` are compared on first access, `.blocks` by `block_sums`. Raises
+    DataError if a file is missing or its size differs from the index's header.
     """
 
     def __init__(
         self, prefix: Path, *, masked: bool = False, checksums: Mapping[str, str] | None = None
     ) -> None:
+        # The header of the index determines its size and the token type.
         self.bin_path = prefix.with_name(prefix.name + ".bin")
         self.index_path = prefix.with_name(prefix.name + ".idx")
         index_size, self.num_bytes = _file_size(self.index_path), _file_size(self.bin_path)
@@ -116,76 +116,75 @@ class TokenShard:
         self.num_sequences = int(num_sequences)
         self._index_bytes = index_size
         self._checksums = checksums or {}
+        # Optional files: their sizes follow from the number of tokens or documents.
         self._blocks_path = prefix.with_name(f"{prefix.name}.{SUFFIX}")
         if self.has_blocks:
             _file_size(self._blocks_path)
+
+        def checked(suffix: str, num_bytes: int, expected: str) -> Path:
+            path = prefix.with_name(prefix.name + suffix)
+            if (size := _file_size(path)) != num_bytes:
+                raise corrupt(path, f"{size} bytes, {expected}")
+            return path
+
         self.mask_path: Path | None = None
-        if masked:
-            self.mask_path = prefix.with_name(prefix.name + ".mask")
-            size, mask_bytes = _file_size(self.mask_path), -(-self.num_tokens // 8)
-            if size != mask_bytes:
-                what = f"{size} bytes, {self.num_tokens} tokens have {mask_bytes}"
-                raise corrupt(self.mask_path, what)
         self.weights_path: Path | None = None
-        if "weights" in self._checksums:
-            self.weights_path = prefix.with_name(f"{prefix.name}.weights")
-            size = _file_size(self.weights_path)
-            if size != self.weights_bytes:
-                what = f"{size} bytes, {self.num_tokens} tokens have {self.weights_bytes}"
-                raise corrupt(self.weights_path, what)
         self.labels_path: Path | None = None
+        tokens, mask_bytes = f"{self.num_tokens} tokens have", -(-self.num_tokens // 8)
+        if masked:
+            self.mask_path = checked(".mask", mask_bytes, f"{tokens} {mask_bytes}")
+        if "weights" in self._checksums:
+            num_bytes = self.weights_bytes
+            self.weights_path = checked(".weights", num_bytes, f"{tokens} {num_bytes}")
         if "labels" in self._checksums:
-            self.labels_path = prefix.with_name(f"{prefix.name}.labels")
-            size = _file_size(self.labels_path)
-            if size != self.num_documents:
-                what = f"{size} bytes, there are {self.num_documents} documents"
-                raise corrupt(self.labels_path, what)
+            count = self.num_documents
+            self.labels_path = checked(".labels", count, f"there are {count} documents")
 
     # Mapped on first access: a training run reads tokens by positioned reads, and
-    # most of these do not need the index.
+    # most positioned reads do not need the index.
 
     @cached_property
     def sequence_lengths(self) -> npt.NDArray[np.int32]:
-        """Tokens of each sequence, int32 [num_sequences]."""
-        return self._index(np.dtype("<i4"), HEADER.size, self.num_sequences)
+        """Tokens of every sequence, int32 [num_sequences]."""
+        return self._index_array(np.dtype("<i4"), HEADER.size, self.num_sequences)
 
     @cached_property
     def sequence_pointers(self) -> npt.NDArray[np.int64]:
-        """Byte offset of each sequence in the `.bin`, int64 [num_sequences]."""
+        """Byte offset of every sequence in the `.bin`, int64 [num_sequences]."""
         offset = HEADER.size + 4 * self.num_sequences
-        return self._index(np.dtype("<i8"), offset, self.num_sequences)
+        return self._index_array(np.dtype("<i8"), offset, self.num_sequences)
 
     @cached_property
     def document_starts(self) -> npt.NDArray[np.int64]:
-        """First sequence of each document, then the number of them, int64 [num_documents + 1]."""
+        """First sequence of every document, then their number, int64 [num_documents + 1]."""
         offset = HEADER.size + 12 * self.num_sequences
-        return self._index(np.dtype("<i8"), offset, self.num_documents + 1)
+        return self._index_array(np.dtype("<i8"), offset, self.num_documents + 1)
 
     @cached_property
     def _index_map(self) -> npt.NDArray[np.uint8]:
-        """Complete `.idx`, compared with its checksum: a process that looks up documents reads
-        most of it, and it has about a hundredth of the tokens' size."""
+        """Complete `.idx`, compared with its checksum: a process that looks up documents reads most
+        of the index, which has about a hundredth of the tokens' size."""
         self._compare(self.index_path, self._index_bytes)
         return _map(self.index_path, "u1", 0, self._index_bytes)
 
-    def _index(self, dtype: np.dtype[Any], offset: int, count: int) -> npt.NDArray[Any]:
+    def _index_array(self, dtype: np.dtype[Any], offset: int, count: int) -> npt.NDArray[Any]:
         return self._index_map[offset : offset + count * dtype.itemsize].view(dtype)
 
     def _compare(self, path: Path, num_bytes: int) -> None:
-        """Raise DataError if the file does not match its checksum; read all of it."""
+        """Raise DataError if the file does not match its checksum; read the complete file."""
         listed = self._checksums.get(path.suffix[1:])
         if listed is None:
             return
         with reading(path):
             checksum = file_checksum(path)
         if checksum != listed:
-            what = f"the checksum of bytes 0 to {num_bytes} is {checksum}, the manifest lists "
-            raise corrupt(path, what + listed, RESTORE)
+            problem = f"the checksum of bytes 0 to {num_bytes} is {checksum}, the manifest lists "
+            raise corrupt(path, problem + listed, RESTORE)
 
     @cached_property
     def block_sums(self) -> BlockSums | None:
-        """Checksums of the blocks of the files of tokens; None if there are none. Raises
-        DataError if their file differs from the manifest."""
+        """Checksums of the blocks of `.bin`, `.mask` and `.weights`; None without a `.blocks`.
+        Raises DataError if that file differs from the manifest."""
         if not self.has_blocks:
             return None
         mask_bytes = 0 if self.mask_path is None else -(-self.num_tokens // 8)
@@ -215,14 +214,14 @@ class TokenShard:
 
     @cached_property
     def labels(self) -> npt.NDArray[np.uint8]:
-        """Label of each document, 0 or 1, uint8 [num_documents]; only if the rows are of kto."""
+        """Label of every document, 0 or 1, uint8 [num_documents]; only if the rows are of kto."""
         assert self.labels_path is not None
         self._compare(self.labels_path, self.num_documents)
         return _map(self.labels_path, "u1", 0, self.num_documents)
 
     @cached_property
     def weights(self) -> npt.NDArray[np.float32]:
-        """Weights of the losses of all tokens, float32 [num_tokens]; only if they have some."""
+        """Weights of the losses of the tokens, float32 [num_tokens]; only if they have some."""
         assert self.weights_path is not None
         self._compare(self.weights_path, self.weights_bytes)
         return _map(self.weights_path, "<f4", 0, self.num_tokens)
@@ -243,7 +242,7 @@ class TokenShard:
         return self.tokens[low:high]
 
     def document_mask(self, index: int) -> npt.NDArray[np.bool_]:
-        """Return which tokens of document `index` are targets; without a `.mask` all of them."""
+        """Return which tokens of document `index` are targets; without a `.mask` every token is."""
         low, high = self._document_range(index)
         if self.mask_path is None:
             return np.ones(high - low, np.bool_)
@@ -279,10 +278,12 @@ class TokenShard:
     def document_begins(self, low: int, high: int) -> list[int]:
         """Return the byte offsets at which documents begin in tokens `low` to `high` (exclusive).
         Searches the index by bisection, so it reads a few pages at any size. For an index that is
-        inconsistent, any numbers may be returned. Raises DataError if the search leaves it."""
-        item = self.dtype.itemsize
+        inconsistent, any numbers may be returned. Raises DataError if the search leaves the
+        index."""
+        # Sequences that begin in the range: usually few, so a short scan comes before a search.
+        token_bytes = self.dtype.itemsize
         pointers = self._pointers
-        first, end = bisect_left(pointers, low * item), high * item
+        first, end = bisect_left(pointers, low * token_bytes), high * token_bytes
         begins: list[int] = pointers[first : first + NEAR_SEQUENCES].tolist()
         if begins and begins[-1] < end:
             begins = pointers[first : bisect_left(pointers, end, lo=first + len(begins))].tolist()
@@ -290,7 +291,7 @@ class TokenShard:
             del begins[bisect_left(begins, end) :]
         if self.num_documents == self.num_sequences:
             return begins
-        # Documents of several sequences, or of none.
+        # Documents may have several sequences, or none: keep the sequences that begin one.
         last = first + len(begins)
         entries = [bisect_left(self._starts, number) for number in range(first, last)]
         if entries and entries[-1] > self.num_documents:
@@ -301,20 +302,21 @@ class TokenShard:
             if self._starts[entry] == number
         ]
 
-    # The arrays of an .idx are not aligned: numpy's searchsorted would copy all of them first. A
-    # memory view returns Python integers, several times faster to compare than numpy's.
+    # The arrays of an .idx are not aligned: numpy's searchsorted would copy a complete array first.
+    # A memory view returns Python integers, several times faster to compare than numpy's.
 
     @cached_property
     def _pointers(self) -> memoryview:
-        return _values(self.sequence_pointers)
+        return self.sequence_pointers.view(np.uint8).data.cast("q")
 
     @cached_property
     def _starts(self) -> memoryview:
-        return _values(self.document_starts)
+        return self.document_starts.view(np.uint8).data.cast("q")
 
     def check_index(self) -> None:
         """Raise DataError unless sequences and documents cover the `.bin` without gap or overlap.
         Reads the full index, in chunks."""
+        # Sequences are adjacent in the .bin and cover it.
         position = 0
         for low, high in _chunks(len(self.sequence_lengths)):
             lengths = self.sequence_lengths[low:high].astype(np.int64)
@@ -332,6 +334,7 @@ class TokenShard:
             raise self.corrupt(
                 f"its sequences have {position} bytes, {self.bin_path.name} has {self.num_bytes}"
             )
+        # Documents are adjacent in the sequences and cover them.
         previous = 0
         for low, high in _chunks(len(self.document_starts)):
             starts = self.document_starts[low:high]
@@ -343,8 +346,8 @@ class TokenShard:
                 f"its documents end at sequence {previous} of {len(self.sequence_lengths)}"
             )
 
-    def corrupt(self, what: str) -> DataError:
-        return corrupt(self.index_path, what)
+    def corrupt(self, problem: str) -> DataError:
+        return corrupt(self.index_path, problem)
 
 
 def _file_size(path: Path) -> int:
@@ -359,12 +362,8 @@ def _map(path: Path, dtype: str, offset: int, count: int) -> npt.NDArray[Any]:
         mapped = np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,))
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be mapped: {error}") from error
-    # A plain array of the same memory: slices of a memmap cost several microseconds each.
+    # A plain array of this memory: slices of a memmap cost several microseconds each.
     return np.asarray(mapped)
-
-
-def _values(array: npt.NDArray[np.int64]) -> memoryview:
-    return array.view(np.uint8).data.cast("q")
 
 
 def _chunks(count: int) -> Iterator[tuple[int, int]]:

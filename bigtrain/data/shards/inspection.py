@@ -51,11 +51,12 @@ class Inspected:
         return length_histogram(shards, self.manifest is not None) if shards else None
 
     def document(self, split: str, index: int) -> tuple[TokenShard, int, Tokens]:
-        """Return (shard, index in it, tokens) of document `index` of `split`."""
+        """Return the shard of document `index` of `split`, its index in the shard, and its
+        tokens."""
         ends = list(accumulate(shard.num_documents for shard in self.splits[split]))
         if not 0 <= index < (ends[-1] if ends else 0):
-            what = f"documents 0 to {ends[-1] - 1}" if ends and ends[-1] else "no document"
-            raise DataError(f"--document {index}: {self.path} has {what} in {split}")
+            available = f"documents 0 to {ends[-1] - 1}" if ends and ends[-1] else "no document"
+            raise DataError(f"--document {index}: {self.path} has {available} in {split}")
         number = bisect_right(ends, index)
         shard = self.splits[split][number]
         within = index - (ends[number - 1] if number else 0)
@@ -111,24 +112,24 @@ def _describe_split(inspected: Inspected, split: str) -> dict[str, Any]:
             }
             for shard in shards
         ]
+    # Statistics of the lengths, if there are documents.
+    statistics: dict[str, Any] | None = None
+    if lengths is not None:
+        statistics = {
+            "min": int(lengths.lengths[0]),
+            "mean": lengths.num_tokens / lengths.num_documents,
+            "max": int(lengths.lengths[-1]),
+            "quantiles": {str(fraction): lengths.quantile(fraction) for fraction in QUANTILES},
+            "buckets": [
+                {"low": low, "high": high, "documents": documents, "tokens": tokens}
+                for low, high, documents, tokens in lengths.buckets()
+            ],
+        }
     return {
         "documents": sum(shard.num_documents for shard in shards),
         "tokens": sum(shard.num_tokens for shard in shards),
         "shards": listed,
-        "lengths": None if lengths is None else _describe_lengths(lengths),
-    }
-
-
-def _describe_lengths(lengths: LengthHistogram) -> dict[str, Any]:
-    return {
-        "min": int(lengths.lengths[0]),
-        "mean": lengths.num_tokens / lengths.num_documents,
-        "max": int(lengths.lengths[-1]),
-        "quantiles": {str(fraction): lengths.quantile(fraction) for fraction in QUANTILES},
-        "buckets": [
-            {"low": low, "high": high, "documents": documents, "tokens": tokens}
-            for low, high, documents, tokens in lengths.buckets()
-        ],
+        "lengths": statistics,
     }
 
 
@@ -149,10 +150,11 @@ class Decoder:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text including special tokens. Raise DataError for an unknown token."""
-        unknown = [token for token in tokens if self._backend.id_to_token(token) is None]
-        if unknown:
+        unknown_tokens = [token for token in tokens if self._backend.id_to_token(token) is None]
+        if unknown_tokens:
             raise DataError(
-                f"token {unknown[0]} is not in {self.path} -> use the tokenizer of these shards"
+                f"token {unknown_tokens[0]} is not in {self.path} -> use the tokenizer of these "
+                "shards"
             )
         return str(self._backend.decode(list(tokens), skip_special_tokens=False))
 
@@ -164,13 +166,14 @@ class Decoder:
 
 
 def decoder_of(inspected: Inspected, tokenizer: Path | None) -> Decoder | None:
-    """Return the decoder of directory `tokenizer`, else of the dataset's own; None if none."""
+    """Return the decoder of directory `tokenizer`, by default of the dataset's tokenizer; None if
+    there is no tokenizer."""
     if tokenizer is not None:
         if not (tokenizer / "tokenizer.json").is_file():
             raise DataError(f"--tokenizer {tokenizer}: it has no tokenizer.json")
         return Decoder(tokenizer)
-    own = inspected.path / TOKENIZER_DIRECTORY
-    return Decoder(own) if (own / "tokenizer.json").is_file() else None
+    directory = inspected.path / TOKENIZER_DIRECTORY
+    return Decoder(directory) if (directory / "tokenizer.json").is_file() else None
 
 
 def _ends(manifest: Manifest) -> str:
@@ -224,15 +227,10 @@ def _spelled(counts: Mapping[str, int]) -> str:
     )
 
 
-def _text(text_bytes: int, tokens: int) -> str:
-    if not text_bytes:
-        return "unknown bytes of text"
-    return f"{text_bytes:,} bytes of text ({text_bytes / max(1, tokens):.2f} per token)"
-
-
 def summary(output: Path, manifest: Manifest, *, with_unread: bool = True) -> str:
     """Return a few human-readable lines on the dataset; with_unread: also on keys of rows that are
     not read, which the log of a new dataset names."""
+    # Tokens, and for each split its size.
     lines = [
         f"{output}: {manifest.token_dtype} tokens of {manifest.tokenizer.name} "
         f"({manifest.tokenizer.vocab_size} ids)"
@@ -242,13 +240,17 @@ def summary(output: Path, manifest: Manifest, *, with_unread: bool = True) -> st
         text_bytes = sum(shard.text_bytes for shard in shards)
         targets = sum(shard.target_tokens or 0 for shard in shards)
         tokens = manifest.num_tokens(split)
+        size = "unknown bytes of text"
+        if text_bytes:
+            size = f"{text_bytes:,} bytes of text ({text_bytes / max(1, tokens):.2f} per token)"
         lines.append(
             f"  {split + ':':9} {manifest.num_documents(split):,} documents, {tokens:,} tokens, "
-            f"{_text(text_bytes, tokens)}, "
+            f"{size}, "
             f"{len(shards)} shard{'s' if len(shards) != 1 else ''}"
             + (f", {targets / max(1, tokens):.1%} of the tokens to learn" if masked else "")
             + (", by weights" if any(shard.weights_xxh3 for shard in shards) else "")
         )
+    # How documents were made from the input.
     if manifest.rows is not None:
         lines.append(f"  rows:     {_rows(manifest)}")
     lines.append(f"  texts:    {_ends(manifest)}")
@@ -259,12 +261,13 @@ def summary(output: Path, manifest: Manifest, *, with_unread: bool = True) -> st
         modes = ", ".join(f"{n:,} {m}" for m, n in (manifest.fill_in_middle or {}).items())
         ids = ", ".join(map(str, manifest.tokenizer.fill_in_middle_ids or ()))
         lines.append(f"  middle:   fill-in-the-middle of {modes or 'no'} documents, tokens {ids}")
+    # Documents that are missing, by reason.
     if manifest.options.text_filter is not None:
         reasons = {k: n for k, n in (manifest.filtered or {}).items() if k != LONG_PROMPT}
-        shown = "; ".join(f"{count:,} {reason}" for reason, count in reasons.items())
+        reasons_text = "; ".join(f"{count:,} {reason}" for reason, count in reasons.items())
         lines.append(
             f"  filter:   {manifest.options.text_filter.name} dropped {sum(reasons.values()):,} "
-            f"documents" + (f": {shown}" if shown else "")
+            f"documents" + (f": {reasons_text}" if reasons_text else "")
         )
     if manifest.options.max_prompt_tokens is not None:
         dropped = (manifest.filtered or {}).get(LONG_PROMPT, 0)
@@ -272,10 +275,10 @@ def summary(output: Path, manifest: Manifest, *, with_unread: bool = True) -> st
             f"  prompts:  {dropped:,} rows dropped, whose prompt has more than "
             f"{manifest.options.max_prompt_tokens:,} tokens"
         )
-    kept = manifest.perplexity_filter
-    if kept is not None:
-        limits = f"{kept.lowest:g} to {kept.highest:g}"
-        lines.append(f"  filter:   documents of perplexity {limits} under {kept.model}")
+    limits = manifest.perplexity_filter
+    if limits is not None:
+        interval = f"{limits.lowest:g} to {limits.highest:g}"
+        lines.append(f"  filter:   documents of perplexity {interval} under {limits.model}")
     if manifest.options.held_out and not manifest.num_documents("held_out"):
         lines.append("  held_out: no document was selected; this may happen with few documents")
     if manifest.skipped_documents:
@@ -285,8 +288,8 @@ def summary(output: Path, manifest: Manifest, *, with_unread: bool = True) -> st
         counted = ", ".join(f"{key} ({count:,})" for key, count in manifest.unread_keys.items())
         lines.append(f"  unread:   keys of rows that are not read: {counted}")
     lines += [
-        f"  dropped:  {KINDS.get(kind, kind)}: {count:,}"
-        for kind, count in (manifest.unrendered or {}).items()
+        f"  dropped:  {KINDS.get(part_type, part_type)}: {count:,}"
+        for part_type, count in (manifest.unrendered or {}).items()
     ]
     return "\n".join(lines)
 
@@ -322,14 +325,14 @@ class LengthHistogram:
         """Yield (lowest, highest length, documents, tokens) between powers of two; 0 separately."""
         exponents = np.frexp(self.lengths.astype(np.float64))[1]
         for exponent in range(int(exponents[0]), int(exponents[-1]) + 1):
-            chosen = exponents == exponent
-            counts = self.counts[chosen]
+            is_in_bucket = exponents == exponent
+            counts = self.counts[is_in_bucket]
             low, high = (1 << exponent) >> 1, (1 << exponent) - 1
-            yield low, high, int(counts.sum()), int((self.lengths[chosen] * counts).sum())
+            yield low, high, int(counts.sum()), int((self.lengths[is_in_bucket] * counts).sum())
 
 
 def length_histogram(shards: Iterable[TokenShard], one_sequence: bool) -> LengthHistogram:
-    """Return the lengths of all documents of `shards`, which must have one. Reads the indexes, in
+    """Return the lengths of the documents of `shards`, at least one. Reads the indexes, in
     chunks. `one_sequence`: every document is one sequence or none, as bigtrain writes them; then a
     third of the index is enough. Raises DataError if an index is corrupt."""
     counts = np.zeros(1, dtype=np.int64)

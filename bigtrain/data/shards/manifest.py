@@ -7,7 +7,7 @@
       train-00000.bin  train-00000.idx  Megatron shards, `bigtrain.data.shards.format`
       train-00000.mask                  which tokens are targets, for chat data only
       train-00000.weights               weights of the tokens' losses, if some are not 0 or 1
-      train-00000.labels                label of each document, a byte, for KTO and classification
+      train-00000.labels                label of every document, a byte, for KTO and classification
       train-00000.blocks                checksums of blocks, `bigtrain.data.shards.block_checksums`
       held_out-00000.bin  ...
       tokenizer/                        the tokenizer of the data, loadable by AutoTokenizer
@@ -79,9 +79,9 @@ REBUILD = "remove the dataset and tokenize again"
 RESTORE = f"restore the file, or {REBUILD}"
 
 
-def corrupt(path: Path, what: str, fix: str = REBUILD) -> DataError:
+def corrupt(path: Path, problem: str, fix: str = REBUILD) -> DataError:
     """Return the error for a corrupt file of a dataset."""
-    return DataError(f"{path} is corrupt: {what} -> {fix}")
+    return DataError(f"{path} is corrupt: {problem} -> {fix}")
 
 
 @contextmanager
@@ -97,17 +97,17 @@ Times = tuple[int | None, int | None]
 """Times of a file's last modification and last change (mtime and ctime), in ns."""
 
 
-def same_times(known: Times, listed: Times) -> bool:
-    """Return whether a file `listed` with these times was not modified since the `known` ones. A
-    `known` change newer than the listed one is accepted too: if two processes list a file before
-    and after a change of its mode, both accept what the second has confirmed."""
-    if known[0] != listed[0]:
+def same_times(recorded: Times, listed: Times) -> bool:
+    """Return whether a file `listed` with these times was not modified since the `recorded` times.
+    A `recorded` change newer than the listed change is accepted too: if two processes list a file
+    before and after a change of mode, both accept what the second has confirmed."""
+    if recorded[0] != listed[0]:
         return False
-    return known[1] is None or listed[1] is None or known[1] >= listed[1]
+    return recorded[1] is None or listed[1] is None or recorded[1] >= listed[1]
 
 
 class Record(BaseModel):
-    """Base of all records: frozen, exact types, no unknown keys."""
+    """Base of records: frozen, exact types, no unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
@@ -156,7 +156,7 @@ class TokenizerRecord(Record):
 class PartRecord:
     """Part of a source that was read for one shard. `begin` and `end` are bytes of a file of lines,
     row groups of a parquet file, record batches of an arrow file, rows of a saved dataset, shards
-    of a streamed one; no `end`: all of it."""
+    of a streamed dataset; no `end`: to the last."""
 
     begin: Count = 0
     end: Count | None = None
@@ -293,7 +293,7 @@ class ShardRecord(Record):
 
     @property
     def checksums(self) -> dict[str, str]:
-        """Return the XXH3-64 of each of its files, by suffix."""
+        """Return the XXH3-64 of the shard's files, by suffix."""
         sums = {suffix: getattr(self, field) for suffix, field in CHECKSUM_FIELDS.items()}
         return {suffix: xxh3 for suffix, xxh3 in sums.items() if xxh3 is not None}
 
@@ -400,8 +400,8 @@ def read_manifest(directory: Path) -> Manifest:
     manifest is missing, or if the manifest is corrupt or of another format version. Does not check
     the shards."""
     if not directory.is_dir():
-        what = "is not a directory" if directory.exists() else "does not exist"
-        raise DataError(f"{directory} {what} -> make it with `bigtrain tokenize --output`")
+        problem = "is not a directory" if directory.exists() else "does not exist"
+        raise DataError(f"{directory} {problem} -> make it with `bigtrain tokenize --output`")
     path = directory / MANIFEST_NAME
     try:
         with reading(path):
@@ -434,6 +434,6 @@ def _why_invalid(path: Path, content: bytes, error: ValidationError) -> DataErro
             "tokenize again or use the bigtrain that wrote it"
         )
     first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"])
+    field_path = ".".join(str(part) for part in first["loc"])
     message = str(first["msg"]).removeprefix("Value error, ")
-    return DataError(f"{path} is corrupt: {where + ': ' if where else ''}{message}")
+    return DataError(f"{path} is corrupt: {field_path + ': ' if field_path else ''}{message}")

@@ -27,9 +27,9 @@ _STYLE = (
 
 @dataclass(frozen=True)
 class LearnedRange:
-    """Consecutive tokens of a document that are all learned, or all not. weight: factor of their
-    losses, 0 if they are not learned. control: ranges of characters of `text` that are control
-    tokens."""
+    """Consecutive tokens of a document that are all learned, or all not. weight: factor of the
+    losses, 0 if the tokens are not learned. control: ranges of characters of `text` that are
+    control tokens."""
 
     text: str
     num_tokens: int
@@ -37,9 +37,9 @@ class LearnedRange:
     weight: float
     control: tuple[tuple[int, int], ...]
 
-    def shown(self, written: Callable[[str, bool], str]) -> str:
-        """Return the text, each part of it by `written`, which gets whether it is a control
-        token."""
+    def render(self, written: Callable[[str, bool], str]) -> str:
+        """Return the text, with each part formatted by `written`, which gets the part and whether
+        it is a control token."""
         edges = [0, *(edge for pair in self.control for edge in pair), len(self.text)]
         parts = [self.text[low:high] for low, high in pairwise(edges)]
         return "".join(written(part, bool(n % 2)) for n, part in enumerate(parts) if part)
@@ -72,8 +72,8 @@ def _run_of(
         name = decoder.control_tokens.get(token)
         if name is None:
             continue
-        # Letters may spell the same: the tokens before it determine its position. Some tokenizers
-        # decode a part of a text otherwise, such as without a blank at its start.
+        # Letters may spell a control token, so its position is determined by the previous tokens.
+        # Some tokenizers decode a part of a text differently, for example without a leading blank.
         before = decoder.decode(tokens[first:number])
         begin = end + len(before)
         if not text.startswith(before + name, end):
@@ -112,7 +112,7 @@ def for_terminal(runs: Sequence[LearnedRange], *, colors: bool) -> str:
                 return f"{_CONTROL}{part}{_PLAIN}{before}"
             return f"{CONTROL_OPEN}{part}{CONTROL_CLOSE}"
 
-        texts.append(f"{before}{_weight(run)}{run.shown(written)}{after}")
+        texts.append(f"{before}{_weight(run)}{run.render(written)}{after}")
     return "".join(texts)
 
 
@@ -129,23 +129,24 @@ def as_html(title: str, documents: Sequence[dict[str, Any]]) -> str:
         "have a loss, with a factor where one is shown. Control tokens have a <b>frame</b>, and "
         "letters that spell one have none.</p>",
     ]
+    # A heading for each document, then its text with marks around learned runs.
     for document in documents:
         runs: Sequence[LearnedRange] = document["runs"]
         learned = sum(run.num_tokens for run in runs if run.is_learned)
-        shown = sum(run.num_tokens for run in runs)
+        num_tokens = sum(run.num_tokens for run in runs)
         parts.append(
             f"<h2>Document {document['index']} of {html.escape(document['split'])}</h2>"
-            f"<p>{learned:,} of {shown:,} tokens are learned"
+            f"<p>{learned:,} of {num_tokens:,} tokens are learned"
             + (f"; the document has {document['num_tokens']:,}" if document["cut"] else "")
             + "</p><pre>"
         )
         for run in runs:
-            text = run.shown(lambda part, is_control: _framed(html.escape(part), is_control))
+            text = run.render(
+                lambda part, is_control: (
+                    f"<b>{html.escape(part)}</b>" if is_control else html.escape(part)
+                )
+            )
             weight = f"<small>{_weight(run)}</small>" if _weight(run) else ""
             parts.append(f"<mark>{weight}{text}</mark>" if run.is_learned else text)
         parts.append("</pre>")
     return "".join(parts) + "</body></html>\n"
-
-
-def _framed(text: str, is_control: bool) -> str:
-    return f"<b>{text}</b>" if is_control else text

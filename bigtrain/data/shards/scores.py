@@ -13,11 +13,11 @@
         train-00000.top_ids.npy      int32 [tokens, k], for --kind top-k
         train-00000.top_values.npy   float32 [tokens, k], in falling order; 0 without a target
         train-00000.json             record of the part, written after its arrays
-        scores.json                  all of it, written last
+        scores.json                  complete record, written last
 
 The value at a token is its log-probability given the tokens before it in its document. Parts are
-consecutive documents. A pass that is killed continues with the part after the last complete one,
-and writes the same bytes. numpy only.
+consecutive documents. A pass that is killed continues with the part after the last complete part,
+and writes identical bytes. numpy only.
 """
 
 from __future__ import annotations
@@ -51,14 +51,15 @@ Contents = TypeVar("Contents", bound=Record)
 
 
 class Identity(Record):
-    """Model or dataset of scores: its name as given, and the checksum of its files."""
+    """Model or dataset of scores: its name as given, and a checksum of the files."""
 
     name: str
     hash: Checksum
 
 
 class ScoreRequest(Record):
-    """Scores to compute, and of what. All of it must be equal for a pass to continue."""
+    """Scores to compute: model, data and settings. A pass continues only if all fields are
+    equal."""
 
     format: Literal["bigtrain-scores"] = "bigtrain-scores"
     version: Literal[1] = 1
@@ -78,7 +79,7 @@ class ScoreRequest(Record):
 
 
 class ScorePartRecord(Record):
-    """Part of a split: consecutive documents, and the XXH3-64 of each array's file."""
+    """Part of a split: consecutive documents, and the XXH3-64 of every array's file."""
 
     name: str
     first_document: Count
@@ -96,7 +97,7 @@ class ScoresRecord(Record):
 
 
 def data_identity(name: str, table: ShardTable) -> Identity:
-    """Return the identity of a dataset: of all tokens, documents and targets, split by split."""
+    """Return the identity of a dataset: tokens, documents and targets, split by split."""
     digest = xxhash.xxh3_64()
     for split, shards in sorted(table.splits.items()):
         masks = shards.hexadecimal("mask_xxh3") if table.is_masked else [""] * len(shards)
@@ -112,17 +113,17 @@ def scores_directory(output: Path, data: Identity) -> Path:
 
 
 class ScoreWriter:
-    """Writer of the scores of one dataset. For one process."""
+    """Writer of the scores of a dataset. For a single process."""
 
     def __init__(self, directory: Path, request: ScoreRequest) -> None:
-        """Begin, or continue what was begun. Raises DataError if other scores are there, naming
-        what differs; OSError."""
+        """Begin, or continue an unfinished pass. Raises DataError if the directory has other
+        scores, naming the differences; OSError."""
         directory.mkdir(parents=True, exist_ok=True)
         self.directory, self.request = directory, request
         path = directory / REQUEST_NAME
         if path.exists():
-            begun = _parsed(ScoreRequest, path)
-            if changes := differences(begun, request):
+            stored_request = _parsed(ScoreRequest, path)
+            if changes := differences(stored_request, request):
                 raise DataError(
                     f"{directory} has other scores: {'; '.join(changes)} -> another --output, or "
                     "remove it"
@@ -136,11 +137,11 @@ class ScoreWriter:
         if not path.exists():
             return None
         record = _parsed(ScorePartRecord, path)
-        intact = all(
-            file.exists() and file_checksum(file) == xxh3
-            for file, xxh3 in self._files(record).items()
-        )
-        return record if intact else None
+        for array, xxh3 in record.arrays.items():
+            file = self.directory / f"{record.name}.{array}.npy"
+            if not file.exists() or file_checksum(file) != xxh3:
+                return None
+        return record
 
     def write(self, name: str, first_document: int, tokens: int, arrays: Arrays) -> ScorePartRecord:
         """Write a part and return its record. Raises OSError."""
@@ -170,16 +171,10 @@ class ScoreWriter:
         record = ScoresRecord(request=self.request, longest=dict(longest), splits=parts)
         write_whole(self.directory / SCORES_NAME, _content(record))
 
-    def _files(self, record: ScorePartRecord) -> dict[Path, str]:
-        return {
-            self.directory / f"{record.name}.{array}.npy": xxh3
-            for array, xxh3 in record.arrays.items()
-        }
-
 
 @dataclass(frozen=True)
 class Scores:
-    """Complete scores of one dataset."""
+    """Complete scores of a dataset."""
 
     directory: Path
     record: ScoresRecord
@@ -189,16 +184,16 @@ class Scores:
         return self.record.request
 
     def sums(self, split: Split) -> npt.NDArray[np.float64]:
-        """Return the log-probability of the targets of each document, float64 [documents]. Raises
+        """Return the log-probability of the targets of every document, float64 [documents]. Raises
         DataError for a corrupt file, and without this split."""
         return self._joined(split, "sums")
 
     def targets(self, split: Split) -> npt.NDArray[np.int64]:
-        """Return the number of targets of each document, int64 [documents]. Raises as `sums`."""
+        """Return the number of targets of every document, int64 [documents]. Raises as `sums`."""
         return self._joined(split, "targets")
 
     def mismatched_sums(self, split: Split) -> npt.NDArray[np.float64]:
-        """Return the log-probability of the mismatched answer of each rated one, float64
+        """Return the log-probability of the mismatched answer of every rated answer, float64
         [documents]. Raises as `sums`."""
         if not all(MISMATCHED in part.arrays for part in self.parts(split)):
             raise DataError(
@@ -241,30 +236,30 @@ class Scores:
 
     @cached_property
     def perplexities(self) -> dict[Split, npt.NDArray[np.float64]]:
-        """Return the perplexity of each document by split, float64 [documents]; NaN for a document
+        """Return the perplexity of every document by split, float64 [documents]; NaN for a document
         without targets."""
-        by_split: dict[Split, npt.NDArray[np.float64]] = {}
+        perplexities: dict[Split, npt.NDArray[np.float64]] = {}
         for split in self.record.splits:
             targets = self.targets(split)
             means = np.full(len(targets), np.nan)
             np.divide(-self.sums(split), targets, out=means, where=targets > 0)
-            by_split[split] = np.exp(means)
-        return by_split
+            perplexities[split] = np.exp(means)
+        return perplexities
 
 
 def open_scores(directory: str | Path) -> Scores:
-    """Open the scores of a dataset: a directory ``data-...``, or an output with only one of them.
-    Raises DataError if there are none, or if they are not complete."""
+    """Open the scores of a dataset: a directory ``data-...``, or an output with a single such
+    directory. Raises DataError if there are no scores, or if they are not complete."""
     path = Path(directory)
     if not (path / REQUEST_NAME).exists():
-        inside = sorted(path.glob(f"data-*/{REQUEST_NAME}"))
-        if len(inside) != 1:
-            names = ", ".join(one.parent.name for one in inside) or "none"
+        requests = sorted(path.glob(f"data-*/{REQUEST_NAME}"))
+        if len(requests) != 1:
+            names = ", ".join(request_path.parent.name for request_path in requests) or "none"
             raise DataError(
                 f"{path} is not the directory of one dataset's scores (in it: {names}) -> "
                 "bigtrain score --output"
             )
-        path = inside[0].parent
+        path = requests[0].parent
     if not (path / SCORES_NAME).exists():
         raise DataError(f"the scores in {path} are not complete -> run `bigtrain score` again")
     return Scores(path, _parsed(ScoresRecord, path / SCORES_NAME))
@@ -276,8 +271,8 @@ def open_request(path: Path) -> ScoreRequest:
 
 
 def copy_documents(scores: Scores, splits: Sequence[Split], directory: Path) -> None:
-    """Write the scores of documents, without those of tokens, to an absent `directory`. Raises
-    DataError for corrupt ones, OSError."""
+    """Write the scores of documents, without the scores of tokens, to an absent `directory`. Raises
+    DataError for corrupt scores, OSError."""
     request = scores.request.model_copy(update={"kind": "documents", "top_k": 0})
     writer = ScoreWriter(directory, request)
     copied: dict[Split, list[ScorePartRecord]] = {}
@@ -295,12 +290,14 @@ def copy_documents(scores: Scores, splits: Sequence[Split], directory: Path) -> 
 
 
 def find_scores(output: Path, data: Identity) -> Scores:
-    """Open the scores of the dataset `data` in the output of a pass. Raises DataError if it has
-    none, naming those that it has."""
+    """Open the scores of the dataset `data` in the output of a pass. Raises DataError if there are
+    none, naming the datasets that have scores."""
     directory = scores_directory(output, data)
     if not (directory / REQUEST_NAME).exists():
-        others = [_parsed(ScoreRequest, path) for path in output.glob(f"data-*/{REQUEST_NAME}")]
-        names = ", ".join(f"{one.data.name} ({one.data.hash})" for one in others) or "no dataset"
+        paths = output.glob(f"data-*/{REQUEST_NAME}")
+        datasets = [_parsed(ScoreRequest, path).data for path in paths]
+        names = ", ".join(f"{dataset.name} ({dataset.hash})" for dataset in datasets)
+        names = names or "no dataset"
         raise DataError(
             f"{output} has scores of {names}, not of {data.name} ({data.hash}) -> score it: "
             "bigtrain score --config RUN.yaml --output DIR"
@@ -308,17 +305,17 @@ def find_scores(output: Path, data: Identity) -> Scores:
     return open_scores(directory)
 
 
-def differences(there: ScoreRequest, now: ScoreRequest) -> list[str]:
+def differences(stored: ScoreRequest, now: ScoreRequest) -> list[str]:
     """Return the fields in which two requests differ, with both values."""
     return [
         f"{name}: {_shown(before)} there, {_shown(value)} now"
         for name, value in now
-        if _compared(before := getattr(there, name)) != _compared(value)
+        if _compared(before := getattr(stored, name)) != _compared(value)
     ]
 
 
 def _compared(value: object) -> object:
-    """Return what decides equality: of a model or dataset its checksum, not its name."""
+    """Return what decides equality: for a model or dataset the checksum, not the name."""
     return value.hash if isinstance(value, Identity) else value
 
 
@@ -330,9 +327,9 @@ def _content(record: Record) -> bytes:
     return (record.model_dump_json(indent=1) + "\n").encode()
 
 
-def _parsed(kind: type[Contents], path: Path) -> Contents:
+def _parsed(record_class: type[Contents], path: Path) -> Contents:
     try:
-        return kind.model_validate_json(path.read_bytes(), strict=False)
+        return record_class.model_validate_json(path.read_bytes(), strict=False)
     except (OSError, ValidationError, json.JSONDecodeError) as error:
         text = str(error).splitlines()[0]
         raise DataError(f"{path} cannot be read: {text} -> remove it and score again") from error

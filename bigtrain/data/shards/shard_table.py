@@ -1,17 +1,17 @@
 """Table of the manifest's shards as columns of numbers. numpy only.
 
 As objects, 100,000 shards take a rank 300 MB and seconds; as columns 8 MB and, for a large
-manifest, no parsing: all ranks of a host memory-map one file. It is a cache of the manifest, named
-by its checksum, and made once (`bigtrain.system.user_cache`) in ``DATASET/tables/`` or, if that
-cannot be written, in ``tables/`` of the user's cache. A file is::
+manifest, no parsing: all ranks of a host memory-map one file. The file is a cache of the manifest,
+named by the manifest's checksum, and made once (`bigtrain.system.user_cache`) in
+``DATASET/tables/`` or, if that cannot be written, in ``tables/`` of the user's cache. A file is::
 
     8 bytes  b"BTSHARD4"
     uint64   bytes of the head, little-endian
-    uint64   XXH3-64 of all that follows
+    uint64   XXH3-64 of the bytes after it
     head     JSON: tokenizer, token_dtype, rows, is_masked, has_blocks, by split the number of
              shards and the bytes of text
-    ROW      [shards], of one split after the other
-    UTF-8    names of all shards, one after the other
+    ROW      [shards], split after split
+    UTF-8    names of the shards, without separators
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class ShardColumns:
         return str(self.names[begin : int(self.rows["name_end"][number])], "utf-8")
 
     def checksums(self, number: int) -> dict[str, str]:
-        """Return the XXH3-64 of each file of a shard, by suffix."""
+        """Return the XXH3-64 of every file of a shard, by suffix."""
         row = self.rows[number]
         absent = {
             "mask": not self.is_masked,
@@ -88,7 +88,7 @@ class ShardColumns:
 
     @property
     def have_weights(self) -> npt.NDArray[np.bool_]:
-        """Which shards have a `.weights`, bool [shards]; the weights of the others are 1."""
+        """Which shards have a `.weights`, bool [shards]; without one the weights are 1."""
         present: npt.NDArray[np.bool_] = self.rows[CHECKSUM_FIELDS[WEIGHTS]] != 0
         return present
 
@@ -101,7 +101,7 @@ class ShardColumns:
         return int(self.rows["documents"].sum())
 
     def hexadecimal(self, column: str) -> list[str]:
-        """Return checksums of all shards in the manifest's format."""
+        """Return the shards' checksums in the manifest's format."""
         return [f"{number:016x}" for number in self.rows[column].tolist()]
 
 
@@ -211,10 +211,10 @@ def _parse(content: npt.NDArray[np.uint8]) -> ShardTable | None:
     masked, blocks = head["is_masked"], head["has_blocks"]
     labels = head["rows"] in LABELED
     for split, count in counts.items():
-        own = rows[begin : begin + count]
-        splits[split] = ShardColumns(own, names, masked, blocks, names_begin, labels)
+        split_rows = rows[begin : begin + count]
+        splits[split] = ShardColumns(split_rows, names, masked, blocks, names_begin, labels)
         begin += count
-        names_begin = int(own["name_end"][-1]) if count else names_begin
+        names_begin = int(split_rows["name_end"][-1]) if count else names_begin
     tokenizer = TokenizerRecord.model_validate(head.pop("tokenizer"))
     names_of_labels = tuple(head.pop("labels", ()))
     return ShardTable(tokenizer=tokenizer, splits=splits, labels=names_of_labels, **head)

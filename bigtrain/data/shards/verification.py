@@ -23,7 +23,7 @@ class ListedShard:
     files: tuple[tuple[Path, str], ...]
 
     def problems(self) -> list[str]:
-        """Return a text for each missing or corrupt file of the shard; read all of them."""
+        """Return a text for each missing or corrupt file of the shard; read every file."""
         problems = []
         for path, listed in self.files:
             try:
@@ -40,7 +40,7 @@ class ListedShard:
 
 
 class ListedShards:
-    """Shards of all sources and splits, by number. num_bytes: token bytes of each, int64 [shards].
+    """Shards of all sources and splits, by number. num_bytes: token bytes, int64 [shards].
 
     Raises DataError if a manifest cannot be read; no other file is read.
     """
@@ -70,7 +70,8 @@ class ListedShards:
 
 
 def rank_slice(sizes: Sequence[int], rank: int, world_size: int) -> list[int]:
-    """Return the indices of the items that `rank` reads; all read about equally many bytes."""
+    """Return the indices of the items that `rank` reads; all ranks read about equally many
+    bytes."""
     shares: list[list[int]] = [[] for _ in range(world_size)]
     loads = [(0, owner) for owner in range(world_size)]
     for number in sorted(range(len(sizes)), key=lambda number: (-sizes[number], number)):

@@ -31,8 +31,8 @@ SYNC_BYTES = 1 << 24
 
 
 class _HashingFile:
-    """File being written, with the XXH3-64 of its content and of each of its blocks. A thread syncs
-    it to the disk during writing: a single sync at the end would take half as long as encoding."""
+    """File being written, with the XXH3-64 of its content and every block. A thread syncs the file
+    to the disk during writing: a single sync at the end would take half as long as encoding."""
 
     def __init__(self, path: Path) -> None:
         self.file: BinaryIO = path.open("wb", buffering=0)
@@ -44,9 +44,9 @@ class _HashingFile:
 
     def write(self, data: bytes | memoryview) -> None:
         """Write `data`. Raise OSError also for failed writes of earlier data."""
-        left = memoryview(data)
-        while len(left):
-            left = left[self.file.write(left) :]
+        unwritten = memoryview(data)
+        while len(unwritten):
+            unwritten = unwritten[self.file.write(unwritten) :]
         self.hash.update(data)
         self.blocks.update(memoryview(data))
         self._unsynced += len(data)
@@ -77,21 +77,21 @@ class _MaskFile:
     def __init__(self, path: Path) -> None:
         self.part = _HashingFile(path)
         self.num_targets = 0
-        self._rest = np.empty(0, np.bool_)
+        self._unwritten_bits = np.empty(0, np.bool_)
 
     def add(self, mask: Mask) -> None:
         self.num_targets += int(np.count_nonzero(mask))
-        bits = np.concatenate([self._rest, mask])
-        whole = len(bits) // 8 * 8
-        self.part.write(np.packbits(bits[:whole], bitorder="little").data)
-        self._rest = bits[whole:].copy()
+        bits = np.concatenate([self._unwritten_bits, mask])
+        num_full_bits = len(bits) // 8 * 8
+        self.part.write(np.packbits(bits[:num_full_bits], bitorder="little").data)
+        self._unwritten_bits = bits[num_full_bits:].copy()
 
     def finish(self) -> None:
-        self.part.write(np.packbits(self._rest, bitorder="little").data)
+        self.part.write(np.packbits(self._unwritten_bits, bitorder="little").data)
 
 
 class ShardWriter:
-    """Writer of one shard, in memory bounded by the number of its documents (12 bytes each).
+    """Writer of a shard, in memory bounded by the number of its documents (12 bytes each).
     `masked`: with a `.mask`, `labeled`: with a `.labels`; a `.weights` is made if there are some
     other than 0 and 1. The files have temporary names
     until `close`; leaving the ``with`` block by an exception removes them."""
@@ -124,15 +124,16 @@ class ShardWriter:
         tokens: Tokens,
         lengths: npt.NDArray[np.int64],
         text_bytes: int,
+        *,
         mask: Mask | None = None,
         labels: npt.NDArray[np.uint8] | None = None,
         weights: Weights | None = None,
     ) -> None:
-        """Append documents: `tokens` of all of them, their `lengths`, and their UTF-8 bytes. A
+        """Append documents: their `tokens`, their `lengths`, and their UTF-8 bytes. A
         length of zero is a document without a sequence. `tokens` must fit the shard's type. `mask`,
-        bool [tokens]: which of them have a loss; given if and only if the shard is masked.
-        `labels`: uint8 [documents], if and only if it is labeled. `weights`: float32 [tokens], of
-        their losses, if some are not 1; only of a masked shard."""
+        bool [tokens]: which tokens have a loss; passed if and only if the shard is masked.
+        `labels`: uint8 [documents], if and only if the shard is labeled. `weights`: float32
+        [tokens], of the losses, if some are not 1; only for a masked shard."""
         assert int(lengths.sum()) == len(tokens)
         assert (mask is None) == (self._mask is None)
         assert (labels is None) == (self._labels is None)
@@ -141,6 +142,7 @@ class ShardWriter:
                 f"a document of {int(lengths.max())} tokens: the format holds at most 2^31 - 1 -> "
                 "split it"
             )
+        # Tokens and their optional files.
         self._bin.write(np.ascontiguousarray(tokens, dtype=self.dtype).data.cast("B"))
         if self._mask is not None and mask is not None:
             assert len(mask) == len(tokens)
@@ -150,6 +152,7 @@ class ShardWriter:
             self._labels.write(np.ascontiguousarray(labels).data)
             self._desirable += int((labels == 1).sum())
         self._add_weights(weights, mask)
+        # The index, in memory until `close`: an empty document has no sequence.
         full = lengths > 0
         starts = len(self._lengths) + np.cumsum(full)
         self._lengths.frombytes(lengths[full].astype(np.int32).tobytes())
@@ -174,27 +177,29 @@ class ShardWriter:
         self._weights.write(weights.data.cast("B"))
 
     def close(self) -> ShardRecord:
-        """Write the index, give all files their names, and return its manifest entry."""
+        """Write the index, give all files their names, and return the manifest entry."""
+        # The index: byte offsets follow from the lengths.
         index = _HashingFile(self._partial("idx"))
         lengths = np.frombuffer(self._lengths, dtype=np.int32)
         pointers = np.zeros(len(lengths), dtype=np.int64)
         np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
         pointers *= self.dtype.itemsize
         starts = np.frombuffer(self._document_starts, dtype=np.int64)
-        code = next(code for code, known in DTYPE_CODES.items() if known == self.dtype)
+        code = next(code for code, dtype in DTYPE_CODES.items() if dtype == self.dtype)
         index.write(HEADER.pack(MAGIC, INDEX_VERSION, code, len(lengths), len(starts)))
         index.write(lengths.astype("<i4").tobytes())
         index.write(pointers.astype("<i8").tobytes())
         index.write(starts.astype("<i8").tobytes())
+        # Checksums of blocks: of every file with a value per token.
         parts = [(self._bin, "bin"), (index, "idx")]
-        of_mask = None
+        mask_sums = None
         if self._mask is not None:
             self._mask.finish()
             parts.append((self._mask.part, "mask"))
-            of_mask = self._mask.part.blocks.finish()
+            mask_sums = self._mask.part.blocks.finish()
         blocks = _HashingFile(self._partial(SUFFIX))
-        of_weights = None if self._weights is None else self._weights.blocks.finish()
-        blocks.write(blocks_content(self._bin.blocks.finish(), of_mask, of_weights))
+        weights_sums = None if self._weights is None else self._weights.blocks.finish()
+        blocks.write(blocks_content(self._bin.blocks.finish(), mask_sums, weights_sums))
         parts.append((blocks, SUFFIX))
         if self._weights is not None:
             parts.append((self._weights, "weights"))
@@ -223,7 +228,7 @@ class ShardWriter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Remove files without a final name; those that `close` finished are kept."""
+        """Remove files without a final name; files that `close` finished remain."""
         with suppress(OSError):  # the writer is discarded anyway
             self._bin.close()
         if self._mask is not None:

@@ -1,6 +1,6 @@
 """`bigtrain tokenize`: units of work, worker processes, and the commit of the result.
 
-Imports the other parts of the data layer except `samples` and `loading`; only the command imports
-it. Start with `job`, then `units` (how the input is divided) and `commit` (how the finished dataset
-appears atomically).
+Imports all parts of the data layer except `samples` and `loading`; only the command imports it.
+Start with `job`, then `workspace` (how the input is divided into units), `unit_builder` and
+`commit` (how the finished dataset appears atomically).
 """

@@ -2,7 +2,7 @@
 last.
 
 Before the first file is renamed, a journal (`assembly.json`) lists all renames. So the next process
-can finish the commit of one that was killed, or roll it back if the plan has changed in the
+can finish the commit of a killed process, or roll it back if the plan has changed in the
 meantime.
 """
 
@@ -68,17 +68,30 @@ class Commit:
     def run(self, records: dict[str, UnitRecord]) -> Manifest:
         """Create the dataset from the units' `records`. Raise DataError if they have too little
         data. Call it while holding the lease `COMMIT_LEASE`."""
-        done = [records[unit.key] for unit in self.units]
-        self._write_errors(done)
-        self._require_rendered(done)
-        manifest = self._manifest(done)
+        unit_records = [records[unit.key] for unit in self.units]
+        self._write_errors(unit_records)
+        # Refuse data of which the chat template drops more parts than allowed.
+        dropped = {
+            part_type: n
+            for part_type, n in _total(r.unrendered for r in unit_records).items()
+            if part_type not in COUNTED_ONLY
+        }
+        if sum(dropped.values()) > self.options.max_unrendered:
+            dropped_text = ", ".join(f"{n:,} of {part_type}" for part_type, n in dropped.items())
+            raise DataError(
+                f"the chat template drops {sum(dropped.values()):,} parts of the conversations "
+                f"({dropped_text}), more than --max-unrendered {self.options.max_unrendered} "
+                "allows -> use a template that renders them: --chat-template FILE; or allow more"
+            )
+        manifest = self._manifest(unit_records)
         if manifest.unread_keys:
             logger.warning("%s", describe_unread(manifest.unread_keys, self.key_rules))
+        # Move the shards. The journal comes first, so that a killed commit can be finished.
         moves = [
             (f"{record.splits[split].name}.{suffix}", f"{final.name}.{suffix}")
             for split in SPLITS
             for record, final in zip(
-                _with_documents(done, split), manifest.splits.get(split, ()), strict=True
+                _with_documents(unit_records, split), manifest.splits.get(split, ()), strict=True
             )
             for suffix in final.checksums
         ]
@@ -87,46 +100,67 @@ class Commit:
         write_whole(directory / JOURNAL_NAME, journal.encode(), self.workspace.draft(JOURNAL_NAME))
         for source, target in moves:
             _move(directory / source, output / target)
-        self._save_tokenizer()
+        # The tokenizer, unless a process that was killed afterwards has moved it.
+        tokenizer_directory = output / TOKENIZER_DIRECTORY
+        if not tokenizer_directory.exists():
+            draft = self.workspace.draft(TOKENIZER_DIRECTORY)
+            self.tokenizer.save(draft)
+            if self.chat_template is not None:
+                self.chat_template.save(draft)
+            sync_tree(draft)
+            draft.rename(tokenizer_directory)
+        # The manifest makes it a dataset.
         sync_to_disk(output)
         write_manifest(output, manifest, self.workspace.draft(MANIFEST_NAME))
         self.workspace.remove()
         return manifest
 
-    def _manifest(self, done: Sequence[UnitRecord]) -> Manifest:
+    def _manifest(self, unit_records: Sequence[UnitRecord]) -> Manifest:
         splits: dict[Split, tuple[ShardRecord, ...]] = {}
         for split in SPLITS:
-            shards = [record.splits[split] for record in _with_documents(done, split)]
+            shards = [record.splits[split] for record in _with_documents(unit_records, split)]
             if shards or split == "train":
                 splits[split] = tuple(
                     shard.model_copy(update={"name": f"{split}-{number:05d}"})
                     for number, shard in enumerate(shards)
                 )
         tokenizer = self.tokenizer
+        # Tokens that end answers: generation stops at them, so no answer may contain one.
+        ends = {name for record in unit_records for name in record.answer_ends}
+        names_inside = {name for record in unit_records for name in record.inside_answers}
+        eos = self.tokenizer.generation_ends()
+        if ambiguous := sorted((ends & names_inside) - {*eos.values()}):
+            raise DataError(
+                f"the chat template ends some answers in {ambiguous[0]}, which it writes inside of "
+                "others, so generation cannot stop there -> learn only the last answer: --learn "
+                "last; or use a template that ends every answer in eos_token: --chat-template FILE"
+            )
         manifest = Manifest(
             tokenizer=TokenizerRecord(
                 name=tokenizer.name,
                 hash=tokenizer.hash,
                 vocab_size=tokenizer.vocab_size,
                 end_of_document_id=tokenizer.end_of_document_id,
-                engine=", ".join(sorted({record.engine for record in done})),
-                engine_reason="; ".join(sorted({record.engine_reason for record in done} - {""})),
+                engine=", ".join(sorted({record.engine for record in unit_records})),
+                engine_reason="; ".join(
+                    sorted({record.engine_reason for record in unit_records} - {""})
+                ),
                 files_xxh3=files_fingerprint(tokenizer.place),
                 chat_template=None if self.chat_template is None else self.chat_template.hash,
                 beginning_ids=self.beginning_ids,
-                answer_end_ids=self._answer_end_ids(done),
+                answer_end_ids=tuple(sorted(self.tokenizer.ids_of(ends))) or None,
                 fill_in_middle_ids=self.fill_in_middle_ids,
             ),
             token_dtype=token_dtype(tokenizer.vocab_size),
             rows=self.rows,
-            sources=_sources_with_parts(self.sources, self.units, done),
+            sources=self._read_sources(unit_records),
             options=self.options,
-            skipped_documents=sum(record.bad_documents for record in done),
-            unrendered=_total(record.unrendered for record in done) or None,
-            filtered=_total(record.filtered for record in done) or None,
-            spelled_tokens=_total(record.spelled_tokens for record in done) or None,
-            unread_keys=_total(record.unread_keys for record in done) or None,
-            fill_in_middle=_total(record.fill_in_middle for record in done) or None,
+            skipped_documents=sum(record.bad_documents for record in unit_records),
+            unrendered=_total(record.unrendered for record in unit_records) or None,
+            filtered=_total(record.filtered for record in unit_records) or None,
+            spelled_tokens=_total(record.spelled_tokens for record in unit_records) or None,
+            unread_keys=_total(record.unread_keys for record in unit_records) or None,
+            fill_in_middle=_total(record.fill_in_middle for record in unit_records) or None,
             splits=splits,
         )
         if not manifest.num_tokens("train"):
@@ -139,16 +173,27 @@ class Commit:
             )
         return manifest
 
-    def _write_errors(self, done: Sequence[UnitRecord]) -> None:
+    def _read_sources(self, unit_records: Sequence[UnitRecord]) -> tuple[SourceRecord, ...]:
+        """Return the sources with their parts, as the units have read them."""
+        parts: dict[str, list[PartRecord]] = {source.path: [] for source in self.sources}
+        for unit, record in zip(self.units, unit_records, strict=True):
+            for part, read in zip(unit.parts, record.parts, strict=True):
+                layout = read.layout_xxh3 if part.source.is_hashed_by_documents else None
+                parts[part.source.path].append(
+                    PartRecord(begin=part.begin, end=part.end, xxh3=read.xxh3, layout_xxh3=layout)
+                )
+        return tuple(replace(s.record, parts=tuple(parts.pop(s.path))) for s in self.sources)
+
+    def _write_errors(self, unit_records: Sequence[UnitRecord]) -> None:
         """List every bad document; raise DataError if there are more than allowed."""
-        bad = sum(record.bad_documents for record in done)
+        bad = sum(record.bad_documents for record in unit_records)
         target = self.workspace.output / ERRORS_NAME
         if not bad:
             target.unlink(missing_ok=True)
             return
         first: BadDocument | None = None
         with whole_file(target, self.workspace.draft(ERRORS_NAME)) as file:
-            for document in self._bad_documents(done):
+            for document in self._bad_documents(unit_records):
                 first = first or document
                 entry = {
                     "file": document.path,
@@ -156,44 +201,16 @@ class Commit:
                     "row": document.row,
                     "reason": document.reason,
                 }
-                known = {key: value for key, value in entry.items() if value is not None}
-                file.write(json.dumps(known, ensure_ascii=False).encode("utf-8") + b"\n")
-        good = sum(record.documents for record in done) // DOCUMENTS_PER_ROW[self.rows]
+                present_fields = {key: value for key, value in entry.items() if value is not None}
+                file.write(json.dumps(present_fields, ensure_ascii=False).encode("utf-8") + b"\n")
+        good = sum(record.documents for record in unit_records) // DOCUMENTS_PER_ROW[self.rows]
         require_few(bad, good, self.options.max_bad_fraction, f"{first}; all are in {target}")
 
-    def _require_rendered(self, done: Sequence[UnitRecord]) -> None:
-        """Raise DataError if the chat template drops more parts than allowed."""
-        dropped = {
-            kind: n
-            for kind, n in _total(r.unrendered for r in done).items()
-            if kind not in COUNTED_ONLY
-        }
-        if sum(dropped.values()) > self.options.max_unrendered:
-            shown = ", ".join(f"{n:,} of {kind}" for kind, n in dropped.items())
-            raise DataError(
-                f"the chat template drops {sum(dropped.values()):,} parts of the conversations "
-                f"({shown}), more than --max-unrendered {self.options.max_unrendered} allows -> "
-                "use a template that renders them: --chat-template FILE; or allow more"
-            )
-
-    def _answer_end_ids(self, done: Sequence[UnitRecord]) -> tuple[int, ...] | None:
-        """Return the tokens that end answers. Raise DataError for one also inside answers."""
-        ends = {name for record in done for name in record.answer_ends}
-        inside = {name for record in done for name in record.inside_answers}
-        eos = self.tokenizer.generation_ends()
-        if both := sorted((ends & inside) - {*eos.values()}):
-            raise DataError(
-                f"the chat template ends some answers in {both[0]}, which it writes inside of "
-                "others, so generation cannot stop there -> learn only the last answer: --learn "
-                "last; or use a template that ends every answer in eos_token: --chat-template FILE"
-            )
-        return tuple(sorted(self.tokenizer.ids_of(ends))) or None
-
-    def _bad_documents(self, done: Sequence[UnitRecord]) -> Iterator[BadDocument]:
-        """Yield bad documents in input order, with lines counted from the start of their file."""
+    def _bad_documents(self, unit_records: Sequence[UnitRecord]) -> Iterator[BadDocument]:
+        """Yield bad documents in input order, with lines counted from the start of the file."""
         lines_before = 0
         previous = ""
-        for unit, record in zip(self.units, done, strict=True):
+        for unit, record in zip(self.units, unit_records, strict=True):
             lines_before_part = []
             for part, read in zip(unit.parts, record.parts, strict=True):
                 if part.source.path != previous:
@@ -203,30 +220,19 @@ class Commit:
             if not record.bad_documents:
                 continue
             with (self.workspace.directory / record.errors_name).open(encoding="utf-8") as file:
-                # Some are detected by reading and some later, by encoding.
+                # Bad documents are detected by reading or later, by encoding: sort by position.
                 entries = sorted(map(json.loads, file), key=lambda e: (e[0], e[2] or 0, e[3] or 0))
                 for part_number, path, line, row, reason in entries:
                     if line is not None:
                         line += lines_before_part[part_number]
                     yield BadDocument(path, reason, line, row)
 
-    def _save_tokenizer(self) -> None:
-        target = self.workspace.output / TOKENIZER_DIRECTORY
-        if target.exists():  # moved there by a process that was killed afterwards
-            return
-        draft = self.workspace.draft(TOKENIZER_DIRECTORY)
-        self.tokenizer.save(draft)
-        if self.chat_template is not None:
-            self.chat_template.save(draft)
-        sync_tree(draft)
-        draft.rename(target)
-
 
 def _total(counts: Iterable[dict[str, int]]) -> dict[str, int]:
-    """Return the sum of the counts of all units, by kind."""
+    """Return the sum of the counts over the units, by name."""
     total: Counter[str] = Counter()
-    for own in counts:
-        total.update(own)
+    for unit_counts in counts:
+        total.update(unit_counts)
     return dict(sorted(total.items()))
 
 
@@ -265,19 +271,8 @@ def _move(source: Path, target: Path) -> None:
             raise
 
 
-def _with_documents(done: Sequence[UnitRecord], split: Split) -> list[UnitRecord]:
+def _with_documents(records: Sequence[UnitRecord], split: Split) -> list[UnitRecord]:
     """Return the records of the units with documents in `split`."""
-    return [record for record in done if split in record.splits and record.splits[split].documents]
-
-
-def _sources_with_parts(
-    sources: Sequence[Source], units: Sequence[Unit], done: Sequence[UnitRecord]
-) -> tuple[SourceRecord, ...]:
-    parts: dict[str, list[PartRecord]] = {source.path: [] for source in sources}
-    for unit, record in zip(units, done, strict=True):
-        for part, read in zip(unit.parts, record.parts, strict=True):
-            layout = read.layout_xxh3 if part.source.is_hashed_by_documents else None
-            parts[part.source.path].append(
-                PartRecord(begin=part.begin, end=part.end, xxh3=read.xxh3, layout_xxh3=layout)
-            )
-    return tuple(replace(source.record, parts=tuple(parts.pop(source.path))) for source in sources)
+    return [
+        record for record in records if split in record.splits and record.splits[split].documents
+    ]

@@ -2,7 +2,7 @@
 
 Detection of changes to inputs since they were tokenized.
 
-Like in git: if size and times are the same, the content counts as unchanged. If times differ (after
+Like in git: if size and times are equal, the content counts as unchanged. If times differ (after
 a copy, a checkout or `touch`), the input is hashed and compared with the hash computed while
 tokenizing: that requires reading a file of lines or text, or the documents of a table.
 """
@@ -52,23 +52,23 @@ OWN_NAMES = re.compile(
 
 def inputs_outside(output: Path, sources: Sequence[Source]) -> list[Source]:
     """Return `sources` without files that the command itself writes into a folder that it also
-    reads. Raises DataError if none remain, or if an input is the output itself."""
+    reads. Raises DataError if no source remains, or if an input is the output itself."""
     # Avoid the real path of every source: it checks every folder above each of many files.
     targets = (os.path.abspath(output), os.path.realpath(output))
     folders = tuple(target + os.sep for target in targets)
-    outside = []
+    remaining = []
     for source in sources:
         if source.address is not None or source.is_standard_input:
-            outside.append(source)
+            remaining.append(source)
             continue
         path = os.path.abspath(source.path)
         if path in targets:
             raise DataError(f"--output {output} is one of the inputs")
         if not path.startswith(folders):
-            outside.append(source)
-    if not outside:
+            remaining.append(source)
+    if not remaining:
         raise DataError(f"every input is inside --output {output}")
-    return outside
+    return remaining
 
 
 def is_own(workspace: Workspace) -> bool:
@@ -107,19 +107,34 @@ def finished_manifest(
     output = request.output
     manifest = read_manifest(output)
     current: Manifest | None = manifest
-    # With other options it is refused anyway, and would be read differently.
+    # Inputs with new times are read again and compared by content. With other options the dataset
+    # is refused anyway, and its inputs would be read differently.
     same_options = _are_same_options(manifest, request)
     if same_options and not untouched(manifest.sources, sources):
-        current = _confirmed(request, sources, manifest)
+        confirmed = confirm_sources(manifest.sources, sources, request.reading())
+        current = None
+        if confirmed is not None:
+            logger.warning(
+                "the times of input files changed; their content still matches %s", output
+            )
+            current = manifest.model_copy(update={"sources": confirmed})
+    # Compare tokenizers by their files; if these differ, load the tokenizer, which takes seconds.
+    files_xxh3, recorded = files_fingerprint(request.tokenizer), manifest.tokenizer
+    same_tokenizer = files_xxh3 is not None and files_xxh3 == recorded.files_xxh3
+    same_tokenizer = same_tokenizer or load_tokenizer(request.tokenizer).hash == recorded.hash
+    same_template = True
+    if request.options.chat:
+        template = request.find_template(load_tokenizer(request.tokenizer))
+        same_template = (None if template is None else template.hash) == recorded.chat_template
     different = [
-        what
-        for what, same in (
+        aspect
+        for aspect, is_same in (
             ("input files", current is not None),
-            ("tokenizer", _is_same_tokenizer(manifest, request.tokenizer)),
-            ("chat template", _is_same_template(manifest, request)),
+            ("tokenizer", same_tokenizer),
+            ("chat template", same_template),
             ("options", same_options),
         )
-        if not same
+        if not is_same
     ]
     if different:
         raise DataError(
@@ -136,22 +151,9 @@ def finished_manifest(
     return manifest
 
 
-def _confirmed(
-    request: BuildRequest, sources: Sequence[Source], manifest: Manifest
-) -> Manifest | None:
-    """Return `manifest` with the times of its touched inputs, if their content is unchanged."""
-    confirmed = confirm_sources(manifest.sources, sources, request.reading())
-    if confirmed is None:
-        return None
-    logger.warning(
-        "the times of input files changed; their content still matches %s", request.output
-    )
-    return manifest.model_copy(update={"sources": confirmed})
-
-
 def _are_same_options(manifest: Manifest, request: BuildRequest) -> bool:
-    """Return whether the options give the same dataset. A dataset of a version without text
-    beginnings is the same if the tokenizer adds none."""
+    """Return whether the options give an equal dataset. A dataset of a version without text
+    beginnings is equal if the tokenizer adds no beginning."""
     old, new = manifest.options, request.options
     if old.beginning_of_text is not None or old == new:
         return old == new
@@ -160,21 +162,6 @@ def _are_same_options(manifest: Manifest, request: BuildRequest) -> bool:
     if new.beginning_of_text == "auto" and new.chat:
         return True
     return not request.beginning_ids(load_tokenizer(request.tokenizer))
-
-
-def _is_same_tokenizer(manifest: Manifest, name: str) -> bool:
-    """Compare tokenizers by their files; if these differ, load it, which takes seconds."""
-    files_xxh3 = files_fingerprint(name)
-    if files_xxh3 is not None and files_xxh3 == manifest.tokenizer.files_xxh3:
-        return True
-    return load_tokenizer(name).hash == manifest.tokenizer.hash
-
-
-def _is_same_template(manifest: Manifest, request: BuildRequest) -> bool:
-    if not request.options.chat:
-        return True
-    template = request.find_template(load_tokenizer(request.tokenizer))
-    return (None if template is None else template.hash) == manifest.tokenizer.chat_template
 
 
 def confirm_unit(unit: Unit, workspace: Workspace, options: ReadOptions) -> bool:
@@ -197,22 +184,22 @@ def confirm_unit(unit: Unit, workspace: Workspace, options: ReadOptions) -> bool
     return True
 
 
-def untouched(known: Sequence[SourceRecord], sources: Sequence[Source]) -> bool:
-    """Return whether `sources` match the `known` ones by identity, size and times."""
+def untouched(recorded: Sequence[SourceRecord], sources: Sequence[Source]) -> bool:
+    """Return whether `sources` match the `recorded` sources by identity, size and times."""
     current = [source.record for source in sources]
-    if [record.place for record in known] != [record.place for record in current]:
+    if [record.place for record in recorded] != [record.place for record in current]:
         return False
-    return all(same_times(old.times, new.times) for old, new in zip(known, current, strict=True))
+    return all(same_times(old.times, new.times) for old, new in zip(recorded, current, strict=True))
 
 
 def confirm_sources(
-    known: Sequence[SourceRecord], sources: Sequence[Source], options: ReadOptions
+    recorded: Sequence[SourceRecord], sources: Sequence[Source], options: ReadOptions
 ) -> tuple[SourceRecord, ...] | None:
-    """Return `known` with the times of `sources` if all contents are unchanged; else None."""
-    if [record.place for record in known] != [source.record.place for source in sources]:
+    """Return `recorded` with the times of `sources` if all contents are unchanged; else None."""
+    if [record.place for record in recorded] != [source.record.place for source in sources]:
         return None
     confirmed = []
-    for record, source in zip(known, sources, strict=True):
+    for record, source in zip(recorded, sources, strict=True):
         if same_times(record.times, source.record.times):
             confirmed.append(record)
             continue

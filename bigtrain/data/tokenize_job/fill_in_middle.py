@@ -7,9 +7,9 @@ these are encoded separately, as they are at inference::
     SPM   <prefix> <suffix> suffix <middle> prefix middle
 
 where <prefix>, <suffix> and <middle> are control tokens of the tokenizer, in StarCoder's order of
-both modes. Everything is drawn from the document's own text and the seed, so the result does not
+both modes. Everything is drawn from the document's text and the seed, so the result does not
 depend on workers, shards or the order of the input. Held-out documents stay as they are: their loss
-is comparable with that of a model without this transformation.
+is comparable with the loss of a model without this transformation.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ KNOWN_TOKENS = (
     ("<\uff5cfim▁begin\uff5c>", "<\uff5cfim▁hole\uff5c>", "<\uff5cfim▁end\uff5c>"),
     ("<PRE>", "<SUF>", "<MID>"),
 )
-"""Names of the tokens before prefix, suffix and middle: of Qwen and Gemma, StarCoder, SantaCoder,
+"""Names of the tokens before prefix, suffix and middle in Qwen and Gemma, StarCoder, SantaCoder,
 Codestral, Code Llama and DeepSeek."""
 _FATES, _MODES, _CUTS = 1, 2, (3, 4)
 """Streams of draws; stream 0 of seed 0 selects held-out documents."""
@@ -86,13 +86,14 @@ class FillInMiddle:
         reference: Encoder,
         checks: Checks,
     ) -> Transformed:
-        """Encode `contents`, transformed except those of `fixed`, bool [documents]. Raises
+        """Encode `contents`, transformed unless `fixed`, bool [documents]. Raises
         EncoderError as `Checks.run`."""
+        # Complete documents and the pieces of cut documents are encoded in two calls.
         cuts = [None if keep else self.cut(c) for c, keep in zip(contents, fixed, strict=True)]
         pieces = [part for cut in cuts if cut for part in (cut.prefix, cut.middle, cut.suffix)]
-        whole = [b"" if cut else c for c, cut in zip(contents, cuts, strict=True)]
-        encoded = encoder.encode_utf8(whole)
-        checks.run(encoder, reference, whole, encoded)
+        unchanged_contents = [b"" if cut else c for c, cut in zip(contents, cuts, strict=True)]
+        encoded = encoder.encode_utf8(unchanged_contents)
+        checks.run(encoder, reference, unchanged_contents, encoded)
         documents_alone = np.split(encoded.tokens, np.cumsum(encoded.lengths)[:-1])
         # A piece that spells a beginning or an end of text is not one.
         encoded_pieces = encoder.encode_utf8(pieces, has_ends=False)
@@ -101,6 +102,7 @@ class FillInMiddle:
             self._rearranged(cut.mode, [next(bare) for _ in range(3)], encoder) if cut else document
             for document, cut in zip(documents_alone, cuts, strict=True)
         ]
+        # Join the pieces in the order of the mode.
         return Transformed(
             Encoded(
                 np.concatenate([encoded.tokens[:0], *documents]),
@@ -127,27 +129,28 @@ class FillInMiddle:
             if bare[last][-1:] == [end]:
                 bare[last] = bare[last][:-1]
         prefix, middle, suffix = bare
-        of_prefix, of_suffix, of_middle = self.ids
-        ordered = [[of_prefix], prefix, [of_suffix], suffix, [of_middle], middle]
+        prefix_id, suffix_id, middle_id = self.ids
+        ordered = [[prefix_id], prefix, [suffix_id], suffix, [middle_id], middle]
         if mode == "spm":
-            ordered = [[of_prefix, of_suffix], suffix, [of_middle], prefix, middle]
+            ordered = [[prefix_id, suffix_id], suffix, [middle_id], prefix, middle]
         return np.concatenate([begin, *ordered, [end]]).astype(np.int64)
 
 
 @dataclass(frozen=True)
 class Transformed:
-    """Documents as tokens, and how many of them were rearranged, by mode."""
+    """Documents as tokens, and the number of rearranged documents, by mode."""
 
     encoded: Encoded
     modes: Counter[str] = field(default_factory=Counter)
 
 
 def fill_in_middle(rule: FillInMiddleRecord | None, tokenizer: Tokenizer) -> FillInMiddle | None:
-    """Return the transformation that `rule` asks for, with the tokenizer's own tokens. Raises
-    DataError if it does not have them, or adds a space to each text, which would change a text that
-    is encoded in parts."""
+    """Return the transformation that `rule` asks for, with the tokenizer's tokens. Raises DataError
+    if the tokenizer does not have them, or adds a space to each text, which would change a text
+    that is encoded in parts."""
     if rule is None:
         return None
+    # The tokens that are set, or the first known names that the tokenizer has.
     candidates = (rule.tokens,) if rule.tokens is not None else KNOWN_TOKENS
     names = next((names for names in candidates if len(tokenizer.ids_of(names)) == 3), None)
     if names is None:
@@ -163,6 +166,7 @@ def fill_in_middle(rule: FillInMiddleRecord | None, tokenizer: Tokenizer) -> Fil
     first, second, third = tokenizer.ids_of(names)
     if len({first, second, third}) < 3:
         raise DataError(f"--fim-tokens {' '.join(names)}: one token twice -> three tokens")
+    # The parts of a text must encode to the tokens of the text.
     for probe in _PROBES:
         if not tokenizer.joins("a", probe):
             raise DataError(

@@ -1,8 +1,8 @@
 """Build of a dataset from a request: started or resumed, by one or several processes.
 
-The input is split into units; a worker builds each (`worker_pool`) and records it (`workspace`);
-the process that finds all records commits the dataset (`commit`). Every process does the same with
-the same arguments, so any of them may be killed and restarted.
+The input is split into units; a worker (`worker_pool`) builds a unit (`unit_builder`) and records
+it (`workspace`); the process that finds all records commits the dataset (`commit`). All processes
+work alike with equal arguments, so any process may be killed and restarted.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from bigtrain.data.tokenize_job.existing_output import finished_manifest, inputs
 from bigtrain.data.tokenize_job.fill_in_middle import fill_in_middle
 from bigtrain.data.tokenize_job.progress import TokenizeProgress, announce
 from bigtrain.data.tokenize_job.request import BuildRequest, Workers, divide
-from bigtrain.data.tokenize_job.worker_pool import Job, Round, new_token, run_round
+from bigtrain.data.tokenize_job.unit_builder import Job
+from bigtrain.data.tokenize_job.worker_pool import Round, new_token, run_round
 from bigtrain.data.tokenize_job.workspace import Unit, UnitRecord, Workspace, plan_key, plan_units
 from bigtrain.data.tokenizers.encoders import EncoderError
 from bigtrain.data.tokenizers.equivalence import EncoderQueue, choose_encoder
@@ -59,8 +60,8 @@ class BuildResult:
 
 def build_dataset(request: BuildRequest) -> BuildResult:
     """Tokenize `request.selection` into `request.output`. If the output is the finished dataset of
-    the same inputs (same paths and sizes, and same times or else same content), tokenizer and
-    options, nothing is done; an unfinished one is resumed. Raises DataError for any problem:
+    equal inputs (equal paths and sizes, and equal times or else equal content), tokenizer and
+    options, nothing is done; an unfinished dataset is resumed. Raises DataError for any problem:
     finished units are kept; if there are none, no files remain."""
     sources = inputs_outside(request.output, find_sources(request.selection))
     for source in sources:
@@ -106,7 +107,7 @@ def _work_folder(workspace: Workspace) -> Iterator[None]:
 
 @dataclass
 class _Build:
-    """Work of one process from a plan to the dataset."""
+    """Work of a process from a plan to the dataset."""
 
     request: BuildRequest
     sources: Sequence[Source]
@@ -115,6 +116,8 @@ class _Build:
 
     def __post_init__(self) -> None:
         request, options, tokenizer = self.request, self.request.options, self.tokenizer
+        # Everything that changes the bytes of a unit is part of its identity. Options that earlier
+        # versions did not have are added only if they are set, so that old units can be reused.
         self.reading = request.reading()
         self.template = request.find_template(tokenizer)
         self.beginning_ids = request.beginning_ids(tokenizer)
@@ -122,18 +125,17 @@ class _Build:
         if self.template is not None:
             identity.append(self.template.hash)
         if options.chat:
-            chosen = (options.chat_format, options.learned)
-            if chosen != ("messages", "all"):
-                identity.append(chosen)
+            chat_options = (options.chat_format, options.learned)
+            if chat_options != ("messages", "all"):
+                identity.append(chat_options)
             if options.roles:
                 identity.append(options.roles)
             identity.append("complete answers")  # earlier versions trained on some without an end
             if options.max_unrendered:
                 identity.append("dropped parts")
             if not request.needs_template:
-                identity.append("plain text")  # earlier versions rendered it as messages
-        # The behaviour of earlier versions is not part of it: they began prompts like the
-        # tokenizer.
+                identity.append("plain text")  # earlier versions rendered completions as messages
+        # Earlier versions began prompts like the tokenizer: this beginning adds nothing.
         if self.beginning_ids != (tokenizer.beginning("auto") if options.chat else ()):
             identity.append({"beginning": self.beginning_ids})
         if tokenizer.eos_id is not None:
@@ -173,28 +175,37 @@ class _Build:
 
     def _run(self) -> Manifest:
         self.workspace.require_same_filter(self.request.options.text_filter)
-        self._roll_back_other_commit()
+        # Roll back an interrupted commit of another plan; wait for a commit that is in progress.
+        while begun_plan(self.workspace) not in (None, self.plan):
+            with self.workspace.leases.take(COMMIT_LEASE) as has_lease:
+                if has_lease and begun_plan(self.workspace) not in (None, self.plan):
+                    roll_back(self.workspace)
+                    break
+            time.sleep(POLL_S)
+        # Build the units without a record, round by round.
         records = self._records()
-        others = [unit for unit in self.units if unit.key not in records]
-        if touched := len(self.workspace.unconfirmed(others)):
+        missing_units = [unit for unit in self.units if unit.key not in records]
+        if touched := len(self.workspace.unconfirmed(missing_units)):
             logger.warning(
                 "the times of input files changed: %d finished parts are compared with their "
                 "current content",
                 touched,
             )
-        done = sum(unit.num_bytes for unit in self.units if unit.key in records)
+        done_bytes = sum(unit.num_bytes for unit in self.units if unit.key in records)
         sizes = [source.record.bytes for source in self.sources]
         total = 0 if None in sizes else sum(size or 0 for size in sizes)
-        with TokenizeProgress(total, done, self._workers(others).num_processes) as progress:
+        num_processes = self._workers(missing_units).num_processes
+        with TokenizeProgress(total, done_bytes, num_processes) as progress:
             while len(records) < len(self.units):
                 if self.workspace.is_finished():
                     return self._finished_by_other()
                 self._work(records, progress)
                 records = self._records()
             self.built_tokens = progress.counts().num_tokens
+        # One process commits, and every waiting process finds the dataset.
         while not self.workspace.is_finished():
-            with self.workspace.leases.take(COMMIT_LEASE) as mine:
-                if mine:
+            with self.workspace.leases.take(COMMIT_LEASE) as has_lease:
+                if has_lease:
                     return Commit(
                         self.workspace,
                         self.sources,
@@ -213,7 +224,7 @@ class _Build:
     def _workers(self, units: Sequence[Unit]) -> Workers:
         """Return the workers for `units`, divided among a known number of commands."""
         if any(source.is_standard_input for source in self.sources):
-            # Another process would not have it.
+            # Another process would not have this standard input.
             return Workers(1, this_machine(os.environ).num_cores, started=False)
         parts = self.request.share.size or 1
         num_units = -(-len(units) // parts)
@@ -224,14 +235,15 @@ class _Build:
         return self.workspace.records(self.units, moved=begun_plan(self.workspace) == self.plan)
 
     def _work(self, records: dict[str, UnitRecord], progress: TokenizeProgress) -> None:
-        """Run one round of workers over unfinished units; pause if others build them."""
-        left = tuple(unit for unit in self.units if unit.key not in records)
+        """Run one round of workers over unfinished units; pause if other processes build them."""
+        missing_units = tuple(unit for unit in self.units if unit.key not in records)
         leases = self.workspace.leases
-        if all(leases.is_live(unit.key) for unit in left):
-            progress.wait_for_others(len(left))
+        if all(leases.is_live(unit.key) for unit in missing_units):
+            progress.wait_for_others(len(missing_units))
             time.sleep(POLL_S)
             return
-        self.workspace.drop_invalid(left)
+        # Workers get encoders, and for conversations an encoder with the chat template.
+        self.workspace.drop_invalid(missing_units)
         progress.show_step("comparing fast encoders with the reference")
         encoders = self._trusted_encoders()
         chat = None
@@ -274,19 +286,19 @@ class _Build:
             else SpelledTokens(encoders.reference.tokenizer_json),
             max_prompt_tokens=self.request.options.max_prompt_tokens,
         )
-        work = Round(left, self.request.share, job, self.workspace)
-        workers = self._workers(left)
+        work = Round(missing_units, self.request.share, job, self.workspace)
+        workers = self._workers(missing_units)
         progress.show_step(f"starting {workers.num_processes} workers")
         try:
             run_round(work, workers, progress.update)
         except EncoderError as error:
-            # Its earlier output may be wrong as well: all its units are rebuilt.
+            # Earlier output of this encoder may be wrong as well: all its units are rebuilt.
             self.workspace.reject(encoders.current.engine(), str(error))
         finally:
             progress.end_round()
 
     def _trusted_encoders(self) -> EncoderQueue:
-        """Return the encoders, advanced past those that any process has rejected."""
+        """Return the encoders, advanced past the encoders that any process has rejected."""
         if self.encoders is None:
             reference = self.tokenizer.encoder(
                 self.request.options.parse_special_tokens, beginning_ids=self.beginning_ids
@@ -305,12 +317,3 @@ class _Build:
 
     def _finished_by_other(self) -> Manifest:
         return finished_manifest(self.request, self.sources, self.workspace)
-
-    def _roll_back_other_commit(self) -> None:
-        """Roll back an interrupted commit of another plan; wait for one that is in progress."""
-        while begun_plan(self.workspace) not in (None, self.plan):
-            with self.workspace.leases.take(COMMIT_LEASE) as mine:
-                if mine and begun_plan(self.workspace) not in (None, self.plan):
-                    roll_back(self.workspace)
-                    return
-            time.sleep(POLL_S)

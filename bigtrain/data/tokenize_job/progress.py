@@ -11,7 +11,7 @@ from typing import Any, Self, TextIO
 
 from tqdm import tqdm
 
-from bigtrain.data.tokenize_job.worker_pool import Counts
+from bigtrain.data.tokenize_job.unit_builder import Counts
 
 LINE_EVERY_S = 60.0
 MAX_INPUT_BARS = 8
@@ -27,7 +27,7 @@ def announce(step: str, stream: TextIO | None = None) -> None:
 @dataclass
 class TokenizeProgress:
     """Progress of one command's workers: over all inputs, and in the input each worker reads.
-    `total_bytes` of the inputs (0: unknown), `done_bytes` of them finished before it started."""
+    `total_bytes`: size of the inputs (0: unknown), `done_bytes`: finished before the start."""
 
     total_bytes: int
     done_bytes: int
@@ -49,7 +49,18 @@ class TokenizeProgress:
     def update(self, worker: int, counts: Counts) -> None:
         self._now[worker] = replace(counts)
         if self._bars:
-            self._draw(worker, counts)
+            # The first bar has all inputs, and each worker's bar the input that it reads.
+            total = self.counts()
+            tokens_per_s = total.num_tokens / max(1e-9, self.clock() - self._began_at)
+            bad = f", {total.bad_documents:,} bad" if total.bad_documents else ""
+            self._bars[0].set_postfix_str(f"{tokens_per_s / 1e6:.2f}M tokens/s{bad}", refresh=False)
+            self._bars[0].update(self.done_bytes + total.num_bytes - self._bars[0].n)
+            if worker + 1 < len(self._bars):
+                bar = self._bars[worker + 1]
+                if bar.desc != f"  {_name(counts)}: ":
+                    bar.reset(total=counts.part_bytes or None)
+                    bar.set_description(f"  {_name(counts)}", refresh=False)
+                bar.update(counts.part_done - bar.n)
         elif self.clock() - self._line_at >= LINE_EVERY_S:
             self._line_at = self.clock()
             print(self.line(), file=self.stream, flush=True)
@@ -82,20 +93,22 @@ class TokenizeProgress:
     def line(self) -> str:
         counts = self.counts()
         elapsed_s = max(1e-9, self.clock() - self._began_at)
-        done = self.done_bytes + counts.num_bytes
-        text = f"tokenize: {done / 1e6:,.0f} MB"
+        done_bytes = self.done_bytes + counts.num_bytes
+        text = f"tokenize: {done_bytes / 1e6:,.0f} MB"
         if self.total_bytes:
-            text += f" of {self.total_bytes / 1e6:,.0f} ({100 * done / self.total_bytes:.0f} %)"
+            share = done_bytes / self.total_bytes
+            text += f" of {self.total_bytes / 1e6:,.0f} ({100 * share:.0f} %)"
         text += (
             f", {counts.num_tokens / 1e6:,.1f}M tokens, {counts.num_bytes / 1e6 / elapsed_s:,.1f} "
             f"MB/s, {counts.num_tokens / elapsed_s:,.0f} tokens/s"
         )
         if self.total_bytes and counts.num_bytes:
-            left_s = (self.total_bytes - done) * elapsed_s / counts.num_bytes
+            left_s = (self.total_bytes - done_bytes) * elapsed_s / counts.num_bytes
             text += f", {tqdm.format_interval(max(0, left_s))} left"
         if counts.bad_documents:
             text += f", {counts.bad_documents:,} bad documents"
-        reading = sorted({f"{_name(c)} {_percent(c)}" for c in self._now.values() if c.path})
+        now = [counts for counts in self._now.values() if counts.path]
+        reading = sorted({f"{_name(c)} {100 * c.part_done // max(1, c.part_bytes)} %" for c in now})
         return text + (f"; reading {', '.join(reading)}" if reading else "")
 
     def __enter__(self) -> Self:
@@ -117,23 +130,6 @@ class TokenizeProgress:
             leave=position == 0,
         )
 
-    def _draw(self, worker: int, counts: Counts) -> None:
-        total = self.counts()
-        tokens_per_s = total.num_tokens / max(1e-9, self.clock() - self._began_at)
-        bad = f", {total.bad_documents:,} bad" if total.bad_documents else ""
-        self._bars[0].set_postfix_str(f"{tokens_per_s / 1e6:.2f}M tokens/s{bad}", refresh=False)
-        self._bars[0].update(self.done_bytes + total.num_bytes - self._bars[0].n)
-        if worker + 1 < len(self._bars):
-            bar = self._bars[worker + 1]
-            if bar.desc != f"  {_name(counts)}: ":
-                bar.reset(total=counts.part_bytes or None)
-                bar.set_description(f"  {_name(counts)}", refresh=False)
-            bar.update(counts.part_done - bar.n)
-
 
 def _name(counts: Counts) -> str:
     return Path(counts.path).name
-
-
-def _percent(counts: Counts) -> str:
-    return f"{100 * counts.part_done // max(1, counts.part_bytes)} %"

@@ -30,8 +30,8 @@ MEMORY_BYTES_PER_PROCESS = 1 << 30
 
 @dataclass(frozen=True)
 class Workers:
-    """Worker processes: `num_processes`, each of which has `num_threads` threads for encoding.
-    `started`: the command starts them; otherwise it is the only one itself."""
+    """Worker processes: `num_processes`, each with `num_threads` threads for encoding. `started`:
+    the command starts the processes; otherwise it is the only process itself."""
 
     num_processes: int
     num_threads: int
@@ -75,9 +75,9 @@ class WorkerRank:
         return WorkerRank(self.rank * parts + part, size)
 
     def order(self, items: Sequence[T]) -> list[T]:
-        """Return all `items` in the order of processing: the own ones, then the others'. Own ones
-        are every `size`-th from the `rank`-th. If the size is unknown, starts are spread over the
-        items by the golden ratio, which separates any number of ranks."""
+        """Return all `items` in the order of processing: first every `size`-th item from the
+        `rank`-th, then the items of the next ranks. If the size is unknown, starts are spread over
+        the items by the golden ratio, which separates any number of ranks."""
         if self.size is None:
             first = int(self.rank * GOLDEN % 1.0 * len(items))
             return [*items[first:], *items[:first]]
@@ -92,9 +92,10 @@ def find_worker_rank(
     """Return the share given by `rank` and `size`, or else by the launcher's environment.
 
     Search order: torchrun's RANK and WORLD_SIZE, Slurm's array (SLURM_ARRAY_TASK_ID,
-    _MIN, _STEP and _COUNT) and tasks (SLURM_PROCID, SLURM_NTASKS), of which each task of an array
-    has both, and a Kubernetes indexed job's JOB_COMPLETION_INDEX, which has no size. Raises
-    LaunchError for an invalid number, for a rank outside of its size, and for half of a pair.
+    _MIN, _STEP and _COUNT) and tasks (SLURM_PROCID, SLURM_NTASKS; a task of an array has
+    both), and a Kubernetes indexed job's JOB_COMPLETION_INDEX, which has no size. Raises
+    LaunchError for an invalid number, for a rank that is not below the size, and for half of a
+    pair.
     """
     if (rank is None) != (size is None):
         raise LaunchError("--rank and --world-size must be given together -> give both or neither")
@@ -108,6 +109,7 @@ def find_worker_rank(
         except ValueError:
             raise LaunchError(f"{name}={text} in the environment is not a number") from None
 
+    # The launcher's variables, from the most specific.
     if {"RANK", "WORLD_SIZE"} & environment.keys():
         return _checked(number("RANK"), number("WORLD_SIZE"), "RANK and WORLD_SIZE")
     if {"SLURM_PROCID", "SLURM_ARRAY_TASK_ID"} & environment.keys():
@@ -133,7 +135,7 @@ def _checked(rank: int, size: int, names: str) -> WorkerRank:
 @dataclass(frozen=True)
 class BuildRequest:
     """Request to `bigtrain tokenize`. `workers` and `share` do not change the result.
-    `chat_template`: a template file for conversations, instead of the tokenizer's own."""
+    `chat_template`: a template file for conversations, instead of the tokenizer's template."""
 
     selection: Selection
     options: OptionsRecord
@@ -184,8 +186,9 @@ class BuildRequest:
         return tokenizer.beginning(policy)
 
     def find_template(self, tokenizer: Tokenizer) -> ChatTemplate | None:
-        """Return the chat template for its conversations; None if there are none, or if none is
-        needed and the tokenizer has none. Raises DataError as `Tokenizer.chat_template`."""
+        """Return the chat template for its conversations; None without conversations, or if no
+        template is needed and the tokenizer has none. Raises DataError as
+        `Tokenizer.chat_template`."""
         if not self.options.chat or self.options.chat_format == "tokens":
             return None
         try:

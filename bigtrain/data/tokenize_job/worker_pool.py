@@ -1,390 +1,33 @@
 """Pool of worker processes of one tokenizing command.
 
-There is no queue: every worker iterates over all units, its own share first, and builds those that
-are neither done nor leased by another; `bigtrain.data.tokenize_job.job` checks again at the end.
-
-Processing of one unit: read its documents, encode them, write its shards, and its record
-last.
+There is no queue: every worker iterates over all units, the units of its share first, and builds
+the units that are neither done nor leased by another worker; `bigtrain.data.tokenize_job.job`
+checks again at the end. `bigtrain.data.tokenize_job.unit_builder` builds one unit.
 """
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import signal
 import threading
 import traceback
 import uuid
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
-from pathlib import Path
-from typing import IO, Literal
 
-import numpy as np
-import numpy.typing as npt
-import xxhash
-
-from bigtrain.data.chat.encoder import ChatEncoder, EncodedChats
-from bigtrain.data.chat.preferences import DOCUMENTS_PER_ROW, encode_rows, without_long_prompts
-from bigtrain.data.documents.formats import batched, part_reader
-from bigtrain.data.documents.reader import BadDocument, ReadOptions, RejectedDocuments
-from bigtrain.data.shards.format import Mask, Tokens, Weights
-from bigtrain.data.shards.manifest import LABELED, LONG_PROMPT, SPLITS, Rows, ShardRecord, Split
-from bigtrain.data.shards.writer import ShardWriter
 from bigtrain.data.tokenize_job.existing_output import confirm_unit
-from bigtrain.data.tokenize_job.fill_in_middle import FillInMiddle, Transformed
 from bigtrain.data.tokenize_job.request import WorkerRank, Workers
+from bigtrain.data.tokenize_job.unit_builder import Counts, Job, build_unit
 from bigtrain.data.tokenize_job.workspace import (
-    PartDone,
     Unit,
-    UnitRecord,
     Workspace,
-    errors_name,
-    shard_name,
 )
-from bigtrain.data.tokenizers.encoders import Encoder, EncoderError
-from bigtrain.data.tokenizers.equivalence import Checks, CheckSampler
-from bigtrain.data.tokenizers.spelled_tokens import SpelledTokens
+from bigtrain.data.tokenizers.encoders import EncoderError
 from bigtrain.errors import BigtrainError, DataError
-from bigtrain.system.files import sync_to_disk
-
-MAX_ENCODING_THREADS = 4
-"""Maximum threads per process: Python reads and parses only as fast as three or four encode."""
-PENDING_PER_THREAD = 4
-"""Batches of a megabyte that are encoded while the disk or a comparison is waited for."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """Inputs of building in addition to the unit; sent to each worker once. `encoder_reason`: why
-    it is not a faster one. `allow_bad`: list bad documents instead of stopping. `num_threads`:
-    threads that encode during reading and writing; 1 thread does everything. `chat`: encoder of
-    documents that are conversations; `rows`: of more than those,
-    `labels`: names of their labels; `fim`: transformation of documents of plain text; `spelled`:
-    counter of control tokens that these spell, None if they become control tokens;
-    `max_prompt_tokens`: rows with more tokens before the first target are dropped."""
-
-    encoder: Encoder
-    reference: Encoder
-    encoder_reason: str
-    dtype: Literal["uint16", "int32"]
-    held_out: float
-    reading: ReadOptions
-    allow_bad: bool
-    num_threads: int = 2
-    chat: ChatEncoder | None = None
-    rows: Rows | None = None
-    labels: tuple[str, ...] = ()
-    fim: FillInMiddle | None = None
-    spelled: SpelledTokens | None = None
-    max_prompt_tokens: int | None = None
-
-    def run(self, contents: list[bytes], checks: Checks) -> Batch:
-        """Encode `contents`. Raise EncoderError if the encoder is wrong or fails."""
-        if self.chat is not None:
-            return self._run_chat(self.chat, contents, checks)
-        held_out = self._held_out(contents)
-        if self.fim is None:
-            encoded = self.encoder.encode_utf8(contents)
-            checks.run(self.encoder, self.reference, contents, encoded)
-            done = Transformed(encoded)
-        else:
-            done = self.fim.encode(contents, held_out, self.encoder, self.reference, checks)
-        return Batch(
-            done.encoded.tokens.astype(self.dtype),
-            done.encoded.lengths,
-            held_out,
-            np.fromiter(map(len, contents), np.int64, len(contents)),
-            modes=done.modes,
-            spelled={} if self.spelled is None else self.spelled.count(contents),
-        )
-
-    def _run_chat(self, chat: ChatEncoder, contents: list[bytes], checks: Checks) -> Batch:
-        read = encode_rows(chat, contents, checks, self.rows, self.labels)
-        if self.max_prompt_tokens is not None:
-            read = without_long_prompts(read, DOCUMENTS_PER_ROW[self.rows], self.max_prompt_tokens)
-        encoded = read.chats
-        good_rows = np.ones(len(contents), bool)
-        good_rows[[number for number, _ in encoded.problems]] = False
-        good_rows[list(read.dropped)] = False
-        good = np.repeat(good_rows, DOCUMENTS_PER_ROW[self.rows])
-        return Batch(
-            encoded.tokens.astype(self.dtype),
-            encoded.lengths[good],
-            np.repeat(self._held_out(contents), DOCUMENTS_PER_ROW[self.rows])[good],
-            encoded.text_bytes[good],
-            encoded.mask,
-            len(contents),
-            encoded.problems,
-            encoded,
-            None if read.labels is None else read.labels[good],
-            weights=encoded.weights,
-            spelled=encoded.spelled,
-            num_dropped=len(read.dropped),
-        )
-
-    def _held_out(self, contents: Sequence[bytes]) -> npt.NDArray[np.bool_]:
-        if not self.held_out:
-            return np.zeros(len(contents), bool)
-        return np.fromiter((is_held_out(c, self.held_out) for c in contents), bool, len(contents))
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Encoded documents: tokens, lengths, which are held out, UTF-8 bytes of each. For
-    conversations also: which tokens are targets, the number of conversations, and number and reason
-    of those that are not among the documents, `chats`, which counts what the chat template drops,
-    the `labels` of the documents and the `weights` of the losses if they have some, and `modes`:
-    documents rearranged by fill-in-the-middle. `spelled`: control tokens that they spell;
-    `num_dropped`: rows with a long prompt."""
-
-    tokens: Tokens
-    lengths: npt.NDArray[np.int64]
-    held_out: npt.NDArray[np.bool_]
-    text_bytes: npt.NDArray[np.int64]
-    mask: Mask | None = None
-    num_read: int = 0
-    problems: Sequence[tuple[int, str]] = ()
-    chats: EncodedChats | None = None
-    labels: npt.NDArray[np.uint8] | None = None
-    modes: Counter[str] = field(default_factory=Counter)
-    weights: Weights | None = None
-    spelled: Mapping[str, int] = field(default_factory=dict)
-    num_dropped: int = 0
-
-
-@dataclass
-class Counts:
-    """Progress counts of a process; `path` is its current input."""
-
-    num_bytes: int = 0
-    num_tokens: int = 0
-    bad_documents: int = 0
-    path: str = ""
-    part_done: int = 0
-    part_bytes: int = 0
-
-
-def is_held_out(content: bytes, fraction: float) -> bool:
-    """Return whether the document with UTF-8 `content` belongs to the held-out split. Depends only
-    on the document, so the split is stable when data is appended, and a duplicate is on the same
-    side as its original."""
-    return xxhash.xxh3_64_intdigest(content) < int(fraction * 2**64)
-
-
-def build_unit(
-    unit: Unit, job: Job, workspace: Workspace, counts: Counts, report: Callable[[], None]
-) -> UnitRecord:
-    """Write the shards and the record of `unit` into `workspace`. `counts` is updated and `report`
-    called after each batch. Raises DataError for input that cannot be used and EncoderError for a
-    wrong encoder; then no file remains."""
-    reader = _UnitReader(unit, job, counts, workspace)
-    with ExitStack() as cleanup:
-        writers = {
-            split: cleanup.enter_context(
-                ShardWriter(
-                    workspace.directory,
-                    shard_name(unit.key, workspace.token, split),
-                    job.dtype,
-                    masked=job.chat is not None,
-                    labeled=job.rows in LABELED,
-                )
-            )
-            for split in (SPLITS if job.held_out else SPLITS[:1])
-        }
-        cleanup.enter_context(reader)
-        for batch in _encoded(reader.batches(), job):
-            reader.reject(batch)
-            reader.note(batch)
-            _write(batch, writers)
-            counts.num_tokens += len(batch.tokens)
-            report()
-        shards = {split: writer.close() for split, writer in writers.items()}
-    return _commit(unit, job, workspace, shards, reader)
-
-
-def _commit(
-    unit: Unit,
-    job: Job,
-    workspace: Workspace,
-    shards: dict[Split, ShardRecord],
-    reader: _UnitReader,
-) -> UnitRecord:
-    """Make the files durable, then list them in the record."""
-    record = UnitRecord(
-        key=unit.key,
-        token=workspace.token,
-        engine=job.encoder.engine(),
-        engine_reason=job.encoder_reason,
-        documents=sum(shard.documents for shard in shards.values()),
-        bad_documents=reader.rejects.count,
-        parts=tuple(reader.done),
-        splits=shards,
-        unrendered=dict(reader.unrendered),
-        answer_ends=tuple(sorted(reader.answer_ends)),
-        inside_answers=tuple(sorted(reader.inside_answers)),
-        fill_in_middle=dict(reader.modes),
-        filtered=dict(reader.rejects.filtered),
-        spelled_tokens=dict(reader.spelled),
-        unread_keys=reader.unread_keys(),
-    )
-    for name in record.files:
-        sync_to_disk(workspace.directory / name)
-    sync_to_disk(workspace.directory)
-    workspace.write_record(record)
-    return record
-
-
-class _UnitReader:
-    """Reader of the parts of a unit, one after another, that lists its bad documents."""
-
-    def __init__(self, unit: Unit, job: Job, counts: Counts, workspace: Workspace) -> None:
-        self.unit = unit
-        self.job = job
-        self.counts = counts
-        self.done: list[PartDone] = []
-        self._part_of_bad: int | None = None  # the one being read
-        self.rejects = RejectedDocuments(job.allow_bad, self._keep)
-        self._errors_path: Path = workspace.directory / errors_name(unit.key, workspace.token)
-        self._errors: IO[str] | None = None
-        self._places: deque[tuple[int, int]] = deque()  # part, and line or row, of conversations
-        self.unrendered: Counter[str] = Counter()
-        self.answer_ends: set[str] = set()
-        self.inside_answers: set[str] = set()
-        self.modes: Counter[str] = Counter()
-        self.spelled: Counter[str] = Counter()
-
-    def unread_keys(self) -> dict[str, int]:
-        """Return the rows that have each key that is not read; a filter reads all."""
-        if self.job.reading.text_filter is not None:
-            return {}
-        return self.rejects.keys.unread(self.job.reading.key_rules)
-
-    def note(self, batch: Batch) -> None:
-        """Count rearranged documents, spelled control tokens and what the chat template drops; note
-        how it ends answers."""
-        self.modes.update(batch.modes)
-        self.spelled.update(batch.spelled)
-        if batch.num_dropped:
-            self.rejects.filtered[LONG_PROMPT] += batch.num_dropped
-        if batch.chats is not None:
-            self.unrendered.update(batch.chats.unrendered)
-            self.answer_ends |= batch.chats.ends
-            self.inside_answers |= batch.chats.inner_controls
-
-    def reject(self, batch: Batch) -> None:
-        """Reject the next conversations that failed in encoding. Raises as `RejectedDocuments`."""
-        read = [self._places.popleft() for _ in range(batch.num_read)]
-        for number, why in batch.problems:
-            part_number, place = read[number]
-            part = self.unit.parts[part_number]
-            reader = part_reader(part, self.job.reading, self.rejects)
-            self._part_of_bad = part_number
-            reader.reject_at(place, why)
-            self._part_of_bad = None
-
-    def batches(self) -> Iterator[tuple[list[bytes], Checks]]:
-        """Yield the documents, and which of them are compared with the reference."""
-        # The reference itself needs no comparison.
-        sampler = None if self.job.encoder is self.job.reference else CheckSampler()
-        for contents in batched(self._blocks()):
-            yield contents, sampler.choose(contents) if sampler else Checks()
-
-    def _blocks(self) -> Iterator[list[bytes]]:
-        counts = self.counts
-        before = counts.num_bytes
-        for part in self.unit.parts:
-            reader = part_reader(part, self.job.reading, self.rejects)
-            counts.path, counts.part_bytes = part.source.path, part.num_bytes
-            for documents in reader.blocks():
-                counts.part_done = min(reader.bytes_done, part.num_bytes)
-                counts.num_bytes = before + counts.part_done
-                if self.job.chat is not None:
-                    self._places.extend((len(self.done), place) for place in reader.places)
-                yield documents
-            before += part.num_bytes
-            counts.num_bytes, counts.part_done = before, part.num_bytes
-            self.done.append(
-                PartDone(
-                    xxh3=reader.checksum(),
-                    layout_xxh3=reader.layout(),
-                    num_lines=reader.num_lines,
-                    times=part.source.record.times,
-                )
-            )
-
-    def _keep(self, bad: BadDocument) -> None:
-        """Store a bad document; its line counts from the start of the part (`commit` converts
-        it)."""
-        if self._errors is None:
-            self._errors = self._errors_path.open("w", encoding="utf-8")
-        part = len(self.done) if self._part_of_bad is None else self._part_of_bad
-        entry = [part, bad.path, bad.line, bad.row, bad.reason]
-        self._errors.write(json.dumps(entry, ensure_ascii=False) + "\n")
-        self.counts.bad_documents += 1
-
-    def __enter__(self) -> _UnitReader:
-        return self
-
-    def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        if self._errors is not None:
-            self._errors.close()
-            if error is not None:
-                self._errors_path.unlink(missing_ok=True)
-
-
-def _encoded(batches: Iterator[tuple[list[bytes], Checks]], job: Job) -> Iterator[Batch]:
-    """Yield encoded batches, in order; at most `PENDING_PER_THREAD` times threads are pending."""
-    if job.num_threads == 1:
-        for contents, checks in batches:
-            yield job.run(contents, checks)
-        return
-    for encoder in (job.encoder, job.reference):  # loaded once, not by every thread
-        encoder.encode_utf8([])
-    num_threads = MAX_ENCODING_THREADS
-    if not job.encoder.uses_all_cores:
-        num_threads = min(job.num_threads, num_threads)
-    pending: deque[Future[Batch]] = deque()
-    with ThreadPoolExecutor(num_threads) as pool:
-        try:
-            for contents, checks in batches:
-                pending.append(pool.submit(job.run, contents, checks))
-                while pending and (
-                    len(pending) >= PENDING_PER_THREAD * num_threads or pending[0].done()
-                ):
-                    yield pending.popleft().result()
-            while pending:
-                yield pending.popleft().result()
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _write(batch: Batch, writers: dict[Split, ShardWriter]) -> None:
-    if not batch.held_out.any():
-        text_bytes = int(batch.text_bytes.sum())
-        of_documents = batch.mask, batch.labels, batch.weights
-        writers["train"].add(batch.tokens, batch.lengths, text_bytes, *of_documents)
-        return
-    of_document = np.repeat(batch.held_out, batch.lengths)
-    for split, writer in writers.items():
-        wanted = split == "held_out"
-        documents = batch.held_out == wanted
-        writer.add(
-            batch.tokens[of_document == wanted],
-            batch.lengths[documents],
-            int(batch.text_bytes[documents].sum()),
-            None if batch.mask is None else batch.mask[of_document == wanted],
-            None if batch.labels is None else batch.labels[documents],
-            None if batch.weights is None else batch.weights[of_document == wanted],
-        )
-
 
 REPORT_BYTES = 1 << 22
 """Bytes after which a worker reports progress: a few times a second."""
@@ -411,7 +54,7 @@ def new_token() -> str:
 
 def run_round(work: Round, workers: Workers, update: Update) -> None:
     """Build the units of `work` on which no other process holds a lease. With several workers, the
-    first error of any is raised, and the others are killed."""
+    first error of a worker is raised, and all workers are killed."""
     num_processes, num_threads = workers.num_processes, workers.num_threads
     if not workers.started:
         # Even on one core reading and writing wait less in parallel with an encoder.
@@ -419,7 +62,7 @@ def run_round(work: Round, workers: Workers, update: Update) -> None:
         _take_units(replace(work, job=job), partial(update, 0))
         return
     job = replace(work.job, num_threads=num_threads)
-    # Not fork: the threads of a tokenizer that was already used do not survive it.
+    # Start the workers. Not by fork: the threads of a tokenizer that was used do not survive it.
     context = multiprocessing.get_context("spawn")
     processes: dict[Connection, tuple[int, SpawnProcess]] = {}
     tokens: set[str] = set()
@@ -428,14 +71,15 @@ def run_round(work: Round, workers: Workers, update: Update) -> None:
             receiver, sender = context.Pipe(duplex=False)
             workspace = replace(work.workspace, token=new_token())
             share = work.share.split(number, num_processes)
-            own = replace(work, share=share, job=job, workspace=workspace)
-            process = context.Process(target=_run_worker, args=(own, num_threads, sender))
+            worker_round = replace(work, share=share, job=job, workspace=workspace)
+            process = context.Process(target=_run_worker, args=(worker_round, num_threads, sender))
             process.start()
             sender.close()
             tokens.add(workspace.token)
             processes[receiver] = (number, process)
         _follow(processes, update)
     finally:
+        # After an error: end all workers, and free their units for the next round.
         for _, process in processes.values():
             process.kill()
         for _, process in processes.values():
@@ -480,12 +124,12 @@ def _take_units(work: Round, report: Callable[[Counts], None]) -> None:
             report(counts)
 
     for unit in work.share.order(work.units):
-        # It had no valid record at the start of the round, but may have one of touched inputs.
+        # Another worker may have built the unit since the start of the round.
         if workspace.is_done(unit):
             continue
-        with leases.take(unit.key) as mine:
-            # Its last owner may have finished it just before releasing the lease.
-            if mine and not workspace.is_done(unit):
+        with leases.take(unit.key) as has_lease:
+            # The last owner may have finished the unit just before releasing the lease.
+            if has_lease and not workspace.is_done(unit):
                 if work.job.encoder.engine() in workspace.rejected():
                     return  # by another process; the next round uses another encoder
                 if confirm_unit(unit, workspace, work.job.reading):

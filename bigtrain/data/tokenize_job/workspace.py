@@ -2,9 +2,9 @@
 
 A unit is the part of the inputs that becomes one shard: a part of a file (`PartRecord`), a file
 that cannot be split, or several small files. The plan depends only on the inputs, the tokenizer and
-the options, not on the workers. A unit's key covers the options and the ranges of its inputs;
-checksums of their content are in its record (`bigtrain.data.tokenize_job.existing_output`). So
-units of an earlier plan are reused if key and content are the same. The folder::
+the options, not on the workers. A unit's key covers the options and the ranges of the inputs;
+checksums of the content are in the unit's record (`bigtrain.data.tokenize_job.existing_output`). So
+units of an earlier plan are reused if key and content are equal. The folder::
 
     OUTPUT/.units/
       KEY.TOKEN.train.bin  .idx ...  shards of a unit, written by process TOKEN
@@ -69,7 +69,7 @@ class PartDone:
 class UnitRecord(Record):
     """`KEY.json`. Record of a unit. `documents` are the good ones, `token` names the process that
     wrote the files. For conversations: `unrendered` parts by kind, and the texts of the control
-    tokens that end answers and of others inside of them. `fill_in_middle`: documents rearranged, by
+    tokens that end answers and that answers contain. `fill_in_middle`: documents rearranged, by
     mode; `filtered`: dropped by the text filter, by reason; `spelled_tokens`: control tokens that
     texts spell, by name; `unread_keys`: rows that have each key that is not read."""
 
@@ -91,8 +91,8 @@ class UnitRecord(Record):
 
     def is_current(self, unit: Unit) -> bool:
         """Return whether the inputs of `unit` are unchanged by their times."""
-        read = zip(self.parts, unit.parts, strict=True)
-        return all(same_times(done.times, part.source.record.times) for done, part in read)
+        parts = zip(self.parts, unit.parts, strict=True)
+        return all(same_times(part.times, now.source.record.times) for part, now in parts)
 
     @property
     def files(self) -> list[str]:
@@ -152,11 +152,11 @@ class Workspace:
         return {u.key: r for u, r in self._trusted(units, moved) if r.is_current(u)}
 
     def unconfirmed(self, units: Sequence[Unit]) -> dict[str, UnitRecord]:
-        """Return the records that `records` omits only because the times of inputs changed."""
+        """Return the records that `records` omits only because times of inputs changed."""
         return {u.key: r for u, r in self._trusted(units) if not r.is_current(u)}
 
     def is_done(self, unit: Unit) -> bool:
-        """Return whether `unit` has a record of its current inputs, whatever its other contents."""
+        """Return whether `unit` has a record of the current inputs, with any encoder and files."""
         record = self._read_record(unit.key)
         return record is not None and record.is_current(unit)
 
@@ -164,7 +164,7 @@ class Workspace:
         self._record_path(key).unlink(missing_ok=True)
 
     def drop_invalid(self, units: Sequence[Unit]) -> None:
-        """Drop records of those `units` that cannot be reused."""
+        """Drop the records of `units` that cannot be reused."""
         recorded = [unit for unit in units if self.is_recorded(unit.key)]
         trusted = {unit.key for unit, _ in self._trusted(recorded)}
         for unit in recorded:
@@ -190,27 +190,27 @@ class Workspace:
         Call it before the first unit."""
         path = self.directory / FILTER_NAME
         try:
-            known = TextFilterRecord.model_validate_json(path.read_bytes())
+            recorded = TextFilterRecord.model_validate_json(path.read_bytes())
         except FileNotFoundError:
-            known = None
-        if known == current:
+            recorded = None
+        if recorded == current:
             return
-        if known is not None or self.has_work():
-            shown = "no filter" if known is None else f"--filter {known.name}"
-            if known is not None and current is not None and known.name == current.name:
-                shown += " as it was before its file changed"
+        if recorded is not None or self.has_work():
+            filter_text = "no filter" if recorded is None else f"--filter {recorded.name}"
+            if recorded is not None and current is not None and recorded.name == current.name:
+                filter_text += " as it was before its file changed"
             raise DataError(
-                f"{self.output} is unfinished, and was started with {shown} -> start it with that, "
-                "or remove the directory to start over"
+                f"{self.output} is unfinished, and was started with {filter_text} -> start it with "
+                "that, or remove the directory to start over"
             )
         assert current is not None
         write_whole(path, current.model_dump_json().encode("utf-8"), self.draft(FILTER_NAME))
 
     def remove(self) -> None:
         """Remove the folder atomically, and leftovers of earlier removals."""
-        gone = self.output / f"{WORK_DIRECTORY}.{self.token}.partial"
+        removed_folder = self.output / f"{WORK_DIRECTORY}.{self.token}.partial"
         with suppress(FileNotFoundError):
-            self.directory.rename(gone)
+            self.directory.rename(removed_folder)
         for folder in self.output.glob(f"{WORK_DIRECTORY}.*.partial"):
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -273,7 +273,7 @@ def plan_units(
     sources: Sequence[Source], options: ReadOptions, shard_bytes: int, identity: Sequence[object]
 ) -> list[Unit]:
     """Return the units of `sources`, in the order of the input, of at most about `shard_bytes`
-    each. `identity`: the other inputs to a unit's bytes, tokenizer and options, as JSON values.
+    each. `identity`: further inputs to a unit's bytes, tokenizer and options, as JSON values.
     Reads footers of parquet and arrow files larger than `shard_bytes`; raises DataError for corrupt
     ones."""
     common = [
@@ -285,7 +285,15 @@ def plan_units(
         options.selection.dataset_split,
     ]
     groups = _groups(sources, options, shard_bytes)
-    return [Unit(_key(common, parts), tuple(parts)) for parts in groups]
+    units = []
+    for parts in groups:
+        described = [
+            [part.source.format_name, *part.source.record.place, part.begin, part.end]
+            for part in parts
+        ]
+        key = xxhash.xxh3_128_hexdigest(json.dumps([common, described]).encode())
+        units.append(Unit(key, tuple(parts)))
+    return units
 
 
 def plan_key(units: Sequence[Unit]) -> str:
@@ -294,20 +302,12 @@ def plan_key(units: Sequence[Unit]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(described).encode())
 
 
-def _key(common: Sequence[object], parts: Sequence[SourcePart]) -> str:
-    described = [
-        [part.source.format_name, *part.source.record.place, part.begin, part.end] for part in parts
-    ]
-    return xxhash.xxh3_128_hexdigest(json.dumps([common, described]).encode())
-
-
 def _groups(
     sources: Sequence[Source], options: ReadOptions, shard_bytes: int
 ) -> Iterator[list[SourcePart]]:
-    """Return groups of parts: large sources are split, small ones grouped. The end of a group of
+    """Return groups of parts: large sources are split, small sources grouped. The end of a group of
     small files depends only on nearby files: on the hash of a path, once the group has half its
-    size. So a file that is fixed, added or removed changes its own group and few after it, not all
-    that follow."""
+    size. So a file that is fixed, added or removed changes its group and few groups after it."""
     group: list[SourcePart] = []
     size = 0
     for source in sources:

@@ -21,7 +21,8 @@ from bigtrain.commands.arguments import size
 from bigtrain.data.shards.dataset import open_dataset
 from bigtrain.data.shards.manifest import Manifest
 from bigtrain.data.tokenize_job.request import Workers
-from bigtrain.data.tokenize_job.worker_pool import Round, Update, is_held_out, run_round
+from bigtrain.data.tokenize_job.unit_builder import is_held_out
+from bigtrain.data.tokenize_job.worker_pool import Round, Update, run_round
 from bigtrain.data.tokenizers.tokenizer import load_tokenizer
 from bigtrain.errors import DataError
 from bigtrain.system.machine import Machine

@@ -65,7 +65,7 @@ def write_shards(directory: Path, documents: list[list[int]], masked: bool) -> l
             for bits in part:
                 tokens = np.arange(position, position + len(bits))
                 mask = np.array(bits, bool) if masked else None
-                writer.add(tokens, np.array([len(bits)]), 0, mask)
+                writer.add(tokens, np.array([len(bits)]), 0, mask=mask)
                 position += len(bits)
             writer.close()
         shards.append(TokenShard(directory / f"s{number}", masked=masked))

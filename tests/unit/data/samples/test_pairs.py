@@ -42,7 +42,7 @@ def expected_row(dataset: TokenDataset, document: int, length: int) -> list[int]
 def test_rows_are_the_documents_chosen_then_rejected(dataset: TokenDataset) -> None:
     samples = PairSamples(split_stream(dataset, "train"), LENGTH)
     assert samples.num_samples == len(dataset) // 2
-    assert samples.lost == ""
+    assert samples.truncation_note == ""
     numbers = [5, 0, samples.num_samples - 1]
     documents = [document for number in numbers for document in (2 * number, 2 * number + 1)]
     expected = [expected_row(dataset, document, LENGTH) for document in documents]
@@ -74,7 +74,7 @@ def test_longer_answers_are_refused_or_truncated(dataset: TokenDataset) -> None:
     PairSamples(stream, longest - 1)
     samples = PairSamples(stream, longest - 4, truncates=True)
     count = sum(length > longest - 3 for length in lengths)
-    assert samples.lost.startswith(f"{count} of {len(lengths)} answers are truncated")
+    assert samples.truncation_note.startswith(f"{count} of {len(lengths)} answers are truncated")
     number = lengths.index(longest) // 2
     rows = rows_of(dataset, samples, [number])
     assert rows == [expected_row(dataset, 2 * number + n, longest - 4) for n in (0, 1)]

@@ -36,9 +36,9 @@ def write_masked(directory: Path) -> Path:
     directory.mkdir()
     with ShardWriter(directory, "train-00000", "uint16", masked=True) as writer:
         bits = np.array(MASK, bool)
-        writer.add(np.array([5, 6, 7, 8, 9]), np.array([5, 0]), 5, bits[:5])
-        writer.add(np.array([1, 2, 3]), np.array([3]), 3, bits[5:8])
-        writer.add(np.array([4, 4]), np.array([2]), 2, bits[8:])
+        writer.add(np.array([5, 6, 7, 8, 9]), np.array([5, 0]), 5, mask=bits[:5])
+        writer.add(np.array([1, 2, 3]), np.array([3]), 3, mask=bits[5:8])
+        writer.add(np.array([4, 4]), np.array([2]), 2, mask=bits[8:])
         record = writer.close()
     manifest = Manifest(
         tokenizer=TokenizerRecord(
@@ -84,7 +84,7 @@ def test_any_division_gives_the_same_bytes(tmp_path: Path, cuts: list[int], seed
     with ShardWriter(tmp_path, "x", "uint16", masked=True) as writer:
         for low, high in itertools.pairwise(bounds):
             tokens = np.zeros(high - low, np.int64)
-            writer.add(tokens, np.array([high - low]), 0, mask[low:high])
+            writer.add(tokens, np.array([high - low]), 0, mask=mask[low:high])
         assert writer.close().target_tokens == mask.sum()
     written = (tmp_path / "x.mask").read_bytes()
     assert written == np.packbits(mask, bitorder="little").tobytes()
@@ -108,7 +108,7 @@ def test_an_exception_leaves_no_file(tmp_path: Path) -> None:
         pytest.raises(KeyError),
         ShardWriter(tmp_path, "x", "uint16", masked=True) as writer,
     ):
-        writer.add(np.array([1]), np.array([1]), 1, np.array([True]))
+        writer.add(np.array([1]), np.array([1]), 1, mask=np.array([True]))
         raise KeyError
     assert list(tmp_path.iterdir()) == []
 

@@ -16,7 +16,7 @@ from bigtrain.cli import main
 from bigtrain.data.shards.dataset import open_dataset
 from bigtrain.data.shards.manifest import FillInMiddleRecord, read_manifest
 from bigtrain.data.tokenize_job.fill_in_middle import KNOWN_TOKENS, FillInMiddle
-from bigtrain.data.tokenize_job.worker_pool import is_held_out
+from bigtrain.data.tokenize_job.unit_builder import is_held_out
 from tests.support.chats import chat_tokenizer
 
 NAMES = KNOWN_TOKENS[1]

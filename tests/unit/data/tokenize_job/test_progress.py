@@ -9,7 +9,7 @@ import pytest
 
 from bigtrain.data.tokenize_job import job
 from bigtrain.data.tokenize_job.progress import LINE_EVERY_S, TokenizeProgress, announce
-from bigtrain.data.tokenize_job.worker_pool import Counts
+from bigtrain.data.tokenize_job.unit_builder import Counts
 from bigtrain.errors import DataError
 from bigtrain.python_api.tokenizing import build_tokens
 
