@@ -136,7 +136,9 @@ class RouterLosses:
 
     def _of_global_batch(self, logits: tuple[torch.Tensor, ...]) -> torch.Tensor:
         routing = Routing.of(logits, self._top_k)
-        everyone = torch.cat([routing.chosen, routing.chosen.new_full((1,), routing.num_rows)])
+        everyone = torch.cat(
+            [routing.expert_tokens, routing.expert_tokens.new_full((1,), routing.num_rows)]
+        )
         dist.all_reduce(everyone, group=self._replicas)
         self._chosen = everyone if self._chosen is None else self._chosen + everyone
         return balance_loss(self._chosen[:-1] / self._chosen[-1], routing.probabilities)

@@ -1,9 +1,9 @@
 """Parameters in their own dtype, in addition to the 16-bit copies that DeepSpeed holds.
 
-Some architectures compute in 16 bit but keep parameters in float32 (`ParameterPlan.kept`: routers,
-recurrent states, selection biases). Modules read such a parameter from a float32 tensor, assembled
-from the fp32 masters after each update; its gradient goes to the 16-bit copy. Frozen parameters are
-kept in the dtype of the base's file (`bigtrain.engine.checkpoint.fragments`).
+Some architectures compute in 16 bit but keep parameters in float32 (`ParameterPlan.float32_names`:
+routers, recurrent states, selection biases). Modules read such a parameter from a float32 tensor,
+assembled from the fp32 masters after each update; its gradient goes to the 16-bit copy. Frozen
+parameters are kept in the dtype of the base's file (`bigtrain.engine.checkpoint.fragments`).
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ def test_a_failure_of_the_users_class_names_its_line(
         **{"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32},
     }
     section = ModelSection(type=f"{name}:Failing", config=sizes)
-    reach = find_gradient_reach(load_hf_config(section))
+    reach = find_gradient_reach(load_hf_config(section), 32)
     line = file.read_text().splitlines().index(f"        {body}") + 1
     assert f"({file}:{line})" in reach.failure
 
