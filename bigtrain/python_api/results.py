@@ -298,7 +298,12 @@ def grow_model(
     with TemporaryDirectory(prefix="bigtrain-tokenizer-") as place:
         loaded.save(Path(place))
         return export_grown(
-            str(model), Path(place), loaded.vocab_size, Path(output), vocabulary, seed
+            str(model),
+            Path(place),
+            loaded.vocab_size,
+            Path(output),
+            vocabulary=vocabulary,
+            seed=seed,
         )
 
 

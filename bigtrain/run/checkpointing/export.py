@@ -159,7 +159,7 @@ def write_export(
         max_shard_size=max_shard_size,
         base=record,
         as_stored=as_stored,
-        known=_notes_without_record(config) if record is None else (),
+        base_notes=_notes_without_record(config) if record is None else (),
     )
     for note in notes:
         warn(f"{output}: {note}")

@@ -117,7 +117,12 @@ def _grown(context: RunContext, log: RunLog, inputs: Inputs, weights: Weights) -
         return weights
     config, hf_config = context.config, inputs.hf_config
     grown = grown_weights(
-        weights, hf_config, growth, config.model, config.seed, context.long_work.on_main_rank
+        weights,
+        hf_config,
+        growth,
+        config.model,
+        config.seed,
+        on_main_rank=context.long_work.on_main_rank,
     )
     assert config.model.vocabulary is not None
     log.info(
