@@ -174,7 +174,7 @@ class Trial:
             model.activation_checkpointing_enable({"use_reentrant": False})
         exact = {
             OUTPUT: Tolerance(),
-            LOSS: Tolerance(own=_GRADIENT),
+            LOSS: Tolerance(relative=_GRADIENT),
             GRADIENT: Tolerance(common=_GRADIENT),
         }
         trial = stage_trial(plan.layout, plan.cuts, self.objective.ids, tolerances=exact)

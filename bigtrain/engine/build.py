@@ -98,7 +98,7 @@ def build_engine(
     computes_loss = model_plan.loss.install(model, loss_terms(config)) is not None
     layers, weight = mtp_layers(model), config.objective.mtp_weight
     multi_token = None if layers is None else MultiTokenLoss(model, layers, weight, device)
-    exact = ExactParameters(model, model_plan.parameters.kept, device)
+    exact = ExactParameters(model, model_plan.parameters.float32_names, device)
     compiled = apply_layer_options(model, config, engine_config, device, model_plan.tiles)
     groups = parameter_groups(
         model, config.optimizer, mesh.topology.expert_size, model_plan.parameters.untrained

@@ -129,7 +129,9 @@ class RouterLosses:
             routing = Routing.of(router_logits_of(outputs), self._top_k)
             # Tokens by expert, and all tokens, of this micro-batch on all replicas. Earlier
             # micro-batches of the step are added, so that fractions are of the global batch so far.
-            counts = torch.cat([routing.chosen, routing.chosen.new_full((1,), routing.num_rows)])
+            counts = torch.cat(
+                [routing.expert_tokens, routing.expert_tokens.new_full((1,), routing.num_rows)]
+            )
             dist.all_reduce(counts, group=self._replicas)
             self._counts = counts if self._counts is None else self._counts + counts
             fractions = self._counts[:-1] / self._counts[-1]

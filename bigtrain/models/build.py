@@ -5,7 +5,7 @@ imported here)."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -76,27 +76,27 @@ def build_model(
     """Return the run's model on the CPU (partitioned models: where `partitioning` puts them).
 
     Random weights depend only on `seed` and parameter names: not on the dtype (beyond rounding),
-    world size, partitioning or device. Pretrained ones (`section.path`) are read into a full model
-    (`weights`: read); a partitioned one is filled by its engine and is uninitialized until then
-    (left). `adapters`: added to the frozen weights with their initial values, full on every rank
-    until the engine takes over. Layers in 4 bits, if these ask for them, are empty until
-    `read_quantized` fills them; `run_dtype` (default: `dtype`): what they compute in. `untrained`:
-    names of parameters that are frozen in addition to ``model.frozen``. `float8`: layers that
-    compute in float8. Collective over all ranks when partitioned. Raises ModelError for a model
-    that cannot be built, and as `find_weights`.
+    world size, partitioning or device. Pretrained weights (`section.path`) are read into a full
+    model (`weights`: read); a partitioned model is filled by its engine and uninitialized until
+    then (left). `adapters`: added to the frozen weights with initial values, full on every rank
+    until the engine takes over. Layers in 4 bits, if `adapters` has them, are empty until
+    `read_quantized` fills them; `run_dtype` (default: `dtype`): the dtype in which they compute.
+    `untrained`: names of parameters that are frozen in addition to ``model.frozen``. `float8`:
+    layers that compute in float8. Collective over all ranks when partitioned. Raises ModelError for
+    a model that cannot be built, and as `find_weights`.
     """
-    # Imports the class. One imported while DeepSpeed partitions what is constructed (0.19.8,
-    # zero/partition_parameters.py) loses its decorators' constructor afterwards.
+    # Imports the model class. A class imported while DeepSpeed partitions constructed models
+    # (0.19.8, zero/partition_parameters.py) loses its decorators' constructor afterwards.
     MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None)
     if scores_samples(hf_config):
         MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(hf_config), None)
-    # A copy: what is set below, and by transformers, must not change the caller's configuration.
+    # A copy: transformers and the lines below change the configuration, but not the caller's.
     model = _construct(copy.deepcopy(hf_config), section, seed, dtype, partitioning)
     if partitioning is WHOLE:
         for name in computed_in_float32(model, dtype):
             parameter = model.get_parameter(name)
             parameter.data = parameter.data.float()
-    # Counts layers, so it comes before any are removed.
+    # Checkpointing counts layers, so it comes before layers are removed.
     _set_gradient_checkpointing(model, section)
     freeze(model, section.frozen)
     freeze_named(model, untrained)
@@ -130,7 +130,7 @@ def _adapt(
 
 @torch.no_grad()
 def _make_room(model: PreTrainedModel, partitioning: Partitioning) -> None:
-    """Cut parameters to their final shape, and fill the buffers that no file holds."""
+    """Split parameters to their final shape, and fill the buffers that are not in files."""
     if partitioning.prepare is not None:
         for parameter in model.parameters():
             with partitioning.gather([parameter]):
@@ -142,8 +142,8 @@ def _make_room(model: PreTrainedModel, partitioning: Partitioning) -> None:
 
 @torch.no_grad()
 def read_in_turn(model: PreTrainedModel, weights: Weights) -> None:
-    """Let a model that was built without weights read each layer's weights when it is called. They
-    are freed afterwards, so that a forward pass holds one layer's weights at a time."""
+    """Make a model that was built without weights read a layer's weights when the layer is called,
+    and free them afterwards: a forward pass holds a single layer's weights at a time."""
 
     def read(name: str, parameter: nn.Parameter) -> None:
         parameter.data = allocate(tuple(weights.tensors[name].shape), parameter.dtype)
@@ -193,9 +193,9 @@ def _construct(
     partitioning: Partitioning,
 ) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]), no_init_weights(), partitioning.construct():
-        # Few constructors draw numbers themselves; `_init_weights` does nearly all of it.
+        # Few constructors draw random numbers; nearly all are drawn by `_init_weights`.
         torch.manual_seed(seed)
-        # transformers chooses if it gets None.
+        # With None, transformers chooses the attention.
         attention = None if section.attention == "auto" else section.attention
         try:
             model = auto_class(hf_config).from_config(
@@ -203,40 +203,34 @@ def _construct(
             )
         except (ValueError, ImportError) as error:
             key = "model.config" if section.path is None else f"model.path = {section.path!r}"
-            raise ModelError(_why_not_built(key, section.attention, error)) from error
+            text = str(error).strip() or type(error).__name__
+            is_attention = "attention" in text.lower() or "flash" in text.lower()
+            if section.attention in ("auto", "eager") or not is_attention:
+                raise ModelError(f"{key}: {text}") from error
+            first_sentence = text.split(" yet. ", 1)[0]
+            alternative = "eager" if section.attention == "sdpa" else "sdpa"
+            raise ModelError(
+                f"model.attention = {section.attention!r}: {first_sentence} -> set "
+                f"model.attention={alternative}"
+            ) from error
         add_mtp_layers(model, hf_config)
     if scores_samples(hf_config):
-        # Padding follows a row's last token, so no gradient reaches it. The token that pads may
-        # occur in conversations, where its embedding is trained like that of any other token.
+        # Padding follows a row's last token, so padding gets no gradient. The padding token may
+        # occur in conversations, where its embedding is trained like every embedding.
         for module in model.modules():
             if isinstance(module, nn.Embedding):
                 module.padding_idx = None
     # no_init_weights also skips the tying that post_init would do.
     model.tie_weights()
     assert isinstance(model, PreTrainedModel)
-    _widen_buffers(model)
-    return model
-
-
-def _widen_buffers(model: PreTrainedModel) -> None:
-    """Make stored buffers float32: DeepSpeed casts none, so all stages compute and export the
-    same."""
+    # Make stored buffers float32: DeepSpeed does not cast buffers, so all stages compute and export
+    # equal values.
     stored = model.state_dict(keep_vars=True).keys()
     for name, buffer in list(model.named_buffers()):
         if name in stored and buffer.is_floating_point() and buffer.itemsize < 4:
             prefix, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(prefix), leaf, buffer.float())
-
-
-def _why_not_built(key: str, attention: str, error: Exception) -> str:
-    text = str(error).strip() or type(error).__name__
-    if attention not in ("auto", "eager") and (
-        "attention" in text.lower() or "flash" in text.lower()
-    ):
-        first_sentence = text.split(" yet. ", 1)[0]
-        other = "eager" if attention == "sdpa" else "sdpa"
-        return f"model.attention = {attention!r}: {first_sentence} -> set model.attention={other}"
-    return f"{key}: {text}"
+    return model
 
 
 def _set_gradient_checkpointing(model: PreTrainedModel, section: ModelSection) -> None:
@@ -258,16 +252,17 @@ def _set_gradient_checkpointing(model: PreTrainedModel, section: ModelSection) -
 def initialize_weights(
     model: PreTrainedModel, seed: int, partitioning: Partitioning = WHOLE
 ) -> None:
-    """Initialize every parameter by the model's own rules, from a random stream per module.
+    """Initialize every parameter by the model's rules, from a random stream per module.
 
-    The values come from the architecture's `_init_weights`, called as transformers calls it
-    (children before parents), but each module draws from a CPU generator seeded with (seed,
-    module name), in float32. So they are the same at every ZeRO stage and world size and on every
-    device, and only one layer at a time is full. Collective over all ranks when partitioned.
+    The values come from the architecture's `_init_weights`, called in transformers' order (children
+    before parents), but every module draws from a CPU generator seeded with (seed, module name), in
+    float32. So values do not depend on ZeRO stage, world size or device, and a single layer at a
+    time is full. Collective over all ranks when partitioned.
     """
-    done: set[int] = set()
+    initialized_ids: set[int] = set()
     for prefix, owner, module, recurse in _units(model, "", model):
-        parameters = _unique(module.parameters(recurse=recurse), done)
+        distinct = {id(parameter): parameter for parameter in module.parameters(recurse=recurse)}
+        parameters = [p for key, p in distinct.items() if key not in initialized_ids]
         with partitioning.gather(parameters):
             if partitioning.writes_weights:
                 with _float32_on_cpu(parameters), torch.random.fork_rng(devices=[]):
@@ -279,14 +274,14 @@ def initialize_weights(
             # transformers' init functions skip flagged tensors: a tied weight, or a layer that a
             # container's rule would initialize again when it is no longer full.
             mark_initialized(parameter)
-            done.add(id(parameter))
+            initialized_ids.add(id(parameter))
 
 
 def _units(
     module: nn.Module, prefix: str, owner: PreTrainedModel
 ) -> Iterator[tuple[str, PreTrainedModel, nn.Module, bool]]:
-    """Yield each layer, and each module that holds lists: name, its PreTrainedModel, module,
-    whether the subtree belongs to it."""
+    """Yield every layer, and every module that contains lists: name, PreTrainedModel, module,
+    and whether the unit includes the subtree."""
     if isinstance(module, PreTrainedModel):
         owner = module
     if not any(isinstance(child, nn.ModuleList) for child in module.modules()):
@@ -308,20 +303,16 @@ def _post_order(
     yield prefix, module, owner
 
 
-def _unique(parameters: Iterable[nn.Parameter], done: set[int]) -> list[nn.Parameter]:
-    return list({id(p): p for p in parameters if id(p) not in done}.values())
-
-
 @contextmanager
 def _float32_on_cpu(parameters: list[nn.Parameter]) -> Iterator[None]:
-    """Make the parameters float32 CPU tensors inside, with their current values; then write them
-    back."""
-    homes = [parameter.data for parameter in parameters]
-    for parameter, home in zip(parameters, homes, strict=True):
-        parameter.data = home.to(device="cpu", dtype=torch.float32, copy=True)
+    """Replace the data of parameters by float32 copies on the CPU; write the copies back on
+    exit."""
+    originals = [parameter.data for parameter in parameters]
+    for parameter, original in zip(parameters, originals, strict=True):
+        parameter.data = original.to(device="cpu", dtype=torch.float32, copy=True)
     try:
         yield
     finally:
-        for parameter, home in zip(parameters, homes, strict=True):
-            home.copy_(parameter.data)
-            parameter.data = home
+        for parameter, original in zip(parameters, originals, strict=True):
+            original.copy_(parameter.data)
+            parameter.data = original

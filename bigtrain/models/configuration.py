@@ -84,7 +84,7 @@ def load_hf_config(section: ConfigurationSource) -> PreTrainedConfig:
     source = section.path if section.path is not None else section.config
     assert source is not None
     key = "model.path" if section.path is not None else "model.config"
-    directory = local_path(source, weights=False)  # errors of a store name their own cause
+    directory = local_path(source, weights=False)  # errors of a store have a complete text
     try:
         # Explicit, or transformers asks at the terminal whether to run a model's own code.
         config: PreTrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
@@ -127,21 +127,21 @@ def register_model(name: str) -> str:
     """Let transformers build the model class of the user that `name` (``package.module:Class``)
     means; return its model type. Raises ConfigError if it cannot be imported, ModelError for a
     model type that another class has."""
-    kind = import_named("model.type", name)
-    config_class = kind.config_class
+    model_class = import_named("model.type", name)
+    config_class = model_class.config_class
     model_type = str(config_class.model_type)
-    # Again for a class of the same name, which a notebook has defined again.
-    known = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else config_class
-    if (known.__module__, known.__qualname__) != (
+    # A notebook may define a class a second time, which replaces the first definition.
+    registered = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else config_class
+    if (registered.__module__, registered.__qualname__) != (
         config_class.__module__,
         config_class.__qualname__,
     ):
         raise ModelError(
             f"model.type = {name!r}: its model_type {model_type!r} is that of "
-            f"{known.__module__}.{known.__qualname__} -> choose another one"
+            f"{registered.__module__}.{registered.__qualname__} -> choose another one"
         )
     AutoConfig.register(model_type, config_class, exist_ok=True)
-    AutoModelForCausalLM.register(config_class, kind, exist_ok=True)
+    AutoModelForCausalLM.register(config_class, model_class, exist_ok=True)
     return model_type
 
 
@@ -158,9 +158,9 @@ def auto_class(hf_config: PreTrainedConfig) -> Any:
 def with_objective_head(
     hf_config: PreTrainedConfig, config: RunConfig, labels: tuple[str, ...] = ()
 ) -> PreTrainedConfig:
-    """Return `hf_config` with the head of the run's objective: unchanged for one that predicts
-    tokens. `labels`: names of the classes. Raises ConfigError for a base with another kind of head,
-    an architecture without such a class, and one without a token that pads."""
+    """Return `hf_config` with the head of the run's objective: unchanged for an objective that
+    predicts tokens. `labels`: names of the classes. Raises ConfigError for a base with another type
+    of head, and an architecture without a class with a score head or without a padding token."""
     section = config.objective
     key = "model.path" if config.model.path is not None else "model.config"
     if not section.scores_samples:
@@ -172,8 +172,8 @@ def with_objective_head(
     if type(hf_config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         rule = f"is a {hf_config.model_type}, of which transformers has no class with a score head"
         raise _refused(key, config, rule, "an architecture with one, such as llama or qwen3")
-    if scores_samples(hf_config) and (why := _other_labels(hf_config, labels)):
-        raise _refused(key, config, why, "tokenize with its labels, or start from a causal LM")
+    if scores_samples(hf_config) and (mismatch := _other_labels(hf_config, labels)):
+        raise _refused(key, config, mismatch, "tokenize with its labels, or start from a causal LM")
     scoring_config = copy.deepcopy(hf_config)
     text = scoring_config.get_text_config()
     if text.pad_token_id is None:
@@ -215,8 +215,8 @@ def with_mtp_layers(hf_config: PreTrainedConfig, *, trains: bool) -> PreTrainedC
 
 
 def num_counted_mtp_layers(hf_config: PreTrainedConfig) -> int:
-    """Return the layers for multi-token prediction that a configuration counts, also where
-    transformers builds none of the architecture's."""
+    """Return the number of layers for multi-token prediction in a configuration, also where
+    transformers does not build them."""
     text = text_config(hf_config)
     counts = (getattr(text, name, 0) for name in ("num_mtp_layers", "num_nextn_predict_layers"))
     return next((int(count) for count in counts if count), 0)
@@ -229,7 +229,7 @@ def num_trained_mtp_layers(hf_config: PreTrainedConfig) -> int:
 
 @contextmanager
 def unmarked(hf_config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
-    """Remove the mark of `with_mtp_layers` inside, where the configuration is written."""
+    """Remove the mark of `with_mtp_layers` while the configuration is written."""
     count = vars(hf_config).pop(MTP_MARK, None)
     try:
         yield hf_config
@@ -239,14 +239,16 @@ def unmarked(hf_config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
 
 
 def _other_labels(hf_config: PreTrainedConfig, labels: tuple[str, ...]) -> str:
-    """Return why the head of a base does not fit `labels`; empty if it does, also where its labels
-    have transformers' default names."""
+    """Return why the head of a base does not fit `labels`; empty if it does, or if the base's
+    labels have transformers' default names."""
     count = int(hf_config.num_labels or 0)
-    own = [str((hf_config.id2label or {}).get(number)) for number in range(count)]
+    base_labels = [str((hf_config.id2label or {}).get(number)) for number in range(count)]
     if count != max(1, len(labels)):
         return f"has a score head with {count} labels, and the run needs {max(1, len(labels))}"
-    if labels and own not in (list(labels), [f"LABEL_{number}" for number in range(count)]):
-        return f"has a score head for {', '.join(own)}, and the data has {', '.join(labels)}"
+    if labels and base_labels not in (list(labels), [f"LABEL_{number}" for number in range(count)]):
+        return (
+            f"has a score head for {', '.join(base_labels)}, and the data has {', '.join(labels)}"
+        )
     return ""
 
 
@@ -303,13 +305,12 @@ def save_configuration(
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the language model's part of a configuration (all of it unless it is
-    composite)."""
+    """Return the language model's part of a configuration, `config` unless it is composite."""
     return config.get_text_config()
 
 
 def vocabulary_size(config: PreTrainedConfig) -> int:
-    """Rows of the embedding, padding rows included."""
+    """Return the rows of the embedding, padding rows included."""
     return int(text_config(config).vocab_size)
 
 
@@ -330,8 +331,8 @@ def _build(
 ) -> PreTrainedConfig:
     try:
         return config_class(**values)
-    # transformers wraps its validators' errors in classes of huggingface_hub that it does not
-    # export; they all come from the values given here.
+    # transformers wraps its validators' errors in classes that huggingface_hub does not export;
+    # `values` cause all such errors.
     except Exception as error:
         reason = one_line(error, None)
         raise ModelError(
@@ -343,26 +344,26 @@ def _check_keys(
     config_class: type[PreTrainedConfig], values: Mapping[str, Any], section: str
 ) -> None:
     """Refuse keys that the class does not have: transformers keeps a misspelt key silently."""
-    known = known_keys(config_class)
+    declared_keys = known_keys(config_class)
     for key in values:
-        if key not in known and not _model_reads(config_class, key):
-            close = difflib.get_close_matches(key, sorted(known), n=1)
+        if key not in declared_keys and not _model_reads(config_class, key):
+            close = difflib.get_close_matches(key, sorted(declared_keys), n=1)
             remedy = f"; did you mean {section}.{close[0]}?" if close else ""
             raise ModelError(f"{section}.{key}: {config_class.__name__} has no such key{remedy}")
 
 
 def known_keys(config_class: type[PreTrainedConfig]) -> frozenset[str]:
-    """Keys that the class declares, sets by itself, or has as an alias."""
+    """Return keys that the class declares, sets by default, or has as an alias."""
     names = {field.name for field in dataclasses.fields(config_class)}
     names.update(config_class.attribute_map)
-    with suppress(Exception):  # some classes refuse their own defaults
+    with suppress(Exception):  # some classes refuse their defaults
         names.update(vars(config_class()))
     return frozenset(name for name in names if not name.startswith("_"))
 
 
 def _model_reads(config_class: type[PreTrainedConfig], key: str) -> bool:
-    """Return whether the architecture's source names `key`: some read undeclared ones (Qwen3-MoE's
-    head_dim)."""
+    """Return whether the architecture's source names `key`: some architectures read undeclared keys
+    (Qwen3-MoE's head_dim)."""
     module = config_class.__module__.replace(".configuration_", ".modeling_")
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:

@@ -22,9 +22,9 @@ KEY = "router_logits"
 
 
 def recorded() -> list[torch.Tensor] | None:
-    """Return the router logits of the current forward pass, in the order of layers; append those of
-    other stages' layers. None unless they are asked for (``output_router_logits``)."""
-    # If a model's logits do not come here, its loss in stages differs, which the trial finds.
+    """Return the list of router logits of the current forward pass, in the order of layers; append
+    logits from other stages. None unless the logits are requested (``output_router_logits``)."""
+    # If a model's logits are not in this list, its loss in stages differs, which the trial detects.
     collected = collected_outputs()
     return None if collected is None else collected.get(KEY)
 
@@ -47,8 +47,8 @@ def ask_for_router_logits(model: Any) -> None:
 
 
 def router_logits_of(outputs: Any) -> tuple[torch.Tensor, ...]:
-    """Return the logits of each layer's router [tokens, experts] that a model returned. Raises
-    ModelError if it returned none."""
+    """Return the router logits [tokens, experts] of every layer in a model's `outputs`. Raises
+    ModelError if there are none."""
     logits = getattr(outputs, KEY, None)
     if not isinstance(logits, tuple) or not logits or not all(map(torch.is_tensor, logits)):
         raise ModelError("the model returns no router logits")
@@ -57,31 +57,35 @@ def router_logits_of(outputs: Any) -> tuple[torch.Tensor, ...]:
 
 @dataclass(frozen=True)
 class Routing:
-    """The terms of the auxiliary loss, over all layers together, as in transformers. chosen:
-    float32 [experts], tokens that choose each. probabilities: float32 [experts], means over
+    """Terms of the auxiliary loss, over all layers together, as in transformers. expert_tokens:
+    float32 [experts], tokens that chose an expert. probabilities: float32 [experts], means over
     `num_rows`, the tokens times layers; with gradients."""
 
-    chosen: torch.Tensor
+    expert_tokens: torch.Tensor
     probabilities: torch.Tensor
     num_rows: int
 
     @classmethod
     def of(cls, logits: tuple[torch.Tensor, ...], top_k: int) -> Routing:
-        """logits: of each layer [tokens, experts]; a token chooses `top_k` experts of a layer."""
-        chosen = torch.zeros(logits[0].shape[-1], device=logits[0].device)
-        total = torch.zeros_like(chosen)
+        """Return the terms for the layers' `logits` [tokens, experts]; a token chooses `top_k`
+        experts of a layer."""
+        expert_tokens = torch.zeros(logits[0].shape[-1], device=logits[0].device)
+        total = torch.zeros_like(expert_tokens)
         for layer in logits:
             weights = torch.softmax(layer, dim=-1)
-            places = weights.topk(top_k, dim=-1).indices.flatten()
-            chosen.scatter_add_(0, places, torch.ones_like(places, dtype=chosen.dtype))
+            expert_ids = weights.topk(top_k, dim=-1).indices.flatten()
+            expert_tokens.scatter_add_(
+                0, expert_ids, torch.ones_like(expert_ids, dtype=expert_tokens.dtype)
+            )
             total = total + weights.float().sum(0)
         num_rows = sum(layer.shape[0] for layer in logits)
-        return cls(chosen, total / num_rows, num_rows)
+        return cls(expert_tokens, total / num_rows, num_rows)
 
 
 def balance_loss(fractions: torch.Tensor, probabilities: torch.Tensor) -> torch.Tensor:
-    """Switch Transformer's equation 4: `fractions` [experts] of tokens that choose each expert,
-    and the mean `probabilities` [experts] that routers give them."""
+    """Return ``num_experts * sum_i(f_i * P_i)`` (Switch Transformer, Fedus et al. 2021, arXiv
+    2101.03961, equation 4): `fractions` f [experts] of tokens by chosen expert, and the routers'
+    mean `probabilities` P [experts]."""
     return (fractions * probabilities).sum() * fractions.numel()
 
 
@@ -97,7 +101,7 @@ class ExpertCounts:
 
     Counts every token of a training forward pass once: nothing before `begin`, in evaluation mode,
     or when the backward pass recomputes a layer. Does not wait for the device. Not for compiled
-    layers: the counting would become a part of their graphs.
+    layers: the counting would become a part of the graphs.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -118,8 +122,8 @@ class ExpertCounts:
         self._is_counting = counting
 
     def of(self, name: str, device: torch.device) -> torch.Tensor:
-        """Return tokens of this rank that chose each expert of module `name`, int64 [experts]; a
-        token counts for each of the experts it has chosen."""
+        """Return this rank's tokens by chosen expert of module `name`, int64 [experts]; a token
+        counts for every expert it chose."""
         counted = self._counts.get(name)
         if counted is None:
             return torch.zeros(self.num_experts[name], dtype=torch.int64, device=device)
@@ -134,24 +138,24 @@ class ExpertCounts:
     def _note(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not self._is_counting or not module.training or is_in_backward():
             return
-        chosen = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
-        chosen = chosen.reshape(-1)
+        expert_ids = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
+        expert_ids = expert_ids.reshape(-1)
         last = self.num_experts[name]
         counts = self._counts.get(name)
         if counts is None:
-            # One more for "no expert": some routers may choose to leave a token unchanged.
-            counts = chosen.new_zeros(last + 1, dtype=torch.int64)
+            # The last count is for "no expert": some routers may leave a token unchanged.
+            counts = expert_ids.new_zeros(last + 1, dtype=torch.int64)
             self._counts[name] = counts
         # Not `bincount`, whose output length makes the host wait.
-        places = chosen.clamp(max=last).long()
-        counts.scatter_add_(0, places, torch.ones_like(places))
+        slots = expert_ids.clamp(max=last).long()
+        counts.scatter_add_(0, slots, torch.ones_like(slots))
 
 
 @dataclass(frozen=True)
 class SelectionBias:
-    """The bias of one module of experts that tokens choose from. experts: the module's name. name:
-    of the bias, a buffer, or a parameter if `is_parameter`. tensor: an element for each expert, in
-    any shape; ZeRO-3 may have partitioned a parameter's."""
+    """Bias by which tokens choose experts of a module. experts: the module's name. name: of the
+    bias, a buffer, or a parameter if `is_parameter`. tensor: an element for every expert, in any
+    shape; ZeRO-3 may have partitioned the tensor of a parameter."""
 
     experts: str
     name: str
@@ -160,26 +164,26 @@ class SelectionBias:
 
 
 def selection_biases(model: nn.Module, untrained: Collection[str] = ()) -> list[SelectionBias]:
-    """Return by module of experts, in model order.
+    """Return the selection biases of a model's modules of experts, in model order.
 
-    Architectures call it otherwise (``e_score_correction_bias``, ``expert_bias``), and have it as a
-    buffer or as a parameter. It is a bias of the block that holds the experts, or of its router,
-    with an element for each expert and without a gradient: a choice has none. `untrained`: names of
-    the parameters without one.
+    Names differ by architecture (``e_score_correction_bias``, ``expert_bias``), and the bias is a
+    buffer or a parameter. It belongs to the block around the experts, or to the block's router,
+    with an element for every expert and without a gradient, since a choice has no gradient.
+    `untrained`: names of parameters without a gradient.
     """
     modules = dict(model.named_modules())
     selection_biases = []
     for experts in list(modules_of_experts(model)):
         name = next(key for key, module in modules.items() if module is experts)
         block = name.rpartition(".")[0]
-        inside = {
+        block_modules = {
             key: module
             for key, module in modules.items()
             if f"{key}.".startswith(f"{block}.") and not f"{key}.".startswith(f"{name}.")
         }
         biases = [
             bias
-            for key, module in inside.items()
+            for key, module in block_modules.items()
             for bias in _biases(name, key, module, untrained)
             if _count(bias.tensor) == int(experts.num_experts)  # type: ignore[arg-type]
         ]

@@ -24,14 +24,14 @@ from bigtrain.system.text_record import TextRecord, read_record
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen. `temperature` 0 is greedy."""
+    """Choice of generated tokens. `temperature` 0 is greedy."""
 
     temperature: float
     top_p: float
     seed: int
 
     def options(self) -> dict[str, Any]:
-        """Options like those of transformers' `generate`."""
+        """Return options of transformers' `generate`."""
         if self.temperature <= 0:
             return {"do_sample": False}
         return {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p}
@@ -41,11 +41,11 @@ class Sampling:
 def generate(
     model: str, prompt: str, *, max_new_tokens: int, sampling: Sampling, tokenizer: Any = None
 ) -> str:
-    """`prompt` and its continuation.
+    """Return `prompt` and its continuation.
 
-    The prompt begins as the texts that the model was trained on, by the record of its export, or,
-    without one, as the tokenizer begins a text. `tokenizer`: of transformers; loaded if it is None.
-    Raises ModelError for a model or tokenizer that cannot be loaded, or an empty prompt.
+    The prompt begins like the model's training texts, by the record of the export, or, without a
+    record, as the tokenizer begins a text. `tokenizer`: transformers' tokenizer; loaded if it is
+    None. Raises ModelError for a model or tokenizer that cannot be loaded, or an empty prompt.
     """
     tokenizer = tokenizer or _load(AutoTokenizer, model)
     ids = prompt_ids(tokenizer, prompt, read_record(Path(local_path(model))))
@@ -67,21 +67,23 @@ def generate(
 
 
 def prompt_ids(tokenizer: Any, prompt: str, record: TextRecord | None) -> list[int]:
-    """Return the tokens of `prompt` after those that texts begin with; empty for an empty
+    """Return the beginning tokens of texts and the tokens of `prompt`; empty for an empty
     prompt."""
     ids = list(tokenizer(prompt, add_special_tokens=False).input_ids)
     if not ids:
         return []
     if record is None:
-        own = list(tokenizer(prompt).input_ids)
-        begin = next((n for n in range(len(own)) if own[n : n + len(ids)] == ids), 0)
-        record = TextRecord(tuple(own[:begin]), -1, ())
+        with_special = list(tokenizer(prompt).input_ids)
+        begin = next(
+            (n for n in range(len(with_special)) if with_special[n : n + len(ids)] == ids), 0
+        )
+        record = TextRecord(tuple(with_special[:begin]), -1, ())
     return record.begin(ids)
 
 
 def _ends(network: Any, tokenizer: Any, model: str) -> list[int] | None:
-    """Return the tokens at which generation from the directory or hub name `model` stops; None for
-    none. Next to adapters a record names them; `network` has the settings of their base."""
+    """Return the tokens at which generation from the directory or hub name `model` stops, or None.
+    With adapters, a record names these tokens; `network` has the base's settings."""
     record = read_record(Path(local_path(model)))
     return stop_ids(record, tokenizer, network.generation_config.eos_token_id) or None
 
@@ -92,8 +94,8 @@ class Conversation:
     def __init__(
         self, model: str, *, max_new_tokens: int, sampling: Sampling, tokenizer: Any = None
     ) -> None:
-        """`model`: directory or hub name. `tokenizer`: as of `generate`. Raises ModelError if it
-        cannot be loaded, or has no chat template."""
+        """Load `model` (directory or hub name). `tokenizer`: as for `generate`. Raises ModelError
+        if they cannot be loaded, or the tokenizer has no chat template."""
         self._tokenizer = tokenizer or _load(AutoTokenizer, model)
         if not self._tokenizer.chat_template:
             raise ModelError(
@@ -158,27 +160,22 @@ def _load(factory: Any, model: str, **options: Any) -> Any:
         with without_progress(), quiet_bitsandbytes():
             return factory.from_pretrained(local_path(model), trust_remote_code=False, **options)
     except (OSError, ValueError, SafetensorError) as error:
-        what = _not_found(model)
-        if Path(model).is_dir():
-            what = _not_a_model(Path(model)) or one_line(error, None)
-        raise ModelError(f"--model = {model!r}: cannot be loaded: {what}") from error
-
-
-def _not_a_model(directory: Path) -> str:
-    """Explain what a directory without a model is, and what to name instead; else empty."""
-    if (directory / "hf" / "config.json").is_file():
-        return f"it is a run, whose model is {directory / 'hf'}"
-    if (directory / "checkpoints").is_dir():
-        return (
-            f"it is a run that has not been exported -> bigtrain export --run {directory} --output "
-            "DIR"
-        )
-    if (directory / "config.json").is_file():
-        return ""
-    return "it has no config.json, so it is not a Hugging Face directory"
-
-
-def _not_found(model: str) -> str:
-    if model.startswith((".", "/", "~")) or model.count("/") > 1:
-        return "no such directory"
-    return "neither a directory here nor a model that could be reached on the Hugging Face hub"
+        directory = Path(model)
+        if not directory.is_dir():
+            reason = (
+                "neither a directory here nor a model that could be reached on the Hugging Face hub"
+            )
+            if model.startswith((".", "/", "~")) or model.count("/") > 1:
+                reason = "no such directory"
+        elif (directory / "hf" / "config.json").is_file():
+            reason = f"it is a run, whose model is {directory / 'hf'}"
+        elif (directory / "checkpoints").is_dir():
+            reason = (
+                "it is a run that has not been exported -> bigtrain export --run "
+                f"{directory} --output DIR"
+            )
+        elif (directory / "config.json").is_file():
+            reason = one_line(error, None)
+        else:
+            reason = "it has no config.json, so it is not a Hugging Face directory"
+        raise ModelError(f"--model = {model!r}: cannot be loaded: {reason}") from error

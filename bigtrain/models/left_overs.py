@@ -1,5 +1,5 @@
-"""Files and keys that describe tensors which an export does not have: readers such as vLLM would
-read its full-precision tensors by them."""
+"""Files and keys that describe tensors which an export does not have: with them, readers such as
+vLLM would misread the export's full-precision tensors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ LEFT_OVER_FILES = {
 
 def left_over_reason(name: str) -> str | None:
     """Return why the file `name` of a base, a path with slashes, is not exported although it has no
-    weights; None if it is. Empty for an index of weights, which an export has of its own."""
+    weights; None if it is exported. Empty for an index of weights: an export writes its index."""
     *folders, file = name.split("/")
     if file.endswith(".json") and ".index." in file:
         return ""
@@ -53,8 +53,8 @@ def left_over_reason(name: str) -> str | None:
 
 
 def drop_quantization(values: MutableMapping[str, Any], prefix: str = "") -> list[str]:
-    """Remove `QUANTIZATION_KEYS` from the JSON `values` of a configuration and of those nested in
-    it; return the names of the removed keys."""
+    """Remove `QUANTIZATION_KEYS` from the JSON `values` of a configuration and its nested
+    configurations; return the names of the removed keys."""
     removed = [key for key in QUANTIZATION_KEYS if key in values]
     for key in removed:
         del values[key]

@@ -1,8 +1,8 @@
 """Tasks of lm-eval for a model in other processes: two functions that score and continue token
 lists. The only file that imports lm_eval, which is optional.
 
-lm-eval's own `HFLM` does everything else, so that results are those of its `hf` model; only the two
-methods in which it calls a model in memory are overridden, `_loglikelihood_tokens` and
+lm-eval's `HFLM` does everything else, so that results equal lm-eval's results for an `hf` model.
+Only the two methods that call a model in memory are overridden, `_loglikelihood_tokens` and
 `_model_generate` (models/huggingface.py of 0.4.13).
 """
 
@@ -41,8 +41,8 @@ IsFinished = Callable[[int, Tokens], bool]
 
 @dataclass(frozen=True)
 class Drawing:
-    """How tokens are chosen. temperature: 0 takes the most probable one. seed: of text number n it
-    is `seed` + n."""
+    """Choice of generated tokens. temperature: 0 takes the most probable token. seed: text number n
+    has the seed `seed` + n."""
 
     max_new_tokens: int
     temperature: float = 0.0
@@ -50,20 +50,21 @@ class Drawing:
 
 
 class TokenModel(Protocol):
-    """The model that tasks are asked of."""
+    """The model that answers the requests of tasks."""
 
     def score(self, requests: Sequence[tuple[Tokens, Tokens]]) -> list[tuple[float, bool]]:
-        """Of each (context, continuation) the log-probability in nats, and whether it is greedy."""
+        """Return by (context, continuation) the log-probability in nats, and whether the
+        continuation is greedy."""
 
     def continue_texts(
         self, prompts: Sequence[Tokens], drawing: Drawing, is_finished: IsFinished
     ) -> list[list[int]]:
-        """New tokens after each prompt, until `is_finished` or `drawing.max_new_tokens`."""
+        """Return new tokens by prompt, until `is_finished` or `drawing.max_new_tokens`."""
 
 
 def check_tasks(section: EvaluationSection) -> list[Problem]:
-    """Return why the tasks of `section` cannot be run, as far as names and files on this machine
-    say. Imports lm_eval where there are any, some seconds."""
+    """Return why the tasks of `section` cannot be run, from names and files on this machine.
+    Imports lm_eval if there are tasks, which takes some seconds."""
     if not section.tasks:
         return []
     if importlib.util.find_spec("lm_eval") is None:
@@ -73,14 +74,14 @@ def check_tasks(section: EvaluationSection) -> list[Problem]:
     if directory is not None and not Path(directory).is_dir():
         key, rule = "evaluation.tasks_directory", "no such directory"
         return [Problem(key, directory, rule, "name the one with the tasks' YAML files")]
-    known = _manager(section).all_tasks
+    all_tasks = _manager(section).all_tasks
     problems = []
     for name in section.tasks:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=3)
+        if name not in all_tasks:
+            close = difflib.get_close_matches(name, all_tasks, n=3)
             remedy = f"did you mean {' or '.join(close)}?" if close else "lm_eval ls tasks"
-            where = "" if directory is None else f", nor is it one of {directory}"
-            problems.append(Problem(KEY, name, f"lm-eval has no such task{where}", remedy))
+            addition = "" if directory is None else f", nor is it one of {directory}"
+            problems.append(Problem(KEY, name, f"lm-eval has no such task{addition}", remedy))
     return problems
 
 
@@ -92,19 +93,15 @@ def _manager(section: EvaluationSection) -> Any:
 
 
 class Tasks:
-    """The loaded tasks of a run. For one rank, which asks the others."""
+    """The loaded tasks of a run, on the rank that sends requests to every rank."""
 
     def __init__(
-        self,
-        section: EvaluationSection,
-        tokenizer: Any,
-        hf_config: Any,
-        texts: TextRecord,
+        self, section: EvaluationSection, tokenizer: Any, hf_config: Any, texts: TextRecord
     ) -> None:
-        """Load the tasks and their data, from the hub if it is not cached; `tokenizer`: of
-        transformers; `texts`: how training texts, and so contexts, begin and answers end.
+        """Load the tasks and their data, from the hub if not cached; `tokenizer`: transformers'
+        tokenizer; `texts`: how training texts, and so contexts, begin and answers end.
 
-        Raises ConfigError where that fails, or ``evaluation.best.metric`` is none of theirs.
+        Raises ConfigError if loading fails, or no task has the metric ``evaluation.best.metric``.
         """
         self._section = section
         self._tokenizer = tokenizer
@@ -114,43 +111,39 @@ class Tasks:
             with _quiet():
                 self._loaded = _manager(section).load(list(section.tasks))
         except Exception as error:  # whatever a task's own code and the hub's client raise
-            reason = one_line(error)
-            raise ConfigError(
-                Problem(
-                    KEY,
-                    list(section.tasks),
-                    f"cannot be loaded: {reason}",
-                    "see whether its data can be reached from here, or omit it",
-                )
-            ) from error
-        self._check_metric()
-
-    def _check_metric(self) -> None:
-        best = self._section.best
-        if not best.is_of_tasks:
+            rule = f"cannot be loaded: {one_line(error)}"
+            remedy = "see whether its data can be reached from here, or omit it"
+            raise ConfigError(Problem(KEY, list(section.tasks), rule, remedy)) from error
+        if not section.best.is_of_tasks:
             return
-        _, task, metric = best.metric.split("/", 2)
+        # The metrics of a group are unknown until it has been run.
+        _, task, metric = section.best.metric.split("/", 2)
         if task in self._loaded.get("groups", {}):
-            return  # what a group aggregates is known when it has been run
-        known = {name: list(one.aggregation()) for name, one in self._loaded["tasks"].items()}
-        if metric.partition("@")[0] not in known.get(task, ()):
-            names = [f"tasks/{name}/{one}" for name, metrics in known.items() for one in metrics]
-            raise ConfigError(
-                Problem(
-                    "evaluation.best.metric",
-                    best.metric,
-                    "is none of the metrics of evaluation.tasks",
-                    f"one of {', '.join(names[:8])}",
-                )
-            )
+            return
+        loaded_tasks = self._loaded["tasks"].items()
+        metrics_by_task = {name: list(loaded.aggregation()) for name, loaded in loaded_tasks}
+        if metric.partition("@")[0] not in metrics_by_task.get(task, ()):
+            names = [f"tasks/{name}/{m}" for name, ms in metrics_by_task.items() for m in ms]
+            rule = "is none of the metrics of evaluation.tasks"
+            remedy = f"one of {', '.join(names[:8])}"
+            key = "evaluation.best.metric"
+            raise ConfigError(Problem(key, section.best.metric, rule, remedy))
 
     def figures(self, model: TokenModel) -> dict[str, float]:
-        """Return the metrics by ``TASK/METRIC``, with ``@FILTER`` after it where that is not
-        lm-eval's none. Global random generators are as before afterwards."""
+        """Return the metrics by ``TASK/METRIC``, followed by ``@FILTER`` unless the filter is
+        lm-eval's ``none``. Restores global random generators."""
         with _quiet(), _lm_eval_seeds():
             from lm_eval import evaluate
 
-            self._prepare()
+            # The steps of lm-eval's `simple_evaluate`, which loads tasks itself.
+            num_fewshot = self._section.tasks_fewshot
+            for task in self._loaded["tasks"].values():
+                task_fewshot = task.get_config("num_fewshot")
+                if num_fewshot is not None and task_fewshot != 0:
+                    task.set_config(key="num_fewshot", value=num_fewshot)
+                elif task_fewshot is None:
+                    task.set_config(key="num_fewshot", value=0)
+                task.set_fewshot_seed(seed=_SEEDS["few-shot"])
             results = evaluate(
                 _live_model(model, self._tokenizer, self._hf_config, self._texts),
                 self._loaded,
@@ -162,26 +155,15 @@ class Tasks:
             )
         return figures_of(results)
 
-    def _prepare(self) -> None:
-        """Run lm-eval's `simple_evaluate` on loaded tasks."""
-        asked = self._section.tasks_fewshot
-        for task in self._loaded["tasks"].values():
-            own = task.get_config("num_fewshot")
-            if asked is not None and own != 0:
-                task.set_config(key="num_fewshot", value=asked)
-            elif own is None:
-                task.set_config(key="num_fewshot", value=0)
-            task.set_fewshot_seed(seed=_SEEDS["few-shot"])
-
 
 def figures_of(results: Any) -> dict[str, float]:
-    """Return the metrics in what lm-eval returns, as `Tasks.figures` names them."""
+    """Return the metrics in lm-eval's `results`, as `Tasks.figures` names them."""
     by_name = {}
     for task, figures in results["results"].items():
         for key, value in figures.items():
-            metric, comma, kind = key.partition(",")
+            metric, comma, filter_name = key.partition(",")
             if comma and isinstance(value, float | int) and not metric.endswith("_stderr"):
-                name = metric if kind == "none" else f"{metric}@{kind}"
+                name = metric if filter_name == "none" else f"{metric}@{filter_name}"
                 by_name[f"{task}/{name}"] = float(value)
     return by_name
 
@@ -190,7 +172,7 @@ def _live_model(model: TokenModel, tokenizer: Any, hf_config: Any, texts: TextRe
     from lm_eval.models.huggingface import HFLM
 
     beginning = [*texts.beginning_ids]
-    # A text without a beginning follows the end of another one, as in the training stream.
+    # A text without beginning tokens follows the end of a text, as in the training stream.
     prefix = beginning[-1] if beginning else texts.end_of_document_id
     ends = frozenset(stop_ids(texts, tokenizer))
 
@@ -208,7 +190,8 @@ def _live_model(model: TokenModel, tokenizer: Any, hf_config: Any, texts: TextRe
             left_truncate_len: int | None = None,
             **_: Any,
         ) -> list[int]:
-            """Encode a text that begins like training texts, also if it spells its beginning."""
+            """Encode a text so that it begins like training texts, also if the string already has
+            the beginning."""
             ids = list(tokenizer(string, add_special_tokens=False).input_ids)
             if add_special_tokens is not False:
                 ids = texts.begin(ids)
@@ -217,8 +200,8 @@ def _live_model(model: TokenModel, tokenizer: Any, hf_config: Any, texts: TextRe
         def tok_batch_encode(
             self, strings: list[str], *_: Any, left_truncate_len: int | None = None, **__: Any
         ) -> tuple[torch.Tensor, torch.Tensor]:
-            """Encode each text separately: lm-eval's method decides by the first one of a batch
-            whether all of them get a beginning."""
+            """Encode texts separately: lm-eval's method decides by the first text of a batch
+            whether all texts get beginning tokens."""
             rows = [self.tok_encode(text, left_truncate_len=left_truncate_len) for text in strings]
             width = max(map(len, rows))
             ids, mask = (torch.zeros((len(rows), width), dtype=torch.int64) for _ in range(2))
@@ -236,7 +219,7 @@ def _live_model(model: TokenModel, tokenizer: Any, hf_config: Any, texts: TextRe
                     # lm-eval begins a text that it scores completely (rolling) a second time.
                     context, full_text = beginning, texts.begin(continuation)
                     continuation = full_text[len(beginning) :]
-                # As many as there are positions, and the last one, which is only predicted.
+                # All positions, and a last token, which is only predicted.
                 tokens = [*context, *continuation][-(self.max_length + 1) :]
                 pairs.append((tokens[: len(tokens) - len(continuation)], continuation))
             scores = iter(model.score([pair for pair in pairs if pair[1]]))
@@ -246,13 +229,13 @@ def _live_model(model: TokenModel, tokenizer: Any, hf_config: Any, texts: TextRe
             self, context: torch.Tensor, max_length: int, stop: list[str], **options: Any
         ) -> torch.Tensor:
             mask = options["attention_mask"].bool()
-            prompts = [row[kept].tolist() for row, kept in zip(context, mask, strict=True)]
+            prompts = [row[row_mask].tolist() for row, row_mask in zip(context, mask, strict=True)]
 
             def is_finished(_number: int, new: Tokens) -> bool:
                 if new and new[-1] in ends:
                     return True
                 text = self.tok_decode(new, skip_special_tokens=False)
-                return any(one in text for one in stop)
+                return any(stop_text in text for stop_text in stop)
 
             greedy = options.get("do_sample") is False
             temperature = 0.0 if greedy else float(options.get("temperature", 0.0))
@@ -276,15 +259,15 @@ def _live_model(model: TokenModel, tokenizer: Any, hf_config: Any, texts: TextRe
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without lm-eval's progress bars and its log below errors."""
+    """Suppress lm-eval's progress bars, and its log messages below errors."""
     with only_errors("lm_eval"), redirect_stderr(io.StringIO()):
         yield
 
 
 @contextmanager
 def _lm_eval_seeds() -> Iterator[None]:
-    """With the global generators seeded as lm-eval does; they are restored afterwards."""
-    own, arrays = random.getstate(), np.random.get_state()
+    """Seed the global generators as lm-eval does; restore them on exit."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
     try:
         with torch.random.fork_rng(devices):
@@ -293,5 +276,5 @@ def _lm_eval_seeds() -> Iterator[None]:
             torch.manual_seed(_SEEDS["torch"])
             yield
     finally:
-        random.setstate(own)
-        np.random.set_state(arrays)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)

@@ -41,10 +41,10 @@ BEGIN, END, PADDING = TEXT_IDS
 
 @dataclass(frozen=True)
 class ShardTextIds:
-    """How the texts of a run's shards begin and end. source: name of the shards in messages.
-    vocab_size: of their tokenizer. are_written: whether the ids in `record` begin and end the
+    """Beginning and end of texts in a run's shards. source: name of the shards in messages.
+    vocab_size: of the shards' tokenizer. are_written: whether the ids in `record` begin and end the
     texts; rows that a user tokenized may end with other tokens. beginning_token: id of the
-    tokenizer's beginning-of-text token, None without one."""
+    tokenizer's beginning-of-text token, or None."""
 
     record: TextRecord
     source: str
@@ -55,8 +55,8 @@ class ShardTextIds:
 
 @dataclass(frozen=True)
 class ModelTextIds:
-    """Configuration with the ids of the shards' texts, the record of these ids, a note for each
-    changed id that the run does not set, and problems of those that it sets."""
+    """Configuration with the ids of the shards' texts, and the record of the ids; notes on changed
+    ids that the run does not set, and problems of ids that the run sets."""
 
     hf_config: PreTrainedConfig
     record: TextRecord
@@ -73,8 +73,8 @@ def model_text_ids(
 ) -> ModelTextIds:
     """Return `hf_config` with the ids that begin and end the texts of `shards`.
 
-    same_tokenizer: whether the tokenizer of the shards is that of the model's weights; otherwise
-    the model's own ids are of other tokens. Raises ModelError for a model that does not exist.
+    same_tokenizer: whether the shards have the tokenizer of the model's weights; otherwise the
+    model's ids mean other tokens. Raises ModelError for a model that does not exist.
     """
     num_rows = vocabulary_size(hf_config)
     if section.vocabulary is not None:
@@ -104,8 +104,8 @@ def model_text_ids(
 def _contradictions(
     run_ids: Sequence[GivenId], shards: ShardTextIds, num_rows: int
 ) -> Iterator[Problem]:
-    """Yield a problem for each id that the run sets and that is outside the vocabulary, or not one
-    of the shards' texts."""
+    """Yield a problem for every id of the run that is outside the vocabulary, or contradicts the
+    shards' texts."""
     begins, stops, source = shards.record.beginning_ids, shards.record.stop_ids, shards.source
     for entry in run_ids:
         if outside_problems := outside_vocabulary(entry, num_rows):
@@ -120,7 +120,7 @@ def _contradictions(
             if entry.ids[0] not in begins and shards.are_written():
                 rule = f"texts of {source} begin with token {_listed(begins)}"
                 yield Problem(entry.key, entry.value, rule, f"{entry.key}={begins[0]}")
-        # In a stream a text follows the end of another one; chat templates write their own start.
+        # In a stream a text follows the end of a text; chat templates write their beginning.
         elif entry.ids[0] not in stops and shards.are_written():
             if entry.ids[0] != shards.beginning_token():
                 rule = f"texts of {source} begin with no special token"
@@ -134,8 +134,8 @@ def _with_ids(
     text_ids: Mapping[str, list[int]],
     source: str,
 ) -> tuple[PreTrainedConfig, tuple[str, ...]]:
-    """Return `hf_config` with `text_ids` in the language model's part, and at the top level
-    where that has such a key; and a note on those that differ from its `model_ids`."""
+    """Return `hf_config` with `text_ids` in the language model's part, and at the top level if it
+    has the key; and a note on ids that differ from `model_ids`."""
     changed = copy.deepcopy(hf_config)
     text, changes = text_config(changed), []
     for name, ids in text_ids.items():

@@ -46,7 +46,7 @@ def unshadow(owner: object, name: str) -> None:
 
 @contextmanager
 def shadowed(owner: object, values: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, attributes of `owner` are shadowed by `values`; restored on exit."""
+    """Shadow attributes of `owner` by `values`; restore them on exit."""
     names = vars(owner)
     before = {name: names[name] for name in values if name in names}
     names.update(values)
@@ -67,7 +67,7 @@ def is_in_backward() -> bool:
     """Return whether this runs inside a backward pass, as the recomputation of a checkpointed layer
     does.
 
-    The autograd engine's id of the current backward pass, -1 outside of one (torch/csrc/autograd/
+    The autograd engine's id of the current backward pass, otherwise -1 (torch/csrc/autograd/
     engine.h, `get_current_graph_task_id`; torch.utils.checkpoint uses it too).
     """
     return torch._C._current_graph_task_id() != -1
@@ -77,24 +77,24 @@ def is_in_backward() -> bool:
 
 
 def wrapper_tensor(
-    kind: type[torch.Tensor], shape: Sequence[int], dtype: torch.dtype
+    tensor_class: type[torch.Tensor], shape: Sequence[int], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return a tensor of the subclass `kind` on the CPU, without storage, whose operations `kind`
-    defines.
+    """Return a tensor of the subclass `tensor_class` on the CPU, without storage, whose operations
+    the class defines.
 
     `Tensor._make_wrapper_subclass` (torch/_tensor.py, torch/csrc/autograd/python_variable.cpp) is
-    what torch's own subclasses are made by; it has no public name.
+    makes torch's subclasses; it has no public name.
     """
-    made: torch.Tensor = torch.Tensor._make_wrapper_subclass(
-        kind, torch.Size(shape), dtype=dtype, device=torch.device("cpu")
+    tensor: torch.Tensor = torch.Tensor._make_wrapper_subclass(
+        tensor_class, torch.Size(shape), dtype=dtype, device=torch.device("cpu")
     )
-    return made
+    return tensor
 
 
-def map_instances(kind: type, function: Callable[[Any], Any], tree: Any) -> Any:
-    """`tree` of tuples, lists and dicts, with `function` applied to each instance of `kind`.
-    `torch.utils._pytree.tree_map_only`: arguments of operators come in the containers it knows."""
-    return _pytree.tree_map_only(kind, function, tree)
+def map_instances(leaf_class: type, function: Callable[[Any], Any], tree: Any) -> Any:
+    """Return `tree` of tuples, lists and dicts, with `function` applied to instances of
+    `leaf_class`. `torch.utils._pytree.tree_map_only` knows all containers of operator arguments."""
+    return _pytree.tree_map_only(leaf_class, function, tree)
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -119,7 +119,7 @@ def own_parameter(module: torch.nn.Module, name: str) -> torch.nn.Parameter:
 
 
 def has_buffers_alone(module: nn.Module) -> bool:
-    """Return whether `module` itself registered buffers and no parameters, counting those that are
+    """Return whether `module` itself registered buffers and no parameters, also with the value
     None. `Module._buffers` and `_parameters` (nn/modules/module.py); `named_buffers` and
     `named_parameters` skip None."""
     return bool(module._buffers and not module._parameters)
@@ -130,29 +130,29 @@ def has_buffers_alone(module: nn.Module) -> bool:
 
 @contextmanager
 def observed_waits(observe: Callable[[float], None]) -> Iterator[None]:
-    """Inside, `observe` gets the seconds of every wait of this thread for a collective.
+    """Call `observe` with the seconds of every wait of this thread for a collective.
 
     Functions of torch.distributed wait by `Work.wait` (torch/distributed/distributed_c10d.py)
     unless they return the work, and then the caller does. For collectives on a device, such as
     NCCL's, `wait` blocks the stream and not the host.
     """
-    kind: Any = dist.Work
-    own, thread = kind.wait, threading.get_ident()
+    work_class: Any = dist.Work
+    original_wait, thread = work_class.wait, threading.get_ident()
 
     def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != thread:
-            return own(work, *args, **kwargs)
-        begun = time.perf_counter()
+            return original_wait(work, *args, **kwargs)
+        start_time = time.perf_counter()
         try:
-            return own(work, *args, **kwargs)
+            return original_wait(work, *args, **kwargs)
         finally:
-            observe(time.perf_counter() - begun)
+            observe(time.perf_counter() - start_time)
 
-    kind.wait = wait
+    work_class.wait = wait
     try:
         yield
     finally:
-        kind.wait = own
+        work_class.wait = original_wait
 
 
 COLLECTIVES = (
@@ -160,7 +160,7 @@ COLLECTIVES = (
     "allgather", "allgather_coalesced", "reduce_scatter", "reduce_scatter_single",
     "reduce_scatter_single_coalesced", "alltoall", "all_to_all_single", "broadcast", "reduce",
     "gather", "scatter", "send", "recv", "recv_anysource", "barrier",
-    # Five of them as torch 2.11 calls them.
+    # Five methods by their names in torch 2.11.
     "_allgather_base", "allgather_into_tensor_coalesced", "_reduce_scatter_base",
     "reduce_scatter_tensor_coalesced", "alltoall_base",
 )  # fmt: skip
@@ -173,62 +173,61 @@ def observed_device_waits(
     around: Callable[[], AbstractContextManager[object]],
     computing: Callable[[], object] = torch.cuda.current_stream,
 ) -> Iterator[None]:
-    """Inside, everything for which the compute stream (`computing()` on entry) may wait until other
-    ranks have answered is called within `around()`: an event before and one after it on that stream
-    tell how long it did.
+    """Wrap every call by which the compute stream (`computing()` on entry) may wait for other ranks
+    in `around()`: an event before and an event after the call on that stream measure the wait.
 
-    That is a collective on the compute stream itself (those of NCCL that are not asynchronous);
+    The calls are collectives on the compute stream (NCCL's synchronous collectives);
     `Work.wait`, and waits for another stream, on which DeepSpeed reduces and gathers; and the host
-    waiting for such a stream (`Stream.synchronize`), while nothing is launched. Only of this thread
-    and of its backward passes: other threads launch nothing on the compute stream, but may wait for
-    collectives of their own at the same time.
+    waiting for another stream (`Stream.synchronize`), while nothing is launched. Only calls of this
+    thread and its backward passes: other threads launch nothing on the compute stream, but may wait
+    for other collectives at the same time.
     """
-    stream, thread, inside = computing(), threading.get_ident(), False
+    stream, thread, is_observing = computing(), threading.get_ident(), False
 
     def counts() -> bool:
-        return not inside and (threading.get_ident() == thread or is_in_backward())
+        return not is_observing and (threading.get_ident() == thread or is_in_backward())
 
-    def observed(own: Any, applies: Callable[[Any], bool]) -> Any:
+    def observed(method: Any, applies: Callable[[Any], bool]) -> Any:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            nonlocal inside
+            nonlocal is_observing
             if not (counts() and applies(self)):
-                return own(self, *args, **kwargs)
-            inside = True
+                return method(self, *args, **kwargs)
+            is_observing = True
             try:
                 with around():
-                    return own(self, *args, **kwargs)
+                    return method(self, *args, **kwargs)
             finally:
-                inside = False
+                is_observing = False
 
         return call
 
-    def here(_: Any) -> bool:
+    def on_compute_stream(_: Any) -> bool:
         return computing() == stream
 
-    kinds: list[tuple[Any, str, Callable[[Any], bool]]] = [
+    methods: list[tuple[Any, str, Callable[[Any], bool]]] = [
         *(
-            (dist.ProcessGroup, name, here)
+            (dist.ProcessGroup, name, on_compute_stream)
             for name in COLLECTIVES
             if hasattr(dist.ProcessGroup, name)
         ),
-        (dist.Work, "wait", here),
+        (dist.Work, "wait", on_compute_stream),
         (torch.cuda.Stream, "wait_stream", lambda waiting: waiting == stream),
         (torch.cuda.Stream, "wait_event", lambda waiting: waiting == stream),
-        (torch.cuda.Stream, "synchronize", lambda other: other != stream),
+        (torch.cuda.Stream, "synchronize", lambda synchronized: synchronized != stream),
     ]
-    # As the classes' own dicts have them: a method of C++ that is read from its class and put back
-    # is bound no more. What a class inherits is deleted again.
-    before = [(kind, name, vars(kind).get(name)) for kind, name, _ in kinds]
-    for kind, name, applies in kinds:
-        setattr(kind, name, observed(getattr(kind, name), applies))
+    # Read from the dict of the class: a C++ method read as an attribute and set again is no longer
+    # bound. An inherited method is deleted on exit.
+    before = [(owner, name, vars(owner).get(name)) for owner, name, _ in methods]
+    for owner, name, applies in methods:
+        setattr(owner, name, observed(getattr(owner, name), applies))
     try:
         yield
     finally:
-        for kind, name, own in before:
-            if own is None:
-                delattr(kind, name)
+        for owner, name, original in before:
+            if original is None:
+                delattr(owner, name)
             else:
-                setattr(kind, name, own)
+                setattr(owner, name, original)
 
 
 def default_store() -> dist.Store:
@@ -245,20 +244,20 @@ def gloo_group(
 
     This rank listens at `address`, whatever GLOO_SOCKET_IFNAME is, which is for the default
     group. That needs options, which torch/csrc/distributed/c10d/init.cpp binds as `_Options`
-    without a public Python name (torch/distributed/distributed_c10d.py:2191 makes them likewise).
+    without a public Python name (as in torch/distributed/distributed_c10d.py:2191).
     """
-    kind: Any = dist.ProcessGroupGloo
-    options = kind._Options()
+    group_class: Any = dist.ProcessGroupGloo
+    options = group_class._Options()
     options._timeout = timeout
-    options._devices = [kind.create_device(hostname=address)]
-    group: dist.ProcessGroupGloo = kind(store, rank, size, options)
+    options._devices = [group_class.create_device(hostname=address)]
+    group: dist.ProcessGroupGloo = group_class(store, rank, size, options)
     return group
 
 
 def flight_recorder_trace() -> bytes | None:
-    """This rank's last collectives from torch's flight recorder (NCCL's or gloo's), in the format
-    of its own reader; None if torch was built without it. Both functions are bound in
-    torch/csrc/distributed/c10d/init.cpp; Python has no name for them."""
+    """Return this rank's last collectives from torch's flight recorder (NCCL's or gloo's), in the
+    format of torch's reader; None if torch was built without the recorder. Both functions are bound
+    in torch/csrc/distributed/c10d/init.cpp; they have no public name."""
     name = "_dump_nccl_trace" if torch.cuda.is_available() else "_dump_fr_trace"
     dump: Any = getattr(torch._C._distributed_c10d, name, None)
     if dump is None:
@@ -285,7 +284,7 @@ def dump_memory_snapshot(path: str) -> None:
 
 def is_forked_from_cuda() -> bool:
     """Return whether this process was forked from one that had initialized CUDA (also to count
-    devices), so that it cannot use CUDA. torch/cuda/__init__.py, `_lazy_init`, asks the same."""
+    devices), so that it cannot use CUDA, as checked by torch/cuda/__init__.py, `_lazy_init`."""
     return bool(torch.cuda._is_in_bad_fork())
 
 
@@ -332,5 +331,5 @@ def flash_attention_gradients(
             *(grad_out, query, key, value, out, lse, *lengths, 0.0, is_causal, seed, seed),
             scale=scale,
         )
-    of_query, of_key, of_value = gradients
-    return of_query, of_key, of_value
+    grad_query, grad_key, grad_value = gradients
+    return grad_query, grad_key, grad_value

@@ -44,8 +44,8 @@ def mark_initialized(tensor: torch.Tensor) -> None:
 
 
 def names_not_saved(model: PreTrainedModel) -> set[str]:
-    """Return names in the state dict of `model` that `save_pretrained` skips, except tied ones.
-    `_keys_to_ignore_on_save` of its class, and by modeling_utils.py:1310 of its submodules."""
+    """Return names in the state dict of `model` that `save_pretrained` skips, except tied names.
+    `_keys_to_ignore_on_save` of the class, and by modeling_utils.py:1310 of submodules."""
     return set(model._keys_to_ignore_on_save or ())
 
 
@@ -57,17 +57,17 @@ def ignored_keys(model: PreTrainedModel) -> list[str]:
 
 
 def dtype_plan(model: PreTrainedModel, dtype: torch.dtype) -> Mapping[str, torch.dtype]:
-    """Patterns of names that `from_pretrained` keeps in another dtype when it loads in `dtype`.
-    modeling_utils.py:3835, `_get_dtype_plan`."""
+    """Return patterns of names that `from_pretrained` keeps in another dtype when it loads in
+    `dtype`. modeling_utils.py:3835, `_get_dtype_plan`."""
     plan: Mapping[str, torch.dtype] = model._get_dtype_plan(dtype)
     return plan
 
 
 def computed_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> list[str]:
-    """Return names of the parameters of `model`, constructed in `dtype`, that its architecture
-    keeps in float32 in a model of `dtype`: by `dtype_plan`, matched as `build_glob_alternation`
-    does it (core_model_loading.py), and those that a constructor makes in float32 whatever the
-    default is, which `from_pretrained` leaves so."""
+    """Return names of the parameters of `model`, constructed in `dtype`, that the architecture
+    keeps in float32: parameters that match `dtype_plan` as in `build_glob_alternation`
+    (core_model_loading.py), and parameters that a constructor makes in float32 whatever the default
+    is, which `from_pretrained` does not change."""
     patterns = [pattern.replace("*", ".*") for pattern in dtype_plan(model, dtype)]
     return [
         name
@@ -94,7 +94,7 @@ def drop_expected_keys(model: PreTrainedModel, loading_info: Any) -> None:
 
 @contextmanager
 def only_errors(logger: str) -> Iterator[None]:
-    """Hide the messages of a library's logger below errors inside."""
+    """Hide the messages of a library's logger below errors."""
     log = logging.getLogger(logger)
     level = log.level
     log.setLevel(logging.ERROR)
@@ -106,13 +106,13 @@ def only_errors(logger: str) -> Iterator[None]:
 
 @contextmanager
 def without_progress() -> Iterator[None]:
-    """Hide transformers' progress bars inside; may be nested."""
-    shown = is_progress_bar_enabled()
+    """Hide transformers' progress bars; may be nested."""
+    were_shown = is_progress_bar_enabled()
     disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if were_shown:
             enable_progress_bar()
 
 
@@ -120,7 +120,7 @@ def without_progress() -> Iterator[None]:
 
 
 def expanded_plan(model: PreTrainedModel, plan: dict[str, str]) -> dict[str, str]:
-    """`plan` by the concrete name of every module and parameter, parameters before their module.
+    """Return `plan` by concrete name of every module and parameter, parameters before their module.
     `_expand_parallel_plan` (distributed/mixin.py:211), so that patterns match as in
     transformers."""
     expanded: dict[str, str] = model._expand_parallel_plan(plan)
@@ -141,12 +141,12 @@ def modules_of_experts(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def grouped_experts(name: str, product: Callable[[Product], Product]) -> None:
-    """Register `name` for `set_experts_implementation`: grouped experts with the grouped product
-    replaced by `product` of it.
+    """Register `name` for `set_experts_implementation`: grouped experts with transformers' grouped
+    product wrapped by `product`.
 
-    `grouped_mm_experts_forward` (integrations/moe.py:344) multiplies by `_grouped_mm` of its module
-    (rows [n, in], stacks [experts, in, out], ends of their rows [experts]). Here a copy of it with
-    other globals is made; the module itself does not change.
+    `grouped_mm_experts_forward` (integrations/moe.py:344) multiplies by `_grouped_mm` in that
+    module (rows [n, in], stacks [experts, in, out], ends of the experts' rows [experts]). This
+    function copies it with other globals; the module does not change.
     """
     linear = _with_globals(moe._grouped_linear, _grouped_mm=product(moe._grouped_mm))
     forward = _with_globals(moe.grouped_mm_experts_forward, _grouped_linear=linear)
@@ -160,15 +160,15 @@ def takes_any_width(rows: torch.Tensor, stacks: torch.Tensor, ends: torch.Tensor
 
 
 def _with_globals(function: Any, **names: Any) -> Any:
-    made = FunctionType(
+    copied = FunctionType(
         function.__code__,
         {**function.__globals__, **names},
         function.__name__,
         function.__defaults__,
         function.__closure__,
     )
-    made.__kwdefaults__ = function.__kwdefaults__
-    return made
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
 
 
 # --- forward passes ---
@@ -186,9 +186,9 @@ def follow_implementations(follower: PreTrainedModel, model: PreTrainedModel) ->
     experts as `model` does now. Every layer reads these names (configuration_utils.py:595, :617);
     the public setters look for kernels at every call."""
     for name in ("_attn_implementation", "_experts_implementation"):
-        chosen = getattr(model.config.get_text_config(), name, None)
-        if getattr(follower.config, name, None) != chosen:
-            setattr(follower.config, name, chosen)
+        implementation = getattr(model.config.get_text_config(), name, None)
+        if getattr(follower.config, name, None) != implementation:
+            setattr(follower.config, name, implementation)
 
 
 def attention_classes(model: PreTrainedModel) -> tuple[type, ...]:
@@ -201,7 +201,9 @@ def recorded_classes(model: nn.Module, output: str) -> tuple[type, ...]:
     """Return the classes whose outputs any model in `model` records as `output`, such as
     router_logits."""
     models = (module for module in model.modules() if isinstance(module, PreTrainedModel))
-    return tuple({kind for submodel in models for kind in _recorded(submodel, output)})
+    return tuple(
+        {recorded_class for submodel in models for recorded_class in _recorded(submodel, output)}
+    )
 
 
 def _recorded(model: Any, output: str) -> tuple[type, ...]:
@@ -214,14 +216,14 @@ def _recorded(model: Any, output: str) -> tuple[type, ...]:
 
 
 def replace_checkpoint(layer: Any, wrap: Callable[[Checkpoint], Checkpoint]) -> None:
-    """Replace the checkpoint function of a checkpointed layer by `wrap` of it. Its class calls
+    """Wrap the checkpoint function of a checkpointed layer by `wrap`. The layer's class calls
     `_gradient_checkpointing_func` (modeling_layers.py:120), which `gradient_checkpointing_enable`
     sets on every layer; it takes arguments of torch's function and no other function."""
     layer._gradient_checkpointing_func = wrap(layer._gradient_checkpointing_func)
 
 
 def collected_outputs() -> dict[str, Any] | None:
-    """Return the outputs recorded in the current forward pass, lists by name; None outside of one.
+    """Return the outputs recorded in the current forward pass, lists by name; otherwise None.
     `output_capturing._active_collector` (utils/output_capturing.py:117), set in `capture_outputs`
     around a base model's forward, transformers 5.17 to 5.23."""
     collected: dict[str, Any] | None = output_capturing._active_collector.get()
@@ -232,26 +234,26 @@ def collected_outputs() -> dict[str, Any] | None:
 def packed_sequences_found_by(
     find: Callable[[torch.Tensor], torch.Tensor | None],
 ) -> Iterator[None]:
-    """Inside, masks use the documents that `find` returns for positions (None: one per sample).
+    """Make masks use the documents that `find` returns for positions (None: one per sample).
 
     Replaces `find_packed_sequence_indices` (masking_utils.py:750), which is called for every kind
     of mask in every forward pass (:881) and reads the positions: on a GPU the host then waits for
     all queued work.
     """
-    own = masking_utils.find_packed_sequence_indices
+    original = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = find
     try:
         yield
     finally:
-        masking_utils.find_packed_sequence_indices = own
+        masking_utils.find_packed_sequence_indices = original
 
 
 # --- which targets peft takes ---
 
 
 def refused_by_peft(model: PreTrainedModel, ends: Iterable[str]) -> set[str]:
-    """Return those of the last parts of module names, `ends`, that peft refuses in this
-    architecture: Mamba's kernels read the weights of such layers without adapters
+    """Return the last parts of module names in `ends` that peft refuses in this architecture:
+    Mamba's kernels read the weights of these layers without adapters
     (tuners/tuners_utils.py:145, `_check_lora_target_modules_mamba`). Imports peft."""
     from peft import LoraConfig
     from peft.tuners import tuners_utils
@@ -266,8 +268,7 @@ def refused_by_peft(model: PreTrainedModel, ends: Iterable[str]) -> set[str]:
 
 
 def taken_for_experts(model: PreTrainedModel, ends: Iterable[str]) -> set[str]:
-    """Return those of the last parts of module names, `ends`, that peft treats as layers of
-    experts.
+    """Return the last parts of module names in `ends` that peft treats as layers of experts.
 
     Where transformers 5 has stacked an architecture's experts, peft 0.21 reads the names that their
     linear layers had (``gate_proj`` of DeepSeek-V3) in a configuration's targets as those stacks,
@@ -277,21 +278,21 @@ def taken_for_experts(model: PreTrainedModel, ends: Iterable[str]) -> set[str]:
     from peft import LoraConfig
     from peft.utils import transformers_weight_conversion as conversion
 
-    taken = set()
+    expert_ends = set()
     for end in ends:
         config = LoraConfig(target_modules=[end])
         try:
             conversion.convert_peft_config_for_transformers(config, model=model, conversions=None)
-        except ValueError:  # one of two names of one stack
-            taken.add(end)
+        except ValueError:  # a stack with two names
+            expert_ends.add(end)
         if end not in (config.target_modules or ()):
-            taken.add(end)
-    return taken
+            expert_ends.add(end)
+    return expert_ends
 
 
 @contextmanager
 def targets_as_named() -> Iterator[None]:
-    """Inside, peft gives adapters to the layers that are named (`taken_for_experts`)."""
+    """Make peft add adapters to the layers that are named (`taken_for_experts`)."""
     from peft.utils import transformers_weight_conversion as conversion
 
     name = "convert_peft_config_for_transformers"

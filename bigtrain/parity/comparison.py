@@ -142,7 +142,7 @@ def _weight_distances(reference: TrainingTrace, trace: TrainingTrace) -> dict[st
 
 def _first_difference(reference: TrainingTrace, measured: TrainingTrace, limits: Limits) -> str:
     tolerances = {
-        OUTPUT: Tolerance(own=limits.layer),
+        OUTPUT: Tolerance(relative=limits.layer),
         LOSS: Tolerance(absolute=limits.loss),
         GRADIENT: Tolerance(absolute=limits.weight),
     }
@@ -157,9 +157,9 @@ def _first_difference(reference: TrainingTrace, measured: TrainingTrace, limits:
     difference = first_difference(expected, actual, tolerances)
     if difference is None:
         return "after the first step: gradient norm, clipping or optimizer"
-    if difference.kind == OUTPUT:
+    if difference.category == OUTPUT:
         return f"the output of {difference.name}, in the forward pass"
-    if difference.kind == LOSS:
+    if difference.category == LOSS:
         return "after the last layer: norm, head or loss"
     return f"the {difference.where}, in the backward pass of the first step"
 

@@ -294,7 +294,12 @@ def grow_model(
     with TemporaryDirectory(prefix="bigtrain-tokenizer-") as tokenizer_directory:
         loaded.save(Path(tokenizer_directory))
         return export_grown(
-            str(model), Path(tokenizer_directory), loaded.vocab_size, Path(output), vocabulary, seed
+            str(model),
+            Path(tokenizer_directory),
+            loaded.vocab_size,
+            Path(output),
+            vocabulary=vocabulary,
+            seed=seed,
         )
 
 

@@ -388,7 +388,9 @@ def _check_tensor_plan(context: RunContext, inputs: Inputs, mesh: Mesh) -> None:
     failure: ModelError | None = None
     if 0 in dist.get_process_group_ranks(mesh.tensor):
         try:
-            check_tensor_plan(inputs.hf_config, *settings, mesh.tensor, context.device, adapters)
+            check_tensor_plan(
+                inputs.hf_config, *settings, mesh.tensor, context.device, adapters=adapters
+            )
         except ModelError as error:
             failure = error
 

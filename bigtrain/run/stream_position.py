@@ -50,6 +50,6 @@ def _refuse_differences(items: ItemReader, sums: Sequence[str], items_text: str)
         raise DataError(
             f"{items.name}: {items_text} are others on rank {differing_rank} (checksum "
             f"{sums[differing_rank]}) than on rank 0 ({sums[0]}), and every rank must read the "
-            f"same samples ({location(items.source_class)}) -> let them depend on data.samples.settings "
-            "only, not on rank, host, time or hash()"
+            f"same samples ({location(items.source_class)}) -> let them depend on "
+            "data.samples.settings only, not on rank, host, time or hash()"
         )

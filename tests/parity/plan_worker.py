@@ -60,7 +60,7 @@ if __name__ == "__main__":
                 try:
                     adapters = AdaptersSection(dropout=0.1) if name in ADAPTED else None
                     group = dist.group.WORLD
-                    check_tensor_plan(config, "auto", 32, group, joined.device, adapters)
+                    check_tensor_plan(config, "auto", 32, group, joined.device, adapters=adapters)
                     said[name] = ""
                 except ModelError as error:
                     said[name] = str(error)

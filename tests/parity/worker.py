@@ -222,7 +222,9 @@ def model_plan_of(config: RunConfig, plan: BatchPlan) -> ModelPlan:
     parameters = plan_parameters(config, load_hf_config(config.model), reach)
     float8, problems = choose_float8(config, load_hf_config(config.model), plan)
     assert not problems
-    tiles, problems = choose_tiles(config, load_hf_config(config.model), plan, parameters.kept)
+    tiles, problems = choose_tiles(
+        config, load_hf_config(config.model), plan, parameters.float32_names
+    )
     assert not problems
     return ModelPlan(stages, isolation, loss, parameters, float8, tiles)
 

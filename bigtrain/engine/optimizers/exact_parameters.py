@@ -1,9 +1,9 @@
 """Parameters in another dtype, in addition to the 16-bit copies that DeepSpeed holds.
 
-Some architectures compute in 16 bit but keep parameters in float32 (`ParameterPlan.kept`: routers,
-recurrent states, selection biases). Modules read these parameters from float32 tensors, assembled
-from the fp32 masters after each update; the gradient goes to the 16-bit copy. Frozen parameters are
-kept in the dtype of the base's file (`bigtrain.engine.checkpoint.fragments`).
+Some architectures compute in 16 bit but keep parameters in float32 (`ParameterPlan.float32_names`:
+routers, recurrent states, selection biases). Modules read these parameters from float32 tensors,
+assembled from the fp32 masters after each update; the gradient goes to the 16-bit copy. Frozen
+parameters are kept in the dtype of the base's file (`bigtrain.engine.checkpoint.fragments`).
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def build_pipeline_engine(
     per_token = not isinstance(objective, NextToken)
     isolation = model_plan.isolation
     module = StageModule(stage, device, isolation, computes_loss=computes_loss, per_token=per_token)
-    exact = ExactParameters(stage.model, model_plan.parameters.kept, device)
+    exact = ExactParameters(stage.model, model_plan.parameters.float32_names, device)
     pipeline = _stages_module(module, mesh)
     # Parameter groups, equal on all stages.
     expert_size = mesh.topology.expert_size

@@ -1,4 +1,4 @@
-"""Key of a trial's result in the cache: all that the result depends on."""
+"""Key of a trial's result in the cache: a checksum of everything that the result depends on."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from bigtrain.system.user_cache import key_of, package_fingerprints, package_sou
 
 _LIBRARIES = (
     *("torch", "transformers", "liger-kernel", "flash-attn", "kernels", "torchao"),
-    *("peft", "bitsandbytes"),  # of models with adapters
+    *("peft", "bitsandbytes"),  # used by models with adapters
 )
 
 
 def trial_key(hf_config: PreTrainedConfig, *settings: object) -> str | None:
-    """Return the cache key of a trial with these `settings` (JSON types); None: it is not
+    """Return the cache key of a trial with these `settings` (JSON types); None if the result is not
     cached."""
     if not type(hf_config).__module__.startswith("transformers."):
         return None
@@ -26,5 +26,5 @@ def trial_key(hf_config: PreTrainedConfig, *settings: object) -> str | None:
         return None
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else processor()
     model = hf_config.to_json_string(use_diff=False)
-    own = package_source()
-    return key_of([own, libraries, device, model, json.dumps(settings, sort_keys=True)])
+    trial = json.dumps(settings, sort_keys=True)
+    return key_of([package_source(), libraries, device, model, trial])

@@ -1,5 +1,5 @@
-"""Isolation of packed documents, tested on a proxy model. Some architectures have masks of their
-own (ALiBi, chunks) or state across tokens (recurrent layers, convolutions), and no configuration
+"""Isolation of packed documents, tested on a proxy model. Some architectures make special masks
+(ALiBi, chunks) or have state across tokens (recurrent layers, convolutions), and no configuration
 lists it."""
 
 from __future__ import annotations
@@ -16,13 +16,7 @@ from bigtrain.models.equivalence.proxy_model import (
     rescale_weights,
 )
 from bigtrain.models.equivalence.reductions import with_heads
-from bigtrain.models.equivalence.trial import (
-    OUTPUT,
-    Results,
-    Tolerance,
-    Trial,
-    run_forward,
-)
+from bigtrain.models.equivalence.trial import OUTPUT, Results, Tolerance, Trial, run_forward
 from bigtrain.models.layers.document_attention import (
     MASKED,
     NOT_ISOLATED,
@@ -34,7 +28,7 @@ from bigtrain.models.layers.rotary import choose_by_document
 from bigtrain.models.transformers_patches import attention_name
 from bigtrain.settings.run_config import RunConfig
 
-TOLERANCES = {OUTPUT: Tolerance(own=1e-4)}
+TOLERANCES = {OUTPUT: Tolerance(relative=1e-4)}
 """Far above float32 rounding, far below what one wrong token does."""
 
 _DOCUMENT_TOKENS = ((7, 9, 8), (1, 20, 3))
@@ -64,26 +58,26 @@ def plan_isolation(
 def find_isolation(
     hf_config: PreTrainedConfig, attention: str, sequence_length: int, *, compiled: bool = False
 ) -> tuple[Isolation, str]:
-    """Return the isolation of `hf_config` in samples of `sequence_length`, and the reason
-    if they do not (else empty).
+    """Return how documents of `hf_config` are isolated in samples of `sequence_length`, and why
+    they cannot be (empty if they are).
 
     Builds a proxy model with random weights on the CPU and compares the logits of two samples of
-    three documents each with those of the six separate documents. Takes a second or so.
+    three documents each with the logits of the six separate documents. Takes a second or so.
     """
     try:
-        # A CPU lacks other kernels, but those get masks and lengths from the same code.
+        # A CPU lacks GPU kernels, but masks and lengths come from the same code on both.
         model = build_proxy_model(
             hf_config, attention, [with_heads(2)], sequence_length=sequence_length
         )
         rescale_weights(model).eval()
-        own = attention_name(model)
-        if own not in ("sdpa", "eager"):
-            return MASKED, f"its attention is {own}"
+        implementation = attention_name(model)
+        if implementation not in ("sdpa", "eager"):
+            return MASKED, f"its attention is {implementation}"
         if attention.startswith("flash"):
             lengths = Isolation("lengths")
             with document_attention(model):
                 return lengths, _difference(model, lengths)
-        # A compiled graph would be specialized to the lengths and recompiled for others.
+        # A compiled graph would be specialized to the lengths, and recompiled for other lengths.
         if attention in ("auto", "sdpa", "eager") and not compiled:
             documents = Isolation("documents")
             undo = attend_by_document(model)
@@ -119,11 +113,11 @@ def _difference(model: PreTrainedModel, isolation: Isolation) -> str:
         return {OUTPUT: {"logits": torch.stack(rows)}}
 
     def packed(model: PreTrainedModel) -> Results:
-        more = isolation.arguments(positions)
+        arguments = isolation.arguments(positions)
         undo = choose_by_document(model)
         try:
             with isolation.document_mask(positions):
-                return run_forward(model, input_ids=ids, position_ids=positions, **more)
+                return run_forward(model, input_ids=ids, position_ids=positions, **arguments)
         finally:
             undo()
 

@@ -3,8 +3,7 @@
 Expert parallelism: a plan names the modules of experts, not whether they follow its contract
 (`bigtrain.models.parallel.experts`). The `moe` section: no configuration states the formula of the
 auxiliary loss, or what the router returns as logits. ZeRO 3: where the data decide in a loop which
-experts are computed (DBRX), ranks with other tokens reach other modules and wait for each other
-forever.
+experts are computed (DBRX), ranks with different tokens reach different modules and deadlock.
 """
 
 from __future__ import annotations
@@ -63,21 +62,20 @@ from bigtrain.models.torch_patches import OperatorMode
 from bigtrain.models.transformers_patches import modules_of_experts
 from bigtrain.settings.run_config import RunConfig
 
-TOLERANCES = {LOSS: Tolerance(own=1e-5), GRADIENT: Tolerance(own=1e-3, common=1e-6)}
+TOLERANCES = {LOSS: Tolerance(relative=1e-5), GRADIENT: Tolerance(relative=1e-3, common=1e-6)}
 """Rounding of float32 is far below both, a part of a gradient or a wrong factor far above."""
 
 
 def check_expert_parallel(
     hf_config: PreTrainedConfig, attention: str, size: int, *, sequence_length: int
 ) -> list[Problem]:
-    """Return problems with dividing the experts of a model of `hf_config` among `size` ranks; or
-    none.
+    """Return problems with dividing the experts of a model of `hf_config` among `size` ranks.
 
     `sequence_length`: tokens of the run's samples. The proxy model is divided among as many ranks
-    as the smallest prime factor of `size`: each does the same for any number of them. Takes a
-    second or two.
+    as the smallest prime factor of `size`: what a rank computes does not depend on the number.
+    Takes a second or two.
     """
-    kind = hf_config.model_type
+    model_type = hf_config.model_type
     try:
         for experts in expert_modules(empty_model(hf_config)):
             check_divides(experts, size)
@@ -103,21 +101,22 @@ def check_expert_parallel(
         rule, _, remedy = str(error).rpartition(" -> ")
         return [Problem("parallel.expert", size, rule.partition(": ")[2], remedy)]
     except (*MODEL_FAILURES, ImportError) as error:
-        rule = f"a proxy model of {kind} failed: {failure_text(error)}"
+        rule = f"a proxy model of {model_type} failed: {failure_text(error)}"
         return [Problem("parallel.expert", size, rule, "parallel.expert=1")]
     if difference is None:
         return []
-    rule = f"expert parallelism changes the {difference.where} ({kind}, {difference.size})"
+    rule = f"expert parallelism changes the {difference.where} ({model_type}, {difference.size})"
     return [Problem("parallel.expert", size, rule, "parallel.expert=1")]
 
 
 def _one_rank(num_ranks: int, model: PreTrainedModel) -> dict[str, Values]:
-    """Return the losses of all ranks' samples, computed by one rank, and the summed gradients."""
+    """Return losses for every rank's samples, computed by one rank, and the summed gradients."""
     return _summed([training_results(model, seed=rank) for rank in range(num_ranks)])
 
 
 def _divided_experts(num_ranks: int, model: PreTrainedModel) -> dict[str, Values]:
-    """Return `_one_rank` of ranks that divide the experts, each with its own samples."""
+    """Return the results of `_one_rank` from ranks with different samples that divide the
+    experts."""
     exchange = RankThreads(num_ranks)
     models = [copy.deepcopy(model) for _ in range(num_ranks)]
 
@@ -140,20 +139,20 @@ def _divided_experts(num_ranks: int, model: PreTrainedModel) -> dict[str, Values
 
 
 def _summed(results: Sequence[Mapping[str, Values]]) -> dict[str, Values]:
-    """Return the loss of each rank, and the sums of the gradients."""
+    """Return every rank's loss, and the sums of the gradients."""
     losses = {
         "loss" if rank == 0 else f"loss of rank {rank}": loss
-        for rank, one in enumerate(results)
-        for loss in one[LOSS].values()
+        for rank, rank_results in enumerate(results)
+        for loss in rank_results[LOSS].values()
     }
     gradients = {
-        name: torch.stack([one[GRADIENT][name] for one in results]).sum(0)
+        name: torch.stack([rank_results[GRADIENT][name] for rank_results in results]).sum(0)
         for name in results[0][GRADIENT]
     }
     return {LOSS: losses, GRADIENT: gradients}
 
 
-_FAR = 1e4  # of a selection bias from all router scores
+_FAR = 1e4  # distance of a changed selection bias from all router scores
 _AUXILIARY, _Z_LOSS, _BIAS = (
     "moe.auxiliary_loss",
     "moe.z_loss_coefficient",
@@ -165,21 +164,24 @@ def check_expert_balance(
     config: RunConfig, hf_config: PreTrainedConfig, reach: GradientReach | None = None
 ) -> list[Problem]:
     """Return problems with the section `moe` of `config` for a model of `hf_config`; empty if none.
-    Takes a second or two if a router loss is asked for. `reach`: of the model, if it is known."""
+    Takes a second or two if a router loss is asked for. `reach`: gradient reach of the model, if it
+    is known."""
     section, problems = config.moe, []
-    kind, attention = hf_config.model_type, config.model.attention
+    model_type, attention = hf_config.model_type, config.model.attention
     run_proxy = cache(partial(_run_proxy, hf_config, attention))
 
     def refused(check: Callable[..., str | None]) -> str | None:
-        return _reason(kind, lambda: check(kind, *run_proxy()))
+        return _reason(model_type, lambda: check(model_type, *run_proxy()))
 
+    # The three settings need different things of a router: selection biases, Switch Transformer's
+    # auxiliary loss, and logits with gradients.
     if section.bias_update_rate:
         length = config.batch.sequence_length
         if reason := _without_biases(hf_config, attention, length, reach):
             problems.append(Problem(_BIAS, section.bias_update_rate, reason, "0"))
     if section.auxiliary_loss == "global_batch":
         if not has_auxiliary_loss(hf_config):
-            rule = f"the {kind} has no auxiliary loss, or it is off"
+            rule = f"the {model_type} has no auxiliary loss, or it is off"
             remedy = (
                 "micro_batch, or model.overrides={output_router_logits: true, "
                 "router_aux_loss_coef: 0.001} where the architecture has one"
@@ -195,35 +197,35 @@ def check_expert_balance(
 def _without_biases(
     hf_config: PreTrainedConfig, attention: str, sequence_length: int, reach: GradientReach | None
 ) -> str | None:
-    """Return why the biases by which tokens choose cannot be updated; None if they can. Blocks of
-    experts without one are skipped: DeepSeek-V4's first ones choose by a hash."""
-    kind = hf_config.model_type
-    absent = f"the routers of a {kind} have no bias by which tokens choose experts"
+    """Return why the biases by which tokens choose experts cannot be updated; None if they can.
+    Blocks of experts without a bias are skipped: DeepSeek-V4's first blocks choose by a hash."""
+    model_type = hf_config.model_type
+    absent = f"the routers of a {model_type} have no bias by which tokens choose experts"
     model = empty_model(hf_config)
     if not any(True for _ in modules_of_experts(model)):
         return absent
     reach = reach or find_gradient_reach(hf_config, sequence_length, attention)
     if not selection_biases(model, reach.absent or ()):
         return absent
-    return _reason(kind, partial(_other_choice, hf_config, attention))
+    return _reason(model_type, partial(_other_choice, hf_config, attention))
 
 
 @torch.no_grad()
 def _other_choice(hf_config: PreTrainedConfig, attention: str) -> str | None:
-    """Return why the biases of a proxy model are not such by which tokens choose experts: one that
-    is much larger than the others has to draw all tokens, and one that is much smaller none."""
+    """Return why tokens of a proxy model do not choose experts by their biases: an expert with a
+    much larger bias has to get all tokens, and with a much smaller bias none."""
     model = build_noisy_proxy(hf_config, attention, smaller(with_heads(2)))
     untrained = parameters_without_gradient(model.config, TOKENS, attention) or ()
     ids = proxy_tokens(model)
     for bias in selection_biases(model, untrained):
-        experts, before = model.get_submodule(bias.experts), bias.tensor.clone()
-        for change, expected in ((_FAR, True), (-_FAR, False)):
+        experts, original = model.get_submodule(bias.experts), bias.tensor.clone()
+        for change, gets_tokens in ((_FAR, True), (-_FAR, False)):
             bias.tensor.view(-1)[0] += change
-            with _chosen(experts) as choices:
+            with _chosen(experts) as calls:
                 model(input_ids=ids, use_cache=False)
-            bias.tensor.copy_(before)
-            draws = [(chosen == 0).any(-1) for chosen in choices]
-            if not draws or not all(bool((d == expected).all()) for d in draws):
+            bias.tensor.copy_(original)
+            chooses_first = [(expert_ids == 0).any(-1) for expert_ids in calls]
+            if not calls or not all(bool((x == gets_tokens).all()) for x in chooses_first):
                 return (
                     f"{bias.name} of a {hf_config.model_type} is not a bias by which tokens choose "
                     "experts"
@@ -233,61 +235,65 @@ def _other_choice(hf_config: PreTrainedConfig, attention: str) -> str | None:
 
 @contextmanager
 def _chosen(experts: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
-    """The experts [tokens, k] that `experts` is called with, of each call inside."""
-    choices: list[torch.Tensor] = []
+    """Record the expert ids [tokens, k] of every call of `experts`."""
+    calls: list[torch.Tensor] = []
 
-    def note(_: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        choices.append(kwargs["top_k_index"] if "top_k_index" in kwargs else args[1])
+    def record(_: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        calls.append(kwargs["top_k_index"] if "top_k_index" in kwargs else args[1])
 
-    with experts.register_forward_pre_hook(note, with_kwargs=True):
-        yield choices
+    with experts.register_forward_pre_hook(record, with_kwargs=True):
+        yield calls
 
 
-def _other_auxiliary_loss(kind: str, outputs: Any, model: PreTrainedModel) -> str | None:
+def _other_auxiliary_loss(model_type: str, outputs: Any, model: PreTrainedModel) -> str | None:
     """Return why the auxiliary loss cannot be computed from router logits; None if it can."""
-    own = auxiliary_loss(outputs)
-    if own is None:
-        return f"a {kind} returns no auxiliary loss"
+    model_loss = auxiliary_loss(outputs)
+    if model_loss is None:
+        return f"a {model_type} returns no auxiliary loss"
     top_k = int(getattr(model.config, "num_experts_per_tok", 0) or 0)
     routing = Routing.of(router_logits_of(outputs), top_k)
-    ours = balance_loss(routing.chosen / routing.num_rows, routing.probabilities.detach())
+    recomputed_loss = balance_loss(
+        routing.expert_tokens / routing.num_rows, routing.probabilities.detach()
+    )
     difference = first_difference(
-        {LOSS: {"auxiliary loss": own.detach()}}, {LOSS: {"auxiliary loss": ours}}, TOLERANCES
+        {LOSS: {"auxiliary loss": model_loss.detach()}},
+        {LOSS: {"auxiliary loss": recomputed_loss}},
+        TOLERANCES,
     )
     if difference is None:
         return None
     return (
-        f"a {kind} computes another auxiliary loss than Switch Transformer's of its router logits "
-        f"({difference.size})"
+        f"a {model_type} computes another auxiliary loss than Switch Transformer's of its router "
+        f"logits ({difference.size})"
     )
 
 
-def _without_logits(kind: str, outputs: Any, model: PreTrainedModel) -> str | None:
+def _without_logits(model_type: str, outputs: Any, model: PreTrainedModel) -> str | None:
     """Return why no loss can be computed from router logits; None if it can."""
     logits = router_logits_of(outputs)
     num_experts = {int(m.num_experts) for m in modules_of_experts(model)}  # type: ignore[arg-type]
     if num_experts != {layer.shape[-1] for layer in logits}:
-        return f"what a {kind} returns as router logits has not one for each expert"
-    if any(_are_probabilities(layer) for layer in logits):
-        return f"what a {kind} returns as router logits are probabilities"
+        return f"what a {model_type} returns as router logits has not one for each expert"
+    # Probabilities are between 0 and 1; log-probabilities are probabilities after exp.
+    if any(
+        bool((layer >= 0).all() and (layer <= 1).all())
+        or torch.allclose(layer.float().exp().sum(-1), torch.ones(layer.shape[0]))
+        for layer in logits
+    ):
+        return f"what a {model_type} returns as router logits are probabilities"
     if not all(layer.requires_grad for layer in logits):
-        return f"the router logits of a {kind} have no gradients"
+        return f"the router logits of a {model_type} have no gradients"
     return None
 
 
-def _reason(kind: str, check: Callable[[], str | None]) -> str | None:
-    """Return the result of a check of a model of this kind, or why it fails."""
+def _reason(model_type: str, check: Callable[[], str | None]) -> str | None:
+    """Return the result of a check of a proxy model, or why the check fails."""
     try:
         return check()
     except ModelError as error:
-        return f"a {kind}: {error}"
+        return f"a {model_type}: {error}"
     except MODEL_FAILURES as error:
-        return f"a proxy model of {kind} failed: {failure_text(error)}"
-
-
-def _are_probabilities(layer: torch.Tensor) -> bool:
-    in_range = bool((layer >= 0).all() and (layer <= 1).all())
-    return in_range or torch.allclose(layer.float().exp().sum(-1), torch.ones(layer.shape[0]))
+        return f"a proxy model of {model_type} failed: {failure_text(error)}"
 
 
 def _run_proxy(hf_config: PreTrainedConfig, attention: str) -> tuple[Any, PreTrainedModel]:
@@ -301,19 +307,19 @@ def check_expert_gathering(
     hf_config: PreTrainedConfig, zero_stage: int, num_replicas: int
 ) -> list[Problem]:
     """Return the problem with ZeRO 3 for a model of `hf_config`; empty if there is none.
-    num_replicas: ranks that partition the model. Takes a second for a model with experts whose
-    products transformers does not compute together."""
+    num_replicas: ranks that partition the model. Takes a second for a model with experts that
+    transformers does not compute in one grouped product."""
     if zero_stage < 3 or num_replicas == 1 or "expert" not in hf_config.to_json_string():
         return []
     if not unmarked_experts(empty_model(hf_config)):
         return []
     try:
         model = build_proxy_model(hf_config, "eager", [fewer_experts])
-        with _Reads(unmarked_experts(model)) as reads, torch.no_grad():
+        with _NonzeroCalls(unmarked_experts(model)) as nonzero_calls, torch.no_grad():
             model(input_ids=proxy_tokens(model), use_cache=False)
     except MODEL_FAILURES:
         return []  # errors are left to the run
-    if not reads.found:
+    if not nonzero_calls.occurred:
         return []
     rule = (
         f"the tokens decide which experts of a {hf_config.model_type} are computed, in a loop; "
@@ -322,12 +328,12 @@ def check_expert_gathering(
     return [Problem("zero_optimization.stage", 3, rule, "ds_configs/zero2.json")]
 
 
-class _Reads(OperatorMode):
-    """Notes whether `modules` ask which elements of a tensor are set."""
+class _NonzeroCalls(OperatorMode):
+    """Records whether `modules` compute which elements of a tensor are nonzero."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found, self._depth = False, 0
+        self.occurred, self._depth = False, 0
         for module in modules:
             module.register_forward_pre_hook(self._enter)
             module.register_forward_hook(self._leave)
@@ -345,5 +351,5 @@ class _Reads(OperatorMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        self.found |= self._depth > 0 and func is torch.ops.aten.nonzero.default
+        self.occurred |= self._depth > 0 and func is torch.ops.aten.nonzero.default
         return func(*args, **(kwargs or {}))

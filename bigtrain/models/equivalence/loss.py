@@ -46,9 +46,9 @@ LIGER_REMEDY = "pip install 'bigtrain[gpu]', or set {key}"
 def choose_loss(
     config: RunConfig, hf_config: PreTrainedConfig, plan: BatchPlan
 ) -> tuple[LossPlan, list[Problem]]:
-    """Choose the loss of a run with the micro-batches of `plan`; return problems with it, too.
-    ``auto`` takes chunks if the logits exceed one and the proxy model computes the same with them.
-    Takes a second at most, and no time if the logits are small."""
+    """Choose the loss of a run with the micro-batches of `plan`; also return problems with the
+    chosen loss. ``auto`` uses chunks if the logits exceed one chunk and a proxy model computes the
+    same in chunks. Takes a second at most, and no time if the logits are small."""
     section, vocabulary = config.model, vocabulary_size(hf_config)
     num_tokens = plan.micro_batch_tokens // config.parallel.degrees.sequence_size
     num_chunk_tokens = chunk_tokens(vocabulary, section.loss_chunk_tokens)
@@ -58,6 +58,8 @@ def choose_loss(
     def plain(reason: str) -> tuple[LossPlan, list[Problem]]:
         return LossPlan("plain", num_chunk_tokens, f"loss: from all logits at once ({reason})"), []
 
+    # All logits at once where chunks save nothing. Multi-token prediction computes more logits, and
+    # only in chunks.
     if scores_samples(hf_config):
         return LossPlan("plain", num_chunk_tokens, ""), []
     if section.loss == "plain":
@@ -65,40 +67,42 @@ def choose_loss(
     needs_chunks = num_trained_mtp_layers(hf_config) > 0
     if section.loss == "auto" and num_tokens <= num_chunk_tokens and not needs_chunks:
         return plain(size)
-    kind: Literal["liger", "chunked"] = "liger" if section.loss == "liger" else "chunked"
-    softcap, reason = _try(hf_config, section.attention, kind, plan.sequence_length)
+    loss_type: Literal["liger", "chunked"] = "liger" if section.loss == "liger" else "chunked"
+    # Chunks may change the result of a model: a proxy model shows it.
+    softcap, reason = _try(hf_config, section.attention, loss_type, plan.sequence_length)
     if reason and section.loss == "auto" and not needs_chunks:
         return plain(f"{size}; chunks are not supported for {hf_config.model_type}: {reason}")
     text = f"loss: in chunks of {num_chunk_tokens} tokens ({size})"
-    if kind == "liger":
+    if loss_type == "liger":
         text = "loss: Liger's fused linear cross-entropy"
-    chosen = LossPlan(kind, num_chunk_tokens, text, softcap)
+    loss_plan = LossPlan(loss_type, num_chunk_tokens, text, softcap)
     problems = []
     if reason:
         rule = f"is not supported for model_type {hf_config.model_type}: {reason}"
-        other = "chunked or plain" if kind == "liger" else "plain"
+        alternative = "chunked or plain" if loss_type == "liger" else "plain"
         if needs_chunks:
-            other += " with objective.mtp_weight=0"
-        problems.append(Problem("model.loss", section.loss, rule, f"model.loss={other}"))
-    elif kind == "liger" and importlib.util.find_spec("liger_kernel") is None:
+            alternative += " with objective.mtp_weight=0"
+        problems.append(Problem("model.loss", section.loss, rule, f"model.loss={alternative}"))
+    elif loss_type == "liger" and importlib.util.find_spec("liger_kernel") is None:
         remedy = LIGER_REMEDY.format(key="model.loss=chunked")
         problems.append(Problem("model.loss", "liger", "liger-kernel is not installed", remedy))
-    return chosen, problems
+    return loss_plan, problems
 
 
 def _try(
     hf_config: PreTrainedConfig,
     attention: str,
-    kind: Literal["liger", "chunked"],
+    loss_type: Literal["liger", "chunked"],
     sequence_length: int,
 ) -> tuple[float | None, str]:
-    """Return the softcap of the logits, for Liger, and why `kind` does not work, if it does not."""
+    """Return the softcap of the logits, for Liger, and why `loss_type` does not work (else
+    empty)."""
     try:
         model = build_proxy_model(
             hf_config, attention, smaller(with_heads(2)), sequence_length=sequence_length
         ).eval()
         softcap = getattr(text_config(model.config), "final_logit_softcapping", None)
-        if kind == "liger":
+        if loss_type == "liger":
             return softcap, _is_linear(model, softcap)
         difference = CHUNKED.difference(model)
     except (ModelError, *MODEL_FAILURES) as error:
@@ -137,29 +141,32 @@ CHUNKED = Trial(
     loss_and_gradients,
     _in_chunks,
     # Float32 sums in another order make 1e-6.
-    {LOSS: Tolerance(own=1e-5), GRADIENT: Tolerance(common=1e-5)},
+    {LOSS: Tolerance(relative=1e-5), GRADIENT: Tolerance(common=1e-5)},
 )
 
 
 @torch.no_grad()
 def _is_linear(model: PreTrainedModel, softcap: float | None) -> str:
-    """Return why Liger's kernel (a matrix, a bias, a softcap) does not fit; empty if it does."""
-    kept: list[torch.Tensor] = []
+    """Return why the logits are not what Liger's kernel computes from a matrix, a bias and a
+    softcap; empty if they are."""
+    head_outputs: list[torch.Tensor] = []
     head = model.get_output_embeddings()
     if type(head) is not torch.nn.Linear:
         return "its head is not a linear layer"
-    with head.register_forward_hook(lambda _module, _inputs, output: kept.append(output)):
+    with head.register_forward_hook(lambda _module, _inputs, output: head_outputs.append(output)):
         logits = model(input_ids=_sample(model)[0], use_cache=False).logits
-    if len(kept) != 1:
+    if len(head_outputs) != 1:
         return "its forward method does not call its head once"
-    expected = kept[0] if softcap is None else softcap * torch.tanh(kept[0] / softcap)
+    expected = (
+        head_outputs[0] if softcap is None else softcap * torch.tanh(head_outputs[0] / softcap)
+    )
     if not torch.allclose(logits, expected, rtol=1e-5, atol=1e-6):
         return "its logits are not what its head gives (for example, they are scaled)"
     return ""
 
 
 def _sample(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and labels, some of them masked: int64 [2, TOKENS]."""
+    """Return token ids, and labels of which some are masked: int64 [2, TOKENS]."""
     labels = proxy_tokens(model, seed=1)
     labels[0, 5:17] = IGNORED_LABEL
     return proxy_tokens(model), labels

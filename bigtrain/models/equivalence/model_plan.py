@@ -41,9 +41,7 @@ from bigtrain.models.parallel.hidden_matrices import check_matrices
 from bigtrain.models.parallel.stage_layout import StagePlan
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import RunConfig
-from bigtrain.system.user_cache import (
-    cached,
-)
+from bigtrain.system.user_cache import cached
 
 
 @dataclass(frozen=True)
@@ -71,9 +69,9 @@ class ModelPlan:
 def choose(
     config: RunConfig, hf_config: PreTrainedConfig, plan: BatchPlan
 ) -> tuple[ModelPlan | None, list[Problem]]:
-    """Return the plan for a run with the micro-batches of `plan`, or what its model's code rules
-    out. A second or so for each kind of parallelism and packing; `check_tensor_size` comes
-    first."""
+    """Return the plan for a run with the micro-batches of `plan`, or the settings that the model's
+    code rules out. Takes a second or so for each of parallelism and packing; call
+    `check_tensor_size` first."""
     if problems := check_mtp_layers(hf_config, config.objective.mtp_weight):
         return None, problems
     length = config.batch.sequence_length
@@ -90,11 +88,11 @@ def choose(
     if problems:
         return None, problems
     loss, problems = choose_loss(config, hf_config, plan)
-    float8, not_chosen = choose_float8(config, hf_config, plan)
+    float8, float8_problems = choose_float8(config, hf_config, plan)
     parameters = plan_parameters(config, hf_config, reach)
-    tiles, not_tiled = choose_tiles(config, hf_config, plan, parameters.kept)
-    chosen = ModelPlan(stages, isolation, loss, parameters, float8, tiles)
-    return chosen, [*problems, *not_chosen, *not_tiled]
+    tiles, tile_problems = choose_tiles(config, hf_config, plan, parameters.float32_names)
+    model_plan = ModelPlan(stages, isolation, loss, parameters, float8, tiles)
+    return model_plan, [*problems, *float8_problems, *tile_problems]
 
 
 def choose_float8(
@@ -112,21 +110,22 @@ def require_model_plan(
     config: RunConfig, hf_config: PreTrainedConfig, plan: BatchPlan
 ) -> ModelPlan:
     """Return the plan of `choose`. Raises ConfigError with what is ruled out."""
-    chosen, problems = choose(config, hf_config, plan)
-    if chosen is None or problems:
+    model_plan, problems = choose(config, hf_config, plan)
+    if model_plan is None or problems:
         raise ConfigError(problems, "the run's inputs")
-    return chosen
+    return model_plan
 
 
 def try_model(
     config: RunConfig, hf_config: PreTrainedConfig, reach: GradientReach | None = None
 ) -> tuple[list[Problem], StagePlan | None, Isolation]:
-    """Return problems of `config` with the model's code, its stages and document isolation.
-    `reach`: of the model, if it is known."""
+    """Return problems of `config` with the model's code, and the model's stages and document
+    isolation. `reach`: gradient reach of the model, if it is known."""
     attention, parallel = config.model.attention, config.parallel
     degrees = parallel.degrees
     length = config.batch.sequence_length
     problems: list[Problem] = []
+    # Checks of single settings; most need no proxy model.
     if scores_samples(hf_config):
         key = "model.path" if config.model.path is not None else "model.config"
         problems += check_scoring(hf_config, attention, length, key)
@@ -139,8 +138,9 @@ def try_model(
         freeze(model, config.model.frozen)
         problems += check_matrices(model, config.optimizer)
     problems += check_expert_balance(config, hf_config, reach)
-    isolation, not_isolated = plan_isolation(config, hf_config)
-    problems += not_isolated
+    isolation, isolation_problems = plan_isolation(config, hf_config)
+    problems += isolation_problems
+    # Trials of parallelism take a second or more each: none after a problem.
     if degrees.sequence_size > 1 and not problems:
         problems += check_sequence_parallel(
             hf_config,
@@ -177,7 +177,7 @@ class _RefusedError(Exception):
 def cached_model_plan(
     config: RunConfig, hf_config: PreTrainedConfig, plan: BatchPlan
 ) -> tuple[ModelPlan | None, list[Problem]]:
-    """Call `choose` on one of the ranks that share a cache; the others wait."""
+    """Call `choose` on one rank of the ranks that share a cache; every other rank waits."""
     key = trial_key(
         hf_config,
         config.model.model_dump(mode="json", exclude={"path", "config", "overrides"}),
@@ -193,10 +193,10 @@ def cached_model_plan(
         return choose(config, hf_config, plan)
 
     def find() -> dict[str, Any]:
-        chosen, problems = choose(config, hf_config, plan)
-        if chosen is None or problems:
+        model_plan, problems = choose(config, hf_config, plan)
+        if model_plan is None or problems:
             raise _RefusedError(problems)
-        plan_json: dict[str, Any] = _PLAN.dump_python(chosen, mode="json")
+        plan_json: dict[str, Any] = _PLAN.dump_python(model_plan, mode="json")
         return plan_json
 
     try:

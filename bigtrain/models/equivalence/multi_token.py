@@ -24,13 +24,22 @@ _TOKENS = 32
 
 
 def check_mtp_layers(hf_config: PreTrainedConfig, weight: float) -> list[Problem]:
-    """Return why the layers of `hf_config` cannot be trained with this `weight`; empty if they can,
-    and if it trains none. Builds the model without values."""
+    """Return why the multi-token layers of `hf_config` cannot be trained with this loss `weight`;
+    empty if they can, or if none is trained. Builds the model without values."""
     if not num_trained_mtp_layers(hf_config):
         return []
     try:
         model: Any = empty_model(hf_config)
-        _run(model)
+        # A configuration may lack what only these layers use, such as the rotary embedding of
+        # another attention: one forward pass shows it.
+        layers = mtp_layers(model)
+        assert layers is not None
+        width = model.config.get_text_config().hidden_size
+        ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
+        hidden = torch.zeros(1, _TOKENS, width, dtype=model.dtype, device="meta")
+        with WithoutValues(), document_boundaries(packed=False):  # type: ignore[no-untyped-call]
+            for _ in layers.hidden_states(model, hidden, ids, None):
+                pass
         reason = _lost_names(model)
     except ModelError as error:
         reason = str(error)
@@ -45,22 +54,9 @@ def check_mtp_layers(hf_config: PreTrainedConfig, weight: float) -> list[Problem
     return [Problem("objective.mtp_weight", weight, rule, "objective.mtp_weight=0")]
 
 
-def _run(model: Any) -> None:
-    """Run the layers of `model` once. A configuration may lack what they use, such as the rotary
-    embedding of a kind of attention that only they have."""
-    layers = mtp_layers(model)
-    assert layers is not None
-    width = model.config.get_text_config().hidden_size
-    ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
-    hidden = torch.zeros(1, _TOKENS, width, dtype=model.dtype, device="meta")
-    with WithoutValues(), document_boundaries(packed=False):  # type: ignore[no-untyped-call]
-        for _ in layers.hidden_states(model, hidden, ids, None):
-            pass
-
-
 def _lost_names(model: Any) -> str:
-    """Return which parameters of the layers of `model` transformers would not read again from the
-    names that an export writes; empty if all are read. Changes the layers."""
+    """Return which parameters of the multi-token layers of `model` would not be loaded from the
+    names that an export writes; empty if all are loaded. Changes the layers."""
     layers = mtp_layers(model)
     assert layers is not None
     state = model.state_dict(keep_vars=True)
@@ -80,7 +76,7 @@ def _lost_names(model: Any) -> str:
 
 
 class _Nowhere:
-    """Values that nobody reads."""
+    """Source of values that are never read."""
 
     def fill(self, offsets: Offsets, out: torch.Tensor) -> None:
         raise AssertionError("read")

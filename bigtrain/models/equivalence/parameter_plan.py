@@ -5,8 +5,8 @@ it, so that no upgrade changes an optimizer's groups silently
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,11 +16,7 @@ from transformers import PreTrainedConfig
 from transformers.initialization import no_init_weights
 
 from bigtrain.models.build import empty_model
-from bigtrain.models.configuration import (
-    auto_class,
-    num_counted_mtp_layers,
-    num_trained_mtp_layers,
-)
+from bigtrain.models.configuration import auto_class, num_counted_mtp_layers, num_trained_mtp_layers
 from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
     build_proxy_model,
@@ -45,18 +41,20 @@ _SHOWN = 5
 class ParameterPlan:
     """Names of parameters by what a run does with them.
 
-    untrained: get no gradient from text, and are frozen. frozen: these, and those that
-    ``model.frozen`` names, but for selection biases that are updated. kept: are float32 where the
-    model computes in 16 bit. The others are of trained parameters, with ``*`` for indices.
-    decaying: with ``optimizer.decay_embeddings``. decayed_before: do not decay, but did in releases
-    that went by the number of dimensions. matrices: are updated by an optimizer of hidden matrices.
-    unreached: those of `untrained` that nothing else freezes; the first step compares them with
-    its gradients. reason: a line for the log; empty if all are trained in the run's dtype.
+    untrained: get no gradient from text, and are frozen. frozen: `untrained` and the parameters
+    that ``model.frozen`` names, without selection biases that are updated. float32_names: are
+    float32 where the model computes in 16 bit. unreached: parameters in `untrained` that nothing
+    else freezes; the first step compares them with its gradients. reason: a line for the log; empty
+    if all are trained in the run's dtype.
+
+    Trained parameters, with ``*`` for indices: decaying: with ``optimizer.decay_embeddings``.
+    decayed_before: do not decay, but did in releases that went by the number of dimensions.
+    matrices: are updated by an optimizer of hidden matrices.
     """
 
     untrained: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
-    kept: tuple[str, ...] = ()
+    float32_names: tuple[str, ...] = ()
     decaying: tuple[str, ...] = ()
     decayed_before: tuple[str, ...] = ()
     matrices: tuple[str, ...] = ()
@@ -65,110 +63,107 @@ class ParameterPlan:
 
     def record(self) -> dict[str, Any]:
         """Return the part that a checkpoint contains (JSON types)."""
-        kept = asdict(self)
-        return {name: list(kept[name]) for name in ("decaying", "matrices", "frozen")}
+        return {name: list(getattr(self, name)) for name in ("decaying", "matrices", "frozen")}
 
 
 def plan_parameters(
     config: RunConfig, hf_config: PreTrainedConfig, reach: GradientReach | None = None
 ) -> ParameterPlan:
-    """Return the plan for a run's model; of a run with adapters no groups of its optimizer.
-    `reach`: of the model; found out if it is None."""
-    kept = _kept(config, hf_config)
+    """Return the plan for a run's model; without optimizer groups for a run with adapters.
+    `reach`: gradient reach of the model; None: a forward pass finds it."""
     reasons = []
-    if kept:
-        reasons.append(_listed("kept in float32 by its architecture", kept, kept))
-    count = num_counted_mtp_layers(hf_config)
-    if count and not num_trained_mtp_layers(hf_config):
+    # An architecture may compute some parameters in float32 while the run is in 16 bit.
+    dtype = getattr(torch, config.precision.dtype)
+    float32_names: tuple[str, ...] = ()
+    if dtype != torch.float32:
+        float32_names = tuple(computed_in_float32(empty_model(hf_config, dtype), dtype))
+    if float32_names:
+        reasons.append(_listed("kept in float32 by its architecture", float32_names, float32_names))
+    num_mtp_layers = num_counted_mtp_layers(hf_config)
+    if num_mtp_layers and not num_trained_mtp_layers(hf_config):
         reasons.append(
-            f"layers for multi-token prediction that the configuration counts: {count}, not built "
-            "and not trained (objective.mtp_weight = 0)"
+            "layers for multi-token prediction that the configuration counts: "
+            f"{num_mtp_layers}, not built and not trained (objective.mtp_weight = 0)"
         )
+    # Without a gradient, weight decay would shrink a parameter: it is not trained.
     length = config.batch.sequence_length
     reach = reach or find_gradient_reach(hf_config, length, config.model.attention)
-    absent = reach.absent
-    if absent is None:
+    if reach.absent is None:
         reasons.append(
             "parameters without a gradient: not known, since no model of this kind could be run "
             "before the training; all are trained"
         )
     model = empty_model(hf_config)
     names = [name for name, _ in model.named_parameters()]
-    untrained = tuple(name for name in absent or () if name in names)
+    untrained = tuple(name for name in reach.absent or () if name in names)
+    # Selection biases have no gradient either, but the run updates them, in float32.
     biases: list[str] = []
     if config.moe.bias_update_rate:
         biases = [b.name for b in selection_biases(model, untrained) if b.is_parameter]
-        kept = tuple(dict.fromkeys([*kept, *biases]))
+        float32_names = tuple(dict.fromkeys([*float32_names, *biases]))
     if config.adapters is not None:
-        return ParameterPlan(untrained, kept=kept, reason="; ".join(reasons))
+        return ParameterPlan(untrained, float32_names=float32_names, reason="; ".join(reasons))
     freeze(model, config.model.frozen)
-    also = [name for name in untrained if model.get_parameter(name).requires_grad]
+    unreached = [name for name in untrained if model.get_parameter(name).requires_grad]
     freeze_named(model, untrained)
-    if also:
+    if unreached:
         title = "not trained, since they get no gradient from text"
-        reasons.append(_listed(title, also, names))
-    decaying, before = _decays(model, also)
-    own = config.optimizer.facts.beside is not None
+        reasons.append(_listed(title, unreached, names))
+    decaying, decayed_before = _decays(model, unreached)
+    frozen = [n for n, p in model.named_parameters() if not p.requires_grad and n not in biases]
+    has_matrix_optimizer = config.optimizer.facts.beside is not None
     return ParameterPlan(
-        untrained,
-        tuple(n for n, p in model.named_parameters() if not p.requires_grad and n not in biases),
-        kept,
-        tuple(decaying),
-        tuple(before),
-        tuple(collapsed(hidden_matrices(model))) if own else (),
-        tuple(also),
-        "; ".join(reasons),
+        untrained=untrained,
+        frozen=tuple(frozen),
+        float32_names=float32_names,
+        decaying=tuple(decaying),
+        decayed_before=tuple(decayed_before),
+        matrices=tuple(collapsed(hidden_matrices(model))) if has_matrix_optimizer else (),
+        unreached=tuple(unreached),
+        reason="; ".join(reasons),
     )
 
 
-def _kept(config: RunConfig, hf_config: PreTrainedConfig) -> tuple[str, ...]:
-    dtype = getattr(torch, config.precision.dtype)
-    if dtype == torch.float32:
-        return ()
-    return tuple(computed_in_float32(empty_model(hf_config, dtype), dtype))
+def _listed(title: str, names: Collection[str], all_names: Collection[str]) -> str:
+    patterns = summarized(names, all_names) if names is not all_names else collapsed(names)
+    suffix = "" if len(patterns) <= _SHOWN else f" and {len(patterns) - _SHOWN} more"
+    return f"{title}: {len(names)} parameters ({', '.join(patterns[:_SHOWN])}{suffix})"
 
 
-def _listed(title: str, names: Collection[str], every: Collection[str]) -> str:
-    shown = summarized(names, every) if names is not every else collapsed(names)
-    rest = "" if len(shown) <= _SHOWN else f" and {len(shown) - _SHOWN} more"
-    return f"{title}: {len(names)} parameters ({', '.join(shown[:_SHOWN])}{rest})"
-
-
-def _decays(model: nn.Module, also: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Return trained parameters that decay; and those that decayed in earlier releases, `also`
-    included."""
-    decaying, before = [], []
-    parameters, no_longer = dict(model.named_parameters()), set(also)
+def _decays(model: nn.Module, unreached: Collection[str]) -> tuple[list[str], list[str]]:
+    """Return trained parameters that decay, and parameters that decayed in earlier releases only,
+    which decayed `unreached` matrices."""
+    decaying, decayed_before = [], []
+    parameters = dict(model.named_parameters())
     for name, entry in parameter_roles(model).items():
         parameter = parameters[name]
         if parameter.requires_grad and entry.role.decays():
             decaying.append(name)
-        elif parameter.ndim >= 2 and (parameter.requires_grad or name in no_longer):
-            before.append(name)
-    return collapsed(decaying), collapsed(before)
+        elif parameter.ndim >= 2 and (parameter.requires_grad or name in unreached):
+            decayed_before.append(name)
+    return collapsed(decaying), collapsed(decayed_before)
 
 
-def summarized(names: Collection[str], every: Collection[str]) -> list[str]:
-    """`names`, those of modules of which `every` parameter is among them as ``MODULE.*``; with
-    ``*`` for indices."""
-    chosen = set(names)
-    others = {prefix for name in every if name not in chosen for prefix in _prefixes(name)}
-    shown = []
+def summarized(names: Collection[str], all_names: Collection[str]) -> list[str]:
+    """Return `names` with ``*`` for indices, and ``MODULE.*`` for a module of which `names` has all
+    parameters; `all_names`: parameters of the model."""
+
+    def modules_of(name: str) -> list[str]:
+        parts = name.split(".")
+        return [".".join(parts[:length]) for length in range(1, len(parts))]
+
+    selected = set(names)
+    partial_modules = {m for n in all_names if n not in selected for m in modules_of(n)}
+    patterns = []
     for name in names:
-        module = next((prefix for prefix in _prefixes(name) if prefix not in others), None)
-        shown.append(name if module is None else f"{module}.*")
-    return list(dict.fromkeys(collapsed(shown)))
-
-
-def _prefixes(name: str) -> list[str]:
-    """Return names of the modules that hold `name`, the outermost first."""
-    parts = name.split(".")
-    return [".".join(parts[:length]) for length in range(1, len(parts))]
+        module = next((m for m in modules_of(name) if m not in partial_modules), None)
+        patterns.append(name if module is None else f"{module}.*")
+    return list(dict.fromkeys(collapsed(patterns)))
 
 
 PROBE_TOKENS = 96
-"""Of a sample of which gradients are observed: more than the chunks of 64 tokens that the code of
-linear attention has, and room for every threshold of a configuration."""
+"""Length of the sample on which gradients are observed: more than the chunks of 64 tokens in the
+code of linear attention, and room for every threshold of a configuration."""
 
 
 @dataclass(frozen=True)
@@ -176,9 +171,9 @@ class GradientReach:
     """Parameters that the logits depend on, observed in one forward pass.
 
     absent: first names of the parameters that the logits do not depend on, in the model's order;
-    None if no model of this configuration can be run. failure: why its own code cannot run a
-    forward pass, neither on the meta device nor of a proxy model on the CPU; empty if it can, or if
-    that is not known.
+    None if no model of this configuration can be run. failure: why the model's code cannot run a
+    forward pass, neither on the meta device nor of a proxy model on the CPU; empty if a forward
+    pass runs or its failure is unknown.
     """
 
     absent: tuple[str, ...] | None
@@ -238,31 +233,26 @@ def _on_cpu(hf_config: PreTrainedConfig, attention: str, tokens: int) -> tuple[s
 def _unreached(model: Any, ids: torch.Tensor) -> tuple[str, ...]:
     with torch.enable_grad(), document_boundaries(packed=False):
         outputs = model(input_ids=ids, use_cache=False)
-        extra = auxiliary_loss(outputs)
-        roots = [outputs.logits] if extra is None else [outputs.logits, extra]
-        reached, is_complete = _leaves(roots)
-        absent = [(name, p) for name, p in model.named_parameters() if id(p) not in reached]
+        auxiliary = auxiliary_loss(outputs)
+        roots = [outputs.logits] if auxiliary is None else [outputs.logits, auxiliary]
+        # Parameters are the leaves of the graph.
+        leaf_ids: set[int] = set()
+        visited, pending, is_complete = set(), [root.grad_fn for root in roots], True
+        while pending:
+            node = pending.pop()
+            if node is None or node in visited:
+                continue
+            visited.add(node)
+            is_complete = is_complete and not isinstance(node, BackwardCFunction)
+            variable: nn.Parameter | None = getattr(node, "variable", None)
+            if variable is not None:
+                leaf_ids.add(id(variable))
+            pending += [next_node for next_node, _ in node.next_functions]
+        absent = [(name, p) for name, p in model.named_parameters() if id(p) not in leaf_ids]
+        # A custom backward pass (Reformer's) may reach parameters that the graph does not show.
         if absent and not is_complete:
             torch.stack([root.float().sum() for root in roots]).sum().backward()
     return tuple(name for name, parameter in absent if parameter.grad is None)
-
-
-def _leaves(roots: list[torch.Tensor]) -> tuple[set[int], bool]:
-    """Return ids of the parameters in the graph of `roots`, and whether these are all: a function
-    with its own backward pass (Reformer's) may have more."""
-    leaves: set[int] = set()
-    seen, waiting, is_complete = set(), [root.grad_fn for root in roots], True
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        is_complete = is_complete and not isinstance(node, BackwardCFunction)
-        variable: nn.Parameter | None = getattr(node, "variable", None)
-        if variable is not None:
-            leaves.add(id(variable))
-        waiting += [following for following, _ in node.next_functions]
-    return leaves, is_complete
 
 
 class WithoutValues(OperatorMode):

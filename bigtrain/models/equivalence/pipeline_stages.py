@@ -34,14 +34,14 @@ from bigtrain.models.experts import ask_for_router_logits, auxiliary_loss, route
 from bigtrain.models.layers.parameter_roles import parameter_roles
 from bigtrain.models.layers.parameters import has_score_head, parameter_of
 from bigtrain.models.parallel.stage_layout import StageLayout, StagePlan, find_layout
-from bigtrain.models.parallel.stages import Payload, Stage
+from bigtrain.models.parallel.stages import Stage
 from bigtrain.planner.stages import StageCosts, balanced_cuts
 from bigtrain.settings.compatibility.check import Facts, check_model
 from bigtrain.settings.hf_config_keys import share_of_experts
 
 TOLERANCES = {
-    OUTPUT: Tolerance(own=1e-5),
-    LOSS: Tolerance(own=1e-5),
+    OUTPUT: Tolerance(relative=1e-5),
+    LOSS: Tolerance(relative=1e-5),
     GRADIENT: Tolerance(common=1e-5),
 }
 """Float32 sums in another order make 1e-7."""
@@ -57,12 +57,12 @@ def plan_stages(
     *,
     router_losses: bool = False,
 ) -> tuple[StagePlan | None, list[Problem]]:
-    """Plan how to split a model of `hf_config` into `num_stages`, or return why it cannot be.
-    sequence_length: of the samples. router_losses: whether losses are to be computed from its
+    """Plan how to split a model of `hf_config` into `num_stages`, or return why it cannot be split.
+    sequence_length: tokens of the samples. router_losses: whether losses are to be computed from
     router logits.
 
-    Builds a proxy model with all of its layers on the CPU; takes seconds. Not collective: all
-    ranks compute the same plan.
+    Builds a proxy model with every layer on the CPU; takes seconds. Not collective: all ranks
+    compute the same plan.
     """
     try:
         model = build_proxy_model(
@@ -103,15 +103,15 @@ def find_stage_plan(
     If token ids only on the first stage do not work, token ids on every stage are tested."""
     reason = ""
     for everywhere in sorted({layout.tokens_everywhere, True}):
-        tried = replace(layout, tokens_everywhere=everywhere)
+        candidate = replace(layout, tokens_everywhere=everywhere)
         try:
-            trial = stage_trial(tried, cuts, input_ids, router_losses=router_losses)
+            trial = stage_trial(candidate, cuts, input_ids, router_losses=router_losses)
             difference = trial.difference(model)
         except MODEL_FAILURES as error:
             reason = reason or f"a stage of it fails ({failure_text(error)})"
             continue
         if difference is None:
-            return StagePlan(tried, tuple(cuts)), ""
+            return StagePlan(candidate, tuple(cuts)), ""
         reason = reason or (
             f"splitting into stages changes the {difference.where} ({difference.size})"
         )
@@ -127,15 +127,15 @@ def stage_trial(
     router_losses: bool = False,
     tolerances: Tolerances = TOLERANCES,
 ) -> Trial:
-    """Return the comparison of a model split at `cuts` with the full one, for a random gradient of
-    the logits and the router's auxiliary loss, if it has one; with `router_losses`, of every router
-    logit, too."""
+    """Return the comparison of a model split at `cuts` with the full model, for a random gradient
+    of the logits and the router's auxiliary loss, if the model has a router; with `router_losses`
+    also for a gradient of every router logit."""
 
     def objective(outputs: Any) -> torch.Tensor:
         generator = torch.Generator().manual_seed(0)
         direction = torch.randn(outputs.logits.shape, generator=generator)
         total: torch.Tensor = (outputs.logits * direction).sum()
-        # So that both terms are about equally large.
+        # The sum's standard deviation, so that all terms are about equally large.
         weight = direction.numel() ** 0.5
         if router_losses:
             total = total + weight * z_loss(router_logits_of(outputs))
@@ -152,7 +152,7 @@ def stage_trial(
         return results(model, outputs)
 
     def in_stages(model: PreTrainedModel) -> Results:
-        # Parameters are shared, so what stages give to their gradients adds up.
+        # Stages share parameters, so that their gradients add up.
         tensors = [*model.parameters(), *model.buffers()]
         # State left by forward passes cannot be copied.
         tensors += [t for m in model.modules() for t in vars(m).values() if torch.is_tensor(t)]
@@ -172,59 +172,55 @@ def run_in_turn(
     position_ids: torch.Tensor | None,
     objective: Callable[[Any], torch.Tensor],
 ) -> Any:
-    """Run stages one after another; returns the last one's outputs, and leaves gradients of a
-    scalar `objective` of these in the stages' parameters."""
-    sent: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+    """Run stages one after another; return the outputs of the last stage, and accumulate gradients
+    of the scalar ``objective(outputs)`` in the stages' parameters."""
+    # Between two stages a tensor is copied without its graph, as when it is sent to another rank.
+    boundaries: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
+
+    def send(tensor: torch.Tensor) -> torch.Tensor:
+        received = tensor.detach().clone()
+        if tensor.requires_grad:
+            boundaries[-1].append((tensor, received.requires_grad_()))
+        return received
+
     payload: Any = None
     for stage in stages[:-1]:
-        payload = stage(payload, input_ids, position_ids)
-        leaving: list[torch.Tensor] = []
-        arriving: list[torch.Tensor] = []
-        payload = _cut(payload, leaving, arriving)
-        sent.append((leaving, arriving))
+        boundaries.append([])
+        payload = stage(payload, input_ids, position_ids).map(send)
     outputs = stages[-1](payload, input_ids, position_ids)
+    # The backward pass sends the gradients of the copies back, from the last boundary to the first.
     objective(outputs).backward()
-    for leaving, arriving in reversed(sent):
-        pairs = [(a, b.grad) for a, b in zip(leaving, arriving, strict=True) if b.grad is not None]
-        torch.autograd.backward([a for a, _ in pairs], [b for _, b in pairs])
+    for boundary in reversed(boundaries):
+        pairs = [(sent, received.grad) for sent, received in boundary if received.grad is not None]
+        torch.autograd.backward([sent for sent, _ in pairs], [grad for _, grad in pairs])
     return outputs
 
 
-def _cut(payload: Payload, leaving: list[torch.Tensor], arriving: list[torch.Tensor]) -> Payload:
-    def cut(tensor: torch.Tensor) -> torch.Tensor:
-        copied = tensor.detach().clone()
-        if tensor.requires_grad:
-            copied.requires_grad_()
-            leaving.append(tensor)
-            arriving.append(copied)
-        return copied
-
-    return payload.map(cut)
-
-
 def stage_costs(hf_config: PreTrainedConfig, layout: StageLayout) -> StageCosts:
-    """Multiply-adds per token and parameters of a model's parts; allocates no weights."""
+    """Return multiply-adds per token and parameters of a model's parts; allocate no weights."""
     model = empty_model(hf_config)
-    active = share_of_experts(hf_config.get_text_config())
+    # A token uses the weights of a few experts.
+    active_share = share_of_experts(hf_config.get_text_config())
     roles = parameter_roles(model).values()
     stacked = {id(parameter_of(model, entry.name)) for entry in roles if entry.is_stacked}
 
-    def time(parameter: torch.Tensor) -> float:
-        return parameter.numel() * (active if id(parameter) in stacked else 1.0)
+    def multiply_adds(parameter: torch.Tensor) -> float:
+        return parameter.numel() * (active_share if id(parameter) in stacked else 1.0)
 
     layers = list(model.get_submodule(layout.layers).children())
-    outside = {
+    # Parameters outside the layers belong to the first stage, the last stage, or both.
+    boundary_parameters = {
         name: p
         for name, p in model.named_parameters(remove_duplicate=False)
         if not name.startswith(f"{layout.layers}.")
     }
     head = model.get_output_embeddings()
-    first = [p for name, p in outside.items() if name in layout.prologue]
-    last = [p for name, p in outside.items() if name in layout.epilogue]
+    first = [p for name, p in boundary_parameters.items() if name in layout.prologue]
+    last = [p for name, p in boundary_parameters.items() if name in layout.epilogue]
     return StageCosts(
-        layer_time=tuple(sum(time(p) for p in layer.parameters()) for layer in layers),
+        layer_time=tuple(sum(multiply_adds(p) for p in layer.parameters()) for layer in layers),
         layer_memory=tuple(float(sum(p.numel() for p in x.parameters())) for x in layers),
-        # A lookup costs nothing; the head is a matrix also where it is the embedding's.
+        # An embedding lookup costs nothing; a head multiplies even if it is tied to the embedding.
         last_time=float(head.weight.numel()) if head is not None else 0.0,
         first_memory=float(sum(p.numel() for p in first)),
         last_memory=float(sum(p.numel() for p in last)),
@@ -232,7 +228,8 @@ def stage_costs(hf_config: PreTrainedConfig, layout: StageLayout) -> StageCosts:
 
 
 def _tokens(model: PreTrainedModel) -> torch.Tensor:
-    """Return `proxy_tokens`, with padding at the end of one row for a model with a score head."""
+    """Return `proxy_tokens`, with padding at the end of the first row for a model with a score
+    head."""
     ids = proxy_tokens(model)
     if has_score_head(model):
         ids[0, -_PADDING:] = model.config.get_text_config().pad_token_id

@@ -1,8 +1,9 @@
-"""Proxy model of an architecture: a few small layers with every option of the real one.
+"""Proxy model of an architecture: a few small layers with every option of the real model.
 
 Lengths at which a model's computation changes (sliding windows, attention chunks, long rotary
-embeddings) are scaled down, since 24 tokens would never reach those of a run; but only those that
-the run's samples cross, since one that a run never reaches must not rule it out.
+embeddings) are scaled down, since 24 tokens would never reach the lengths of a run; but only
+lengths that the run's samples cross, since a length that a run never reaches must not rule the run
+out.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ TOKENS = 24
 
 
 def document_positions(samples: int, tokens: int = TOKENS) -> torch.Tensor:
-    """Positions in documents shorter and longer than the lengths that `cross_thresholds` sets.
-    int64 [samples, tokens], counted from 0 in each document. Every other sample has only short
-    documents, so that a dependence on the other samples of a micro-batch shows."""
+    """Return positions in documents shorter and longer than the lengths that `cross_thresholds`
+    sets: int64 [samples, tokens], counted from 0 in each document. Every second sample has only
+    short documents, so that a dependence between samples of a micro-batch shows."""
     long, short = [3, tokens - 5, 2], [5] * (tokens // 5) + [tokens % 5]
     return torch.stack(
         [
@@ -67,15 +68,14 @@ def build_proxy_model(
     sequence_length: int = 0,
     tokens: int = TOKENS,
 ) -> PreTrainedModel:
-    """Return a float32 model on the CPU, as small as its class can be built; the same on every
-    rank.
+    """Return a float32 model on the CPU, as small as its class can be built, equal on every rank.
 
     `reductions`: changes that make a text configuration smaller, the smallest result first
-    (`smaller`). `usable` raises for a model that cannot be used, and the next larger one is tested.
-    It has a few layers, at least one of every kind, or `all_layers`. Samples of `tokens` cross
-    every length that those of `sequence_length` do (`cross_thresholds`). `attention`: one without
-    float32 on a CPU is replaced by transformers' default. Raises ValueError with the first reason
-    if none can be built.
+    (`smaller`). `usable` raises for a model that cannot be used, and the next larger model is
+    tested. The model has a few layers, at least one of every type, or `all_layers`. Samples of
+    `tokens` cross every length that samples of `sequence_length` cross (`cross_thresholds`).
+    `attention`: an implementation without float32 on a CPU is replaced by transformers' default.
+    Raises ValueError with the first reason if no model can be built.
     """
     if attention not in ("sdpa", "eager"):
         attention = "auto"
@@ -88,10 +88,12 @@ def build_proxy_model(
         shorter,
         (),
     )
-    for shrink in steps:
+    # A class may not accept every reduction: test combinations from the smallest model to the full
+    # configuration.
+    for changes in steps:
         config = copy.deepcopy(hf_config)
         try:
-            for change in shrink:
+            for change in changes:
                 change(text_config(config))
             if sequence_length > tokens:
                 cross_thresholds(config, sequence_length, tokens, hf_config)
@@ -121,9 +123,9 @@ def _build(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
 
 @torch.no_grad()
 def rescale_weights(model: PreTrainedModel) -> PreTrainedModel:
-    """`model` with matrices scaled to preserve the norm of their inputs. With initial weights,
-    small layers hardly change the residual stream and attention is almost uniform: which token
-    attends to which would not show in the logits."""
+    """Scale the matrices of `model` to preserve the norm of their inputs; return `model`. With
+    initial weights, small layers hardly change the residual stream and attention is almost uniform:
+    which token attends to which would not show in the logits."""
     for parameter in model.parameters():
         if parameter.ndim >= 2 and (spread := float(parameter.std())) > 0:
             parameter.div_(spread * parameter.shape[-1] ** 0.5)

@@ -1,5 +1,5 @@
-"""Whether a model scores a sample at its last token and whatever follows it, tested on a proxy
-model: an encoder with a head scores its first token, and reads padding that no mask excludes."""
+"""Test that a model scores a sample at its last token, with any padding, on a proxy model: an
+encoder with a head scores the first token, and reads padding that no mask excludes."""
 
 from __future__ import annotations
 
@@ -25,28 +25,30 @@ def check_scoring(
     hf_config: PreTrainedConfig, attention: str, sequence_length: int, key: str
 ) -> list[Problem]:
     """Return the problem of a model with a score head that samples in padded rows cannot train.
-    `key`: the setting that names it."""
+    `key`: the setting that names the model."""
     remedy = "a causal language model with such a class, such as llama or qwen3"
-    kind = f"a {hf_config.model_type} with a score head"
+    model_name = f"a {hf_config.model_type} with a score head"
     try:
         model = build_noisy_proxy(
             hf_config, attention, smaller(with_heads(2)), sequence_length=sequence_length
         ).eval()
         ids = proxy_tokens(model)
         padding = torch.full((len(ids), _PADDING), model.config.get_text_config().pad_token_id)
-        others = ids.clone()
-        others[:, -1] = ids[:, -1] % 2 + 3  # tokens of the proxy, and never the same
+        changed_ids = ids.clone()
+        changed_ids[:, -1] = ids[:, -1] % 2 + 3  # tokens of the proxy, never equal to `ids`
         scores, padded, changed = (
-            model(input_ids=given, use_cache=False).logits.float()
-            for given in (ids, torch.cat([ids, padding], 1), others)
+            model(input_ids=input_ids, use_cache=False).logits.float()
+            for input_ids in (ids, torch.cat([ids, padding], 1), changed_ids)
         )
     except (ModelError, *MODEL_FAILURES) as error:
-        return [Problem(key, hf_config.model_type, f"{kind} fails: {failure_text(error)}", remedy)]
+        return [
+            Problem(key, hf_config.model_type, f"{model_name} fails: {failure_text(error)}", remedy)
+        ]
     limit = _TOLERANCE * largest_value(scores)
     if largest_value(padded - scores) > limit:
-        rule = f"the scores of {kind} depend on the padding after a sample"
+        rule = f"the scores of {model_name} depend on the padding after a sample"
         return [Problem(key, hf_config.model_type, rule, remedy)]
     if largest_value(changed - scores) <= limit:
-        rule = f"the scores of {kind} do not depend on the last token of a sample"
+        rule = f"the scores of {model_name} do not depend on the last token of a sample"
         return [Problem(key, hf_config.model_type, rule, remedy)]
     return []

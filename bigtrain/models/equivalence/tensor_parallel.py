@@ -1,6 +1,6 @@
 """Equivalence of a model's tensor-parallel plan and the unsharded model. Plans come from
-transformers and some are silently wrong: a parameter that only sees its rank's heads gets a part of
-its gradient, or a mean is taken over a part of a dimension."""
+transformers and some are silently wrong: a parameter that only sees a rank's heads gets a part of
+the gradient, or a mean is taken over a part of a dimension."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from bigtrain.models.layers.adapters import add_adapters, find_parameters, find_
 from bigtrain.models.parallel.collectives import Group
 from bigtrain.models.parallel.grouped_experts import fit_experts
 from bigtrain.models.parallel.sharding import cut_parameter, shard_of
-from bigtrain.models.parallel.tensor import ADAPTED, Plan, check_shards, shard_model, tensor_plan
+from bigtrain.models.parallel.tensor import ADAPTED, check_shards, shard_model, tensor_plan
 from bigtrain.settings.compatibility.check import Facts, check_model
 from bigtrain.settings.sections.adapters import AdaptersSection
 
-TOLERANCES = {LOSS: Tolerance(own=1e-5), GRADIENT: Tolerance(own=1e-3, common=1e-6)}
+TOLERANCES = {LOSS: Tolerance(relative=1e-5), GRADIENT: Tolerance(relative=1e-3, common=1e-6)}
 """Rounding of float32 is far below both, a part of a gradient or a wrong factor far above."""
 
 _FAILS = "it fails with"
@@ -46,17 +46,18 @@ def check_tensor_plan(
     sequence_length: int,
     group: Group,
     device: torch.device,
+    *,
     adapters: AdaptersSection | None = None,
 ) -> None:
     """Raise ModelError, on every rank, unless a sharded proxy model computes the same as the full
-    one.
+    proxy model.
 
-    `sequence_length`: tokens of the run's samples. `adapters`: the run's; the proxy model has them
-    on layers of the same kinds, and all parameters are trained. The message names the parameter
-    whose gradient is wrong. Collective over `group`; takes a second or two.
+    `sequence_length`: tokens of the run's samples. `adapters`: the run's adapters, which the proxy
+    model gets on its layers too; all parameters are trained. The message names the parameter whose
+    gradient is wrong. Collective over `group`; takes a second or two.
     """
     size = dist.get_world_size(group)
-    kind = hf_config.model_type
+    model_type = hf_config.model_type
 
     def usable(model: PreTrainedModel) -> None:
         num_parameters = sum(p.numel() for p in model.parameters())
@@ -65,35 +66,44 @@ def check_tensor_plan(
         training_results(model.to(device))
 
     try:
-        heads = _heads(text_config(hf_config), size)
-        reductions = smaller(with_heads(*heads, head_size=16), with_heads(*heads))
-        whole = build_noisy_proxy(
+        # The fewest heads and key-value heads that `size` ranks divide like the model's heads.
+        config = text_config(hf_config)
+        heads = key_heads = size
+        real_key_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        if real_key_heads < size:
+            key_heads = real_key_heads
+        elif real_key_heads != config.num_attention_heads:
+            heads = 2 * size
+        small_heads = with_heads(heads, key_heads, head_size=16)
+        reductions = smaller(small_heads, with_heads(heads, key_heads))
+        proxy = build_noisy_proxy(
             hf_config, attention, reductions, usable, sequence_length=sequence_length
         )
     except (ValueError, AttributeError) as error:
         raise ModelError(
-            f"parallel.tensor: a proxy model of {kind} could not be tested: {failure_text(error)} "
-            "-> parallel.tensor=1"
+            f"parallel.tensor: a proxy model of {model_type} could not be tested: "
+            f"{failure_text(error)} -> parallel.tensor=1"
         ) from error
     if adapters is not None:
-        _adapt(whole, hf_config, adapters)
-    failure = compare_with_whole(whole, group)
+        _adapt(proxy, hf_config, adapters)
+    failure = compare_with_whole(proxy, group)
     if failure is not None:
         verdict = "cannot be carried out" if failure.startswith(_FAILS) else "is wrong"
         raise ModelError(
             f"parallel.tensor = {size}: the tensor-parallel plan that transformers has for "
-            f"model_type {kind} {verdict}: on a proxy model, {failure} -> parallel.tensor=1, "
+            f"model_type {model_type} {verdict}: on a proxy model, {failure} -> parallel.tensor=1, "
             "and ZeRO 3 for models too large for one device"
         )
 
 
 @torch.no_grad()
 def _adapt(proxy: PreTrainedModel, hf_config: PreTrainedConfig, section: AdaptersSection) -> None:
-    """Add random adapters to the layers of `proxy` of the kinds that the run adapts."""
-    whole = empty_model(hf_config)
+    """Add random adapters to the layers of `proxy` with the names of the layers that the run
+    adapts."""
+    real_model = empty_model(hf_config)
     changes: dict[str, Any] = {"rank": 4, "dropout": 0.0}
     for key, find in (("targets", find_targets), ("target_parameters", find_parameters)):
-        changes[key] = tuple(sorted({n.rpartition(".")[2] for n in find(whole, section)[0]}))
+        changes[key] = tuple(sorted({n.rpartition(".")[2] for n in find(real_model, section)[0]}))
     generator = torch.Generator().manual_seed(2)
     add_adapters(proxy, section.model_copy(update=changes), lambda _: 0)
     for name, parameter in proxy.named_parameters():
@@ -104,9 +114,9 @@ def _adapt(proxy: PreTrainedModel, hf_config: PreTrainedConfig, section: Adapter
 
 
 def compare_with_whole(model: PreTrainedModel, group: Group) -> str | None:
-    """Return the difference of `model` sharded over `group` and the full one; None if there is
-    none. `model` is full, the same on every rank, deterministic, and on the group's device; do not
-    use it afterwards. Collective; every rank returns the same."""
+    """Return how the results of `model` change when it is sharded over `group`; None if they do
+    not. `model` is full, equal on every rank, deterministic, and on the group's device; do not use
+    it afterwards. Collective; every rank returns the same result."""
     failure: str | None = None
     try:
         difference = Trial(training_results, partial(_sharded, group), TOLERANCES).difference(model)
@@ -133,15 +143,6 @@ def _sharded(group: Group, model: PreTrainedModel) -> Results:
     return {LOSS: results[LOSS], GRADIENT: local}
 
 
-def _heads(config: Any, size: int) -> tuple[int, int]:
-    """Return the fewest heads and key-value heads that `size` ranks divide like the real ones."""
-    heads = config.num_attention_heads
-    key_heads = getattr(config, "num_key_value_heads", None) or heads
-    if key_heads < size:
-        return size, key_heads
-    return (size, size) if key_heads == heads else (2 * size, size)
-
-
 def check_tensor_size(
     hf_config: PreTrainedConfig, tensor_size: int, adapters: AdaptersSection | None = None
 ) -> list[Problem]:
@@ -155,41 +156,33 @@ def check_tensor_size(
     except (ValueError, ImportError) as error:
         raise ModelError(f"model.config: {error}") from error
     plan = tensor_plan(model)
-    problems = _check_heads(text_config(hf_config), plan, tensor_size)
-    if adapters is not None:
-        problems += _check_adapted(model, plan, adapters)
-    if not problems:
-        check_shards(model, plan, tensor_size)
-    return problems
-
-
-def _check_adapted(model: PreTrainedModel, plan: Plan, section: AdaptersSection) -> list[Problem]:
-    """Return problems with adapted layers of a style without support for adapters."""
-    names, _ = find_targets(model, section)
-    styles = {name: plan.get(name, "replicate") for name in names}
-    return [
-        Problem(
-            "adapters.targets",
-            name,
-            f"in the model's tensor-parallel plan it has the style {style!r}, for which no "
-            "adapter is known",
-            "remove it from the targets, or parallel.tensor=1",
-        )
-        for name, style in styles.items()
-        if style not in ADAPTED
-    ]
-
-
-def _check_heads(config: Any, plan: Plan, size: int) -> list[Problem]:
-    """Return problems with dividing heads, each of which is on one rank; key-value heads may be
-    shared."""
+    # An attention head is on one rank; key-value heads may be shared.
+    config = text_config(hf_config)
     cut = {name.rpartition(".")[2] for name, style in plan.items() if style == "colwise"}
     heads = config.num_attention_heads if cut & {"q_proj", "query_key_value"} else None
     key_heads = getattr(config, "num_key_value_heads", None) if "k_proj" in cut else None
-    return check_model(
+    problems = check_model(
         Facts(
-            tensor_size=size,
+            tensor_size=tensor_size,
             cut_heads=heads if isinstance(heads, int) else None,
             cut_key_heads=key_heads if isinstance(key_heads, int) else None,
         )
     )
+    if adapters is not None:
+        # Adapters support only some styles of a plan.
+        names, _ = find_targets(model, adapters)
+        styles = {name: plan.get(name, "replicate") for name in names}
+        problems += [
+            Problem(
+                "adapters.targets",
+                name,
+                f"in the model's tensor-parallel plan it has the style {style!r}, for which no "
+                "adapter is known",
+                "remove it from the targets, or parallel.tensor=1",
+            )
+            for name, style in styles.items()
+            if style not in ADAPTED
+        ]
+    if not problems:
+        check_shards(model, plan, tensor_size)
+    return problems

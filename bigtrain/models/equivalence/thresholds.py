@@ -1,11 +1,11 @@
 """Sample lengths at which a model begins to compute something else, found by experiment.
 
 Windows, chunks, compression rates, budgets of sparse attention and lengths of rotary embeddings
-have other names in every architecture. So every number of a configuration is changed in a small
-model: it is a threshold if short samples have the same logits with both values, longer ones do
-not, and the shortest sample with other logits becomes longer as the number grows. Where short
-samples differ, too, it is one if the first tokens of a sample have other logits from some length
-of the sample on, and this length grows.
+have different names in every architecture. So every number of a configuration is changed in a small
+model. The number is a threshold if short samples have the same logits with both values, longer
+samples do not, and the shortest sample with different logits becomes longer as the number grows.
+Where short samples differ, too, the number is a threshold if the logits of a sample's first tokens
+change from some length of the sample on, and this length grows with the number.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import copy
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedConfig
@@ -41,13 +41,13 @@ _VALUES = ((6, 12), (8, 16))
 """Values that a number is given, in the order in which they are tested: some must be powers of
 two."""
 _TOLERANCE = 1e-4
-"""Of the largest logit: far above float32 rounding, far below what one token does."""
+"""Share of the largest logit: far above float32 rounding, far below the effect of one token."""
 _MAX_PARAMETERS = 50_000_000
 _SMALL_NUMBER = 4
 """Value of a threshold in experiments with the other numbers."""
 _SMALLEST_SLOPE = 0.4
-"""Of a threshold, in tokens for each unit of its number; of a window on both sides 0.5. What takes
-part in a choice among entries has a smaller one by chance."""
+"""Tokens for each unit of a threshold's number; a window on both sides has 0.5. A number that takes
+part in a choice among entries has a smaller slope by chance."""
 _FACTOR_SLOPE = 1.5
 """Tokens for each unit of a number from which on another threshold may be a factor."""
 
@@ -60,9 +60,9 @@ class Threshold:
     """A number of a configuration that changes the logits of samples from some length on:
     ``slope * number + offset`` tokens.
 
-    name: of `numbers_of`. factors: names of the thresholds to which this length is proportional,
-    such as the tokens of a compressed entry for a budget of such entries. slope and offset are
-    those of the configuration's own factors.
+    name: a key of `numbers_of`. factors: names of the thresholds to which this length is
+    proportional; a budget of compressed entries has the tokens of an entry as factor. slope and
+    offset hold for the values that the factors have in the configuration.
     """
 
     name: str
@@ -72,12 +72,13 @@ class Threshold:
     factors: tuple[str, ...] = ()
 
     def first_length(self, number: float, ratio: float = 1.0) -> int:
-        """Return the tokens of the shortest sample that depends on `number`, with factors that are
-        multiplied by `ratio`."""
+        """Return the tokens of the shortest sample that depends on `number` if the factors are
+        multiplied by `ratio`: ``ratio * (slope * number + offset)``, rounded up."""
         return math.ceil(ratio * (self.slope * number + self.offset) - 1e-6)
 
     def number_for(self, first_length: int, ratio: float = 1.0) -> int:
-        """Return the smallest number on which only samples of `first_length` or more depend."""
+        """Return the smallest number on which only samples of `first_length` or more depend, the
+        inverse of `first_length`."""
         return max(1, math.ceil((first_length / ratio - self.offset) / self.slope - 1e-6))
 
 
@@ -90,33 +91,33 @@ def cross_thresholds(
     """Make samples of `tokens` cross the thresholds in `config` that samples of `sequence_length`
     cross.
 
-    The shortest length becomes a little more than half of `tokens`, the next one more, equal ones
-    stay equal. So half a sample crosses no length that the full sample does, unless one is a
-    multiple of another, and no chunk ends where half a sample does.
+    The shortest length becomes a little more than half of `tokens`, the next length one token more;
+    equal lengths stay equal. So half a sample crosses no length that the full sample crosses,
+    unless one length is a multiple of a second length, and no chunk ends where half a sample ends.
     Lengths that samples of `sequence_length` do not cross stay. `source`: the configuration that
-    `config` was reduced from. Raises ValueError if `tokens` are too few for all.
+    `config` was reduced from. Raises ValueError if `tokens` are too few for all lengths.
     """
     thresholds = find_thresholds(source or config, sequence_length)
     crossed = [t for t in thresholds if t.first_length(t.number) <= sequence_length]
-    # A factor becomes small, so that few tokens hold several multiples of it.
+    # Factors become small, so that few tokens hold several multiples.
     numbers = {threshold.name: threshold.number for threshold in thresholds}
     factors = {name for threshold in crossed for name in threshold.factors}
-    chosen = {name: min(numbers[name], max(2, tokens // 6)) for name in sorted(factors)}
-    # The other lengths follow each other from half a sample on.
-    others = [threshold for threshold in crossed if threshold.name not in factors]
-    lengths = sorted({threshold.first_length(threshold.number) for threshold in others})
-    for threshold in others:
-        ratio = math.prod(chosen[name] / numbers[name] for name in threshold.factors)
+    new_numbers = {name: min(numbers[name], max(2, tokens // 6)) for name in sorted(factors)}
+    # Lengths without multiples follow each other from half a sample on.
+    non_factors = [threshold for threshold in crossed if threshold.name not in factors]
+    lengths = sorted({threshold.first_length(threshold.number) for threshold in non_factors})
+    for threshold in non_factors:
+        ratio = math.prod(new_numbers[name] / numbers[name] for name in threshold.factors)
         rank = lengths.index(threshold.first_length(threshold.number))
         number = threshold.number_for(tokens // 2 + 2 + rank, ratio)
         if threshold.first_length(threshold.number, ratio) <= tokens // 2 + 1:
             number = threshold.number
         if threshold.first_length(number, ratio) > tokens:
             raise ValueError(f"{tokens} tokens do not cross {len(lengths)} different lengths")
-        chosen[threshold.name] = number
+        new_numbers[threshold.name] = number
     # All at once: a number that was set may equal the next one.
     paths = numbers_of(text_config(config))
-    for name, number in chosen.items():
+    for name, number in new_numbers.items():
         for path in paths.get(name, []):
             _set(text_config(config), path, number)
 
@@ -135,8 +136,8 @@ def find_thresholds(hf_config: PreTrainedConfig, sequence_length: int) -> tuple[
     if key not in _found:
 
         def find() -> dict[str, Any]:
-            found = _Experiments(hf_config).thresholds(names)
-            return {"thresholds": [asdict(threshold) for threshold in found]}
+            thresholds = _Experiments(hf_config).thresholds(names)
+            return {"thresholds": [asdict(threshold) for threshold in thresholds]}
 
         entries = cached("thresholds", key, find)["thresholds"]
         _found[key] = tuple(
@@ -149,8 +150,8 @@ Path = tuple[str | int, ...]
 
 
 def numbers_of(config: Any) -> dict[str, list[Path]]:
-    """Return the paths of all whole numbers in a configuration by name, ``KEY=NUMBER``. Equal
-    numbers of the same key, at any depth, are one: they change together."""
+    """Return the paths of all integers in a configuration by name, ``KEY=NUMBER``. Equal numbers
+    under equal keys, at any depth, share a name and change together."""
     paths: dict[str, list[Path]] = {}
     for path, value in _leaves(config, ()):
         key = next(part for part in reversed(path) if isinstance(part, str))
@@ -189,11 +190,11 @@ def _set(config: Any, path: Path, number: int) -> None:
 
 
 class _Experiments:
-    """Small models of one configuration that differ in one number."""
+    """Small models whose configurations differ in a single number."""
 
     def __init__(self, hf_config: PreTrainedConfig) -> None:
         self._hf_config = deterministic(hf_config)
-        if scores_samples(hf_config):  # a head that shows every token, above the same layers
+        if scores_samples(hf_config):  # a causal LM's head returns logits for every token
             self._hf_config.architectures = None
         self._paths: dict[str, list[Path]] = {}
         self._numbers: dict[str, int] = {}
@@ -205,22 +206,22 @@ class _Experiments:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             if not names or not self._build_base():
                 return ()
-            # Reductions changed sizes; what they left is tested.
+            # Reductions changed sizes; numbers that they did not change are tested.
             self._paths = {
                 n: p for n, p in numbers_of(text_config(self._base)).items() if n in names
             }
             self._numbers = {name: _number(name) for name in self._paths}
-            waiting, found = list(self._paths), dict[str, Threshold]()
+            untested, thresholds = list(self._paths), dict[str, Threshold]()
             while True:
-                tested = {name: self._test(name) for name in waiting}
-                added = {name: t for name, t in tested.items() if isinstance(t, Threshold)}
-                found |= added
-                # A threshold may be beyond the samples as long as others are large.
-                waiting = [name for name, t in tested.items() if t is None]
-                if not added or not waiting:
+                results = {name: self._test(name) for name in untested}
+                added = {name: t for name, t in results.items() if isinstance(t, Threshold)}
+                thresholds |= added
+                # A threshold may be longer than the samples as long as its factors are large.
+                untested = [name for name, t in results.items() if t is None]
+                if not added or not untested:
                     break
                 self._use({name: _SMALL_NUMBER for name in added})
-            return tuple(self._with_factors(t, found) for t in found.values())
+            return tuple(self._with_factors(t, thresholds) for t in thresholds.values())
 
     def _build_base(self) -> bool:
         for change in smaller(with_heads(2, head_size=16), with_heads(2)):
@@ -241,8 +242,8 @@ class _Experiments:
         return False
 
     def _build(self, numbers: dict[str, int]) -> Any:
-        """Return a model with these numbers. Weights depend on the names of the parameters only:
-        those of a smaller one are the first of a larger one."""
+        """Return a model with these numbers. Weights depend on parameter names only: the weights of
+        a smaller parameter are the first weights of a larger parameter."""
         config = copy.deepcopy(self._base)
         for name, number in numbers.items():
             for path in self._paths[name]:
@@ -259,7 +260,7 @@ class _Experiments:
         return model.eval()
 
     def _use(self, numbers: dict[str, int]) -> None:
-        """Continue with models that have these numbers, if they work."""
+        """Continue with models that have these numbers, if a model with them can be run."""
         try:
             model = self._build(numbers)
             _logits(model, _LONG)
@@ -272,18 +273,29 @@ class _Experiments:
         self._model = model
 
     def _test(self, name: str) -> Threshold | bool | None:
-        """Return the threshold `name`; False if it is none, None if samples show no difference."""
+        """Return the threshold `name`; False if it is not a threshold, None if samples show no
+        difference."""
         number = self._numbers[name]
         for low, middle in _VALUES:
             try:
                 small = self._model if number == low else self._build({name: low})
+                # If short samples depend on the number, only the start of longer samples can show
+                # a threshold.
                 if not _are_same(small, self._model, _SHORT):
                     first = _first_switch(small)
                     if first > _LONG:
-                        self._make_smaller(name, low, small)
+                        # The number is a size; a smaller size makes further experiments faster.
+                        small_size, size = (
+                            sum(p.numel() for p in m.parameters()) for m in (small, self._model)
+                        )
+                        if small_size < 0.9 * size:
+                            self._use({name: low})
                         return False
                     second = _first_switch(self._build({name: middle}))
-                    return _threshold(name, (low, first), (middle, second)) or False
+                    return (
+                        _threshold(name, _Crossing(low, first), _Crossing(middle, second)) or False
+                    )
+                # If they do not, two lengths that differ from a large number's show the slope.
                 large = self._model if number >= 2 * middle else self._build({name: 2 * middle})
                 if not _are_same(small, large, _SHORT):
                     return False
@@ -291,36 +303,33 @@ class _Experiments:
                     return None
                 first = _first_difference(small, large)
                 second = _first_difference(self._build({name: middle}), large)
-            except Exception:  # a number that its rules, or the other numbers, do not allow
+            except Exception:  # the configuration does not allow this number
                 continue
-            return _threshold(name, (low, first), (middle, second)) or False
+            crossings = _Crossing(low, first), _Crossing(middle, second)
+            return _threshold(name, *crossings) or False
         return False
 
-    def _make_smaller(self, name: str, number: int, model: Any) -> None:
-        """Continue with a smaller size, which makes the other experiments faster."""
-        sizes = [sum(p.numel() for p in m.parameters()) for m in (model, self._model)]
-        if sizes[0] < 0.9 * sizes[1]:
-            self._use({name: number})
-
-    def _with_factors(self, threshold: Threshold, found: dict[str, Threshold]) -> Threshold:
-        """Return `threshold` with the others of `found` that its length is proportional to."""
+    def _with_factors(self, threshold: Threshold, thresholds: dict[str, Threshold]) -> Threshold:
+        """Return `threshold` with its factors, out of `thresholds`."""
         if threshold.slope < _FACTOR_SLOPE:
             return threshold
         low, middle = _VALUES[0]
         numbers = {threshold.name: low}
         large = self._build({threshold.name: _LONG})
         first = _first_difference(self._build(numbers), large)
+        # A second threshold is a factor if the length grows when the second threshold is doubled.
         factors = {}
-        for name in found:
+        for name in thresholds:
             if name == threshold.name:
                 continue
-            more = {name: 2 * self._numbers[name]}
-            changed = self._build({**more, threshold.name: _LONG})
-            second = _first_difference(self._build({**more, **numbers}), changed)
+            doubled = {name: 2 * self._numbers[name]}
+            changed = self._build({**doubled, threshold.name: _LONG})
+            second = _first_difference(self._build({**doubled, **numbers}), changed)
             if second > 1.5 * first:
                 factors[name] = _number(name) / self._numbers[name]
+        # The slope is for the factors of the small models: scale it to the configuration's factors.
         second = _first_difference(self._build({threshold.name: middle}), large)
-        scaled = _threshold(threshold.name, (low, first), (middle, second))
+        scaled = _threshold(threshold.name, _Crossing(low, first), _Crossing(middle, second))
         if scaled is None:
             return threshold
         ratio = math.prod(factors.values())
@@ -328,65 +337,77 @@ class _Experiments:
         return replace(scaled, slope=slope, offset=offset, factors=tuple(factors))
 
 
-def _threshold(name: str, low: tuple[int, int], middle: tuple[int, int]) -> Threshold | None:
-    """Return the threshold through two pairs of a number and the length of the shortest sample that
-    depends on it; None if the length does not grow with the number."""
-    more, longer = middle[0] - low[0], middle[1] - low[1]
-    slope = longer / more if middle[1] <= _LONG else low[1] / low[0]
+class _Crossing(NamedTuple):
+    """A value of a number, and the length of the shortest sample that depends on it."""
+
+    number: int
+    length: int
+
+
+def _threshold(name: str, low: _Crossing, middle: _Crossing) -> Threshold | None:
+    """Return the threshold ``length = slope * number + offset`` through two crossings; None if the
+    length does not grow with the number."""
+    slope = (middle.length - low.length) / (middle.number - low.number)
+    if middle.length > _LONG:
+        slope = low.length / low.number
     if slope < _SMALLEST_SLOPE:
         return None
-    return Threshold(name, _number(name), slope, low[1] - slope * low[0])
+    return Threshold(name, _number(name), slope, low.length - slope * low.number)
 
 
 def _logits(model: Any, length: int) -> torch.Tensor:
-    """Return the logits of the first `length` tokens of a sample; computed once."""
-    known: dict[int, torch.Tensor] = vars(model).setdefault("logits_by_length", {})
-    if length not in known:
+    """Return the logits of a sample's first `length` tokens; computed once per model."""
+    logits_by_length: dict[int, torch.Tensor] = vars(model).setdefault("logits_by_length", {})
+    if length not in logits_by_length:
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(3, VOCABULARY, (1, _LONG), generator=generator)
         torch.manual_seed(0)
         with document_boundaries(packed=False):
-            known[length] = model(input_ids=ids[:, :length], use_cache=False).logits
-    return known[length]
+            logits_by_length[length] = model(input_ids=ids[:, :length], use_cache=False).logits
+    return logits_by_length[length]
 
 
-def _are_same(one: Any, other: Any, length: int) -> bool:
-    a, b = _logits(one, length), _logits(other, length)
+def _are_same(first_model: Any, second_model: Any, length: int) -> bool:
+    a, b = _logits(first_model, length), _logits(second_model, length)
     return a.shape == b.shape and float((a - b).abs().max()) <= _TOLERANCE * float(b.abs().max())
 
 
 def _first_switch(model: Any) -> int:
-    """Return the length of the shortest sample whose first tokens have other logits than they have
-    in a shorter sample (rotary embeddings that depend on the length); one more than the longest if
-    there is none."""
-    same, different = _SHORT, _LONG + 1
+    """Return the length of the shortest sample whose first tokens have other logits than in a
+    shorter sample (rotary embeddings that depend on the length); ``_LONG + 1`` if no sample
+    does."""
+    same_length, different_length = _SHORT, _LONG + 1
     length = _LONG
-    while different - same > 1:
+    while different_length - same_length > 1:
         start = _logits(model, length)[:, :_SHORT]
         expected = _logits(model, _SHORT)
         if float((start - expected).abs().max()) <= _TOLERANCE * float(expected.abs().max()):
             if length == _LONG:
-                return different
-            same = length
+                return different_length
+            same_length = length
         else:
-            different = length
-        length = (same + different) // 2
-    return different
+            different_length = length
+        length = (same_length + different_length) // 2
+    return different_length
 
 
-def _first_difference(one: Any, other: Any) -> int:
-    """Return the length of the shortest sample with other logits; one more than the longest if all
-    have the same."""
-    same, different = _SHORT, _LONG + 1
-    # With causal attention it ends at the first other logit of a long sample.
-    a, b = _logits(one, _LONG), _logits(other, _LONG)
+def _first_difference(first_model: Any, second_model: Any) -> int:
+    """Return the length of the shortest sample with other logits; ``_LONG + 1`` if there is
+    none."""
+    same_length, different_length = _SHORT, _LONG + 1
+    # With causal attention the shortest sample ends at the first other logit of a long sample.
+    a, b = _logits(first_model, _LONG), _logits(second_model, _LONG)
     differs = ((a - b).abs() > _TOLERANCE * b.abs().max()).any(-1)[0].tolist()
     length = differs.index(True) if True in differs else _LONG
-    while different - same > 1:
-        if _are_same(one, other, length):
-            same = length
-            length = same + 1 if different == _LONG + 1 else (same + different) // 2
+    while different_length - same_length > 1:
+        if _are_same(first_model, second_model, length):
+            same_length = length
+            length = (
+                same_length + 1
+                if different_length == _LONG + 1
+                else (same_length + different_length) // 2
+            )
         else:
-            different = length
-            length = (same + different) // 2
-    return different
+            different_length = length
+            length = (same_length + different_length) // 2
+    return different_length

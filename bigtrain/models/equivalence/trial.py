@@ -20,7 +20,7 @@ from bigtrain.models.parallel.ring_attention import Message, Wait
 from bigtrain.models.parallel.sharding import Shard
 
 OUTPUT, LOSS, GRADIENT = "output", "loss", "gradient"
-"""Kinds of compared tensors, in the order of a step."""
+"""Categories of compared tensors, in the order of a step."""
 
 
 @dataclass(frozen=True)
@@ -33,25 +33,25 @@ class LocalTensor:
 
 Values = Mapping[str, torch.Tensor]
 Results = Mapping[str, Mapping[str, torch.Tensor | LocalTensor]]
-"""Tensors of a run by kind and name: ``results[GRADIENT]["model.norm.weight"]``."""
+"""Tensors of a run by category and name: ``results[GRADIENT]["model.norm.weight"]``."""
 Run = Callable[[PreTrainedModel], Results]
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Largest difference that counts as rounding, a sum of three terms. own: relative to the
-    tensor's largest value. common: relative to the largest value of all tensors of its kind.
-    absolute: in the tensor's unit."""
+    """Largest difference that counts as rounding, a sum of three terms. relative: to the tensor's
+    largest value. common: to the largest value in the category's tensors. absolute: in the tensor's
+    unit."""
 
-    own: float = 0.0
+    relative: float = 0.0
     common: float = 0.0
     absolute: float = 0.0
 
     def limits(self, expected: Values) -> dict[str, float]:
-        """Return the largest allowed difference of each tensor."""
+        """Return the largest allowed difference for every tensor."""
         largest = {name: largest_value(tensor) for name, tensor in expected.items()}
         common = self.absolute + self.common * max(largest.values(), default=0.0)
-        return {name: self.own * value + common for name, value in largest.items()}
+        return {name: self.relative * value + common for name, value in largest.items()}
 
 
 Tolerances = Mapping[str, Tolerance]
@@ -61,7 +61,7 @@ Tolerances = Mapping[str, Tolerance]
 class Difference:
     """A tensor that differs by more than rounding; distance: its largest difference."""
 
-    kind: str
+    category: str
     name: str
     distance: float
     limit: float
@@ -69,7 +69,7 @@ class Difference:
     @property
     def where(self) -> str:
         """The tensor, for example "gradient of model.norm.weight"."""
-        return f"gradient of {self.name}" if self.kind == GRADIENT else self.name
+        return f"gradient of {self.name}" if self.category == GRADIENT else self.name
 
     @property
     def size(self) -> str:
@@ -80,9 +80,9 @@ class Difference:
 class Trial:
     """One change of a model, and the differences that count as rounding.
 
-    plain, changed: results of a model without and with the change; the former leaves the model
-    unchanged. control: results if the change were wrong; those of the first kind of `tolerances`
-    have to differ by ten times the tolerance, or the comparison would detect nothing.
+    plain, changed: results of a model without and with the change; `plain` leaves the model
+    unchanged. control: results if the change were wrong; the first category of `tolerances` has to
+    differ by ten times the tolerance, or the comparison would detect nothing.
     """
 
     plain: Run
@@ -91,13 +91,17 @@ class Trial:
     control: Run | None = None
 
     def difference(self, model: PreTrainedModel) -> Difference | None:
-        """Run both and return the first difference; None if there is none. Raises ValueError if the
-        model or the trial is unsuitable, and whatever the model's code does."""
+        """Return the first difference of `plain` and `changed`; None if there is none. Raises
+        ValueError if the model or the trial is unsuitable, and any exception of the model's
+        code."""
         expected: Any = self.plain(model)
-        _require_finite(expected)
+        for values in expected.values():
+            for name, tensor in values.items():
+                if not torch.isfinite(tensor).all():
+                    raise ValueError(f"its {name} is not finite, so that nothing can be compared")
         if self.control is not None:
-            kind, tolerance = next(iter(self.tolerances.items()))
-            coarse = {kind: replace(tolerance, own=10 * tolerance.own)}
+            category, tolerance = next(iter(self.tolerances.items()))
+            coarse = {category: replace(tolerance, relative=10 * tolerance.relative)}
             if first_difference(expected, self.control(model), coarse) is None:
                 raise ValueError("random weights do not show whether it changes the result")
         return first_difference(expected, self.changed(model), self.tolerances)
@@ -106,37 +110,36 @@ class Trial:
 def first_difference(
     expected: Mapping[str, Values], actual: Results, tolerances: Tolerances
 ) -> Difference | None:
-    """Return the first difference beyond its limit, by kind in the order of `tolerances`; of
-    gradients, the worst."""
-    for kind, tolerance in tolerances.items():
-        limits = tolerance.limits(expected.get(kind, {}))
-        by_name = distances(expected.get(kind, {}), actual.get(kind, {}))
+    """Return the first difference beyond its limit, by category in the order of `tolerances`; of
+    gradients, the largest relative to its limit."""
+    for category, tolerance in tolerances.items():
+        limits = tolerance.limits(expected.get(category, {}))
+        by_name = distances(expected.get(category, {}), actual.get(category, {}))
         large = {name: d for name, d in by_name.items() if d > limits.get(name, 0.0)}
         if large:
-            name = worst(large, limits) if kind == GRADIENT else next(iter(large))
-            return Difference(kind, name, large[name], limits.get(name, 0.0))
+            name = worst(large, limits) if category == GRADIENT else next(iter(large))
+            return Difference(category, name, large[name], limits.get(name, 0.0))
     return None
 
 
 def distances(
     expected: Values, actual: Mapping[str, torch.Tensor | LocalTensor]
 ) -> dict[str, float]:
-    """Return the largest difference of each tensor; infinite if it is NaN, or if only one side has
-    the tensor or has it in this shape."""
-    names = dict.fromkeys([*expected, *actual])
-    return {name: _distance(expected.get(name), actual.get(name)) for name in names}
-
-
-def _distance(one: torch.Tensor | None, other: torch.Tensor | LocalTensor | None) -> float:
-    if one is None or other is None:
-        return math.inf
-    if isinstance(other, LocalTensor):
-        assert other.shard.shape == one.shape
-        one, other = other.shard.take(one), other.tensor
-    if one.shape != other.shape:
-        return math.inf
-    distance = largest_value(other - one)
-    return math.inf if math.isnan(distance) else distance
+    """Return the largest difference by tensor; infinite if the difference is NaN, the shapes
+    differ, or only one side has the tensor."""
+    by_name = {}
+    for name in dict.fromkeys([*expected, *actual]):
+        by_name[name] = math.inf
+        a, b = expected.get(name), actual.get(name)
+        if a is None or b is None:
+            continue
+        if isinstance(b, LocalTensor):
+            assert b.shard.shape == a.shape
+            a, b = b.shard.take(a), b.tensor
+        if a.shape == b.shape:
+            distance = largest_value(b - a)
+            by_name[name] = math.inf if math.isnan(distance) else distance
+    return by_name
 
 
 def worst(by_name: Mapping[str, float], limits: Mapping[str, float]) -> str:
@@ -154,13 +157,6 @@ def largest_value(tensor: torch.Tensor) -> float:
     return float(tensor.detach().abs().max()) if tensor.numel() else 0.0
 
 
-def _require_finite(results: Mapping[str, Values]) -> None:
-    for values in results.values():
-        for name, tensor in values.items():
-            if not torch.isfinite(tensor).all():
-                raise ValueError(f"its {name} is not finite, so that nothing can be compared")
-
-
 @torch.no_grad()
 def run_forward(model: PreTrainedModel, **inputs: torch.Tensor) -> dict[str, Values]:
     """Return `forward_results` of `model` for these inputs."""
@@ -168,15 +164,15 @@ def run_forward(model: PreTrainedModel, **inputs: torch.Tensor) -> dict[str, Val
 
 
 def forward_results(outputs: Any) -> dict[str, Values]:
-    """Return the logits of a model's outputs, and the router's auxiliary loss if it has one."""
+    """Return the logits of a model's outputs, and the auxiliary loss of a model with a router."""
     loss = auxiliary_loss(outputs)
     losses = {} if loss is None else {"auxiliary loss": loss.detach()}
     return {OUTPUT: {"logits": outputs.logits.detach()}, LOSS: losses}
 
 
 def training_results(model: PreTrainedModel, seed: int = 0) -> dict[str, Values]:
-    """Return the loss that `model` itself computes of random tokens, or the mean square of its
-    scores, and every gradient."""
+    """Return the loss that `model` itself computes of random tokens (the mean square of the scores
+    of a score head), and every gradient."""
     model.zero_grad(set_to_none=True)
     ids = proxy_tokens(model, seed=seed).to(next(model.parameters()).device)
     if has_score_head(model):
@@ -188,8 +184,8 @@ def training_results(model: PreTrainedModel, seed: int = 0) -> dict[str, Values]
 
 
 def pop_gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Remove the gradients of `model` and return them by parameter, zeros for those without
-    one."""
+    """Remove the gradients of `model` and return one for every parameter, zeros where there was
+    none."""
     gradients = {
         name: torch.zeros_like(p) if p.grad is None else p.grad
         for name, p in model.named_parameters()
@@ -217,8 +213,7 @@ class RankThreads:
 
     @contextmanager
     def as_rank(self, rank: int) -> Iterator[None]:
-        """Inside, this thread is rank `rank`. If it fails, it releases the others, which would wait
-        for it."""
+        """Make this thread rank `rank`. If it fails, release the waiting threads."""
         self._local.rank = rank
         try:
             yield
@@ -230,15 +225,15 @@ class RankThreads:
         """See `bigtrain.models.parallel.sequence_exchange.Exchange`."""
         return torch.stack(self._exchange(list(blocks)))
 
-    def start(self, to: int, sent: Message, source: int, received: Message) -> Wait:
+    def start(self, target: int, sent: Message, source: int, received: Message) -> Wait:
         """See `bigtrain.models.parallel.ring_attention.RingExchange`."""
         empty = torch.empty(0)
         parts = [empty] * self.size
-        parts[to] = empty if sent is None else sent
+        parts[target] = empty if sent is None else sent
         arrived = self._exchange(parts)[source]
         if received is not None:
             received.copy_(arrived)
-        return _already_done
+        return lambda: None
 
     def rows(self, x: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
         """See `bigtrain.models.parallel.collectives.RowExchange`."""
@@ -255,8 +250,8 @@ class RankThreads:
 
 
 class RankThreadsOfGroup:
-    """Exchange within groups of equal size of the threads of `everyone`. groups: which ranks are
-    in each. All threads exchange at the same time."""
+    """Exchange within groups of the threads of `everyone`. groups: ranks by group, all groups of
+    equal size. All threads exchange at the same time."""
 
     def __init__(self, everyone: RankThreads, groups: Sequence[Sequence[int]]) -> None:
         self._everyone = everyone
@@ -278,10 +273,6 @@ class RankThreadsOfGroup:
         sent[group] = blocks
         return self._everyone.all_to_all(sent)[group]
 
-    def start(self, to: int, sent: Message, source: int, received: Message) -> Wait:
+    def start(self, target: int, sent: Message, source: int, received: Message) -> Wait:
         """See `bigtrain.models.parallel.ring_attention.RingExchange`."""
-        return self._everyone.start(self._group[to], sent, self._group[source], received)
-
-
-def _already_done() -> None:
-    pass
+        return self._everyone.start(self._group[target], sent, self._group[source], received)

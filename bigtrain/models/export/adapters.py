@@ -68,16 +68,17 @@ def export_adapter(
 ) -> list[str]:
     """Write a directory that peft's `PeftModel.from_pretrained` loads on top of `base`.
 
-    Parameters: `weights`, the trained ones by the run's names; `base`, a directory or hub name,
-    written down as given; the others and errors as in `export_model`: the directory appears once
-    plain peft has loaded it and gives the trained model's logits for `probe`. Holds the base in
-    memory for that. Returns notes as `export_model`. One process. `generation_config`: the base's
-    generation settings, a file that may not exist.
+    Parameters: `weights`, trained weights by the run's names; `base`, a directory or hub name,
+    written unchanged; `generation_config`, the base's generation settings, a file that may not
+    exist; all further parameters and errors as in `export_model`. The directory appears once plain
+    peft has loaded it and gives the trained model's logits for `probe`, with the base in memory.
+    Returns notes as `export_model`. One process.
     """
     state = adapter_state(weights, dtype)
     if not state:
         raise ModelError(f"{output}: the checkpoint holds no adapters")
     with writing_directory(output, replace=replace) as directory:
+        # Adapters with their configuration, the tokenizer, and generation settings.
         directory.mkdir(parents=True)
         _write_config(directory, section, base, hf_config)
         save_file(state, directory / ADAPTER_WEIGHTS, metadata={"format": "pt"})
@@ -89,31 +90,27 @@ def export_adapter(
             if generation_config is not None and generation_config.is_file():
                 shutil.copyfile(generation_config, directory / GENERATION_CONFIG)
             notes += write_stop_ids(directory, hf_config)
+        # Verify the files with plain peft.
         with torch.no_grad(), _quiet():
             model = _load(base, hf_config, directory, DTYPES[probe.dtype], section)
             notes += compare_logits(model, probe, output, dtype)
         if not scores_samples(hf_config):
-            notes += _stops_of_base(model, directory, output)
+            # transformers, peft and vLLM read the base's settings, and settings next to adapters
+            # only if a call names them: generation may not stop where training texts end.
+            settings = json.loads((directory / GENERATION_CONFIG).read_text(encoding="utf-8"))
+            base_ids = listed_ids(model.get_base_model().generation_config.eos_token_id)
+            missing = [n for n in listed_ids(settings.get("eos_token_id")) if n not in base_ids]
+            if missing:
+                notes.append(
+                    "the base's generation settings, which transformers, peft and vLLM read, do "
+                    f"not stop at token {', '.join(map(str, missing))}, where training texts end "
+                    "-> generate(generation_config=GenerationConfig.from_pretrained("
+                    f"{str(output)!r})), vllm serve --generation-config {output}, or export with "
+                    "--merge"
+                )
         if card:
             (directory / CARD).write_text("\n".join([card, *notes]), encoding="utf-8")
     return notes
-
-
-def _stops_of_base(model: Any, directory: Path, output: Path) -> list[str]:
-    """Return a note if generation from the loaded base does not stop where the settings in
-    `directory` do: transformers, peft and vLLM read the settings of the base, and those next to
-    adapters only if a call names them."""
-    settings = json.loads((directory / GENERATION_CONFIG).read_text(encoding="utf-8"))
-    base_ids = listed_ids(model.get_base_model().generation_config.eos_token_id)
-    missing = [n for n in listed_ids(settings.get("eos_token_id")) if n not in base_ids]
-    if not missing:
-        return []
-    return [
-        f"the base's generation settings, which transformers, peft and vLLM read, do not stop at "
-        f"token {', '.join(map(str, missing))}, where training texts end -> generate("
-        f"generation_config=GenerationConfig.from_pretrained({str(output)!r})), vllm serve "
-        f"--generation-config {output}, or export with --merge"
-    ]
 
 
 @torch.no_grad()
@@ -124,9 +121,9 @@ def probe_beside(
     hf_config: PreTrainedConfig,
     probe: Probe,
 ) -> tuple[Probe, float]:
-    """Return the logits of plain peft's model of these adapters on `base` in its own precision,
-    though they were trained on it in 4 bits; and how far they are from those of `probe` (root
-    mean square, relative). Parameters as of `export_adapter`."""
+    """Return the logits of plain peft with the adapters on the unquantized `base`, although they
+    were trained on the base in 4 bits; and the `relative_difference` from the logits of `probe`.
+    Parameters as in `export_adapter`."""
     with TemporaryDirectory() as name, _quiet():
         directory = Path(name)
         _write_config(directory, section, base, hf_config)
@@ -156,7 +153,11 @@ def merged_weights(
 ) -> dict[str, torch.Tensor]:
     """Return the base's weights with the trained adapters merged, by Hugging Face name, in float32.
     With lazy tensors a merged weight is computed when it is read, and nothing is read here. Raises
-    ModelError if an adapter is missing."""
+    ModelError if an adapter is missing.
+
+    LoRA (Hu et al. 2021, arXiv 2106.09685): ``W + scale * B A``. DoRA (Liu et al. 2024, arXiv
+    2402.09353): ``m * V / ||V||`` with V = ``W + scale * B A``, norms over every output's weights.
+    """
     model = empty_model(hf_config)
     merged: dict[str, torch.Tensor] = dict(base.tensors)
 
@@ -192,7 +193,8 @@ def _merged_stacks(
     base: Weights,
     hf_config: PreTrainedConfig,
 ) -> dict[str, torch.Tensor]:
-    """Stacked weights [experts, ...] with an adapter for each expert, as peft lays it out."""
+    """Return merged stacked weights [experts, ...]; peft stores an adapter for every expert in two
+    matrices."""
     model = empty_model(hf_config)
     if not find_parameters(model, section)[0]:
         return {}
@@ -246,7 +248,7 @@ def _load(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without warnings: peft 0.21 uses deprecated names of transformers 5.23."""
+    """Suppress warnings: peft 0.21 uses deprecated names of transformers 5.23."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         yield

@@ -1,10 +1,10 @@
-"""Everything in a base model's directory beyond the trained values, kept for exports, since the
-base may be moved or changed. An export writes it back unchanged.
+"""Record of a base model's directory except for trained values, since the base may be moved or
+changed. An export writes it back unchanged.
 
 Format of the directory: `files/`, the copied files; `tensors.json`, with `stored` (name: dtype),
-`sources` (parameter: name of the one stored tensor that it is), `copies` (name: name of the tensor
-that it repeats) and `omitted` (files that were not copied: reason); `unused.safetensors`, tensors
-that transformers does not load.
+`sources` (parameter: name of the equal stored tensor), `copies` (name: name of the repeated tensor)
+and `omitted` (files that were not copied: reason); `unused.safetensors`, tensors that transformers
+does not load.
 """
 
 from __future__ import annotations
@@ -30,10 +30,7 @@ from bigtrain.models.configuration import (
     QUANTIZATION_KEYS,
     scores_samples,
 )
-from bigtrain.models.left_overs import (
-    drop_quantization,
-    left_over_reason,
-)
+from bigtrain.models.left_overs import drop_quantization, left_over_reason
 from bigtrain.models.weights.checksums import CHECKSUMS
 from bigtrain.models.weights.import_hf import Weights
 from bigtrain.models.weights.lazy_tensors import LazyTensor
@@ -57,8 +54,8 @@ _WEIGHTS = (
 )  # fmt: skip
 _MAX_FILE_BYTES = 256 << 20
 _CARD, _BASE_CARD = "README.md", "BASE_README.md"
-# Keys of a configuration that depend on who wrote or loaded it, not on the model.
-_OF_THE_WRITER = {
+# Keys of a configuration that depend on the program that wrote or loaded it, not on the model.
+_WRITER_KEYS = {
     "transformers_version", "_name_or_path", "use_cache", "dtype", "torch_dtype", "architectures",
     *QUANTIZATION_KEYS, "_attn_implementation", "auto_map", MTP_MARK,
 }  # fmt: skip
@@ -66,12 +63,13 @@ _OF_THE_WRITER = {
 
 def record_base(source: str, weights: Weights, directory: Path) -> None:
     """Write the record of the model `source` (directory, address or hub name) into `directory`.
-    `weights`: as found in `source`. Copies the tensors that the model does not use. A record that
-    exists stays. One process. Raises OSError."""
+    `weights`: the weights in `source`. Copies the tensors that the model does not use. A record
+    that exists stays. One process. Raises OSError."""
     if (directory / _TENSORS).is_file():
         return
     shutil.rmtree(directory, ignore_errors=True)
     (directory / _FILES).mkdir(parents=True)
+    # Copy the small files.
     omitted: dict[str, str] = {}
     root = _local_directory(source, weights)
     for path in sorted(root.rglob("*")):
@@ -85,6 +83,7 @@ def record_base(source: str, weights: Weights, directory: Path) -> None:
             shutil.copyfile(path, target)
         elif reason:
             omitted[name] = reason
+    # Copy the tensors that transformers does not load, and list the tensors that it loads.
     unused = {name: tensor.read() for name, tensor in weights.unused().items()}
     if unused:
         save_file(unused, directory / _UNUSED, metadata={"format": "pt"})
@@ -95,7 +94,7 @@ def record_base(source: str, weights: Weights, directory: Path) -> None:
         "copies": dict(weights.copies),
         "omitted": omitted,
     }
-    # Last: a record without it is not one.
+    # Written last: a directory without this file is not a record.
     (directory / _TENSORS).write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
 
 
@@ -114,20 +113,20 @@ def _local_directory(source: str, weights: Weights) -> Path:
 
 
 def _why_omitted(name: str, path: Path, weights: Weights) -> str | None:
-    """Return why a file of a base is not copied: empty for a reason without interest, None if it
-    is."""
+    """Return why a file of a base is not copied: empty for a reason that is not reported, None if
+    it is copied."""
     parts = name.split("/")
     if any(part.startswith(".") and part != ".gitattributes" for part in parts):
-        return ""  # a version control system's or a cache's own
+        return ""  # files of version control or a cache
     if name == CHECKSUMS:
-        return ""  # an export lists its own files
+        return ""  # an export writes a new list
     if path.is_dir():
         return "a link to a directory"
     if not path.is_file():
         return "a link to nothing" if path.is_symlink() else "no regular file"
     if path.name.endswith(_WEIGHTS):
-        taken = any(path.samefile(file) for file in weights.files)
-        return "" if taken else "weights in another file or format, not read"
+        is_read = any(path.samefile(file) for file in weights.files)
+        return "" if is_read else "weights in another file or format, not read"
     if (reason := left_over_reason(name)) is not None:
         return reason
     if path.stat().st_size > _MAX_FILE_BYTES:
@@ -144,8 +143,8 @@ class BaseRecord:
     @staticmethod
     def find(directory: Path) -> BaseRecord | None:
         """Return the record in a run's `directory`, or None."""
-        place = directory / BASE
-        return BaseRecord(place) if (place / _TENSORS).is_file() else None
+        record = directory / BASE
+        return BaseRecord(record) if (record / _TENSORS).is_file() else None
 
     @cached_property
     def _tree(self) -> dict[str, Any]:
@@ -158,12 +157,12 @@ class BaseRecord:
 
     @property
     def files(self) -> Path:
-        """The directory with the base's other files."""
+        """Directory with the copied files of the base."""
         return self.directory / _FILES
 
     @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:
-        """Dtype of each tensor in the base's files, by its name there."""
+        """Dtypes of the tensors in the base's files, by name in the files."""
         return {name: getattr(torch, dtype) for name, dtype in self._tree["stored"].items()}
 
     @property
@@ -180,12 +179,11 @@ class BaseRecord:
         keep_dtypes: bool,
         frozen: Collection[str] = (),
     ) -> tuple[dict[str, torch.Tensor], list[str]]:
-        """Return `stored` tensors under the names of the base's files, with its copies and its
-        unused tensors, and a note for each kind of name that only one of the two has.
+        """Return `stored` tensors under the names of the base's files, with the base's copies and
+        unused tensors, and notes on names that only the base or only the export has.
 
-        `parameters`: the same tensors by the model's names, before any conversion. `keep_dtypes`:
-        convert each to the dtype that the base stores it in; otherwise those of parameters named
-        `frozen`.
+        `parameters`: the tensors by the model's names, before any conversion. `keep_dtypes`:
+        convert tensors to their dtypes in the base; otherwise only parameters named `frozen`.
         """
         sources: dict[str, str] = self._tree["sources"]
         names = {id(tensor): sources[n] for n, tensor in parameters.items() if n in sources}
@@ -193,15 +191,15 @@ class BaseRecord:
         result: dict[str, torch.Tensor] = {}
         new, rounded = [], []
         for name, tensor in stored.items():
-            own = names.get(id(tensor), name) if name not in self._tree["stored"] else name
-            dtype = self.dtypes.get(own)
+            base_name = names.get(id(tensor), name) if name not in self._tree["stored"] else name
+            dtype = self.dtypes.get(base_name)
             if dtype is None:
-                new.append(own)
-            elif (keep_dtypes or own in frozen) and tensor.is_floating_point():
+                new.append(base_name)
+            elif (keep_dtypes or base_name in frozen) and tensor.is_floating_point():
                 if dtype == torch.float64:
-                    rounded.append(own)
+                    rounded.append(base_name)
                 tensor = tensor.to(dtype)
-            result[own] = tensor
+            result[base_name] = tensor
         for name, origin in self._tree["copies"].items():
             if origin in result and name not in result:
                 result[name] = result[origin]
@@ -234,9 +232,9 @@ class BaseRecord:
     def write_files(
         self, output: Path, hf_config: PreTrainedConfig, dtype: str | None
     ) -> list[str]:
-        """Write the base's other files into an export's directory, with the configuration changed
-        where the trained model's (`hf_config`) differs. Returns a note for each change. `dtype`:
-        the one that all tensors are stored in, None for the base's. Raises OSError."""
+        """Write the copied files of the base into an export's directory, with the configuration
+        changed where the trained model's configuration (`hf_config`) differs. Return a note for
+        every change. `dtype`: dtype of all tensors, None for the base's dtypes. Raises OSError."""
         notes = [f"{name}: not copied: {reason}" for name, reason in self._tree["omitted"].items()]
         if not (self.files / GENERATION_CONFIG).is_file():
             (output / GENERATION_CONFIG).unlink(missing_ok=True)  # which `save_pretrained` makes
@@ -286,29 +284,30 @@ def _plain(config: PreTrainedConfig) -> dict[str, Any]:
 def _apply_changes(
     raw: dict[str, Any], before: Mapping[str, Any], after: Mapping[str, Any], prefix: str
 ) -> list[str]:
-    """Set in `raw` what differs between two configurations; returns a note for each key."""
+    """Set the keys in `raw` that differ between two configurations; return a note for every
+    key."""
     notes = []
     for key, value in after.items():
-        known = before.get(key)
-        if value == known or (key in _OF_THE_WRITER):
+        value_before = before.get(key)
+        if value == value_before or key in _WRITER_KEYS:
             continue
-        if isinstance(value, dict) and isinstance(known, dict) and "model_type" in value:
-            nested = raw.get(key) if isinstance(raw.get(key), dict) else dict(known)
+        if isinstance(value, dict) and isinstance(value_before, dict) and "model_type" in value:
+            nested = raw.get(key) if isinstance(raw.get(key), dict) else dict(value_before)
             assert isinstance(nested, dict)
             raw[key] = nested
-            notes += _apply_changes(nested, known, value, f"{prefix}{key}.")
+            notes += _apply_changes(nested, value_before, value, f"{prefix}{key}.")
             continue
         if key == ROPE:  # both forms must agree; `add_legacy_keys` writes the older one again
             for legacy in LEGACY_ROPE_KEYS:
                 raw.pop(legacy, None)
         raw[key] = value
-        notes.append(f"{prefix}{key} = {json.dumps(value)} (base: {json.dumps(known)})")
+        notes.append(f"{prefix}{key} = {json.dumps(value)} (base: {json.dumps(value_before)})")
     return notes
 
 
 def _set_nested_dtypes(values: dict[str, Any], dtype: str, prefix: str) -> list[str]:
-    """Set the dtypes that configurations nested in the JSON `values` name; return a note for
-    each."""
+    """Set the dtypes in configurations nested in the JSON `values`; return a note for every
+    change."""
     notes = []
     for name, nested in values.items():
         if not isinstance(nested, dict) or "model_type" not in nested:
@@ -346,6 +345,6 @@ def _has_code(reference: object, output: Path) -> bool:
 
 
 def shortened(names: Iterable[str]) -> str:
-    """Return the first three of `names`, and how many more there are."""
+    """Return the first three of `names`, and the number of further names."""
     ordered = sorted(names)
     return ", ".join(ordered[:3]) + (f" and {len(ordered) - 3} more" if len(ordered) > 3 else "")

@@ -1,4 +1,4 @@
-"""A pretrained model with a grown vocabulary, written as a Hugging Face directory of its own."""
+"""A pretrained model with a grown vocabulary, written as a new Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ def export_grown(
     tokenizer_directory: Path,
     tokens: int,
     output: Path,
+    *,
     vocabulary: VocabularySection,
     seed: int,
 ) -> VocabularyResize:
     """Write the model `source` (directory or hub name) with rows for a tokenizer of `tokens`
-    tokens; returns how it has grown, and a note for each other thing that differs from `source`.
+    tokens; return its growth, with notes on all further differences from `source`.
 
-    One process, one file's weights in memory. Raises ModelError if it need not grow, and as
-    `export_model`.
+    One process; holds the weights of a single file. Raises ModelError if the model need not grow,
+    and as `export_model`.
     """
     section = ModelSection(path=source, vocabulary=vocabulary)
     base = load_hf_config(section)
@@ -49,7 +50,9 @@ def export_grown(
             f"tokenizer's {tokens} tokens -> use it as it is, with that tokenizer"
         )
     base_weights = find_weights(source, base_configuration(hf_config, growth))
-    weights = grown_weights(base_weights, hf_config, growth, section, seed, lambda work: work())
+    weights = grown_weights(
+        base_weights, hf_config, growth, section, seed, on_main_rank=lambda work: work()
+    )
     name = str(hf_config.dtype).removeprefix("torch.")
     dtype = name if name in DTYPES else "float32"
     model = build_model(section, hf_config, seed=0, dtype=DTYPES[dtype], weights="left").eval()

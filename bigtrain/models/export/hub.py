@@ -1,4 +1,4 @@
-"""Upload of an exported directory to the Hugging Face hub, or to a server like it (HF_ENDPOINT).
+"""Upload of an exported directory to the Hugging Face hub or a compatible server (HF_ENDPOINT).
 The token is found by huggingface_hub and never printed."""
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def refuse_unreachable(repository: str) -> None:
 
 def push_to_hub(directory: Path, repository: str, *, private: bool, message: str) -> str:
     """Push the files of `directory` as one commit to `repository`, which is created if missing;
-    returns its address. Its other files stay. Raises OutputError if the hub does not accept them;
-    the directory stays as it is."""
-    shown = not are_progress_bars_disabled()
+    return its address. Other files of the repository stay. Raises OutputError if the hub does not
+    accept the files; the directory does not change."""
+    are_shown = not are_progress_bars_disabled()
     disable_progress_bars()
     try:
         address = HfApi().create_repo(repository, private=private, exist_ok=True)
@@ -63,7 +63,7 @@ def push_to_hub(directory: Path, repository: str, *, private: bool, message: str
             f"-> {_by_hand(repository, str(directory))}"
         ) from error
     finally:
-        if shown:
+        if are_shown:
             enable_progress_bars()
     return str(address)
 

@@ -48,13 +48,14 @@ CARD = "README.md"
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 2e-2}
 
 _GPU = "cuda"
+_NO_CHANGES = "None but the values of trained tensors: files, keys and names are the same."
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A fixed input and the trained model's logits for it. input_ids: int64 [samples, tokens].
-    logits: float32 [samples, tokens, vocabulary], or scores [samples, labels]. dtype: name of the
-    dtype the trained model computed in."""
+    """A fixed input and the trained model's logits. input_ids: int64 [samples, tokens]. logits:
+    float32 [samples, tokens, vocabulary], or scores [samples, labels]. dtype: name of the dtype in
+    which the trained model computed."""
 
     input_ids: torch.Tensor
     logits: torch.Tensor
@@ -62,7 +63,8 @@ class Probe:
 
     @staticmethod
     def make_input(vocabulary_size: int, max_tokens: int, samples: int = 1) -> torch.Tensor:
-        """Token ids [samples, up to 32] to probe a model with; the same for the same arguments."""
+        """Return token ids [samples, up to 32] to probe a model with, a function of the
+        arguments."""
         generator = torch.Generator().manual_seed(0)
         size = (samples, min(32, max_tokens))
         return torch.randint(0, vocabulary_size, size, generator=generator)
@@ -80,9 +82,9 @@ class Probe:
 
 
 def why_not_reloaded(hf_config: PreTrainedConfig) -> str | None:
-    """Return why transformers cannot read an export of the architecture without a base's files,
-    such as one whose language model has a configuration that is not its own; None if it can, or if
-    the model cannot be built at all, which the run's plan reports."""
+    """Return why transformers cannot read an export of the architecture without a base's files, for
+    example because a class other than the language model's has its configuration; None if it can be
+    read, or if the model cannot be built at all, which the run's plan reports."""
     try:
         exported = empty_model(hf_config).config
     except Exception:  # of any architecture's code
@@ -110,33 +112,40 @@ def export_model(
     max_shard_size: str = MAX_SHARD_SIZE,
     base: BaseRecord | None = None,
     as_stored: Collection[str] = (),
-    known: Sequence[str] = (),
+    base_notes: Sequence[str] = (),
 ) -> list[str]:
     """Write `weights` as a Hugging Face directory whose logits for `probe` are the trained model's.
 
-    Parameters: `weights`, full tensors by Hugging Face name, tied ones once; `dtype`, name of the
-    dtype they are stored in (None: that of each in the base); `generation_config`, a file to copy
-    if it exists (otherwise transformers makes one from `hf_config`), with the tokens that end the
-    training texts and answers; `card`, the text of its README.md; `max_shard_size`,
-    of a file, such as 5GB; `base`, the record of the model that the weights were trained from, with
-    which the directory equals that model's in all that was not trained; `as_stored`, names of
-    weights that are not cast to `dtype`, but stay as in the base; `known`, notes to begin with.
-    Returns a note for each thing that was changed or added, which the card lists as well.
-    One process. Of `LazyTensor`s it holds one file's at a time, and one layer's when verifying.
-    The directory appears under its name only after it has been reloaded into transformers' model
-    (by transformers, or if it has several weight files one layer at a time) and its logits agree.
-    Raises ModelError otherwise, or if `output` exists and may not be replaced; OutputError if it
-    cannot be written. What is replaced stays until then.
+    Parameters: `weights`, full tensors by Hugging Face name, tied weights once; `dtype`, name of
+    the dtype that weights are stored in (None: a tensor's dtype in the base); `generation_config`,
+    a file to copy if it exists (otherwise transformers makes one from `hf_config`), with the tokens
+    that end the training texts and answers; `card`, the text of README.md; `max_shard_size`, of a
+    weight file, such as 5GB; `base`, the record of the model that the weights were trained from,
+    which the directory equals except for trained values; `as_stored`, names of weights that are not
+    cast to `dtype`, but stay as in the base; `base_notes`, the first notes.
+    Returns a note for everything that was changed or added, which the card lists as well.
+    One process. Holds the `LazyTensor`s of a single file at a time, and of a single layer when
+    verifying. The directory appears under its name only after it has been reloaded into
+    transformers' model (by transformers, or if it has several weight files one layer at a time) and
+    its logits agree. Raises ModelError otherwise, or if `output` exists and may not be replaced;
+    OutputError if it cannot be written. A replaced directory stays until then.
     """
     with writing_directory(output, replace=replace) as temporary:
-        hf_config.use_cache = True  # for generation, whatever the run's says
+        # Configuration and weights.
+        hf_config.use_cache = True  # for generation, whatever the run sets
         like_base = None
         if base is not None:
             like_base = partial(base.like_base, keep_dtypes=dtype is None, frozen=as_stored)
         is_sharded, notes = write_model(
-            weights, hf_config, temporary, dtype, max_shard_size, like_base, as_stored
+            weights,
+            hf_config,
+            temporary,
+            dtype,
+            max_shard_size,
+            like_base=like_base,
+            as_stored=as_stored,
         )
-        notes = [*known, *notes]
+        notes = [*base_notes, *notes]
         if generation_config is not None and generation_config.is_file():
             shutil.copyfile(generation_config, temporary / GENERATION_CONFIG)
         if base is None:
@@ -148,28 +157,24 @@ def export_model(
         if not scores_samples(hf_config):
             notes += write_stop_ids(temporary, hf_config)
         coarsest = dtype if dtype is not None else base.lowest_precision if base else probe.dtype
-        notes += _verify(temporary, probe, output, coarsest, in_turn=is_sharded)
+        notes += _verify(temporary, probe, output, coarsest, layer_by_layer=is_sharded)
         _verify_mtp_layers(temporary, weights, hf_config, output)
+        # The model card lists what the export changed.
+        if card and base is not None:
+            card += "\n## Changes from the base\n\n"
+            card += "".join(f"- {note}\n" for note in notes or [_NO_CHANGES])
+        elif card and notes:
+            card += "\n## Notes\n\n" + "".join(f"- {note}\n" for note in notes)
         if card:
-            text = card + _changes(notes, base)
-            (temporary / CARD).write_text(text, encoding="utf-8")
+            (temporary / CARD).write_text(card, encoding="utf-8")
     return notes
-
-
-def _changes(notes: Sequence[str], base: BaseRecord | None) -> str:
-    """Return the part of a model card that lists what an export changed."""
-    if not notes and base is None:
-        return ""
-    head = "\n## Changes from the base\n\n" if base is not None else "\n## Notes\n\n"
-    lines = notes or ["None but the values of trained tensors: files, keys and names are the same."]
-    return head + "".join(f"- {note}\n" for note in lines)
 
 
 @contextmanager
 def writing_directory(output: Path, *, replace: bool) -> Iterator[Path]:
-    """Yield a temporary directory that becomes `output`, with checksums, when the block ends. It
-    is removed after an error. `replace`: an existing `output`, which no other process writes; then
-    what exports that were killed have left is removed too. Raises ModelError if `output` exists and
+    """Yield a temporary directory that becomes `output`, with checksums, when the block ends; after
+    an error it is removed. `replace`: replace an existing `output`, which no other process writes,
+    and remove the temporary directories of killed exports. Raises ModelError if `output` exists and
     may not be replaced, OutputError if it cannot be written."""
     if output.exists() and not replace:
         raise ModelError(f"{output}: exists already; choose another --output or remove it")
@@ -202,23 +207,25 @@ def writing_directory(output: Path, *, replace: bool) -> Iterator[Path]:
 def probe_of(
     weights: Mapping[str, torch.Tensor], hf_config: PreTrainedConfig, probe: Probe
 ) -> Probe:
-    """Return the logits that a model with `weights` has for the input of `probe`, in its dtype. The
+    """Return the logits of a model with `weights` for the input and in the dtype of `probe`. The
     model is in memory."""
     model = auto_class(hf_config).from_config(copy.deepcopy(hf_config), dtype=DTYPES[probe.dtype])
-    own = dict(model.named_parameters()) | dict(model.named_buffers())
+    targets = dict(model.named_parameters()) | dict(model.named_buffers())
     for name, tensor in weights.items():
-        if name in own:
-            own[name].copy_(tensor.read() if isinstance(tensor, LazyTensor) else tensor)
+        if name in targets:
+            targets[name].copy_(tensor.read() if isinstance(tensor, LazyTensor) else tensor)
     model.tie_weights()
     fit_experts(model)  # grouped products do not take every width
     logits = model.eval()(input_ids=probe.input_ids, use_cache=False).logits.float()
     return Probe(probe.input_ids, logits, probe.dtype)
 
 
-def _verify(directory: Path, probe: Probe, output: Path, dtype: str, *, in_turn: bool) -> list[str]:
-    """Compare the logits of the model in `directory` as `compare_logits`; `in_turn`: load one layer
-    at a time."""
-    if in_turn:
+def _verify(
+    directory: Path, probe: Probe, output: Path, dtype: str, *, layer_by_layer: bool
+) -> list[str]:
+    """Compare the logits of the model in `directory` as `compare_logits`; `layer_by_layer`: hold a
+    single layer in memory."""
+    if layer_by_layer:
         section = ModelSection(path=str(directory))
         hf_config = load_hf_config(section)
         model = build_model(section, hf_config, seed=0, dtype=DTYPES[probe.dtype], weights="left")
@@ -227,18 +234,15 @@ def _verify(directory: Path, probe: Probe, output: Path, dtype: str, *, in_turn:
         hf_config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         model = auto_class(hf_config).from_pretrained(directory, dtype=DTYPES[probe.dtype])
         fit_experts(model)  # grouped products do not take every width
-    return compare_logits(model, probe, output, dtype, on_gpu=not in_turn)
+    return compare_logits(model, probe, output, dtype, on_gpu=not layer_by_layer)
 
 
 @torch.no_grad()
 def _verify_mtp_layers(
-    directory: Path,
-    weights: Mapping[str, torch.Tensor],
-    hf_config: PreTrainedConfig,
-    output: Path,
+    directory: Path, weights: Mapping[str, torch.Tensor], hf_config: PreTrainedConfig, output: Path
 ) -> None:
-    """Compare the layers for multi-token prediction, which transformers' causal LM does not load,
-    as transformers' `MtpModel` would load them from `directory`, with `weights`. Raises
+    """Compare `weights` of layers for multi-token prediction, which transformers' causal LM does
+    not load, with the weights that transformers' `MtpModel` would load from `directory`. Raises
     ModelError."""
     if not num_trained_mtp_layers(hf_config):
         return
@@ -255,11 +259,10 @@ def _verify_mtp_layers(
 def compare_logits(
     model: Any, probe: Probe, output: Path, dtype: str, *, on_gpu: bool = True
 ) -> list[str]:
-    """Compare the logits of `model`, reloaded from files of `dtype`, with the probe's; if they
-    differ on the CPU, on a GPU where there is one, unless it is not to be used (`on_gpu`). Returns
-    a note if they agree only there: sparse attention chooses among equal scores, which devices
-    order differently. Raises ModelError if they do not agree. `output`: the directory's name in the
-    error."""
+    """Compare the logits of `model`, reloaded from files of `dtype`, with the probe's logits on the
+    CPU, and if they differ and `on_gpu` is set on an available GPU. Return a note if they agree
+    only on the GPU: sparse attention chooses among equal scores, which devices order differently.
+    Raises ModelError if they do not agree. `output`: the directory's name in the error."""
     model.eval()
     tolerance = max(_TOLERANCE[dtype], _TOLERANCE[probe.dtype])
     difference = _difference(model, probe, "cpu")
@@ -267,13 +270,13 @@ def compare_logits(
         return []
     if on_gpu and torch.cuda.is_available():
         try:
-            there = _difference(model.to(_GPU), probe, _GPU)
-        except torch.OutOfMemoryError:  # the run's own model is there, too
-            there = float("inf")
-        if there <= tolerance:
+            gpu_difference = _difference(model.to(_GPU), probe, _GPU)
+        except torch.OutOfMemoryError:  # the GPU also holds the run's model
+            gpu_difference = float("inf")
+        if gpu_difference <= tolerance:
             return [
                 f"on a CPU, logits differ from the trained model's on its GPU by {difference:.1e} "
-                f"(root mean square, relative); on a GPU by {there:.1e}"
+                f"(root mean square, relative); on a GPU by {gpu_difference:.1e}"
             ]
     raise ModelError(
         f"{output}: not written: reloaded, its logits differ from the trained model's by "
@@ -287,12 +290,12 @@ def _difference(model: Any, probe: Probe, device: str) -> float:
     return relative_difference(logits.cpu(), probe.logits)
 
 
-def relative_difference(ours: torch.Tensor, reference: torch.Tensor) -> float:
-    """Root-mean-square difference over the reference's spread (of scores, over their own root mean
-    square: they may be all alike); NaN or shape mismatch: infinity."""
-    if ours.shape != reference.shape:
+def relative_difference(logits: torch.Tensor, reference: torch.Tensor) -> float:
+    """Return ``rms(logits - reference) / rms(reference - mean(reference))``; for scores, which may
+    be all alike, with 0 instead of the mean; infinity for NaN or a shape mismatch."""
+    if logits.shape != reference.shape:
         return float("inf")
     mean = 0.0 if reference.ndim == 2 else reference.mean()
     spread = (reference - mean).square().mean().sqrt()
-    difference = float((ours - reference).square().mean().sqrt() / spread.clamp(min=1e-30))
+    difference = float((logits - reference).square().mean().sqrt() / spread.clamp(min=1e-30))
     return difference if difference == difference else float("inf")

@@ -1,8 +1,9 @@
-"""The small files of a model's directory, and checksums of all that an export wrote or a run read.
+"""The small files of a model's directory, and checksums of the files that an export wrote or a run
+read.
 
 An export lists its files in `checksums.json`, as ``{file name: {"bytes": size, "xxh3": XXH3-64}}``.
-A run records those of its base in `base_model.json`, by absolute path, for comparison at later
-launches.
+A run records the checksums of the base in `base_model.json`, by absolute path, for comparison at
+later launches.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ Sums = Mapping[str, FileSum]
 
 
 def sum_of(path: Path) -> FileSum:
-    """Size and checksum of a file, which is read completely. Raises ModelError if it cannot be."""
+    """Return size and checksum of a file, which is read completely. Raises ModelError if it cannot
+    be read."""
     try:
         return FileSum(path.stat().st_size, file_checksum(path))
     except OSError as error:
@@ -59,7 +61,7 @@ def write_sums(path: Path, sums: Sums) -> None:
 
 
 def read_sums(path: Path) -> Sums:
-    """Read what `write_sums` wrote; empty without such a file. Raises ModelError if it cannot be
+    """Read the list of `write_sums`; empty without a file. Raises ModelError if the file cannot be
     read."""
     try:
         tree = json.loads(path.read_bytes())
@@ -70,19 +72,19 @@ def read_sums(path: Path) -> Sums:
         raise ModelError(f"{path} cannot be read: {error} -> restore it, or remove it") from error
 
 
-def differences(actual: Sums, listed: Sums, where: Path) -> list[str]:
-    """Return how the files that were `found` differ from those `listed` in the file `where`."""
+def differences(actual: Sums, listed: Sums, list_path: Path) -> list[str]:
+    """Return how `actual` files differ from the files `listed` in `list_path`."""
     return [
-        f"{name} has {have.num_bytes} bytes and checksum {have.xxh3}; {where} lists "
+        f"{name} has {file_sum.num_bytes} bytes and checksum {file_sum.xxh3}; {list_path} lists "
         f"{listed[name].num_bytes} and {listed[name].xxh3}"
-        for name, have in sorted(actual.items())
-        if name in listed and have != listed[name]
+        for name, file_sum in sorted(actual.items())
+        if name in listed and file_sum != listed[name]
     ]
 
 
 def corrupt_weights(directory: Path) -> tuple[int, list[str]]:
-    """Return how many files `checksums.json` of a model's directory lists, and the corrupt ones.
-    Raises ModelError without such a list."""
+    """Return the number of files in `checksums.json` of a model's directory, and the corrupt files.
+    Raises ModelError without a list."""
     listed = read_sums(directory / CHECKSUMS)
     if not listed:
         raise ModelError(
@@ -93,8 +95,8 @@ def corrupt_weights(directory: Path) -> tuple[int, list[str]]:
 
 
 def write_checksums(directory: Path) -> None:
-    """List the files of an export in its `checksums.json`, in subfolders too, except for its README
-    and the list itself. Reads all of them."""
+    """Write `checksums.json` of an export with all its files, also in subfolders, except for the
+    README and the list. Reads every file."""
     names = [
         name
         for path in directory.rglob("*")
@@ -105,8 +107,8 @@ def write_checksums(directory: Path) -> None:
 
 
 def files_read_with(weights: Iterable[Path]) -> list[Path]:
-    """Return the weight files of a model's directory, and those next to them that decide its
-    numbers as well: configuration, index of the weights, tokenizer."""
+    """Return the weight files of a model's directory, and the small files next to them on which the
+    model's results depend: configuration, index of the weights, tokenizer."""
     weights = list(weights)
     return [*weights, *_deciding_files(weights[0].parent)]
 
@@ -116,22 +118,21 @@ def _deciding_files(directory: Path) -> list[Path]:
 
 
 def changed_files(directory: Path, run: Path) -> list[str]:
-    """Return how the small files that decide a model's numbers differ from those that an export
-    listed in the model's `directory`, and from those that the first launch of the run in `run`
-    read. Weights are compared where they are read. Raises ModelError if a list cannot be read."""
+    """Return `changes_of` the small files on which a model's results depend. Weights are compared
+    where they are read. Raises ModelError if a list cannot be read."""
     files = [path.absolute() for path in _deciding_files(directory)]
     return changes_of({str(path): sum_of(path) for path in files}, directory, run)
 
 
 def changes_of(sums: Sums, directory: Path, run: Path) -> list[str]:
-    """Return how files of the model in `directory` differ from those listed there by an export, and
-    from those that the first launch of the run in `run` read. `sums`: by absolute path. Raises
+    """Return how files of the model in `directory` differ from its `checksums.json`, and from the
+    files that the first launch of the run in `run` read. `sums`: by absolute path. Raises
     ModelError if a list cannot be read."""
-    exported, begun = directory / CHECKSUMS, run / BASE_MODEL
     by_name = {Path(path).name: checksum for path, checksum in sums.items()}
+    export_list, launch_list = directory / CHECKSUMS, run / BASE_MODEL
     return [
-        *differences(by_name, read_sums(exported), exported),
-        *differences(sums, read_sums(begun), begun),
+        *differences(by_name, read_sums(export_list), export_list),
+        *differences(sums, read_sums(launch_list), launch_list),
     ]
 
 
@@ -162,6 +163,6 @@ def _generation_fault(path: Path) -> str | None:
         return "must be a JSON object"
     ends = settings.get("eos_token_id")
     listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    if any(isinstance(one, bool) or not isinstance(one, int) for one in listed):
+    if any(isinstance(end_id, bool) or not isinstance(end_id, int) for end_id in listed):
         return f"eos_token_id = {ends!r} must be the id of a token, or a list of ids"
     return None

@@ -54,21 +54,24 @@ def write_model(
     output: Path,
     dtype: str | None,
     max_shard_size: str,
+    *,
     like_base: LikeBase | None = None,
     as_stored: Collection[str] = (),
 ) -> tuple[bool, list[str]]:
-    """Write configuration and weights as `save_pretrained` does; returns whether in several files,
-    and notes on tensors that differ from those of a base.
+    """Write configuration and weights as `save_pretrained` does; return whether there are several
+    weight files, and notes on tensors that differ from the base's tensors.
 
-    The latter holds all weights at once; this one holds a file's. Names and conversions of tensors
-    are transformers' here as well. Weights are written in `dtype` (None: that of the base), but for
-    those that the architecture keeps in float32, and those named `as_stored`, which keep the dtype
-    that they have. `like_base`: gives the tensors the names and dtypes of the base's files.
+    `save_pretrained` holds all weights in memory, this function the weights of a single file. Both
+    take names and conversions of tensors from transformers. Weights are written in `dtype` (None:
+    the dtype of the base), except for weights that the architecture keeps in float32, and weights
+    named `as_stored`, whose dtype does not change. `like_base`: gives the tensors the names and
+    dtypes of the base's files.
     """
     cast_to = None if dtype is None else DTYPES[dtype]
     with torch.device("meta"):
         model: Any = auto_class(hf_config).from_config(hf_config, dtype=cast_to)
         add_mtp_layers(model, hf_config)
+    # Rename and convert parameters to the tensors of the files.
     state = _state(weights, model, cast_to, output, as_stored)
     stored = stored_names(model, state)
     notes: list[str] = []
@@ -83,6 +86,7 @@ def write_model(
         ]
     with unmarked(model.config):
         model.save_pretrained(output, state_dict={})  # configurations, and no weights
+    # Split the weights into files, and read and write one file at a time.
     sizes = {
         name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         for name, tensor in stored.items()
@@ -93,11 +97,11 @@ def write_model(
     for file in output.glob("model*.safetensors"):
         file.unlink()
     for file_name, names in split.filename_to_tensors.items():
-        held = _separate({name: _materialized(stored[name]) for name in names})
-        save_file(held, output / file_name, metadata={"format": "pt"})
+        shard = _separate({name: _materialized(stored[name]) for name in names})
+        save_file(shard, output / file_name, metadata={"format": "pt"})
         # safetensors writes with permissions for the owner only, whatever the umask is.
         shutil.copymode(output / CONFIG_NAME, output / file_name)
-        del held
+        del shard
     forget_computed()
     if split.is_sharded:
         index = {
@@ -112,19 +116,19 @@ def write_model(
 def _copies_for_mtp_layers(
     model: Any, stored: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Return embedding and head under the names by which files repeat them for layers for
-    multi-token prediction. An export with a base repeats what the base repeats."""
+    """Return embedding and head under the names of their copies for multi-token prediction layers,
+    for a model without a base. An export with a base has the base's copies."""
     names = MtpNames.find(model)
     modules = {module: f"{name}.weight" for name, module in model.named_modules()}
     table = stored[modules[model.get_input_embeddings()]]
-    head = stored.get(modules[model.get_output_embeddings()], table)  # absent if it is tied
+    head = stored.get(modules[model.get_output_embeddings()], table)  # absent if tied
     copies = dict.fromkeys(names.copies("input"), table)
     return copies | dict.fromkeys(names.copies("output"), head)
 
 
 def stored_names(model: Any, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors of files that the parameters `state` of `model` are made of, by their
-    names there. Raises ModelError for layers for multi-token prediction without known names."""
+    """Return the tensors of files that `state`, the parameters of `model`, is converted to, by name
+    in the files. Raises ModelError for multi-token prediction layers without known names."""
     layers = mtp_layers(model)
     if layers is None:
         plain: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(state))
@@ -136,12 +140,12 @@ def stored_names(model: Any, state: Mapping[str, torch.Tensor]) -> dict[str, tor
 
 
 def _separate(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies where two names have one storage, which a safetensors file cannot hold."""
-    seen: set[int] = set()
+    """Copy tensors whose storage has two names, which a safetensors file cannot hold."""
+    storages: set[int] = set()
     for name, tensor in tensors.items():
-        if tensor.data_ptr() in seen and tensor.numel():
+        if tensor.data_ptr() in storages and tensor.numel():
             tensors[name] = tensor.clone()
-        seen.add(tensor.data_ptr())
+        storages.add(tensor.data_ptr())
     return tensors
 
 
@@ -152,20 +156,22 @@ def _state(
     output: Path,
     as_stored: Collection[str],
 ) -> dict[str, torch.Tensor]:
-    """Return `weights` by name and in the order of the model's state dict, tied ones once, in the
+    """Return `weights` by name in the order of the model's state dict, tied weights once, in the
     dtypes of `write_model`."""
     names = names_of(model.named_parameters(remove_duplicate=False)).values()
     alias = {name: group[0] for group in names for name in group}
     expected = set(alias.values())
-    kept = {alias.get(name, name): tensor for name, tensor in weights.items()}
-    wrong = sorted(expected - kept.keys()) + sorted(
-        kept.keys() - expected - {name for name, _ in model.named_buffers()}
+    weights_by_name = {alias.get(name, name): tensor for name, tensor in weights.items()}
+    wrong = sorted(expected - weights_by_name.keys()) + sorted(
+        weights_by_name.keys() - expected - {name for name, _ in model.named_buffers()}
     )
     if wrong:
         raise ModelError(
             f"{output}: these parameters are in only one of checkpoint and model: "
             f"{', '.join(wrong[:5])}"
         )
+    # Some parameters stay in float32: patterns of the architecture, and parameters that it computes
+    # in float32.
     skipped = set(model.all_tied_weights_keys) | names_not_saved(model)
     exact: list[str] = []
     if dtype is not None:
@@ -174,7 +180,7 @@ def _state(
     unchanged = {alias.get(name, name) for name in as_stored}
     state = {}
     for name, like in model.state_dict().items():
-        tensor = kept.get(alias.get(name, name))
+        tensor = weights_by_name.get(alias.get(name, name))
         if name in skipped or tensor is None:
             continue
         if tensor.ndim > like.ndim:
@@ -182,8 +188,8 @@ def _state(
         if dtype is None:
             tensor = tensor.detach()
         elif tensor.is_floating_point() and alias.get(name, name) not in unchanged:
-            in_float32 = any(re.search(pattern, name) for pattern in exact)
-            tensor = tensor.detach().to(torch.float32 if in_float32 else dtype)
+            stays_float32 = any(re.search(pattern, name) for pattern in exact)
+            tensor = tensor.detach().to(torch.float32 if stays_float32 else dtype)
         state[name] = tensor
     return state
 
@@ -195,18 +201,20 @@ def _materialized(tensor: torch.Tensor) -> torch.Tensor:
 def write_tokenizer(
     source: Path, directory: Path, output: Path, base_files: Path | None = None
 ) -> list[str]:
-    """Write the tokenizer of `source` into `directory`, and check that transformers loads it there.
+    """Write the tokenizer of `source` into `directory`, and check that transformers loads the same
+    tokenizer from `directory`.
 
     `output`: the directory's name in errors. `base_files`: a directory with the base's tokenizer
-    files, of which `directory` holds copies; they stay if they are of the same tokenizer. Returns a
-    note on what differs from them. Raises ModelError if it cannot be loaded, or gives other tokens
-    when loaded next to the model.
+    files, which `directory` has copies of; the copies stay if `source` is the base's tokenizer.
+    Returns notes on differences from the base's files. Raises ModelError if the tokenizer cannot be
+    loaded, or gives other tokens when loaded next to the model.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        what = "no such directory" if not source.is_dir() else one_line(error, None)
-        raise ModelError(f"tokenizer {source}: cannot be loaded: {what}") from error
+        reason = "no such directory" if not source.is_dir() else one_line(error, None)
+        raise ModelError(f"tokenizer {source}: cannot be loaded: {reason}") from error
+    # Replace the base's files unless they are the run's tokenizer.
     notes: list[str] = []
     difference = _tokenizer_difference(tokenizer, base_files)
     if difference is not None:
@@ -221,18 +229,19 @@ def write_tokenizer(
             notes.append(f"{files}: the tokenizer of the run's data; {difference}")
     elif changed := rewrite_tokenizer_config(directory, is_base=True):
         notes.append(f"tokenizer_config.json: written for transformers 4: {', '.join(changed)}")
+    # Copy the record of how texts begin and end.
     record, written = source / RECORD_NAME, directory / RECORD_NAME
     if record.is_file():
         is_new = not written.is_file() or written.read_bytes() != record.read_bytes()
         if is_new and base_files is not None:
             notes.append(f"{RECORD_NAME}: how the texts of the run's data begin and end")
         shutil.copyfile(record, written)
-    # Beside a config.json, transformers may take the model type's own tokenizer class instead.
-    again = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    if again(_TEXT).input_ids != tokenizer(_TEXT).input_ids:
+    # Next to a config.json, transformers may take the model type's tokenizer class instead.
+    loaded = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    if loaded(_TEXT).input_ids != tokenizer(_TEXT).input_ids:
         raise ModelError(
             f"{output}: not written: transformers reads the run's tokenizer ({source}) as a "
-            f"{type(again).__name__} next to this model, which gives other tokens -> "
+            f"{type(loaded).__name__} next to this model, which gives other tokens -> "
             f"{TOKENIZER_REMEDY}"
         )
     return notes
@@ -240,29 +249,31 @@ def write_tokenizer(
 
 def class_beside(model_type: str, source: Path, texts: Sequence[str]) -> str | None:
     """Return the class as which transformers reads the tokenizer in `source` next to a model of
-    this type, if it then gives other tokens for one of `texts`; None if an export with it can be
-    read.
+    `model_type`, if the class gives other tokens for `texts`; None if an export with the tokenizer
+    can be read.
 
-    For some types transformers takes a class of its own whatever the tokenizer's files name.
+    For some model types transformers ignores the class that the tokenizer's files name.
     """
-    own = TOKENIZER_MAPPING_NAMES.get(model_type)
-    if own is None or own == "TokenizersBackend":
+    class_name = TOKENIZER_MAPPING_NAMES.get(model_type)
+    if class_name is None or class_name == "TokenizersBackend":
         return None
     with TemporaryDirectory() as name:
-        place = Path(name)
+        directory = Path(name)
         for file in TOKENIZER_FILES:
             if (source / file).is_file():
-                shutil.copyfile(source / file, place / file)
-        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
-        (place / CONFIG_NAME).write_text(json.dumps({"model_type": model_type}))
-        again = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+                shutil.copyfile(source / file, directory / file)
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        (directory / CONFIG_NAME).write_text(json.dumps({"model_type": model_type}))
+        with_model = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     compared = [_TEXT, *texts]
-    same = again(compared).input_ids == tokenizer(compared).input_ids
-    return None if same else type(again).__name__
+    if with_model(compared).input_ids == tokenizer(compared).input_ids:
+        return None
+    return type(with_model).__name__
 
 
 def _tokenizer_difference(tokenizer: Any, base_files: Path | None) -> str | None:
-    """Describe how the tokenizer differs from the one in `base_files`; None if it does not."""
+    """Describe how the tokenizer differs from the tokenizer in `base_files`; None if it does
+    not."""
     names = [] if base_files is None else [n for n in TOKENIZER_FILES if (base_files / n).is_file()]
     if not names:
         return "the base has none"
@@ -270,14 +281,14 @@ def _tokenizer_difference(tokenizer: Any, base_files: Path | None) -> str | None
         base = AutoTokenizer.from_pretrained(base_files, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         return f"the base's cannot be loaded ({first_line(error)})"
-    for what, read in (
+    for aspect, read in (
         ("class", lambda t: type(t).__name__),
         ("tokens and rules", _backend),
         ("special tokens", lambda t: t.special_tokens_map),
         ("chat template", lambda t: t.chat_template),
     ):
         if read(base) != read(tokenizer):
-            return f"its {what} differ{'s' if what == 'class' else ''} from the base's"
+            return f"its {aspect} differ{'s' if aspect == 'class' else ''} from the base's"
     return None
 
 

@@ -1,6 +1,6 @@
-"""The weights of a Hugging Face directory or hub name, read a rectangle at a time. transformers'
-own loading decides which tensor of which file becomes which parameter: it runs on a model without
-memory, with `LazyTensor`s instead of tensors."""
+"""The weights of a Hugging Face directory or hub name, read a rectangle at a time. The loading code
+of transformers decides which tensor of which file becomes which parameter: it runs on a model
+without memory, with `LazyTensor`s instead of tensors."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
-from transformers.utils import (
-    CONFIG_NAME,
-)
+from transformers.utils import CONFIG_NAME
 
 from bigtrain.errors import ModelError, one_line
 from bigtrain.models.configuration import auto_class, num_trained_mtp_layers, scores_samples
@@ -54,10 +52,10 @@ _UNKNOWN = ": the model has none"
 class Weights:
     """The weights in a model's files.
 
-    tensors: by all names that the model has for them; tied ones are the same tensor. setting: the
-    key and value that named them, for errors. files: the files that hold them. stored: all tensors
-    of the files by their names there. copies: names of stored tensors that only repeat another one
-    (tied weights), and the name of that one.
+    tensors: by every name in the model; tied parameters are the same tensor. setting: key and value
+    that named the weights, for errors. files: files with the weights. stored: tensors of the files
+    by name in the files. copies: names of stored tensors that repeat a stored tensor (tied
+    weights), with the name of the repeated tensor.
     """
 
     setting: str
@@ -67,14 +65,14 @@ class Weights:
     copies: Mapping[str, str] = field(default_factory=dict)
 
     def sources(self) -> dict[str, list[str]]:
-        """Return names of the stored tensors that each of `tensors` is made of."""
+        """Return the names of the stored tensors that a tensor of the model is made of, by name."""
         return {name: _leaf_names(tensor) for name, tensor in self.tensors.items()}
 
     def unused(self) -> dict[str, LazyTensor]:
-        """Stored tensors that no tensor of the model is made of, such as layers for multi-token
-        prediction, which transformers ignores."""
-        used = {leaf for names in self.sources().values() for leaf in names}
-        skipped = used | self.copies.keys()
+        """Return stored tensors that no tensor of the model is made of, such as layers for
+        multi-token prediction, which transformers ignores."""
+        leaf_names = {leaf for names in self.sources().values() for leaf in names}
+        skipped = leaf_names | self.copies.keys()
         return {name: tensor for name, tensor in self.stored.items() if name not in skipped}
 
     def fill(
@@ -91,10 +89,10 @@ class Weights:
         except UnreadableError as error:
             raise ModelError(f"{self.setting}: {error}") from error
         if not is_buffer and not _is_finite(out):
-            where = ", ".join(map(str, tensor.origin.sources())) or name
+            stored_names = ", ".join(map(str, tensor.origin.sources())) or name
             raise ModelError(
-                f"{self.setting}: {where} holds numbers that are not finite (NaN or infinity), "
-                "with which every loss is NaN -> take a base without them"
+                f"{self.setting}: {stored_names} holds numbers that are not finite (NaN or "
+                "infinity), with which every loss is NaN -> take a base without them"
             )
 
     @torch.no_grad()
@@ -113,11 +111,11 @@ def find_weights(
     """Return the lazy weights in `source` for a model with configuration `hf_config`.
 
     `source`: a directory, or the name of a model in the hub's cache or on the hub. `key`: the
-    setting that named it, for errors. `seed`: of the initial head of a model that scores samples,
-    if the files are those of a causal LM, whose head is then dropped. Reads only headers. Not
-    collective: every rank gets the same result. Raises ModelError for files that are missing or
-    corrupt, and for tensors that are missing, unknown, or of another shape or kind than the
-    model's.
+    setting that named `source`, for errors. `seed`: for the initial head of a model that scores
+    samples, if the files contain a causal LM, whose head is then dropped. Reads only headers. Not
+    collective: the ranks' results are equal. Raises ModelError for files that are missing or
+    corrupt, and for tensors that are missing, unknown, or have another shape or dtype than the
+    model's tensors.
     """
     setting = f"{key} = {source!r}"
     if source.startswith((".", "/", "~")) and not Path(source).exists():
@@ -131,13 +129,14 @@ def find_weights(
         model: Any = auto_class(hf_config).from_config(
             copy.deepcopy(hf_config), dtype=torch.float32
         )
+    # A base without a score head gets an initial score head instead of the token head.
     if scores_samples(hf_config) and not origins.keys() & set(head_parameters(model)):
         for name in _token_head(hf_config, origins):
             del origins[name]
         for name, tensor in initial_head(model, seed):
             origins[name] = _Drawn(name, tensor)
     lazy = {name: LazyTensor(leaf.shape, leaf.dtype, leaf) for name, leaf in origins.items()}
-    of_copies, problems = _load_all(model, hf_config, lazy, origins)
+    mtp_copies, problems = _load_all(model, hf_config, lazy, origins)
     if problems and (method := _quantization(source)) is not None:
         problems.append(
             f"its config.json has quantization_config.quant_method = {method!r}: quantized weights "
@@ -149,14 +148,15 @@ def find_weights(
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
     }
+    # Of two tied parameters, the files may have both: the first is a copy.
     copies: dict[str, str] = {}
     for target, origin in model.all_tied_weights_keys.items():
-        both = [tensors[name] for name in (target, origin) if isinstance(tensors[name], LazyTensor)]
-        leaves = [_leaf_names(tensor) for tensor in both]
-        if len(both) == 2 and leaves[0] != leaves[1] and len(leaves[0]) == len(leaves[1]) == 1:
+        tied = [tensors[n] for n in (target, origin) if isinstance(tensors[n], LazyTensor)]
+        leaves = [_leaf_names(tensor) for tensor in tied]
+        if len(tied) == 2 and leaves[0] != leaves[1] and len(leaves[0]) == len(leaves[1]) == 1:
             copies[leaves[0][0]] = leaves[1][0]
-        tensors[target] = tensors[origin] = both[-1]
-    for name, parameter in of_copies.items():
+        tensors[target] = tensors[origin] = tied[-1]
+    for name, parameter in mtp_copies.items():
         leaf_names = _leaf_names(tensors[parameter])
         copies |= {name: leaf_names[0]} if len(leaf_names) == 1 else {}
     lazies = {n: t for n, t in tensors.items() if isinstance(t, LazyTensor)}
@@ -169,19 +169,19 @@ def find_weights(
 def _mismatch(
     setting: str, source: str, hf_config: PreTrainedConfig, problems: Sequence[str]
 ) -> str:
-    """Return the error of files whose tensors are not the model's."""
-    shown = [*problems[:_SHOWN]]
+    """Return the error text for files whose tensors do not fit the model."""
+    lines = [*problems[:_SHOWN]]
     if len(problems) > _SHOWN:
-        shown.append(f"and {len(problems) - _SHOWN} more, the last: {problems[-1]}")
+        lines.append(f"and {len(problems) - _SHOWN} more, the last: {problems[-1]}")
     if all(text.endswith(_UNKNOWN) for text in problems):
-        shown.append(
+        lines.append(
             "-> if the model does not need them, write it again without them: "
             f"{REWRITE.format(source=source)}"
         )
     head = "with a score head" if scores_samples(hf_config) else "causal LM"
     return (
         f"{setting}: its weights are not those of a {hf_config.model_type} {head} of this "
-        "configuration:\n" + "\n".join(f"  {text}" for text in shown)
+        "configuration:\n" + "\n".join(f"  {text}" for text in lines)
     )
 
 
@@ -191,9 +191,9 @@ def _load_all(
     lazy: Mapping[str, LazyTensor],
     origins: Mapping[str, _Origin],
 ) -> tuple[dict[str, str], list[str]]:
-    """Load `lazy` into `model`, and into layers for multi-token prediction that it is given here if
-    a run with `hf_config` trains them; else tensors of theirs are unused. Returns names in files
-    that repeat a parameter of the model, with its name, and the problems."""
+    """Load `lazy` into `model`. If a run with `hf_config` trains layers for multi-token prediction,
+    add these layers and load their tensors, which are otherwise unused. Return the names in files
+    that repeat a parameter of the model, with the parameter's name, and the problems."""
     trains = num_trained_mtp_layers(hf_config) > 0
     names = MtpNames.find(model) if trains else MtpNames.find_known(model)
     if names is None:
@@ -202,23 +202,23 @@ def _load_all(
     problems = _load(model, main, origins)
     if not trains:
         return {}, problems
-    copies, own = {}, {}
+    copies, mtp_tensors = {}, {}
     for name in lazy.keys() - main.keys():
         if table := names.repeated(name):
             module = getattr(model, f"get_{table}_embeddings")()
             copies[name] = next(n for n, m in model.named_modules() if m is module) + ".weight"
         else:
-            own[name] = lazy[name]
+            mtp_tensors[name] = lazy[name]
     with torch.device("meta"):
         add_mtp_layers(model, hf_config)
     layers = mtp_layers(model)
     assert layers is not None
-    return copies, [*problems, *load_mtp_layers(model, layers, own)]
+    return copies, [*problems, *load_mtp_layers(model, layers, mtp_tensors)]
 
 
 def _token_head(hf_config: PreTrainedConfig, origins: Mapping[str, _Origin]) -> set[str]:
     """Return the names of the stored tensors that the head of the causal LM of `hf_config` is made
-    of; none if it is tied."""
+    of; empty for a tied head."""
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(hf_config))
     lazy = {name: LazyTensor(leaf.shape, leaf.dtype, leaf) for name, leaf in origins.items()}
@@ -228,7 +228,7 @@ def _token_head(hf_config: PreTrainedConfig, origins: Mapping[str, _Origin]) -> 
 
 
 def _leaf_names(tensor: LazyTensor) -> list[str]:
-    """Return names in their files of the tensors that `tensor` is made of."""
+    """Return the names in files of the tensors that `tensor` is made of."""
     return [leaf.name for leaf in tensor.origin.sources() if isinstance(leaf, StoredTensor)]
 
 
@@ -253,13 +253,15 @@ def _load(model: Any, lazy: dict[str, LazyTensor], origins: Mapping[str, _Origin
         info, _ = convert_and_load_state_dict_in_model(model, dict(lazy), settings, None)
     shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
     problems = [
-        f"{_where(name, origins)} has shape {list(there)}, the model's {name} {list(here)}"
-        for name, there, here in sorted(info.mismatched_keys)
+        f"{_where(name, origins)} has shape {list(stored_shape)}, the model's {name} "
+        f"{list(model_shape)}"
+        for name, stored_shape, model_shape in sorted(info.mismatched_keys)
     ]
     problems += [
         f"{name}: cannot be made of the tensors there: {text.strip().splitlines()[-1]}"
         for name, text in sorted(info.conversion_errors.items())
     ]
+    # Files may have either name of a tied parameter, or both with equal values.
     for target, origin in model.all_tied_weights_keys.items():
         lacking = {target, origin} & info.missing_keys
         if len(lacking) == 1:
@@ -294,7 +296,7 @@ def _load(model: Any, lazy: dict[str, LazyTensor], origins: Mapping[str, _Origin
 
 
 def _heads(model: Any) -> dict[str, str]:
-    """Remedy for the missing weight of the output layer, by its name."""
+    """Return the fix for a missing weight of the output layer, by the weight's name."""
     head = model.get_output_embeddings()
     names = [f"{name}.weight" for name, module in model.named_modules() if module is head]
     remedy = " -> set tie_word_embeddings: true in config.json, if the embedding is the output too"
@@ -302,7 +304,7 @@ def _heads(model: Any) -> dict[str, str]:
 
 
 def _where(name: str, origins: Mapping[str, _Origin]) -> str:
-    """Return the tensor of a file that becomes `name`, as far as names tell."""
+    """Return the best guess, from names, of the stored tensor that becomes `name`, for errors."""
     alike = [
         leaf
         for key, leaf in origins.items()
@@ -313,7 +315,7 @@ def _where(name: str, origins: Mapping[str, _Origin]) -> str:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Without progress bars, and without warnings about what is an error here."""
+    """Suppress progress bars, and warnings about problems that are errors here."""
     with only_errors("transformers"), without_progress():
         yield
 
@@ -322,7 +324,7 @@ def _is_finite(values: torch.Tensor) -> bool:
     """Return whether no number is NaN or infinite. Needs no memory: a sum in float64 would copy."""
     blocks_of = (narrowed(values, *block) for block in blocks(tuple(values.shape), values.itemsize))
     edges = (edge for block in blocks_of if block.numel() for edge in torch.aminmax(block))
-    return all(math.isfinite(edge) for edge in edges)  # of NaN, both are NaN
+    return all(math.isfinite(edge) for edge in edges)  # with a NaN, both edges are NaN
 
 
 # --- files ---

@@ -1,8 +1,9 @@
 """Tensors whose values are read on demand, a rectangle at a time.
 
 transformers renames, merges and splits the tensors of a file while it loads or saves a model
-(transformers/core_model_loading.py). With these tensors its operations are recorded: those that
-only move elements are traced back to the file, the result of any other is computed when it is read.
+(transformers/core_model_loading.py). Lazy tensors record these operations: operations that only
+move elements are traced back to the file, the result of any other operation is computed when it is
+read.
 """
 
 from __future__ import annotations
@@ -46,17 +47,17 @@ class LazyTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype, origin: Values) -> LazyTensor:
-        made = wrapper_tensor(cls, shape, dtype)
-        assert isinstance(made, LazyTensor)
-        made.origin = origin
-        return made
+        tensor = wrapper_tensor(cls, shape, dtype)
+        assert isinstance(tensor, LazyTensor)
+        tensor.origin = origin
+        return tensor
 
     def __repr__(self, *_: object) -> str:  # type: ignore[override]
         return f"LazyTensor({list(self.shape)}, {self.dtype})"
 
     @torch.no_grad()
     def fill(self, offsets: Offsets, out: torch.Tensor) -> None:
-        """Read the rectangle at `offsets`, of the shape that `out` has, into `out`."""
+        """Read the rectangle at `offsets`, of the shape of `out`, into `out`."""
         assert len(offsets) == self.ndim == out.ndim, (offsets, self.shape, out.shape)
         self.origin.fill(offsets, out)
 
@@ -73,7 +74,11 @@ class LazyTensor(torch.Tensor):
         kwargs = kwargs or {}
         if func is aten.equal.default:
             return _equal(*args)
-        meta = func(*_as_meta(args), **_as_meta({**kwargs, **_on_meta(kwargs)}))
+        # Running the operation on the meta device gives the shapes and dtypes of the results.
+        meta_kwargs = dict(kwargs)
+        if kwargs.get("device") is not None:
+            meta_kwargs["device"] = torch.device("meta")
+        meta = func(*_as_meta(args), **_as_meta(meta_kwargs))
         follow = _FOLLOWED.get(func.overloadpacket)
         if follow is not None:
             parts = follow(*args, **kwargs)
@@ -92,16 +97,12 @@ def _as_meta(tree: Any) -> Any:
     )
 
 
-def _on_meta(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {"device": torch.device("meta")} if kwargs.get("device") is not None else {}
-
-
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.shape != other.shape:
+def _equal(first: torch.Tensor, second: torch.Tensor) -> bool:
+    if first.shape != second.shape:
         return False
-    for offsets, sizes in blocks(tuple(one.shape), 2 * one.itemsize):
-        pair = [torch.empty(sizes, dtype=tensor.dtype) for tensor in (one, other)]
-        for tensor, block in zip((one, other), pair, strict=True):
+    for offsets, sizes in blocks(tuple(first.shape), 2 * first.itemsize):
+        pair = [torch.empty(sizes, dtype=tensor.dtype) for tensor in (first, second)]
+        for tensor, block in zip((first, second), pair, strict=True):
             _fill(tensor, offsets, block)
         if not torch.equal(*pair):
             return False
@@ -109,7 +110,7 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def blocks(sizes: Offsets, itemsize: int) -> Iterator[tuple[Offsets, Offsets]]:
-    """(offsets, sizes) of pieces of at most `BLOCK_BYTES`, in row-major order."""
+    """Yield (offsets, sizes) of blocks of at most `BLOCK_BYTES`, in row-major order."""
     num_bytes = math.prod(sizes) * itemsize
     if num_bytes <= BLOCK_BYTES or not sizes:
         yield (0,) * len(sizes), sizes
@@ -157,13 +158,14 @@ def _sources(tensors: Sequence[torch.Tensor]) -> Iterator[object]:
 
 @dataclass(frozen=True)
 class _Moved:
-    """Elements of one other tensor: `there` gives the offsets in it and the view of `out`."""
+    """Elements of `tensor`: `locate` maps a rectangle of the result, its offsets and the tensor
+    that it is read into, to offsets in `tensor` and a view of the tensor that is read into."""
 
     tensor: torch.Tensor
-    there: Callable[[Offsets, torch.Tensor], tuple[Offsets, torch.Tensor]]
+    locate: Callable[[Offsets, torch.Tensor], tuple[Offsets, torch.Tensor]]
 
     def fill(self, offsets: Offsets, out: torch.Tensor) -> None:
-        _fill(self.tensor, *self.there(offsets, out))
+        _fill(self.tensor, *self.locate(offsets, out))
 
     def sources(self) -> Iterator[object]:
         return _sources([self.tensor])
@@ -183,8 +185,8 @@ class _Joined:
             end = begin + tensor.shape[dim]
             first, last = max(low, begin), min(high, end)
             if first < last:
-                there = (*offsets[:dim], first - begin, *offsets[dim + 1 :])
-                _fill(tensor, there, out.narrow(dim, first - low, last - first))
+                tensor_offsets = (*offsets[:dim], first - begin, *offsets[dim + 1 :])
+                _fill(tensor, tensor_offsets, out.narrow(dim, first - low, last - first))
             begin = end
 
     def sources(self) -> Iterator[object]:
@@ -192,8 +194,7 @@ class _Joined:
 
 
 def rows_joined(first: LazyTensor, second: torch.Tensor) -> LazyTensor:
-    """`second` below the rows of `first`, in the dtype of `first` where it is not read into
-    another."""
+    """Return `second` below the rows of `first`, in the dtype of `first`."""
     shape = (first.shape[0] + second.shape[0], *first.shape[1:])
     return LazyTensor(shape, first.dtype, _Joined((first, second), 0))
 
@@ -222,25 +223,21 @@ def _slice(
     first, last, _ = slice(start, end).indices(tensor.shape[dim])
     if step != 1:
         return _Computed(aten.slice.Tensor, (tensor, dim, first, last, step), {}, None)
-    return _Moved(tensor, lambda offsets, out: (_replaced(offsets, dim, first), out))
+    return _Moved(
+        tensor,
+        lambda offsets, out: ((*offsets[:dim], offsets[dim] + first, *offsets[dim + 1 :]), out),
+    )
 
 
-def _replaced(offsets: Offsets, dim: int, shift: int) -> Offsets:
-    return (*offsets[:dim], offsets[dim] + shift, *offsets[dim + 1 :])
-
-
-def _pieces(tensor: torch.Tensor, sizes: Sequence[int], dim: int) -> list[Values]:
+def _split_with_sizes(tensor: torch.Tensor, sizes: Sequence[int], dim: int = 0) -> list[Values]:
     begins = [sum(sizes[:number]) for number in range(len(sizes))]
     return [_slice(tensor, dim, begin, begin + n) for begin, n in zip(begins, sizes, strict=True)]
 
 
 def _split(tensor: torch.Tensor, size: int, dim: int = 0) -> list[Values]:
-    whole = tensor.shape[dim]
-    return _pieces(tensor, [min(size, whole - start) for start in range(0, whole, size)], dim)
-
-
-def _split_with_sizes(tensor: torch.Tensor, sizes: Sequence[int], dim: int = 0) -> list[Values]:
-    return _pieces(tensor, sizes, dim)
+    length = tensor.shape[dim]
+    sizes = [min(size, length - start) for start in range(0, length, size)]
+    return _split_with_sizes(tensor, sizes, dim)
 
 
 def _select(tensor: torch.Tensor, dim: int, index: int) -> Values:
@@ -264,32 +261,34 @@ def _unsqueeze(tensor: torch.Tensor, dim: int) -> Values:
 def _squeeze(tensor: torch.Tensor, dims: int | Sequence[int] | None = None) -> Values:
     if dims is None:
         dims = range(tensor.ndim)
-    asked = {dim % tensor.ndim for dim in ([dims] if isinstance(dims, int) else dims)}
-    kept = [dim for dim in range(tensor.ndim) if dim not in asked or tensor.shape[dim] != 1]
+    squeezed = {dim % tensor.ndim for dim in ([dims] if isinstance(dims, int) else dims)}
+    source_dims = [
+        dim for dim in range(tensor.ndim) if dim not in squeezed or tensor.shape[dim] != 1
+    ]
 
-    def there(offsets: Offsets, out: torch.Tensor) -> tuple[Offsets, torch.Tensor]:
+    def locate(offsets: Offsets, out: torch.Tensor) -> tuple[Offsets, torch.Tensor]:
         full = [0] * tensor.ndim
-        for dim, offset in zip(kept, offsets, strict=True):
+        for dim, offset in zip(source_dims, offsets, strict=True):
             full[dim] = offset
         for dim in range(tensor.ndim):
-            if dim not in kept:
+            if dim not in source_dims:
                 out = out.unsqueeze(dim)
         return tuple(full), out
 
-    return _Moved(tensor, there)
+    return _Moved(tensor, locate)
 
 
 def _permute(tensor: torch.Tensor, order: Sequence[int]) -> Values:
     order = [dim % tensor.ndim for dim in order]
-    back = [order.index(dim) for dim in range(tensor.ndim)]
+    inverse = [order.index(dim) for dim in range(tensor.ndim)]
     return _Moved(
-        tensor, lambda offsets, out: (tuple(offsets[dim] for dim in back), out.permute(back))
+        tensor, lambda offsets, out: (tuple(offsets[dim] for dim in inverse), out.permute(inverse))
     )
 
 
-def _transpose(tensor: torch.Tensor, one: int, other: int) -> Values:
+def _transpose(tensor: torch.Tensor, dim0: int, dim1: int) -> Values:
     order = list(range(tensor.ndim))
-    order[one], order[other] = order[other], order[one]
+    order[dim0], order[dim1] = order[dim1], order[dim0]
     return _permute(tensor, order)
 
 
@@ -297,7 +296,7 @@ _FOLLOWED: dict[Any, Callable[..., Any]] = {
     aten.detach: _same,
     aten.alias: _same,
     aten.clone: _same,
-    ATEN_TO_COPY: _same,  # the reader's tensor has the dtype that it wants
+    ATEN_TO_COPY: _same,  # reading converts to the dtype of the tensor that is read into
     aten.cat: _cat,
     aten.stack: _stack,
     aten.slice: _slice,
@@ -317,7 +316,8 @@ _FOLLOWED: dict[Any, Callable[..., Any]] = {
 
 
 class _Computed:
-    """A result that is computed in full when a part of it is read, and kept until the next one."""
+    """A result that is computed in full when a part is read, and cached until another result is
+    computed."""
 
     _latest: tuple[_Computed | None, torch.Tensor | None] = (None, None)
 
@@ -327,17 +327,14 @@ class _Computed:
     def fill(self, offsets: Offsets, out: torch.Tensor) -> None:
         if _Computed._latest[0] is not self:
             _Computed._latest = (None, None)
-            _Computed._latest = (self, self._compute())
+            func, args, kwargs, index = self._call
+            inputs = map_instances(LazyTensor, LazyTensor.read, (args, kwargs))
+            computed = func(*inputs[0], **inputs[1])
+            result: torch.Tensor = computed if index is None else computed[index]
+            _Computed._latest = (self, result)
         value = _Computed._latest[1]
         assert value is not None
         out.copy_(narrowed(value, offsets, tuple(out.shape)))
-
-    def _compute(self) -> torch.Tensor:
-        func, args, kwargs, index = self._call
-        inputs = map_instances(LazyTensor, LazyTensor.read, (args, kwargs))
-        computed = func(*inputs[0], **inputs[1])
-        result: torch.Tensor = computed if index is None else computed[index]
-        return result
 
     def sources(self) -> Iterator[object]:
         inputs: list[LazyTensor] = []

@@ -1,8 +1,8 @@
 """Names of layers for multi-token prediction in files of weights.
 
-Two ways to name them are published, both read by transformers' `MtpModel`: as layers after the
-model's own (DeepSeek-V3, GLM-4.5), and as ``mtp.*`` (Mellum, of one layer). Which one an
-architecture has is read from what its class ignores in files.
+Two forms of names are published, both read by transformers' `MtpModel`: layers after the decoder
+layers (DeepSeek-V3, GLM-4.5), and ``mtp.*`` (Mellum, a single layer). The form of an architecture
+follows from the names in files that its class ignores.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ _COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 
 @dataclass(frozen=True)
 class MtpNames:
-    """Names of the `num_layers` layers after a model's own `num_hidden_layers`. is_numbered: as
-    layers after these, else as ``mtp.*``."""
+    """Names of the `num_layers` layers for multi-token prediction of a model with
+    `num_hidden_layers` decoder layers. is_numbered: named as further decoder layers, else
+    ``mtp.*``."""
 
     num_hidden_layers: int
     num_layers: int
@@ -67,48 +68,47 @@ class MtpNames:
         return MtpNames(int(text.num_hidden_layers), num_layers, is_numbered)
 
     def is_one(self, stored: str) -> bool:
-        """Return whether a tensor of a file is of these layers."""
+        """Return whether a tensor of a file belongs to a layer for multi-token prediction."""
         if not self.is_numbered:
             return stored.startswith(f"{NAME}.")
         number = re.search(r"(?:^|\.)layers\.(\d+)\.", stored)
         return number is not None and 0 <= int(number[1]) - self.num_hidden_layers < self.num_layers
 
     def repeated(self, stored: str) -> Literal["input", "output"] | None:
-        """Return which of the model's embeddings a tensor of these layers repeats; None for any
-        other tensor."""
+        """Return which of the model's embeddings a tensor of a layer for multi-token prediction
+        repeats; None for any other tensor."""
         if not self.is_one(stored) or not stored.endswith(_COPIES):
             return None
         return "input" if stored.endswith(_COPIES[0]) else "output"
 
     def copies(self, table: Literal["input", "output"]) -> list[str]:
-        """Return the names under which published files repeat one of the model's embeddings, which
-        vLLM reads for these layers; none in files that do not."""
+        """Return the names under which published files repeat the input or output embedding, which
+        vLLM reads for layers for multi-token prediction; empty for files without copies."""
         if not self.is_numbered:
             return []
         end = _COPIES[0] if table == "input" else _COPIES[1]
         first = self.num_hidden_layers
         return [f"model.layers.{first + depth}.{end}" for depth in range(self.num_layers)]
 
-    def as_layer(self, own: str) -> str:
-        """Return the name that the parameter `own` would have in a layer after the model's own, by
-        which transformers converts it to what files hold; the name itself of any other."""
-        match = _OWN.fullmatch(own)
+    def as_layer(self, parameter_name: str) -> str:
+        """Return the name that a parameter would have in a further decoder layer, by which
+        transformers converts it for files; any other `parameter_name` is returned unchanged."""
+        match = _OWN.fullmatch(parameter_name)
         if match is None:
-            return own
+            return parameter_name
         return f"model.layers.{self.num_hidden_layers + int(match[1])}.{match[3]}"
 
     def stored(self, name: str) -> str:
-        """Return the name in files of a tensor `name` of `as_layer`, after that conversion."""
+        """Return the name in files of a tensor that `as_layer` named and transformers converted."""
         if not (match := re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)):
             return name
         depth = int(match[1]) - self.num_hidden_layers
         if depth < 0:
             return name
-        renamed = _NUMBERED if self.is_numbered else _SINGLE
-        for begin, other in renamed.items():
-            if match[2].startswith(begin):
-                own = other + match[2].removeprefix(begin)
-                return f"model.layers.{match[1]}.{own}" if self.is_numbered else f"{NAME}.{own}"
+        stored_layer = f"model.layers.{match[1]}" if self.is_numbered else NAME
+        for prefix, stored_prefix in (_NUMBERED if self.is_numbered else _SINGLE).items():
+            if match[2].startswith(prefix):
+                return f"{stored_layer}.{stored_prefix}{match[2].removeprefix(prefix)}"
         return name if self.is_numbered else f"{NAME}.layers.{depth}.{match[2]}"
 
 
@@ -128,8 +128,9 @@ def load_mtp_layers(
     missing = info.missing_keys & layers.state_dict().keys()
     drop_expected_keys(built, info)
     problems = [
-        f"the tensors there of {NAME}.{name} have shape {list(there)}, the model's {list(here)}"
-        for name, there, here in sorted(info.mismatched_keys)
+        f"the tensors there of {NAME}.{name} have shape {list(stored_shape)}, the model's "
+        f"{list(model_shape)}"
+        for name, stored_shape, model_shape in sorted(info.mismatched_keys)
     ]
     problems += [
         f"{NAME}.{name}: cannot be made of the tensors there: {text.strip().splitlines()[-1]}"

@@ -1,8 +1,8 @@
 """Fields that transformers 4, vLLM, SGLang and llama.cpp read and transformers 5 no longer writes.
 
 Without `rope_theta` and `rope_scaling` these readers silently compute with defaults. A key is
-written only where transformers 5 itself reads the older form as the same parameters, so that both
-forms in one file agree.
+written only if transformers 5 reads the older form as the same parameters, so that both forms in a
+file agree.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import copy
 import dataclasses
 import json
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 from transformers.utils import CONFIG_NAME
@@ -38,7 +38,7 @@ RENAMED_FIELDS: Mapping[str, tuple[str, ...]] = {
     "vipllava": ("vision_feature_layers",),
 }
 """Fields of transformers 4.57 by model type that transformers 5 writes under another name only:
-aliases of its `attribute_map` (tests/parity/test_older_readers.py compares all classes)."""
+aliases in `attribute_map` (tests/parity/test_older_readers.py compares all classes)."""
 
 _LAYER_TYPE_FIELDS = {
     "granitemoehybrid": "layer_types",
@@ -69,12 +69,12 @@ _CLASS_OF_5, _CLASS_OF_4 = "TokenizersBackend", "PreTrainedTokenizerFast"
 
 
 def complete_config(values: dict[str, Any], config: PreTrainedConfig) -> list[str]:
-    """Add to the JSON `values` of a new configuration what older readers need. Every field of the
-    configuration's own class, whose default may be another one there, and the keys for dtype and
-    rotary embeddings. Returns a note for each part that has no older form."""
+    """Add to the JSON `values` of a new configuration the fields that older readers need: fields of
+    the class, whose default may differ in an older version, and keys for dtype and rotary
+    embeddings. Return a note for every part without an older form."""
     full = config.to_dict()
-    own = {field.name for field in dataclasses.fields(type(config))} - _SHARED_FIELDS
-    for name in sorted(own | {"tie_word_embeddings", "bos_token_id", "eos_token_id"}):
+    class_fields = {field.name for field in dataclasses.fields(type(config))} - _SHARED_FIELDS
+    for name in sorted(class_fields | {"tie_word_embeddings", "bos_token_id", "eos_token_id"}):
         if name in full and not name.startswith("_"):
             values.setdefault(name, full[name])
     if "dtype" in values:
@@ -90,10 +90,10 @@ def complete_config(values: dict[str, Any], config: PreTrainedConfig) -> list[st
 
 
 def add_older_names(values: dict[str, Any], prefix: str = "") -> list[str]:
-    """Write the JSON `values` of a configuration, and of those nested in it, as transformers 4.57
-    reads them: fields under their older names as well, layer types by their older names, infinite
-    numbers as Python's JSON has them, and no fields of the base class in a part without a type.
-    Returns the names of the fields that were added or rewritten."""
+    """Change the JSON `values` of a configuration and its nested configurations for transformers
+    4.57: fields also under their older names, layer types by their older names, infinite numbers as
+    in Python's JSON, and no fields of the base class in a part without a type. Return the names of
+    the fields that were added or rewritten."""
     changed: list[str] = []
     model_type = str(values.get("model_type"))
     if model_type in CONFIG_MAPPING:
@@ -105,7 +105,7 @@ def add_older_names(values: dict[str, Any], prefix: str = "") -> list[str]:
     layers_field = _LAYER_TYPE_FIELDS.get(model_type)
     for name, value in values.items():
         if isinstance(value, dict) and "model_type" in value:
-            if not value["model_type"]:  # 4.57's classes of such parts take their own fields only
+            if not value["model_type"]:  # 4.57's classes for untyped parts refuse shared fields
                 for shared in _SHARED_KEYS & value.keys():
                     del value[shared]
             changed += add_older_names(value, f"{prefix}{name}.")
@@ -120,16 +120,16 @@ def add_older_names(values: dict[str, Any], prefix: str = "") -> list[str]:
 
 
 def add_legacy_keys(values: dict[str, Any], prefix: str = "") -> tuple[list[str], list[str]]:
-    """Add the rotary keys of transformers 4 to the JSON `values` of a configuration, and to the
-    configurations nested in it. Keys that exist stay. Returns the names of the added keys, and a
-    note for each part that has no older form."""
+    """Add the rotary keys of transformers 4 to the JSON `values` of a configuration and its nested
+    configurations. Keys that exist stay. Return the names of the added keys, and a note for every
+    part without an older form."""
     added: list[str] = []
     notes: list[str] = []
     for name, nested in values.items():
         if isinstance(nested, dict) and "model_type" in nested:
-            more, of_nested = add_legacy_keys(nested, f"{prefix}{name}.")
-            added += more
-            notes += of_nested
+            nested_added, nested_notes = add_legacy_keys(nested, f"{prefix}{name}.")
+            added += nested_added
+            notes += nested_notes
     rope = values.get(ROPE)
     if not isinstance(rope, dict) or not rope:
         return added, notes
@@ -148,7 +148,7 @@ def add_legacy_keys(values: dict[str, Any], prefix: str = "") -> tuple[list[str]
 
 def legacy_rope(values: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the rotary keys of transformers 4 for a configuration's JSON `values` with
-    `rope_parameters`; None if there are none that transformers 5 reads as the same parameters."""
+    `rope_parameters`; None if transformers 5 would not read the keys as these parameters."""
     model_type = values.get("model_type")
     if model_type not in CONFIG_MAPPING:
         return None
@@ -157,19 +157,18 @@ def legacy_rope(values: Mapping[str, Any]) -> dict[str, Any] | None:
     if target is None:
         return None
     plain = {k: v for k, v in values.items() if k != ROPE and k not in LEGACY_ROPE_KEYS}
-    nested = _GLOBAL in target
-    main = target[_GLOBAL] if nested else target
+    has_layer_types = _GLOBAL in target
+    main = target[_GLOBAL] if has_layer_types else target
     if not isinstance(main, dict) or "rope_theta" not in main:
         return None
-    legacy: dict[str, Any] = {}
-    main_type = _GLOBAL if nested else None
-    wanted: list[tuple[tuple[str, ...], dict[str, Any], str | None, str]] = [
-        (_BASE_KEYS, main, main_type, "rope_theta")
-    ]
-    if nested and isinstance(target.get(_LOCAL), dict):
-        wanted.append((_LOCAL_BASE_KEYS, target[_LOCAL], _LOCAL, "rope_theta"))
+    # Some models have different parameters for layers with local attention.
+    main_type = _GLOBAL if has_layer_types else None
+    rope_fields = [_RopeField(_BASE_KEYS, main, main_type, "rope_theta")]
+    if has_layer_types and isinstance(target.get(_LOCAL), dict):
+        rope_fields.append(_RopeField(_LOCAL_BASE_KEYS, target[_LOCAL], _LOCAL, "rope_theta"))
     if "partial_rotary_factor" in main:
-        wanted.append((_PARTIAL_KEYS, main, main_type, "partial_rotary_factor"))
+        rope_fields.append(_RopeField(_PARTIAL_KEYS, main, main_type, "partial_rotary_factor"))
+    legacy: dict[str, Any] = {}
     scaling = {k: v for k, v in main.items() if k not in ("rope_theta", "partial_rotary_factor")}
     legacy[_SCALING] = scaling if set(scaling) - {"rope_type"} else None
     allowed = _SCALING_FIELDS.get(str(model_type))
@@ -178,44 +177,52 @@ def legacy_rope(values: Mapping[str, Any]) -> dict[str, Any] | None:
         if not set(allowed) <= older.keys():
             return None
         legacy[_SCALING] = {name: older[name] for name in allowed}
-    for keys, parameters, layer_type, field in wanted:
+    for rope_field in rope_fields:
         # A class may accept the key only with the scaling, or the scaling only with a later key.
-        key = _effective_key(config_class, plain | legacy, keys, layer_type, field)
-        key = key or _effective_key(config_class, plain, keys, layer_type, field)
+        key = _effective_key(config_class, plain | legacy, rope_field)
+        key = key or _effective_key(config_class, plain, rope_field)
         if key is not None:
-            legacy[key] = parameters[field]
-        elif keys is _BASE_KEYS:  # the others may be constants of the architecture
+            legacy[key] = rope_field.parameters[rope_field.name]
+        elif rope_field.keys is _BASE_KEYS:  # further fields may be constants of the architecture
             return None
-    alone = _rope_of(config_class, plain | copy.deepcopy(legacy))
-    both = _rope_of(config_class, {**plain, ROPE: copy.deepcopy(values[ROPE]), **legacy})
-    return legacy if alone == target == both else None
+    # transformers 5 has to read the legacy keys, with and without the new form, as the target.
+    legacy_only = _rope_of(config_class, plain | copy.deepcopy(legacy))
+    with_legacy = _rope_of(config_class, {**plain, ROPE: copy.deepcopy(values[ROPE]), **legacy})
+    return legacy if legacy_only == target == with_legacy else None
+
+
+class _RopeField(NamedTuple):
+    """Field `name` of the rotary `parameters` of `layer_type`. keys: possible names in transformers
+    4."""
+
+    keys: tuple[str, ...]
+    parameters: dict[str, Any]
+    layer_type: str | None
+    name: str
 
 
 def _effective_key(
-    config_class: type[PreTrainedConfig],
-    plain: Mapping[str, Any],
-    keys: Iterable[str],
-    layer_type: str | None,
-    field: str,
+    config_class: type[PreTrainedConfig], plain: Mapping[str, Any], field: _RopeField
 ) -> str | None:
-    """Return the first of `keys` that sets `field` of the class's rotary parameters."""
-    unlikely = 0.375 if field == "partial_rotary_factor" else 123457.0
-    for key in keys:
+    """Return the first of ``field.keys`` that sets `field` in a configuration of the class."""
+    unlikely = 0.375 if field.name == "partial_rotary_factor" else 123457.0
+    for key in field.keys:
         rope = _rope_of(config_class, {**plain, key: unlikely})
-        rope = rope.get(layer_type) if rope is not None and layer_type else rope
-        if isinstance(rope, dict) and rope.get(field) == unlikely:
+        rope = rope.get(field.layer_type) if rope is not None and field.layer_type else rope
+        if isinstance(rope, dict) and rope.get(field.name) == unlikely:
             return key
     return None
 
 
 def _rope_of(config_class: type[PreTrainedConfig], values: Mapping[str, Any]) -> Any:
-    """Rotary parameters of a configuration made of `values`; None if the class refuses them."""
+    """Return the rotary parameters of a configuration with `values`; None if the class refuses
+    them."""
     with suppress(Exception), warnings.catch_warnings(), quiet_transformers():
         warnings.simplefilter("ignore")
-        made = config_class.from_dict(_with_floats(dict(values)))
-        rope = made.to_dict().get(ROPE)
+        config = config_class.from_dict(_with_floats(dict(values)))
+        rope = config.to_dict().get(ROPE)
         if isinstance(rope, dict) and "rope_type" in rope:
-            rope.pop("type", None)  # the older name of the same field
+            rope.pop("type", None)  # the older name of `rope_type`
         return rope
     return None
 
@@ -231,9 +238,8 @@ def _with_floats(value: Any) -> Any:
 
 
 def rewrite_config(path: Path) -> list[str]:
-    """Complete the configuration file that transformers 5 wrote for a new model (no base), which
-    may be the language model's part of the run's. Returns notes as `complete_config`. Raises
-    OSError."""
+    """Complete the configuration file that transformers 5 wrote for a new model (no base); it may
+    contain only the language model's part. Return notes as `complete_config`. Raises OSError."""
     values = json.loads(path.read_text(encoding="utf-8"))
     notes = complete_config(values, AutoConfig.from_pretrained(path, trust_remote_code=False))
     if removed := drop_quantization(values):
@@ -243,8 +249,8 @@ def rewrite_config(path: Path) -> list[str]:
 
 
 def rewrite_tokenizer_config(directory: Path, *, is_base: bool = False) -> list[str]:
-    """Name tokenizer class and additional special tokens as transformers 4 and 5 both read them;
-    return the names of the changed fields. `is_base`: the file is a base's, and stays unless
+    """Write tokenizer class and additional special tokens as transformers 4 and 5 both read them;
+    return the names of the changed fields. `is_base`: the file is from a base, and stays unless
     transformers 4 refuses it. Raises OSError."""
     path = directory / _TOKENIZER_CONFIG
     if not path.is_file():
@@ -260,7 +266,7 @@ def rewrite_tokenizer_config(directory: Path, *, is_base: bool = False) -> list[
         return []
     # transformers 4 adds token_type_ids by default, which few causal language models take.
     values.setdefault("model_input_names", ["input_ids", "attention_mask"])
-    for key in ("backend", "is_local", "local_files_only"):  # how it was loaded here
+    for key in ("backend", "is_local", "local_files_only"):  # how the run loaded the tokenizer
         values.pop(key, None)
     write_json(path, values)
     return sorted(k for k in before.keys() | values.keys() if before.get(k) != values.get(k))

@@ -1,4 +1,4 @@
-"""Weights in 4 bits as parts of a model: which layers and parameters are such, and their bytes."""
+"""4-bit weights of a model: tests for quantized layers and parameters, and the packed tensors."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def is_quantized(module: object) -> bool:
 
 
 def is_packed(parameter: object) -> bool:
-    """Return whether `parameter` is the weight of such a layer: packed, of one byte for two
-    weights, and not to be read, written or saved as a weight."""
+    """Return whether `parameter` is the packed weight of a quantized layer: one byte for two
+    weights, not to be read, written or saved as a weight."""
     return hasattr(parameter, "bnb_quantized")
 
 
 def packed_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
-    """All packed weights, with their scales and the values of codes."""
+    """Yield all packed weights, with their scales and the values of codes."""
     for layer in filter(is_quantized, model.modules()):
         weight: Any = layer.weight
         yield weight.data

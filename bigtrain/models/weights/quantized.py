@@ -41,46 +41,47 @@ def check_quantization(section: AdaptersSection | None) -> list[Problem]:
 
 
 def quantize_layers(model: PreTrainedModel, section: AdaptersSection, dtype: torch.dtype) -> None:
-    """Replace linear layers of `model` by bitsandbytes', in place, with empty weights. `dtype`: the
-    run's, which weights are rounded to before they are quantized. Biases stay. Call
-    `check_quantization` first, and `finish_layers` once adapters are added."""
+    """Replace linear layers of `model` by bitsandbytes' layers, in place, with empty weights.
+    `dtype`: the run's dtype, to which weights are rounded before they are quantized. Biases stay.
+    Call `check_quantization` first, and `finish_layers` once adapters are added."""
     library = import_bitsandbytes()
     for name in quantized_layers(model):
         layer: Any = model.get_submodule(name)
         is_transposed = isinstance(layer, Conv1D)
-        out_size, in_size = reversed(layer.weight.shape) if is_transposed else layer.weight.shape
+        shape = layer.weight.shape
+        num_outputs, num_inputs = reversed(shape) if is_transposed else shape
         with torch.device("meta"):
-            made: Any = library.nn.Linear4bit(
-                in_size,
-                out_size,
+            quantized: Any = library.nn.Linear4bit(
+                num_inputs,
+                num_outputs,
                 bias=False,
                 compute_dtype=layer.weight.dtype,  # of the adapters that peft makes next to it
                 compress_statistics=section.double_quantization,
                 quant_type=section.quantization,
             )
-        made.bias = layer.bias
-        made.quantized_from, made.is_transposed = dtype, is_transposed
-        made.weight = library.nn.Params4bit(
+        quantized.bias = layer.bias
+        quantized.quantized_from, quantized.is_transposed = dtype, is_transposed
+        quantized.weight = library.nn.Params4bit(
             torch.empty(0, dtype=torch.uint8),
             requires_grad=False,
             blocksize=BLOCK_SIZE,
             compress_statistics=section.double_quantization,
             quant_type=section.quantization,
-            module=made,
+            module=quantized,
             bnb_quantized=True,  # else `to` would quantize what it holds
         )
-        model.set_submodule(name, made)
+        model.set_submodule(name, quantized)
     compute_plainly(model)
     # Transformers sets it, and peft chooses its layers by.
     model.is_loaded_in_4bit = True
 
 
 def compute_plainly(model: nn.Module) -> None:
-    """Have layers in 4 bits compute as the run sets on every CPU.
+    """Make 4-bit layers compute as the run sets on every CPU.
 
-    Those with AVX-512 BF16 would pack their weights again in the first pass without gradients,
-    compute in bfloat16 from then on, and give no gradients any more (bitsandbytes 0.50.2,
-    nn/modules.py, `Linear4bit.forward`; autograd/_functions.py, `matmul_4bit`).
+    On a CPU with AVX-512 BF16 they would pack their weights a second time in the first pass without
+    gradients, compute in bfloat16 from then on, and give no gradients any more (bitsandbytes
+    0.50.2, nn/modules.py, `Linear4bit.forward`; autograd/_functions.py, `matmul_4bit`).
     """
     for module in model.modules():
         layer: Any = module
@@ -101,16 +102,27 @@ def bits_and_bytes(section: AdaptersSection, dtype: torch.dtype) -> BitsAndBytes
 
 @torch.no_grad()
 def fill_with_zeros(model: nn.Module, device: torch.device | str = "cpu") -> None:
-    """Give quantized layers zeros for weights, so that they can compute before there are any."""
-    for layer in filter(is_quantized, model.modules()):
+    """Set the weights of quantized layers to zeros, so that they can compute before weights are
+    read."""
+    for module in filter(is_quantized, model.modules()):
+        layer: Any = module
+        size = layer.out_features * layer.in_features
         with torch.device(device):
-            _zeros(layer)
+            state = import_bitsandbytes().functional.QuantState(
+                absmax=torch.zeros(-(-size // BLOCK_SIZE)),
+                shape=torch.Size((layer.out_features, layer.in_features)),
+                code=torch.zeros(16),
+                blocksize=BLOCK_SIZE,
+                quant_type=layer.weight.quant_type,
+                dtype=torch.float32,
+            )
+            _put(layer, torch.zeros(-(-size // 2), 1, dtype=torch.uint8), state)
 
 
 @torch.no_grad()
 def finish_layers(model: nn.Module, section: AdaptersSection) -> None:
-    """Set the dtype that quantized layers compute in (default: the run's), and let them hold
-    nothing until `read_quantized` fills them."""
+    """Set the dtype in which quantized layers compute (default: the run's dtype), and empty their
+    weights until `read_quantized` fills them."""
     for module in filter(is_quantized, model.modules()):
         layer: Any = module
         layer.compute_dtype = layer.quantized_from
@@ -122,7 +134,7 @@ def finish_layers(model: nn.Module, section: AdaptersSection) -> None:
 @torch.no_grad()
 def read_quantized(model: nn.Module, weights: Weights, device: torch.device) -> None:
     """Read the weights of all quantized layers and pack them on `device`, one at a time. Not
-    collective: every rank reads all of them. Raises ModelError as `Weights.fill`."""
+    collective: every rank reads every weight. Raises ModelError as `Weights.fill`."""
     for name, module in model.named_modules():
         if not is_quantized(module):
             continue
@@ -146,23 +158,9 @@ def _put(layer: Any, packed: torch.Tensor, state: Any) -> None:
     layer.weight.quant_state = layer.quant_state = state
 
 
-def _zeros(layer: Any) -> None:
-    library, kind = import_bitsandbytes(), layer.weight.quant_type
-    size = layer.out_features * layer.in_features
-    state = library.functional.QuantState(
-        absmax=torch.zeros(-(-size // BLOCK_SIZE)),
-        shape=torch.Size((layer.out_features, layer.in_features)),
-        code=torch.zeros(16),
-        blocksize=BLOCK_SIZE,
-        quant_type=kind,
-        dtype=torch.float32,
-    )
-    _put(layer, torch.zeros(-(-size // 2), 1, dtype=torch.uint8), state)
-
-
 @torch.no_grad()
 def dequantized(layer: Any) -> torch.Tensor:
-    """Return the weight of a quantized layer as its products see it [out, in]."""
+    """Return the dequantized weight of a layer, as used in its products [out, in]."""
     full: torch.Tensor = import_bitsandbytes().functional.dequantize_4bit(
         layer.weight.data, layer.weight.quant_state
     )
@@ -177,18 +175,18 @@ def import_bitsandbytes() -> Any:
 
 
 def with_magnitudes(weights: Weights, model: nn.Module) -> Weights:
-    """`weights` with the initial values of DoRA's magnitudes in `model`: the 2-norm of the weights
-    of each output, float32 [outputs]. Nothing is read here; those of layers in 4 bits are of what
-    these hold when they are read."""
+    """Return `weights` with the initial values of DoRA's magnitudes in `model`: the 2-norm of every
+    output's weights, float32 [outputs]. Nothing is read here; the magnitudes of a 4-bit layer are
+    computed from its quantized weight when they are read."""
     tensors: dict[str, LazyTensor] = dict(weights.tensors)
     for name, _ in model.named_parameters():
         if name.endswith(MAGNITUDE):
             layer_name = name.removesuffix(MAGNITUDE)
             layer: Any = model.get_submodule(layer_name)
-            own = layer.base_layer
-            if is_quantized(own):
+            base_layer = layer.base_layer
+            if is_quantized(base_layer):
                 tensors[name] = LazyTensor(
-                    (own.out_features,), torch.float32, _DequantizedView(own)
+                    (base_layer.out_features,), torch.float32, _DequantizedView(base_layer)
                 )
                 continue
             base = weights.tensors[f"{layer_name}.weight"]
@@ -198,7 +196,7 @@ def with_magnitudes(weights: Weights, model: nn.Module) -> Weights:
 
 @dataclass(frozen=True)
 class _DequantizedView:
-    """The magnitudes of a layer in 4 bits: not those of the weights in the files."""
+    """Magnitudes of a layer in 4 bits, which differ from the magnitudes of the file's weights."""
 
     layer: Any
 
@@ -211,7 +209,7 @@ class _DequantizedView:
 
 
 def magnitude(weight: Any, *, transposed: bool) -> Any:
-    """Return the 2-norm of the weights of each output of a layer, as peft takes it; lazy as
-    `weight` is. transposed: whether outputs are columns (Conv1D)."""
+    """Return the 2-norm of every output's weights, as peft computes it; lazy for a lazy `weight`.
+    transposed: whether outputs are columns (Conv1D)."""
     dim = 0 if transposed else 1
     return torch.linalg.vector_norm(weight.to(torch.float32), dim=dim)

@@ -22,13 +22,7 @@ from transformers.utils import (
 )
 
 from bigtrain.errors import one_line
-from bigtrain.models.weights.lazy_tensors import (
-    BLOCK_BYTES,
-    LazyTensor,
-    Offsets,
-    blocks,
-    narrowed,
-)
+from bigtrain.models.weights.lazy_tensors import BLOCK_BYTES, LazyTensor, Offsets, blocks, narrowed
 from bigtrain.system.boxes import Box
 
 REWRITE = (
@@ -48,7 +42,7 @@ class UnreadableError(Exception):
 
 
 def stored_tensors_of(files: Sequence[Path]) -> dict[str, StoredTensor]:
-    """Return all tensors of `files` by name. Raises ValueError for a name in two of them, of which
+    """Return all tensors of `files` by name. Raises ValueError for a name in two files, where
     transformers would take the last."""
     tensors: dict[str, StoredTensor] = {}
     for path in files:
@@ -67,20 +61,21 @@ def _leaves(path: Path) -> Iterator[tuple[str, StoredTensor]]:
         file = _Safetensors(path)
         with safe_open(path, framework="pt") as opened:
             for name in opened.keys():
-                yield name, StoredTensor(file, name, *_header(opened.get_slice(name)))
+                part = opened.get_slice(name)
+                dtype_name = part.get_dtype()
+                if dtype_name not in str_to_torch_dtype:
+                    raise ValueError(
+                        f"holds numbers of the kind {dtype_name}, which torch does not have"
+                    )
+                shape, dtype = tuple(part.get_shape()), str_to_torch_dtype[dtype_name]
+                yield name, StoredTensor(file, name, shape, dtype)
     except (OSError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"{path}: cannot be read: {one_line(error, None)}") from error
 
 
-def _header(part: Any) -> tuple[tuple[int, ...], torch.dtype]:
-    kind = part.get_dtype()
-    if kind not in str_to_torch_dtype:
-        raise ValueError(f"holds numbers of the kind {kind}, which torch does not have")
-    return tuple(part.get_shape()), str_to_torch_dtype[kind]
-
-
 class _Safetensors:
-    """A safetensors file, mapped again from time to time so that few of its pages stay resident."""
+    """A safetensors file, mapped again after every `BLOCK_BYTES` so that few pages stay
+    resident."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -92,8 +87,8 @@ class _Safetensors:
             if self._open is None:
                 self._open = safe_open(self.path, framework="pt")
             part = self._open.get_slice(name)
-            where = Box(offsets, tuple(out.shape)).slices
-            out.copy_(part[where] if where else self._open.get_tensor(name))
+            slices = Box(offsets, tuple(out.shape)).slices
+            out.copy_(part[slices] if slices else self._open.get_tensor(name))
         except (OSError, SafetensorError) as error:
             raise UnreadableError(
                 f"{self.path}: cannot be read: {one_line(error, None)}"
@@ -121,13 +116,13 @@ class StoredTensor:
 
     def fill(self, offsets: Offsets, out: torch.Tensor) -> None:
         sizes = tuple(out.shape)
-        # If rows are read in part, all of their pages are mapped.
+        # If rows are read in part, the pages of full rows are mapped.
         share = max(1, math.prod(self.shape[1:])) / max(1, math.prod(sizes[1:]))
         itemsize = math.ceil(self.dtype.itemsize * share)
         for begin, block in blocks(sizes, itemsize):
-            there = tuple(a + b for a, b in zip(offsets, begin, strict=True))
+            file_offsets = tuple(a + b for a, b in zip(offsets, begin, strict=True))
             num_bytes = math.prod(block) * itemsize
-            self.file.read(self.name, there, narrowed(out, begin, block), num_bytes)
+            self.file.read(self.name, file_offsets, narrowed(out, begin, block), num_bytes)
 
     def sources(self) -> Iterator[object]:
         yield self
@@ -159,21 +154,21 @@ def weight_files(source: str, hf_config: PreTrainedConfig) -> list[Path]:
 
 
 def _refuse_second_set(path: Path) -> None:
-    """Raises ValueError for weights next to an index of other files, which transformers would
+    """Raise ValueError for weights next to an index of other files, which transformers would
     ignore."""
     index = path.with_name(SAFE_WEIGHTS_INDEX_NAME)
     if path.name != SAFE_WEIGHTS_NAME or not index.is_file():
         return
-    others = sorted(set(json.loads(index.read_text())["weight_map"].values()) - {path.name})
-    if others:
+    other_files = sorted(set(json.loads(index.read_text())["weight_map"].values()) - {path.name})
+    if other_files:
         raise ValueError(
-            f"{path} holds all weights, and {index} names {len(others)} other files for them, "
-            f"{others[0]} first -> remove {path.name}, or the index and its files"
+            f"{path} holds all weights, and {index} names {len(other_files)} other files for them, "
+            f"{other_files[0]} first -> remove {path.name}, or the index and its files"
         )
 
 
 def refuse_pickles(directory: str) -> None:
-    """Raises ValueError for a directory with weights that only a pickle gives."""
+    """Raise ValueError for a directory whose weights are only in a pickle."""
     files = {path.name for path in Path(directory).glob("*")}
     if not files & {SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME}:
         for name in files & {WEIGHTS_NAME, WEIGHTS_INDEX_NAME}:
@@ -181,7 +176,7 @@ def refuse_pickles(directory: str) -> None:
 
 
 def _refuse_pickle(source: str, path: Path | None) -> None:
-    """Raises ValueError for weights that only a pickle gives, which may run code as it is read."""
+    """Raise ValueError for a pickle, which may run code when it is read."""
     if path is not None and path.suffix != ".safetensors":
         raise ValueError(
             f"{path} is a pickle, which can run code when it is read -> convert it, if you trust "
@@ -190,8 +185,8 @@ def _refuse_pickle(source: str, path: Path | None) -> None:
 
 
 def find_file(source: str, name: str) -> Path | None:
-    """Return the file `name` of a directory, or of a model on the hub or in its cache; None without
-    it."""
+    """Return the file `name` of a directory, or of a model on the hub or in the hub's cache; None
+    without the file."""
     if Path(source).is_dir():
         path = Path(source, name)
         return path if path.is_file() else None

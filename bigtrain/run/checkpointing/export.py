@@ -165,7 +165,7 @@ def write_export(
         max_shard_size=max_shard_size,
         base=record,
         as_stored=as_stored,
-        known=missing,
+        base_notes=missing,
     )
     for note in notes:
         warn(f"{output}: {note}")

@@ -104,7 +104,7 @@ class WeightsSource:
                     growth,
                     model,
                     context.config.seed,
-                    context.long_work.on_main_rank,
+                    on_main_rank=context.long_work.on_main_rank,
                 )
                 assert model.vocabulary is not None
                 log.info(

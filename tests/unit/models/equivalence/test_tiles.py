@@ -22,7 +22,7 @@ PLAN = BatchPlan(4, 4, 1, 1, 16)
 def choose(
     wanted: int | str,
     model_type: str = "llama",
-    kept: tuple[str, ...] = (),
+    float32_names: tuple[str, ...] = (),
     adapters: dict[str, Any] | None = None,
     **values: Any,
 ) -> tuple[TilePlan, list[str]]:
@@ -39,7 +39,7 @@ def choose(
     )
     common = {name: value for name, value in COMMON.items() if name != "head_dim"}
     chosen, problems = choose_tiles(
-        config, CONFIG_MAPPING[model_type](**{**common, **values}), PLAN, kept
+        config, CONFIG_MAPPING[model_type](**{**common, **values}), PLAN, float32_names
     )
     return chosen, [str(problem) for problem in problems]
 
@@ -115,7 +115,7 @@ def test_stacks_of_experts_with_adapters_are_refused() -> None:
 
 
 def test_mlps_with_parameters_of_another_dtype_are_not_in_tiles() -> None:
-    chosen, problems = choose(2, kept=("model.layers.0.mlp.up_proj.weight",))
+    chosen, problems = choose(2, float32_names=("model.layers.0.mlp.up_proj.weight",))
     assert (chosen.modules, problems) == (("model.layers.1.mlp",), [])
     kept = tuple(f"model.layers.{n}.mlp.up_proj.weight" for n in range(2))
-    assert "its MLPs are kept in float32" in choose(2, kept=kept)[1][0]
+    assert "its MLPs are kept in float32" in choose(2, float32_names=kept)[1][0]

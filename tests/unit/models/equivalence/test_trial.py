@@ -26,7 +26,7 @@ from bigtrain.models.equivalence.trial import (
 from bigtrain.models.parallel.sharding import Shard
 
 EXACT = {kind: Tolerance() for kind in (OUTPUT, LOSS, GRADIENT)}
-ROUNDING = {LOSS: Tolerance(own=1e-5), GRADIENT: Tolerance(own=1e-3, common=1e-6)}
+ROUNDING = {LOSS: Tolerance(relative=1e-5), GRADIENT: Tolerance(relative=1e-3, common=1e-6)}
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def test_what_cannot_be_compared_differs(actual: dict[str, torch.Tensor]) -> Non
 
 def test_a_limit_is_a_sum_of_three_terms() -> None:
     values = {"a": torch.tensor([1.0, -3.0]), "b": torch.tensor([10.0]), "c": torch.empty(0)}
-    limits = Tolerance(own=1.0, common=0.1, absolute=0.5).limits(values)
+    limits = Tolerance(relative=1.0, common=0.1, absolute=0.5).limits(values)
     assert limits == {"a": 4.5, "b": 11.5, "c": 1.5}
 
 
@@ -97,13 +97,13 @@ def test_a_shard_is_compared_with_its_part_within_the_limit_of_the_full_tensor()
     local = LocalTensor(torch.tensor([4.2, 1.0, 0.0]), shard)
     assert distances({"a": full}, {"a": local})["a"] == pytest.approx(0.2)
     gradients = {GRADIENT: {"a": full}}, {GRADIENT: {"a": local}}
-    assert first_difference(*gradients, {GRADIENT: Tolerance(own=1e-3)}) is None
-    assert first_difference(*gradients, {GRADIENT: Tolerance(own=1e-4)}) is not None
+    assert first_difference(*gradients, {GRADIENT: Tolerance(relative=1e-3)}) is None
+    assert first_difference(*gradients, {GRADIENT: Tolerance(relative=1e-4)}) is not None
 
 
 def test_a_trial_that_would_detect_nothing_is_an_error(model: PreTrainedModel) -> None:
     ids = torch.randint(3, 64, (2, 8), generator=torch.Generator().manual_seed(0))
-    tolerances = {OUTPUT: Tolerance(own=1e-4)}
+    tolerances = {OUTPUT: Tolerance(relative=1e-4)}
 
     def forward(model: PreTrainedModel) -> Results:
         return run_forward(model, input_ids=ids)
@@ -121,4 +121,4 @@ def test_without_finite_results_nothing_can_be_compared(model: PreTrainedModel) 
         return {LOSS: {"loss": torch.tensor(float("nan"))}}
 
     with pytest.raises(ValueError, match="its loss is not finite"):
-        Trial(broken, broken, {LOSS: Tolerance(own=1e-5)}).difference(model)
+        Trial(broken, broken, {LOSS: Tolerance(relative=1e-5)}).difference(model)
