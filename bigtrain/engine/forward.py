@@ -17,7 +17,7 @@ from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.data.shards.format import IGNORED_LABEL
 from bigtrain.engine.objectives import LaterTokens
 from bigtrain.engine.startup.mesh import Mesh
-from bigtrain.models.layers.adapters import adapters_off
+from bigtrain.models.layers.adapter_names import adapters_off
 from bigtrain.models.layers.compilation import uncompiled
 from bigtrain.models.layers.document_attention import Isolation
 from bigtrain.models.layers.token_loss import (

@@ -1,4 +1,4 @@
-"""Names of modules and parameters in a model with LoRA adapters, and in the model without them.
+"""LoRA adapters that a model has: names of modules and parameters with and without adapters.
 
 peft wraps a layer: its weight `q_proj.weight` becomes `q_proj.base_layer.weight`, and the trained
 matrices are `q_proj.lora_A.default.weight` and `q_proj.lora_B.default.weight`.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -93,3 +94,23 @@ def computing_modules(model: nn.Module) -> dict[str, nn.Module]:
         if ".original_module." not in f"{name}.":
             modules[f"{name}.".replace(COPY, ".").rstrip(".")] = module
     return modules
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Let LoRA adapters of `model` add nothing inside: they are scaled by 0. Not for DoRA, which
+    changes the weight itself, nor for complete layers that are trained. Does nothing without
+    adapters."""
+    scalings: list[dict[str, float]] = []
+    if has_adapters(model):
+        from peft.tuners.lora import LoraLayer
+
+        scalings = [module.scaling for module in model.modules() if isinstance(module, LoraLayer)]
+    previous_scalings = [dict(scaling) for scaling in scalings]
+    for scaling in scalings:
+        scaling.update(dict.fromkeys(scaling, 0.0))
+    try:
+        yield
+    finally:
+        for scaling, values in zip(scalings, previous_scalings, strict=True):
+            scaling.update(values)

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from bigtrain.models.layers.adapter_names import ADAPTER, has_adapters, parameter_layers
+from bigtrain.models.layers.adapter_names import ADAPTER, parameter_layers
 from bigtrain.models.layers.adapter_targets import find_parameters, find_saved, find_targets
 from bigtrain.models.layers.parameters import has_score_head, local_shape
 from bigtrain.models.torch_patches import shadowed
@@ -144,23 +144,3 @@ def _zeros_for_weights(layers: Iterable[Any]) -> Iterator[None]:
                 zeros = weight.new_zeros(()).expand(local_shape(weight))
                 stack.enter_context(shadowed(layer, {"weight": zeros}))
         yield
-
-
-@contextmanager
-def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Let LoRA adapters of `model` add nothing inside: they are scaled by 0. Not for DoRA, which
-    changes the weight itself, nor for complete layers that are trained. Does nothing without
-    adapters."""
-    scalings: list[dict[str, float]] = []
-    if has_adapters(model):
-        from peft.tuners.lora import LoraLayer
-
-        scalings = [module.scaling for module in model.modules() if isinstance(module, LoraLayer)]
-    previous_scalings = [dict(scaling) for scaling in scalings]
-    for scaling in scalings:
-        scaling.update(dict.fromkeys(scaling, 0.0))
-    try:
-        yield
-    finally:
-        for scaling, values in zip(scalings, previous_scalings, strict=True):
-            scaling.update(values)
