@@ -18,7 +18,7 @@ from bigtrain.data.shards.format import IGNORED_LABEL
 from bigtrain.engine.objectives import LaterTokens, Objective
 from bigtrain.engine.optimizers.exact_parameters import ExactParameters
 from bigtrain.engine.startup.mesh import Mesh
-from bigtrain.models.layers.adapters import adapters_off
+from bigtrain.models.layers.adapter_names import adapters_off
 from bigtrain.models.layers.compilation import uncompiled
 from bigtrain.models.layers.document_attention import Isolation
 from bigtrain.models.layers.token_loss import (

@@ -19,7 +19,7 @@ from bigtrain.engine.deepspeed_patches.experts import (
 from bigtrain.engine.deepspeed_patches.partitions import PartitioningInit, partition_parameters
 from bigtrain.engine.startup.mesh import Mesh, ModelParallelUnit
 from bigtrain.models.build import WHOLE, Partitioning
-from bigtrain.models.layers.adapters import borrowed_parameters, has_adapters
+from bigtrain.models.layers.adapter_names import borrowed_parameters, has_adapters
 from bigtrain.models.layers.tiled_mlp import parameters_inside, tiled_modules
 from bigtrain.models.parallel.collectives import GroupRows
 from bigtrain.models.parallel.experts import check_experts_of_plan, shard_experts

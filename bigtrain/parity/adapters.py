@@ -12,15 +12,9 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from bigtrain.errors import ConfigError, Problem
-from bigtrain.models.layers.adapters import (
-    KEY,
-    PARAMETERS_KEY,
-    SAVED_KEY,
-    find_parameters,
-    find_saved,
-    find_targets,
-    quiet_bitsandbytes,
-)
+from bigtrain.models.layers.adapter_checks import KEY, PARAMETERS_KEY, SAVED_KEY
+from bigtrain.models.layers.adapter_targets import find_parameters, find_saved, find_targets
+from bigtrain.models.layers.adapters import quiet_bitsandbytes
 from bigtrain.models.layers.parameters import has_score_head
 from bigtrain.models.transformers_patches import targets_as_named
 from bigtrain.settings.run_config import AdaptersSection

@@ -23,7 +23,7 @@ from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.data.shards.format import IGNORED_LABEL
 from bigtrain.engine.objectives import make_objective
 from bigtrain.errors import ModelError, one_line
-from bigtrain.models.layers.adapters import base_name
+from bigtrain.models.layers.adapter_names import base_name
 from bigtrain.models.layers.parameters import decoder_layers
 from bigtrain.models.parallel.grouped_experts import fit_experts
 from bigtrain.parity.adapters import with_adapters, without_adapters

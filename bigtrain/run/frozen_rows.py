@@ -14,7 +14,8 @@ from bigtrain.data.tokenizers.tokenizer import load_tokenizer
 from bigtrain.errors import DataError, Problem
 from bigtrain.models.build import empty_model
 from bigtrain.models.configuration import text_config
-from bigtrain.models.layers.adapters import SAVED_KEY, find_saved
+from bigtrain.models.layers.adapter_checks import SAVED_KEY
+from bigtrain.models.layers.adapter_targets import find_saved
 from bigtrain.models.layers.parameters import freeze, names_of
 from bigtrain.models.weights.import_hf import find_weights
 from bigtrain.models.weights.untrained_rows import untrained_rows

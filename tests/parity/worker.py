@@ -51,7 +51,7 @@ from bigtrain.models.equivalence.parameter_plan import (
 )
 from bigtrain.models.equivalence.pipeline_stages import plan_stages
 from bigtrain.models.equivalence.tiles import choose_tiles
-from bigtrain.models.layers.adapters import has_adapters
+from bigtrain.models.layers.adapter_names import has_adapters
 from bigtrain.models.layers.document_attention import Isolation
 from bigtrain.models.parallel.stage_layout import StagePlan
 from bigtrain.models.weights.import_hf import Weights, find_weights

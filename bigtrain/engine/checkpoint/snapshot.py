@@ -46,7 +46,7 @@ from bigtrain.engine.optimizers.update_rule import (
 from bigtrain.engine.startup.long_work import on_all_ranks
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.errors import CheckpointError
-from bigtrain.models.layers.adapters import base_name, has_adapters
+from bigtrain.models.layers.adapter_names import base_name, has_adapters
 from bigtrain.models.layers.parameters import parameter_of
 from bigtrain.models.parallel.sharding import full_shape
 from bigtrain.models.weights.import_hf import Weights

@@ -17,7 +17,7 @@ from torch import nn
 
 from bigtrain.engine.optimizers.masters import MasterPart, master_parts
 from bigtrain.engine.startup.mesh import Mesh
-from bigtrain.models.layers.adapters import base_name
+from bigtrain.models.layers.adapter_names import base_name
 from bigtrain.models.layers.parameters import give_properties, local_shape
 from bigtrain.models.torch_patches import own_parameter
 

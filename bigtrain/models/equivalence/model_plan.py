@@ -31,7 +31,7 @@ from bigtrain.models.equivalence.pipeline_stages import plan_stages
 from bigtrain.models.equivalence.scoring import check_scoring
 from bigtrain.models.equivalence.sequence_parallel import check_sequence_parallel
 from bigtrain.models.equivalence.tiles import choose_tiles
-from bigtrain.models.layers.adapters import check_adapters
+from bigtrain.models.layers.adapter_checks import check_adapters
 from bigtrain.models.layers.document_attention import Isolation
 from bigtrain.models.layers.float8 import NO_FLOAT8, Float8Plan, plan_float8
 from bigtrain.models.layers.loss_plan import LossPlan

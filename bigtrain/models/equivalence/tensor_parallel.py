@@ -25,7 +25,8 @@ from bigtrain.models.equivalence.trial import (
     Trial,
     training_results,
 )
-from bigtrain.models.layers.adapters import add_adapters, find_parameters, find_targets
+from bigtrain.models.layers.adapter_targets import find_parameters, find_targets
+from bigtrain.models.layers.adapters import add_adapters
 from bigtrain.models.parallel.collectives import Group
 from bigtrain.models.parallel.grouped_experts import fit_experts
 from bigtrain.models.parallel.sharding import cut_parameter, shard_of

@@ -14,7 +14,7 @@ from bigtrain.models.equivalence.loss import loss_and_gradients
 from bigtrain.models.equivalence.proxy_model import MODEL_FAILURES, build_proxy_model, failure_text
 from bigtrain.models.equivalence.reductions import smaller, with_heads
 from bigtrain.models.equivalence.trial import GRADIENT, LOSS, Results, Tolerance, Trial
-from bigtrain.models.layers.adapters import find_parameters
+from bigtrain.models.layers.adapter_targets import find_parameters
 from bigtrain.models.layers.tiled_mlp import NO_TILES, TilePlan, Tiles, find_mlps
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import RunConfig

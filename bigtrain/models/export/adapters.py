@@ -27,18 +27,15 @@ from bigtrain.models.export.verified import (
     relative_difference,
     writing_directory,
 )
-from bigtrain.models.layers.adapters import (
+from bigtrain.models.layers.adapter_names import (
     ADAPTER,
     COPY,
     MAGNITUDE,
-    add_adapters,
-    file_config,
-    find_parameters,
-    find_saved,
-    find_targets,
     parameter_layers,
     peft_name,
 )
+from bigtrain.models.layers.adapter_targets import find_parameters, find_saved, find_targets
+from bigtrain.models.layers.adapters import add_adapters, file_config
 from bigtrain.models.parallel.grouped_experts import fit_experts
 from bigtrain.models.text_ids import write_stop_ids
 from bigtrain.models.weights.export_hf import DTYPES, write_tokenizer

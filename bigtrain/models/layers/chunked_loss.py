@@ -1,10 +1,10 @@
-"""Cross-entropy in chunks of tokens, so that the logits of all tokens never exist together.
+"""Cross-entropy in chunks of tokens, so that the full logits never exist.
 
 Loss and gradients of a chunk are computed at once and its logits dropped (like Liger's fused linear
 cross-entropy, arXiv 2410.10989). The architecture's own code around the head (multipliers,
-soft-capping, biases) runs: its forward method is called again for every chunk, with the base model
-replaced by the chunk's hidden states; all chunks inside one call of the head module, so that its
-hooks (ZeRO-3 gathers and reduces there) run once.
+soft-capping, biases) runs: the forward method is called again for every chunk, with the base model
+replaced by the chunk's hidden states; all chunks inside one call of the head module, so that the
+head's hooks (ZeRO-3 gathers and reduces there) run once.
 
 Shapes: B = samples, T = tokens of a sample, H = hidden size, V = vocabulary, N = tokens in all.
 """
@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from bigtrain.errors import ModelError
-from bigtrain.models.layers.adapters import trained_copy
+from bigtrain.models.layers.adapter_names import trained_copy
 from bigtrain.models.layers.gradient_parts import GradientSum, substituted
 from bigtrain.models.layers.token_loss import (
     IGNORED_LABEL,
@@ -41,9 +41,9 @@ Fused = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]
 
 @dataclass(frozen=True)
 class FurtherLosses:
-    """Losses of other hidden states than the model's, by the same head. states: yields hidden
-    states [B, T, H] made of the model's own, with their labels, int64 [B, T] on the host. share:
-    that each loss will be multiplied by, in addition to the model's `factor`."""
+    """Losses of further hidden states by the model's head. states: yields hidden states [B, T, H]
+    computed from the model's, with their labels, int64 [B, T] on the host. share:
+    factor of the losses, in addition to the model's `factor`."""
 
     states: Callable[[torch.Tensor], Iterator[tuple[torch.Tensor, torch.Tensor]]]
     share: float
@@ -52,7 +52,7 @@ class FurtherLosses:
 @dataclass
 class SummedLoss(ModelOutput):  # type: ignore[misc]
     """Output of a forward pass with `targets`: `loss` in nats, summed over the targets; `further`:
-    likewise, of each of the `FurtherLosses`."""
+    the summed losses of the `FurtherLosses`."""
 
     loss: torch.Tensor | None = None
     further: tuple[torch.Tensor, ...] | None = None
@@ -62,8 +62,8 @@ class SummedLoss(ModelOutput):  # type: ignore[misc]
 
 class ChunkedLoss:
     """Gives `model` a forward method that takes `targets` and then returns a `SummedLoss`, or, with
-    `per_token`, the log-probability of every target as its `loss`, whose gradient is computed in
-    chunks, too, from the logits of a chunk at a time, again.
+    `per_token`, the log-probability of every target as its `loss`, whose gradient is computed from
+    the logits of a chunk at a time, too.
 
     chunk_tokens: tokens whose logits exist at a time.
     fused: computes head and loss in one kernel, instead of chunks; only for models whose logits are
@@ -71,8 +71,8 @@ class ChunkedLoss:
     terms: added to the cross-entropy in training; not with `fused`, nor to `per_token`.
 
     Install it when the model is complete: split, sharded, its head's forward final. Without
-    `targets` the forward method is the model's own. Raises ModelError for a model whose parts are
-    not found.
+    `targets` the forward method is unchanged. Raises ModelError for a model whose parts are not
+    found.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class ChunkedLoss:
         self._base: Any = model.get_submodule(self._base_name)
         self._plain_forward: Callable[..., Any] = model.forward
         self._plain_head: Callable[..., Any] = self._head.forward
-        # State of one forward pass.
+        # State of a forward pass.
         self._inputs: dict[str, Any] = {}
         self._labels: torch.Tensor | None = None
         self._factor: torch.Tensor | None = None
@@ -106,7 +106,7 @@ class ChunkedLoss:
         shadow(self._head, "forward", self._head_forward)
 
     def remove(self) -> None:
-        """Restore the model's own forward method."""
+        """Restore the model's forward method."""
         shadow(self._model, "forward", self._plain_forward)
         shadow(self._head, "forward", self._plain_head)
 
@@ -122,17 +122,17 @@ class ChunkedLoss:
         weights: torch.Tensor | None = None,
         **inputs: Any,
     ) -> Any:
-        """Run the model's own forward method; with `targets` int64 [B, T] a `SummedLoss`, whose
+        """Run the model's forward method; with `targets` int64 [B, T] return a `SummedLoss`, whose
         loss is float32 [B, T] with `per_token`, and float32 [B, T, 1 + 2 `top_k`] with `top_k`, as
-        `bigtrain.models.layers.token_loss.token_scores` returns it; without a graph then.
+        `bigtrain.models.layers.token_loss.token_scores` returns it, then without a graph.
 
-        `targets` are the labels of the tokens themselves (already shifted), -100 for none. They may
-        be on the host: then tokens without a label take no time. `factor` float32 [], above zero:
-        what the loss will be multiplied by. With it, 16-bit gradients are rounded as the plain
-        loss's: its mantissa is multiplied in before rounding, and only a power of two (which might
+        `targets` are the labels of the tokens (already shifted), -100 for none. They may be on the
+        host: then tokens without a label take no time. `factor` float32 [], above zero: the loss
+        will be multiplied by it. With `factor`, 16-bit gradients are rounded as the plain loss's:
+        the factor's mantissa is multiplied in before rounding, and only a power of two (which might
         leave float16's range) after. `teacher` [B, T, k], on the device: of the targets. `weights`
-        float32 [B, T], on the device: factors of their losses; not with `fused`, nor with
-        `further`: computed after the model's own loss, with the same terms.
+        float32 [B, T], on the device: factors of the targets' losses; not with `fused`, nor with
+        `further`. `further` losses are computed after the model's loss, with the same terms.
         """
         if targets is None:
             return self._plain_forward(*args, **inputs)
@@ -144,9 +144,16 @@ class ChunkedLoss:
                 outputs = self._plain_forward(*args, **inputs)
             if self._loss is None:
                 raise ModelError(f"the forward method does not call {self._head_name}")
+            further_losses: list[torch.Tensor] = []
+            if further is not None:
+                self._teacher = None
+                self._factor = None if factor is None else factor * further.share
+                for hidden, labels in further.states(self._base_outputs.last_hidden_state):
+                    self._labels = labels
+                    further_losses.append(self._head(hidden))
             return SummedLoss(
                 loss=self._loss,
-                further=None if further is None else tuple(self._further(further)),
+                further=None if further is None else tuple(further_losses),
                 aux_loss=getattr(outputs, "aux_loss", None),
                 router_logits=getattr(outputs, "router_logits", None),
             )
@@ -155,20 +162,12 @@ class ChunkedLoss:
             self._teacher = self._weights = None
             self._base_outputs = self._loss = None
 
-    def _further(self, further: FurtherLosses) -> Iterator[torch.Tensor]:
-        """Yield the summed loss of each of `further`."""
-        factor, self._teacher = self._factor, None
-        self._factor = None if factor is None else factor * further.share
-        for hidden, labels in further.states(self._base_outputs.last_hidden_state):
-            self._labels = labels
-            yield self._head(hidden)
-
     def _run_base(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         self._base_outputs = module(*args, **kwargs)
         return self._base_outputs
 
     def _run_head(self, *_: Any, **__: Any) -> torch.Tensor:
-        """Replaces the head: keeps the loss, and returns placeholder logits that nobody reads."""
+        """Replaces the head: stores the loss, and returns placeholder logits that nobody reads."""
         if self._base_outputs is None:
             raise ModelError(f"the forward method does not call {self._base_name}")
         hidden = self._base_outputs.last_hidden_state
@@ -200,18 +199,25 @@ class ChunkedLoss:
         gradients: list[torch.Tensor | None] | None,
         mantissa: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the summed loss of `hidden` [B, T, H]; fills in `gradients` of it and of
-        `weights`, times `mantissa`."""
+        """Return the summed loss of `hidden` [B, T, H]; appends the gradients of `hidden` and of
+        `weights`, times `mantissa`, to `gradients`."""
         assert self._labels is not None
+        # Only tokens with a label.
         rows = hidden.detach().flatten(0, -2)
         labels, index = _targets(self._labels, rows.device)
-        teacher = self._teacher and _of_rows(self._teacher, index)
-        weights_of = None if self._weights is None else self._weights.flatten()
+        teacher = self._teacher
+        if teacher is not None:
+            values, ids = (tensor.flatten(0, -2) for tensor in teacher)
+            teacher = (values, ids) if index is None else (values[index], ids[index])
+        token_weights = None if self._weights is None else self._weights.flatten()
         if index is not None:
             rows = rows[index]
-            weights_of = None if weights_of is None else weights_of[index]
+            token_weights = None if token_weights is None else token_weights[index]
+
+        # Loss and gradients of a chunk at a time. Copies of the weights are the leaves of a chunk's
+        # graph, so that the parameters' hooks do not run per chunk.
         loss = torch.zeros((), device=rows.device, dtype=torch.float32)
-        of_rows = torch.empty_like(rows) if gradients is not None else None
+        grad_rows = torch.empty_like(rows) if gradients is not None else None
         sums = [GradientSum(w) if w.requires_grad else None for w in weights]
         chunk_tokens = len(labels) if self._fused else self._chunk_tokens
         for start in range(0, len(labels), max(1, chunk_tokens)):
@@ -222,25 +228,27 @@ class ChunkedLoss:
                 torch.set_grad_enabled(gradients is not None),
                 substituted(self._head, weights, leaves),
             ):
-                known = teacher and (teacher[0][part], teacher[1][part])
-                factors = None if weights_of is None else weights_of[part]
-                of_chunk = self._loss_of(chunk, labels[part], known, factors)
-            loss += of_chunk.detach()
-            if of_rows is not None:
-                wanted = [chunk, *(leaf for leaf in leaves if leaf.requires_grad)]
-                chunk_gradients = torch.autograd.grad(of_chunk, wanted, mantissa)
-                of_rows[part] = chunk_gradients[0]
+                chunk_teacher = teacher and (teacher[0][part], teacher[1][part])
+                chunk_weights = None if token_weights is None else token_weights[part]
+                chunk_loss = self._chunk_loss(chunk, labels[part], chunk_teacher, chunk_weights)
+            loss += chunk_loss.detach()
+            if grad_rows is not None:
+                differentiated = [chunk, *(leaf for leaf in leaves if leaf.requires_grad)]
+                chunk_gradients = torch.autograd.grad(chunk_loss, differentiated, mantissa)
+                grad_rows[part] = chunk_gradients[0]
                 trained = [total for total in sums if total is not None]
                 for total, gradient in zip(trained, chunk_gradients[1:], strict=True):
                     total.add(gradient)
                 del chunk_gradients
-            del of_chunk, leaves, chunk
+            del chunk_loss, leaves, chunk
+
+        # Tokens without a label have a gradient of zero.
         if gradients is not None:
-            assert of_rows is not None
+            assert grad_rows is not None
             if index is not None:
-                whole = torch.zeros_like(hidden).flatten(0, -2)
-                of_rows = whole.index_copy_(0, index, of_rows)
-            gradients.append(of_rows.view(hidden.shape))
+                grad_all_rows = torch.zeros_like(hidden).flatten(0, -2)
+                grad_rows = grad_all_rows.index_copy_(0, index, grad_rows)
+            gradients.append(grad_rows.view(hidden.shape))
             gradients.extend(total.value() if total is not None else None for total in sums)
         return loss
 
@@ -251,6 +259,7 @@ class ChunkedLoss:
         assert self._labels is not None
         shape, inputs = self._labels.shape, self._inputs
         labels, index = _targets(self._labels, hidden.device)
+        # The backward pass comes after the state of this forward pass was reset.
         outputs = type(self._base_outputs)(**{**self._base_outputs, "last_hidden_state": None})
 
         def compute(hidden: torch.Tensor) -> torch.Tensor:
@@ -268,12 +277,12 @@ class ChunkedLoss:
             hidden: torch.Tensor, upstream: torch.Tensor
         ) -> tuple[torch.Tensor | None, ...]:
             weights = list(self._head.parameters())  # gathered again, with ZeRO 3
-            kept = self._inputs, self._base_outputs
+            current_pass = self._inputs, self._base_outputs
             self._inputs, self._base_outputs = inputs, outputs
             try:
                 return self._gradients(hidden, weights, labels, index, -upstream.flatten())
             finally:
-                self._inputs, self._base_outputs = kept
+                self._inputs, self._base_outputs = current_pass
 
         if not torch.is_grad_enabled():
             return compute(hidden)
@@ -304,49 +313,49 @@ class ChunkedLoss:
         index: torch.Tensor | None,
         upstream: torch.Tensor,
     ) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients of `hidden` and `weights` for those of the cross-entropy of every
-        token, `upstream` [N]."""
+        """Return the gradients of `hidden` and `weights`; `upstream` [N]: the gradients of the
+        tokens' cross-entropies."""
         rows = hidden.detach().flatten(0, -2)
         if index is not None:
             rows, upstream = rows[index], upstream[index]
-        of_rows = torch.empty_like(rows)
+        grad_rows = torch.empty_like(rows)
         sums = [GradientSum(w) if w.requires_grad else None for w in weights]
         for part in self._parts(len(labels)):
             chunk = rows[part].requires_grad_()
             leaves = [w.detach().requires_grad_(w.requires_grad) for w in weights]
             with torch.enable_grad(), substituted(self._head, weights, leaves):
                 entropies = self._entropies(chunk, labels[part])
-            wanted = [chunk, *(leaf for leaf in leaves if leaf.requires_grad)]
-            gradients = torch.autograd.grad(entropies, wanted, upstream[part])
-            of_rows[part] = gradients[0]
+            differentiated = [chunk, *(leaf for leaf in leaves if leaf.requires_grad)]
+            gradients = torch.autograd.grad(entropies, differentiated, upstream[part])
+            grad_rows[part] = gradients[0]
             trained = [total for total in sums if total is not None]
             for total, gradient in zip(trained, gradients[1:], strict=True):
                 total.add(gradient)
         if index is not None:
-            of_rows = torch.zeros_like(hidden).flatten(0, -2).index_copy_(0, index, of_rows)
-        of_weights = (total.value() if total is not None else None for total in sums)
-        return of_rows.view(hidden.shape), *of_weights
+            grad_rows = torch.zeros_like(hidden).flatten(0, -2).index_copy_(0, index, grad_rows)
+        grad_weights = (total.value() if total is not None else None for total in sums)
+        return grad_rows.view(hidden.shape), *grad_weights
 
     def _parts(self, count: int) -> Iterator[slice]:
         """Yield the chunks of `count` tokens."""
         for start in range(0, count, self._chunk_tokens):
             yield slice(start, start + self._chunk_tokens)
 
-    def _loss_of(
+    def _chunk_loss(
         self,
         rows: torch.Tensor,
         labels: torch.Tensor,
         teacher: Teacher | None,
         weights: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Summed loss of hidden states `rows` [N, H]."""
+        """Return the summed loss of hidden states `rows` [N, H]."""
         if self._fused is not None:
             assert weights is None
             return self._fused(rows, self._head.weight, getattr(self._head, "bias", None), labels)
         return summed_token_loss(self._logits(rows), labels, self._terms, teacher, weights)
 
     def _entropies(self, rows: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return the cross-entropy of each of the hidden states `rows` [N, H]: float32 [N]."""
+        """Return the cross-entropies of the hidden states `rows` [N, H]: float32 [N]."""
         logits = self._logits(rows)
         return F.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="none")
 
@@ -383,7 +392,7 @@ class _Call:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._module, name)
-        # Some models call a part of their base model (OPT its decoder).
+        # Some models call a part of the base model (OPT the decoder).
         return _Call(value, self._call) if isinstance(value, nn.Module) else value
 
 
@@ -405,9 +414,9 @@ class _Loss(torch.autograd.Function):
     def backward(ctx: Any, *factors: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gradients, ctx.gradients = ctx.gradients, None
         assert gradients is not None, "a second backward pass through the same loss"
-        # In place: that of the head is as large as the head.
-        left = factors[0] if ctx.mantissa is None else factors[0] / ctx.mantissa
-        return (None, None, *(None if g is None else g.mul_(left) for g in gradients))
+        # In place, since the gradient of the head is as large as the head.
+        remaining_factor = factors[0] if ctx.mantissa is None else factors[0] / ctx.mantissa
+        return (None, None, *(None if g is None else g.mul_(remaining_factor) for g in gradients))
 
 
 class _PerToken(torch.autograd.Function):
@@ -434,8 +443,8 @@ class _PerToken(torch.autograd.Function):
 def _targets(
     labels: torch.Tensor, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the labels of tokens that have one [N], and their indices (None: all) on `device`.
-    Selects only on the host, since reading labels on a device would wait for it."""
+    """Return the labels [N] of tokens that have a label, and the tokens' indices (None: all) on
+    `device`. Selects only on the host, since reading labels on a device would wait for it."""
     flat = labels.flatten()
     index = None
     if flat.device.type == "cpu":
@@ -447,12 +456,6 @@ def _targets(
     return flat.to(device, non_blocking=True), index
 
 
-def _of_rows(teacher: Teacher, index: torch.Tensor | None) -> Teacher:
-    """Return what is known of the tokens in `index` (None: of all), [N, k] each."""
-    values, ids = (tensor.flatten(0, -2) for tensor in teacher)
-    return (values, ids) if index is None else (values[index], ids[index])
-
-
 def _head_and_base(model: PreTrainedModel) -> tuple[str, str]:
     """Return names of the head and of the base model, both children of `model`."""
     head = model.get_output_embeddings()
@@ -460,14 +463,14 @@ def _head_and_base(model: PreTrainedModel) -> tuple[str, str]:
     heads = [name for name, child in children.items() if child is head]
     if not heads:
         raise ModelError("its head is not a part of its own")
-    others = [name for name, child in children.items() if child is not head and _is_filled(child)]
+    child_names = [
+        name
+        for name, child in children.items()
+        if child is not head and any(True for _ in child.parameters())
+    ]
     prefix = str(model.base_model_prefix)
-    if prefix in others:
+    if prefix in child_names:
         return heads[0], prefix
-    if len(others) != 1:
+    if len(child_names) != 1:
         raise ModelError("what computes its hidden states is not one part of it")
-    return heads[0], others[0]
-
-
-def _is_filled(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters())
+    return heads[0], child_names[0]

@@ -1,9 +1,9 @@
 """torch.compile of single decoder layers.
 
-The layers share code and shapes, so the first one compiles and the others reuse its graphs
+The layers share code and shapes, so the first layer compiles and all later layers reuse its graphs
 (regional compilation in PyTorch's documentation); the full model would take minutes, and break the
-graph at every hook. A layer's forward method is replaced, so that names stay and its hooks are
-outside of the graph, while recomputation is inside.
+graph at every hook. A layer's forward method is replaced, so that names stay and hooks are outside
+of the graph, while recomputation is inside.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from bigtrain.models.torch_patches import shadow
 
 
 def is_compiled(
-    wanted: Literal["auto", "on", "off"], device: Literal["cpu", "cuda"], *, allowed: bool
+    setting: Literal["auto", "on", "off"], device: Literal["cpu", "cuda"], *, allowed: bool
 ) -> bool:
     """Return whether layers are compiled: ``auto`` does on CUDA, where it is `allowed`."""
-    return wanted == "on" or (wanted == "auto" and device == "cuda" and allowed)
+    return setting == "on" or (setting == "auto" and device == "cuda" and allowed)
 
 
 def compile_layers(model: PreTrainedModel) -> int:
     """Make the decoder layers of `model` compile at their first call; returns their number. Raises
-    ModelError for a model without any."""
+    ModelError for a model without decoder layers."""
     layers: list[Any] = [
         layer for _, layer in decoder_layers(model) if isinstance(layer, GradientCheckpointingLayer)
     ]
@@ -40,7 +40,7 @@ def compile_layers(model: PreTrainedModel) -> int:
             "kind -> model.compile=off"
         )
     for layer in layers:
-        # Shapes are those of the micro-batch: the same in every step.
+        # Shapes depend on the micro-batch only: the same in every step.
         shadow(layer, "forward", torch.compile(layer.forward, dynamic=False))
     return len(layers)
 

@@ -1,5 +1,5 @@
-"""Attention for each document of a sample separately: the same as with a block-diagonal causal
-mask, without its sequence squared elements.
+"""Attention for each document of a sample separately: equal to attention with a block-diagonal
+causal mask, without the mask's sequence squared elements.
 
 It uses transformers' extension points: `AttentionMaskInterface` may return any object as mask, here
 a list of lengths, and layers pass it on to `AttentionInterface`, also when they are recomputed.
@@ -36,15 +36,15 @@ _SIZES: ContextVar[tuple[int, ...] | None] = ContextVar("sizes", default=None)
 @dataclass(frozen=True)
 class DocumentBoundaries:
     """Document boundaries that layers get instead of a mask. sizes: tokens of the documents of a
-    micro-batch, sample after sample. window: how many tokens a token sees, itself among them; None:
-    all before it in its document."""
+    micro-batch, sample after sample. window: number of tokens that a token sees, itself among them;
+    None: all earlier tokens of the document."""
 
     sizes: tuple[int, ...]
     window: int | None
 
 
 def sizes_of_documents(position_ids: torch.Tensor) -> tuple[int, ...]:
-    """Return tokens of each document, sample after sample, of positions as in
+    """Return the number of tokens of every document, sample after sample; `position_ids` as in
     `edges_of_documents`."""
     return tuple(edges_of_documents(position_ids).diff().tolist())
 
@@ -68,49 +68,22 @@ def attend_by_document(model: PreTrainedModel) -> Callable[[], None]:
     """
     before = attention_name(model)
     name = IMPLEMENTATIONS[before]
-    AttentionInterface.register(name, partial(_attend, before))
+    AttentionInterface.register(name, partial(_attend, implementation=before))
     AttentionMaskInterface.register(name, partial(_mask, before))
     model.set_attn_implementation(name)
     return lambda: model.set_attn_implementation(before)
 
 
-def _mask(
-    name: str,
-    *,
-    q_length: int,
-    kv_length: int,
-    mask_function: Callable[..., torch.Tensor],
-    attention_mask: torch.Tensor | None = None,
-    allow_is_causal_skip: bool = True,
-    local_size: int | None = None,
-    config: Any = None,
-    **more: Any,
-) -> Any:
+def _mask(name: str, **arguments: Any) -> Any:
     """transformers' mask interface."""
     sizes = _SIZES.get()
     if sizes is None:
         build: Callable[..., Any] = ALL_MASK_ATTENTION_FUNCTIONS[name]
-        return build(
-            q_length=q_length,
-            kv_length=kv_length,
-            mask_function=mask_function,
-            attention_mask=attention_mask,
-            allow_is_causal_skip=allow_is_causal_skip,
-            local_size=local_size,
-            config=config,
-            **more,
-        )
-    window = require_causal_window(
-        "documents of a sample cannot be kept apart: {} -> set data.document_boundaries=ignore",
-        q_length=q_length,
-        kv_length=kv_length,
-        mask_function=mask_function,
-        attention_mask=attention_mask,
-        allow_is_causal_skip=allow_is_causal_skip,
-        local_size=local_size,
-        config=config,
+        return build(**arguments)
+    refusal = (
+        "documents of a sample cannot be kept apart: {} -> set data.document_boundaries=ignore"
     )
-    return DocumentBoundaries(sizes, window)
+    return DocumentBoundaries(sizes, require_causal_window(refusal, **arguments))
 
 
 def require_causal_window(
@@ -120,62 +93,61 @@ def require_causal_window(
     kv_length: int,
     mask_function: Callable[..., torch.Tensor] | None,
     attention_mask: torch.Tensor | None = None,
-    allow_is_causal_skip: bool = True,
     local_size: int | None = None,
-    config: Any = None,
-    **_: Any,
+    **options: Any,
 ) -> int | None:
-    """Return the sliding window of a mask that a model asks for, None without one; arguments as of
+    """Return the sliding window, if any, of the mask that a model asks for with the arguments of
     transformers' mask interface. Raises ModelError if the mask is not causal: `refusal` with the
     reason."""
-    plain = allow_is_causal_skip and attention_mask is None and q_length == kv_length
+    is_plain = options.get("allow_is_causal_skip", True) and attention_mask is None
+    is_plain = is_plain and q_length == kv_length
     # Evaluated on the CPU: only the functions excluded here hold tensors of the device.
-    plain = plain and getattr(config, "attention_chunk_size", None) is None
-    if not plain or mask_function is None or not _is_band(mask_function, q_length, local_size):
+    is_plain = is_plain and getattr(options.get("config"), "attention_chunk_size", None) is None
+    is_band = False
+    if is_plain and mask_function is not None:
+        # A token must see itself and window - 1 tokens before. Tested in the rows at which the
+        # window starts to move, in the middle, and at the end.
+        width = q_length if local_size is None else local_size
+        rows = {0, 1, width - 1, width, width + 1, 2 * width, q_length // 2, q_length - 1}
+        query = torch.tensor(sorted(row for row in rows if 0 <= row < q_length))[:, None]
+        key = torch.arange(q_length)
+        zero = torch.zeros((), dtype=torch.int64)
+        visible = mask_function(zero, zero, query, key).expand(len(query), q_length)
+        is_band = torch.equal(visible, _band(query, key, width))
+    if not is_band:
         raise ModelError(refusal.format("the model asks for other masks than causal ones"))
     return local_size
 
 
-def _is_band(mask_function: Callable[..., torch.Tensor], tokens: int, window: int | None) -> bool:
-    """Return whether `mask_function` lets a token see itself and `window` - 1 before it, by the
-    rows at which the window starts to move, in the middle, and at the end."""
-    width = tokens if window is None else window
-    rows = {0, 1, width - 1, width, width + 1, 2 * width, tokens // 2, tokens - 1}
-    query = torch.tensor(sorted(row for row in rows if 0 <= row < tokens))[:, None]
-    key = torch.arange(tokens)
-    zero = torch.zeros((), dtype=torch.int64)
-    seen = mask_function(zero, zero, query, key).expand(len(query), tokens)
-    return torch.equal(seen, _band(query, key, width))
-
-
 def _band(query: torch.Tensor, key: torch.Tensor, window: int) -> torch.Tensor:
-    """Return which tokens [..., keys] see which, by their positions."""
+    """Return whether queries see keys, [..., keys], by their positions."""
     return (key <= query) & (key > query - window)
 
 
 def _attend(
-    name: str,
     module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: Any,
+    *,
+    implementation: str,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: `query` [B, H, T, D], the result [B, T, H, D]."""
-    base = attention_of(name, module)
+    base = attention_of(implementation, module)
     if not isinstance(attention_mask, DocumentBoundaries):
         return base(module, query, key, value, attention_mask, **kwargs)[0], None
     if kwargs.get("is_causal") is False or kwargs.get("position_bias") is not None:
         raise ModelError(f"{type(module).__name__} attends to more than the tokens before")
     samples, _, tokens, _ = query.shape
-    # One split of all documents: its backward pass writes each gradient once.
+    # All documents are split at once, so that the backward pass writes each gradient once.
     rows = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
     sizes = list(attention_mask.sizes)
     outputs = []
     for document in zip(*(x.split(sizes) for x in rows), strict=True):
         parts = [x.transpose(0, 1)[None] for x in document]
-        for q, k, v, mask in _blocks(parts, attention_mask.window or tokens, name):
+        for q, k, v, mask in _blocks(parts, attention_mask.window or tokens, implementation):
             outputs.append(base(module, q, k, v, mask, **kwargs)[0][0])
     return torch.cat(outputs).unflatten(0, (samples, tokens)), None
 
@@ -183,7 +155,7 @@ def _attend(
 def _blocks(
     document: Sequence[torch.Tensor], window: int, name: str
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-    """Yield queries, keys, values [1, H, L, D] and mask of each block of `document`, at most a
+    """Yield queries, keys, values [1, H, L, D] and mask of the blocks of `document`, at most a
     window long."""
     query, key, value = document
     length = query.shape[2]
@@ -192,20 +164,20 @@ def _blocks(
         return
     positions = torch.arange(length, device=query.device)
     for start in range(0, length, window):
-        own = slice(start, min(start + window, length))
-        seen = slice(max(0, start - window + 1), own.stop)
-        mask = _band(positions[own, None], positions[seen], window)
+        rows = slice(start, min(start + window, length))
+        columns = slice(max(0, start - window + 1), rows.stop)
+        mask = _band(positions[rows, None], positions[columns], window)
         if name == "eager":
             lowest = torch.finfo(query.dtype).min
             mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(
                 ~mask, lowest
             )
-        yield query[:, :, own], key[:, :, seen], value[:, :, seen], mask[None, None]
+        yield query[:, :, rows], key[:, :, columns], value[:, :, columns], mask[None, None]
 
 
 def attention_of(name: str, module: Any) -> Callable[..., Any]:
-    """Attention `name`; eager attention is a function of each architecture's own file. `module` may
-    wrap another one, its `attention_module`."""
+    """Return attention `name`; eager attention is a function in the architecture's file. `module`
+    may wrap another module, its `attention_module`."""
     if name != "eager":
         return ALL_ATTENTION_FUNCTIONS[name]  # type: ignore[no-any-return]
     owner = getattr(module, "attention_module", module)
@@ -215,34 +187,38 @@ def attention_of(name: str, module: Any) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Isolation:
-    """Method by which a model isolates documents. none: not at all. masks: transformers makes them
-    from positions. documents: attention runs for each document separately, without a mask
+    """Method by which a model isolates documents. none: not at all. masks: transformers computes
+    masks from positions. documents: attention runs for each document separately, without a mask
     (`bigtrain.models.layers.document_attention`). lengths: flash attention's arguments."""
 
-    kind: Literal["none", "masks", "documents", "lengths"]
+    method: Literal["none", "masks", "documents", "lengths"]
 
     @property
     def reason(self) -> str:
-        """A human-readable line; empty for none."""
+        """A human-readable line; empty without isolation."""
         how = {
             "masks": "by masks that the model makes from positions",
             "documents": "attention runs for each separately, without masks",
             "lengths": "by the lengths that flash attention takes",
         }
-        return f"documents of a sample are kept apart: {how[self.kind]}" if self.kind in how else ""
+        return (
+            f"documents of a sample are kept apart: {how[self.method]}"
+            if self.method in how
+            else ""
+        )
 
     def install(self, model: PreTrainedModel) -> None:
         """Make `model` isolate documents in this way."""
-        if self.kind != "none":
+        if self.method != "none":
             choose_by_document(model)
-        if self.kind == "documents":
+        if self.method == "documents":
             attend_by_document(model)
 
     @contextmanager
     def document_mask(self, position_ids: torch.Tensor | None) -> Iterator[None]:
         """Enter around every forward pass: `position_ids` [B, T] on the host, full samples; None
         if each sample is one document."""
-        if position_ids is None or self.kind != "documents":
+        if position_ids is None or self.method != "documents":
             with document_boundaries(packed=position_ids is not None):
                 yield
         else:
@@ -251,7 +227,7 @@ class Isolation:
 
     def arguments(self, position_ids: torch.Tensor | None) -> dict[str, Any]:
         """Return arguments for the model in addition to positions; tensors are on the host."""
-        if position_ids is None or self.kind != "lengths":
+        if position_ids is None or self.method != "lengths":
             return {}
         return lengths_of_documents(position_ids)
 

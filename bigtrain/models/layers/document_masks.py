@@ -1,5 +1,5 @@
 """Document boundaries in the form that masks and flash attention take. Variable-length flash
-kernels take all tokens of a micro-batch in one row and the start of each document (``cu_seqlens``);
+kernels take all tokens of a micro-batch in one row and document starts (``cu_seqlens``);
 transformers flattens the rows (`_flash_attention_forward`)."""
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _NAME = "bigtrain_documents"
 
 
 def edges_of_documents(position_ids: torch.Tensor) -> torch.Tensor:
-    """Start of each document in the tokens of all samples, and the end: int64 [documents + 1].
-    `position_ids` [B, T] on the host, so that reading them waits for nothing. Positions count from
-    0 in each document, and every sample begins one."""
+    """Return the start of every document in the tokens of the samples, and the end: int64
+    [documents + 1]. `position_ids` [B, T] on the host, so that reading them waits for nothing.
+    Positions count from 0 in each document, and every sample begins a document."""
     assert position_ids.device.type == "cpu"
     starts = (position_ids == 0).flatten()
     starts[:: position_ids.shape[1]] = True
@@ -41,7 +41,7 @@ def lengths_of_documents(position_ids: torch.Tensor) -> dict[str, Any]:
 
 
 def document_numbers(position_ids: torch.Tensor) -> torch.Tensor:
-    """Return which document of its sample each token belongs to, from 0: int64 like `position_ids`
+    """Return the number of every token's document in the sample, from 0: int64 like `position_ids`
     [B, T]. Follows transformers' `find_packed_sequence_indices`, without its check for several
     documents."""
     before = position_ids[:, :1] - 1
@@ -50,19 +50,19 @@ def document_numbers(position_ids: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def document_boundaries(*, packed: bool) -> Iterator[None]:
-    """Inside, `packed` tells models whether documents share samples. Otherwise transformers reads
-    the positions in every forward pass, and a GPU's host waits."""
-    known: Callable[[torch.Tensor], torch.Tensor | None]
-    known = document_numbers if packed else lambda _positions: None
-    with packed_sequences_found_by(known):
+    """Inside, models read from `packed` whether documents share samples. Otherwise transformers
+    reads the positions in every forward pass, and a GPU's host waits."""
+    find_documents: Callable[[torch.Tensor], torch.Tensor | None]
+    find_documents = document_numbers if packed else lambda _positions: None
+    with packed_sequences_found_by(find_documents):
         yield
 
 
 @contextmanager
 def document_attention(model: PreTrainedModel) -> Iterator[None]:
     """Inside, `model` attends as flash attention does with cumulative lengths, on any device. Slow,
-    with gradients: for trying a model where flash attention cannot run. A layer that ignores the
-    lengths sees all tokens before it."""
+    with gradients: for tests of a model where flash attention cannot run. A layer that ignores the
+    lengths sees all earlier tokens."""
     before = attention_name(model)
     AttentionInterface.register(_NAME, _attend)
     AttentionMaskInterface.register(_NAME, lambda *_, **__: None)
@@ -79,9 +79,6 @@ def _attend(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: `query` [B, H, T, D], the result [B, T, H, D]."""
@@ -91,17 +88,20 @@ def _attend(
     if edges is None:
         edges = torch.arange(samples + 1) * tokens
     sizes = edges.diff().tolist()
+    scaling, window, softcap = (
+        kwargs.get(name) for name in ("scaling", "sliding_window", "softcap")
+    )
     scale = width**-0.5 if scaling is None else scaling
-    # [H, tokens of all samples, D], split into documents
+    # [H, tokens of the samples, D], split into documents
     rows = [x.transpose(0, 1).flatten(1, 2).split(sizes, 1) for x in (query, key, value)]
     attended = []
-    for one, others, values in zip(*rows, strict=True):
-        scores = one @ others.transpose(1, 2) * scale
+    for queries, keys, values in zip(*rows, strict=True):
+        scores = queries @ keys.transpose(1, 2) * scale
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        distance = torch.arange(one.shape[1])[:, None] - torch.arange(one.shape[1])
+        distance = torch.arange(queries.shape[1])[:, None] - torch.arange(queries.shape[1])
         hidden = distance < 0
-        if sliding_window is not None:
-            hidden |= distance >= sliding_window
+        if window is not None:
+            hidden |= distance >= window
         attended.append(F.softmax(scores.masked_fill(hidden, -torch.inf), -1) @ values)
     return torch.cat(attended, 1).unflatten(1, (samples, tokens)).permute(1, 2, 0, 3), None

@@ -9,7 +9,7 @@ multiplies in the parameters' dtype.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from bigtrain.errors import Problem
-from bigtrain.models.layers.adapters import computing_modules
+from bigtrain.models.layers.adapter_names import computing_modules
 from bigtrain.models.layers.parameter_roles import Role, parameter_roles
 from bigtrain.models.layers.parameters import decoder_layers
 from bigtrain.models.torch_patches import shadow
@@ -56,7 +56,7 @@ class Float8Plan:
     reason: str = ""
 
     def install(self, model: PreTrainedModel) -> None:
-        """Replace the forward methods of these layers. Call it after adapters are added, and before
+        """Replace the layers' forward methods. Call it after adapters are added, and before
         layers are sharded or removed."""
         if self.recipe == "none":
             return
@@ -83,7 +83,7 @@ def product_of(layer: Any) -> Product:
 
 
 def check_float8(recipe: Float8) -> list[Problem]:
-    """Return problems with this installation and, if it has one, its GPU."""
+    """Return problems with this installation and with its GPU, if any."""
     if recipe == "none":
         return []
     if importlib.util.find_spec("torchao") is None:
@@ -91,13 +91,13 @@ def check_float8(recipe: Float8) -> list[Problem]:
         return [Problem("precision.float8", recipe, "torchao is not installed", remedy)]
     if not torch.cuda.is_available():
         return []
-    own, needed = torch.cuda.get_device_capability(), _CAPABILITY[recipe]
-    if own >= needed:
+    capability, needed = torch.cuda.get_device_capability(), _CAPABILITY[recipe]
+    if capability >= needed:
         return []
-    possible = [name for name, least in _CAPABILITY.items() if own >= least]
+    possible = [name for name, minimum in _CAPABILITY.items() if capability >= minimum]
     rule = (
         f"needs compute capability {needed[0]}.{needed[1]}, and {torch.cuda.get_device_name()} has "
-        f"{own[0]}.{own[1]}"
+        f"{capability[0]}.{capability[1]}"
     )
     remedy = f"precision.float8={possible[-1] if possible else 'none'}"
     return [Problem("precision.float8", recipe, rule, remedy)]
@@ -107,49 +107,47 @@ def plan_float8(
     model: PreTrainedModel, recipe: Float8, tensor_size: int, num_tokens: int
 ) -> tuple[Float8Plan, list[Problem]]:
     """Choose the layers of `model` (which may be on the meta device; not sharded, no adapters):
-    linear layers inside decoder layers, without those that choose experts, whose widths the unit
-    divides on each of `tensor_size` ranks. num_tokens: of a micro-batch on one rank."""
+    linear layers inside decoder layers, without routers, whose widths the unit divides on each of
+    `tensor_size` ranks. num_tokens: of a micro-batch on one rank."""
     unit = unit_of(recipe)
     if num_tokens % unit:
         rule = f"needs micro-batches of a multiple of {unit} tokens on a rank, not {num_tokens}"
         remedy = f"a batch.sequence_length that {unit} divides, or precision.float8=none"
         return NO_FLOAT8, [Problem("precision.float8", recipe, rule, remedy)]
-    chosen: list[str] = []
-    others: list[str] = []
-    for name, layer in _linear_layers(model):
-        widths = (layer.out_features, layer.in_features)
-        fits = all(width % (unit * tensor_size) == 0 for width in widths)
-        (chosen if fits else others).append(name)
-    if not chosen:
+
+    # Linear layers that multiply the hidden states of every token. (Layers that experts hold one by
+    # one multiply a number of tokens that changes.)
+    converted: list[str] = []
+    unconverted: list[str] = []
+    prefixes = tuple(f"{name}." for name, _ in decoder_layers(model))
+    for name, entry in parameter_roles(model).items():
+        if entry.role is not Role.MATRIX or entry.leaf != "weight" or entry.num_groups > 1:
+            continue
+        layer = model.get_submodule(entry.module)
+        is_expert = "experts" in entry.module.split(".")
+        if type(layer) is nn.Linear and name.startswith(prefixes) and not is_expert:
+            widths = (layer.out_features, layer.in_features)
+            fits = all(width % (unit * tensor_size) == 0 for width in widths)
+            (converted if fits else unconverted).append(entry.module)
+    if not converted:
         rule = (
             f"no linear layer inside the decoder layers of this {model.config.model_type} has "
             f"widths that are multiples of {unit * tensor_size}"
         )
         return NO_FLOAT8, [Problem("precision.float8", recipe, rule, "precision.float8=none")]
-    reason = f"float8: {recipe} products in {len(chosen)} linear layers"
-    if others:
-        kinds = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in others))
+
+    # The log line about the plan.
+    reason = f"float8: {recipe} products in {len(converted)} linear layers"
+    if unconverted:
+        leaf_names = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in unconverted))
         reason += (
-            f"; {len(others)} stay as they are, whose widths are no multiples of "
-            f"{unit * tensor_size} ({kinds})"
+            f"; {len(unconverted)} stay as they are, whose widths are no multiples of "
+            f"{unit * tensor_size} ({leaf_names})"
         )
     is_emulated = not torch.cuda.is_available()
     if is_emulated:
         reason += "; emulated on a CPU, which is slow"
-    return Float8Plan(recipe, tuple(chosen), is_emulated, reason), []
-
-
-def _linear_layers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
-    """Yield names and layers that multiply hidden states of all tokens. (Layers that experts hold
-    one by one multiply a number of tokens that changes.)"""
-    layers = tuple(f"{name}." for name, _ in decoder_layers(model))
-    for name, role in parameter_roles(model).items():
-        if role.role is not Role.MATRIX or role.leaf != "weight" or role.num_groups > 1:
-            continue
-        layer = model.get_submodule(role.module)
-        is_expert = any(part == "experts" for part in role.module.split("."))
-        if type(layer) is nn.Linear and name.startswith(layers) and not is_expert:
-            yield role.module, layer
+    return Float8Plan(recipe, tuple(converted), is_emulated, reason), []
 
 
 def float8_product(recipe: Float8, *, is_emulated: bool) -> Product:
@@ -180,8 +178,8 @@ def float8_product(recipe: Float8, *, is_emulated: bool) -> Product:
 
 class _Float8Product(torch.autograd.Function):
     """`torchao.float8.float8_linear.matmul_with_hp_or_float8_args` that saves the parameter itself:
-    ZeRO 3 frees what it gathered, and a saved view of that, as torchao's, would keep it. Computes
-    gradients that are asked for only."""
+    ZeRO 3 frees gathered parameters, and a saved view, as torchao's, would keep them alive.
+    Computes requested gradients only."""
 
     @staticmethod
     def forward(
@@ -199,15 +197,15 @@ class _Float8Product(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         cast = _Casts(ctx.config, ctx.products)
         rows = gradient.reshape(-1, gradient.shape[-1])
-        of_input = of_weight = None
+        grad_input = grad_weight = None
         if ctx.needs_input_grad[0]:
-            other = cast(weight.t(), "weight_for_grad_input", -1)
-            of_input = torch.mm(cast(rows, "grad_output", -1), other.t()).reshape(x.shape)
+            weight_cast = cast(weight.t(), "weight_for_grad_input", -1)
+            grad_input = torch.mm(cast(rows, "grad_output", -1), weight_cast.t()).reshape(x.shape)
         if ctx.needs_input_grad[1]:
-            left = cast(rows, "grad_output_for_grad_weight", 0)
+            gradient_cast = cast(rows, "grad_output_for_grad_weight", 0)
             inputs = cast(x.reshape(-1, x.shape[-1]), "input_for_grad_weight", 0)
-            of_weight = torch.mm(left.t(), inputs)
-        return of_input, of_weight, None, None
+            grad_weight = torch.mm(gradient_cast.t(), inputs)
+        return grad_input, grad_weight, None, None
 
 
 class _Casts:
@@ -217,7 +215,7 @@ class _Casts:
         self._config, self._products = config, products
 
     def __call__(self, tensor: torch.Tensor, operand: str, dim: Literal[0, -1]) -> torch.Tensor:
-        """Return `tensor` in float8 (a tensor subclass of torchao's); itself, where the recipe
+        """Return `tensor` in float8 (a tensor subclass of torchao's); unchanged where the recipe
         keeps this operand. dim: along which a row-wise recipe has one scale."""
         from torchao.float8 import GemmInputRole, ScalingGranularity, ScalingType
         from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
@@ -225,13 +223,12 @@ class _Casts:
         settings = getattr(self._config, f"cast_config_{operand}")
         if settings.scaling_type is ScalingType.DISABLED:
             return tensor
-        kind = operand.partition("_for_")[0]
         is_rowwise = settings.scaling_granularity is ScalingGranularity.AXISWISE
         cast: torch.Tensor = hp_tensor_to_float8_dynamic(
             tensor,
             settings.target_dtype,
             self._products,
-            gemm_input_role=GemmInputRole(kind),
+            gemm_input_role=GemmInputRole(operand.partition("_for_")[0]),
             scaling_granularity=settings.scaling_granularity,
             axiswise_dim=dim if is_rowwise else None,
             round_scales_to_power_of_2=self._config.round_scales_to_power_of_2,

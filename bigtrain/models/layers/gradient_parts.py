@@ -13,7 +13,7 @@ from bigtrain.models.torch_patches import shadow, unshadow
 
 
 class GradientSum:
-    """A sum of gradients like `parameter`, in float32 where there are several."""
+    """A sum of gradients like `parameter`, in float32 from the second gradient on."""
 
     def __init__(self, parameter: torch.Tensor) -> None:
         self._like = parameter
@@ -44,17 +44,17 @@ class GradientSum:
 def substituted(
     module: nn.Module, parameters: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]
 ) -> Iterator[None]:
-    """Let `module` compute with `leaves` instead of its `parameters` inside, so that no hooks of
-    these run per part; ZeRO-3's are gathered here."""
-    places: list[tuple[nn.Module, str]] = []
+    """Let `module` compute with `leaves` instead of `parameters` inside, so that the
+    parameters' hooks do not run per part; parameters of ZeRO-3 are gathered here."""
+    shadowed_attributes: list[tuple[nn.Module, str]] = []
     leaf_by_id = dict(zip(map(id, parameters), leaves, strict=True))
     for owner in module.modules():
         for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
             if id(parameter) in leaf_by_id:
                 shadow(owner, name, leaf_by_id[id(parameter)])
-                places.append((owner, name))
+                shadowed_attributes.append((owner, name))
     try:
         yield
     finally:
-        for owner, name in places:
+        for owner, name in shadowed_attributes:
             unshadow(owner, name)

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from bigtrain.errors import Problem
 
-_WANTED = {
+_OPTIONS = {
     "rope": True,
     "rms_norm": True,
     "swiglu": True,
@@ -30,11 +30,11 @@ def check_kernels(hf_config: PreTrainedConfig, kernels: str) -> list[Problem]:
     if importlib.util.find_spec("liger_kernel") is None:
         remedy = "pip install 'bigtrain[gpu]', or set model.kernels=none"
         return [Problem("model.kernels", kernels, "liger-kernel is not installed", remedy)]
-    known = _patches()
-    if hf_config.model_type in known:
+    patches = _patches()
+    if hf_config.model_type in patches:
         return []
     rule = f"liger-kernel has none for model_type {hf_config.model_type}, only for " + ", ".join(
-        sorted(known)
+        sorted(patches)
     )
     return [Problem("model.kernels", kernels, rule, "model.kernels=none")]
 
@@ -44,8 +44,8 @@ def apply_kernels(model: PreTrainedModel) -> None:
     a function in transformers' module of the architecture, which is patched for the entire process.
     Call `check_kernels` first."""
     patch = _patches()[model.config.model_type]
-    taken = inspect.signature(patch).parameters
-    patch(model=model, **{name: value for name, value in _WANTED.items() if name in taken})
+    parameters = inspect.signature(patch).parameters
+    patch(model=model, **{name: value for name, value in _OPTIONS.items() if name in parameters})
 
 
 def _patches() -> dict[str, Callable[..., Any]]:

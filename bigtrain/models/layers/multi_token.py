@@ -3,13 +3,12 @@
 
 Layer k (from 1) predicts the token k + 1 positions after a hidden state: its input is the output of
 layer k - 1 (of the model, for k = 1) at position t, and the embedding of token t + k. Embedding and
-head are the model's own. Shapes: B = samples, T = tokens of a sample, H = hidden size.
+head are the model's. Shapes: B = samples, T = tokens of a sample, H = hidden size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,13 +30,17 @@ NAME = "mtp"
 class MultiTokenLayers(nn.Module):
     """Layers for multi-token prediction of `model`, constructed in its dtype. `num_layers`: their
     number. Raises ModelError if transformers cannot build them for the architecture, or not with
-    the model's own embedding."""
+    the model's embedding."""
 
     def __init__(self, model: PreTrainedModel, num_layers: int) -> None:
         super().__init__()
         try:
-            with _default_dtype(model.dtype):
+            default_dtype = torch.get_default_dtype()
+            torch.set_default_dtype(model.dtype)
+            try:
                 built: Any = MtpModel(model, num_layers)
+            finally:
+                torch.set_default_dtype(default_dtype)
         except (ValueError, AttributeError, TypeError) as error:
             raise ModelError(f"transformers does not build them: {one_line(error)}") from error
         if built.embed_tokens is not model.get_input_embeddings():
@@ -45,12 +48,13 @@ class MultiTokenLayers(nn.Module):
         self.layers: nn.ModuleList = built.layers
         if built.use_shared_post_norm:
             self.shared_post_norm: nn.Module = built.shared_post_norm
-        # A tuple, since it also has the model's embedding and head, which must keep one name.
+        # In a tuple, since `built` also has the model's embedding and head, which must keep one
+        # name.
         self._built = (built,)
 
     @property
     def built(self) -> Any:
-        """transformers' model of these layers, with the embedding and head of the main model."""
+        """transformers' model of the layers, with the embedding and head of the main model."""
         return self._built[0]
 
     def hidden_states(
@@ -61,10 +65,10 @@ class MultiTokenLayers(nn.Module):
         position_ids: torch.Tensor | None,
         **options: Any,
     ) -> Iterator[torch.Tensor]:
-        """Yield the hidden states [B, T, H] of each layer, from those of `model`, `hidden`, for
-        `input_ids` [B, T]. The last k of layer k have no token to embed: they get tokens from the
-        beginning of the sample, and must have no label. `position_ids` int64 [B, T]; `options`:
-        further arguments of a layer."""
+        """Yield the hidden states [B, T, H] of every layer, from the hidden states `hidden` of
+        `model`, for `input_ids` [B, T]. The last k positions of layer k have no token to embed:
+        they get tokens from the beginning of the sample, and must have no label. `position_ids`
+        int64 [B, T]; `options`: further arguments of a layer."""
         follow_implementations(self.built, model)
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
@@ -83,14 +87,14 @@ class MultiTokenLayers(nn.Module):
 
 
 def add_mtp_layers(model: PreTrainedModel, hf_config: PreTrainedConfig) -> None:
-    """Give `model` the layers that a run with `hf_config` trains; none if it trains none. Raises
+    """Give `model` the layers that a run with `hf_config` trains, if any. Raises
     ModelError as `MultiTokenLayers`."""
     if count := num_trained_mtp_layers(hf_config):
         model.add_module(NAME, MultiTokenLayers(model, count))
 
 
 def mtp_layers(model: nn.Module) -> MultiTokenLayers | None:
-    """Return the layers that `add_mtp_layers` added; None without any."""
+    """Return the layers that `add_mtp_layers` added; None if it added none."""
     layers = getattr(model, NAME, None)
     return layers if isinstance(layers, MultiTokenLayers) else None
 
@@ -98,22 +102,12 @@ def mtp_layers(model: nn.Module) -> MultiTokenLayers | None:
 def labels_at_depth(
     labels: torch.Tensor, depth: int, position_ids: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the labels of layer `depth` (from 1): int64 like `labels` [B, T], which are those of
-    the next token. -100 where that label is, beyond the sample, and, with `position_ids` of
-    isolated documents, in another document."""
+    """Return the labels of layer `depth` (from 1): int64 like `labels` [B, T], which are the labels
+    of the next token. -100 where that label is -100, beyond the end of the sample and, with
+    `position_ids` of isolated documents, beyond the end of the document."""
     shifted = F.pad(labels[:, depth:], (0, depth), value=IGNORED_LABEL)
     if position_ids is None:
         return shifted
     documents = document_numbers(position_ids)
     is_same = documents == F.pad(documents[:, depth:], (0, depth), value=-1)
     return shifted.masked_fill(~is_same, IGNORED_LABEL)
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

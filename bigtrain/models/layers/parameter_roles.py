@@ -1,8 +1,8 @@
-"""The role of every parameter of a model: the one table that decides what is done with each.
+"""The role of every parameter of a model: the table that decides what is done with parameters.
 
 A role follows from the type of the module that holds a parameter, from what transformers declares
-(`_can_record_outputs` names the routers) and, of parameters that a module holds directly, from
-their name there: never from a number of dimensions or from equal widths.
+(`_can_record_outputs` names the routers) and, for parameters that a module holds directly, from
+the name in the module: never from a number of dimensions or from equal widths.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Role(StrEnum):
     OTHER = "other"
 
     def decays(self, *, decay_embeddings: bool = True) -> bool:
-        """Return whether weight decay falls on it: on weights that are multiplied by activations,
-        and on tables of embeddings if `decay_embeddings`."""
+        """Return whether weight decay applies: to weights that are multiplied by activations, and
+        to tables of embeddings if `decay_embeddings`."""
         return self in _PRODUCTS or (decay_embeddings and self in _TABLES)
 
 
@@ -60,7 +60,7 @@ _EPSILON = ("eps", "epsilon", "variance_epsilon", "norm_eps", "layer_norm_eps")
 _GROUPS = ("n_groups", "num_groups", "groups")
 """Attributes of a linear layer that is called with groups of inputs."""
 
-# Names that modules give to parameters of their own.
+# Names that modules give to the parameters that they hold.
 _BIAS = re.compile(r"(^|_)bias(_[a-z]|\d)?$")
 _STATE = re.compile(r"^(A_log|D|time_\w+|recurrent_param)$")
 _POSITION = re.compile(r"(^|_)(pos|position|positions|positional|wpe)(_|$)")
@@ -72,13 +72,13 @@ _ROUTER_LOGITS = "router_logits"
 
 @dataclass(frozen=True)
 class ParameterRole:
-    """The role of one parameter.
+    """The role of a parameter.
 
-    name: its first name, of several that tied ones have. module: the name of the module that holds
-    it, leaf: the name that the module gives it. is_stacked: whether it is a block of experts' own,
-    of which a token meets those experts only that it is routed to: their weights, and biases.
-    num_groups: of the weight of a linear layer that multiplies each group of its inputs with a
-    matrix of its own, one below the other.
+    name: the first name, since tied parameters have several. module: the name of the module that
+    holds the parameter, leaf: its name in the module. is_stacked: whether it contains weights or
+    biases of many experts, and a token uses only the experts that it is routed to. num_groups:
+    matrices in the weight, stacked in rows, of a linear layer that multiplies groups of inputs with
+    different matrices.
     """
 
     name: str
@@ -95,15 +95,15 @@ def parameter_roles(model: nn.Module) -> dict[str, ParameterRole]:
     collective. A parameter that is an embedding and a head is an embedding."""
     classifier = _Classifier(model)
     roles: dict[str, ParameterRole] = {}
-    by_id: dict[int, str] = {}
+    first_names: dict[int, str] = {}
     for prefix, module in model.named_modules():
-        own = module.named_parameters(recurse=False, remove_duplicate=False)
-        for leaf, parameter in own:
+        module_parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+        for leaf, parameter in module_parameters:
             role = classifier.role(prefix, module, leaf, parameter)
             name = f"{prefix}.{leaf}" if prefix else leaf
-            first = by_id.setdefault(id(parameter), name)
-            known = roles.get(first)
-            if known is None or (role in _TABLES and known.role not in _TABLES):
+            first = first_names.setdefault(id(parameter), name)
+            previous = roles.get(first)
+            if previous is None or (role in _TABLES and previous.role not in _TABLES):
                 is_stacked, groups = classifier.holds_stacks(prefix, module), _num_groups(module)
                 roles[first] = ParameterRole(first, role, prefix, leaf, is_stacked, groups)
     return roles
@@ -111,8 +111,8 @@ def parameter_roles(model: nn.Module) -> dict[str, ParameterRole]:
 
 def routers(model: nn.Module) -> list[str]:
     """Return names of the modules that choose experts for tokens: of the classes whose outputs
-    transformers records as router logits, of classes that are called so, and linear layers that a
-    block of experts calls its router."""
+    transformers records as router logits, of classes that are called routers, and linear layers
+    that a block of experts calls its router."""
     return _Classifier(model).routers
 
 
@@ -128,7 +128,7 @@ class _Classifier:
             if module in marked or type(module).__name__.endswith("Experts")
         ]
         declared = recorded_classes(model, _ROUTER_LOGITS)
-        # Some return router logits as a block of experts, and not as its router.
+        # Some declared classes are a block of experts that returns router logits, not the router.
         blocks = {name for name, m in modules.items() if isinstance(m, declared)}
         blocks |= {name.rpartition(".")[0] for name in self.experts}
         named = [
@@ -142,55 +142,51 @@ class _Classifier:
             name
             for name, module in modules.items()
             if (isinstance(module, declared) or _ROUTER.search(type(module).__name__))
-            and not _holds(name, [*self.experts, *named])
+            and not any(child.startswith(f"{name}.") for child in [*self.experts, *named])
         ]
         self._head = output_layer(model)
 
     def holds_stacks(self, prefix: str, module: nn.Module) -> bool:
-        """Return whether parameters of `module` are those of many experts."""
-        return not isinstance(module, LINEAR) and _is_within(prefix, self.experts)
+        """Return whether the parameters of `module` contain the weights of many experts."""
+        return not isinstance(module, LINEAR) and is_within(prefix, self.experts)
 
     def role(self, prefix: str, module: nn.Module, leaf: str, parameter: nn.Parameter) -> Role:
         """Return the role of `parameter`, which `module` holds as `leaf`."""
-        attribute = prefix.rpartition(".")[2]
+        attribute, class_name = prefix.rpartition(".")[2], type(module).__name__
+        # Adapters, then parameters that names and classes identify.
         if f".{_ADAPTER}" in f".{prefix}.{leaf}":
             if _MAGNITUDE in f"{prefix}.{leaf}":
                 return Role.OTHER
-            return Role.ROUTER if _is_within(prefix, self.routers) else Role.ADAPTER
+            return Role.ROUTER if is_within(prefix, self.routers) else Role.ADAPTER
         if _BIAS.search(leaf) or _BIAS.search(attribute):
             return Role.BIAS
-        kind = type(module).__name__
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             if "bias" in attribute:
                 return Role.BIAS
-            is_position = _is_position(kind, *prefix.split(".")[-2:])
+            is_position = _is_position(class_name, *prefix.split(".")[-2:])
             return Role.POSITION if is_position else Role.EMBEDDING
         if _is_norm(module, leaf):
             return Role.NORM
         is_weight = isinstance(module, (*LINEAR, nn.MultiheadAttention)) or bool(
             _WEIGHT.search(leaf) and not _is_vector(parameter)
         )
+        # Weights of products: the head, then by the module that the layer is a part of.
         if module is self._head and is_weight:
             return Role.HEAD
-        if _is_within(prefix, self.routers):
+        if is_within(prefix, self.routers):
             return Role.ROUTER if is_weight else Role.OTHER
         if self.holds_stacks(prefix, module):
             return Role.OTHER if _is_vector(parameter) else Role.EXPERTS
         if isinstance(module, LINEAR):
             return Role.MATRIX
-        return _role_of_own(module, leaf, is_weight=is_weight)
-
-
-def _role_of_own(module: nn.Module, leaf: str, *, is_weight: bool) -> Role:
-    """Return the role of a parameter that a module computes with itself."""
-    kind = type(module).__name__
-    if isinstance(module, _CONVOLUTIONS) or (is_weight and "conv" in kind.lower()):
-        return Role.CONVOLUTION
-    if _STATE.search(leaf):
-        return Role.STATE
-    if _is_position(kind, leaf):
-        return Role.POSITION
-    return Role.MATRIX if is_weight else Role.OTHER
+        # Parameters that a module of another class computes with.
+        if isinstance(module, _CONVOLUTIONS) or (is_weight and "conv" in class_name.lower()):
+            return Role.CONVOLUTION
+        if _STATE.search(leaf):
+            return Role.STATE
+        if _is_position(class_name, leaf):
+            return Role.POSITION
+        return Role.MATRIX if is_weight else Role.OTHER
 
 
 def _is_norm(module: nn.Module, leaf: str) -> bool:
@@ -204,15 +200,16 @@ def _is_norm(module: nn.Module, leaf: str) -> bool:
 
 
 def _num_groups(module: Any) -> int:
-    """Matrices in the weight of a linear layer: one, but for those that divide their inputs."""
+    """Return the number of matrices in the weight of a linear layer: more than 1 for a layer that
+    divides its inputs into groups."""
     if type(module) in LINEAR or not isinstance(module, nn.Linear):
         return 1
     counts = (getattr(module, name, None) for name in _GROUPS)
     return next((count for count in counts if isinstance(count, int) and count > 0), 1)
 
 
-def _is_position(kind: str, *names: str) -> bool:
-    return "Position" in kind or any(_POSITION.search(name) for name in names)
+def _is_position(class_name: str, *names: str) -> bool:
+    return "Position" in class_name or any(_POSITION.search(name) for name in names)
 
 
 def _is_vector(parameter: nn.Parameter) -> bool:
@@ -220,17 +217,14 @@ def _is_vector(parameter: nn.Parameter) -> bool:
     return sum(length > 1 for length in local_shape(parameter)) < 2
 
 
-def _is_within(name: str, parents: Iterable[str]) -> bool:
+def is_within(name: str, parents: Iterable[str]) -> bool:
+    """Return whether module `name` is one of `parents` or a submodule of one."""
     return any(name == parent or name.startswith(f"{parent}.") for parent in parents)
-
-
-def _holds(name: str, children: Iterable[str]) -> bool:
-    return any(child.startswith(f"{name}.") for child in children)
 
 
 @dataclass(frozen=True)
 class ParameterGroups:
-    """Parameters that decay and those that do not, each in the model's order."""
+    """Parameters with and without weight decay, in the model's order."""
 
     decay: list[nn.Parameter]
     no_decay: list[nn.Parameter]
@@ -239,8 +233,8 @@ class ParameterGroups:
 def split_by_decay(
     model: nn.Module, *, decay_embeddings: bool, untrained: Collection[str] = ()
 ) -> ParameterGroups:
-    """Trained parameters by `Role.decays`; adapters of the weights `untrained` never decay. Frozen
-    parameters are in neither group."""
+    """Return trained parameters by `Role.decays`; adapters of the weights `untrained` never decay.
+    Frozen parameters are in neither group."""
     groups = ParameterGroups([], [])
     for name, entry in parameter_roles(model).items():
         parameter = parameter_of(model, name)
@@ -255,11 +249,12 @@ def split_by_decay(
 
 def adapted_weight(name: str) -> str:
     """Return the weight of the model without adapters that an adapter's parameter `name` is added
-    to; the name itself of any other."""
+    to; `name` for any other parameter."""
     head, marker, _ = f".{name}".partition(f".{_ADAPTER}")
     return f"{head[1:]}.weight" if marker else name
 
 
 def collapsed(names: Iterable[str]) -> list[str]:
-    """`names` with indices of layers and experts replaced by ``*``, sorted, each once."""
+    """Return `names` with indices of layers and experts replaced by ``*``, sorted, without
+    duplicates."""
     return sorted({re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names})

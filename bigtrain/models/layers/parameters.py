@@ -21,8 +21,8 @@ KEY = "model.frozen"
 
 
 def check_frozen(model: nn.Module, patterns: Sequence[str]) -> list[Problem]:
-    """Return problems with `patterns` for this model: one matches nothing, or together they match
-    all. Freezes what they match; `model` may be on the meta device."""
+    """Return problems with `patterns` for this model: a pattern matches nothing, or together they
+    match all parameters. Freezes the matches; `model` may be on the meta device."""
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     problems = [
         Problem(
@@ -67,7 +67,8 @@ def parameter_of(model: nn.Module, name: str) -> nn.Parameter:
 
 
 def names_of(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[int, list[str]]:
-    """Return all names of every parameter, by its id; tied ones have several, the first counts."""
+    """Return all names of every parameter, by its id. Tied parameters have several names, of which
+    the first counts."""
     names_by_id: dict[int, list[str]] = {}
     for name, parameter in parameters:
         names_by_id.setdefault(id(parameter), []).append(name)
@@ -76,15 +77,18 @@ def names_of(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[int, list[s
 
 def give_properties(module: nn.Module, properties: dict[str, property], **marks: object) -> None:
     """Let attributes of `module`, the names of parameters that it has or had, be `properties`. Its
-    class becomes a subclass of the same name, with `marks` as attributes: transformers uses the
+    class becomes a subclass with an equal name, with `marks` as attributes: transformers uses the
     class's full name to find what to record."""
-    kind = type(module)
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    module.__class__ = type(kind.__name__, (kind,), {**marks, **names, **properties})
+    module_class = type(module)
+    names = {"__module__": module_class.__module__, "__qualname__": module_class.__qualname__}
+    module.__class__ = type(
+        module_class.__name__, (module_class,), {**marks, **names, **properties}
+    )
 
 
 def local_shape(parameter: Any) -> tuple[int, ...]:
-    """Shape of what tensor or expert parallelism left to this rank, before ZeRO partitions it."""
+    """Return the shape of the shard that tensor or expert parallelism assigns to this rank, before
+    ZeRO partitions it."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
@@ -94,8 +98,7 @@ def has_score_head(model: nn.Module) -> bool:
 
 
 def output_layer(model: Any) -> nn.Module | None:
-    """Return the layer that makes logits: of tokens, or of samples; None if it is not one
-    module."""
+    """Return the layer that computes logits of tokens or of samples; None if several modules do."""
     head: nn.Module | None = getattr(model, "get_output_embeddings", lambda: None)()
     if head is not None or not has_score_head(model):
         return head
@@ -105,15 +108,15 @@ def output_layer(model: Any) -> nn.Module | None:
 
 def head_parameters(model: Any) -> list[str]:
     """Return the names of the parameters that are not the base model's."""
-    own = f"{model.base_model_prefix}."
+    base_prefix = f"{model.base_model_prefix}."
     names = (name for name, _ in model.named_parameters(remove_duplicate=False))
-    return [name for name in names if not name.startswith(own)]
+    return [name for name in names if not name.startswith(base_prefix)]
 
 
 @torch.no_grad()
 def initial_head(model: Any, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield names and initial values (float32) of the head of `model`, which may be on the meta
-    device: by the architecture's own rules, from a random stream for each module, as
+    device: by the architecture's rules, from a random stream for each module, as
     `bigtrain.models.build.initialize_weights` draws them."""
     modules = dict.fromkeys(name.rpartition(".")[0] for name in head_parameters(model))
     for prefix in modules:
@@ -133,16 +136,17 @@ def seed_of(seed: int, name: str) -> int:
 
 
 def decoder_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Return by name, in model order; those of other pipeline stages are placeholders."""
-    inside: list[str] = []
+    """Yield names and layers, in model order; layers of other pipeline stages are placeholders."""
+    list_prefixes: list[str] = []
     for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and not any(name.startswith(i) for i in inside):
-            inside.append(f"{name}.")
+        if isinstance(module, nn.ModuleList) and not name.startswith(tuple(list_prefixes)):
+            list_prefixes.append(f"{name}.")
             yield from ((f"{name}.{index}", layer) for index, layer in module.named_children())
 
 
 def listed_layers(model: nn.Module, count: int | None) -> list[tuple[str, nn.Module]]:
-    """`decoder_layers` of the first list that has `count` of them, or all where none has."""
+    """Return `decoder_layers` of the first list with `count` layers; all layers if no
+    list has."""
     layers = list(decoder_layers(model))
     lists: dict[str, list[tuple[str, nn.Module]]] = {}
     for name, module in layers:
@@ -151,8 +155,8 @@ def listed_layers(model: nn.Module, count: int | None) -> list[tuple[str, nn.Mod
 
 
 def expert_stacks(model: nn.Module) -> Iterator[nn.Module]:
-    """Modules that hold the weights of experts as stacks [experts, ...]. Those of which
-    transformers computes the products, and others whose class it calls so (Llama 4's and
+    """Yield modules that hold the weights of experts as stacks [experts, ...]: modules whose
+    products transformers computes, and modules whose class it calls experts (Llama 4's and
     LongCat's)."""
     yield from modules_of_experts(model)
     for module in unmarked_experts(model):
@@ -161,8 +165,11 @@ def expert_stacks(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def unmarked_experts(model: nn.Module) -> list[nn.Module]:
-    """Return modules whose class is called experts, and of which transformers does not compute the
-    products."""
+    """Return modules whose class is called experts, and whose products transformers does not
+    compute."""
     marked = set(modules_of_experts(model))
-    called_so = (m for m in model.modules() if type(m).__name__.endswith("Experts"))
-    return [module for module in called_so if module not in marked]
+    return [
+        module
+        for module in model.modules()
+        if type(module).__name__.endswith("Experts") and module not in marked
+    ]

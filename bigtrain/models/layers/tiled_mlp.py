@@ -1,12 +1,12 @@
 """MLPs computed in tiles of tokens, and again in the backward pass, so that the activations inside
-an MLP exist for the tokens of one tile only (Arctic Long Sequence Training, arXiv 2506.13996).
+an MLP exist for the tokens of a single tile only (Arctic Long Sequence Training, arXiv 2506.13996).
 
-The tiles' gradients of a parameter are added up in float32 and returned as one, so that whatever
-its hooks do (reduction by ZeRO, sums over tensor-parallel ranks) happens once, with the complete
+The tiles' gradients of a parameter are added up in float32 and returned as one, so that the
+parameter's hooks (reduction by ZeRO, sums over tensor-parallel ranks) run once, with the complete
 gradient. DeepSpeed 0.19.8's `TiledMLP` (runtime/sequence_parallel/ulysses_sp.py) is not used: it
-adds up in the parameters' dtype, runs their hooks for each tile, loses the gradients if there are
-fewer tiles than requested, draws other dropout masks in the backward pass, supports one tensor as
-the only input (experts have three), and ZeRO 3 would gather an MLP's parameters for each tile.
+adds up in the parameters' dtype, runs hooks for each tile, loses the gradients if there are fewer
+tiles than requested, draws other dropout masks in the backward pass, supports one tensor as the
+only input (experts have three), and ZeRO 3 would gather an MLP's parameters for each tile.
 
 Shapes: N = tokens of a call, n = tokens of a tile, H = a tensor's last dimension.
 """
@@ -25,15 +25,16 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from transformers import PreTrainedModel
 
 from bigtrain.errors import ModelError
-from bigtrain.models.layers.adapters import computing_modules, layers_of, stacks_of
+from bigtrain.models.layers.adapter_names import computing_modules
+from bigtrain.models.layers.adapter_targets import layers_of, stacks_of
 from bigtrain.models.layers.gradient_parts import GradientSum, substituted
 from bigtrain.models.layers.parameter_roles import ParameterRole, Role, parameter_roles
 from bigtrain.models.layers.parameters import decoder_layers
 from bigtrain.models.torch_patches import shadow, unshadow
 
 _TILES = "bigtrain_tiles"
-_BESIDE_PRODUCTS = {Role.BIAS, Role.NORM, Role.OTHER}
-"""Roles of parameters that an MLP may have in addition to those of its products."""
+_FURTHER_ROLES = {Role.BIAS, Role.NORM, Role.OTHER}
+"""Roles of parameters that an MLP may have in addition to the weights of its products."""
 
 
 def find_mlps(model: PreTrainedModel) -> list[str]:
@@ -47,30 +48,30 @@ def find_mlps(model: PreTrainedModel) -> list[str]:
     def is_product(entry: ParameterRole) -> bool:
         return entry.name in stacks or (entry.role is Role.MATRIX and entry.module in products)
 
-    def of(name: str, module: nn.Module) -> Iterator[str]:
-        own = [entry for entry in roles if entry.name.startswith(f"{name}.")]
-        weights = [entry for entry in own if is_product(entry)]
-        others = [entry for entry in own if not is_product(entry)]
+    def mlps_in(name: str, module: nn.Module) -> Iterator[str]:
+        entries = [entry for entry in roles if entry.name.startswith(f"{name}.")]
+        weights = [entry for entry in entries if is_product(entry)]
+        further_entries = [entry for entry in entries if not is_product(entry)]
         is_mlp = len(weights) > 1 or any(entry.name in stacks for entry in weights)
         is_called = not isinstance(module, nn.ModuleList | nn.ModuleDict)
-        if is_mlp and is_called and all(entry.role in _BESIDE_PRODUCTS for entry in others):
+        if is_mlp and is_called and all(entry.role in _FURTHER_ROLES for entry in further_entries):
             yield name
         elif weights:
             for leaf, child in module.named_children():
-                yield from of(f"{name}.{leaf}", child)
+                yield from mlps_in(f"{name}.{leaf}", child)
 
     return [
         mlp
         for name, layer in decoder_layers(model)
         for leaf, child in layer.named_children()
-        for mlp in of(f"{name}.{leaf}", child)
+        for mlp in mlps_in(f"{name}.{leaf}", child)
     ]
 
 
 @dataclass(frozen=True)
 class TilePlan:
     """The modules of a run's model that are computed in tiles of `tile_tokens` tokens at most, and
-    why, as a human-readable line. Without modules nothing is."""
+    why, as a human-readable line."""
 
     modules: tuple[str, ...] = ()
     tile_tokens: int = 1
@@ -95,16 +96,16 @@ def tiled_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def parameters_inside(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of submodules of `module`, which it uses itself if it is tiled."""
-    own = {id(parameter) for parameter in module.parameters(recurse=False)}
-    return [parameter for parameter in module.parameters() if id(parameter) not in own]
+    """Return the parameters of submodules of `module`, which `module` uses directly if tiled."""
+    direct_ids = {id(parameter) for parameter in module.parameters(recurse=False)}
+    return [parameter for parameter in module.parameters() if id(parameter) not in direct_ids]
 
 
 class Tiles:
     """Makes `module` compute `tile_tokens` tokens at a time, and again in the backward pass.
 
-    Of its arguments, tensors have the tokens in all dimensions but the last; its output likewise.
-    A call with fewer tokens computes one tile. Raises ModelError for calls of another kind.
+    Tensors among its arguments, and its output, have the tokens in all dimensions but the last. A
+    call with fewer tokens computes one tile. Raises ModelError for other calls.
     """
 
     def __init__(self, module: nn.Module, tile_tokens: int) -> None:
@@ -116,13 +117,13 @@ class Tiles:
         shadow(module, "forward", self.forward)
 
     def remove(self) -> None:
-        """Restore the module's own forward method."""
+        """Restore the module's forward method."""
         unshadow(self._module, _TILES)
         shadow(self._module, "forward", self._plain_forward)
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Call the module's own forward method for each tile."""
-        call, tensors = _Call.of(self._plain_forward, args, kwargs)
+        """Call the module's forward method for each tile."""
+        call, tensors = _Call.from_arguments(self._plain_forward, args, kwargs)
         if not torch.is_grad_enabled():
             return self.compute(call, tensors)
         count, weights = len(tensors), self._trained()
@@ -144,73 +145,69 @@ class Tiles:
     def differentiate(
         self, call: _Call, tensors: Sequence[torch.Tensor], upstream: torch.Tensor
     ) -> list[torch.Tensor | None]:
-        """Return the gradients of `tensors` and of the module's trained parameters for that of the
-        output, `upstream`."""
+        """Return the gradients of `tensors` and of the module's trained parameters; `upstream`: the
+        gradient of the output."""
         rows = [tensor.reshape(-1, tensor.shape[-1]) for tensor in tensors]
         upstream = upstream.reshape(-1, upstream.shape[-1])
-        of_rows = [
-            torch.zeros_like(tensor) if is_wanted else None
-            for tensor, is_wanted in zip(rows, call.is_wanted, strict=True)
+        grad_rows = [
+            torch.zeros_like(tensor) if needs_gradient else None
+            for tensor, needs_gradient in zip(rows, call.needs_gradient, strict=True)
         ]
+
+        # Compute each tile again. Weights are leaves without hooks, which run for the sums only.
         weights = self._trained()
         leaves = [weight.detach().requires_grad_() for weight in weights]
         sums = [GradientSum(weight) for weight in weights]
         with torch.enable_grad(), substituted(self._module, weights, leaves):
             for part in self._parts(len(upstream)):
                 tile = [
-                    tensor[part].detach().requires_grad_(is_wanted)
-                    for tensor, is_wanted in zip(rows, call.is_wanted, strict=True)
+                    tensor[part].detach().requires_grad_(needs_gradient)
+                    for tensor, needs_gradient in zip(rows, call.needs_gradient, strict=True)
                 ]
                 output = call.run(tile)
-                wanted = [tensor for tensor in tile if tensor.requires_grad] + leaves
-                gradients = torch.autograd.grad(output, wanted, upstream[part], allow_unused=True)
+                differentiated = [tensor for tensor in tile if tensor.requires_grad] + leaves
+                gradients = torch.autograd.grad(
+                    output, differentiated, upstream[part], allow_unused=True
+                )
                 del output
-                _take(gradients, part, [target for target in of_rows if target is not None], sums)
-        of_tensors = [
+                # Store the gradients of the tile's tokens, and add up the parameters'.
+                targets = [target for target in grad_rows if target is not None]
+                for target, gradient in zip(targets, gradients, strict=False):
+                    if gradient is not None:
+                        target[part] = gradient
+                for total, gradient in zip(sums, gradients[len(targets) :], strict=True):
+                    if gradient is not None:
+                        total.add(gradient)
+        grad_tensors = [
             None if gradient is None else gradient.view(tensor.shape)
-            for gradient, tensor in zip(of_rows, tensors, strict=True)
+            for gradient, tensor in zip(grad_rows, tensors, strict=True)
         ]
-        return [*of_tensors, *(None if total.is_empty else total.value() for total in sums)]
+        return [*grad_tensors, *(None if total.is_empty else total.value() for total in sums)]
 
     def _trained(self) -> list[nn.Parameter]:
         return [p for p in self._module.parameters() if p.requires_grad]
 
     def _parts(self, num_rows: int) -> Iterator[slice]:
-        """Yield the tiles of `num_rows` tokens; without any, an empty one."""
+        """Yield the tiles of `num_rows` tokens; an empty tile if there are none."""
         for start in range(0, max(1, num_rows), self._tile_tokens):
             yield slice(start, start + self._tile_tokens)
 
 
-def _take(
-    gradients: Sequence[torch.Tensor | None],
-    part: slice,
-    of_rows: Sequence[torch.Tensor],
-    sums: Sequence[GradientSum],
-) -> None:
-    """Store the gradients of a tile: of its tokens in `of_rows`, and of parameters in `sums`."""
-    for target, gradient in zip(of_rows, gradients, strict=False):
-        if gradient is not None:
-            target[part] = gradient
-    for total, gradient in zip(sums, gradients[len(of_rows) :], strict=True):
-        if gradient is not None:
-            total.add(gradient)
-
-
 @dataclass(frozen=True)
 class _Call:
-    """One call of a module. keys, dims: of its tensors, the positions or names of the arguments and
-    their numbers of dimensions; is_wanted: which of them need a gradient. args, kwargs: the other
-    arguments, with None for the tensors, which only autograd keeps."""
+    """One call of a module. keys, dims, needs_gradient: positions or names of the arguments that
+    are tensors, their numbers of dimensions, and whether they need a gradient. args, kwargs: all
+    arguments, with None for tensors, which only autograd keeps."""
 
     forward: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     keys: tuple[int | str, ...]
     dims: tuple[int, ...]
-    is_wanted: tuple[bool, ...]
+    needs_gradient: tuple[bool, ...]
 
     @classmethod
-    def of(
+    def from_arguments(
         cls, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[_Call, list[torch.Tensor]]:
         """Return the call and its tensors. Raises ModelError for tensors without the tokens."""
@@ -268,19 +265,19 @@ class _Tiled(torch.autograd.Function):
 
 
 class _RandomState:
-    """State of the random streams at a call, from which dropout draws the same masks again."""
+    """State of the random streams at a call, from which dropout draws identical masks again."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._kind = tensor.device.type
-        self._of_cpu = torch.get_rng_state()
+        self._device_type = tensor.device.type
+        self._cpu_state = torch.get_rng_state()
         self._devices, self._states = get_device_states(tensor)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Draw from this state inside, and continue after as if nothing had been drawn."""
-        kind = {} if self._kind == "cpu" else {"device_type": self._kind}
-        with torch.random.fork_rng(devices=self._devices, **kind):
-            torch.set_rng_state(self._of_cpu)
+        device_options = {} if self._device_type == "cpu" else {"device_type": self._device_type}
+        with torch.random.fork_rng(devices=self._devices, **device_options):
+            torch.set_rng_state(self._cpu_state)
             if self._devices:
-                set_device_states(self._devices, self._states, device_type=self._kind)
+                set_device_states(self._devices, self._states, device_type=self._device_type)
             yield

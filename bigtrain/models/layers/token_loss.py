@@ -15,8 +15,8 @@ class LossTerms:
     """Terms of the training loss in addition to the cross-entropy. label_smoothing: share of the
     target that is divided equally over the vocabulary (Szegedy et al. 2016, arXiv 1512.00567; as
     transformers' LabelSmoother). z_loss: weight of the squared logarithm of the softmax's
-    denominator (PaLM, arXiv 2204.02311). distillation: weight of the divergence from a teacher,
-    which the cross-entropy's is 1 without."""
+    denominator (PaLM, arXiv 2204.02311). distillation: weight w of the divergence from a teacher;
+    the cross-entropy has the weight 1 - w."""
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
@@ -37,10 +37,21 @@ def summed_token_loss(
     weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the loss in nats summed over targets: logits float32 [N, V], labels int64 [N], -100
-    for none, `weights` float32 [N], a factor of each. Without a graph (in an evaluation) it is the
-    cross-entropy only."""
+    for none, `weights` float32 [N], factors of the tokens' losses. Without a graph (in an
+    evaluation) the loss is the cross-entropy only."""
     if weights is not None:
-        return (_token_losses(logits, labels, terms) * weights).sum()
+        is_training = torch.is_grad_enabled()
+        losses = F.cross_entropy(
+            logits,
+            labels,
+            ignore_index=IGNORED_LABEL,
+            reduction="none",
+            label_smoothing=terms.label_smoothing if is_training else 0.0,
+        )
+        if terms.z_loss and is_training:
+            squares = logits.logsumexp(-1).square()
+            losses = losses + terms.z_loss * squares * (labels != IGNORED_LABEL)
+        return (losses * weights).sum()
     if terms == NO_TERMS or not torch.is_grad_enabled():
         return F.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")
     loss = F.cross_entropy(
@@ -50,45 +61,40 @@ def summed_token_loss(
         reduction="sum",
         label_smoothing=terms.label_smoothing,
     )
+    # z-loss: sum of log(Z)^2 with Z = sum(exp(logits)) (PaLM, arXiv 2204.02311, section 5).
     if terms.z_loss:
         squares = logits.logsumexp(-1).square()
         loss = loss + terms.z_loss * (squares * (labels != IGNORED_LABEL)).sum()
+    # (1 - w) * loss + w * KL(teacher || model) (Hinton et al. 2015, arXiv 1503.02531).
     if teacher is not None:
         divergences = divergence(logits, *teacher) * (labels != IGNORED_LABEL)
         loss = (1 - terms.distillation) * loss + terms.distillation * divergences.sum()
     return loss
 
 
-def _token_losses(logits: torch.Tensor, labels: torch.Tensor, terms: LossTerms) -> torch.Tensor:
-    """Return the loss of each token, float32 [N], 0 without a target; as `summed_token_loss`,
-    without a teacher."""
-    smoothing = terms.label_smoothing if torch.is_grad_enabled() else 0.0
-    losses = F.cross_entropy(
-        logits, labels, ignore_index=IGNORED_LABEL, reduction="none", label_smoothing=smoothing
-    )
-    if terms.z_loss and torch.is_grad_enabled():
-        losses = losses + terms.z_loss * logits.logsumexp(-1).square() * (labels != IGNORED_LABEL)
-    return losses
-
-
 def divergence(logits: torch.Tensor, values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Return the Kullback-Leibler divergence of the model from a teacher, of which the k most
-    probable tokens are known, all others counted as one: float32 [N]. It is at most the divergence
-    over all tokens, and equal to it for k = V. logits float32 [N, V]; values, ids: `Teacher`."""
-    total, known = logits.logsumexp(-1), values.exp()
-    own = logits.gather(-1, ids) - total.unsqueeze(-1)
-    of_tokens: torch.Tensor = (torch.special.xlogy(known, known) - known * own).sum(-1)
+    """Return the Kullback-Leibler divergence of the model from a teacher whose k most probable
+    tokens are known, with all further tokens counted as one: float32 [N]. It is at most the
+    divergence over all tokens, and equal for k = V. logits float32 [N, V]; values, ids: `Teacher`.
+
+    ``sum_i p_i (log p_i - log q_i)`` over the teacher's tokens i, and the term of the remainder
+    ``1 - sum_i p_i``; p: the teacher's probabilities, q: the model's.
+    """
+    log_normalizers, teacher_probs = logits.logsumexp(-1), values.exp()
+    model_logps = logits.gather(-1, ids) - log_normalizers.unsqueeze(-1)
+    token_terms = torch.special.xlogy(teacher_probs, teacher_probs) - teacher_probs * model_logps
+    divergences: torch.Tensor = token_terms.sum(-1)
     if ids.shape[-1] == logits.shape[-1]:
-        return of_tokens
-    rest = (-torch.expm1(values.logsumexp(-1))).clamp(min=0)
-    others = logits.scatter(-1, ids, -torch.inf).logsumexp(-1) - total
-    of_tokens += torch.special.xlogy(rest, rest) - rest * others
-    return of_tokens
+        return divergences
+    remainder = (-torch.expm1(values.logsumexp(-1))).clamp(min=0)
+    remainder_logps = logits.scatter(-1, ids, -torch.inf).logsumexp(-1) - log_normalizers
+    divergences += torch.special.xlogy(remainder, remainder) - remainder * remainder_logps
+    return divergences
 
 
 def token_log_probabilities(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the log-probability of each label, float32 [B, T]; 0 without one. logits [B, T, V],
-    labels int64 [B, T]."""
+    """Return the log-probability of every label, float32 [B, T]; 0 without a label. logits [B, T,
+    V], labels int64 [B, T]."""
     entropies = F.cross_entropy(
         logits.flatten(0, 1).float(),
         labels.flatten(),
@@ -99,9 +105,9 @@ def token_log_probabilities(logits: torch.Tensor, labels: torch.Tensor) -> torch
 
 
 def token_scores(logits: torch.Tensor, labels: torch.Tensor, top_k: int = 0) -> torch.Tensor:
-    """Return the log-probability of each label, then those of the `top_k` most probable tokens in
-    falling order, then their ids: float32 [N, 1 + 2 top_k]; 0 without a label. logits
-    float32 [N, V], labels int64 [N]. Ids below 2^24 are exact in float32."""
+    """Return the log-probability of every label, then the log-probabilities of the `top_k` most
+    probable tokens in falling order, then their ids: float32 [N, 1 + 2 top_k]; 0 without a label.
+    logits float32 [N, V], labels int64 [N]. Ids below 2^24 are exact in float32."""
     assert logits.shape[-1] <= 1 << 24
     entropies = F.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="none")
     columns = [-entropies.unsqueeze(-1)]

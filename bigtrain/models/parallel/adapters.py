@@ -1,14 +1,13 @@
 """Adapters on layers that tensor parallelism shards, by peft's rule.
 
 On a column-parallel layer ``lora_A`` is replicated and ``lora_B`` is sharded like the layer; on a
-row-parallel one the other way round. The sharded matrix is called like a layer of the same style,
-so the gradients of the replicated one are complete on every rank. The two matrices of a stacked
-weight are not called but multiplied: there ranks sum their parts of the replicated one's gradient.
+row-parallel layer ``lora_B`` is replicated. The sharded matrix is called like a layer of that
+style, so the gradients of the replicated matrix are complete on every rank. The two matrices of a
+stacked weight are not called but multiplied: there ranks sum the replicated matrix's gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -19,7 +18,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from bigtrain.errors import ModelError
-from bigtrain.models.layers.adapters import ADAPTER, LINEAR, parameter_layers
+from bigtrain.models.layers.adapter_names import ADAPTER, parameter_layers
+from bigtrain.models.layers.adapter_targets import LINEAR
 from bigtrain.models.parallel.collectives import Group, gather_last, summed
 from bigtrain.models.parallel.sharding import Shard, shard_of, tag_shard
 from bigtrain.models.torch_patches import shadow
@@ -36,48 +36,48 @@ def adapted_names(model: nn.Module) -> list[str]:
 def cut_adapter(
     layer: Any, side: Side, group: Group, *, is_gathered: bool
 ) -> tuple[Any, list[nn.Parameter]]:
-    """Tag the adapter of `layer`, whose own weight was sharded by `side`; no weights move.
-    is_gathered: whether the layer gathers its outputs. Returns the matrix that is sharded, whose
-    forward must be wrapped as that of the layer's own weight, and all sharded parameters."""
+    """Tag the adapter of `layer`, whose base weight was sharded by `side`; no weights move.
+    is_gathered: whether the layer gathers its outputs. Returns the sharded matrix, whose forward
+    must be wrapped like the base layer's, and all sharded parameters."""
     down, up = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
     base = shard_of(layer.base_layer.weight)
     assert base is not None
-    assert base.dim == _dimension(layer.base_layer, side)
-    cut, whole, dim = (up, down, 0) if side == "outputs" else (down, up, 1)
-    _tag_whole(whole.weight, group)
-    _tag_cut(cut.weight, base, dim)
-    parameters = [cut.weight]
+    assert base.dim == int((side == "inputs") != isinstance(layer.base_layer, Conv1D))
+    sharded, replicated, dim = (up, down, 0) if side == "outputs" else (down, up, 1)
+    _tag_replicated(replicated.weight, group)
+    _tag_sharded(sharded.weight, base, dim)
+    parameters = [sharded.weight]
     if ADAPTER in layer.lora_magnitude_vector:
         dora = layer.lora_magnitude_vector[ADAPTER]
         if side == "outputs" and not is_gathered:
-            _tag_cut(dora.weight, base, 0)
+            _tag_sharded(dora.weight, base, 0)
             parameters.append(dora.weight)
         else:
-            _tag_whole(dora.weight, group)
-        _measure_whole_rows(dora, side, group, base if is_gathered else None)
-    return cut, parameters
+            _tag_replicated(dora.weight, group)
+        _measure_full_rows(dora, side, group, base if is_gathered else None)
+    return sharded, parameters
 
 
-def _tag_whole(parameter: nn.Parameter, group: Group) -> None:
+def _tag_replicated(parameter: nn.Parameter, group: Group) -> None:
     tag_shard(parameter, Shard(tuple(parameter.shape), primary=dist.get_rank(group) == 0))
 
 
-def _tag_cut(parameter: nn.Parameter, base: Shard, dim: int) -> None:
+def _tag_sharded(parameter: nn.Parameter, base: Shard, dim: int) -> None:
     tag_shard(parameter, replace(base, shape=tuple(parameter.shape), dim=dim))
 
 
-def _measure_whole_rows(dora: Any, side: Side, group: Group, gathered: Shard | None) -> None:
-    """Have a layer of DoRA divide by the lengths of full rows of weights, of which this rank may
-    have a part of each row, or the rows of which all ranks' outputs are gathered (`gathered`).
+def _measure_full_rows(dora: Any, side: Side, group: Group, gathered: Shard | None) -> None:
+    """Make a layer of DoRA divide by the lengths of full rows of weights, where this rank has a
+    part of every row, or a part of the rows, and all ranks' outputs are gathered (`gathered`).
 
-    peft takes no gradient of these lengths. With dropout it multiplies by the layer's weight
-    itself, instead of calling the layer, which exchanges what is partial.
+    peft takes no gradient of the lengths. With dropout it multiplies by the layer's weight,
+    instead of calling the layer, which exchanges partial results.
     """
     forward, own_norm = dora.forward, dora.get_weight_norm
 
-    def run(x: torch.Tensor, *, base_layer: Any, base_result: Any = None, **more: Any) -> Any:
+    def run(x: torch.Tensor, *, base_layer: Any, base_result: Any = None, **options: Any) -> Any:
         result = base_layer(x) if base_result is None else base_result
-        return forward(x, base_layer=base_layer, base_result=result, **more)
+        return forward(x, base_layer=base_layer, base_result=result, **options)
 
     def product(lora_A: Any, lora_B: Any, adapter_name: str | None = None) -> torch.Tensor:
         """Compute this rank's part; peft calls both with an identity matrix, which would
@@ -88,8 +88,8 @@ def _measure_whole_rows(dora: Any, side: Side, group: Group, gathered: Shard | N
     def norm(weight: Any, lora_weight: Any, scaling: float, adapter_name: str | None = None) -> Any:
         if gathered is not None:
             assert gathered.dim is not None
-            own = own_norm(weight, lora_weight, scaling, adapter_name=adapter_name)
-            return gather_last(own.detach(), gathered.shape[gathered.dim], group)
+            local_norm = own_norm(weight, lora_weight, scaling, adapter_name=adapter_name)
+            return gather_last(local_norm.detach(), gathered.shape[gathered.dim], group)
         rows = (weight.T if dora.fan_in_fan_out else weight) + scaling * lora_weight
         lengths = torch.linalg.vector_norm(rows.detach(), dim=1, dtype=torch.float32)
         return summed(lengths.square(), group).sqrt().to(weight.dtype)
@@ -101,8 +101,8 @@ def _measure_whole_rows(dora: Any, side: Side, group: Group, gathered: Shard | N
 
 
 def cut_stacked_adapters(model: nn.Module, group: Group) -> None:
-    """Tag the adapters of stacked weights [experts, ...], which were tagged; no weights move.
-    Raises ModelError for a stack of which ranks have full experts."""
+    """Tag the adapters of tagged stacked weights [experts, ...]; no weights move. Raises ModelError
+    for a stack that is divided into full experts."""
     for name, (_, layer) in parameter_layers(model).items():
         base = shard_of(layer.get_param())
         if base is None or base.dim is None:
@@ -116,31 +116,25 @@ def cut_stacked_adapters(model: nn.Module, group: Group) -> None:
         is_transposed = getattr(layer.get_base_layer(), "is_transposed", False)
         cuts_outputs = (base.dim == 1) != is_transposed
         down, up = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
-        cut, whole, dim = (up, down, 0) if cuts_outputs else (down, up, 1)
-        _tag_cut(cut, base, dim)
-        _tag_whole(whole, group)
-        whole.register_hook(lambda gradient: summed(gradient, group))
-
-
-def _dimension(layer: nn.Module, side: Side) -> int:
-    return int((side == "inputs") != isinstance(layer, Conv1D))
+        sharded, replicated, dim = (up, down, 0) if cuts_outputs else (down, up, 1)
+        _tag_sharded(sharded, base, dim)
+        _tag_replicated(replicated, group)
+        replicated.register_hook(lambda gradient: summed(gradient, group))
 
 
 def draw_whole_masks(layer: Any) -> None:
     """Make the adapter's dropout of `layer`, which gets this rank's part of the inputs, draw a mask
-    for all of them: as one process draws it, and as many random numbers on every rank."""
+    for all inputs: as one process draws it, and as many random numbers on every rank."""
     dropout = layer.lora_dropout[ADAPTER]
     shard = shard_of(layer.lora_A[ADAPTER].weight)
     assert shard is not None
-    if isinstance(dropout, nn.Dropout):
-        shadow(dropout, "forward", _part_of_mask(dropout, shard))
+    if not isinstance(dropout, nn.Dropout):
+        return
 
-
-def _part_of_mask(dropout: nn.Dropout, shard: Shard) -> Callable[[torch.Tensor], torch.Tensor]:
     def forward(x: torch.Tensor) -> torch.Tensor:
         if not dropout.training:
             return x
         factors = F.dropout(x.new_ones(*x.shape[:-1], shard.shape[-1]), dropout.p)
         return x * torch.cat([factors[..., start:stop] for start, stop in shard.ranges], -1)
 
-    return forward
+    shadow(dropout, "forward", forward)

@@ -1,6 +1,6 @@
 """Collectives with gradients over an explicit process group, for tensor and expert parallelism:
-Megatron's f and g (arXiv:1909.08053, section 3) and their relatives. A tensor is *replicated* if
-every rank has the same values, and *partial* if it is the sum of the ranks' values."""
+Megatron's f and g (arXiv:1909.08053, section 3) and similar functions. A tensor is *replicated* if
+all ranks have equal values, and *partial* if it is the sum of the ranks' values."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ class RowExchange(Protocol):
     def rank(self) -> int: ...
 
     def rows(self, x: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-        """Send the first ``sent[0]`` rows of `x` to rank 0 and so on; ``received[0]`` rows of the
-        result came from rank 0, and so on. Collective, also for a rank without rows."""
+        """Send the first ``sent[0]`` rows of `x` to rank 0, the next ``sent[1]`` to rank 1;
+        ``received[0]`` rows of the result came from rank 0. Collective, also for a rank without
+        rows."""
 
 
 class GroupRows:
@@ -45,8 +46,8 @@ class GroupRows:
     def rows(self, x: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
         """See `RowExchange`."""
         result = x.new_empty((sum(received), *x.shape[1:]))
-        others = sum(sent) - sent[self.rank]
-        with self.traffic.exchange(others * x.itemsize * math.prod(x.shape[1:]), x.device):
+        num_sent = sum(sent) - sent[self.rank]
+        with self.traffic.exchange(num_sent * x.itemsize * math.prod(x.shape[1:]), x.device):
             dist.all_to_all_single(result, x, received, sent, group=self.group)
         return result
 
@@ -62,10 +63,10 @@ class _SumGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
         ctx.group = group
-        # The same memory, but no view: a view would reference `x`, which references it
-        # (`sum_gradient`): a cycle through C++ that is never collected.
-        same = x.untyped_storage(), x.storage_offset(), x.shape, x.stride()
-        return x.new_empty(0).set_(*same)
+        # A tensor with the memory of `x`, but no view: a view would reference `x`, which references
+        # it (`sum_gradient`): a cycle through C++ that is never collected.
+        memory = x.untyped_storage(), x.storage_offset(), x.shape, x.stride()
+        return x.new_empty(0).set_(*memory)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -86,17 +87,17 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, size: int, group: Group) -> torch.Tensor:
         ctx.width, ctx.rank = x.shape[-1], dist.get_rank(group)
-        own = x.contiguous()
-        parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, own, group=group)
+        local = x.contiguous()
+        parts = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, local, group=group)
         return torch.cat(parts, -1)[..., :size]
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         begin = ctx.rank * ctx.width
-        own = gradient[..., begin : begin + ctx.width]
-        missing = ctx.width - own.shape[-1]
-        return torch.nn.functional.pad(own, (0, missing)) if missing else own, None, None
+        local = gradient[..., begin : begin + ctx.width]
+        missing = ctx.width - local.shape[-1]
+        return torch.nn.functional.pad(local, (0, missing)) if missing else local, None, None
 
 
 class _Split(torch.autograd.Function):
@@ -122,8 +123,8 @@ class _ExchangeRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        back = ctx.exchange.rows(gradient.contiguous(), ctx.received, ctx.sent)
-        return back, None, None, None
+        returned = ctx.exchange.rows(gradient.contiguous(), ctx.received, ctx.sent)
+        return returned, None, None, None
 
 
 # `apply` has no annotations.
@@ -136,16 +137,17 @@ _exchange_rows: Any = _ExchangeRows.apply
 
 def sum_gradient(x: Any, group: Group) -> Any:
     """Identity on a replicated `x`, whose partial gradients are summed over the group. All callers
-    with the same `x` (queries, keys and values) get one tensor, in which their gradients add up
+    that share `x` (queries, keys and values) get one tensor, in which their gradients add up
     before a single all-reduce."""
     if not (torch.is_tensor(x) and x.requires_grad and torch.is_grad_enabled()):
         return x
-    asked: Any = getattr(x, _ATTRIBUTE, None)
+    # Stored on `x` for later callers, until `x` is written to.
+    stored: Any = getattr(x, _ATTRIBUTE, None)
     version = version_of(x)
-    if asked is None or asked[:2] != (group, version):
-        asked = (group, version, _sum_gradient(x, group))
-        setattr(x, _ATTRIBUTE, asked)
-    return asked[2]
+    if stored is None or stored[:2] != (group, version):
+        stored = (group, version, _sum_gradient(x, group))
+        setattr(x, _ATTRIBUTE, stored)
+    return stored[2]
 
 
 def sum_partial(x: torch.Tensor, group: Group) -> torch.Tensor:
@@ -155,14 +157,14 @@ def sum_partial(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def gather_last(x: torch.Tensor, size: int, group: Group) -> torch.Tensor:
-    """Return all ranks' slices of the last dimension joined, truncated to `size`; slices equally
-    wide."""
+    """Return all ranks' equally wide slices of the last dimension, joined and truncated to
+    `size`."""
     result: torch.Tensor = _gather(x, size, group)
     return result
 
 
 def split_last(x: torch.Tensor, span: tuple[int, int], group: Group) -> torch.Tensor:
-    """``x[..., span[0]:span[1]]`` of a replicated `x`, whose gradient is the full one."""
+    """Return ``x[..., span[0]:span[1]]`` of a replicated `x`, which gets the full gradient."""
     result: torch.Tensor = _split(x, span, group)
     return result
 
@@ -170,13 +172,14 @@ def split_last(x: torch.Tensor, span: tuple[int, int], group: Group) -> torch.Te
 def exchange_rows(
     x: torch.Tensor, sent: list[int], received: list[int], exchange: RowExchange
 ) -> torch.Tensor:
-    """`RowExchange.rows`; its backward sends gradients to the ranks that the rows came from."""
+    """Return `RowExchange.rows`; the backward pass sends gradients to the ranks that sent the
+    rows."""
     result: torch.Tensor = _exchange_rows(x, sent, received, exchange)
     return result
 
 
 class Traffic:
-    """The traffic of one rank, while it is measured. Only `seconds` waits for the device."""
+    """The traffic of a rank, while it is measured. Only `seconds` waits for the device."""
 
     def __init__(self) -> None:
         self._is_measuring = False
@@ -191,26 +194,28 @@ class Traffic:
 
     @contextmanager
     def exchange(self, num_bytes: int, device: torch.device) -> Iterator[None]:
-        """Wrap an exchange in which this rank sends `num_bytes` to others."""
+        """Wrap an exchange in which this rank sends `num_bytes` to other ranks."""
         if not self._is_measuring:
             yield
             return
         self.sent_bytes += num_bytes
         if device.type == "cuda":
-            begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begun.record()
+            start_event, stop_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start_event.record()
             yield
-            ended.record()
-            self._events.append((begun, ended))
+            stop_event.record()
+            self._events.append((start_event, stop_event))
         else:
             since = time.perf_counter()
             yield
             self._seconds += time.perf_counter() - since
 
     def seconds(self) -> float:
-        """Seconds in exchanges, including waiting for other ranks; on CUDA device time, for which
-        the host waits."""
-        for _, ended in self._events[-1:]:
-            ended.synchronize()
-        on_device: float = sum(begun.elapsed_time(ended) for begun, ended in self._events)
+        """Return seconds in exchanges, including waiting for other ranks; on CUDA device time, for
+        which the host waits."""
+        for _, stop_event in self._events[-1:]:
+            stop_event.synchronize()
+        on_device: float = sum(
+            start_event.elapsed_time(stop_event) for start_event, stop_event in self._events
+        )
         return self._seconds + on_device / 1000

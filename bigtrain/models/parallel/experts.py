@@ -1,11 +1,12 @@
 """Expert parallelism of any Hugging Face causal LM by the plan that the model itself carries
-(``base_model_ep_plan``, transformers 5), or by the structure of its experts' modules.
+(``base_model_ep_plan``, transformers 5), or by the structure of the experts' modules.
 
-Their contract: weights stacked along their first dimension, [experts, ...], and a forward method of
-(hidden states [T, h], chosen experts [T, k], their weights [T, k]) whose result [T, h] is the sum
-of the chosen experts' outputs, each times its weight. A rank keeps the rows of its own experts;
-each token's hidden state is sent to the ranks of its experts, which return their outputs. No token
-is dropped. `bigtrain.models.equivalence.expert_parallel` tests the contract.
+The contract of experts' modules: weights stacked along their first dimension, [experts, ...], and a
+forward method of (hidden states [T, h], chosen experts [T, k], their weights [T, k]) whose result
+[T, h] is the sum of the chosen experts' outputs, times their weights. A rank keeps the rows of a
+part of the experts; each token's hidden state is sent to the ranks of the token's experts, which
+return their outputs. No token is dropped. `bigtrain.models.equivalence.expert_parallel` tests the
+contract.
 
 Shapes: T = tokens of this rank, k = experts chosen for each, n = rows that this rank receives.
 """
@@ -36,8 +37,8 @@ _EXCHANGE = "bigtrain_row_exchange"
 
 @dataclass(frozen=True)
 class Experts:
-    """A module of experts, and its stacked parameters by their name in it: of each the first
-    dimension has equally many rows for every expert, one after the other."""
+    """A module of experts, and its stacked parameters by their name in the module. The first
+    dimension of a stack has equally many rows for every expert, in the experts' order."""
 
     name: str
     module: Any
@@ -49,9 +50,10 @@ class Experts:
 
 
 def expert_modules(model: PreTrainedModel) -> list[Experts]:
-    """Return the modules of experts, as the model's plan has them, or those that keep the contract.
-    Raises ModelError for an architecture without either, or whose experts do not fit its plan."""
-    experts = _of_the_plan(model) or _of_the_contract(model)
+    """Return the modules of experts in the model's plan, or without a plan the modules that keep
+    the contract. Raises ModelError for an architecture without modules of experts, or whose experts
+    do not fit the plan."""
+    experts = _planned_experts(model) or _stacked_experts(model)
     if not experts:
         raise ModelError(
             f"parallel.expert: transformers has no expert-parallel plan for model_type "
@@ -62,7 +64,7 @@ def expert_modules(model: PreTrainedModel) -> list[Experts]:
     return experts
 
 
-def _of_the_plan(model: PreTrainedModel) -> list[Experts]:
+def _planned_experts(model: PreTrainedModel) -> list[Experts]:
     plan = expanded_plan(model, dict(model.ep_plan or {}))
     modules = dict(model.named_modules(remove_duplicate=False))
     experts = []
@@ -84,9 +86,9 @@ def _of_the_plan(model: PreTrainedModel) -> list[Experts]:
     return experts
 
 
-def _of_the_contract(model: PreTrainedModel) -> list[Experts]:
-    """Return modules of `num_experts` experts that are called by the contract, and all of
-    whose parameters have the rows of one expert after the other (Dbrx)."""
+def _stacked_experts(model: PreTrainedModel) -> list[Experts]:
+    """Return modules of `num_experts` experts that are called by the contract, and whose parameters
+    all have the rows of the experts in their order (Dbrx)."""
     experts = []
     for name, module in model.named_modules():
         num_experts = getattr(module, "num_experts", None)
@@ -107,10 +109,10 @@ def shard_experts(
     """Make `model` compute one rank's experts for all ranks of `exchange`: forwards exchange rows,
     parameters are tagged with their shards.
 
-    tensor: tensor-parallel ranks, which have the same tokens and the same experts (each in its own
-    `exchange` group): each sends a slice of the tokens. Its output is then partial, like that of
-    experts sharded by tensor parallelism; `tensor.shard_model`, called after this, sums it by the
-    plan's rule for those.
+    tensor: tensor-parallel ranks, which share tokens and experts (in different
+    `exchange` groups): each rank sends a slice of the tokens. The output is then partial, like the
+    output of experts sharded by tensor parallelism; `tensor.shard_model`, called afterwards, sums
+    it by the plan's rule for sharded experts.
 
     No weights move: the caller that fills the parameters splits them (`sharding.cut_parameter`),
     and the model must not be called before. Call this before a pipeline stage removes layers. Not
@@ -118,10 +120,10 @@ def shard_experts(
     """
     for experts in expert_modules(model):
         check_divides(experts, exchange.size)
-        module, own = experts.module, experts.num_experts // exchange.size
+        module, num_local = experts.module, experts.num_experts // exchange.size
         for parameter in experts.stacks.values():
             shape = tuple(parameter.shape)
-            rows = own * (shape[0] // experts.num_experts)
+            rows = num_local * (shape[0] // experts.num_experts)
             span = (exchange.rank * rows, (exchange.rank + 1) * rows)
             primary = tensor is None or dist.get_rank(tensor) == 0
             tag_shard(parameter, Shard(shape, 0, (span,), rows, primary=primary, over="expert"))
@@ -160,7 +162,8 @@ def check_experts_of_plan(model: PreTrainedModel, plan: dict[str, str]) -> None:
 
 
 class _Sliced:
-    """Calls `dispatch` for this rank's slice of the tokens; the output is zero for the others."""
+    """Calls `dispatch` for this rank's slice of the tokens; the output is zero for further
+    tokens."""
 
     def __init__(self, dispatch: _Dispatch, tensor: Group) -> None:
         self._dispatch = dispatch
@@ -191,45 +194,44 @@ class _Dispatch:
     ) -> torch.Tensor:
         num_chosen = top_k_index.shape[-1]
         hidden = hidden_states.reshape(-1, hidden_states.shape[-1])
-        chosen = top_k_index.reshape(-1)
-        order = torch.argsort(chosen, stable=True)  # experts of one rank are adjacent
-        own, sent, received = self._counts(chosen)
+        expert_ids = top_k_index.reshape(-1)
+        order = torch.argsort(expert_ids, stable=True)  # a rank's experts are adjacent
+
+        # Rows from each rank for each of this rank's experts, int64 [size, local experts]. Not by
+        # `bincount`, whose output length makes the host wait; it waits once, for the numbers of
+        # rows sent to each rank and received from it.
+        one_row_per_rank = [1] * self._exchange.size
+        counts = expert_ids.new_zeros(self._num_experts, dtype=torch.int64)
+        counts = counts.scatter_add_(0, expert_ids, torch.ones_like(expert_ids))
+        counts = counts.view(self._exchange.size, -1)
+        local_counts = self._exchange.rows(counts, one_row_per_rank, one_row_per_rank)
+        sent, received = torch.stack([counts.sum(1), local_counts.sum(1)]).tolist()
+
+        # Hidden states go to the ranks of the experts, and outputs return.
         rows = exchange_rows(hidden[order // num_chosen], sent, received, self._exchange)
-        outputs = exchange_rows(self._compute(rows, own), received, sent, self._exchange)
-        place = torch.empty_like(order)
-        place[order] = torch.arange(order.numel(), device=order.device)
-        # As transformers adds them up (integrations/moe.py, grouped_mm_experts_forward), in the
-        # dtype that weights and outputs have together.
-        weighted = outputs[place] * top_k_weights.reshape(-1, 1)
+        outputs = exchange_rows(self._compute(rows, local_counts), received, sent, self._exchange)
+        inverse_order = torch.empty_like(order)
+        inverse_order[order] = torch.arange(order.numel(), device=order.device)
+        # As transformers adds outputs up (integrations/moe.py, grouped_mm_experts_forward), in the
+        # common dtype of weights and outputs.
+        weighted = outputs[inverse_order] * top_k_weights.reshape(-1, 1)
         total = weighted.view(-1, num_chosen, weighted.shape[-1]).sum(1)
         return total.to(hidden_states.dtype).view(hidden_states.shape)
 
-    def _counts(self, chosen: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
-        """Rows for each of this rank's experts from each rank, int64 [size, own experts]; and rows
-        sent to each rank and received from it. The host waits for the device."""
-        size = self._exchange.size
-        each = [1] * size
-        # Not `bincount`, whose output length makes the host wait once more.
-        counts = chosen.new_zeros(self._num_experts, dtype=torch.int64)
-        counts = counts.scatter_add_(0, chosen, torch.ones_like(chosen)).view(size, -1)
-        own = self._exchange.rows(counts, each, each)
-        sent, received = torch.stack([counts.sum(1), own.sum(1)]).tolist()
-        return own, sent, received
-
-    def _compute(self, rows: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    def _compute(self, rows: torch.Tensor, local_counts: torch.Tensor) -> torch.Tensor:
         """Return outputs of this rank's experts for `rows` [n, h], ordered by sender and expert."""
-        size, num_own = own.shape
-        experts = torch.arange(num_own, device=rows.device).repeat(size)
-        experts = experts.repeat_interleave(own.flatten(), output_size=rows.shape[0])
+        size, num_local = local_counts.shape
+        experts = torch.arange(num_local, device=rows.device).repeat(size)
+        experts = experts.repeat_interleave(local_counts.flatten(), output_size=rows.shape[0])
         is_idle = rows.shape[0] == 0
         if is_idle:
-            # Then a row of zeros goes through the first expert and its output is dropped, so that
+            # A row of zeros goes through the first expert and its output is dropped, so that
             # every parameter gets a (zero) gradient, for which ZeRO waits on all ranks.
             rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
             experts = experts.new_zeros(1)
         ones = rows.new_ones(rows.shape[0], 1)
         # Only inside the call: initialization needs the full number.
-        with shadowed(self._module, {"num_experts": num_own}):
+        with shadowed(self._module, {"num_experts": num_local}):
             outputs: torch.Tensor = self._forward(rows, experts.unsqueeze(1), ones)
         outputs = outputs.reshape(rows.shape[0], -1)
         return outputs[:0] if is_idle else outputs

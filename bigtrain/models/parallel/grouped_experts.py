@@ -1,8 +1,8 @@
 """Padding of experts whose widths torch's grouped matrix products do not support.
 
-They need every row of their factors, and of their outputs' gradients, to begin at a multiple of 16
-bytes. Zeros change no product; transformers' own loop launches a kernel for each expert, and waits
-for the device.
+Grouped products need every row of factors, and of the outputs' gradients, to begin at a
+multiple of 16 bytes. Zeros change no product; transformers' own loop launches a kernel for each
+expert, and waits for the device.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ PADDED = "bigtrain_padded_grouped_mm"
 
 
 def fit_experts(model: PreTrainedModel) -> None:
-    """Compute experts by padded grouped products if plain ones do not support their widths.
+    """Compute experts by padded grouped products if plain products do not support their widths.
 
     transformers uses grouped products for every class that has them, also for widths at which they
-    fail: odd ones of a configuration, or those left by tensor parallelism. If padded ones fail as
-    well (tested), it loops over experts. All compute the same function. Parameters must have their
+    fail: odd widths of a configuration or of a tensor-parallel shard. If padded products fail as
+    well (tested), it loops over experts. All compute one function. Parameters must have their
     final shapes.
 
-    The choice depends only on widths, not on a timing: another way adds up in another order, so a
-    resumed run, or another host's rank, could have other bits. It is the fastest wherever
-    `benchmarks/expert_products.py` measured (docs/benchmarks.md).
+    The choice depends only on widths, not on a timing: another implementation adds up in another
+    order, so a resumed run, or another host's rank, could have other bits. It is the fastest
+    wherever `benchmarks/expert_products.py` measured (docs/benchmarks.md).
     """
     if model.get_experts_implementation()[""] != "grouped_mm":
         return
@@ -64,8 +64,8 @@ def is_odd(parameter: nn.Parameter) -> bool:
 def padded_works() -> bool:
     """Return whether this torch computes padded products and their gradients; registers them if so.
 
-    The result is kept for the process, so it is a function of the installed torch only. It is
-    computed in a thread of its own, which has none of the caller's modes: under `no_grad` there is
+    The result is cached for the process, so it is a function of the installed torch only. It is
+    computed in a new thread, which has none of the caller's modes: under `no_grad` there is
     no gradient to compute, and autocast, a default device or a tracing mode compute something else.
     Ranks that called in different modes would choose different implementations.
     """
@@ -77,8 +77,12 @@ def padded_works() -> bool:
 
 
 def _computes_gradients() -> bool:
-    kind: dict[str, Any] = {"dtype": torch.float32, "device": "cpu", "requires_grad": True}
-    rows, stacks = torch.ones(3, 5, **kind), torch.ones(2, 7, 5, **kind)
+    tensor_options: dict[str, Any] = {
+        "dtype": torch.float32,
+        "device": "cpu",
+        "requires_grad": True,
+    }
+    rows, stacks = torch.ones(3, 5, **tensor_options), torch.ones(2, 7, 5, **tensor_options)
     ends = torch.tensor([1, 3], dtype=torch.int32, device="cpu")
     try:
         _padded(F.grouped_mm)(rows, stacks.transpose(-2, -1), ends).sum().backward()
@@ -88,7 +92,7 @@ def _computes_gradients() -> bool:
 
 
 def _padded(product: Product) -> Product:
-    """`product` for factors of any width, by padding them with zeros."""
+    """Return `product` for factors of any width, by padding with zeros."""
 
     def padded(rows: torch.Tensor, stacks: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
         """rows [n, in], stacks [experts, in, out], offs [experts]: [n, out]."""
@@ -98,7 +102,7 @@ def _padded(product: Product) -> Product:
         more_inner, more_outer = -inner % GROUPED_UNIT, -outer % GROUPED_UNIT
         if stacks.stride(-1) == 1:
             filled = F.pad(stacks, (0, more_outer, 0, more_inner))
-        else:  # the parameter itself, of which this is a view, is contiguous
+        else:  # a view of a parameter that is contiguous
             filled = F.pad(stacks.transpose(-2, -1), (0, more_inner, 0, more_outer))
             filled = filled.transpose(-2, -1)
         result = product(F.pad(rows, (0, more_inner)), filled, offs=offs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -18,15 +18,15 @@ from bigtrain.settings.sections.optimizer import OptimizerSection, SplitSection
 from bigtrain.system.boxes import Box
 
 KEY = "optimizer.muon.split"
-_TAKEN = {Role.MATRIX, Role.EXPERTS, Role.ADAPTER}
+_UPDATED_ROLES = {Role.MATRIX, Role.EXPERTS, Role.ADAPTER}
 
 
 @dataclass(frozen=True)
 class HiddenMatrix:
-    """A trained parameter that is a matrix of a hidden layer, or a stack of them.
+    """A trained parameter that is a matrix of a hidden layer, or a stack of matrices.
 
-    name: in the model. shape: of the full parameter, [experts, ...] for a stack. output_dim: its
-    dimension of the outputs. num_groups: equally large matrices along it.
+    name: in the model. shape: of the full parameter, [experts, ...] for a stack. output_dim: the
+    dimension of the outputs. num_groups: equally large matrices along that dimension.
     """
 
     name: str
@@ -49,7 +49,7 @@ def hidden_matrices(model: nn.Module) -> dict[str, HiddenMatrix]:
         for module_name, module in layer.named_modules(prefix=layer_name):
             for leaf, parameter, output_dim in _weights(module, id(module) in stacks):
                 entry, shape = roles.get((module_name, leaf)), full_shape(parameter)
-                if entry is None or entry.role not in _TAKEN or min(shape[-2:]) == 1:
+                if entry is None or entry.role not in _UPDATED_ROLES or min(shape[-2:]) == 1:
                     continue
                 if parameter.requires_grad:
                     groups = entry.num_groups
@@ -59,31 +59,29 @@ def hidden_matrices(model: nn.Module) -> dict[str, HiddenMatrix]:
 
 def _weights(module: Any, is_stack: bool) -> Iterator[tuple[str, nn.Parameter, int]]:
     if is_stack:
-        own = module.named_parameters(recurse=False)
-        stacks = [(name, p) for name, p in own if len(full_shape(p)) == 3]
-        output_dim = 2 if _is_transposed(module, [full_shape(p) for _, p in stacks]) else 1
+        parameters = module.named_parameters(recurse=False)
+        stacks = [(name, p) for name, p in parameters if len(full_shape(p)) == 3]
+        # Stacks may be transposed, [experts, in, out]. Where transformers has not marked them, the
+        # widths of two stacks that follow each other with a gate show it: the second takes half of
+        # the first's outputs.
+        is_transposed = bool(getattr(module, "is_transposed", None))
+        if getattr(module, "is_transposed", None) is None and len(stacks) == 2:
+            (_, first_in, first_out), (_, second_in, second_out) = (
+                full_shape(parameter) for _, parameter in stacks
+            )
+            is_transposed = first_in == second_out and first_out == 2 * second_in
+        output_dim = 2 if is_transposed else 1
         yield from ((name, parameter, output_dim) for name, parameter in stacks)
     elif isinstance(module, (nn.Linear, Conv1D)):
         weight: Any = module.weight
         yield "weight", weight, 0 if isinstance(module, nn.Linear) else 1
 
 
-def _is_transposed(module: Any, shapes: list[tuple[int, ...]]) -> bool:
-    """Return whether stacks are [experts, in, out]. Where transformers has not marked them, the
-    widths of two show it that follow each other with a gate: the second takes half of what the
-    first gives."""
-    marked = getattr(module, "is_transposed", None)
-    if marked is not None or len(shapes) != 2:
-        return bool(marked)
-    (_, *first), (_, *second) = shapes
-    return first[0] == second[1] and first[1] == 2 * second[0]
-
-
 @dataclass(frozen=True)
 class Matrix:
     """A matrix that is to be orthogonalized as one: rows and columns of a parameter.
 
-    boxes: of the full parameter, whose union it is, one after the other along dimension
+    boxes: parts of the full parameter that the matrix consists of, in order along dimension
     `output_dim` (-2 or -1).
     """
 
@@ -108,9 +106,9 @@ class Matrix:
 def matrices_of(
     hidden_matrices: Iterable[HiddenMatrix], splits: Mapping[str, SplitSection]
 ) -> list[Matrix]:
-    """Return all matrices of these parameters: one each, one per expert of a stack and per group of
-    a grouped layer, and the parts of those that match a pattern of `splits`. Raises ConfigError for
-    widths that do not add up."""
+    """Return all matrices of `hidden_matrices`: one per layer, per expert of a stack and per group
+    of a grouped layer, and the parts of parameters that match a pattern of `splits`. Raises
+    ConfigError for widths that do not add up."""
     matrices = []
     for hidden in hidden_matrices:
         pattern = next((p for p in splits if fnmatchcase(hidden.name, p)), None)
@@ -120,26 +118,28 @@ def matrices_of(
         spans = [[(n * group, (n + 1) * group)] for n in range(hidden.num_groups)]
         if pattern is not None:
             spans = _spans(hidden.name, width, pattern, splits[pattern])
-        for index in range(hidden.shape[0]) if len(hidden.shape) == 3 else (None,):
-            matrices += [
-                Matrix(hidden.name, _boxes(hidden.shape, output_dim, index, ranges), output_dim)
-                for ranges in spans
-            ]
+        full = Box.full(hidden.shape)
+        is_stack = len(hidden.shape) == 3
+        experts = [full.replace(0, n, 1) for n in range(hidden.shape[0])] if is_stack else [full]
+        for box in experts:
+            for ranges in spans:
+                boxes = [box.replace(output_dim, start, stop - start) for start, stop in ranges]
+                matrices.append(Matrix(hidden.name, tuple(boxes), output_dim))
     return matrices
 
 
 def _spans(name: str, width: int, pattern: str, split: SplitSection) -> list[list[tuple[int, int]]]:
-    """Return for each part its ranges along the output dimension."""
+    """Return the ranges of the parts along the output dimension."""
     num_groups = split.interleaved
     group = width // num_groups
     parts = split.parts
     widths = [group // parts] * parts if isinstance(parts, int) else list(parts)
     if sum(widths) * num_groups != width:
-        shown = f"{parts} parts" if isinstance(parts, int) else f"parts {list(parts)}"
+        parts_text = f"{parts} parts" if isinstance(parts, int) else f"parts {list(parts)}"
         raise ConfigError(
             Problem(
                 f"{KEY}.{pattern}",
-                shown + (f", interleaved {num_groups} times" if num_groups > 1 else ""),
+                parts_text + (f", interleaved {num_groups} times" if num_groups > 1 else ""),
                 f"do not add up to the {width} output features of {name}",
                 f"widths whose sum is {group}" if width % num_groups == 0 else "another number",
             )
@@ -151,19 +151,9 @@ def _spans(name: str, width: int, pattern: str, split: SplitSection) -> list[lis
     ]
 
 
-def _boxes(
-    shape: tuple[int, ...],
-    output_dim: int,
-    index: int | None,
-    ranges: Sequence[tuple[int, int]],
-) -> tuple[Box, ...]:
-    full = Box.full(shape) if index is None else Box.full(shape).replace(0, index, 1)
-    return tuple(full.replace(output_dim, start, stop - start) for start, stop in ranges)
-
-
 def check_matrices(model: nn.Module, optimizer: OptimizerSection) -> list[Problem]:
-    """Return why an optimizer of hidden matrices cannot update `model`, which may be on the meta
-    device: it has no hidden matrix, or `split` does not fit it."""
+    """Return reasons why an optimizer of hidden matrices cannot update `model`, which may be on the
+    meta device: it has no hidden matrix, or `split` does not fit."""
     matrices, section = hidden_matrices(model), optimizer.muon
     problems = [
         Problem(

@@ -1,12 +1,12 @@
-"""Which tokens each rank of a ring has, and which keys its queries see. Pure.
+"""Tokens of the ranks of a ring, and keys that the ranks' queries see. Pure.
 
 A sample of T tokens is split into ``2 * ring`` equal chunks; rank i of the ring has chunks i and
-``2 * ring - 1 - i``, so that every rank has the same number of pairs of tokens under a causal mask
+``2 * ring - 1 - i``, so that ranks have equal numbers of pairs of tokens under a causal mask
 (zigzag, Megatron's context parallelism). The ranks of Ulysses that share a ring rank split its
 tokens evenly.
 
-Queries of one rank and keys of another meet in rectangles, each inside one document. What a causal
-mask or a sliding window hides is not in them, so a rank that sees no key of another gets none.
+Queries of a rank and keys of another rank meet in rectangles inside one document. Rectangles omit
+what a causal mask or a sliding window hides, so a rank gets no keys that its queries do not see.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ Range = tuple[int, int]
 """Start and end of consecutive tokens."""
 
 TILE = 512
-"""Rows of a rectangle that are computed together where a window ends inside of it."""
+"""Rows of a rectangle that are computed together where a window ends inside."""
 
 
 def chunks_of(length: int, ring_size: int, ring_rank: int) -> list[Range]:
     """Return the tokens of a sample of `length` that a rank of the ring has, in order."""
     if ring_size == 1:
         return [(0, length)]
-    size, rest = divmod(length, 2 * ring_size)
-    assert not rest
+    size, remainder = divmod(length, 2 * ring_size)
+    assert not remainder
     return [(i * size, (i + 1) * size) for i in (ring_rank, 2 * ring_size - 1 - ring_rank)]
 
 
@@ -37,8 +37,8 @@ def tokens_of(length: int, ulysses_size: int, ring_size: int, rank: int) -> list
     """Return the tokens of a sample of `length` that a sequence-parallel rank has, in order. `rank`
     is ``ring_rank * ulysses_size + ulysses_rank``."""
     ring_rank, ulysses_rank = divmod(rank, ulysses_size)
-    size, rest = divmod(length, ulysses_size * ring_size)
-    assert not rest
+    size, remainder = divmod(length, ulysses_size * ring_size)
+    assert not remainder
     first, ranges, passed = ulysses_rank * size, [], 0
     for start, stop in chunks_of(length, ring_size, ring_rank):
         low = max(start, start + first - passed)
@@ -53,9 +53,9 @@ def tokens_of(length: int, ulysses_size: int, ring_size: int, rank: int) -> list
 class AttentionRectangle:
     """Queries and keys that see each other: a rectangle of samples x rows x columns.
 
-    samples, rows: in the queries of a rank. columns: in the keys that it has or has received. A
+    samples, rows: in the queries of a rank. columns: in the keys that the rank has or received. A
     query and a key, both counted in the piece, are ``diagonal + row - column`` tokens apart; the
-    query sees the key if that is at least 0 and below `window` (None: no limit).
+    query sees the key if the distance is at least 0 and below `window` (None: no limit).
     """
 
     samples: Range
@@ -81,7 +81,8 @@ class AttentionRectangle:
 
     @property
     def is_causal(self) -> bool:
-        """Whether each query sees the keys up to its own, as in a causal mask of equal lengths."""
+        """Whether each query sees the keys up to its position, as in a causal mask of equal
+        lengths."""
         is_square = self.diagonal == 0 and self.num_rows == self.num_columns
         return is_square and (self.window is None or self.num_rows <= self.window)
 
@@ -94,8 +95,8 @@ class AttentionRectangle:
 
 @dataclass(frozen=True)
 class RingBlock:
-    """Work of a rank on the keys of one rank. columns: the keys that it needs, in that rank's
-    tokens; `pieces` count them in this order."""
+    """Work of a rank on the keys of a rank. columns: the needed keys, as tokens of the keys'
+    rank; `pieces` count the keys in this order."""
 
     columns: tuple[Range, ...]
     pieces: tuple[AttentionRectangle, ...]
@@ -108,9 +109,9 @@ class RingBlock:
 class RingPlan:
     """Blocks of every pair of ranks of a ring, for the samples of a micro-batch.
 
-    length: tokens of a sample. edges: of each sample, the starts of its documents and its end;
-    one entry for all samples with `same_edges`. window: tokens that a token sees, itself among
-    them; None for all before it in its document.
+    length: tokens of a sample. edges: for every sample, the starts of documents and the end;
+    one entry for all samples with `same_edges`. window: number of tokens that a token sees, itself
+    among them; None: all earlier tokens of the document.
     """
 
     def __init__(
@@ -126,20 +127,19 @@ class RingPlan:
 
     @cached_property
     def _samples(self) -> list[tuple[Range, Sequence[int]]]:
-        """Samples that have the same documents, and their edges."""
+        """Samples with equal documents, and the documents' edges."""
         if all(list(edges) == list(self._edges[0]) for edges in self._edges):
             return [((0, len(self._edges)), self._edges[0])]
         return [((i, i + 1), edges) for i, edges in enumerate(self._edges)]
 
     def block(self, rank: int, source: int) -> RingBlock:
         """Return the work of the queries of `rank` on the keys of `source`."""
-        if (rank, source) not in self._blocks:
-            self._blocks[rank, source] = self._make(rank, source)
-        return self._blocks[rank, source]
+        if (rank, source) in self._blocks:
+            return self._blocks[rank, source]
 
-    def _make(self, rank: int, source: int) -> RingBlock:
+        # Every pair of chunks, in every document; columns count in all tokens of `source`.
         numbered: list[tuple[int, AttentionRectangle]] = []
-        passed = 0
+        column = 0
         for number, keys in enumerate(chunks_of(self.length, self.ring_size, source)):
             row = 0
             for queries in chunks_of(self.length, self.ring_size, rank):
@@ -148,20 +148,21 @@ class RingPlan:
                         piece = AttentionRectangle(
                             samples,
                             (row + rows[0] - queries[0], row + rows[1] - queries[0]),
-                            (passed + columns[0] - keys[0], passed + columns[1] - keys[0]),
+                            (column + columns[0] - keys[0], column + columns[1] - keys[0]),
                             rows[0] - columns[0],
                             self.window,
                         )
                         numbered.append((number, piece))
                 row += queries[1] - queries[0]
-            passed += keys[1] - keys[0]
-        return _gathered(numbered)
+            column += keys[1] - keys[0]
+        block = self._blocks[rank, source] = _gathered(numbered)
+        return block
 
 
 def _meetings(
     queries: Range, keys: Range, edges: Sequence[int], window: int | None
 ) -> Iterator[tuple[Range, Range]]:
-    """Yield the rows and columns, as positions in a sample, of each document in which queries of
+    """Yield the rows and columns, as positions in a sample, of every document in which queries of
     one chunk see keys of another."""
     first = bisect_right(edges, max(queries[0], keys[0])) - 1
     last = bisect_left(edges, min(queries[1], keys[1]))
@@ -182,14 +183,15 @@ def _meetings(
 
 
 def _gathered(numbered: Sequence[tuple[int, AttentionRectangle]]) -> RingBlock:
-    """Return the block of pieces, each with the number of the chunk of its columns: only the
-    columns from the first to the last that is needed of each chunk."""
+    """Return the block of pieces that come with the chunk numbers of the columns. It has only the
+    columns of a chunk from the first to the last that is needed."""
+    # Columns of a chunk move to the place of the chunk's needed columns in the block.
     columns: list[Range] = []
     moves: dict[int, int] = {}
     passed = 0
     for number in sorted({number for number, _ in numbered}):
-        own = [piece.columns for n, piece in numbered if n == number]
-        hull = (min(start for start, _ in own), max(stop for _, stop in own))
+        chunk_columns = [piece.columns for n, piece in numbered if n == number]
+        hull = (min(start for start, _ in chunk_columns), max(stop for _, stop in chunk_columns))
         moves[number] = passed - hull[0]
         passed += hull[1] - hull[0]
         if columns and columns[-1][1] == hull[0]:  # one range, which is read without a copy
@@ -213,8 +215,8 @@ def _gathered(numbered: Sequence[tuple[int, AttentionRectangle]]) -> RingBlock:
 
 
 def _without_hidden(piece: AttentionRectangle) -> Iterator[AttentionRectangle]:
-    """Yield the parts of `piece` that a kernel computes at once: full ones, causal squares, and
-    narrow ones at the end of a window."""
+    """Yield the parts of `piece` that a kernel computes at once: full rectangles, causal squares,
+    and narrow rectangles at the end of a window."""
     if piece.is_full or piece.is_causal:
         yield piece
         return
@@ -222,7 +224,7 @@ def _without_hidden(piece: AttentionRectangle) -> Iterator[AttentionRectangle]:
         stop = min(start + TILE, piece.num_rows)
         first, early = piece.seen_from(start)
         late, last = piece.seen_from(stop - 1)
-        # Columns before `late` leave the window in these rows, those from `enter` on come into it.
+        # Columns before `late` leave the window in these rows, and columns from `enter` on enter.
         enter = early - 1 if early < last else last
         cuts = [first, late, enter, last] if late <= enter else [first, last]
         for low, high in pairwise(cuts):

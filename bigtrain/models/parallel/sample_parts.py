@@ -15,16 +15,16 @@ class SampleParts(Protocol):
         """Return this rank's tokens of `tokens` [B, T, ...]: [B, t, ...]."""
 
     def whole(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the values of all tokens, [B, T, ...], of those of this rank's, [B, t, ...].
-        Collective. Every rank is to compute the same loss of them, once: a gradient goes back to
-        the rank whose values they are, and is not added up."""
+        """Return the values of every token, [B, T, ...]; `values`: this rank's, [B, t, ...].
+        Collective. Every rank must compute an equal loss from the result, once: a gradient returns
+        to the rank of the values, and is not added up."""
 
     def padded(self, length: int) -> int:
         """Return the smallest number of tokens from `length` on that the ranks can divide."""
 
     @property
     def counts(self) -> bool:
-        """Whether this rank is the one that counts what all of them computed of a sample."""
+        """Whether this rank counts for all ranks what they computed of a sample."""
 
     def inputs(
         self,
@@ -35,7 +35,7 @@ class SampleParts(Protocol):
         """Return the model's inputs for this rank's part of samples `input_ids` [B, T]."""
 
     def whole_samples(self) -> AbstractContextManager[None]:
-        """Inside, every rank computes full samples on its own."""
+        """Inside, every rank computes full samples independently."""
 
     def close(self) -> None:
         """Restore the model."""

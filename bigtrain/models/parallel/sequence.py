@@ -4,10 +4,10 @@ all-to-all exchanges around it (Ulysses, arXiv 2309.14509), or pass keys and val
 has one rank in the ring.
 
 It uses transformers' extension points `AttentionInterface` and `AttentionMaskInterface`, so that
-any attention behind them and any of its masks work unchanged. DeepSpeed 0.19.8's
+any attention behind them works unchanged, with any mask. DeepSpeed 0.19.8's
 `UlyssesSPAttentionHF` drops masks: with sdpa, windows and document boundaries are silently ignored.
 
-Shapes: B = samples, T = tokens of a sample, t = T / size tokens of one rank, H = heads.
+Shapes: B = samples, T = tokens of a sample, t = T / size tokens of a rank, H = heads.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from transformers.masking_utils import (
 
 from bigtrain.errors import ModelError, one_line
 from bigtrain.models import experts
-from bigtrain.models.layers.attention_kernels import ScoreScaling
+from bigtrain.models.layers.attention_kernels import AttentionStates, ScoreScaling
 from bigtrain.models.layers.document_attention import (
     IMPLEMENTATIONS,
     attention_of,
@@ -48,12 +48,12 @@ _numbers_in_use: set[int] = set()
 
 
 class SequenceParallel:
-    """Makes `model` compute on parts of samples; `close` restores its own attention.
+    """Makes `model` compute on parts of samples; `close` restores the model's attention.
 
-    The ranks of `exchange` share samples: they get the same ones, each computes its own part, and
-    every forward and backward pass is collective over them. Several models may be open at a time,
-    such as a student and its teacher. Raises ModelError if the architecture does not take its
-    attention from transformers' registry.
+    The ranks of `exchange` share samples: they get equal samples, each rank computes a part, and
+    every forward and backward pass is collective. Several models may be open at a time, such as a
+    student and its teacher. Raises ModelError if the architecture does not take its attention from
+    transformers' registry.
     """
 
     def __init__(self, model: PreTrainedModel, exchange: SequenceExchange) -> None:
@@ -84,14 +84,14 @@ class SequenceParallel:
         self._undo_rotary = choose_by_document(model, self._document_lengths)
 
     def close(self) -> None:
-        """Restore the model's own attention and rotary embeddings."""
+        """Restore the model's attention and rotary embeddings."""
         self._undo_rotary()
         self._hook.remove()
         self._model.set_attn_implementation(self._base)
         _numbers_in_use.discard(self._number)
 
     def part(self, tokens: torch.Tensor) -> torch.Tensor:
-        """This rank's tokens of `tokens` [B, T, ...]: [B, t, ...]."""
+        """Return this rank's tokens of `tokens` [B, T, ...]: [B, t, ...]."""
         parts = [tokens[:, start:stop] for start, stop in self.places(tokens.shape[1])]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
@@ -117,7 +117,7 @@ class SequenceParallel:
         return self.exchange.ulysses.size, self.exchange.ring.size
 
     def places(self, length: int) -> list[tuple[int, int]]:
-        """Return where this rank's tokens are in a sample of `length`, in their order."""
+        """Return the ranges of this rank's tokens in a sample of `length`, in order."""
         return tokens_of(length, *self._sizes, self.exchange.everyone.rank)
 
     def inputs(
@@ -128,15 +128,21 @@ class SequenceParallel:
     ) -> dict[str, torch.Tensor]:
         """Return the model's inputs for this rank's part of samples, `input_ids` int64 [B, T].
         `position_ids` int64 [B, T] isolate documents; None: each sample is one document. `on_host`:
-        the same positions on the host, where they are on a device: a ring plans by them. The masks
-        of the next forward pass are those of these samples."""
-        # Each assigned once: threads that share a model bring the same samples, and one may make
-        # its masks while another is here (`bigtrain.models.equivalence.sequence_parallel`).
+        these positions on the host, where they are on a device: a ring plans by them. The masks
+        of the next forward pass are the samples' masks."""
+        # Each attribute is assigned once: threads that share a model bring equal samples, and a
+        # thread may build masks meanwhile (`bigtrain.models.equivalence.sequence_parallel`).
         self._documents = None if position_ids is None else document_numbers(position_ids)
         self._positions = position_ids
         if self.exchange.ring.size > 1:
             positions = position_ids if on_host is None else on_host
-            self._edges = _edges_of_samples(positions, *input_ids.shape)
+            num_samples, length = input_ids.shape
+            if positions is None:
+                self._edges = [[0, length]] * num_samples
+            else:
+                starts = positions.cpu() == 0
+                starts[:, 0] = True
+                self._edges = [[*row.nonzero().flatten().tolist(), length] for row in starts]
             self._plans = {}
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)
@@ -151,7 +157,7 @@ class SequenceParallel:
 
     @contextmanager
     def whole_samples(self) -> Iterator[None]:
-        """Inside, every rank computes full samples on its own."""
+        """Inside, every rank computes full samples independently."""
         self._exchanging = False
         try:
             yield
@@ -180,6 +186,9 @@ class SequenceParallel:
         if not self._exchanging:
             output, _ = base(module, query, key, value, attention_mask, **kwargs)
             return output, None
+
+        # Every rank of Ulysses gets equally many heads: key heads are repeated if there are too
+        # few, and only the sinks of this rank's heads remain.
         ulysses = self.exchange.ulysses
         heads, key_heads = query.shape[1], key.shape[1]
         if heads % ulysses.size:
@@ -194,63 +203,49 @@ class SequenceParallel:
         if copies > 1:
             key = key.repeat_interleave(copies, dim=1)
             value = value.repeat_interleave(copies, dim=1)
+        states = AttentionStates(*(self._exchange_heads(x) for x in (query, key, value)))
+
         if isinstance(attention_mask, RingPlan):
-            return self._around_the_ring(module, query, key, value, attention_mask, kwargs), None
+            output = self._ring_attention(module, states, attention_mask, kwargs)
+            return self._exchange_heads(output.transpose(1, 2)), None
         if copies > 1 or sinks is not None:
-            module = cast(Module, _OwnHeads(module, heads // (key_heads * copies), sinks))
+            module = cast(Module, _RankHeads(module, heads // (key_heads * copies), sinks))
         if kwargs.get("position_ids") is not None:
             kwargs["position_ids"] = self._positions
-        output, _ = base(
-            module,
-            self._to_heads(query),
-            self._to_heads(key),
-            self._to_heads(value),
-            attention_mask,
-            **kwargs,
-        )
-        return self._to_tokens(output), None
+        output, _ = base(module, *states, attention_mask, **kwargs)
+        return self._exchange_heads(output), None
 
-    def _around_the_ring(
-        self,
-        module: Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        plan: RingPlan,
-        kwargs: dict[str, Any],
+    def _ring_attention(
+        self, module: Module, states: AttentionStates, plan: RingPlan, kwargs: dict[str, Any]
     ) -> torch.Tensor:
-        """Return the attention of `query` [B, H, t, D] to the keys of all ranks: [B, t, H, D]."""
+        """Return the attention of queries to the keys of every rank of the ring: [B, H, t, D]."""
         if kwargs.get("dropout"):
             raise ModelError("a ring has no dropout of attention weights")
         if kwargs.get("is_causal") is False or kwargs.get("position_bias") is not None:
             raise ModelError(f"{type(module).__name__} attends to more than the tokens before")
         scale = kwargs.get("scaling")
+        if scale is None:
+            scale = states.query.shape[-1] ** -0.5
         is_sdpa = self._base in ("sdpa", IMPLEMENTATIONS["sdpa"])  # which ignores caps and sinks
-        cap = None if is_sdpa else kwargs.get("softcap")
-        scores = ScoreScaling(query.shape[-1] ** -0.5 if scale is None else scale, cap)
-        output = ring_attention(
-            self._to_heads(query),
-            self._to_heads(key),
-            self._to_heads(value),
+        return ring_attention(
+            states,
             None if is_sdpa else kwargs.get("s_aux"),
             plan,
             self.exchange.ring,
-            scores,
+            ScoreScaling(scale, None if is_sdpa else kwargs.get("softcap")),
         )
-        return self._to_tokens(output.transpose(1, 2))
 
     def _mask(
         self,
-        batch_size: int,
+        *,
         q_length: int,
         kv_length: int,
-        q_offset: int = 0,
-        kv_offset: int = 0,
         mask_function: Callable[..., Any] | None = None,
         attention_mask: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
         """transformers' mask interface: always the mask of full samples."""
+        # A ring gets the plan for the samples of the last `inputs` instead of a mask.
         if self._exchanging and self.exchange.ring.size > 1:
             length = q_length * self.size
             window = require_causal_window(
@@ -260,57 +255,44 @@ class SequenceParallel:
                 mask_function=mask_function,
                 **kwargs,
             )
-            return self._plan(length, window)
+            key = (self.exchange.ring.rank, window)
+            plans = self._plans
+            if key not in plans:
+                plans[key] = RingPlan(self.exchange.ring.size, length, self._edges, window)
+            return plans[key]
+
         build: Callable[..., Any] = ALL_MASK_ATTENTION_FUNCTIONS[self._base]
         if self._exchanging:
             q_length *= self.size
             kv_length *= self.size
             attention_mask = None
+            # transformers finds documents in the positions, of which the model has only a part.
             if self._documents is not None and self._base not in IMPLEMENTATIONS.values():
                 mask_function = packed_sequence_compatibility_function(
                     mask_function, self._positions, self._documents
                 )
                 kwargs["allow_is_causal_skip"] = False
         return build(
-            batch_size=batch_size,
             q_length=q_length,
             kv_length=kv_length,
-            q_offset=q_offset,
-            kv_offset=kv_offset,
             mask_function=mask_function,
             attention_mask=attention_mask,
             **kwargs,
         )
 
-    def _plan(self, length: int, window: int | None) -> RingPlan:
-        """Return the plan for the samples of the last `inputs`."""
-        key = (self.exchange.ring.rank, window)
-        plans = self._plans
-        if key not in plans:
-            plans[key] = RingPlan(self.exchange.ring.size, length, self._edges, window)
-        return plans[key]
-
     def _all_router_logits(self, _module: Module, _args: Any, outputs: Any) -> None:
-        """Append every rank's router logits as those of further layers: the auxiliary loss averages
-        over layers and tokens, so it is that of full samples on every rank."""
-        own = getattr(outputs, experts.KEY, None)
-        if self._exchanging and own:
-            layers = torch.stack(own)
+        """Append every rank's router logits as if further layers had computed them: the auxiliary
+        loss averages over layers and tokens, so every rank has the loss of full samples."""
+        router_logits = getattr(outputs, experts.KEY, None)
+        if self._exchanging and router_logits:
+            layers = torch.stack(router_logits)
             everyone = all_to_all(self.exchange.everyone, layers.expand(self.size, *layers.shape))
             outputs[experts.KEY] = tuple(everyone.flatten(0, 1))
 
-    def _to_heads(self, states: torch.Tensor) -> torch.Tensor:
-        """Exchange all heads of own tokens [B, H, t, D] for own heads of the tokens of all ranks of
-        Ulysses [B, H / size, size * t, D]."""
-        ulysses = self.exchange.ulysses
-        if ulysses.size == 1:
-            return states
-        blocks = states.unflatten(1, (ulysses.size, -1)).movedim(1, 0)
-        return all_to_all(ulysses, blocks).permute(1, 2, 0, 3, 4).flatten(2, 3)
-
-    def _to_tokens(self, states: torch.Tensor) -> torch.Tensor:
-        """Reverse `_to_heads`: own heads of all tokens [B, size * t, H / size, D] to all heads of
-        own tokens [B, t, H, D]."""
+    def _exchange_heads(self, states: torch.Tensor) -> torch.Tensor:
+        """Split dimension 1 of `states` [B, n, m, D] among the ranks of Ulysses, and join dimension
+        2: [B, n / size, size * m, D]. Exchanges all heads of this rank's tokens [B, H, t, D] for
+        this rank's heads of every token; and back, with tokens before heads."""
         ulysses = self.exchange.ulysses
         if ulysses.size == 1:
             return states
@@ -318,9 +300,9 @@ class SequenceParallel:
         return all_to_all(ulysses, blocks).permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
-class _OwnHeads:
-    """An attention module as attention functions see it that compute some of its heads: with copied
-    key heads, and with the sinks of these heads (gpt-oss)."""
+class _RankHeads:
+    """An attention module for attention functions that compute a part of the heads: with copied key
+    heads, and with the sinks of the rank's heads (gpt-oss)."""
 
     def __init__(
         self, module: Module, num_key_value_groups: int, sinks: torch.Tensor | None
@@ -332,17 +314,6 @@ class _OwnHeads:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.attention_module, name)
-
-
-def _edges_of_samples(
-    positions: torch.Tensor | None, num_samples: int, length: int
-) -> list[list[int]]:
-    """Return the starts of the documents of each sample, and its end."""
-    if positions is None:
-        return [[0, length]] * num_samples
-    starts = positions.cpu() == 0
-    starts[:, 0] = True
-    return [[*row.nonzero().flatten().tolist(), length] for row in starts]
 
 
 def _refusal(model: PreTrainedModel, reason: str) -> ModelError:

@@ -15,7 +15,7 @@ from bigtrain.models.parallel.ring_plan import Range
 
 
 class Exchange(Protocol):
-    """The ranks that share samples, and how they exchange."""
+    """The ranks that share samples, and their exchange."""
 
     @property
     def size(self) -> int: ...
@@ -29,9 +29,9 @@ class Exchange(Protocol):
 
 @dataclass(frozen=True)
 class SequenceExchange:
-    """Exchanges of a rank: with all that share its samples, and with those of them that have the
-    same rank in the ring (Ulysses) or the same one in Ulysses (the ring). The rank among all is
-    ``ring.rank * ulysses.size + ulysses.rank``, so that neighbors exchange heads."""
+    """Exchanges of a rank: with all ranks that share its samples, with the ranks of equal rank in
+    the ring (Ulysses), and with the ranks of equal rank in Ulysses (the ring). The rank among all
+    is ``ring.rank * ulysses.size + ulysses.rank``, so that neighbors exchange heads."""
 
     everyone: Exchange
     ulysses: Exchange
@@ -40,11 +40,11 @@ class SequenceExchange:
     @classmethod
     def of_ulysses(cls, exchange: Exchange) -> Self:
         """Return the exchanges of ranks without a ring."""
-        return cls(exchange, exchange, _Alone())
+        return cls(exchange, exchange, _SingleRank())
 
 
-class _Alone:
-    """Ring of one rank."""
+class _SingleRank:
+    """Ring of a single rank."""
 
     size, rank = 1, 0
 
@@ -66,11 +66,14 @@ class GroupExchange:
         dist.all_to_all_single(received, blocks, group=self.group)
         return received
 
-    def start(self, to: int, sent: Message, source: int, received: Message) -> Wait:
+    def start(self, destination: int, sent: Message, source: int, received: Message) -> Wait:
         """See `RingExchange`."""
         operations = [
-            dist.P2POp(kind, tensor, group=self.group, group_peer=peer)
-            for kind, tensor, peer in ((dist.isend, sent, to), (dist.irecv, received, source))
+            dist.P2POp(operation, tensor, group=self.group, group_peer=peer)
+            for operation, tensor, peer in (
+                (dist.isend, sent, destination),
+                (dist.irecv, received, source),
+            )
             if tensor is not None
         ]
         works = dist.batch_isend_irecv(operations) if operations else []
@@ -83,7 +86,8 @@ class GroupExchange:
 
 
 class _AllToAll(torch.autograd.Function):
-    """Block i of the first dimension goes to rank i, and comes from it. Its own transpose."""
+    """Sends block i of the first dimension to rank i, and receives block i from there. The backward
+    pass is another `all_to_all`."""
 
     @staticmethod
     def forward(ctx: Any, exchange: Exchange, blocks: torch.Tensor) -> torch.Tensor:
@@ -102,34 +106,34 @@ def all_to_all(exchange: Exchange, blocks: torch.Tensor) -> torch.Tensor:
 
 
 class _AllTokens(torch.autograd.Function):
-    """The values of all ranks; each takes back the gradient of its own."""
+    """Values of every rank, which gets the values' gradient."""
 
     @staticmethod
     def forward(
         ctx: Any, exchange: Exchange, values: torch.Tensor, order: Sequence[Sequence[Range]]
     ) -> torch.Tensor:
-        ctx.own = order[exchange.rank]
+        ctx.ranges = order[exchange.rank]
         copies = values.detach().expand(exchange.size, *values.shape)
         parts = exchange.all_to_all(copies.contiguous())
-        whole = values.new_empty(
+        all_values = values.new_empty(
             values.shape[0], values.shape[1] * exchange.size, *values.shape[2:]
         )
-        for part, places in zip(parts, order, strict=True):
+        for part, ranges in zip(parts, order, strict=True):
             passed = 0
-            for start, stop in places:
-                whole[:, start:stop] = part[:, passed : passed + stop - start]
+            for start, stop in ranges:
+                all_values[:, start:stop] = part[:, passed : passed + stop - start]
                 passed += stop - start
-        return whole
+        return all_values
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, torch.Tensor, None]:
-        return None, torch.cat([gradients[0][:, start:stop] for start, stop in ctx.own], 1), None
+        return None, torch.cat([gradients[0][:, start:stop] for start, stop in ctx.ranges], 1), None
 
 
 def all_tokens(
     exchange: Exchange, values: torch.Tensor, order: Sequence[Sequence[Range]]
 ) -> torch.Tensor:
-    """Return [B, T, ...] of `values` [B, t, ...] of each rank; `order`: each rank's ranges of T.
-    Collective; its backward pass is not."""
-    whole: torch.Tensor = _AllTokens.apply(exchange, values, order)  # type: ignore[no-untyped-call]
-    return whole
+    """Return [B, T, ...] from the `values` [B, t, ...] of every rank; `order`: the ranks' ranges of
+    T. Collective; its backward pass is not."""
+    tokens: torch.Tensor = _AllTokens.apply(exchange, values, order)  # type: ignore[no-untyped-call]
+    return tokens

@@ -17,31 +17,31 @@ _ATTRIBUTE = "bigtrain_shard"
 
 @dataclass(frozen=True)
 class Shard(ShardRanges):
-    """The rows of one dimension of a full parameter that one rank holds; padding is always zero,
+    """The rows along a dimension of a full parameter that one rank holds; padding is always zero,
     and not saved.
 
-    primary: whether this rank counts its part in norms and writes it in checkpoints; of the ranks
-    with the same part, one does. over: the group that divides it; fewer replicas hold the same part
-    of experts (`Mesh.expert_replicas`).
+    primary: whether this rank counts its part in norms and writes the part in checkpoints; one of
+    the ranks with equal parts does. over: the group that divides the parameter; fewer replicas
+    hold a part of experts (`Mesh.expert_replicas`).
     """
 
     primary: bool = field(kw_only=True)
     over: Literal["tensor", "expert"] = field(default="tensor", kw_only=True)
 
     def take(self, full: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the full tensor, as a tensor of its own."""
+        """Return this rank's part of the full tensor, copied."""
         if self.dim is None:
             return full
         local = full.new_zeros(self.local_shape)
-        for there, here in self.boxes():
-            local[here.slices].copy_(full[there.slices])
+        for full_box, local_box in self.boxes():
+            local[local_box.slices].copy_(full[full_box.slices])
         return local
 
     def put(self, local: torch.Tensor) -> torch.Tensor:
         """Return a full tensor with this rank's part, and zeros elsewhere."""
         full = local.new_zeros(self.shape)
-        for there, here in self.boxes():
-            full[there.slices].copy_(local[here.slices])
+        for full_box, local_box in self.boxes():
+            full[full_box.slices].copy_(local[local_box.slices])
         return full
 
 
@@ -53,8 +53,8 @@ def shard_of(parameter: Any) -> Shard | None:
 
 def tag_shard(parameter: nn.Parameter, shard: Shard) -> None:
     """Record on `parameter` which shard it is, for bigtrain and for DeepSpeed's norms. DeepSpeed
-    counts `tensor_model_parallel` parameters on every rank and others on the first of a
-    tensor-parallel group only (runtime/utils.py, is_model_parallel_parameter)."""
+    counts `tensor_model_parallel` parameters on every rank and all further parameters on the first
+    rank of a tensor-parallel group only (runtime/utils.py, is_model_parallel_parameter)."""
     setattr(parameter, _ATTRIBUTE, shard)
     parameter.tensor_model_parallel = (  # type: ignore[attr-defined]
         shard.dim is not None and shard.primary and shard.over == "tensor"
@@ -77,21 +77,21 @@ def is_expert(parameter: Any) -> bool:
 
 
 def full_shape(parameter: Any) -> tuple[int, ...]:
-    """Shape of the full parameter, whatever part of it this rank holds."""
+    """Return the shape of the full parameter, for any shard."""
     shard = shard_of(parameter)
     return shard.shape if shard is not None else local_shape(parameter)
 
 
 def even_ranges(size: int, parts: int, rank: int) -> tuple[int, int]:
-    """[start, stop) of part `rank` when `size` rows fall to `parts`, as evenly as they can."""
-    share, rest = divmod(size, parts)
-    start = rank * share + min(rank, rest)
-    return start, start + share + (rank < rest)
+    """Return [start, stop) of part `rank` when `size` rows are divided as evenly as possible."""
+    share, remainder = divmod(size, parts)
+    start = rank * share + min(rank, remainder)
+    return start, start + share + (rank < remainder)
 
 
 def padded_range(size: int, parts: int, rank: int) -> tuple[tuple[int, int], int]:
-    """([start, stop), rows held) of part `rank` when all parts hold equally many rows, padding at
-    the end."""
+    """Return [start, stop) of part `rank`, and the number of rows that every part has: equally
+    many, with padding at the end."""
     rows = -(-size // parts)
     start = min(rank * rows, size)
     return (start, min(start + rows, size)), rows

@@ -1,6 +1,6 @@
 """Layout of pipeline stages, observed in one forward pass of a proxy model. No class declares what
-one layer passes to the next, what else layers get, and which parameters come before and after them
-(``base_model_pp_plan`` names modules, for half of the architectures)."""
+one layer passes to the next, what else layers get, and which parameters come before and after the
+layers (``base_model_pp_plan`` names modules, for half of the architectures)."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from transformers import PreTrainedModel
 
 from bigtrain.errors import ModelError
 
-Place = int | str
+ArgumentKey = int | str
 """An argument of a layer's call: its position, or its keyword."""
 
 
 @dataclass(frozen=True)
 class Handover:
-    """Outputs of a layer, and where the next layer receives them. num_outputs: 0 if the layer
-    returns a bare tensor, else the length of its tuple. routes: for each output, its position in
-    the next layer's call; None if it is not passed on."""
+    """Outputs of a layer, and the next layer's arguments that receive them. num_outputs: 0 if the
+    layer returns a bare tensor, else the length of the tuple. routes: for each output, its position
+    in the next layer's call; None if it is not passed on."""
 
     num_outputs: int
-    routes: tuple[Place | None, ...]
+    routes: tuple[ArgumentKey | None, ...]
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,10 @@ class StageLayout:
 
     layers: name of the module list. handovers: one for each layer but the last. shared: keywords
     of dicts that layers write and later layers read. tokens_everywhere: whether every stage needs
-    the token ids, because layers get more than the previous layer's output, computed from
-    them. prologue, epilogue: names of parameters outside the layers that are needed before the
-    first one (or, with tokens_everywhere, before any), and after the last one; tied ones are both.
+    the token ids, because layers get more than the previous layer's output, computed from token
+    ids. prologue, epilogue: names of parameters outside the layers that are needed before the first
+    layer (or, with tokens_everywhere, before any layer), and after the last one; tied parameters
+    are in both.
     """
 
     layers: str
@@ -59,35 +60,60 @@ def find_layout(model: PreTrainedModel, input_ids: torch.Tensor) -> StageLayout:
     layers = list(model.get_submodule(name).children())
     calls, logits = _watch(model, layers, input_ids)
     handovers = tuple(_handover(calls, index) for index in range(len(layers) - 1))
-    outside = _parameters_outside(model, name)
+
+    # Layers must not depend on layers before the previous one, other than by its outputs.
+    earlier_parameters: list[nn.Parameter] = []
+    for index, layer in enumerate(layers):
+        for tensor in _further_inputs(calls, index) if index else ():
+            gradients = _gradients([tensor], earlier_parameters) if tensor.requires_grad else ()
+            if any(gradient is not None for gradient in gradients):
+                raise ModelError(
+                    f"layer {index} is given more of the layers before it than what layer "
+                    f"{index - 1} returns"
+                )
+        earlier_parameters += [p for p in layer.parameters() if p.requires_grad]
+
+    # Parameters outside the layers are found by the gradients of what enters the layers.
+    outside_parameters = {
+        parameter_name: parameter
+        for parameter_name, parameter in model.named_parameters()
+        if not parameter_name.startswith(f"{name}.") and parameter.requires_grad
+    }
     entering = [tensor for tensor in tensors_in(calls[0].arguments) if tensor.requires_grad]
-    beside = [tensor for index in range(1, len(calls)) for tensor in _beside(calls, index)]
-    differentiable = [tensor for tensor in beside if tensor.requires_grad]
-    _refuse_hidden_dependence(layers, calls)
+    further_inputs = [
+        tensor for index in range(1, len(calls)) for tensor in _further_inputs(calls, index)
+    ]
+    differentiable = [tensor for tensor in further_inputs if tensor.requires_grad]
+    tokens_everywhere = bool(differentiable) or any(
+        tensor.shape == input_ids.shape
+        and not tensor.is_floating_point()
+        and bool((tensor == input_ids).all())
+        for tensor in further_inputs
+    )
     return StageLayout(
         layers=name,
         num_layers=len(layers),
         handovers=handovers,
         shared=frozenset(key for call in calls for key in call.written),
-        tokens_everywhere=bool(differentiable) or any(_is(t, input_ids) for t in beside),
-        prologue=_dependencies([*entering, *differentiable], outside),
-        epilogue=_dependencies([logits], outside),
+        tokens_everywhere=tokens_everywhere,
+        prologue=_dependencies([*entering, *differentiable], outside_parameters),
+        epilogue=_dependencies([logits], outside_parameters),
     )
 
 
 @dataclass
 class _Call:
-    """One layer's call. `shared`: what each dict among the arguments held when it was made."""
+    """One layer's call. `shared`: entries of the dicts among the arguments before the call."""
 
-    arguments: dict[Place, Any]
+    arguments: dict[ArgumentKey, Any]
     shared: dict[str, dict[Any, Any]]
     outputs: Any = None
     written: set[str] = field(default_factory=set)
 
 
 def _layer_list(model: PreTrainedModel, input_ids: torch.Tensor) -> str:
-    """Return the module list whose members a forward pass calls once each, in order: one of the
-    pipeline plan, else the one with most parameters."""
+    """Return the module list whose members a forward pass calls once and in order: a list of the
+    pipeline plan, or else the list with most parameters."""
     lists = {
         name: list(module)
         for name, module in model.named_modules()
@@ -97,9 +123,11 @@ def _layer_list(model: PreTrainedModel, input_ids: torch.Tensor) -> str:
     with ExitStack() as hooks, torch.no_grad():
         for name, members in lists.items():
             for index, member in enumerate(members):
-                note = partial(_note, order[name], index)
-                hooks.enter_context(member.register_forward_pre_hook(note))
+                record = partial(lambda calls, number, *_: calls.append(number), order[name], index)
+                hooks.enter_context(member.register_forward_pre_hook(record))
         model(input_ids=input_ids, use_cache=False)
+
+    # Lists whose members were all called once, in their order.
     fitting = [name for name, members in lists.items() if order[name] == list(range(len(members)))]
     planned = set[str](getattr(model.config, "base_model_pp_plan", None) or {})
     if not fitting:
@@ -111,12 +139,8 @@ def _layer_list(model: PreTrainedModel, input_ids: torch.Tensor) -> str:
         size = sum(p.numel() for member in lists[name] for p in member.parameters())
         return name.rpartition(".")[2] in planned, size
 
-    chosen: str = max(fitting, key=preference)
-    return chosen
-
-
-def _note(order: list[int], index: int, *_: Any) -> None:
-    order.append(index)
+    layer_list: str = max(fitting, key=preference)
+    return layer_list
 
 
 def _watch(
@@ -126,7 +150,7 @@ def _watch(
     calls: list[_Call] = []
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        arguments: dict[Place, Any] = dict(enumerate(args))
+        arguments: dict[ArgumentKey, Any] = dict(enumerate(args))
         arguments.update(kwargs)
         shared = {k: dict(v) for k, v in kwargs.items() if isinstance(v, (dict, UserDict))}
         calls.append(_Call(arguments, shared))
@@ -134,9 +158,9 @@ def _watch(
     def after(layer: nn.Module, _: Any, outputs: Any) -> Any:
         call = calls[-1]
         call.outputs = outputs
-        for key, held in call.shared.items():
+        for key, entries in call.shared.items():
             now = call.arguments[key]
-            if now.keys() != held.keys() or any(now[k] is not held[k] for k in held):
+            if now.keys() != entries.keys() or any(now[k] is not entries[k] for k in entries):
                 call.written.add(key)
         return _detached(outputs) if layer is layers[-1] else None
 
@@ -158,7 +182,7 @@ def _handover(calls: list[_Call], index: int) -> Handover:
     outputs, following = calls[index].outputs, calls[index + 1].arguments
     parts = outputs if _is_sequence(outputs) else (outputs,)
     routes = tuple(
-        next((place for place, value in following.items() if value is part), None)
+        next((argument_key for argument_key, value in following.items() if value is part), None)
         if part is not None
         else None
         for part in parts
@@ -170,37 +194,23 @@ def _handover(calls: list[_Call], index: int) -> Handover:
     return Handover(len(parts) if _is_sequence(outputs) else 0, routes)
 
 
-def _beside(calls: list[_Call], index: int) -> Iterator[torch.Tensor]:
-    """Tensors that layer `index` gets and that no earlier layer passes on."""
+def _further_inputs(calls: list[_Call], index: int) -> Iterator[torch.Tensor]:
+    """Yield the tensors that layer `index` gets and that the previous layer does not pass on."""
     handed = {id(tensor) for tensor in tensors_in(calls[index - 1].outputs)}
     written = set().union(*(call.written for call in calls))
-    for place, value in calls[index].arguments.items():
-        if place not in written:
+    for argument_key, value in calls[index].arguments.items():
+        if argument_key not in written:
             yield from (tensor for tensor in tensors_in(value) if id(tensor) not in handed)
 
 
-def _refuse_hidden_dependence(layers: list[nn.Module], calls: list[_Call]) -> None:
-    """Refuse layers that get something computed from layers before the previous one."""
-    earlier: list[nn.Parameter] = []
-    for index, layer in enumerate(layers):
-        if index:
-            for tensor in _beside(calls, index):
-                if tensor.requires_grad and _reaches([tensor], earlier):
-                    raise ModelError(
-                        f"layer {index} is given more of the layers before it than what layer "
-                        f"{index - 1} returns"
-                    )
-        earlier += [p for p in layer.parameters() if p.requires_grad]
-
-
-def _reaches(tensors: list[torch.Tensor], parameters: list[nn.Parameter]) -> bool:
-    return any(gradient is not None for gradient in _gradients(tensors, parameters))
-
-
-def _dependencies(tensors: list[torch.Tensor], outside: dict[str, nn.Parameter]) -> frozenset[str]:
-    gradients = _gradients(tensors, list(outside.values()))
+def _dependencies(
+    tensors: list[torch.Tensor], outside_parameters: dict[str, nn.Parameter]
+) -> frozenset[str]:
+    gradients = _gradients(tensors, list(outside_parameters.values()))
     return frozenset(
-        name for name, gradient in zip(outside, gradients, strict=True) if gradient is not None
+        name
+        for name, gradient in zip(outside_parameters, gradients, strict=True)
+        if gradient is not None
     )
 
 
@@ -211,14 +221,6 @@ def _gradients(
     if not total or not parameters:
         return (None,) * len(parameters)
     return torch.autograd.grad(total, parameters, allow_unused=True, retain_graph=True)
-
-
-def _parameters_outside(model: PreTrainedModel, layers: str) -> dict[str, nn.Parameter]:
-    return {
-        name: parameter
-        for name, parameter in model.named_parameters()
-        if not name.startswith(f"{layers}.") and parameter.requires_grad
-    }
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -232,8 +234,8 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """`value` with `function` applied to every tensor in its tuples, lists and dicts. Tensors are
-    visited in a fixed order. Dicts of any kind become plain ones."""
+    """Return `value` with `function` applied to every tensor in tuples, lists and dicts. Tensors
+    are visited in a fixed order. Dicts of any kind become plain ones."""
     if torch.is_tensor(value):
         return function(value)
     if isinstance(value, (dict, UserDict)):
@@ -247,25 +249,17 @@ def _is_sequence(value: Any) -> bool:
     return isinstance(value, (tuple, list))
 
 
-def _is(tensor: torch.Tensor, input_ids: torch.Tensor) -> bool:
-    return (
-        tensor.shape == input_ids.shape
-        and not tensor.is_floating_point()
-        and bool((tensor == input_ids).all())
-    )
-
-
 @dataclass(frozen=True)
 class StagePlan:
-    """Split of a model into stages that compute the same as the full model. cuts: layer indices,
+    """Split of a model into stages that compute the full model's results. cuts: layer indices,
     see `bigtrain.models.parallel.stages.Stage`."""
 
     layout: StageLayout
     cuts: tuple[int, ...]
 
     def describe(self, num_micro_batches: int) -> str:
-        """Return the stages and their idle time (the pipeline bubble) as one human-readable
-        line."""
+        """Return the stages and their idle time as one human-readable line. The pipeline bubble of
+        p stages and m micro-batches is ``(p - 1) / (m + p - 1)`` (GPipe, arXiv 1811.06965)."""
         stages = [f"{start}-{stop - 1}" for start, stop in pairwise(self.cuts)]
         idle = (len(stages) - 1) / (num_micro_batches + len(stages) - 1)
         return (

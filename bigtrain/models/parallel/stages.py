@@ -1,14 +1,15 @@
-"""One pipeline stage of any Hugging Face causal LM, or of such a model with a score head: the full
+"""One pipeline stage of any Hugging Face model with a causal LM head or a score head: the full
 model with most layers replaced.
 
-The layer before the stage's first returns what the previous stage sent, the one after its last ends
-the forward pass with what the next stage needs. So names, indices, masks, rotary embeddings,
-multipliers and the head are the model's own. Parameters outside the layers that a stage does not
-need are zeros without memory.
+The layer before the stage's first layer returns what the previous stage sent, and the layer after
+its last layer ends the forward pass with what the next stage needs. So names, indices, masks,
+rotary embeddings, multipliers and the head are unchanged. Parameters outside the layers that a
+stage does not need are zeros without memory.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import UserDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from transformers import PreTrainedModel
 
 from bigtrain.errors import ModelError
 from bigtrain.models.experts import recorded
-from bigtrain.models.layers.adapters import weight_of
+from bigtrain.models.layers.adapter_names import weight_of
 from bigtrain.models.layers.parameters import (
     give_properties,
     has_score_head,
@@ -34,7 +35,7 @@ from bigtrain.models.transformers_patches import mark_initialized
 @dataclass(frozen=True)
 class Payload:
     """Message of a stage to the next: a layer's outputs, and the dicts that layers write.
-    router_logits: of all layers so far, stacked, if the model's loss is computed from them."""
+    router_logits: of the layers so far, stacked, if the model's loss is computed from them."""
 
     outputs: tuple[Any, ...]
     shared: dict[str, dict[Any, Any]]
@@ -46,8 +47,7 @@ class Payload:
 
 
 class LayerPlaceholder(nn.Module):
-    """Replaces a layer of another stage. Has the layer's plain attributes and those of its
-    class."""
+    """Replaces a layer of another stage. Has the plain attributes of the layer and the class."""
 
     def __init__(self, layer: nn.Module, handover: Handover | None) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class LayerPlaceholder(nn.Module):
 
 
 class StageInput(LayerPlaceholder):
-    """Replaces the layer before a stage's first one: returns what the previous stage sent."""
+    """Replaces the layer before a stage's first layer: returns what the previous stage sent."""
 
     received: Payload | None = None
 
@@ -101,7 +101,7 @@ class _Stop(Exception):
 
 
 class StageOutput(LayerPlaceholder):
-    """Replaces the layer after a stage's last one: ends the forward pass with its arguments."""
+    """Replaces the layer after a stage's last layer: ends the forward pass with its arguments."""
 
     def __init__(self, layer: nn.Module, previous: Handover, shared: frozenset[str]) -> None:
         super().__init__(layer, None)
@@ -109,24 +109,24 @@ class StageOutput(LayerPlaceholder):
         self._shared = shared
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        def at(place: int | str | None) -> Any:
-            if place is None:
+        def argument(argument_key: int | str | None) -> Any:
+            if argument_key is None:
                 return None
-            return args[place] if isinstance(place, int) else kwargs[place]
+            return args[argument_key] if isinstance(argument_key, int) else kwargs[argument_key]
 
         shared = {
             key: dict(value)
             for key, value in kwargs.items()
             if key in self._shared and isinstance(value, (dict, UserDict))
         }
-        outputs = tuple(at(place) for place in self._previous.routes)
+        outputs = tuple(argument(argument_key) for argument_key in self._previous.routes)
         routers = recorded()
         # One tensor, since every tensor is a message.
         raise _Stop(Payload(outputs, shared, torch.stack(routers) if routers else None))
 
 
 class Stage(nn.Module):
-    """Stage `index` of a model split at `cuts`. The model given is split in place and kept in
+    """Stage `index` of a model split at `cuts`. The full model is split in place and stored in
     `model`. cuts: ascending layer indices from 0 to the number of layers; stage i has layers
     ``cuts[i] : cuts[i + 1]``. Parameters keep their names in the model."""
 
@@ -136,16 +136,24 @@ class Stage(nn.Module):
         super().__init__()
         self.index = index
         self.is_first, self.is_last = index == 0, index == len(cuts) - 2
-        # A score head looks for the last token of each row; embeddings of other stages are zeros.
+        # A score head looks for the last token of every row; embeddings of other stages are zeros.
         finds_end = self.is_last and has_score_head(model)
         self.needs_tokens = self.is_first or finds_end or layout.tokens_everywhere
         self.replicas = replicated_parameters(model, layout, cuts)
-        _refuse_packed(model, layout)
-        own = stages_of_parameters(model, layout, cuts)
+        for name, parameter in model.named_parameters():
+            # Weights in 4 bits are integers.
+            if not parameter.is_floating_point() and not name.startswith(f"{layout.layers}."):
+                raise ModelError(
+                    f"adapters.quantization: {name} is outside of the layers that stages divide, "
+                    "and no placeholder exists for a weight in 4 bits on the other stages -> "
+                    "parallel.pipeline=1, or adapters.quantization=none"
+                )
+        stages_by_name = stages_of_parameters(model, layout, cuts)
+        # Read before the embedding is removed.
         embedding = model.get_input_embeddings()
         width = getattr(embedding, "embedding_dim", None)
         self._width = int(width or model.config.get_text_config().hidden_size)
-        keep = {name for name, stages in own.items() if index in stages}
+        keep = {name for name, stages in stages_by_name.items() if index in stages}
         self._entry = _replace_layers(model, layout, cuts[index], cuts[index + 1])
         _hollow_out(model, keep)
         self.model = model
@@ -166,8 +174,8 @@ class Stage(nn.Module):
         if self.needs_tokens:
             inputs["input_ids"] = input_ids
         else:
-            own = next(p for p in self.model.parameters() if p.is_floating_point())
-            inputs["inputs_embeds"] = own.new_zeros(*input_ids.shape, self._width)
+            parameter = next(p for p in self.model.parameters() if p.is_floating_point())
+            inputs["inputs_embeds"] = parameter.new_zeros(*input_ids.shape, self._width)
         if self._entry is not None:
             self._entry.received = payload
         try:
@@ -190,7 +198,7 @@ def stages_of_parameters(
     for names in names_of(model.named_parameters(remove_duplicate=False)).values():
         parameter = parameter_of(model, names[0])
         layers = {int(n.removeprefix(prefix).split(".")[0]) for n in names if n.startswith(prefix)}
-        stages = {_stage_of(layer, cuts) for layer in layers}
+        stages = {bisect_right(cuts, layer) - 1 for layer in layers}
         if len(stages) > 1:
             raise ModelError(f"layers of different stages share the parameter {names[0]}")
         weight = weight_of(names[0])  # the layout is of the model without adapters
@@ -199,7 +207,7 @@ def stages_of_parameters(
         if weight in layout.epilogue:
             stages.add(last)
         if not parameter.requires_grad and not stages:
-            stages = set(range(last + 1))  # no gradient has shown where it is needed
+            stages = set(range(last + 1))  # frozen: found by no gradient
         # A parameter that nothing depends on is on the first stage, to be saved.
         stages_by_name[names[0]] = tuple(sorted(stages or {0}))
     return stages_by_name
@@ -211,10 +219,6 @@ def replicated_parameters(
     """Return the `stages_of_parameters` on more than one stage, whose gradients must be summed."""
     stages_by_name = stages_of_parameters(model, layout, cuts)
     return {name: stages for name, stages in stages_by_name.items() if len(stages) > 1}
-
-
-def _stage_of(layer: int, cuts: Sequence[int]) -> int:
-    return next(i for i in range(len(cuts) - 1) if cuts[i] <= layer < cuts[i + 1])
 
 
 def _replace_layers(
@@ -238,17 +242,6 @@ def _replace_layers(
     return entry
 
 
-def _refuse_packed(model: PreTrainedModel, layout: StageLayout) -> None:
-    for name, parameter in model.named_parameters():
-        # In 4 bits, and integers.
-        if not parameter.is_floating_point() and not name.startswith(f"{layout.layers}."):
-            raise ModelError(
-                f"adapters.quantization: {name} is outside of the layers that stages divide, and "
-                "no placeholder exists for a weight in 4 bits on the other stages -> "
-                "parallel.pipeline=1, or adapters.quantization=none"
-            )
-
-
 def _hollow_out(model: PreTrainedModel, keep: set[str]) -> None:
     """Remove every parameter that is not in `keep`, by first name; its module stays callable."""
     first_name = {
@@ -256,23 +249,9 @@ def _hollow_out(model: PreTrainedModel, keep: set[str]) -> None:
         for names in names_of(model.named_parameters(remove_duplicate=False)).values()
         for name in names
     }
+    # Properties return zeros (one stored element) in the dtype and on the device that `like`, a
+    # parameter of the stage, has when the property is read.
     like = next(p for name, p in model.named_parameters() if name in keep and p.is_floating_point())
-    for prefix, module in list(model.named_modules()):
-        drop = {
-            name: parameter
-            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
-            if first_name[f"{prefix}.{name}" if prefix else name] not in keep
-        }
-        if drop:
-            for name in drop:
-                delattr(module, name)
-            shapes = {name: parameter.shape for name, parameter in drop.items()}
-            _give_zeros(module, shapes, like)
-
-
-def _give_zeros(module: nn.Module, shapes: dict[str, torch.Size], like: nn.Parameter) -> None:
-    """Give `module` properties that return zeros of `shapes` (one stored element) in the dtype and
-    on the device that `like` has then."""
 
     def zeros_of(shape: torch.Size) -> Callable[[nn.Module], torch.Tensor]:
         def zeros(_: nn.Module) -> torch.Tensor:
@@ -282,4 +261,14 @@ def _give_zeros(module: nn.Module, shapes: dict[str, torch.Size], like: nn.Param
 
         return zeros
 
-    give_properties(module, {n: property(zeros_of(s)) for n, s in shapes.items()}, is_hollow=True)
+    for prefix, module in list(model.named_modules()):
+        drop = {
+            name: parameter
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+            if first_name[f"{prefix}.{name}" if prefix else name] not in keep
+        }
+        if drop:
+            for name in drop:
+                delattr(module, name)
+            properties = {n: property(zeros_of(p.shape)) for n, p in drop.items()}
+            give_properties(module, properties, is_hollow=True)

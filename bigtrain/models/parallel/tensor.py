@@ -1,9 +1,10 @@
-"""Tensor parallelism of any Hugging Face causal LM by the plan that the model itself carries.
+"""Tensor parallelism of any Hugging Face causal LM by the model's plan.
 
 The plan (``base_model_tp_plan`` of the configuration, ``_tp_plan`` of class and instance) gives
 modules and parameters a style. Every style that transformers 5.23 registers is implemented on plain
-local tensors (its own code uses DTensors, which ZeRO does not support), except `sequence_parallel`,
-which no plan uses. `bigtrain.models.equivalence.tensor_parallel` tests whether a plan is right.
+local tensors (transformers' code uses DTensors, which ZeRO does not support), except
+`sequence_parallel`, which no plan uses. `bigtrain.models.equivalence.tensor_parallel` tests whether
+a plan is right.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from transformers import PreTrainedModel
 
 from bigtrain.errors import ModelError
 from bigtrain.models.configuration import text_config
-from bigtrain.models.layers.adapters import base_name, computing_modules, has_adapters
+from bigtrain.models.layers.adapter_names import base_name, computing_modules, has_adapters
 from bigtrain.models.layers.float8 import product_of
 from bigtrain.models.layers.parameters import output_layer
 from bigtrain.models.parallel.adapters import (
@@ -55,7 +56,7 @@ _SPLIT_INPUT = {"rowwise_split_input", "rowwise_rep"}
 _COLWISE = {"colwise", "packed_colwise"} | _GATHERED
 _ROWWISE = {"rowwise", "packed_rowwise"} | _SPLIT_INPUT
 _PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
-_WHOLE = {
+_UNSHARDED = {
     _PARTIAL_GRADIENT,
     "moe_tp_experts",
     "moe_identity_expert",
@@ -74,11 +75,17 @@ def tensor_plan(model: PreTrainedModel) -> Plan:
     module. Call it before a pipeline stage removes layers. Raises ModelError for an architecture
     without a plan."""
     rules = dict(model.tp_plan or {})
-    plan = {**_inside_wrappers(model, rules), **expanded_plan(model, rules)}
+    plan = expanded_plan(model, rules)
+    if has_adapters(model):
+        # Layers that peft has wrapped, by their names in the model without adapters.
+        names = [base_name(name) for name, _ in model.named_parameters(remove_duplicate=False)]
+        styles = {name: style_of(rules, name, is_parameter=True) for name in names}
+        styles |= {n: style_of(rules, n, is_parameter=False) for n in computing_modules(model)}
+        plan = {**{n: style for n, style in styles.items() if style is not None}, **plan}
     plan = _with_tied(model, plan)
-    heads = {name for name in _names_of(model, output_layer(model))}
-    inputs = {name for name in _names_of(model, model.get_input_embeddings())}
-    if not {name.rpartition(".")[0] for name in plan} - heads - inputs - {""}:
+    heads = _names_of(model, output_layer(model))
+    inputs = _names_of(model, model.get_input_embeddings())
+    if not {name.rpartition(".")[0] for name in plan} - {*heads, *inputs, ""}:
         raise ModelError(
             f"parallel.tensor: transformers has no tensor-parallel plan for model_type "
             f"{model.config.model_type} -> parallel.tensor=1, and ZeRO 3 for models too large for "
@@ -95,18 +102,8 @@ def known_plan(model: PreTrainedModel) -> Plan:
         return {}
 
 
-def _inside_wrappers(model: PreTrainedModel, rules: Plan) -> Plan:
-    """Return the style of what peft has wrapped, by the names in the model without adapters."""
-    if not has_adapters(model):
-        return {}
-    names = [base_name(name) for name, _ in model.named_parameters(remove_duplicate=False)]
-    styles = {name: style_of(rules, name, is_parameter=True) for name in names}
-    styles |= {n: style_of(rules, n, is_parameter=False) for n in computing_modules(model)}
-    return {name: style for name, style in styles.items() if style is not None}
-
-
 def _with_tied(model: PreTrainedModel, plan: Plan) -> Plan:
-    """`plan`, completed if only one of a tied embedding and head has a rule."""
+    """Return `plan`, completed if only the head or only the tied embedding has a rule."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or embedding is None or head.weight is not embedding.weight:
         return plan
@@ -141,10 +138,11 @@ def shard_model(model: PreTrainedModel, plan: Plan, group: Group) -> None:
     for name, style, parameter in _styled_parameters(model, plan):
         if is_expert(parameter):
             continue
-        shard = _shard_of_style(model, name, style, tuple(parameter.shape), rank, size)
-        known = shard_of(parameter)
-        if known is not None:
-            if known != shard:
+        shape = tuple(parameter.shape)
+        shard = _shard_of_style(model, name, style, shape, rank=rank, size=size)
+        tagged = shard_of(parameter)
+        if tagged is not None:
+            if tagged != shard:
                 raise ModelError(
                     f"parallel.tensor: tied weight {name} would be sharded in two ways"
                 )
@@ -171,7 +169,7 @@ def check_shards(model: PreTrainedModel, plan: Plan, size: int) -> None:
     """Raise ModelError for a parameter that cannot be split into `size` shards. Moves no
     weights."""
     for name, style, parameter in _styled_parameters(model, plan):
-        _shard_of_style(model, name, style, tuple(parameter.shape), 0, size)
+        _shard_of_style(model, name, style, tuple(parameter.shape), rank=0, size=size)
 
 
 def _styled_parameters(
@@ -183,11 +181,12 @@ def _styled_parameters(
 
 
 def _shard_of_style(
-    model: PreTrainedModel, name: str, style: str, shape: tuple[int, ...], rank: int, size: int
+    model: PreTrainedModel, name: str, style: str, shape: tuple[int, ...], *, rank: int, size: int
 ) -> Shard:
-    whole = Shard(shape, primary=rank == 0)
-    if style in _WHOLE or not shape:
-        return whole
+    # The dimension that the style divides.
+    full_shard = Shard(shape, primary=rank == 0)
+    if style in _UNSHARDED or not shape:
+        return full_shard
     is_bias = name.rpartition(".")[2].endswith("bias")
     if style in ("embedding_rowwise", "embedding_colwise"):
         dim = 0 if style == "embedding_rowwise" else 1
@@ -195,30 +194,50 @@ def _shard_of_style(
         dim = len(shape) - 1 if is_bias else max(len(shape) - 2, 0)
     elif style in _ROWWISE:
         if is_bias or (len(shape) == 1 and style == "packed_rowwise"):
-            return whole
+            return full_shard
         dim = len(shape) - 1
     else:
         raise ModelError(f"parallel.tensor: {name}: unknown style {style!r} in the model's plan")
+
+    # Outputs that are gathered are padded; key and value heads may be shared by several ranks.
     if style in _GATHERED or style.startswith("embedding"):
         span, rows = padded_range(shape[dim], size, rank)
         return Shard(shape, dim, (span,) if span[0] < span[1] else (), rows, primary=True)
     if _is_shared_key_value(model, name, style, size):
-        return _key_value_shard(model, shape, dim, rank, size)
+        heads = _key_value_heads(model, size)
+        holders, width = size // heads, shape[dim] // heads
+        head = rank // holders
+        span = (head * width, (head + 1) * width)
+        return Shard(shape, dim, (span,), width, primary=rank % holders == 0)
+
+    # All other shards have no padding. They may differ in width, except around a dropout.
     packed = 2 if style.startswith("packed") else 1
-    dropout = _inner_dropout(model, name) if shape[dim] // packed % size else None
+    width = shape[dim] // packed
+    dropout = _inner_dropout(model, name) if width % size else None
     if dropout is not None:
         raise ModelError(
             f"parallel.tensor: {name} {list(shape)}: with dropout between its layers ({dropout}), "
             f"{size} ranks need equally wide parts, or their random streams part -> a degree "
-            f"that divides {shape[dim] // packed}, or no dropout"
+            f"that divides {width}, or no dropout"
         )
-    matrices = len(shape) + is_bias == 3  # those of experts, stacked
-    return _unpadded(name, shape, dim, packed, rank, size, GROUPED_UNIT if matrices else 1)
+    if shape[dim] % packed or width < size:
+        raise ModelError(
+            f"parallel.tensor: {name} {list(shape)}: dimension {dim} cannot be split into {packed} "
+            f"x {size} parts -> parallel.tensor={max(1, width)} or less"
+        )
+    # Stacked experts are split in units of grouped products, if there are enough units.
+    is_stacked = len(shape) + is_bias == 3
+    unit = GROUPED_UNIT if is_stacked else 1
+    if width % unit or width // unit < size:
+        unit = 1
+    start, stop = (edge * unit for edge in even_ranges(width // unit, size, rank))
+    ranges = tuple((n * width + start, n * width + stop) for n in range(packed))
+    return Shard(shape, dim, ranges, packed * (stop - start), primary=True)
 
 
 def _inner_dropout(model: PreTrainedModel, name: str) -> str | None:
-    """Return a dropout that may act on the output of the sharded parameter `name`, or None. It is a
-    module or a number of the block that holds the layer: elsewhere dropout acts on full hidden
+    """Return a dropout, if any, that may act on the output of the sharded parameter `name`: a
+    module or a number of the block that holds the layer. Elsewhere dropout acts on full hidden
     states or full heads, for which all ranks draw equally many numbers."""
     block_name = name.rpartition(".")[0].rpartition(".")[0]
     for prefix, module in model.get_submodule(block_name).named_modules(prefix=block_name):
@@ -232,24 +251,7 @@ def _inner_dropout(model: PreTrainedModel, name: str) -> str | None:
     return None
 
 
-def _unpadded(
-    name: str, shape: tuple[int, ...], dim: int, packed: int, rank: int, size: int, unit: int
-) -> Shard:
-    """Return a shard in multiples of `unit` if there are enough of them, or else of any width."""
-    width = shape[dim] // packed
-    if width % unit or width // unit < size:
-        unit = 1
-    if shape[dim] % packed or width < size:
-        raise ModelError(
-            f"parallel.tensor: {name} {list(shape)}: dimension {dim} cannot be split into {packed} "
-            f"x {size} parts -> parallel.tensor={max(1, width)} or less"
-        )
-    start, stop = (edge * unit for edge in even_ranges(width // unit, size, rank))
-    ranges = tuple((n * width + start, n * width + stop) for n in range(packed))
-    return Shard(shape, dim, ranges, packed * (stop - start), primary=True)
-
-
-# --- fewer key-value heads than ranks: several ranks hold the same head ---
+# --- fewer key-value heads than ranks: several ranks share a head ---
 
 
 def _key_value_heads(model: PreTrainedModel, size: int) -> int:
@@ -261,16 +263,6 @@ def _key_value_heads(model: PreTrainedModel, size: int) -> int:
 def _is_shared_key_value(model: PreTrainedModel, name: str, style: str, size: int) -> bool:
     leaf = name.split(".")[-2] if "." in name else ""
     return style == "colwise" and leaf in _KEY_VALUE and _key_value_heads(model, size) > 0
-
-
-def _key_value_shard(
-    model: PreTrainedModel, shape: tuple[int, ...], dim: int, rank: int, size: int
-) -> Shard:
-    heads = _key_value_heads(model, size)
-    holders, width = size // heads, shape[dim] // heads
-    head = rank // holders
-    span = (head * width, (head + 1) * width)
-    return Shard(shape, dim, (span,), width, primary=rank % holders == 0)
 
 
 def _sum_of_holders(shard: Shard, group: Group) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -315,13 +307,13 @@ def _wrap(model: Any, name: str, module: Any, style: str, group: Group) -> None:
 
 
 def _cut_adapted(model: Any, name: str, layer: Any, style: str, group: Group) -> None:
-    """Wrap a layer with an adapter, whose own weight is tagged, and shard the adapter with it."""
+    """Wrap a layer with an adapter, whose base weight is tagged, and shard the adapter."""
     if style not in ADAPTED:
         raise ModelError(
             f"adapters.targets: {name}: adapters are not supported on a layer of style {style!r} "
             "in the model's tensor-parallel plan -> remove it, or parallel.tensor=1"
         )
-    if style in _WHOLE:
+    if style in _UNSHARDED:
         _wrap(model, name, layer, style, group)
         return
     _wrap(model, name, layer.base_layer, style, group)
@@ -339,7 +331,12 @@ def _wrapped(model: Any, name: str, module: Any, style: str, group: Group) -> An
     """Return the replacement of the module's forward; None to keep it."""
     forward = module.forward
     if style in _GATHERED:
-        return _gathered(name, module, forward, group)
+        shard = _shard(module.weight)
+        assert shard.dim is not None
+        full_width = shard.shape[shard.dim]
+        return lambda x, *a, **k: gather_last(
+            forward(sum_gradient(x, group), *a, **k), full_width, group
+        )
     if style in _COLWISE:
         return lambda x, *a, **k: forward(sum_gradient(x, group), *a, **k)
     if style in _SPLIT_INPUT:
@@ -356,14 +353,14 @@ def _wrapped(model: Any, name: str, module: Any, style: str, group: Group) -> An
     if style == "moe_tp_experts":
         return _experts(forward, group)
     if style == "moe_identity_expert":
-        # Its output is summed with the experts', which are partial.
+        # The output is summed with the experts' outputs, which are partial.
         return lambda x, *a, **k: forward(x / dist.get_world_size(group), *a, **k)
     if style == "mla_kv_a_proj":
         rope = int(text_config(model.config).qk_rope_head_dim)
         return _compressed_key_value(forward, rope, group)
     if style == "all_reduce":
         return lambda *a, **k: sum_partial(forward(*a, **k), group)
-    if style not in _WHOLE:
+    if style not in _UNSHARDED:
         raise ModelError(f"parallel.tensor: {name}: unknown style {style!r} in the model's plan")
     return None
 
@@ -372,13 +369,6 @@ def _shard(parameter: nn.Parameter) -> Shard:
     shard = shard_of(parameter)
     assert shard is not None
     return shard
-
-
-def _gathered(name: str, module: Any, forward: Any, group: Group) -> Any:
-    shard = _shard(module.weight)
-    assert shard.dim is not None
-    width = shard.shape[shard.dim]
-    return lambda x, *a, **k: gather_last(forward(sum_gradient(x, group), *a, **k), width, group)
 
 
 def _rowwise(name: str, module: Any, forward: Any, group: Group) -> Any:
@@ -395,7 +385,7 @@ def _rowwise(name: str, module: Any, forward: Any, group: Group) -> Any:
 
 
 def _vocabulary_parallel(module: Any, forward: Any, group: Group) -> Any:
-    """Look up the ids of this rank; the sum of all ranks' lookups is the full result."""
+    """Look up the ids of this rank; the sum of the ranks' lookups is the full result."""
     rows = _shard(module.weight).local_size
     first = dist.get_rank(group) * rows
     padding = module.padding_idx

@@ -2,13 +2,13 @@
 
 A dispatch mode sees every operation of a forward pass, saved-tensor hooks see what autograd keeps,
 and hooks on the decoder layers attribute both; the model's own plan says what tensor parallelism
-divides: everything between a column-parallel module and the next row-parallel one. Attention is
-replaced by one that saves what fused kernels save (queries, keys, values, output, log-sum-exp),
-since on the meta device sdpa takes the path that saves the scores.
+divides: everything between a column-parallel module and the next row-parallel module. Attention is
+replaced by a function that saves what fused kernels save (queries, keys, values, output,
+log-sum-exp), since on the meta device sdpa takes the path that saves the scores.
 
-Equal layers run once: those whose modules have the same classes and numbers, their parameters the
-same shapes, and that are called with tensors of the same shapes. Without values they compute the
-same; `tests/unit/models/test_meta_trace.py` compares it with every layer run.
+Equal layers run once: layers whose modules have equal classes and numbers, and whose parameters and
+arguments have equal shapes. Without values their costs are equal;
+`tests/unit/models/test_meta_trace.py` compares the costs with a trace of every layer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -56,8 +56,8 @@ class _FusedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        # In the order in memory that queries have, as kernels write it. Where that is tokens before
-        # heads, the next product needs no copy.
+        # In the memory order of the queries, as kernels write the output. With tokens before heads
+        # the next product needs no copy.
         samples, heads, tokens, size = q.shape
         if v.shape[-1] == size:
             out = torch.empty_like(q)
@@ -73,10 +73,10 @@ class _FusedAttention(torch.autograd.Function):
 
 @dataclass
 class _Mlp:
-    """Sums over the operations of the MLPs of one layer that can be computed in tiles."""
+    """Sums over the operations of the MLPs of a layer that can be computed in tiles."""
 
-    saved_whole: float = 0.0
-    saved_cut: float = 0.0
+    saved_replicated: float = 0.0
+    saved_divided: float = 0.0
     moved: float = 0.0
     products: float = 0.0
     num_kernels: int = 0
@@ -84,50 +84,58 @@ class _Mlp:
     largest_expert: int = 0
 
 
+class _ParameterCounts(NamedTuple):
+    """Numbers of elements that all tensor-parallel ranks have, that they divide, and of stacked
+    experts; and the number of tensors."""
+
+    replicated: int
+    divided: int
+    expert: int
+    num_tensors: int
+
+
 @dataclass
 class _Layer:
-    """Sums over the operations of one layer."""
+    """Sums over the operations of a layer."""
 
     matmuls: list[Matmul] = field(default_factory=list)
     attention: Attention | None = None
-    saved_whole: float = 0.0
-    saved_cut: float = 0.0
-    moved_whole: float = 0.0
-    moved_cut: float = 0.0
+    saved_replicated: float = 0.0
+    saved_divided: float = 0.0
+    moved_replicated: float = 0.0
+    moved_divided: float = 0.0
     num_kernels: int = 0
-    parameters: tuple[int, int, int, int] = (0, 0, 0, 0)
+    parameters: _ParameterCounts | None = None
     mlp: _Mlp = field(default_factory=_Mlp)
 
     def costs(self, tokens: int) -> LayerCosts:
-        whole, cut, expert, num_tensors = self.parameters
+        assert self.parameters is not None
+        mlp = self.mlp
+        products = sum(m.in_size * m.out_size * m.share for m in self.matmuls)
         return LayerCosts(
-            num_parameters_whole=whole,
-            num_parameters_cut=cut,
-            num_parameters_expert=expert,
-            num_tensors=num_tensors,
+            num_parameters_whole=self.parameters.replicated,
+            num_parameters_cut=self.parameters.divided,
+            num_parameters_expert=self.parameters.expert,
+            num_tensors=self.parameters.num_tensors,
             matmuls=tuple(
                 replace(matmul, count=number) for matmul, number in Counter(self.matmuls).items()
             ),
             attention=self.attention,
-            saved_bytes_whole=self.saved_whole / tokens,
-            saved_bytes_cut=self.saved_cut / tokens,
-            moved_bytes_whole=self.moved_whole / tokens,
-            moved_bytes_cut=self.moved_cut / tokens,
+            saved_bytes_whole=self.saved_replicated / tokens,
+            saved_bytes_cut=self.saved_divided / tokens,
+            moved_bytes_whole=self.moved_replicated / tokens,
+            moved_bytes_cut=self.moved_divided / tokens,
             num_kernels=self.num_kernels,
-            mlp=self._mlp_costs(tokens),
-        )
-
-    def _mlp_costs(self, tokens: int) -> MlpCosts:
-        own = self.mlp
-        products = sum(m.in_size * m.out_size * m.share for m in self.matmuls)
-        return MlpCosts(
-            own.saved_whole / tokens,
-            own.saved_cut / tokens,
-            own.largest,
-            own.largest_expert,
-            own.products / max(1.0, products),
-            own.moved / max(1.0, self.moved_whole + self.moved_cut),
-            own.num_kernels,
+            # Shares of the layer's matrix products and other moved bytes, in addition to sums.
+            mlp=MlpCosts(
+                mlp.saved_replicated / tokens,
+                mlp.saved_divided / tokens,
+                mlp.largest,
+                mlp.largest_expert,
+                mlp.products / max(1.0, products),
+                mlp.moved / max(1.0, self.moved_replicated + self.moved_divided),
+                mlp.num_kernels,
+            ),
         )
 
 
@@ -139,15 +147,15 @@ class _Tracer(OperatorMode):
         self.tokens, self.hidden_size = tokens, hidden_size
         self.layers: dict[int, _Layer] = {}
         self.current: _Layer | None = None
-        self.depth_cut = 0  # inside what tensor parallelism divides
-        self.side: Side = None  # of the product that is running: "in", "out" or None
-        self.own: set[int] = set()
+        self.is_divided = False  # whether tensor parallelism divides what is running
+        self.side: Side = None  # that is divided in the running product: "in", "out" or None
+        self.parameter_storages: set[int] = set()
         self.mlp: _Mlp | None = None  # that is running
         self.mlp_inputs: set[int] = set()
         self.saved_outside = 0.0
-        self._seen: dict[int, torch.Tensor] = {}
-        # Made before the layers and used by all (rotary embeddings), so not any layer's own. Kept
-        # alive, or their addresses would be reused.
+        self._saved: dict[int, torch.Tensor] = {}
+        # Tensors made before the layers and used by all (rotary embeddings), which no layer saves.
+        # They stay alive, or their addresses would be reused.
         self._outside: list[torch.Tensor] = []
         self._shared: set[int] = set()
 
@@ -161,81 +169,84 @@ class _Tracer(OperatorMode):
         if self.current is not None:
             self._count(func, args, result)
         else:
-            made = list(tensors_in(result))
-            self._outside += made
+            created = list(tensors_in(result))
+            self._outside += created
             self._shared.update(
-                storage_of(t) for t in made if t.dim() and t.shape[-1] != self.hidden_size
+                storage_of(t) for t in created if t.dim() and t.shape[-1] != self.hidden_size
             )
         return result
 
     def _count(self, func: Any, args: Any, result: Any) -> None:
+        """Add a kernel's costs to the sums of the running layer."""
         assert self.current is not None
         outputs, inputs = list(tensors_in(result)), list(tensors_in(args))
         storages = {storage_of(t) for t in inputs}
         name = func.name().partition("::")[2].partition(".")[0]
         if all(storage_of(t) in storages for t in outputs) and not name.endswith("_"):
-            return  # a view
+            return  # a view, for which no kernel runs
         self.current.num_kernels += 1
         if self.mlp is not None:
             self.mlp.num_kernels += 1
+        # A matrix product, with a weight or between activations.
         if name in _PRODUCTS:
-            self._product(name, inputs, outputs[0])
+            output = outputs[0]
+            weights = [
+                t for t in inputs if storage_of(t) in self.parameter_storages and t.dim() >= 2
+            ]
+            if not weights:  # scores of an attention outside the registry, or a scan
+                left_factor = inputs[-2] if len(inputs) >= 2 else output
+                share = output.numel() / output.shape[-1] / self.tokens
+                side: Side = "out" if self.is_divided else None
+                self.current.matmuls.append(
+                    Matmul(left_factor.shape[-1], output.shape[-1], side, 1, share)
+                )
+            else:
+                weight, num_outputs = weights[0], output.shape[-1]
+                rows = output.numel() // num_outputs
+                groups = weight.shape[0] if weight.dim() == 3 else 1
+                num_inputs = (
+                    next(n for n in weight.shape[-2:][::-1] if n != num_outputs)
+                    if (weight.shape[-1] != weight.shape[-2])
+                    else num_outputs
+                )
+                self.current.matmuls.append(
+                    Matmul(num_inputs, num_outputs, self.side, groups, rows / self.tokens)
+                )
             if self.mlp is not None:
                 last = self.current.matmuls[-1]
                 self.mlp.products += last.in_size * last.out_size * last.share
             return
+        # All other kernels take the time of the bytes that they read and write.
         size = sum(t.numel() * t.element_size() for t in (*inputs, *outputs))
         if self.mlp is not None:
             self.mlp.moved += size
-        if self.depth_cut:
-            self.current.moved_cut += size
+        if self.is_divided:
+            self.current.moved_divided += size
         else:
-            self.current.moved_whole += size
-
-    def _product(self, name: str, inputs: list[torch.Tensor], output: torch.Tensor) -> None:
-        assert self.current is not None
-        weights = [t for t in inputs if storage_of(t) in self.own and t.dim() >= 2]
-        if not weights:  # scores of an attention outside the registry, or a scan
-            left = inputs[-2] if len(inputs) >= 2 else output
-            share = output.numel() / output.shape[-1] / self.tokens
-            cut: Side = "out" if self.depth_cut else None
-            self.current.matmuls.append(Matmul(left.shape[-1], output.shape[-1], cut, 1, share))
-            return
-        weight, out_size = weights[0], output.shape[-1]
-        rows = output.numel() // out_size
-        groups = weight.shape[0] if weight.dim() == 3 else 1
-        in_size = (
-            next(n for n in weight.shape[-2:][::-1] if n != out_size)
-            if (weight.shape[-1] != weight.shape[-2])
-            else out_size
-        )
-        self.current.matmuls.append(
-            Matmul(in_size, out_size, self.side, groups, rows / self.tokens)
-        )
+            self.current.moved_replicated += size
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Counts what autograd keeps, each storage once."""
+        """Count what autograd saves inside, every storage once."""
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             key = storage_of(tensor)
-            known = key in self.own or key in self._shared or key in self._seen
-            if known:
+            if key in self.parameter_storages or key in self._shared or key in self._saved:
                 return tensor
             if self.current is None:
                 if tensor.is_floating_point() and tensor.shape[-1:] == (self.hidden_size,):
-                    self._seen[key] = tensor
+                    self._saved[key] = tensor
                     self.saved_outside += tensor.untyped_storage().nbytes()
                 return tensor
-            self._seen[key] = tensor  # kept alive, or its address would be reused
+            self._saved[key] = tensor  # alive, or its address would be reused
             size = tensor.untyped_storage().nbytes()
-            is_cut = bool(self.depth_cut) and self.side != "out"
-            own = None if key in self.mlp_inputs else self.mlp
-            for sums in (self.current, own):
-                if sums is not None and is_cut:
-                    sums.saved_cut += size
+            is_divided = self.is_divided and self.side != "out"
+            mlp = None if key in self.mlp_inputs else self.mlp
+            for sums in (self.current, mlp):
+                if sums is not None and is_divided:
+                    sums.saved_divided += size
                 elif sums is not None:
-                    sums.saved_whole += size
+                    sums.saved_replicated += size
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -245,8 +256,9 @@ class _Tracer(OperatorMode):
 def trace_model(
     hf_config: PreTrainedConfig, dtype: torch.dtype, sequence_length: int = 128
 ) -> ModelCosts:
-    """Costs of the model that `hf_config` describes, trained in `dtype`. Takes a second or two, no
-    memory and no device. Raises ModelError if transformers cannot run it on the meta device."""
+    """Return costs of the model that `hf_config` describes, trained in `dtype`. Takes a second or
+    two, no memory and no device. Raises ModelError if transformers cannot run it on the meta
+    device."""
     try:
         with torch.random.fork_rng(devices=[]):  # constructors may draw numbers
             return _trace(hf_config, dtype, sequence_length)
@@ -260,7 +272,7 @@ def trace_model(
 def _trace(hf_config: PreTrainedConfig, dtype: torch.dtype, sequence_length: int) -> ModelCosts:
     config = copy.deepcopy(hf_config)
     tracer = _Tracer(sequence_length, int(text_config(config).hidden_size))
-    AttentionInterface.register(_NAME, functools.partial(_attend, tracer))
+    AttentionInterface.register(_NAME, functools.partial(_attend, tracer=tracer))
     AttentionMaskInterface.register(_NAME, lambda *args, **kwargs: None)
     config.use_cache = False
     with torch.device("meta"):
@@ -278,28 +290,30 @@ def _trace(hf_config: PreTrainedConfig, dtype: torch.dtype, sequence_length: int
     model.train()
     count = getattr(text_config(config), "num_hidden_layers", None)
     layers = [layer for _, layer in listed_layers(model, count)]
-    further = mtp_layers(model)
-    layers += [] if further is None else further.layers
-    tracer.own = {storage_of(p) for p in model.parameters()}
+
+    # Run the model with all hooks.
+    mtp = mtp_layers(model)
+    layers += [] if mtp is None else mtp.layers
+    tracer.parameter_storages = {storage_of(p) for p in model.parameters()}
     with ExitStack() as stack:
         stack.enter_context(_watched(model, layers, tracer))
         stack.enter_context(document_boundaries(packed=False))
         stack.enter_context(tracer.saving())
         stack.enter_context(tracer)
-        if further is not None:
-            stack.enter_context(_followed_by(model, further, ids))
+        if mtp is not None:
+            stack.enter_context(_followed_by(model, mtp, ids))
         model(input_ids=ids, use_cache=False)
     return _collected(model, layers, tracer, sequence_length, dtype)
 
 
 @contextmanager
 def _followed_by(
-    model: PreTrainedModel, further: MultiTokenLayers, ids: torch.Tensor
+    model: PreTrainedModel, mtp: MultiTokenLayers, ids: torch.Tensor
 ) -> Iterator[None]:
-    """Run the layers for multi-token prediction after the model's own inside."""
+    """Inside, the layers for multi-token prediction run after the model's layers."""
 
     def run(_module: nn.Module, _inputs: object, outputs: Any) -> None:
-        for _ in further.hidden_states(model, outputs.last_hidden_state, ids, None):
+        for _ in mtp.hidden_states(model, outputs.last_hidden_state, ids, None):
             pass
 
     with model.get_decoder().register_forward_hook(run):
@@ -307,15 +321,17 @@ def _followed_by(
 
 
 def _attend(
-    tracer: _Tracer,
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: Any,
+    *,
+    tracer: _Tracer,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention for transformers instead of a kernel: [batch, heads, tokens, size] each."""
+    """transformers' attention interface, without a kernel: tensors are [batch, heads, tokens,
+    size]."""
     if tracer.current is not None:
         window = options.get("sliding_window")
         tracer.current.attention = Attention(
@@ -327,12 +343,12 @@ def _attend(
 
 @contextmanager
 def _watched(model: PreTrainedModel, layers: list[nn.Module], tracer: _Tracer) -> Iterator[None]:
-    """Hook the layers: the tracer follows which one runs, and what tensor parallelism divides."""
+    """Hook the layers: the tracer follows which layer runs, and what tensor parallelism divides."""
 
     def begin(index: int, *_: Any) -> None:
-        tracer.current, tracer.depth_cut = tracer.layers.setdefault(index, _Layer()), 0
+        tracer.current, tracer.is_divided = tracer.layers.setdefault(index, _Layer()), False
 
-    def same(index: int, first: int) -> None:
+    def reuse_costs(index: int, first: int) -> None:
         tracer.layers[index] = tracer.layers[first]
 
     with ExitStack() as hooks:
@@ -340,9 +356,9 @@ def _watched(model: PreTrainedModel, layers: list[nn.Module], tracer: _Tracer) -
             begins = functools.partial(begin, index)
             hooks.enter_context(layer.register_forward_pre_hook(begins))
             hooks.enter_context(layer.register_forward_hook(_sets(tracer, current=None)))
-        for handle in (*_mlp_hooks(model, tracer), *_cut_hooks(model, tracer)):
+        for handle in (*_mlp_hooks(model, tracer), *_division_hooks(model, tracer)):
             hooks.enter_context(handle)
-        hooks.enter_context(run_once(layers, same))
+        hooks.enter_context(run_once(layers, reuse_costs))
         yield
 
 
@@ -350,15 +366,15 @@ def _mlp_hooks(model: PreTrainedModel, tracer: _Tracer) -> Iterator[Any]:
     """Hook the MLPs that can be computed in tiles."""
     stacked = {name for name, entry in parameter_roles(model).items() if entry.is_stacked}
 
-    def begin(size: int, of_experts: bool, _: nn.Module, args: Any, kwargs: Any) -> None:
+    def begin(size: int, has_experts: bool, _: nn.Module, args: Any, kwargs: Any) -> None:
         if tracer.current is None:
             return
-        own = tracer.mlp = tracer.current.mlp
+        sums = tracer.mlp = tracer.current.mlp
         tracer.mlp_inputs = {storage_of(t) for t in tensors_in((*args, *kwargs.values()))}
-        if of_experts:
-            own.largest_expert = max(own.largest_expert, size)
+        if has_experts:
+            sums.largest_expert = max(sums.largest_expert, size)
         else:
-            own.largest = max(own.largest, size)
+            sums.largest = max(sums.largest, size)
 
     for name in find_mlps(model):
         module = model.get_submodule(name)
@@ -368,11 +384,12 @@ def _mlp_hooks(model: PreTrainedModel, tracer: _Tracer) -> Iterator[Any]:
         yield module.register_forward_hook(_sets(tracer, mlp=None))
 
 
-def _cut_hooks(model: PreTrainedModel, tracer: _Tracer) -> Iterator[Any]:
+def _division_hooks(model: PreTrainedModel, tracer: _Tracer) -> Iterator[Any]:
+    """Hook the modules between which tensor parallelism divides activations."""
     plan = known_plan(model)
     experts = set(modules_of_experts(model))
-    opens = _sets(tracer, side=None, depth_cut=1)
-    closes = _sets(tracer, side=None, depth_cut=0)
+    opens = _sets(tracer, side=None, is_divided=True)
+    closes = _sets(tracer, side=None, is_divided=False)
     for name, module in model.named_modules():
         style = plan.get(name, "")
         if style in ("colwise", "packed_colwise"):
@@ -404,30 +421,31 @@ def _collected(
     plan = known_plan(model)
     names = {module: name for name, module in model.named_modules()}
     stacked = {name for name, entry in parameter_roles(model).items() if entry.is_stacked}
-    kinds: list[LayerCosts] = []
+    distinct_costs: list[LayerCosts] = []
     order: list[int] = []
     for index, layer in enumerate(layers):
-        seen = tracer.layers.get(index, _Layer())
-        layer_trace = replace(seen, parameters=_parameters(names[layer], layer, plan, stacked))
-        costs = layer_trace.costs(tokens)
-        if costs not in kinds:
-            kinds.append(costs)
-        order.append(kinds.index(costs))
+        parameters = _count_parameters(names[layer], layer, plan, stacked)
+        costs = replace(tracer.layers.get(index, _Layer()), parameters=parameters).costs(tokens)
+        if costs not in distinct_costs:
+            distinct_costs.append(costs)
+        order.append(distinct_costs.index(costs))
+
+    # Parameters outside the layers.
     embedding = model.get_input_embeddings().weight
     head = model.get_output_embeddings()
     tied = head is not None and head.weight is embedding
-    inner = sum(kinds[kind].num_parameters for kind in order)
+    num_in_layers = sum(distinct_costs[index].num_parameters for index in order)
     total = sum(p.numel() for p in model.parameters())
     head_parameters = 0 if tied or head is None else head.weight.numel()
     return ModelCosts(
         hidden_size=int(text_config(model.config).hidden_size),
         vocabulary_size=int(embedding.shape[0]),
-        kinds=tuple(kinds),
+        kinds=tuple(distinct_costs),
         layers=tuple(order),
         tied=tied,
         embedding_parameters=embedding.numel(),
         head_parameters=head_parameters,
-        num_other_parameters=total - inner - embedding.numel() - head_parameters,
+        num_other_parameters=total - num_in_layers - embedding.numel() - head_parameters,
         source="traced",
         element_bytes=dtype.itemsize,
         saved_bytes_outside=tracer.saved_outside / tokens,
@@ -435,45 +453,43 @@ def _collected(
     )
 
 
-def _parameters(
+def _count_parameters(
     prefix: str, layer: nn.Module, plan: dict[str, str], stacked: Container[str]
-) -> tuple[int, int, int, int]:
-    """Count elements that all tensor-parallel ranks have, that they divide, and of `stacked`
-    experts; and the tensors."""
-    whole = cut = expert = count = 0
+) -> _ParameterCounts:
+    num_replicated = num_divided = num_expert = num_tensors = 0
     for name, parameter in layer.named_parameters():
-        count += 1
+        num_tensors += 1
         full = f"{prefix}.{name}"
         style = plan.get(full) or plan.get(full.rpartition(".")[0], "")
         if full in stacked:
-            expert += parameter.numel()
+            num_expert += parameter.numel()
         elif "colwise" in style or "rowwise" in style:
-            cut += parameter.numel()
+            num_divided += parameter.numel()
         else:
-            whole += parameter.numel()
-    return whole, cut, expert, count
+            num_replicated += parameter.numel()
+    return _ParameterCounts(num_replicated, num_divided, num_expert, num_tensors)
 
 
-_OF_PLACE = {"layer_idx", "layer_id", "layer_index", "layer_number", "block_idx", "idx"}
-"""Attributes by which modules know where in the model they are."""
+_INDICES = {"layer_idx", "layer_id", "layer_index", "layer_number", "block_idx", "idx"}
+"""Attributes in which modules store their position in the model."""
 
 
 @contextmanager
-def run_once(layers: Sequence[nn.Module], same: Callable[[int, int], None]) -> Iterator[None]:
-    """Inside, a layer that equals one that has run returns that one's outputs; `same` is called
-    with both indices."""
+def run_once(layers: Sequence[nn.Module], on_repeat: Callable[[int, int], None]) -> Iterator[None]:
+    """Inside, a layer that equals an earlier layer returns the earlier layer's outputs; `on_repeat`
+    is called with both indices."""
     outputs: dict[Hashable, tuple[int, Any]] = {}
 
     def once(index: int, layer: nn.Module) -> Callable[..., Any]:
-        own, built = layer.forward, _built(layer)
+        plain_forward, structure = layer.forward, _structure(layer)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            key = (built, _called(args), _called(kwargs))
+            key = (structure, _call_key(args), _call_key(kwargs))
             if key in outputs:
                 first, output = outputs[key]
-                same(index, first)
+                on_repeat(index, first)
                 return output
-            output = own(*args, **kwargs)
+            output = plain_forward(*args, **kwargs)
             outputs[key] = (index, output)
             return output
 
@@ -488,8 +504,8 @@ def run_once(layers: Sequence[nn.Module], same: Callable[[int, int], None]) -> I
             unshadow(layer, "forward")
 
 
-def _built(layer: nn.Module) -> Hashable:
-    """Return a layer's classes and numbers of modules, and its parameters' shapes."""
+def _structure(layer: nn.Module) -> Hashable:
+    """Return classes and numbers of a layer's modules, and the parameters' shapes."""
     modules = tuple(
         (
             name,
@@ -497,7 +513,7 @@ def _built(layer: nn.Module) -> Hashable:
             tuple(
                 (key, value)
                 for key, value in vars(module).items()
-                if key not in _OF_PLACE and _is_plain(value)
+                if key not in _INDICES and _is_plain(value)
             ),
         )
         for name, module in layer.named_modules()
@@ -512,14 +528,14 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def _called(value: Any) -> Hashable:
-    """Return shapes of tensors, plain values, and types of all else in a layer's arguments."""
+def _call_key(value: Any) -> Hashable:
+    """Return shapes of tensors, plain values, and types of further values in arguments."""
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.dtype, value.requires_grad
     if isinstance(value, tuple | list):
-        return tuple(_called(item) for item in value)
+        return tuple(_call_key(item) for item in value)
     if isinstance(value, dict):
-        return tuple((key, _called(item)) for key, item in value.items())
+        return tuple((key, _call_key(item)) for key, item in value.items())
     if _is_plain(value):
         plain: Hashable = value
         return plain

@@ -1,9 +1,9 @@
-"""A trace in a process of its own, for programs that need torch for nothing else.
+"""A trace in a separate process, for programs that need torch for nothing else.
 
 Importing torch and transformers takes longer than a trace and a plan together. This process imports
 less: optional libraries that transformers would load (`ABSENT`) are not found, and modules for
 compilers and sharded tensors (`EMPTY`), two fifths of the time, are empty. The request is a JSON
-object in standard input, the answer one in standard output.
+object in standard input, the answer a JSON object in standard output.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class NoTraceProcessError(Exception):
 
 
 def trace_apart(source: ConfigurationSource, dtype: str, *, trains_mtp: bool = False) -> ModelCosts:
-    """Costs of the model of `source`, trained in `dtype` ("bfloat16"), as
-    `bigtrain.models.tracing.meta_trace.trace_model` has them. `trains_mtp`: with its layers for
+    """Return costs of the model of `source`, trained in `dtype` ("bfloat16"), by
+    `bigtrain.models.tracing.meta_trace.trace_model`. `trains_mtp`: with the model's layers for
     multi-token prediction.
 
     Raises NoTraceProcessError where that fails, also for a model that cannot be traced: tracing in
@@ -94,27 +94,8 @@ class _EmptyModule(ModuleType):
         return value
 
 
-def _symbolic_shapes() -> ModuleType:
-    """Return the functions that torch's shape functions call, for shapes that are numbers."""
-    module = ModuleType(SYMBOLIC)
-    asked = ("expect_true", "guard_or_false", "guard_or_true", "guard_size_oblivious",
-             "maybe_guard_or_false", "maybe_guard_or_true", "statically_known_true")  # fmt: skip
-    vars(module).update(dict.fromkeys(asked, bool))
-    vars(module).update(
-        free_unbacked_symbols=lambda _: set(),
-        guard_int=int,
-        guarding_hint_or_throw=lambda number: number,
-        has_guarding_hint=lambda _: True,
-        is_nested_int=lambda _: False,
-        sym_and=lambda *them: all(them),
-        sym_eq=lambda one, other: one == other,
-        sym_or=lambda *them: any(them),
-    )
-    return module
-
-
 class _EmptyModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds the modules of `EMPTY`, and those in them."""
+    """Finds the modules of `EMPTY` and their submodules."""
 
     def __init__(self) -> None:
         self._empty = list(EMPTY)
@@ -123,7 +104,7 @@ class _EmptyModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname == "torch.utils._sympy" and "sympy" in self._empty:
-            # Of a few shape functions, which derive classes from sympy's: they get the real one.
+            # A few shape functions derive classes from sympy's: they get the real sympy.
             self._empty.remove("sympy")
             for name in [name for name in sys.modules if name.split(".")[0] == "sympy"]:
                 del sys.modules[name]
@@ -135,30 +116,31 @@ class _EmptyModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return _EmptyModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """There is nothing in it."""
+        """Execute nothing."""
 
 
 def leave_out() -> None:
     """Let this process import neither `ABSENT` nor `EMPTY`. For a process that only traces."""
     for name in ABSENT:
-        # To Python, and to those who ask it, a library of which None stands there is not installed.
+        # A library with the entry None is not installed, for imports and for `find_spec`.
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]
     sys.meta_path.insert(0, _EmptyModules())
-    sys.modules.setdefault(SYMBOLIC, _symbolic_shapes())
-
-
-def _answer(request: dict[str, Any]) -> str:
-    with importing():
-        import torch
-
-        from bigtrain.models.configuration import load_hf_config, with_mtp_layers
-        from bigtrain.models.tracing.meta_trace import trace_model
-
-    dtype = getattr(torch, request.pop("dtype"))
-    trains_mtp = request.pop("trains_mtp")
-    hf_config = load_hf_config(SimpleNamespace(**request))
-    costs = trace_model(with_mtp_layers(hf_config, trains=trains_mtp), dtype)
-    return json.dumps(costs.to_json())
+    # Functions that torch's shape functions call, for shapes that are numbers.
+    module = ModuleType(SYMBOLIC)
+    predicates = ("expect_true", "guard_or_false", "guard_or_true", "guard_size_oblivious",
+             "maybe_guard_or_false", "maybe_guard_or_true", "statically_known_true")  # fmt: skip
+    vars(module).update(dict.fromkeys(predicates, bool))
+    vars(module).update(
+        free_unbacked_symbols=lambda _: set(),
+        guard_int=int,
+        guarding_hint_or_throw=lambda number: number,
+        has_guarding_hint=lambda _: True,
+        is_nested_int=lambda _: False,
+        sym_and=lambda *conditions: all(conditions),
+        sym_eq=lambda left_size, right_size: left_size == right_size,
+        sym_or=lambda *conditions: any(conditions),
+    )
+    sys.modules.setdefault(SYMBOLIC, module)
 
 
 def main() -> None:
@@ -166,7 +148,17 @@ def main() -> None:
     leave_out()
     answers, sys.stdout = sys.stdout, sys.stderr  # libraries may print
     try:
-        print(_answer(json.load(sys.stdin)), file=answers, flush=True)
+        request = json.load(sys.stdin)
+        dtype_name, trains_mtp = request.pop("dtype"), request.pop("trains_mtp")
+        with importing():
+            import torch
+
+            from bigtrain.models.configuration import load_hf_config, with_mtp_layers
+            from bigtrain.models.tracing.meta_trace import trace_model
+
+        hf_config = with_mtp_layers(load_hf_config(SimpleNamespace(**request)), trains=trains_mtp)
+        costs = trace_model(hf_config, getattr(torch, dtype_name))
+        print(json.dumps(costs.to_json()), file=answers, flush=True)
     except ModelError:
         exit_process(1)
     exit_process(0)

@@ -38,13 +38,13 @@ KIND = "model_costs"
 def model_costs(
     config: RunConfig, hf_config: Any = None, *, traces: bool = True
 ) -> tuple[ModelCosts, str]:
-    """Costs of the run's model, and a remark on them (or empty). `hf_config`: its configuration, if
-    already loaded. Without `traces`, no torch is imported.
+    """Return costs of the run's model, and a remark about the costs, or "". `hf_config`: the
+    model's configuration, if already loaded. Without `traces`, no torch is imported.
 
     Raises ConfigError or ModelError if the model is not known, or is neither traceable nor dense,
     and if its adapters are not known without torch.
     """
-    costs, remark = _own_costs(config, hf_config, traces)
+    costs, remark = _base_costs(config, hf_config, traces)
     if config.objective.scores_samples:
         costs = costs.with_score_head()
     if config.adapters is not None:
@@ -52,7 +52,7 @@ def model_costs(
     return costs, remark
 
 
-def _own_costs(config: RunConfig, hf_config: Any, traces: bool) -> tuple[ModelCosts, str]:
+def _base_costs(config: RunConfig, hf_config: Any, traces: bool) -> tuple[ModelCosts, str]:
     values = written_configuration(config.model)
     key = _key(config, values, hf_config) if values else None
     if key is not None:
@@ -65,8 +65,8 @@ def _own_costs(config: RunConfig, hf_config: Any, traces: bool) -> tuple[ModelCo
             raise ModelError("it has no earlier trace, and only --gpu NAME makes one")
         if key is None:
             return _trace(config, hf_config), ""
-        kept = cached(KIND, key, lambda: _trace(config, hf_config).to_json())
-        return ModelCosts.from_json(kept), ""
+        stored_costs = cached(KIND, key, lambda: _trace(config, hf_config).to_json())
+        return ModelCosts.from_json(stored_costs), ""
     except (ModelError, ImportError) as error:
         reason = one_line(error, None)
     shape = dense_shape(values)
@@ -107,9 +107,10 @@ def _adapter_costs(
 
 
 def _key(
-    config: RunConfig, values: Mapping[str, Any], hf_config: Any, *more: Section
+    config: RunConfig, values: Mapping[str, Any], hf_config: Any, *sections: Section
 ) -> str | None:
-    """`hf_config`: what is traced, whose vocabulary may have grown beyond the written one."""
+    """Return the key of cached costs, if the inputs are known. `hf_config`: the traced
+    configuration, whose vocabulary may be larger than in the written configuration."""
     if config.model.type is not None:
         return None  # its code may change
     grown = ""
@@ -122,9 +123,9 @@ def _key(
                 grown,
                 str(config.objective.mtp_weight > 0),
                 config.precision.dtype,
-                package_fingerprints("torch", "transformers", *(("peft",) if more else ())),
+                package_fingerprints("torch", "transformers", *(("peft",) if sections else ())),
                 package_source(),
-                *(section.model_dump_json() for section in more),
+                *(section.model_dump_json() for section in sections),
             ]
         )
     return None
@@ -143,8 +144,10 @@ def _trace(config: RunConfig, hf_config: Any) -> ModelCosts:
     dtype = getattr(torch, config.precision.dtype)
     if hf_config is not None:
         return trace_model(hf_config, dtype)
-    own = load_hf_config(_section(config))
-    return trace_model(with_mtp_layers(own, trains=config.objective.mtp_weight > 0), dtype)
+    loaded_config = load_hf_config(_section(config))
+    return trace_model(
+        with_mtp_layers(loaded_config, trains=config.objective.mtp_weight > 0), dtype
+    )
 
 
 def _section(config: RunConfig) -> ModelSection:

@@ -15,13 +15,10 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from bigtrain.errors import Problem
-from bigtrain.models.layers.adapters import (
-    MAGNITUDE,
-    QUANTIZED_KEY,
-    base_name,
-    quantized_layers,
-    quiet_bitsandbytes,
-)
+from bigtrain.models.layers.adapter_checks import QUANTIZED_KEY
+from bigtrain.models.layers.adapter_names import MAGNITUDE, base_name
+from bigtrain.models.layers.adapter_targets import quantized_layers
+from bigtrain.models.layers.adapters import quiet_bitsandbytes
 from bigtrain.models.weights.import_hf import Weights
 from bigtrain.models.weights.lazy_tensors import LazyTensor, Offsets, allocate, forget_computed
 from bigtrain.models.weights.packed import is_quantized

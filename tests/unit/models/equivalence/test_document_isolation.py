@@ -38,7 +38,7 @@ from tests.unit.models.layers.test_chunked_loss import gradients
 
 def find(model_type: str, attention: str, **values: Any) -> tuple[str, str]:
     isolation, reason = find_isolation(CONFIG_MAPPING[model_type](**values), attention, 32)
-    return isolation.kind, reason
+    return isolation.method, reason
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_architectures_that_isolate(model_type: str, kind: str) -> None:
 def test_compiled_layers_get_masks() -> None:
     """Lengths in a graph would be compiled anew for others."""
     isolation, reason = find_isolation(CONFIG_MAPPING["llama"](), "auto", 32, compiled=True)
-    assert (isolation.kind, reason) == ("masks", "")
+    assert (isolation.method, reason) == ("masks", "")
 
 
 @pytest.mark.parametrize("model_type", ["bloom", "falcon"])

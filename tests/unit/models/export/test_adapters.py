@@ -14,7 +14,9 @@ from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.export import adapters
 from bigtrain.models.export.adapters import export_adapter
 from bigtrain.models.export.verified import Probe
-from bigtrain.models.layers.adapters import base_name, check_adapters, lora_config
+from bigtrain.models.layers.adapter_checks import check_adapters
+from bigtrain.models.layers.adapter_names import base_name
+from bigtrain.models.layers.adapters import lora_config
 from bigtrain.settings.run_config import AdaptersSection, ModelSection
 from tests.parity.conftest import SHARED_MOE
 from tests.support.chats import save_chat_tokenizer

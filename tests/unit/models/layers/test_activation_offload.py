@@ -170,9 +170,9 @@ def test_a_wait_that_is_missing_is_found(late: Device, monkeypatch: pytest.Monke
 def test_each_of_the_two_waits_is_needed(
     missing: str, late: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = getattr(activation_offload._Kept, missing)
+    own = getattr(activation_offload._SavedTensor, missing)
     none = SimpleNamespace(wait_event=lambda _: None)
-    monkeypatch.setattr(activation_offload._Kept, missing, lambda kept, _: own(kept, none))
+    monkeypatch.setattr(activation_offload._SavedTensor, missing, lambda saved, _: own(saved, none))
     with late:
         gradients_by_name = trained(late, num_steps=1)
     assert any(gradient.isnan().any() for gradient in gradients_by_name.values())

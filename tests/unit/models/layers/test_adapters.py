@@ -11,14 +11,9 @@ from peft import get_peft_model_state_dict
 from bigtrain.models.build import build_model, empty_model
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.export.adapters import merged_weights
-from bigtrain.models.layers.adapters import (
-    base_name,
-    check_adapters,
-    find_parameters,
-    find_targets,
-    has_adapters,
-    peft_name,
-)
+from bigtrain.models.layers.adapter_checks import check_adapters
+from bigtrain.models.layers.adapter_names import base_name, has_adapters, peft_name
+from bigtrain.models.layers.adapter_targets import find_parameters, find_targets
 from bigtrain.models.weights.import_hf import Weights
 from bigtrain.settings.run_config import AdaptersSection, ModelSection
 from tests.parity.conftest import ARCHITECTURES, llama

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.trainer_pt_utils import get_parameter_names
 
-from bigtrain.models.layers.adapters import layers_of, stacked_weights
+from bigtrain.models.layers.adapter_targets import layers_of, stacked_weights
 from bigtrain.models.layers.parameter_roles import (
     Role,
     adapted_weight,

@@ -12,7 +12,12 @@ import torch
 
 from bigtrain.models.equivalence.trial import RankThreads
 from bigtrain.models.layers import attention_kernels
-from bigtrain.models.layers.attention_kernels import Band, ScoreScaling
+from bigtrain.models.layers.attention_kernels import (
+    AttentionOutput,
+    AttentionStates,
+    Band,
+    ScoreScaling,
+)
 from bigtrain.models.parallel import ring_attention as ring
 from bigtrain.models.parallel.ring_attention import ring_attention
 from bigtrain.models.parallel.ring_plan import RingPlan, chunks_of
@@ -124,9 +129,7 @@ def around(case: Case, inputs: Inputs, threads: Watched) -> list[torch.Tensor]:
         sinks = None if inputs.sinks is None else inputs.sinks.float().requires_grad_()
         with threads.as_rank(rank):
             output = ring_attention(
-                states[0],
-                states[1],
-                states[2],
+                AttentionStates(*states),
                 sinks,
                 plan,
                 threads,
@@ -164,12 +167,12 @@ def test_equals_one_softmax(case: Case) -> None:
     assert largest_error(case) < 1e-5
 
 
-def _without_maximum(out: Any, lse: Any, more: Any, lse_of_more: Any) -> None:
+def _without_maximum(total: AttentionOutput, added: AttentionOutput) -> None:
     """Add outputs as if blocks had the same maximum: with weights of the new sum only."""
-    total = torch.logaddexp(lse, lse_of_more)
-    known = attention_kernels.finite(total)
-    out.add_(more * (lse_of_more - known).exp()[..., None])
-    lse.copy_(total)
+    lse = torch.logaddexp(total.lse, added.lse)
+    shift = attention_kernels.finite(lse)
+    total.out.add_(added.out * (added.lse - shift).exp()[..., None])
+    total.lse.copy_(lse)
 
 
 def _shifted(piece: Any) -> Band:
@@ -179,7 +182,8 @@ def _shifted(piece: Any) -> Band:
 
 def _not_sent_back(self: Any, step: int, gradients: Any) -> None:
     if step == 0:
-        self._add(self._plan.block(self._exchange.rank, self._exchange.rank), gradients)
+        rank = self._ring.exchange.rank
+        self._add(self._ring.plan.block(rank, rank), gradients)
 
 
 @pytest.mark.parametrize(

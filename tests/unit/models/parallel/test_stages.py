@@ -29,7 +29,8 @@ from bigtrain.models.equivalence.pipeline_stages import (
     stage_trial,
 )
 from bigtrain.models.equivalence.trial import GRADIENT, LOSS, OUTPUT, Difference, Tolerance
-from bigtrain.models.layers.adapters import add_adapters, weight_of
+from bigtrain.models.layers.adapter_names import weight_of
+from bigtrain.models.layers.adapters import add_adapters
 from bigtrain.models.parallel.stage_layout import StageLayout, find_layout
 from bigtrain.models.parallel.stages import LayerPlaceholder, Payload, Stage, stages_of_parameters
 from bigtrain.planner.stages import StageCosts, balanced_cuts

@@ -179,11 +179,10 @@ def test_experts_are_cut_in_whole_units_where_there_are_enough(
         model: Any = AutoModelForCausalLM.from_config(uneven)
     plan, group = tensor_plan(model), "model.layers.0.mlp.experts"
     for rank, part in enumerate(parts):
-        up = _shard_of_style(
-            model, f"{group}.gate_up_proj", "packed_colwise", (2, 2 * width, 32), rank, 2
-        )
+        name, shape = f"{group}.gate_up_proj", (2, 2 * width, 32)
+        up = _shard_of_style(model, name, "packed_colwise", shape, rank=rank, size=2)
         bias = _shard_of_style(
-            model, f"{group}.gate_up_proj_bias", "packed_colwise", (2, 2 * width), rank, 2
+            model, f"{name}_bias", "packed_colwise", shape[:2], rank=rank, size=2
         )
         assert plan[f"{group}.gate_up_proj"] == "packed_colwise"
         assert up.local_shape == (2, 2 * part, 32)

@@ -15,7 +15,8 @@ from bigtrain.errors import ModelError
 from bigtrain.models.build import build_model, empty_model
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.equivalence.pipeline_stages import plan_stages
-from bigtrain.models.layers.adapters import check_adapters, find_targets, quantized_layers
+from bigtrain.models.layers.adapter_checks import check_adapters
+from bigtrain.models.layers.adapter_targets import find_targets, quantized_layers
 from bigtrain.models.parallel.adapter_costs import adapter_costs
 from bigtrain.models.parallel.stages import Stage
 from bigtrain.models.tracing.meta_trace import trace_model
