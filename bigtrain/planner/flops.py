@@ -1,8 +1,8 @@
 """Model FLOPs per token, peak FLOPs of devices, and model FLOPs utilization (MFU).
 
 Formula: Chowdhery et al. 2022, "PaLM: Scaling Language Modeling with Pathways" (arXiv 2204.02311),
-appendix B. Forward and backward of one token cost ``6 N + 12 L H Q T`` FLOPs: ``N`` parameters that
-are multiplied with (2 FLOPs forward, 4 backward), ``L`` layers, ``H`` heads of size ``Q``, and
+appendix B. Forward and backward pass of a token cost ``6 N + 12 L H Q T`` FLOPs: ``N`` parameters
+that are multiplied with (2 FLOPs forward, 4 backward), ``L`` layers, ``H`` heads of size ``Q``, and
 sequences of ``T`` tokens. As in the paper, recomputed activations do not count (that would be
 hardware utilization), and attention counts in full though a causal mask lets kernels skip half of
 it, so that values are comparable with published ones. Layers without softmax attention make the
@@ -36,7 +36,7 @@ class ModelShape:
 
 
 def flops_per_token(shape: ModelShape, sequence_length: int, *, frozen: bool = False) -> int:
-    """Return the FLOPs of one token's forward and backward pass, ``6 N + 12 L H Q T`` (see the
+    """Return the FLOPs of a token's forward and backward pass, ``6 N + 12 L H Q T`` (see the
     module).
 
     `frozen`: if only adapters are trained, the weights have no gradients, so ``4 N`` remain; the
@@ -111,7 +111,7 @@ _WITHOUT_BFLOAT16 = r"\b(V100|T4)\b"
 
 
 def peak_flops_per_second(device_name: str, dtype: str) -> float | None:
-    """Return the dense peak of one device, or None if it is unknown (e.g. a CPU).
+    """Return the dense peak of a device, or None if it is unknown (e.g. a CPU).
 
     Parameters: `device_name` as ``torch.cuda.get_device_name()`` gives it; `dtype` as in
     ``precision.dtype``: bfloat16, float16 or float32 (without TF32, PyTorch's default).
@@ -133,10 +133,10 @@ def model_flops_utilization(
     *,
     num_devices: int,
 ) -> float | None:
-    """Return achieved model FLOPs over the peak of all devices, between 0 and 1; None without a
-    peak.
+    """Return achieved model FLOPs over the peak of the devices, between 0 and 1; None
+    without a peak.
 
-    `tokens_per_second` of the entire run, not of one device.
+    `tokens_per_second` of the entire run, not per device.
     """
     if peak_flops_per_second is None:
         return None

@@ -64,14 +64,14 @@ class Layout(Degrees):
     ZeRO partitions over `data_size` x `sequence_size`, and `expert_size` divides their product.
     `loss_chunk_tokens` None: the logits of a full micro-batch exist at once. `tensor_sequence`:
     norms and residuals are split along the sequence inside a tensor-parallel group (Megatron's
-    sequence parallelism, which bigtrain does not have but published rows do). `recompute_every`
-    n: "full" recomputes every n-th layer. `offload_activations`: the inputs of recomputed layers
-    are in main memory. `rows_per_sample`: 2 for pairs of answers; `num_reference_rows`: rows of
-    forward passes without gradients for each sample. `tiled_mlp`: as ``model.tiled_mlp``.
+    sequence parallelism, which bigtrain does not have but published rows do). `recompute_every` n:
+    "full" recomputes every n-th layer. `offload_activations`: the inputs of recomputed layers are
+    in main memory. `rows_per_sample`: 2 for pairs of answers; `num_reference_rows`: rows of forward
+    passes without gradients for each sample. `tiled_mlp`: as ``model.tiled_mlp``.
     `num_virtual_stages`: per rank, of interleaved pipelines. `copies_states`: a checkpoint is
     written from a copy in main memory while training continues. `memory_every_steps`: between
-    checkpoints in memory of the hosts, None without; `partner_copies`: of each on another host.
-    """
+    checkpoints in memory of the hosts, None without; `partner_copies`: copies per checkpoint on
+    another host."""
 
     zero_stage: int = 0
     micro_batch_size: int = 1
@@ -107,7 +107,7 @@ class Layout(Degrees):
     @property
     def memory_copies(self) -> int:
         """How often a rank's part of a checkpoint is in its host's memory for checkpoints in memory
-        at the peak: the copy taken between two steps, and those in the file system."""
+        at the peak: the copy taken between two steps, and the stored checkpoints."""
         return 0 if self.memory_every_steps is None else 1 + copies_stored(self.partner_copies)
 
     @property
@@ -118,7 +118,7 @@ class Layout(Degrees):
 
     @property
     def expert_replicas(self) -> int:
-        """Ranks with the same experts, over which ZeRO partitions those experts' states; 1
+        """Ranks with the same experts, over which ZeRO partitions the experts' states; 1
         if Megatron spreads experts over tensor-parallel ranks as well."""
         return max(1, self.partition_size // self.expert_size)
 
@@ -129,7 +129,7 @@ class Layout(Degrees):
 
     @property
     def tokens_per_micro_batch(self) -> int:
-        """Tokens of one rank: a sequence-parallel group divides its samples."""
+        """Tokens per rank: a sequence-parallel group divides its samples."""
         return self.num_rows * self.sequence_length // self.sequence_size
 
     @property
@@ -152,7 +152,7 @@ class Layout(Degrees):
         return self.recompute_every if self.recompute_every > 1 else self.recompute
 
     def describe(self) -> str:
-        """Return a short description for a table, such as ``ZeRO 1, TP 8, PP 4, micro 2,
+        """Return a short description for a table: ``ZeRO 1, TP 8, PP 4, micro 2,
         recompute``."""
         words = [f"ZeRO {self.zero_stage}"]
         degrees = sorted(self.model_degrees().items(), key=lambda degree: degree[0] == "ring_size")

@@ -1,8 +1,8 @@
 """Peak memory of the fullest rank, on its device and in main memory. Pure.
 
 States: Rajbhandari et al. 2020, "ZeRO" (arXiv 1910.02054), section 3, with gradients in the dtype
-of their accumulation. Activations: what autograd saves in each layer; under 1F1B stage
-``i`` of ``p`` keeps those of ``min(p - i, micro-batches)`` micro-batches (Narayanan et al. 2021,
+of their accumulation. Activations: what autograd saves in each layer; under 1F1B stage ``i`` of
+``p`` keeps the activations of ``min(p - i, micro-batches)`` micro-batches (Narayanan et al. 2021,
 arXiv 2104.04473, section 2.2; interleaved: Korthikanti et al. 2022, arXiv 2205.05198, appendix C).
 """
 
@@ -27,7 +27,7 @@ class MemoryUse:
     time, or a 4-bit weight dequantized for its product; `buckets`: of collectives; `loss`: logits
     and their gradient; `teacher`: parameters of a teacher in the run; `context`: of the CUDA
     context and communicators, and memory that the
-    allocator reserves without using it. Main memory of the same rank is not in `total`:
+    allocator reserves and does not use. Main memory of the rank is not in `total`:
     `host_offload`: offloaded masters, moments, gradients and parameters; `host_activations`: inputs
     of recomputed layers; `host_checkpoint`: the copy that is written while training continues;
     `host_memory_checkpoints`: checkpoints in shared memory, with the copy that they are written of;
@@ -101,7 +101,7 @@ def usable_memory(memory_bytes: float, margin: float = MARGIN) -> float:
 
 
 def peak_memory(model: ModelCosts, layout: Layout, engine: Engine) -> MemoryUse:
-    """Return the memory of the fullest rank of all stages. Of identical stages the first has the
+    """Return the memory of the fullest rank. Of identical stages the first has the
     most micro-batches in flight."""
     stages = stages_of(model, layout.pipeline_size, engine.balances_stages)
     uses = [_stage_memory(stage, model, layout, engine) for stage in stages]
@@ -202,7 +202,7 @@ def _stage_memory(
 
 @functools.lru_cache(maxsize=64)
 def _export_bytes(model: ModelCosts) -> float:
-    """Return the bytes of one file's masters and of the largest layer, with which an export is
+    """Return the bytes of a file's masters and of the largest layer, with which an export is
     verified."""
     if model.is_frozen:  # adapters are verified on the full base (models/export/adapters.py)
         packed = model.packed
@@ -245,7 +245,7 @@ def _mlp_bytes_kept(layer: LayerCosts, model: ModelCosts, layout: Layout) -> flo
 def _tile_bytes(layer: LayerCosts, model: ModelCosts, layout: Layout, engine: Engine) -> float:
     """Return the bytes of the backward pass of an MLP in tiles (models/layers/tiled_mlp.py): what
     autograd saves for a tile and two gradients of the same width, the gradient of the MLP's input,
-    and of its parameters that of a tile and the sum in float32."""
+    and a tile's gradient of the parameters with its sum in float32."""
     num_tiles = layout.num_tiles(model.hidden_size)
     if num_tiles == 0 or not layer.mlp.products:
         return 0.0
@@ -306,7 +306,7 @@ def _pass_bytes(
 
 @dataclass(frozen=True)
 class _LayersBytes:
-    """Bytes of the layers of a stage: saved per micro-batch, of the backward pass of one layer, and
+    """Bytes of the layers of a stage: saved per micro-batch, of the backward pass per layer, and
     inputs of recomputed layers in main memory."""
 
     saved: float
@@ -324,7 +324,7 @@ def _layers_bytes(
     all_saved = sum(count * saved_by_type[layer_type] for layer_type, count in stage.counts)
     largest = max(saved_by_type.values(), default=0.0)
 
-    # Memory of one layer's backward pass, inside a ring, a norm, or an MLP in tiles.
+    # Memory of a layer's backward pass, inside a ring, a norm, or an MLP in tiles.
     working = 0.0
     if engine.is_deepspeed:
         tokens = layout.tokens_per_micro_batch
@@ -352,7 +352,7 @@ def _layers_bytes(
 
     # Recomputed layers save their inputs only. The output of a stage is saved too, for the
     # backward pass from the next stage. `largest` includes the input of the layer that is
-    # recomputed: as much as the gradient of its output.
+    # recomputed: as much as the gradient of the output.
     recomputed = stage.every(layout.recompute_every)
     num_inputs = sum(count for _, count in recomputed) + (1 if layout.pipeline_size > 1 else 0)
     inputs = hidden_bytes * num_inputs
@@ -369,8 +369,8 @@ def _ring_bytes(layer: LayerCosts, model: ModelCosts, layout: Layout) -> float:
     """Return the bytes that the backward pass of a ring takes in one layer
     (models/parallel/ring_attention.py): keys and values received, arriving (none in the last of
     two steps) and, half of them, sent; the gradient of the output; in float32 the gradients of
-    queries, of keys and values, and of one rank's keys and values as they are computed, sent and,
-    half of them, received; and what the kernel of one piece, half of the queries and keys, takes:
+    queries, of keys and values, and of a rank's keys and values as they are computed, sent and, by
+    halves, received; and what the kernel of a piece, half of the queries and keys, takes:
     copies, and gradients."""
     if layout.ring_size == 1 or layer.attention is None:
         return 0.0
@@ -397,7 +397,7 @@ def _ring_bytes(layer: LayerCosts, model: ModelCosts, layout: Layout) -> float:
 def _results_kept(layer: LayerCosts, model: ModelCosts, layout: Layout) -> float:
     """Return the bytes kept per layer and micro-batch under torchtitan's selective activation
     checkpointing by operator: every second product and all operations other than products and
-    attention are recomputed; the layer's input and the other results are kept."""
+    attention are recomputed; the layer's input and all remaining results are kept."""
     t, width = layout.tensor_size, 0.0
     for m in layer.matmuls:
         width += (
@@ -423,7 +423,7 @@ def _loss_bytes(model: ModelCosts, layout: Layout, engine: Engine, hidden_bytes:
     """Return the bytes of the loss. Full logits remain in the layers' backward pass; chunks keep
     the gradient of the hidden states, of `hidden_bytes`."""
     num_tokens, head_sum_bytes = layout.tokens_per_micro_batch, 0.0
-    # Gradients of hidden states and head, of each further loss, kept until the backward pass.
+    # Gradients of hidden states and head, per further loss, kept until the backward pass.
     further_bytes = hidden_bytes + model.element_bytes * model.vocabulary_size * model.hidden_size
     further_bytes *= model.num_further_losses
     # Further losses are computed in chunks, also where one chunk has all tokens.
@@ -438,8 +438,8 @@ def _loss_bytes(model: ModelCosts, layout: Layout, engine: Engine, hidden_bytes:
     if not engine.is_deepspeed:
         logit_bytes = engine.logit_bytes_cut / layout.tensor_size + engine.logit_bytes_whole
         return _LossBytes(head_sum_bytes + num_logits * logit_bytes, 0.0)
-    # Logits, their logarithms, and the gradients of both; float32 except for 16-bit logits. Every
-    # tensor-parallel rank has all columns, in addition to its own and the gather buffer.
+    # Logits, their logarithms, and their gradients; float32 except for 16-bit logits. Every
+    # tensor-parallel rank has all columns, in addition to its shard and the gather buffer.
     logits_bytes = num_logits * (model.element_bytes + 12.0)
     if layout.tensor_size > 1:
         logits_bytes += num_logits * model.element_bytes * (1 + 1 / layout.tensor_size)

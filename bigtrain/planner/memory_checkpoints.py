@@ -3,7 +3,7 @@ Pure.
 
 A rank copies its part to host memory while training is blocked; a thread then writes it to the file
 system, and sends it to the partner host while it writes the part of another rank
-(`bigtrain.run.checkpointing.memory_saver`). A checkpoint is skipped while the one before is
+(`bigtrain.run.checkpointing.memory_saver`). A checkpoint is skipped while the previous one is
 written, so both have to end within ``checkpoint.memory.every_steps`` steps.
 """
 
@@ -44,8 +44,8 @@ class MemoryCheckpointCosts:
 
     @property
     def directory_bytes(self) -> float:
-        """Bytes of a rank in ``checkpoint.memory.directory`` of its host, with the copies that the
-        host keeps for another."""
+        """Bytes of a rank in ``checkpoint.memory.directory`` of the host, with the copies that the
+        host keeps for a partner."""
         return self.part_bytes * copies_stored(self.partner_copies)
 
     @property
@@ -61,7 +61,7 @@ class MemoryCheckpointCosts:
     @property
     def writing_seconds(self) -> float:
         """Seconds until a checkpoint is written, and sent to the partner, while training continues:
-        at the rate of one rank, or of its share of the host's link."""
+        at the rate of a rank, or of a rank's share of the host's link."""
         if self.device is None:
             return 0.0
         rate = min(EXCHANGE_BANDWIDTH, self.device.network_bandwidth * DIRECT)
@@ -76,7 +76,7 @@ class MemoryCheckpointCosts:
         if self.partner_copies:
             text += f" and sent to the partner ({self.sent_bytes / GIB:.3g} GiB a rank)"
         lines = [f"{text} in {self.writing_seconds:.3g} s during training"]
-        # A checkpoint is written from the end of its copy until the next one is due.
+        # A checkpoint is written from the end of the copy until the next one is due.
         undisturbed = step_seconds - self.blocked_seconds / self.every_steps
         if self.writing_seconds > self.every_steps * undisturbed:
             lines.append(

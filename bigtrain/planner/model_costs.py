@@ -1,9 +1,9 @@
-"""Costs of one token in each layer of a model: parameters, matrix products, bytes saved and moved.
+"""Costs of a token in every layer of a model: parameters, matrix products, bytes saved and moved.
 
 `bigtrain.models.tracing.meta_trace` measures them on the real transformers module; `closed_form`
 computes them from the model's dimensions. All are for one token and tensor-parallel size 1; values
-that tensor parallelism divides among its ranks (``cut``) are separate from those that each rank has
-in full (``whole``).
+that tensor parallelism divides among its ranks (``cut``) are separate from values that each rank
+has in full (``whole``).
 
 Pure: imports no torch.
 """
@@ -25,10 +25,10 @@ _CODE_BYTES, _SCALE_CODE_BYTES, _OFFSET_BYTES = 4 * 16, 4 * 256, 4
 
 @dataclass(frozen=True)
 class Matmul:
-    """Matrix product of all tokens with a weight of ``in_size x out_size``.
+    """Matrix product of the tokens with a weight of ``in_size x out_size``.
 
     `cut`: the dimension that tensor parallelism divides, None for neither. `num_groups`: number of
-    experts of a grouped product; each token is multiplied with `share` of them (1 without experts),
+    experts of a grouped product; each token is multiplied with `share` experts (1 without experts),
     so that ``tokens * share`` rows are multiplied in all. `count`: number of equal products.
     """
 
@@ -87,7 +87,7 @@ class QuantizedWeights:
 @dataclass(frozen=True)
 class ExtraAdapterParameters:
     """Costs of adapters in addition to their products: trained elements (copies of modules, DoRA's
-    magnitudes) that every tensor-parallel rank has, and those that ranks divide; and elements of
+    magnitudes) that every tensor-parallel rank has, and elements that ranks divide; and elements of
     the sums of stacked weights and adapters, which ranks divide and autograd saves in every
     pass."""
 
@@ -106,7 +106,7 @@ class MlpCosts:
 
     saved_bytes: per token, without the MLPs' inputs. num_parameters: elements of the largest MLP
     without experts, num_parameters_expert: of the largest with; 0 if there is none. products,
-    moved: shares of the layer's products with weights, and of its moved bytes.
+    moved: shares of the layer's products with weights, and of the layer's moved bytes.
     """
 
     saved_bytes_whole: float = 0.0
@@ -120,7 +120,7 @@ class MlpCosts:
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """Costs of one decoder layer; bytes are per token.
+    """Costs of a decoder layer; bytes are per token.
 
     `saved`: by autograd for the backward pass; `moved`: read and written in the forward pass by
     operations other than products and attention. `score_bytes`: saved per head and attended token
@@ -165,7 +165,7 @@ class LayerCosts:
 
     @functools.cached_property
     def num_parameters(self) -> int:
-        """Elements of all its parameters."""
+        """Elements of the layer's parameters."""
         return self.num_parameters_whole + self.num_parameters_cut + self.num_parameters_expert
 
     @functools.cached_property
@@ -180,13 +180,12 @@ class LayerCosts:
 class ModelCosts:
     """Costs of a causal language model: its kinds of layers, and the kind of each layer.
 
-    `head_parameters`: 0 if the head shares the embedding's weight (`tied`).
-    `num_other_parameters`: final norm, position embeddings. `source`: traced or closed form.
-    `saved_bytes_outside`: saved per token outside of the layers (final norm, head). `is_frozen`:
-    only adapters are trained; `others_outside`: trained copies of modules outside of the layers
-    (modules_to_save). `num_further_losses`: losses by the same head in addition to that of the next
-    token; the layers for multi-token prediction that they are of are the last of `layers`.
-    """
+    `head_parameters`: 0 if the head shares the embedding's weight (`tied`). `num_other_parameters`:
+    final norm, position embeddings. `source`: traced or closed form. `saved_bytes_outside`: saved
+    per token outside of the layers (final norm, head). `is_frozen`: only adapters are trained;
+    `others_outside`: trained copies of modules outside of the layers (modules_to_save).
+    `num_further_losses`: losses by the same head in addition to the loss of the next token; the
+    layers for multi-token prediction that they are of are the last of `layers`."""
 
     hidden_size: int
     vocabulary_size: int
@@ -219,13 +218,13 @@ class ModelCosts:
 
     @functools.cached_property
     def num_parameters(self) -> int:
-        """Elements of all parameters, a tied one once."""
+        """Elements of the parameters, a tied parameter once."""
         inner = sum(self.kinds[layer_type].num_parameters for layer_type in self.layers)
         return inner + self.embedding_parameters + self.head_parameters + self.num_other_parameters
 
     @functools.cached_property
     def packed(self) -> QuantizedWeights:
-        """Quantized weights of all layers."""
+        """Quantized weights of the layers."""
         packed_layers = [self.kinds[layer_type].packed for layer_type in self.layers]
         return QuantizedWeights(
             sum(packed.num_weights for packed in packed_layers),
@@ -234,7 +233,7 @@ class ModelCosts:
         )
 
     def with_score_head(self) -> ModelCosts:
-        """Return the costs with a head of one output instead of that of the vocabulary."""
+        """Return the costs with a head of a single output instead of the vocabulary's head."""
         head = self.hidden_size
         return replace(self, vocabulary_size=1, head_parameters=head, tied=False)
 
@@ -372,7 +371,7 @@ def closed_form(shape: DenseShape, element_bytes: int = 2) -> ModelCosts:
     if shape.gated:
         saved_whole, saved_cut = 8.0 * hidden, 4.0 * queries + 6.0 * keys + 8.0 * inner
     else:
-        # Dropout's masks take one byte per element, two of them undivided.
+        # Dropout's masks take one byte per element, two bytes undivided.
         saved_whole = (10.0 if shape.dropout else 8.0) * hidden
         saved_cut = 4.0 * queries + 4.0 * keys + 4.0 * inner
     layer = LayerCosts(

@@ -32,8 +32,8 @@ PREDICTION = "prediction.json"
 class RunPrediction:
     """Prediction for a run. `time` is None if its device is unknown (`device` None).
 
-    `tokens_per_step`: tokens of all ranks; `memory_checkpoints`: costs of those in memory, if any.
-    """
+    `tokens_per_step`: tokens over all ranks; `memory_checkpoints`: costs of checkpoints in memory,
+    if any."""
 
     memory: MemoryUse
     time: StepTime | None
@@ -44,7 +44,7 @@ class RunPrediction:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens per second of all ranks."""
+        """Tokens per second over all ranks."""
         return None if self.time is None else self.tokens_per_step / self.time.total
 
     def line(self) -> str:
@@ -60,7 +60,7 @@ class RunPrediction:
 
     def beside(self, tokens_per_second: float, memory_gib: float) -> list[str]:
         """Return a line for the end of a run: the predictions and their errors. On a CPU only the
-        time: the memory of a process does not show the memory of its tensors."""
+        time: the memory of a process does not show the memory of tensors."""
         rate = self.tokens_per_second
         if rate is None:
             return []

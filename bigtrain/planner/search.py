@@ -1,9 +1,9 @@
-"""Search of all legal layouts of a run on a number of devices, each with its costs, best first.
+"""Search for the legal layouts of a run on a number of devices, with their costs, best first.
 Pure.
 
 A layout is legal if a run would accept it: by the rules of `bigtrain.settings.compatibility`, the
 batch arithmetic, the model's heads and layers. Offload is only considered if no micro-batch size of
-the same degrees fits without it.
+the same degrees fits without offload.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Candidate:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second of all ranks."""
+        """Tokens per second over all ranks."""
         rows = self.layout.global_batch_size * self.layout.rows_per_sample
         return rows * self.layout.sequence_length / self.time.total
 
@@ -141,7 +141,7 @@ class Ranking:
 def search(
     request: SearchSpace, cluster: Cluster, engine: Engine, *, prunes: bool = True
 ) -> Ranking:
-    """Return all legal layouts. A micro-batch that does not fit is the last of its kind to be
+    """Return all legal layouts. A micro-batch that does not fit is the last of these degrees to be
     assessed: every term of memory grows with it (`prunes` False assesses all)."""
     ranking = Ranking([], [], 0)
     larger = 0
@@ -292,8 +292,9 @@ def _of_degrees(
         else:
             too_large.clear()
         roomy = roomy or any(candidate.fits for candidate in candidates)
-        # Micro-batches of the same degrees ascend. A larger one that needs offload to fit saves
-        # less than the prediction error: 4% of a 70B's step on 64 H100, where the error is 6%.
+        # Micro-batches of the same degrees ascend. A larger micro-batch that needs offload to fit
+        # saves less than the prediction error: 4% of a 70B's step on 64 H100, where the error is
+        # 6%.
         for smaller in () if roomy else _smaller(layout, savings, request):
             candidate = assess(request.model, smaller, cluster, engine)
             candidates.append(candidate)
@@ -329,9 +330,9 @@ def _recomputed(
     engine: Engine,
     too_large: set[Recompute | int],
 ) -> Iterator[Candidate]:
-    """Yield `layout` without recomputation and with full recomputation; if only the latter fits,
-    also with the fewest recomputed layers that fit. `too_large`: recomputation that did not fit
-    smaller micro-batches; that which does not fit this one is added."""
+    """Yield `layout` without recomputation and with full recomputation; if only full recomputation
+    fits, also with the fewest recomputed layers that fit. `too_large`: recomputation that did not
+    fit smaller micro-batches; that which does not fit this one is added."""
 
     def fits(recompute: Recompute | int, recomputed_layout: Layout) -> Candidate | None:
         if recompute in too_large:
@@ -361,13 +362,13 @@ _EVERY = (4, 3, 2)  # every n-th layer is recomputed
 
 def _preference(candidate: Candidate) -> tuple[int, float, float]:
     """Sort faster layouts first; among layouts within one percent, which predictions cannot
-    distinguish, the one with less memory first."""
+    distinguish, the layout with less memory first."""
     percents = round(math.log(candidate.tokens_per_second) * 100)
     return -percents, candidate.memory.total, -candidate.tokens_per_second
 
 
 def assess(model: ModelCosts, layout: Layout, cluster: Cluster, engine: Engine) -> Candidate:
-    """Return memory and time of one layout."""
+    """Return memory and time of a layout."""
     memory = peak_memory(model, layout, engine)
     fits = memory.total <= cluster.usable_memory and memory.host <= cluster.host_memory_per_rank
     time = functools.partial(step_time, model, layout, cluster.device, engine)
@@ -383,7 +384,7 @@ class _Degrees(Degrees):
 def _degrees(request: SearchSpace, world_size: int, devices_per_node: int) -> Iterator[_Degrees]:
     """Yield parallel degrees that pass the compatibility rules and divide the batch.
 
-    A run checks plans on a proxy model. A trace shows beforehand: a model without a plan of its own
+    A run checks plans on a proxy model. A trace shows beforehand: a model without a plan
     is not divided by tensor parallelism, and if a layer mixes tokens without attention
     (state spaces), ranks cannot divide a sample. Sequence parallelism is Ulysses, and a ring of as
     few ranks as the heads need, or one with Ulysses inside of nodes.
@@ -429,7 +430,7 @@ def _rings(
 
 
 def _micro_sizes(degrees: _Degrees, request: SearchSpace) -> list[tuple[int, int]]:
-    """Return micro-batch sizes of `degrees`, ascending, and the accumulation steps of each."""
+    """Return micro-batch sizes of `degrees`, ascending, and their accumulation steps."""
     per_rank = request.global_batch_size // degrees.data_size
     sizes = [(micro, per_rank // micro) for micro in _divisors(per_rank) if micro <= 64]
     # With more stages than micro-batches a pipeline is mostly bubble.
@@ -460,7 +461,7 @@ def _smallest(degrees: _Degrees, request: SearchSpace) -> Layout:
 
 
 def is_legal(facts: Facts, zero_stage: int, degrees: Degrees) -> bool:
-    """Return whether a run of these degrees would be accepted."""
+    """Return whether a run with `degrees` would be accepted."""
     changed = facts.changed(
         zero_stage=zero_stage,
         world_size=degrees.world_size,

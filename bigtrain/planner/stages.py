@@ -26,7 +26,7 @@ StageCost = Callable[[int, int], float]
 class StageCosts:
     """Costs of the parts of a model, in any units.
 
-    layer_time, layer_memory: one of each for each layer. first_*: before the layers (embeddings);
+    layer_time, layer_memory: one entry per layer. first_*: before the layers (embeddings);
     last_*: after them (head and loss).
     """
 
@@ -106,7 +106,7 @@ def _minimax(num_layers: int, num_stages: int, cost_of: StageCost) -> tuple[floa
 @dataclass(frozen=True, eq=False)  # compared by identity: `stages_of` makes each once
 class PlannedStage:
     """Stage `index` of a pipeline: its `layers` by number, and their `kinds`.
-    `num_alike` stages have the same kinds in the same order, this one is the first of them."""
+    `num_alike` stages have the same kinds in the same order, and this stage comes first."""
 
     index: int
     layers: range
@@ -117,7 +117,7 @@ class PlannedStage:
 
     @functools.cached_property
     def counts(self) -> tuple[tuple[int, int], ...]:
-        """Kinds of layers, and the number of each."""
+        """Types of layers with their numbers of layers."""
         return tuple(Counter(self.kinds).items())
 
     def every(self, step: int) -> tuple[tuple[int, int], ...]:
@@ -157,7 +157,7 @@ def _cut(model: ModelCosts, num_stages: int) -> tuple[range, ...]:
 
 @functools.lru_cache(maxsize=512)
 def stages_of(model: ModelCosts, num_stages: int, balanced: bool) -> tuple[PlannedStage, ...]:
-    """Return the distinct stages in order: the first of each group of identical ones."""
+    """Return the distinct stages in order: the first stage per group of identical stages."""
     ranges = stage_layers(model, num_stages, balanced=balanced)
     indices_by_kinds: dict[tuple[object, ...], list[int]] = {}
     for index, layers in enumerate(ranges):
@@ -179,9 +179,9 @@ def stages_of(model: ModelCosts, num_stages: int, balanced: bool) -> tuple[Plann
 
 @dataclass(frozen=True)
 class StageSizes:
-    """Parameters of a rank of a stage before ZeRO: all of them and the trained ones, each with its
-    experts; the largest layer; the share of hidden matrices. Of all parameters, `packed` are stored
-    in 4 bits, in `packed_bytes`."""
+    """Parameters of a rank of a stage before ZeRO: all and trained parameters, and among both the
+    experts'; the largest layer; the share of hidden matrices. `packed` parameters are stored in 4
+    bits, in `packed_bytes`."""
 
     total: float
     total_expert: float
@@ -251,9 +251,9 @@ def matrix_exchange(stage: PlannedStage, model: ModelCosts, layout: Layout) -> t
     layers at their owners and to return the results (`engine/optimizers/matrix_exchange.py`);
     zeros for optimizers that do not need full matrices.
 
-    Assumes that each rank that shares a matrix has an equal part of it, as under ZeRO 3 (except for
+    Assumes that each rank that shares a matrix has an equal part, as under ZeRO 3 (except for
     the padding) and ZeRO 0. ZeRO 1 and 2 split the model once for each rank, and an owner may have
-    all of a matrix or nothing of it: with few matrices the result is inexact. Routers count as
+    all of a matrix or nothing: with few matrices the result is inexact. Routers count as
     matrices.
     """
     optimizer = layout.optimizer
@@ -273,7 +273,7 @@ def matrix_exchange(stage: PlannedStage, model: ModelCosts, layout: Layout) -> t
             elif product.cut is None and product.num_groups == 1:
                 cut = 1
             ranks = replicas * layout.tensor_size
-            # For a matrix: replicas of an element, and the owner's part of it.
+            # For a matrix: replicas of an element, and the owner's part.
             copies = layout.tensor_size / cut * (1 if layout.zero_stage else replicas)
             part = 1 / (cut * (replicas if layout.zero_stage else 1))
             missing = 1 - 1 / (ranks if layout.zero_stage else layout.tensor_size)

@@ -1,7 +1,8 @@
 """Seconds of an optimizer step by term. Pure.
 
-The slowest pipeline stage determines the time of ``m`` micro-batches; the other stages' time for
-one micro-batch is the bubble (1F1B: Narayanan et al. 2021, arXiv 2104.04473, section 2.2; with
+The slowest pipeline stage determines the time of ``m`` micro-batches; the time of all further
+stages for one micro-batch is the bubble (1F1B: Narayanan et al. 2021, arXiv 2104.04473, section
+2.2; with
 ``v`` virtual stages a ``v``-th of it). Seconds of layers are computed in
 `bigtrain.planner.seconds.layer`, of the head and the end of a step in
 `bigtrain.planner.seconds.step_end`.
@@ -107,7 +108,8 @@ def _pipeline_time(
     """Return the seconds of a step whose stages have `stage_works` per micro-batch."""
     device, engine, num_micro_batches = machine.device, machine.engine, layout.num_accumulation
 
-    # The slowest stage sets the pace, and waits for the work of the other stages once (the bubble).
+    # The slowest stage sets the pace, and waits once for the work of all further stages (the
+    # bubble).
     slowest_index = max(range(len(stages)), key=lambda index: stage_works[index].total)
     slowest_stage, pace = stages[slowest_index], stage_works[slowest_index]
     all_stages_seconds = sum(
@@ -167,10 +169,9 @@ def _on_shared_cores(
     """Return `time`, which assumes a core for each rank, adjusted for more ranks that share a
     node's cores; `stage_balance`: the mean of the stages' work over the slowest stage's.
 
-    Cores then have work if any of their ranks has, so waiting stages cost nothing while others
-    compute: a step takes the time of all ranks' work on the cores, but at least the time with a
-    core for each.
-    """
+    Cores then have work if any of their ranks has, so waiting stages cost nothing while further
+    stages compute: a step takes the time of the ranks' work on the cores, but at least the time
+    with a core for each."""
     num_ranks = min(layout.world_size, device.devices_per_node)
     if not device.num_cores or num_ranks <= device.num_cores:
         return time

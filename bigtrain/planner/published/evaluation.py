@@ -1,7 +1,7 @@
 """Predictions compared with published measurements: ``bigtrain plan --evaluate ROWS.csv``. Pure.
 
-`rows` reads a row. Nothing is fitted to a single source: the only constants are those of
-devices and engines, in `tables/`.
+`rows` reads a row. Nothing is fitted to a single source: the only constants are in
+`tables/`, for devices and engines.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ def predict(row: Mapping[str, str]) -> RowPrediction:
 
 @dataclass(frozen=True)
 class SourceErrors:
-    """Relative errors over the rows of one source: of tokens/s, of memory, of a baseline that
-    predicts a constant utilization; and the rank correlation of its layouts."""
+    """Relative errors over the rows of a source: of tokens/s, of memory, of a baseline that
+    predicts a constant utilization; and the rank correlation of the source's layouts."""
 
     source: str
     num_rows: int
@@ -129,7 +129,7 @@ class SourceErrors:
 def summarize(
     rows: Sequence[Mapping[str, str]], predictions: Sequence[RowPrediction]
 ) -> list[SourceErrors]:
-    """Return the errors of each source, in the order of the rows; the last one is of all rows."""
+    """Return the errors per source, in the order of the rows; the last entry is over all rows."""
     sources = dict.fromkeys(row["source"] for row in rows)
     pairs = list(zip(rows, predictions, strict=True))
     errors = [_of_source(name, [p for p in pairs if p[0]["source"] == name]) for name in sources]
@@ -170,7 +170,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _baseline_errors(rows: Sequence[tuple[Mapping[str, str], float]]) -> list[float]:
-    """Return the errors of predicting each source's mean utilization for all of its rows."""
+    """Return the errors of predicting each source's mean utilization for the source's rows."""
     utilization: dict[str, list[float]] = {}
     for row, measured in rows:
         run = run_of(row)
@@ -199,8 +199,8 @@ def _flops_per_token(run: RowRun) -> float:
 def _rank_correlation(
     measured_rows: Sequence[tuple[Mapping[str, str], float, float]],
 ) -> float | None:
-    """Return Spearman's rank correlation among layouts of one model on as many devices; the mean
-    over such groups of at least three, weighted by their sizes."""
+    """Return Spearman's rank correlation among layouts of the same model on as many devices; the
+    mean over groups of at least three layouts, weighted by their sizes."""
     groups: dict[tuple[str, ...], list[tuple[float, float]]] = {}
     for row, predicted, measured in measured_rows:
         key = tuple(row[k] for k in ("source", "model", "layers", "hidden", "gpu", "num_gpus"))
@@ -263,5 +263,5 @@ def error_table(errors: Sequence[SourceErrors]) -> str:
 
 
 def _percent(share: float) -> str:
-    """Format a share; empty for NaN, of a source without such rows."""
+    """Format a share; empty for NaN (a source without rows)."""
     return "" if math.isnan(share) else f"{share:.1%}"

@@ -41,7 +41,7 @@ class ExpertDimensions:
 @dataclass(frozen=True)
 class Latent:
     """Multi-head latent attention: ranks of queries (0: full) and of keys and values; widths of a
-    head's part without and with rotary embedding, and of its values."""
+    head's part without and with rotary embedding, and of the head's values."""
 
     query_rank: int
     rank: int

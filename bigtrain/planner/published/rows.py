@@ -158,8 +158,8 @@ def _experts(row: Row, named_figures: Mapping[str, object], hidden: int) -> Expe
 
 def _guessed_experts(row: Row, said: str, dense: DenseShape) -> ExpertDimensions | None:
     """Return the experts of an unknown model: from text such as "8x7B", "64 experts", "top-2" and
-    "A3B", and from its parameters (`params_b`) in addition to those of `dense`, whose `ffn` is then
-    an expert's."""
+    "A3B", and from its parameters (`params_b`) in addition to the parameters of `dense`, whose
+    `ffn` is then an expert's."""
     times = re.search(r"\b(\d+)x\d+(?:\.\d+)?b\b", said)
     stated = re.search(r"(\d+)\s*(?:routed\s*)?experts", said)
     number = int((times or stated).group(1)) if times or stated else 0  # type: ignore[union-attr]
@@ -293,7 +293,7 @@ def _with_least_recompute(
 def _fastest_micro(
     batch: int, layout: Layout, engine: Engine, model: ModelCosts, device: Device, gain: float
 ) -> int:
-    """Return the micro-batch size that is predicted to be the fastest of those that fit."""
+    """Return the micro-batch size that is predicted to be the fastest that fits."""
     dp, p = layout.data_size, layout.pipeline_size
     best, best_size = 0.0, 1
     for micro in _powers(batch // dp if batch else 64):

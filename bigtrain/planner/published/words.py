@@ -73,7 +73,7 @@ def degree(row: Row, name: str) -> int:
 
 
 def engine_name(row: Row) -> str:
-    """Return the engine that the page names; compiled FSDP is one of its own. Default: Megatron
+    """Return the engine that the page names; compiled FSDP is a separate engine. Default: Megatron
     with tensor or pipeline parallelism, else DeepSpeed."""
     said = words(row, "notes", "source")
     engine = next((name for pattern, name in _ENGINES if re.search(pattern, said)), None)

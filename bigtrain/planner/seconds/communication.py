@@ -2,8 +2,8 @@
 
 Rings (Thakur et al. 2005): an all-reduce of n ranks moves ``2 (n - 1) / n`` of the bytes through
 each link, an all-gather or a reduce-scatter half of that. Ranks on several nodes share their node's
-network: a group that has k ranks on each node uses k devices' share of it at once, as NCCL's rings
-do. In an all-to-all each rank sends data for other nodes through its own share only.
+network: a group that has k ranks on each node uses the network share of k devices at once, as
+NCCL's rings do. In an all-to-all each rank sends data for other nodes through its own share only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ a ring: for InfiniBand from Calculon's tables (Isaev et al. 2023, systems/)."""
 
 @dataclass(frozen=True)
 class Group:
-    """Group of communicating ranks: its size, and how many of them share a node."""
+    """Group of communicating ranks: its size, and how many ranks share a node."""
 
     size: int
     per_node: int
@@ -70,7 +70,7 @@ class Group:
         return max(near, far_bytes / (device.network_bandwidth * DIRECT)) + self.latency(device)
 
     def around(self, device: Device, num_bytes: float) -> float:
-        """Return the seconds until `num_bytes` of each rank have passed through all other ranks."""
+        """Return the seconds until `num_bytes` per rank have passed through all ranks."""
         if self.size <= self.per_node:
             return (self.size - 1) * self.send(device, num_bytes)
         bandwidth = device.network_bandwidth * DIRECT
@@ -78,7 +78,7 @@ class Group:
 
     @property
     def inside(self) -> int:
-        """Ranks of one node."""
+        """Ranks per node."""
         return max(1, min(self.size, self.per_node))
 
     def far_nodes(self, num_chosen: float) -> float:
@@ -118,7 +118,7 @@ class Groups:
 
     def gather(self, device: Device, dense: float, expert: float, element_bytes: int) -> float:
         """Return the seconds to all-gather `dense` elements over all replicas, and `expert`
-        elements over those with the same experts; a reduce-scatter takes the same."""
+        elements over replicas with the same experts; a reduce-scatter takes as long."""
         if self.expert_replicas.size == self.partition.size:  # one collective for both
             return self.partition.all_gather(device, (dense + expert) * element_bytes)
         seconds = self.partition.all_gather(device, dense * element_bytes)

@@ -40,7 +40,7 @@ class TimedMachine:
 
 @dataclass
 class Work:
-    """Seconds of one micro-batch in one layer or stage."""
+    """Seconds of a micro-batch in a layer or stage."""
 
     matmul: float = 0.0
     memory_bound: float = 0.0
@@ -100,7 +100,7 @@ def layer_work(layer: LayerCosts, model: ModelCosts, layout: Layout, machine: Ti
         backward.matmul += passes.attention_forward_seconds
     backward.add(tile_work)
 
-    # The host launches kernels and, under ZeRO 3, runs the engine's hooks, a third of them in the
+    # The host launches kernels and, under ZeRO 3, runs the engine's hooks, a third in the
     # forward pass.
     host_seconds = layer.num_kernels * engine.kernel_host_seconds
     if layer.num_parameters_expert and engine.expert_host_seconds:
@@ -246,7 +246,7 @@ def _passes(key: _PassKey) -> _LayerPasses:
     layer, device, num_tokens = key.layer, key.device, key.num_tokens
     forward, backward = Work(), Work()
 
-    # Matrix products. Frozen weights have only the gradient of their inputs, half of the work.
+    # Matrix products. Frozen weights have only the gradient of their inputs: half the work.
     share = RankShare(num_tokens, key.tensor_size, key.expert_size, key.element_bytes)
     gain = key.product_gain * key.product_speed
     products = [(matmul, 0.5 if key.is_frozen else 1.0) for matmul in layer.matmuls]
@@ -307,8 +307,8 @@ def _add_hidden_state_exchange(key: _PassKey, forward: Work) -> None:
         if expert_bytes:
             far_bytes = None
             if not key.is_deepspeed:
-                # Other engines send a token to another node once, however many of its experts are
-                # there (DeepEP, HybridEP).
+                # Other engines send a token to another node once, however many of the token's
+                # experts are there (DeepEP, HybridEP).
                 token_bytes = hidden_bytes / key.tensor_size
                 num_experts_per_token = expert_bytes / token_bytes
                 far_bytes = token_bytes * key.expert_group.far_nodes(num_experts_per_token)
@@ -320,7 +320,7 @@ def _add_hidden_state_exchange(key: _PassKey, forward: Work) -> None:
 def bytes_to_experts(layer: LayerCosts, hidden_bytes: float, tensor_size: int) -> float:
     """Return the bytes that a rank sends to the experts of `layer`, for tokens with `hidden_bytes`:
     a row for each expert that a token chooses, of a slice of the tokens from each tensor-parallel
-    rank. The same number returns, and again in each direction in the backward pass."""
+    rank. The same number returns, and the backward pass sends as much in both directions."""
     experts_per_token = max((m.share for m in layer.matmuls if m.num_groups > 1), default=0.0)
     return hidden_bytes * experts_per_token / tensor_size
 

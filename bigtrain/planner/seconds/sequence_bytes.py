@@ -2,8 +2,8 @@
 
 Ulysses exchanges queries, keys, values and outputs, and their gradients in the backward pass,
 except for the part that a rank keeps. A ring exchanges keys and values in both passes, and in the
-backward pass the gradients of both in float32. Under a causal mask without documents and windows a
-rank needs the keys of three of four chunks of each other rank on average
+backward pass their gradients in float32. Under a causal mask without documents and windows a
+rank needs the keys of three of four chunks per peer on average
 (`bigtrain.models.parallel.ring_plan`); documents and windows need fewer.
 """
 
@@ -19,7 +19,7 @@ GRADIENT_BYTES = 4
 
 @dataclass(frozen=True)
 class SequenceBytes:
-    """Bytes of one rank, layer and micro-batch. heads: of queries, keys, values and outputs, before
+    """Bytes per rank, layer and micro-batch. heads: of queries, keys, values and outputs, before
     Ulysses. keys: of keys and values after it. gradients: of the keys' and values' gradients, in
     float32."""
 
@@ -36,7 +36,7 @@ def sequence_bytes(
     tensor_size: int,
     ulysses_size: int,
 ) -> SequenceBytes:
-    """Return the bytes of `num_tokens` of one rank. Where Ulysses' ranks outnumber the key heads of
+    """Return the bytes of a rank's `num_tokens`. Where Ulysses' ranks outnumber the key heads of
     a rank, keys are copied."""
     key_heads = attention.num_key_value_heads / tensor_size
     if ulysses_size > 1 and key_heads >= 1:

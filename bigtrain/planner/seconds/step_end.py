@@ -48,7 +48,7 @@ def head_work(model: ModelCosts, layout: Layout, machine: TimedMachine) -> Work:
     trains_head = not model.is_frozen or model.others_outside.trained(1) > 0
     if layout.loss_chunk_tokens is not None and trains_head:
         # After each chunk the chunk's gradient of the head is read and added to a sum in float32
-        # (writing the gradient is a part of its product).
+        # (writing the gradient is a part of the product).
         num_chunks = math.ceil(num_tokens / layout.loss_chunk_tokens)
         head_parameters = model.vocabulary_size // layout.tensor_size * hidden_size
         moved_bytes += (num_chunks - 1) * head_parameters * (8 + element_bytes)
@@ -91,7 +91,7 @@ def gradient_seconds(
 
 @dataclass(frozen=True)
 class UpdateSeconds:
-    """Seconds of an optimizer's update: of the update, and of its transfers between the device and
+    """Seconds of an optimizer's update: of the update, and of the transfers between the device and
     main memory."""
 
     update: float

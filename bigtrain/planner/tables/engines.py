@@ -69,7 +69,7 @@ class Engine:
     `reduces_every_micro_batch`: under ZeRO 2. `optimizer_bytes`: moved per parameter by an update;
     `loss_bytes`: per logit. `step_seconds`: fixed overhead per micro-batch. `measured`: on CPUs,
     replaces the formulas of the optimizer and of data-parallel communication. `float8`: factor on
-    the device's gain from 8-bit products; `products`: speed of its products relative to that of the
+    the device's gain from 8-bit products; `products`: speed of its products relative to the
     engines whose rows the device's share of the peak was fitted to (libraries grew faster);
     `tensor_exposed`, `expert_exposed`, `pipeline_exposed`: share of the communication of tensor
     parallelism, experts and stages that is neither hidden nor avoided; `network`: share of the

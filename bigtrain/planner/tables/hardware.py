@@ -26,7 +26,7 @@ class Reach:
     """Attained share of the specifications, and fixed costs of operations.
 
     Shares: `matmul`: of peak FLOPs, for large products; `attention`: of fused kernels; `memory`: of
-    the memory bandwidth; `link`, `network`: of their bandwidths. `matmul_depth`: cost of a tile's
+    the memory bandwidth; `link`, `network`: of the bandwidths. `matmul_depth`: cost of a tile's
     prologue and epilogue, in elements of the inner dimension. `kernel_seconds`: minimum of a
     kernel; latency of a collective: `start_seconds`, plus `link_seconds` for each further rank of
     a node and `network_seconds` for each further node.
@@ -49,13 +49,13 @@ class Device:
     """Accelerator (or rank on a CPU) with its links. Rates in units per second.
 
     `num_units`: multiprocessors. Bandwidths in bytes: `link_bandwidth`: in one direction to the
-    devices of its node; `network_bandwidth`: its share of the node's network; `host_bandwidth`: to
-    main memory (offload); `host_memory_bandwidth`: of main memory, for all devices of a node
-    together (an offloaded optimizer step). `float8_gain`: speed of its best product in 8 bits over
-    that in 16, `float4_gain` in 4 bits over that in 8; `matmul_factor`: share of the peak that its
-    best product reaches, over that of the device whose `reach` it takes. `num_cores`: of a CPU,
-    those that the ranks of a node share; 0 if each has its own, or more.
-    """
+    devices of the node; `network_bandwidth`: a device's share of the node's network;
+    `host_bandwidth`: to main memory (offload); `host_memory_bandwidth`: of main memory, for all
+    devices of a node together (an offloaded optimizer step). `float8_gain`: speed of its best
+    product in 8 bits over that in 16, `float4_gain` in 4 bits over that in 8; `matmul_factor`:
+    share of the peak that its best product reaches, over the share of the device whose `reach` is
+    used. `num_cores`: of a CPU, cores that the ranks of a node share; 0 if every rank has a core,
+    or more."""
 
     name: str
     peak_flops: float
