@@ -149,7 +149,7 @@ def compare_case(
         verdict.passed,
         f"{case.name}: loss {verdict.loss:.1e} (of {verdict.limits.loss:.1e}), norm "
         f"{verdict.norm:.1e} (of {verdict.limits.norm:.1e}), weight {verdict.weight:.1e} (of "
-        f"{verdict.limits.weight:.1e}): {verdict.where}",
+        f"{verdict.limits.weight:.1e}): {verdict.first_difference}",
     )
     return trained
 

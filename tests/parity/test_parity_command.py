@@ -345,8 +345,8 @@ MUTATIONS = {
     },
     "weights are read rounded": {
         "models/weights/weight_files.py": (
-            "out.copy_(part[where] if where",
-            "out.copy_(part[where].bfloat16() if where",
+            "out.copy_(part[slices] if slices",
+            "out.copy_(part[slices].bfloat16() if slices",
         )
     },
 }
@@ -372,15 +372,20 @@ CLASSES = {"objective": {"type": "classification"}}
 # Of what only several ranks have: text replaced, the run's model and sections, where it shows.
 MUTATIONS_OF_RANKS: dict[str, tuple[dict[str, tuple[str, str]], dict[str, Any], str]] = {
     "the auxiliary loss is of a sequence rank": (
-        {"models/parallel/sequence.py": ("if self._exchanging and own:", "if False and own:")},
+        {
+            "models/parallel/sequence.py": (
+                "if self._exchanging and router_logits:",
+                "if False and router_logits:",
+            )
+        },
         {"model": MIXTRAL},
         "sequence 2",
     ),
     "the auxiliary loss of training is of a sequence rank": (
         {
             "models/parallel/sequence.py": (
-                "if self._exchanging and own:",
-                "if self._exchanging and own and not _module.training:",
+                "if self._exchanging and router_logits:",
+                "if self._exchanging and router_logits and not _module.training:",
             )
         },
         {"model": MIXTRAL},
@@ -399,7 +404,7 @@ MUTATIONS_OF_RANKS: dict[str, tuple[dict[str, tuple[str, str]], dict[str, Any], 
     "counts of the global batch are of a rank": (
         {
             "engine/experts.py": (
-                "        dist.all_reduce(everyone, group=self._replicas)\n",
+                "        dist.all_reduce(counts, group=self._replicas)\n",
                 "",
             )
         },
