@@ -193,7 +193,9 @@ def weights_of(config: RunConfig, hf_config: Any, growth: VocabularyResize | Non
     if growth is None:
         return find_weights(config.model.path, hf_config)
     base = find_weights(config.model.path, base_configuration(hf_config, growth))
-    return grown_weights(base, hf_config, growth, config.model, config.seed, on_main_rank)
+    return grown_weights(
+        base, hf_config, growth, config.model, config.seed, on_main_rank=on_main_rank
+    )
 
 
 def secondary_size() -> int | None:
