@@ -84,7 +84,9 @@ def find_sources(selection: Selection) -> list[Source]:
             "%d files match several inputs and are read once: %s", len(duplicates), duplicates[0]
         )
     if not sources:
-        raise DataError("no input remains: --exclude matches every file")
+        raise DataError(
+            "no input remains: --exclude matches every file, or a run of bigtrain wrote it"
+        )
     return list(sources.values())
 
 
@@ -231,12 +233,6 @@ def _find_at_address(name: str, selection: Selection) -> list[Source]:
                 f"--input {without_secrets(name)} is a dataset of Dataset.save_to_disk -> name its "
                 "files, ADDRESS/*.arrow, or copy it here"
             )
-        runs = {
-            below[: -len(RUN_ID)].rstrip("/")
-            for below, _ in files
-            if f"/{below}".endswith(f"/{RUN_ID}")
-        }
-        files = _without_run_files(without_secrets(name), files, runs.__contains__)
         entries = [entry for _, entry in _select_files(without_secrets(name), files, selection)]
     return [
         _remote_source(entry, selection)
@@ -346,13 +342,19 @@ def file_at(address: str) -> RemoteEntry | None:
 
 
 def find_remote_files(pattern: str) -> list[RemoteEntry]:
-    """Return the files below an address, or those matching its ``*``, ``?``, ``[...]`` and ``**``
-    (any number of folders), sorted. Raise DataError if there are none."""
+    """Return the files below an address, or the files that match its ``*``, ``?``, ``[...]`` and
+    ``**`` (any number of folders), sorted, without the files that a run of bigtrain has written.
+    Raise DataError if there are none."""
     store = store_of(pattern)
     folder = pattern
     if is_pattern(pattern):
         folder = re.split(r"[*?[]", pattern, maxsplit=1)[0].rpartition("/")[0]
-    entries = with_retries(folder, "cannot be listed", lambda: store.find(folder))
+    begin = len(folder.rstrip("/")) + 1
+    listing = with_retries(folder, "cannot be listed", lambda: store.find(folder))
+    files = [(address[begin:], RemoteEntry(address, address[begin:], s)) for address, s in listing]
+    # The file that marks a folder as a run's need not match the pattern itself.
+    parts = [below.rpartition("/") for below, _ in files]
+    runs = {run_folder for run_folder, _, file_name in parts if file_name == RUN_ID}
     if is_pattern(pattern):
         # Only a ``*`` that is ``**`` matches several folders.
         folders = re.sub(r"(?<=/)\*\*(?=[^/])", "**/*", pattern)
@@ -360,8 +362,8 @@ def find_remote_files(pattern: str) -> list[RemoteEntry]:
             matcher = re.compile(glob_translate(folders))
         except ValueError as error:
             raise DataError(f"--input {without_secrets(pattern)}: {error}") from None
-        entries = [entry for entry in entries if matcher.fullmatch(entry[0])]
-    if not entries:
+        files = [(below, entry) for below, entry in files if matcher.fullmatch(entry.address)]
+    if not files:
         raise DataError(f"--input {without_secrets(pattern)}: no file there")
-    begin = len(folder.rstrip("/")) + 1
-    return [RemoteEntry(address, address[begin:], stat) for address, stat in entries]
+    files = _without_run_files(without_secrets(pattern), files, runs.__contains__)
+    return [entry for _, entry in files]

@@ -157,6 +157,8 @@ def classified(values: Values, roles: Roles) -> Classified:
 
 def _text_pair(chosen: str, rejected: str, prompt: str | None) -> Pair:
     """Return a pair of texts. Without a prompt it is the common beginning of the answers."""
+    for name, text in zip(SIDES, (chosen, rejected), strict=True):
+        _require_text(name, text)
     _refuse_same(chosen, rejected)
     if prompt is None:
         end = _common(chosen, rejected)
@@ -165,8 +167,6 @@ def _text_pair(chosen: str, rejected: str, prompt: str | None) -> Pair:
         if not end:
             raise _missing_prompt_error()
         prompt, chosen, rejected = chosen[:end], chosen[end:], rejected[end:]
-    for name, text in zip(SIDES, (chosen, rejected), strict=True):
-        _require_text(name, text)
     return Pair(Completion(prompt, chosen), Completion(prompt, rejected))
 
 

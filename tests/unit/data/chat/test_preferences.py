@@ -222,7 +222,10 @@ BAD_ROWS: list[tuple[Rows, dict[str, Any], str]] = [
     ("preference", {"chosen": "a", "rejected": "b"}, "have no common beginning"),
     ("preference", {"chosen": [GOOD], "rejected": [BAD]}, "have no common beginning"),
     ("preference", {"chosen": "", "rejected": "b", "prompt": "x"}, "its chosen is empty"),
+    ("preference", {"chosen": "", "rejected": "b"}, "its chosen is empty"),
+    ("preference", {"chosen": "a", "rejected": ""}, "its rejected is empty"),
     ("preference", {"chosen": [GOOD], "rejected": [], "prompt": [USER]}, "its rejected is empty"),
+    ("preference", {"chosen": [], "rejected": [USER, BAD]}, "have no common beginning"),
     (
         "preference",
         {"chosen": [GOOD], "rejected": [{**BAD, "content": ""}], "prompt": [USER]},

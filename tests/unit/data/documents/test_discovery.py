@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pyarrow
 import pytest
 import zstandard
@@ -349,18 +350,21 @@ RUN = ("run_id", "log.txt", "metrics.jsonl", "starts.jsonl", "hangs/step-3/repor
 
 @pytest.mark.parametrize("below", ["", "runs/first/", "corpus/"])
 @pytest.mark.parametrize("pattern", ["", "/**/*.txt"])
+@pytest.mark.parametrize("store", ["", "memory:/"])
 def test_what_a_run_writes_is_no_document(
-    below: str, pattern: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    store: str, below: str, pattern: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Wherever the run's directory is, also where texts of the user are in it."""
     texts = ["a.txt", "corpus/b.txt", "corpus/log.txt.txt", "old/log.txt", "old/checkpoints/c.txt"]
     for name in [*texts, *(below + name for name in RUN)]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("text\n")
-    found = find_sources(Selection([f"{tmp_path}{pattern}"]))
-    names = {str(Path(source.record.path).relative_to(tmp_path)) for source in found}
-    assert names == set(texts)
+    if store:
+        fsspec.filesystem("memory").put(f"{tmp_path}/", f"{tmp_path}/", recursive=True)
+    root = f"{store}{tmp_path}"
+    found = find_sources(Selection([f"{root}{pattern}"]))
+    assert {source.record.path.removeprefix(f"{root}/") for source in found} == set(texts)
     [line] = [r.getMessage() for r in caplog.records if "a run of bigtrain wrote" in r.getMessage()]
     assert f"{below}log.txt" in line
     # A file that is named is read.
-    assert len(find_sources(Selection([f"{tmp_path}/{below}log.txt"]))) == 1
+    assert len(find_sources(Selection([f"{root}/{below}log.txt"]))) == 1
