@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from bigtrain.settings.run_config import RunConfig, Section
+from bigtrain.settings.run_config import RunConfig
+from bigtrain.settings.sections.base import Section, section_within, takes_numbers
 from tools.markdown import markdown_cell, sentence
 
 # Units of the numbers that the end of a field's name does not tell.
@@ -118,7 +119,7 @@ def fields_page() -> tuple[str, str]:
     ]
     own = []
     for name, field in RunConfig.model_fields.items():
-        section = _section_of(field.annotation)
+        section = section_within(field.annotation)
         if section is None:
             own.append(name)
         else:
@@ -130,20 +131,12 @@ def fields_page() -> tuple[str, str]:
 def _section(name: str, section: type[Section]) -> list[str]:
     parts = [f"## {name}\n", sentence(section.__doc__), _field_table(name, section)]
     for key, field in section.model_fields.items():
-        nested = _section_of(field.annotation)
+        nested = section_within(field.annotation)
         if nested is not None:
             path = f"{name}.{key}"
             parts += [f"### {path}\n", sentence(nested.__doc__)]
             parts += [_field_table(path, nested)]
     return parts
-
-
-def _section_of(annotation: Any) -> type[Section] | None:
-    """Return the section that a field holds, or each item of it."""
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        return annotation
-    sections = (_section_of(item) for item in get_args(annotation))
-    return next((section for section in sections if section is not None), None)
 
 
 def _field_table(place: str, section: type[Section], names: Sequence[str] | None = None) -> str:
@@ -169,25 +162,19 @@ def numeric_fields(
     """Path and annotation of every field that takes numbers."""
     for name, field in section.model_fields.items():
         path = f"{prefix}.{name}".lstrip(".")
-        nested = _section_of(field.annotation)
+        nested = section_within(field.annotation)
         if nested is not None:
             yield from numeric_fields(nested, path)
-        elif _takes_numbers(field.annotation):
+        elif takes_numbers(field.annotation):
             yield path, field.annotation
 
 
 def unit_of(path: str, annotation: Any) -> str:
     """Return the unit of a field's numbers; empty where it takes none, or where none is known."""
-    if not _takes_numbers(annotation):
+    if not takes_numbers(annotation):
         return ""
     by_name = (unit for suffix, unit in _SUFFIXES.items() if path.endswith(suffix))
     return UNITS.get(path) or next(by_name, "")
-
-
-def _takes_numbers(annotation: Any) -> bool:
-    if get_origin(annotation) is Literal:
-        return False
-    return annotation in (int, float) or any(map(_takes_numbers, get_args(annotation)))
 
 
 def _choices(field: FieldInfo) -> str:

@@ -61,7 +61,7 @@ class Section(BaseModel):
         if annotation is bool:
             if not isinstance(value, bool):
                 raise ValueError("must be true or false")
-        elif _takes_numbers(annotation):
+        elif takes_numbers(annotation):
             items = value if isinstance(value, (list, tuple)) else (value,)
             if any(isinstance(item, bool) for item in items):
                 raise ValueError("must be a number, not true or false")
@@ -73,7 +73,7 @@ class Section(BaseModel):
         """Settings are recorded, logged and sent to trackers. A section looks at its own fields,
         so that the error names the key."""
         annotation = cls.model_fields[str(info.field_name)].annotation
-        _refuse_secrets(value, in_dictionaries=not _takes_sections(annotation))
+        _refuse_secrets(value, in_dictionaries=section_within(annotation) is None)
         return value
 
 
@@ -83,14 +83,18 @@ def section_of(annotation: Any) -> type[Section] | None:
     return next((c for c in candidates if isinstance(c, type) and issubclass(c, Section)), None)
 
 
-def _takes_numbers(annotation: Any) -> bool:
-    return annotation in (int, float) or any(map(_takes_numbers, get_args(annotation)))
-
-
-def _takes_sections(annotation: Any) -> bool:
+def section_within(annotation: Any) -> type[Section] | None:
+    """Return the section that a field of `annotation` holds, also as items of a list or as values
+    of a dictionary; None for any other field."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
-        return True
-    return any(map(_takes_sections, get_args(annotation)))
+        return annotation
+    sections = map(section_within, get_args(annotation))
+    return next((section for section in sections if section is not None), None)
+
+
+def takes_numbers(annotation: Any) -> bool:
+    """Return whether a field of `annotation` holds a number, or several."""
+    return annotation in (int, float) or any(map(takes_numbers, get_args(annotation)))
 
 
 def _refuse_secrets(value: Any, *, in_dictionaries: bool) -> None:
