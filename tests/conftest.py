@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 
 from tests.support import shards, skips
+from tests.support.descriptors import check_descriptors
 from tests.support.worlds import ROOT
 from tests.support.worlds import free_port as find_free_port
 
@@ -132,6 +133,14 @@ def pytest_collection_finish() -> None:
 def pytest_unconfigure() -> None:
     if not _IS_WORKER:
         shutil.rmtree(os.environ["BIGTRAIN_CACHE"], ignore_errors=True)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Check the open descriptors after each file of tests, when its fixtures are torn down."""
+    yield
+    if nextitem is None or nextitem.path != item.path:
+        check_descriptors()
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:
