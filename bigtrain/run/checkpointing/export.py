@@ -61,14 +61,9 @@ def export_run(
     weights: Mapping[str, torch.Tensor] = open_weights(
         directory / checkpoints.TENSORS, checkpoints.list_tensors(directory), average=average
     )
-    tokenizer = run_directory / "tokenizer"
     probe = Probe.load(directory / checkpoints.PROBE, config.precision.dtype)
-    card = model_card(
-        config,
-        int(state["step"]),
-        run_directory / "metrics.jsonl",
-        library="transformers" if config.adapters is None or merge else "peft",
-    )
+    library = "transformers" if config.adapters is None or merge else "peft"
+    card = model_card(config, state["step"], run_directory / "metrics.jsonl", library=library)
     if config.adapters is not None:
         # Compare the base with the base that the adapters were trained on; reads all base files.
         assert config.model.path is not None
@@ -78,9 +73,9 @@ def export_run(
             notes = export_adapter(
                 weights,
                 config.adapters,
-                str(config.model.path),
+                config.model.path,
                 hf_config,
-                tokenizer,
+                run_directory / "tokenizer",
                 output,
                 dtype=dtype or "float32",
                 probe=probe,
@@ -94,9 +89,8 @@ def export_run(
         weights, probe = _merged(weights, config, base, hf_config, probe=probe, warn=warn)
     if average:
         probe = probe_of(weights, hf_config, probe)
-        card += (
-            f"\nThe weights are a moving average (decay {state['engine']['ema']:g} per update).\n"
-        )
+        decay = state["engine"]["ema"]
+        card += f"\nThe weights are a moving average (decay {decay:g} per update).\n"
     write_export(
         run_directory,
         output,

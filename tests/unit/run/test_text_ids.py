@@ -30,7 +30,6 @@ from bigtrain.models.export.base_record import BASE, record_base
 from bigtrain.models.export.verified import Probe
 from bigtrain.models.generation import _ends, prompt_ids
 from bigtrain.models.layers.adapters import add_adapters
-from bigtrain.models.lm_eval_tasks import _live_model
 from bigtrain.models.text_ids import ShardTextIds, model_text_ids
 from bigtrain.models.weights.import_hf import find_weights
 from bigtrain.run.checkpointing.export import write_export
@@ -219,18 +218,16 @@ def test_every_reader_begins_and_ends_texts_like_the_shards(
         listed = network.generation_config.eos_token_id
         readers["transformers"] = {*listed} if isinstance(listed, list) else {listed}
     # While training: samples, and requests of lm-eval.
-    sampling, harness_model = Recorder(place.num_tokens), Recorder(place.num_tokens)
+    sampling, harness = Recorder(place.num_tokens), Recorder(place.num_tokens)
     long_work = SimpleNamespace(on_main_rank=lambda work: work())
     context: Any = SimpleNamespace(config=run.config, long_work=long_work)
     log: Any = SimpleNamespace(metrics=SimpleNamespace(log_samples=lambda *_: None))
     Prompts(context, log, inputs, sampling).log(1)  # type: ignore[arg-type]
     data_tokenizer = AutoTokenizer.from_pretrained(inputs.tokenizer_path)
-    harness_requests(
-        _live_model(harness_model, data_tokenizer, inputs.hf_config, inputs.text_record)
-    )
-    readers["samples"], readers["lm-eval"] = sampling.stops, harness_model.stops
+    harness_requests(harness_model(harness, data_tokenizer, inputs.hf_config, inputs.text_record))
+    readers["samples"], readers["lm-eval"] = sampling.stops, harness.stops
     assert readers == dict.fromkeys(readers, stops)
-    for ids in (*prompts, *sampling.prompts, *harness_model.prompts):
+    for ids in (*prompts, *sampling.prompts, *harness.prompts):
         assert ids[0] == place.bos
         assert ids.count(place.bos) == 1
 
