@@ -30,6 +30,7 @@ from bigtrain.models.export.base_record import BASE, record_base
 from bigtrain.models.export.verified import Probe
 from bigtrain.models.generation import _ends, prompt_ids
 from bigtrain.models.layers.adapters import add_adapters
+from bigtrain.models.lm_eval_tasks import harness_model
 from bigtrain.models.text_ids import ShardTextIds, model_text_ids
 from bigtrain.models.weights.import_hf import find_weights
 from bigtrain.run.checkpointing.export import write_export
