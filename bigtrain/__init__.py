@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         OutputError,
         TrainingError,
     )
+    from bigtrain.metrics.recording import record
     from bigtrain.python_api.configuring import check, load_config, train_run
     from bigtrain.python_api.new_run import NewRun, write_new_run
     from bigtrain.python_api.planning import Plan, plan
@@ -53,7 +54,6 @@ if TYPE_CHECKING:
     from bigtrain.python_api.scoring import PerplexityFilter, score
     from bigtrain.python_api.shards import describe_shards, read_documents, verify_shards
     from bigtrain.python_api.tokenizing import tokenize, train_tokenizer
-    from bigtrain.report.recording import record
     from bigtrain.run.checkpointing.listing import ListedCheckpoint
     from bigtrain.run.reporting.closing import TrainingResult
     from bigtrain.run.run_view import RunView
@@ -88,7 +88,7 @@ _HOMES = {
     "bigtrain.python_api.new_run": ("write_new_run", "NewRun"),
     "bigtrain.settings.commented_yaml": ("run_schema",),
     "bigtrain.python_api.configuring": ("load_config", "check", "train_run"),
-    "bigtrain.report.recording": ("record",),
+    "bigtrain.metrics.recording": ("record",),
     "bigtrain.run.run_view": ("RunView",),
     "bigtrain.engine.objective_batch": ("ObjectiveBatch",),
     "bigtrain.settings.run_config": ("RunConfig",),

@@ -26,7 +26,7 @@ from bigtrain.cli import COMMANDS, build_parser  # noqa: E402
 from bigtrain.commands.arguments import EXIT_CODES  # noqa: E402
 from bigtrain.data.documents.conversations import FLAGS, OTHER_LEARNING  # noqa: E402
 from bigtrain.data.documents.key_rules import table_of_keys  # noqa: E402
-from bigtrain.report.step_metrics import Breakdown, StepMetrics  # noqa: E402
+from bigtrain.metrics.step_metrics import Breakdown, StepMetrics  # noqa: E402
 from bigtrain.run.reporting import metrics  # noqa: E402
 from bigtrain.train import build_parser as train_parser  # noqa: E402
 from tools.markdown import markdown_cell, sentence  # noqa: E402
@@ -210,7 +210,7 @@ def _metrics() -> str:
     parts = [
         "# Metrics\n",
         _WRITTEN.format(
-            source="`bigtrain/report/step_metrics.py` and `bigtrain/run/reporting/metrics.py`"
+            source="`bigtrain/metrics/step_metrics.py` and `bigtrain/run/reporting/metrics.py`"
         ),
         "## A logged step\n",
         "| field | type | meaning |\n|---|---|---|",

@@ -24,8 +24,8 @@ from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.data.shards.format import IGNORED_LABEL
 from bigtrain.engine.objective_batch import ObjectiveBatch
 from bigtrain.errors import ExtensionError
+from bigtrain.metrics.recording import record, recording_if
 from bigtrain.models.layers.token_loss import LossTerms
-from bigtrain.report.recording import record, recording_if
 from bigtrain.settings.extensions import describe, import_named, location
 from bigtrain.settings.objective import Unit, compares_with_reference, unit_of
 from bigtrain.settings.run_config import RunConfig

@@ -37,7 +37,7 @@ from bigtrain.engine.optimizers.skip_step import (
 from bigtrain.engine.optimizers.update_rule import RuleOptimizer
 from bigtrain.engine.startup.mesh import Mesh
 from bigtrain.engine.unreached import UnreachedParameters
-from bigtrain.report.recording import recording_if
+from bigtrain.metrics.recording import recording_if
 from bigtrain.settings.batch_plan import BatchPlan
 
 # Arguments of `TrainEngine.on_phase`.

@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
+from bigtrain.metrics.step_metrics import StepMetrics, is_optional
 from bigtrain.report.marks import Marks
 from bigtrain.report.metrics_file import TABLES
 from bigtrain.report.reduction import Bucketed, Column, Reduced
 from bigtrain.report.run_files import Run
-from bigtrain.report.step_metrics import StepMetrics, is_optional
 
 _MOST_KNOTS = 2048
 

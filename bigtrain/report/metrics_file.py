@@ -21,8 +21,8 @@ import numpy as np
 import orjson
 
 from bigtrain.errors import DataError
+from bigtrain.metrics.step_metrics import names_of_kind
 from bigtrain.report.reduction import MAX_BUCKETS, Column, Reducer
-from bigtrain.report.step_metrics import names_of_kind
 
 FIGURES = names_of_kind("number")
 """Fields of a logged step that are drawn as curves."""

@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from bigtrain.engine.startup.cpu_collectives import gather_on_main
 from bigtrain.errors import BigtrainError, ExtensionError, one_line
-from bigtrain.report.recording import Recorder, joined
-from bigtrain.report.step_metrics import StepMetrics
+from bigtrain.metrics.recording import Recorder, joined
+from bigtrain.metrics.step_metrics import StepMetrics
 from bigtrain.run.context import RunContext
 from bigtrain.run.run_log import RunLog
 from bigtrain.run.run_view import Requests, RunView

@@ -13,7 +13,7 @@ from bigtrain.data.samples.sample_stream import StreamPosition
 from bigtrain.engine.optimizers.skip_step import SkipPolicy
 from bigtrain.engine.startup.cpu_collectives import cpu_group
 from bigtrain.engine.train_engine import LossWindow, StepResult, TrainEngine
-from bigtrain.report.step_metrics import StepMetrics
+from bigtrain.metrics.step_metrics import StepMetrics
 from bigtrain.run.callbacks import Callbacks
 from bigtrain.run.context import RunContext
 from bigtrain.run.diagnostics.out_of_memory import explained

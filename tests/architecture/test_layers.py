@@ -17,7 +17,13 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # No torch: nothing but the standard library and these.
 PURE_LIBRARIES = {"pydantic", "yaml"}
-PURE_FOLDERS = ("bigtrain.system", "bigtrain.settings", "bigtrain.planner", "bigtrain.launchers")
+PURE_FOLDERS = (
+    "bigtrain.system",
+    "bigtrain.settings",
+    "bigtrain.metrics",
+    "bigtrain.planner",
+    "bigtrain.launchers",
+)
 # No torch either, but a million figures, and a page: these load nothing else.
 REPORT_LIBRARIES = {"numpy", "orjson", "jinja2"}
 NOT_PURE = {
@@ -42,7 +48,7 @@ FLOORS = (
     ("errors",),
     ("system",),
     ("settings",),
-    ("planner",),
+    ("metrics", "planner"),
     ("launchers", "report", "data", "models"),
     ("engine",),
     ("sites",),

@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from bigtrain.errors import EXIT_STOPPED
 from bigtrain.launchers.agent import WATCHER
-from bigtrain.report.step_metrics import names_of_kind
+from bigtrain.metrics.step_metrics import names_of_kind
 from bigtrain.run.run_view import RunView
 from bigtrain.run.shipped import webhook_watcher
 from bigtrain.run.shipped.trainjob import TrainJob

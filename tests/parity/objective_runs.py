@@ -10,7 +10,7 @@ import torch
 import yaml
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from bigtrain.report.recording import record
+from bigtrain.metrics.recording import record
 from tests.support.lives import shared_server
 
 VOCAB_SIZE = 96

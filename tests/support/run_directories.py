@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from bigtrain.report.step_metrics import StepMetrics, is_optional
+from bigtrain.metrics.step_metrics import StepMetrics, is_optional
 from bigtrain.settings.degrees import AXES
 from bigtrain.settings.topology import Topology
 

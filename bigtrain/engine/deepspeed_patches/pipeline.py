@@ -9,7 +9,7 @@ import torch
 from deepspeed.runtime.pipe import schedule
 from torch import nn
 
-from bigtrain.report.recording import recording_if
+from bigtrain.metrics.recording import recording_if
 
 
 def replace_loss(engine: Any, loss: Callable[..., torch.Tensor]) -> None:

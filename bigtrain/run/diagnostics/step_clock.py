@@ -28,8 +28,8 @@ from bigtrain.engine.train_engine import (
     FORWARD_PASS,
     OPTIMIZER_UPDATE,
 )
+from bigtrain.metrics.step_metrics import Breakdown
 from bigtrain.models.torch_patches import observed_device_waits, observed_waits
-from bigtrain.report.step_metrics import Breakdown
 from bigtrain.run.reporting.phase_memory import PhaseMemory
 
 DATA, ENGINE = "data", "engine"

@@ -1,7 +1,7 @@
 """Metrics of a run: metrics.jsonl, the trackers, the log and the terminal.
 
 ``metrics.jsonl`` contains one JSON object per line, of four kinds. Every logged step is a line of
-`bigtrain.report.step_metrics.StepMetrics`; trackers receive entries of its objects as
+`bigtrain.metrics.step_metrics.StepMetrics`; trackers receive entries of its objects as
 ``FIELD/ENTRY`` (``breakdown/data_seconds``), those of "peak_memory_gib_by_phase" as
 ``peak_memory_gib/PHASE``. Every evaluation::
 
@@ -61,7 +61,7 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from bigtrain.errors import OutputError, without_secrets
-from bigtrain.report.step_metrics import StepMetrics
+from bigtrain.metrics.step_metrics import StepMetrics
 from bigtrain.run.reporting.metrics_lines import cut_lines
 from bigtrain.run.reporting.progress import (
     OUTPUT_REMEDY,

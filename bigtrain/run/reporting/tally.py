@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 
-from bigtrain.report.step_metrics import MeanBreakdown, StepMetrics
+from bigtrain.metrics.step_metrics import MeanBreakdown, StepMetrics
 from bigtrain.run.reporting.progress import format_duration, format_rate
 
 

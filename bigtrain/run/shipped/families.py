@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from bigtrain.report.step_metrics import StepMetrics
+from bigtrain.metrics.step_metrics import StepMetrics
 from bigtrain.run.run_view import RunView
 
 EVALUATION = "evaluation"

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bigtrain.errors import DataError
+from bigtrain.metrics.step_metrics import StepMetrics, is_optional
 from bigtrain.report import metrics_file
 from bigtrain.report.metrics_file import NON_FINITE, MetricsFile
-from bigtrain.report.step_metrics import StepMetrics, is_optional
 from bigtrain.run.reporting.metrics import HeldOutLoss
 from tests.support.run_directories import evaluation_line, eventful_lines, step_line, write_lines
 from tests.support.tiers import examples

@@ -17,11 +17,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bigtrain.metrics.step_metrics import StepMetrics, entries, number
 from bigtrain.report.charts import CHARTS, own_charts, page_data
 from bigtrain.report.marks import marks_of
 from bigtrain.report.page import MARKER, json_in_html, page_html, write_page
 from bigtrain.report.run_files import open_runs
-from bigtrain.report.step_metrics import StepMetrics, entries, number
 from tests.support.run_directories import (
     evaluation_line,
     eventful_run,

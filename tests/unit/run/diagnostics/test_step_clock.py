@@ -16,7 +16,7 @@ from bigtrain.engine.train_engine import (
     FORWARD_PASS,
     OPTIMIZER_UPDATE,
 )
-from bigtrain.report.step_metrics import Breakdown, MeanBreakdown
+from bigtrain.metrics.step_metrics import Breakdown, MeanBreakdown
 from bigtrain.run.diagnostics import step_clock
 from bigtrain.run.diagnostics.step_clock import StepClock
 from bigtrain.run.reporting.phase_memory import PhaseMemory

@@ -17,7 +17,7 @@ from tensorboard.summary.writer import event_file_writer
 from tensorboard.summary.writer.event_file_writer import AtomicCounter
 
 from bigtrain.errors import LaunchError
-from bigtrain.report.step_metrics import Breakdown, StepMetrics, is_optional
+from bigtrain.metrics.step_metrics import Breakdown, StepMetrics, is_optional
 from bigtrain.run.reporting import trackers as trackers_module
 from bigtrain.run.reporting.metrics import HeldOutLoss, MetricsWriter, check_trackers
 from bigtrain.run.reporting.progress import format_duration, format_lr, format_rate
@@ -361,7 +361,7 @@ def test_trackers_need_no_process_group_and_leave_accelerate_alone(tmp_path: Pat
     code = """
 import os, sys
 from pathlib import Path
-from bigtrain.report.step_metrics import Breakdown
+from bigtrain.metrics.step_metrics import Breakdown
 from bigtrain.run.reporting.metrics import HeldOutLoss, MetricsWriter
 before = dict(os.environ)
 with MetricsWriter(Path(sys.argv[1]), total_steps=1, trackers=["tensorboard"], project="p",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bigtrain.report.recording import Recorded, Recorder, joined, record
+from bigtrain.metrics.recording import Recorded, Recorder, joined, record
 
 
 def test_each_reduction_joins_steps_and_ranks() -> None:
