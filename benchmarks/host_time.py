@@ -53,11 +53,11 @@ from bigtrain.engine.build import build_engine
 from bigtrain.engine.deepspeed_patches import step, zero12
 from bigtrain.engine.startup.mesh import open_mesh
 from bigtrain.engine.startup.process_group import process_group
-from bigtrain.launchers.local_world import run_local_world
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.settings.deepspeed.engine_config import find_deepspeed_config
 from bigtrain.settings.resolve import ResolvedRun, resolve_run
 from bigtrain.settings.run_config import RunConfig
+from bigtrain.system.local_world import run_local_world
 from bigtrain.system.world import read_world
 
 PATCH_MODULES = step, zero12

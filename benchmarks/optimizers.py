@@ -28,9 +28,9 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from bigtrain.launchers.local_world import run_local_world
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.settings.run_config import ModelSection
+from bigtrain.system.local_world import run_local_world
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKER = Path(__file__).parent / "support" / "optimizer_worker.py"

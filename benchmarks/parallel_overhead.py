@@ -36,10 +36,10 @@ from bigtrain.data.loading.loader import open_training_data
 from bigtrain.engine.build import build_engine
 from bigtrain.engine.startup.mesh import open_mesh
 from bigtrain.engine.startup.process_group import process_group
-from bigtrain.launchers.local_world import run_local_world
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.settings.resolve import resolve_run
 from bigtrain.settings.run_config import RunConfig
+from bigtrain.system.local_world import run_local_world
 from bigtrain.system.world import read_world
 
 FLOAT_BYTES = 4

@@ -26,7 +26,6 @@ if __name__ == "__main__":
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from bigtrain.launchers.local_world import run_local_world
 from bigtrain.models.tracing.meta_trace import trace_model
 from bigtrain.planner.memory import peak_memory
 from bigtrain.planner.run_prediction import layout_of
@@ -34,6 +33,7 @@ from bigtrain.planner.tables.engines import engine_named
 from bigtrain.settings.deepspeed.engine_config import find_deepspeed_config, read_deepspeed_config
 from bigtrain.settings.resolve import resolve_run
 from bigtrain.settings.run_config import RunConfig
+from bigtrain.system.local_world import run_local_world
 
 MIB = 2**20
 COMMON = {"vocab_size": 2048, "num_hidden_layers": 4, "max_position_embeddings": 256}

@@ -25,9 +25,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.planner_memory import COMMON, GATED
 from bigtrain.cli import main as main_command
 from bigtrain.commands.plan import ranked_layouts
-from bigtrain.launchers.local_world import run_local_world
 from bigtrain.planner.search import Candidate
 from bigtrain.python_api.planning import run_and_engine
+from bigtrain.system.local_world import run_local_world
 
 LARGER = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 768}
 MODELS: dict[str, dict[str, Any]] = {

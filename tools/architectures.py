@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from bigtrain.launchers.local_world import free_port  # noqa: E402
+from bigtrain.system.local_world import free_port  # noqa: E402
 from bigtrain.system.user_cache import cache_get, key_of, package_fingerprints, source_of  # noqa: E402
 
 COLUMNS = ("PP 2", "PP 4", "TP 2", "TP 2 x PP 2", "SP 2", "EP 2", "EP 2 x PP 2")

@@ -29,7 +29,7 @@ from bigtrain.engine.startup.mesh import open_mesh
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.equivalence.model_plan import choose
-from bigtrain.models.layers.loss_plan import LossPlan
+from bigtrain.models.layers.plans import LossPlan
 from bigtrain.models.tracing.traced_costs import model_costs
 from bigtrain.planner.run_prediction import layout_of, predict_run
 from bigtrain.settings.resolve import ResolvedRun, resolve_run

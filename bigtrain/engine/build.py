@@ -7,7 +7,7 @@ on how the batch is split into micro-batches and over ranks, even if labels are 
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import torch
@@ -25,7 +25,6 @@ from bigtrain.engine.deepspeed_patches.startup import set_mpu
 from bigtrain.engine.deepspeed_patches.step import skip_redundant_work
 from bigtrain.engine.forward import ModelOptions
 from bigtrain.engine.layer_options import apply_layer_options
-from bigtrain.engine.multi_token import MultiTokenLoss
 from bigtrain.engine.objectives import loss_terms, make_objective
 from bigtrain.engine.optimizers.build import attach_optimizer, optimizer_maker, parameter_groups
 from bigtrain.engine.optimizers.exact_parameters import ExactParameters
@@ -37,18 +36,19 @@ from bigtrain.engine.partitioning import (
     register_external_parameters,
     run_dtype,
 )
-from bigtrain.engine.pipeline.build import build_pipeline_engine
 from bigtrain.engine.startup.mesh import Mesh, ModelParallelUnit
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.engine.unreached import UnreachedParameters
 from bigtrain.models.build import build_model
 from bigtrain.models.equivalence.model_plan import ModelPlan, require_model_plan
 from bigtrain.models.layers.multi_token import mtp_layers
-from bigtrain.models.parallel.sequence import SequenceParallel
-from bigtrain.models.parallel.sequence_exchange import GroupExchange, SequenceExchange
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.deepspeed.engine_config import EngineConfig
 from bigtrain.settings.run_config import RunConfig
+
+if TYPE_CHECKING:
+    from bigtrain.engine.multi_token import MultiTokenLoss
+    from bigtrain.models.parallel.sequence import SequenceParallel
 
 
 def build_engine(
@@ -68,6 +68,8 @@ def build_engine(
     """
     model_plan = model_plan or require_model_plan(config, hf_config, plan)
     if model_plan.stages is not None:
+        from bigtrain.engine.pipeline.build import build_pipeline_engine
+
         return build_pipeline_engine(
             config,
             engine_config,
@@ -91,13 +93,9 @@ def build_engine(
     )
     # Everything that changes the model's modules comes before DeepSpeed wraps it.
     model_plan.isolation.install(model)
-    sequence = None
-    if mesh.topology.sequence_size > 1:
-        exchanges = map(GroupExchange, (mesh.sequence, mesh.ulysses, mesh.ring))
-        sequence = SequenceParallel(model, SequenceExchange(*exchanges))
+    sequence = _sequence_parallel(model, mesh)
     computes_loss = model_plan.loss.install(model, loss_terms(config)) is not None
-    layers, weight = mtp_layers(model), config.objective.mtp_weight
-    multi_token = None if layers is None else MultiTokenLoss(model, layers, weight, device)
+    multi_token = _multi_token_loss(model, config, device)
     exact = ExactParameters(model, model_plan.parameters.float32_names, device)
     compiled = apply_layer_options(model, config, engine_config, device, model_plan.tiles)
     groups = parameter_groups(
@@ -126,9 +124,29 @@ def build_engine(
         ),
         host_time=host_time,
     )
-    unreached = model_plan.parameters.unreached
-    trained.unreached = UnreachedParameters(model, unreached, device)
+    trained.unreached = UnreachedParameters(model, model_plan.parameters.unreached, device)
     return trained
+
+
+def _sequence_parallel(model: Any, mesh: Mesh) -> SequenceParallel | None:
+    """Divide the sequences of `model` over the ranks of `mesh` that share samples, if any."""
+    if mesh.topology.sequence_size == 1:
+        return None
+    from bigtrain.models.parallel.sequence import SequenceParallel
+    from bigtrain.models.parallel.sequence_exchange import GroupExchange, SequenceExchange
+
+    exchanges = map(GroupExchange, (mesh.sequence, mesh.ulysses, mesh.ring))
+    return SequenceParallel(model, SequenceExchange(*exchanges))
+
+
+def _multi_token_loss(model: Any, config: RunConfig, device: torch.device) -> MultiTokenLoss | None:
+    """Return the loss of the layers of `model` for multi-token prediction, if it has some."""
+    layers = mtp_layers(model)
+    if layers is None:
+        return None
+    from bigtrain.engine.multi_token import MultiTokenLoss
+
+    return MultiTokenLoss(model, layers, config.objective.mtp_weight, device)
 
 
 def _initialize(

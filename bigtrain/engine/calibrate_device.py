@@ -21,8 +21,8 @@ import torch.nn.functional as F
 
 from bigtrain.engine.startup.process_group import process_group
 from bigtrain.errors import LaunchError
-from bigtrain.launchers.local_world import run_local_world
 from bigtrain.planner.tables.hardware import Device, Reach
+from bigtrain.system.local_world import run_local_world
 from bigtrain.system.world import read_world
 
 _SECONDS = 0.4  # per measurement, at least one round

@@ -21,7 +21,6 @@ from bigtrain.engine.build import build_engine
 from bigtrain.engine.startup.mesh import open_mesh
 from bigtrain.engine.startup.process_group import process_group
 from bigtrain.errors import LaunchError
-from bigtrain.launchers.local_world import run_local_world
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.equivalence.model_plan import choose
 from bigtrain.models.tracing.meta_trace import trace_model
@@ -29,6 +28,7 @@ from bigtrain.planner.model_costs import ModelCosts
 from bigtrain.planner.tables.engines import MeasuredEngine, ZeroCosts
 from bigtrain.settings.resolve import resolve_run
 from bigtrain.settings.run_config import RunConfig
+from bigtrain.system.local_world import run_local_world
 from bigtrain.system.processes import exit_process
 from bigtrain.system.world import World, read_world
 

@@ -5,7 +5,7 @@ algorithm 1; DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,13 +19,15 @@ from bigtrain.models.experts import (
     ask_for_router_logits,
     auxiliary_loss,
     balance_loss,
+    exchange_of,
     router_logits_of,
     selection_biases,
     z_loss,
 )
-from bigtrain.models.parallel.collectives import GroupRows
-from bigtrain.models.parallel.experts import exchange_of
 from bigtrain.settings.sections.model import MoeSection
+
+if TYPE_CHECKING:
+    from bigtrain.models.parallel.collectives import Traffic
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,12 @@ class ExpertLoad:
             stages = [None] * mesh.topology.pipeline_size
             dist.all_gather_object(stages, self.counts.num_experts, group=mesh.pipeline)
         self._num_experts: dict[str, int] = {k: v for stage in stages for k, v in stage.items()}
-        exchanges = {exchange_of(module) for module in self.counts.modules.values()}
-        self._traffic = [e.traffic for e in exchanges if isinstance(e, GroupRows)]
+        self._traffic: list[Traffic] = []
+        if mesh.topology.expert_size > 1:
+            from bigtrain.models.parallel.collectives import GroupRows
+
+            exchanges = {exchange_of(module) for module in self.counts.modules.values()}
+            self._traffic = [e.traffic for e in exchanges if isinstance(e, GroupRows)]
 
     def begin_step(self, *, counting: bool, measuring: bool) -> None:
         """Begin a step; `counting`: whether to count its tokens, `measuring`: its exchanges."""

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -28,8 +28,10 @@ from bigtrain.models.layers.token_loss import (
     token_log_probabilities,
     token_scores,
 )
-from bigtrain.models.parallel.sample_parts import SampleParts
 from bigtrain.settings.run_config import MoeSection
+
+if TYPE_CHECKING:
+    from bigtrain.models.parallel.sample_parts import SampleParts
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,8 @@ from typing import Any, Literal, cast
 
 import torch
 
-from bigtrain.models.layers.activation_offload import offload_checkpoints
 from bigtrain.models.layers.compilation import compile_layers, is_compiled
-from bigtrain.models.layers.kernels import apply_kernels
-from bigtrain.models.layers.tiled_mlp import TilePlan
+from bigtrain.models.layers.plans import TilePlan
 from bigtrain.settings.compatibility.facts import Facts
 from bigtrain.settings.deepspeed.engine_config import EngineConfig
 from bigtrain.settings.run_config import RunConfig
@@ -27,9 +25,13 @@ def apply_layer_options(
     ModelError if decoder layers of transformers' kind are needed and there are none."""
     section = config.model
     if section.kernels == "liger":
+        from bigtrain.models.layers.kernels import apply_kernels
+
         apply_kernels(model)
     tiles.install(model)
     if section.activation_offload:
+        from bigtrain.models.layers.activation_offload import offload_checkpoints
+
         offload_checkpoints(model, device.type)
     facts = Facts(config, engine_config.deepspeed)
     device_type = cast(Literal["cpu", "cuda"], device.type)

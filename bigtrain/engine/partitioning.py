@@ -20,11 +20,7 @@ from bigtrain.engine.deepspeed_patches.partitions import PartitioningInit, parti
 from bigtrain.engine.startup.mesh import Mesh, ModelParallelUnit
 from bigtrain.models.build import WHOLE, Partitioning
 from bigtrain.models.layers.adapter_names import borrowed_parameters, has_adapters
-from bigtrain.models.layers.tiled_mlp import parameters_inside, tiled_modules
-from bigtrain.models.parallel.collectives import GroupRows
-from bigtrain.models.parallel.experts import check_experts_of_plan, shard_experts
 from bigtrain.models.parallel.sharding import cut_parameter, is_expert
-from bigtrain.models.parallel.tensor import shard_model, tensor_plan
 from bigtrain.settings.deepspeed.engine_config import EngineConfig
 from bigtrain.settings.run_config import RunConfig
 
@@ -112,8 +108,15 @@ def cutting(mesh: Mesh, zero3: dict[str, Any] | None) -> Partitioning:
             partition_parameters(partition, parameters)
 
     def prepare(model: Any) -> None:
-        plan = tensor_plan(model) if mesh.topology.tensor_size > 1 else None
+        plan = None
+        if mesh.topology.tensor_size > 1:
+            from bigtrain.models.parallel.tensor import shard_model, tensor_plan
+
+            plan = tensor_plan(model)
         if mesh.topology.expert_size > 1:
+            from bigtrain.models.parallel.collectives import GroupRows
+            from bigtrain.models.parallel.experts import check_experts_of_plan, shard_experts
+
             if plan is not None:
                 check_experts_of_plan(model, plan)
             shard_experts(model, GroupRows(mesh.expert), None if plan is None else mesh.tensor)
@@ -131,6 +134,8 @@ def register_external_parameters(model: nn.Module) -> None:
     """Make ZeRO 3 gather parameters of other modules that peft's layers read, and all of an MLP's
     at once if it is computed in tiles. DeepSpeed gathers parameters only for the module that owns
     them, and for modules for which they are registered as external."""
+    from bigtrain.models.layers.tiled_mlp import parameters_inside, tiled_modules
+
     borrowed = borrowed_parameters(model) if has_adapters(model) else ()
     tiled = ((module, parameters_inside(module)) for module in tiled_modules(model))
     for layer, parameters in (*borrowed, *tiled):

@@ -22,10 +22,9 @@ from transformers.initialization import no_init_weights
 
 from bigtrain.errors import ModelError
 from bigtrain.models.configuration import auto_class, scores_samples
-from bigtrain.models.layers.adapters import add_adapters
-from bigtrain.models.layers.float8 import NO_FLOAT8, Float8Plan
 from bigtrain.models.layers.multi_token import add_mtp_layers
 from bigtrain.models.layers.parameters import freeze, freeze_named, seed_of
+from bigtrain.models.layers.plans import NO_FLOAT8, Float8Plan
 from bigtrain.models.parallel.grouped_experts import fit_experts
 from bigtrain.models.torch_patches import has_buffers_alone
 from bigtrain.models.transformers_patches import (
@@ -35,7 +34,6 @@ from bigtrain.models.transformers_patches import (
 )
 from bigtrain.models.weights.import_hf import Weights, find_weights
 from bigtrain.models.weights.lazy_tensors import allocate
-from bigtrain.models.weights.quantized import fill_with_zeros, finish_layers, quantize_layers
 from bigtrain.settings.run_config import AdaptersSection, ModelSection
 
 
@@ -102,7 +100,10 @@ def build_model(
     freeze_named(model, untrained)
     if adapters is not None:
         _adapt(model, adapters, seed, run_dtype or dtype)
-    float8.install(model)
+    if float8.recipe != "none":
+        from bigtrain.models.layers.float8 import install_float8
+
+        install_float8(model, float8)
     if partitioning.prepare is not None:
         partitioning.prepare(model)
     if section.path is None:
@@ -120,6 +121,9 @@ def _adapt(
     model: PreTrainedModel, section: AdaptersSection, seed: int, run_dtype: torch.dtype
 ) -> None:
     """Quantize the base if `section` asks for it, and add adapters."""
+    from bigtrain.models.layers.adapters import add_adapters
+    from bigtrain.models.weights.quantized import fill_with_zeros, finish_layers, quantize_layers
+
     if section.is_quantized:
         quantize_layers(model, section, run_dtype)
         if section.dora:  # peft looks at the weights

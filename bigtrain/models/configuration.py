@@ -28,7 +28,7 @@ from transformers.utils import cached_file
 from bigtrain.errors import ConfigError, ModelError, Problem, first_line, one_line
 from bigtrain.settings.extensions import import_named
 from bigtrain.settings.hf_config_keys import TEXT_IDS, not_causal
-from bigtrain.system.storage.copies import local_path
+from bigtrain.system.storage.local_path import local_path
 
 if TYPE_CHECKING:
     from bigtrain.settings.run_config import RunConfig

@@ -29,6 +29,16 @@ def recorded() -> list[torch.Tensor] | None:
     return None if collected is None else collected.get(KEY)
 
 
+EXCHANGE = "bigtrain_row_exchange"
+"""Attribute of a module of experts that ranks divide: how they exchange rows."""
+
+
+def exchange_of(module: nn.Module) -> object | None:
+    """Return the exchange (`bigtrain.models.parallel.collectives.RowExchange`) of the ranks that
+    divide this `module` of experts; None if it is not divided."""
+    return vars(module).get(EXCHANGE)
+
+
 def has_auxiliary_loss(config: Any) -> bool:
     """Return whether the model of a transformers configuration adds its auxiliary loss."""
     is_on = bool(getattr(config, "output_router_logits", False))

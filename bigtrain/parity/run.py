@@ -15,7 +15,6 @@ from bigtrain.engine.checkpoint.fragments import MASTER
 from bigtrain.engine.checkpoint.io import read_full, read_full_masters
 from bigtrain.engine.optimizers.update_rule import AVERAGE
 from bigtrain.errors import BigtrainError, LaunchError
-from bigtrain.launchers.local_world import run_local_world
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.experts import has_auxiliary_loss
 from bigtrain.models.transformers_patches import without_progress
@@ -33,6 +32,7 @@ from bigtrain.parity.visibility import invisible_settings
 from bigtrain.settings.deepspeed.engine_config import gradient_dtype_of
 from bigtrain.settings.resolve import resolve_run
 from bigtrain.settings.run_config import RunConfig
+from bigtrain.system.local_world import run_local_world
 
 
 def run_parity(

@@ -8,13 +8,12 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bigtrain.errors import LaunchError
 from bigtrain.planner.layout import Layout, OptimizerCosts, Recompute
 from bigtrain.planner.memory import MemoryUse, peak_memory, usable_memory
-from bigtrain.planner.memory_checkpoints import MemoryCheckpointCosts, memory_checkpoint_costs
 from bigtrain.planner.model_costs import ModelCosts
-from bigtrain.planner.step_time import StepTime, step_time
 from bigtrain.planner.tables.engines import MeasuredEngine, engine_named
 from bigtrain.planner.tables.hardware import Device
 from bigtrain.settings.deepspeed.engine_config import offload_device
@@ -24,6 +23,10 @@ from bigtrain.settings.resolve import ResolvedRun
 from bigtrain.settings.run_config import OptimizerSection
 from bigtrain.settings.sections.model import chunk_tokens
 from bigtrain.system.units import DTYPE_BYTES, GIB
+
+if TYPE_CHECKING:
+    from bigtrain.planner.memory_checkpoints import MemoryCheckpointCosts
+    from bigtrain.planner.step_time import StepTime
 
 PREDICTION = "prediction.json"
 
@@ -106,9 +109,15 @@ def predict_run(
     elif is_cpu:
         engine = replace(engine, context_bytes=0.0)
     memory = peak_memory(model, layout, engine)
-    time = None if device is None else step_time(model, layout, device, engine)
-    name = None if device is None else device.name
-    costs = memory_checkpoint_costs(model, layout, device, engine)
+    time, name, costs = None, None, None
+    if device is not None:
+        from bigtrain.planner.step_time import step_time
+
+        time, name = step_time(model, layout, device, engine), device.name
+    if run.config.checkpoint.memory is not None:
+        from bigtrain.planner.memory_checkpoints import memory_checkpoint_costs
+
+        costs = memory_checkpoint_costs(model, layout, device, engine)
     return RunPrediction(memory, time, name, run.plan.tokens_per_step, is_cpu, costs)
 
 
@@ -131,6 +140,8 @@ def with_teacher(
         layout_with_teacher = layout.changed(
             num_reference_rows=layout.num_reference_rows + layout.rows_per_sample
         )
+        from bigtrain.planner.step_time import step_time
+
         seconds_with_teacher, run_seconds = (
             step_time(model, timed_layout, device, engine).total
             for timed_layout in (layout_with_teacher, layout)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from bigtrain.errors import ConfigError, LaunchError, Problem
 from bigtrain.run.output_directory import check_output
-from bigtrain.run.shared_memory import check_memory_directory
 from bigtrain.settings.accelerate import AccelerateSettings, read_accelerate
 from bigtrain.settings.compatibility.facts import Device
 from bigtrain.settings.extensions import check_callback, check_samples, is_stream
@@ -117,7 +116,11 @@ def _try_settings(resolved: ResolvedRun) -> tuple[ResolvedRun, list[str]]:
     checkpoints in memory that is none here, or a package that is not installed, CheckpointError
     for a checkpoint of other settings; the data is not compared."""
     directory = Path(resolved.config.output.directory)
-    problems = [*check_output(directory, is_here=False), *check_memory_directory(resolved.config)]
+    problems = list(check_output(directory, is_here=False))
+    if resolved.config.checkpoint.memory is not None:
+        from bigtrain.run.shared_memory import check_memory_directory
+
+        problems += check_memory_directory(resolved.config)
     problems += check_optimizer_package(resolved.config.optimizer)
     if problems:
         raise ConfigError(problems, "the run's settings")

@@ -258,7 +258,7 @@ def add_tokens(
     tokens, which document text never becomes; their ids come first. All ids follow the
     highest existing one. Raises DataError; then no files remain.
     """
-    from bigtrain.data.tokenizers.training import add_tokens as added
+    from bigtrain.data.tokenizers.added_tokens import add_tokens as added
     from bigtrain.system.files import new_directory, require_free
 
     target = Path(output)

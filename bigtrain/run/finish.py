@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from signal import Signals
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.planner.run_prediction import RunPrediction
@@ -17,11 +17,15 @@ from bigtrain.run.health.stopping import leave_marker
 from bigtrain.run.reporting.closing import TrainingResult
 from bigtrain.run.reporting.metrics_lines import last_lines
 from bigtrain.run.reporting.progress import OUTPUT_REMEDY
-from bigtrain.run.reporting.run_copies import STOPPED_WAIT_SECONDS, RunCopies
 from bigtrain.run.run_log import RunLog
 from bigtrain.run.state import TrainState, is_over
 from bigtrain.system.files import writing
 
+if TYPE_CHECKING:
+    from bigtrain.run.reporting.run_copies import RunCopies
+
+STOPPED_WAIT_SECONDS = 20.0
+"""Limit for a copy in progress when a signal stops the run: a scheduler waits half a minute."""
 EXPORT = "hf"
 EXPORTED = "exported.json"
 """File of a run directory that names the step of its ``hf/``, and of one of several sites the outer

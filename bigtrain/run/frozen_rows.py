@@ -10,7 +10,6 @@ import numpy as np
 
 from bigtrain.data.samples.source import SourceDataset, StreamDataset
 from bigtrain.data.shards.dataset import TokenDataset
-from bigtrain.data.tokenizers.tokenizer import load_tokenizer
 from bigtrain.errors import DataError, Problem
 from bigtrain.models.build import empty_model
 from bigtrain.models.configuration import text_config
@@ -100,6 +99,8 @@ def _problem(
     """Return the problem of `untrained` tokens, by id with the content of the rows."""
     first = min(untrained)
     try:
+        from bigtrain.data.tokenizers.tokenizer import load_tokenizer
+
         huggingface = load_tokenizer(str(dataset.tokenizer_path)).huggingface
         name = f"{huggingface.convert_ids_to_tokens(first)} ({first})"
     except DataError:

@@ -13,17 +13,14 @@ from bigtrain.models.weights.checksums import read_sums
 from bigtrain.models.weights.import_hf import find_weights
 from bigtrain.run.checkpointing.initialize import verify_weights
 from bigtrain.run.context import RunContext
-from bigtrain.run.preflight import Inputs
+from bigtrain.run.preflight import TeacherInputs
 from bigtrain.run.run_directory import TEACHER_MODEL
 
 
-def open_teacher(context: RunContext, inputs: Inputs, mesh: Mesh) -> LiveTeacher | None:
-    """Build the teacher in the run and read its weights; None for a run without one. Collective.
-    Raises ModelError on every rank for weights that cannot be read, or that differ from the weights
-    with which the run began."""
-    teacher = inputs.teacher
-    if teacher is None:
-        return None
+def open_teacher(context: RunContext, teacher: TeacherInputs, mesh: Mesh) -> LiveTeacher:
+    """Build the teacher in the run and read its weights. Collective. Raises ModelError on every
+    rank for weights that cannot be read, or that differ from the weights with which the run
+    began."""
     config, name = teacher.run.config, context.config.objective.teacher_model
     assert config.model.path is not None
     weights = find_weights(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.errors import LaunchError
@@ -13,10 +13,10 @@ from bigtrain.run.checkpointing.changed_settings import mathematics
 from bigtrain.run.context import RunContext
 from bigtrain.run.run_log import RunLog
 from bigtrain.run.state import TrainState
-from bigtrain.sites.membership import Membership
-from bigtrain.sites.metrics import OuterStepMetrics
-from bigtrain.sites.outer_step import OuterStep
-from bigtrain.sites.own_server import start_own_server
+
+if TYPE_CHECKING:
+    from bigtrain.sites.metrics import OuterStepMetrics
+    from bigtrain.sites.outer_step import OuterStep
 
 _OWN_SETTING = "sites.index"
 _SERVER_DIRECTORY = "outer_server"
@@ -38,6 +38,8 @@ def refuse_other_run(context: RunContext, data_hash: str) -> None:
 
     def compare() -> None:
         run = checkpoints.make_run_id(context.directory)
+        from bigtrain.sites.membership import Membership
+
         Membership(sites, run).compare(_facts(context, data_hash), allowed)
 
     context.long_work.on_main_rank(compare)
@@ -59,6 +61,8 @@ class OuterSteps:
             facts = _facts(context, data_hash)
             allowed = config.checkpoint.allow_changes
             beat = context.heartbeat
+            from bigtrain.sites.outer_step import OuterStep
+
             self._step = OuterStep(
                 engine,
                 config.sites,
@@ -81,6 +85,8 @@ class OuterSteps:
         if sites.start_server and sites.index == 0:
             directory = self._context.directory / _SERVER_DIRECTORY
             start = self._context.long_work.on_main_rank
+            from bigtrain.sites.own_server import start_own_server
+
             self._log.info(start(lambda: start_own_server(sites, directory)))
         if sites.count > 1:
             self._log.info(f"site {sites.index} of {sites.count}, server {sites.server}")

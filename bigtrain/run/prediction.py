@@ -6,22 +6,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from bigtrain.errors import ConfigError, ModelError, one_line
 from bigtrain.models.build import empty_model
-from bigtrain.models.layers.loss_plan import LossPlan
 from bigtrain.models.layers.multi_token import mtp_layers
+from bigtrain.models.layers.plans import LossPlan
 from bigtrain.models.tracing.traced_costs import model_costs
-from bigtrain.planner.flops import (
-    ModelShape,
-    flops_per_token,
-    model_flops_utilization,
-    model_shape,
-    peak_flops_per_second,
-)
 from bigtrain.planner.run_prediction import (
     RunPrediction,
     predict_run,
@@ -30,16 +23,24 @@ from bigtrain.planner.run_prediction import (
 )
 from bigtrain.planner.tables.engines import MeasuredEngine, kept_calibration
 from bigtrain.planner.tables.hardware import Device, find_device
-from bigtrain.run.checkpointing.host_files import Partners
 from bigtrain.run.context import RunContext
 from bigtrain.run.preflight import Inputs
 from bigtrain.run.run_log import RunLog
-from bigtrain.run.shared_memory import memory_lines
 from bigtrain.settings.resolve import ResolvedRun, resolve_teacher
+
+if TYPE_CHECKING:
+    from bigtrain.planner.flops import ModelShape
 
 
 def log_prediction(context: RunContext, log: RunLog, inputs: Inputs) -> RunPrediction | None:
     """Log the predicted time and memory; refuse a run that cannot fit its device. Collective."""
+
+    section, has_partners = context.config.checkpoint.memory, False
+    if section is not None:
+        from bigtrain.run.checkpointing.host_files import Partners
+        from bigtrain.run.shared_memory import memory_lines
+
+        has_partners = Partners.of(context.hosts) is not None
 
     def find() -> RunPrediction | None:
         prediction, reason = predict(
@@ -47,10 +48,9 @@ def log_prediction(context: RunContext, log: RunLog, inputs: Inputs) -> RunPredi
             inputs.hf_config,
             inputs.model_plan.loss,
             context.device,
-            has_partners=Partners.of(context.hosts) is not None,
+            has_partners=has_partners,
         )
         log.info(f"no prediction: {reason}" if prediction is None else prediction.line())
-        section = context.config.checkpoint.memory
         if prediction is not None and section is not None:
             num_ranks = context.hosts.count(context.hosts[context.world.rank])
             for line in memory_lines(prediction, section, num_ranks):
@@ -101,6 +101,13 @@ def predict(
 def utilization_of(context: RunContext, hf_config: Any) -> Callable[[float], float | None]:
     """Return a function from tokens per second to model FLOPs utilization: None if the device's
     peak or the formula is unknown."""
+    if context.device.type != "cuda":
+        return lambda _: None
+    from bigtrain.planner.flops import (
+        flops_per_token,
+        model_flops_utilization,
+        peak_flops_per_second,
+    )
 
     @cache
     def token_flops() -> int | None:
@@ -111,7 +118,7 @@ def utilization_of(context: RunContext, hf_config: Any) -> Callable[[float], flo
         return flops_per_token(shape, context.plan.sequence_length, frozen=frozen)
 
     def utilization(tokens_per_second: float) -> float | None:
-        if context.device.type != "cuda" or (flops := token_flops()) is None:
+        if (flops := token_flops()) is None:
             return None
         name = torch.cuda.get_device_name(context.device)
         peak = peak_flops_per_second(name, context.config.precision.dtype)
@@ -123,6 +130,8 @@ def utilization_of(context: RunContext, hf_config: Any) -> Callable[[float], flo
 
 
 def _shape_of(model: Any) -> ModelShape | None:
+    from bigtrain.planner.flops import model_shape
+
     # Not the engine's model, which may have only some parameters, or a shard of each.
     parameters = dict(model.named_parameters())
     embedding = model.get_input_embeddings().weight

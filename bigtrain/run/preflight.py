@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bigtrain.data.loading.dataset_checks import check_datasets, open_checked, pair_notes
 from bigtrain.data.loading.held_out import check_best, open_held_out_datasets
-from bigtrain.data.loading.stored_scores import check_reference_scores
 from bigtrain.data.samples.packing_plan import PackingReport, packing_reports
 from bigtrain.data.samples.phases import SourceIdentity, data_hash, identify_sources
 from bigtrain.data.shards.dataset import Level, TokenDataset
-from bigtrain.data.tokenizers.equivalence import tokenizer_edge_cases
 from bigtrain.data.tokenizers.model_tokens import beginning_note, check_model_tokens
-from bigtrain.data.tokenizers.training import check_added_tokens
 from bigtrain.errors import ConfigError, ModelError, Problem
 from bigtrain.models.configuration import (
     load_hf_config,
@@ -24,26 +21,13 @@ from bigtrain.models.configuration import (
     with_mtp_layers,
     with_objective_head,
 )
-from bigtrain.models.equivalence.expert_parallel import check_expert_gathering
 from bigtrain.models.equivalence.model_plan import ModelPlan, cached_model_plan
-from bigtrain.models.equivalence.tensor_parallel import check_tensor_size
 from bigtrain.models.export.verified import why_not_reloaded
-from bigtrain.models.layers.float8 import check_float8
-from bigtrain.models.layers.kernels import check_kernels
-from bigtrain.models.lm_eval_tasks import check_tasks
 from bigtrain.models.weights.checksums import changed_files, unusable_files
 from bigtrain.models.weights.export_hf import TOKENIZER_REMEDY, class_beside
 from bigtrain.models.weights.import_hf import find_weights
-from bigtrain.models.weights.quantized import check_quantization
-from bigtrain.models.weights.vocabulary import (
-    VocabularyResize,
-    base_configuration,
-    grown_configuration,
-)
-from bigtrain.run.frozen_rows import check_frozen_rows
 from bigtrain.run.output_directory import check_output
 from bigtrain.run.reporting.metrics import check_trackers
-from bigtrain.run.shared_memory import check_memory_directory
 from bigtrain.run.text_ids import resolve_text_ids
 from bigtrain.settings.compatibility.check import Facts, check_model
 from bigtrain.settings.hf_config_keys import check_layer_drop
@@ -52,6 +36,9 @@ from bigtrain.settings.resolve import ResolvedRun, resolve_teacher
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.settings.sections.optimizer import check_optimizer_package
 from bigtrain.system.text_record import TextRecord
+
+if TYPE_CHECKING:
+    from bigtrain.models.weights.vocabulary import VocabularyResize
 
 _NO_TEXTS = TextRecord((), 0, ())
 
@@ -121,7 +108,7 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
         *data_problems,
         *(ids.problems if ids else ()),
     ]
-    growth = None
+    growth: VocabularyResize | None = None
     held_out_sets: tuple[TokenDataset, ...] = ()
     if check != "listed":
         problems += _check_files(config, hf_config)
@@ -133,27 +120,31 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
             problems += _check_tokenizer(config, datasets[0])
             if config.output.export:
                 problems += _check_export(hf_config, datasets[0])
-        tokens = datasets[0].table.tokenizer.vocab_size
-        hf_config, growth = grown_configuration(config.model, hf_config, tokens)
+        if config.model.vocabulary is not None:
+            from bigtrain.models.weights.vocabulary import grown_configuration
+
+            tokens = datasets[0].table.tokenizer.vocab_size
+            hf_config, growth = grown_configuration(config.model, hf_config, tokens)
         held_out_sets, set_problems = open_held_out_datasets(config, datasets, check)
         problems += set_problems or check_best(config, datasets, held_out_sets)
         if check != "listed" and not _resumes(config):
-            problems += check_reference_scores(config, datasets, held_out_sets)
-
+            problems += _check_scores(config, datasets, held_out_sets)
     problems += _check_method(run, hf_config)
 
     # Trials of the model itself take seconds, so they run only if all settings are right.
     model_plan, teacher = None, None
-    row_notes: list[str] = []
+    notes: list[str] = []
     if not problems:
         model_plan, problems = cached_model_plan(config, hf_config, run.plan)
-    if not problems and check != "listed" and growth is None and not _resumes(config):
-        problems, row_notes = check_frozen_rows(config, hf_config, datasets)
+    may_freeze_rows = config.adapters is not None or bool(config.model.frozen)
+    if may_freeze_rows and not (problems or check == "listed" or growth or _resumes(config)):
+        from bigtrain.run.frozen_rows import check_frozen_rows
+
+        problems, notes = check_frozen_rows(config, hf_config, datasets)
     if not problems and config.objective.teacher_model is not None:
         teacher, problems = _inspect_teacher(run, hf_config, datasets)
     if model_plan is None or ids is None or problems:
         raise ConfigError(problems, "the run's inputs")
-    notes: list[str] = []
     if check != "listed" and not _resumes(config):
         notes += filter(None, (beginning_note(config, dataset) for dataset in datasets))
         notes += pair_notes(config, datasets)
@@ -167,7 +158,7 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
         growth,
         teacher,
         held_out_sets,
-        (*ids.notes, *row_notes, *notes) if check != "listed" else (),
+        (*ids.notes, *notes) if check != "listed" else (),
         ids.record,
     )
 
@@ -199,9 +190,13 @@ def _inspect_teacher(
         return None, [
             Problem(name, config.objective.teacher_top_k, rule, f"{teacher_size} or less")
         ]
-    problems = list(
-        check_tensor_size(hf_teacher, teacher_config.parallel.tensor, teacher_config.adapters)
-    )
+    problems: list[Problem] = []
+    if teacher_config.parallel.tensor > 1:
+        from bigtrain.models.equivalence.tensor_parallel import check_tensor_size
+
+        problems += check_tensor_size(
+            hf_teacher, teacher_config.parallel.tensor, teacher_config.adapters
+        )
     for dataset in datasets:
         problems += check_model_tokens(teacher_config, dataset.tokenizer_path, str(dataset.path))
     plan = None
@@ -220,6 +215,8 @@ def check_base_weights(config: RunConfig, inputs: Inputs) -> None:
         return
     hf_config = inputs.hf_config
     if inputs.growth is not None:
+        from bigtrain.models.weights.vocabulary import base_configuration
+
         hf_config = base_configuration(hf_config, inputs.growth)
     find_weights(path, hf_config, seed=config.seed)
 
@@ -240,31 +237,63 @@ def _check_tokenizer(config: RunConfig, dataset: TokenDataset) -> Sequence[Probl
     if problems or config.tokenizer is None or base is None:
         return problems
     directory = str(dataset.tokenizer_path)
+    from bigtrain.data.tokenizers.added_tokens import check_added_tokens
+
     return check_added_tokens(config.tokenizer, base, dataset.table.tokenizer, directory)
+
+
+def _check_scores(
+    config: RunConfig, datasets: Sequence[TokenDataset], held_out_sets: Sequence[TokenDataset]
+) -> list[Problem]:
+    """Check the stored scores that the run names, if any."""
+    if config.objective.reference is None and config.objective.teacher is None:
+        return []
+    from bigtrain.data.loading.stored_scores import check_reference_scores
+
+    return check_reference_scores(config, datasets, held_out_sets)
 
 
 def _check_files(config: RunConfig, hf_config: Any) -> list[Problem]:
     """Check the files and names that are the same for every rank of a host."""
-    return [
-        *check_output(Path(config.output.directory)),
-        *check_memory_directory(config),
-        *_check_reload(config, hf_config),
-        *_check_base_files(config),
-        *check_tasks(config.evaluation),
-    ]
+    problems = list(check_output(Path(config.output.directory)))
+    if config.checkpoint.memory is not None:
+        from bigtrain.run.shared_memory import check_memory_directory
+
+        problems += check_memory_directory(config)
+    problems += [*_check_reload(config, hf_config), *_check_base_files(config)]
+    if config.evaluation.tasks:
+        from bigtrain.models.lm_eval_tasks import check_tasks
+
+        problems += check_tasks(config.evaluation)
+    return problems
 
 
 def _check_method(run: ResolvedRun, hf_config: Any) -> list[Problem]:
     """Check how the model is trained: parallelism, kernels, precision and optimizer."""
     config, num_replicas = run.config, run.topology.partition_size
-    return [
-        *check_tensor_size(hf_config, config.parallel.tensor, config.adapters),
-        *check_kernels(hf_config, config.model.kernels),
-        *check_float8(config.precision.float8),
-        *check_quantization(config.adapters),
-        *check_optimizer_package(config.optimizer),
-        *check_expert_gathering(hf_config, run.engine.zero_stage, num_replicas),
-    ]
+    problems: list[Problem] = []
+    if config.parallel.tensor > 1:
+        from bigtrain.models.equivalence.tensor_parallel import check_tensor_size
+
+        problems += check_tensor_size(hf_config, config.parallel.tensor, config.adapters)
+    if config.model.kernels != "none":
+        from bigtrain.models.layers.kernels import check_kernels
+
+        problems += check_kernels(hf_config, config.model.kernels)
+    if config.precision.float8 != "none":
+        from bigtrain.models.layers.float8 import check_float8
+
+        problems += check_float8(config.precision.float8)
+    if config.adapters is not None:
+        from bigtrain.models.weights.quantized import check_quantization
+
+        problems += check_quantization(config.adapters)
+    problems += check_optimizer_package(config.optimizer)
+    if run.engine.zero_stage == 3:
+        from bigtrain.models.equivalence.expert_parallel import check_expert_gathering
+
+        problems += check_expert_gathering(hf_config, run.engine.zero_stage, num_replicas)
+    return problems
 
 
 def _check_reload(config: RunConfig, hf_config: Any) -> Sequence[Problem]:
@@ -283,7 +312,11 @@ def _check_reload(config: RunConfig, hf_config: Any) -> Sequence[Problem]:
 def _check_export(hf_config: Any, dataset: TokenDataset) -> Sequence[Problem]:
     """Check that transformers will read the data's tokenizer next to the exported model."""
     file = dataset.tokenizer_path / "tokenizer.json"
-    texts = tokenizer_edge_cases(file.read_text(encoding="utf-8")) if file.is_file() else []
+    texts: list[str] = []
+    if file.is_file():
+        from bigtrain.data.tokenizers.edge_cases import tokenizer_edge_cases
+
+        texts = tokenizer_edge_cases(file.read_text(encoding="utf-8"))
     name = class_beside(hf_config.model_type, dataset.tokenizer_path, texts)
     if name is None:
         return []

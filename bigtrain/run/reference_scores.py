@@ -48,7 +48,6 @@ from bigtrain.run.reporting.progress import OUTPUT_REMEDY
 from bigtrain.run.run_log import RunLog
 from bigtrain.run.scoring import ScoredSplits, model_identity, score_dataset
 from bigtrain.run.state import TrainState
-from bigtrain.settings.objective import reads_scores
 from bigtrain.system.files import writing
 
 DIRECTORY = "reference"
@@ -69,12 +68,10 @@ class ReferenceScores:
     def add(
         self, state: TrainState, batches: TrainingBatches, held_out: Sequence[HeldOutSource]
     ) -> Sequence[HeldOutSource]:
-        """Give `batches` and `held_out` their scores, if the objective reads some: made at the
-        start of the run, or read when it resumes. Return the held-out sets. Collective. Raises
+        """Give `batches` and `held_out` the scores that the objective reads: made at the start of
+        the run, or read when it resumes. Return the held-out sets. Collective. Raises
         ConfigError on every rank if ``objective.reference`` has scores of another model,
         CheckpointError if a resumed run has no scores of the data."""
-        if not reads_scores(self.context.config):
-            return held_out
         sets = self.inputs.datasets, self.inputs.held_out_sets
         splits_by_dataset = wanted_splits(*sets)
         objective = self.context.config.objective

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from signal import Signals
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -22,15 +24,11 @@ from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.errors import ModelError, TrainingError
 from bigtrain.models.equivalence.cache_key import trial_key
 from bigtrain.models.equivalence.model_plan import KIND
-from bigtrain.models.equivalence.tensor_parallel import check_tensor_plan
 from bigtrain.models.weights.import_hf import Weights
 from bigtrain.planner.run_prediction import RunPrediction
 from bigtrain.run.callbacks import Callbacks
 from bigtrain.run.checkpointing.initialize import BaseWeights, WeightsSource
-from bigtrain.run.checkpointing.memory_files import MemoryFiles
-from bigtrain.run.checkpointing.memory_saver import (
-    memory_saver_of,
-)
+from bigtrain.run.checkpointing.memory_directory import remove_left_over
 from bigtrain.run.checkpointing.resume import (
     acquire_run_directory,
     restore_alike,
@@ -39,24 +37,28 @@ from bigtrain.run.checkpointing.resume import (
 )
 from bigtrain.run.checkpointing.saver import Saver, refuse_small_disk
 from bigtrain.run.context import RunContext
-from bigtrain.run.diagnostics.replica_watch import Differing, ReplicaWatch
 from bigtrain.run.diagnostics.start_times import MODEL, WEIGHTS, StartTimes
 from bigtrain.run.evaluation import Evaluator
 from bigtrain.run.finish import finish, is_complete, stop_early
-from bigtrain.run.live_teacher import open_teacher
 from bigtrain.run.loop import Loop
 from bigtrain.run.outer_steps import OuterSteps
 from bigtrain.run.prediction import utilization_of
 from bigtrain.run.preflight import Inputs
-from bigtrain.run.reference_scores import ReferenceScores
 from bigtrain.run.reporting.phase_memory import PhaseMemory
-from bigtrain.run.reporting.run_copies import RunCopies
 from bigtrain.run.run_log import RunLog
 from bigtrain.run.segments import Segment, segment_at
 from bigtrain.run.session import begin_writing
 from bigtrain.run.state import TrainState, is_over
 from bigtrain.run.stream_position import with_position
+from bigtrain.settings.objective import reads_scores
 from bigtrain.system.user_cache import cache_get, cache_put
+
+if TYPE_CHECKING:
+    from bigtrain.engine.live_teacher import LiveTeacher
+    from bigtrain.run.checkpointing.memory_files import MemoryFiles
+    from bigtrain.run.checkpointing.memory_saver import MemorySaver
+    from bigtrain.run.diagnostics.replica_watch import Differing
+    from bigtrain.run.reporting.run_copies import RunCopies
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,11 @@ class SegmentRun:
             launch.logged_segment = segment
         if len(launch.segments) > 1:
             log.info(segment.describe())
-        self._engine.teach = self._teacher = open_teacher(context, inputs, launch.mesh)
+        self._teacher: LiveTeacher | None = None
+        if inputs.teacher is not None:
+            from bigtrain.run.live_teacher import open_teacher
+
+            self._engine.teach = self._teacher = open_teacher(context, inputs.teacher, launch.mesh)
         # Before anything is restored: checkpoints contain the global weights, too.
         self._outer = OuterSteps(context, log, inputs.data_hash, self._engine)
 
@@ -183,9 +189,12 @@ class SegmentRun:
                 teacher=None if self._teacher is None else self._teacher.sums,
             )
         # A reference model scores with the weights as they are now, before any step.
-        scores = ReferenceScores(context, log, engine, launch.mesh, inputs, resumed.base)
-        evaluator = resumed.evaluator
-        evaluator.held_out = scores.add(state, resumed.batches, evaluator.held_out)
+        if reads_scores(context.config):
+            from bigtrain.run.reference_scores import ReferenceScores
+
+            scores = ReferenceScores(context, log, engine, launch.mesh, inputs, resumed.base)
+            evaluator = resumed.evaluator
+            evaluator.held_out = scores.add(state, resumed.batches, evaluator.held_out)
         if is_first:
             launch.callbacks.start(state)
         launch.is_writing = True
@@ -291,7 +300,7 @@ class SegmentRun:
                 copies=launch.copies,
                 on_complete=launch.callbacks.checkpoint,
             ) as saver,
-            memory_saver_of(context, log, engine, saver, launch.memory) as memory_saver,
+            self._open_memory_saver(saver) as memory_saver,
         ):
             if resumed.state.step < state.step >= context.config.train.total_steps:
                 saver.save(state, {})  # other sites have trained to the end without this one
@@ -315,6 +324,8 @@ class SegmentRun:
 
             replicas = None
             if context.config.guard.compare_every_steps is not None:
+                from bigtrain.run.diagnostics.replica_watch import ReplicaWatch
+
                 replicas = ReplicaWatch(context, engine, state, restore_equal_replicas)
             start_times, launch.times = launch.times, None
             loop = Loop(
@@ -339,6 +350,17 @@ class SegmentRun:
             if memory_saver is not None:
                 memory_saver.finish()
         return state, received
+
+    def _open_memory_saver(self, saver: Saver) -> AbstractContextManager[MemorySaver | None]:
+        """Return the saver of checkpoints in memory, if the run has some; a run without them
+        removes what earlier runs left on the hosts."""
+        launch, context = self._launch, self._context
+        if context.config.checkpoint.memory is None:
+            remove_left_over(context, launch.log, None)
+            return nullcontext()
+        from bigtrain.run.checkpointing.memory_saver import memory_saver_of
+
+        return memory_saver_of(context, launch.log, self._engine, saver, launch.memory)
 
     def _refuse_earlier_phase(self, state: TrainState) -> TrainState:
         """Return `state`. Raises TrainingError if it is of an earlier phase, whose steps this
@@ -378,6 +400,8 @@ def build(context: RunContext, inputs: Inputs, source: WeightsSource, mesh: Mesh
 def _check_tensor_plan(context: RunContext, inputs: Inputs, mesh: Mesh) -> None:
     """Verify the model's tensor-parallel plan in the main rank's tensor-parallel group, unless that
     is cached. Collective; raises ModelError on every rank."""
+    from bigtrain.models.equivalence.tensor_parallel import check_tensor_plan
+
     config, work = context.config, context.long_work
     settings = config.model.attention, config.batch.sequence_length
     size, adapters = context.topology.tensor_size, config.adapters

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bigtrain.engine.startup.process_group import process_group
 from bigtrain.engine.startup.runtime import runtime_settings
@@ -19,7 +20,6 @@ from bigtrain.run.health.watchdog import Watchdog
 from bigtrain.run.preflight import Inputs
 from bigtrain.run.reporting.library_log import deepspeed_log
 from bigtrain.run.reporting.progress import OUTPUT_REMEDY
-from bigtrain.run.reporting.run_copies import RunCopies
 from bigtrain.run.run_directory import note_start, write_run_directory
 from bigtrain.run.run_log import RunLog
 from bigtrain.run.state import TrainState
@@ -27,6 +27,9 @@ from bigtrain.settings.resolve import ResolvedRun
 from bigtrain.system.files import writing
 from bigtrain.system.stop_signals import REQUEUE, StopSignals
 from bigtrain.system.world import World
+
+if TYPE_CHECKING:
+    from bigtrain.run.reporting.run_copies import RunCopies
 
 
 @contextmanager
@@ -112,6 +115,8 @@ def begin_writing(
         )
         log.open(config, state)
         if config.output.copy_to is not None:
+            from bigtrain.run.reporting.run_copies import RunCopies
+
             copies.append(RunCopies(directory, config.output.copy_to))
             # The previous launch may not have finished copying it.
             for path in sorted((directory / "checkpoints").glob("step-????????"))[-1:]:

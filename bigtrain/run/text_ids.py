@@ -8,7 +8,6 @@ from typing import Any
 from bigtrain.data.samples.source import SourceDataset, StreamDataset
 from bigtrain.data.shards.dataset import TokenDataset
 from bigtrain.data.shards.manifest import TokenizerRecord
-from bigtrain.data.tokenizers.tokenizer import load_tokenizer
 from bigtrain.models.text_ids import ModelTextIds, ShardTextIds, model_text_ids
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.system.text_record import TextRecord
@@ -39,6 +38,8 @@ def resolve_text_ids(
     tokenizers = [dataset.table.tokenizer for dataset in datasets]
 
     def beginning_token() -> int | None:
+        from bigtrain.data.tokenizers.tokenizer import load_tokenizer
+
         tokenizer = load_tokenizer(str(datasets[0].tokenizer_path)).huggingface
         return None if tokenizer.bos_token_id is None else int(tokenizer.bos_token_id)
 

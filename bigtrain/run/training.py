@@ -10,15 +10,11 @@ from dataclasses import replace
 
 import torch
 
-from bigtrain.data.shards.verification import ListedShards, rank_slice
 from bigtrain.engine.startup.mesh import open_mesh, warm_up
 from bigtrain.errors import DataError
 from bigtrain.run.callbacks import Callbacks
 from bigtrain.run.checkpointing import checkpoints
 from bigtrain.run.checkpointing.initialize import weights_source
-from bigtrain.run.checkpointing.memory_saver import (
-    memory_of_earlier_launch,
-)
 from bigtrain.run.context import RunContext
 from bigtrain.run.diagnostics.start_times import GROUPS, IMPORTS, StartTimes
 from bigtrain.run.finish import closing_result
@@ -58,9 +54,13 @@ def train_inputs(
     times.end(IMPORTS)
     with (
         open_session(run, world, signals) as (context, log),
-        memory_of_earlier_launch(context, log) as memory,
         ExitStack() as stack,
     ):
+        memory = None
+        if run.config.checkpoint.memory is not None:
+            from bigtrain.run.checkpointing.memory_saver import memory_of_earlier_launch
+
+            memory = stack.enter_context(memory_of_earlier_launch(context, log))
         # Refuse data and settings that cannot be trained before the model is built.
         for line in notes:
             log.to_file(line)
@@ -106,6 +106,8 @@ _NUM_SHOWN_FILES = 10
 def verify_data(context: RunContext, log: RunLog) -> None:
     """Compare the run's dataset files with their checksums; each rank reads a part. Collective.
     Raises DataError on every rank, listing all corrupt files."""
+    from bigtrain.data.shards.verification import ListedShards, rank_slice
+
     start = time.perf_counter()
     shards = ListedShards(context.config.data)
     share = rank_slice(shards.num_bytes.tolist(), context.world.rank, context.world.size)

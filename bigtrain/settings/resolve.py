@@ -47,7 +47,6 @@ from bigtrain.settings.objective import (
     teacher_run,
 )
 from bigtrain.settings.run_config import RunConfig
-from bigtrain.settings.sample_stream import check_stream
 from bigtrain.settings.sections.extensions import GIVEN, is_imported
 from bigtrain.settings.topology import Topology, derive_topology
 
@@ -296,6 +295,8 @@ def _check_extensions(draft: _Draft) -> list[Problem]:
     if samples is not None and samples.type != GIVEN:
         key = "data.samples.type"
         class_problems = check_samples_class(key, samples.type, samples.settings)
+        from bigtrain.settings.sample_stream import check_stream
+
         # Settings are compared with the kind of samples, which a class without problems has.
         problems += class_problems or check_stream(config, import_named(key, samples.type))
     if config.model.type is not None:

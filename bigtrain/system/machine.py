@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -195,6 +196,28 @@ def library_versions() -> dict[str, str | None]:
         "Python": platform.python_version(),
         "bigtrain": bigtrain.__version__,
         **{name: version_of(name) for name in PACKAGES},
+    }
+
+
+VERSIONS_REMEDY = "install the versions of constraints.txt there, or share one .venv"
+
+
+def other_versions(
+    versions_by_host: Mapping[str, Mapping[str, str | None]],
+) -> dict[str, dict[str, str]]:
+    """Return, for each host, by name what differs from the versions of most hosts."""
+    names = next(iter(versions_by_host.values()))
+    usual = {
+        name: Counter(versions[name] for versions in versions_by_host.values()).most_common(1)[0][0]
+        for name in names
+    }
+    return {
+        host: {
+            name: f"{name} {version} (others: {usual[name]})"
+            for name, version in versions.items()
+            if version != usual[name]
+        }
+        for host, versions in versions_by_host.items()
     }
 
 

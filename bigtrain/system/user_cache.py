@@ -25,10 +25,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from bigtrain.system.files import whole_file
-from bigtrain.system.leases import Leases
+
+if TYPE_CHECKING:
+    from bigtrain.system.leases import Leases
 
 
 def key_of(parts: Sequence[str | bytes]) -> str:
@@ -177,6 +179,8 @@ def made_once(
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             token = f"{os.getpid():x}{os.urandom(6).hex()}"
+            from bigtrain.system.leases import Leases
+
             leases = Leases(path.parent, token, lambda _name, _token: None)
             return _make_or_wait(path, leases, read, make)
         except OSError:

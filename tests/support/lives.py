@@ -174,7 +174,7 @@ def run_forked_world(
     environment: Mapping[str, str],
     timeout_seconds: float = 900,
 ) -> str:
-    """Run a world like `bigtrain.launchers.local_world.run_local_world`, without import time.
+    """Run a world like `bigtrain.system.local_world.run_local_world`, without import time.
 
     Tests that need processes as a launcher starts them (memory, imports) use that one.
     """

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import gettempdir
 
-from bigtrain.launchers.local_world import free_port, run_local_world
+from bigtrain.system.local_world import free_port, run_local_world
 
 __all__ = ["ROOT", "default_port", "free_port", "held_ports", "run_world"]
 

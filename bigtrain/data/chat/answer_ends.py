@@ -18,8 +18,7 @@ from typing import NamedTuple
 from bigtrain.data.chat.answer_spans import Answer, Rendering, Span
 from bigtrain.data.chat.control_tokens import ControlTokens
 from bigtrain.data.chat.document_forms import RenderedChat
-from bigtrain.data.documents.conversations import ConversationError
-from bigtrain.data.tokenizers.chat_template import ChatTemplate, Messages
+from bigtrain.data.tokenizers.chat_template import ChatTemplate, ConversationError, Messages
 
 _ANSWER, _THOUGHT = "\U0010fffb", "\U0010fffa"
 _ASKED = {"role": "user", "content": "a"}

@@ -25,9 +25,10 @@ from typing import Any
 
 from bigtrain.data.chat.control_tokens import ControlTokens
 from bigtrain.data.chat.rendered_parts import CALLS, CONTENT, UNMARKED, ChatPart, RenderedString
-from bigtrain.data.documents.conversations import ConversationError, is_learned, weight_of
+from bigtrain.data.documents.conversations import is_learned, weight_of
 from bigtrain.data.tokenizers.chat_template import (
     ChatTemplate,
+    ConversationError,
     Messages,
     TemplateRefusal,
     Tools,

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bigtrain.data.documents.conversations import ConversationError
+from bigtrain.data.tokenizers.chat_template import ConversationError
 from bigtrain.data.tokenizers.encoders import hide_words
 
 MARK = "\U0010fffc"

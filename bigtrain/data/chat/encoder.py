@@ -54,11 +54,11 @@ from bigtrain.data.chat.document_forms import (
 from bigtrain.data.chat.rendered_parts import CALLS, CONTENT, COUNTED_ONLY, find_parts, refuse
 from bigtrain.data.chat.template_demands import render_accepted
 from bigtrain.data.chat.token_bytes import TokenBytes, token_bytes
-from bigtrain.data.documents.conversations import ConversationError, weight_of
+from bigtrain.data.documents.conversations import weight_of
 from bigtrain.data.documents.exact_json import read_document
 from bigtrain.data.documents.token_rows import PADDING, TokenRow
 from bigtrain.data.shards.format import Mask, Weights
-from bigtrain.data.tokenizers.chat_template import ChatTemplate
+from bigtrain.data.tokenizers.chat_template import ChatTemplate, ConversationError
 from bigtrain.data.tokenizers.encoders import Encoded, Encoder
 from bigtrain.data.tokenizers.equivalence import Checks
 

@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from bigtrain.data.chat.encoder import ChatEncoder, EncodedChats
-from bigtrain.data.documents.conversations import ConversationError
 from bigtrain.data.documents.exact_json import dumps, read_document
 from bigtrain.data.documents.preferences import SIDES
 from bigtrain.data.documents.reader import TEMPLATE_FAULT
 from bigtrain.data.shards.format import Mask
 from bigtrain.data.shards.manifest import Rows
+from bigtrain.data.tokenizers.chat_template import ConversationError
 from bigtrain.data.tokenizers.equivalence import Checks
 
 DOCUMENTS_PER_ROW: dict[Rows | None, int] = {

@@ -21,9 +21,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bigtrain.data.documents.conversations import RESULTS, WORDLESS, ConversationError
+from bigtrain.data.documents.conversations import RESULTS, WORDLESS
 from bigtrain.data.documents.token_rows import PADDING
-from bigtrain.data.tokenizers.chat_template import ChatTemplate, Messages, Tools
+from bigtrain.data.tokenizers.chat_template import ChatTemplate, ConversationError, Messages, Tools
 
 CONTENT, CALLS, TOOLS, REASONING = "content", "tool_calls", "tools", "reasoning"
 STRIPPED, IGNORED, UNMARKED = "stripped_reasoning", "message_keys", "unmarked_answers"

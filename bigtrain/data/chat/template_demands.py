@@ -14,8 +14,14 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from bigtrain.data.documents.conversations import RESULTS, ConversationError
-from bigtrain.data.tokenizers.chat_template import ChatTemplate, Messages, TemplateRefusal, Tools
+from bigtrain.data.documents.conversations import RESULTS
+from bigtrain.data.tokenizers.chat_template import (
+    ChatTemplate,
+    ConversationError,
+    Messages,
+    TemplateRefusal,
+    Tools,
+)
 
 OTHER_TEMPLATE = "use a template for such messages: --chat-template FILE"
 MAX_CHANGES = 3

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from bigtrain.data.documents.conversations import ConversationError, from_text
+from bigtrain.data.documents.conversations import from_text
 from bigtrain.data.documents.key_rules import KeyRules, text_rules
 from bigtrain.data.documents.preferences import (
     CLASSIFIED_KEYS,
@@ -32,6 +32,7 @@ from bigtrain.data.documents.row_format import (
     Values,
 )
 from bigtrain.data.documents.turns import Messages, Roles, is_turn, messages_in, with_roles
+from bigtrain.data.tokenizers.chat_template import ConversationError
 
 ONE_FORMAT = (
     "rows of several formats must be tokenized one format at a time, each into its own --output, "

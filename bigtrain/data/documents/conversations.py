@@ -6,11 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bigtrain.data.documents.exact_json import DuplicateKeyError, dumps, loads
-
-
-class ConversationError(Exception):
-    """Unusable conversation: the text is the reason, for the list of bad documents."""
-
+from bigtrain.data.tokenizers.chat_template import ConversationError
 
 FLAGS = ("train", "loss")
 """Keys of a message that enable or disable its loss: Axolotl's, and that of ms-swift."""

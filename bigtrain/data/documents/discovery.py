@@ -36,6 +36,7 @@ from bigtrain.data.documents.formats import BY_SUFFIX, DEFAULT_SUFFIXES, format_
 from bigtrain.data.documents.links import Links
 from bigtrain.data.documents.table_readers import HubDatasetReader, SavedDatasetReader
 from bigtrain.data.shards.manifest import SourceRecord
+from bigtrain.data.tokenizers.cache import HUB_TIMEOUT_S
 from bigtrain.errors import DataError, first_line, without_secrets
 from bigtrain.system.files import RUN_ID, run_files
 from bigtrain.system.storage.remote_file import store_of
@@ -51,7 +52,6 @@ from bigtrain.system.storage.stores import (
 logger = logging.getLogger(__name__)
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-HUB_TIMEOUT_S = 10.0
 
 
 def find_sources(selection: Selection) -> list[Source]:

@@ -12,15 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bigtrain.data.documents.conversations import (
-    FLAGS,
-    WORDLESS,
-    ConversationError,
-    has_fraction,
-)
+from bigtrain.data.documents.conversations import FLAGS, WORDLESS, has_fraction
 from bigtrain.data.documents.exact_json import dumps, joined_documents
 from bigtrain.data.documents.row_format import Chat, Completion, RowDocument, Values
 from bigtrain.data.documents.turns import Messages, Roles, is_turn, messages_in, with_roles
+from bigtrain.data.tokenizers.chat_template import ConversationError
 
 PAIR_KEYS = ("chosen", "rejected", "prompt", "tools")
 LABELED_KEYS = ("prompt", "completion", "label", "tools")

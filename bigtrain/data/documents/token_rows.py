@@ -18,8 +18,9 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from bigtrain.data.documents.conversations import FACTOR, ConversationError, from_text
+from bigtrain.data.documents.conversations import FACTOR, from_text
 from bigtrain.data.documents.row_format import TOKEN_KEYS, Values
+from bigtrain.data.tokenizers.chat_template import ConversationError
 
 TRL_MASKS = ("completion_mask", "assistant_masks")
 WEIGHTS_OF_TOKENS = ("token_weights", "loss_weights")

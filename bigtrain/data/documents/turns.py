@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bigtrain.data.documents.conversations import FLAGS, ConversationError, from_text
+from bigtrain.data.documents.conversations import FLAGS, from_text
 from bigtrain.data.documents.exact_json import loads
+from bigtrain.data.tokenizers.chat_template import ConversationError
 
 Messages = list[dict[str, Any]]
 Roles = Mapping[str, str]

@@ -11,12 +11,9 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from bigtrain.data.samples.classified import ClassifiedSamples
 from bigtrain.data.samples.packing_plan import plan_of
-from bigtrain.data.samples.pairs import PairSamples, count_answers
-from bigtrain.data.samples.rated import RatedSamples
 from bigtrain.data.samples.source import StreamDataset, with_source
 from bigtrain.data.samples.token_stream import count_windows, split_stream
 from bigtrain.data.shards.dataset import Level, TokenDataset, open_dataset
@@ -26,9 +23,13 @@ from bigtrain.data.tokenizers.cache import foreign_file
 from bigtrain.errors import DataError, Problem
 from bigtrain.settings.objective import rows_of_answers
 from bigtrain.settings.run_config import ModelSection, RunConfig
-from bigtrain.settings.sample_stream import check_stream
 from bigtrain.settings.sections.extensions import GIVEN
-from bigtrain.system.storage.copies import local_path
+from bigtrain.system.storage.local_path import local_path
+
+if TYPE_CHECKING:
+    from bigtrain.data.samples.classified import ClassifiedSamples
+    from bigtrain.data.samples.pairs import PairSamples
+    from bigtrain.data.samples.rated import RatedSamples
 
 MAX_PADDING_ROWS = 1024
 """Rows of an embedding beyond the tokenizer's vocabulary: it is padded to multiples of at most
@@ -114,6 +115,8 @@ def check_given_stream(config: RunConfig, datasets: Sequence[TokenDataset]) -> l
     first = datasets[0]
     if not isinstance(first, StreamDataset):
         return []
+    from bigtrain.settings.sample_stream import check_stream
+
     return check_stream(config, first.train.items.source_class)
 
 
@@ -263,7 +266,7 @@ def check_length(config: RunConfig, datasets: Sequence[TokenDataset]) -> list[Pr
 def count_samples(config: RunConfig, dataset: TokenDataset, split: Split) -> int:
     """Return the number of samples of a split, counted as in `bigtrain.data.loading.loader`."""
     if rows_of_answers(config.objective):
-        return count_answers(dataset, split)
+        return dataset.table.num_answers(split)
     if config.data.packing == "best_fit":
         return plan_of(config, dataset, split).num_packs
     length = config.batch.sequence_length
@@ -381,6 +384,10 @@ def open_answers(
     Raises DataError as their classes."""
     if not dataset.table.num_documents(split):
         return None
+    from bigtrain.data.samples.classified import ClassifiedSamples
+    from bigtrain.data.samples.pairs import PairSamples
+    from bigtrain.data.samples.rated import RatedSamples
+
     truncates = config.data.long_documents == "truncate"
     length = config.batch.sequence_length
     stream = split_stream(dataset, split)

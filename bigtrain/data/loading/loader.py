@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import cycle
 from queue import SimpleQueue
 from threading import Event, Lock, Thread
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -17,12 +18,9 @@ from bigtrain.data.loading.collator import BatchOptions, BatchReader, Collator, 
 from bigtrain.data.loading.dataset_checks import open_answers
 from bigtrain.data.loading.held_out import measured_split, tokens_per_byte
 from bigtrain.data.loading.micro_batch import MicroBatch
-from bigtrain.data.loading.stored_scores import teacher_of
-from bigtrain.data.loading.teacher import TeacherRows
-from bigtrain.data.samples.mixture import MixedSamples, MixtureOrder
+from bigtrain.data.samples.mixture import MixedSamples, MixtureOrder, labels_of
 from bigtrain.data.samples.packing_plan import PackedDocuments, balanced, packed_documents
 from bigtrain.data.samples.phases import JoinedWindows, Phase, first_phase, identify_sources
-from bigtrain.data.samples.rated import labels_of
 from bigtrain.data.samples.sample_stream import PositionedSamples, StreamOrder, StreamPosition
 from bigtrain.data.samples.shuffle import SampleOrder
 from bigtrain.data.samples.source import SourceDataset, StreamDataset, with_source
@@ -33,6 +31,9 @@ from bigtrain.errors import DataError
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.objective import rows_of_answers
 from bigtrain.settings.run_config import RunConfig
+
+if TYPE_CHECKING:
+    from bigtrain.data.loading.teacher import TeacherRows
 
 HELD_OUT_ORDER_SEED = 0
 """Independent of the run's seed: two runs on the same data are measured on the same samples."""
@@ -367,6 +368,9 @@ def open_training_data(
         and all(isinstance(samples, PackedDocuments) for samples in sources),
     )
     if config.objective.teacher is not None:
+        from bigtrain.data.loading.stored_scores import teacher_of
+        from bigtrain.data.loading.teacher import TeacherRows
+
         batches.teacher = TeacherRows(mixed, [teacher_of(config, dataset) for dataset in datasets])
     return batches
 

@@ -204,3 +204,11 @@ def integer_weights(sources: Sequence[SourceSection], sizes: Sequence[int]) -> l
     integer_shares = [int(share * common) for share in shares]
     divisor = math.gcd(*integer_shares)
     return [weight // divisor for weight in integer_shares]
+
+
+def labels_of(samples: Samples) -> npt.NDArray[np.uint8] | None:
+    """Return the labels of samples, or of every sample of a mixture; None without labels, which
+    only rated and classified samples have."""
+    sources = samples.sources if isinstance(samples, MixedSamples) else (samples,)
+    labels = [source.labels for source in sources if hasattr(source, "labels")]
+    return np.concatenate(labels) if len(labels) == len(sources) else None

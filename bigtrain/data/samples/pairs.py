@@ -17,8 +17,6 @@ from bigtrain.data.samples.token_stream import (
     TokenRows,
     TokenStream,
 )
-from bigtrain.data.shards.dataset import TokenDataset
-from bigtrain.data.shards.manifest import Split
 from bigtrain.errors import DataError
 
 
@@ -69,8 +67,3 @@ class PairSamples(StreamSamples):
         documents, positions = self._positions(samples, np.zeros_like(samples))
         numbers = np.repeat(np.arange(len(samples)), 2)
         return Ranges(numbers, self._begins[documents], self._lengths[documents], positions)
-
-
-def count_answers(dataset: TokenDataset, split: Split) -> int:
-    """Return the samples of a split: its pairs, or its rated answers."""
-    return dataset.table.num_documents(split) // (2 if dataset.table.rows == "preference" else 1)

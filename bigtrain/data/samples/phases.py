@@ -23,7 +23,6 @@ import xxhash
 
 from bigtrain.data.samples.mixture import MixtureOrder, integer_weights
 from bigtrain.data.samples.packing_plan import plan_of
-from bigtrain.data.samples.pairs import count_answers
 from bigtrain.data.samples.shuffle import SampleOrder, convert_place, permute
 from bigtrain.data.samples.token_stream import (
     Indices,
@@ -367,7 +366,7 @@ def identify_sources(
         if rows := rows_of_answers(config.objective):
             length = config.batch.sequence_length
             digest.update(f"{'pairs' if rows == 'preference' else rows}:{length}".encode())
-            num_tokens = count_answers(dataset, "train") * length + 1
+            num_tokens = dataset.table.num_answers("train") * length + 1
         elif config.data.packing == "best_fit":
             length = config.batch.sequence_length
             digest.update(f"best_fit:{length}:{config.data.long_documents}".encode())

@@ -12,13 +12,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from bigtrain.data.samples.classified import ClassifiedSamples
 from bigtrain.data.samples.documents import document_lengths, fill_documents, fitted_lengths
-from bigtrain.data.samples.mixture import MixedSamples
 from bigtrain.data.samples.token_stream import (
     Indices,
     Ranges,
-    Samples,
     StreamSamples,
     TokenRows,
     TokenStream,
@@ -90,10 +87,3 @@ class RatedSamples(StreamSamples):
     def _pieces(self, samples: Indices) -> Ranges:
         starts, lengths, positions = self._ranges(samples, np.zeros_like(samples))
         return Ranges(np.repeat(np.arange(len(samples)), 3), starts, lengths, positions)
-
-
-def labels_of(samples: Samples) -> npt.NDArray[np.uint8] | None:
-    """Return the labels of samples, or of every sample of a mixture; None without labels."""
-    sources = samples.sources if isinstance(samples, MixedSamples) else (samples,)
-    labels = [s.labels for s in sources if isinstance(s, RatedSamples | ClassifiedSamples)]
-    return np.concatenate(labels) if len(labels) == len(sources) else None

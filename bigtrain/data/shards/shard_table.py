@@ -127,6 +127,10 @@ class ShardTable:
     def num_documents(self, split: Split) -> int:
         return self.splits[split].num_documents if split in self.splits else 0
 
+    def num_answers(self, split: Split) -> int:
+        """Return the samples of a split: its pairs, or its rated answers."""
+        return self.num_documents(split) // (2 if self.rows == "preference" else 1)
+
 
 def read_table(directory: Path) -> ShardTable:
     """Return the table of the dataset in `directory`. Raises as `read_manifest`."""

@@ -22,10 +22,12 @@ from typing import Any
 import orjson
 import xxhash
 
-from bigtrain.system.storage.copies import WEIGHT_SUFFIXES, local_path
+from bigtrain.system.storage.local_path import local_path
+from bigtrain.system.storage.stores import WEIGHT_SUFFIXES
 from bigtrain.system.user_cache import cache_get, cache_put, key_of, package_fingerprints, source_of
 
 KIND = "tokenizers"
+HUB_TIMEOUT_S = 10.0
 BACKEND_FILE = "tokenizer.json"
 LIBRARIES = (
     *("transformers", "tokenizers", "huggingface_hub"),

@@ -11,7 +11,6 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from bigtrain.data.documents.conversations import ConversationError
 from bigtrain.errors import first_line
 
 Messages = Sequence[dict[str, Any]]
@@ -22,6 +21,10 @@ _GENERATION = re.compile(r"\{\%-?\s*generation\s*-?\%\}")
 """Pattern used by transformers."""
 _RENDERING = Lock()
 """transformers stores the ranges of a rendering in the compiled template, shared by threads."""
+
+
+class ConversationError(Exception):
+    """Unusable conversation: the text is the reason, for the list of bad documents."""
 
 
 class TemplateRefusal(ConversationError):

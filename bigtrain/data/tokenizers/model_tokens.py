@@ -13,11 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from bigtrain.data.shards.dataset import TokenDataset
-from bigtrain.data.tokenizers.equivalence import tokenizer_edge_cases
-from bigtrain.data.tokenizers.tokenizer import load_tokenizer, own_file
 from bigtrain.errors import DataError, Problem
 from bigtrain.settings.run_config import RunConfig
-from bigtrain.system.storage.copies import local_path
+from bigtrain.system.storage.local_path import local_path
 
 KEY, INITIAL = "data.allow_other_tokenizer", "checkpoint.initialize_from"
 _PARTS = ("normalizer", "pre_tokenizer", "model")
@@ -52,6 +50,8 @@ def beginning_note(config: RunConfig, dataset: TokenDataset) -> str:
     if base is None or record.chat_template is not None or _tokenizer_file(base) is None:
         return ""
     try:
+        from bigtrain.data.tokenizers.tokenizer import load_tokenizer
+
         model_beginning = load_tokenizer(base).beginning("auto")
     except DataError:
         return ""
@@ -74,6 +74,8 @@ def _tokenizer_file(name: str) -> Path | None:
     for folder in (path, f"{path}/tokenizer", f"{path}/../../tokenizer"):
         if Path(folder, "tokenizer.json").is_file():
             return Path(folder, "tokenizer.json")
+    from bigtrain.data.tokenizers.tokenizer import own_file
+
     return own_file(path)
 
 
@@ -139,6 +141,8 @@ def _other_splits(trees: list[dict[str, Any]], vocabularies: list[dict[str, int]
 
     data, model = (Backend.from_str(json.dumps(tree)) for tree in trees)
     only_one = vocabularies[0].keys() ^ vocabularies[1].keys()
+    from bigtrain.data.tokenizers.edge_cases import tokenizer_edge_cases
+
     for text in tokenizer_edge_cases("{}"):
         if only_one and any(token in text for token in only_one):
             continue

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from bigtrain.data.tokenizers.equivalence import tokenizer_edge_cases
+from bigtrain.data.tokenizers.edge_cases import tokenizer_edge_cases
 from bigtrain.errors import DataError, first_line
 
 FILE = "tokenizer.json"

@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy.typing as npt
 
-from bigtrain.data.documents.discovery import HUB_TIMEOUT_S
 from bigtrain.data.shards.manifest import BeginningOfText
 from bigtrain.data.tokenizers.cache import (
+    HUB_TIMEOUT_S,
     CachedTokenizer,
     cached_hub_file,
     fingerprint,
@@ -33,7 +33,7 @@ from bigtrain.data.tokenizers.own_file import FILE as OWN_FILE
 from bigtrain.data.tokenizers.own_file import as_in_file, without_class
 from bigtrain.data.tokenizers.transformers_patches import decodes_plainly, template_syntax_tree
 from bigtrain.errors import DataError, first_line, without_secrets
-from bigtrain.system.storage.copies import local_path
+from bigtrain.system.storage.local_path import local_path
 from bigtrain.system.storage.stores import is_address
 
 logger = logging.getLogger(__name__)

@@ -50,7 +50,6 @@ from bigtrain.models.layers.adapter_names import base_name, has_adapters
 from bigtrain.models.layers.parameters import parameter_of
 from bigtrain.models.parallel.sharding import full_shape
 from bigtrain.models.weights.import_hf import Weights
-from bigtrain.models.weights.quantized import read_quantized, with_magnitudes
 
 _MASTER_BYTES, _ADAM_BYTES = 4, 8
 
@@ -196,11 +195,15 @@ def read_weights(engine: TrainEngine, weights: Weights) -> None:
     rank. Adapters keep their initial values, except parameters that are a function of the base
     weights (`with_magnitudes`). Raises ModelError on every rank if one cannot read.
     """
-    weights = with_magnitudes(weights, engine.module)
     is_saved = not has_adapters(engine.module)
+    if not is_saved:
+        from bigtrain.models.weights.quantized import read_quantized, with_magnitudes
+
+        weights = with_magnitudes(weights, engine.module)
 
     def read() -> None:
-        read_quantized(engine.module, weights, engine.device)
+        if not is_saved:
+            read_quantized(engine.module, weights, engine.device)
         for fragment in owned_fragments(engine.engine, engine.module):
             name = base_name(fragment.name)
             if name not in weights.tensors and has_adapters(engine.module):

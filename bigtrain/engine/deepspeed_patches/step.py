@@ -17,7 +17,6 @@ from torch import nn
 
 from bigtrain.engine.deepspeed_patches.host_time import HostTime
 from bigtrain.engine.deepspeed_patches.partitions import gather_persistent_at_once
-from bigtrain.engine.deepspeed_patches.zero3_hooks import has_own_hooks, replace_hooks
 from bigtrain.engine.deepspeed_patches.zero12 import (
     keeps_accumulating_nodes,
     skip_redundant_work_of_zero12,
@@ -35,8 +34,11 @@ def skip_redundant_work(engine: Any, replicas: dist.ProcessGroup, host_time: Hos
     skip_overflow_check(engine.optimizer)
     skip_redundant_work_of_zero12(engine.optimizer, host_time)
     speed_up_hooks(engine.module)
-    if replace_hooks(engine.optimizer, host_time):
-        gather_persistent_at_once(engine.optimizer)
+    if hasattr(engine.optimizer, "parameter_offload"):  # ZeRO 3
+        from bigtrain.engine.deepspeed_patches.zero3_hooks import replace_hooks
+
+        if replace_hooks(engine.optimizer, host_time):
+            gather_persistent_at_once(engine.optimizer)
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,14 @@ def _is_replaced(name: str) -> Callable[[Any], bool]:
         return value is not None and module.startswith(__package__ or "")
 
     return check
+
+
+def _has_own_hooks(engine: Any) -> bool:
+    if not hasattr(engine.optimizer, "parameter_offload"):
+        return False
+    from bigtrain.engine.deepspeed_patches.zero3_hooks import has_own_hooks
+
+    return has_own_hooks(engine.optimizer)
 
 
 SPEED_PATCHES = (
@@ -139,7 +149,7 @@ SPEED_PATCHES = (
         (3,),
         "runtime/zero/parameter_offload.py, the hooks of ZeRO 3",
         "0.38 (0.65 to 0.27)",
-        lambda engine: has_own_hooks(engine.optimizer),
+        _has_own_hooks,
     ),
     SpeedPatch(
         "one gather of persistent parameters",

@@ -17,7 +17,6 @@ from bigtrain.engine.optimizers.update_rule import RuleInputs, RuleOptimizer, St
 from bigtrain.engine.startup.mesh import Mesh
 from bigtrain.models.layers.parameter_roles import adapted_weight, split_by_decay
 from bigtrain.models.layers.parameters import parameter_of
-from bigtrain.models.parallel.hidden_matrices import hidden_matrices
 from bigtrain.models.parallel.sharding import full_shape, is_expert
 from bigtrain.settings.run_config import OptimizerSection
 from bigtrain.settings.sections.optimizer import facts_of_optimizer
@@ -102,6 +101,8 @@ def _take_matrices(
 ) -> dict[str, Any]:
     """Return the group of hidden matrices; its parameters are removed from `groups`. Adapters of
     weights that get no gradient stay in the group without decay: torch skips them."""
+    from bigtrain.models.parallel.hidden_matrices import hidden_matrices
+
     names = [name for name in hidden_matrices(model) if adapted_weight(name) not in untrained]
     matrix_ids = {id(parameter_of(model, name)) for name in names}
     matrices = [p for group in groups for p in group["params"] if id(p) in matrix_ids]

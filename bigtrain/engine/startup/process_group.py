@@ -23,13 +23,12 @@ from bigtrain.engine.startup.long_work import LongWork
 from bigtrain.engine.startup.operators import operators_without_locks
 from bigtrain.engine.startup.rendezvous import all_ranks_joined
 from bigtrain.errors import LaunchError
-from bigtrain.launchers.doctor.verdicts import check_versions
 from bigtrain.settings.sections.running import (
     COLLECTIVE_TIMEOUT_SECONDS,
     RENDEZVOUS_TIMEOUT_SECONDS,
 )
 from bigtrain.system.listening import is_loopback, try_port
-from bigtrain.system.machine import library_versions
+from bigtrain.system.machine import VERSIONS_REMEDY, library_versions, other_versions
 from bigtrain.system.slurm import srun_rendezvous
 from bigtrain.system.world import World, is_of_mpirun, is_of_srun, without_foreign
 
@@ -116,11 +115,10 @@ def _gather_hosts(world: World) -> tuple[tuple[str, ...], str]:
         return (socket.gethostname(),), ""
     facts: list[Any] = [None] * world.size
     dist.all_gather_object(facts, (socket.gethostname(), library_versions(), secrets.token_hex(8)))
-    host_facts = {host: {"versions": versions} for host, versions, _ in facts}
-    different = [finding for finding in check_versions(host_facts) if finding.failed]
-    if different:
-        lines = [f"  {finding.host}: {finding.text}" for finding in different]
-        rule = f"hosts have different versions -> {different[0].remedy}"
+    different = other_versions({host: versions for host, versions, _ in facts})
+    lines = [f"  {host}: {', '.join(texts.values())}" for host, texts in different.items() if texts]
+    if lines:
+        rule = f"hosts have different versions -> {VERSIONS_REMEDY}"
         raise LaunchError("\n".join([rule, *lines]))
     return tuple(host for host, _, _ in facts), facts[0][2]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from bigtrain.launchers.hostfile import Host
+from bigtrain.system.machine import VERSIONS_REMEDY, other_versions
 
 MOST_CLOCK_SKEW_SECONDS = 2.0
 SLOW_DEVICE_FACTOR = 1.25  # a device this much slower than the median slows down every step
@@ -45,21 +45,14 @@ def check_reachable(host: Host, problem: str | None) -> Finding:
 
 def check_versions(facts: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
     """Report versions that differ from the versions of most hosts."""
-    usual = {
-        name: Counter(fact["versions"][name] for fact in facts.values()).most_common(1)[0][0]
-        for name in next(iter(facts.values()))["versions"]
-    }
     findings = []
-    for host, fact in facts.items():
-        different = {n: v for n, v in fact["versions"].items() if v != usual[n]}
-        if not different:
-            findings.append(Finding(host, "versions", "equal"))
-            continue
-        text = ", ".join(f"{n} {v} (others: {usual[n]})" for n, v in different.items())
-        remedy = "install the versions of constraints.txt there, or share one .venv"
+    versions = {host: fact["versions"] for host, fact in facts.items()}
+    for host, different in other_versions(versions).items():
+        remedy = VERSIONS_REMEDY
         if "driver" in different:
             remedy += "; drivers are the administrator's to update"
-        findings.append(Finding(host, "versions", text, remedy))
+        text = ", ".join(different.values()) or "equal"
+        findings.append(Finding(host, "versions", text, remedy if different else None))
     return findings
 
 

@@ -34,7 +34,7 @@ from bigtrain.models.equivalence.trial import (
 )
 from bigtrain.models.experts import auxiliary_loss
 from bigtrain.models.layers.chunked_loss import ChunkedLoss
-from bigtrain.models.layers.loss_plan import LossPlan
+from bigtrain.models.layers.plans import LossPlan
 from bigtrain.models.layers.token_loss import IGNORED_LABEL
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import RunConfig

@@ -15,29 +15,17 @@ from transformers import PreTrainedConfig
 
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.models.build import empty_model
-from bigtrain.models.configuration import scores_samples
+from bigtrain.models.configuration import num_trained_mtp_layers, scores_samples
 from bigtrain.models.equivalence.cache_key import trial_key
-from bigtrain.models.equivalence.document_isolation import plan_isolation
-from bigtrain.models.equivalence.expert_parallel import check_expert_balance, check_expert_parallel
-from bigtrain.models.equivalence.loss import choose_loss
-from bigtrain.models.equivalence.multi_token import check_mtp_layers
 from bigtrain.models.equivalence.parameter_plan import (
     GradientReach,
     ParameterPlan,
     find_gradient_reach,
     plan_parameters,
 )
-from bigtrain.models.equivalence.pipeline_stages import plan_stages
-from bigtrain.models.equivalence.scoring import check_scoring
-from bigtrain.models.equivalence.sequence_parallel import check_sequence_parallel
-from bigtrain.models.equivalence.tiles import choose_tiles
-from bigtrain.models.layers.adapter_checks import check_adapters
 from bigtrain.models.layers.document_attention import Isolation
-from bigtrain.models.layers.float8 import NO_FLOAT8, Float8Plan, plan_float8
-from bigtrain.models.layers.loss_plan import LossPlan
 from bigtrain.models.layers.parameters import check_frozen, freeze
-from bigtrain.models.layers.tiled_mlp import NO_TILES, TilePlan
-from bigtrain.models.parallel.hidden_matrices import check_matrices
+from bigtrain.models.layers.plans import NO_FLOAT8, NO_TILES, Float8Plan, LossPlan, TilePlan
 from bigtrain.models.parallel.stage_layout import StagePlan
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import RunConfig
@@ -72,8 +60,11 @@ def choose(
     """Return the plan for a run with the micro-batches of `plan`, or the settings that the model's
     code rules out. Takes a second or so for each of parallelism and packing; call
     `check_tensor_size` first."""
-    if problems := check_mtp_layers(hf_config, config.objective.mtp_weight):
-        return None, problems
+    if num_trained_mtp_layers(hf_config):
+        from bigtrain.models.equivalence.multi_token import check_mtp_layers
+
+        if problems := check_mtp_layers(hf_config, config.objective.mtp_weight):
+            return None, problems
     length = config.batch.sequence_length
     reach = find_gradient_reach(hf_config, length, config.model.attention)
     if reach.failure:
@@ -87,10 +78,16 @@ def choose(
     problems, stages, isolation = try_model(config, hf_config, reach)
     if problems:
         return None, problems
+    from bigtrain.models.equivalence.loss import choose_loss
+
     loss, problems = choose_loss(config, hf_config, plan)
     float8, float8_problems = choose_float8(config, hf_config, plan)
     parameters = plan_parameters(config, hf_config, reach)
-    tiles, tile_problems = choose_tiles(config, hf_config, plan, parameters.float32_names)
+    tiles, tile_problems = NO_TILES, list[Problem]()
+    if config.model.tiled_mlp != "off":
+        from bigtrain.models.equivalence.tiles import choose_tiles
+
+        tiles, tile_problems = choose_tiles(config, hf_config, plan, parameters.float32_names)
     model_plan = ModelPlan(stages, isolation, loss, parameters, float8, tiles)
     return model_plan, [*problems, *float8_problems, *tile_problems]
 
@@ -101,6 +98,8 @@ def choose_float8(
     """Return the layers of a run that compute in float8, or why none can."""
     if config.precision.float8 == "none":
         return NO_FLOAT8, []
+    from bigtrain.models.layers.float8 import plan_float8
+
     model = empty_model(hf_config)
     num_tokens = plan.micro_batch_tokens // config.parallel.degrees.sequence_size
     return plan_float8(model, config.precision.float8, config.parallel.tensor, num_tokens)
@@ -124,24 +123,39 @@ def try_model(
     attention, parallel = config.model.attention, config.parallel
     degrees = parallel.degrees
     length = config.batch.sequence_length
+    moe = config.moe
+    router_losses = moe.auxiliary_loss == "global_batch" or moe.z_loss_coefficient > 0
     problems: list[Problem] = []
     # Checks of single settings; most need no proxy model.
     if scores_samples(hf_config):
+        from bigtrain.models.equivalence.scoring import check_scoring
+
         key = "model.path" if config.model.path is not None else "model.config"
         problems += check_scoring(hf_config, attention, length, key)
     if config.model.frozen:
         problems += check_frozen(empty_model(hf_config), config.model.frozen)
     if config.adapters is not None:
+        from bigtrain.models.layers.adapter_checks import check_adapters
+
         problems += check_adapters(empty_model(hf_config), config.adapters)
     if config.optimizer.facts.beside is not None and not problems:
+        from bigtrain.models.parallel.hidden_matrices import check_matrices
+
         model = empty_model(hf_config)
         freeze(model, config.model.frozen)
         problems += check_matrices(model, config.optimizer)
-    problems += check_expert_balance(config, hf_config, reach)
+    if router_losses or moe.bias_update_rate:
+        from bigtrain.models.equivalence.expert_parallel import check_expert_balance
+
+        problems += check_expert_balance(config, hf_config, reach)
+    from bigtrain.models.equivalence.document_isolation import plan_isolation
+
     isolation, isolation_problems = plan_isolation(config, hf_config)
     problems += isolation_problems
     # Trials of parallelism take a second or more each: none after a problem.
     if degrees.sequence_size > 1 and not problems:
+        from bigtrain.models.equivalence.sequence_parallel import check_sequence_parallel
+
         problems += check_sequence_parallel(
             hf_config,
             attention,
@@ -152,13 +166,15 @@ def try_model(
             ring_size=degrees.ring_size,
         )
     if parallel.expert > 1 and not problems:
+        from bigtrain.models.equivalence.expert_parallel import check_expert_parallel
+
         problems += check_expert_parallel(
             hf_config, attention, parallel.expert, sequence_length=length
         )
     stages = None
     if parallel.pipeline > 1 and not problems:
-        moe = config.moe
-        router_losses = moe.auxiliary_loss == "global_batch" or moe.z_loss_coefficient > 0
+        from bigtrain.models.equivalence.pipeline_stages import plan_stages
+
         stages, problems = plan_stages(
             hf_config, attention, parallel.pipeline, length, router_losses=router_losses
         )

@@ -17,19 +17,10 @@ from transformers.initialization import no_init_weights
 
 from bigtrain.models.build import empty_model
 from bigtrain.models.configuration import auto_class, num_counted_mtp_layers, num_trained_mtp_layers
-from bigtrain.models.equivalence.proxy_model import (
-    MODEL_FAILURES,
-    build_proxy_model,
-    failure_text,
-    proxy_tokens,
-)
-from bigtrain.models.equivalence.reductions import smaller, with_heads
-from bigtrain.models.equivalence.thresholds import cross_thresholds
 from bigtrain.models.experts import auxiliary_loss, selection_biases
 from bigtrain.models.layers.document_masks import document_boundaries
 from bigtrain.models.layers.parameter_roles import collapsed, parameter_roles
 from bigtrain.models.layers.parameters import freeze, freeze_named
-from bigtrain.models.parallel.hidden_matrices import hidden_matrices
 from bigtrain.models.torch_patches import OperatorMode
 from bigtrain.models.transformers_patches import computed_in_float32
 from bigtrain.settings.run_config import RunConfig
@@ -112,13 +103,18 @@ def plan_parameters(
     decaying, decayed_before = _decays(model, unreached)
     frozen = [n for n, p in model.named_parameters() if not p.requires_grad and n not in biases]
     has_matrix_optimizer = config.optimizer.facts.beside is not None
+    matrices: tuple[str, ...] = ()
+    if has_matrix_optimizer:
+        from bigtrain.models.parallel.hidden_matrices import hidden_matrices
+
+        matrices = tuple(collapsed(hidden_matrices(model)))
     return ParameterPlan(
         untrained=untrained,
         frozen=tuple(frozen),
         float32_names=float32_names,
         decaying=tuple(decaying),
         decayed_before=tuple(decayed_before),
-        matrices=tuple(collapsed(hidden_matrices(model))) if has_matrix_optimizer else (),
+        matrices=matrices,
         unreached=tuple(unreached),
         reason="; ".join(reasons),
     )
@@ -193,12 +189,16 @@ def find_gradient_reach(
     """
     config, tokens = copy.deepcopy(hf_config), min(sequence_length, PROBE_TOKENS)
     if sequence_length > tokens:
+        from bigtrain.models.equivalence.thresholds import cross_thresholds
+
         cross_thresholds(config, sequence_length, tokens)
     with torch.random.fork_rng(devices=[]):  # constructors may draw numbers
         try:
             return GradientReach(_on_meta(config, tokens))
         except Exception:  # whatever model code does with tensors without values
             pass
+        from bigtrain.models.equivalence.proxy_model import MODEL_FAILURES, failure_text
+
         try:
             return GradientReach(_on_cpu(config, attention, tokens))
         except NotImplementedError:
@@ -225,6 +225,9 @@ def _on_meta(hf_config: PreTrainedConfig, tokens: int) -> tuple[str, ...]:
 
 
 def _on_cpu(hf_config: PreTrainedConfig, attention: str, tokens: int) -> tuple[str, ...]:
+    from bigtrain.models.equivalence.proxy_model import build_proxy_model, proxy_tokens
+    from bigtrain.models.equivalence.reductions import smaller, with_heads
+
     model = build_proxy_model(hf_config, attention, smaller(with_heads(2)), all_layers=True)
     model.train()
     return _unreached(model, proxy_tokens(model, tokens))

@@ -15,7 +15,8 @@ from bigtrain.models.equivalence.proxy_model import MODEL_FAILURES, build_proxy_
 from bigtrain.models.equivalence.reductions import smaller, with_heads
 from bigtrain.models.equivalence.trial import GRADIENT, LOSS, Results, Tolerance, Trial
 from bigtrain.models.layers.adapter_targets import find_parameters
-from bigtrain.models.layers.tiled_mlp import NO_TILES, TilePlan, Tiles, find_mlps
+from bigtrain.models.layers.plans import NO_TILES, TilePlan
+from bigtrain.models.layers.tiled_mlp import Tiles, find_mlps
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.settings.sections.model import auto_tiles

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
@@ -16,8 +16,10 @@ from transformers import PreTrainedModel
 from bigtrain.models.equivalence.proxy_model import proxy_tokens
 from bigtrain.models.experts import auxiliary_loss
 from bigtrain.models.layers.parameters import has_score_head
-from bigtrain.models.parallel.ring_attention import Message, Wait
 from bigtrain.models.parallel.sharding import Shard
+
+if TYPE_CHECKING:
+    from bigtrain.models.parallel.ring_attention import Message, Wait
 
 OUTPUT, LOSS, GRADIENT = "output", "loss", "gradient"
 """Categories of compared tensors, in the order of a step."""

@@ -42,7 +42,8 @@ from bigtrain.models.weights.older_readers import (
     write_json,
 )
 from bigtrain.models.weights.weight_files import stored_tensors
-from bigtrain.system.storage.copies import WEIGHT_SUFFIXES, local_path
+from bigtrain.system.storage.local_path import local_path
+from bigtrain.system.storage.stores import WEIGHT_SUFFIXES
 
 BASE = "base"
 """Folder of a run directory with the record of its base."""

@@ -25,7 +25,6 @@ from bigtrain.models.layers.document_masks import (
     edges_of_documents,
     lengths_of_documents,
 )
-from bigtrain.models.layers.rotary import choose_by_document
 from bigtrain.models.transformers_patches import attention_name
 
 IMPLEMENTATIONS = {name: f"bigtrain_documents_{name}" for name in ("sdpa", "eager")}
@@ -210,6 +209,8 @@ class Isolation:
     def install(self, model: PreTrainedModel) -> None:
         """Make `model` isolate documents in this way."""
         if self.method != "none":
+            from bigtrain.models.layers.rotary import choose_by_document
+
             choose_by_document(model)
         if self.method == "documents":
             attend_by_document(model)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -23,6 +22,7 @@ from bigtrain.errors import Problem
 from bigtrain.models.layers.adapter_names import computing_modules
 from bigtrain.models.layers.parameter_roles import Role, parameter_roles
 from bigtrain.models.layers.parameters import decoder_layers
+from bigtrain.models.layers.plans import NO_FLOAT8, Float8Plan
 from bigtrain.models.torch_patches import shadow
 from bigtrain.settings.sections.model import Float8
 
@@ -45,30 +45,15 @@ def unit_of(recipe: Float8) -> int:
     return 32 if recipe == "mxfp8" else 16
 
 
-@dataclass(frozen=True)
-class Float8Plan:
-    """Linear layers whose products are in float8, by names in the model without adapters, and a
-    human-readable line about them. is_emulated: for a CPU."""
-
-    recipe: Float8 = "none"
-    names: tuple[str, ...] = ()
-    is_emulated: bool = False
-    reason: str = ""
-
-    def install(self, model: PreTrainedModel) -> None:
-        """Replace the layers' forward methods. Call it after adapters are added, and before
-        layers are sharded or removed."""
-        if self.recipe == "none":
-            return
-        product = float8_product(self.recipe, is_emulated=self.is_emulated)
-        modules = computing_modules(model)
-        for name in self.names:
-            layer = getattr(modules[name], "base_layer", modules[name])
-            shadow(layer, "product", product)
-            shadow(layer, "forward", partial(_forward, layer, product))
-
-
-NO_FLOAT8 = Float8Plan()
+def install_float8(model: PreTrainedModel, plan: Float8Plan) -> None:
+    """Replace the forward methods of the plan's layers. Call it after adapters are added, and
+    before layers are sharded or removed."""
+    product = float8_product(plan.recipe, is_emulated=plan.is_emulated)
+    modules = computing_modules(model)
+    for name in plan.names:
+        layer = getattr(modules[name], "base_layer", modules[name])
+        shadow(layer, "product", product)
+        shadow(layer, "forward", partial(_forward, layer, product))
 
 
 def _forward(layer: Any, product: Product, x: torch.Tensor) -> torch.Tensor:

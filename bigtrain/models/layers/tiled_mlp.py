@@ -25,7 +25,6 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from transformers import PreTrainedModel
 
 from bigtrain.errors import ModelError
-from bigtrain.models.layers.adapter_names import computing_modules
 from bigtrain.models.layers.adapter_targets import layers_of, stacks_of
 from bigtrain.models.layers.gradient_parts import GradientSum, substituted
 from bigtrain.models.layers.parameter_roles import ParameterRole, Role, parameter_roles
@@ -66,28 +65,6 @@ def find_mlps(model: PreTrainedModel) -> list[str]:
         for leaf, child in layer.named_children()
         for mlp in mlps_in(f"{name}.{leaf}", child)
     ]
-
-
-@dataclass(frozen=True)
-class TilePlan:
-    """The modules of a run's model that are computed in tiles of `tile_tokens` tokens at most, and
-    why, as a human-readable line."""
-
-    modules: tuple[str, ...] = ()
-    tile_tokens: int = 1
-    reason: str = ""
-
-    def install(self, model: PreTrainedModel) -> None:
-        """Make the modules compute in tiles. Call it when the model is complete: split, sharded,
-        with adapters and kernels. Skips modules of other pipeline stages."""
-        modules = computing_modules(model)
-        for name in self.modules:
-            module = modules.get(name)
-            if module is not None and not getattr(module, "is_placeholder", False):
-                Tiles(module, self.tile_tokens)
-
-
-NO_TILES = TilePlan()
 
 
 def tiled_modules(model: nn.Module) -> list[nn.Module]:

@@ -25,6 +25,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from bigtrain.errors import ModelError
+from bigtrain.models.experts import EXCHANGE
 from bigtrain.models.parallel.collectives import Group, RowExchange, exchange_rows, summed
 from bigtrain.models.parallel.sharding import Shard, even_ranges, full_shape, tag_shard
 from bigtrain.models.torch_patches import shadow, shadowed
@@ -32,7 +33,6 @@ from bigtrain.models.transformers_patches import expanded_plan
 
 _MODULE, _STACK = "ep_dispatch_experts", "grouped_gemm"
 _ARGUMENTS = ("self", "hidden_states", "top_k_index", "top_k_weights")
-_EXCHANGE = "bigtrain_row_exchange"
 
 
 @dataclass(frozen=True)
@@ -130,15 +130,8 @@ def shard_experts(
             if tensor is not None and parameter.requires_grad:
                 parameter.register_hook(partial(summed, group=tensor))
         dispatch = _Dispatch(module, experts.num_experts, exchange)
-        shadow(module, _EXCHANGE, exchange)
+        shadow(module, EXCHANGE, exchange)
         shadow(module, "forward", dispatch if tensor is None else _Sliced(dispatch, tensor))
-
-
-def exchange_of(module: Any) -> RowExchange | None:
-    """Return the exchange of the ranks that divide this `module` of experts; None if it is not
-    divided."""
-    exchange: RowExchange | None = vars(module).get(_EXCHANGE)
-    return exchange
 
 
 def check_divides(experts: Experts, size: int) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from bigtrain.errors import ConfigError, ModelError, Problem, one_line
-from bigtrain.models.tracing.trace_process import NoTraceProcessError, trace_apart
 from bigtrain.planner.model_costs import (
     AdapterCosts,
     ModelCosts,
@@ -133,6 +132,8 @@ def _key(
 
 def _trace(config: RunConfig, hf_config: Any) -> ModelCosts:
     if hf_config is None and "torch" not in sys.modules:
+        from bigtrain.models.tracing.trace_process import NoTraceProcessError, trace_apart
+
         with suppress(NoTraceProcessError):
             trains_mtp = config.objective.mtp_weight > 0
             return trace_apart(_section(config), config.precision.dtype, trains_mtp=trains_mtp)

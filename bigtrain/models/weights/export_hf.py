@@ -25,7 +25,6 @@ from bigtrain.models.layers.parameters import names_of
 from bigtrain.models.transformers_patches import computed_in_float32, dtype_plan, names_not_saved
 from bigtrain.models.weights.checksums import TOKENIZER_FILES
 from bigtrain.models.weights.lazy_tensors import LazyTensor, forget_computed
-from bigtrain.models.weights.mtp_names import MtpNames
 from bigtrain.models.weights.older_readers import rewrite_tokenizer_config
 from bigtrain.system.text_record import RECORD_NAME
 
@@ -118,6 +117,8 @@ def _copies_for_mtp_layers(
 ) -> dict[str, torch.Tensor]:
     """Return embedding and head under the names of their copies for multi-token prediction layers,
     for a model without a base. An export with a base has the base's copies."""
+    from bigtrain.models.weights.mtp_names import MtpNames
+
     names = MtpNames.find(model)
     modules = {module: f"{name}.weight" for name, module in model.named_modules()}
     table = stored[modules[model.get_input_embeddings()]]
@@ -133,6 +134,8 @@ def stored_names(model: Any, state: Mapping[str, torch.Tensor]) -> dict[str, tor
     if layers is None:
         plain: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(state))
         return plain
+    from bigtrain.models.weights.mtp_names import MtpNames
+
     names = MtpNames.find(model)
     as_layers = {names.as_layer(name): tensor for name, tensor in state.items()}
     reverted = revert_weight_conversion(model, as_layers)

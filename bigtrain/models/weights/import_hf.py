@@ -33,7 +33,6 @@ from bigtrain.models.weights.lazy_tensors import (
     forget_computed,
     narrowed,
 )
-from bigtrain.models.weights.mtp_names import MtpNames, load_mtp_layers
 from bigtrain.models.weights.weight_files import (
     REWRITE,
     StoredTensor,
@@ -42,7 +41,7 @@ from bigtrain.models.weights.weight_files import (
     stored_tensors_of,
     weight_files,
 )
-from bigtrain.system.storage.copies import local_path
+from bigtrain.system.storage.local_path import local_path
 
 _SHOWN = 5
 _UNKNOWN = ": the model has none"
@@ -195,6 +194,8 @@ def _load_all(
     add these layers and load their tensors, which are otherwise unused. Return the names in files
     that repeat a parameter of the model, with the parameter's name, and the problems."""
     trains = num_trained_mtp_layers(hf_config) > 0
+    from bigtrain.models.weights.mtp_names import MtpNames, load_mtp_layers
+
     names = MtpNames.find(model) if trains else MtpNames.find_known(model)
     if names is None:
         return {}, _load(model, dict(lazy), origins)

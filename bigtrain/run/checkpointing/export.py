@@ -14,7 +14,6 @@ from bigtrain import __version__
 from bigtrain.engine.checkpoint.lazy import open_weights
 from bigtrain.errors import CheckpointError, ModelError
 from bigtrain.models.configuration import GENERATION_CONFIG, load_hf_config, with_mtp_layers
-from bigtrain.models.export.adapters import export_adapter, merged_weights, probe_beside
 from bigtrain.models.export.base_record import BaseRecord
 from bigtrain.models.export.verified import Probe, export_model, probe_of
 from bigtrain.models.weights.export_hf import MAX_SHARD_SIZE
@@ -53,8 +52,7 @@ def export_run(
     directory = checkpoints.find(run_directory, step, warn=warn)
     state = checkpoints.read_state(directory)
     config = RunConfig.model_validate(state["config"])
-    # The model's configuration as the run directory has it: a directory or Hub name of
-    # `config.model` may be deleted or changed by now.
+    # As the run directory has it: the model of `config.model` may be deleted or changed by now.
     section = ModelSection(config=str(run_directory / MODEL_CONFIG), type=config.model.type)
     hf_config = with_mtp_layers(load_hf_config(section), trains=config.objective.mtp_weight > 0)
     _refuse_options(directory, state, config, merge=merge, average=average)
@@ -65,12 +63,14 @@ def export_run(
     library = "transformers" if config.adapters is None or merge else "peft"
     card = model_card(config, state["step"], run_directory / "metrics.jsonl", library=library)
     if config.adapters is not None:
+        from bigtrain.models.export.adapters import export_adapter
+
         # Compare the base with the base that the adapters were trained on; reads all base files.
         assert config.model.path is not None
         base = find_weights(config.model.path, hf_config, seed=config.seed)
         refuse_other_base(state, base_sums(base.files), directory)
         if not merge:
-            notes = export_adapter(
+            for note in export_adapter(
                 weights,
                 config.adapters,
                 config.model.path,
@@ -82,15 +82,14 @@ def export_run(
                 generation_config=run_directory / MODEL_CONFIG / GENERATION_CONFIG,
                 card=card,
                 replace=replace,
-            )
-            for note in notes:
+            ):
                 warn(f"{output}: {note}")
             return int(state["step"])
         weights, probe = _merged(weights, config, base, hf_config, probe=probe, warn=warn)
     if average:
         probe = probe_of(weights, hf_config, probe)
-        decay = state["engine"]["ema"]
-        card += f"\nThe weights are a moving average (decay {decay:g} per update).\n"
+        ema = state["engine"]["ema"]
+        card += f"\nThe weights are a moving average (decay {ema:g} per update).\n"
     write_export(
         run_directory,
         output,
@@ -182,6 +181,8 @@ def _merged(
     warn: Callable[[str], None],
 ) -> tuple[Mapping[str, torch.Tensor], Probe]:
     """Return the base with the adapters merged, and the logits to compare its export with."""
+    from bigtrain.models.export.adapters import merged_weights, probe_beside
+
     adapters = config.adapters
     assert adapters is not None
     if adapters.is_quantized:

@@ -22,11 +22,6 @@ CHUNK_BYTES = 8 << 20
 """Bytes sent at a time: two buffers of it are all the memory that a transfer takes."""
 
 
-def keeper_of(hosts: Sequence[str], rank: int) -> int:
-    """Return the rank that keeps the directory of the host of `rank`: its first. hosts: by rank."""
-    return hosts.index(hosts[rank])
-
-
 @dataclass(frozen=True)
 class Partners:
     """Partner of each rank on the next host: it gets a copy of the rank's file."""

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from bigtrain.data.shards.verification import rank_slice
 from bigtrain.engine.checkpoint.snapshot import read_weights, restore_weights
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.errors import CheckpointError, ConfigError, ModelError, Problem
@@ -21,7 +20,6 @@ from bigtrain.models.weights.checksums import (
     sum_of,
 )
 from bigtrain.models.weights.import_hf import Weights, find_weights
-from bigtrain.models.weights.vocabulary import base_configuration, grown_weights
 from bigtrain.run.checkpointing import checkpoints
 from bigtrain.run.context import RunContext
 from bigtrain.run.preflight import Inputs
@@ -69,6 +67,8 @@ class WeightsSource:
         key = KEY if config.model.path is None else "model.path"
         hf_config, growth = inputs.hf_config, inputs.growth
         if growth is not None:
+            from bigtrain.models.weights.vocabulary import base_configuration
+
             hf_config = base_configuration(hf_config, growth)
         return find_weights(self.hugging_face, hf_config, key, seed=config.seed)
 
@@ -98,6 +98,8 @@ class WeightsSource:
             # Add rows to the embedding and the head if the vocabulary grows.
             growth, model = inputs.growth, context.config.model
             if growth is not None:
+                from bigtrain.models.weights.vocabulary import grown_weights
+
                 weights = grown_weights(
                     weights,
                     inputs.hf_config,
@@ -141,6 +143,8 @@ def verify_weights(context: RunContext, weights: Weights) -> Sums:
         try:
             files = [path.absolute() for path in files_read_with(weights.files)]
             sizes = [path.stat().st_size for path in files]
+            from bigtrain.data.shards.verification import rank_slice
+
             for file in (files[n] for n in rank_slice(sizes, world.rank, world.size)):
                 sums[str(file)] = sum_of(file)
             problems += changes_of(sums, directory, context.directory)

@@ -24,14 +24,17 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from bigtrain.errors import CheckpointError, CorruptCheckpointError
 from bigtrain.run.checkpointing import checkpoints
+from bigtrain.run.context import RunContext
 from bigtrain.run.health import fencing
+from bigtrain.run.run_log import RunLog
+from bigtrain.settings.sections.running import DEFAULT_MEMORY_DIRECTORY
 from bigtrain.system.files import write_whole
 
 MOST_HOURS = 24
@@ -40,6 +43,16 @@ MOST_HOURS = 24
 _LOCK = "lock"
 _NAME = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}")
 _LOCK_SECONDS = 10.0  # processes of an earlier launch may be ending
+
+
+@dataclass(frozen=True)
+class MemoryCheckpoint:
+    """Checkpoint that all remaining hosts together have completely. digest: of the manifest.
+    source: the first rank that keeps a directory with it."""
+
+    step: int
+    digest: str
+    source: int
 
 
 @dataclass(frozen=True)
@@ -157,6 +170,23 @@ def commit_directory(partial: Path) -> Path:
         shutil.rmtree(final)
     partial.rename(final)
     return final
+
+
+def keeper_of(hosts: Sequence[str], rank: int) -> int:
+    """Return the rank that keeps the directory of the host of `rank`: its first. hosts: by rank."""
+    return hosts.index(hosts[rank])
+
+
+def remove_left_over(context: RunContext, log: RunLog, keep: Path | None) -> None:
+    """Remove directories in memory that earlier runs left on this rank's host, except `keep`. Not
+    collective."""
+    if keeper_of(context.hosts, context.world.rank) != context.world.rank:
+        return
+    section = context.config.checkpoint.memory
+    mount = DEFAULT_MEMORY_DIRECTORY if section is None else section.directory
+    number = remove_stale(mount, keep, context.directory)
+    if number:
+        log.info(f"removed {number} left-over directories of checkpoints in memory from {mount}")
 
 
 def remove_stale(mount: str, keep: Path | None, run_directory: Path) -> int:

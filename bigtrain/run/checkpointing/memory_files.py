@@ -23,31 +23,21 @@ from bigtrain.engine.startup.long_work import on_all_ranks, on_main_rank
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.errors import CheckpointError, CorruptCheckpointError
 from bigtrain.run.checkpointing import checkpoints
-from bigtrain.run.checkpointing.host_files import keeper_of, receive_file, send_file
+from bigtrain.run.checkpointing.host_files import receive_file, send_file
 from bigtrain.run.checkpointing.memory_directory import (
+    MemoryCheckpoint,
     MemoryDirectory,
     commit_directory,
-    remove_stale,
+    keeper_of,
     steps_of_attempts,
     stored_at,
 )
 from bigtrain.run.context import RunContext
 from bigtrain.run.run_log import RunLog
-from bigtrain.settings.sections.running import DEFAULT_MEMORY_DIRECTORY
 
 Result = TypeVar("Result")
 
 _DOCUMENTS = (checkpoints.MANIFEST, checkpoints.STATE, checkpoints.LAYOUT)
-
-
-@dataclass(frozen=True)
-class MemoryCheckpoint:
-    """Checkpoint that all remaining hosts together have completely. digest: of the manifest.
-    source: the first rank that keeps a directory with it."""
-
-    step: int
-    digest: str
-    source: int
 
 
 @dataclass
@@ -390,15 +380,3 @@ def open_memory_files(
     directory = MemoryDirectory.of(section.directory, context.directory, run_id)
     files = MemoryFiles(context, directory)
     return files if files.is_opened(log, create=create) else None
-
-
-def remove_left_over(context: RunContext, log: RunLog, keep: MemoryFiles | None) -> None:
-    """Remove directories in memory that earlier runs left on this rank's host, except `keep`. Not
-    collective."""
-    if keeper_of(context.hosts, context.world.rank) != context.world.rank:
-        return
-    section = context.config.checkpoint.memory
-    mount = DEFAULT_MEMORY_DIRECTORY if section is None else section.directory
-    number = remove_stale(mount, None if keep is None else keep.directory.path, context.directory)
-    if number:
-        log.info(f"removed {number} left-over directories of checkpoints in memory from {mount}")

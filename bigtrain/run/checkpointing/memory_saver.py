@@ -31,11 +31,10 @@ from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.errors import CheckpointError
 from bigtrain.run.checkpointing import checkpoints
 from bigtrain.run.checkpointing.host_files import Partners, exchange_files
-from bigtrain.run.checkpointing.memory_directory import write_documents
+from bigtrain.run.checkpointing.memory_directory import remove_left_over, write_documents
 from bigtrain.run.checkpointing.memory_files import (
     MemoryFiles,
     open_memory_files,
-    remove_left_over,
 )
 from bigtrain.run.checkpointing.saver import Saver
 from bigtrain.run.context import RunContext
@@ -316,11 +315,9 @@ class MemorySaver:
 @contextmanager
 def memory_of_earlier_launch(context: RunContext, log: RunLog) -> Iterator[MemoryFiles | None]:
     """Open what earlier launches of the run left in memory of the hosts, until the end of the
-    block; None if ``checkpoint.memory`` is absent, the run is new, or a host cannot. Collective."""
-    files = None
-    if context.config.checkpoint.memory is not None:
-        run_id = context.long_work.on_main_rank(lambda: checkpoints.read_run_id(context.directory))
-        files = open_memory_files(context, log, run_id, create=False)
+    block; None if the run is new, or a host cannot. Collective."""
+    run_id = context.long_work.on_main_rank(lambda: checkpoints.read_run_id(context.directory))
+    files = open_memory_files(context, log, run_id, create=False)
     try:
         yield files
     finally:
@@ -336,15 +333,15 @@ def memory_saver_of(
     saver: Saver,
     files: MemoryFiles | None,
 ) -> Iterator[MemorySaver | None]:
-    """Return the saver of checkpoints in memory; None if ``checkpoint.memory`` is absent, or, with
-    a line, if a host cannot write them. Collective; the run directory must be claimed. `files`:
+    """Return the saver of checkpoints in memory; None, with a line, if a host cannot write them.
+    Collective; the run directory must be claimed. `files`:
     from before the resume. Removes what earlier runs left in memory of the hosts."""
     if files is None:
         files = open_memory_files(context, log, saver.identity.run, create=True)
     elif not files.is_opened(log):
         files = None
-    remove_left_over(context, log, files)
-    if context.config.checkpoint.memory is None or files is None:
+    remove_left_over(context, log, None if files is None else files.directory.path)
+    if files is None:
         yield None
         return
     with MemorySaver(context, log, engine, saver, files) as memory_saver:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bigtrain.data.samples.phases import Phase, differences, first_phase
 from bigtrain.data.samples.sample_stream import StreamPosition
@@ -26,15 +26,18 @@ from bigtrain.run.checkpointing.changed_settings import (
     resumed_phases,
 )
 from bigtrain.run.checkpointing.initialize import BaseWeights
-from bigtrain.run.checkpointing.memory_files import MemoryCheckpoint, MemoryFiles
+from bigtrain.run.checkpointing.memory_directory import MemoryCheckpoint
 from bigtrain.run.context import RunContext
-from bigtrain.run.diagnostics.replica_watch import Differing
 from bigtrain.run.health import fencing
 from bigtrain.run.preflight import Inputs
 from bigtrain.run.reporting.progress import OUTPUT_REMEDY
 from bigtrain.run.run_log import RunLog
 from bigtrain.run.state import BestSoFar, GuardState, TrainState
 from bigtrain.system.files import writing
+
+if TYPE_CHECKING:
+    from bigtrain.run.checkpointing.memory_files import MemoryFiles
+    from bigtrain.run.diagnostics.replica_watch import Differing
 
 _Loadable = tuple[Path, dict[str, Any]]
 """Directory of a checkpoint and its ``state.json``."""

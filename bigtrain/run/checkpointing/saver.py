@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,11 +34,13 @@ from bigtrain.run.checkpointing.initialize import BaseWeights
 from bigtrain.run.checkpointing.retention import retain
 from bigtrain.run.context import RunContext
 from bigtrain.run.preflight import Inputs
-from bigtrain.run.reporting.run_copies import RunCopies
 from bigtrain.run.run_directory import describe_environment
 from bigtrain.run.run_log import RunLog
 from bigtrain.run.state import TrainState
 from bigtrain.system.machine import local_world_size, this_machine
+
+if TYPE_CHECKING:
+    from bigtrain.run.reporting.run_copies import RunCopies
 
 # Time that an error that ends the run waits for a save in progress. If another rank has died,
 # the save fails immediately.

@@ -24,8 +24,8 @@ from torch import nn
 
 from bigtrain.engine.startup.cpu_collectives import gather_on_main
 from bigtrain.engine.train_engine import TrainEngine
+from bigtrain.models.experts import exchange_of
 from bigtrain.models.layers.parameters import decoder_layers, local_shape
-from bigtrain.models.parallel.experts import exchange_of
 from bigtrain.run.context import RunContext
 from bigtrain.run.diagnostics.step_clock import StepTimes
 from bigtrain.run.run_log import RunLog

@@ -18,8 +18,6 @@ from bigtrain.system.storage.copies import copy_tree
 from bigtrain.system.storage.remote_file import store_of
 from bigtrain.system.storage.stores import joined, with_retries
 
-STOPPED_WAIT_SECONDS = 20.0
-"""Limit for a copy in progress when a signal stops the run: a scheduler waits half a minute."""
 _RUN_FILES = ("config.json", "deepspeed.json", "environment.json", "run_id")
 _RUN_FOLDERS = ("model_config", "tokenizer")
 _LAST = "manifest.json"

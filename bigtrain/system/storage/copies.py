@@ -19,10 +19,10 @@ from pathlib import Path
 from bigtrain.errors import without_secrets
 from bigtrain.system.storage.remote_file import resumed, store_of
 from bigtrain.system.storage.stores import (
+    WEIGHT_SUFFIXES,
     NotFoundError,
     RemoteStat,
     StorageError,
-    is_address,
     joined,
     with_retries,
 )
@@ -30,8 +30,6 @@ from bigtrain.system.user_cache import cache_directory
 
 MARK = "copying.json"
 _KNOWN = ".fetched.json"
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
-"""Suffixes of files that contain a model's weights."""
 
 Wanted = Callable[[str], bool]
 
@@ -155,12 +153,6 @@ def fetched_copy(address: str, directory: Path, weights: bool) -> Path:
             "BIGTRAIN_CACHE"
         ) from None
     return directory
-
-
-def local_path(name: str, *, weights: bool = True) -> str:
-    """Return `name`, or for an address the directory of this host that has a copy. Raises as
-    `local_copy`."""
-    return str(local_copy(name, weights=weights)) if is_address(name) else name
 
 
 def _fetch(address: str, stat: RemoteStat, target: Path) -> int:

@@ -16,6 +16,9 @@ from urllib.parse import unquote
 
 from bigtrain.errors import DataError, without_secrets
 
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
+"""Suffixes of files that contain a model's weights."""
+
 
 @dataclass(frozen=True)
 class RemoteStat:

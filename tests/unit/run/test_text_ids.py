@@ -34,7 +34,7 @@ from bigtrain.models.lm_eval_tasks import harness_model
 from bigtrain.models.text_ids import ShardTextIds, model_text_ids
 from bigtrain.models.weights.import_hf import find_weights
 from bigtrain.run.checkpointing.export import write_export
-from bigtrain.run.evaluation import Prompts
+from bigtrain.run.live_model import Prompts
 from bigtrain.run.preflight import Inputs, inspect_inputs
 from bigtrain.run.run_directory import MODEL_CONFIG, write_run_directory
 from bigtrain.settings.hf_config_keys import listed_ids

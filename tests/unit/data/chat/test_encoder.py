@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from bigtrain.data.chat.document_forms import RenderedChat
 from bigtrain.data.chat.encoder import ChatEncoder
 from bigtrain.data.chat.token_bytes import token_bytes
-from bigtrain.data.documents.conversations import ConversationError, conversation_bytes
-from bigtrain.data.tokenizers.chat_template import ChatTemplate
+from bigtrain.data.documents.conversations import conversation_bytes
+from bigtrain.data.tokenizers.chat_template import ChatTemplate, ConversationError
 from bigtrain.data.tokenizers.encoders import FAST_ENCODERS, Encoder, ReferenceEncoder
 from bigtrain.data.tokenizers.tokenizer import describe
 from bigtrain.errors import DataError

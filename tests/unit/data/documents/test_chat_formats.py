@@ -10,7 +10,8 @@ import orjson
 import pytest
 
 from bigtrain.data.documents.chat_formats import FORMATS, Conversations, document_in, nearest
-from bigtrain.data.documents.conversations import ConversationError, conversation_bytes
+from bigtrain.data.documents.conversations import conversation_bytes
+from bigtrain.data.tokenizers.chat_template import ConversationError
 
 TOOLS = [{"type": "function", "function": {"name": "time", "parameters": {}}}]
 MESSAGES = [

@@ -10,8 +10,8 @@ import torch
 
 from bigtrain.data.loading.collator import BatchOptions, BatchReader
 from bigtrain.data.loading.micro_batch import MicroBatch
-from bigtrain.data.samples.mixture import MixedSamples
-from bigtrain.data.samples.rated import RatedSamples, labels_of
+from bigtrain.data.samples.mixture import MixedSamples, labels_of
+from bigtrain.data.samples.rated import RatedSamples
 from bigtrain.data.samples.token_stream import PackedWindows, split_stream
 from bigtrain.data.shards.dataset import TokenDataset, open_dataset
 from bigtrain.errors import DataError

@@ -16,8 +16,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from bigtrain.data.tokenizers import encoders
 from bigtrain.data.tokenizers import equivalence as encoder_checks
 from bigtrain.data.tokenizers.cache import _changes, _normal, fingerprint, get_cached_tokenizer
+from bigtrain.data.tokenizers.edge_cases import SENTENCES
 from bigtrain.data.tokenizers.encoders import GigatokenEncoder
-from bigtrain.data.tokenizers.equivalence import SENTENCES, check_equivalence, choose_encoder
+from bigtrain.data.tokenizers.equivalence import check_equivalence, choose_encoder
 from bigtrain.data.tokenizers.tokenizer import load_tokenizer
 from bigtrain.data.tokenizers.training import train_tokenizer
 from bigtrain.system import user_cache as known

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from bigtrain.cli import main
 from bigtrain.data.shards.manifest import read_manifest
+from bigtrain.data.tokenizers.edge_cases import SENTENCES, tokenizer_edge_cases
 from bigtrain.data.tokenizers.encoders import (
     FAST_ENCODERS,
     Encoded,
@@ -24,13 +25,7 @@ from bigtrain.data.tokenizers.encoders import (
     FastokensEncoder,
     GigatokenEncoder,
 )
-from bigtrain.data.tokenizers.equivalence import (
-    SENTENCES,
-    CheckSampler,
-    choose_encoder,
-    require_equal,
-    tokenizer_edge_cases,
-)
+from bigtrain.data.tokenizers.equivalence import CheckSampler, choose_encoder, require_equal
 from bigtrain.data.tokenizers.tokenizer import Tokenizer
 from bigtrain.data.tokenizers.training import train_tokenizer
 from tests.support.tiers import examples

@@ -13,7 +13,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from bigtrain.cli import main
-from bigtrain.data.tokenizers.equivalence import tokenizer_edge_cases
+from bigtrain.data.tokenizers.edge_cases import tokenizer_edge_cases
 from bigtrain.data.tokenizers.tokenizer import load_tokenizer
 from bigtrain.errors import DataError
 from tests.support.chats import chat_tokenizer

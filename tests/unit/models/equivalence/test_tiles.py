@@ -10,7 +10,7 @@ from transformers import CONFIG_MAPPING
 
 from bigtrain.models.equivalence.tiles import choose_tiles
 from bigtrain.models.layers.parameter_roles import collapsed
-from bigtrain.models.layers.tiled_mlp import TilePlan
+from bigtrain.models.layers.plans import TilePlan
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import RunConfig
 from tests.unit.models.layers.test_chunked_loss import COMMON

@@ -14,7 +14,7 @@ from bigtrain.errors import CheckpointError
 from bigtrain.models.equivalence.model_plan import ModelPlan
 from bigtrain.models.equivalence.parameter_plan import ParameterPlan
 from bigtrain.models.layers.document_attention import Isolation
-from bigtrain.models.layers.loss_plan import LossPlan
+from bigtrain.models.layers.plans import LossPlan
 from bigtrain.run.checkpointing import checkpoints
 from bigtrain.run.checkpointing.changed_settings import (
     changed_averages,

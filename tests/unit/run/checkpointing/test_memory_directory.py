@@ -16,9 +16,10 @@ import pytest
 from bigtrain.errors import CheckpointError
 from bigtrain.run import shared_memory
 from bigtrain.run.checkpointing import memory_directory
-from bigtrain.run.checkpointing.host_files import Partners, keeper_of
+from bigtrain.run.checkpointing.host_files import Partners
 from bigtrain.run.checkpointing.memory_directory import (
     MemoryDirectory,
+    keeper_of,
     remove_stale,
     steps_of_attempts,
     write_documents,

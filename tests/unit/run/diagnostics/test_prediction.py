@@ -11,7 +11,7 @@ import torch
 
 from bigtrain.errors import LaunchError
 from bigtrain.models.configuration import load_hf_config
-from bigtrain.models.layers.loss_plan import LossPlan
+from bigtrain.models.layers.plans import LossPlan
 from bigtrain.planner.run_prediction import RunPrediction, refuse_too_large
 from bigtrain.planner.search import Cluster
 from bigtrain.planner.tables.engines import cpu_engine, keep_calibration

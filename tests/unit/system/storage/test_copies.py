@@ -21,6 +21,7 @@ from bigtrain.system.storage.copies import (
     list_tree,
     local_copy,
 )
+from bigtrain.system.storage.local_path import local_path
 from bigtrain.system.storage.stores import NotFoundError, RemoteStat, RetryPolicy, StorageError
 from tests.support.remote_servers import S3_VARIABLES, BreakingLine, s3_server
 
@@ -175,6 +176,6 @@ def test_a_copy_of_this_host(tmp_path: Path) -> None:
     assert (small / "model.safetensors").read_bytes() == CONTENT
     shutil.rmtree(small)  # as of any cache
     assert (local_copy("memory://models/tiny") / "model.safetensors").read_bytes() == CONTENT
-    assert copies.local_path("models/tiny") == "models/tiny"
+    assert local_path("models/tiny") == "models/tiny"
     with pytest.raises(NotFoundError):
         local_copy("memory://models/none")

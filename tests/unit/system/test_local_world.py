@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from bigtrain.launchers import local_world
+from bigtrain.system import local_world
 from bigtrain.system.listening import listen_only_at
 from tests.support.worlds import held_ports
 
