@@ -27,7 +27,7 @@ from bigtrain.models.build import build_model
 from bigtrain.models.configuration import load_hf_config, vocabulary_size
 from bigtrain.models.export.adapters import export_adapter
 from bigtrain.models.export.base_record import BASE, record_base
-from bigtrain.models.export.verified import Probe
+from bigtrain.models.export.verified import Destination, Probe
 from bigtrain.models.generation import _ends, prompt_ids
 from bigtrain.models.layers.adapters import add_adapters
 from bigtrain.models.lm_eval_tasks import harness_model
@@ -158,17 +158,18 @@ def export(
     settings = directory / MODEL_CONFIG / "generation_config.json"
     if config.adapters is not None:
         notes += export_adapter(
-            weights, config.adapters, str(section.path), saved, directory / "tokenizer", output,
-            dtype="float32", probe=probe, generation_config=settings,
+            weights, config.adapters, str(section.path), saved,
+            Destination(output, directory / "tokenizer", None, settings), probe,
         )  # fmt: skip
         return output
     if section.path is not None:
         base = find_weights(section.path, load_hf_config(ModelSection(path=section.path)))
         record_base(section.path, base, directory / BASE)
-    write_export(
-        directory, output, weights, saved, config, as_stored=(), dtype=None, probe=probe, card="",
-        replace=False, max_shard_size="5GB", warn=notes.append,
-    )  # fmt: skip
+    destination = Destination(output, directory / "tokenizer", None, settings)
+    for note in write_export(
+        directory, destination, weights, saved, config, as_stored=(), probe=probe
+    ):
+        notes.append(f"{output}: {note}")
     return output
 
 
