@@ -35,7 +35,7 @@ def parts_of_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def site_of(
-    index: int, codec: str, reach: dict[str, Any], size: int = 4
+    index: int, codec: str, reach: dict[str, Any], size: int = 4, last_step: int = NUM_STEPS
 ) -> tuple[OuterStep, torch.Tensor]:
     """A site of one rank, and its masters."""
     module = torch.nn.Module()
@@ -54,7 +54,8 @@ def site_of(
     )
     settings = {"count": 2, "index": index, "inner_steps": 1, "codec": codec, **reach}
     sites = SitesSection.model_validate({**settings, "outer": {"type": "average"}})
-    return OuterStep(engine, sites, World(0, 1, 0), {}, run=f"{index:032x}"), masters
+    world = World(0, 1, 0)
+    return OuterStep(engine, sites, world, {}, last_step=last_step, run=f"{index:032x}"), masters
 
 
 @pytest.mark.parametrize(
