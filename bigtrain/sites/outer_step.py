@@ -133,9 +133,7 @@ class OuterStep:
             for fragment in self.sites.sent_after(sent_step, step + 1):
                 self._sent_steps[fragment] = sent_step
         if under_way is not None:  # saved once the global weights were updated, see `settle`
-            self._under_way = OuterRound(
-                *under_way, self._last_step, is_settled=True, is_done=True
-            )
+            self._under_way = OuterRound(*under_way, self._last_step, is_settled=True, is_done=True)
         self._rounds.begin(number, is_new=is_new)
         attempt = self._complete(None, step)
         if attempt.detached:
