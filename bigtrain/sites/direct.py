@@ -100,8 +100,9 @@ class DirectRounds:
             failure = self._exchanged(attempt, plan)
         # The outer step counts for all members or for none, as the server decides.
         membership, (text, unusable) = self._membership, failure
-        attempt.is_done = not text
-        if membership is not None:
+        if membership is None:
+            attempt.is_done = not text
+        else:  # detached without the server's answer: it is not done
             attempt.is_done = self._ranks.on_main(
                 lambda: membership.commit(plan.attempt, is_done=not text, unusable=unusable)
             )
