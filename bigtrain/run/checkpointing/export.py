@@ -49,7 +49,7 @@ def export_run(
     the full base in memory. `average`: instead of the weights their averages (``optimizer.ema``),
     whose logits are computed here, with all averages in memory. `warn` is called with the distance
     of the two bases, for each newer checkpoint that is skipped as corrupt, and if the weights are
-    of one site of several, which the card says as well. Raises CheckpointError or ModelError;
+    of one site of several; the card contains that, too. Raises CheckpointError or ModelError;
     `output` is then unchanged.
     """
     directory = checkpoints.find(run_directory, step, warn=warn)

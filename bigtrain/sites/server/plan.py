@@ -128,11 +128,11 @@ def plan_round(
     )
 
 
-def _refuse_other_end(last: Mapping[str, Any], here: Set[int]) -> str:
-    """Return why the sites that are `here`, without the weights with which the run ended in the
+def _refuse_other_end(last: Mapping[str, Any], present: Set[int]) -> str:
+    """Return why the sites `present`, without the weights with which the run ended in the
     round `last`, may not continue: other sites export these weights. An empty text if all the sites
     on which the run ended are here, so that no site has these weights any more."""
-    away = ", ".join(map(str, sorted(set(last["members"]) - here)))
+    away = ", ".join(map(str, sorted(set(last["members"]) - present)))
     if not away:
         return ""
     return (
