@@ -74,9 +74,12 @@ class FirstGradients:
         is_reached = torch.zeros(num_stages, int(longest), device=self._device, dtype=torch.int32)
         is_reached[stage, sorted(reached_indices)] = 1
         dist.all_reduce(is_reached, dist.ReduceOp.MAX)
-        reached, absent = [], []
+        reached: list[str] = []
+        absent: list[str] = []
         flags = is_reached[stage, : len(hooks)].tolist()
-        for name, flag, is_unreached in zip(self._parameters, flags, self._is_unreached, strict=True):
+        for name, flag, is_unreached in zip(
+            self._parameters, flags, self._is_unreached, strict=True
+        ):
             if bool(flag) == is_unreached:
                 (reached if flag else absent).append(name)
         names_by_stage: list[tuple[list[str], list[str]]] = [([], [])] * num_stages

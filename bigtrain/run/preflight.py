@@ -151,7 +151,9 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
     problems += check_quantization(config.adapters)
     problems += check_optimizer_package(config.optimizer)
     num_replicas = run.topology.partition_size
-    problems += check_expert_gathering(hf_config, run.engine.zero_stage, num_replicas)
+    problems += check_expert_gathering(
+        hf_config, run.engine.zero_stage, num_replicas, config.batch.sequence_length
+    )
 
     # Trials of the model itself take seconds, so they run only if all settings are right.
     model_plan, teacher = None, None

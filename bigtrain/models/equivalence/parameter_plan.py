@@ -215,9 +215,7 @@ def find_gradient_reach(
     decay shrinks them. Takes a tenth of a second, a few seconds where the meta device is not
     enough.
     """
-    config, tokens = copy.deepcopy(hf_config), min(sequence_length, PROBE_TOKENS)
-    if sequence_length > tokens:
-        cross_thresholds(config, sequence_length, tokens)
+    config, tokens = probed_configuration(hf_config, sequence_length)
     with torch.random.fork_rng(devices=[]):  # constructors may draw numbers
         try:
             return GradientReach(_on_meta(config, tokens))
@@ -229,6 +227,17 @@ def find_gradient_reach(
             return GradientReach(None)
         except (*MODEL_FAILURES, ArithmeticError) as error:
             return GradientReach(None, f"{type(error).__name__}: {failure_text(error)}")
+
+
+def probed_configuration(
+    hf_config: PreTrainedConfig, sequence_length: int
+) -> tuple[PreTrainedConfig, int]:
+    """Return a configuration, and a length of samples that cross every threshold which samples of
+    `sequence_length` cross in `hf_config`."""
+    config, tokens = copy.deepcopy(hf_config), min(sequence_length, PROBE_TOKENS)
+    if sequence_length > tokens:
+        cross_thresholds(config, sequence_length, tokens)
+    return config, tokens
 
 
 def parameters_without_gradient(
@@ -249,7 +258,15 @@ def _on_meta(hf_config: PreTrainedConfig, tokens: int) -> tuple[str, ...]:
 
 
 def _on_cpu(hf_config: PreTrainedConfig, attention: str, tokens: int) -> tuple[str, ...]:
-    model = build_proxy_model(hf_config, attention, smaller(with_heads(2)), all_layers=True)
+    # Thresholds are crossed in `hf_config` already.
+    model = build_proxy_model(
+        hf_config,
+        attention,
+        smaller(with_heads(2)),
+        sequence_length=tokens,
+        all_layers=True,
+        tokens=tokens,
+    )
     model.train()
     return _unreached(model, proxy_tokens(model, tokens))
 

@@ -21,8 +21,7 @@ from bigtrain.models.equivalence.reductions import (
     VOCABULARY,
     Change,
     deterministic,
-    fewer_layers,
-    fewer_tokens,
+    steps_of,
 )
 from bigtrain.models.equivalence.thresholds import cross_thresholds
 from bigtrain.models.parallel.grouped_experts import fit_experts
@@ -64,8 +63,8 @@ def build_proxy_model(
     reductions: Sequence[Change],
     usable: Callable[[PreTrainedModel], None] = lambda model: None,
     *,
+    sequence_length: int,
     all_layers: bool = False,
-    sequence_length: int = 0,
     tokens: int = TOKENS,
 ) -> PreTrainedModel:
     """Return a float32 model on the CPU, as small as its class can be built, equal on every rank.
@@ -80,17 +79,7 @@ def build_proxy_model(
     if attention not in ("sdpa", "eager"):
         attention = "auto"
     failure: Exception | None = None
-    shorter: tuple[Change, ...] = () if all_layers else (fewer_layers,)
-    steps: tuple[tuple[Change, ...], ...] = (
-        *((*shorter, fewer_tokens, change) for change in reductions),
-        *((fewer_tokens, change) for change in reductions),
-        (*shorter, fewer_tokens),
-        shorter,
-        (),
-    )
-    # A class may not accept every reduction: test combinations from the smallest model to the full
-    # configuration.
-    for changes in steps:
+    for changes in steps_of(reductions, all_layers=all_layers):
         config = copy.deepcopy(hf_config)
         try:
             for change in changes:

@@ -41,7 +41,7 @@ def test_labels_stay_in_sample_and_document(
 @pytest.mark.parametrize("config", [deepseek(1), deepseek(2), mellum(), tiny_config("glm4_moe")])
 def test_layers_are_written_as_they_are_read(config: PreTrainedConfig) -> None:
     marked = with_mtp_layers(config, trains=True)
-    assert check_mtp_layers(marked, 0.1) == []
+    assert check_mtp_layers(marked, 0.1, 32) == []
     assert with_mtp_layers(config, trains=False) is config
     names = {name for name, _ in empty_model(marked).named_parameters()}
     plain = {name for name, _ in empty_model(config).named_parameters()}
@@ -68,7 +68,7 @@ def without_sliding_layers() -> PreTrainedConfig:
 )
 def test_what_transformers_cannot_train_is_refused(config: Any, reason: str) -> None:
     config.num_mtp_layers = 1
-    (problem,) = check_mtp_layers(with_mtp_layers(config, trains=True), 0.1)
+    (problem,) = check_mtp_layers(with_mtp_layers(config, trains=True), 0.1, 32)
     assert re.search(reason, problem.rule)
     assert problem.remedy == "objective.mtp_weight=0"
 
