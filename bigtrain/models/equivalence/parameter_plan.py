@@ -24,7 +24,7 @@ from bigtrain.models.equivalence.proxy_model import (
     proxy_tokens,
 )
 from bigtrain.models.equivalence.reductions import smaller, with_heads
-from bigtrain.models.equivalence.thresholds import cross_thresholds
+from bigtrain.models.equivalence.thresholds import cross_thresholds, find_thresholds
 from bigtrain.models.experts import auxiliary_loss, selection_biases
 from bigtrain.models.layers.adapter_targets import find_parameters, find_saved, find_targets
 from bigtrain.models.layers.document_masks import document_boundaries
@@ -222,7 +222,7 @@ def find_gradient_reach(
         except Exception:  # whatever model code does with tensors without values
             pass
         try:
-            return GradientReach(_on_cpu(config, attention, tokens))
+            return GradientReach(_on_cpu(config, attention, min(tokens, PROBE_TOKENS)))
         except NotImplementedError:
             return GradientReach(None)
         except (*MODEL_FAILURES, ArithmeticError) as error:
@@ -233,9 +233,11 @@ def probed_configuration(
     hf_config: PreTrainedConfig, sequence_length: int
 ) -> tuple[PreTrainedConfig, int]:
     """Return a configuration, and a length of samples that cross every threshold which samples of
-    `sequence_length` cross in `hf_config`."""
+    `sequence_length` cross in `hf_config`: `sequence_length` itself if thresholds are unknown."""
     config, tokens = copy.deepcopy(hf_config), min(sequence_length, PROBE_TOKENS)
     if sequence_length > tokens:
+        if find_thresholds(hf_config, sequence_length) is None:
+            return config, sequence_length
         cross_thresholds(config, sequence_length, tokens)
     return config, tokens
 

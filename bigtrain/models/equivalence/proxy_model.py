@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from bigtrain.errors import one_line
 from bigtrain.models.configuration import auto_class, scores_samples, text_config
 from bigtrain.models.equivalence.reductions import (
+    MAX_PARAMETERS,
     VOCABULARY,
     Change,
     deterministic,
@@ -43,8 +44,6 @@ def document_positions(samples: int, tokens: int = TOKENS) -> torch.Tensor:
         ]
     )
 
-
-_MAX_PARAMETERS = 300_000_000
 
 MODEL_FAILURES = (ValueError, TypeError, RuntimeError, KeyError, IndexError, AttributeError)
 """Exceptions of a model's code that is used in a way its author did not expect."""
@@ -90,7 +89,7 @@ def build_proxy_model(
                 text_config(config).pad_token_id = 0  # not among `proxy_tokens`
             with torch.device("meta"):
                 size = sum(p.numel() for p in _build(copy.deepcopy(config), attention).parameters())
-            if size > _MAX_PARAMETERS:
+            if size > MAX_PARAMETERS:
                 raise ValueError(f"it still has {size} parameters")
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)

@@ -14,6 +14,8 @@ from bigtrain.models.configuration import text_config
 from bigtrain.settings.hf_config_keys import CHOSEN_EXPERTS, EXPERTS
 
 VOCABULARY = 64
+MAX_PARAMETERS = 300_000_000
+"""Of a small model."""
 _LAYERS = 4
 
 _INNER_WIDTHS = (

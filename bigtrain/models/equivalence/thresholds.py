@@ -24,6 +24,7 @@ from transformers.initialization import no_init_weights
 from bigtrain.models.configuration import auto_class, scores_samples, text_config
 from bigtrain.models.equivalence.cache_key import trial_key
 from bigtrain.models.equivalence.reductions import (
+    MAX_PARAMETERS,
     VOCABULARY,
     deterministic,
     smaller,
@@ -42,7 +43,6 @@ _VALUES = ((6, 12), (8, 16))
 two."""
 _TOLERANCE = 1e-4
 """Share of the largest logit: far above float32 rounding, far below the effect of one token."""
-_MAX_PARAMETERS = 150_000_000
 _SMALL_NUMBER = 4
 """Value of a threshold in experiments with the other numbers."""
 _SMALLEST_SLOPE = 0.4
@@ -94,7 +94,7 @@ def cross_thresholds(
     Lengths that samples of `sequence_length` do not cross stay. `source`: the configuration that
     `config` was reduced from. Raises ValueError if `tokens` are too few for all lengths.
     """
-    thresholds = find_thresholds(source or config, sequence_length)
+    thresholds = find_thresholds(source or config, sequence_length) or ()
     crossed = [t for t in thresholds if t.first_length(t.number) <= sequence_length]
     # Factors become small, so that few tokens hold several multiples.
     numbers = {threshold.name: threshold.number for threshold in thresholds}
@@ -119,9 +119,12 @@ def cross_thresholds(
             _set(text_config(config), path, number)
 
 
-def find_thresholds(hf_config: PreTrainedConfig, sequence_length: int) -> tuple[Threshold, ...]:
-    """Return the thresholds of a model that samples of up to `sequence_length` tokens may cross.
-    Builds a small model for each number of the configuration; the result is cached."""
+def find_thresholds(
+    hf_config: PreTrainedConfig, sequence_length: int
+) -> tuple[Threshold, ...] | None:
+    """Return the thresholds of a model that samples of up to `sequence_length` tokens may cross;
+    None if no small model can be run. Builds a small model for each number of the configuration;
+    the result is cached."""
     paths = numbers_of(text_config(hf_config))
     # A window that counts tokens on both sides is crossed at half its number. Rounded, so that runs
     # of other lengths find the result in the cache.
@@ -131,9 +134,12 @@ def find_thresholds(hf_config: PreTrainedConfig, sequence_length: int) -> tuple[
 
     def find() -> dict[str, Any]:
         thresholds = _Experiments(hf_config).thresholds(names)
-        return {"thresholds": [asdict(threshold) for threshold in thresholds]}
+        entries = None if thresholds is None else [asdict(threshold) for threshold in thresholds]
+        return {"thresholds": entries}
 
     entries = (find() if key is None else cached("thresholds", key, find))["thresholds"]
+    if entries is None:
+        return None
     return tuple(Threshold(**{**entry, "factors": tuple(entry["factors"])}) for entry in entries)
 
 
@@ -155,10 +161,12 @@ def _number(name: str) -> int:
 
 
 def _leaves(node: Any, path: Path) -> Iterator[tuple[Path, int]]:
-    items: Any = node.items() if isinstance(node, dict) else enumerate(node)
+    items: Any = node.items() if isinstance(node, dict) else ()
     if _has_attributes(node):
         items = vars(node).items()
-    elif isinstance(node, list) and len(node) > 2 and len({*map(str, node)}) == len(node):
+    elif isinstance(node, list):
+        items = enumerate(node)
+    if isinstance(node, list) and len(node) > 2 and len({*map(str, node)}) == len(node):
         return  # numbers of layers
     for key, value in items:
         if isinstance(value, (dict, list)) or _has_attributes(value):
@@ -195,11 +203,13 @@ class _Experiments:
         self._base: Any = None
         self._model: Any = None
 
-    def thresholds(self, names: Sequence[str]) -> tuple[Threshold, ...]:
-        """Return which of the numbers `names` are thresholds; none if no small model can be run."""
+    def thresholds(self, names: Sequence[str]) -> tuple[Threshold, ...] | None:
+        """Return which of the numbers `names` are thresholds; None if no small model can be run."""
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            if not names or not self._build_base():
+            if not names:
                 return ()
+            if not self._build_base():
+                return None
             # Reductions changed sizes; numbers that they did not change are tested.
             self._paths = {
                 n: p for n, p in numbers_of(text_config(self._base)).items() if n in names
@@ -229,7 +239,7 @@ class _Experiments:
                 self._base = config
                 with torch.device("meta"), no_init_weights():
                     model = auto_class(config).from_config(copy.deepcopy(config))
-                if sum(parameter.numel() for parameter in model.parameters()) > _MAX_PARAMETERS:
+                if sum(parameter.numel() for parameter in model.parameters()) > MAX_PARAMETERS:
                     continue
                 self._model = self._build({})
                 if torch.isfinite(_logits(self._model, _LONG)).all():
@@ -346,6 +356,8 @@ def _threshold(name: str, low: _Crossing, middle: _Crossing) -> Threshold | None
     length does not grow with the number."""
     slope = (middle.length - low.length) / (middle.number - low.number)
     if middle.length > _LONG:
+        if low.length < _LONG // 4:
+            return None  # twice the number would have at most twice the length, or a little more
         slope = low.length / low.number
     if slope < _SMALLEST_SLOPE:
         return None

@@ -13,7 +13,7 @@ from bigtrain.errors import ConfigError
 from bigtrain.models.build import empty_model
 from bigtrain.models.configuration import MTP_MARK, unmarked, with_mtp_layers
 from bigtrain.models.equivalence.multi_token import check_mtp_layers
-from bigtrain.models.layers.multi_token import labels_at_depth
+from bigtrain.models.layers.multi_token import MultiTokenLayers, labels_at_depth
 from tests.parity.multi_token_models import deepseek, mellum
 from tools.tiny_models import tiny_config
 
@@ -50,6 +50,23 @@ def test_layers_are_written_as_they_are_read(config: PreTrainedConfig) -> None:
     with unmarked(marked):
         assert MTP_MARK not in marked.to_json_string(use_diff=False)
     assert MTP_MARK in marked.to_json_string(use_diff=False)
+
+
+def test_layers_are_tried_beyond_the_lengths_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that fails where its window ends."""
+    marked = with_mtp_layers(mellum(), trains=True)
+    marked.sliding_window = 100
+    windows: list[tuple[int, int]] = []
+    hidden_states = MultiTokenLayers.hidden_states
+
+    def record(self: Any, model: Any, hidden: torch.Tensor, *args: Any) -> Any:
+        windows.append((model.config.sliding_window, hidden.shape[1]))
+        return hidden_states(self, model, hidden, *args)
+
+    monkeypatch.setattr(MultiTokenLayers, "hidden_states", record)
+    assert check_mtp_layers(marked, 0.1, 1024) == []
+    ((window, num_tokens),) = windows
+    assert window < num_tokens
 
 
 def without_sliding_layers() -> PreTrainedConfig:
