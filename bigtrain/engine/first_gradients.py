@@ -1,10 +1,9 @@
-"""Comparison of what a probe says about gradients with the gradients of a run's first step."""
+"""Comparison of a probe's result with the gradients of a run's first step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,7 @@ _SHOWN = 5
 
 
 class FirstGradients:
-    """Parameters of a run by what a probe says: trained ones get a gradient, `unreached` do not.
+    """Parameters of a run by a probe's result: trained ones get a gradient, `unreached` do not.
 
     A gradient of zeros is a gradient, as the first one of LoRA's A: B begins with zeros.
 
@@ -56,7 +55,7 @@ class FirstGradients:
         for parameter in frozen:
             parameter.requires_grad_()
         hooks = [
-            parameter.register_hook(partial(_mark, reached_indices, index))
+            parameter.register_hook(lambda _, index=index: reached_indices.add(index))
             for index, parameter in enumerate(self._parameters.values())
         ]
         yield
@@ -111,10 +110,6 @@ class FirstGradients:
             f"model.frozen={list(names[:_SHOWN])} if they are not to be trained, or report the "
             "model's configuration"
         )
-
-
-def _mark(indices: set[int], index: int, _gradient: torch.Tensor) -> None:
-    indices.add(index)
 
 
 def _listed(names: Sequence[str]) -> str:

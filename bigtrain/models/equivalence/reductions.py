@@ -15,7 +15,7 @@ from bigtrain.settings.hf_config_keys import CHOSEN_EXPERTS, EXPERTS
 
 VOCABULARY = 64
 MAX_PARAMETERS = 300_000_000
-"""Of a small model."""
+"""Limit for small models."""
 _LAYERS = 4
 
 _INNER_WIDTHS = (

@@ -48,10 +48,10 @@ def untrained_rows(table: LazyTensor) -> dict[int, str]:
     reasons: dict[int, str] = {}
     first = 0
     numbers: list[int] = order.tolist()
-    for place, number in enumerate(numbers):
-        if place == 0 or not is_same[place - 1]:
-            first = place
-        if first < place:
+    for index, number in enumerate(numbers):
+        if index == 0 or not is_same[index - 1]:
+            first = index
+        if first < index:
             reasons.setdefault(numbers[first], f"the same as that of token {numbers[first + 1]}")
             reasons[number] = f"the same as that of token {numbers[first]}"
     for number in is_mean.nonzero().flatten().tolist():
