@@ -74,7 +74,7 @@ def _row(name: str, rule: Rule) -> str:
     instead = [f"`{name}={value!r}`" for name, value in _differences(example, nearest)]
     cells = (
         name,
-        f"`{rule.of[0].fact.key}`",
+        f"`{rule.features[0].fact.key}`",
         rule.problem(example).rule,
         ", ".join(said),
         ", ".join(instead),

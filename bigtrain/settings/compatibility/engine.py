@@ -16,21 +16,21 @@ _OTHER_GRADIENTS = Feature(
     Facts.gradient_dtype,
     "float32",
     when=lambda run: run.gradient_dtype not in (None, run.dtype),
-    without=lambda run: Facts(gradient_dtype=run.dtype),
+    nearest=lambda run: Facts(gradient_dtype=run.dtype),
 )
 _NO_PATH = Feature(
     Facts.offload_param_nvme_path, None, when=lambda run: not run.offload_param_nvme_path
 )
 _SDPA = Facts(attention="sdpa")
 _FLEX = Feature(
-    Facts.attention, "flex_attention", "model.attention=sdpa", is_exact=True, without=_SDPA
+    Facts.attention, "flex_attention", "model.attention=sdpa", is_exact=True, nearest=_SDPA
 )
 _FLASH = Feature(
     Facts.attention,
     "flash_attention_2",
     "model.attention=sdpa",
     when=lambda run: run.attention.startswith("flash"),
-    without=_SDPA,
+    nearest=_SDPA,
 )
 
 

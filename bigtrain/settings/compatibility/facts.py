@@ -124,8 +124,8 @@ class _Values:
 
     def __init__(self, **values: Any) -> None:
         """Raises TypeError for a name in `values` that is not a fact."""
-        if unknown := values.keys() - FACTS.keys():
-            raise TypeError(f"not facts of a run: {', '.join(sorted(unknown))}")
+        if misspelled := values.keys() - FACTS.keys():
+            raise TypeError(f"not facts of a run: {', '.join(sorted(misspelled))}")
         vars(self).update(values)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bigtrain.settings.compatibility.facts import Facts
 from bigtrain.settings.compatibility.rule import Feature
 
-ZERO_0 = Feature(Facts.zero_stage, 0, is_exact=True, without=Facts(zero_stage=1))
+ZERO_0 = Feature(Facts.zero_stage, 0, is_exact=True, nearest=Facts(zero_stage=1))
 BELOW_ZERO_3 = Feature(Facts.zero_stage, 2, when=lambda run: run.zero_stage < 3)
 ZERO_3 = Feature(Facts.zero_stage, 3, is_exact=True)
 CPU = Feature(Facts.device, "cpu", is_exact=True)
@@ -27,7 +27,7 @@ NVME = Feature(
     'device "cpu" (ds_configs/zero3_offload.json)',
     is_exact=True,
     also=Facts(zero_stage=3, offload_param_nvme_path="/local-disk"),
-    without=Facts(offload_param="cpu"),
+    nearest=Facts(offload_param="cpu"),
     clause="with parameters in files",
 )
 SUPER_OFFLOAD = Feature(
@@ -51,7 +51,7 @@ ZEROPP = Feature(
     "ds_configs/zero3.json",
     when=lambda run: run.quantized_weights or run.quantized_gradients or run.partition_size > 1,
     also=Facts(zero_stage=3, world_size=4),
-    without=Facts(quantized_weights=False, quantized_gradients=False, partition_size=1),
+    nearest=Facts(quantized_weights=False, quantized_gradients=False, partition_size=1),
     clause="under ZeRO++",
 )
 
@@ -60,7 +60,7 @@ LIGER_LOSS = Feature(
     "liger",
     "model.loss=chunked",
     is_exact=True,
-    without=Facts(loss="chunked"),
+    nearest=Facts(loss="chunked"),
     clause="under Liger's loss",
 )
 LIGER_KERNELS = Feature(Facts.kernels, "liger", clause="under Liger's kernels")
@@ -80,7 +80,7 @@ OWN_OPTIMIZER = Feature(
     "muon",
     "optimizer.type=adamw and optimizer.state_dtype=float32",
     when=lambda run: run.own_optimizer is not None,
-    without=Facts(optimizer="adamw", state_dtype="float32"),
+    nearest=Facts(optimizer="adamw", state_dtype="float32"),
     clause="under any optimizer but AdamW with states in float32",
 )
 AVERAGES = Feature(

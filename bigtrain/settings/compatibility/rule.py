@@ -24,7 +24,7 @@ class Feature(Generic[T]):
     (`is_exact`), or `when` holds.
 
     `on` is its value in examples, which `also` completes. `off` tells users how to turn it off, and
-    `without` are the nearest facts without it; both are by default the fact's default. `clause`:
+    `nearest` are the nearest facts that lack it; both are by default the fact's default. `clause`:
     the end of the sentence that something has not been compared with the feature (`Comparison`).
     """
 
@@ -35,34 +35,33 @@ class Feature(Generic[T]):
     is_exact: bool = False
     when: Condition | None = None
     also: Facts = _NOTHING
-    without: Changes | None = None
+    nearest: Changes | None = None
     clause: str = ""
 
     def condition(self) -> Condition:
         """Return the function that returns whether a run has the feature."""
         name, on, default = self.fact.name, self.on, self.fact.default
         if self.is_exact:
-            return lambda run: bool(getattr(run, name) == on)
-        return self.when or (lambda run: bool(getattr(run, name) != default))
+            return lambda run: getattr(run, name) == on
+        return self.when or (lambda run: getattr(run, name) != default)
 
     def off_text(self) -> str:
         """Return how a user turns the feature off."""
-        value = self.fact.default
-        return (
-            self.off or f"{self.fact.key}={value if isinstance(value, str) else json.dumps(value)}"
-        )
+        default = self.fact.default
+        value = default if isinstance(default, str) else json.dumps(default)
+        return self.off or f"{self.fact.key}={value}"
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One kind of run that is refused: a run with all features `of`, where also `when` holds.
+    """One kind of run that is refused: a run with all `features`, where also `when` holds.
 
     The key of the first feature is reported, with its value or `value`. `fix` tells users what to
     change, and `instead` changes it: by default the first feature. `example` completes the examples
     of the features, of which the first counts, to facts that violate this rule only.
     """
 
-    of: tuple[Feature[Any], ...]
+    features: tuple[Feature[Any], ...]
     reason: Text
     _: KW_ONLY
     fix: Text = ""
@@ -73,7 +72,7 @@ class Rule:
 
     @functools.cached_property
     def _conditions(self) -> tuple[Condition, ...]:
-        conditions = [feature.condition() for feature in self.of]
+        conditions = [feature.condition() for feature in self.features]
         return (*conditions, self.when) if self.when else tuple(conditions)
 
     def violated(self, facts: Facts) -> bool:
@@ -85,7 +84,7 @@ class Rule:
 
     def problem(self, facts: Facts) -> Problem:
         """Return the problem to report for `facts`, which violate this rule."""
-        fact, fix = self.of[0].fact, self.fix or self.of[0].off_text()
+        fact, fix = self.features[0].fact, self.fix or self.features[0].off_text()
         value = self.value(facts) if self.value else getattr(facts, fact.name)
         return Problem(
             fact.key.replace("ds:", f"{facts.source}: "),
@@ -96,7 +95,7 @@ class Rule:
 
     def violation(self) -> Facts:
         """Return facts that violate this rule only."""
-        features = self.of[::-1]
+        features = self.features[::-1]  # the first one counts
         values = [Facts(**{feature.fact.name: feature.on}) for feature in features]
         facts = _NOTHING
         for changes in (*(feature.also for feature in features), *values, self.example):
@@ -105,30 +104,29 @@ class Rule:
 
     def nearest(self, facts: Facts) -> Facts:
         """Return the facts nearest to `facts`, which violate this rule, that do not."""
-        changes = self.instead or self.of[0].without
+        changes = self.instead or self.features[0].nearest
         if changes is None:
-            changes = Facts(**{self.of[0].fact.name: self.of[0].fact.default})
+            changes = Facts(**{self.features[0].fact.name: self.features[0].fact.default})
         return facts | (changes if isinstance(changes, Facts) else changes(facts))
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Rules against features with which nothing has compared a run with `feature`. `sentence` is
-    their reason, without the clause of the other feature, which is blamed unless
-    `blames_itself`."""
+    """Rules against features with which nothing has compared a run that has `subject`. `sentence`
+    and the clause of the feature are the reason; the feature is blamed, or the subject."""
 
-    feature: Feature[Any]
+    subject: Feature[Any]
     sentence: str
-    blames_itself: bool = False
+    blames_subject: bool = False
 
     def lacks(
         self,
-        other: Feature[Any],
+        feature: Feature[Any],
         fix: str = "",
         example: Facts = _NOTHING,
         instead: Changes | None = None,
     ) -> Rule:
-        """Return the rule that refuses the feature with `other`."""
-        of = (self.feature, other) if self.blames_itself else (other, self.feature)
-        reason = f"{self.sentence} {other.clause}"
-        return Rule(of, reason, fix=fix or other.off_text(), example=example, instead=instead)
+        """Return the rule that refuses the subject with `feature`."""
+        pair = (self.subject, feature) if self.blames_subject else (feature, self.subject)
+        reason = f"{self.sentence} {feature.clause}"
+        return Rule(pair, reason, fix=fix or feature.off_text(), example=example, instead=instead)

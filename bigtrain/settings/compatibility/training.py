@@ -16,7 +16,7 @@ _SCORE_HEAD = Feature(
     "reward",
     when=lambda run: run.scores_samples,
     also=Facts(scores_samples=True),
-    without=Facts(objective="next_token", scores_samples=False),
+    nearest=Facts(objective="next_token", scores_samples=False),
 )
 _EXPERTS_OF_MODEL = Feature(Facts.num_experts, 8, when=lambda run: bool(run.num_experts))
 _MTP = Feature(Facts.mtp_weight, 0.1)
@@ -34,7 +34,7 @@ _SITES = Comparison(has.SITES, "the outer step of sites has not been compared wi
 _LOOP = Comparison(
     _MTP,
     "layers for multi-token prediction have not been compared with a plain loop",
-    blames_itself=True,
+    blames_subject=True,
 )
 
 

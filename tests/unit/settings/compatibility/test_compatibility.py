@@ -119,7 +119,7 @@ def test_example_is_refused_by_its_rule_alone(rule: Rule) -> None:
     facts = rule.violation() | Facts(source="x.json")
     (problem,) = check_compatibility(facts)
     assert problem == rule.problem(facts)
-    assert problem.key.removeprefix("x.json: ") == rule.of[0].fact.key.removeprefix("ds:")
+    assert problem.key.removeprefix("x.json: ") == rule.features[0].fact.key.removeprefix("ds:")
     assert problem.rule
     assert problem.remedy
     # The example is told from what is legal by what it says, not by a default.
