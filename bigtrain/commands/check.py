@@ -11,7 +11,7 @@ import yaml
 from bigtrain.errors import CheckpointError, ConfigError, ModelError, Problem, one_line
 from bigtrain.python_api.configuring import checked, resolve
 from bigtrain.python_api.planning import predicted_run
-from bigtrain.settings.compatibility.check import Device
+from bigtrain.settings.compatibility.facts import Device
 from bigtrain.settings.resolve import ResolvedRun, largest_phase
 
 
