@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import yaml
 from pydantic import ValidationError
 
-from bigtrain.data.samples.phases import Phase, SourceIdentity, differences, first_phase, next_phase
+from bigtrain.data.samples.phases import Phase, SourceIdentity, differences, next_phase
 from bigtrain.errors import CheckpointError, CorruptCheckpointError
 from bigtrain.models.weights.checksums import FileSum, Sums, files_read_with, sum_of
 from bigtrain.run.checkpointing import checkpoints
@@ -32,12 +32,7 @@ _RULES = {
 
 class Parameters(Protocol):
     """Parameters that decay, and matrices that Muon updates
-    (`bigtrain.models.equivalence.parameter_plan`). decayed_before: parameters that decayed in
-    releases whose checkpoints do not record decay."""
-
-    @property
-    def decayed_before(self) -> tuple[str, ...]:
-        """Names of trained parameters, with ``*`` instead of indices."""
+    (`bigtrain.models.equivalence.parameter_plan`)."""
 
     def record(self) -> dict[str, Any]:
         """Return the record in a checkpoint."""
@@ -46,7 +41,6 @@ class Parameters(Protocol):
 def refuse_other_run(
     config: RunConfig,
     sources: Sequence[SourceIdentity] | None = None,
-    data_hash: str = "",
     parameters: Parameters | None = None,
 ) -> Path | None:
     """Return the checkpoint that the run would resume from, or None. Reads no tensors. What is not
@@ -59,7 +53,7 @@ def refuse_other_run(
         except CorruptCheckpointError:
             continue  # the run skips it, too, with a warning
         if sources is not None:
-            resumed_phases(document, config, sources, data_hash, path, parameters)
+            resumed_phases(document, config, sources, path, parameters)
         else:
             _refuse_changes(_changed_settings(document, config), document, config, path)
         return path
@@ -70,7 +64,6 @@ def resumed_phases(
     document: dict[str, Any],
     config: RunConfig,
     sources: Sequence[SourceIdentity],
-    data_hash: str,
     directory: Path,
     parameters: Parameters | None = None,
 ) -> tuple[Phase, ...]:
@@ -81,8 +74,8 @@ def resumed_phases(
     followed."""
     changes = _changed_settings(document, config)
     if parameters is not None:
-        changes += _changed_groups(document.get("parameters"), parameters, config)
-    if "best_fit" in (document["config"]["data"].get("packing"), config.data.packing):
+        changes += _changed_groups(document["parameters"], parameters, config)
+    if "best_fit" in (document["config"]["data"]["packing"], config.data.packing):
         # Packing permutes the documents of an epoch, so a change leaves unknown what is unread.
         packing = [f"  {key}: {text}" for key, text in changes if key in _TABLE["packing"]]
         if packing:
@@ -93,14 +86,7 @@ def resumed_phases(
             )
 
     # The data phases so far, and one more if the data has changed.
-    phases = tuple(Phase.from_json(phase) for phase in document.get("phases", ()))
-    if not phases:
-        # Older than phases: with other data, it is unknown what was read already.
-        if document["data_hash"] != data_hash:
-            text = f"{document['data_hash']!r} there, {data_hash!r} now"
-            _refuse([*changes, ("data", text)], (), directory)
-        length = document["config"]["batch"]["sequence_length"]
-        phases = (first_phase(config, sources, length),)
+    phases = tuple(Phase.from_json(phase) for phase in document["phases"])
     now = config.model_copy(update={"batch": config.batch.at(document["step"])})
     following = next_phase(phases[-1], now, sources, document["samples"])
 
@@ -160,20 +146,16 @@ def changed_averages(document: dict[str, Any], config: RunConfig) -> str | None:
 
 
 def _has_phases(document: dict[str, Any], config: RunConfig) -> bool:
-    return bool(config.batch.phases or document["config"]["batch"].get("phases"))
+    return bool(config.batch.phases or document["config"]["batch"]["phases"])
 
 
 def _changed_settings(document: dict[str, Any], config: RunConfig) -> list[tuple[str, str]]:
     stored = document["config"]
-    # The checkpoint lacks newer settings: a newer setting changes nothing unless it is set, so its
-    # default is compared, except for the settings that `before` lists.
+    # The checkpoint lacks newer settings: their defaults are compared.
     try:
         before = mathematics(RunConfig.model_validate(stored))
-    except ValidationError:  # of a release that had other keys
+    except ValidationError:  # an extension that is no longer installed
         before = {}
-    before |= _TABLE["before"]
-    for section in ("sites", "adapters"):
-        before |= _TABLE[f"before_of_{section}"] if stored.get(section) else {}
     before |= _flat(stored)
     now = mathematics(config)
     changes = [
@@ -209,22 +191,19 @@ def _changed_batches(
 
 
 def _changed_groups(
-    stored: dict[str, Any] | None, parameters: Parameters, config: RunConfig
+    stored: dict[str, Any], parameters: Parameters, config: RunConfig
 ) -> list[tuple[str, str]]:
     """Return parameters whose optimizer group differs from the checkpoint's record `stored`, which
-    may be of another release of bigtrain or transformers; None: an old one."""
+    may be of another release of bigtrain or transformers."""
     now = parameters.record()
     changes = []
-    if stored is None:
-        no_longer, newly_decaying = list(parameters.decayed_before), []
-    else:
-        no_longer = sorted(set(stored["decaying"]) - set(now["decaying"]))
-        newly_decaying = sorted(set(now["decaying"]) - set(stored["decaying"]))
+    no_longer = sorted(set(stored["decaying"]) - set(now["decaying"]))
+    newly_decaying = sorted(set(now["decaying"]) - set(stored["decaying"]))
     if config.optimizer.weight_decay:
         texts = [f"fell on {name} there, and not now" for name in no_longer]
         texts += [f"falls on {name} now, and did not there" for name in newly_decaying]
         changes += [("optimizer.weight_decay", text) for text in texts]
-    if stored is not None and stored["matrices"] != now["matrices"]:
+    if stored["matrices"] != now["matrices"]:
         names = sorted(set(stored["matrices"]) ^ set(now["matrices"]))
         changes.append(("optimizer.type", f"updates other matrices now: {', '.join(names)}"))
     return changes
@@ -262,12 +241,11 @@ def _refuse_changes(
             f"{config.optimizer.type} cannot continue -> optimizer.type={stored_type}, or export "
             "the weights and begin a new run with them"
         )
-    frozen = (document.get("parameters") or {}).get("frozen")
-    if parameters is not None and frozen:
+    if parameters is not None:
         # The moments of thawed parameters would begin at 0, and AdamW corrects that by its number
         # of steps, which all parameters share: the first updates would have another size.
         still_frozen = set(parameters.record()["frozen"])
-        thawed = [name for name in frozen if name not in still_frozen]
+        thawed = [name for name in document["parameters"]["frozen"] if name not in still_frozen]
         if thawed:
             names = thawed[0] + (f" and {len(thawed) - 1} more" if len(thawed) > 1 else "")
             raise CheckpointError(
