@@ -14,10 +14,11 @@ from bigtrain.settings.run_config import RunConfig
 from bigtrain.system.boxes import Box
 
 RUN_ID = "0123456789abcdef"
+SHARDS = SourceIdentity("shards", "h", 1001)
 
 
 def write_small_checkpoint(run: Path, step: int, config: dict[str, Any]) -> Path:
-    """Write a checkpoint of that step, committed, in the directory of a run."""
+    """Write a checkpoint of that step, committed, in the directory of a run that reads `SHARDS`."""
     partial = checkpoints.partial_path(run, step, "0123abcd")
     checkpoints.prepare(partial)
     settings = RunConfig.model_validate(config)
@@ -26,8 +27,8 @@ def write_small_checkpoint(run: Path, step: int, config: dict[str, Any]) -> Path
         "step": step,
         "samples": 12,
         "config": settings.model_dump(mode="json"),
-        "phases": [asdict(first_phase(settings, (SourceIdentity("shards", "h", 1001),)))],
         "parameters": {"decaying": [], "matrices": [], "frozen": []},
+        "phases": [asdict(first_phase(settings, (SHARDS,)))],
     }
     (partial / checkpoints.STATE).write_text(json.dumps(state))
     identity = SaveIdentity(RUN_ID, step, "0123abcd")

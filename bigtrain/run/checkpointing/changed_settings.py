@@ -165,7 +165,7 @@ def changed_averages(document: dict[str, Any], config: RunConfig) -> str | None:
 
 
 def _has_phases(document: dict[str, Any], config: RunConfig) -> bool:
-    return bool(config.batch.phases or document["config"]["batch"].get("phases"))
+    return bool(config.batch.phases or document["config"]["batch"]["phases"])
 
 
 def _changed_settings(document: dict[str, Any], config: RunConfig) -> list[tuple[str, str]]:
@@ -174,7 +174,7 @@ def _changed_settings(document: dict[str, Any], config: RunConfig) -> list[tuple
     # default is compared.
     try:
         before = mathematics(RunConfig.model_validate(stored))
-    except ValidationError:  # of a release that had other keys
+    except ValidationError:  # an extension that is no longer installed
         before = {}
     before |= _flat(stored)
     now = mathematics(config)

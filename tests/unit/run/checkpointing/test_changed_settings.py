@@ -26,9 +26,8 @@ from bigtrain.run.preflight import Inputs
 from bigtrain.run.state import TrainState
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import RunConfig
-from tests.support.small_checkpoint import write_small_checkpoint
+from tests.support.small_checkpoint import SHARDS, write_small_checkpoint
 
-SHARDS = SourceIdentity("shards", "h", 1001)
 MORE = SourceIdentity("more", "m", 2001)
 
 
