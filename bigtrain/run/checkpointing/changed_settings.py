@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import yaml
 from pydantic import ValidationError
 
 from bigtrain.data.samples.phases import Phase, SourceIdentity, differences, next_phase
@@ -23,11 +22,31 @@ from bigtrain.settings.lr_schedule import learning_rate_at
 from bigtrain.settings.run_config import BatchSection, RunConfig
 from bigtrain.settings.sections.optimizer import OPTIMIZERS
 
-_TABLE = yaml.safe_load(Path(__file__).with_name("changed_settings.yaml").read_text("utf-8"))
-_RULES = {
-    "shapes": "leaves every tensor its shape",
-    "trained": "trains no tensor that the checkpoint lacks",
-}
+# What may change, since it leaves the mathematics as they are. Every other setting must be equal.
+# Which tokens are read, in which proportions, is compared by the data phases.
+_FREE_SECTIONS = frozenset(
+    "output logging checkpoint evaluation engine parallel profile watchdog guard callbacks".split()
+)
+_FREE = frozenset(
+    """
+    batch.micro_batch_size
+    model.attention model.gradient_checkpointing model.loss model.loss_chunk_tokens model.tiled_mlp
+    model.kernels model.compile model.activation_offload
+    data.path data.sources data.tokenizer data.allow_other_tokenizer data.balance_attention
+    data.verify data.workers
+    objective.reference optimizer.ema
+    sites.timeout_seconds sites.server sites.token_file sites.certificate_file sites.start_server
+    """.split()
+)
+_PACKING = ("batch.sequence_length", "data.packing", "data.long_documents")
+"""Settings by which documents are packed."""
+_SHAPES = ("model.config", "model.type", "model.overrides", "model.path", "model.vocabulary")
+"""Settings that may give tensors other shapes, into which no checkpoint can be read."""
+_TRAINED = (
+    "model.frozen objective.type objective.mtp_weight adapters adapters.rank adapters.targets "
+    "adapters.target_parameters adapters.modules_to_save adapters.dora"
+).split()
+"""Settings by which other tensors may be trained, of which a checkpoint has no values or states."""
 
 
 class Parameters(Protocol):
@@ -75,9 +94,9 @@ def resumed_phases(
     changes = _changed_settings(document, config)
     if parameters is not None:
         changes += _changed_groups(document["parameters"], parameters, config)
-    if "best_fit" in (document["config"]["data"]["packing"], config.data.packing):
+    if "best_fit" in (document["config"]["data"].get("packing"), config.data.packing):
         # Packing permutes the documents of an epoch, so a change leaves unknown what is unread.
-        packing = [f"  {key}: {text}" for key, text in changes if key in _TABLE["packing"]]
+        packing = [f"  {key}: {text}" for key, text in changes if key in _PACKING]
         if packing:
             raise CheckpointError(
                 f"{directory}: other settings pack the documents differently, so that the unread "
@@ -151,7 +170,8 @@ def _has_phases(document: dict[str, Any], config: RunConfig) -> bool:
 
 def _changed_settings(document: dict[str, Any], config: RunConfig) -> list[tuple[str, str]]:
     stored = document["config"]
-    # The checkpoint lacks newer settings: their defaults are compared.
+    # The checkpoint lacks newer settings: a newer setting changes nothing unless it is set, so its
+    # default is compared.
     try:
         before = mathematics(RunConfig.model_validate(stored))
     except ValidationError:  # an extension that is no longer installed
@@ -245,7 +265,7 @@ def _refuse_changes(
         # The moments of thawed parameters would begin at 0, and AdamW corrects that by its number
         # of steps, which all parameters share: the first updates would have another size.
         still_frozen = set(parameters.record()["frozen"])
-        thawed = [name for name in document["parameters"]["frozen"] if name not in still_frozen]
+        thawed = [n for n in document["parameters"]["frozen"] if n not in still_frozen]
         if thawed:
             names = thawed[0] + (f" and {len(thawed) - 1} more" if len(thawed) > 1 else "")
             raise CheckpointError(
@@ -280,8 +300,11 @@ def _refuse(
             if is_over
             else f"restore the settings, or resume with these by checkpoint.allow_changes=[{keys}]"
         )
-        for table, rule in _RULES.items():
-            if named := sorted({key for key, _ in refused} & {*_TABLE[table]}):
+        for settings, rule in (
+            (_SHAPES, "leaves every tensor its shape"),
+            (_TRAINED, "trains no tensor that the checkpoint lacks"),
+        ):
+            if named := sorted({key for key, _ in refused} & {*settings}):
                 remedy += f" (of {', '.join(named)} only what {rule} can change)"
         raise CheckpointError(
             f"{directory} belongs to a run with other settings; use another output.directory, "
@@ -297,11 +320,11 @@ def mathematics(config: RunConfig) -> dict[str, Any]:
 def _flat(config: dict[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for section, value in config.items():
-        if section in _TABLE["free_sections"]:
+        if section in _FREE_SECTIONS:
             continue
         for key, item in value.items() if isinstance(value, dict) else [(None, value)]:
             name = f"{section}.{key}" if key else section
-            if name not in _TABLE["free"]:
+            if name not in _FREE:
                 flat[name] = item
     tokens = flat.pop("batch.global_tokens", None)
     if tokens is not None:

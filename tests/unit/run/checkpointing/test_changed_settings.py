@@ -42,20 +42,20 @@ def tree(**data: Any) -> dict[str, Any]:
     }
 
 
-def inputs(*sources: SourceIdentity, data_hash: str = "h") -> Inputs:
+def inputs(*sources: SourceIdentity) -> Inputs:
     model_plan = ModelPlan(None, Isolation("none"), LossPlan("plain", 1, "loss: plain"))
-    return Inputs(None, data_hash, sources or (SHARDS,), (), (), model_plan)
+    return Inputs(None, "h", sources or (SHARDS,), (), (), model_plan)
 
 
-def stored(config: dict[str, Any]) -> dict[str, Any]:
-    """The state.json of a checkpoint."""
+def stored(config: dict[str, Any], *sources: SourceIdentity) -> dict[str, Any]:
+    """The state of a checkpoint."""
     run = RunConfig.model_validate(config)
     return {
         "config": run.model_dump(mode="json"),
         "samples": 12,
         "step": 1,
+        "phases": json.loads(json.dumps([asdict(first_phase(run, sources or (SHARDS,)))])),
         "parameters": ParameterPlan().record(),
-        "phases": json.loads(json.dumps([asdict(first_phase(run, (SHARDS,)))])),
     }
 
 
@@ -211,7 +211,7 @@ def test_a_run_is_refused_by_what_its_directory_holds_before_it_starts(tmp_path:
         refuse_other_run(config)
     allowed = {**now, "checkpoint": {"allow_changes": ["optimizer.lr"]}}
     assert refuse_other_run(RunConfig.model_validate(allowed)) == newest
-    with pytest.raises(CheckpointError, match="data"):
+    with pytest.raises(CheckpointError, match=r"data\.sources: more is new"):
         refuse_other_run(RunConfig.model_validate(other), (MORE,))
     # As the run does, it passes over a checkpoint that is corrupt.
     (newest / checkpoints.STATE).write_text("{}")
