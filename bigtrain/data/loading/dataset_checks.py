@@ -145,7 +145,7 @@ def check_same_beginnings(config: RunConfig, tables: Sequence[ShardTable]) -> li
     """Check that texts begin alike in every source: a prompt can begin in one way only.
     Conversations begin according to their template."""
     texts = [number for number, table in enumerate(tables) if not table.is_masked]
-    beginnings = {number: tables[number].tokenizer.beginning_ids or () for number in texts}
+    beginnings = {number: tables[number].tokenizer.beginning_ids for number in texts}
 
     def describe(number: int) -> str:
         ids = ", ".join(map(str, beginnings[number]))

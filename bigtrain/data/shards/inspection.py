@@ -181,10 +181,10 @@ def _ends(manifest: Manifest) -> str:
     if manifest.options.chat and manifest.options.chat_format == "tokens":
         return "rows of tokens as they were, with nothing added"
     tokenizer = manifest.tokenizer
-    begin = ", ".join(map(str, tokenizer.beginning_ids or ()))
+    begin = ", ".join(map(str, tokenizer.beginning_ids))
     return (
         (f"begin with token {begin}" if begin else "begin with no special token")
-        + f" (--beginning-of-text {manifest.options.beginning_of_text or 'not set'}), "
+        + f" (--beginning-of-text {manifest.options.beginning_of_text}), "
         f"end with token {tokenizer.end_of_document_id}"
     )
 

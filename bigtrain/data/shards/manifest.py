@@ -136,9 +136,8 @@ class TokenizerRecord(Record):
 
     chat_template: str | None = None
     """for conversations: `bigtrain.data.tokenizers.chat_template.ChatTemplate.hash`"""
-    beginning_ids: tuple[Count, ...] | None = Field(default=None, strict=False)
-    """tokens that every document of plain text begins with; absent: none, made by a version that
-    had no setting for it"""
+    beginning_ids: tuple[Count, ...] = Field(default=(), strict=False)
+    """tokens that every document of plain text begins with"""
     answer_end_ids: tuple[Count, ...] | None = Field(default=None, strict=False)
     """for conversations: tokens that end learned answers, and thus generation"""
 
@@ -243,9 +242,8 @@ class OptionsRecord(Record):
     """NAME=ROLE: meaning of role names in the data"""
     dataset_config: str | None = None
     dataset_split: str = "train"
-    beginning_of_text: BeginningOfText | None = None
-    """start of plain-text documents; auto: tokens that the tokenizer itself adds; absent: made by a
-    version that added it to prompt-completion rows only"""
+    beginning_of_text: BeginningOfText = "auto"
+    """start of plain-text documents; auto: tokens that the tokenizer itself adds"""
     end_of_document: str | None = None
     """token that ends documents; absent: the end-of-sequence token"""
     max_prompt_tokens: Annotated[int, Field(ge=1)] | None = None

@@ -178,13 +178,6 @@ class BuildRequest:
         """True if every document is rendered by a chat template; completions may be plain text."""
         return self.options.chat and self.options.chat_format in ("messages", "sharegpt", "alpaca")
 
-    def beginning_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
-        """Return the tokens that begin plain-text documents. Raises as `Tokenizer.beginning`."""
-        policy = self.options.beginning_of_text
-        if policy is None:  # from a version before this setting
-            policy = "auto" if self.options.chat else "never"
-        return tokenizer.beginning(policy)
-
     def find_template(self, tokenizer: Tokenizer) -> ChatTemplate | None:
         """Return the chat template for its conversations; None without conversations, or if no
         template is needed and the tokenizer has none. Raises DataError as
