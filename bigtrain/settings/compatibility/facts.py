@@ -13,7 +13,6 @@ from bigtrain.settings.deepspeed.keys import AUTO, value_at
 from bigtrain.settings.deepspeed.ownership import optimizer_is_torch
 from bigtrain.settings.degrees import largest_divisor, replicas_in_world
 from bigtrain.settings.hf_config_keys import ModelDimensions
-from bigtrain.settings.objective import compares_with_reference
 from bigtrain.settings.run_config import RunConfig
 
 Device = Literal["cpu", "cuda"]
@@ -87,12 +86,17 @@ def _adds_terms(facts: Facts) -> bool:
     return run is not None and bool(run.objective.label_smoothing or run.objective.z_loss)
 
 
-def _needs_reference(facts: Facts) -> bool:
-    run = facts._run
-    try:
-        return run is not None and compares_with_reference(run.objective)
-    except ConfigError:  # of a class that cannot be imported: `check_objective`
-        return False
+def _of_kind(name: str) -> bool:
+    """Declare a fact of the objective's kind; false for a class that cannot be imported, whose
+    problem is `bigtrain.objectives.user.UserObjective.import_problems`."""
+
+    def read(facts: Facts) -> object:
+        try:
+            return facts._run is not None and getattr(facts._run.objective.kind, name)
+        except ConfigError:
+            return False
+
+    return cast(bool, _Fact(False, "objective.type", read))
 
 
 def _pipeline_settings(raw: Mapping[str, Any]) -> tuple[str, ...]:
@@ -169,11 +173,11 @@ class Facts:
     attention: str = _run("model.attention", "auto")
     isolates: bool = _run("data.isolates", False)
     objective: str = _run("objective.type", "next_token")
-    scores_samples: bool = _run("objective.scores_samples", False)
+    scores_samples: bool = _of_kind("scores_samples")
     loss_terms: bool = cast(bool, _Fact(False, "objective.z_loss", _adds_terms))
     mtp_weight: float = _run("objective.mtp_weight", 0.0)
     grows_vocabulary: bool = _run("model.vocabulary", False, lambda section: True)
-    needs_reference: bool = cast(bool, _Fact(False, "objective.type", _needs_reference))
+    needs_reference: bool = _of_kind("needs_reference")
     stored_reference: bool = _run("objective.reference", False, lambda name: True)
     loss: str = _run("model.loss", "auto")
     kernels: str = _run("model.kernels", "none")
