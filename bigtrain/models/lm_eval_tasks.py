@@ -145,7 +145,7 @@ class Tasks:
                     task.set_config(key="num_fewshot", value=0)
                 task.set_fewshot_seed(seed=_SEEDS["few-shot"])
             results = evaluate(
-                _live_model(model, self._tokenizer, self._hf_config, self._texts),
+                harness_model(model, self._tokenizer, self._hf_config, self._texts),
                 self._loaded,
                 limit=self._section.tasks_limit,
                 bootstrap_iters=0,
@@ -168,13 +168,42 @@ def figures_of(results: Any) -> dict[str, float]:
     return by_name
 
 
-def _live_model(model: TokenModel, tokenizer: Any, hf_config: Any, texts: TextRecord) -> Any:
-    from lm_eval.models.huggingface import HFLM
-
+def harness_model(model: TokenModel, tokenizer: Any, hf_config: Any, texts: TextRecord) -> Any:
+    """Return lm-eval's model of transformers, with `model` behind it. Texts begin and end like the
+    training texts of the record `texts`."""
     beginning = [*texts.beginning_ids]
     # A text without beginning tokens follows the end of a text, as in the training stream.
     prefix = beginning[-1] if beginning else texts.end_of_document_id
-    ends = frozenset(stop_ids(texts, tokenizer))
+    return _harness_class(model, texts, prefix, frozenset(stop_ids(texts, tokenizer)))(
+        pretrained=empty_model(hf_config),
+        tokenizer=tokenizer,
+        backend="causal",
+        batch_size=_TEXTS_AT_ONCE,
+        add_bos_token=bool(beginning),
+        prefix_token_id=prefix,
+    )
+
+
+def padded_left(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the token ids of `rows` and their mask, int64 [rows, longest row], each row at the
+    end of a line."""
+    width = max(map(len, rows))
+    ids, mask = (torch.zeros((len(rows), width), dtype=torch.int64) for _ in range(2))
+    for number, row in enumerate(rows):
+        ids[number, width - len(row) :] = torch.tensor(row, dtype=torch.int64)
+        mask[number, width - len(row) :] = 1
+    return ids, mask
+
+
+def _harness_class(
+    model: TokenModel, texts: TextRecord, prefix: int, ends: frozenset[int]
+) -> type[Any]:
+    """Return a class of lm-eval whose scores and continuations come from `model`. `prefix`: the
+    token that lm-eval puts before a text that it scores completely; `ends`: tokens that end an
+    answer."""
+    from lm_eval.models.huggingface import HFLM
+
+    beginning = [*texts.beginning_ids]
 
     class HarnessModel(HFLM):  # type: ignore[misc]
         """lm-eval's model of transformers, with another model behind it."""
@@ -192,7 +221,7 @@ def _live_model(model: TokenModel, tokenizer: Any, hf_config: Any, texts: TextRe
         ) -> list[int]:
             """Encode a text so that it begins like training texts, also if the string already has
             the beginning."""
-            ids = list(tokenizer(string, add_special_tokens=False).input_ids)
+            ids = list(self.tokenizer(string, add_special_tokens=False).input_ids)
             if add_special_tokens is not False:
                 ids = texts.begin(ids)
             return ids[-left_truncate_len:] if left_truncate_len else ids
@@ -202,13 +231,7 @@ def _live_model(model: TokenModel, tokenizer: Any, hf_config: Any, texts: TextRe
         ) -> tuple[torch.Tensor, torch.Tensor]:
             """Encode texts separately: lm-eval's method decides by the first text of a batch
             whether all texts get beginning tokens."""
-            rows = [self.tok_encode(text, left_truncate_len=left_truncate_len) for text in strings]
-            width = max(map(len, rows))
-            ids, mask = (torch.zeros((len(rows), width), dtype=torch.int64) for _ in range(2))
-            for number, row in enumerate(rows):
-                ids[number, width - len(row) :] = torch.tensor(row, dtype=torch.int64)
-                mask[number, width - len(row) :] = 1
-            return ids, mask
+            return padded_left([self.tok_encode(s, None, left_truncate_len) for s in strings])
 
         def _loglikelihood_tokens(
             self, requests: Any, disable_tqdm: bool = False, override_bs: int | None = None
@@ -247,14 +270,7 @@ def _live_model(model: TokenModel, tokenizer: Any, hf_config: Any, texts: TextRe
                 row[: len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
             return torch.cat([context, filled], 1)
 
-    return HarnessModel(
-        pretrained=empty_model(hf_config),
-        tokenizer=tokenizer,
-        backend="causal",
-        batch_size=_TEXTS_AT_ONCE,
-        add_bos_token=bool(beginning),
-        prefix_token_id=prefix,
-    )
+    return HarnessModel
 
 
 @contextmanager

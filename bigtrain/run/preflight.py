@@ -123,12 +123,8 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
     ]
     growth = None
     held_out_sets: tuple[TokenDataset, ...] = ()
-    if check != "listed":  # files and names are the same for every rank of a host
-        problems += check_output(Path(config.output.directory))
-        problems += check_memory_directory(config)
-        problems += _check_reload(config, hf_config)
-        problems += _check_base_files(config)
-        problems += check_tasks(config.evaluation)
+    if check != "listed":
+        problems += _check_files(config, hf_config)
 
     # The data, for the vocabulary of this model.
     if datasets:
@@ -144,14 +140,7 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
         if check != "listed" and not _resumes(config):
             problems += check_reference_scores(config, datasets, held_out_sets)
 
-    # How the model is trained: parallelism, kernels, precision, optimizer.
-    problems += check_tensor_size(hf_config, config.parallel.tensor, config.adapters)
-    problems += check_kernels(hf_config, config.model.kernels)
-    problems += check_float8(config.precision.float8)
-    problems += check_quantization(config.adapters)
-    problems += check_optimizer_package(config.optimizer)
-    num_replicas = run.topology.partition_size
-    problems += check_expert_gathering(hf_config, run.engine.zero_stage, num_replicas)
+    problems += _check_method(run, hf_config)
 
     # Trials of the model itself take seconds, so they run only if all settings are right.
     model_plan, teacher = None, None
@@ -252,6 +241,30 @@ def _check_tokenizer(config: RunConfig, dataset: TokenDataset) -> Sequence[Probl
         return problems
     directory = str(dataset.tokenizer_path)
     return check_added_tokens(config.tokenizer, base, dataset.table.tokenizer, directory)
+
+
+def _check_files(config: RunConfig, hf_config: Any) -> list[Problem]:
+    """Check the files and names that are the same for every rank of a host."""
+    return [
+        *check_output(Path(config.output.directory)),
+        *check_memory_directory(config),
+        *_check_reload(config, hf_config),
+        *_check_base_files(config),
+        *check_tasks(config.evaluation),
+    ]
+
+
+def _check_method(run: ResolvedRun, hf_config: Any) -> list[Problem]:
+    """Check how the model is trained: parallelism, kernels, precision and optimizer."""
+    config, num_replicas = run.config, run.topology.partition_size
+    return [
+        *check_tensor_size(hf_config, config.parallel.tensor, config.adapters),
+        *check_kernels(hf_config, config.model.kernels),
+        *check_float8(config.precision.float8),
+        *check_quantization(config.adapters),
+        *check_optimizer_package(config.optimizer),
+        *check_expert_gathering(hf_config, run.engine.zero_stage, num_replicas),
+    ]
 
 
 def _check_reload(config: RunConfig, hf_config: Any) -> Sequence[Problem]:

@@ -12,7 +12,7 @@ from bigtrain.errors import ModelError
 from bigtrain.models.build import build_model, read_in_turn
 from bigtrain.models.configuration import load_hf_config, vocabulary_size
 from bigtrain.models.export.base_record import BaseRecord, record_base
-from bigtrain.models.export.verified import Probe, export_model
+from bigtrain.models.export.verified import Destination, Probe, export_model
 from bigtrain.models.weights.export_hf import DTYPES
 from bigtrain.models.weights.import_hf import find_weights
 from bigtrain.models.weights.vocabulary import (
@@ -65,9 +65,7 @@ def export_grown(
         notes = export_model(
             weights.tensors,
             hf_config,
-            tokenizer_directory,
-            output,
-            dtype=None,
+            Destination(output, tokenizer_directory, dtype=None),
             probe=Probe(ids, logits, dtype),
             base=BaseRecord(Path(name)),
         )

@@ -81,6 +81,23 @@ class Probe:
         return Probe(tensors["input_ids"], tensors["logits"], dtype)
 
 
+@dataclass(frozen=True)
+class Destination:
+    """Directory that an export writes, and how. tokenizer: directory that is copied; dtype: name of
+    the dtype that weights are stored in (None: a tensor's dtype in the base); generation_config: a
+    file to copy if it exists (otherwise transformers makes one), with the tokens that end the
+    training texts and answers; card: the text of README.md; replace: an existing directory;
+    max_shard_size: of a weight file, such as 5GB."""
+
+    output: Path
+    tokenizer: Path
+    dtype: str | None
+    generation_config: Path | None = None
+    card: str = ""
+    replace: bool = False
+    max_shard_size: str = MAX_SHARD_SIZE
+
+
 def why_not_reloaded(hf_config: PreTrainedConfig) -> str | None:
     """Return why transformers cannot read an export of the architecture without a base's files, for
     example because a class other than the language model's has its configuration; None if it can be
@@ -101,36 +118,28 @@ def why_not_reloaded(hf_config: PreTrainedConfig) -> str | None:
 def export_model(
     weights: Mapping[str, torch.Tensor],
     hf_config: PreTrainedConfig,
-    tokenizer_directory: Path,
-    output: Path,
+    destination: Destination,
     *,
-    dtype: str | None,
     probe: Probe,
-    generation_config: Path | None = None,
-    card: str = "",
-    replace: bool = False,
-    max_shard_size: str = MAX_SHARD_SIZE,
     base: BaseRecord | None = None,
     as_stored: Collection[str] = (),
     base_notes: Sequence[str] = (),
 ) -> list[str]:
     """Write `weights` as a Hugging Face directory whose logits for `probe` are the trained model's.
 
-    Parameters: `weights`, full tensors by Hugging Face name, tied weights once; `dtype`, name of
-    the dtype that weights are stored in (None: a tensor's dtype in the base); `generation_config`,
-    a file to copy if it exists (otherwise transformers makes one from `hf_config`), with the tokens
-    that end the training texts and answers; `card`, the text of README.md; `max_shard_size`, of a
-    weight file, such as 5GB; `base`, the record of the model that the weights were trained from,
-    which the directory equals except for trained values; `as_stored`, names of weights that are not
-    cast to `dtype`, but stay as in the base; `base_notes`, the first notes.
+    Parameters: `weights`, full tensors by Hugging Face name, tied weights once; `base`, the record
+    of the model that the weights were trained from, which the directory equals except for trained
+    values; `as_stored`, names of weights that are not cast to the destination's dtype, but stay as
+    in the base; `base_notes`, the first notes.
     Returns a note for everything that was changed or added, which the card lists as well.
     One process. Holds the `LazyTensor`s of a single file at a time, and of a single layer when
     verifying. The directory appears under its name only after it has been reloaded into
     transformers' model (by transformers, or if it has several weight files one layer at a time) and
-    its logits agree. Raises ModelError otherwise, or if `output` exists and may not be replaced;
+    its logits agree. Raises ModelError otherwise, or if it exists and may not be replaced;
     OutputError if it cannot be written. A replaced directory stays until then.
     """
-    with writing_directory(output, replace=replace) as temporary:
+    output, dtype, card = destination.output, destination.dtype, destination.card
+    with writing_directory(output, replace=destination.replace) as temporary:
         # Configuration and weights.
         hf_config.use_cache = True  # for generation, whatever the run sets
         like_base = None
@@ -141,19 +150,20 @@ def export_model(
             hf_config,
             temporary,
             dtype,
-            max_shard_size,
+            destination.max_shard_size,
             like_base=like_base,
             as_stored=as_stored,
         )
         notes = [*base_notes, *notes]
-        if generation_config is not None and generation_config.is_file():
-            shutil.copyfile(generation_config, temporary / GENERATION_CONFIG)
+        settings = destination.generation_config
+        if settings is not None and settings.is_file():
+            shutil.copyfile(settings, temporary / GENERATION_CONFIG)
         if base is None:
             notes += rewrite_config(temporary / CONFIG_NAME)
         else:
             notes += base.write_files(temporary, hf_config, dtype)
         files = None if base is None else base.files
-        notes += write_tokenizer(tokenizer_directory, temporary, output, files)
+        notes += write_tokenizer(destination.tokenizer, temporary, output, files)
         if not scores_samples(hf_config):
             notes += write_stop_ids(temporary, hf_config)
         coarsest = dtype if dtype is not None else base.lowest_precision if base else probe.dtype

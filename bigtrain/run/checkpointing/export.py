@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace as replace_field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from bigtrain.errors import CheckpointError, ModelError
 from bigtrain.models.configuration import GENERATION_CONFIG, load_hf_config, with_mtp_layers
 from bigtrain.models.export.adapters import export_adapter, merged_weights, probe_beside
 from bigtrain.models.export.base_record import BaseRecord
-from bigtrain.models.export.verified import Probe, export_model, probe_of
+from bigtrain.models.export.verified import Destination, Probe, export_model, probe_of
 from bigtrain.models.weights.export_hf import MAX_SHARD_SIZE
 from bigtrain.models.weights.import_hf import Weights, find_weights
 from bigtrain.run.checkpointing import checkpoints
@@ -60,13 +61,17 @@ def export_run(
     weights: Mapping[str, torch.Tensor] = open_weights(
         directory / checkpoints.TENSORS, checkpoints.list_tensors(directory), average=average
     )
-    tokenizer = run_directory / "tokenizer"
     probe = Probe.load(directory / checkpoints.PROBE, config.precision.dtype)
-    card = model_card(
-        config,
-        int(state["step"]),
-        run_directory / "metrics.jsonl",
-        library="transformers" if config.adapters is None or merge else "peft",
+    library = "transformers" if config.adapters is None or merge else "peft"
+    card = model_card(config, state["step"], run_directory / "metrics.jsonl", library=library)
+    destination = Destination(
+        output,
+        run_directory / "tokenizer",
+        dtype,
+        run_directory / MODEL_CONFIG / GENERATION_CONFIG,
+        card,
+        replace,
+        max_shard_size,
     )
     if config.adapters is not None:
         # Compare the base with the base that the adapters were trained on; reads all base files.
@@ -75,17 +80,7 @@ def export_run(
         refuse_other_base(state, base_sums(base.files), directory)
         if not merge:
             notes = export_adapter(
-                weights,
-                config.adapters,
-                str(config.model.path),
-                hf_config,
-                tokenizer,
-                output,
-                dtype=dtype or "float32",
-                probe=probe,
-                generation_config=run_directory / MODEL_CONFIG / GENERATION_CONFIG,
-                card=card,
-                replace=replace,
+                weights, config.adapters, config.model.path, hf_config, destination, probe
             )
             for note in notes:
                 warn(f"{output}: {note}")
@@ -93,23 +88,15 @@ def export_run(
         weights, probe = _merged(weights, config, base, hf_config, probe=probe, warn=warn)
     if average:
         probe = probe_of(weights, hf_config, probe)
-        card += (
-            f"\nThe weights are a moving average (decay {state['engine']['ema']:g} per update).\n"
-        )
-    write_export(
-        run_directory,
-        output,
-        weights,
-        hf_config,
-        config,
-        as_stored=() if merge else frozen_names(config, state),
-        dtype=dtype,
-        probe=probe,
-        card=card,
-        replace=replace,
-        max_shard_size=max_shard_size,
-        warn=warn,
+        decay = state["engine"]["ema"]
+        card += f"\nThe weights are a moving average (decay {decay:g} per update).\n"
+        destination = replace_field(destination, card=card)
+    as_stored = () if merge else frozen_names(config, state)
+    notes = write_export(
+        run_directory, destination, weights, hf_config, config, as_stored=as_stored, probe=probe
     )
+    for note in notes:
+        warn(f"{output}: {note}")
     return int(state["step"])
 
 
@@ -127,22 +114,17 @@ def _refuse_options(
 
 def write_export(
     run_directory: Path,
-    output: Path,
+    destination: Destination,
     weights: Mapping[str, torch.Tensor],
     hf_config: Any,
     config: RunConfig,
     *,
     as_stored: Sequence[str],
-    dtype: str | None,
     probe: Probe,
-    card: str,
-    replace: bool,
-    max_shard_size: str,
-    warn: Callable[[str], None],
-) -> None:
-    """Write `weights` of a run as a verified Hugging Face directory, with the base files and the
-    tokenizer in the run directory. `as_stored`: names of weights that stay as in the base's files.
-    `warn` is called for each thing that was changed or added. Raises as `export_model`."""
+) -> list[str]:
+    """Write `weights` of a run as a verified Hugging Face directory, with the base files of the run
+    directory. `as_stored`: names of weights that stay as in the base's files. Returns a note for
+    each thing that was changed or added. Raises as `export_model`."""
     record = BaseRecord.find(run_directory)
     missing = []
     if record is None and config.model.path is not None:
@@ -151,23 +133,17 @@ def write_export(
             "or its folder base was removed): other files of the base, tensors that transformers "
             "does not load, and the dtype of each tensor are not kept"
         )
-    notes = export_model(
+    if record is None and destination.dtype is None:
+        destination = replace_field(destination, dtype=config.precision.dtype)
+    return export_model(
         weights,
         hf_config,
-        run_directory / "tokenizer",
-        output,
-        dtype=dtype or (config.precision.dtype if record is None else None),
+        destination,
         probe=probe,
-        generation_config=run_directory / MODEL_CONFIG / GENERATION_CONFIG,
-        card=card,
-        replace=replace,
-        max_shard_size=max_shard_size,
         base=record,
         as_stored=as_stored,
         base_notes=missing,
     )
-    for note in notes:
-        warn(f"{output}: {note}")
 
 
 def frozen_names(config: RunConfig, state: dict[str, Any]) -> list[str]:

@@ -19,6 +19,7 @@ from bigtrain.commands.arguments import size, table
 from bigtrain.commands.report import DEFAULT_PORT
 from bigtrain.data.shards.manifest import DEFAULT_MAX_DOCUMENT_BYTES, DEFAULT_SHARD_BYTES
 from bigtrain.models.export.base_record import BaseRecord
+from bigtrain.models.export.verified import Destination
 from bigtrain.python_api.scoring import DEFAULT_TOP_K
 from bigtrain.run.checkpointing import export
 from bigtrain.settings.compatibility.facts import Device
@@ -110,15 +111,15 @@ def test_the_dtype_of_an_export_is_by_default_that_of_the_base(
         precision=SimpleNamespace(dtype="bfloat16"), model=SimpleNamespace(path=None)
     )
     dtypes: list[str | None] = []
-    monkeypatch.setattr(export, "export_model", lambda *_, dtype, **__: dtypes.append(dtype) or [])
+    monkeypatch.setattr(
+        export, "export_model", lambda _, __, to, **___: dtypes.append(to.dtype) or []
+    )
     for has_base in (True, False):
         record = BaseRecord(tmp_path) if has_base else None
         monkeypatch.setattr(export.BaseRecord, "find", staticmethod(lambda _, found=record: found))
-        export.write_export(
-            *(tmp_path, tmp_path / "hf", {}, None, config),
-            **{"as_stored": (), "dtype": None, "probe": None, "card": "", "replace": False},
-            **{"max_shard_size": "5GB", "warn": print},
-        )  # type: ignore[arg-type]
+        destination = Destination(tmp_path / "hf", tmp_path / "tokenizer", None)
+        probe: Any = None
+        export.write_export(tmp_path, destination, {}, None, config, as_stored=(), probe=probe)
     assert dtypes == [None, "bfloat16"]
     for command in ("export", "merge"):
         text = " ".join(table()[command]["--dtype"]["help"].split())

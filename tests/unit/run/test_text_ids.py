@@ -27,10 +27,10 @@ from bigtrain.models.build import build_model
 from bigtrain.models.configuration import load_hf_config, vocabulary_size
 from bigtrain.models.export.adapters import export_adapter
 from bigtrain.models.export.base_record import BASE, record_base
-from bigtrain.models.export.verified import Probe
+from bigtrain.models.export.verified import Destination, Probe
 from bigtrain.models.generation import _ends, prompt_ids
 from bigtrain.models.layers.adapters import add_adapters
-from bigtrain.models.lm_eval_tasks import _live_model
+from bigtrain.models.lm_eval_tasks import harness_model
 from bigtrain.models.text_ids import ShardTextIds, model_text_ids
 from bigtrain.models.weights.import_hf import find_weights
 from bigtrain.run.checkpointing.export import write_export
@@ -158,17 +158,18 @@ def export(
     settings = directory / MODEL_CONFIG / "generation_config.json"
     if config.adapters is not None:
         notes += export_adapter(
-            weights, config.adapters, str(section.path), saved, directory / "tokenizer", output,
-            dtype="float32", probe=probe, generation_config=settings,
+            weights, config.adapters, str(section.path), saved,
+            Destination(output, directory / "tokenizer", None, settings), probe,
         )  # fmt: skip
         return output
     if section.path is not None:
         base = find_weights(section.path, load_hf_config(ModelSection(path=section.path)))
         record_base(section.path, base, directory / BASE)
-    write_export(
-        directory, output, weights, saved, config, as_stored=(), dtype=None, probe=probe, card="",
-        replace=False, max_shard_size="5GB", warn=notes.append,
-    )  # fmt: skip
+    destination = Destination(output, directory / "tokenizer", None, settings)
+    for note in write_export(
+        directory, destination, weights, saved, config, as_stored=(), probe=probe
+    ):
+        notes.append(f"{output}: {note}")
     return output
 
 
@@ -219,18 +220,16 @@ def test_every_reader_begins_and_ends_texts_like_the_shards(
         listed = network.generation_config.eos_token_id
         readers["transformers"] = {*listed} if isinstance(listed, list) else {listed}
     # While training: samples, and requests of lm-eval.
-    sampling, harness_model = Recorder(place.num_tokens), Recorder(place.num_tokens)
+    sampling, harness = Recorder(place.num_tokens), Recorder(place.num_tokens)
     long_work = SimpleNamespace(on_main_rank=lambda work: work())
     context: Any = SimpleNamespace(config=run.config, long_work=long_work)
     log: Any = SimpleNamespace(metrics=SimpleNamespace(log_samples=lambda *_: None))
     Prompts(context, log, inputs, sampling).log(1)  # type: ignore[arg-type]
     data_tokenizer = AutoTokenizer.from_pretrained(inputs.tokenizer_path)
-    harness_requests(
-        _live_model(harness_model, data_tokenizer, inputs.hf_config, inputs.text_record)
-    )
-    readers["samples"], readers["lm-eval"] = sampling.stops, harness_model.stops
+    harness_requests(harness_model(harness, data_tokenizer, inputs.hf_config, inputs.text_record))
+    readers["samples"], readers["lm-eval"] = sampling.stops, harness.stops
     assert readers == dict.fromkeys(readers, stops)
-    for ids in (*prompts, *sampling.prompts, *harness_model.prompts):
+    for ids in (*prompts, *sampling.prompts, *harness.prompts):
         assert ids[0] == place.bos
         assert ids.count(place.bos) == 1
 
