@@ -24,12 +24,15 @@ from bigtrain.objectives.user import UserFields, UserObjective
 from bigtrain.settings.sections.extensions import ImportedName, known_or_imported
 
 KINDS: dict[str, type[ObjectiveKind[Any]]] = {
-    kind.name: kind for kind in (NextToken, Preference, Kto, Reward, Classification, Distillation)
+    objective.name: objective
+    for objective in (NextToken, Preference, Kto, Reward, Classification, Distillation)
 }
 """Kinds of objectives by ``objective.type``, in the order in which they are listed to a user."""
 
 ROWS: dict[str | None, AnswerRows] = {
-    kind.rows.name: kind.rows for kind in KINDS.values() if kind.rows is not None
+    objective.rows.name: objective.rows
+    for objective in KINDS.values()
+    if objective.rows is not None
 }
 """Rows of data that objectives read, by ``rows`` in the manifest and ``tokenize --format``; plain
 documents are None in the manifest, and not here."""
@@ -64,14 +67,14 @@ class ObjectiveSection(  # pydantic lists the fields of the last base first
     @property
     def kind(self) -> ObjectiveKind[Any]:
         """Kind of the objective, with these settings."""
-        kind: type[ObjectiveKind[Any]] = KINDS.get(self.type, UserObjective)
-        return kind(self)
+        objective_class: type[ObjectiveKind[Any]] = KINDS.get(self.type, UserObjective)
+        return objective_class(self)
 
     @classmethod
     def descriptions(cls) -> dict[str, str]:
-        kinds = "".join(f"{kind.name}: {kind.summary}; " for kind in KINDS.values())
-        of_user = "or a class of yours, as package.module:Class"
-        return {**super().descriptions(), "type": kinds + of_user}
+        summaries = [f"{name}: {objective.summary}" for name, objective in KINDS.items()]
+        text = "; ".join([*summaries, "or a class of yours, as package.module:Class"])
+        return {**super().descriptions(), "type": text}
 
     @field_validator("type", mode="before")
     @classmethod
@@ -85,14 +88,14 @@ class ObjectiveSection(  # pydantic lists the fields of the last base first
                 "objective.settings are arguments of a class of yours, and objective.type = "
                 f"{self.type!r} is bigtrain's own -> omit them"
             )
-        kind = self.kind
-        unread, fields = kind.unread(), kind.fields.model_fields
+        objective = self.kind
+        unread, fields = objective.unread(), objective.fields.model_fields
         for name, field in type(self).model_fields.items():
             value = getattr(self, name)
             if name in fields and name not in unread:
                 continue
             if value != field.get_default(call_default_factory=True):
-                key = kind.decisive if name in fields else "type"
+                key = objective.decisive if name in fields else "type"
                 raise ValueError(
                     f"objective.{name} = {value} has no effect with objective.{key} = "
                     f"{getattr(self, key)} -> omit it"

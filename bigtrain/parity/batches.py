@@ -78,9 +78,9 @@ def _random_batch(config: RunConfig, plan: BatchPlan, step: int) -> MicroBatch:
     model moves towards them and away. Of samples that are scored, each token up to the end has a
     target, and other tokens follow."""
     generator = torch.Generator().manual_seed(1000 + step)
-    objective, kind = config.objective, config.objective.kind
+    section, objective = config.objective, config.objective.kind
     num_rows, length = plan.global_batch_size * plan.rows_per_sample, plan.sequence_length
-    has_mismatched = kind.rows is not None and kind.rows.has_mismatched
+    has_mismatched = objective.rows is not None and objective.rows.has_mismatched
     num_tokens = _RATED_TOKENS if has_mismatched else VOCABULARY
     tokens = torch.randint(1, num_tokens, (num_rows, length + 1), generator=generator)
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].clone()
@@ -95,17 +95,17 @@ def _random_batch(config: RunConfig, plan: BatchPlan, step: int) -> MicroBatch:
     if has_mismatched:
         chances = torch.rand(num_rows // 2, generator=generator)
         desirable = (chances < _DESIRABLE[step]).repeat_interleave(2)
-    if kind.scores_samples:
+    if objective.scores_samples:
         lengths = torch.randint(length // 2, length + 1, (num_rows, 1), generator=generator)
         labels = torch.where(torch.arange(length) < lengths, tokens[:, 1:], IGNORED_LABEL)
-    if kind.rows is not None and kind.rows.has_classes:
+    if objective.rows is not None and objective.rows.has_classes:
         hf_config = load_hf_config(ModelSection(path=config.model.path))
         num_labels = int(hf_config.num_labels or 0)
         classes = torch.randint(num_labels, (num_rows,), generator=generator)
-    if objective.teacher is not None:
+    if section.teacher is not None:
         logits = 2 * torch.randn(*labels.shape, VOCABULARY, generator=generator)
         values, ids = logits.log_softmax(-1).topk(TEACHER_TOP_K)
-    if kind.is_next_token and step in WEIGHTED_STEPS:
+    if objective.is_next_token and step in WEIGHTED_STEPS:
         weights = 2 * torch.rand(labels.shape, generator=generator) * (labels != IGNORED_LABEL)
     return MicroBatch(
         inputs,

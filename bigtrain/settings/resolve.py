@@ -301,11 +301,11 @@ def _check_extensions(draft: _Draft) -> list[Problem]:
 def _check_objective(draft: _Draft) -> list[Problem]:
     """Check the objective, and then what it needs of data and model, which only a sound one
     defines."""
-    kind = draft.config.objective.kind
-    if problems := kind.import_problems():
+    objective = draft.config.objective.kind
+    if problems := objective.import_problems():
         return problems
-    draft.rows_per_sample = kind.rows_per_sample
-    return kind.problems(draft.config)
+    draft.rows_per_sample = objective.rows_per_sample
+    return objective.problems(draft.config)
 
 
 def _check_scoring(draft: _Draft) -> list[Problem]:

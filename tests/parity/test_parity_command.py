@@ -419,7 +419,7 @@ MUTATIONS_OF_RANKS: dict[str, tuple[dict[str, tuple[str, str]], dict[str, Any], 
     "rows are counted instead of pairs": (
         {
             "objectives/losses/passes.py": (
-                'pairs_present(labels) if self.kind.unit == "pairs" else targets.any(-1)',
+                'pairs_present(labels) if self.objective.unit == "pairs" else targets.any(-1)',
                 "targets.any(-1)",
             )
         },
@@ -429,7 +429,7 @@ MUTATIONS_OF_RANKS: dict[str, tuple[dict[str, tuple[str, str]], dict[str, Any], 
     "rows of rewards are counted instead of pairs": (
         {
             "objectives/losses/passes.py": (
-                'pairs_present(labels) if self.kind.unit == "pairs" else targets.any(-1)',
+                'pairs_present(labels) if self.objective.unit == "pairs" else targets.any(-1)',
                 "targets.any(-1)",
             )
         },

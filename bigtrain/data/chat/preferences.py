@@ -25,6 +25,8 @@ from bigtrain.data.shards.manifest import Rows
 from bigtrain.data.tokenizers.equivalence import Checks
 from bigtrain.objectives.section import ROWS
 
+Documents = Sequence[Mapping[str, Any]]
+"""Documents of rows, as `bigtrain.data.documents.preferences` writes them."""
 SAME = "chosen and rejected become the same tokens"
 
 
@@ -56,10 +58,7 @@ def encode_rows(
 
 
 def encode_pairs(
-    chat: ChatEncoder,
-    pairs: Sequence[Mapping[str, Any]],
-    checks: Checks | None,
-    names: Sequence[str],
+    chat: ChatEncoder, pairs: Documents, checks: Checks | None, names: Sequence[str]
 ) -> EncodedRows:
     """Encode the chosen and the rejected document of each pair."""
     halves = [dumps(pair[side]) for pair in pairs for side in SIDES]
@@ -68,10 +67,7 @@ def encode_pairs(
 
 
 def encode_labeled(
-    chat: ChatEncoder,
-    rows: Sequence[Mapping[str, Any]],
-    checks: Checks | None,
-    names: Sequence[str],
+    chat: ChatEncoder, rows: Documents, checks: Checks | None, names: Sequence[str]
 ) -> EncodedRows:
     """Encode answers, with their labels."""
     answers = [dumps(row["answer"]) for row in rows]
@@ -80,10 +76,7 @@ def encode_labeled(
 
 
 def encode_classified(
-    chat: ChatEncoder,
-    rows: Sequence[Mapping[str, Any]],
-    checks: Checks | None,
-    names: Sequence[str],
+    chat: ChatEncoder, rows: Documents, checks: Checks | None, names: Sequence[str]
 ) -> EncodedRows:
     """Encode samples, with the numbers of their classes; a sample of an unknown class is bad."""
     samples = [dumps(row["sample"]) for row in rows]

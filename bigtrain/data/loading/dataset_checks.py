@@ -349,15 +349,15 @@ def pair_notes(config: RunConfig, datasets: Sequence[TokenDataset]) -> tuple[str
 def open_answers(config: RunConfig, dataset: TokenDataset, split: Split) -> StreamSamples | None:
     """Return the pairs, rated answers or samples with labels of a split; None if it is empty.
     Raises DataError as their classes."""
-    kind = config.objective.kind
-    assert kind.rows is not None
+    objective = config.objective.kind
+    assert objective.rows is not None
     if not dataset.table.num_documents(split):
         return None
-    samples: StreamSamples = pkgutil.resolve_name(kind.rows.samples)(
+    samples: StreamSamples = pkgutil.resolve_name(objective.rows.samples)(
         split_stream(dataset, split),
         config.batch.sequence_length,
         truncates=config.data.long_documents == "truncate",
-        **kind.sample_options,
+        **objective.sample_options,
     )
     return samples
 

@@ -26,8 +26,8 @@ class KtoLoss(ObjectiveLoss):
     mismatched answers of the global batch, 0 at least, without a gradient. In an evaluation it is
     the mean over all held-out samples, whose micro-batches this therefore keeps on the host."""
 
-    def __init__(self, kind: Kto) -> None:
-        super().__init__(kind)
+    def __init__(self, objective: Kto) -> None:
+        super().__init__(objective)
         self._divergence: torch.Tensor | None = None
 
     def count(self, labels: torch.Tensor) -> int:
@@ -56,7 +56,7 @@ class KtoLoss(ObjectiveLoss):
         self, passes: Passes, batch: MicroBatch, moved: MicroBatch, factor: Factor = None
     ) -> Summed:
         assert self._divergence is not None
-        section = self.kind.section
+        section = self.objective.section
         answers, moved_answers = self.trained(batch), self.trained(moved)
         reference = reference_sums(passes, answers, moved_answers)
         values, outputs = passes.log_probabilities(answers, moved_answers)

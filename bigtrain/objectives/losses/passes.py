@@ -58,8 +58,8 @@ class Passes(Protocol):
 class ObjectiveLoss(ABC):
     """Loss of a run."""
 
-    def __init__(self, kind: ObjectiveKind[Any]) -> None:
-        self.kind = kind
+    def __init__(self, objective: ObjectiveKind[Any]) -> None:
+        self.objective = objective
 
     def prepare(self, passes: Passes, batches: Iterable[MicroBatch]) -> Iterable[MicroBatch]:
         """Compute what the losses of `batches` have in common, and return `batches`: this rank's
@@ -69,9 +69,9 @@ class ObjectiveLoss(ABC):
     def count(self, labels: torch.Tensor) -> int:
         """Return the units of `labels` int64 [R, T], on the host."""
         targets = labels != IGNORED_LABEL
-        if self.kind.unit == "tokens":
+        if self.objective.unit == "tokens":
             return int(targets.sum())
-        units = pairs_present(labels) if self.kind.unit == "pairs" else targets.any(-1)
+        units = pairs_present(labels) if self.objective.unit == "pairs" else targets.any(-1)
         return int(units.sum())
 
     def trained(self, batch: MicroBatch) -> MicroBatch:
@@ -97,7 +97,7 @@ class LogProbabilityLoss(ObjectiveLoss):
     ) -> Summed:
         # Log-probabilities under the reference: stored sums of rows, or of a pass without gradient.
         reference, sums = None, moved.reference
-        if self.kind.needs_reference and sums is None:
+        if self.objective.needs_reference and sums is None:
             reference = reference_log_probabilities(passes, batch, moved)
             sums = reference.sum(-1)
         values, outputs = passes.log_probabilities(batch, moved)
@@ -109,8 +109,8 @@ class LogProbabilityLoss(ObjectiveLoss):
 
 def make_objective(section: ObjectiveSection) -> ObjectiveLoss:
     """Return the loss of a run. Raises ExtensionError if a class of the user fails."""
-    kind = section.kind
-    loss: ObjectiveLoss = pkgutil.resolve_name(kind.loss)(kind)
+    objective = section.kind
+    loss: ObjectiveLoss = pkgutil.resolve_name(objective.loss)(objective)
     return loss
 
 

@@ -16,7 +16,7 @@ class PreferenceLoss(LogProbabilityLoss):
     """Losses of pairs of answers, with metrics under TRL's names."""
 
     def loss(self, batch: ObjectiveBatch) -> torch.Tensor:
-        section, present = self.kind.section, pairs_present(batch.labels)
+        section, present = self.objective.section, pairs_present(batch.labels)
         beta = section.beta
 
         def margin(rows: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,7 @@ class RewardLoss(ObjectiveLoss):
         # -log sigma(r_chosen - r_rejected) (Bradley and Terry 1952) leaves the center of scores
         # open: c (r_chosen + r_rejected)^2 sets it (Eisenstein et al. 2023, arXiv 2312.09244).
         losses = -F.logsigmoid(chosen_scores - rejected_scores)
-        center = self.kind.section.center_rewards_coefficient
+        center = self.objective.section.center_rewards_coefficient
         losses = losses + center * (chosen_scores + rejected_scores) ** 2
         weights = pairs_present(moved.labels).float()
         record_rewards(chosen_scores.detach(), rejected_scores.detach(), weights)

