@@ -55,17 +55,16 @@ FieldsT = TypeVar("FieldsT", bound=ObjectiveFields)
 class ObjectiveKind(Generic[FieldsT]):
     """A kind of objective, with the settings of a run.
 
-    name: of ``objective.type``. summary: what the reference of settings shows of it. fields: the
-    settings that it reads. loss: its class in `bigtrain.objectives.losses`, as module:Class.
+    name: of ``objective.type``. summary: text of the reference of settings. fields: the settings
+    that the objective reads. loss: its class in `bigtrain.objectives.losses`, as module:Class.
 
-    unit: what the loss is a mean of; unit_name: what the card of an exported model calls it. rows:
-    rows of data that it reads; None for documents. sample_options: arguments of the class of the
-    samples. decisive: the setting that decides which other ones have an effect.
+    unit: unit of the mean loss. rows: rows of data that the objective reads; None for documents.
+    sample_options: arguments of the class of the samples. decisive: the setting that decides which
+    other settings have an effect.
 
     is_next_token: whether the loss is the cross-entropy of the next token only, which is needed for
     weights of tokens, for ``batch.phases`` and for metrics other than the loss. scores_samples:
-    whether the model has a head that scores a sample at its last token. teacher_weight: weight of
-    the divergence from a teacher's probabilities.
+    whether the model has a head that scores a sample at its last token.
     """
 
     name: ClassVar[str]
@@ -73,7 +72,6 @@ class ObjectiveKind(Generic[FieldsT]):
     fields: ClassVar[type[ObjectiveFields]]
     loss: ClassVar[str]
     unit: Unit = "tokens"
-    unit_name: str = "token"
     rows: AnswerRows | None = None
     sample_options: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     decisive: ClassVar[str] = "type"
@@ -87,6 +85,11 @@ class ObjectiveKind(Generic[FieldsT]):
     def needs_reference(self) -> bool:
         """Whether the loss is a function of log-probabilities under a reference model."""
         return False
+
+    @property
+    def unit_name(self) -> str:
+        """Unit of the loss, as the card of an exported model names it."""
+        return self.unit.removesuffix("s")
 
     @property
     def teacher_weight(self) -> float:

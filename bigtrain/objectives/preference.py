@@ -80,7 +80,6 @@ class Preference(ObjectiveKind[_Fields]):
     decisive = "loss"
     loss = "bigtrain.objectives.losses.preference:PreferenceLoss"
     unit = "pairs"
-    unit_name = "pair"
     rows = PAIRS
 
     @property

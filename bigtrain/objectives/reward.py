@@ -25,7 +25,6 @@ class Reward(ObjectiveKind[RewardFields]):
     fields = RewardFields
     loss = "bigtrain.objectives.losses.reward:RewardLoss"
     unit = "pairs"
-    unit_name = "pair"
     rows = PAIRS
     scores_samples = True
     # The model scores an answer at its last token, which is therefore an input.

@@ -41,10 +41,6 @@ class UserObjective(ObjectiveKind[UserFields]):
         return unit
 
     @property
-    def unit_name(self) -> str:  # type: ignore[override]
-        return self.unit.removesuffix("s")
-
-    @property
     def rows(self) -> AnswerRows | None:  # type: ignore[override]
         return PAIRS if self.unit == "pairs" else None
 
@@ -78,7 +74,7 @@ class UserObjective(ObjectiveKind[UserFields]):
         return [problem for problem in problems if problem is not None]
 
     def _reference_problems(self, run: RunSections) -> list[Problem]:
-        """Return the problem of a reference without adapters or in pipeline stages, besides
+        """Return the problem of a reference without adapters or in pipeline stages, or of
         adapters that change the model also when they are off."""
         if run.adapters is not None and run.parallel.pipeline == 1:
             return super()._reference_problems(run)
