@@ -39,7 +39,6 @@ from bigtrain.engine.partitioning import (
 from bigtrain.engine.pipeline.build import build_pipeline_engine
 from bigtrain.engine.startup.mesh import Mesh, ModelParallelUnit
 from bigtrain.engine.train_engine import TrainEngine
-from bigtrain.engine.unreached import UnreachedParameters
 from bigtrain.models.build import build_model
 from bigtrain.models.equivalence.model_plan import ModelPlan, require_model_plan
 from bigtrain.models.layers.multi_token import mtp_layers
@@ -109,7 +108,7 @@ def build_engine(
     host_time = HostTime()
     skip_redundant_work(engine, mesh.replicas, host_time)
     time_reductions(engine, host_time)
-    trained = TrainEngine(
+    return TrainEngine(
         engine,
         plan,
         device,
@@ -124,12 +123,10 @@ def build_engine(
             is_compiled=compiled,
             terms=loss_terms(config.objective),
             multi_token=multi_token,
+            unreached=model_plan.parameters.unreached,
         ),
         host_time=host_time,
     )
-    unreached = model_plan.parameters.unreached
-    trained.unreached = UnreachedParameters(model, unreached, device)
-    return trained
 
 
 def _initialize(

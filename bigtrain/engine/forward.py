@@ -55,7 +55,8 @@ class ModelOptions:
     isolation: of documents. sequence: the parts of samples that ranks share. computes_loss: whether
     the model computes the loss of the targets. is_compiled: whether layers are compiled. terms: of
     the loss in addition to its cross-entropy. multi_token: of layers that predict later tokens.
-    exact: parameters in another dtype than DeepSpeed's.
+    exact: parameters in another dtype than DeepSpeed's. unreached: weights that, by a probe, get no
+    gradient (`ParameterPlan`).
     """
 
     isolation: Isolation
@@ -67,6 +68,7 @@ class ModelOptions:
     is_compiled: bool = False
     terms: LossTerms = NO_TERMS
     multi_token: LaterTokens | None = None
+    unreached: tuple[str, ...] = ()
 
 
 class ForwardPasses:

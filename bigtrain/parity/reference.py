@@ -125,7 +125,7 @@ def _plain_model(config: RunConfig, dtype: torch.dtype) -> _PlainModel:
     values = dict(full.named_parameters())
     for name, value in section.overrides.items():
         setattr(model.config, name, value)
-    terms = RouterTerms(model, config.moe)
+    terms = RouterTerms(model, config.moe, config.batch.sequence_length)
     if config.adapters is not None:
         model = with_adapters(model, config.adapters, config.seed)
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}

@@ -25,7 +25,7 @@ from bigtrain.system.files import writing
 EXPORT = "hf"
 EXPORTED = "exported.json"
 """File of a run directory that names the step of its ``hf/``, and of one of several sites the outer
-step and the sites that made it. Absent: no export, or unknown."""
+step with which the run ended and the sites that made it. Absent: no export, or unknown."""
 
 
 def closing_result(

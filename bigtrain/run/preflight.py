@@ -263,7 +263,9 @@ def _check_method(run: ResolvedRun, hf_config: Any) -> list[Problem]:
         *check_float8(config.precision.float8),
         *check_quantization(config.adapters),
         *check_optimizer_package(config.optimizer),
-        *check_expert_gathering(hf_config, run.engine.zero_stage, num_replicas),
+        *check_expert_gathering(
+            hf_config, run.engine.zero_stage, num_replicas, config.batch.sequence_length
+        ),
     ]
 
 

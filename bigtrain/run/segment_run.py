@@ -207,7 +207,7 @@ class SegmentRun:
                 state,
                 prediction=launch.prediction,
                 copies=launch.copies,
-                outer=self._outer.final_record(),
+                outer=self._outer.final_record(state),
             )
             outcome = Finished(state.step)
         else:
@@ -293,10 +293,13 @@ class SegmentRun:
             ) as saver,
             memory_saver_of(context, log, engine, saver, launch.memory) as memory_saver,
         ):
-            if resumed.state.step < state.step >= context.config.train.total_steps:
-                saver.save(state, {})  # other sites have trained to the end without this one
-            elif is_over(context.config, state):
-                saver.finish_retention(state.step)
+            if is_over(context.config, state):
+                # Other sites may have ended the run without this one, or this one has to.
+                state = self._outer.make_last(state)
+                if state == resumed.state:
+                    saver.finish_retention(state.step)
+                else:
+                    saver.save(state, {})
 
             def roll_back_steps(bad_state: TrainState) -> TrainState:
                 restored = self._refuse_earlier_phase(roll_back(context, log, engine, bad_state))

@@ -91,12 +91,8 @@ class DirectRounds:
         started_at = time.perf_counter()
         plan = self._plan(attempt)
         attempt.waited = time.perf_counter() - started_at
-        if plan.digests:
-            digests = ", ".join(f"{digest} at site {site}" for site, digest in plan.digests.items())
-            raise LaunchError(
-                f"sites of a new run begin with different global weights ({digests}) -> give all "
-                "of them the same model, seed and versions"
-            )
+        if plan.refusal:
+            raise LaunchError(plan.refusal)
         failure: _Failure = "", None
         if self.state.plain != set(plan.plain):
             failure = "sites hold other parameters several times than before", None
@@ -104,8 +100,9 @@ class DirectRounds:
             failure = self._exchanged(attempt, plan)
         # The outer step counts for all members or for none, as the server decides.
         membership, (text, unusable) = self._membership, failure
-        attempt.is_done = not text
-        if membership is not None:
+        if membership is None:
+            attempt.is_done = not text
+        else:  # detached without the server's answer: it is not done
             attempt.is_done = self._ranks.on_main(
                 lambda: membership.commit(plan.attempt, is_done=not text, unusable=unusable)
             )
@@ -119,7 +116,7 @@ class DirectRounds:
                 self._ranks.on_main(lambda: membership.ask("layout", {}, payload=document))
             return
         attempt.new_number, attempt.new_step = plan.number, plan.step
-        attempt.new_tokens_seen = plan.tokens_seen
+        attempt.new_tokens_seen, attempt.ended_step = plan.tokens_seen, plan.ended_step
         attempt.sites, attempt.num_members = plan.sites, len(plan.members)
         attempt.mean_of, attempt.events = plan.fragment, list(plan.events)
 
@@ -132,7 +129,9 @@ class DirectRounds:
         entry = {
             "number": attempt.number,
             "step": attempt.step,
+            "last_step": attempt.last_step,
             "fragment": fragment,
+            "is_last": attempt.is_last,
             "tokens": attempt.tokens,
             "digest": f"{checksum:016x}",
             "tokens_seen": attempt.tokens_seen,
@@ -286,6 +285,7 @@ def _plan_of_one(attempt: OuterRound, plain: Iterable[str]) -> RoundPlan:
         fragment=fragment,
         number=attempt.number + (fragment is not None),
         step=attempt.step,
+        ended_step=attempt.step * attempt.is_last,
         tokens_seen=attempt.tokens_seen + attempt.tokens,
         plain=tuple(plain),
     )

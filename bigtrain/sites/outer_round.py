@@ -15,22 +15,26 @@ from bigtrain.sites.metrics import OuterEvent
 class OuterRound:
     """An attempt at an outer step with `fragment`, after `step` optimizer steps.
 
-    Inputs: fragment (None: only take the weights of others), number and tokens_seen (of the site's
-    global weights), tokens (trained on since the fragment's last exchange), local (masters by
-    window, if they change meanwhile; else empty).
+    Inputs: fragment (None: only take the weights of others), last_step (of the run), is_last
+    (whether this site exchanges nothing after it), number and tokens_seen (of the site's global
+    weights), tokens (trained on since the fragment's last exchange), local (masters by window, if
+    they change meanwhile; else empty).
 
     Results: exactly one of is_done (it counts, on all members), detached (why this site trains
     alone instead) and failure (why it does not count). new_number, new_tokens_seen: after it;
-    new_step: optimizer step of the `sites` in the mean; num_members: all that exchanged; mean_of:
-    the fragment with a mean. received: by window of the model, the weights and momentum that this
-    site takes from other sites, on a rank without windows empty; None if it takes none; means,
-    errors: by window of the fragment, the mean of this rank's share and the new rounding errors
-    (None: unchanged). distances: by site, if the server computes them. squares: sums for the
+    new_step: optimizer step of the `sites` in the mean; ended_step: the run's last step, if this
+    site has the weights with which the run ended after it, else 0; num_members: all that exchanged;
+    mean_of: the fragment with a mean. received: by window of the model, the weights and momentum
+    that this site takes from other sites, on a rank without windows empty; None if it takes none;
+    means, errors: by window of the fragment, the mean of this rank's share and the new rounding
+    errors (None: unchanged). distances: by site, if the server computes them. squares: sums for the
     metrics (change, distance, elements). waited: seconds of waiting for other sites.
     """
 
     fragment: int | None
     step: int
+    last_step: int = 0
+    is_last: bool = False
     number: int = 0
     tokens_seen: int = 0
     tokens: int = 0
@@ -42,6 +46,7 @@ class OuterRound:
     new_number: int = 0
     new_tokens_seen: int = 0
     new_step: int = 0
+    ended_step: int = 0
     sites: tuple[int, ...] = ()
     num_members: int = 1
     mean_of: int | None = None

@@ -44,14 +44,15 @@ class OuterStep:
     With an overlap, a fragment is exchanged in a thread, next to the following steps, and takes
     effect `sites.overlap_steps` later.
 
-    facts: settings and data that all sites must have alike; allowed: facts that this site may
-    change (``checkpoint.allow_changes``). run: id of the run directory, on the main rank. on_wait:
-    called there while this site waits for others that train, which may take long. number: of the
-    last outer step; tokens_seen: by the global weights, on all sites (0 with a server that holds
-    the weights). notes: lines to show; events: of all sites and the server, for the metrics. step:
-    where the run continues after it took weights of sites that are ahead; else None. made_by: sites
-    of the last outer step in this launch. detached: why this site is in no outer step since then;
-    empty while it takes part.
+    last_step: of the run. facts: settings and data that all sites must have alike; allowed: facts
+    that this site may change (``checkpoint.allow_changes``). run: id of the run directory, on the
+    main rank. on_wait: called there while this site waits for others that train, which may take
+    long. number: of the last outer step; tokens_seen: by the global weights, on all sites (0 with a
+    server that holds the weights). notes: lines to show; events: of all sites and the server, for
+    the metrics. step: where the run continues after it took weights of sites that are ahead; else
+    None. made_by: sites of the last outer step in this launch. ended_step: `last_step`, if this
+    site has the weights with which the run ended after it, else 0 (or of an earlier, shorter run).
+    detached: why this site is in no outer step since then; empty while it takes part.
     """
 
     def __init__(
@@ -61,18 +62,19 @@ class OuterStep:
         world: World,
         facts: Mapping[str, Any],
         *,
+        last_step: int,
         run: str,
         allowed: Sequence[str] = (),
         on_wait: Callable[[], None] | None = None,
     ) -> None:
-        self.sites = sites
+        self.sites, self._last_step = sites, last_step
         self._engine = engine
         self._ranks = SiteRanks(world)
         self._is_main = world.is_main
         self._under_way: OuterRound | None = None
-        self.number = self.tokens_seen = 0
+        self.number = self.tokens_seen = self.ended_step = self._received_step = 0
         self._sent_steps = [0] * sites.fragments  # after which each fragment was sent last
-        self._was_alone = False
+        self._was_alone = self._others_train = False
         self.made_by: tuple[int, ...] = ()
         self.detached = ""
         self.notes: list[str] = []
@@ -131,7 +133,7 @@ class OuterStep:
             for fragment in self.sites.sent_after(sent_step, step + 1):
                 self._sent_steps[fragment] = sent_step
         if under_way is not None:  # saved once the global weights were updated, see `settle`
-            self._under_way = OuterRound(*under_way, is_settled=True, is_done=True)
+            self._under_way = OuterRound(*under_way, self._last_step, is_settled=True, is_done=True)
         self._rounds.begin(number, is_new=is_new)
         attempt = self._complete(None, step)
         if attempt.detached:
@@ -140,21 +142,20 @@ class OuterStep:
             self._under_way = None
             self._engine.refresh_parameters()
 
-    def is_due(self, step: int, last_step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """Return whether `after_step` has something to do."""
         sent = self._under_way
         merges = sent is not None and step == self.sites.merged_after(sent.step)
-        return merges or bool(self.sites.sent_after(step, last_step))
+        return merges or bool(self.sites.sent_after(step, self._last_step))
 
-    def after_step(self, step: int, last_step: int) -> list[OuterStepMetrics]:
-        """Do what is due after `step` of `last_step` steps; return the metrics of the outer steps
-        that ended.
+    def after_step(self, step: int) -> list[OuterStepMetrics]:
+        """Do what is due after `step`; return the metrics of the outer steps that ended.
 
         Raises LaunchError on all ranks if one of this site fails, TrainingError if the change of
         this site is not finite, or too large, or the server refuses this site.
         """
         metrics: list[OuterStepMetrics] = []
-        is_last, self.step = step == last_step, None
+        is_last, self.step = step == self._last_step, None
         mixing = 0.0 if is_last else self.sites.mixing
         has_moved = ends = False
 
@@ -167,9 +168,9 @@ class OuterStep:
             ends, self._under_way = sent.has_received, None
 
         # Fragments that are sent now: with an overlap in a thread, but for the last step. No more
-        # after weights of other sites were taken: the run continues at another step.
-        for fragment in self.sites.sent_after(step, last_step):
-            if ends:
+        # after weights of other sites were taken, relative to which nothing was trained.
+        for fragment in self.sites.sent_after(step, self._last_step):
+            if ends or self._received_step == step:
                 break
             self._refuse_own_change(fragment, step)
             if self.sites.overlap_steps and not is_last:
@@ -179,6 +180,10 @@ class OuterStep:
             has_moved |= self._merge(attempt, mixing)
             metrics += self._metrics(attempt)
             ends = bool(attempt.detached) or self.step is not None
+
+        # Other sites that are not at the last step end the run: this site takes their weights.
+        while is_last and self.ended_step < step and self._others_train:
+            has_moved |= self._merge(self._complete(None, step), 0.0)
         if has_moved:
             self._engine.refresh_parameters()
         return metrics
@@ -225,7 +230,10 @@ class OuterStep:
         if fragment is not None:
             steps = max(1, step - self._sent_steps[fragment])
             tokens = steps * self._engine.plan.site_tokens_per_step
-        return OuterRound(fragment, step, self.number, self.tokens_seen, tokens)
+        is_last = step == self._last_step and fragment == self.sites.fragments - 1
+        return OuterRound(
+            fragment, step, self._last_step, is_last, self.number, self.tokens_seen, tokens
+        )
 
     def _complete(self, fragment: int | None, step: int) -> OuterRound:
         """Make an outer step, again without the sites that are lost meanwhile; it is done, or this
@@ -267,6 +275,7 @@ class OuterStep:
         if not attempt.is_done:
             return
         self.number, self.tokens_seen = attempt.new_number, attempt.new_tokens_seen
+        self.ended_step = attempt.ended_step
         if attempt.received is not None:
             for window, (weights, momentum) in zip(
                 self.state.all_windows(), attempt.received, strict=True
@@ -277,8 +286,10 @@ class OuterStep:
                 if window.error is not None:
                     window.error.zero_()
             self.step = attempt.new_step if attempt.new_step > attempt.step else None
-        if attempt.received is not None or self.sites.server_holds_weights:
-            self._sent_steps = [attempt.new_step] * self.sites.fragments
+            self._received_step = max(attempt.step, attempt.new_step)
+            self._sent_steps = [self._received_step] * self.sites.fragments
+        elif self.sites.server_holds_weights:
+            self._sent_steps = [attempt.new_step]
         elif attempt.mean_of is not None:
             self._sent_steps[attempt.mean_of] = attempt.step
         if attempt.mean_of is not None:
@@ -330,7 +341,7 @@ class OuterStep:
                 f"{step_text}: no outer step after {self.number}: {attempt.detached}; this site "
                 "trains on its own until its next outer step"
             )
-            self.detached = attempt.detached
+            self.detached, self._others_train = attempt.detached, False
             return
         if not attempt.is_done:
             self.notes.append(f"{step_text}: no outer step after {self.number}: {attempt.failure}")
@@ -344,6 +355,8 @@ class OuterStep:
             reason = "no other site is reachable, or came in time"
             events.insert(0, OuterEvent(ALONE, site_name, reason, number))
         self._was_alone = is_alone
+        has_changed = attempt.received is not None or attempt.mean_of is not None
+        self._others_train = has_changed and attempt.num_members > 1
         self.events += events
         listed = [event for event in events if event.event in _WORDS]
         for event in listed[-_MOST_SHOWN:]:

@@ -276,11 +276,12 @@ class ContributeRequest(UploadRequest):
 
 class DeliverRequest(SiteRequest):
     """End of a site's change: `num_messages` of all ranks, relative to outer step `base`, after
-    `step` optimizer steps, trained on `tokens`."""
+    `step` of the run's `last_step` optimizer steps, trained on `tokens`."""
 
     attempt: Id
     base: Count
     step: Count
+    last_step: Count
     tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)]
     num_messages: Annotated[int, Field(ge=1, le=MOST_STEP)]
     heard: Count | None = None
@@ -313,10 +314,10 @@ class RoundEntry(SiteRequest):
     """A site that is at an outer step, and polls for its `RoundPlan`; a repeated `entry` changes
     nothing.
 
-    entry: random. number: the site's last outer step; step: its optimizer steps; fragment: that it
-    would exchange, None if it only takes weights (at the begin); tokens: trained on since that
-    fragment's last exchange; digest: of the site's global weights; tokens_seen: by these weights,
-    on all sites.
+    entry: random. number: the site's last outer step; step: its optimizer steps, of the run's
+    last_step; fragment: that it would exchange, None if it only takes weights (at the begin);
+    is_last: whether it exchanges nothing after it; tokens: trained on since that fragment's last
+    exchange; digest: of the site's global weights; tokens_seen: by these weights, on all sites.
 
     Reply: ``is_ready`` and, if so, ``plan``. If not: ``missing`` (sites that are waited for),
     ``refused`` (by missing site, why its last join was refused), ``is_new`` (a new run, for which
@@ -326,7 +327,9 @@ class RoundEntry(SiteRequest):
     entry: Id
     number: Count
     step: Count
+    last_step: Count
     fragment: Annotated[int, Field(ge=0, lt=1_000_000)] | None
+    is_last: bool
     tokens: Tokens
     digest: Digest
     tokens_seen: Annotated[int, Field(ge=0)]
@@ -420,9 +423,10 @@ class RoundPlan(BaseModel):
     generation: of the groups of ranks, which must be opened again when it changes. members: all
     that exchange, ascending, with `weights` in the mean, 0 for the `takers`, which first take the
     global weights of `donor`. fragment: None where weights are only taken. number, tokens_seen:
-    after the round; step: of the sites that give the mean. layouts: digests by site. plain:
-    parameters that every site sends in float32. digests: of the global weights by site, if sites of
-    a new run differ in them: every site ends then.
+    after the round; step: of the sites that give the mean. ended_step: the run's last step, if the
+    members have the weights with which the run ended after it; else 0. layouts: digests by site.
+    plain: parameters that every site sends in float32. refusal: why the members make no round:
+    every member ends then.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -437,10 +441,11 @@ class RoundPlan(BaseModel):
     number: int
     step: int
     tokens_seen: int
+    ended_step: int = 0
     layouts: dict[int, str] = {}
     plain: tuple[str, ...]
     events: tuple[OuterEvent, ...] = ()
-    digests: dict[int, str] = {}
+    refusal: str = ""
 
     @property
     def sites(self) -> tuple[int, ...]:

@@ -99,7 +99,7 @@ class ServerRounds:
         if attempt.number != current["number"]:
             reason = f"took the global weights of outer step {current['number']}"
             attempt.events.append(self._site_event(RETURNED, reason, current))
-        self._finish(attempt, {**current, "sites": [], "distances": {}})
+        self._finish(attempt, {**current, "distances": {}})
 
     def _take_part(self, attempt: OuterRound, deadline: float) -> None:
         name, before = self._ranks.on_main(lambda: secrets.token_hex(8)), self._membership.num_bytes
@@ -125,6 +125,7 @@ class ServerRounds:
     def _finish(self, attempt: OuterRound, current: Header) -> None:
         attempt.is_done = True
         attempt.new_number, attempt.new_step = int(current["number"]), int(current["step"])
+        attempt.ended_step = int(current["ended_step"])
         attempt.sites, attempt.distances = tuple(current["sites"]), current.get("distances", {})
 
     def _site_event(self, event_kind: str, reason: str, current: Header) -> OuterEvent:
@@ -185,6 +186,7 @@ class ServerRounds:
             "attempt": name,
             "base": attempt.number,
             "step": attempt.step,
+            "last_step": attempt.last_step,
             "tokens": max(1, attempt.tokens),
             "num_messages": num_messages,
             "heard": self._heard,

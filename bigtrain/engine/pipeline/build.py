@@ -30,7 +30,6 @@ from bigtrain.engine.partitioning import copy_of, cutting, is_cut, run_dtype
 from bigtrain.engine.pipeline.engine import PipelineTrainEngine
 from bigtrain.engine.pipeline.stage_module import StageModule, StagesModule
 from bigtrain.engine.startup.mesh import Mesh
-from bigtrain.engine.unreached import UnreachedParameters
 from bigtrain.models.build import WHOLE, build_model
 from bigtrain.models.equivalence.model_plan import ModelPlan
 from bigtrain.models.parallel.sharding import Shard, shard_of, tag_shard
@@ -89,7 +88,7 @@ def build_pipeline_engine(
     undo_trial_update(engine)
     attach_optimizer(engine, stage.model)
     fill_with_zeros(stage.model, device)  # the engine computes to learn what stages send
-    trained = PipelineTrainEngine(
+    return PipelineTrainEngine(
         engine,
         plan,
         device,
@@ -101,13 +100,11 @@ def build_pipeline_engine(
             moe=config.moe,
             is_compiled=compiled,
             terms=terms,
+            unreached=model_plan.parameters.unreached,
         ),
         stage=module,
         replicas=_replica_groups(stage, mesh),
     )
-    unreached = model_plan.parameters.unreached
-    trained.unreached = UnreachedParameters(stage.model, unreached, device)
-    return trained
 
 
 def _build_stage(config: RunConfig, hf_config: Any, mesh: Mesh, model_plan: ModelPlan) -> Stage:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from bigtrain.models.build import empty_model
@@ -24,8 +24,9 @@ from bigtrain.models.equivalence.proxy_model import (
     proxy_tokens,
 )
 from bigtrain.models.equivalence.reductions import smaller, with_heads
-from bigtrain.models.equivalence.thresholds import cross_thresholds
+from bigtrain.models.equivalence.thresholds import cross_thresholds, find_thresholds
 from bigtrain.models.experts import auxiliary_loss, selection_biases
+from bigtrain.models.layers.adapter_targets import find_parameters, find_saved, find_targets
 from bigtrain.models.layers.document_masks import document_boundaries
 from bigtrain.models.layers.parameter_roles import collapsed, parameter_roles
 from bigtrain.models.layers.parameters import freeze, freeze_named
@@ -33,6 +34,7 @@ from bigtrain.models.parallel.hidden_matrices import hidden_matrices
 from bigtrain.models.torch_patches import OperatorMode
 from bigtrain.models.transformers_patches import computed_in_float32
 from bigtrain.settings.run_config import RunConfig
+from bigtrain.settings.sections.adapters import AdaptersSection
 
 _SHOWN = 5
 
@@ -44,8 +46,9 @@ class ParameterPlan:
     untrained: get no gradient from text, and are frozen. frozen: `untrained` and the parameters
     that ``model.frozen`` names, without selection biases that are updated. float32_names: are
     float32 where the model computes in 16 bit. unreached: parameters in `untrained` that nothing
-    else freezes; the first step compares them with its gradients. reason: a line for the log; empty
-    if all are trained in the run's dtype.
+    else freezes, or whose adapters or copies a run with adapters trains; the first step compares
+    them with its gradients. reason: a line for the log; empty if all are trained in the run's
+    dtype.
 
     Trained parameters, with ``*`` for indices: decaying: with ``optimizer.decay_embeddings``.
     decayed_before: do not decay, but did in releases that went by the number of dimensions.
@@ -102,7 +105,17 @@ def plan_parameters(
         biases = [b.name for b in selection_biases(model, untrained) if b.is_parameter]
         float32_names = tuple(dict.fromkeys([*float32_names, *biases]))
     if config.adapters is not None:
-        return ParameterPlan(untrained, float32_names=float32_names, reason="; ".join(reasons))
+        weights = _adapted_weights(model, config.adapters)
+        unreached = [name for name in untrained if name in weights]
+        if unreached:
+            title = "adapters without effect, since text gives these weights no gradient"
+            reasons.append(_listed(title, unreached, names))
+        return ParameterPlan(
+            untrained,
+            float32_names=float32_names,
+            unreached=tuple(unreached),
+            reason="; ".join(reasons),
+        )
     freeze(model, config.model.frozen)
     unreached = [name for name in untrained if model.get_parameter(name).requires_grad]
     freeze_named(model, untrained)
@@ -128,6 +141,17 @@ def _listed(title: str, names: Collection[str], all_names: Collection[str]) -> s
     patterns = summarized(names, all_names) if names is not all_names else collapsed(names)
     suffix = "" if len(patterns) <= _SHOWN else f" and {len(patterns) - _SHOWN} more"
     return f"{title}: {len(names)} parameters ({', '.join(patterns[:_SHOWN])}{suffix})"
+
+
+def _adapted_weights(model: PreTrainedModel, section: AdaptersSection) -> set[str]:
+    """Return the names of the weights that get adapters, or that are trained as copies."""
+    copies = {
+        f"{module}.{name}"
+        for module in find_saved(model, section).names
+        for name, _ in model.get_submodule(module).named_parameters()
+    }
+    layers = {f"{name}.weight" for name in find_targets(model, section).names}
+    return copies | layers | {*find_parameters(model, section).names}
 
 
 def _decays(model: nn.Module, unreached: Collection[str]) -> tuple[list[str], list[str]]:
@@ -191,20 +215,31 @@ def find_gradient_reach(
     decay shrinks them. Takes a tenth of a second, a few seconds where the meta device is not
     enough.
     """
-    config, tokens = copy.deepcopy(hf_config), min(sequence_length, PROBE_TOKENS)
-    if sequence_length > tokens:
-        cross_thresholds(config, sequence_length, tokens)
+    config, tokens = probed_configuration(hf_config, sequence_length)
     with torch.random.fork_rng(devices=[]):  # constructors may draw numbers
         try:
             return GradientReach(_on_meta(config, tokens))
         except Exception:  # whatever model code does with tensors without values
             pass
         try:
-            return GradientReach(_on_cpu(config, attention, tokens))
+            return GradientReach(_on_cpu(config, attention, min(tokens, PROBE_TOKENS)))
         except NotImplementedError:
             return GradientReach(None)
         except (*MODEL_FAILURES, ArithmeticError) as error:
             return GradientReach(None, f"{type(error).__name__}: {failure_text(error)}")
+
+
+def probed_configuration(
+    hf_config: PreTrainedConfig, sequence_length: int
+) -> tuple[PreTrainedConfig, int]:
+    """Return a configuration, and a length of samples that cross every threshold which samples of
+    `sequence_length` cross in `hf_config`: `sequence_length` itself if thresholds are unknown."""
+    config, tokens = copy.deepcopy(hf_config), min(sequence_length, PROBE_TOKENS)
+    if sequence_length > tokens:
+        if find_thresholds(hf_config, sequence_length) is None:
+            return config, sequence_length
+        cross_thresholds(config, sequence_length, tokens)
+    return config, tokens
 
 
 def parameters_without_gradient(
@@ -225,7 +260,15 @@ def _on_meta(hf_config: PreTrainedConfig, tokens: int) -> tuple[str, ...]:
 
 
 def _on_cpu(hf_config: PreTrainedConfig, attention: str, tokens: int) -> tuple[str, ...]:
-    model = build_proxy_model(hf_config, attention, smaller(with_heads(2)), all_layers=True)
+    # Thresholds are crossed in `hf_config` already.
+    model = build_proxy_model(
+        hf_config,
+        attention,
+        smaller(with_heads(2)),
+        sequence_length=tokens,
+        all_layers=True,
+        tokens=tokens,
+    )
     model.train()
     return _unreached(model, proxy_tokens(model, tokens))
 

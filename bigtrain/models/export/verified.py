@@ -26,9 +26,9 @@ from bigtrain.models.configuration import (
     GENERATION_CONFIG,
     auto_class,
     load_hf_config,
-    num_trained_mtp_layers,
     scores_samples,
 )
+from bigtrain.models.equivalence.parameter_plan import find_gradient_reach
 from bigtrain.models.export.base_record import BaseRecord
 from bigtrain.models.layers.multi_token import NAME as MTP
 from bigtrain.models.parallel.grouped_experts import fit_experts
@@ -168,7 +168,7 @@ def export_model(
             notes += write_stop_ids(temporary, hf_config)
         coarsest = dtype if dtype is not None else base.lowest_precision if base else probe.dtype
         notes += _verify(temporary, probe, output, coarsest, layer_by_layer=is_sharded)
-        _verify_mtp_layers(temporary, weights, hf_config, output)
+        _verify_unprobed(temporary, weights, hf_config, probe, output)
         # The model card lists what the export changed.
         if card and base is not None:
             card += "\n## Changes from the base\n\n"
@@ -248,21 +248,27 @@ def _verify(
 
 
 @torch.no_grad()
-def _verify_mtp_layers(
-    directory: Path, weights: Mapping[str, torch.Tensor], hf_config: PreTrainedConfig, output: Path
+def _verify_unprobed(
+    directory: Path,
+    weights: Mapping[str, torch.Tensor],
+    hf_config: PreTrainedConfig,
+    probe: Probe,
+    output: Path,
 ) -> None:
-    """Compare `weights` of layers for multi-token prediction, which transformers' causal LM does
-    not load, with the weights that transformers' `MtpModel` would load from `directory`. Raises
-    ModelError."""
-    if not num_trained_mtp_layers(hf_config):
-        return
-    exported = find_weights(str(directory), hf_config)
-    for name, tensor in weights.items():
-        if name.startswith(f"{MTP}."):
-            trained = tensor.read() if isinstance(tensor, LazyTensor) else tensor
-            stored = exported.tensors[name].read()
-            if not torch.equal(trained.to(stored.dtype), stored):
-                raise ModelError(f"{output}: not written: reloaded, {name} differs")
+    """Compare `weights` on which the logits of `probe` do not depend with the weights in
+    `directory`: layers for multi-token prediction, which transformers' causal LM does not load, and
+    layers that only longer samples reach, or none of text. Raises ModelError."""
+    num_tokens = probe.input_ids.shape[1]
+    reach = find_gradient_reach(hf_config, num_tokens)
+    unprobed = weights.keys() if reach.absent is None else reach.absent
+    names = [name for name in weights if name in unprobed or name.startswith(f"{MTP}.")]
+    stored_tensors = find_weights(str(directory), hf_config).tensors if names else {}
+    for name in names:
+        tensor = weights[name]
+        trained = tensor.read() if isinstance(tensor, LazyTensor) else tensor
+        stored = stored_tensors[name].read()
+        if not torch.equal(trained.to(stored.dtype), stored):
+            raise ModelError(f"{output}: not written: reloaded, {name} differs")
 
 
 @torch.no_grad()

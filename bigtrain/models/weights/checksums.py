@@ -30,6 +30,9 @@ TOKENIZER_FILES = (*TOKEN_FILES, "chat_template.jinja", "chat_template.json")
 ADAPTER_CONFIG = "adapter_config.json"
 
 CHECKSUMS = "checksums.json"
+MODEL_CARD = "README.md"
+ONE_SITE = "not the weights with which the run ended on its sites"
+"""Text in the model card of an export that cannot pass as the export of a run of several sites."""
 _DECIDING = ("config.json", "model.safetensors.index.json", *TOKEN_FILES)
 BASE_MODEL = "base_model.json"
 
@@ -94,6 +97,12 @@ def corrupt_weights(directory: Path) -> tuple[int, list[str]]:
     return len(listed), differences(_sums(directory, listed), listed, directory / CHECKSUMS)
 
 
+def is_of_one_site(directory: Path) -> bool:
+    """Return whether an export has weights of one site of a run of several sites, by its card."""
+    card = directory / MODEL_CARD
+    return card.is_file() and ONE_SITE in card.read_text(encoding="utf-8", errors="replace")
+
+
 def write_checksums(directory: Path) -> None:
     """Write `checksums.json` of an export with all its files, also in subfolders, except for the
     README and the list. Reads every file."""
@@ -101,7 +110,7 @@ def write_checksums(directory: Path) -> None:
         name
         for path in directory.rglob("*")
         if path.is_file()
-        and (name := path.relative_to(directory).as_posix()) not in (CHECKSUMS, "README.md")
+        and (name := path.relative_to(directory).as_posix()) not in (CHECKSUMS, MODEL_CARD)
     ]
     write_sums(directory / CHECKSUMS, _sums(directory, names))
 

@@ -18,6 +18,7 @@ from bigtrain.models.configuration import GENERATION_CONFIG, load_hf_config, wit
 from bigtrain.models.export.adapters import export_adapter, merged_weights, probe_beside
 from bigtrain.models.export.base_record import BaseRecord
 from bigtrain.models.export.verified import Destination, Probe, export_model, probe_of
+from bigtrain.models.weights.checksums import ONE_SITE
 from bigtrain.models.weights.export_hf import MAX_SHARD_SIZE
 from bigtrain.models.weights.import_hf import Weights, find_weights
 from bigtrain.run.checkpointing import checkpoints
@@ -47,8 +48,9 @@ def export_run(
     4 bits is merged in its files' precision, and the result compared with plain peft's, which needs
     the full base in memory. `average`: instead of the weights their averages (``optimizer.ema``),
     whose logits are computed here, with all averages in memory. `warn` is called with the distance
-    of the two bases, and for each newer checkpoint that is skipped as corrupt. Raises
-    CheckpointError or ModelError; `output` is then unchanged.
+    of the two bases, for each newer checkpoint that is skipped as corrupt, and if the weights are
+    of one site of several; the card contains that, too. Raises CheckpointError or ModelError;
+    `output` is then unchanged.
     """
     directory = checkpoints.find(run_directory, step, warn=warn)
     state = checkpoints.read_state(directory)
@@ -58,12 +60,19 @@ def export_run(
     section = ModelSection(config=str(run_directory / MODEL_CONFIG), type=config.model.type)
     hf_config = with_mtp_layers(load_hf_config(section), trains=config.objective.mtp_weight > 0)
     _refuse_options(directory, state, config, merge=merge, average=average)
+    sites, site_note = config.sites, ""
+    if sites is not None and sites.count > 1 and state["outer_ended"] < config.train.total_steps:
+        site_note = (
+            f"weights of site {sites.index} of {sites.count} after step {state['step']}, {ONE_SITE}"
+        )
+        warn(f"{output}: {site_note}")
     weights: Mapping[str, torch.Tensor] = open_weights(
         directory / checkpoints.TENSORS, checkpoints.list_tensors(directory), average=average
     )
     probe = Probe.load(directory / checkpoints.PROBE, config.precision.dtype)
     library = "transformers" if config.adapters is None or merge else "peft"
     card = model_card(config, state["step"], run_directory / "metrics.jsonl", library=library)
+    card += f"\n{site_note}\n" * bool(site_note)
     destination = Destination(
         output,
         run_directory / "tokenizer",

@@ -125,6 +125,8 @@ def _state_of(document: Mapping[str, Any], phases: tuple[Phase, ...]) -> TrainSt
         BestSoFar.from_json(document.get("best")),
         (sent[0], sent[1]) if (sent := document.get("outer_sent")) else None,
         document.get("outer_tokens", 0),
+        document.get("outer_ended", 0),
+        tuple(document.get("outer_sites", ())),
         document.get("stopped_steps", 0),
         StreamPosition.from_json(document.get("stream")),
     )

@@ -117,7 +117,8 @@ class ServerExchange:
             ):  # the reply was lost
                 return members.summary(heard_step), b""
             staleness = self._weights.number - delivery.base
-            if staleness < 0 or (staleness > 0 and not self._is_asynchronous):
+            has_ended = self._weights.record["ended_step"] >= delivery.last_step
+            if staleness and (staleness < 0 or has_ended or not self._is_asynchronous):
                 self._store.forget([site])
                 members.note(LEFT_OUT, f"site {site}", "late")
                 members.log(
@@ -169,6 +170,10 @@ class ServerExchange:
     def tick(self) -> None:
         """Make the outer steps for which no site is waited for any longer."""
         while self._weights.is_ready and (delivered := self._store.deliveries()):
+            last_step = min(delivery.last_step for delivery in delivered.values())
+            if self._is_asynchronous and self._weights.record["ended_step"] >= last_step:
+                self._store.forget(delivered)  # the sites take the weights with which the run ended
+                return
             absent = self._absent(delivered)
             if absent is None:
                 return
@@ -209,6 +214,8 @@ class ServerExchange:
             reason = f"was refused: {refusal}" if refusal else "missed the outer step"
             events.append(OuterEvent(LEFT_OUT, f"site {site}", reason, number - 1))
         after.record["events"] = [asdict(event) for event in events]
+        last_step = max(delivery.last_step for delivery in delivered.values())
+        after.record["ended_step"] = last_step if after.record["step"] >= last_step else 0
         after.record["attempts"] = {str(site): row.attempt for site, row in delivered.items()}
         made_by = list(delivered)
         members.write_round(

@@ -66,7 +66,13 @@ class GlobalWeights:
         self._updates: dict[str, Update] | None = None
         self._is_filled = torch.zeros(0, dtype=torch.bool)
         self.is_ready = False
-        self.record: dict[str, Any] = {"number": 0, "step": 0, "sites": [], "tokens": {}}
+        self.record: dict[str, Any] = {
+            "number": 0,
+            "step": 0,
+            "ended_step": 0,
+            "sites": [],
+            "tokens": {},
+        }
 
     @property
     def number(self) -> int:

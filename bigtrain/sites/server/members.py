@@ -26,7 +26,14 @@ RECONNECT_SECONDS = 3.0
 UNUSABLE = "sent values that are not finite, or moved too far"
 _MOST_EVENTS = 50  # of one outer step
 _KEPT_EVENTS = 500  # for sites that missed outer steps
-_NEW_RUN: Header = {"is_ready": False, "number": 0, "step": 0, "sites": [], "tokens": {}}
+_NEW_RUN: Header = {
+    "is_ready": False,
+    "number": 0,
+    "step": 0,
+    "ended_step": 0,
+    "sites": [],
+    "tokens": {},
+}
 _LONGEST_TEXT = 500
 EventKey = tuple[str, str, str]
 """Event, who, reason."""

@@ -38,8 +38,8 @@ CREATE TABLE IF NOT EXISTS parts (
     site INTEGER, attempt TEXT, rank INTEGER, part INTEGER, file TEXT NOT NULL,
     PRIMARY KEY (site, attempt, rank, part));
 CREATE TABLE IF NOT EXISTS deliveries (
-    site INTEGER PRIMARY KEY, attempt TEXT, base INTEGER, step INTEGER, tokens INTEGER,
-    num_messages INTEGER);
+    site INTEGER PRIMARY KEY, attempt TEXT, base INTEGER, step INTEGER, last_step INTEGER,
+    tokens INTEGER, num_messages INTEGER);
 CREATE TABLE IF NOT EXISTS rounds (
     id INTEGER PRIMARY KEY, number INTEGER, attempt TEXT UNIQUE, record TEXT, file TEXT);
 CREATE TABLE IF NOT EXISTS events (
@@ -74,13 +74,14 @@ class SiteRow:
 class Delivery:
     """A complete contribution of a site to an outer step.
 
-    base: the outer step that its change is relative to. step: its optimizer steps. tokens: trained
-    on since `base`. num_messages: of all ranks.
+    base: the outer step that its change is relative to. step: its optimizer steps, of the run's
+    last_step. tokens: trained on since `base`. num_messages: of all ranks.
     """
 
     attempt: str
     base: int
     step: int
+    last_step: int
     tokens: int
     num_messages: int
 
@@ -250,7 +251,7 @@ class ServerDirectory:
         with self.transaction():
             self._delete_parts("site = ? AND attempt != ?", site, delivery.attempt)
             row = (site, *astuple(delivery))
-            self._write("INSERT OR REPLACE INTO deliveries VALUES (?, ?, ?, ?, ?, ?)", *row)
+            self._write("INSERT OR REPLACE INTO deliveries VALUES (?, ?, ?, ?, ?, ?, ?)", *row)
 
     def deliveries(self) -> dict[int, Delivery]:
         """Return the complete contributions for the next step, by site."""

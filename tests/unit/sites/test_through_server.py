@@ -14,7 +14,6 @@ import torch
 from bigtrain.engine.optimizers.masters import MasterPart
 from bigtrain.errors import LaunchError
 from bigtrain.models.parallel.sharding import Shard
-from bigtrain.run.outer_steps import OuterSteps
 from bigtrain.settings.sections.sites import SitesSection
 from bigtrain.sites import outer_state
 from bigtrain.sites.outer_step import OuterStep
@@ -35,7 +34,7 @@ def parts_of_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def site_of(
-    index: int, codec: str, reach: dict[str, Any], size: int = 4
+    index: int, codec: str, reach: dict[str, Any], size: int = 4, last_step: int = NUM_STEPS
 ) -> tuple[OuterStep, torch.Tensor]:
     """A site of one rank, and its masters."""
     module = torch.nn.Module()
@@ -54,7 +53,8 @@ def site_of(
     )
     settings = {"count": 2, "index": index, "inner_steps": 1, "codec": codec, **reach}
     sites = SitesSection.model_validate({**settings, "outer": {"type": "average"}})
-    return OuterStep(engine, sites, World(0, 1, 0), {}, run=f"{index:032x}"), masters
+    world = World(0, 1, 0)
+    return OuterStep(engine, sites, world, {}, last_step=last_step, run=f"{index:032x}"), masters
 
 
 @pytest.mark.parametrize(
@@ -98,25 +98,3 @@ def test_another_model_with_the_same_settings_is_refused_and_logged(
     (line,) = [line for line in log.splitlines() if "refused join of site 1: " in line]
     assert re.search(reason, line)
     assert "site 1 joined" not in log
-
-
-def test_a_site_that_ends_apart_from_the_others_exports_nothing(tmp_path: Path) -> None:
-    """Its weights are not those of the run; a site that is with the server names the outer step."""
-    lines: list[str] = []
-
-    def ended(site: OuterStep) -> OuterSteps:
-        steps = object.__new__(OuterSteps)
-        log: Any = SimpleNamespace(info=lines.append)
-        steps._step, steps._log = site, log
-        return steps
-
-    with outer_server(tmp_path, window_seconds=0.1) as reach:
-        reach |= {"timeout_seconds": 1.0}
-        site, _ = site_of(0, "float32", reach)
-        site.begin(0, 0, is_new=True)
-        site._merge(site._complete(0, 1), 0.0)
-        assert ended(site).final_record() == {"outer_step": 1, "sites": [0]}
-        assert lines == ["the weights are those of outer step 1, made by site 0 of 2"]
-    site._complete(0, 2)  # the server cannot be reached any more
-    with pytest.raises(LaunchError, match=r"site 0 ended apart from the other sites, after outer"):
-        ended(site).final_record()

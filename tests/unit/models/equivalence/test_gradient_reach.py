@@ -13,6 +13,7 @@ from bigtrain.models.build import empty_model
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.equivalence import parameter_plan
 from bigtrain.models.equivalence.parameter_plan import (
+    GradientReach,
     find_gradient_reach,
     parameters_without_gradient,
     plan_parameters,
@@ -178,3 +179,17 @@ def test_parameters_of_compressed_attention_are_trained_where_samples_hold_an_en
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model(input_ids=torch.randint(0, 128, (1, sequence_length))).logits.square().mean().backward()
     assert list(names) == [name for name, p in model.named_parameters() if p.grad is None]
+
+
+def test_adapters_without_effect_are_named() -> None:
+    tree = {**run_of("llama").model_dump(exclude_unset=True), "adapters": {"rank": 2}}
+    tree["model"] = {"path": "base"}
+    config = RunConfig.model_validate(tree)
+    hf_config = tiny_config("llama")
+    absent = ("model.layers.0.mlp.up_proj.weight", "model.norm.weight")
+    plan = plan_parameters(config, hf_config, GradientReach(absent))
+    assert plan.unreached == absent[:1]
+    assert plan.reason == (
+        "adapters without effect, since text gives these weights no gradient: 1 parameters "
+        "(model.layers.*.mlp.up_proj.*)"
+    )
