@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bigtrain.objectives.kind import ObjectiveFields, ObjectiveKind
-from bigtrain.objectives.rows import AnswerRows
+from bigtrain.objectives.rows import AnswerRows, Refusal
 
 CLASSIFIED = AnswerRows(
     name="classification",
@@ -19,11 +19,11 @@ CLASSIFIED = AnswerRows(
     summary="{rows:,} samples with {num_labels} labels: {labels}",
     document="label {label}",
     identity="classification",
-    missing=(
+    missing=Refusal(
         "has no samples with labels, which {} reads",
         "tokenize with --format classification",
     ),
-    for_next_token=(
+    for_next_token=Refusal(
         "has samples with labels, which next_token would not read",
         "objective.type=classification",
     ),

@@ -179,12 +179,9 @@ class ObjectiveKind(Generic[FieldsT]):
             "changes the model also with its adapters off, by which "
             f"objective.{self.decisive} = {value!r} gets its reference"
         )
-        changes = {
-            "dora": run.adapters.dora,
-            "modules_to_save": list(run.adapters.modules_to_save),
-        }
+        dora, modules = run.adapters.dora, list(run.adapters.modules_to_save)
         return [
             Problem(f"adapters.{name}", value, rule, "omit it")
-            for name, value in changes.items()
+            for name, value in (("dora", dora), ("modules_to_save", modules))
             if value
         ]

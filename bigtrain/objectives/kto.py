@@ -8,7 +8,7 @@ from pydantic import Field
 
 from bigtrain.objectives.kind import ObjectiveFields, ObjectiveKind, RunSections
 from bigtrain.objectives.preference import ReferenceFields, StrengthFields
-from bigtrain.objectives.rows import AnswerRows
+from bigtrain.objectives.rows import AnswerRows, Refusal
 
 RATED = AnswerRows(
     name="kto",
@@ -24,8 +24,8 @@ RATED = AnswerRows(
     summary="{ones:,} desirable and {zeros:,} undesirable answers",
     document="{label}",
     identity="kto",
-    missing=("has no answers with labels, which {} reads", "tokenize with --format kto"),
-    for_next_token=(
+    missing=Refusal("has no answers with labels, which {} reads", "tokenize with --format kto"),
+    for_next_token=Refusal(
         "has answers with labels (kto), and next_token would learn the undesirable ones, too",
         "objective.type=kto",
     ),

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from bigtrain.objectives.kind import ObjectiveFields, ObjectiveKind
-from bigtrain.objectives.rows import AnswerRows
+from bigtrain.objectives.rows import AnswerRows, Refusal
 from bigtrain.settings.sections.base import NonNegativeFloat
 
 PairLoss = Literal["sigmoid", "ipo", "simpo", "orpo"]
@@ -26,8 +26,8 @@ PAIRS = AnswerRows(
     summary="{rows:,} pairs, of each two documents: chosen, rejected",
     document="pair {row}, {name}",
     identity="pairs",
-    missing=("has no preference pairs, which {} reads", "tokenize preference data"),
-    for_next_token=(
+    missing=Refusal("has no preference pairs, which {} reads", "tokenize preference data"),
+    for_next_token=Refusal(
         "has preference pairs, and next_token would learn the rejected answers, too",
         "objective.type=preference, or reward",
     ),

@@ -7,6 +7,14 @@ Data preparation, inspection and loading ask it; functions and classes with nump
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Refusal(NamedTuple):
+    """Rule that refuses a dataset, and the fix."""
+
+    rule: str
+    fix: str
 
 
 @dataclass(frozen=True)
@@ -26,9 +34,8 @@ class AnswerRows:
 
     padded: what is padded to a row of the model's input. learned: what ``--learn last`` would
     select from. summary, document: `bigtrain inspect` on a dataset and on a document. identity:
-    name in the identity of training data. missing: rule and fix for data without these rows, which
-    objective {} reads; for_next_token: rule and fix for data with these rows in a run of
-    next_token.
+    name in the identity of training data. missing: refusal of data without these rows, which
+    objective {} reads; for_next_token: refusal of data with these rows in a run of next_token.
     """
 
     name: str
@@ -44,8 +51,8 @@ class AnswerRows:
     summary: str
     document: str
     identity: str
-    missing: tuple[str, str]
-    for_next_token: tuple[str, str]
+    missing: Refusal
+    for_next_token: Refusal
     rows_per_sample: int = 1
     is_labeled: bool = False
     label_names: tuple[str, ...] = ()

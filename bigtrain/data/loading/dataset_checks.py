@@ -277,9 +277,8 @@ def check_rows(config: RunConfig, tables: Sequence[ShardTable]) -> list[Problem]
     problems = []
     for number, table in enumerate(tables):
         if rows is not None and table.rows != rows.name:
-            rule, remedy = rows.missing
-            rule = rule.format(config.objective.type)
-            problems.append(_problem(config, number, rule, remedy))
+            rule = rows.missing.rule.format(config.objective.type)
+            problems.append(_problem(config, number, rule, rows.missing.fix))
         if table.rows is not None and rows is None:
             problems.append(_problem(config, number, *ROWS[table.rows].for_next_token))
         if rows is not None and rows.has_classes and table.labels != tables[0].labels:

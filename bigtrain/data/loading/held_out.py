@@ -58,7 +58,7 @@ def _unfit(
     # Objectives of answers measure rows of their format, and next_token plain documents.
     if rows := config.objective.kind.rows:
         if dataset.table.rows != rows.name:
-            return rows.missing[0].format(config.objective.type), ""
+            return rows.missing.rule.format(config.objective.type), ""
         if dataset.table.labels != training.table.labels:
             return "has other labels than the training data", "tokenize it with the same --labels"
         try:
