@@ -4,6 +4,7 @@
     python tools/guide.py objective kto
     python tools/guide.py optimizer lion
     python tools/guide.py format .parquet
+    python tools/guide.py option "tokenize --held-out"
     python tools/guide.py launcher OMPI_COMM_WORLD_RANK   (the variable with a process's rank)
     python tools/guide.py architecture gemma3_text
 
@@ -103,6 +104,20 @@ def check_format(suffix: str) -> Iterator[tuple[str, bool]]:
     yield "docs/howto/your_data.md", is_in(suffix, "docs/howto/your_data.md")
 
 
+def check_option(name: str) -> Iterator[tuple[str, bool]]:
+    from bigtrain.commands.registry import build_parser
+
+    command, flag = name.rsplit(" ", 1)
+    parser = build_parser(*command.split()[:1])
+    for word in command.split():
+        parser = parser.commands[word]  # type: ignore[assignment]
+    action = parser._option_string_actions.get(flag)
+    yield f"a field of its Arguments with the option {flag}", action is not None
+    yield "a text below the field", bool(action and action.help)
+    yield "docs/reference/commands.md (make reference)", is_in(f"`{flag}", "docs/reference")
+    yield "a test that names it", is_in(flag, "tests")
+
+
 def check_launcher(variable: str) -> Iterator[tuple[str, bool]]:
     yield "bigtrain/system reads the variable", is_in(variable, "bigtrain/system")
     yield (
@@ -133,6 +148,10 @@ GUIDES = {
     ),
     "format": Guide(
         check_format, ("tests/unit/data/documents", "tests/unit/data/tokenize_job", *FAST)
+    ),
+    "option": Guide(
+        check_option,
+        ("tests/unit/commands/test_help.py", "tests/unit/python_api", "tests/docs", *FAST),
     ),
     "launcher": Guide(check_launcher, ("tests/unit/system", *FAST)),
     "architecture": Guide(check_architecture, ("tests/parity/test_architectures.py", *NAMED)),

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
-import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
 
 from bigtrain.errors import EXIT_USER_ERROR, ConfigError, Problem
+from bigtrain.system.arguments import Argument, Directory
 
 
-def run(args: argparse.Namespace) -> int:
+@dataclass(frozen=True, kw_only=True)
+class VerifyArguments:
+    """Command line of `bigtrain verify`."""
+
+    datasets: Annotated[tuple[Path, ...], "DATASET", Argument("datasets", nargs="*")] = ()
+    """written by `bigtrain tokenize`"""
+    run: Directory | None = None
+    """run directory whose checkpoints are read"""
+    model: Directory | None = None
+    """written by `bigtrain export`: its weights"""
+    step: int | None = None
+    """step of one checkpoint (default: all of them)"""
+
+
+def run(args: VerifyArguments) -> int:
     """Print a line for each; exit code 0 if all are complete and correct, else 2.
 
     Raises DataError with every corrupt file of a dataset.

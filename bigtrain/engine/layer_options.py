@@ -10,7 +10,7 @@ from bigtrain.models.layers.activation_offload import offload_checkpoints
 from bigtrain.models.layers.compilation import compile_layers, is_compiled
 from bigtrain.models.layers.kernels import apply_kernels
 from bigtrain.models.layers.tiled_mlp import TilePlan
-from bigtrain.settings.compatibility.facts import Facts
+from bigtrain.settings.compatibility.facts import read_facts
 from bigtrain.settings.deepspeed.engine_config import EngineConfig
 from bigtrain.settings.run_config import RunConfig
 
@@ -31,7 +31,7 @@ def apply_layer_options(
     tiles.install(model)
     if section.activation_offload:
         offload_checkpoints(model, device.type)
-    facts = Facts(config, engine_config.deepspeed)
+    facts = read_facts(config, engine_config.deepspeed, None)
     device_type = cast(Literal["cpu", "cuda"], device.type)
     if not is_compiled(section.compile, device_type, allowed=facts.may_compile):
         return False

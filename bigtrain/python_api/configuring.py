@@ -103,9 +103,7 @@ def _try_inputs(resolved: ResolvedRun) -> tuple[ResolvedRun, list[str]]:
     inputs = segments[0].inputs
     resolved = resolved if resolved.phases else segments[0].run
     check_base_weights(resolved.config, inputs)
-    checkpoint = refuse_other_run(
-        resolved.config, inputs.sources, inputs.data_hash, inputs.model_plan.parameters
-    )
+    checkpoint = refuse_other_run(resolved.config, inputs.sources, inputs.model_plan.parameters)
     lines = [f"data: {len(inputs.datasets)} opened, model: {inputs.hf_config.model_type}"]
     lines += inputs.model_plan.lines(resolved.plan.accumulation)
     return resolved, [*lines, *counted, *inputs.notes, *_resumes_from(checkpoint)]
@@ -241,9 +239,7 @@ def train_resolved(
         segments = (replace(first, inputs=inputs), *segments[1:])
         if world.local_rank == 0:
             parameters = inputs.model_plan.parameters
-            refuse_other_run(
-                first.run.recorded_config, inputs.sources, inputs.data_hash, parameters
-            )
+            refuse_other_run(first.run.recorded_config, inputs.sources, parameters)
         from bigtrain.run.reporting.library_log import import_log
 
         with import_log(is_shown=run.config.logging.deepspeed == "shown") as said:

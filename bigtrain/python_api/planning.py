@@ -193,7 +193,7 @@ def _cluster(
 def _request(config: RunConfig, cluster: Cluster, model: Any) -> SearchSpace:
     from bigtrain.planner.run_prediction import optimizer_costs
     from bigtrain.planner.search import SearchSpace
-    from bigtrain.settings.compatibility.facts import Facts
+    from bigtrain.settings.compatibility.facts import Facts, read_facts
     from bigtrain.settings.deepspeed.engine_config import gradient_dtype_of
     from bigtrain.settings.hf_config_keys import inspect_configuration
     from bigtrain.system.units import DTYPE_BYTES
@@ -204,8 +204,9 @@ def _request(config: RunConfig, cluster: Cluster, model: Any) -> SearchSpace:
         raise ConfigError(problems, "the run")
     raw = _deepspeed_json(1, "")
     device: Device = "cpu" if cluster.device.is_cpu else "cuda"
-    device_facts = {"world_size": cluster.num_devices, "device": device, "async_io": True}
-    facts = Facts(config, raw, figures, torch_adam=True, **device_facts)
+    facts = read_facts(config, raw, figures) | Facts(
+        torch_adam=True, world_size=cluster.num_devices, device=device, async_io=True
+    )
     gradients = gradient_dtype_of(config, 1) or config.precision.dtype
     memory = config.checkpoint.memory
     return SearchSpace(

@@ -45,7 +45,8 @@ from bigtrain.run.output_directory import check_output
 from bigtrain.run.reporting.metrics import check_trackers
 from bigtrain.run.shared_memory import check_memory_directory
 from bigtrain.run.text_ids import resolve_text_ids
-from bigtrain.settings.compatibility.check import Facts, check_model
+from bigtrain.settings.compatibility.check import check_model
+from bigtrain.settings.compatibility.facts import Facts
 from bigtrain.settings.hf_config_keys import check_layer_drop
 from bigtrain.settings.resolve import ResolvedRun, resolve_teacher
 from bigtrain.settings.run_config import RunConfig

@@ -13,7 +13,8 @@ from typing import Any
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.settings.accelerate import SOURCE, AccelerateSettings
 from bigtrain.settings.batch_plan import BatchPlan, plan_batch
-from bigtrain.settings.compatibility.check import Device, Facts, check_compatibility
+from bigtrain.settings.compatibility.check import check_compatibility
+from bigtrain.settings.compatibility.facts import Device, Facts, read_facts
 from bigtrain.settings.deepspeed.engine_config import (
     EngineConfig,
     check_file_alone,
@@ -373,17 +374,15 @@ def _render_engine(draft: _Draft) -> list[Problem]:
     if draft.accelerate is not None:
         problems += draft.accelerate.contradictions(config, draft.plan, tree, label)
     draft.engine, engine_problems = render(config, draft.plan, tree, label)
-    facts = Facts(
-        config,
-        tree,
-        draft.model,
+    facts = read_facts(config, tree, draft.model) | Facts(
         world_size=draft.world_size,
         device=draft.device,
         async_io=draft.async_io,
         source=label,
         accelerate=label == SOURCE,
-        **({"objective": "scores"} if draft.scores else {}),
     )
+    if draft.scores:
+        facts |= Facts(objective="scores")
     return [*problems, *engine_problems, *check_compatibility(facts)]
 
 

@@ -14,7 +14,6 @@ import xxhash
 from bigtrain.engine.optimizers.masters import MasterPart, cut_parts, master_parts
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.models.layers.parameters import parameter_of
-from bigtrain.models.parallel.sharding import Shard
 from bigtrain.settings.sections.sites import SitesSection
 from bigtrain.sites.codecs import CODECS, Codec
 from bigtrain.sites.rectangles import ParameterBox
@@ -37,21 +36,11 @@ def fragment_of(name: str, num_fragments: int) -> int:
 
 
 @dataclass(frozen=True)
-class ShardRange:
-    """Flat range of the master of the parameter `name`, from element `start` of `shard` on."""
-
-    name: str
-    shard: Shard
-    start: int
-    master: torch.Tensor
-
-
-@dataclass(frozen=True)
 class Window:
     """Pieces of masters that are exchanged together, and their outer states: float32 [N] views in
     host memory; None for a state that the run does not have."""
 
-    pieces: list[ShardRange]
+    pieces: list[MasterPart]
     codec: Codec
     weights: torch.Tensor
     momentum: torch.Tensor | None
@@ -221,9 +210,7 @@ class OuterState:
                     start = end - part.count
                     skipped, stop = max(first, start) - start, min(last, end) - start
                     if skipped < stop:
-                        master = part.of(part.master.data)[skipped:stop]
-                        shard_start = part.start + skipped
-                        pieces.append(ShardRange(part.name, part.shard, shard_start, master))
+                        pieces.append(part.narrow(skipped, stop))
                 elements = slice(begin + first, begin + last)
                 keeps_error = self.error is not None and codec.keeps_error
                 yield Window(

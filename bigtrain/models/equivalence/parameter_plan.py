@@ -51,7 +51,6 @@ class ParameterPlan:
     dtype.
 
     Trained parameters, with ``*`` for indices: decaying: with ``optimizer.decay_embeddings``.
-    decayed_before: do not decay, but did in releases that went by the number of dimensions.
     matrices: are updated by an optimizer of hidden matrices.
     """
 
@@ -59,7 +58,6 @@ class ParameterPlan:
     frozen: tuple[str, ...] = ()
     float32_names: tuple[str, ...] = ()
     decaying: tuple[str, ...] = ()
-    decayed_before: tuple[str, ...] = ()
     matrices: tuple[str, ...] = ()
     unreached: tuple[str, ...] = ()
     reason: str = ""
@@ -122,15 +120,18 @@ def plan_parameters(
     if unreached:
         title = "not trained, since they get no gradient from text"
         reasons.append(_listed(title, unreached, names))
-    decaying, decayed_before = _decays(model, unreached)
+    decaying = [
+        name
+        for name, entry in parameter_roles(model).items()
+        if entry.role.decays() and model.get_parameter(name).requires_grad
+    ]
     frozen = [n for n, p in model.named_parameters() if not p.requires_grad and n not in biases]
     has_matrix_optimizer = config.optimizer.facts.beside is not None
     return ParameterPlan(
         untrained=untrained,
         frozen=tuple(frozen),
         float32_names=float32_names,
-        decaying=tuple(decaying),
-        decayed_before=tuple(decayed_before),
+        decaying=tuple(collapsed(decaying)),
         matrices=tuple(collapsed(hidden_matrices(model))) if has_matrix_optimizer else (),
         unreached=tuple(unreached),
         reason="; ".join(reasons),
@@ -152,20 +153,6 @@ def _adapted_weights(model: PreTrainedModel, section: AdaptersSection) -> set[st
     }
     layers = {f"{name}.weight" for name in find_targets(model, section).names}
     return copies | layers | {*find_parameters(model, section).names}
-
-
-def _decays(model: nn.Module, unreached: Collection[str]) -> tuple[list[str], list[str]]:
-    """Return trained parameters that decay, and parameters that decayed in earlier releases only,
-    which decayed `unreached` matrices."""
-    decaying, decayed_before = [], []
-    parameters = dict(model.named_parameters())
-    for name, entry in parameter_roles(model).items():
-        parameter = parameters[name]
-        if parameter.requires_grad and entry.role.decays():
-            decaying.append(name)
-        elif parameter.ndim >= 2 and (parameter.requires_grad or name in unreached):
-            decayed_before.append(name)
-    return collapsed(decaying), collapsed(decayed_before)
 
 
 def summarized(names: Collection[str], all_names: Collection[str]) -> list[str]:

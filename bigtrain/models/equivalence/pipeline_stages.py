@@ -36,7 +36,8 @@ from bigtrain.models.layers.parameters import has_score_head, parameter_of
 from bigtrain.models.parallel.stage_layout import StageLayout, StagePlan, find_layout
 from bigtrain.models.parallel.stages import Stage
 from bigtrain.planner.stages import StageCosts, balanced_cuts
-from bigtrain.settings.compatibility.check import Facts, check_model
+from bigtrain.settings.compatibility.check import check_model
+from bigtrain.settings.compatibility.facts import Facts
 from bigtrain.settings.hf_config_keys import share_of_experts
 
 TOLERANCES = {

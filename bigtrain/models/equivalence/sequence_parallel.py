@@ -41,7 +41,8 @@ from bigtrain.models.layers.rotary import choose_by_document
 from bigtrain.models.parallel.sequence import SequenceParallel
 from bigtrain.models.parallel.sequence_exchange import SequenceExchange
 from bigtrain.models.transformers_patches import attention_name
-from bigtrain.settings.compatibility.check import Facts, check_model
+from bigtrain.settings.compatibility.check import check_model
+from bigtrain.settings.compatibility.facts import Facts
 
 TOLERANCES = {OUTPUT: Tolerance(relative=1e-4), LOSS: Tolerance(relative=1e-4)}
 """Far above float32 rounding, far below what one wrong token does."""

@@ -31,7 +31,8 @@ from bigtrain.models.parallel.collectives import Group
 from bigtrain.models.parallel.grouped_experts import fit_experts
 from bigtrain.models.parallel.sharding import cut_parameter, shard_of
 from bigtrain.models.parallel.tensor import ADAPTED, check_shards, shard_model, tensor_plan
-from bigtrain.settings.compatibility.check import Facts, check_model
+from bigtrain.settings.compatibility.check import check_model
+from bigtrain.settings.compatibility.facts import Facts
 from bigtrain.settings.sections.adapters import AdaptersSection
 
 TOLERANCES = {LOSS: Tolerance(relative=1e-5), GRADIENT: Tolerance(relative=1e-3, common=1e-6)}

@@ -145,10 +145,9 @@ def _sections(run_directory: Path) -> tuple[CheckpointSection, BestSection]:
     path = run_directory / "config.json"
     try:
         tree = json.loads(path.read_text())
-        best = tree.get("evaluation", {}).get("best", {})  # absent in older runs
         return (
             CheckpointSection.model_validate(tree["checkpoint"]),
-            BestSection.model_validate(best),
+            BestSection.model_validate(tree["evaluation"]["best"]),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ValidationError) as error:
         raise CheckpointError(f"{path}: unreadable ({error})") from error

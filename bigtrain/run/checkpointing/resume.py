@@ -68,10 +68,9 @@ def restore_or_start(
         directory, document = loadable
 
         # Refuse a checkpoint of another run before any tensor is read.
-        sources, data_hash = inputs.sources, inputs.data_hash
         parameters = inputs.model_plan.parameters
         config = context.run.recorded_config
-        phases = resumed_phases(document, config, sources, data_hash, directory, parameters)
+        phases = resumed_phases(document, config, inputs.sources, directory, parameters)
         if context.config.adapters is not None:
             assert base is not None
             refuse_other_base(document, base.sums, directory)
