@@ -1,6 +1,7 @@
 """Check that an addition is complete: each step of its guide in CONTRIBUTING.md, then its tests.
 
     python tools/guide.py metric grad_norm
+    python tools/guide.py objective kto
     python tools/guide.py optimizer lion
     python tools/guide.py format .parquet
     python tools/guide.py option "tokenize --held-out"
@@ -46,6 +47,26 @@ def check_metric(name: str) -> Iterator[tuple[str, bool]]:
     )
     yield "docs/reference/metrics.md (make reference)", is_in(f"`{name}`", "docs/reference")
     yield "a test that names it", is_in(name, "tests")
+
+
+def check_objective(name: str) -> Iterator[tuple[str, bool]]:
+    from bigtrain.objectives.section import KINDS
+
+    kind = KINDS.get(name)
+    loss = (kind.loss if kind else "").partition(":")[0].replace(".", "/")
+    yield "its row in KINDS", kind is not None
+    yield "bigtrain/objectives/NAME.py", (ROOT / f"bigtrain/objectives/{name}.py").exists()
+    yield "its loss in bigtrain/objectives/losses", (ROOT / f"{loss}.py").exists()
+    yield (
+        "its equation in CASES of test_losses.py",
+        is_in(f'"{name}"', "tests/unit/objectives/test_losses.py")
+        or (kind is not None and kind.loss == KINDS["next_token"].loss),
+    )
+    yield "docs/howto/objectives.md", is_in(f"`{name}`", "docs/howto/objectives.md")
+    yield (
+        "docs/reference/configuration.md (make reference)",
+        is_in(f"{name}: ", "docs/reference/configuration.md"),
+    )
 
 
 def check_optimizer(name: str) -> Iterator[tuple[str, bool]]:
@@ -120,6 +141,7 @@ GUIDES = {
     "metric": Guide(
         check_metric, ("tests/unit/run/reporting", "tests/unit/report", "tests/docs", *FAST)
     ),
+    "objective": Guide(check_objective, ("tests/unit/objectives", *NAMED)),
     "optimizer": Guide(
         check_optimizer,
         ("tests/parity/test_optimizers.py", "tests/parity/test_optimizer_checkpoints.py", *NAMED),

@@ -26,7 +26,6 @@ from bigtrain.engine.deepspeed_patches.step import skip_redundant_work
 from bigtrain.engine.forward import ModelOptions
 from bigtrain.engine.layer_options import apply_layer_options
 from bigtrain.engine.multi_token import MultiTokenLoss
-from bigtrain.engine.objectives import loss_terms, make_objective
 from bigtrain.engine.optimizers.build import attach_optimizer, optimizer_maker, parameter_groups
 from bigtrain.engine.optimizers.exact_parameters import ExactParameters
 from bigtrain.engine.partitioning import (
@@ -45,6 +44,8 @@ from bigtrain.models.equivalence.model_plan import ModelPlan, require_model_plan
 from bigtrain.models.layers.multi_token import mtp_layers
 from bigtrain.models.parallel.sequence import SequenceParallel
 from bigtrain.models.parallel.sequence_exchange import GroupExchange, SequenceExchange
+from bigtrain.objectives.losses.next_token import loss_terms
+from bigtrain.objectives.losses.passes import make_objective
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.deepspeed.engine_config import EngineConfig
 from bigtrain.settings.run_config import RunConfig
@@ -94,7 +95,7 @@ def build_engine(
     if mesh.topology.sequence_size > 1:
         exchanges = map(GroupExchange, (mesh.sequence, mesh.ulysses, mesh.ring))
         sequence = SequenceParallel(model, SequenceExchange(*exchanges))
-    computes_loss = model_plan.loss.install(model, loss_terms(config)) is not None
+    computes_loss = model_plan.loss.install(model, loss_terms(config.objective)) is not None
     layers, weight = mtp_layers(model), config.objective.mtp_weight
     multi_token = None if layers is None else MultiTokenLoss(model, layers, weight, device)
     exact = ExactParameters(model, model_plan.parameters.float32_names, device)
@@ -114,13 +115,13 @@ def build_engine(
         mesh,
         ModelOptions(
             isolation=model_plan.isolation,
-            objective=make_objective(config),
+            objective=make_objective(config.objective),
             exact=exact,
             moe=config.moe,
             sequence=sequence,
             computes_loss=computes_loss,
             is_compiled=compiled,
-            terms=loss_terms(config),
+            terms=loss_terms(config.objective),
             multi_token=multi_token,
             unreached=model_plan.parameters.unreached,
         ),

@@ -4,10 +4,10 @@ micro-batches, which are copied to the device while the previous one is computed
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,6 @@ from torch import nn
 
 from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.data.shards.format import IGNORED_LABEL
-from bigtrain.engine.objectives import LaterTokens, Objective
 from bigtrain.engine.optimizers.exact_parameters import ExactParameters
 from bigtrain.engine.startup.mesh import Mesh
 from bigtrain.models.layers.adapter_names import adapters_off
@@ -29,7 +28,24 @@ from bigtrain.models.layers.token_loss import (
     token_scores,
 )
 from bigtrain.models.parallel.sample_parts import SampleParts
+from bigtrain.objectives.losses.passes import ObjectiveLoss
 from bigtrain.settings.run_config import MoeSection
+
+
+class LaterTokens(Protocol):
+    """Loss of later tokens than the next (`bigtrain.engine.multi_token`)."""
+
+    def of_batch(self, batch: MicroBatch, inputs: Mapping[str, Any]) -> Any:
+        """Return what the forward pass of `batch` is asked to compute in addition."""
+
+    def weighted(self, losses: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Return the weighted sum of what it computed, float32 []."""
+
+    def forget(self) -> None:
+        """Forget the losses since the last `read`."""
+
+    def read(self, sum_over_replicas: Callable[[torch.Tensor], torch.Tensor]) -> float:
+        """Return the mean loss since the last call. Collective."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +60,7 @@ class ModelOptions:
     """
 
     isolation: Isolation
-    objective: Objective
+    objective: ObjectiveLoss
     exact: ExactParameters
     moe: MoeSection
     sequence: SampleParts | None = None

@@ -25,7 +25,6 @@ from bigtrain.engine.deepspeed_patches.step import (
 from bigtrain.engine.experts import BiasUpdate, ExpertLoad, RouterLosses
 from bigtrain.engine.first_gradients import FirstGradients
 from bigtrain.engine.forward import ForwardPasses, ModelOptions
-from bigtrain.engine.objectives import NextToken
 from bigtrain.engine.optimizers.build import set_learning_rate
 from bigtrain.engine.optimizers.gradient_norm import clip_gradients, mark_gradients, total_norm
 from bigtrain.engine.optimizers.skip_step import (
@@ -37,6 +36,7 @@ from bigtrain.engine.optimizers.skip_step import (
 )
 from bigtrain.engine.optimizers.update_rule import RuleOptimizer
 from bigtrain.engine.startup.mesh import Mesh
+from bigtrain.objectives.losses.next_token import NextTokenLoss
 from bigtrain.report.recording import recording_if
 from bigtrain.settings.batch_plan import BatchPlan
 
@@ -106,7 +106,7 @@ class TrainEngine(ForwardPasses):
     @property
     def computes_entropy(self) -> bool:
         """Whether the loss is the cross-entropy of the next token."""
-        return isinstance(self._objective, NextToken)
+        return isinstance(self._objective, NextTokenLoss)
 
     @property
     def speed_patches(self) -> tuple[str, ...]:

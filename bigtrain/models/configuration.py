@@ -163,7 +163,7 @@ def with_objective_head(
     of head, and an architecture without a class with a score head or without a padding token."""
     section = config.objective
     key = "model.path" if config.model.path is not None else "model.config"
-    if not section.scores_samples:
+    if not section.kind.scores_samples:
         if not scores_samples(hf_config):
             return hf_config
         rule = f"is a model that scores samples, and objective.type = {section.type} trains one "

@@ -19,11 +19,11 @@ from bigtrain.settings.compatibility.facts import Device
 from bigtrain.settings.extensions import check_callback, check_samples, is_stream
 from bigtrain.settings.hf_config_keys import missing_model
 from bigtrain.settings.loading import load_run_config, parse_run_config
-from bigtrain.settings.objective import of_teacher, teacher_run
 from bigtrain.settings.resolve import ResolvedRun, resolve_run, resolve_run_files
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.settings.sections.extensions import GIVEN
 from bigtrain.settings.sections.optimizer import check_optimizer_package
+from bigtrain.settings.teacher import of_teacher, teacher_run
 from bigtrain.system.stop_signals import StopSignals
 from bigtrain.system.world import World, read_world
 

@@ -196,7 +196,6 @@ def _request(config: RunConfig, cluster: Cluster, model: Any) -> SearchSpace:
     from bigtrain.settings.compatibility.facts import Facts, read_facts
     from bigtrain.settings.deepspeed.engine_config import gradient_dtype_of
     from bigtrain.settings.hf_config_keys import inspect_configuration
-    from bigtrain.settings.objective import num_reference_rows, trained_rows_per_sample
     from bigtrain.system.units import DTYPE_BYTES
 
     # The facts that decide which layouts are legal, for the settings of ZeRO 1.
@@ -225,8 +224,8 @@ def _request(config: RunConfig, cluster: Cluster, model: Any) -> SearchSpace:
         copies_states=config.checkpoint.asynchronous,
         memory_every_steps=None if memory is None else memory.every_steps,
         partner_copies=0 if memory is None or cluster.num_nodes == 1 else memory.copies,
-        rows_per_sample=trained_rows_per_sample(config.objective),
-        num_reference_rows=num_reference_rows(config),
+        rows_per_sample=config.objective.kind.trained_rows_per_sample,
+        num_reference_rows=config.objective.kind.num_reference_rows(config),
     )
 
 

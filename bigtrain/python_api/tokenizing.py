@@ -89,6 +89,7 @@ def build_tokens(options: TokenizeOptions) -> BuildResult:
 def _record_of(reading: ReadOptions, options: TokenizeOptions) -> OptionsRecord:
     """Return the record of a dataset's options. Raise DataError for incompatible ones."""
     from bigtrain.data.shards.manifest import DEFAULT_SHARD_BYTES, OptionsRecord
+    from bigtrain.objectives.section import ROWS
 
     # The format of rows, which decides the options that have an effect.
     name: str = options.format
@@ -111,10 +112,10 @@ def _record_of(reading: ReadOptions, options: TokenizeOptions) -> OptionsRecord:
         refuse_for_text(reading, options)
     elif rows.name == "tokens":
         refuse_for_tokens(options)
-    elif rows.name in ("preference", "kto", "classification") and options.learn == "last":
-        noun = "the answers of " if rows.name != "classification" else "samples of "
+    elif rows.name in ROWS and options.learn == "last":
         raise DataError(
-            f"--learn last: {noun}--format {rows.name} are learned completely -> remove it"
+            f"--learn last: {ROWS[rows.name].learned} --format {rows.name} are learned completely "
+            "-> remove it"
         )
     # Recorded as they are given, or as they were resolved.
     names = OptionsRecord.model_fields.keys() & {field.name for field in fields(TokenizeOptions)}
@@ -137,9 +138,11 @@ def _record_of(reading: ReadOptions, options: TokenizeOptions) -> OptionsRecord:
 def _labels(options: TokenizeOptions, name: str) -> tuple[str, ...]:
     """Return the names of the labels. Raise DataError if they do not fit the format of rows."""
     from bigtrain.data.shards.manifest import MAX_LABELS
+    from bigtrain.objectives.section import ROWS
 
     labels = tuple(options.labels or ())
-    if name != "classification":
+    rows = ROWS.get(name)
+    if rows is None or not rows.has_classes:
         if labels:
             raise DataError("--labels are of --format classification -> name it, or remove them")
         return ()
@@ -288,6 +291,7 @@ def detected_format(reading: ReadOptions, say: Callable[[str], None]) -> str:
     )
     from bigtrain.data.documents.discovery import find_sources
     from bigtrain.data.documents.formats import keys_in
+    from bigtrain.objectives.preference import PAIRS
 
     formats: dict[str, str] = {}  # by format, the first file that has it
     sources = find_sources(reading.selection)
@@ -300,7 +304,7 @@ def detected_format(reading: ReadOptions, say: Callable[[str], None]) -> str:
             if ambiguous := also_preferences(keys):
                 candidates = " and of ".join(ambiguous)
                 if "prompt" not in keys:  # as in LLaMA-Factory
-                    chat_format = next(name for name in ambiguous if name != "preference")
+                    chat_format = next(name for name in ambiguous if name != PAIRS.name)
                     candidates += f" --key prompt={FORMATS[chat_format].keys[0]}"
                 raise DataError(
                     f"{source.path}: the first row has the keys of --format {candidates} -> name "

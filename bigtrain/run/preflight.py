@@ -48,10 +48,10 @@ from bigtrain.run.text_ids import resolve_text_ids
 from bigtrain.settings.compatibility.check import check_model
 from bigtrain.settings.compatibility.facts import Facts
 from bigtrain.settings.hf_config_keys import check_layer_drop
-from bigtrain.settings.objective import of_teacher
 from bigtrain.settings.resolve import ResolvedRun, resolve_teacher
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.settings.sections.optimizer import check_optimizer_package
+from bigtrain.settings.teacher import of_teacher
 from bigtrain.system.text_record import TextRecord
 
 _NO_TEXTS = TextRecord((), 0, ())

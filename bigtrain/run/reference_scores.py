@@ -48,7 +48,6 @@ from bigtrain.run.reporting.progress import OUTPUT_REMEDY
 from bigtrain.run.run_log import RunLog
 from bigtrain.run.scoring import ScoredSplits, model_identity, score_dataset
 from bigtrain.run.state import TrainState
-from bigtrain.settings.objective import reads_scores
 from bigtrain.system.files import writing
 
 DIRECTORY = "reference"
@@ -73,7 +72,8 @@ class ReferenceScores:
         start of the run, or read when it resumes. Return the held-out sets. Collective. Raises
         ConfigError on every rank if ``objective.reference`` has scores of another model,
         CheckpointError if a resumed run has no scores of the data."""
-        if not reads_scores(self.context.config):
+        config = self.context.config
+        if not config.objective.kind.reads_scores(config):
             return held_out
         sets = self.inputs.datasets, self.inputs.held_out_sets
         splits_by_dataset = wanted_splits(*sets)
@@ -172,6 +172,7 @@ class ReferenceScores:
         """Return scores of the samples of a split: float32 [samples, rows of a sample]."""
         scores = scores_by_hash[identity_of(dataset).hash]
         sums = scores.sums(split).astype(np.float32)
-        if self.context.config.objective.type == "kto":
+        rows = self.context.config.objective.kind.rows
+        if rows is not None and rows.has_mismatched:
             return np.stack([sums, scores.mismatched_sums(split).astype(np.float32)], 1)
         return sums.reshape(-1, self.context.plan.rows_per_sample)

@@ -12,6 +12,7 @@ from tests.support.worlds import ROOT
 
 COMPLETE = {
     "metric": "grad_norm",
+    "objective": "kto",
     "optimizer": "lion",
     "format": ".parquet",
     "launcher": "OMPI_COMM_WORLD_RANK",

@@ -20,6 +20,7 @@ from bigtrain.data.samples.token_stream import (
 from bigtrain.data.shards.dataset import TokenDataset
 from bigtrain.data.shards.manifest import Split
 from bigtrain.errors import DataError
+from bigtrain.objectives.section import documents_per_row
 
 
 class PairSamples(StreamSamples):
@@ -73,4 +74,4 @@ class PairSamples(StreamSamples):
 
 def count_answers(dataset: TokenDataset, split: Split) -> int:
     """Return the samples of a split: its pairs, or its rated answers."""
-    return dataset.table.num_documents(split) // (2 if dataset.table.rows == "preference" else 1)
+    return dataset.table.num_documents(split) // documents_per_row(dataset.table.rows)

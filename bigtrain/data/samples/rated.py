@@ -12,7 +12,6 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from bigtrain.data.samples.classified import ClassifiedSamples
 from bigtrain.data.samples.documents import document_lengths, fill_documents, fitted_lengths
 from bigtrain.data.samples.mixture import MixedSamples
 from bigtrain.data.samples.token_stream import (
@@ -95,5 +94,6 @@ class RatedSamples(StreamSamples):
 def labels_of(samples: Samples) -> npt.NDArray[np.uint8] | None:
     """Return the labels of samples, or of every sample of a mixture; None without labels."""
     sources = samples.sources if isinstance(samples, MixedSamples) else (samples,)
-    labels = [s.labels for s in sources if isinstance(s, RatedSamples | ClassifiedSamples)]
-    return np.concatenate(labels) if len(labels) == len(sources) else None
+    labels = [getattr(source, "labels", None) for source in sources]
+    present = [part for part in labels if part is not None]
+    return np.concatenate(present) if len(present) == len(labels) else None

@@ -21,12 +21,13 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal, Self, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 
 from bigtrain.errors import DataError
+from bigtrain.objectives.section import ROWS, documents_per_row
 from bigtrain.system.files import require_regular, write_whole
 
 MANIFEST_NAME = "manifest.json"
@@ -41,20 +42,13 @@ DEFAULT_MAX_DOCUMENT_BYTES = 1 << 26
 
 Split = Literal["train", "held_out"]
 SPLITS: tuple[Split, ...] = get_args(Split)
-RowFormat = Literal[
-    "messages",
-    "sharegpt",
-    "alpaca",
-    "prompt-completion",
-    "tokens",
-    "preference",
-    "kto",
-    "classification",
-]
-Rows = Literal["preference", "kto", "classification"]
-"""Rows that an objective other than next_token reads: pairs, answers with a label, and texts or
-conversations with a label."""
-LABELED: tuple[Rows, ...] = ("kto", "classification")
+if TYPE_CHECKING:
+    Rows = str
+    RowFormat = str
+else:
+    Rows = Literal[tuple(ROWS)]
+    RowFormat = Literal[("messages", "sharegpt", "alpaca", "prompt-completion", "tokens", *ROWS)]
+LABELED = tuple(rows.name for rows in ROWS.values() if rows.is_labeled)
 """Rows with a label, a byte of a `.labels` for each document."""
 MAX_LABELS = 256
 LONG_PROMPT = "prompt with more than --max-prompt-tokens"
@@ -349,7 +343,7 @@ class Manifest(Record):
             raise ValueError("some shards have block checksums and others do not")
         if any((shard.labels_xxh3 is None) == (self.rows in LABELED) for shard in every):
             raise ValueError(f"shards have labels if and only if rows are {' or '.join(LABELED)}")
-        if self.rows == "preference" and any(shard.documents % 2 for shard in every):
+        if any(shard.documents % documents_per_row(self.rows) for shard in every):
             raise ValueError("a shard of preference pairs has an odd number of documents")
         size = 2 if self.token_dtype == "uint16" else 4
         for shard in every:

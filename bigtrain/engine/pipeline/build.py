@@ -24,7 +24,6 @@ from bigtrain.engine.deepspeed_patches.marks import mark_replicated
 from bigtrain.engine.deepspeed_patches.optimizers import undo_trial_update
 from bigtrain.engine.forward import ModelOptions
 from bigtrain.engine.layer_options import apply_layer_options
-from bigtrain.engine.objectives import NextToken, loss_terms, make_objective
 from bigtrain.engine.optimizers.build import attach_optimizer, optimizer_maker, parameter_groups
 from bigtrain.engine.optimizers.exact_parameters import ExactParameters
 from bigtrain.engine.partitioning import copy_of, cutting, is_cut, run_dtype
@@ -36,6 +35,8 @@ from bigtrain.models.equivalence.model_plan import ModelPlan
 from bigtrain.models.parallel.sharding import Shard, shard_of, tag_shard
 from bigtrain.models.parallel.stages import Stage
 from bigtrain.models.weights.quantized import fill_with_zeros
+from bigtrain.objectives.losses.next_token import NextTokenLoss, loss_terms
+from bigtrain.objectives.losses.passes import make_objective
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.deepspeed.engine_config import EngineConfig
 from bigtrain.settings.run_config import RunConfig
@@ -55,11 +56,11 @@ def build_pipeline_engine(
     # This rank's layers, with all that changes their modules, as DeepSpeed's pipeline module.
     stage = _build_stage(config, hf_config, mesh, model_plan)
     model_plan.isolation.install(stage.model)
-    terms = loss_terms(config)
+    terms = loss_terms(config.objective)
     computes_loss = stage.is_last and model_plan.loss.install(stage.model, terms) is not None
     compiled = apply_layer_options(stage.model, config, engine_config, device, model_plan.tiles)
-    objective = make_objective(config)
-    per_token = not isinstance(objective, NextToken)
+    objective = make_objective(config.objective)
+    per_token = not isinstance(objective, NextTokenLoss)
     isolation = model_plan.isolation
     module = StageModule(stage, device, isolation, computes_loss=computes_loss, per_token=per_token)
     exact = ExactParameters(stage.model, model_plan.parameters.float32_names, device)

@@ -286,7 +286,7 @@ class PipelineTrainEngine(TrainEngine):
 
 
 class _LastStage:
-    """Passes (`bigtrain.engine.objectives.Passes`) of a micro-batch that has reached the last
+    """Passes (`bigtrain.objectives.losses.passes`) of a micro-batch that has reached the last
     stage. values: log-probabilities of the targets, or scores of the rows. Scores of a reference
     are only the stored scores."""
 

@@ -45,7 +45,7 @@ def model_costs(
     and if its adapters are not known without torch.
     """
     costs, remark = _base_costs(config, hf_config, traces)
-    if config.objective.scores_samples:
+    if config.objective.kind.scores_samples:
         costs = costs.with_score_head()
     if config.adapters is not None:
         costs = with_adapters(costs, _adapter_costs(config, config.adapters, costs, traces))

@@ -24,7 +24,6 @@ from bigtrain.models.weights.import_hf import Weights, find_weights
 from bigtrain.run.checkpointing import checkpoints
 from bigtrain.run.checkpointing.changed_settings import base_sums, refuse_other_base
 from bigtrain.run.run_directory import MODEL_CONFIG
-from bigtrain.settings.objective import rows_per_sample, unit_of
 from bigtrain.settings.run_config import ModelSection, RunConfig
 
 
@@ -199,15 +198,13 @@ def model_card(
     front: dict[str, Any] = {"library_name": library, "tags": ["bigtrain"]}
     if base is not None and not Path(base).exists():
         front["base_model"] = base
-    tokens = config.batch.tokens_until(step) * rows_per_sample(config.objective)
-    units = {"kto": "answer", "classification": "sample"}
-    unit = units.get(config.objective.type, unit_of(config.objective).removesuffix("s"))
+    tokens = config.batch.tokens_until(step) * config.objective.kind.rows_per_sample
     sources = [config.data.path, *(source.path for source in config.data.sources)]
     figures = {
         "step": f"{step:,} of {config.train.total_steps:,}",
         "tokens seen": f"{tokens:,}",
         "data": ", ".join(filter(None, sources)),
-        **_last_figures(metrics, step, unit),
+        **_last_figures(metrics, step, config.objective.kind.unit_name),
     }
     dumped = config.model_dump(mode="json", exclude_defaults=True)
     settings = {name: dumped[name] for name in _SECTIONS if name in dumped}

@@ -12,7 +12,6 @@ from bigtrain.settings.deepspeed.keys import AUTO, value_at
 from bigtrain.settings.deepspeed.ownership import optimizer_is_torch
 from bigtrain.settings.degrees import replicas_in_world
 from bigtrain.settings.hf_config_keys import ModelDimensions
-from bigtrain.settings.objective import compares_with_reference
 from bigtrain.settings.run_config import RunConfig
 
 Device = Literal["cpu", "cuda"]
@@ -94,8 +93,8 @@ def _model(name: str) -> Fact[int | None]:
 
 def _needs_reference(sources: _Sources) -> bool:
     try:
-        return compares_with_reference(sources.run.objective)
-    except ConfigError:  # of a class that cannot be imported: `check_objective`
+        return sources.run.objective.kind.needs_reference
+    except ConfigError:  # of a class that cannot be imported: `UserObjective.import_problems`
         return False
 
 
@@ -179,7 +178,9 @@ class Facts(_Values):
     attention: Fact[str] = _run("model.attention", "auto")
     isolates: Fact[bool] = _run("data.isolates", False)
     objective: Fact[str] = _run("objective.type", "next_token")
-    scores_samples: Fact[bool] = _run("objective.scores_samples", False)
+    scores_samples: Fact[bool] = Fact(
+        False, "objective.type", lambda sources: sources.run.objective.kind.scores_samples
+    )
     loss_terms: Fact[bool] = Fact(
         False,
         "objective.z_loss",
