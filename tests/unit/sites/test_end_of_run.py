@@ -73,7 +73,8 @@ class Life:
     def train(self, until: int) -> None:
         self.start()
         while self.state.step < until:
-            self.masters += torch.arange(4.0) * (self.index + 1)
+            # Small, so that the change of a site that missed outer steps is not refused.
+            self.masters += torch.arange(4.0) * (self.index + 1) / 8
             self.state = replace(self.state, step=self.state.step + 1)
             if self.steps.is_due(self.state):
                 self.state = self.steps.make(self.state)
