@@ -14,14 +14,14 @@ from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.errors import LaunchError
 from bigtrain.models.parallel.sharding import full_shape
 from bigtrain.settings.sections.sites import SitesSection
+from bigtrain.sites.attempt import Attempt
 from bigtrain.sites.client import DetachedError, RefusedByServerError
 from bigtrain.sites.codecs import CODECS, FloatCodec, is_finite
 from bigtrain.sites.contribution import decoded
 from bigtrain.sites.membership import Membership, poll_seconds
 from bigtrain.sites.metrics import LEFT_OUT, RETURNED, OuterEvent, square
-from bigtrain.sites.outer_round import OuterRound
 from bigtrain.sites.outer_state import OuterState, Window
-from bigtrain.sites.protocol import Header
+from bigtrain.sites.protocol import Header, StepRecord
 from bigtrain.sites.rectangles import ParameterBox, split_cuts
 from bigtrain.sites.site_ranks import SiteRanks
 
@@ -31,7 +31,7 @@ _Boxes = Sequence[tuple[ParameterBox, tuple[int, ...], torch.Tensor]]
 """Rectangles, shapes of their parameters, and views: see `Window.boxes`."""
 
 
-class ServerRounds:
+class ServerSteps:
     """Outer steps by sending this site's change to the server and taking the server's weights.
 
     A site that missed an outer step takes the server's newest weights, and its change is lost.
@@ -73,7 +73,7 @@ class ServerRounds:
                 if not tries_left:
                     raise
 
-    def make(self, attempt: OuterRound) -> None:
+    def make(self, attempt: Attempt) -> None:
         """Fill in the results of an attempt. Raises LaunchError."""
         deadline = self._membership.deadline()
         try:
@@ -84,7 +84,7 @@ class ServerRounds:
         except DetachedError as error:
             attempt.detached = str(error)
 
-    def _resync(self, attempt: OuterRound, deadline: float) -> None:
+    def _resync(self, attempt: Attempt, deadline: float) -> None:
         """Take the server's weights at the beginning, if this site has other weights."""
         current = self._ranks.on_main(lambda: self._wait(-1, deadline))
         if attempt.number > current["number"]:
@@ -99,9 +99,9 @@ class ServerRounds:
         if attempt.number != current["number"]:
             reason = f"took the global weights of outer step {current['number']}"
             attempt.events.append(self._site_event(RETURNED, reason, current))
-        self._finish(attempt, {**current, "distances": {}})
+        attempt.record = StepRecord.model_validate(current)
 
-    def _take_part(self, attempt: OuterRound, deadline: float) -> None:
+    def _take_part(self, attempt: Attempt, deadline: float) -> None:
         name, before = self._ranks.on_main(lambda: secrets.token_hex(8)), self._membership.num_bytes
         own_messages = self._ranks.agreed(lambda: self._contribute(attempt, name, deadline))
         attempt.num_bytes = self._membership.num_bytes - before
@@ -111,7 +111,6 @@ class ServerRounds:
         attempt.waited = time.perf_counter() - started_at
         took_part = self._sites.index in current["sites"] and not current.get("late")
         current = self._receive(attempt, current, deadline, is_update=took_part)
-        attempt.mean_of = 0
         attempt.events += [OuterEvent(**event) for event in current.get("events", ())]
         self._heard = int(current["number"])
         if not took_part:
@@ -120,13 +119,7 @@ class ServerRounds:
             reason += f" {current['number']}"
             attempt.events.append(self._site_event(LEFT_OUT, reason, current))
             attempt.notes.append(f"{reason}; this site's own change is discarded")
-        self._finish(attempt, current)
-
-    def _finish(self, attempt: OuterRound, current: Header) -> None:
-        attempt.is_done = True
-        attempt.new_number, attempt.new_step = int(current["number"]), int(current["step"])
-        attempt.ended_step = int(current["ended_step"])
-        attempt.sites, attempt.distances = tuple(current["sites"]), current.get("distances", {})
+        attempt.record = StepRecord.model_validate({**current, "fragment": 0})
 
     def _site_event(self, event_kind: str, reason: str, current: Header) -> OuterEvent:
         return OuterEvent(event_kind, f"site {self._sites.index}", reason, int(current["number"]))
@@ -144,7 +137,7 @@ class ServerRounds:
                 payload = _flat(boxes).numpy().tobytes()
                 self._membership.ask("upload", {"boxes": _to_json(boxes)}, payload=payload)
 
-    def _contribute(self, attempt: OuterRound, name: str, deadline: float) -> int:
+    def _contribute(self, attempt: Attempt, name: str, deadline: float) -> int:
         """Send what this rank's masters have changed since the last outer step; return the number
         of messages."""
         codec, errors, num_messages = CODECS[self._sites.codec], [], 0
@@ -178,9 +171,7 @@ class ServerRounds:
         attempt.errors = errors
         return num_messages
 
-    def _deliver(
-        self, attempt: OuterRound, name: str, num_messages: int, deadline: float
-    ) -> Header:
+    def _deliver(self, attempt: Attempt, name: str, num_messages: int, deadline: float) -> Header:
         """Report that all parts are sent; return the server's state after an outer step."""
         header = {
             "attempt": name,
@@ -207,7 +198,7 @@ class ServerRounds:
                 raise DetachedError(f"{self._sites.server} made no outer step in time")
 
     def _receive(
-        self, attempt: OuterRound, current: Header, deadline: float, *, is_update: bool
+        self, attempt: Attempt, current: Header, deadline: float, *, is_update: bool
     ) -> Header:
         """Receive the global weights of the outer step in `current`, as an update if this rank has
         the weights before it; return the state that they are of, which may be a newer one."""

@@ -1,4 +1,4 @@
-"""Rounds of the exchange by way of the server: initial weights, contributions of the sites, and
+"""Outer steps through the server: initial weights, contributions of the sites, and
 outer steps with their mean."""
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class ServerExchange:
                 reported = self._members.pending()
                 events = [asdict(event) for event in events_of(reported, 0)]
                 record = {**weights.record, "events": events}
-                self._members.write_round(record, reported, tensors=weights.tensors())
+                self._members.write_step(record, reported, tensors=weights.tensors())
                 weights.ready()
         return {}, b""
 
@@ -218,7 +218,7 @@ class ServerExchange:
         after.record["ended_step"] = last_step if after.record["step"] >= last_step else 0
         after.record["attempts"] = {str(site): row.attempt for site, row in delivered.items()}
         made_by = list(delivered)
-        members.write_round(
+        members.write_step(
             after.record, reported, made_by, absent, tensors=after.tensors, used=made_by
         )
         self._weights.commit(after)

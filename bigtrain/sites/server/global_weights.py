@@ -17,7 +17,7 @@ from bigtrain.sites.codecs import CODECS, FloatCodec, is_finite
 from bigtrain.sites.contribution import UnusableError, decoded, refuse_norm
 from bigtrain.sites.metrics import square
 from bigtrain.sites.outer_optimizer import outer_update
-from bigtrain.sites.protocol import MOST_TOKENS
+from bigtrain.sites.protocol import MOST_TOKENS, StepRecord
 from bigtrain.sites.rectangles import ParameterBox, Update, join_cuts
 
 
@@ -66,13 +66,7 @@ class GlobalWeights:
         self._updates: dict[str, Update] | None = None
         self._is_filled = torch.zeros(0, dtype=torch.bool)
         self.is_ready = False
-        self.record: dict[str, Any] = {
-            "number": 0,
-            "step": 0,
-            "ended_step": 0,
-            "sites": [],
-            "tokens": {},
-        }
+        self.record: dict[str, Any] = StepRecord().model_dump(mode="json")
 
     @property
     def number(self) -> int:

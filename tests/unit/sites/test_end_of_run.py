@@ -24,7 +24,7 @@ from tests.unit.sites.test_through_server import parts_of_one_tensor as parts_of
 from tests.unit.sites.test_through_server import site_of
 
 LAST_STEP, INNER_STEPS = 6, 2
-REACH: dict[str, Any] = {"inner_steps": INNER_STEPS, "timeout_seconds": 1.0}
+REACH: dict[str, Any] = {"inner_steps": INNER_STEPS, "timeout_seconds": 2.0}
 
 
 @dataclass

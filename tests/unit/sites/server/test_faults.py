@@ -43,10 +43,10 @@ class Trouble(ServerDirectory):
             self.failing[name] -= 1
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    def write_round(self, *arguments: Any, **more: Any) -> None:
+    def write_step(self, *arguments: Any, **more: Any) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(store, "sync_to_disk", self._sync)
-            super().write_round(*arguments, **more)
+            super().write_step(*arguments, **more)
 
     def _sync(self, path: Path) -> None:
         self.fail("state")

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from bigtrain.sites.metrics import OuterEvent
+from bigtrain.sites.protocol import StepRecord
 
 
 @dataclass
-class OuterRound:
+class Attempt:
     """An attempt at an outer step with `fragment`, after `step` optimizer steps.
 
     Inputs: fragment (None: only take the weights of others), last_step (of the run), is_last
@@ -20,15 +21,12 @@ class OuterRound:
     weights), tokens (trained on since the fragment's last exchange), local (masters by window, if
     they change meanwhile; else empty).
 
-    Results: exactly one of is_done (it counts, on all members), detached (why this site trains
-    alone instead) and failure (why it does not count). new_number, new_tokens_seen: after it;
-    new_step: optimizer step of the `sites` in the mean; ended_step: the run's last step, if this
-    site has the weights with which the run ended after it, else 0; num_members: all that exchanged;
-    mean_of: the fragment with a mean. received: by window of the model, the weights and momentum
-    that this site takes from other sites, on a rank without windows empty; None if it takes none;
-    means, errors: by window of the fragment, the mean of this rank's share and the new rounding
-    errors (None: unchanged). distances: by site, if the server computes them. squares: sums for the
-    metrics (change, distance, elements). waited: seconds of waiting for other sites.
+    Results: exactly one of record (of the outer step, which counts on all members), detached (why
+    this site trains alone instead) and failure (why it does not count). received: by window of the
+    model, the weights and momentum that this site takes from other sites, on a rank without windows
+    empty; None if it takes none; means, errors: by window of the fragment, the mean of this rank's
+    share and the new rounding errors (None: unchanged). squares: sums for the metrics (change,
+    distance, elements). waited: seconds of waiting for other sites.
     """
 
     fragment: int | None
@@ -40,20 +38,12 @@ class OuterRound:
     tokens: int = 0
     local: Sequence[torch.Tensor] = ()
 
-    is_done: bool = False
+    record: StepRecord | None = None
     detached: str = ""
     failure: str = ""
-    new_number: int = 0
-    new_tokens_seen: int = 0
-    new_step: int = 0
-    ended_step: int = 0
-    sites: tuple[int, ...] = ()
-    num_members: int = 1
-    mean_of: int | None = None
     received: list[tuple[torch.Tensor, torch.Tensor | None]] | None = None
     means: list[torch.Tensor] = field(default_factory=list)
     errors: Sequence[torch.Tensor | None] = ()
-    distances: Mapping[str, float] | None = None
     squares: torch.Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
     events: list[OuterEvent] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -68,4 +58,4 @@ class OuterRound:
     @property
     def has_received(self) -> bool:
         """Whether it counts, and this site takes the weights of others."""
-        return self.is_done and self.received is not None
+        return self.record is not None and self.received is not None
