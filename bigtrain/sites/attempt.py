@@ -44,7 +44,7 @@ class Attempt:
     received: list[tuple[torch.Tensor, torch.Tensor | None]] | None = None
     means: list[torch.Tensor] = field(default_factory=list)
     errors: Sequence[torch.Tensor | None] = ()
-    squares: torch.Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
+    squares: list[float] = field(default_factory=lambda: [0.0] * 3)
     events: list[OuterEvent] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     num_bytes: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,6 @@ from bigtrain.sites.metrics import (
     RETURNED,
     OuterEvent,
     OuterStepMetrics,
-    reduce_site_metrics,
     square,
 )
 from bigtrain.sites.outer_optimizer import outer_update
@@ -48,12 +48,10 @@ class OuterStep:
     last_step: of the run. facts: settings and data that all sites must have alike; allowed: facts
     that this site may change (``checkpoint.allow_changes``). run: id of the run directory, on the
     main rank. on_wait: called there while this site waits for others that train, which may take
-    long. number: of the last outer step; tokens_seen: by the global weights, on all sites (0 with a
-    server that holds the weights). notes: lines to show; events: of all sites and the server, for
-    the metrics. step: where the run continues after it took weights of sites that are ahead; else
-    None. made_by: sites of the last outer step in this launch. ended_step: `last_step`, if this
-    site has the weights with which the run ended after it, else 0 (or of an earlier, shorter run).
-    detached: why this site is in no outer step since then; empty while it takes part.
+    long. record: of the last outer step, with the sites of the last mean in this launch. notes:
+    lines to show; events: of all sites and the server, for the metrics. step: where the run
+    continues after it took weights of sites that are ahead; else None. detached: why this site is
+    in no outer step since then; empty while it takes part.
     """
 
     def __init__(
@@ -73,10 +71,9 @@ class OuterStep:
         self._ranks = SiteRanks(world)
         self._is_main = world.is_main
         self._under_way: Attempt | None = None
-        self.number = self.tokens_seen = self.ended_step = self._received_step = 0
+        self.record, self._received_step = StepRecord(), 0
         self._sent_steps = [0] * sites.fragments  # after which each fragment was sent last
         self._was_alone = self._others_train = False
-        self.made_by: tuple[int, ...] = ()
         self.detached = ""
         self.notes: list[str] = []
         self.events: list[OuterEvent] = []
@@ -125,7 +122,7 @@ class OuterStep:
         Raises LaunchError on every rank if the server is unreachable or serves a different run, or
         if sites of a new run do not join or have different weights.
         """
-        self.number, self.tokens_seen = number, tokens_seen
+        self.record = StepRecord(number=number, tokens_seen=tokens_seen)
         if is_new:
             for window in self.state.all_windows():
                 window.weights.copy_(window.gathered())
@@ -183,7 +180,7 @@ class OuterStep:
             ends = bool(attempt.detached) or self.step is not None
 
         # Other sites that are not at the last step end the run: this site takes their weights.
-        while is_last and self.ended_step < step and self._others_train:
+        while is_last and self.record.ended_step < step and self._others_train:
             has_moved |= self._merge(self._complete(None, step), 0.0)
         if has_moved:
             self._engine.refresh_parameters()
@@ -219,7 +216,7 @@ class OuterStep:
             return
         windows = self.state.windows(fragment)
         try:
-            refuse_own_change(windows, self.sites.index, step, self._engine.device)
+            refuse_own_change(windows, self.sites.index, step, self._ranks)
         except TrainingError as error:
             self.close(str(error.__cause__))
             raise
@@ -232,9 +229,8 @@ class OuterStep:
             steps = max(1, step - self._sent_steps[fragment])
             tokens = steps * self._engine.plan.site_tokens_per_step
         is_last = step == self._last_step and fragment == self.sites.fragments - 1
-        return Attempt(
-            fragment, step, self._last_step, is_last, self.number, self.tokens_seen, tokens
-        )
+        number, tokens_seen = self.record.number, self.record.tokens_seen
+        return Attempt(fragment, step, self._last_step, is_last, number, tokens_seen, tokens)
 
     def _complete(self, fragment: int | None, step: int) -> Attempt:
         """Make an outer step, again without the sites that are lost meanwhile; it is done, or this
@@ -247,7 +243,7 @@ class OuterStep:
             if attempt.record is not None or attempt.detached:
                 attempt.seconds = time.perf_counter() - started_at
                 return attempt
-        raise LaunchError(f"no outer step after {self.number} came about: {self.notes[-1]}")
+        raise LaunchError(f"no outer step after {self.record.number} came about: {self.notes[-1]}")
 
     def _begin_thread(self, fragment: int, step: int) -> None:
         """Make an attempt next to the following steps, with the masters as they are now."""
@@ -276,8 +272,7 @@ class OuterStep:
         record = attempt.record
         if record is None:
             return
-        self.number, self.tokens_seen = record.number, record.tokens_seen
-        self.ended_step = record.ended_step
+        self.record = record.model_copy(update={"sites": record.sites or self.record.sites})
         if attempt.received is not None:
             for window, (weights, momentum) in zip(
                 self.state.all_windows(), attempt.received, strict=True
@@ -338,21 +333,23 @@ class OuterStep:
         step_text, site_name = f"step {attempt.step}", f"site {self.sites.index}"
         self.notes += [f"{step_text}: {note}" for note in attempt.notes]
         if attempt.detached:
-            self.events.append(OuterEvent(ALONE, site_name, attempt.detached, self.number))
+            self.events.append(OuterEvent(ALONE, site_name, attempt.detached, self.record.number))
             self.notes.append(
-                f"{step_text}: no outer step after {self.number}: {attempt.detached}; this site "
-                "trains on its own until its next outer step"
+                f"{step_text}: no outer step after {self.record.number}: {attempt.detached}; this "
+                "site trains on its own until its next outer step"
             )
             self.detached, self._others_train = attempt.detached, False
             return
         record = attempt.record
         if record is None:
-            self.notes.append(f"{step_text}: no outer step after {self.number}: {attempt.failure}")
+            self.notes.append(
+                f"{step_text}: no outer step after {self.record.number}: {attempt.failure}"
+            )
             return
         events, number = attempt.events, record.number
         if self.detached and all((e.event, e.who) != (RETURNED, site_name) for e in events):
             events.append(OuterEvent(RETURNED, site_name, "takes part again", number))
-        self.detached, self.made_by = "", record.sites or self.made_by
+        self.detached = ""
         is_alone = len(record.members) == 1 < self.sites.count
         if is_alone and not self._was_alone:
             reason = "no other site is reachable, or came in time"
@@ -377,9 +374,9 @@ class OuterStep:
         if record is None or record.fragment is None:
             return []
         distance: float | None
-        sent, max_bytes, change, distance = reduce_site_metrics(
-            attempt.squares, attempt.num_bytes, self._engine.device
-        )
+        num_bytes = self._ranks.gathered(attempt.num_bytes)
+        change, distance, count = self._ranks.sums(*attempt.squares)
+        change, distance = (math.sqrt(total / max(1, count)) for total in (change, distance))
         if record.distances is not None:
             distance = record.distances.get(str(self.sites.index))
         return [
@@ -387,8 +384,8 @@ class OuterStep:
                 number=record.number,
                 fragment=record.fragment,
                 sites=record.sites,
-                sent_bytes=sent,
-                link_bytes=max_bytes // max(1, len(record.members) - 1),
+                sent_bytes=sum(num_bytes),
+                link_bytes=max(num_bytes) // max(1, len(record.members) - 1),
                 seconds=attempt.seconds,
                 waited_seconds=attempt.waited,
                 change=change,

@@ -386,21 +386,6 @@ POLLS = frozenset({"wait", "enter", "vote", "get"})
 """Requests that the server may keep for a while."""
 
 
-def most_bytes(action: str) -> int:
-    """Return the limit of the body of a request."""
-    return REQUESTS.get(action, Request).most_bytes
-
-
-def most_header_bytes(action: str) -> int:
-    """Return the limit of the header in the body of a request."""
-    return REQUESTS.get(action, Request).most_header_bytes
-
-
-def is_large(action: str) -> bool:
-    """Return whether a request, or its reply, may take much memory."""
-    return most_bytes(action) >= MOST_HEADER_BYTES or action == "layout_of"
-
-
 def parse_request(action: str, header: Header) -> Request:
     """Return the fields of a request. Raises RefusedError, in one line, for others."""
     request_type = REQUESTS.get(action)

@@ -27,6 +27,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bigtrain.errors import LaunchError
+from bigtrain.sites.protocol import DeliverRequest
 from bigtrain.system.files import sync_to_disk, write_whole
 
 _SCHEMA = """
@@ -46,6 +47,7 @@ CREATE TABLE IF NOT EXISTS events (
     event TEXT, who TEXT, reason TEXT, count INTEGER, PRIMARY KEY (event, who, reason));
 """
 _KEPT_RECORDS = 500
+_DELIVERED = ("site", "attempt", "base", "step", "last_step", "tokens", "num_messages")
 
 
 @dataclass(frozen=True)
@@ -68,22 +70,6 @@ class SiteRow:
     layout: str = ""
     plain: str = "[]"
     timeout_seconds: float = 600.0
-
-
-@dataclass(frozen=True)
-class Delivery:
-    """A complete contribution of a site to an outer step.
-
-    base: the outer step that its change is relative to. step: its optimizer steps, of the run's
-    last_step. tokens: trained on since `base`. num_messages: of all ranks.
-    """
-
-    attempt: str
-    base: int
-    step: int
-    last_step: int
-    tokens: int
-    num_messages: int
 
 
 class ServerDirectory:
@@ -246,17 +232,18 @@ class ServerDirectory:
         sql = "SELECT file FROM parts WHERE site = ? AND attempt = ? ORDER BY rank, part"
         return [self.directory / "parts" / name for (name,) in self._rows(sql, site, attempt)]
 
-    def deliver(self, site: int, delivery: Delivery) -> None:
+    def deliver(self, delivery: DeliverRequest) -> None:
         """Store that an attempt is complete; earlier ones of the site are removed."""
         with self.transaction():
-            self._delete_parts("site = ? AND attempt != ?", site, delivery.attempt)
-            row = (site, *astuple(delivery))
+            self._delete_parts("site = ? AND attempt != ?", delivery.site, delivery.attempt)
+            row = [getattr(delivery, name) for name in _DELIVERED]
             self._write("INSERT OR REPLACE INTO deliveries VALUES (?, ?, ?, ?, ?, ?, ?)", *row)
 
-    def deliveries(self) -> dict[int, Delivery]:
+    def deliveries(self) -> dict[int, DeliverRequest]:
         """Return the complete contributions for the next step, by site."""
         rows = self._rows("SELECT * FROM deliveries ORDER BY site")
-        return {site: Delivery(*values) for site, *values in rows}
+        fields_by_site = {row[0]: dict(zip(_DELIVERED, row, strict=True)) for row in rows}
+        return {s: DeliverRequest.model_construct(**row) for s, row in fields_by_site.items()}
 
     def forget(self, sites: Iterable[int]) -> None:
         """Remove what sites have sent for the next step."""

@@ -70,7 +70,7 @@ def test_what_is_rounded_off_is_sent_later(codec: str, levels: int, tmp_path: Pa
             for step in range(1, NUM_STEPS + 1):
                 masters += changes[index]
                 site._merge(site._complete(0, step), 0.0)
-            assert site.number == NUM_STEPS
+            assert site.record.number == NUM_STEPS
             site.close()
             return masters
 

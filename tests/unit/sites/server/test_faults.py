@@ -56,9 +56,9 @@ class Trouble(ServerDirectory):
         self.fail("row")
         super().write_site(row)
 
-    def deliver(self, site: int, delivery: Any) -> None:
+    def deliver(self, delivery: Any) -> None:
         self.fail("deliver")
-        super().deliver(site, delivery)
+        super().deliver(delivery)
 
     def _commit(self) -> None:
         self.fail("commit")
