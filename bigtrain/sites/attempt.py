@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
@@ -51,9 +51,7 @@ class Attempt:
     waited: float = 0.0
     seconds: float = 0.0
 
-    is_settled: bool = False  # the global weights are updated
-    thread: threading.Thread | None = None
-    error: Exception | None = None  # raised in the thread
+    future: Future[None] | None = None  # of a thread next to training, until `OuterStep.settle`
 
     @property
     def has_received(self) -> bool:

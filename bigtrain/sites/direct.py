@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from itertools import chain
 from typing import Any
@@ -22,9 +22,11 @@ from bigtrain.sites.contribution import UnusableSiteError
 from bigtrain.sites.exchange import SiteGroup, Tensors, WeightExchange, rectangles_of
 from bigtrain.sites.membership import Membership, ServerStore
 from bigtrain.sites.outer_state import OuterState, held_twice
-from bigtrain.sites.protocol import RoundPlan, digest_of
+from bigtrain.sites.protocol import Header, RoundPlan, digest_of
 from bigtrain.sites.site_ranks import SiteRanks
 
+_ENTERED = ("number", "step", "last_step", "fragment", "is_last", "tokens", "tokens_seen")
+"""Fields of an `Attempt` that the request to enter it has."""
 _Failure = tuple[str, int | None]
 """Why a transfer failed, empty if it did not; the site whose values cannot be used, if any."""
 
@@ -33,8 +35,8 @@ class DirectSteps:
     """Outer steps with the sites of a `RoundPlan`: their ranks exchange means by gloo, every site
     votes, and the step counts if the server commits it, for all its members or for none.
 
-    membership: None for a single site, which has nothing to exchange. join: fields of the request
-    to join. on_wait: called on the main rank while the other sites train and this one waits.
+    membership: None for a single site, which has nothing to exchange. on_wait: called on the main
+    rank while the other sites train and this one waits.
     """
 
     def __init__(
@@ -43,34 +45,25 @@ class DirectSteps:
         sites: SitesSection,
         ranks: SiteRanks,
         membership: Membership | None,
-        join: Mapping[str, Any],
         on_wait: Callable[[], None] | None = None,
     ) -> None:
         self._sites = sites
         self._on_wait = on_wait
         self._ranks = ranks
         self._membership = membership
-        self._join = join
         # Parameters replicated inside a site are sent in float32 by every site.
         self._plain = sorted(held_twice(engine)) if CODECS[sites.codec].keeps_error else []
         self.state = OuterState(engine, sites, self._plain)
         self._exchange: WeightExchange | None = None
         self._generation: str | None = None
 
-    def begin(self, number: int, *, is_new: bool) -> None:
-        """Join the other sites, with the global weights of outer step `number` in the state. Raises
-        LaunchError."""
+    def begin(self, header: Header) -> None:
+        """Join the other sites by a request with the fields of `header`. Raises LaunchError."""
         membership = self._membership
         if membership is None:
             return
         document = self._layout_document()
-        header = {
-            **self._join,
-            "number": number,
-            "is_new": is_new,
-            "layout": digest_of(document),
-            "plain": self._plain,
-        }
+        header = {**header, "layout": digest_of(document), "plain": self._plain}
 
         def join() -> None:
             if membership.join(header).get("needs_layout", True):
@@ -116,22 +109,14 @@ class DirectSteps:
 
     def _plan(self, attempt: Attempt) -> RoundPlan:
         """Enter the attempt; return the plan. Collective over the site."""
-        membership, fragment = self._membership, attempt.fragment
+        membership = self._membership
         if membership is None:
             return _plan_of_one(attempt, self.state.plain)
         checksum = sum(self._ranks.gathered(self.state.checksum())) % (1 << 64)
-        entry = {
-            "number": attempt.number,
-            "step": attempt.step,
-            "last_step": attempt.last_step,
-            "fragment": fragment,
-            "is_last": attempt.is_last,
-            "tokens": attempt.tokens,
-            "digest": f"{checksum:016x}",
-            "tokens_seen": attempt.tokens_seen,
-        }
+        entry = {name: getattr(attempt, name) for name in _ENTERED}
+        entry["digest"] = f"{checksum:016x}"
         # In a thread, waiting is not what the training thread does.
-        on_wait = self._on_wait if attempt.thread is None else None
+        on_wait = self._on_wait if attempt.future is None else None
         return self._ranks.on_main(lambda: membership.enter(entry, on_wait))
 
     def _exchanged(self, attempt: Attempt, plan: RoundPlan) -> _Failure:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -88,6 +88,20 @@ class Window:
                     box = ParameterBox(full.offsets, full.sizes, piece.name)
                     yield box, piece.shard.shape, view
             begin = end
+
+
+def packed(views: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return a flat copy of the values of views, in order."""
+    return torch.cat([view.reshape(-1) for view in views])
+
+
+def unpacked(
+    flat: torch.Tensor, views: Sequence[torch.Tensor]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the views, each with its part of what `packed` has made of such views."""
+    parts = flat.split([view.numel() for view in views])
+    for view, part in zip(views, parts, strict=True):
+        yield view, part.view(view.shape)
 
 
 class Replicas:

@@ -6,6 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -82,22 +83,18 @@ class OuterStep:
         if sites.server is not None:
             run = self._ranks.on_main(lambda: run)
             self._membership = self._ranks.agreed(lambda: Membership(sites, run))
-        join = {
+        self._join = {
             "facts": dict(facts),
             "allowed": list(allowed),
             "parameters": sorted(full_shapes(engine, self._ranks).items()),
         }
         self._exchange: ServerSteps | DirectSteps
         if self._membership is not None and sites.server_holds_weights:
-            self._exchange = ServerSteps(engine, sites, self._ranks, self._membership, join)
+            self._exchange = ServerSteps(engine, sites, self._ranks, self._membership)
         else:
             membership = self._membership
-            self._exchange = DirectSteps(engine, sites, self._ranks, membership, join, on_wait)
-
-    @property
-    def state(self) -> OuterState:
-        """Global weights, momentum and rounding errors of this rank."""
-        return self._exchange.state
+            self._exchange = DirectSteps(engine, sites, self._ranks, membership, on_wait)
+        self.state: OuterState = self._exchange.state
 
     @property
     def under_way(self) -> tuple[int, int] | None:
@@ -131,8 +128,8 @@ class OuterStep:
             for fragment in self.sites.sent_after(sent_step, step + 1):
                 self._sent_steps[fragment] = sent_step
         if under_way is not None:  # saved once the global weights were updated, see `settle`
-            self._under_way = Attempt(*under_way, record=StepRecord(), is_settled=True)
-        self._exchange.begin(number, is_new=is_new)
+            self._under_way = Attempt(*under_way, record=StepRecord())
+        self._exchange.begin({**self._join, "number": number, "is_new": is_new})
         attempt = self._complete(None, step)
         if attempt.detached:
             raise LaunchError(attempt.detached)
@@ -190,12 +187,11 @@ class OuterStep:
         """Wait for what is under way, and update the global weights by it. Comes before a save: a
         checkpoint holds nothing that is under way. Raises as `after_step`."""
         sent, self.step = self._under_way, None
-        if sent is None or sent.is_settled:
+        if sent is None or sent.future is None:
             return []
         started_at = time.perf_counter()
-        assert sent.thread is not None
-        sent.thread.join()
-        self._ranks.agreed(lambda: _raise(sent.error))
+        self._ranks.agreed(sent.future.result)
+        sent.future = None
         sent.waited = time.perf_counter() - started_at
         self._apply(sent)
         if sent.has_received:
@@ -250,24 +246,25 @@ class OuterStep:
         attempt = self._entered(fragment, step)
         attempt.local = [w.gathered() for w in self.state.windows(fragment)]
 
+        future = attempt.future = Future()
+
         def make() -> None:
             started_at = time.perf_counter()
             try:
                 self._exchange.make(attempt)
+                attempt.seconds = time.perf_counter() - started_at
+                future.set_result(None)
             except Exception as error:  # raised on all ranks by `settle`
-                attempt.error = error
-            attempt.seconds = time.perf_counter() - started_at
+                future.set_exception(error)
 
         # Not of an executor, which is waited for at exit: a lost site may hold it up for long.
-        attempt.thread = threading.Thread(target=make, name="outer step", daemon=True)
         self._under_way = attempt
-        attempt.thread.start()
+        threading.Thread(target=make, name="outer step", daemon=True).start()
 
     # Results
 
     def _apply(self, attempt: Attempt) -> None:
         """Update the global weights by an attempt that counts. Collective over this site."""
-        attempt.is_settled = True
         self._report(attempt)
         record = attempt.record
         if record is None:
@@ -392,8 +389,3 @@ class OuterStep:
                 distance=distance,
             )
         ]
-
-
-def _raise(error: Exception | None) -> None:
-    if error is not None:
-        raise error

@@ -407,10 +407,11 @@ class StepRecord(BaseModel):
     ignore.
 
     number: of the outer step; tokens_seen: by the global weights after it (0 where the server holds
-    them). step: optimizer step of the `sites` in the mean. ended_step: the run's last step, if a
-    site has the weights with which the run ended after it; else 0. fragment: the part of the model
-    with a mean, None where weights are only taken. members: sites that exchanged directly, those
-    that took weights included. distances: of each site to the mean, if the server computes them.
+    the weights). step: optimizer step of the `sites` in the mean. ended_step: the run's last step,
+    if the outer step leaves the weights with which the run ended; else 0. fragment: the part of the
+    model with a mean, None where weights are only taken. members: sites that exchanged directly,
+    including sites that took weights. distances: of each site to the mean, if the server computes
+    the mean.
     """
 
     model_config = ConfigDict(frozen=True)

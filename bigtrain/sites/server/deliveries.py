@@ -88,7 +88,7 @@ class ServerExchange:
                 reported = self._members.pending()
                 events = [asdict(event) for event in events_of(reported, 0)]
                 record = {**weights.record, "events": events}
-                self._members.write_step(record, reported, tensors=weights.tensors())
+                self._members.write_step(record, reported, tensors=weights.tensors)
                 weights.ready()
         return {}, b""
 
