@@ -30,7 +30,6 @@ to 0 each time."""
 def parts_of_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for DeepSpeed's engine, which needs a process group; all else is a site's own."""
     monkeypatch.setattr(outer_state, "_trained_parts", lambda engine: engine.parts)
-    monkeypatch.setattr(outer_state, "Replicas", lambda group, device: SimpleNamespace(size=1))
 
 
 def site_of(
