@@ -48,11 +48,17 @@ def run(args: VerifyArguments) -> int:
         print(f"{args.model}: {num_files} files, all checksums match")
     if args.run is None:
         return 0
-    from bigtrain.run.checkpointing.listing import verify_checkpoints
+    from bigtrain.run.checkpointing import checkpoints
+    from bigtrain.run.checkpointing.listing import one_site_note, verify_checkpoints
 
-    all_complete = True
+    all_complete, site_note = True, ""
     for step, reason in verify_checkpoints(args.run, args.step):
         status = "corrupt: " + reason if reason else "complete, all checksums match"
         print(f"step {step}: {status}", flush=True)
         all_complete &= reason is None
+        if reason is None:
+            directory = checkpoints.checkpoint_path(args.run, step)
+            site_note = one_site_note(checkpoints.read_state(directory))
+    if site_note:
+        print(f"{args.run}: {site_note}")
     return 0 if all_complete else EXIT_USER_ERROR

@@ -328,7 +328,8 @@ def verify_run(run: str | Path, step: int | None = None) -> dict[int, str | None
 def verify_model(directory: str | Path) -> int:
     """Read the weights of an export again and compare every checksum; return the number of
     files. Raise ModelError with every corrupt one, and for weights of one site of several."""
-    from bigtrain.models.weights.checksums import ONE_SITE, corrupt_weights, is_of_one_site
+    from bigtrain.models.weights.checksums import corrupt_weights, is_of_one_site
+    from bigtrain.settings.sections.sites import ONE_SITE
 
     num_files, corrupt = corrupt_weights(Path(directory))
     if corrupt:

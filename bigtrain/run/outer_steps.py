@@ -127,13 +127,14 @@ class OuterSteps:
             if metrics is not None:
                 first_sample = max(0, state.samples - batch)
                 self._log.event(event.pop("event"), state, first_sample=first_sample, **event)
-        is_same = self._step.number == state.outer_steps
+        record = self._step.record
+        is_same = record.number == state.outer_steps
         state = replace(
             state,
-            outer_steps=self._step.number,
-            outer_tokens=self._step.tokens_seen,
-            outer_ended=self._step.ended_step,
-            outer_sites=self._step.made_by or (state.outer_sites if is_same else ()),
+            outer_steps=record.number,
+            outer_tokens=record.tokens_seen,
+            outer_ended=record.ended_step,
+            outer_sites=record.sites or (state.outer_sites if is_same else ()),
             outer_sent=self._step.under_way,
         )
         # Sites that are ahead have trained the steps that this site skips.

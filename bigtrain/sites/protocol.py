@@ -386,21 +386,6 @@ POLLS = frozenset({"wait", "enter", "vote", "get"})
 """Requests that the server may keep for a while."""
 
 
-def most_bytes(action: str) -> int:
-    """Return the limit of the body of a request."""
-    return REQUESTS.get(action, Request).most_bytes
-
-
-def most_header_bytes(action: str) -> int:
-    """Return the limit of the header in the body of a request."""
-    return REQUESTS.get(action, Request).most_header_bytes
-
-
-def is_large(action: str) -> bool:
-    """Return whether a request, or its reply, may take much memory."""
-    return most_bytes(action) >= MOST_HEADER_BYTES or action == "layout_of"
-
-
 def parse_request(action: str, header: Header) -> Request:
     """Return the fields of a request. Raises RefusedError, in one line, for others."""
     request_type = REQUESTS.get(action)
@@ -417,37 +402,46 @@ def parse_request(action: str, header: Header) -> Request:
         raise RefusedError("; ".join(problems)) from error
 
 
-class RoundPlan(BaseModel):
-    """Members of an attempt at an outer step of the direct exchange, and their parts.
+class StepRecord(BaseModel):
+    """An outer step that counts, as the server stores and sends it, with more fields that sites
+    ignore.
 
-    generation: of the groups of ranks, which must be opened again when it changes. members: all
-    that exchange, ascending, with `weights` in the mean, 0 for the `takers`, which first take the
-    global weights of `donor`. fragment: None where weights are only taken. number, tokens_seen:
-    after the round; step: of the sites that give the mean. ended_step: the run's last step, if the
-    members have the weights with which the run ended after it; else 0. layouts: digests by site.
-    plain: parameters that every site sends in float32. refusal: why the members make no round:
-    every member ends then.
+    number: of the outer step; tokens_seen: by the global weights after it (0 where the server holds
+    the weights). step: optimizer step of the `sites` in the mean. ended_step: the run's last step,
+    if the outer step leaves the weights with which the run ended; else 0. fragment: the part of the
+    model with a mean, None where weights are only taken. members: sites that exchanged directly,
+    including sites that took weights. distances: of each site to the mean, if the server computes
+    the mean.
     """
 
     model_config = ConfigDict(frozen=True)
 
+    number: int = 0
+    step: int = 0
+    ended_step: int = 0
+    tokens_seen: int = 0
+    fragment: int | None = None
+    sites: tuple[int, ...] = ()
+    members: tuple[int, ...] = ()
+    distances: dict[str, float] | None = None
+    events: tuple[OuterEvent, ...] = ()
+
+
+class RoundPlan(StepRecord):
+    """Plan of a round of the direct exchange: the outer step that all members record if all of them
+    vote for it, and their parts in it.
+
+    generation: of the groups of ranks, which must be opened again when it changes. members:
+    ascending, with `weights` in the mean, 0 for the `takers`, which first take the global weights
+    of `donor`. layouts: digests by site. plain: parameters that every site sends in float32.
+    refusal: why the members make no round: every member ends then.
+    """
+
     attempt: str = ""
     generation: str = ""
-    members: tuple[int, ...]
     weights: tuple[int, ...]
     takers: tuple[int, ...] = ()
     donor: int
-    fragment: int | None
-    number: int
-    step: int
-    tokens_seen: int
-    ended_step: int = 0
     layouts: dict[int, str] = {}
     plain: tuple[str, ...]
-    events: tuple[OuterEvent, ...] = ()
     refusal: str = ""
-
-    @property
-    def sites(self) -> tuple[int, ...]:
-        """Sites whose weights are in the mean."""
-        return tuple(s for s, w in zip(self.members, self.weights, strict=True) if w)

@@ -280,10 +280,10 @@ DIES_AT_THE_LAST = """
 import os, sys
 from bigtrain.cli import main
 from bigtrain.sites.server.store import ServerDirectory
-write_round = ServerDirectory.write_round
+write_step = ServerDirectory.write_step
 def write(self, record, *args, **more):
-    os._exit(9) if record["number"] == 3 else write_round(self, record, *args, **more)
-ServerDirectory.write_round = write
+    os._exit(9) if record["number"] == 3 else write_step(self, record, *args, **more)
+ServerDirectory.write_step = write
 sys.exit(main(sys.argv[1:]))
 """
 """A server that is killed at the outer step after the last step, before it makes it."""

@@ -15,8 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from bigtrain import cli
 from bigtrain.errors import ModelError
-from bigtrain.python_api.results import export_run, verify_model
+from bigtrain.python_api.results import export_run, merge_run, verify_model
 from bigtrain.run.checkpointing import checkpoints
 from tests.launch.conftest import STEPS, Inputs, metrics
 from tests.support import site_world
@@ -308,7 +309,7 @@ def test_a_site_that_is_behind_takes_the_global_weights(
 
 
 def test_a_site_that_comes_back_after_the_end_of_the_run_exports_nothing(
-    trained: Path, inputs: Inputs, tmp_path: Path
+    trained: Path, inputs: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With the server of the run; site 0 has exported the weights of the run, and ends at once."""
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
@@ -332,6 +333,14 @@ def test_a_site_that_comes_back_after_the_end_of_the_run_exports_nothing(
     verify_model(tmp_path / "0" / "hf")
     with pytest.raises(ModelError, match="has the weights of one site, not the weights with which"):
         verify_model(tmp_path / "of site 1")
+    assert cli.main(["verify", "--run", str(tmp_path / "1")]) == 0
+    assert f"{tmp_path / '1'}: {text}" in capsys.readouterr().out
+    merge_run(tmp_path / "0", tmp_path / "mean", steps=[MIDDLE, STEPS], warn=lines.append)
+    assert "weights of site 0 of 2 after step" in lines[-1]
+    with pytest.raises(ModelError, match="has the weights of one site, not the weights with which"):
+        verify_model(tmp_path / "mean")
+    assert cli.main(["verify", "--run", str(tmp_path / "0")]) == 0
+    assert "weights of site" not in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from typing import Any
 
 from bigtrain.errors import ModelError
 from bigtrain.models.configuration import GENERATION_CONFIG
+from bigtrain.settings.sections.sites import ONE_SITE
 from bigtrain.system.files import file_checksum, write_whole
 
 TOKEN_FILES = (
@@ -31,8 +32,6 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 CHECKSUMS = "checksums.json"
 MODEL_CARD = "README.md"
-ONE_SITE = "not the weights with which the run ended on its sites"
-"""Text in the model card of an export that cannot pass as the export of a run of several sites."""
 _DECIDING = ("config.json", "model.safetensors.index.json", *TOKEN_FILES)
 BASE_MODEL = "base_model.json"
 

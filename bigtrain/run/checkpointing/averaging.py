@@ -16,6 +16,7 @@ from bigtrain.models.weights.export_hf import MAX_SHARD_SIZE
 from bigtrain.models.weights.lazy_tensors import LazyTensor, Offsets
 from bigtrain.run.checkpointing import checkpoints
 from bigtrain.run.checkpointing.export import frozen_names, model_card, write_export
+from bigtrain.run.checkpointing.listing import one_site_note
 from bigtrain.run.run_directory import MODEL_CONFIG
 from bigtrain.settings.run_config import ModelSection, RunConfig
 
@@ -76,7 +77,8 @@ def merge_run(
     shares = [share / sum(shares) for share in shares]
 
     directories = [checkpoints.find(run_directory, step, warn=warn) for step in steps]
-    state = checkpoints.read_state(directories[-1])
+    states = [checkpoints.read_state(directory) for directory in directories]
+    state = states[-1]
     config = RunConfig.model_validate(state["config"])
     if config.adapters is not None:
         raise ModelError(
@@ -96,6 +98,10 @@ def merge_run(
     card = model_card(config, int(state["step"]), run_directory / "metrics.jsonl")
     listed = ", ".join(f"{step} ({share:.3g})" for step, share in zip(steps, shares, strict=True))
     card += f"\nThe weights are the mean of the checkpoints of steps (shares) {listed}.\n"
+    site_note = next(filter(None, map(one_site_note, states)), "")
+    if site_note:
+        card += f"\n{site_note}\n"
+        warn(f"{output}: {site_note}")
     notes = write_export(
         run_directory,
         Destination(

@@ -18,11 +18,11 @@ from bigtrain.models.configuration import GENERATION_CONFIG, load_hf_config, wit
 from bigtrain.models.export.adapters import export_adapter, merged_weights, probe_beside
 from bigtrain.models.export.base_record import BaseRecord
 from bigtrain.models.export.verified import Destination, Probe, export_model, probe_of
-from bigtrain.models.weights.checksums import ONE_SITE
 from bigtrain.models.weights.export_hf import MAX_SHARD_SIZE
 from bigtrain.models.weights.import_hf import Weights, find_weights
 from bigtrain.run.checkpointing import checkpoints
 from bigtrain.run.checkpointing.changed_settings import base_sums, refuse_other_base
+from bigtrain.run.checkpointing.listing import one_site_note
 from bigtrain.run.run_directory import MODEL_CONFIG
 from bigtrain.settings.run_config import ModelSection, RunConfig
 
@@ -60,11 +60,8 @@ def export_run(
     section = ModelSection(config=str(run_directory / MODEL_CONFIG), type=config.model.type)
     hf_config = with_mtp_layers(load_hf_config(section), trains=config.objective.mtp_weight > 0)
     _refuse_options(directory, state, config, merge=merge, average=average)
-    sites, site_note = config.sites, ""
-    if sites is not None and sites.count > 1 and state["outer_ended"] < config.train.total_steps:
-        site_note = (
-            f"weights of site {sites.index} of {sites.count} after step {state['step']}, {ONE_SITE}"
-        )
+    site_note = one_site_note(state)
+    if site_note:
         warn(f"{output}: {site_note}")
     weights: Mapping[str, torch.Tensor] = open_weights(
         directory / checkpoints.TENSORS, checkpoints.list_tensors(directory), average=average

@@ -11,12 +11,12 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bigtrain.sites import protocol
 from bigtrain.sites.metrics import LEFT_OUT
-from bigtrain.sites.protocol import Header, RefusedError, RoundEntry, RoundPlan
+from bigtrain.sites.protocol import Header, RefusedError, RoundEntry, RoundPlan, StepRecord
 from bigtrain.sites.server.members import UNUSABLE, EventKey, Members, events_of, named
 from bigtrain.sites.server.plan import Waiting, due, plan_round, round_events
 from bigtrain.sites.server.store import SiteRow
@@ -256,15 +256,11 @@ class DirectExchange:
     def _commit(self, current: _OpenRound) -> None:
         plan = current.plan
         record = {
-            **plan.model_dump(
-                include={"number", "step", "ended_step", "tokens_seen", "members", "fragment"}
-            ),
-            "sites": list(plan.sites),
+            **plan.model_dump(mode="json", include=set(StepRecord.model_fields)),
             "tokens": {str(site): count for site, count in current.tokens.items()},
             "time": time.time(),
-            "events": [asdict(event) for event in plan.events],
         }
-        self._members.write_round(
+        self._members.write_step(
             record, current.told, plan.members, current.absent, attempt=plan.attempt
         )
         self._open, self._num_undecided = None, 0

@@ -34,7 +34,7 @@ def due(
     """Return whether the sites that are `waiting` begin a round now.
 
     expected: sites that are alive and take part, those that wait among them. count: of the run.
-    is_new: no round was made, and no site is from a checkpoint.
+    is_new: no outer step was made, and no site is from a checkpoint.
     """
     if not waiting:
         return False
@@ -66,7 +66,7 @@ def plan_round(
     layouts: Mapping[int, str],
     plain: Sequence[str],
 ) -> RoundPlan:
-    """Return the round of these sites after the round `last` (None: the first).
+    """Return the round of these sites after the outer step `last` (None: the first).
 
     If sites differ in their global weights or outer step, the group whose weights have seen most
     tokens gives its weights to all other sites (of several groups the largest, then the group of
@@ -114,6 +114,7 @@ def plan_round(
         attempt=secrets.token_hex(8),
         generation=generation,
         members=members,
+        sites=tuple(site for site, count in zip(members, tokens, strict=True) if count),
         weights=tuple(tokens_ // common for tokens_ in tokens),
         takers=takers,
         donor=min(giving) if giving else best[0].site,
@@ -130,8 +131,8 @@ def plan_round(
 
 def _refuse_other_end(last: Mapping[str, Any], present: Set[int]) -> str:
     """Return why the sites `present`, without the weights with which the run ended in the
-    round `last`, may not continue: other sites export these weights. An empty text if all the sites
-    on which the run ended are here, so that no site has these weights any more."""
+    outer step `last`, may not continue: other sites export these weights. An empty text if all
+    the sites on which the run ended are here, so that no site has these weights any more."""
     away = ", ".join(map(str, sorted(set(last["members"]) - present)))
     if not away:
         return ""
@@ -146,8 +147,8 @@ def _refuse_other_end(last: Mapping[str, Any], present: Set[int]) -> str:
 def round_events(
     plan: RoundPlan, noted: Sequence[OuterEvent], before: Set[int]
 ) -> tuple[OuterEvent, ...]:
-    """Return what happened to the sites since the round of those `before`: `noted` events, and who
-    is missing or back."""
+    """Return what happened to the sites since the outer step of those `before`: `noted` events, and
+    who is missing or back."""
     number, named_sites = plan.number, {event.who for event in noted}
     events = [
         OuterEvent(LEFT_OUT, f"site {site}", "missed the outer step", number)

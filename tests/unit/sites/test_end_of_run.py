@@ -24,7 +24,7 @@ from tests.unit.sites.test_through_server import parts_of_one_tensor as parts_of
 from tests.unit.sites.test_through_server import site_of
 
 LAST_STEP, INNER_STEPS = 6, 2
-REACH: dict[str, Any] = {"inner_steps": INNER_STEPS, "timeout_seconds": 1.0}
+REACH: dict[str, Any] = {"inner_steps": INNER_STEPS, "timeout_seconds": 2.0}
 
 
 @dataclass
@@ -73,7 +73,8 @@ class Life:
     def train(self, until: int) -> None:
         self.start()
         while self.state.step < until:
-            self.masters += torch.arange(4.0) * (self.index + 1)
+            # Small, so that the change of a site that missed outer steps is not refused.
+            self.masters += torch.arange(4.0) * (self.index + 1) / 8
             self.state = replace(self.state, step=self.state.step + 1)
             if self.steps.is_due(self.state):
                 self.state = self.steps.make(self.state)
@@ -164,7 +165,6 @@ def stack(monkeypatch: pytest.MonkeyPatch) -> Iterator[ExitStack]:
     for module in ("server.members", "membership"):
         monkeypatch.setattr(f"bigtrain.sites.{module}.HEARTBEAT_TIMEOUT", 1.5)
     monkeypatch.setattr("bigtrain.sites.protocol.HEARTBEAT_SECONDS", 0.3)
-    monkeypatch.setattr("bigtrain.sites.outer_step.reduce_site_metrics", lambda *_: (0, 0, 0, 0))
     with ExitStack() as stack:
         yield stack
 

@@ -30,7 +30,6 @@ to 0 each time."""
 def parts_of_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for DeepSpeed's engine, which needs a process group; all else is a site's own."""
     monkeypatch.setattr(outer_state, "_trained_parts", lambda engine: engine.parts)
-    monkeypatch.setattr(outer_state, "Replicas", lambda group, device: SimpleNamespace(size=1))
 
 
 def site_of(
@@ -70,7 +69,7 @@ def test_what_is_rounded_off_is_sent_later(codec: str, levels: int, tmp_path: Pa
             for step in range(1, NUM_STEPS + 1):
                 masters += changes[index]
                 site._merge(site._complete(0, step), 0.0)
-            assert site.number == NUM_STEPS
+            assert site.record.number == NUM_STEPS
             site.close()
             return masters
 
@@ -90,7 +89,7 @@ def test_another_model_with_the_same_settings_is_refused_and_logged(
         first, _ = site_of(0, "float32", reach)
         second, _ = site_of(1, "float32", reach, size=5)
         reason = r"parameters: \[\['weight', \[4\]\]\] there, \[\['weight', \[5\]\]\] here"
-        first._rounds.begin(0, is_new=True)
+        first._exchange.begin({**first._join, "number": 0, "is_new": True})
         with pytest.raises(LaunchError, match=reason):
             second.begin(0, 0, is_new=True)
         first.close()
