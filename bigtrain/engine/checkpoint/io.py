@@ -57,10 +57,10 @@ class _Chunk:
         if self.view.dtype not in _NAMES:
             raise CheckpointError(f"{self.key}: {self.view.dtype} cannot be saved")
         name = _NAMES[self.view.dtype]
-        return NewPart(self.key, self.shape, self.box, name, self._memory)
-
-    def _memory(self) -> memoryview:
-        return memory_of(self.view.detach().cpu().contiguous())
+        content = self.view.detach()
+        return NewPart(
+            self.key, self.shape, self.box, name, lambda: memory_of(content.cpu().contiguous())
+        )
 
 
 def _chunks(fragments: Iterable[Fragment], buffers: Mapping[str, torch.Tensor]) -> list[_Chunk]:

@@ -121,7 +121,11 @@ def checkpoint_bytes(engine: TrainEngine) -> int:
     buffers."""
     skips_frozen = has_adapters(engine.module)
     state_bytes = state_bytes_by_name(inner_optimizer(engine.engine))
-    exact_bytes = engine.exact.itemsizes()
+    exact_bytes = {
+        name: value.element_size()
+        for name, value in engine.exact.frozen.items()
+        if value is not None
+    }
     # Every parameter has equal states, also a parameter of which this rank has no part.
     num_added = max(map(len, engine.added_states.values()), default=0)
     parameters = sum(

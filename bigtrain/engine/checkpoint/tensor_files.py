@@ -147,9 +147,10 @@ def _read_headers(directory: Path, listing: Listing | None) -> Iterator[list[Par
         path = directory / name
         file_identity, parts = read_header(path, digest)
         if identity is not None and file_identity != identity:
-            raise CorruptCheckpointError(
-                f"{path}: is of {_words(file_identity)}, and not of {_words(identity)}"
+            file_save, save = (
+                f"run {i.run or '?'}, step {i.step}" for i in (file_identity, identity)
             )
+            raise CorruptCheckpointError(f"{path}: is of {file_save}, and not of {save}")
         identity = file_identity
         yield parts
 
@@ -159,10 +160,6 @@ def _require_covered(directory: Path, covers: Mapping[str, Cover]) -> None:
         problem = cover.problem()
         if problem:
             raise MissingPartsError(f"{directory}: {problem} of {key}")
-
-
-def _words(identity: SaveIdentity) -> str:
-    return f"run {identity.run or '?'}, step {identity.step}"
 
 
 _WORD = (1 << 64) - 1

@@ -105,6 +105,10 @@ class AdamW8bit(UpdateRule):
         """shapes: of full parameters. device: of the scales, which the backend of `group` takes;
         without a group this rank has all elements of every block."""
         self._betas, self._eps, self._shapes = betas, eps, dict(shapes)
+        self._scales_shapes = {
+            name: (len(SCALES), -(-math.prod(shape) // BLOCK_ELEMENTS))
+            for name, shape in shapes.items()
+        }
         self._device, self._group = device, group
         library = import_bitsandbytes().functional
         self._quantize = library.quantize_blockwise
@@ -142,7 +146,7 @@ class AdamW8bit(UpdateRule):
         names = names_in_update(self._parts, masters, group)
         for name in names:
             if name not in self._scales:
-                self._scales[name] = torch.zeros(self._scales_shape(name), device=self._device)
+                self._scales[name] = torch.zeros(self._scales_shapes[name], device=self._device)
         if group.get(ALLOCATES):
             return
         fresh = self.new_scales(names, masters)
@@ -154,7 +158,7 @@ class AdamW8bit(UpdateRule):
         """Return the scales of the next moments of `names`, flat, as far as this rank's elements
         decide them."""
         fresh = torch.zeros(
-            sum(math.prod(self._scales_shape(name)) for name in names), device=self._device
+            sum(math.prod(self._scales_shapes[name]) for name in names), device=self._device
         )
         scales_by_name = self._by_name(names, fresh)
         for piece in self._pieces(masters):
@@ -191,37 +195,28 @@ class AdamW8bit(UpdateRule):
             for codes, moment, scale, table in zip(
                 piece.codes, moments, scales, self._tables, strict=True
             ):
-                codes.copy_(self._encode(piece.blocks, moment, scale, table).view(codes.shape))
+                # Where elements of a block are on other ranks, the scale replaces them: the kernel
+                # finds it again as the largest magnitude.
+                blocks = piece.blocks
+                rows = blocks.spread(moment, scale[blocks.index].to(moment.device))
+                quantized, _ = self._quantize(rows, code=table, blocksize=BLOCK_ELEMENTS)
+                codes.copy_(blocks.take(quantized).view(codes.shape))
         for name in names:
             self._scales[name].copy_(scales_by_name[name])
 
-    def _encode(
-        self, blocks: Blocks, moment: torch.Tensor, scale: torch.Tensor, table: torch.Tensor
-    ) -> torch.Tensor:
-        # Where elements of a block are on other ranks, the scale replaces them: the kernel finds it
-        # again as the largest magnitude.
-        rows = blocks.spread(moment, scale[blocks.index].to(moment.device))
-        quantized, _ = self._quantize(rows, code=table, blocksize=BLOCK_ELEMENTS)
-        return blocks.take(quantized)
-
     def _next_moments(self, piece: UpdatedRange) -> tuple[torch.Tensor, torch.Tensor]:
         """Return both moments with the gradient, in float32."""
-        gradient = piece.gradient.reshape(-1)
-        first, second = (
-            self._decode(codes, piece.blocks, scale, table)
-            for codes, scale, table in zip(
-                piece.codes, self._scales[piece.parameter], self._tables, strict=True
-            )
-        )
+        gradient, blocks = piece.gradient.reshape(-1), piece.blocks
+        moments = []
+        for codes, scale, table in zip(
+            piece.codes, self._scales[piece.parameter], self._tables, strict=True
+        ):
+            rows = scale[blocks.index].to(codes.device)[:, None].expand(-1, BLOCK_ELEMENTS)
+            moments.append(table[codes.reshape(-1).int()] * blocks.take(rows))
+        first, second = moments
         first.mul_(self._betas[0]).add_(gradient, alpha=1.0 - self._betas[0])
         second.mul_(self._betas[1]).addcmul_(gradient, gradient, value=1.0 - self._betas[1])
         return first, second
-
-    def _decode(
-        self, codes: torch.Tensor, blocks: Blocks, scale: torch.Tensor, table: torch.Tensor
-    ) -> torch.Tensor:
-        block_scales = scale[blocks.index].to(codes.device)[:, None].expand(-1, BLOCK_ELEMENTS)
-        return table[codes.reshape(-1).int()] * blocks.take(block_scales)
 
     def _pieces(self, masters: Sequence[Master]) -> Iterator[UpdatedRange]:
         assert self._parts is not None
@@ -243,14 +238,11 @@ class AdamW8bit(UpdateRule):
 
     def _by_name(self, names: Sequence[str], flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return views of the scales in `flat`, by parameter."""
-        shapes = [self._scales_shape(name) for name in names]
+        shapes = [self._scales_shapes[name] for name in names]
         parts = flat.split([math.prod(shape) for shape in shapes])
         return {
             name: part.view(shape) for name, shape, part in zip(names, shapes, parts, strict=True)
         }
-
-    def _scales_shape(self, name: str) -> tuple[int, int]:
-        return len(SCALES), -(-math.prod(self._shapes[name]) // BLOCK_ELEMENTS)
 
 
 RULE = AdamW8bit
