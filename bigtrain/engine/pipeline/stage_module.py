@@ -46,7 +46,7 @@ class StageModule(nn.Module):
         self._device = device
         self._batches: Iterator[MicroBatch] = iter(())
         self._factor: torch.Tensor | None = None
-        self._added: Callable[[Any], torch.Tensor | None] = _nothing
+        self._added: Callable[[Any], torch.Tensor | None] = lambda _: None
 
     def feed(
         self,
@@ -58,7 +58,7 @@ class StageModule(nn.Module):
         `ChunkedLoss`; `added`: what routers add to the loss, of what the last stage's model
         returned."""
         self._batches, self._factor = iter(batches), factor
-        self._added = added or _nothing
+        self._added = added or (lambda _: None)  # no router loss in evaluation
 
     def forward(self, received: torch.Tensor | tuple[torch.Tensor, ...]) -> Any:
         """Return logits or the summed loss, and the router loss if there is one, on the last stage;
@@ -128,10 +128,6 @@ class StagesModule(PipelineModule):  # type: ignore[misc]
         layers: list[nn.Module] = [nn.Identity() for _ in range(num_stages)]
         layers[stage.stage.index] = stage
         super().__init__(layers=layers, topology=topology, partition_method="uniform")
-
-
-def _nothing(_outputs: Any) -> None:
-    """Return no router loss, for evaluation."""
 
 
 def _with_gradient(payload: Payload) -> Payload:

@@ -121,10 +121,8 @@ def _difference(model: PreTrainedModel, isolation: Isolation) -> str:
         finally:
             undo()
 
-    def mixed(model: PreTrainedModel) -> Results:
-        return run_forward(model, input_ids=ids)
-
-    difference = Trial(separate, packed, TOLERANCES, control=mixed).difference(model)
+    trial = Trial(separate, packed, TOLERANCES, lambda model: run_forward(model, input_ids=ids))
+    difference = trial.difference(model)
     if difference is None:
         return ""
     return (

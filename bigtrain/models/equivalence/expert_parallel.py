@@ -93,9 +93,11 @@ def check_expert_parallel(
             usable,
             sequence_length=sequence_length,
         )
-        trial = Trial(
-            partial(_one_rank, num_ranks), partial(_divided_experts, num_ranks), TOLERANCES
-        )
+
+        def one_rank(model: PreTrainedModel) -> dict[str, Values]:
+            return _summed([training_results(model, seed=rank) for rank in range(num_ranks)])
+
+        trial = Trial(one_rank, partial(_divided_experts, num_ranks), TOLERANCES)
         difference = trial.difference(model)
     except ModelError as error:
         rule, _, remedy = str(error).rpartition(" -> ")
@@ -109,13 +111,8 @@ def check_expert_parallel(
     return [Problem("parallel.expert", size, rule, "parallel.expert=1")]
 
 
-def _one_rank(num_ranks: int, model: PreTrainedModel) -> dict[str, Values]:
-    """Return losses for every rank's samples, computed by one rank, and the summed gradients."""
-    return _summed([training_results(model, seed=rank) for rank in range(num_ranks)])
-
-
 def _divided_experts(num_ranks: int, model: PreTrainedModel) -> dict[str, Values]:
-    """Return the results of `_one_rank` from ranks with different samples that divide the
+    """Return losses for every rank's samples and the summed gradients, from ranks that divide the
     experts."""
     exchange = RankThreads(num_ranks)
     models = [copy.deepcopy(model) for _ in range(num_ranks)]

@@ -141,10 +141,13 @@ def _trial(model: PreTrainedModel, size: int, ring_size: int, *, isolate: bool) 
             ]
         )
 
-    def in_parts(model: PreTrainedModel) -> dict[str, Values]:
-        return run_in_parts(model, ids, positions if isolate else None, size, ring_size)
-
-    return Trial(full, in_parts, TOLERANCES, without_exchange)
+    given_positions = positions if isolate else None
+    return Trial(
+        full,
+        lambda model: run_in_parts(model, ids, given_positions, size, ring_size),
+        TOLERANCES,
+        without_exchange,
+    )
 
 
 def _run_isolated(

@@ -245,35 +245,32 @@ class BaseRecord:
             shutil.copyfile(path, target)
             if name == _CARD:
                 notes.append(f"{_CARD}: describes this model; the base's is {_BASE_CARD}")
-        notes += self._write_config(output / CONFIG_NAME, hf_config, dtype)
-        for path in sorted(output.glob("*.json")):
-            notes += _drop_code_references(path, output)
-        return notes
-
-    def _write_config(
-        self, path: Path, hf_config: PreTrainedConfig, dtype: str | None
-    ) -> list[str]:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        # The configuration, changed where the trained model's configuration differs.
+        config_path = output / CONFIG_NAME
+        raw = json.loads(config_path.read_text(encoding="utf-8"))
         before = AutoConfig.from_pretrained(self.files, trust_remote_code=False)
-        notes = _apply_changes(raw, _plain(before), _plain(hf_config), "")
+        changes = _apply_changes(raw, _plain(before), _plain(hf_config), "")
         if scores_samples(hf_config) and raw.get("architectures") != hf_config.architectures:
-            notes.append(f"architectures = {hf_config.architectures}")
+            changes.append(f"architectures = {hf_config.architectures}")
             raw["architectures"] = hf_config.architectures
         if removed := drop_quantization(raw):
-            notes.append(f"{', '.join(removed)} removed: the tensors are not quantized")
+            changes.append(f"{', '.join(removed)} removed: the tensors are not quantized")
         key = "torch_dtype" if "torch_dtype" in raw and "dtype" not in raw else "dtype"
         if dtype is not None and raw.get(key) != dtype:
-            notes.append(f"{key} = {dtype!r} (base: {raw.get(key)!r})")
+            changes.append(f"{key} = {dtype!r} (base: {raw.get(key)!r})")
             raw[key] = dtype
         if dtype is not None:
-            notes += _set_nested_dtypes(raw, dtype, "")
+            changes += _set_nested_dtypes(raw, dtype, "")
         added, missing = add_legacy_keys(raw)
         added += add_older_names(raw)
         if added:
-            notes.append(f"added for readers of transformers 4: {', '.join(added)}")
-        if notes:
-            write_json(path, raw)
-        return [f"{CONFIG_NAME}: {note}" for note in (*notes, *missing)]
+            changes.append(f"added for readers of transformers 4: {', '.join(added)}")
+        if changes:
+            write_json(config_path, raw)
+        notes += [f"{CONFIG_NAME}: {note}" for note in (*changes, *missing)]
+        for path in sorted(output.glob("*.json")):
+            notes += _drop_code_references(path, output)
+        return notes
 
 
 def _plain(config: PreTrainedConfig) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def find_targets(model: PreTrainedModel, section: AdaptersSection) -> Matches:
     for preset in section.presets:
         layers = layers_of(model, preset)
         preset_layers.update(layers)
-        if not layers and not stacks_of(model, preset):
+        if not layers and not (preset == "mlp" and stacked_weights(model)):
             empty.append(preset)
     matches = _select(linear, section.patterns, preset_layers)
     return Matches(matches.names, matches.missing + empty)
@@ -65,7 +65,8 @@ def find_targets(model: PreTrainedModel, section: AdaptersSection) -> Matches:
 
 def find_parameters(model: PreTrainedModel, section: AdaptersSection) -> Matches:
     """Return the names of the stacked weights that get adapters."""
-    preset_stacks = {name for preset in section.presets for name in stacks_of(model, preset)}
+    # The stacked weights of experts belong to the preset `mlp`.
+    preset_stacks = set(stacked_weights(model)) if "mlp" in section.presets else set()
     return _select(stacked_weights(model), section.target_parameters, preset_stacks)
 
 
@@ -154,11 +155,6 @@ def layers_of(model: PreTrainedModel, preset: Preset) -> list[str]:
     if not classes and "attention" not in presets.values():
         return []
     return [name for name, layer_preset in presets.items() if layer_preset == preset]
-
-
-def stacks_of(model: PreTrainedModel, preset: Preset) -> list[str]:
-    """Return names of the stacked weights of experts of a preset: all belong to `mlp`."""
-    return stacked_weights(model) if preset == "mlp" else []
 
 
 def stacked_weights(model: nn.Module) -> list[str]:

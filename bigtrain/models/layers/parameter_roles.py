@@ -104,8 +104,13 @@ def parameter_roles(model: nn.Module) -> dict[str, ParameterRole]:
             first = first_names.setdefault(id(parameter), name)
             previous = roles.get(first)
             if previous is None or (role in _TABLES and previous.role not in _TABLES):
-                is_stacked, groups = classifier.holds_stacks(prefix, module), _num_groups(module)
-                roles[first] = ParameterRole(first, role, prefix, leaf, is_stacked, groups)
+                # A layer that divides its inputs into groups has several matrices in its weight.
+                num_groups = 1
+                if isinstance(module, nn.Linear) and type(module) not in LINEAR:
+                    counts = (getattr(module, key, None) for key in _GROUPS)
+                    num_groups = next((n for n in counts if isinstance(n, int) and n > 0), 1)
+                is_stacked = classifier.holds_stacks(prefix, module)
+                roles[first] = ParameterRole(first, role, prefix, leaf, is_stacked, num_groups)
     return roles
 
 
@@ -197,15 +202,6 @@ def _is_norm(module: nn.Module, leaf: str) -> bool:
         return True
     is_bare = next(module.children(), None) is None
     return is_bare and leaf in ("weight", "scale") and any(hasattr(module, n) for n in _EPSILON)
-
-
-def _num_groups(module: Any) -> int:
-    """Return the number of matrices in the weight of a linear layer: more than 1 for a layer that
-    divides its inputs into groups."""
-    if type(module) in LINEAR or not isinstance(module, nn.Linear):
-        return 1
-    counts = (getattr(module, name, None) for name in _GROUPS)
-    return next((count for count in counts if isinstance(count, int) and count > 0), 1)
 
 
 def _is_position(class_name: str, *names: str) -> bool:

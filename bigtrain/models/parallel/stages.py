@@ -154,7 +154,22 @@ class Stage(nn.Module):
         width = getattr(embedding, "embedding_dim", None)
         self._width = int(width or model.config.get_text_config().hidden_size)
         keep = {name for name, stages in stages_by_name.items() if index in stages}
-        self._entry = _replace_layers(model, layout, cuts[index], cuts[index + 1])
+        # Layers of other stages become placeholders; the stage's edges receive and return payloads.
+        layers: Any = model.get_submodule(layout.layers)
+        start, stop = cuts[index], cuts[index + 1]
+        assert len(layers) == layout.num_layers
+        assert 0 <= start < stop <= len(layers)
+        self._entry: StageInput | None = None
+        for number, layer in enumerate(layers):
+            handover = layout.handovers[number] if number < len(layout.handovers) else None
+            if start <= number < stop:
+                continue
+            if number == start - 1:
+                layers[number] = self._entry = StageInput(layer, handover)
+            elif number == stop:
+                layers[number] = StageOutput(layer, layout.handovers[stop - 1], layout.shared)
+            else:
+                layers[number] = LayerPlaceholder(layer, handover)
         _hollow_out(model, keep)
         self.model = model
 
@@ -219,27 +234,6 @@ def replicated_parameters(
     """Return the `stages_of_parameters` on more than one stage, whose gradients must be summed."""
     stages_by_name = stages_of_parameters(model, layout, cuts)
     return {name: stages for name, stages in stages_by_name.items() if len(stages) > 1}
-
-
-def _replace_layers(
-    model: PreTrainedModel, layout: StageLayout, start: int, stop: int
-) -> StageInput | None:
-    layers: Any = model.get_submodule(layout.layers)
-    assert len(layers) == layout.num_layers
-    assert 0 <= start < stop <= len(layers)
-    entry = None
-    for index, layer in enumerate(layers):
-        handover = layout.handovers[index] if index < len(layout.handovers) else None
-        if start <= index < stop:
-            continue
-        if index == start - 1:
-            entry = StageInput(layer, handover)
-            layers[index] = entry
-        elif index == stop:
-            layers[index] = StageOutput(layer, layout.handovers[stop - 1], layout.shared)
-        else:
-            layers[index] = LayerPlaceholder(layer, handover)
-    return entry
 
 
 def _hollow_out(model: PreTrainedModel, keep: set[str]) -> None:

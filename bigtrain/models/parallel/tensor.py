@@ -161,8 +161,20 @@ def shard_model(model: PreTrainedModel, plan: Plan, group: Group) -> None:
             _cut_adapted(model, name, modules[name], style, group)
         else:
             _wrap(model, name, modules[name], style, group)
-    if _key_value_heads(model, size):
-        _shrink_groups(modules, plan, model, size)
+    # Where ranks share key-value heads, fewer query heads per key-value head are left on a rank.
+    heads = _key_value_heads(model, size)
+    for name in plan if heads else ():
+        parent, _, leaf = name.rpartition(".")
+        if leaf != "k_proj" or name not in modules or plan[name] != "colwise":
+            continue
+        attention: Any = modules[parent]
+        groups = getattr(attention, "num_key_value_groups", None)
+        if not isinstance(groups, int) or groups % (size // heads):
+            raise ModelError(
+                f"parallel.tensor: {parent}: {heads} key-value heads cannot be shared by {size} "
+                f"ranks -> parallel.tensor={heads}"
+            )
+        attention.num_key_value_groups = groups // (size // heads)
 
 
 def check_shards(model: PreTrainedModel, plan: Plan, size: int) -> None:
@@ -277,24 +289,6 @@ def _sum_of_holders(shard: Shard, group: Group) -> Callable[[torch.Tensor], torc
         return full.narrow(shard.dim, start, stop - start).contiguous()
 
     return hook
-
-
-def _shrink_groups(modules: dict[str, nn.Module], plan: Plan, model: Any, size: int) -> None:
-    """Set the number of query heads per key-value head that are left on this rank."""
-    holders = size // _key_value_heads(model, size)
-    for name in plan:
-        parent, _, leaf = name.rpartition(".")
-        if leaf != "k_proj" or name not in modules or plan[name] != "colwise":
-            continue
-        attention: Any = modules[parent]
-        groups = getattr(attention, "num_key_value_groups", None)
-        if not isinstance(groups, int) or groups % holders:
-            heads = _key_value_heads(model, size)
-            raise ModelError(
-                f"parallel.tensor: {parent}: {heads} key-value heads cannot be shared by {size} "
-                f"ranks -> parallel.tensor={heads}"
-            )
-        attention.num_key_value_groups = groups // holders
 
 
 # --- forwards ---
