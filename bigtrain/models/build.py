@@ -146,6 +146,7 @@ def read_in_turn(model: PreTrainedModel, weights: Weights) -> None:
         for parameter in module.parameters():
             parameter.data = parameter.data.new_empty(0)
 
+    # Weights of a layer are read by a hook of the layer, weights outside the layers at once.
     for prefix, _, module, recurse in _units(model, "", model):
         dot = f"{prefix}." if prefix else ""
         names = {dot + name: p for name, p in module.named_parameters(recurse=recurse)}

@@ -175,6 +175,7 @@ def selection_biases(model: nn.Module, untrained: Collection[str] = ()) -> list[
     selection_biases = []
     for experts in list(modules_of_experts(model)):
         name = next(key for key, module in modules.items() if module is experts)
+        # Biases in the block around the experts, but not in the experts.
         block = name.rpartition(".")[0]
         block_modules = {
             key: module
@@ -193,6 +194,7 @@ def selection_biases(model: nn.Module, untrained: Collection[str] = ()) -> list[
             for leaf, _ in module.named_parameters(recurse=False)
             if "bias" in leaf and f"{key}.{leaf}" in untrained
         ]
+        # One with an element for every expert is what the experts are chosen by.
         num_experts = int(experts.num_experts)  # type: ignore[arg-type]
         biases = [bias for bias in biases if _count(bias.tensor) == num_experts]
         if len(biases) == 1:

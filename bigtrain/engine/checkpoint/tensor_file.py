@@ -226,6 +226,7 @@ def _parse(
     if metadata.get("format") != FORMAT:
         raise ValueError(f"format {metadata.get('format')!r}, this is {FORMAT!r}")
     identity = SaveIdentity(metadata["run"], _numbers(metadata["step"])[0], metadata["attempt"])
+    # Each entry must be a rectangle inside the tensor, with as many bytes and checksums.
     parts = []
     for name, entry in document.items():
         key, _, corner = name.rpartition("@")
@@ -245,6 +246,7 @@ def _parse(
         if len(digests) != _DIGEST_DIGITS * -(-part.num_bytes // BLOCK_BYTES):
             raise ValueError(f"{name}: checksums of another number of blocks")
         parts.append(part)
+    # Every byte of the file belongs to exactly one part.
     reached = data_begin
     for part in sorted(parts, key=lambda part: (part.begin, part.num_bytes)):
         if part.begin != reached:

@@ -85,6 +85,7 @@ def find_boxes(
         names = set(map(file_name, ranks))
         headers = {name: digest for name, digest in listing.headers.items() if name in names}
         listing = replace(listing, headers=headers)
+    # Parts that overlap a requested rectangle.
     parts_by_key: dict[str, list[Part]] = {}
     for part in itertools.chain.from_iterable(_read_headers(directory, listing)):
         tensor = requests.get(part.key)
@@ -94,6 +95,7 @@ def find_boxes(
         parts = parts_by_key.setdefault(part.key, [])
         if any(box.intersect(part.box) for box in tensor.boxes):
             parts.append(part)
+    # The parts must have every element of the requested rectangles.
     for key, tensor in requests.items():
         if key not in parts_by_key:
             error_type = CheckpointError if ranks is None else MissingPartsError

@@ -24,7 +24,6 @@ from bigtrain.models.build import empty_model
 from bigtrain.models.equivalence.parameter_plan import (
     GradientReach,
     find_gradient_reach,
-    parameters_without_gradient,
 )
 from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
@@ -93,11 +92,12 @@ def check_expert_parallel(
             usable,
             sequence_length=sequence_length,
         )
-
-        def one_rank(model: PreTrainedModel) -> dict[str, Values]:
-            return _summed([training_results(model, seed=rank) for rank in range(num_ranks)])
-
-        trial = Trial(one_rank, partial(_divided_experts, num_ranks), TOLERANCES)
+        # Losses for every rank's samples and summed gradients: of one rank, and of several.
+        trial = Trial(
+            lambda model: _summed([training_results(model, seed=n) for n in range(num_ranks)]),
+            partial(_divided_experts, num_ranks),
+            TOLERANCES,
+        )
         difference = trial.difference(model)
     except ModelError as error:
         rule, _, remedy = str(error).rpartition(" -> ")
@@ -214,7 +214,7 @@ def _other_choice(hf_config: PreTrainedConfig, attention: str, sequence_length: 
     model = build_noisy_proxy(
         hf_config, attention, smaller(with_heads(2)), sequence_length=sequence_length
     )
-    untrained = parameters_without_gradient(model.config, TOKENS, attention) or ()
+    untrained = find_gradient_reach(model.config, TOKENS, attention).absent or ()
     ids = proxy_tokens(model)
     for bias in selection_biases(model, untrained):
         experts, original = model.get_submodule(bias.experts), bias.tensor.clone()

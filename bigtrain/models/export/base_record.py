@@ -71,7 +71,16 @@ def record_base(source: str, weights: Weights, directory: Path) -> None:
     (directory / _FILES).mkdir(parents=True)
     # Copy the small files.
     omitted: dict[str, str] = {}
-    root = _local_directory(source, weights)
+    root = Path(local_path(source))
+    if not root.is_dir():
+        # A name on the hub; its snapshot in the hub's cache if the hub is unreachable.
+        revision = weights.files[0].parent.name
+        try:
+            patterns = [f"*{ending}" for ending in _WEIGHTS]
+            snapshot = snapshot_download(source, revision=revision, ignore_patterns=patterns)
+            root = Path(snapshot)
+        except Exception:  # offline, gated or unreachable: the client's errors differ by version
+            root = weights.files[0].parent
     for path in sorted(root.rglob("*")):
         if path.is_dir() and not path.is_symlink():
             continue
@@ -96,20 +105,6 @@ def record_base(source: str, weights: Weights, directory: Path) -> None:
     }
     # Written last: a directory without this file is not a record.
     (directory / _TENSORS).write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
-
-
-def _local_directory(source: str, weights: Weights) -> Path:
-    """Return a local directory with the small files of `source`; from the hub's cache if it is
-    unreachable."""
-    path = Path(local_path(source))
-    if path.is_dir():
-        return path
-    revision = weights.files[0].parent.name  # of a snapshot in the hub's cache
-    try:
-        patterns = [f"*{ending}" for ending in _WEIGHTS]
-        return Path(snapshot_download(source, revision=revision, ignore_patterns=patterns))
-    except Exception:  # offline, gated or unreachable: the client's errors differ by version
-        return weights.files[0].parent
 
 
 def _why_omitted(name: str, path: Path, weights: Weights) -> str | None:
@@ -185,6 +180,7 @@ class BaseRecord:
         `parameters`: the tensors by the model's names, before any conversion. `keep_dtypes`:
         convert tensors to their dtypes in the base; otherwise only parameters named `frozen`.
         """
+        # Give the tensors the names and, where asked, the dtypes of the base's files.
         sources: dict[str, str] = self._tree["sources"]
         names = {id(tensor): sources[n] for n, tensor in parameters.items() if n in sources}
         frozen = {sources.get(name, name) for name in frozen}
@@ -200,6 +196,7 @@ class BaseRecord:
                     rounded.append(base_name)
                 tensor = tensor.to(dtype)
             result[base_name] = tensor
+        # The base may contain a tensor under two names, and tensors that the model does not use.
         for name, origin in self._tree["copies"].items():
             if origin in result and name not in result:
                 result[name] = result[origin]
@@ -207,6 +204,7 @@ class BaseRecord:
                 result[origin] = result[name]
         unused = self.unused()
         result |= unused
+        # Note what differs from the base.
         notes = []
         if unused:
             notes.append(

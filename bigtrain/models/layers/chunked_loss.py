@@ -140,10 +140,12 @@ class ChunkedLoss:
         self._per_token, self._top_k = per_token, top_k
         self._teacher, self._weights = teacher, weights
         try:
+            # Instead of logits, the head computes the loss of all hidden states.
             with self._standing_in(self._run_base, self._run_head):
                 outputs = self._plain_forward(*args, **inputs)
             if self._loss is None:
                 raise ModelError(f"the forward method does not call {self._head_name}")
+            # Losses of further hidden states, such as multi-token prediction's, by the same head.
             further_losses: list[torch.Tensor] = []
             if further is not None:
                 self._teacher = None

@@ -139,7 +139,9 @@ class Stage(nn.Module):
         # A score head looks for the last token of every row; embeddings of other stages are zeros.
         finds_end = self.is_last and has_score_head(model)
         self.needs_tokens = self.is_first or finds_end or layout.tokens_everywhere
-        self.replicas = replicated_parameters(model, layout, cuts)
+        # Gradients of parameters on more than one stage must be summed.
+        stages_by_name = stages_of_parameters(model, layout, cuts)
+        self.replicas = {n: stages for n, stages in stages_by_name.items() if len(stages) > 1}
         for name, parameter in model.named_parameters():
             # Weights in 4 bits are integers.
             if not parameter.is_floating_point() and not name.startswith(f"{layout.layers}."):
@@ -148,7 +150,6 @@ class Stage(nn.Module):
                     "and no placeholder exists for a weight in 4 bits on the other stages -> "
                     "parallel.pipeline=1, or adapters.quantization=none"
                 )
-        stages_by_name = stages_of_parameters(model, layout, cuts)
         # Read before the embedding is removed.
         embedding = model.get_input_embeddings()
         width = getattr(embedding, "embedding_dim", None)
@@ -226,14 +227,6 @@ def stages_of_parameters(
         # A parameter that nothing depends on is on the first stage, to be saved.
         stages_by_name[names[0]] = tuple(sorted(stages or {0}))
     return stages_by_name
-
-
-def replicated_parameters(
-    model: PreTrainedModel, layout: StageLayout, cuts: Sequence[int]
-) -> dict[str, tuple[int, ...]]:
-    """Return the `stages_of_parameters` on more than one stage, whose gradients must be summed."""
-    stages_by_name = stages_of_parameters(model, layout, cuts)
-    return {name: stages for name, stages in stages_by_name.items() if len(stages) > 1}
 
 
 def _hollow_out(model: PreTrainedModel, keep: set[str]) -> None:
