@@ -130,6 +130,12 @@ def layers_of(model: PreTrainedModel, preset: Preset) -> list[str]:
     presets: dict[str, Preset] = {}
     for layer_name, layer in decoder_layers(model):
         modules = [(name, module) for name, module in layer.named_modules() if name]
+        # Modules with a convolution mix tokens, and are not MLPs.
+        mixers = {
+            child: name
+            for name, child in layer.named_children()
+            if any(isinstance(submodule, _CONVOLUTIONS) for submodule in child.modules())
+        }
         # Attention: transformers' classes, or without any, children with heads and no convolution.
         children = set(layer.children())
         attention = {
@@ -138,19 +144,15 @@ def layers_of(model: PreTrainedModel, preset: Preset) -> list[str]:
             if (
                 isinstance(module, classes)
                 if classes
-                else module in children
-                and hasattr(module, "head_dim")
-                and not _has_convolution(module)
+                else module in children and hasattr(module, "head_dim") and module not in mixers
             )
         }
-        # Modules with a convolution mix tokens, and are not MLPs.
-        mixers = {name for name, child in layer.named_children() if _has_convolution(child)}
         for name, module in modules:
             if not is_product(module):
                 continue
             if is_within(name, attention):
                 presets[f"{layer_name}.{name}"] = "attention"
-            elif not is_within(name, mixers) and f"{layer_name}.{name}" not in routers:
+            elif not is_within(name, mixers.values()) and f"{layer_name}.{name}" not in routers:
                 presets[f"{layer_name}.{name}"] = "mlp"
     if not classes and "attention" not in presets.values():
         return []
@@ -165,7 +167,3 @@ def stacked_weights(model: nn.Module) -> list[str]:
         for name, entry in parameter_roles(model).items()
         if entry.role is Role.EXPERTS and len(local_shape(parameter_of(model, name))) == 3
     ]
-
-
-def _has_convolution(module: nn.Module) -> bool:
-    return any(isinstance(submodule, _CONVOLUTIONS) for submodule in module.modules())
