@@ -196,11 +196,7 @@ def selection_biases(model: nn.Module, untrained: Collection[str] = ()) -> list[
         ]
         # One with an element for every expert is what the experts are chosen by.
         num_experts = int(experts.num_experts)  # type: ignore[arg-type]
-        biases = [bias for bias in biases if _count(bias.tensor) == num_experts]
+        biases = [b for b in biases if math.prod(local_shape(b.tensor)) == num_experts]
         if len(biases) == 1:
             selection_biases += biases
     return selection_biases
-
-
-def _count(tensor: torch.Tensor) -> int:
-    return math.prod(local_shape(tensor))
