@@ -95,7 +95,7 @@ class Adafactor(UpdateRule):
             self._states.setdefault(name, self._new_state(self._shapes[name]))
         if group["lr"] == 0:
             return  # `ensure_optimizer_states` only allocates states
-        # Second moments V, then updates U = G / sqrt(V): both need sums over full parameters.
+        # Rectangles of parameters that this rank updates.
         masters_by_id = {id(master.values): master for master in masters}
         rectangles = []
         for part in self._parts:
@@ -105,15 +105,35 @@ class Adafactor(UpdateRule):
                 cuts = [cut_parts(part.shard, part.start, tensor) for tensor in tensors]
                 for (box, values), (_, gradient) in zip(*cuts, strict=True):
                     rectangles.append(_Rectangle(part.name, box, values, gradient))
+        # Second moments V <- lerp(V, mean of G^2, step^beta2_decay), over full rows, columns or
+        # elements.
         step = float(masters[0].step_count())
-        squares = self._follow_moments(names, rectangles, step**self._section.beta2_decay)
+        weight = step**self._section.beta2_decay
+        fresh = {name: self._new_state(self._shapes[name]) for name in names}
+        for rectangle in rectangles:
+            squares = rectangle.gradient.square()
+            for state_name, total in fresh[rectangle.parameter].items():
+                dim = _SUMMED[state_name]
+                summed = squares if dim is None else squares.sum(dim, keepdim=True)
+                total[_place(total, rectangle)] += summed.cpu()
+        flat = [total.view(-1) for state in fresh.values() for total in state.values()]
+        sums, begin = self._summed(torch.cat(flat) if flat else torch.zeros(0)), 0
+        for name, state in fresh.items():
+            for state_name, total in state.items():
+                summed = sums[begin : begin + total.numel()].view(total.shape)
+                begin += total.numel()
+                dim = _SUMMED[state_name]
+                count = (1 if dim is None else self._shapes[name][dim]) * self._copies[name]
+                self._states[name][state_name].lerp_(summed / count, weight)
+        # Sums of squares over full parameters: of weights X and of updates U = G / sqrt(V).
+        weights = self._totals(names, lambda box: box.values.square().sum(), rectangles)
         updates = self._totals(names, lambda box: self._direction(box).square_().sum(), rectangles)
         # alpha = max(eps2, RMS(X)) rho, and the update is divided by max(1, RMS(U) / d).
         lr, decay = group["lr"], group["weight_decay"]
         rho = min(lr, 1 / math.sqrt(step))
         for rectangle in rectangles:
             size = math.sqrt(math.prod(self._shapes[rectangle.parameter]))
-            alpha = rho * max(self._section.eps2, math.sqrt(squares[rectangle.parameter]) / size)
+            alpha = rho * max(self._section.eps2, math.sqrt(weights[rectangle.parameter]) / size)
             norm = math.sqrt(updates[rectangle.parameter])
             denominator = max(1.0, norm / (size * self._section.clip_threshold))
             rectangle.values.mul_(1 - lr * decay)
@@ -126,29 +146,6 @@ class Adafactor(UpdateRule):
             "row_var": torch.zeros(*shape[:-1], 1),
             "col_var": torch.zeros(*shape[:-2], 1, shape[-1]),
         }
-
-    def _follow_moments(
-        self, names: Sequence[str], rectangles: Sequence[_Rectangle], weight: float
-    ) -> dict[str, float]:
-        """Update the second moments with `weight`; return each parameter's sum of squares."""
-        fresh = {name: self._new_state(self._shapes[name]) for name in names}
-        for box in rectangles:
-            squares = box.gradient.square()
-            for state_name, total in fresh[box.parameter].items():
-                slices = _place(total, box)
-                dim = _SUMMED[state_name]
-                total[slices] += (squares if dim is None else squares.sum(dim, keepdim=True)).cpu()
-        flat = [total.view(-1) for state in fresh.values() for total in state.values()]
-        sums = self._summed(torch.cat(flat) if flat else torch.zeros(0))
-        begin = 0
-        for name, state in fresh.items():
-            for state_name, total in state.items():
-                summed = sums[begin : begin + total.numel()].view(total.shape)
-                begin += total.numel()
-                dim = _SUMMED[state_name]
-                count = 1 if dim is None else self._shapes[name][dim]
-                self._states[name][state_name].lerp_(summed / (count * self._copies[name]), weight)
-        return self._totals(names, lambda box: box.values.square().sum(), rectangles)
 
     def _direction(self, box: _Rectangle) -> torch.Tensor:
         """Convert the gradient in place to the update; return a copy to compute with."""
