@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 
-from bigtrain.models.equivalence.parameter_plan import parameters_without_gradient
+from bigtrain.models.equivalence.parameter_plan import find_gradient_reach
 from bigtrain.models.experts import SelectionBias, has_auxiliary_loss, selection_biases
 from bigtrain.settings.run_config import MoeSection
 
@@ -62,7 +62,7 @@ class RouterTerms:
         self._counts: dict[str, torch.Tensor] = {}
         self.biases: list[SelectionBias] = []
         if section.bias_update_rate:
-            untrained = parameters_without_gradient(model.config, sequence_length) or ()
+            untrained = find_gradient_reach(model.config, sequence_length).absent or ()
             self.biases = selection_biases(model, untrained)
         modules = dict(model.named_modules())
         for bias in self.biases:

@@ -265,11 +265,6 @@ class RuleOptimizer(torch.optim.Optimizer):
                 state[AVERAGE].copy_(values)
 
 
-def average_decay(optimizer: torch.optim.Optimizer) -> float | None:
-    """Return the decay of the averages of masters that `optimizer` keeps; None without."""
-    return optimizer.average_decay if isinstance(optimizer, RuleOptimizer) else None
-
-
 def state_bytes_by_name(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     """Return the bytes of optimizer states per element, by name of parameters that a
     `RuleOptimizer` updates."""

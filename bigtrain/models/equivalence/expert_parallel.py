@@ -24,7 +24,6 @@ from bigtrain.models.build import empty_model
 from bigtrain.models.equivalence.parameter_plan import (
     GradientReach,
     find_gradient_reach,
-    parameters_without_gradient,
 )
 from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
@@ -93,8 +92,11 @@ def check_expert_parallel(
             usable,
             sequence_length=sequence_length,
         )
+        # Losses for every rank's samples and summed gradients: of one rank, and of several.
         trial = Trial(
-            partial(_one_rank, num_ranks), partial(_divided_experts, num_ranks), TOLERANCES
+            lambda model: _summed([training_results(model, seed=n) for n in range(num_ranks)]),
+            partial(_divided_experts, num_ranks),
+            TOLERANCES,
         )
         difference = trial.difference(model)
     except ModelError as error:
@@ -109,13 +111,8 @@ def check_expert_parallel(
     return [Problem("parallel.expert", size, rule, "parallel.expert=1")]
 
 
-def _one_rank(num_ranks: int, model: PreTrainedModel) -> dict[str, Values]:
-    """Return losses for every rank's samples, computed by one rank, and the summed gradients."""
-    return _summed([training_results(model, seed=rank) for rank in range(num_ranks)])
-
-
 def _divided_experts(num_ranks: int, model: PreTrainedModel) -> dict[str, Values]:
-    """Return the results of `_one_rank` from ranks with different samples that divide the
+    """Return losses for every rank's samples and the summed gradients, from ranks that divide the
     experts."""
     exchange = RankThreads(num_ranks)
     models = [copy.deepcopy(model) for _ in range(num_ranks)]
@@ -217,7 +214,7 @@ def _other_choice(hf_config: PreTrainedConfig, attention: str, sequence_length: 
     model = build_noisy_proxy(
         hf_config, attention, smaller(with_heads(2)), sequence_length=sequence_length
     )
-    untrained = parameters_without_gradient(model.config, TOKENS, attention) or ()
+    untrained = find_gradient_reach(model.config, TOKENS, attention).absent or ()
     ids = proxy_tokens(model)
     for bias in selection_biases(model, untrained):
         experts, original = model.get_submodule(bias.experts), bias.tensor.clone()

@@ -42,7 +42,24 @@ def check_mtp_layers(
         with WithoutValues(), document_boundaries(packed=False):  # type: ignore[no-untyped-call]
             for _ in layers.hidden_states(model, hidden, ids, None):
                 pass
-        reason = _lost_names(empty_model(hf_config))
+        # The names that an export writes must give every parameter of these layers back.
+        model = empty_model(hf_config)
+        layers = mtp_layers(model)
+        assert layers is not None
+        state = model.state_dict(keep_vars=True)
+        names = MtpNames.find(model)
+        stored = {
+            name: LazyTensor(tensor.shape, tensor.dtype, _Nowhere())
+            for name, tensor in stored_names(model, state).items()
+            if names.is_one(name)
+        }
+        problems = load_mtp_layers(model, layers, stored)
+        problems += [
+            f"{NAME}.{name}: the names of an export do not give it back"
+            for name, tensor in layers.state_dict(keep_vars=True).items()
+            if not isinstance(tensor, LazyTensor)
+        ]
+        reason = "; ".join(problems[:3])
     except ModelError as error:
         reason = str(error)
     except MODEL_FAILURES as error:
@@ -54,27 +71,6 @@ def check_mtp_layers(
         f"{hf_config.model_type}: {reason}"
     )
     return [Problem("objective.mtp_weight", weight, rule, "objective.mtp_weight=0")]
-
-
-def _lost_names(model: Any) -> str:
-    """Return which parameters of the multi-token layers of `model` would not be loaded from the
-    names that an export writes; empty if all are loaded. Changes the layers."""
-    layers = mtp_layers(model)
-    assert layers is not None
-    state = model.state_dict(keep_vars=True)
-    names = MtpNames.find(model)
-    stored = {
-        name: LazyTensor(tensor.shape, tensor.dtype, _Nowhere())
-        for name, tensor in stored_names(model, state).items()
-        if names.is_one(name)
-    }
-    problems = load_mtp_layers(model, layers, stored)
-    unread = [
-        f"{NAME}.{name}: the names of an export do not give it back"
-        for name, tensor in layers.state_dict(keep_vars=True).items()
-        if not isinstance(tensor, LazyTensor)
-    ]
-    return "; ".join([*problems, *unread][:3])
 
 
 class _Nowhere:

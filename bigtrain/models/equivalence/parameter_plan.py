@@ -229,13 +229,6 @@ def probed_configuration(
     return config, tokens
 
 
-def parameters_without_gradient(
-    hf_config: PreTrainedConfig, sequence_length: int, attention: str = "auto"
-) -> tuple[str, ...] | None:
-    """Return `GradientReach.absent` of a model."""
-    return find_gradient_reach(hf_config, sequence_length, attention).absent
-
-
 def _on_meta(hf_config: PreTrainedConfig, tokens: int) -> tuple[str, ...]:
     with torch.device("meta"), no_init_weights():
         model = auto_class(hf_config).from_config(copy.deepcopy(hf_config))

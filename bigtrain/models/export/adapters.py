@@ -6,7 +6,7 @@ import copy
 import json
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -175,36 +175,24 @@ def merged_weights(
             factor = trained(name + MAGNITUDE) / magnitude(total, transposed=transposed)
             total = total * (factor if transposed else factor.unsqueeze(1))
         merged[weight] = total
-    merged |= _merged_stacks(trained, section, base, hf_config)
+    # Stacked weights [experts, ...]: peft stores an adapter for every expert in two matrices.
+    if find_parameters(model, section)[0]:
+        adapted = empty_model(hf_config)
+        with torch.device("meta"):
+            add_adapters(adapted, section, lambda _: 0)
+        for weight, (name, layer) in parameter_layers(adapted).items():
+            down = trained(f"{name}.lora_A.{ADAPTER}.weight")  # [experts x rank, in]
+            up = trained(f"{name}.lora_B.{ADAPTER}.weight")  # [out, rank x experts]
+            downs = down.reshape(layer.num_experts, -1, down.shape[-1])
+            ups = up.reshape(up.shape[0], -1, layer.num_experts).permute(2, 0, 1)
+            product = torch.bmm(ups, downs) * section.scale
+            if product.shape[1:] != base.tensors[weight].shape[1:]:
+                product = product.transpose(1, 2)
+            merged[weight] = base.tensors[weight].to(torch.float32) + product
+    # Copies that were trained in full.
     for name in find_saved(model, section)[0]:
         for leaf, _ in model.get_submodule(name).named_parameters():
             merged[f"{name}.{leaf}"] = trained(f"{name}{COPY}{leaf}")
-    return merged
-
-
-def _merged_stacks(
-    trained: Callable[[str], torch.Tensor],
-    section: AdaptersSection,
-    base: Weights,
-    hf_config: PreTrainedConfig,
-) -> dict[str, torch.Tensor]:
-    """Return merged stacked weights [experts, ...]; peft stores an adapter for every expert in two
-    matrices."""
-    model = empty_model(hf_config)
-    if not find_parameters(model, section)[0]:
-        return {}
-    with torch.device("meta"):
-        add_adapters(model, section, lambda _: 0)
-    merged: dict[str, torch.Tensor] = {}
-    for weight, (name, layer) in parameter_layers(model).items():
-        down = trained(f"{name}.lora_A.{ADAPTER}.weight")  # [experts x rank, in]
-        up = trained(f"{name}.lora_B.{ADAPTER}.weight")  # [out, rank x experts]
-        downs = down.reshape(layer.num_experts, -1, down.shape[-1])
-        ups = up.reshape(up.shape[0], -1, layer.num_experts).permute(2, 0, 1)
-        product = torch.bmm(ups, downs) * section.scale
-        if product.shape[1:] != base.tensors[weight].shape[1:]:
-            product = product.transpose(1, 2)
-        merged[weight] = base.tensors[weight].to(torch.float32) + product
     return merged
 
 

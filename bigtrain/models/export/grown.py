@@ -49,10 +49,12 @@ def export_grown(
             f"--model = {source!r}: its {vocabulary_size(base)} rows are enough for the "
             f"tokenizer's {tokens} tokens -> use it as it is, with that tokenizer"
         )
+    # The base's weights with new rows.
     base_weights = find_weights(source, base_configuration(hf_config, growth))
     weights = grown_weights(
         base_weights, hf_config, growth, section, seed, on_main_rank=lambda work: work()
     )
+    # Logits that the export must reproduce.
     name = str(hf_config.dtype).removeprefix("torch.")
     dtype = name if name in DTYPES else "float32"
     model = build_model(section, hf_config, seed=0, dtype=DTYPES[dtype], weights="left").eval()

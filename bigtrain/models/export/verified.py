@@ -167,7 +167,20 @@ def export_model(
         if not scores_samples(hf_config):
             notes += write_stop_ids(temporary, hf_config)
         coarsest = dtype if dtype is not None else base.lowest_precision if base else probe.dtype
-        notes += _verify(temporary, probe, output, coarsest, layer_by_layer=is_sharded)
+        # Reload the model, a layer at a time if it has several files, and compare the logits.
+        if is_sharded:
+            section = ModelSection(path=str(temporary))
+            reloaded_config = load_hf_config(section)
+            probe_dtype = DTYPES[probe.dtype]
+            model = build_model(section, reloaded_config, seed=0, dtype=probe_dtype, weights="left")
+            read_in_turn(model, find_weights(str(temporary), reloaded_config))
+        else:
+            reloaded_config = AutoConfig.from_pretrained(temporary, trust_remote_code=False)
+            model_class = auto_class(reloaded_config)
+            model = model_class.from_pretrained(temporary, dtype=DTYPES[probe.dtype])
+            fit_experts(model)  # grouped products do not take every width
+        notes += compare_logits(model, probe, output, coarsest, on_gpu=not is_sharded)
+        del model  # the weights are read again
         _verify_unprobed(temporary, weights, hf_config, probe, output)
         # The model card lists what the export changed.
         if card and base is not None:
@@ -228,23 +241,6 @@ def probe_of(
     fit_experts(model)  # grouped products do not take every width
     logits = model.eval()(input_ids=probe.input_ids, use_cache=False).logits.float()
     return Probe(probe.input_ids, logits, probe.dtype)
-
-
-def _verify(
-    directory: Path, probe: Probe, output: Path, dtype: str, *, layer_by_layer: bool
-) -> list[str]:
-    """Compare the logits of the model in `directory` as `compare_logits`; `layer_by_layer`: hold a
-    single layer in memory."""
-    if layer_by_layer:
-        section = ModelSection(path=str(directory))
-        hf_config = load_hf_config(section)
-        model = build_model(section, hf_config, seed=0, dtype=DTYPES[probe.dtype], weights="left")
-        read_in_turn(model, find_weights(str(directory), hf_config))
-    else:
-        hf_config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-        model = auto_class(hf_config).from_pretrained(directory, dtype=DTYPES[probe.dtype])
-        fit_experts(model)  # grouped products do not take every width
-    return compare_logits(model, probe, output, dtype, on_gpu=not layer_by_layer)
 
 
 @torch.no_grad()

@@ -53,6 +53,7 @@ def model_costs(
 
 
 def _base_costs(config: RunConfig, hf_config: Any, traces: bool) -> tuple[ModelCosts, str]:
+    # Costs of an earlier trace of an equal model, else of a new trace.
     values = written_configuration(config.model)
     key = _key(config, values, hf_config) if values else None
     if key is not None:
@@ -69,6 +70,7 @@ def _base_costs(config: RunConfig, hf_config: Any, traces: bool) -> tuple[ModelC
         return ModelCosts.from_json(stored_costs), ""
     except (ModelError, ImportError) as error:
         reason = one_line(error, None)
+    # Without a trace, a closed form for models of dense layers.
     shape = dense_shape(values)
     if shape is None and not traces:
         raise ModelError("the model's layers have no earlier trace")

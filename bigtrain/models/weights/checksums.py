@@ -93,7 +93,8 @@ def corrupt_weights(directory: Path) -> tuple[int, list[str]]:
             f"{directory} has no {CHECKSUMS}, which `bigtrain export` writes -> nothing tells "
             "whether its files are corrupt"
         )
-    return len(listed), differences(_sums(directory, listed), listed, directory / CHECKSUMS)
+    sums = {name: sum_of(directory / name) for name in listed}
+    return len(listed), differences(sums, listed, directory / CHECKSUMS)
 
 
 def is_of_one_site(directory: Path) -> bool:
@@ -111,7 +112,7 @@ def write_checksums(directory: Path) -> None:
         if path.is_file()
         and (name := path.relative_to(directory).as_posix()) not in (CHECKSUMS, MODEL_CARD)
     ]
-    write_sums(directory / CHECKSUMS, _sums(directory, names))
+    write_sums(directory / CHECKSUMS, {name: sum_of(directory / name) for name in names})
 
 
 def files_read_with(weights: Iterable[Path]) -> list[Path]:
@@ -142,10 +143,6 @@ def changes_of(sums: Sums, directory: Path, run: Path) -> list[str]:
         *differences(by_name, read_sums(export_list), export_list),
         *differences(sums, read_sums(launch_list), launch_list),
     ]
-
-
-def _sums(directory: Path, names: Iterable[str]) -> Sums:
-    return {name: sum_of(directory / name) for name in names}
 
 
 def unusable_files(directory: Path) -> Iterator[tuple[str, str]]:

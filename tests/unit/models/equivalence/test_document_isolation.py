@@ -21,7 +21,6 @@ from bigtrain.models.layers.document_attention import (
     Isolation,
     attend_by_document,
     per_document_attention,
-    sizes_of_documents,
 )
 from bigtrain.models.layers.document_masks import (
     document_attention,
@@ -125,7 +124,6 @@ def test_lengths_of_documents() -> None:
     assert lengths["cu_seq_lens_q"].dtype == torch.int32
     assert lengths["cu_seq_lens_k"] is lengths["cu_seq_lens_q"]
     assert lengths["max_length_q"] == lengths["max_length_k"] == 5
-    assert sizes_of_documents(positions) == (3, 2, 1, 4, 5)
 
 
 def test_models_are_told_whether_documents_share_samples() -> None:

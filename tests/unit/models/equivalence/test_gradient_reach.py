@@ -15,7 +15,6 @@ from bigtrain.models.equivalence import parameter_plan
 from bigtrain.models.equivalence.parameter_plan import (
     GradientReach,
     find_gradient_reach,
-    parameters_without_gradient,
     plan_parameters,
     summarized,
 )
@@ -37,7 +36,7 @@ def absent_gradients(model_type: str) -> list[str]:
 
 @pytest.mark.parametrize("model_type", SAMPLE)
 def test_found_without_a_backward_pass(model_type: str) -> None:
-    names = parameters_without_gradient(tiny_config(model_type), 32)
+    names = find_gradient_reach(tiny_config(model_type), 32).absent
     assert names is not None
     assert list(names) == absent_gradients(model_type)
     assert bool(names) == (model_type not in ("llama", "gpt2", "jetmoe"))
@@ -50,7 +49,7 @@ def test_found_for_every_architecture(model_type: str) -> None:
         expected = absent_gradients(model_type)
     except Exception as error:
         pytest.skip(f"no tiny model: {type(error).__name__}")
-    names = parameters_without_gradient(tiny_config(model_type), 32)
+    names = find_gradient_reach(tiny_config(model_type), 32).absent
     if model_type == "xmod":  # its configuration has no default language beside tiny_config's
         assert names in (None, ())
         return
@@ -61,7 +60,7 @@ def test_found_for_every_architecture(model_type: str) -> None:
 def test_layers_that_share_keys_of_others_are_told_apart() -> None:
     config = tiny_config("gemma3n_text")
     assert config.num_kv_shared_layers == 1
-    names = parameters_without_gradient(config, 32)
+    names = find_gradient_reach(config, 32).absent
     assert names == tuple(absent_gradients("gemma3n_text"))
 
 
@@ -70,9 +69,9 @@ def test_a_model_that_cannot_be_run_is_trained_in_full(monkeypatch: pytest.Monke
         raise RuntimeError("no")
 
     monkeypatch.setattr(parameter_plan, "_on_meta", refuse)
-    assert parameters_without_gradient(tiny_config("llama"), 32) == ()  # of a proxy model
+    assert find_gradient_reach(tiny_config("llama"), 32).absent == ()  # of a proxy model
     monkeypatch.setattr(parameter_plan, "_on_cpu", refuse)
-    assert parameters_without_gradient(tiny_config("llama"), 32) is None
+    assert find_gradient_reach(tiny_config("llama"), 32).absent is None
     plan = plan_parameters(run_of("llama"), tiny_config("llama"))
     assert plan.untrained == ()
     assert "not known" in plan.reason
@@ -168,7 +167,7 @@ def test_parameters_of_compressed_attention_are_trained_where_samples_hold_an_en
 ) -> None:
     """One layer has an entry for 64 tokens, one for 128."""
     config = deepseek_v4(64, 128, 512, 128)
-    names = parameters_without_gradient(config, sequence_length)
+    names = find_gradient_reach(config, sequence_length).absent
     assert names is not None
     absent = {name for name in names if ".compressor.kv_proj." in name and "indexer" not in name}
     assert len(absent) == 2 - num_compressors

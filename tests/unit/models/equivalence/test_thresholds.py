@@ -11,7 +11,7 @@ from transformers.masking_utils import causal_mask_function
 
 from bigtrain.models.equivalence import thresholds
 from bigtrain.models.equivalence.document_isolation import find_isolation
-from bigtrain.models.equivalence.parameter_plan import parameters_without_gradient
+from bigtrain.models.equivalence.parameter_plan import find_gradient_reach
 from bigtrain.models.equivalence.proxy_model import build_proxy_model, document_positions
 from bigtrain.models.equivalence.reductions import with_heads
 from bigtrain.models.equivalence.thresholds import (
@@ -221,5 +221,5 @@ def test_the_probe_is_as_long_as_samples_where_thresholds_are_unknown(
     monkeypatch.setattr(thresholds, "trial_key", lambda *_: None)
     config = deepseek_v4(4, 128, 512, 128)
     assert find_thresholds(config, 256) is None
-    compressors = [n for n in parameters_without_gradient(config, 256) or () if "indexer" not in n]
+    compressors = [n for n in find_gradient_reach(config, 256).absent or () if "indexer" not in n]
     assert [name for name in compressors if ".compressor." in name] == []

@@ -17,6 +17,7 @@ from bigtrain.errors import ModelError, OutputError
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.export import verified
 from bigtrain.models.export.verified import (
+    Destination,
     Probe,
     compare_logits,
     export_model,
@@ -177,7 +178,7 @@ def test_weights_that_no_probe_reaches_are_compared(tmp_path: Path) -> None:
     name = "model.layers.1.self_attn.compressor.kv_proj.weight"
 
     def export(output: Path) -> None:
-        export_model(weights, config, tokenizer, output, dtype=None, probe=probe)
+        export_model(weights, config, Destination(output, tokenizer, dtype=None), probe=probe)
 
     export(tmp_path / "right")
     write = verified.write_model
