@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.planner_memory import COMMON, GATED
 from bigtrain.cli import main as main_command
-from bigtrain.commands.plan import ranked_layouts
+from bigtrain.commands.plan import PlanArguments, ranked_layouts
 from bigtrain.planner.search import Candidate
 from bigtrain.python_api.planning import run_and_engine
 from bigtrain.system.local_world import run_local_world
@@ -59,8 +59,7 @@ class Ranking:
         }
         config.write_text(json.dumps(tree))
         gpus = f"{world_size}xCPU"
-        args = argparse.Namespace(config=str(config), overrides=[], gpus=gpus, hardware=hardware,
-                                  nodes_of=world_size, network=None, host_memory=None)  # fmt: skip
+        args = PlanArguments(config=str(config), gpus=gpus, hardware=hardware, nodes_of=world_size)
         plan = ranked_layouts(args, varies=False)
         self.candidates: list[Candidate] = plan.fitting
         self.cases = []

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from bigtrain.data.shards.dataset import TokenDataset, open_dataset
     from bigtrain.data.shards.scores import Scores, open_scores
-    from bigtrain.engine.objective_batch import ObjectiveBatch
     from bigtrain.errors import (
         BigtrainError,
         CheckpointError,
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
         TrainingError,
     )
     from bigtrain.metrics.recording import record
+    from bigtrain.objectives.losses.objective_batch import ObjectiveBatch
     from bigtrain.python_api.configuring import check, load_config, train_run
     from bigtrain.python_api.new_run import NewRun, write_new_run
     from bigtrain.python_api.planning import Plan, plan
@@ -90,7 +90,7 @@ _HOMES = {
     "bigtrain.python_api.configuring": ("load_config", "check", "train_run"),
     "bigtrain.metrics.recording": ("record",),
     "bigtrain.run.run_view": ("RunView",),
-    "bigtrain.engine.objective_batch": ("ObjectiveBatch",),
+    "bigtrain.objectives.losses.objective_batch": ("ObjectiveBatch",),
     "bigtrain.settings.run_config": ("RunConfig",),
     "bigtrain.settings.resolve": ("ResolvedRun",),
     "bigtrain.python_api.planning": ("plan", "Plan"),

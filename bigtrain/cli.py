@@ -1,8 +1,8 @@
 """The `bigtrain` command: finds the subcommand and calls it. Imports nothing heavy itself.
 
-A subcommand is a module in `bigtrain/commands/` with ``run(args) -> int`` (the exit code), and an
-entry in ``arguments.yaml`` there. It imports torch and the like inside ``run``, so that
-``bigtrain --help`` takes no longer than Python's own start.
+A subcommand is a module in `bigtrain/commands/` with ``run(args) -> int`` (the exit code); `args`
+is a dataclass whose fields are the command line. It imports torch and the like inside ``run``, so
+that ``bigtrain --help`` takes no longer than Python's own start.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from bigtrain.commands.registry import COMMANDS, build_parser, command_module
 from bigtrain.errors import BigtrainError
+from bigtrain.system.arguments import read_arguments
 from bigtrain.system.processes import exit_process
 
 GC_THRESHOLD = 50_000
@@ -30,11 +31,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand. Returns the exit code: 0, or 2 for an error the user can fix."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = next((word for word in arguments if word in COMMANDS), None)
-    args = build_parser(command).parse_args(arguments)
+    namespace = build_parser(command).parse_args(arguments)
     try:
-        return int(command_module(args.command).run(args))
+        return int(command_module(namespace.command).run(read_arguments(namespace)))
     except BigtrainError as error:
-        print(f"bigtrain {args.command}: {error}", file=sys.stderr)
+        print(f"bigtrain {namespace.command}: {error}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
         # A broken pipe is no error if it is the standard output, and not some socket.

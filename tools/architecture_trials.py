@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -31,7 +30,6 @@ from bigtrain.models.equivalence.pipeline_stages import plan_stages, run_in_turn
 from bigtrain.models.equivalence.sequence_parallel import check_sequence_parallel
 from bigtrain.models.equivalence.tensor_parallel import check_tensor_plan, check_tensor_size
 from bigtrain.models.equivalence.trial import GRADIENT, LOSS, OUTPUT, Tolerance
-from bigtrain.models.experts import auxiliary_loss
 from bigtrain.models.parallel.grouped_experts import fit_experts
 from bigtrain.models.parallel.sequence import SequenceParallel
 from bigtrain.models.parallel.sequence_exchange import GroupExchange, SequenceExchange
@@ -42,8 +40,7 @@ from bigtrain.models.parallel.tensor import shard_model, tensor_plan
 from bigtrain.system.processes import exit_process
 from bigtrain.system.user_cache import cache_get, cache_put
 from tools import expert_trials
-from tools.tiny_models import tiny_config, tiny_model
-from tools.trial_training import sum_gradients, train
+from tools.trial_training import TrialModel, sum_gradients, train
 
 KIND = "architectures"
 """Of facts in the cache (`bigtrain.system.user_cache`): outcomes by column."""
@@ -79,39 +76,11 @@ class _Trained:
     weights: dict[str, torch.Tensor]
 
 
-class _Objective:
-    """The training loss of a batch, of some or all of its tokens."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        generator = torch.Generator().manual_seed(7)
-        self.ids = torch.randint(3, 200, (2, 32), generator=generator)
-        self.labels = F.pad(self.ids[:, 1:], (0, 1), value=-100)
-        self._num_targets = int((self.labels != -100).sum())
-        self._coefficient = float(getattr(model.config, "router_aux_loss_coef", 0.0) or 0.0)
-
-    def __call__(
-        self, outputs: Any, labels: torch.Tensor | None = None, num_parts: int = 1
-    ) -> torch.Tensor:
-        """Return the share of one of `num_parts`, whose `labels` fit the logits; their sum is the
-        loss."""
-        labels = self.labels if labels is None else labels
-        logits = outputs.logits.flatten(0, 1)
-        loss = F.cross_entropy(logits, labels.flatten(), reduction="sum") / self._num_targets
-        auxiliary = auxiliary_loss(outputs)
-        return loss if auxiliary is None else loss + self._coefficient / num_parts * auxiliary
-
-
-class Trial:
+class Trial(TrialModel):
     """One architecture. Every method is collective unless stated otherwise."""
 
     def __init__(self, model_type: str, group: Any) -> None:
-        self.pristine = tiny_model(model_type)
-        self.config = tiny_config(model_type)
-        self.attention = str(self.pristine.config._attn_implementation)
-        self.objective = _Objective(self.pristine)
-        if not _repeats(copy.deepcopy(self.pristine), self.objective.ids):
-            self.pristine.eval()
-        self.group = group
+        super().__init__(model_type, group)
         self.tensor_refusal: str | None = None
         self.expert_refusal = ""
         self.stages: tuple[StagePlan | None, str] = (None, "")
@@ -347,17 +316,6 @@ def _outcome(attempt: Callable[[], None]) -> Outcome:
 def _refuse(problems: Sequence[Problem]) -> None:
     if problems:
         raise _Refused("; ".join(problem.rule for problem in problems))
-
-
-@torch.no_grad()
-def _repeats(model: Any, ids: torch.Tensor) -> bool:
-    """Return whether `model` gives the same numbers twice.
-
-    Some have dropout that is not a module of its own and that no configuration here has switched
-    off.
-    """
-    first, second = (model(input_ids=ids, use_cache=False).logits for _ in range(2))
-    return torch.equal(first, second)
 
 
 def keep(key: str, outcomes: Mapping[str, Outcome]) -> None:

@@ -13,7 +13,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
-from bigtrain.settings.compatibility.check import RULES, Facts, Rule  # noqa: E402
+from bigtrain.settings.compatibility.check import RULES  # noqa: E402
+from bigtrain.settings.compatibility.facts import Facts  # noqa: E402
+from bigtrain.settings.compatibility.rule import Rule  # noqa: E402
 from tools.compatibility_traps import TRAPS, Trap  # noqa: E402
 
 __all__ = ["TRAPS", "page"]
@@ -58,21 +60,22 @@ handling here.
 
 def page() -> str:
     """Return the text of docs/compatibility.md."""
-    rules = "\n".join(_row(rule) for rule in RULES)
+    rules = "\n".join(_row(name, rule) for name, rule in RULES.items())
     traps = "\n".join(_trap(trap) for trap in TRAPS)
     return f"{_HEAD}{rules}\n{_FOUND}{traps}\n"
 
 
-def _row(rule: Rule) -> str:
-    example, nearest = rule.example, rule.nearest(rule.example)
+def _row(name: str, rule: Rule) -> str:
+    example = rule.violation()
+    nearest = rule.nearest(example)
     # Also the defaults that the last column changes.
     facts = dict(_differences(Facts(), example)) | dict(_differences(nearest, example))
     said = [f"`{name}={value!r}`" for name, value in facts.items()]
     instead = [f"`{name}={value!r}`" for name, value in _differences(example, nearest)]
     cells = (
-        rule.name,
-        f"`{rule.key}`",
-        rule.reason(example),
+        name,
+        f"`{rule.features[0].fact.key}`",
+        rule.problem(example).rule,
         ", ".join(said),
         ", ".join(instead),
     )
@@ -81,7 +84,7 @@ def _row(rule: Rule) -> str:
 
 def _differences(before: Facts, after: Facts) -> Iterator[tuple[str, object]]:
     for name, value in after.values().items():
-        if before[name] != value:
+        if getattr(before, name) != value:
             yield name, value
 
 

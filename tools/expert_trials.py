@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -23,19 +22,16 @@ from bigtrain.models.parallel.grouped_experts import fit_experts
 from bigtrain.models.parallel.sharding import cut_parameter, is_expert
 from bigtrain.models.parallel.stage_layout import StagePlan
 from bigtrain.models.parallel.stages import Stage
-from tools.trial_training import sum_gradients, train
-
-if TYPE_CHECKING:
-    from tools.architecture_trials import Trial
+from tools.trial_training import TrialModel, sum_gradients, train
 
 
-def problems_of(trial: Trial) -> list[Problem]:
+def problems_of(trial: TrialModel) -> list[Problem]:
     """Return the problems that a run would report for `parallel.expert`. Not collective."""
     length = trial.objective.ids.shape[1]
     return check_expert_parallel(trial.config, trial.attention, 2, sequence_length=length)
 
 
-def losses_whole(trial: Trial) -> tuple[list[float], list[nn.Module]]:
+def losses_whole(trial: TrialModel) -> tuple[list[float], list[nn.Module]]:
     """Losses of the steps of a divided model, and it."""
     model = _divided(trial)
     rank = dist.get_rank(trial.group)
@@ -49,7 +45,7 @@ def losses_whole(trial: Trial) -> tuple[list[float], list[nn.Module]]:
     return train(list(model.parameters()), step), [model]
 
 
-def losses_in_stages(trial: Trial, plan: StagePlan) -> tuple[list[float], list[nn.Module]]:
+def losses_in_stages(trial: TrialModel, plan: StagePlan) -> tuple[list[float], list[nn.Module]]:
     """Compute `losses_whole` in two stages, which each process runs one after the other."""
     stages = [Stage(_divided(trial), plan.layout, plan.cuts, index) for index in range(2)]
     held = [dict(stage.model.named_parameters()) for stage in stages]
@@ -67,7 +63,7 @@ def losses_in_stages(trial: Trial, plan: StagePlan) -> tuple[list[float], list[n
     return losses, [stage.model for stage in stages]
 
 
-def _divided(trial: Trial) -> PreTrainedModel:
+def _divided(trial: TrialModel) -> PreTrainedModel:
     model = copy.deepcopy(trial.pristine)
     shard_experts(model, GroupRows(trial.group))
     for parameter in model.parameters():
@@ -76,7 +72,7 @@ def _divided(trial: Trial) -> PreTrainedModel:
     return model
 
 
-def _sum(trial: Trial, loss: torch.Tensor, parameters: Sequence[nn.Parameter]) -> float:
+def _sum(trial: TrialModel, loss: torch.Tensor, parameters: Sequence[nn.Parameter]) -> float:
     """Return the loss of both samples; gradients of what both processes have are summed, once
     each."""
     for parameter in parameters:

@@ -64,7 +64,7 @@ def special_cells(model_type: str) -> tuple[str, str]:
     import torch
 
     from bigtrain.models.build import empty_model
-    from bigtrain.models.equivalence.parameter_plan import parameters_without_gradient, summarized
+    from bigtrain.models.equivalence.parameter_plan import find_gradient_reach, summarized
     from bigtrain.models.transformers_patches import computed_in_float32
     from tools.tiny_models import tiny_config
 
@@ -73,7 +73,7 @@ def special_cells(model_type: str) -> tuple[str, str]:
     model = empty_model(config, torch.bfloat16)
     names = [name for name, _ in model.named_parameters()]
     kept = computed_in_float32(model, torch.bfloat16)
-    untrained = parameters_without_gradient(config, SEQUENCE_LENGTH)
+    untrained = find_gradient_reach(config, SEQUENCE_LENGTH).absent
     return (
         _listed(map(_short, summarized(kept, names))),
         "not known" if untrained is None else _listed(map(_short, summarized(untrained, names))),

@@ -18,8 +18,7 @@ import re
 import sys
 from pathlib import Path
 
-from bigtrain.cli import build_parser
-from bigtrain.commands.plan import ranked_layouts
+from bigtrain.commands.plan import PlanArguments, ranked_layouts
 from bigtrain.errors import BigtrainError, ModelError
 from bigtrain.planner.search import Candidate, Cluster
 from bigtrain.system.shipped_files import recipes
@@ -75,8 +74,7 @@ def hardware_of(text: str) -> tuple[str, str]:
 def with_layout(text: str) -> str:
     """Return a recipe's text with the current plan."""
     name, gpus = hardware_of(text)
-    arguments = ["plan", "--config", name, "--gpus", gpus]
-    plan = ranked_layouts(build_parser("plan").parse_args(arguments), varies=False)
+    plan = ranked_layouts(PlanArguments(config=name, gpus=gpus), varies=False)
     if plan.model.source != "traced":
         raise ModelError(
             f"the plan of {name} is by a closed form, not of the traced model: {plan.remark} -> "

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import re
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 
 import bigtrain
+from bigtrain.data.tokenize_job.options import ReadingOptions, TokenizeOptions
+from bigtrain.system.arguments import add_arguments, field_texts
+from tools.markdown import markdown_cell
 
 # In the order of a user's work; errors have a table in exit_codes.md.
 _FUNCTIONS = [name for name in bigtrain._HOME if name[0].islower()]
@@ -27,8 +32,7 @@ def python_page() -> tuple[str, str]:
     ]
     for name in _FUNCTIONS:
         parts += _function(name, getattr(bigtrain, name))
-    tokens = _home_function("build_tokens")
-    parts += ["### Options of bigtrain.tokenize\n", _text(tokens)]
+    parts += ["### Options of bigtrain.tokenize\n", *_options()]
     parts.append("## Classes\n")
     for name in _CLASSES:
         parts += _class(name, getattr(bigtrain, name))
@@ -44,6 +48,20 @@ def _function(name: str, function: Any) -> Iterator[str]:
     yield f"### bigtrain.{name}\n"
     yield f"```python\n{_signature(name, function)}\n```\n"
     yield _text(function)
+
+
+def _options() -> Iterator[str]:
+    """Yield the table of the options of `bigtrain.tokenize`, which are those of its command."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, TokenizeOptions)
+    flags = {action.dest: action.option_strings[0] for action in reversed(parser._actions)}
+    read_names = {field.name for field in fields(ReadingOptions)}
+    yield "| parameter | on the command line | meaning |\n|---|---|---|"
+    for name, text in field_texts(TokenizeOptions).items():
+        flag = f"`{flags[name]}`" if name in flags else ""
+        star = "*" if name in read_names else ""
+        yield f"| `{name}`{star} | {flag} | {markdown_cell(text)} |"
+    yield "\n\\* also of `bigtrain.train_tokenizer`\n"
 
 
 def _class(name: str, kind: Any) -> Iterator[str]:
@@ -76,15 +94,20 @@ def _signature(name: str, function: Any) -> str:
     signature = inspect.signature(function)
     lines = [f"bigtrain.{name}("]
     keyword_only = False
-    for parameter in signature.parameters.values():
+    parameters = list(signature.parameters.values())
+    if function in (bigtrain.tokenize, bigtrain.train_tokenizer):  # below, with their meaning
+        parameters = [p for p in parameters if p.kind is not p.KEYWORD_ONLY]
+        parameters.append(inspect.Parameter("options", inspect.Parameter.VAR_KEYWORD))
+    for parameter in parameters:
         if parameter.kind is parameter.KEYWORD_ONLY and not keyword_only:
             has_rest = any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values())
             keyword_only = True
             lines += [] if has_rest else ["    *,"]
         stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
         default = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
-        annotation = str(parameter.annotation)
-        lines.append(f"    {stars}{parameter.name}: {annotation}{default},")
+        annotation = parameter.annotation
+        typed = "" if annotation is parameter.empty else f": {annotation}"
+        lines.append(f"    {stars}{parameter.name}{typed}{default},")
     return "\n".join([*lines, f") -> {signature.return_annotation}"])
 
 
@@ -108,9 +131,3 @@ def _paragraph(text: str) -> str:
 def _named(item: str) -> str:
     names, _, meaning = item.partition(": ")
     return f"{', '.join(f'`{name}`' for name in names.split(', '))}: {meaning}"
-
-
-def _home_function(name: str) -> Any:
-    import bigtrain.python_api.tokenizing as home
-
-    return getattr(home, name)

@@ -26,7 +26,6 @@ from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.equivalence.model_plan import choose
 from bigtrain.models.weights.import_hf import find_weights
 from bigtrain.settings.batch_plan import BatchPlan
-from bigtrain.settings.objective import reads_scores
 from bigtrain.settings.resolve import resolve_run
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.system.processes import exit_process
@@ -63,7 +62,7 @@ def batches_of(config: RunConfig, plan: BatchPlan) -> list[MicroBatch]:
     reference."""
     size = config.batch.micro_batch_size * plan.rows_per_sample, config.batch.sequence_length
     ids = torch.arange(size[0] * size[1]).reshape(size) % 61 + 1
-    reference = torch.zeros(size[0]) if reads_scores(config) else None
+    reference = torch.zeros(size[0]) if config.objective.kind.reads_scores(config) else None
     batch = MicroBatch(ids, ids.clone(), reference=reference)
     return [batch] * plan.accumulation
 

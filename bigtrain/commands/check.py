@@ -2,24 +2,45 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import yaml
-
+from bigtrain.commands.arguments import Config, DeepSpeedConfig, Overrides
 from bigtrain.errors import CheckpointError, ConfigError, ModelError, Problem, one_line
-from bigtrain.python_api.configuring import checked, resolve
-from bigtrain.python_api.planning import predicted_run
-from bigtrain.settings.compatibility.check import Device
-from bigtrain.settings.resolve import ResolvedRun, largest_phase
+
+if TYPE_CHECKING:
+    from bigtrain.settings.resolve import ResolvedRun
 
 
-def run(args: argparse.Namespace) -> int:
+@dataclass(frozen=True, kw_only=True)
+class CheckArguments:
+    """Command line of `bigtrain check`."""
+
+    config: Config
+    world_size: Annotated[int, "N"] = 1
+    """number of ranks (default: 1)"""
+    deepspeed_config: DeepSpeedConfig = None
+    device: Literal["cpu", "cuda"] | None = None
+    """also refuse settings that this kind of device does not support (default: unknown)"""
+    gpu: Annotated[str | None, "NAME"] = None
+    """predict time and memory on this device (e.g. H100-80GB), and refuse what cannot fit"""
+    inputs: bool = False
+    """also open the data and test the model's own code, like the run before its rendezvous (some
+    seconds; default: the settings only)"""
+    show: Annotated[str | None, "SECTION.KEY"] = None
+    """print only this setting of the run, for scripts (e.g. output.directory)"""
+    overrides: Overrides = ()
+
+
+def run(args: CheckArguments) -> int:
     """Print the resolved run and its predicted time and memory. Raises ConfigError with all
     problems, LaunchError if it cannot fit `--gpu`, CheckpointError if the run's directory has
     another run; with `--inputs` ModelError for a model that cannot be found."""
-    device: Device | None = args.device
+    from bigtrain.python_api.configuring import checked, resolve
+    from bigtrain.settings.resolve import largest_phase
+
+    device = args.device
     if device is None and args.gpu is not None:
         device = "cuda"
     size, engine = args.world_size, args.deepspeed_config
@@ -51,6 +72,7 @@ def prediction(resolved: ResolvedRun, gpu: str | None) -> list[str]:
     cannot fit `gpu`, ConfigError if that is unknown."""
     from bigtrain.planner.run_prediction import refuse_too_large
     from bigtrain.planner.tables.hardware import find_device
+    from bigtrain.python_api.planning import predicted_run
 
     device = None if gpu is None else find_device(gpu, "--gpu")
     try:
@@ -86,6 +108,8 @@ def setting(resolved: ResolvedRun, key: str) -> str:
 def describe(resolved: ResolvedRun) -> str:
     """Return the resolved run as text: a stream of two YAML documents (JSON is YAML) with
     comments."""
+    import yaml
+
     run_yaml = yaml.safe_dump(resolved.config.model_dump(mode="json"), sort_keys=False)
     engine = resolved.engine
     world_size = resolved.topology.world_size

@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-
-import shtab
+from typing import Annotated, Literal
 
 from bigtrain.commands.registry import COMMANDS, CommandParser, build_parser
-from bigtrain.settings.commented_yaml import setting_names
-from bigtrain.settings.loading import recipe_names
+from bigtrain.system.arguments import Argument
 from bigtrain.system.shipped_files import ds_configs
 
-SHELLS = ("bash", "zsh", "fish")
+Shell = Literal["bash", "zsh", "fish"]
 # Settings end with "=", after which a value follows and no space; other words get one.
 _BASH_WITHOUT_SPACE = """
 _bigtrain() {
@@ -31,14 +30,28 @@ complete -o bashdefault -o default -F _bigtrain bigtrain
 """
 
 
-def run(args: argparse.Namespace) -> int:
+@dataclass(frozen=True, kw_only=True)
+class CompletionArguments:
+    """Command line of `bigtrain completion`."""
+
+    shell: Annotated[Shell, Argument("shell")]
+    """for bash: eval "$(bigtrain completion bash)" in ~/.bashrc; for zsh: the same in ~/.zshrc
+    after compinit; for fish: bigtrain completion fish > ~/.config/fish/completions/bigtrain.fish"""
+
+
+def run(args: CompletionArguments) -> int:
     """Print the script."""
     print(completion_script(args.shell))
     return 0
 
 
-def completion_script(shell: str) -> str:
-    """Return the script for one of `SHELLS`."""
+def completion_script(shell: Shell) -> str:
+    """Return the script for a shell."""
+    import shtab
+
+    from bigtrain.settings.commented_yaml import setting_names
+    from bigtrain.settings.loading import recipe_names
+
     parser = build_parser(*COMMANDS)
     for subparser in _below(parser):
         for action in subparser._actions:
@@ -46,7 +59,7 @@ def completion_script(shell: str) -> str:
                 function = _function(action.dest)
                 call = {"bash": function, "zsh": function, "fish": f"({function})"}
                 action.complete = call  # type: ignore[attr-defined]
-            elif action.type is Path or action.dest in ("input", "model", "tokenizer"):
+            elif action.type is Path or _PATH_OPTIONS.intersection(action.option_strings):
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
     words = {
         "config": recipe_names(),
@@ -65,6 +78,8 @@ def _below(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]
         yield from _below(command)
 
 
+_PATH_OPTIONS = {"--input", "--model", "--tokenizer"}
+"""Options with a path or a name of the Hub."""
 _WORDS = ("config", "deepspeed_config", "overrides")
 """Arguments with known words, by their names in the parser; the first two also accept paths."""
 

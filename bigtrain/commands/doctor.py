@@ -2,14 +2,39 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
 
 from bigtrain.errors import EXIT_USER_ERROR
+from bigtrain.system.arguments import Argument, Directory, File, Positive
 
 
-def run(args: argparse.Namespace) -> int:
+@dataclass(frozen=True, kw_only=True)
+class DoctorArguments:
+    """Command line of `bigtrain doctor`."""
+
+    hostfile: Annotated[File | None, Argument(one_of="at most one")] = None
+    """hosts, reached over ssh"""
+    slurm: Annotated[bool, Argument(one_of="at most one")] = False
+    """the hosts of the current Slurm job"""
+    slots: Positive | None = None
+    """ranks per host, without --hostfile (default: from Slurm, or 1)"""
+    directory: Directory = Path("runs")
+    """where runs will write, on all hosts (default: runs)"""
+    port: Positive | None = None
+    """the port a run will use (default: any)"""
+    seconds: Annotated[Positive, "S"] = 120
+    """time limit of each check (default: 120)"""
+    least_gib: Annotated[float, "G"] = 10.0
+    """free memory and disk that each host must have (default: 10)"""
+    quick: bool = False
+    """do not load torch to compute and communicate"""
+
+
+def run(args: DoctorArguments) -> int:
     """Print the table and the fixes; return 2 if anything failed. Raises LaunchError."""
     from bigtrain.launchers.doctor.examination import Examination, examine
     from bigtrain.launchers.doctor.verdicts import render

@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
-import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from bigtrain.system.arguments import Argument
 
 
-def run(args: argparse.Namespace) -> int:
+@dataclass(frozen=True, kw_only=True)
+class FetchArguments:
+    """Command line of `bigtrain fetch`."""
+
+    address: Annotated[str, Argument("address")]
+    """address, such as s3://bucket/runs/mine"""
+    output: Annotated[Path, Argument("output")]
+    """directory to copy it to"""
+    step: Annotated[int | None, "N"] = None
+    """for a run: the checkpoint to fetch (default: the newest complete one)"""
+
+
+def run(args: FetchArguments) -> int:
     """Fetch missing files. Raise DataError; fetched files are kept for the next start."""
     from bigtrain.errors import without_secrets
     from bigtrain.python_api.results import fetch

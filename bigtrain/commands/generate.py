@@ -2,17 +2,42 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bigtrain.errors import ModelError
+from bigtrain.system.arguments import File
 
 
-def run(args: argparse.Namespace) -> int:
+@dataclass(frozen=True, kw_only=True)
+class GenerateArguments:
+    """Command line of `bigtrain generate`."""
+
+    model: str
+    """Hugging Face directory or Hub name"""
+    prompt: str | None = None
+    """text to continue; with --chat the first message of the user"""
+    chat: bool = False
+    """chat with the tokenizer's chat template: each line of standard input is a message (or
+    --prompt is the only one), and the answer is streamed"""
+    messages: File | None = None
+    """with --chat: a JSON list of messages to begin with; if the last one is the user's, only
+    answer it"""
+    max_new_tokens: int = 128
+    """maximum new tokens (default: 128)"""
+    temperature: float = 0.8
+    """0 always selects the most likely token (default: 0.8)"""
+    top_p: float = 0.95
+    """nucleus to sample from (default: 0.95)"""
+    seed: int = 0
+    """seed of the sampling (default: 0)"""
+
+
+def run(args: GenerateArguments) -> int:
     """Print the prompt and its continuation, or a conversation."""
     from bigtrain.python_api.results import generate
 

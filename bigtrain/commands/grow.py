@@ -3,11 +3,32 @@ tokenizer."""
 
 from __future__ import annotations
 
-import argparse
 import sys
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from bigtrain.commands.arguments import NewDirectory
+from bigtrain.system.arguments import Positive
 
 
-def run(args: argparse.Namespace) -> int:
+@dataclass(frozen=True, kw_only=True)
+class GrowArguments:
+    """Command line of `bigtrain grow`."""
+
+    model: str
+    """directory or Hub name of the base"""
+    tokenizer: str
+    """directory or Hub name: the base's with added tokens (bigtrain tokenizer --base)"""
+    output: NewDirectory
+    new_rows: Literal["mean_covariance", "mean", "normal"] = "mean_covariance"
+    """like model.vocabulary.new_rows of a run (default: mean_covariance)"""
+    pad_to_multiple_of: Positive | None = None
+    """add rows up to a multiple of N"""
+    seed: Annotated[int, "N"] = 0
+    """seed of random rows (default: 0)"""
+
+
+def run(args: GrowArguments) -> int:
     """Write and verify the directory. Raises ModelError or DataError; then nothing is written."""
     from bigtrain.python_api.results import grow_model
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import glob
 import os
 import re
@@ -10,9 +9,12 @@ import shlex
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Annotated
 
 from bigtrain.launchers.deepspeed_env import (
     KEEP_ALIVE,
@@ -29,13 +31,32 @@ from bigtrain.launchers.hostfile import (
     read_hostfile,
     render_hostfile,
 )
+from bigtrain.system.arguments import Argument, File, Positive
 from bigtrain.system.files import write_new
 
 _RESOLVE_SECONDS = 10
 _LOOKUPS_AT_ONCE = 256  # threads that wait
 
 
-def run(args: argparse.Namespace) -> int:
+@dataclass(frozen=True, kw_only=True)
+class HostfileArguments:
+    """Command line of `bigtrain hostfile`."""
+
+    check: Annotated[File | None, Argument(one_of="exactly one")] = None
+    """report the problems of a file"""
+    slurm: Annotated[bool, Argument(one_of="exactly one")] = False
+    """write one for the current Slurm job"""
+    environment: Annotated[bool, Argument(one_of="exactly one")] = False
+    """write .deepspeed_env: the variables that DeepSpeed sends to the hosts, without secrets"""
+    slots: Positive | None = None
+    """with --slurm: ranks on each host (default: its GPUs, or else its tasks)"""
+    include: Annotated[tuple[str, ...], "NAME", Argument(nargs="+")] = ()
+    """with --environment: additional variables; secret ones are refused"""
+    output: File | None = None
+    """file to write (default: with --slurm print it, with --environment .deepspeed_env here)"""
+
+
+def run(args: HostfileArguments) -> int:
     """Check, write a hostfile, or write the environment. Raises LaunchError; then nothing is
     written."""
     if args.check is not None:
@@ -124,7 +145,7 @@ def ssh_settings_name_hosts() -> bool:
     return False
 
 
-def _environment(path: Path, include: list[str]) -> int:
+def _environment(path: Path, include: Sequence[str]) -> int:
     selection = select_environment(os.environ, include)
     # DeepSpeed also reads the file in the home directory, before the one in the working directory.
     for candidate in {path.absolute(), Path.home() / NAME}:

@@ -6,35 +6,57 @@ import argparse
 import difflib
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from bigtrain.commands.arguments import positive_int
 from bigtrain.errors import ConfigError, Problem
-from bigtrain.python_api.new_run import NewRun, write_new_run
-from bigtrain.settings.hf_config_keys import missing_model
-from bigtrain.settings.run_config import ModelSection
-
-# Options that answer a question; with any option no questions are asked.
-_ANSWERS = (
-    "model",
-    "new_model",
-    "data",
-    "shards",
-    "chat",
-    "adapters",
-    "devices",
-    "steps",
-    "sequence_length",
-    "global_batch_size",
-    "lr",
-    "run_directory",
-)
+from bigtrain.system.arguments import Argument, File, Positive, positive_int
 
 
-def run(args: argparse.Namespace) -> int:
+@dataclass(frozen=True, kw_only=True)
+class InitArguments:
+    """Command line of `bigtrain init`."""
+
+    model: Annotated[str | None, "NAME_OR_DIR", Argument(one_of="at most one")] = None
+    """start from these trained weights: directory or name on the Hugging Face hub"""
+    new_model: Annotated[str | None, "NAME_OR_DIR", Argument(one_of="at most one")] = None
+    """start from random weights with this configuration: directory, Hub name or recipe"""
+    data: Annotated[str | None, "PATH"] = None
+    """shards of `bigtrain tokenize`, or text to be tokenized"""
+    shards: Annotated[str | None, "DIR"] = None
+    """directory for the shards of such text (default: shards/)"""
+    chat: bool | None = None
+    """the data are conversations: pack complete ones into samples (default: text)"""
+    adapters: bool | None = None
+    """train LoRA adapters for the weights of --model (default: all weights)"""
+    devices: Annotated[str | None, "NxDEVICE"] = None
+    """plan the layout for these: 8xH100-80GB, 2xCPU (default: one rank, not planned)"""
+    steps: Positive | None = None
+    """optimizer steps of the run (default: 1000)"""
+    sequence_length: Positive | None = None
+    """tokens per sample (default: 1024, or the model's positions)"""
+    global_batch_size: Positive | None = None
+    """samples per optimizer step (default: 64)"""
+    lr: Annotated[float | None, "RATE"] = None
+    """peak learning rate (default: 2e-5 for trained weights, 2e-4 for adapters, 3e-4 for a new
+    model)"""
+    run_directory: Annotated[str | None, "DIR"] = None
+    """output directory of the run (default: runs/ and the model's name, and -2 and so on if that
+    holds other files)"""
+    output: File = Path("run.yaml")
+    """the YAML to write (default: run.yaml)"""
+    force: bool = False
+    """replace --output if it exists (default: refuse)"""
+
+
+def run(args: InitArguments) -> int:
     """Write the YAML and print the next commands. Raises ConfigError, ModelError, OutputError."""
-    answers = {name: getattr(args, name) for name in _ANSWERS if getattr(args, name) is not None}
+    from bigtrain.python_api.new_run import NewRun, write_new_run
+
+    # Options that answer a question; with any of them no questions are asked.
+    option_values = {field.name: getattr(args, field.name) for field in fields(NewRun)}
+    answers = {name: value for name, value in option_values.items() if value is not None}
     if args.output.exists() and not args.force:
         rule = "exists, and may have been edited"
         remedy = "another --output, or --force to replace it"
@@ -72,6 +94,10 @@ def _similar(path: str) -> str | None:
 def _ask() -> dict[str, Any]:
     """Return the answers of a user at a terminal; an empty one selects the default. Raise
     ConfigError if input ends."""
+    from bigtrain.python_api.new_run import NewRun
+    from bigtrain.settings.hf_config_keys import missing_model
+    from bigtrain.settings.run_config import ModelSection
+
     try:
         defaults = NewRun(data="")
         print("A run YAML from a few answers; press Enter to accept the default in brackets.")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from bigtrain.errors import DataError
+from bigtrain.system.arguments import Argument, File, Positive
 
 if TYPE_CHECKING:
     from bigtrain.data.shards.inspection import Inspected
@@ -18,7 +19,30 @@ SHOWN = 20
 """Number of shards and inputs in human-readable output; --json has all of them."""
 
 
-def run(args: argparse.Namespace) -> int:
+@dataclass(frozen=True, kw_only=True)
+class InspectArguments:
+    """Command line of `bigtrain inspect`."""
+
+    shards: Annotated[Path, "SHARDS", Argument("shards")]
+    """directory of a dataset, or prefix of one .bin/.idx pair, also Megatron's or NeoX's"""
+    document: Annotated[tuple[int, ...], "N", Argument(nargs="+")] = ()
+    """also show these documents, counted from 0 in shard order"""
+    split: Literal["train", "held_out"] | None = None
+    """of --document (default: train)"""
+    max_tokens: Positive = 512
+    """maximum tokens of a document (default: 512)"""
+    tokenizer: Path | None = None
+    """directory to decode with (default: the dataset's own)"""
+    mask: bool = False
+    """show the learned tokens of the documents: in color on a terminal, else between ⟦ and ⟧, with
+    weights of the loss and marks of control tokens; without --document for document 0"""
+    html: File | None = None
+    """write the documents of --mask as a page with learned tokens marked"""
+    json: bool = False
+    """one JSON object instead of text"""
+
+
+def run(args: InspectArguments) -> int:
     """Print the description. Raises DataError; reads only."""
     from bigtrain.data.shards.inspection import describe, inspect_shards
     from bigtrain.data.shards.mask_display import as_html, for_terminal, legend

@@ -4,18 +4,59 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from bigtrain.commands.arguments import NewDirectory, shard_size
+from bigtrain.system.arguments import Argument, Positive, positive_int
 
 
-def run(args: argparse.Namespace) -> int:
+def steps(text: str) -> list[int]:
+    """Parse checkpoints by step: 100,200."""
+    return [positive_int(word) for word in text.split(",")]
+
+
+def shares(text: str) -> list[float]:
+    """Parse shares: 1,1,2."""
+    try:
+        return [float(word) for word in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"{text} is not a list of numbers such as 1,1,2"
+        ) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeArguments:
+    """Command line of `bigtrain merge`."""
+
+    run: Path
+    """run directory"""
+    last: Positive | None = None
+    """the last N complete checkpoints"""
+    steps: Annotated[tuple[int, ...], steps, "STEP,STEP", Argument(action="store")] = ()
+    """checkpoints to merge, instead of --last"""
+    weights: Annotated[tuple[float, ...], shares, "W,W", Argument(action="store")] = ()
+    """share of each checkpoint, oldest first or in the order of --steps (default: equal)"""
+    output: NewDirectory
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """of the stored weights (default: the dtype of each tensor in the base; without a base the
+    run's precision.dtype)"""
+    max_shard_size: Annotated[str, shard_size] = "5GB"
+    """largest size of a weight file (default: 5GB)"""
+
+
+def run(args: MergeArguments) -> int:
     """Write and verify the directory. Raises ConfigError, CheckpointError, ModelError."""
     from bigtrain.python_api.results import merge_run
 
     steps = merge_run(
         args.run,
         args.output,
-        steps=args.steps or (),
+        steps=args.steps,
         last=args.last,
-        weights=args.weights or (),
+        weights=args.weights,
         dtype=args.dtype,
         max_shard_size=args.max_shard_size,
         warn=lambda text: print(f"bigtrain merge: {text}", file=sys.stderr),

@@ -4,12 +4,52 @@ from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Annotated
 
-DEFAULT_PORT = 29700
+from bigtrain.system.arguments import Directory, File, Port
 
 
-def run(args: argparse.Namespace) -> int:
+def seconds(text: str) -> float:
+    """Parse a duration."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a duration: a number above 0")
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class OuterServerArguments:
+    """Command line of `bigtrain outer-server`."""
+
+    directory: Directory
+    """where the state is stored; a server that is restarted with it continues"""
+    token_file: File
+    """a secret of at least 16 bytes, which sites need too (sites.token_file); it signs all messages
+    and is never sent"""
+    host: str = "127.0.0.1"
+    """address of this machine at which sites reach it; 0.0.0.0: all (default: 127.0.0.1)"""
+    port: Port = 29700
+    """(default: 29700)"""
+    certificate: File | None = None
+    """serve https with it; with --key"""
+    key: File | None = None
+    """of the certificate"""
+    window_seconds: Annotated[float, seconds, "S"] = 300.0
+    """how long the first site at an outer step waits for the others, which are skipped then; less
+    than their sites.timeout_seconds (default: 300)"""
+    asynchronous: bool = False
+    """make an outer step for every delivery, weighted by its staleness, instead of one for all
+    sites"""
+    until_left: bool = False
+    """end when every site that joined has left, or none was heard of for an hour"""
+
+
+def run(args: OuterServerArguments) -> int:
     """Serve until Ctrl-C or SIGTERM. Raises ConfigError, LaunchError and OutputError."""
     from bigtrain.errors import ConfigError, LaunchError, Problem
 

@@ -3,10 +3,11 @@ compare."""
 
 from __future__ import annotations
 
-import argparse
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bigtrain.settings.loading import load_run_config
+from bigtrain.commands.arguments import Config, Overrides
+from bigtrain.system.arguments import Positive
 
 if TYPE_CHECKING:
     from bigtrain.parity.comparison import Verdict
@@ -15,9 +16,23 @@ if TYPE_CHECKING:
 EXIT_DIFFERENT = 1
 
 
-def run(args: argparse.Namespace) -> int:
+@dataclass(frozen=True, kw_only=True)
+class ParityArguments:
+    """Command line of `bigtrain parity`."""
+
+    config: Config
+    world_size: Positive = 2
+    """ranks, started on this machine's CPUs (default: 2)"""
+    refused: bool = False
+    """also list the topologies that are refused, and why"""
+    overrides: Overrides = ()
+
+
+def run(args: ParityArguments) -> int:
     """Print a table. Returns 0 if all topologies agree, 1 if one differs or crashes, or if the
     comparison would not detect an error in a setting of the run."""
+    from bigtrain.settings.loading import load_run_config
+
     config = load_run_config(args.config, args.overrides)
 
     from bigtrain.parity.run import run_parity

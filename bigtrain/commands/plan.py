@@ -6,18 +6,66 @@ import argparse
 import atexit
 import gc
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+from bigtrain.commands.arguments import Config, Overrides
 from bigtrain.errors import ConfigError, OutputError, Problem
+from bigtrain.system.arguments import File, Positive, Size
 
 if TYPE_CHECKING:
     from bigtrain.python_api.planning import Plan
 
 
-def run(args: argparse.Namespace) -> int:
+def rate(text: str) -> float:
+    """Parse bits per second, such as 400Gb."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([GMT])b(?:it)?(?:/s|ps)?\s*", text)
+    value = float(match[1]) * {"M": 1e6, "G": 1e9, "T": 1e12}[match[2]] if match else 0.0
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a rate, such as 400Gb")
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanArguments:
+    """Command line of `bigtrain plan`."""
+
+    config: Config | None = None
+    gpus: Annotated[str | None, "NxDEVICE"] = None
+    """devices: 64xH100-80GB, 8xA100; 4xCPU: processes, with this machine's measurements by
+    --hardware, else with those of bigtrain's development CPUs"""
+    nodes_of: Positive | None = None
+    """devices on each node (default: 8)"""
+    host_memory: Size | None = None
+    """main memory of a node, for offload (default: 1TB)"""
+    network: Annotated[float | None, rate, "RATE"] = None
+    """network bandwidth per device, such as 400Gb (default: of the device's usual node)"""
+    hardware: File | None = None
+    """measurements of --calibrate, for DEVICE"""
+    longest: bool = False
+    """for the longest sample that fits, instead of the run's length and batch"""
+    top: Positive = 10
+    """layouts to show (default: 10)"""
+    json: bool = False
+    """print all layouts as JSON"""
+    write: Annotated[Path | None, "DIRECTORY"] = None
+    """write run YAML and DeepSpeed JSON of the chosen layout there"""
+    choose: Positive | None = None
+    """line of the table that --write uses (default: the first that is not tight)"""
+    evaluate: Annotated[Path | None, "ROWS.csv"] = None
+    """instead: predict published or own measurements, and print the errors"""
+    calibrate: bool = False
+    """instead: measure this machine in about a minute and write --output, for --hardware"""
+    output: File | None = None
+    """of --evaluate: rows with predictions, as CSV; of --calibrate: measurements"""
+    overrides: Overrides = ()
+
+
+def run(args: PlanArguments) -> int:
     """Print a plan, or an evaluation. Raises ConfigError, ModelError, OutputError."""
     if args.evaluate is not None:
         return _evaluate(args.evaluate, args.output)
@@ -106,11 +154,13 @@ def _writing(output: Path) -> Iterator[None]:
         raise OutputError(f"--output = {output}: cannot be written: {error}") from error
 
 
-def ranked_layouts(args: argparse.Namespace, *, varies: bool = True) -> Plan:
+def ranked_layouts(args: PlanArguments, *, varies: bool = True) -> Plan:
     """Return the layouts for the arguments; `varies`: also with loss and buckets that differ from a
     run's defaults. Raises ConfigError if none fits."""
     from bigtrain.python_api.planning import plan
 
+    assert args.config is not None
+    assert args.gpus is not None
     return plan(
         args.config,
         args.gpus,
@@ -120,11 +170,11 @@ def ranked_layouts(args: argparse.Namespace, *, varies: bool = True) -> Plan:
         network_bits_per_second=args.network,
         hardware=args.hardware,
         varies=varies,
-        longest=getattr(args, "longest", False),
+        longest=args.longest,
     )
 
 
-def _plan(args: argparse.Namespace) -> int:
+def _plan(args: PlanArguments) -> int:
     from bigtrain.python_api.new_run import launch_line
 
     plan = ranked_layouts(args)

@@ -7,11 +7,11 @@ import argparse
 import difflib
 import importlib
 import re
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_type_hints
 
 from bigtrain import __version__
-from bigtrain.commands.arguments import EXIT_CODES, add_arguments, table
-from bigtrain.settings.loading import with_setting_names
+from bigtrain.commands.arguments import EXIT_CODES
+from bigtrain.system.arguments import add_arguments
 
 COMMANDS = {
     "init": "write a run YAML from options or a few questions",
@@ -70,7 +70,11 @@ class CommandParser(argparse.ArgumentParser):
                 close = difflib.get_close_matches(name, COMMANDS, n=3)
                 remedy = f"did you mean {' or '.join(close)}?" if close else "bigtrain --help"
                 message = f"unknown command {name} -> {remedy}"
-        super().error(with_setting_names(message) if self.takes_settings else message)
+        if self.takes_settings:
+            from bigtrain.settings.loading import with_setting_names  # imports all sections
+
+            message = with_setting_names(message)
+        super().error(message)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         if self._intermixing or self._subparsers is not None:
@@ -105,17 +109,17 @@ def build_parser(*loaded: str | None) -> CommandParser:
 
 def _add_arguments(parser: CommandParser, command: str) -> None:
     """Add the arguments of `command`, or of every launcher that it has."""
-    arguments = table().get(command)
-    if arguments is not None:
-        add_arguments(parser, arguments)
+    module = command_module(command)
+    if not hasattr(module, "KINDS"):
+        add_arguments(parser, get_type_hints(module.run)["args"])
         return
-    summaries = {name: entry.summary for name, entry in command_module(command).KINDS.items()}
-    subparsers = parser.add_subparsers(dest="kind", metavar="|".join(summaries), required=True)
-    for name, text in summaries.items():
+    records = module.KINDS
+    subparsers = parser.add_subparsers(dest="kind", metavar="|".join(records), required=True)
+    for name, record in records.items():
         parser.commands[name] = subparsers.add_parser(
-            name, help=text, description=f"Write {text}", epilog=EXIT_CODES
+            name, help=record.summary, description=f"Write {record.summary}", epilog=EXIT_CODES
         )
-        add_arguments(parser.commands[name], table()[f"{command} {name}"])
+        add_arguments(parser.commands[name], record)
 
 
 def command_module(command: str) -> Any:

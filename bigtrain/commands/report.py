@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
-import argparse
 import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from bigtrain.system.arguments import Argument, Directory, Port
 
 DEFAULT_PORT = 8600
 
 
-def run(args: argparse.Namespace) -> int:
+@dataclass(frozen=True, kw_only=True)
+class ReportArguments:
+    """Command line of `bigtrain report`."""
+
+    run: Directory
+    """run directory"""
+    compare: Annotated[tuple[Directory, ...], Argument(nargs="+")] = ()
+    """directories of more runs, drawn into the same charts; may be repeated"""
+    output: Annotated[Path | None, "FILE.html"] = None
+    """the page (default: report.html in the directory of --run); an older report there is replaced,
+    any other file is not"""
+    live: bool = False
+    """write no file but serve the page, on this machine only, while the run trains; Ctrl-C ends
+    it"""
+    port: Port | None = None
+    """port of --live, 1 to 65535 (default: 8600)"""
+
+
+def run(args: ReportArguments) -> int:
     """Write the page, or serve it. Raises ConfigError, DataError, LaunchError and OutputError."""
     from bigtrain.errors import ConfigError, Problem
     from bigtrain.python_api.results import write_report

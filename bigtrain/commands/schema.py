@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-import argparse
+from dataclasses import dataclass
 
 from bigtrain.errors import OutputError
-from bigtrain.settings.commented_yaml import schema_text
+from bigtrain.system.arguments import File
 
 
-def run(args: argparse.Namespace) -> int:
+@dataclass(frozen=True, kw_only=True)
+class SchemaArguments:
+    """Command line of `bigtrain schema`."""
+
+    output: File | None = None
+    """write it there, for a line `# yaml-language-server: $schema=FILE` at the top of a run YAML
+    (default: print it)"""
+
+
+def run(args: SchemaArguments) -> int:
     """Print or write the schema. Raises OutputError."""
+    from bigtrain.settings.commented_yaml import schema_text
+
     if args.output is None:
         print(schema_text(), end="")
         return 0

@@ -3,15 +3,43 @@ perplexity."""
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
+from bigtrain.commands.arguments import Config, DeepSpeedConfig, Overrides
 from bigtrain.errors import ConfigError, Problem
+from bigtrain.system.arguments import Directory, Positive
 from bigtrain.system.world import read_world
 
 
-def run(args: argparse.Namespace) -> int:
+@dataclass(frozen=True, kw_only=True)
+class ScoreArguments:
+    """Command line of `bigtrain score`."""
+
+    config: Config
+    deepspeed_config: DeepSpeedConfig = None
+    output: Directory
+    """directory for the scores of each dataset of the run; a pass that was killed continues
+    there"""
+    kind: Literal["documents", "tokens", "top-k"] = "documents"
+    """what to write: the sum of each document; also the value of each token; also the --top-k most
+    probable tokens at each (default: documents)"""
+    top_k: Positive | None = None
+    """with --kind top-k: tokens to write (default: 32)"""
+    part_tokens: Positive = 4194304
+    """tokens of a part, which is written at once (default: 4194304)"""
+    filter: Directory | None = None
+    """also write a dataset of the documents with a perplexity within the limits"""
+    min_perplexity: Annotated[float | None, "P"] = None
+    """with --filter: lowest perplexity (default: 0)"""
+    max_perplexity: Annotated[float | None, "P"] = None
+    """with --filter: highest perplexity (default: any)"""
+    overrides: Overrides = ()
+
+
+def run(args: ScoreArguments) -> int:
     """Score the data and print a summary. Collective under a launcher. Raises BigtrainError."""
     from bigtrain.python_api.scoring import PerplexityFilter, score, summary
 

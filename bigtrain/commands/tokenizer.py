@@ -2,22 +2,46 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Annotated
 
-from bigtrain.commands.arguments import reading_of
+from bigtrain.commands.arguments import NewDirectory, Overrides
+from bigtrain.data.tokenize_job.options import Inputs, ReadingOptions
 from bigtrain.errors import ConfigError, DataError, Problem
+from bigtrain.system.arguments import Positive
 
 
-def run(args: argparse.Namespace) -> int:
+@dataclass(frozen=True, kw_only=True)
+class TokenizerArguments(ReadingOptions):
+    """Command line of `bigtrain tokenizer`."""
+
+    inputs: Inputs = ()
+    vocab_size: Positive | None = None
+    """tokens of the vocabulary, including the end-of-document token; at least 257"""
+    base: Annotated[str | None, "NAME"] = None
+    """instead of --input and --vocab-size: use this tokenizer (directory or Hub name), and add
+    tokens to it"""
+    add_token: Annotated[tuple[str, ...], "TEXT"] = ()
+    """text that becomes one token of --base; may be repeated"""
+    add_special_token: Annotated[tuple[str, ...], "TEXT"] = ()
+    """the same for a control token, such as <|im_start|>: document text never becomes it, and
+    decoding can skip it; may be repeated"""
+    config: Annotated[str | None, "NAME_OR_PATH"] = None
+    """instead of --base and the tokens: the run YAML whose section tokenizer names them"""
+    output: NewDirectory
+    overrides: Overrides = ()
+
+
+def run(args: TokenizerArguments) -> int:
     """Train or grow, save and print a summary. Raise ConfigError, DataError; then no files
     remain."""
     if args.overrides and args.config is None:
         rule = "is a setting of a run, and --config is missing"
         raise ConfigError(Problem("arguments", args.overrides[0], rule, "--config RUN.yaml"))
-    trains = bool(args.input) or args.vocab_size is not None
+    trains = bool(args.inputs) or args.vocab_size is not None
     if args.config is not None:
         if trains or args.base is not None or args.add_token or args.add_special_token:
             rule = "defines the tokenizer and its added tokens"
@@ -29,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         if trains:
             raise DataError("--base uses a trained tokenizer -> remove --input and --vocab-size")
         return _grow(args.output, args.base, args.add_token, args.add_special_token)
-    if not args.input or args.vocab_size is None:
+    if not args.inputs or args.vocab_size is None:
         raise DataError(
             "training a tokenizer needs --input and --vocab-size -> give both, or --base"
         )
@@ -38,13 +62,9 @@ def run(args: argparse.Namespace) -> int:
 
     from bigtrain.python_api.tokenizing import train_tokenizer
 
+    reading = {field.name: getattr(args, field.name) for field in fields(ReadingOptions)}
     num_tokens = train_tokenizer(
-        args.input,
-        args.vocab_size,
-        args.output,
-        **reading_of(args),
-        max_bad_fraction=args.max_bad_fraction,
-        say=print,
+        **reading, vocab_size=args.vocab_size, output=args.output, say=print
     )
     if num_tokens < args.vocab_size:
         print(

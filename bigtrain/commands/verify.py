@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
-import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
 
 from bigtrain.errors import EXIT_USER_ERROR, ConfigError, Problem
+from bigtrain.system.arguments import Argument, Directory
 
 
-def run(args: argparse.Namespace) -> int:
+@dataclass(frozen=True, kw_only=True)
+class VerifyArguments:
+    """Command line of `bigtrain verify`."""
+
+    datasets: Annotated[tuple[Path, ...], "DATASET", Argument("datasets", nargs="*")] = ()
+    """written by `bigtrain tokenize`"""
+    run: Directory | None = None
+    """run directory whose checkpoints are read"""
+    model: Directory | None = None
+    """written by `bigtrain export`: its weights"""
+    step: int | None = None
+    """step of one checkpoint (default: all of them)"""
+
+
+def run(args: VerifyArguments) -> int:
     """Print a line for each; exit code 0 if all are complete and correct, else 2.
 
     Raises DataError with every corrupt file of a dataset.
@@ -31,11 +48,17 @@ def run(args: argparse.Namespace) -> int:
         print(f"{args.model}: {num_files} files, all checksums match")
     if args.run is None:
         return 0
-    from bigtrain.run.checkpointing.listing import verify_checkpoints
+    from bigtrain.run.checkpointing import checkpoints
+    from bigtrain.run.checkpointing.listing import one_site_note, verify_checkpoints
 
-    all_complete = True
+    all_complete, site_note = True, ""
     for step, reason in verify_checkpoints(args.run, args.step):
         status = "corrupt: " + reason if reason else "complete, all checksums match"
         print(f"step {step}: {status}", flush=True)
         all_complete &= reason is None
+        if reason is None:
+            directory = checkpoints.checkpoint_path(args.run, step)
+            site_note = one_site_note(checkpoints.read_state(directory))
+    if site_note:
+        print(f"{args.run}: {site_note}")
     return 0 if all_complete else EXIT_USER_ERROR

@@ -25,7 +25,6 @@ from bigtrain.engine.deepspeed_patches.startup import set_mpu
 from bigtrain.engine.deepspeed_patches.step import skip_redundant_work
 from bigtrain.engine.forward import ModelOptions
 from bigtrain.engine.layer_options import apply_layer_options
-from bigtrain.engine.objectives import loss_terms, make_objective
 from bigtrain.engine.optimizers.build import attach_optimizer, optimizer_maker, parameter_groups
 from bigtrain.engine.optimizers.exact_parameters import ExactParameters
 from bigtrain.engine.partitioning import (
@@ -38,17 +37,17 @@ from bigtrain.engine.partitioning import (
 )
 from bigtrain.engine.startup.mesh import Mesh, ModelParallelUnit
 from bigtrain.engine.train_engine import TrainEngine
-from bigtrain.engine.unreached import UnreachedParameters
 from bigtrain.models.build import build_model
 from bigtrain.models.equivalence.model_plan import ModelPlan, require_model_plan
 from bigtrain.models.layers.multi_token import mtp_layers
+from bigtrain.objectives.losses.next_token import loss_terms
+from bigtrain.objectives.losses.passes import make_objective
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.deepspeed.engine_config import EngineConfig
 from bigtrain.settings.run_config import RunConfig
 
 if TYPE_CHECKING:
-    from bigtrain.engine.multi_token import MultiTokenLoss
-    from bigtrain.models.parallel.sequence import SequenceParallel
+    pass
 
 
 def build_engine(
@@ -93,9 +92,13 @@ def build_engine(
     )
     # Everything that changes the model's modules comes before DeepSpeed wraps it.
     model_plan.isolation.install(model)
-    sequence = _sequence_parallel(model, mesh)
-    computes_loss = model_plan.loss.install(model, loss_terms(config)) is not None
-    multi_token = _multi_token_loss(model, config, device)
+    sequence = _divide_sequences(model, mesh) if mesh.topology.sequence_size > 1 else None
+    computes_loss = model_plan.loss.install(model, loss_terms(config.objective)) is not None
+    multi_token, layers = None, mtp_layers(model)
+    if layers is not None:
+        from bigtrain.engine.multi_token import MultiTokenLoss
+
+        multi_token = MultiTokenLoss(model, layers, config.objective.mtp_weight, device)
     exact = ExactParameters(model, model_plan.parameters.float32_names, device)
     compiled = apply_layer_options(model, config, engine_config, device, model_plan.tiles)
     groups = parameter_groups(
@@ -106,47 +109,35 @@ def build_engine(
     host_time = HostTime()
     skip_redundant_work(engine, mesh.replicas, host_time)
     time_reductions(engine, host_time)
-    trained = TrainEngine(
+    return TrainEngine(
         engine,
         plan,
         device,
         mesh,
         ModelOptions(
             isolation=model_plan.isolation,
-            objective=make_objective(config),
+            objective=make_objective(config.objective),
             exact=exact,
             moe=config.moe,
             sequence=sequence,
             computes_loss=computes_loss,
             is_compiled=compiled,
-            terms=loss_terms(config),
+            terms=loss_terms(config.objective),
             multi_token=multi_token,
+            unreached=model_plan.parameters.unreached,
         ),
         host_time=host_time,
     )
-    trained.unreached = UnreachedParameters(model, model_plan.parameters.unreached, device)
-    return trained
 
 
-def _sequence_parallel(model: Any, mesh: Mesh) -> SequenceParallel | None:
-    """Divide the sequences of `model` over the ranks of `mesh` that share samples, if any."""
-    if mesh.topology.sequence_size == 1:
-        return None
+def _divide_sequences(model: Any, mesh: Mesh) -> Any:
+    """Divide the sequences of `model` over the ranks of `mesh` that share samples; return its
+    `SequenceParallel`."""
     from bigtrain.models.parallel.sequence import SequenceParallel
     from bigtrain.models.parallel.sequence_exchange import GroupExchange, SequenceExchange
 
     exchanges = map(GroupExchange, (mesh.sequence, mesh.ulysses, mesh.ring))
     return SequenceParallel(model, SequenceExchange(*exchanges))
-
-
-def _multi_token_loss(model: Any, config: RunConfig, device: torch.device) -> MultiTokenLoss | None:
-    """Return the loss of the layers of `model` for multi-token prediction, if it has some."""
-    layers = mtp_layers(model)
-    if layers is None:
-        return None
-    from bigtrain.engine.multi_token import MultiTokenLoss
-
-    return MultiTokenLoss(model, layers, config.objective.mtp_weight, device)
 
 
 def _initialize(

@@ -4,10 +4,10 @@ micro-batches, which are copied to the device while the previous one is computed
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,6 @@ from torch import nn
 
 from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.data.shards.format import IGNORED_LABEL
-from bigtrain.engine.objectives import LaterTokens, Objective
 from bigtrain.engine.optimizers.exact_parameters import ExactParameters
 from bigtrain.engine.startup.mesh import Mesh
 from bigtrain.models.layers.adapter_names import adapters_off
@@ -28,10 +27,27 @@ from bigtrain.models.layers.token_loss import (
     token_log_probabilities,
     token_scores,
 )
+from bigtrain.objectives.losses.passes import ObjectiveLoss
 from bigtrain.settings.run_config import MoeSection
 
 if TYPE_CHECKING:
     from bigtrain.models.parallel.sample_parts import SampleParts
+
+
+class LaterTokens(Protocol):
+    """Loss of later tokens than the next (`bigtrain.engine.multi_token`)."""
+
+    def of_batch(self, batch: MicroBatch, inputs: Mapping[str, Any]) -> Any:
+        """Return what the forward pass of `batch` is asked to compute in addition."""
+
+    def weighted(self, losses: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Return the weighted sum of what it computed, float32 []."""
+
+    def forget(self) -> None:
+        """Forget the losses since the last `read`."""
+
+    def read(self, sum_over_replicas: Callable[[torch.Tensor], torch.Tensor]) -> float:
+        """Return the mean loss since the last call. Collective."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +57,12 @@ class ModelOptions:
     isolation: of documents. sequence: the parts of samples that ranks share. computes_loss: whether
     the model computes the loss of the targets. is_compiled: whether layers are compiled. terms: of
     the loss in addition to its cross-entropy. multi_token: of layers that predict later tokens.
-    exact: parameters in another dtype than DeepSpeed's.
+    exact: parameters in another dtype than DeepSpeed's. unreached: weights that, by a probe, get no
+    gradient (`ParameterPlan`).
     """
 
     isolation: Isolation
-    objective: Objective
+    objective: ObjectiveLoss
     exact: ExactParameters
     moe: MoeSection
     sequence: SampleParts | None = None
@@ -53,6 +70,7 @@ class ModelOptions:
     is_compiled: bool = False
     terms: LossTerms = NO_TERMS
     multi_token: LaterTokens | None = None
+    unreached: tuple[str, ...] = ()
 
 
 class ForwardPasses:

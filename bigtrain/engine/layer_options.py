@@ -8,7 +8,7 @@ import torch
 
 from bigtrain.models.layers.compilation import compile_layers, is_compiled
 from bigtrain.models.layers.plans import TilePlan
-from bigtrain.settings.compatibility.facts import Facts
+from bigtrain.settings.compatibility.facts import read_facts
 from bigtrain.settings.deepspeed.engine_config import EngineConfig
 from bigtrain.settings.run_config import RunConfig
 
@@ -33,7 +33,7 @@ def apply_layer_options(
         from bigtrain.models.layers.activation_offload import offload_checkpoints
 
         offload_checkpoints(model, device.type)
-    facts = Facts(config, engine_config.deepspeed)
+    facts = read_facts(config, engine_config.deepspeed, None)
     device_type = cast(Literal["cpu", "cuda"], device.type)
     if not is_compiled(section.compile, device_type, allowed=facts.may_compile):
         return False

@@ -23,8 +23,8 @@ from bigtrain.engine.deepspeed_patches.step import (
     speed_patches_in_place,
 )
 from bigtrain.engine.experts import BiasUpdate, ExpertLoad, RouterLosses
+from bigtrain.engine.first_gradients import FirstGradients
 from bigtrain.engine.forward import ForwardPasses, ModelOptions
-from bigtrain.engine.objectives import NextToken
 from bigtrain.engine.optimizers.build import set_learning_rate
 from bigtrain.engine.optimizers.gradient_norm import clip_gradients, mark_gradients, total_norm
 from bigtrain.engine.optimizers.skip_step import (
@@ -36,8 +36,8 @@ from bigtrain.engine.optimizers.skip_step import (
 )
 from bigtrain.engine.optimizers.update_rule import RuleOptimizer
 from bigtrain.engine.startup.mesh import Mesh
-from bigtrain.engine.unreached import UnreachedParameters
 from bigtrain.metrics.recording import recording_if
+from bigtrain.objectives.losses.next_token import NextTokenLoss
 from bigtrain.settings.batch_plan import BatchPlan
 
 # Arguments of `TrainEngine.on_phase`.
@@ -65,10 +65,10 @@ class TrainEngine(ForwardPasses):
     """Trains one model by optimizer steps. Every method is collective over all ranks.
 
     teach: adds the probabilities of a teacher in the run to a micro-batch that is trained on.
-    unreached: parameters that are frozen without the user's word. on_phase: called with a name for
-    what the engine does next. added_states: checkpoint contents other than masters and optimizer
-    states, by parameter and state name: 1-D, for this rank's part of the master. host_time: in
-    DeepSpeed's hooks. expert_load: of observed steps.
+    on_phase: called with a name for what the engine does next. first_gradients: comparison with a
+    probe. added_states: checkpoint contents other than masters and optimizer states, by parameter
+    and state name: 1-D, for this rank's part of the master. host_time: in DeepSpeed's hooks.
+    expert_load: of observed steps.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class TrainEngine(ForwardPasses):
         self.host_time = host_time or HostTime()
         self.teach: Callable[[MicroBatch], MicroBatch] | None = None
         self.on_phase: Callable[[str], object] = lambda _phase: None
-        self.unreached = UnreachedParameters(self.module, (), device)
+        self.first_gradients = FirstGradients(self.module, options.unreached, mesh, device)
         self.added_states: dict[str, dict[str, torch.Tensor]] = {}
         self._router_losses = RouterLosses(self.module, options.moe, mesh.replicas)
         self.expert_load = ExpertLoad(self.module, mesh, device, is_compiled=options.is_compiled)
@@ -106,7 +106,7 @@ class TrainEngine(ForwardPasses):
     @property
     def computes_entropy(self) -> bool:
         """Whether the loss is the cross-entropy of the next token."""
-        return isinstance(self._objective, NextToken)
+        return isinstance(self._objective, NextTokenLoss)
 
     @property
     def speed_patches(self) -> tuple[str, ...]:

@@ -99,7 +99,19 @@ def build_model(
     freeze(model, section.frozen)
     freeze_named(model, untrained)
     if adapters is not None:
-        _adapt(model, adapters, seed, run_dtype or dtype)
+        from bigtrain.models.layers.adapters import add_adapters
+        from bigtrain.models.weights.quantized import (
+            fill_with_zeros,
+            finish_layers,
+            quantize_layers,
+        )
+
+        if adapters.is_quantized:
+            quantize_layers(model, adapters, run_dtype or dtype)
+            if adapters.dora:  # peft looks at the weights
+                fill_with_zeros(model)
+        add_adapters(model, adapters, lambda layer_name: seed_of(seed, layer_name))
+        finish_layers(model, adapters)
     if float8.recipe != "none":
         from bigtrain.models.layers.float8 import install_float8
 
@@ -115,21 +127,6 @@ def build_model(
     fit_experts(model)
     model.config.use_cache = False
     return model
-
-
-def _adapt(
-    model: PreTrainedModel, section: AdaptersSection, seed: int, run_dtype: torch.dtype
-) -> None:
-    """Quantize the base if `section` asks for it, and add adapters."""
-    from bigtrain.models.layers.adapters import add_adapters
-    from bigtrain.models.weights.quantized import fill_with_zeros, finish_layers, quantize_layers
-
-    if section.is_quantized:
-        quantize_layers(model, section, run_dtype)
-        if section.dora:  # peft looks at the weights
-            fill_with_zeros(model)
-    add_adapters(model, section, lambda name: seed_of(seed, name))
-    finish_layers(model, section)
 
 
 @torch.no_grad()
@@ -157,6 +154,7 @@ def read_in_turn(model: PreTrainedModel, weights: Weights) -> None:
         for parameter in module.parameters():
             parameter.data = parameter.data.new_empty(0)
 
+    # Weights of a layer are read by a hook of the layer, weights outside the layers at once.
     for prefix, _, module, recurse in _units(model, "", model):
         dot = f"{prefix}." if prefix else ""
         names = {dot + name: p for name, p in module.named_parameters(recurse=recurse)}

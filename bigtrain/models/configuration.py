@@ -163,7 +163,8 @@ def with_objective_head(
     of head, and an architecture without a class with a score head or without a padding token."""
     section = config.objective
     key = "model.path" if config.model.path is not None else "model.config"
-    if not section.scores_samples:
+    # The base and its head must fit the objective and the labels.
+    if not section.kind.scores_samples:
         if not scores_samples(hf_config):
             return hf_config
         rule = f"is a model that scores samples, and objective.type = {section.type} trains one "
@@ -174,6 +175,7 @@ def with_objective_head(
         raise _refused(key, config, rule, "an architecture with one, such as llama or qwen3")
     if scores_samples(hf_config) and (mismatch := _other_labels(hf_config, labels)):
         raise _refused(key, config, mismatch, "tokenize with its labels, or start from a causal LM")
+    # A sample is scored at its last token that is not padding.
     scoring_config = copy.deepcopy(hf_config)
     text = scoring_config.get_text_config()
     if text.pad_token_id is None:
@@ -185,6 +187,7 @@ def with_objective_head(
         )
         remedy = "model.overrides={pad_token_id: ID}"
         raise _refused(key, config, rule + "that is not padding", remedy)
+    # A score per class, or one score.
     if not labels:
         scoring_config.num_labels = 1
     else:

@@ -185,6 +185,7 @@ def selection_biases(model: nn.Module, untrained: Collection[str] = ()) -> list[
     selection_biases = []
     for experts in list(modules_of_experts(model)):
         name = next(key for key, module in modules.items() if module is experts)
+        # Biases in the block around the experts, but not in the experts.
         block = name.rpartition(".")[0]
         block_modules = {
             key: module
@@ -192,30 +193,20 @@ def selection_biases(model: nn.Module, untrained: Collection[str] = ()) -> list[
             if f"{key}.".startswith(f"{block}.") and not f"{key}.".startswith(f"{name}.")
         }
         biases = [
-            bias
+            SelectionBias(name, f"{key}.{leaf}", buffer, False)
             for key, module in block_modules.items()
-            for bias in _biases(name, key, module, untrained)
-            if _count(bias.tensor) == int(experts.num_experts)  # type: ignore[arg-type]
+            for leaf, buffer in module.named_buffers(recurse=False)
+            if "bias" in leaf and buffer.is_floating_point()
         ]
+        biases += [
+            SelectionBias(name, f"{key}.{leaf}", own_parameter(module, leaf), True)
+            for key, module in block_modules.items()
+            for leaf, _ in module.named_parameters(recurse=False)
+            if "bias" in leaf and f"{key}.{leaf}" in untrained
+        ]
+        # One with an element for every expert is what the experts are chosen by.
+        num_experts = int(experts.num_experts)  # type: ignore[arg-type]
+        biases = [b for b in biases if math.prod(local_shape(b.tensor)) == num_experts]
         if len(biases) == 1:
             selection_biases += biases
     return selection_biases
-
-
-def _biases(
-    experts: str, prefix: str, module: nn.Module, untrained: Collection[str]
-) -> list[SelectionBias]:
-    selection_biases = [
-        SelectionBias(experts, f"{prefix}.{leaf}", buffer, False)
-        for leaf, buffer in module.named_buffers(recurse=False)
-        if "bias" in leaf and buffer.is_floating_point()
-    ]
-    return selection_biases + [
-        SelectionBias(experts, f"{prefix}.{leaf}", own_parameter(module, leaf), True)
-        for leaf, _ in module.named_parameters(recurse=False)
-        if "bias" in leaf and f"{prefix}.{leaf}" in untrained
-    ]
-
-
-def _count(tensor: torch.Tensor) -> int:
-    return math.prod(local_shape(tensor))

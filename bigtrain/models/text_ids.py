@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,7 @@ def model_text_ids(
     if section.vocabulary is not None:
         num_rows = section.vocabulary.size(num_rows, shards.vocab_size)
     run_ids = given_ids(section)
+    # Ids of the run that contradict the shards are refused.
     problems = [*_contradictions(run_ids, shards, num_rows)]
     if problems:
         return ModelTextIds(hf_config, shards.record, (), tuple(problems))
@@ -97,8 +98,20 @@ def model_text_ids(
         # Padding changes what the embedding learns: a default stays where the embedding has it.
         PADDING: kept_ids.get(PADDING) or [n for n in model_ids[PADDING] if n < num_rows],
     }
-    changed, notes = _with_ids(hf_config, model_ids, text_ids, shards.source)
-    return ModelTextIds(changed, replace(record, stop_ids=tuple(text_ids[END])), notes)
+    # Set the ids in the language model's part, and at the top level if it has the key.
+    changed = copy.deepcopy(hf_config)
+    text, changes = text_config(changed), []
+    for name, ids in text_ids.items():
+        if [*dict.fromkeys(model_ids[name])] == ids:
+            continue
+        before, value = getattr(text, name, None), _set_id(text, name, ids, text_ids[END])
+        if changed is not text and hasattr(changed, name):
+            _set_id(changed, name, ids, text_ids[END])
+        if value != before:
+            changes.append(f"{name} = {json.dumps(value)} instead of {json.dumps(before)}")
+    note = f"model: {', '.join(changes)}: the ids with which texts of {shards.source} begin and end"
+    record = replace(record, stop_ids=tuple(text_ids[END]))
+    return ModelTextIds(changed, record, (note,) if changes else ())
 
 
 def _contradictions(
@@ -126,31 +139,6 @@ def _contradictions(
                 rule = f"texts of {source} begin with no special token"
                 remedy = f"{entry.key}=null, or tokenize with --beginning-of-text always"
                 yield Problem(entry.key, entry.value, rule, remedy)
-
-
-def _with_ids(
-    hf_config: PreTrainedConfig,
-    model_ids: Mapping[str, list[int]],
-    text_ids: Mapping[str, list[int]],
-    source: str,
-) -> tuple[PreTrainedConfig, tuple[str, ...]]:
-    """Return `hf_config` with `text_ids` in the language model's part, and at the top level if it
-    has the key; and a note on ids that differ from `model_ids`."""
-    changed = copy.deepcopy(hf_config)
-    text, changes = text_config(changed), []
-    for name, ids in text_ids.items():
-        if [*dict.fromkeys(model_ids[name])] == ids:
-            continue
-        before, value = getattr(text, name, None), _set_id(text, name, ids, text_ids[END])
-        if changed is not text and hasattr(changed, name):
-            _set_id(changed, name, ids, text_ids[END])
-        if value != before:
-            changes.append(f"{name} = {json.dumps(value)} instead of {json.dumps(before)}")
-    if not changes:
-        return changed, ()
-    return changed, (
-        f"model: {', '.join(changes)}: the ids with which texts of {source} begin and end",
-    )
 
 
 def _set_id(config: Any, name: str, ids: Sequence[int], ends: Sequence[int]) -> Any:
@@ -185,23 +173,17 @@ def end_of_turn_ids(tokenizer: Any) -> list[int]:
     added = tokenizer.added_tokens_decoder.items()
     special = {*tokenizer.all_special_ids, *(number for number, token in added if token.special)}
     for messages in ([_QUESTION, _REPLY], [_QUESTION, _REPLY, _QUESTION]):
-        ending = _after_answer(tokenizer, messages)
+        try:
+            text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+        except (TemplateError, ValueError, TypeError, KeyError):
+            continue  # the template refuses these messages
+        ending = text.rpartition(_ANSWER)[2] if _ANSWER in text else ""
         for token_id in tokenizer(ending, add_special_tokens=False).input_ids:
             if token_id in special:
                 return [int(token_id)]
         if ending.strip():
             break  # text that is not a token ends an answer
     return []
-
-
-def _after_answer(tokenizer: Any, messages: list[dict[str, str]]) -> str:
-    """Return the text that the chat template writes after the answer; empty if it refuses
-    `messages`."""
-    try:
-        text = str(tokenizer.apply_chat_template(messages, tokenize=False))
-    except (TemplateError, ValueError, TypeError, KeyError):
-        return ""
-    return text.rpartition(_ANSWER)[2] if _ANSWER in text else ""
 
 
 def stop_ids(record: TextRecord | None, tokenizer: Any, setting: object = None) -> list[int]:

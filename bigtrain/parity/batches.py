@@ -20,7 +20,6 @@ from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.equivalence.proxy_model import document_positions
 from bigtrain.models.equivalence.reductions import VOCABULARY
 from bigtrain.settings.batch_plan import BatchPlan
-from bigtrain.settings.objective import reads_scores, rows_per_sample
 from bigtrain.settings.run_config import ModelSection, RunConfig
 
 STEPS = 5
@@ -41,9 +40,9 @@ def save_reference_scores(model: Any, config: RunConfig) -> None:
     """Save the scores of a reference model next to the weights of the proxy `model`: the scores of
     the proxy, as in a run, plus noise without adapters, with which stages must have equal scores to
     passes without adapters."""
-    if not config.objective.needs_reference:
+    if not config.objective.kind.needs_reference:
         return
-    size, num_rows = config.batch.samples_per_step, rows_per_sample(config.objective)
+    size, num_rows = config.batch.samples_per_step, config.objective.kind.rows_per_sample
     plan = BatchPlan(size, size, 1, 1, config.batch.sequence_length, rows_per_sample=num_rows)
     steps = []
     for step in range(STEPS):
@@ -64,7 +63,7 @@ def micro_batches(
 ) -> list[MicroBatch]:
     """Return the batches of a step for `data_rank`."""
     batch = _random_batch(config, plan, step)
-    if reads_scores(config):
+    if config.objective.kind.reads_scores(config):
         assert config.model.path is not None
         scores = np.load(Path(config.model.path) / _REFERENCE_SCORES)[step]
         batch = replace(batch, reference=torch.from_numpy(scores))
@@ -79,9 +78,10 @@ def _random_batch(config: RunConfig, plan: BatchPlan, step: int) -> MicroBatch:
     model moves towards them and away. Of samples that are scored, each token up to the end has a
     target, and other tokens follow."""
     generator = torch.Generator().manual_seed(1000 + step)
-    objective = config.objective
+    section, objective = config.objective, config.objective.kind
     num_rows, length = plan.global_batch_size * plan.rows_per_sample, plan.sequence_length
-    num_tokens = _RATED_TOKENS if objective.type == "kto" else VOCABULARY
+    has_mismatched = objective.rows is not None and objective.rows.has_mismatched
+    num_tokens = _RATED_TOKENS if has_mismatched else VOCABULARY
     tokens = torch.randint(1, num_tokens, (num_rows, length + 1), generator=generator)
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].clone()
     ignored = torch.rand(labels.shape, generator=generator)
@@ -92,20 +92,20 @@ def _random_batch(config: RunConfig, plan: BatchPlan, step: int) -> MicroBatch:
     if config.data.isolates:
         positions = document_positions(num_rows, length)
         labels[:, :-1][positions[:, 1:] == 0] = IGNORED_LABEL
-    if objective.type == "kto":
+    if has_mismatched:
         chances = torch.rand(num_rows // 2, generator=generator)
         desirable = (chances < _DESIRABLE[step]).repeat_interleave(2)
     if objective.scores_samples:
         lengths = torch.randint(length // 2, length + 1, (num_rows, 1), generator=generator)
         labels = torch.where(torch.arange(length) < lengths, tokens[:, 1:], IGNORED_LABEL)
-    if objective.type == "classification":
+    if objective.rows is not None and objective.rows.has_classes:
         hf_config = load_hf_config(ModelSection(path=config.model.path))
         num_labels = int(hf_config.num_labels or 0)
         classes = torch.randint(num_labels, (num_rows,), generator=generator)
-    if objective.teacher is not None:
+    if section.teacher is not None:
         logits = 2 * torch.randn(*labels.shape, VOCABULARY, generator=generator)
         values, ids = logits.log_softmax(-1).topk(TEACHER_TOP_K)
-    if objective.type == "next_token" and step in WEIGHTED_STEPS:
+    if objective.is_next_token and step in WEIGHTED_STEPS:
         weights = 2 * torch.rand(labels.shape, generator=generator) * (labels != IGNORED_LABEL)
     return MicroBatch(
         inputs,

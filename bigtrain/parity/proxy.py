@@ -46,7 +46,6 @@ from bigtrain.settings.deepspeed.engine_config import (
 )
 from bigtrain.settings.deepspeed.keys import AUTO
 from bigtrain.settings.deepspeed.ownership import owned_values
-from bigtrain.settings.objective import teacher_run
 from bigtrain.settings.run_config import (
     BatchSection,
     ModelSection,
@@ -60,6 +59,7 @@ from bigtrain.settings.run_config import (
 )
 from bigtrain.settings.sections.base import Section
 from bigtrain.settings.sections.optimizer import AverageSection
+from bigtrain.settings.teacher import teacher_run
 
 SHIPPED = ("zero0", "zero1", "zero2", "zero3", "pipeline_zero1")
 _LABELS = ("first", "second", "third")
@@ -178,11 +178,11 @@ def _with_head(config: RunConfig) -> Any:
     """Return the configuration of the run's model with the head of the run's objective. Labels are
     the base's, or three: data are not read. Raises ConfigError as `with_objective_head`."""
     hf_config, objective = load_hf_config(config.model), config.objective
-    if not objective.scores_samples:
+    if not objective.kind.scores_samples:
         hf_config.architectures = None  # the token head also of a base that scores samples
         return hf_config
     labels: tuple[str, ...] = ()
-    if objective.type == "classification":
+    if objective.kind.rows is not None and objective.kind.rows.has_classes:
         label_names = hf_config.id2label if scores_samples(hf_config) else None
         labels = _LABELS if label_names is None else tuple(label_names.values())
     return with_objective_head(hf_config, config, labels)

@@ -21,20 +21,19 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.data.shards.format import IGNORED_LABEL
-from bigtrain.engine.objectives import make_objective
 from bigtrain.errors import ModelError, one_line
 from bigtrain.models.layers.adapter_names import base_name
 from bigtrain.models.layers.parameters import decoder_layers
 from bigtrain.models.parallel.grouped_experts import fit_experts
+from bigtrain.objectives.losses.passes import make_objective
+from bigtrain.objectives.section import ObjectiveSection
 from bigtrain.parity.adapters import with_adapters, without_adapters
 from bigtrain.parity.batches import RATES, STEPS, micro_batches
 from bigtrain.parity.optimizers import PlainOptimizer, plain_optimizer
 from bigtrain.parity.routers import RouterTerms, StepDivision
 from bigtrain.parity.sums_in_parts import SumsInParts
 from bigtrain.settings.batch_plan import BatchPlan
-from bigtrain.settings.objective import rows_per_sample, unit_of
 from bigtrain.settings.run_config import RunConfig
-from bigtrain.settings.sections.objective import ObjectiveSection
 
 _PARTS = (2, 3, 4)
 _DIVISIONS = 8
@@ -118,7 +117,7 @@ class _PlainModel:
 def _plain_model(config: RunConfig, dtype: torch.dtype) -> _PlainModel:
     section = config.model
     model_class = AutoModelForCausalLM
-    if config.objective.scores_samples:
+    if config.objective.kind.scores_samples:
         model_class = AutoModelForSequenceClassification
     model = _load(model_class, section.path, config, dtype)
     # Masters are the tensors of the files, without rounding.
@@ -126,7 +125,7 @@ def _plain_model(config: RunConfig, dtype: torch.dtype) -> _PlainModel:
     values = dict(full.named_parameters())
     for name, value in section.overrides.items():
         setattr(model.config, name, value)
-    terms = RouterTerms(model, config.moe)
+    terms = RouterTerms(model, config.moe, config.batch.sequence_length)
     if config.adapters is not None:
         model = with_adapters(model, config.adapters, config.seed)
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -157,9 +156,9 @@ def _train(
     model, masters = plain.model, plain.masters
     # Batches, objective and teacher of the run.
     samples = config.batch.samples_per_step
-    num_rows = rows_per_sample(config.objective)
+    num_rows = config.objective.kind.rows_per_sample
     plan = BatchPlan(samples, samples, 1, 1, config.batch.sequence_length, rows_per_sample=num_rows)
-    objective = make_objective(config)
+    objective = make_objective(config.objective)
     teacher: Any = None
     if config.objective.teacher_model is not None:
         teacher_path = config.objective.teacher_model
@@ -169,7 +168,7 @@ def _train(
     with torch.no_grad():
         model.eval()
         (batch,) = micro_batches(config, plan, 0, 0)
-        if config.objective.scores_samples:
+        if config.objective.kind.scores_samples:
             is_past_end = batch.labels == IGNORED_LABEL
             padding = model.config.get_text_config().pad_token_id
             batch = replace(batch, input_ids=batch.input_ids.masked_fill(is_past_end, padding))
@@ -244,9 +243,9 @@ def _num_units(section: ObjectiveSection, batch: MicroBatch) -> float:
     if batch.weights is not None:
         return float(batch.weights.double().sum())
     targets = batch.labels != IGNORED_LABEL
-    if unit_of(section) == "tokens":
+    if section.kind.unit == "tokens":
         return int(targets.sum())
-    return int(targets.any(-1).sum()) // rows_per_sample(section)
+    return int(targets.any(-1).sum()) // section.kind.rows_per_sample
 
 
 def _rows(samples: torch.Tensor, rows_per_sample: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 
-from bigtrain.models.equivalence.parameter_plan import PROBE_TOKENS, parameters_without_gradient
+from bigtrain.models.equivalence.parameter_plan import find_gradient_reach
 from bigtrain.models.experts import SelectionBias, has_auxiliary_loss, selection_biases
 from bigtrain.settings.run_config import MoeSection
 
@@ -52,7 +52,7 @@ _FORMULA = "load_balancing_loss_func"
 class RouterTerms:
     """Router terms of a plain model in training."""
 
-    def __init__(self, model: Any, section: MoeSection) -> None:
+    def __init__(self, model: Any, section: MoeSection, sequence_length: int) -> None:
         self._model, self._section = model, section
         is_on = has_auxiliary_loss(model.config)
         self._coefficient = float(model.config.router_aux_loss_coef) if is_on else 0.0
@@ -62,7 +62,7 @@ class RouterTerms:
         self._counts: dict[str, torch.Tensor] = {}
         self.biases: list[SelectionBias] = []
         if section.bias_update_rate:
-            untrained = parameters_without_gradient(model.config, PROBE_TOKENS) or ()
+            untrained = find_gradient_reach(model.config, sequence_length).absent or ()
             self.biases = selection_biases(model, untrained)
         modules = dict(model.named_modules())
         for bias in self.biases:

@@ -18,7 +18,6 @@ from bigtrain.planner.tables.engines import MeasuredEngine, engine_named
 from bigtrain.planner.tables.hardware import Device
 from bigtrain.settings.deepspeed.engine_config import offload_device
 from bigtrain.settings.deepspeed.keys import value_at
-from bigtrain.settings.objective import num_reference_rows, trained_rows_per_sample
 from bigtrain.settings.resolve import ResolvedRun
 from bigtrain.settings.run_config import OptimizerSection
 from bigtrain.settings.sections.model import chunk_tokens
@@ -188,8 +187,8 @@ def layout_of(
         **topology.degrees(),
         zero_stage=run.engine.zero_stage,
         micro_batch_size=run.plan.micro_batch_size,
-        rows_per_sample=trained_rows_per_sample(config.objective),
-        num_reference_rows=num_reference_rows(config),
+        rows_per_sample=config.objective.kind.trained_rows_per_sample,
+        num_reference_rows=config.objective.kind.num_reference_rows(config),
         num_accumulation=run.plan.accumulation,
         sequence_length=config.batch.sequence_length,
         recompute=recompute,

@@ -161,7 +161,7 @@ def longest_sample(request: SearchSpace, cluster: Cluster, engine: Engine) -> tu
     fit. `request` tells everything but these two. Memory grows with the tokens of a sample."""
     grain = math.lcm(_GRAIN, 2 * cluster.num_devices)
     divisors = [n for n in range(1, cluster.num_devices + 1) if cluster.num_devices % n == 0]
-    facts = request.facts.changed(max_positions=None)  # the model's overrides can extend them
+    facts = request.facts | Facts(max_positions=None)  # the model's overrides can extend them
 
     def at(num_grains: int) -> Ranking:
         ranking = Ranking([], [], 0)
@@ -462,14 +462,17 @@ def _smallest(degrees: _Degrees, request: SearchSpace) -> Layout:
 
 def is_legal(facts: Facts, zero_stage: int, degrees: Degrees) -> bool:
     """Return whether a run with `degrees` would be accepted."""
-    changed = facts.changed(
-        zero_stage=zero_stage,
-        world_size=degrees.world_size,
-        **degrees.model_degrees(),
-        pipeline_block=False,
-        pipeline_settings=(),
+    sizes: dict[str, Any] = degrees.model_degrees()
+    return not is_violated(
+        facts
+        | Facts(
+            zero_stage=zero_stage,
+            world_size=degrees.world_size,
+            **sizes,
+            pipeline_block=False,
+            pipeline_settings=(),
+        )
     )
-    return not is_violated(changed)
 
 
 def _savings(degrees: _Degrees, request: SearchSpace) -> list[dict[str, Any]]:
@@ -478,21 +481,22 @@ def _savings(degrees: _Degrees, request: SearchSpace) -> list[dict[str, Any]]:
     if degrees.zero_stage < 1 or degrees.pipeline_size > 1:
         return []
 
-    def legal(**changes: Any) -> bool:
-        return is_legal(request.facts.changed(**changes), degrees.zero_stage, degrees)
+    def legal(changes: Facts) -> bool:
+        return is_legal(request.facts | changes, degrees.zero_stage, degrees)
 
     full = {"recompute": "full"}
     tiles = {**full, "tiled_mlp": "auto"}
     activations = {**full, "offload_activations": True}
     layer_savings: list[dict[str, Any]] = []
-    if request.tiled_mlp == "off" and legal(tiled_mlp="auto"):
+    if request.tiled_mlp == "off" and legal(Facts(tiled_mlp="auto")):
         layer_savings.append(tiles)
-    if legal(activation_offload=True):
+    if legal(Facts(activation_offload=True)):
         layer_savings += [activations, *({**activations, **changes} for changes in layer_savings)]
     options, optimizer = list(layer_savings), {"offload_optimizer": True}
-    if legal(offload_optimizer="cpu"):
+    if legal(Facts(offload_optimizer="cpu")):
         options += [{**optimizer, **changes} for changes in ({}, full, *layer_savings)]
-    if degrees.zero_stage == 3 and legal(offload_optimizer="cpu", offload_param="cpu"):
+    offloaded = Facts(offload_optimizer="cpu", offload_param="cpu")
+    if degrees.zero_stage == 3 and legal(offloaded):
         everything = {**optimizer, "offload_parameters": True}
         options += [{**everything, **changes} for changes in (full, *layer_savings)]
     return options

@@ -18,11 +18,11 @@ from bigtrain.settings.compatibility.facts import Device
 from bigtrain.settings.extensions import check_callback, check_samples, is_stream
 from bigtrain.settings.hf_config_keys import missing_model
 from bigtrain.settings.loading import load_run_config, parse_run_config
-from bigtrain.settings.objective import of_teacher, teacher_run
 from bigtrain.settings.resolve import ResolvedRun, resolve_run, resolve_run_files
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.settings.sections.extensions import GIVEN
 from bigtrain.settings.sections.optimizer import check_optimizer_package
+from bigtrain.settings.teacher import of_teacher, teacher_run
 from bigtrain.system.stop_signals import StopSignals
 from bigtrain.system.world import World, read_world
 
@@ -102,9 +102,7 @@ def _try_inputs(resolved: ResolvedRun) -> tuple[ResolvedRun, list[str]]:
     inputs = segments[0].inputs
     resolved = resolved if resolved.phases else segments[0].run
     check_base_weights(resolved.config, inputs)
-    checkpoint = refuse_other_run(
-        resolved.config, inputs.sources, inputs.data_hash, inputs.model_plan.parameters
-    )
+    checkpoint = refuse_other_run(resolved.config, inputs.sources, inputs.model_plan.parameters)
     lines = [f"data: {len(inputs.datasets)} opened, model: {inputs.hf_config.model_type}"]
     lines += inputs.model_plan.lines(resolved.plan.accumulation)
     return resolved, [*lines, *counted, *inputs.notes, *_resumes_from(checkpoint)]
@@ -244,9 +242,7 @@ def train_resolved(
         segments = (replace(first, inputs=inputs), *segments[1:])
         if world.local_rank == 0:
             parameters = inputs.model_plan.parameters
-            refuse_other_run(
-                first.run.recorded_config, inputs.sources, inputs.data_hash, parameters
-            )
+            refuse_other_run(first.run.recorded_config, inputs.sources, parameters)
         from bigtrain.run.reporting.library_log import import_log
 
         with import_log(is_shown=run.config.logging.deepspeed == "shown") as said:

@@ -193,10 +193,9 @@ def _cluster(
 def _request(config: RunConfig, cluster: Cluster, model: Any) -> SearchSpace:
     from bigtrain.planner.run_prediction import optimizer_costs
     from bigtrain.planner.search import SearchSpace
-    from bigtrain.settings.compatibility.facts import Facts
+    from bigtrain.settings.compatibility.facts import Facts, read_facts
     from bigtrain.settings.deepspeed.engine_config import gradient_dtype_of
     from bigtrain.settings.hf_config_keys import inspect_configuration
-    from bigtrain.settings.objective import num_reference_rows, trained_rows_per_sample
     from bigtrain.system.units import DTYPE_BYTES
 
     # The facts that decide which layouts are legal, for the settings of ZeRO 1.
@@ -205,8 +204,9 @@ def _request(config: RunConfig, cluster: Cluster, model: Any) -> SearchSpace:
         raise ConfigError(problems, "the run")
     raw = _deepspeed_json(1, "")
     device: Device = "cpu" if cluster.device.is_cpu else "cuda"
-    device_facts = {"world_size": cluster.num_devices, "device": device, "async_io": True}
-    facts = Facts(config, raw, figures, torch_adam=True, **device_facts)
+    facts = read_facts(config, raw, figures) | Facts(
+        torch_adam=True, world_size=cluster.num_devices, device=device, async_io=True
+    )
     gradients = gradient_dtype_of(config, 1) or config.precision.dtype
     memory = config.checkpoint.memory
     return SearchSpace(
@@ -224,8 +224,8 @@ def _request(config: RunConfig, cluster: Cluster, model: Any) -> SearchSpace:
         copies_states=config.checkpoint.asynchronous,
         memory_every_steps=None if memory is None else memory.every_steps,
         partner_copies=0 if memory is None or cluster.num_nodes == 1 else memory.copies,
-        rows_per_sample=trained_rows_per_sample(config.objective),
-        num_reference_rows=num_reference_rows(config),
+        rows_per_sample=config.objective.kind.trained_rows_per_sample,
+        num_reference_rows=config.objective.kind.num_reference_rows(config),
     )
 
 

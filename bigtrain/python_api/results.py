@@ -327,12 +327,18 @@ def verify_run(run: str | Path, step: int | None = None) -> dict[int, str | None
 
 def verify_model(directory: str | Path) -> int:
     """Read the weights of an export again and compare every checksum; return the number of
-    files. Raise ModelError with every corrupt one."""
-    from bigtrain.models.weights.checksums import corrupt_weights
+    files. Raise ModelError with every corrupt one, and for weights of one site of several."""
+    from bigtrain.models.weights.checksums import corrupt_weights, is_of_one_site
+    from bigtrain.settings.sections.sites import ONE_SITE
 
     num_files, corrupt = corrupt_weights(Path(directory))
     if corrupt:
         raise ModelError("\n".join(f"{directory} is corrupt: {text}" for text in corrupt))
+    if is_of_one_site(Path(directory)):
+        raise ModelError(
+            f"{directory} has the weights of one site, {ONE_SITE} (README.md) -> verify and use "
+            "the export of a site that ended with exit code 0"
+        )
     return num_files
 
 

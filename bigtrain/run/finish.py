@@ -29,7 +29,7 @@ STOPPED_WAIT_SECONDS = 20.0
 EXPORT = "hf"
 EXPORTED = "exported.json"
 """File of a run directory that names the step of its ``hf/``, and of one of several sites the outer
-step and the sites that made it. Absent: no export, or unknown."""
+step with which the run ended and the sites that made it. Absent: no export, or unknown."""
 
 
 def closing_result(

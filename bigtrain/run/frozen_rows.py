@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,12 +19,16 @@ from bigtrain.models.layers.adapter_checks import SAVED_KEY
 from bigtrain.models.layers.adapter_targets import find_saved
 from bigtrain.models.layers.parameters import freeze, names_of
 from bigtrain.models.weights.import_hf import find_weights
+from bigtrain.models.weights.lazy_tensors import LazyTensor
 from bigtrain.models.weights.untrained_rows import untrained_rows
+from bigtrain.models.weights.weight_files import weight_files
 from bigtrain.settings.run_config import RunConfig
+from bigtrain.system.user_cache import cached, key_of, source_of
 
 _SCANNED_TOKENS = 1 << 26
 """Tokens of a dataset that are looked at: control tokens are in every document."""
 _BLOCK_TOKENS = 1 << 22  # a multiple of 8
+_CACHE = "frozen_rows"
 
 
 def check_frozen_rows(
@@ -39,17 +45,47 @@ def check_frozen_rows(
     if not (frozen := _frozen_tables(config, model)):
         return [], []
     weights = find_weights(path, hf_config, seed=config.seed)
+    files = [file.resolve() for file in weight_files(path, hf_config)]
+    states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    rows_by_table = {}
+    for name in frozen:
+
+        def find(table: LazyTensor = weights.tensors[name]) -> dict[str, Any]:
+            return {"rows": list(untrained_rows(table).items())}
+
+        key = key_of(
+            [source_of(inspect.getfile(untrained_rows)), json.dumps([states, name, config.seed])]
+        )
+        rows_by_table[name] = dict(cached(_CACHE, key, find)["rows"])
+    ids = sorted({number for rows in rows_by_table.values() for number in rows})
     padding = getattr(text_config(hf_config), "pad_token_id", None)
     problems, notes = [], []
     for dataset in datasets:
-        if isinstance(dataset, SourceDataset | StreamDataset):
-            continue  # samples of the user's own
-        # Count the tokens that the training split teaches: the targets among its first tokens, and
-        # the tokens that end texts.
-        record = dataset.table.tokenizer
+        if not ids or isinstance(dataset, SourceDataset | StreamDataset):
+            continue  # a base without untrained rows, or samples of the user's own
+        untrained = {
+            number: [
+                f"its row of {n} is {r[number]}" for n, r in rows_by_table.items() if number in r
+            ]
+            for number in _learned(dataset, ids)
+        }
+        padding_rows = {n: untrained.pop(n) for n in [padding] if n in untrained}
+        problems += [_problem(config, model, dataset, untrained)] if untrained else []
+        notes += [str(_problem(config, model, dataset, padding_rows))] if padding_rows else []
+    return problems, notes
+
+
+def _learned(dataset: TokenDataset, ids: list[int]) -> list[int]:
+    """Return the tokens among `ids` that the training split of `dataset` teaches: the targets among
+    its first tokens, and the tokens that end texts. The result is cached by the shards' checksums,
+    which a check of the dataset compares with the files."""
+    record, columns = dataset.table.tokenizer, dataset.table.splits["train"]
+    num_scanned = int(np.searchsorted(np.cumsum(columns.rows["tokens"]), _SCANNED_TOKENS)) + 1
+
+    def scan() -> dict[str, Any]:
         counts = np.zeros(record.vocab_size, np.int64)
         tokens_to_scan = _SCANNED_TOKENS
-        for shard in dataset.shards("train"):
+        for shard in dataset.shards("train")[:num_scanned]:
             for low in range(0, min(shard.num_tokens, tokens_to_scan), _BLOCK_TOKENS):
                 high = min(low + _BLOCK_TOKENS, shard.num_tokens)
                 tokens = shard.tokens[low:high]
@@ -59,19 +95,15 @@ def check_frozen_rows(
                     tokens = tokens[bits.view(np.bool_)]
                 counts += np.bincount(tokens, minlength=record.vocab_size)
             tokens_to_scan -= shard.num_tokens
-            if tokens_to_scan <= 0:
-                break
         learned = {*np.flatnonzero(counts).tolist(), *(record.answer_end_ids or ())}
+        return {"ids": [number for number in ids if number in learned]}
 
-        # Find learned tokens whose rows the base never trained and this run does not train.
-        untrained: dict[int, list[str]] = {}
-        for name in frozen:
-            for number, content in untrained_rows(weights.tensors[name], learned).items():
-                untrained.setdefault(number, []).append(f"its row of {name} is {content}")
-        padding_rows = {n: untrained.pop(n) for n in [padding] if n in untrained}
-        problems += [_problem(config, model, dataset, untrained)] if untrained else []
-        notes += [str(_problem(config, model, dataset, padding_rows))] if padding_rows else []
-    return problems, notes
+    ends = [record.vocab_size, record.answer_end_ids, columns.is_masked, ids]
+    shards = columns.rows[:num_scanned].tobytes()
+    result: list[int] = cached(
+        _CACHE, key_of([source_of(__file__), shards, json.dumps(ends)]), scan
+    )["ids"]
+    return result
 
 
 def _tables(model: Any) -> list[Any]:

@@ -182,11 +182,10 @@ class Loop:
         if self.replicas is not None:
             policy = self.replicas.policy(state, policy)
         self._profiler.before(step)
-        unreached = self.engine.unreached
         with (
             explained(self.context, self.engine),
             self.callbacks.recording(),
-            unreached.compared(),
+            self.engine.first_gradients.compared(self.log.info),
         ):
             result = self.engine.train_step(micro_batches, lr, policy, observe=is_logged)
         self._clock.count_step()

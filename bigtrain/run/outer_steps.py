@@ -68,6 +68,7 @@ class OuterSteps:
                 config.sites,
                 context.world,
                 facts,
+                last_step=config.train.total_steps,
                 allowed=allowed,
                 run=run,
                 # Other sites may be far from their next outer step: not a hang of this one.
@@ -78,6 +79,8 @@ class OuterSteps:
         """Begin at `state`, which the engine holds; return where the run continues, later if other
         sites are ahead. Raises LaunchError on every rank if sites of a new run have other
         weights."""
+        if self._has_ended(state):
+            self._step = None  # nothing is left to exchange
         if self._step is None:
             return state
         self._context.heartbeat.set_phase("joining the other sites", slow=True)
@@ -101,15 +104,13 @@ class OuterSteps:
 
     def is_due(self, state: TrainState) -> bool:
         """Return whether outer steps are due before the next step of the run."""
-        steps = self._context.config.train.total_steps
-        return self._step is not None and self._step.is_due(state.step, steps)
+        return self._step is not None and self._step.is_due(state.step)
 
     def make(self, state: TrainState) -> TrainState:
         """Make the due outer steps; return the state after them. Raises LaunchError on every rank
         if this site can make none."""
         assert self._step is not None
-        steps = self._context.config.train.total_steps
-        self._log_steps(state, self._step.after_step(state.step, steps))
+        self._log_steps(state, self._step.after_step(state.step))
         return self._moved(state)
 
     def settle(self, state: TrainState) -> TrainState:
@@ -132,10 +133,14 @@ class OuterSteps:
             if metrics is not None:
                 first_sample = max(0, state.samples - batch)
                 self._log.event(event.pop("event"), state, first_sample=first_sample, **event)
+        record = self._step.record
+        is_same = record.number == state.outer_steps
         state = replace(
             state,
-            outer_steps=self._step.number,
-            outer_tokens=self._step.tokens_seen,
+            outer_steps=record.number,
+            outer_tokens=record.tokens_seen,
+            outer_ended=record.ended_step,
+            outer_sites=record.sites or (state.outer_sites if is_same else ()),
             outer_sent=self._step.under_way,
         )
         # Sites that are ahead have trained the steps that this site skips.
@@ -159,28 +164,51 @@ class OuterSteps:
             number, sites = values.pop("number"), list(values.pop("sites"))
             metrics.log_outer_step(state.step, outer_step=number, sites=sites, **values)
 
-    def final_record(self) -> dict[str, Any]:
+    def _has_ended(self, state: TrainState) -> bool:
+        """Return whether the weights at `state` are the weights of the run: the outer server made
+        the outer step that ended it with this site, or gave this site its weights."""
+        return state.outer_ended >= self._context.config.train.total_steps
+
+    def make_last(self, state: TrainState) -> TrainState:
+        """Make the outer step that ends the run, if this site has trained its last step, was then
+        apart from the other sites, and starts again. As `make`."""
+        if self._step is None or self._has_ended(state) or not self.is_due(state):
+            return state
+        self._context.heartbeat.set_phase("outer step with the other sites", slow=True)
+        return self.make(state)
+
+    def final_record(self, state: TrainState) -> dict[str, Any]:
         """Return, and log, the outer step that the weights at the end of the run are of, and its
-        sites; empty without other sites. Raises LaunchError on every rank if this site ended apart
-        from the other sites, with weights of this site only."""
-        outer = self._step
-        if outer is None or outer.sites.count == 1:
+        sites; empty without other sites. Raises LaunchError on every rank if these are not the
+        weights of the run: of all sites that end, only sites with equal weights export."""
+        sites, steps = self._context.config.sites, self._context.config.train.total_steps
+        if sites is None or sites.count == 1:
             return {}
-        index, count = outer.sites.index, outer.sites.count
-        if outer.detached:
-            raise LaunchError(
-                f"site {index} ended apart from the other sites, after outer step {outer.number} "
-                f"({outer.detached}): its weights are saved and are not those of the run, so they "
-                "are not exported -> start this site again with the server reachable: it takes the "
-                "weights of the others and exports them; `bigtrain export` exports its own"
+        if not self._has_ended(state):
+            reason = f"the outer step after step {steps}, with which the run ends, is not on it"
+            fix = (
+                "start this site again with the server reachable: it makes that outer step, or "
+                "takes the weights of the sites that made it"
             )
-        made_by = list(outer.made_by)
-        site_numbers = ", ".join(map(str, made_by)) or "an earlier launch"
+            if self._step is not None and self._step.detached:
+                reason = self._step.detached
+            elif state.step < steps:
+                reason = f"a callback ended it after step {state.step} of {steps}"
+                fix = (
+                    f"train.steps={state.step} and checkpoint.allow_changes=[train.steps] on all "
+                    "sites: they exchange their weights after that step"
+                )
+            raise LaunchError(
+                f"site {sites.index} ended apart from the other sites, after outer step "
+                f"{state.outer_steps} ({reason}): its weights are saved and are not those of the "
+                f"run, so they are not exported -> {fix}"
+            )
+        made_by = list(state.outer_sites)
         self._log.info(
-            f"the weights are those of outer step {outer.number}, made by site {site_numbers} of "
-            f"{count}"
+            f"the weights are those of outer step {state.outer_steps}, with which the run ended, "
+            f"made by site {', '.join(map(str, made_by))} of {sites.count}"
         )
-        return {"outer_step": outer.number, "sites": made_by}
+        return {"outer_step": state.outer_steps, "sites": made_by}
 
     def close(self) -> None:
         """Leave the other sites, which then do not wait for this one."""

@@ -29,12 +29,13 @@ from bigtrain.models.weights.import_hf import find_weights
 from bigtrain.run.output_directory import check_output
 from bigtrain.run.reporting.metrics import check_trackers
 from bigtrain.run.text_ids import resolve_text_ids
-from bigtrain.settings.compatibility.check import Facts, check_model
+from bigtrain.settings.compatibility.check import check_model
+from bigtrain.settings.compatibility.facts import Facts
 from bigtrain.settings.hf_config_keys import check_layer_drop
-from bigtrain.settings.objective import of_teacher
 from bigtrain.settings.resolve import ResolvedRun, resolve_teacher
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.settings.sections.optimizer import check_optimizer_package
+from bigtrain.settings.teacher import of_teacher
 from bigtrain.system.text_record import TextRecord
 
 if TYPE_CHECKING:
@@ -292,7 +293,8 @@ def _check_method(run: ResolvedRun, hf_config: Any) -> list[Problem]:
     if run.engine.zero_stage == 3:
         from bigtrain.models.equivalence.expert_parallel import check_expert_gathering
 
-        problems += check_expert_gathering(hf_config, run.engine.zero_stage, num_replicas)
+        length = config.batch.sequence_length
+        problems += check_expert_gathering(hf_config, run.engine.zero_stage, num_replicas, length)
     return problems
 
 

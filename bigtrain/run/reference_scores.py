@@ -169,6 +169,7 @@ class ReferenceScores:
         """Return scores of the samples of a split: float32 [samples, rows of a sample]."""
         scores = scores_by_hash[identity_of(dataset).hash]
         sums = scores.sums(split).astype(np.float32)
-        if self.context.config.objective.type == "kto":
+        rows = self.context.config.objective.kind.rows
+        if rows is not None and rows.has_mismatched:
             return np.stack([sums, scores.mismatched_sums(split).astype(np.float32)], 1)
         return sums.reshape(-1, self.context.plan.rows_per_sample)

@@ -41,6 +41,7 @@ from bigtrain.data.shards.scores import (
 from bigtrain.engine.startup.mesh import Mesh
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.models.weights.checksums import TOKEN_FILES, Sums
+from bigtrain.objectives.section import ROWS
 from bigtrain.run.checkpointing.checkpoints import MANIFEST
 from bigtrain.run.checkpointing.initialize import find_checkpoint
 from bigtrain.run.context import RunContext
@@ -106,6 +107,7 @@ def score_dataset(
             writers.append(ScoreWriter(directory, request))
 
     work.on_main_rank(begin)
+    rows = ROWS.get(scored.dataset.table.rows)
     splits: dict[Split, list[ScorePartRecord]] = {}
     longest: dict[Split, int] = {}
     for split in scored.splits:
@@ -113,7 +115,7 @@ def score_dataset(
         truncates, length = request.long_documents == "truncate", request.sequence_length
         samples = DocumentSamples(stream, length, "truncate" if truncates else "divide")
         rated: RatedSamples | None = None
-        if scored.dataset.table.rows == "kto":  # which needs mismatched answers, too
+        if rows is not None and rows.has_mismatched:
             rated_stream = split_stream(scored.dataset, split)
             rated = RatedSamples(rated_stream, length, truncates=truncates)
         longest[split], splits[split] = samples.longest, []

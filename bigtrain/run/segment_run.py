@@ -50,7 +50,6 @@ from bigtrain.run.segments import Segment, segment_at
 from bigtrain.run.session import begin_writing
 from bigtrain.run.state import TrainState, is_over
 from bigtrain.run.stream_position import with_position
-from bigtrain.settings.objective import reads_scores
 from bigtrain.system.user_cache import cache_get, cache_put
 
 if TYPE_CHECKING:
@@ -189,7 +188,7 @@ class SegmentRun:
                 teacher=None if self._teacher is None else self._teacher.sums,
             )
         # A reference model scores with the weights as they are now, before any step.
-        if reads_scores(context.config):
+        if context.config.objective.kind.reads_scores(context.config):
             from bigtrain.run.reference_scores import ReferenceScores
 
             scores = ReferenceScores(context, log, engine, launch.mesh, inputs, resumed.base)
@@ -216,7 +215,7 @@ class SegmentRun:
                 state,
                 prediction=launch.prediction,
                 copies=launch.copies,
-                outer=self._outer.final_record(),
+                outer=self._outer.final_record(state),
             )
             outcome = Finished(state.step)
         else:
@@ -302,10 +301,13 @@ class SegmentRun:
             ) as saver,
             self._open_memory_saver(saver) as memory_saver,
         ):
-            if resumed.state.step < state.step >= context.config.train.total_steps:
-                saver.save(state, {})  # other sites have trained to the end without this one
-            elif is_over(context.config, state):
-                saver.finish_retention(state.step)
+            if is_over(context.config, state):
+                # Other sites may have ended the run without this one, or this one has to.
+                state = self._outer.make_last(state)
+                if state == resumed.state:
+                    saver.finish_retention(state.step)
+                else:
+                    saver.save(state, {})
 
             def roll_back_steps(bad_state: TrainState) -> TrainState:
                 restored = self._refuse_earlier_phase(roll_back(context, log, engine, bad_state))

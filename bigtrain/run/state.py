@@ -60,8 +60,10 @@ class TrainState:
     `phases`: of the data (`bigtrain.data.samples.phases`), oldest first. `outer_steps`: done with
     other sites. `outer_sent`: the fragment of the last one that is not yet applied to the masters,
     and the step after which it was sent. `outer_tokens`: that the global weights have been trained
-    on. `stopped_steps`: ``train.steps`` of the run that a callback ended here; 0: none did.
-    `stream`: position of a stream of samples, set when the state is saved.
+    on. `outer_sites`: in the last outer step. `outer_ended`: the last step of the run, if these are
+    the weights with which it ended on several sites; else 0. `stopped_steps`: ``train.steps`` of
+    the run that a callback ended here; 0: none did. `stream`: position of a stream of samples, set
+    when the state is saved.
     """
 
     step: int = 0
@@ -73,6 +75,8 @@ class TrainState:
     best: BestSoFar = BestSoFar()
     outer_sent: tuple[int, int] | None = None
     outer_tokens: int = 0
+    outer_ended: int = 0
+    outer_sites: tuple[int, ...] = ()
     stopped_steps: int = 0
     stream: StreamPosition | None = None
 

@@ -27,7 +27,7 @@ def text_record(tokenizers: Sequence[TokenizerRecord]) -> TextRecord:
         {number for tokenizer in tokenizers for number in tokenizer.answer_end_ids or ()}
     )
     stops = tuple(dict.fromkeys((*documents, *answers)))
-    return TextRecord(first.beginning_ids or (), first.end_of_document_id, stops)
+    return TextRecord(first.beginning_ids, first.end_of_document_id, stops)
 
 
 def resolve_text_ids(

@@ -13,7 +13,8 @@ from typing import Any
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.settings.accelerate import SOURCE, AccelerateSettings
 from bigtrain.settings.batch_plan import BatchPlan, plan_batch
-from bigtrain.settings.compatibility.check import Device, Facts, check_compatibility
+from bigtrain.settings.compatibility.check import check_compatibility
+from bigtrain.settings.compatibility.facts import Device, Facts, read_facts
 from bigtrain.settings.deepspeed.engine_config import (
     EngineConfig,
     check_file_alone,
@@ -36,18 +37,9 @@ from bigtrain.settings.hf_config_keys import (
     key_table,
 )
 from bigtrain.settings.loading import apply_overrides, find_config, load_run_config, parse_yaml
-from bigtrain.settings.objective import (
-    check_distillation,
-    check_objective,
-    check_pairs,
-    check_reference,
-    check_scores,
-    of_teacher,
-    rows_per_sample,
-    teacher_run,
-)
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.settings.sections.extensions import GIVEN, is_imported
+from bigtrain.settings.teacher import of_teacher, teacher_run
 from bigtrain.settings.topology import Topology, derive_topology
 
 
@@ -185,7 +177,7 @@ def _check_phases(config: RunConfig) -> list[Problem]:
             "checkpoint.memory=null",
         ),
         (
-            config.objective.type != "next_token",
+            not config.objective.kind.is_next_token,
             "objective.type",
             config.objective.type,
             "batch.phases are for samples of any length, and pairs and answers have their own",
@@ -311,16 +303,11 @@ def _check_extensions(draft: _Draft) -> list[Problem]:
 def _check_objective(draft: _Draft) -> list[Problem]:
     """Check the objective, and then what it needs of data and model, which only a sound one
     defines."""
-    config = draft.config
-    if problems := check_objective(config.objective):
+    objective = draft.config.objective.kind
+    if problems := objective.import_problems():
         return problems
-    draft.rows_per_sample = rows_per_sample(config.objective)
-    return [
-        *check_pairs(config),
-        *check_scores(config),
-        *check_reference(config),
-        *check_distillation(config),
-    ]
+    draft.rows_per_sample = objective.rows_per_sample
+    return objective.problems(draft.config)
 
 
 def _check_scoring(draft: _Draft) -> list[Problem]:
@@ -328,7 +315,7 @@ def _check_scoring(draft: _Draft) -> list[Problem]:
     if not draft.scores:
         return []
     config, problems = draft.config, []
-    if config.objective.scores_samples:
+    if config.objective.kind.scores_samples:
         rule = "its model predicts no tokens, whose log-probabilities would be stored"
         problems.append(Problem("objective.type", config.objective.type, rule, "next_token"))
     if config.data.samples is not None:
@@ -388,17 +375,15 @@ def _render_engine(draft: _Draft) -> list[Problem]:
     if draft.accelerate is not None:
         problems += draft.accelerate.contradictions(config, draft.plan, tree, label)
     draft.engine, engine_problems = render(config, draft.plan, tree, label)
-    facts = Facts(
-        config,
-        tree,
-        draft.model,
+    facts = read_facts(config, tree, draft.model) | Facts(
         world_size=draft.world_size,
         device=draft.device,
         async_io=draft.async_io,
         source=label,
         accelerate=label == SOURCE,
-        **({"objective": "scores"} if draft.scores else {}),
     )
+    if draft.scores:
+        facts |= Facts(objective="scores")
     return [*problems, *engine_problems, *check_compatibility(facts)]
 
 

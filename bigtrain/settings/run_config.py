@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from pydantic import model_validator
 
+from bigtrain.objectives.section import ObjectiveSection
 from bigtrain.settings.sections.adapters import AdaptersSection
 from bigtrain.settings.sections.base import NonNegativeInt, Section
 from bigtrain.settings.sections.data import (
@@ -28,7 +29,6 @@ from bigtrain.settings.sections.model import (
     PrecisionSection,
     VocabularySection,
 )
-from bigtrain.settings.sections.objective import ObjectiveSection
 from bigtrain.settings.sections.optimizer import OptimizerSection
 from bigtrain.settings.sections.running import (
     CheckpointSection,
@@ -150,7 +150,7 @@ class RunConfig(Section):
     def records_metrics(self) -> bool:
         """Whether code of the user, or the objective, may record metrics."""
         has_user_code = bool(self.model.type) or self.has_user_callbacks
-        return has_user_code or self.objective.type != "next_token"
+        return has_user_code or not self.objective.kind.is_next_token
 
     @property
     def base_tokenizer(self) -> str | None:

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from bigtrain.errors import TrainingError
 from bigtrain.sites.codecs import Codec, is_finite
@@ -16,6 +15,7 @@ from bigtrain.sites.metrics import square
 
 if TYPE_CHECKING:  # which imports DeepSpeed; the outer server does without
     from bigtrain.sites.outer_state import Window
+    from bigtrain.sites.site_ranks import SiteRanks
 
 MOST_CHANGE = 10.0
 """Limit of a site's change to the global weights, root mean square, in units of 1 + that of these.
@@ -65,21 +65,16 @@ def refuse_norm(change: float, weights: float, count: int, slack: float = 1.0) -
         )
 
 
-def refuse_own_change(
-    windows: Iterable[Window], site: int, step: int, device: torch.device
-) -> None:
+def refuse_own_change(windows: Iterable[Window], site: int, step: int, ranks: SiteRanks) -> None:
     """Raise TrainingError on every rank of this site if its change after `step` cannot be sent.
     Collective over the site."""
-    totals = torch.zeros(3, dtype=torch.float64)
+    change = weights = count = 0.0
     for window in windows:
         local = window.gathered()
-        totals[0] += square(local, window.weights)
-        totals[1] += square(window.weights, torch.zeros(()))
-        totals[2] += len(local)
-    totals = totals.to(device)
-    if dist.is_initialized():
-        dist.all_reduce(totals)
-    change, weights, count = totals.tolist()
+        change += square(local, window.weights)
+        weights += square(window.weights, torch.zeros(()))
+        count += len(local)
+    change, weights, count = ranks.sums(change, weights, count)
     try:
         refuse_norm(change, weights, int(count))
     except UnusableError as error:

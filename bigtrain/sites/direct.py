@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from itertools import chain
 from typing import Any
@@ -15,26 +15,28 @@ from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.errors import LaunchError
 from bigtrain.models.torch_patches import gloo_group
 from bigtrain.settings.sections.sites import SitesSection
+from bigtrain.sites.attempt import Attempt
 from bigtrain.sites.client import DetachedError
 from bigtrain.sites.codecs import CODECS
 from bigtrain.sites.contribution import UnusableSiteError
 from bigtrain.sites.exchange import SiteGroup, Tensors, WeightExchange, rectangles_of
 from bigtrain.sites.membership import Membership, ServerStore
-from bigtrain.sites.outer_round import OuterRound
 from bigtrain.sites.outer_state import OuterState, held_twice
-from bigtrain.sites.protocol import RoundPlan, digest_of
+from bigtrain.sites.protocol import Header, RoundPlan, digest_of
 from bigtrain.sites.site_ranks import SiteRanks
 
+_ENTERED = ("number", "step", "last_step", "fragment", "is_last", "tokens", "tokens_seen")
+"""Fields of an `Attempt` that the request to enter it has."""
 _Failure = tuple[str, int | None]
 """Why a transfer failed, empty if it did not; the site whose values cannot be used, if any."""
 
 
-class DirectRounds:
+class DirectSteps:
     """Outer steps with the sites of a `RoundPlan`: their ranks exchange means by gloo, every site
     votes, and the step counts if the server commits it, for all its members or for none.
 
-    membership: None for a single site, which has nothing to exchange. join: fields of the request
-    to join. on_wait: called on the main rank while the other sites train and this one waits.
+    membership: None for a single site, which has nothing to exchange. on_wait: called on the main
+    rank while the other sites train and this one waits.
     """
 
     def __init__(
@@ -43,34 +45,25 @@ class DirectRounds:
         sites: SitesSection,
         ranks: SiteRanks,
         membership: Membership | None,
-        join: Mapping[str, Any],
         on_wait: Callable[[], None] | None = None,
     ) -> None:
         self._sites = sites
         self._on_wait = on_wait
         self._ranks = ranks
         self._membership = membership
-        self._join = join
         # Parameters replicated inside a site are sent in float32 by every site.
         self._plain = sorted(held_twice(engine)) if CODECS[sites.codec].keeps_error else []
         self.state = OuterState(engine, sites, self._plain)
         self._exchange: WeightExchange | None = None
         self._generation: str | None = None
 
-    def begin(self, number: int, *, is_new: bool) -> None:
-        """Join the other sites, with the global weights of outer step `number` in the state. Raises
-        LaunchError."""
+    def begin(self, header: Header) -> None:
+        """Join the other sites by a request with the fields of `header`. Raises LaunchError."""
         membership = self._membership
         if membership is None:
             return
         document = self._layout_document()
-        header = {
-            **self._join,
-            "number": number,
-            "is_new": is_new,
-            "layout": digest_of(document),
-            "plain": self._plain,
-        }
+        header = {**header, "layout": digest_of(document), "plain": self._plain}
 
         def join() -> None:
             if membership.join(header).get("needs_layout", True):
@@ -78,7 +71,7 @@ class DirectRounds:
 
         self._ranks.on_main(join)
 
-    def make(self, attempt: OuterRound) -> None:
+    def make(self, attempt: Attempt) -> None:
         """Fill in the results of an attempt; may run in a thread next to training. Raises
         LaunchError, TrainingError if this site cannot continue."""
         try:
@@ -87,61 +80,46 @@ class DirectRounds:
             self._close()
             attempt.detached = str(error)
 
-    def _make(self, attempt: OuterRound) -> None:
+    def _make(self, attempt: Attempt) -> None:
         started_at = time.perf_counter()
         plan = self._plan(attempt)
         attempt.waited = time.perf_counter() - started_at
-        if plan.digests:
-            digests = ", ".join(f"{digest} at site {site}" for site, digest in plan.digests.items())
-            raise LaunchError(
-                f"sites of a new run begin with different global weights ({digests}) -> give all "
-                "of them the same model, seed and versions"
-            )
-        failure: _Failure = "", None
-        if self.state.plain != set(plan.plain):
-            failure = "sites hold other parameters several times than before", None
-        else:
-            failure = self._exchanged(attempt, plan)
+        if plan.refusal:
+            raise LaunchError(plan.refusal)
+        text, unusable = "sites hold other parameters several times than before", None
+        has_same_plain = self.state.plain == set(plan.plain)
+        if has_same_plain:
+            text, unusable = self._exchanged(attempt, plan)
         # The outer step counts for all members or for none, as the server decides.
-        membership, (text, unusable) = self._membership, failure
-        attempt.is_done = not text
-        if membership is not None:
-            attempt.is_done = self._ranks.on_main(
+        membership, is_committed = self._membership, not text
+        if membership is not None:  # detached without the server's answer: it does not count
+            is_committed = self._ranks.on_main(
                 lambda: membership.commit(plan.attempt, is_done=not text, unusable=unusable)
             )
-        if not attempt.is_done:
-            attempt.failure = failure[0] or "another site was lost"
+        if not is_committed:
+            attempt.failure = text or "another site was lost"
             self._close()
-            if self.state.plain != set(plan.plain) and membership is not None:
+            if not has_same_plain and membership is not None:
                 # Take over what other sites send in float32, for the next attempt.
                 self.state.set_plain(plan.plain)
                 document = self._layout_document()
                 self._ranks.on_main(lambda: membership.ask("layout", {}, payload=document))
             return
-        attempt.new_number, attempt.new_step = plan.number, plan.step
-        attempt.new_tokens_seen = plan.tokens_seen
-        attempt.sites, attempt.num_members = plan.sites, len(plan.members)
-        attempt.mean_of, attempt.events = plan.fragment, list(plan.events)
+        attempt.record, attempt.events = plan, list(plan.events)
 
-    def _plan(self, attempt: OuterRound) -> RoundPlan:
+    def _plan(self, attempt: Attempt) -> RoundPlan:
         """Enter the attempt; return the plan. Collective over the site."""
-        membership, fragment = self._membership, attempt.fragment
+        membership = self._membership
         if membership is None:
             return _plan_of_one(attempt, self.state.plain)
         checksum = sum(self._ranks.gathered(self.state.checksum())) % (1 << 64)
-        entry = {
-            "number": attempt.number,
-            "step": attempt.step,
-            "fragment": fragment,
-            "tokens": attempt.tokens,
-            "digest": f"{checksum:016x}",
-            "tokens_seen": attempt.tokens_seen,
-        }
+        entry = {name: getattr(attempt, name) for name in _ENTERED}
+        entry["digest"] = f"{checksum:016x}"
         # In a thread, waiting is not what the training thread does.
-        on_wait = self._on_wait if attempt.thread is None else None
+        on_wait = self._on_wait if attempt.future is None else None
         return self._ranks.on_main(lambda: membership.enter(entry, on_wait))
 
-    def _exchanged(self, attempt: OuterRound, plan: RoundPlan) -> _Failure:
+    def _exchanged(self, attempt: Attempt, plan: RoundPlan) -> _Failure:
         """Make the transfers of the plan; changes only the attempt. Collective over the site."""
         layouts = None
         if plan.generation != self._generation:
@@ -175,7 +153,7 @@ class DirectRounds:
         rank_layout = {"parts": self.state.layout(), "rectangles": rectangles_of(self.state)}
         return json.dumps({"ranks": self._ranks.gathered(rank_layout)}).encode()
 
-    def _layouts(self, attempt: OuterRound, plan: RoundPlan) -> list[list[Any]]:
+    def _layouts(self, attempt: Attempt, plan: RoundPlan) -> list[list[Any]]:
         """Return, by member and rank, the rectangles; empty if the layouts of all members are
         equal. Collective over the site."""
         if len(set(plan.layouts.values())) <= 1:
@@ -228,7 +206,7 @@ class DirectRounds:
 
     # Transfers
 
-    def _transfer(self, attempt: OuterRound, plan: RoundPlan) -> None:
+    def _transfer(self, attempt: Attempt, plan: RoundPlan) -> None:
         """Transfer this rank's part. Raises UnusableSiteError, RuntimeError."""
         exchange = self._exchange
         assert exchange is not None
@@ -276,16 +254,18 @@ class DirectRounds:
         return received if is_taker else []
 
 
-def _plan_of_one(attempt: OuterRound, plain: Iterable[str]) -> RoundPlan:
+def _plan_of_one(attempt: Attempt, plain: Iterable[str]) -> RoundPlan:
     """Return the plan of the only site of a run."""
     fragment = attempt.fragment
     return RoundPlan(
         members=(0,),
+        sites=(0,),
         weights=(1,),
         donor=0,
         fragment=fragment,
         number=attempt.number + (fragment is not None),
         step=attempt.step,
+        ended_step=attempt.step * attempt.is_last,
         tokens_seen=attempt.tokens_seen + attempt.tokens,
         plain=tuple(plain),
     )

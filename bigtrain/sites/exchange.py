@@ -24,7 +24,7 @@ from bigtrain.sites.contribution import (
     refuse_norm,
 )
 from bigtrain.sites.metrics import square
-from bigtrain.sites.outer_state import ELEMENTS_AT_ONCE, OuterState, Window
+from bigtrain.sites.outer_state import ELEMENTS_AT_ONCE, OuterState, Window, packed, unpacked
 from bigtrain.sites.peers import Patch, Ranks, overlapping_peers
 from bigtrain.sites.rectangles import ParameterBox
 
@@ -182,13 +182,12 @@ class _Transfer:
 
     def pack(self, tensors: Tensors) -> torch.Tensor:
         """Return the values of the regions, a flat copy."""
-        return torch.cat([region.view(tensors).reshape(-1) for region in self.regions])
+        return packed(region.view(tensors) for region in self.regions)
 
     def unpack(self, flat: torch.Tensor, tensors: Tensors) -> None:
         """Write flat values back to where `pack` read them."""
-        views = [region.view(tensors) for region in self.regions]
-        for view, values in zip(views, flat.split([v.numel() for v in views]), strict=True):
-            view.copy_(values.view(view.shape))
+        for view, values in unpacked(flat, [region.view(tensors) for region in self.regions]):
+            view.copy_(values)
 
 
 @dataclass(frozen=True)

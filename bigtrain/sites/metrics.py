@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 
 @dataclass(frozen=True)
@@ -53,24 +51,6 @@ class OuterEvent:
     reason: str
     outer_step: int
     count: int = 1
-
-
-def reduce_site_metrics(
-    squares: torch.Tensor, num_bytes: int, device: torch.device
-) -> tuple[int, int, float, float]:
-    """Reduce every rank's sums (squares of change, squares of distance, elements) and bytes sent;
-    return the bytes of all ranks, the most bytes that a rank sent, and root mean squares of change
-    and distance.
-
-    Collective over the site.
-    """
-    totals = torch.cat([squares, torch.tensor([num_bytes], dtype=torch.float64)]).to(device)
-    max_bytes = totals[3:].clone()
-    dist.all_reduce(totals)
-    dist.all_reduce(max_bytes, op=dist.ReduceOp.MAX)
-    change, distance, count, sent = totals.tolist()
-    change, distance = (math.sqrt(total / max(1, count)) for total in (change, distance))
-    return int(sent), int(max_bytes), change, distance
 
 
 def square(first: torch.Tensor, second: torch.Tensor) -> float:

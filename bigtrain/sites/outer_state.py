@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,6 @@ import xxhash
 from bigtrain.engine.optimizers.masters import MasterPart, cut_parts, master_parts
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.models.layers.parameters import parameter_of
-from bigtrain.models.parallel.sharding import Shard
 from bigtrain.settings.sections.sites import SitesSection
 from bigtrain.sites.codecs import CODECS, Codec
 from bigtrain.sites.rectangles import ParameterBox
@@ -37,21 +36,11 @@ def fragment_of(name: str, num_fragments: int) -> int:
 
 
 @dataclass(frozen=True)
-class ShardRange:
-    """Flat range of the master of the parameter `name`, from element `start` of `shard` on."""
-
-    name: str
-    shard: Shard
-    start: int
-    master: torch.Tensor
-
-
-@dataclass(frozen=True)
 class Window:
     """Pieces of masters that are exchanged together, and their outer states: float32 [N] views in
     host memory; None for a state that the run does not have."""
 
-    pieces: list[ShardRange]
+    pieces: list[MasterPart]
     codec: Codec
     weights: torch.Tensor
     momentum: torch.Tensor | None
@@ -90,29 +79,18 @@ class Window:
             begin = end
 
 
-class Replicas:
-    """Ranks of a site that all hold equal masters (ZeRO 0): each exchanges a share."""
+def packed(views: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return a flat copy of the values of views, in order."""
+    return torch.cat([view.reshape(-1) for view in views])
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.group = group
-        self._device = device
-        self.size = dist.get_world_size(group)
-        self._rank = dist.get_rank(group)
 
-    def own(self, num_elements: int) -> slice:
-        """Return this rank's share of so many elements; the last ranks may have less, or none."""
-        share = -(-num_elements // self.size)
-        begin = min(num_elements, share * self._rank)
-        return slice(begin, min(num_elements, begin + share))
-
-    def joined(self, local_share: torch.Tensor, num_elements: int) -> torch.Tensor:
-        """Return all ranks' shares, float32 [num_elements] on the CPU. Collective."""
-        share = -(-num_elements // self.size)
-        padded = torch.zeros(share, device=self._device)
-        padded[: len(local_share)] = local_share.to(self._device)
-        shares = [torch.empty_like(padded) for _ in range(self.size)]
-        dist.all_gather(shares, padded, group=self.group)
-        return torch.cat(shares)[:num_elements].cpu()
+def unpacked(
+    flat: torch.Tensor, views: Sequence[torch.Tensor]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the views, each with its part of what `packed` has made of such views."""
+    parts = flat.split([view.numel() for view in views])
+    for view, part in zip(views, parts, strict=True):
+        yield view, part.view(view.shape)
 
 
 class OuterState:
@@ -120,7 +98,7 @@ class OuterState:
 
     Each is float32 in host memory, 4 bytes for each element of this rank's masters, fragment after
     fragment, and part of the engine's checkpoints. plain: parameters that are sent in float32,
-    whatever the codec. `replicas`: None if no two ranks hold the same masters.
+    whatever the codec. Of ranks with equal masters (ZeRO 0) each exchanges a share of every window.
     """
 
     def __init__(
@@ -133,9 +111,10 @@ class OuterState:
         parts = self._parts()
         assert all(part.master.dtype == torch.float32 for part in parts)
         self._allocate(parts)
-        replicas = Replicas(engine.mesh.replicas, engine.device)
-        alike = any(part.is_replicated for part in parts) and replicas.size > 1
-        self.replicas = replicas if alike else None
+        self._replicas: dist.ProcessGroup | None = None
+        if any(part.is_replicated for part in parts):
+            group = engine.mesh.replicas
+            self._replicas = group if dist.get_world_size(group) > 1 else None
 
     def _allocate(self, parts: Sequence[MasterPart]) -> None:
         sites, num_elements = self._sites, sum(part.count for part in parts)
@@ -172,12 +151,25 @@ class OuterState:
         return self._sites.fragments
 
     def own(self, length: int) -> slice:
-        """Return this rank's share of a window of so many elements."""
-        return slice(0, length) if self.replicas is None else self.replicas.own(length)
+        """Return this rank's share of a window of so many elements; of ranks with equal masters the
+        last ones may have less, or none."""
+        if self._replicas is None:
+            return slice(0, length)
+        share = -(-length // dist.get_world_size(self._replicas))
+        begin = min(length, share * dist.get_rank(self._replicas))
+        return slice(begin, min(length, begin + share))
 
     def joined(self, local_share: torch.Tensor, length: int) -> torch.Tensor:
-        """Return all of a window, of which this rank has its `local_share` share. Collective."""
-        return local_share if self.replicas is None else self.replicas.joined(local_share, length)
+        """Return all of a window, float32 [length] on the CPU, of which this rank has its
+        `local_share`. Collective."""
+        if self._replicas is None:
+            return local_share
+        size = dist.get_world_size(self._replicas)
+        padded = torch.zeros(-(-length // size), device=self._engine.device)
+        padded[: len(local_share)] = local_share.to(padded.device)
+        shares = [torch.empty_like(padded) for _ in range(size)]
+        dist.all_gather(shares, padded, group=self._replicas)
+        return torch.cat(shares)[:length].cpu()
 
     def layout(self) -> str:
         """Return a checksum of the parts of parameters that this rank holds, and their order."""
@@ -221,9 +213,7 @@ class OuterState:
                     start = end - part.count
                     skipped, stop = max(first, start) - start, min(last, end) - start
                     if skipped < stop:
-                        master = part.of(part.master.data)[skipped:stop]
-                        shard_start = part.start + skipped
-                        pieces.append(ShardRange(part.name, part.shard, shard_start, master))
+                        pieces.append(part.narrow(skipped, stop))
                 elements = slice(begin + first, begin + last)
                 keeps_error = self.error is not None and codec.keeps_error
                 yield Window(

@@ -1,10 +1,12 @@
-"""The outer step of a site: a round with other sites, and the global weights afterwards."""
+"""The outer step of a site: the exchange with other sites, and the global weights afterwards."""
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -12,8 +14,9 @@ import torch
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.errors import LaunchError, TrainingError
 from bigtrain.settings.sections.sites import SitesSection
+from bigtrain.sites.attempt import Attempt
 from bigtrain.sites.contribution import refuse_own_change
-from bigtrain.sites.direct import DirectRounds
+from bigtrain.sites.direct import DirectSteps
 from bigtrain.sites.membership import Membership
 from bigtrain.sites.metrics import (
     ALONE,
@@ -21,14 +24,13 @@ from bigtrain.sites.metrics import (
     RETURNED,
     OuterEvent,
     OuterStepMetrics,
-    reduce_site_metrics,
     square,
 )
 from bigtrain.sites.outer_optimizer import outer_update
-from bigtrain.sites.outer_round import OuterRound
 from bigtrain.sites.outer_state import OuterState
+from bigtrain.sites.protocol import StepRecord
 from bigtrain.sites.site_ranks import SiteRanks
-from bigtrain.sites.through_server import ServerRounds, full_shapes
+from bigtrain.sites.through_server import ServerSteps, full_shapes
 from bigtrain.system.world import World
 
 _MOST_SHOWN = 10
@@ -44,14 +46,13 @@ class OuterStep:
     With an overlap, a fragment is exchanged in a thread, next to the following steps, and takes
     effect `sites.overlap_steps` later.
 
-    facts: settings and data that all sites must have alike; allowed: facts that this site may
-    change (``checkpoint.allow_changes``). run: id of the run directory, on the main rank. on_wait:
-    called there while this site waits for others that train, which may take long. number: of the
-    last outer step; tokens_seen: by the global weights, on all sites (0 with a server that holds
-    the weights). notes: lines to show; events: of all sites and the server, for the metrics. step:
-    where the run continues after it took weights of sites that are ahead; else None. made_by: sites
-    of the last outer step in this launch. detached: why this site is in no outer step since then;
-    empty while it takes part.
+    last_step: of the run. facts: settings and data that all sites must have alike; allowed: facts
+    that this site may change (``checkpoint.allow_changes``). run: id of the run directory, on the
+    main rank. on_wait: called there while this site waits for others that train, which may take
+    long. record: of the last outer step, with the sites of the last mean in this launch. notes:
+    lines to show; events: of all sites and the server, for the metrics. step: where the run
+    continues after it took weights of sites that are ahead; else None. detached: why this site is
+    in no outer step since then; empty while it takes part.
     """
 
     def __init__(
@@ -61,19 +62,19 @@ class OuterStep:
         world: World,
         facts: Mapping[str, Any],
         *,
+        last_step: int,
         run: str,
         allowed: Sequence[str] = (),
         on_wait: Callable[[], None] | None = None,
     ) -> None:
-        self.sites = sites
+        self.sites, self._last_step = sites, last_step
         self._engine = engine
         self._ranks = SiteRanks(world)
         self._is_main = world.is_main
-        self._under_way: OuterRound | None = None
-        self.number = self.tokens_seen = 0
+        self._under_way: Attempt | None = None
+        self.record, self._received_step = StepRecord(), 0
         self._sent_steps = [0] * sites.fragments  # after which each fragment was sent last
-        self._was_alone = False
-        self.made_by: tuple[int, ...] = ()
+        self._was_alone = self._others_train = False
         self.detached = ""
         self.notes: list[str] = []
         self.events: list[OuterEvent] = []
@@ -82,22 +83,18 @@ class OuterStep:
         if sites.server is not None:
             run = self._ranks.on_main(lambda: run)
             self._membership = self._ranks.agreed(lambda: Membership(sites, run))
-        join = {
+        self._join = {
             "facts": dict(facts),
             "allowed": list(allowed),
             "parameters": sorted(full_shapes(engine, self._ranks).items()),
         }
-        self._rounds: ServerRounds | DirectRounds
+        self._exchange: ServerSteps | DirectSteps
         if self._membership is not None and sites.server_holds_weights:
-            self._rounds = ServerRounds(engine, sites, self._ranks, self._membership, join)
+            self._exchange = ServerSteps(engine, sites, self._ranks, self._membership)
         else:
             membership = self._membership
-            self._rounds = DirectRounds(engine, sites, self._ranks, membership, join, on_wait)
-
-    @property
-    def state(self) -> OuterState:
-        """Global weights, momentum and rounding errors of this rank."""
-        return self._rounds.state
+            self._exchange = DirectSteps(engine, sites, self._ranks, membership, on_wait)
+        self.state: OuterState = self._exchange.state
 
     @property
     def under_way(self) -> tuple[int, int] | None:
@@ -122,7 +119,7 @@ class OuterStep:
         Raises LaunchError on every rank if the server is unreachable or serves a different run, or
         if sites of a new run do not join or have different weights.
         """
-        self.number, self.tokens_seen = number, tokens_seen
+        self.record = StepRecord(number=number, tokens_seen=tokens_seen)
         if is_new:
             for window in self.state.all_windows():
                 window.weights.copy_(window.gathered())
@@ -131,8 +128,8 @@ class OuterStep:
             for fragment in self.sites.sent_after(sent_step, step + 1):
                 self._sent_steps[fragment] = sent_step
         if under_way is not None:  # saved once the global weights were updated, see `settle`
-            self._under_way = OuterRound(*under_way, is_settled=True, is_done=True)
-        self._rounds.begin(number, is_new=is_new)
+            self._under_way = Attempt(*under_way, record=StepRecord())
+        self._exchange.begin({**self._join, "number": number, "is_new": is_new})
         attempt = self._complete(None, step)
         if attempt.detached:
             raise LaunchError(attempt.detached)
@@ -140,21 +137,20 @@ class OuterStep:
             self._under_way = None
             self._engine.refresh_parameters()
 
-    def is_due(self, step: int, last_step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """Return whether `after_step` has something to do."""
         sent = self._under_way
         merges = sent is not None and step == self.sites.merged_after(sent.step)
-        return merges or bool(self.sites.sent_after(step, last_step))
+        return merges or bool(self.sites.sent_after(step, self._last_step))
 
-    def after_step(self, step: int, last_step: int) -> list[OuterStepMetrics]:
-        """Do what is due after `step` of `last_step` steps; return the metrics of the outer steps
-        that ended.
+    def after_step(self, step: int) -> list[OuterStepMetrics]:
+        """Do what is due after `step`; return the metrics of the outer steps that ended.
 
         Raises LaunchError on all ranks if one of this site fails, TrainingError if the change of
         this site is not finite, or too large, or the server refuses this site.
         """
         metrics: list[OuterStepMetrics] = []
-        is_last, self.step = step == last_step, None
+        is_last, self.step = step == self._last_step, None
         mixing = 0.0 if is_last else self.sites.mixing
         has_moved = ends = False
 
@@ -167,9 +163,9 @@ class OuterStep:
             ends, self._under_way = sent.has_received, None
 
         # Fragments that are sent now: with an overlap in a thread, but for the last step. No more
-        # after weights of other sites were taken: the run continues at another step.
-        for fragment in self.sites.sent_after(step, last_step):
-            if ends:
+        # after weights of other sites were taken, relative to which nothing was trained.
+        for fragment in self.sites.sent_after(step, self._last_step):
+            if ends or self._received_step == step:
                 break
             self._refuse_own_change(fragment, step)
             if self.sites.overlap_steps and not is_last:
@@ -179,6 +175,10 @@ class OuterStep:
             has_moved |= self._merge(attempt, mixing)
             metrics += self._metrics(attempt)
             ends = bool(attempt.detached) or self.step is not None
+
+        # Other sites that are not at the last step end the run: this site takes their weights.
+        while is_last and self.record.ended_step < step and self._others_train:
+            has_moved |= self._merge(self._complete(None, step), 0.0)
         if has_moved:
             self._engine.refresh_parameters()
         return metrics
@@ -187,12 +187,11 @@ class OuterStep:
         """Wait for what is under way, and update the global weights by it. Comes before a save: a
         checkpoint holds nothing that is under way. Raises as `after_step`."""
         sent, self.step = self._under_way, None
-        if sent is None or sent.is_settled:
+        if sent is None or sent.future is None:
             return []
         started_at = time.perf_counter()
-        assert sent.thread is not None
-        sent.thread.join()
-        self._ranks.agreed(lambda: _raise(sent.error))
+        self._ranks.agreed(sent.future.result)
+        sent.future = None
         sent.waited = time.perf_counter() - started_at
         self._apply(sent)
         if sent.has_received:
@@ -213,60 +212,64 @@ class OuterStep:
             return
         windows = self.state.windows(fragment)
         try:
-            refuse_own_change(windows, self.sites.index, step, self._engine.device)
+            refuse_own_change(windows, self.sites.index, step, self._ranks)
         except TrainingError as error:
             self.close(str(error.__cause__))
             raise
 
     # Attempts
 
-    def _entered(self, fragment: int | None, step: int) -> OuterRound:
+    def _entered(self, fragment: int | None, step: int) -> Attempt:
         tokens = 0
         if fragment is not None:
             steps = max(1, step - self._sent_steps[fragment])
             tokens = steps * self._engine.plan.site_tokens_per_step
-        return OuterRound(fragment, step, self.number, self.tokens_seen, tokens)
+        is_last = step == self._last_step and fragment == self.sites.fragments - 1
+        number, tokens_seen = self.record.number, self.record.tokens_seen
+        return Attempt(fragment, step, self._last_step, is_last, number, tokens_seen, tokens)
 
-    def _complete(self, fragment: int | None, step: int) -> OuterRound:
+    def _complete(self, fragment: int | None, step: int) -> Attempt:
         """Make an outer step, again without the sites that are lost meanwhile; it is done, or this
         site is detached. The global weights are updated, not the masters."""
         started_at = time.perf_counter()
         for _ in range(2 * self.sites.count + 2):
             attempt = self._entered(fragment, step)
-            self._rounds.make(attempt)
+            self._exchange.make(attempt)
             self._apply(attempt)
-            if attempt.is_done or attempt.detached:
+            if attempt.record is not None or attempt.detached:
                 attempt.seconds = time.perf_counter() - started_at
                 return attempt
-        raise LaunchError(f"no outer step after {self.number} came about: {self.notes[-1]}")
+        raise LaunchError(f"no outer step after {self.record.number} came about: {self.notes[-1]}")
 
     def _begin_thread(self, fragment: int, step: int) -> None:
         """Make an attempt next to the following steps, with the masters as they are now."""
         attempt = self._entered(fragment, step)
         attempt.local = [w.gathered() for w in self.state.windows(fragment)]
 
+        future = attempt.future = Future()
+
         def make() -> None:
             started_at = time.perf_counter()
             try:
-                self._rounds.make(attempt)
+                self._exchange.make(attempt)
+                attempt.seconds = time.perf_counter() - started_at
+                future.set_result(None)
             except Exception as error:  # raised on all ranks by `settle`
-                attempt.error = error
-            attempt.seconds = time.perf_counter() - started_at
+                future.set_exception(error)
 
         # Not of an executor, which is waited for at exit: a lost site may hold it up for long.
-        attempt.thread = threading.Thread(target=make, name="outer step", daemon=True)
         self._under_way = attempt
-        attempt.thread.start()
+        threading.Thread(target=make, name="outer step", daemon=True).start()
 
     # Results
 
-    def _apply(self, attempt: OuterRound) -> None:
+    def _apply(self, attempt: Attempt) -> None:
         """Update the global weights by an attempt that counts. Collective over this site."""
-        attempt.is_settled = True
         self._report(attempt)
-        if not attempt.is_done:
+        record = attempt.record
+        if record is None:
             return
-        self.number, self.tokens_seen = attempt.new_number, attempt.new_tokens_seen
+        self.record = record.model_copy(update={"sites": record.sites or self.record.sites})
         if attempt.received is not None:
             for window, (weights, momentum) in zip(
                 self.state.all_windows(), attempt.received, strict=True
@@ -276,15 +279,17 @@ class OuterStep:
                     window.momentum.copy_(self._joined(momentum))
                 if window.error is not None:
                     window.error.zero_()
-            self.step = attempt.new_step if attempt.new_step > attempt.step else None
-        if attempt.received is not None or self.sites.server_holds_weights:
-            self._sent_steps = [attempt.new_step] * self.sites.fragments
-        elif attempt.mean_of is not None:
-            self._sent_steps[attempt.mean_of] = attempt.step
-        if attempt.mean_of is not None:
-            self._update_fragment(attempt, attempt.mean_of)
+            self.step = record.step if record.step > attempt.step else None
+            self._received_step = max(attempt.step, record.step)
+            self._sent_steps = [self._received_step] * self.sites.fragments
+        elif self.sites.server_holds_weights:
+            self._sent_steps = [record.step]
+        elif record.fragment is not None:
+            self._sent_steps[record.fragment] = attempt.step
+        if record.fragment is not None:
+            self._update_fragment(attempt, record.fragment)
 
-    def _update_fragment(self, attempt: OuterRound, fragment: int) -> None:
+    def _update_fragment(self, attempt: Attempt, fragment: int) -> None:
         """Make the outer optimizer's step with the means, if there are any, and keep the new
         rounding errors."""
         for index, window in enumerate(self.state.windows(fragment)):
@@ -306,11 +311,11 @@ class OuterStep:
         """Return a tensor of a window, of which every rank has a share."""
         return self.state.joined(full[self.state.own(len(full))], len(full))
 
-    def _merge(self, attempt: OuterRound, mixing: float) -> bool:
+    def _merge(self, attempt: Attempt, mixing: float) -> bool:
         """Move the masters to the global weights after an attempt; return whether they moved."""
         if attempt.has_received:  # the own change since the last outer step is discarded
             windows, mixing = self.state.all_windows(), 0.0
-        elif attempt.is_done and attempt.fragment is not None:
+        elif attempt.record is not None and attempt.fragment is not None:
             windows = self.state.windows(attempt.fragment)
         else:
             return False
@@ -320,66 +325,67 @@ class OuterStep:
 
     # Reports
 
-    def _report(self, attempt: OuterRound) -> None:
+    def _report(self, attempt: Attempt) -> None:
         """Note what happened at an attempt, to this site and to others."""
         step_text, site_name = f"step {attempt.step}", f"site {self.sites.index}"
         self.notes += [f"{step_text}: {note}" for note in attempt.notes]
         if attempt.detached:
-            self.events.append(OuterEvent(ALONE, site_name, attempt.detached, self.number))
+            self.events.append(OuterEvent(ALONE, site_name, attempt.detached, self.record.number))
             self.notes.append(
-                f"{step_text}: no outer step after {self.number}: {attempt.detached}; this site "
-                "trains on its own until its next outer step"
+                f"{step_text}: no outer step after {self.record.number}: {attempt.detached}; this "
+                "site trains on its own until its next outer step"
             )
-            self.detached = attempt.detached
+            self.detached, self._others_train = attempt.detached, False
             return
-        if not attempt.is_done:
-            self.notes.append(f"{step_text}: no outer step after {self.number}: {attempt.failure}")
+        record = attempt.record
+        if record is None:
+            self.notes.append(
+                f"{step_text}: no outer step after {self.record.number}: {attempt.failure}"
+            )
             return
-        events, number = attempt.events, attempt.new_number
+        events, number = attempt.events, record.number
         if self.detached and all((e.event, e.who) != (RETURNED, site_name) for e in events):
             events.append(OuterEvent(RETURNED, site_name, "takes part again", number))
-        self.detached, self.made_by = "", attempt.sites or self.made_by
-        is_alone = attempt.distances is None and attempt.num_members == 1 < self.sites.count
+        self.detached = ""
+        is_alone = len(record.members) == 1 < self.sites.count
         if is_alone and not self._was_alone:
             reason = "no other site is reachable, or came in time"
             events.insert(0, OuterEvent(ALONE, site_name, reason, number))
         self._was_alone = is_alone
+        has_changed = attempt.received is not None or record.fragment is not None
+        self._others_train = has_changed and len(record.members) > 1
         self.events += events
         listed = [event for event in events if event.event in _WORDS]
         for event in listed[-_MOST_SHOWN:]:
             text = f"{event.who} {_WORDS[event.event]}: {event.reason}"
             self.notes.append(f"{step_text}, outer step {number}: {text}")
-        if attempt.received is not None and attempt.new_step > attempt.step:
+        if attempt.received is not None and record.step > attempt.step:
             self.notes.append(
-                f"{step_text}: jumping to step {attempt.new_step}, where the other sites are; its "
-                f"share of the samples of {attempt.new_step - attempt.step} steps is skipped"
+                f"{step_text}: jumping to step {record.step}, where the other sites are; its "
+                f"share of the samples of {record.step - attempt.step} steps is skipped"
             )
 
-    def _metrics(self, attempt: OuterRound) -> list[OuterStepMetrics]:
+    def _metrics(self, attempt: Attempt) -> list[OuterStepMetrics]:
         """Return the metrics of an outer step that was made. Collective over this site."""
-        if not attempt.is_done or attempt.mean_of is None:
+        record = attempt.record
+        if record is None or record.fragment is None:
             return []
         distance: float | None
-        sent, max_bytes, change, distance = reduce_site_metrics(
-            attempt.squares, attempt.num_bytes, self._engine.device
-        )
-        if attempt.distances is not None:
-            distance = attempt.distances.get(str(self.sites.index))
+        num_bytes = self._ranks.gathered(attempt.num_bytes)
+        change, distance, count = self._ranks.sums(*attempt.squares)
+        change, distance = (math.sqrt(total / max(1, count)) for total in (change, distance))
+        if record.distances is not None:
+            distance = record.distances.get(str(self.sites.index))
         return [
             OuterStepMetrics(
-                number=attempt.new_number,
-                fragment=attempt.mean_of,
-                sites=attempt.sites,
-                sent_bytes=sent,
-                link_bytes=max_bytes // max(1, attempt.num_members - 1),
+                number=record.number,
+                fragment=record.fragment,
+                sites=record.sites,
+                sent_bytes=sum(num_bytes),
+                link_bytes=max(num_bytes) // max(1, len(record.members) - 1),
                 seconds=attempt.seconds,
                 waited_seconds=attempt.waited,
                 change=change,
                 distance=distance,
             )
         ]
-
-
-def _raise(error: Exception | None) -> None:
-    if error is not None:
-        raise error

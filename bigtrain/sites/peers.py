@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from bigtrain.sites.rectangles import ParameterBox
@@ -33,7 +33,11 @@ def overlapping_peers(layouts: Sequence[Layout], site: int, rank: int) -> dict[R
     every other site, in turn if that site has fewer. All ranks of a group compute equal patches in
     an equal order.
     """
-    owned = [_by_name(layout) for layout in layouts]
+    owned: list[dict[str, list[_Owned]]] = [defaultdict(list) for _ in layouts]
+    for by_name, layout in zip(owned, layouts, strict=True):
+        for holder, boxes in enumerate(layout):
+            for number, box in enumerate(boxes):
+                by_name[box.name].append((holder, number, box))
     patches: dict[Ranks, list[tuple[tuple[str, Ranks], Patch]]] = defaultdict(list)
     for index, rectangle in enumerate(layouts[site][rank]):
         # Rectangles of all sites that overlap with this rectangle.
@@ -75,15 +79,6 @@ def overlapping_peers(layouts: Sequence[Layout], site: int, rank: int) -> dict[R
         ranks: [patch for _, patch in sorted(patches[ranks], key=lambda item: item[0])]
         for ranks in sorted(patches)
     }
-
-
-def _by_name(layout: Layout) -> Mapping[str, list[_Owned]]:
-    """Return the rectangles by parameter, in the order of the ranks."""
-    by_name: dict[str, list[_Owned]] = defaultdict(list)
-    for rank, boxes in enumerate(layout):
-        for index, box in enumerate(boxes):
-            by_name[box.name].append((rank, index, box))
-    return by_name
 
 
 def _held_alike(

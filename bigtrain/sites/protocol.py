@@ -276,11 +276,12 @@ class ContributeRequest(UploadRequest):
 
 class DeliverRequest(SiteRequest):
     """End of a site's change: `num_messages` of all ranks, relative to outer step `base`, after
-    `step` optimizer steps, trained on `tokens`."""
+    `step` of the run's `last_step` optimizer steps, trained on `tokens`."""
 
     attempt: Id
     base: Count
     step: Count
+    last_step: Count
     tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)]
     num_messages: Annotated[int, Field(ge=1, le=MOST_STEP)]
     heard: Count | None = None
@@ -313,10 +314,10 @@ class RoundEntry(SiteRequest):
     """A site that is at an outer step, and polls for its `RoundPlan`; a repeated `entry` changes
     nothing.
 
-    entry: random. number: the site's last outer step; step: its optimizer steps; fragment: that it
-    would exchange, None if it only takes weights (at the begin); tokens: trained on since that
-    fragment's last exchange; digest: of the site's global weights; tokens_seen: by these weights,
-    on all sites.
+    entry: random. number: the site's last outer step; step: its optimizer steps, of the run's
+    last_step; fragment: that it would exchange, None if it only takes weights (at the begin);
+    is_last: whether it exchanges nothing after it; tokens: trained on since that fragment's last
+    exchange; digest: of the site's global weights; tokens_seen: by these weights, on all sites.
 
     Reply: ``is_ready`` and, if so, ``plan``. If not: ``missing`` (sites that are waited for),
     ``refused`` (by missing site, why its last join was refused), ``is_new`` (a new run, for which
@@ -326,7 +327,9 @@ class RoundEntry(SiteRequest):
     entry: Id
     number: Count
     step: Count
+    last_step: Count
     fragment: Annotated[int, Field(ge=0, lt=1_000_000)] | None
+    is_last: bool
     tokens: Tokens
     digest: Digest
     tokens_seen: Annotated[int, Field(ge=0)]
@@ -383,21 +386,6 @@ POLLS = frozenset({"wait", "enter", "vote", "get"})
 """Requests that the server may keep for a while."""
 
 
-def most_bytes(action: str) -> int:
-    """Return the limit of the body of a request."""
-    return REQUESTS.get(action, Request).most_bytes
-
-
-def most_header_bytes(action: str) -> int:
-    """Return the limit of the header in the body of a request."""
-    return REQUESTS.get(action, Request).most_header_bytes
-
-
-def is_large(action: str) -> bool:
-    """Return whether a request, or its reply, may take much memory."""
-    return most_bytes(action) >= MOST_HEADER_BYTES or action == "layout_of"
-
-
 def parse_request(action: str, header: Header) -> Request:
     """Return the fields of a request. Raises RefusedError, in one line, for others."""
     request_type = REQUESTS.get(action)
@@ -414,35 +402,46 @@ def parse_request(action: str, header: Header) -> Request:
         raise RefusedError("; ".join(problems)) from error
 
 
-class RoundPlan(BaseModel):
-    """Members of an attempt at an outer step of the direct exchange, and their parts.
+class StepRecord(BaseModel):
+    """An outer step that counts, as the server stores and sends it, with more fields that sites
+    ignore.
 
-    generation: of the groups of ranks, which must be opened again when it changes. members: all
-    that exchange, ascending, with `weights` in the mean, 0 for the `takers`, which first take the
-    global weights of `donor`. fragment: None where weights are only taken. number, tokens_seen:
-    after the round; step: of the sites that give the mean. layouts: digests by site. plain:
-    parameters that every site sends in float32. digests: of the global weights by site, if sites of
-    a new run differ in them: every site ends then.
+    number: of the outer step; tokens_seen: by the global weights after it (0 where the server holds
+    the weights). step: optimizer step of the `sites` in the mean. ended_step: the run's last step,
+    if the outer step leaves the weights with which the run ended; else 0. fragment: the part of the
+    model with a mean, None where weights are only taken. members: sites that exchanged directly,
+    including sites that took weights. distances: of each site to the mean, if the server computes
+    the mean.
     """
 
     model_config = ConfigDict(frozen=True)
 
+    number: int = 0
+    step: int = 0
+    ended_step: int = 0
+    tokens_seen: int = 0
+    fragment: int | None = None
+    sites: tuple[int, ...] = ()
+    members: tuple[int, ...] = ()
+    distances: dict[str, float] | None = None
+    events: tuple[OuterEvent, ...] = ()
+
+
+class RoundPlan(StepRecord):
+    """Plan of a round of the direct exchange: the outer step that all members record if all of them
+    vote for it, and their parts in it.
+
+    generation: of the groups of ranks, which must be opened again when it changes. members:
+    ascending, with `weights` in the mean, 0 for the `takers`, which first take the global weights
+    of `donor`. layouts: digests by site. plain: parameters that every site sends in float32.
+    refusal: why the members make no round: every member ends then.
+    """
+
     attempt: str = ""
     generation: str = ""
-    members: tuple[int, ...]
     weights: tuple[int, ...]
     takers: tuple[int, ...] = ()
     donor: int
-    fragment: int | None
-    number: int
-    step: int
-    tokens_seen: int
     layouts: dict[int, str] = {}
     plain: tuple[str, ...]
-    events: tuple[OuterEvent, ...] = ()
-    digests: dict[int, str] = {}
-
-    @property
-    def sites(self) -> tuple[int, ...]:
-        """Sites whose weights are in the mean."""
-        return tuple(s for s, w in zip(self.members, self.weights, strict=True) if w)
+    refusal: str = ""

@@ -49,3 +49,7 @@ class SiteRanks:
             everyones = [None] * self._world.size
             dist.all_gather_object(everyones, value, group=self._group)
         return everyones
+
+    def sums(self, *values: float) -> list[float]:
+        """Return the sums of `values` over the ranks."""
+        return [sum(rank_values) for rank_values in zip(*self.gathered(values), strict=True)]

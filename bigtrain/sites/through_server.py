@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -14,28 +12,25 @@ from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.errors import LaunchError
 from bigtrain.models.parallel.sharding import full_shape
 from bigtrain.settings.sections.sites import SitesSection
+from bigtrain.sites.attempt import Attempt
 from bigtrain.sites.client import DetachedError, RefusedByServerError
 from bigtrain.sites.codecs import CODECS, FloatCodec, is_finite
 from bigtrain.sites.contribution import decoded
 from bigtrain.sites.membership import Membership, poll_seconds
 from bigtrain.sites.metrics import LEFT_OUT, RETURNED, OuterEvent, square
-from bigtrain.sites.outer_round import OuterRound
-from bigtrain.sites.outer_state import OuterState, Window
-from bigtrain.sites.protocol import Header
+from bigtrain.sites.outer_state import OuterState, Window, packed, unpacked
+from bigtrain.sites.protocol import Header, StepRecord
 from bigtrain.sites.rectangles import ParameterBox, split_cuts
 from bigtrain.sites.site_ranks import SiteRanks
 
 _TRIES = 3
 _PLAIN = FloatCodec(torch.float32, is_relative=False)
-_Boxes = Sequence[tuple[ParameterBox, tuple[int, ...], torch.Tensor]]
-"""Rectangles, shapes of their parameters, and views: see `Window.boxes`."""
 
 
-class ServerRounds:
+class ServerSteps:
     """Outer steps by sending this site's change to the server and taking the server's weights.
 
     A site that missed an outer step takes the server's newest weights, and its change is lost.
-    join: fields of the request to join.
     """
 
     def __init__(
@@ -44,25 +39,22 @@ class ServerRounds:
         sites: SitesSection,
         ranks: SiteRanks,
         membership: Membership,
-        join: Mapping[str, Any],
     ) -> None:
         self._sites = sites
         self._ranks = ranks
         self._membership = membership
-        self._join = join
         self.state = OuterState(engine, sites)
         self._is_new = False
         self._is_absolute = True  # a synchronous server takes weights instead of differences
         self._heard = 0  # the outer step up to which the server has sent its events
 
-    def begin(self, number: int, *, is_new: bool) -> None:
-        """Join the server, and upload the initial weights if it asks for them. Raises
-        LaunchError."""
+    def begin(self, header: Header) -> None:
+        """Join the server by a request with the fields of `header`, and upload the initial weights
+        if it asks for them. Raises LaunchError."""
         membership = self._membership
-        header = {**self._join, "number": number, "is_new": is_new}
         for tries_left in reversed(range(_TRIES)):
             reply = self._ranks.on_main(lambda: membership.join(header))
-            self._is_new, self._is_absolute = is_new, not reply["is_asynchronous"]
+            self._is_new, self._is_absolute = header["is_new"], not reply["is_asynchronous"]
             try:
                 if reply["uploads"]:
                     self._ranks.agreed(self._upload)
@@ -73,7 +65,7 @@ class ServerRounds:
                 if not tries_left:
                     raise
 
-    def make(self, attempt: OuterRound) -> None:
+    def make(self, attempt: Attempt) -> None:
         """Fill in the results of an attempt. Raises LaunchError."""
         deadline = self._membership.deadline()
         try:
@@ -84,7 +76,7 @@ class ServerRounds:
         except DetachedError as error:
             attempt.detached = str(error)
 
-    def _resync(self, attempt: OuterRound, deadline: float) -> None:
+    def _resync(self, attempt: Attempt, deadline: float) -> None:
         """Take the server's weights at the beginning, if this site has other weights."""
         current = self._ranks.on_main(lambda: self._wait(-1, deadline))
         if attempt.number > current["number"]:
@@ -99,9 +91,9 @@ class ServerRounds:
         if attempt.number != current["number"]:
             reason = f"took the global weights of outer step {current['number']}"
             attempt.events.append(self._site_event(RETURNED, reason, current))
-        self._finish(attempt, {**current, "sites": [], "distances": {}})
+        attempt.record = StepRecord.model_validate(current)
 
-    def _take_part(self, attempt: OuterRound, deadline: float) -> None:
+    def _take_part(self, attempt: Attempt, deadline: float) -> None:
         name, before = self._ranks.on_main(lambda: secrets.token_hex(8)), self._membership.num_bytes
         own_messages = self._ranks.agreed(lambda: self._contribute(attempt, name, deadline))
         attempt.num_bytes = self._membership.num_bytes - before
@@ -111,7 +103,6 @@ class ServerRounds:
         attempt.waited = time.perf_counter() - started_at
         took_part = self._sites.index in current["sites"] and not current.get("late")
         current = self._receive(attempt, current, deadline, is_update=took_part)
-        attempt.mean_of = 0
         attempt.events += [OuterEvent(**event) for event in current.get("events", ())]
         self._heard = int(current["number"])
         if not took_part:
@@ -120,30 +111,31 @@ class ServerRounds:
             reason += f" {current['number']}"
             attempt.events.append(self._site_event(LEFT_OUT, reason, current))
             attempt.notes.append(f"{reason}; this site's own change is discarded")
-        self._finish(attempt, current)
-
-    def _finish(self, attempt: OuterRound, current: Header) -> None:
-        attempt.is_done = True
-        attempt.new_number, attempt.new_step = int(current["number"]), int(current["step"])
-        attempt.sites, attempt.distances = tuple(current["sites"]), current.get("distances", {})
+        attempt.record = StepRecord.model_validate({**current, "fragment": 0})
 
     def _site_event(self, event_kind: str, reason: str, current: Header) -> OuterEvent:
         return OuterEvent(event_kind, f"site {self._sites.index}", reason, int(current["number"]))
 
     # Requests
 
-    def _own_boxes(self, window: Window, flat: torch.Tensor, *, primary: bool) -> _Boxes:
-        """Return the rectangles of this rank's own share of a tensor in the order of a window."""
-        return list(window.boxes(flat, self.state.own(len(flat)), primary=primary))
+    def _own_boxes(
+        self, window: Window, flat: torch.Tensor, *, primary: bool
+    ) -> tuple[list[tuple[ParameterBox, tuple[int, ...]]], list[torch.Tensor]]:
+        """Return the rectangles of this rank's own share of a tensor in the order of a window, with
+        the shapes of their parameters; and their views."""
+        cuts = list(window.boxes(flat, self.state.own(len(flat)), primary=primary))
+        return [(box, shape) for box, shape, _ in cuts], [view for _, _, view in cuts]
 
     def _upload(self) -> None:
         """Send this rank's part of the initial weights."""
         for window in self.state.windows(0):
-            if boxes := self._own_boxes(window, window.weights, primary=True):
-                payload = _flat(boxes).numpy().tobytes()
-                self._membership.ask("upload", {"boxes": _to_json(boxes)}, payload=payload)
+            boxes, views = self._own_boxes(window, window.weights, primary=True)
+            if boxes:
+                header = {"boxes": [box.to_json() for box, _ in boxes]}
+                payload = packed(views).numpy().tobytes()
+                self._membership.ask("upload", header, payload=payload)
 
-    def _contribute(self, attempt: OuterRound, name: str, deadline: float) -> int:
+    def _contribute(self, attempt: Attempt, name: str, deadline: float) -> int:
         """Send what this rank's masters have changed since the last outer step; return the number
         of messages."""
         codec, errors, num_messages = CODECS[self._sites.codec], [], 0
@@ -159,32 +151,30 @@ class ServerRounds:
                 change += window.error
                 error = window.error.clone()
             errors.append(error)
-            boxes = self._own_boxes(window, change, primary=True)
+            boxes, views = self._own_boxes(window, change, primary=True)
             if not boxes:
                 continue
-            values = _flat(boxes).unsqueeze(0)
+            values = packed(views).unsqueeze(0)
             codes = codec.encode(values)
             part_key = {"attempt": name, "rank": self._ranks.rank, "part": part}
-            header = {**part_key, "boxes": _to_json(boxes)}
+            header = {**part_key, "boxes": [box.to_json() for box, _ in boxes]}
             self._membership.ask("contribute", header, deadline, codes[0].numpy().tobytes())
             num_messages += 1
             if error is not None:  # error feedback: what the server does not get
                 rounding = (values - decoded(codec, codes, values.shape[1]))[0]
-                for view, value in _with_values(
-                    self._own_boxes(window, error, primary=True), rounding
-                ):
+                _, views = self._own_boxes(window, error, primary=True)
+                for view, value in unpacked(rounding, views):
                     view.copy_(value)
         attempt.errors = errors
         return num_messages
 
-    def _deliver(
-        self, attempt: OuterRound, name: str, num_messages: int, deadline: float
-    ) -> Header:
+    def _deliver(self, attempt: Attempt, name: str, num_messages: int, deadline: float) -> Header:
         """Report that all parts are sent; return the server's state after an outer step."""
         header = {
             "attempt": name,
             "base": attempt.number,
             "step": attempt.step,
+            "last_step": attempt.last_step,
             "tokens": max(1, attempt.tokens),
             "num_messages": num_messages,
             "heard": self._heard,
@@ -205,7 +195,7 @@ class ServerRounds:
                 raise DetachedError(f"{self._sites.server} made no outer step in time")
 
     def _receive(
-        self, attempt: OuterRound, current: Header, deadline: float, *, is_update: bool
+        self, attempt: Attempt, current: Header, deadline: float, *, is_update: bool
     ) -> Header:
         """Receive the global weights of the outer step in `current`, as an update if this rank has
         the weights before it; return the state that they are of, which may be a newer one."""
@@ -232,38 +222,22 @@ class ServerRounds:
     def _fetched(self, window: Window, number: int, form: str, deadline: float) -> torch.Tensor:
         """Return the new global weights of a window, of which this rank's own share is filled."""
         new = window.weights.clone()
-        boxes = self._own_boxes(window, new, primary=False)
+        boxes, views = self._own_boxes(window, new, primary=False)
         if not boxes:
             return new
-        header = {"number": number, "form": form, "boxes": _to_json(boxes)}
+        header = {"number": number, "form": form, "boxes": [box.to_json() for box, _ in boxes]}
         reply, payload = self._membership.fetch("weights", header, deadline)
         is_update = reply["form"] == "update"
         codec = CODECS[self._sites.codec] if is_update else _PLAIN
-        values = split_cuts(codec, payload, [(box, shape) for box, shape, _ in boxes])
+        values = split_cuts(codec, payload, boxes)
         if not is_finite(values):
             raise DetachedError(
                 f"{self._sites.server} sent weights of outer step {number} that are not finite, "
                 "which this site does not take"
             )
-        for view, value in _with_values(boxes, values):
+        for view, value in unpacked(values, views):
             view.copy_(view + value if is_update and codec.is_relative else value)
         return new
-
-
-def _to_json(boxes: _Boxes) -> list[Any]:
-    return [box.to_json() for box, _, _ in boxes]
-
-
-def _flat(boxes: _Boxes) -> torch.Tensor:
-    """Return a flat copy of the values of rectangles, in order."""
-    return torch.cat([view.reshape(-1) for _, _, view in boxes])
-
-
-def _with_values(boxes: _Boxes, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the views of rectangles, each with its part of what `_flat` has made of such."""
-    parts = flat.split([view.numel() for _, _, view in boxes])
-    for (_, _, view), part in zip(boxes, parts, strict=True):
-        yield view, part.view(view.shape)
 
 
 def full_shapes(engine: TrainEngine, ranks: SiteRanks) -> dict[str, tuple[int, ...]]:

@@ -93,7 +93,8 @@ def test_the_report_loads_without_big_libraries() -> None:
 
 
 def test_command_line_answers_without_big_libraries(tmp_path: Path) -> None:
-    """In a folder without runs: of a checkpoint, check reads what needs numpy."""
+    """In a folder without runs: of a checkpoint, check reads what needs numpy. Help also without
+    the settings, which take longer to import than Python to start."""
     lines = [
         ["--help"],
         ["--version"],
@@ -112,7 +113,8 @@ for arguments in {lines!r}:
     except SystemExit as exit:
         code = exit.code
     assert code == 0, (arguments, code)
-    loaded += [(arguments, name) for name in {HEAVY!r} if name in sys.modules]
+    heavy = {HEAVY!r} if "--config" in arguments else {[*HEAVY, "pydantic", "yaml"]!r}
+    loaded += [(arguments, name) for name in heavy if name in sys.modules]
 print(json.dumps(loaded))
 """,
         cwd=tmp_path,

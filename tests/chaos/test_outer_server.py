@@ -16,7 +16,7 @@ import torch
 
 from bigtrain.sites.client import RefusedByServerError, ServerClient
 from bigtrain.sites.codecs import CODECS
-from bigtrain.sites.protocol import RoundPlan, digest_of
+from bigtrain.sites.protocol import MOST_STEP, RoundPlan, digest_of
 from bigtrain.sites.rectangles import ParameterBox, split_cuts
 from bigtrain.sites.server.store import ServerDirectory
 from bigtrain.system.boxes import Box
@@ -83,7 +83,8 @@ class ServerSite:
             self.errors[rank] = values - self.codec.decode(codes, len(values))[0]
             place = {"attempt": attempt, "rank": rank, "part": 0, "boxes": [box]}
             self.ask("contribute", codes.numpy().tobytes(), **place)
-        numbers = {"base": self.number, "step": 5 * (self.number + 1), "tokens": 10 + self.index}
+        numbers = {"base": self.number, "step": 5 * (self.number + 1), "last_step": MOST_STEP}
+        numbers["tokens"] = 10 + self.index
         state, _ = self.ask("deliver", attempt=attempt, num_messages=2, **numbers)
         assert "late" not in state
 
@@ -239,7 +240,9 @@ class DirectSite(threading.Thread):
             "entry": secrets.token_hex(8),
             "number": self.number,
             "step": 5 * self.number,
+            "last_step": MOST_STEP,
             "fragment": fragment,
+            "is_last": False,
             "tokens": 0 if fragment is None else 10 + self.index,
             "digest": digest_of(repr(self.value).encode()),
             "tokens_seen": self.tokens_seen,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -96,13 +97,12 @@ def test_a_changed_layout_is_seen_and_put_right(wrong: str, right: str) -> None:
 
 def test_a_changed_model_changes_the_layout() -> None:
     """The block is what is planned, not what stood there."""
-    from bigtrain.cli import build_parser
-    from bigtrain.commands.plan import ranked_layouts
+    from bigtrain.commands.plan import PlanArguments, ranked_layouts
 
-    arguments = ["plan", "--config", "gpt2_124m", "--gpus", "8xH100-80GB"]
-    plain = ranked_layouts(build_parser("plan").parse_args(arguments)).fitting[0]
-    larger = [*arguments, "batch.sequence_length=512"]
-    other = ranked_layouts(build_parser("plan").parse_args(larger)).fitting[0]
+    arguments = PlanArguments(config="gpt2_124m", gpus="8xH100-80GB")
+    plain = ranked_layouts(arguments).fitting[0]
+    larger = replace(arguments, overrides=("batch.sequence_length=512",))
+    other = ranked_layouts(larger).fitting[0]
     assert plain.tokens_per_second != other.tokens_per_second
     assert settings_of(plain)["deepspeed_config"].startswith("zero")
 

@@ -274,3 +274,55 @@ def test_a_wrong_token_and_a_server_that_is_not_there_are_named(
     assert "not of this server's token" in output or "not signed with sites.token_file" in output
     assert "did not answer in time (ConnectionRefusedError" in output
     assert checkpoints.list_steps(tmp_path / "0") == []
+
+
+DIES_AT_THE_LAST = """
+import os, sys
+from bigtrain.cli import main
+from bigtrain.sites.server.store import ServerDirectory
+write_step = ServerDirectory.write_step
+def write(self, record, *args, **more):
+    os._exit(9) if record["number"] == 3 else write_step(self, record, *args, **more)
+ServerDirectory.write_step = write
+sys.exit(main(sys.argv[1:]))
+"""
+"""A server that is killed at the outer step after the last step, before it makes it."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", ["server", "direct"])
+def test_sites_that_end_without_the_server_export_once_they_made_the_last_outer_step(
+    exchange: str, inputs: Inputs, tmp_path: Path
+) -> None:
+    port, directory = free_port(), tmp_path / "server"
+    options = ["--window-seconds", "2"]
+    server = start_server(directory, port, *options, program=("-c", DIES_AT_THE_LAST))
+    settings = ["engine.deepspeed_config=zero1", f"sites.inner_steps={INNER_STEPS}"]
+    settings += [f"sites.exchange={exchange}", f"sites.server=http://127.0.0.1:{port}"]
+    settings += [f"sites.token_file={directory / 'token'}", "sites.timeout_seconds=5"]
+    codes, output = train_sites(inputs, tmp_path, settings, [(), ()])
+    assert server.wait(20) == 9
+    assert codes == [2, 2], output
+    assert output.count("ended apart from the other sites, after outer step 2 (") == 2, output
+    assert not [*tmp_path.glob("?/hf"), *tmp_path.glob("?/exported.json")]
+
+    def start_again(site: int) -> tuple[list[int], str]:
+        place = ["sites.count=2", f"sites.index={site}", f"output.directory={tmp_path / str(site)}"]
+        return train_sites(inputs, tmp_path, settings, [place])
+
+    with server_of_threads(directory, window_seconds=2.0, port=port):
+        # Site 1 makes the outer step: alone, or the server has both deliveries on disk.
+        codes, output = start_again(1)
+        assert codes == [0], output
+        codes, output = start_again(0)
+    record = json.loads((tmp_path / "1" / "exported.json").read_text())
+    made_by = [1] if exchange == "direct" else [0, 1]
+    assert record == {"step": STEPS, "outer_step": 3, "sites": made_by}
+    if exchange == "direct":  # nobody is there who could send it the weights
+        assert codes == [2], output
+        assert "the run ended with outer step 3, after its last step 12, on site 1, and" in output
+        assert not (tmp_path / "0" / "hf").exists()
+    else:
+        assert codes == [0], output
+        assert json.loads((tmp_path / "0" / "exported.json").read_text()) == record
+        assert_same_weights(tmp_path)

@@ -15,6 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from bigtrain import cli
+from bigtrain.errors import ModelError
+from bigtrain.python_api.results import export_run, merge_run, verify_model
 from bigtrain.run.checkpointing import checkpoints
 from tests.launch.conftest import STEPS, Inputs, metrics
 from tests.support import site_world
@@ -303,6 +306,41 @@ def test_a_site_that_is_behind_takes_the_global_weights(
     trained: Path, inputs: Inputs, tmp_path: Path
 ) -> None:
     come_back(inputs, trained, tmp_path, ((), ()), 1, 1)
+
+
+def test_a_site_that_comes_back_after_the_end_of_the_run_exports_nothing(
+    trained: Path, inputs: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the server of the run; site 0 has exported the weights of the run, and ends at once."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    checkpoints.remove(checkpoints.checkpoint_path(tmp_path / "1", STEPS))
+    shutil.rmtree(tmp_path / "1" / "hf")
+    (tmp_path / "1" / "exported.json").unlink()
+    codes, output = train_sites(inputs, tmp_path, window_seconds=1.0)
+    assert codes == [0, 2], output
+    assert f"complete: the run is at step {STEPS} of {STEPS}; nothing to do" in output
+    assert f"the run ended with outer step 3, after its last step {STEPS}, on site 0, and" in output
+    assert max(checkpoints.list_steps(tmp_path / "1")) == MIDDLE
+    for name in ("hf", "exported.json"):
+        assert not (tmp_path / "1" / name).exists()
+    record = json.loads((tmp_path / "0" / "exported.json").read_text())
+    assert record == {"step": STEPS, "outer_step": 3, "sites": [0, 1]}
+    # An export by hand says so, and does not pass as the export of the run.
+    lines: list[str] = []
+    export_run(tmp_path / "1", tmp_path / "of site 1", warn=lines.append)
+    text = f"weights of site 1 of 2 after step {MIDDLE}, not the weights with which the run ended"
+    assert [line for line in lines if text in line]
+    verify_model(tmp_path / "0" / "hf")
+    with pytest.raises(ModelError, match="has the weights of one site, not the weights with which"):
+        verify_model(tmp_path / "of site 1")
+    assert cli.main(["verify", "--run", str(tmp_path / "1")]) == 0
+    assert f"{tmp_path / '1'}: {text}" in capsys.readouterr().out
+    merge_run(tmp_path / "0", tmp_path / "mean", steps=[MIDDLE, STEPS], warn=lines.append)
+    assert "weights of site 0 of 2 after step" in lines[-1]
+    with pytest.raises(ModelError, match="has the weights of one site, not the weights with which"):
+        verify_model(tmp_path / "mean")
+    assert cli.main(["verify", "--run", str(tmp_path / "0")]) == 0
+    assert "weights of site" not in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from bigtrain.engine.checkpoint.lazy import open_weights
 from bigtrain.models.build import empty_model
 from bigtrain.models.configuration import load_hf_config
-from bigtrain.models.export.verified import Probe, export_model
+from bigtrain.models.export.verified import Destination, Probe, export_model
 from bigtrain.settings.run_config import ModelSection
 from tests.parity.import_worker import Memory
 
@@ -32,11 +32,8 @@ def main() -> None:
     export_model(
         open_weights(place / "checkpoint"),
         hf_config,
-        place / "tokenizer",
-        place / "again",
-        dtype="float32",
+        Destination(place / "again", place / "tokenizer", "float32", max_shard_size=sys.argv[2]),
         probe=probe,
-        max_shard_size=sys.argv[2],
     )
     (place / "risen").write_text(json.dumps(memory.risen_bytes()))
 

@@ -22,7 +22,7 @@ from bigtrain.data.tokenizers.training import train_tokenizer
 from bigtrain.engine.checkpoint.io import read_full_masters
 from bigtrain.errors import ConfigError
 from bigtrain.models.configuration import load_hf_config
-from bigtrain.models.export.verified import Probe, export_model
+from bigtrain.models.export.verified import Destination, Probe, export_model
 from bigtrain.settings.deepspeed.accepted import ROWS, Row
 from bigtrain.settings.resolve import resolve_run
 from bigtrain.settings.run_config import ModelSection, RunConfig
@@ -370,9 +370,7 @@ class Trainer:
         export_model(
             weights,
             load_hf_config(section),
-            tokenizer,
-            directory / "hf",
-            dtype=engine.dtype,
+            Destination(directory / "hf", tokenizer, engine.dtype),
             probe=Probe(PROBE, logits, engine.dtype),
         )
         model = AutoModelForCausalLM.from_pretrained(directory / "hf", dtype=torch.float32).eval()

@@ -22,7 +22,6 @@ from bigtrain.models.layers.token_loss import divergence
 from bigtrain.parity.adapters import with_adapters
 from bigtrain.settings.batch_plan import plan_batch
 from bigtrain.settings.loading import parse_run_config
-from bigtrain.settings.objective import check_distillation
 from tests.parity import objective_runs
 from tests.parity.objective_runs import VOCAB_SIZE, degrees_name, save_experts, save_llama, steps_of
 from tests.support.datasets import write_dataset
@@ -209,7 +208,7 @@ def test_what_does_not_fit_is_refused(root: Path, tmp_path: Path) -> None:
             config = parse_run_config(tree)
         except ConfigError as error:
             return str(error)
-        problems = check_distillation(config)
+        problems = config.objective.kind.problems(config)
         problems += check_reference_scores(config, open_sources(config.data), [])
         return str(ConfigError(problems))
 

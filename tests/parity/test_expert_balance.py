@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from bigtrain.data.tokenizers.training import train_tokenizer
 from bigtrain.engine.checkpoint.io import read_full_masters
 from bigtrain.models.configuration import load_hf_config
-from bigtrain.models.export.verified import Probe, export_model
+from bigtrain.models.export.verified import Destination, Probe, export_model
 from bigtrain.models.transformers_patches import modules_of_experts
 from bigtrain.settings.run_config import ModelSection
 from tests.parity.conftest import (
@@ -449,7 +449,7 @@ def test_biases_are_exported_in_float32(
         probe = Probe(ids, model.eval()(input_ids=ids).logits, "float32")
     tokenizer, output = tmp_path / "tokenizer", tmp_path / "hf"
     train_tokenizer(iter([["the theme of the thesis"]]), 260).save(tokenizer)
-    export_model(weights, hf_config, tokenizer, output, dtype="bfloat16", probe=probe)
+    export_model(weights, hf_config, Destination(output, tokenizer, "bfloat16"), probe=probe)
     exported = load_file(output / "model.safetensors")
     assert len(biases) == 2
     for name in biases:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from bigtrain.data.tokenizers.training import train_tokenizer
 from bigtrain.engine.checkpoint.io import read_full, read_full_masters
 from bigtrain.models.configuration import load_hf_config
-from bigtrain.models.export.verified import Probe, export_model
+from bigtrain.models.export.verified import Destination, Probe, export_model
 from bigtrain.settings.run_config import ModelSection
 from tests.parity.conftest import ARCHITECTURES, run_config, train_cases
 
@@ -244,7 +244,8 @@ def test_export_does_not_know_the_degree(few: tuple[Path, dict[str, Any]], tmp_p
         with torch.no_grad():
             probe = Probe(ids, model.eval()(input_ids=ids).logits, "float32")
         outputs.append(tmp_path / str(number))
-        export_model(weights, hf_config, tokenizer, outputs[-1], dtype="float32", probe=probe)
+        destination = Destination(outputs[-1], tokenizer, "float32")
+        export_model(weights, hf_config, destination, probe=probe)
     files = sorted(path.name for path in outputs[0].iterdir())
     assert "model.safetensors" in files
     for file in files:

@@ -25,7 +25,8 @@ import torch
 from bigtrain.errors import ConfigError
 from bigtrain.models.build import build_model
 from bigtrain.models.configuration import load_hf_config
-from bigtrain.settings.compatibility.check import RULES, Facts, check_compatibility
+from bigtrain.settings.compatibility.check import RULES, check_compatibility
+from bigtrain.settings.compatibility.facts import Facts
 from bigtrain.settings.degrees import AXES as TOPOLOGY_AXES
 from bigtrain.settings.resolve import resolve_run
 from bigtrain.settings.run_config import ModelSection, ParallelSection, RunConfig
@@ -174,7 +175,7 @@ def refusals(point: Point) -> frozenset[str]:
 def refusals_of_facts(point: Point) -> frozenset[str]:
     """Of points with the same facts, which do not tell the other axes, one."""
     facts = point.facts
-    return frozenset(rule.name for rule in RULES if rule.violated(facts))
+    return frozenset(name for name, rule in RULES.items() if rule.violated(facts))
 
 
 def is_left_out(point: Point) -> bool:

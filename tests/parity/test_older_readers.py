@@ -19,7 +19,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 from bigtrain.data.tokenizers.training import train_tokenizer
 from bigtrain.models.build import build_model
 from bigtrain.models.configuration import load_hf_config
-from bigtrain.models.export.verified import Probe, export_model
+from bigtrain.models.export.verified import Destination, Probe, export_model
 from bigtrain.models.weights.export_hf import write_model
 from bigtrain.models.weights.older_readers import NOT_IN_4, RENAMED_FIELDS, rewrite_config
 from bigtrain.settings.run_config import ModelSection
@@ -137,9 +137,8 @@ def test_new_models_are_read_by_transformers_4(
         probe = Probe(ids, model(input_ids=ids, use_cache=False).logits, "float32")
         weights = {key: parameter.detach() for key, parameter in model.named_parameters()}
         outputs[name] = output = tmp_path / name
-        export_model(
-            weights, load_hf_config(section), tokenizer, output, dtype="float32", probe=probe
-        )
+        destination = Destination(output, tokenizer, "float32")
+        export_model(weights, load_hf_config(section), destination, probe=probe)
         (output / "ours.json").write_text(
             json.dumps(model.generate(**given, do_sample=False, max_new_tokens=24).tolist())
         )

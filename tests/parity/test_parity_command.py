@@ -19,6 +19,7 @@ from bigtrain.cli import main
 from bigtrain.errors import ConfigError
 from bigtrain.models.build import build_model
 from bigtrain.models.configuration import load_hf_config
+from bigtrain.objectives.section import ObjectiveSection
 from bigtrain.parity.batches import micro_batches
 from bigtrain.parity.comparison import compare, mean_of
 from bigtrain.parity.proxy import Proxy, shrink
@@ -27,7 +28,6 @@ from bigtrain.parity.run import reference_of, train_points
 from bigtrain.parity.topologies import points
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import ModelSection, MoeSection, RunConfig
-from bigtrain.settings.sections.objective import ObjectiveSection
 from bigtrain.settings.sections.optimizer import OptimizerSection
 from tests.parity.conftest import ARCHITECTURES, llama, run_config
 from tests.parity.expert_models import MODELS as EXPERT_MODELS
@@ -418,8 +418,8 @@ MUTATIONS_OF_RANKS: dict[str, tuple[dict[str, tuple[str, str]], dict[str, Any], 
     ),
     "rows are counted instead of pairs": (
         {
-            "engine/objectives.py": (
-                '_pairs_present(labels) if self._unit == "pairs" else targets.any(-1)',
+            "objectives/losses/passes.py": (
+                'pairs_present(labels) if self.objective.unit == "pairs" else targets.any(-1)',
                 "targets.any(-1)",
             )
         },
@@ -428,9 +428,9 @@ MUTATIONS_OF_RANKS: dict[str, tuple[dict[str, tuple[str, str]], dict[str, Any], 
     ),
     "rows of rewards are counted instead of pairs": (
         {
-            "engine/objectives.py": (
-                "return int(_pairs_present(labels).sum())",
-                "return int((labels != IGNORED_LABEL).any(-1).sum())",
+            "objectives/losses/passes.py": (
+                'pairs_present(labels) if self.objective.unit == "pairs" else targets.any(-1)',
+                "targets.any(-1)",
             )
         },
         {"model": llama(), **REWARD},

@@ -15,7 +15,7 @@ from bigtrain.data.tokenizers.training import train_tokenizer
 from bigtrain.engine.checkpoint.lazy import open_weights
 from bigtrain.models.build import build_model
 from bigtrain.models.configuration import load_hf_config
-from bigtrain.models.export.verified import Probe, export_model
+from bigtrain.models.export.verified import Destination, Probe, export_model
 from bigtrain.settings.run_config import ModelSection
 from tests.parity.conftest import ARCHITECTURES, SEED, llama, run_config, train_cases
 
@@ -89,11 +89,8 @@ def test_the_files_are_the_same(name: str, request: pytest.FixtureRequest, tmp_p
     export_model(
         open_weights(trips / f"{name}-checkpoint" / "tensors"),
         load_hf_config(ModelSection(path=str(source))),
-        tmp_path / "tokenizer",
-        output,
-        dtype=stored,
+        Destination(output, tmp_path / "tokenizer", stored, max_shard_size=size),
         probe=probe,
-        max_shard_size=size,
     )
     files = sorted(path.name for path in source.glob("*.safetensors*"))
     assert len(files) == 1 if size == "5GB" else len(files) > 3

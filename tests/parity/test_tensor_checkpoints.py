@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from bigtrain.data.tokenizers.training import train_tokenizer
 from bigtrain.engine.checkpoint.io import read_full, read_full_masters
 from bigtrain.models.configuration import load_hf_config
-from bigtrain.models.export.verified import Probe, export_model
+from bigtrain.models.export.verified import Destination, Probe, export_model
 from bigtrain.settings.run_config import ModelSection
 from tests.parity.conftest import ARCHITECTURES, llama, run_config, train_cases
 from tests.support.datasets import write_dataset
@@ -176,9 +176,7 @@ def test_export_does_not_know_the_degree(runs: tuple[Path, dict[str, Any]], tmp_
         export_model(
             weights,
             hf_config,
-            tokenizer,
-            outputs[-1],
-            dtype="float32",
+            Destination(outputs[-1], tokenizer, "float32"),
             probe=probe,
         )
     files = sorted(path.name for path in outputs[0].iterdir())

@@ -88,7 +88,12 @@ def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[s
     outer: OuterStep | None = None
     if config.sites is not None:
         outer = OuterStep(
-            engine, config.sites, world, case.get("facts", {}), run=f"{config.sites.index:032x}"
+            engine,
+            config.sites,
+            world,
+            case.get("facts", {}),
+            last_step=config.train.total_steps,
+            run=f"{config.sites.index:032x}",
         )
     if config.model.path is not None:
         read_weights(engine, weights_of(config, hf_config, growth))
@@ -136,8 +141,8 @@ def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[s
         assert result.figures is not None
         assert math.isclose(result.figures.grad_norm, norms[-1], rel_tol=1e-6)
         graphs.append(counters["stats"]["unique_graphs"])
-        if outer is not None and outer.is_due(step + 1, config.train.total_steps):
-            outer_steps += map(asdict, outer.after_step(step + 1, config.train.total_steps))
+        if outer is not None and outer.is_due(step + 1):
+            outer_steps += map(asdict, outer.after_step(step + 1))
         if step + 1 == case.get("save_at"):
             if outer is not None:
                 outer_steps += map(asdict, outer.settle())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import gc
+import json
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
@@ -11,15 +12,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from bigtrain import errors
 from tools.markdown import markdown_cell
 
 ROOT = Path(__file__).resolve().parents[2]
 
-TABLES = "settings/compatibility/rules.yaml", "settings/deepspeed/accepted.json"
-"""Files that hold reasons of refusals as data."""
+RULES = "bigtrain/settings/compatibility"
+"""Folder whose strings are the reasons and fixes of refusals."""
+ACCEPTED = "bigtrain/settings/deepspeed/accepted.json"
+"""File that has reasons of refusals as data."""
 
 
 def error_texts() -> str:
@@ -28,24 +29,28 @@ def error_texts() -> str:
     was_enabled = gc.isenabled()
     gc.disable()  # it would look at millions of nodes again and again
     try:
-        trees = [
-            ast.parse(path.read_text(encoding="utf-8"))
-            for path in sorted((ROOT / "bigtrain").rglob("*.py"))
-        ]
+        trees = _parsed("bigtrain")
         returned = _returned(trees)
         makers = _makers(trees)
         texts = {text for tree in trees for _, text in _texts_of(tree, returned, makers)}
+        for tree in _parsed(RULES):
+            texts |= _parts(tree, {}, {}, set())
     finally:
         _nodes.cache_clear()
         if was_enabled:
             gc.enable()
-    for table in TABLES:
-        texts |= _strings(yaml.safe_load((ROOT / "bigtrain" / table).read_text(encoding="utf-8")))
+    texts |= _strings(json.loads((ROOT / ACCEPTED).read_text(encoding="utf-8")))
     return "\n".join(sorted(map(markdown_cell, texts)))
 
 
+def _parsed(folder: str) -> list[ast.Module]:
+    """Parse all modules of a folder."""
+    paths = sorted((ROOT / folder).rglob("*.py"))
+    return [ast.parse(path.read_text(encoding="utf-8")) for path in paths]
+
+
 def _strings(tree: Any) -> set[str]:
-    """Return all strings of a tree of YAML or JSON."""
+    """Return all strings of a tree of JSON."""
     if isinstance(tree, str):
         return {tree}
     children = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()

@@ -19,7 +19,13 @@ TOKEN = b"0123456789abcdef0123456789abcdef"
 
 
 @contextmanager
-def outer_server(directory: Path, *, window_seconds: float) -> Iterator[dict[str, Any]]:
+def outer_server(
+    directory: Path,
+    *,
+    window_seconds: float,
+    port: int | None = None,
+    is_asynchronous: bool = False,
+) -> Iterator[dict[str, Any]]:
     """Run a server with its state in `directory`, which it continues if it has one, and
     `server.log`; the settings with which sites reach it."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -31,8 +37,8 @@ def outer_server(directory: Path, *, window_seconds: float) -> Iterator[dict[str
             file.write(f"{text}\n")
 
     store = ServerDirectory(directory / "state")
-    state = OuterServerState(store, Rules(False, window_seconds), log)
-    port = free_port()
+    state = OuterServerState(store, Rules(is_asynchronous, window_seconds), log)
+    port = port or free_port()
     server = HTTPServer(OuterServer(state, TOKEN, log), Place("127.0.0.1", port))
     ended = threading.Event()
 

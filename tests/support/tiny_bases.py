@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from bigtrain.models.build import build_model
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.export.base_record import BaseRecord, record_base
-from bigtrain.models.export.verified import Probe, export_model
+from bigtrain.models.export.verified import Destination, Probe, export_model
 from bigtrain.models.weights.import_hf import find_weights
 from bigtrain.settings.run_config import ModelSection
 
@@ -112,12 +112,9 @@ def exported_again(
     notes = export_model(
         masters,
         hf_config,
-        tokenizer,
-        place / "hf",
-        dtype=dtype,
+        Destination(place / "hf", tokenizer, dtype, card="A card.\n"),
         probe=Probe(ids, logits, "float32"),
         base=BaseRecord(place / "record"),
-        card="A card.\n",
     )
     return place / "hf", notes
 

@@ -6,9 +6,11 @@ document with a label. A row is used or rejected with all its documents.
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,13 +23,10 @@ from bigtrain.data.shards.format import Mask
 from bigtrain.data.shards.manifest import Rows
 from bigtrain.data.tokenizers.chat_template import ConversationError
 from bigtrain.data.tokenizers.equivalence import Checks
+from bigtrain.objectives.section import ROWS
 
-DOCUMENTS_PER_ROW: dict[Rows | None, int] = {
-    None: 1,
-    "preference": 2,
-    "kto": 1,
-    "classification": 1,
-}
+Documents = Sequence[Mapping[str, Any]]
+"""Documents of rows, as `bigtrain.data.documents.preferences` writes them."""
 SAME = "chosen and rejected become the same tokens"
 
 
@@ -53,32 +52,43 @@ def encode_rows(
     of the labels of classes. Raises as `ChatEncoder.encode`."""
     if rows is None:
         return EncodedRows(chat.encode(contents, checks))
-    trees = [read_document(content) for content in contents]
-    if rows == "kto":
-        answers = [dumps(tree["answer"]) for tree in trees]
-        labels = np.fromiter((tree["label"] for tree in trees), np.uint8, len(trees))
-        return EncodedRows(chat.encode(answers, checks), labels)
-    if rows == "classification":
-        samples = [dumps(tree["sample"]) for tree in trees]
-        encoded = chat.encode(samples, checks, is_complete=True)
-        return _with_classes(encoded, [tree["label"] for tree in trees], names)
-    halves = [dumps(tree[side]) for tree in trees for side in SIDES]
-    are_text = ["prompt" in tree[SIDES[0]] for tree in trees]
+    documents = [read_document(content) for content in contents]
+    encoded: EncodedRows = pkgutil.resolve_name(ROWS[rows].encode)(chat, documents, checks, names)
+    return encoded
+
+
+def encode_pairs(
+    chat: ChatEncoder, pairs: Documents, checks: Checks | None, names: Sequence[str]
+) -> EncodedRows:
+    """Encode the chosen and the rejected document of each pair."""
+    halves = [dumps(pair[side]) for pair in pairs for side in SIDES]
+    are_text = ["prompt" in pair[SIDES[0]] for pair in pairs]
     return EncodedRows(_complete_pairs(chat.encode(halves, checks, group=2), are_text))
 
 
-def _with_classes(
-    encoded: EncodedChats, labels: Sequence[int | str], names: Sequence[str]
+def encode_labeled(
+    chat: ChatEncoder, rows: Documents, checks: Checks | None, names: Sequence[str]
 ) -> EncodedRows:
-    """Return `encoded` with the numbers of classes, without samples of an unknown class."""
+    """Encode answers, with their labels."""
+    answers = [dumps(row["answer"]) for row in rows]
+    labels = np.fromiter((row["label"] for row in rows), np.uint8, len(rows))
+    return EncodedRows(chat.encode(answers, checks), labels)
+
+
+def encode_classified(
+    chat: ChatEncoder, rows: Documents, checks: Checks | None, names: Sequence[str]
+) -> EncodedRows:
+    """Encode samples, with the numbers of their classes; a sample of an unknown class is bad."""
+    samples = [dumps(row["sample"]) for row in rows]
+    encoded = chat.encode(samples, checks, is_complete=True)
     problems = dict(encoded.problems)
-    numbers = np.zeros(len(labels), np.uint8)
-    for row, label in enumerate(labels):
+    numbers = np.zeros(len(rows), np.uint8)
+    for number, row in enumerate(rows):
         try:
-            numbers[row] = _class_number(label, names)
+            numbers[number] = _class_number(row["label"], names)
         except ConversationError as error:
-            problems.setdefault(row, str(error))
-    is_usable = np.ones(len(labels), np.bool_)
+            problems.setdefault(number, str(error))
+    is_usable = np.ones(len(rows), np.bool_)
     is_usable[list(problems)] = False
     return EncodedRows(_with_documents(encoded, is_usable, problems), numbers)
 

@@ -6,6 +6,7 @@ values to messages for transformers' ``apply_chat_template``. `nearest` detects 
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,14 +14,6 @@ from typing import Any
 
 from bigtrain.data.documents.conversations import from_text
 from bigtrain.data.documents.key_rules import KeyRules, text_rules
-from bigtrain.data.documents.preferences import (
-    CLASSIFIED_KEYS,
-    LABELED_KEYS,
-    PAIR_KEYS,
-    classified,
-    labeled,
-    pair,
-)
 from bigtrain.data.documents.row_format import (
     MESSAGE_KEYS,
     TOKEN_KEYS,
@@ -33,6 +26,8 @@ from bigtrain.data.documents.row_format import (
 )
 from bigtrain.data.documents.turns import Messages, Roles, is_turn, messages_in, with_roles
 from bigtrain.data.tokenizers.chat_template import ConversationError
+from bigtrain.objectives.preference import PAIRS
+from bigtrain.objectives.section import ROWS
 
 ONE_FORMAT = (
     "rows of several formats must be tokenized one format at a time, each into its own --output, "
@@ -168,27 +163,16 @@ FORMATS: Mapping[str, ChatFormat] = {
             _alpaca,
             (),
         ),
-        ChatFormat(
-            "preference",
-            PAIR_KEYS,
-            frozenset({"chosen", "rejected"}),
-            pair,
-            noun="a preference pair",
-        ),
-        ChatFormat(
-            "kto",
-            LABELED_KEYS,
-            frozenset({"prompt", "completion", "label"}),
-            labeled,
-            noun="an answer with a label",
-        ),
-        ChatFormat(
-            "classification",
-            CLASSIFIED_KEYS,
-            frozenset({"label"}),
-            classified,
-            noun="a sample with a label",
-            is_detected=False,
+        *(
+            ChatFormat(
+                rows.name,
+                rows.keys,
+                rows.identifying,
+                pkgutil.resolve_name(rows.parse),
+                noun=rows.noun,
+                is_detected=rows.is_detected,
+            )
+            for rows in ROWS.values()
         ),
         ChatFormat(
             "prompt-completion",
@@ -241,7 +225,7 @@ def also_preferences(keys: Collection[str]) -> list[str]:
     once: which one is meant is the user's choice. Empty otherwise."""
     names = [entry.name for entry in _detected(keys)]
     names = [name for name in names if name != "tokens"]
-    return names if "preference" in names and len(names) > 1 else []
+    return names if PAIRS.name in names and len(names) > 1 else []
 
 
 def remedy_for(keys: Collection[str]) -> str:

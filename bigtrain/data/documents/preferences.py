@@ -17,11 +17,9 @@ from bigtrain.data.documents.exact_json import dumps, joined_documents
 from bigtrain.data.documents.row_format import Chat, Completion, RowDocument, Values
 from bigtrain.data.documents.turns import Messages, Roles, is_turn, messages_in, with_roles
 from bigtrain.data.tokenizers.chat_template import ConversationError
+from bigtrain.objectives.preference import PAIRS
 
-PAIR_KEYS = ("chosen", "rejected", "prompt", "tools")
-LABELED_KEYS = ("prompt", "completion", "label", "tools")
-CLASSIFIED_KEYS = ("label", "text", "messages", "tools")
-SIDES = ("chosen", "rejected")
+SIDES = PAIRS.documents
 """Order of the two documents of a pair."""
 LABELS = {"true": True, "false": False, "1": True, "0": False}
 """Text of labels of answers in lower case, as csv files hold them."""
@@ -70,8 +68,8 @@ class Classified:
 
 
 def pair(values: Values, roles: Roles) -> Pair:
-    """Return the pair in the values of `PAIR_KEYS`. Raise ConversationError unless it has two
-    different answers to one prompt."""
+    """Return the pair in the values of the keys of `PAIRS`. Raise ConversationError unless it has
+    two different answers to one prompt."""
     chosen, rejected, prompt, tools = *map(messages_in, values[:3]), values[3]
     for name, side in zip(SIDES, (chosen, rejected), strict=True):
         if side is None:
@@ -98,8 +96,8 @@ def pair(values: Values, roles: Roles) -> Pair:
 
 
 def labeled(values: Values, roles: Roles) -> Labeled:
-    """Return the answer in the values of `LABELED_KEYS`. Raise ConversationError for one without an
-    answer or a label."""
+    """Return the answer in the values of the keys of `RATED`. Raise ConversationError for one
+    without an answer or a label."""
     prompt, completion = map(messages_in, values[:2])
     label, tools = values[2:]
     # A label may be a boolean, or 0 or 1, also as text.
@@ -132,8 +130,8 @@ def labeled(values: Values, roles: Roles) -> Labeled:
 
 
 def classified(values: Values, roles: Roles) -> Classified:
-    """Return the sample in the values of `CLASSIFIED_KEYS`. Raise ConversationError for one without
-    a label, or without either text or messages."""
+    """Return the sample in the values of the keys of `CLASSIFIED`. Raise ConversationError for one
+    without a label, or without either text or messages."""
     label, text, messages, tools = values
     if isinstance(label, bool) or not isinstance(label, int | str):
         raise ConversationError(f"its label is {label!r}, which is neither an integer nor a name")

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, Literal
 
 from bigtrain.data.documents.conversations import from_text
+from bigtrain.objectives.section import ROWS
 
 Values = Mapping[str, Any]
 Matters = Callable[[Any, Values], bool]
@@ -87,8 +88,9 @@ class RowKey:
 
 
 SFT = ("messages", "sharegpt", "alpaca", "prompt-completion")
-ANSWERS = ("preference", "kto")
-CHATS = (*SFT, *ANSWERS, "classification")
+OBJECTIVE_ROWS = tuple(rows.name for rows in ROWS.values())
+ANSWERS = tuple(rows.name for rows in ROWS.values() if not rows.has_classes)
+CHATS = (*SFT, *OBJECTIVE_ROWS)
 MEDIA_KEYS = (
     *("image", "images", "video", "videos", "audio", "audios", "objects"),
     *("rejected_images", "rejected_videos", "rejected_audios"),
@@ -118,7 +120,7 @@ ROW_KEYS: tuple[RowKey, ...] = (
     ),
     RowKey(
         ("tools",),
-        ("messages", "sharegpt", "prompt-completion", *ANSWERS, "classification"),
+        ("messages", "sharegpt", "prompt-completion", *OBJECTIVE_ROWS),
         f"{_ALL}, transformers",
         "used",
         "the tools that the chat template is given",
@@ -216,7 +218,7 @@ ROW_KEYS: tuple[RowKey, ...] = (
     ),
     RowKey(
         ("system",),
-        ("prompt-completion", *ANSWERS, "classification"),
+        ("prompt-completion", *OBJECTIVE_ROWS),
         "Axolotl, LLaMA-Factory, ms-swift",
         "refused",
         "its {name} would not be read -> write it as the first message of the prompt; or "
@@ -239,14 +241,14 @@ ROW_KEYS: tuple[RowKey, ...] = (
     ),
     RowKey(
         ("functions",),
-        ("sharegpt", "alpaca", "prompt-completion", *ANSWERS, "classification"),
+        ("sharegpt", "alpaca", "prompt-completion", *OBJECTIVE_ROWS),
         "OpenAI's former format",
         "refused",
         "its {name} would not be read -> tools; or --ignore-key {name}",
     ),
     RowKey(
         ("history",),
-        ("messages", "sharegpt", "prompt-completion", *ANSWERS, "classification"),
+        ("messages", "sharegpt", "prompt-completion", *OBJECTIVE_ROWS),
         "LLaMA-Factory, ms-swift",
         "refused",
         "its {name} would not be read -> messages before the prompt; or --ignore-key {name}",
@@ -261,7 +263,7 @@ ROW_KEYS: tuple[RowKey, ...] = (
     ),
     RowKey(
         ("rejected_response", "rejected_messages", "rejected_tools"),
-        ("alpaca", "prompt-completion", *ANSWERS, "classification"),
+        ("alpaca", "prompt-completion", *OBJECTIVE_ROWS),
         "ms-swift",
         "refused",
         "it has {name}, the worse answer of a pair, which would not be read -> a key rejected "
@@ -284,7 +286,7 @@ ROW_KEYS: tuple[RowKey, ...] = (
     ),
     RowKey(
         ("kto_tag",),
-        ("alpaca", "prompt-completion", *ANSWERS, "classification"),
+        ("alpaca", "prompt-completion", *OBJECTIVE_ROWS),
         "LLaMA-Factory",
         "refused",
         "it has {name}, a rating of the answer, which would not be read -> --format kto "

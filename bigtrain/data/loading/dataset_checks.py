@@ -9,27 +9,26 @@ from __future__ import annotations
 
 import json
 import os
+import pkgutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bigtrain.data.samples.packing_plan import plan_of
 from bigtrain.data.samples.source import StreamDataset, with_source
-from bigtrain.data.samples.token_stream import count_windows, split_stream
+from bigtrain.data.samples.token_stream import StreamSamples, count_windows, split_stream
 from bigtrain.data.shards.dataset import Level, TokenDataset, open_dataset
 from bigtrain.data.shards.manifest import TOKENIZER_DIRECTORY, Split, TokenizerRecord
 from bigtrain.data.shards.shard_table import ShardTable
 from bigtrain.data.tokenizers.cache import foreign_file
 from bigtrain.errors import DataError, Problem
-from bigtrain.settings.objective import rows_of_answers
+from bigtrain.objectives.section import ROWS
 from bigtrain.settings.run_config import ModelSection, RunConfig
 from bigtrain.settings.sections.extensions import GIVEN
 from bigtrain.system.storage.local_path import local_path
 
 if TYPE_CHECKING:
-    from bigtrain.data.samples.classified import ClassifiedSamples
-    from bigtrain.data.samples.pairs import PairSamples
-    from bigtrain.data.samples.rated import RatedSamples
+    pass
 
 MAX_PADDING_ROWS = 1024
 """Rows of an embedding beyond the tokenizer's vocabulary: it is padded to multiples of at most
@@ -148,7 +147,7 @@ def check_same_beginnings(config: RunConfig, tables: Sequence[ShardTable]) -> li
     """Check that texts begin alike in every source: a prompt can begin in one way only.
     Conversations begin according to their template."""
     texts = [number for number, table in enumerate(tables) if not table.is_masked]
-    beginnings = {number: tables[number].tokenizer.beginning_ids or () for number in texts}
+    beginnings = {number: tables[number].tokenizer.beginning_ids for number in texts}
 
     def describe(number: int) -> str:
         ids = ", ".join(map(str, beginnings[number]))
@@ -265,7 +264,7 @@ def check_length(config: RunConfig, datasets: Sequence[TokenDataset]) -> list[Pr
 
 def count_samples(config: RunConfig, dataset: TokenDataset, split: Split) -> int:
     """Return the number of samples of a split, counted as in `bigtrain.data.loading.loader`."""
-    if rows_of_answers(config.objective):
+    if config.objective.kind.rows:
         return dataset.table.num_answers(split)
     if config.data.packing == "best_fit":
         return plan_of(config, dataset, split).num_packs
@@ -275,45 +274,17 @@ def count_samples(config: RunConfig, dataset: TokenDataset, split: Split) -> int
     return count_windows(num_tokens, chunk_length) * (chunk_length // length)
 
 
-NOT_FOR_NEXT_TOKEN = {
-    "preference": (
-        "has preference pairs, and next_token would learn the rejected answers, too",
-        "objective.type=preference, or reward",
-    ),
-    "kto": (
-        "has answers with labels (kto), and next_token would learn the undesirable ones, too",
-        "objective.type=kto",
-    ),
-    "classification": (
-        "has samples with labels, which next_token would not read",
-        "objective.type=classification",
-    ),
-}
-"""Why the objective next_token refuses a dataset, by its rows, and the remedy."""
-
-MISSING_ROWS = {
-    "preference": ("has no preference pairs, which {} reads", "tokenize preference data"),
-    "kto": ("has no answers with labels, which {} reads", "tokenize with --format kto"),
-    "classification": (
-        "has no samples with labels, which {} reads",
-        "tokenize with --format classification",
-    ),
-}
-"""Why an objective refuses a dataset without the rows that it reads, and the fix."""
-
-
 def check_rows(config: RunConfig, tables: Sequence[ShardTable]) -> list[Problem]:
     """Check that the objective reads the rows of every source."""
-    required_rows = rows_of_answers(config.objective)
+    rows = config.objective.kind.rows
     problems = []
     for number, table in enumerate(tables):
-        if required_rows is not None and table.rows != required_rows:
-            rule, remedy = MISSING_ROWS[required_rows]
-            rule = rule.format(config.objective.type)
-            problems.append(_problem(config, number, rule, remedy))
-        if table.rows is not None and required_rows is None:
-            problems.append(_problem(config, number, *NOT_FOR_NEXT_TOKEN[table.rows]))
-        if required_rows == "classification" and table.labels != tables[0].labels:
+        if rows is not None and table.rows != rows.name:
+            rule = rows.missing.rule.format(config.objective.type)
+            problems.append(_problem(config, number, rule, rows.missing.fix))
+        if table.rows is not None and rows is None:
+            problems.append(_problem(config, number, *ROWS[table.rows].for_next_token))
+        if rows is not None and rows.has_classes and table.labels != tables[0].labels:
             rule = "has other labels than the first one ({}, not {})"
             rule = rule.format(", ".join(table.labels), ", ".join(tables[0].labels))
             remedy = "tokenize it with the same --labels"
@@ -339,7 +310,7 @@ def ignored_weights(
 ) -> Problem | None:
     """Return the setting that the run cannot combine with the weights of tokens that `owner` has.
     remedy: fix that gives data without weights."""
-    if config.objective.type != "next_token":
+    if not config.objective.kind.is_next_token:
         rule = f"does not read the weights of losses of tokens that {owner} has"
         fix = f"objective.type=next_token, or {remedy}"
         return Problem("objective.type", config.objective.type, rule, fix)
@@ -356,7 +327,7 @@ def ignored_weights(
 def check_answers(config: RunConfig, datasets: Sequence[TokenDataset]) -> list[Problem]:
     """Check that every answer fits a row. Reads the index of every shard."""
     problems = []
-    for number, dataset in enumerate(datasets if rows_of_answers(config.objective) else ()):
+    for number, dataset in enumerate(datasets if config.objective.kind.rows else ()):
         for split in dataset.table.splits:
             try:
                 open_answers(config, dataset, split)
@@ -367,7 +338,7 @@ def check_answers(config: RunConfig, datasets: Sequence[TokenDataset]) -> list[P
 
 def pair_notes(config: RunConfig, datasets: Sequence[TokenDataset]) -> tuple[str, ...]:
     """Return a line on each dataset of answers if some answers are truncated."""
-    if not rows_of_answers(config.objective) or config.data.long_documents != "truncate":
+    if not config.objective.kind.rows or config.data.long_documents != "truncate":
         return ()
     notes = []
     for dataset in datasets:
@@ -377,32 +348,25 @@ def pair_notes(config: RunConfig, datasets: Sequence[TokenDataset]) -> tuple[str
     return tuple(notes)
 
 
-def open_answers(
-    config: RunConfig, dataset: TokenDataset, split: Split
-) -> PairSamples | RatedSamples | ClassifiedSamples | None:
+def open_answers(config: RunConfig, dataset: TokenDataset, split: Split) -> StreamSamples | None:
     """Return the pairs, rated answers or samples with labels of a split; None if it is empty.
     Raises DataError as their classes."""
+    objective = config.objective.kind
+    assert objective.rows is not None
     if not dataset.table.num_documents(split):
         return None
-    from bigtrain.data.samples.classified import ClassifiedSamples
-    from bigtrain.data.samples.pairs import PairSamples
-    from bigtrain.data.samples.rated import RatedSamples
-
-    truncates = config.data.long_documents == "truncate"
-    length = config.batch.sequence_length
-    stream = split_stream(dataset, split)
-    rows = rows_of_answers(config.objective)
-    if rows == "kto":
-        return RatedSamples(stream, length, truncates=truncates)
-    if rows == "classification":
-        return ClassifiedSamples(stream, length, truncates=truncates)
-    is_complete = config.objective.scores_samples
-    return PairSamples(stream, length, truncates=truncates, is_complete=is_complete)
+    samples: StreamSamples = pkgutil.resolve_name(objective.rows.samples)(
+        split_stream(dataset, split),
+        config.batch.sequence_length,
+        truncates=config.data.long_documents == "truncate",
+        **objective.sample_options,
+    )
+    return samples
 
 
 def check_masks(config: RunConfig, tables: Sequence[ShardTable]) -> list[Problem]:
     """Check that conversations are isolated: attention must not see another conversation."""
-    if config.data.isolates or rows_of_answers(config.objective):
+    if config.data.isolates or config.objective.kind.rows:
         return []
     return [
         Problem(

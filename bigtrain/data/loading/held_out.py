@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bigtrain.data.loading.dataset_checks import (
-    MISSING_ROWS,
-    NOT_FOR_NEXT_TOKEN,
     count_samples,
     ignored_weights,
     open_answers,
@@ -15,7 +13,7 @@ from bigtrain.data.loading.dataset_checks import (
 from bigtrain.data.shards.dataset import Level, TokenDataset, open_dataset
 from bigtrain.data.shards.manifest import Split
 from bigtrain.errors import DataError, Problem
-from bigtrain.settings.objective import rows_of_answers
+from bigtrain.objectives.section import ROWS
 from bigtrain.settings.run_config import RunConfig
 
 
@@ -58,9 +56,9 @@ def _unfit(
         rule = f"has weights of losses, which {ignored.key}={ignored.value} ignores"
         return rule, ignored.remedy
     # Objectives of answers measure rows of their format, and next_token plain documents.
-    if required_rows := rows_of_answers(config.objective):
-        if dataset.table.rows != required_rows:
-            return MISSING_ROWS[required_rows][0].format(config.objective.type), ""
+    if rows := config.objective.kind.rows:
+        if dataset.table.rows != rows.name:
+            return rows.missing.rule.format(config.objective.type), ""
         if dataset.table.labels != training.table.labels:
             return "has other labels than the training data", "tokenize it with the same --labels"
         try:
@@ -69,7 +67,7 @@ def _unfit(
             return f"{error}", ""
         return None
     if dataset.table.rows is not None:
-        return NOT_FOR_NEXT_TOKEN[dataset.table.rows]
+        return ROWS[dataset.table.rows].for_next_token
     if dataset.table.is_masked and not config.data.isolates:
         return "has conversations, which would see each other", "data.packing=best_fit"
     if not count_samples(config, dataset, split):
@@ -89,7 +87,7 @@ def check_best(
     section, stopping = config.evaluation.best, config.evaluation.early_stopping
     if section.is_of_tasks or (config.checkpoint.keep_best == 0 and stopping is None):
         return []
-    if "held_out_loss" not in section.metric and config.objective.type != "next_token":
+    if "held_out_loss" not in section.metric and not config.objective.kind.is_next_token:
         rule = (
             f"is unknown for objective.type = {config.objective.type}, which is not a cross-entropy"
         )

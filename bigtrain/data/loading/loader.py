@@ -29,7 +29,6 @@ from bigtrain.data.shards.dataset import TokenDataset, open_sources
 from bigtrain.data.shards.manifest import Split
 from bigtrain.errors import DataError
 from bigtrain.settings.batch_plan import BatchPlan
-from bigtrain.settings.objective import rows_of_answers
 from bigtrain.settings.run_config import RunConfig
 
 if TYPE_CHECKING:
@@ -440,7 +439,7 @@ def _samples(
     try:
         if split == "train" and isinstance(dataset, SourceDataset):
             return dataset.train
-        if rows_of_answers(config.objective):
+        if config.objective.kind.rows:
             answers = open_answers(config, dataset, split)
             assert answers is not None
             return answers

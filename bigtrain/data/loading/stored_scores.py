@@ -21,7 +21,6 @@ from bigtrain.data.shards.scores import (
     find_scores,
 )
 from bigtrain.errors import ConfigError, DataError, Problem
-from bigtrain.settings.objective import reads_scores
 from bigtrain.settings.run_config import RunConfig
 
 PART_TOKENS = 1 << 22
@@ -86,8 +85,10 @@ def check_reference_scores(
     """Return a problem for each dataset without fitting scores in ``objective.reference`` or
     ``objective.teacher``. The reference model is compared when the run begins, since that reads the
     weights."""
-    distills = config.objective.teacher is not None
-    if not distills and (not reads_scores(config) or config.objective.reference is None):
+    objective = config.objective
+    distills = objective.teacher is not None
+    reads_named = objective.kind.reads_scores(config) and objective.reference is not None
+    if not distills and not reads_named:
         return []
     problems: list[Problem] = []
     for dataset, splits in wanted_splits(datasets, held_out_sets):
@@ -130,16 +131,18 @@ def _fitting(
     config: RunConfig, key: str, name: str, dataset: TokenDataset, splits: Sequence[Split]
 ) -> Scores:
     # The directory has scores of this dataset, for all splits that the run reads.
+    rows = config.objective.kind.rows
+    has_mismatched = rows is not None and rows.has_mismatched
     try:
         scores = find_scores(Path(name), identity_of(dataset))
         for split in splits:
             scores.parts(split)
-            if config.objective.type == "kto":
+            if has_mismatched:
                 scores.mismatched_sums(split)
     except DataError as error:
         raise ConfigError(Problem(key, name, *str(error).split(" -> ", 1))) from error
     length = config.batch.sequence_length
-    if config.objective.type == "kto" and scores.request.sequence_length != length:
+    if has_mismatched and scores.request.sequence_length != length:
         scored = scores.request.sequence_length
         rule = f"has mismatched answers of sequence_length {scored}, and this run has {length}"
         raise ConfigError(Problem(key, name, rule, "score the data with the settings of this run"))

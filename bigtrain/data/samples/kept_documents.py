@@ -26,6 +26,7 @@ from bigtrain.data.shards.manifest import (
 from bigtrain.data.shards.scores import Scores
 from bigtrain.data.shards.writer import ShardWriter
 from bigtrain.errors import DataError
+from bigtrain.objectives.section import documents_per_row
 from bigtrain.system.files import new_directory
 
 Kept = npt.NDArray[np.bool_]
@@ -39,11 +40,10 @@ def kept_documents(
     [documents]. Documents without targets are excluded. A pair is included if both documents
     are within the limits."""
     selections: dict[Split, Kept] = {}
+    size = documents_per_row(dataset.table.rows)
     for split, values in scores.perplexities.items():
         is_in_limits = (values >= lowest) & (values <= highest)
-        if dataset.table.rows == "preference":
-            is_in_limits = np.repeat(is_in_limits[0::2] & is_in_limits[1::2], 2)
-        selections[split] = is_in_limits
+        selections[split] = np.repeat(is_in_limits.reshape(-1, size).all(1), size)
     return selections
 
 

@@ -210,5 +210,6 @@ def labels_of(samples: Samples) -> npt.NDArray[np.uint8] | None:
     """Return the labels of samples, or of every sample of a mixture; None without labels, which
     only rated and classified samples have."""
     sources = samples.sources if isinstance(samples, MixedSamples) else (samples,)
-    labels = [source.labels for source in sources if hasattr(source, "labels")]
-    return np.concatenate(labels) if len(labels) == len(sources) else None
+    labels = [getattr(source, "labels", None) for source in sources]
+    present = [part for part in labels if part is not None]
+    return np.concatenate(present) if len(present) == len(labels) else None

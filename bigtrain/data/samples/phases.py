@@ -37,7 +37,6 @@ from bigtrain.data.shards.manifest import LABELED
 from bigtrain.data.shards.shard_table import ShardTable
 from bigtrain.errors import CheckpointError
 from bigtrain.settings.extensions import import_named, location
-from bigtrain.settings.objective import rows_of_answers
 from bigtrain.settings.run_config import DataSection, RunConfig, SourceSection
 from bigtrain.settings.sections.extensions import GIVEN
 
@@ -363,9 +362,9 @@ def identify_sources(
         digest = xxhash.xxh3_64(dataset.table.tokenizer.hash.encode())
         _add_tokens(digest, dataset.table)
         num_tokens = dataset.table.num_tokens("train")
-        if rows := rows_of_answers(config.objective):
+        if rows := config.objective.kind.rows:
             length = config.batch.sequence_length
-            digest.update(f"{'pairs' if rows == 'preference' else rows}:{length}".encode())
+            digest.update(f"{rows.identity}:{length}".encode())
             num_tokens = dataset.table.num_answers("train") * length + 1
         elif config.data.packing == "best_fit":
             length = config.batch.sequence_length

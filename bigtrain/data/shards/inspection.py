@@ -18,6 +18,8 @@ from bigtrain.data.shards.dataset import open_dataset
 from bigtrain.data.shards.format import CHUNK_ITEMS, Tokens, TokenShard
 from bigtrain.data.shards.manifest import LONG_PROMPT, TOKENIZER_DIRECTORY, Manifest
 from bigtrain.errors import DataError
+from bigtrain.objectives.rows import AnswerRows
+from bigtrain.objectives.section import ROWS
 
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 KINDS = {
@@ -181,38 +183,35 @@ def _ends(manifest: Manifest) -> str:
     if manifest.options.chat and manifest.options.chat_format == "tokens":
         return "rows of tokens as they were, with nothing added"
     tokenizer = manifest.tokenizer
-    begin = ", ".join(map(str, tokenizer.beginning_ids or ()))
+    begin = ", ".join(map(str, tokenizer.beginning_ids))
     return (
         (f"begin with token {begin}" if begin else "begin with no special token")
-        + f" (--beginning-of-text {manifest.options.beginning_of_text or 'not set'}), "
+        + f" (--beginning-of-text {manifest.options.beginning_of_text}), "
         f"end with token {tokenizer.end_of_document_id}"
     )
 
 
-def _rows(manifest: Manifest) -> str:
-    """Describe rows of preferences, or with labels."""
+def _rows(manifest: Manifest, rows: AnswerRows) -> str:
+    """Describe rows of answers, or with labels."""
     documents = sum(map(manifest.num_documents, manifest.splits))
-    if manifest.rows == "preference":
-        return f"preference: {documents // 2:,} pairs, of each two documents: chosen, rejected"
-    if manifest.rows == "classification":
-        names = manifest.options.labels
-        return f"classification: {documents:,} samples with {len(names)} labels: {', '.join(names)}"
     every = [shard for shards in manifest.splits.values() for shard in shards]
-    desirable = sum(shard.desirable or 0 for shard in every)
-    return f"kto: {desirable:,} desirable and {documents - desirable:,} undesirable answers"
+    ones, names = sum(shard.desirable or 0 for shard in every), manifest.options.labels
+    counts = {"rows": documents // len(rows.documents), "ones": ones, "zeros": documents - ones}
+    text = rows.summary.format(**counts, num_labels=len(names), labels=", ".join(names))
+    return f"{rows.name}: {text}"
 
 
 def row_of(inspected: Inspected, index: int, shard: TokenShard, within: int) -> str | None:
     """Describe document `index` of a split as part of a row, which is document `within` of
     `shard`; None if it is a document by itself."""
-    rows = None if inspected.manifest is None else inspected.manifest.rows
-    if rows == "preference":
-        return f"pair {index // 2}, {'rejected' if index % 2 else 'chosen'}"
-    if rows == "kto":
-        return "desirable" if shard.labels[within] else "undesirable"
-    if rows == "classification" and inspected.manifest is not None:
-        return f"label {inspected.manifest.options.labels[shard.labels[within]]}"
-    return None
+    manifest = inspected.manifest
+    rows = None if manifest is None else ROWS.get(manifest.rows)
+    if manifest is None or rows is None:
+        return None
+    row, number = divmod(index, len(rows.documents))
+    label_names = rows.label_names or manifest.options.labels
+    label = label_names[shard.labels[within]] if rows.is_labeled else ""
+    return rows.document.format(row=row, name=rows.documents[number], label=label)
 
 
 def _spelled(counts: Mapping[str, int]) -> str:
@@ -251,8 +250,8 @@ def summary(output: Path, manifest: Manifest, *, with_unread: bool = True) -> st
             + (", by weights" if any(shard.weights_xxh3 for shard in shards) else "")
         )
     # How documents were made from the input.
-    if manifest.rows is not None:
-        lines.append(f"  rows:     {_rows(manifest)}")
+    if (rows := ROWS.get(manifest.rows)) is not None:
+        lines.append(f"  rows:     {_rows(manifest, rows)}")
     lines.append(f"  texts:    {_ends(manifest)}")
     lines.append(f"  encoder:  {manifest.tokenizer.engine}")
     if manifest.spelled_tokens:

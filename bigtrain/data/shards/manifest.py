@@ -21,12 +21,13 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal, Self, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 
 from bigtrain.errors import DataError
+from bigtrain.objectives.section import ROWS, documents_per_row
 from bigtrain.system.files import require_regular, write_whole
 
 MANIFEST_NAME = "manifest.json"
@@ -41,20 +42,13 @@ DEFAULT_MAX_DOCUMENT_BYTES = 1 << 26
 
 Split = Literal["train", "held_out"]
 SPLITS: tuple[Split, ...] = get_args(Split)
-RowFormat = Literal[
-    "messages",
-    "sharegpt",
-    "alpaca",
-    "prompt-completion",
-    "tokens",
-    "preference",
-    "kto",
-    "classification",
-]
-Rows = Literal["preference", "kto", "classification"]
-"""Rows that an objective other than next_token reads: pairs, answers with a label, and texts or
-conversations with a label."""
-LABELED: tuple[Rows, ...] = ("kto", "classification")
+if TYPE_CHECKING:
+    Rows = str
+    RowFormat = str
+else:
+    Rows = Literal[tuple(ROWS)]
+    RowFormat = Literal[("messages", "sharegpt", "alpaca", "prompt-completion", "tokens", *ROWS)]
+LABELED = tuple(rows.name for rows in ROWS.values() if rows.is_labeled)
 """Rows with a label, a byte of a `.labels` for each document."""
 MAX_LABELS = 256
 LONG_PROMPT = "prompt with more than --max-prompt-tokens"
@@ -136,9 +130,8 @@ class TokenizerRecord(Record):
 
     chat_template: str | None = None
     """for conversations: `bigtrain.data.tokenizers.chat_template.ChatTemplate.hash`"""
-    beginning_ids: tuple[Count, ...] | None = Field(default=None, strict=False)
-    """tokens that every document of plain text begins with; absent: none, made by a version that
-    had no setting for it"""
+    beginning_ids: tuple[Count, ...] = Field(default=(), strict=False)
+    """tokens that every document of plain text begins with"""
     answer_end_ids: tuple[Count, ...] | None = Field(default=None, strict=False)
     """for conversations: tokens that end learned answers, and thus generation"""
 
@@ -243,9 +236,8 @@ class OptionsRecord(Record):
     """NAME=ROLE: meaning of role names in the data"""
     dataset_config: str | None = None
     dataset_split: str = "train"
-    beginning_of_text: BeginningOfText | None = None
-    """start of plain-text documents; auto: tokens that the tokenizer itself adds; absent: made by a
-    version that added it to prompt-completion rows only"""
+    beginning_of_text: BeginningOfText = "auto"
+    """start of plain-text documents; auto: tokens that the tokenizer itself adds"""
     end_of_document: str | None = None
     """token that ends documents; absent: the end-of-sequence token"""
     max_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -351,7 +343,7 @@ class Manifest(Record):
             raise ValueError("some shards have block checksums and others do not")
         if any((shard.labels_xxh3 is None) == (self.rows in LABELED) for shard in every):
             raise ValueError(f"shards have labels if and only if rows are {' or '.join(LABELED)}")
-        if self.rows == "preference" and any(shard.documents % 2 for shard in every):
+        if any(shard.documents % documents_per_row(self.rows) for shard in every):
             raise ValueError("a shard of preference pairs has an odd number of documents")
         size = 2 if self.token_dtype == "uint16" else 4
         for shard in every:

@@ -39,6 +39,7 @@ from bigtrain.data.shards.manifest import (
     TokenizerRecord,
     read_manifest,
 )
+from bigtrain.objectives.section import documents_per_row
 from bigtrain.system.files import file_checksum
 from bigtrain.system.user_cache import cache_locations, made_once
 
@@ -129,7 +130,7 @@ class ShardTable:
 
     def num_answers(self, split: Split) -> int:
         """Return the samples of a split: its pairs, or its rated answers."""
-        return self.num_documents(split) // (2 if self.rows == "preference" else 1)
+        return self.num_documents(split) // documents_per_row(self.rows)
 
 
 def read_table(directory: Path) -> ShardTable:

@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bigtrain.data.chat.preferences import DOCUMENTS_PER_ROW
 from bigtrain.data.chat.rendered_parts import COUNTED_ONLY
 from bigtrain.data.documents.files import Source
 from bigtrain.data.documents.key_rules import KeyRules, describe_unread
@@ -43,6 +42,7 @@ from bigtrain.data.tokenizers.cache import files_fingerprint
 from bigtrain.data.tokenizers.chat_template import ChatTemplate
 from bigtrain.data.tokenizers.tokenizer import Tokenizer
 from bigtrain.errors import DataError
+from bigtrain.objectives.section import documents_per_row
 from bigtrain.system.files import sync_to_disk, sync_tree, whole_file, write_whole
 
 logger = logging.getLogger(__name__)
@@ -203,7 +203,7 @@ class Commit:
                 }
                 present_fields = {key: value for key, value in entry.items() if value is not None}
                 file.write(json.dumps(present_fields, ensure_ascii=False).encode("utf-8") + b"\n")
-        good = sum(record.documents for record in unit_records) // DOCUMENTS_PER_ROW[self.rows]
+        good = sum(record.documents for record in unit_records) // documents_per_row(self.rows)
         require_few(bad, good, self.options.max_bad_fraction, f"{first}; all are in {target}")
 
     def _bad_documents(self, unit_records: Sequence[UnitRecord]) -> Iterator[BadDocument]:

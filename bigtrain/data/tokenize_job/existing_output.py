@@ -109,7 +109,7 @@ def finished_manifest(
     current: Manifest | None = manifest
     # Inputs with new times are read again and compared by content. With other options the dataset
     # is refused anyway, and its inputs would be read differently.
-    same_options = _are_same_options(manifest, request)
+    same_options = manifest.options == request.options
     if same_options and not untouched(manifest.sources, sources):
         confirmed = confirm_sources(manifest.sources, sources, request.reading())
         current = None
@@ -149,19 +149,6 @@ def finished_manifest(
             write_manifest(output, current, draft)
     workspace.remove()
     return manifest
-
-
-def _are_same_options(manifest: Manifest, request: BuildRequest) -> bool:
-    """Return whether the options give an equal dataset. A dataset of a version without text
-    beginnings is equal if the tokenizer adds no beginning."""
-    old, new = manifest.options, request.options
-    if old.beginning_of_text is not None or old == new:
-        return old == new
-    if old.model_copy(update={"beginning_of_text": new.beginning_of_text}) != new:
-        return False
-    if new.beginning_of_text == "auto" and new.chat:
-        return True
-    return not request.beginning_ids(load_tokenizer(request.tokenizer))
 
 
 def confirm_unit(unit: Unit, workspace: Workspace, options: ReadOptions) -> bool:

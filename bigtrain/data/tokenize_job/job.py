@@ -116,40 +116,27 @@ class _Build:
 
     def __post_init__(self) -> None:
         request, options, tokenizer = self.request, self.request.options, self.tokenizer
-        # Everything that changes the bytes of a unit is part of its identity. Options that earlier
-        # versions did not have are added only if they are set, so that old units can be reused.
         self.reading = request.reading()
         self.template = request.find_template(tokenizer)
-        self.beginning_ids = request.beginning_ids(tokenizer)
-        identity = [tokenizer.hash, options.held_out, options.parse_special_tokens]
-        if self.template is not None:
-            identity.append(self.template.hash)
-        if options.chat:
-            chat_options = (options.chat_format, options.learned)
-            if chat_options != ("messages", "all"):
-                identity.append(chat_options)
-            if options.roles:
-                identity.append(options.roles)
-            identity.append("complete answers")  # earlier versions trained on some without an end
-            if options.max_unrendered:
-                identity.append("dropped parts")
-            if not request.needs_template:
-                identity.append("plain text")  # earlier versions rendered completions as messages
-        # Earlier versions began prompts like the tokenizer: this beginning adds nothing.
-        if self.beginning_ids != (tokenizer.beginning("auto") if options.chat else ()):
-            identity.append({"beginning": self.beginning_ids})
-        if tokenizer.eos_id is not None:
-            identity.append({"end": tokenizer.end_of_document_id})
+        self.beginning_ids = tokenizer.beginning(options.beginning_of_text)
         self.fim = fill_in_middle(options.fill_in_middle, tokenizer)
-        if self.fim is not None:
-            drawn = self.fim.rule.model_dump(exclude={"tokens"})
-            identity.append({"fill_in_middle": [drawn, self.fim.ids]})
-        if options.text_filter is not None:
-            identity.append({"filter": options.text_filter.model_dump()})
-        if options.max_prompt_tokens is not None:
-            identity.append({"max_prompt_tokens": options.max_prompt_tokens})
-        if options.ignored_keys or options.quotes:
-            identity.append({"ignored": options.ignored_keys, "quotes": options.quotes})
+        # Everything that changes the bytes of a unit is part of its identity: the options without
+        # limits of a job, and the tokens for which names in the options stand.
+        identity = [
+            tokenizer.hash,
+            None if self.template is None else self.template.hash,
+            [self.beginning_ids, tokenizer.end_of_document_id],
+            None if self.fim is None else self.fim.ids,
+            options.max_unrendered > 0,
+            options.model_dump(
+                mode="json",
+                exclude={
+                    **dict.fromkeys(("shard_bytes", "max_bad_fraction", "max_unrendered"), True),
+                    **dict.fromkeys(("beginning_of_text", "end_of_document"), True),
+                    "fill_in_middle": {"tokens"},
+                },
+            ),
+        ]
         self.units = plan_units(self.sources, self.reading, options.shard_bytes, identity)
         self.plan = plan_key(self.units)
         self.encoders: EncoderQueue | None = None

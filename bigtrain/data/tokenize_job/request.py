@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar, cast, get_args
+from typing import TypeVar
 
 from bigtrain.data.documents.files import Selection
 from bigtrain.data.documents.reader import ReadOptions
@@ -18,6 +18,7 @@ from bigtrain.data.tokenizers.chat_template import ChatTemplate
 from bigtrain.data.tokenizers.equivalence import Choice
 from bigtrain.data.tokenizers.tokenizer import NoChatTemplate, Tokenizer
 from bigtrain.errors import LaunchError
+from bigtrain.objectives.section import ROWS
 from bigtrain.system.machine import Machine
 
 T = TypeVar("T")
@@ -169,21 +170,12 @@ class BuildRequest:
     def rows(self) -> Rows | None:
         """Kind of rows that the dataset holds, if these are more than documents."""
         name = self.options.chat_format
-        if not self.options.chat or name not in get_args(Rows):
-            return None
-        return cast(Rows, name)
+        return name if self.options.chat and name in ROWS else None
 
     @property
     def needs_template(self) -> bool:
         """True if every document is rendered by a chat template; completions may be plain text."""
         return self.options.chat and self.options.chat_format in ("messages", "sharegpt", "alpaca")
-
-    def beginning_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
-        """Return the tokens that begin plain-text documents. Raises as `Tokenizer.beginning`."""
-        policy = self.options.beginning_of_text
-        if policy is None:  # from a version before this setting
-            policy = "auto" if self.options.chat else "never"
-        return tokenizer.beginning(policy)
 
     def find_template(self, tokenizer: Tokenizer) -> ChatTemplate | None:
         """Return the chat template for its conversations; None without conversations, or if no

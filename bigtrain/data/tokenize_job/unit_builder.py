@@ -20,7 +20,7 @@ import numpy.typing as npt
 import xxhash
 
 from bigtrain.data.chat.encoder import ChatEncoder, EncodedChats
-from bigtrain.data.chat.preferences import DOCUMENTS_PER_ROW, encode_rows, without_long_prompts
+from bigtrain.data.chat.preferences import encode_rows, without_long_prompts
 from bigtrain.data.documents.formats import batched, part_reader
 from bigtrain.data.documents.reader import BadDocument, ReadOptions, RejectedDocuments
 from bigtrain.data.shards.format import Mask, Tokens, Weights
@@ -38,6 +38,7 @@ from bigtrain.data.tokenize_job.workspace import (
 from bigtrain.data.tokenizers.encoders import Encoder
 from bigtrain.data.tokenizers.equivalence import Checks, CheckSampler
 from bigtrain.data.tokenizers.spelled_tokens import SpelledTokens
+from bigtrain.objectives.section import documents_per_row
 from bigtrain.system.files import sync_to_disk
 
 MAX_ENCODING_THREADS = 4
@@ -95,16 +96,16 @@ class Job:
         # Rows without problems become documents: as many for each row as its kind has.
         read = encode_rows(chat, contents, checks, self.rows, self.labels)
         if self.max_prompt_tokens is not None:
-            read = without_long_prompts(read, DOCUMENTS_PER_ROW[self.rows], self.max_prompt_tokens)
+            read = without_long_prompts(read, documents_per_row(self.rows), self.max_prompt_tokens)
         encoded = read.chats
         good_rows = np.ones(len(contents), bool)
         good_rows[[number for number, _ in encoded.problems]] = False
         good_rows[list(read.dropped)] = False
-        good = np.repeat(good_rows, DOCUMENTS_PER_ROW[self.rows])
+        good = np.repeat(good_rows, documents_per_row(self.rows))
         return Batch(
             encoded.tokens.astype(self.dtype),
             encoded.lengths[good],
-            np.repeat(self._held_out(contents), DOCUMENTS_PER_ROW[self.rows])[good],
+            np.repeat(self._held_out(contents), documents_per_row(self.rows))[good],
             encoded.text_bytes[good],
             encoded.mask,
             len(contents),

@@ -55,7 +55,7 @@ def beginning_note(config: RunConfig, dataset: TokenDataset) -> str:
         model_beginning = load_tokenizer(base).beginning("auto")
     except DataError:
         return ""
-    if model_beginning == (record.beginning_ids or ()):
+    if model_beginning == record.beginning_ids:
         return ""
     return (
         f"{dataset.path}: texts begin with {_listed(record.beginning_ids)}; the tokenizer of "

@@ -57,10 +57,10 @@ class _Chunk:
         if self.view.dtype not in _NAMES:
             raise CheckpointError(f"{self.key}: {self.view.dtype} cannot be saved")
         name = _NAMES[self.view.dtype]
-        return NewPart(self.key, self.shape, self.box, name, self._memory)
-
-    def _memory(self) -> memoryview:
-        return memory_of(self.view.detach().cpu().contiguous())
+        content = self.view.detach()
+        return NewPart(
+            self.key, self.shape, self.box, name, lambda: memory_of(content.cpu().contiguous())
+        )
 
 
 def _chunks(fragments: Iterable[Fragment], buffers: Mapping[str, torch.Tensor]) -> list[_Chunk]:
@@ -105,7 +105,13 @@ class Staging:
         ordered = [by_name[part.name] for part in in_file_order(c.part() for c in chunks)]
         num_bytes = sum(chunk.view.numel() * chunk.view.itemsize for chunk in chunks)
         on_gpu = any(chunk.view.is_cuda for chunk in chunks)
-        content = self._memory(num_bytes, on_gpu)
+        # A buffer, aligned to `ALIGNMENT`; reused while the size stays.
+        if self._arena.numel() != num_bytes + ALIGNMENT:
+            self._arena = torch.empty(0, dtype=torch.uint8)  # before there is another
+            room, limit = num_bytes + ALIGNMENT, self._pinned_limit_bytes
+            pin = on_gpu and (limit is None or pinned_bytes(room) <= limit)
+            self._arena = torch.empty(room, dtype=torch.uint8, pin_memory=pin)
+        content = self._arena.narrow(0, -self._arena.data_ptr() % ALIGNMENT, num_bytes)
         copies, begin = [], 0
         for chunk in ordered:
             end = begin + chunk.view.numel() * chunk.view.itemsize
@@ -115,15 +121,6 @@ class Staging:
         if on_gpu:
             torch.cuda.current_stream().synchronize()
         return copies, memory_of(content)
-
-    def _memory(self, num_bytes: int, on_gpu: bool) -> torch.Tensor:
-        """Return a buffer of `num_bytes`, aligned to `ALIGNMENT`; reused while the size stays."""
-        if self._arena.numel() != num_bytes + ALIGNMENT:
-            self._arena = torch.empty(0, dtype=torch.uint8)  # before there is another
-            room, limit = num_bytes + ALIGNMENT, self._pinned_limit_bytes
-            pin = on_gpu and (limit is None or pinned_bytes(room) <= limit)
-            self._arena = torch.empty(room, dtype=torch.uint8, pin_memory=pin)
-        return self._arena.narrow(0, -self._arena.data_ptr() % ALIGNMENT, num_bytes)
 
 
 def pinned_bytes(num_bytes: int) -> int:

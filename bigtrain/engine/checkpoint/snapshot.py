@@ -40,7 +40,6 @@ from bigtrain.engine.deepspeed_patches.optimizers import (
 from bigtrain.engine.optimizers.update_rule import (
     AVERAGE,
     RuleOptimizer,
-    average_decay,
     state_bytes_by_name,
 )
 from bigtrain.engine.startup.long_work import on_all_ranks
@@ -68,10 +67,11 @@ def snapshot_engine(engine: TrainEngine, staging: Staging | None = None) -> Engi
     ensure_optimizer_states(engine.engine)
     fragments = as_saved(engine.exact, _all_fragments(engine), engine.mesh)
     tensors = TensorSnapshot(fragments, _buffers(engine), engine.mesh, staging)
+    optimizer = inner_optimizer(engine.engine)
     scalars = {
         "optimizer_steps": optimizer_step_count(engine.engine),
         "loss_scaler": scaler_state(engine.engine.optimizer),
-        AVERAGE: average_decay(inner_optimizer(engine.engine)),
+        AVERAGE: optimizer.average_decay if isinstance(optimizer, RuleOptimizer) else None,
     }
     return EngineSnapshot(tensors, scalars)
 
@@ -120,7 +120,11 @@ def checkpoint_bytes(engine: TrainEngine) -> int:
     buffers."""
     skips_frozen = has_adapters(engine.module)
     state_bytes = state_bytes_by_name(inner_optimizer(engine.engine))
-    exact_bytes = engine.exact.itemsizes()
+    exact_bytes = {
+        name: value.element_size()
+        for name, value in engine.exact.frozen.items()
+        if value is not None
+    }
     # Every parameter has equal states, also a parameter of which this rank has no part.
     num_added = max(map(len, engine.added_states.values()), default=0)
     parameters = sum(

@@ -133,7 +133,7 @@ def write_parts(
     last. content: the data of `parts` in `in_file_order`, contiguous and aligned
     (`DirectFile.append`), if they are in memory like that."""
     ordered = in_file_order(parts)
-    blank = {p.name: "0" * _DIGEST_DIGITS * _num_blocks(p.num_bytes) for p in ordered}
+    blank = {p.name: "0" * _DIGEST_DIGITS * -(-p.num_bytes // BLOCK_BYTES) for p in ordered}
     length = len(_header(ordered, identity, rank, blank))
     digests = {}
     with DirectFile(path, length) as file:
@@ -226,6 +226,7 @@ def _parse(
     if metadata.get("format") != FORMAT:
         raise ValueError(f"format {metadata.get('format')!r}, this is {FORMAT!r}")
     identity = SaveIdentity(metadata["run"], _numbers(metadata["step"])[0], metadata["attempt"])
+    # Each entry must be a rectangle inside the tensor, with as many bytes and checksums.
     parts = []
     for name, entry in document.items():
         key, _, corner = name.rpartition("@")
@@ -242,9 +243,10 @@ def _parse(
             raise ValueError(f"{name}: a rectangle {sizes} outside of its tensor {shape}")
         if part.num_bytes != end - begin:
             raise ValueError(f"{name}: {end - begin} bytes for {sizes} of {part.dtype}")
-        if len(digests) != _DIGEST_DIGITS * _num_blocks(part.num_bytes):
+        if len(digests) != _DIGEST_DIGITS * -(-part.num_bytes // BLOCK_BYTES):
             raise ValueError(f"{name}: checksums of another number of blocks")
         parts.append(part)
+    # Every byte of the file belongs to exactly one part.
     reached = data_begin
     for part in sorted(parts, key=lambda part: (part.begin, part.num_bytes)):
         if part.begin != reached:
@@ -253,10 +255,6 @@ def _parse(
     if reached != num_bytes:
         raise ValueError(f"{num_bytes} bytes, should be {reached}")
     return identity, parts
-
-
-def _num_blocks(num_bytes: int) -> int:
-    return -(-num_bytes // BLOCK_BYTES)
 
 
 def _numbers(text: str) -> Numbers:

@@ -85,6 +85,7 @@ def find_boxes(
         names = set(map(file_name, ranks))
         headers = {name: digest for name, digest in listing.headers.items() if name in names}
         listing = replace(listing, headers=headers)
+    # Parts that overlap a requested rectangle.
     parts_by_key: dict[str, list[Part]] = {}
     for part in itertools.chain.from_iterable(_read_headers(directory, listing)):
         tensor = requests.get(part.key)
@@ -94,6 +95,7 @@ def find_boxes(
         parts = parts_by_key.setdefault(part.key, [])
         if any(box.intersect(part.box) for box in tensor.boxes):
             parts.append(part)
+    # The parts must have every element of the requested rectangles.
     for key, tensor in requests.items():
         if key not in parts_by_key:
             error_type = CheckpointError if ranks is None else MissingPartsError
@@ -147,9 +149,10 @@ def _read_headers(directory: Path, listing: Listing | None) -> Iterator[list[Par
         path = directory / name
         file_identity, parts = read_header(path, digest)
         if identity is not None and file_identity != identity:
-            raise CorruptCheckpointError(
-                f"{path}: is of {_words(file_identity)}, and not of {_words(identity)}"
+            file_save, save = (
+                f"run {i.run or '?'}, step {i.step}" for i in (file_identity, identity)
             )
+            raise CorruptCheckpointError(f"{path}: is of {file_save}, and not of {save}")
         identity = file_identity
         yield parts
 
@@ -159,10 +162,6 @@ def _require_covered(directory: Path, covers: Mapping[str, Cover]) -> None:
         problem = cover.problem()
         if problem:
             raise MissingPartsError(f"{directory}: {problem} of {key}")
-
-
-def _words(identity: SaveIdentity) -> str:
-    return f"run {identity.run or '?'}, step {identity.step}"
 
 
 _WORD = (1 << 64) - 1

@@ -13,9 +13,10 @@ from deepspeed.runtime.zero import stage_1_and_2
 from deepspeed.runtime.zero.utils import get_norm_dtype
 from torch import nn
 
+from bigtrain.engine.deepspeed_patches.flat_gradients import FlatGradients
 from bigtrain.engine.deepspeed_patches.host_time import HostTime
 from bigtrain.engine.deepspeed_patches.marks import is_model_parallel, is_replicated
-from bigtrain.engine.deepspeed_patches.zero12_reduction import FlatGradients, replace_reduction
+from bigtrain.engine.deepspeed_patches.zero12_reduction import replace_reduction
 
 NORM_CHUNK = 1 << 18
 """Elements of a gradient that are copied to float64 at a time: 2 MiB."""

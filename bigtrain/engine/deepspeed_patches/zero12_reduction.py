@@ -8,13 +8,13 @@ parameters. So every number stays (`tests/unit/engine/deepspeed_patches/test_zer
 
 The gradients of a bucket stay in memory until it is flattened: ZeRO 2 without ``overlap_comm``
 needs one more bucket of memory at most. With one replica there is nothing to reduce, and they are
-copied once, into the flat tensor. A CPU keeps that tensor from step to step: pages that the system
-must clear again cost more there than the copy.
+copied once, into the flat tensor (`flat_gradients.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,10 +22,10 @@ from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.torch_autocast import is_autocast_initialized
 from deepspeed.runtime.zero import stage_1_and_2
-from deepspeed.runtime.zero.stage_1_and_2 import GradPartitionBufferGroup
 from torch import nn
 from torch._utils import _flatten_dense_tensors
 
+from bigtrain.engine.deepspeed_patches.flat_gradients import GroupGradients
 from bigtrain.engine.deepspeed_patches.host_time import HostTime
 from bigtrain.engine.deepspeed_patches.reduction_plan import ReductionPlan, Slot, plan_of
 
@@ -37,7 +37,8 @@ def replace_reduction(optimizer: Any, host_time: HostTime) -> bool:
     reductions."""
     parameters = [p for group in optimizer.bit16_groups for p in group]
     num_hooked = sum(p.requires_grad for p in parameters)
-    is_compact = [optimizer._use_compact_grad_partition_buffer(i) for i in _groups(optimizer)]
+    groups = range(len(optimizer.bit16_groups))
+    is_compact = all(optimizer._use_compact_grad_partition_buffer(group) for group in groups)
     is_supported = (
         optimizer.contiguous_gradients
         and optimizer.reduce_scatter
@@ -53,7 +54,7 @@ def replace_reduction(optimizer: Any, host_time: HostTime) -> bool:
         and all(group is optimizer.dp_process_group for group in optimizer.real_dp_process_group)
         and all(p.dtype == optimizer.dtype and not hasattr(p, "use_muon") for p in parameters)
         # Else a partition in one dtype would be added up in another.
-        and (all(is_compact) or optimizer.gradient_accumulation_dtype == optimizer.dtype)
+        and (is_compact or optimizer.gradient_accumulation_dtype == optimizer.dtype)
     )
     if not is_supported:
         return False
@@ -62,23 +63,15 @@ def replace_reduction(optimizer: Any, host_time: HostTime) -> bool:
     return True
 
 
-class FlatGradients(GradPartitionBufferGroup):  # type: ignore[misc]
-    """Averaged gradients of a group: this rank's parts of parameters, 1-D views of a tensor, and
-    padding last. DeepSpeed reads `flat_partition` instead of concatenating the list."""
+@dataclass
+class _Bucket:
+    """Gradients that are reduced together, of `elements` elements. producers: the streams that
+    computed them."""
 
-    def __init__(self, flat: torch.Tensor, sizes: list[int]) -> None:
-        list.__init__(self, flat.split(sizes))
-        self.flat_partition = flat
-
-    @property
-    def _view_specs(self) -> list[tuple[int, torch.Size, bool]]:
-        # Of use where the tensor is moved, which hardly any run does.
-        first = self[0].storage_offset() if self else 0
-        return [(view.storage_offset() - first, view.shape, False) for view in self]
-
-
-def _groups(optimizer: Any) -> range:
-    return range(len(optimizer.bit16_groups))
+    slots: list[Slot] = field(default_factory=list)
+    gradients: list[torch.Tensor] = field(default_factory=list)
+    elements: int = 0
+    producers: set[Any] = field(default_factory=set)
 
 
 class _Reduction:
@@ -87,9 +80,6 @@ class _Reduction:
     def __init__(self, optimizer: Any, host_time: HostTime) -> None:
         self._optimizer = optimizer
         self._accelerator = get_accelerator()
-        self._is_compact = [
-            optimizer._use_compact_grad_partition_buffer(i) for i in _groups(optimizer)
-        ]
         self._keeps_sum = optimizer.use_grad_accum_attribute
         self._world_size = comm.get_world_size(group=optimizer.dp_process_group)
         self._divisor = self._world_size / float(optimizer.sequence_parallel_size)
@@ -99,30 +89,17 @@ class _Reduction:
         self._is_asynchronous = not self._accelerator.resolves_data_dependency()
         overlaps = optimizer.overlap_comm and self._is_asynchronous
         self._side_stream = optimizer.reduction_stream if overlaps else None
-        self._slots = {p: slot for p, slot in self._every_slot()}
-        self._own_slots: list[list[Slot]] = [[] for _ in _groups(optimizer)]
-        for slot in self._slots.values():
-            if slot.count:
-                self._own_slots[slot.group].append(slot)
-        # Elements of this rank's parts of a group, then of the padding, by group.
-        self._sizes: list[list[int]] = []
-        for i in _groups(optimizer):
-            counts = [self._slots[p].count for p in optimizer.params_in_partition[i]]
-            padding = int(optimizer.partition_size[i]) - sum(counts)
-            self._sizes.append([*counts, padding] if padding else counts)
+        self._slots = dict(self._every_slot())
+        self._groups = [
+            GroupGradients(optimizer, group, self._slots, self._accelerator)
+            for group in range(len(optimizer.bit16_groups))
+        ]
         self._plans: dict[tuple[int, int], ReductionPlan] = {}
         self._step = 1
-        self._bucket: list[Slot] = []
-        self._gradients: list[torch.Tensor] = []
-        self._elements = 0
-        self._producers: set[Any] = set()
+        self._bucket = _Bucket()
         self._in_flight: torch.Tensor | None = None
-        self._partitions: dict[int, torch.Tensor] = {}
-        self._reused_partitions: dict[int, torch.Tensor] = {}
         self._flush = host_time.timed(self._reduce_bucket)
-        self._take_when_due = (
-            self._take if optimizer.partition_gradients else self._take_at_boundary
-        )
+        self._takes_every_pass = optimizer.partition_gradients
 
     def install(self) -> None:
         """Replace the hooks and the methods that they call."""
@@ -133,8 +110,8 @@ class _Reduction:
             hook = self._hook(self._slots[hooked_parameter], hooked)
             handle.hooks_dict_ref()[handle.id] = hook
         optimizer.setup_buckets = self._begin
-        optimizer.reduce_ready_partitions_and_remove_grads = lambda parameter, group: (
-            self._take_when_due(self._slots[parameter])
+        optimizer.reduce_ready_partitions_and_remove_grads = lambda parameter, group: self._take(
+            self._slots[parameter]
         )
         optimizer.reduce_gradients = self._reduce_all
         optimizer.reduce_ipg_grads = lambda comm_dtype=None: self._flush()
@@ -176,7 +153,7 @@ class _Reduction:
         Once the end of a backward pass is queued, DeepSpeed only counts in the hooks, and the first
         hook does all other work."""
         optimizer, state = self._optimizer, self._optimizer._backward_hook_state
-        keeps_sum, take = self._keeps_sum, self._take_when_due
+        keeps_sum, take = self._keeps_sum, self._take
         takes = optimizer.partition_gradients or optimizer.overlap_comm
         parameter: Any = slot.parameter
         group, accumulation_dtype = slot.group, optimizer.gradient_accumulation_dtype
@@ -220,18 +197,15 @@ class _Reduction:
             self._optimizer.micro_step_id += 1
             self._optimizer.ready_for_gradients = True
 
-    def _take_at_boundary(self, slot: Slot) -> None:
-        """Add a gradient at the last micro-batch; ZeRO 1 reduces once in a step."""
-        if self._optimizer._is_gradient_accumulation_boundary:
-            self._take(slot)
-
     def _take(self, slot: Slot) -> None:
-        """Put a gradient into the bucket (`reduce_independent_p_g_buckets_and_remove_grads`)."""
+        """Put a gradient into the bucket (`reduce_independent_p_g_buckets_and_remove_grads`); under
+        ZeRO 1 at the last micro-batch of a step only."""
         size, parameter = slot.size, slot.parameter
-        if not size:
+        is_due = self._takes_every_pass or self._optimizer._is_gradient_accumulation_boundary
+        if not size or not is_due:
             return
         limit = self._optimizer.reduce_bucket_size
-        if self._elements + size > limit:
+        if self._bucket.elements + size > limit:
             self._flush()
         if not getattr(parameter, "ds_grad_is_ready", True):
             return
@@ -241,11 +215,12 @@ class _Reduction:
             gradient, parameter.grad_accum = parameter.grad_accum, None
         else:
             gradient, parameter.grad = parameter.grad, None
-        self._bucket.append(slot)
-        self._gradients.append(gradient)
-        self._elements += size
+        bucket = self._bucket
+        bucket.slots.append(slot)
+        bucket.gradients.append(gradient)
+        bucket.elements += size
         if self._is_asynchronous:
-            self._producers.add(self._accelerator.current_stream())
+            bucket.producers.add(self._accelerator.current_stream())
 
     # --- reduction ---
 
@@ -258,7 +233,7 @@ class _Reduction:
                 parameter = slot.parameter
                 gradient = parameter.grad_accum if self._keeps_sum else parameter.grad
                 if gradient is not None:
-                    self._take_when_due(slot)
+                    self._take(slot)
         optimizer.overlapping_partition_gradients_reduce_epilogue()
 
     def _reduce_bucket(self) -> None:
@@ -266,7 +241,8 @@ class _Reduction:
         replicas. Under ``overlap_comm`` a side stream reduces: it waits for the gradients, and the
         stream of the backward pass waits for the previous bucket, as with DeepSpeed's two
         buffers."""
-        slots = self._bucket
+        bucket, self._bucket = self._bucket, _Bucket()
+        slots, gradients = bucket.slots, bucket.gradients
         if not slots:
             return
         key = (id(slots[0]), len(slots))
@@ -277,19 +253,19 @@ class _Reduction:
         side = self._side_stream
         current = self._accelerator.current_stream() if self._is_asynchronous else None
         if current is not None:
-            self._await_producers(current)
+            _await_producers(bucket, current)
         if current is not None and side is not None:
             current.wait_stream(side)
             self._in_flight = None
-        gradients = self._gradients
-        self._bucket, self._gradients, self._elements = [], [], 0
-        targets = [self._partition(t.group).narrow(0, t.begin, t.count) for t in plan.targets]
+        targets = [
+            self._groups[t.group].partition().narrow(0, t.begin, t.count) for t in plan.targets
+        ]
         # A single rank without averaging: partitions get exactly these gradients.
         if (
             side is None
             and self._world_size == 1
             and not (self._optimizer.gradient_average and self._divisor != 1.0)
-            and not any(self._is_compact[target.group] for target in plan.targets)
+            and not any(self._groups[target.group].is_compact for target in plan.targets)
             and self._dtype == self._optimizer.gradient_accumulation_dtype
             and all(g.dtype == self._dtype and g.is_contiguous() for g in gradients)
         ):
@@ -298,7 +274,7 @@ class _Reduction:
             return
         # Otherwise one flat tensor is reduced and copied into partitions.
         flat = _flatten_dense_tensors(gradients)
-        del gradients
+        bucket.gradients.clear()
         if side is None:
             self._reduce(flat, plan, targets)
             return
@@ -306,17 +282,6 @@ class _Reduction:
         with self._accelerator.stream(side):
             self._reduce(flat, plan, targets)
         self._in_flight = flat  # until the stream it was allocated on has waited for this one
-
-    def _await_producers(self, current: Any) -> None:
-        """Let `current` wait for the streams that computed the gradients: compiled models use
-        several."""
-        other_streams = self._producers - {current}
-        self._producers = set()
-        for stream in other_streams:
-            current.wait_stream(stream)
-        if other_streams:
-            for gradient in self._gradients:
-                gradient.record_stream(current)
 
     def _reduce(self, flat: torch.Tensor, plan: ReductionPlan, targets: list[torch.Tensor]) -> None:
         optimizer = self._optimizer
@@ -329,60 +294,7 @@ class _Reduction:
         pieces = reduced.split(plan.pieces)
         for target, view in zip(plan.targets, targets, strict=True):
             target_pieces = [pieces[number] for number in target.pieces]
-            self._store(target_pieces, view, adds=self._is_compact[target.group])
-
-    @staticmethod
-    def _store(pieces: list[torch.Tensor], target: torch.Tensor, *, adds: bool) -> None:
-        """Copy `pieces`, concatenated, into `target`, or add `pieces` to `target`."""
-        if len(pieces) > 1 and not adds and pieces[0].dtype == target.dtype:
-            torch.cat(pieces, out=target)
-            return
-        source = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        if adds:
-            target.add_(source)
-        else:
-            target.copy_(source)
-
-    def _partition(self, group: int) -> torch.Tensor:
-        """Return this rank's part of a group's gradient: of a step if it is compact, else of a
-        pass."""
-        if self._is_compact[group]:
-            return self._compact(group).flat_partition  # type: ignore[no-any-return]
-        if group not in self._partitions:
-            # `_clear_rest` completes the partition. The first of a step is kept on a CPU; the
-            # update has used it before the next step.
-            if self._is_asynchronous or self._optimizer.all_grad_tensors.get(group) is not None:
-                self._partitions[group] = self._empty(group)
-            else:
-                if group not in self._reused_partitions:
-                    self._reused_partitions[group] = self._empty(group)
-                self._partitions[group] = self._reused_partitions[group]
-        return self._partitions[group]
-
-    def _clear_rest(self, group: int) -> None:
-        """Set to zero what got no gradient in this pass, and the padding."""
-        flat, end = self._partition(group), 0
-        for slot in self._own_slots[group]:
-            if slot.step != self._step:
-                flat.narrow(0, slot.begin, slot.count).zero_()
-            end = max(end, slot.begin + slot.count)
-        flat[end:].zero_()
-
-    def _compact(self, group: int) -> Any:
-        averaged = self._optimizer.averaged_gradients
-        if averaged.get(group) is None:
-            averaged[group] = FlatGradients(self._zeros(group), self._sizes[group])
-        return averaged[group]
-
-    def _empty(self, group: int) -> torch.Tensor:
-        return torch.empty(
-            int(self._optimizer.partition_size[group]),
-            dtype=self._optimizer.gradient_accumulation_dtype,
-            device=self._accelerator.current_device_name(),
-        )
-
-    def _zeros(self, group: int) -> torch.Tensor:
-        return self._empty(group).zero_()
+            _store(target_pieces, view, adds=self._groups[target.group].is_compact)
 
     # --- after the backward pass ---
 
@@ -394,48 +306,51 @@ class _Reduction:
         if self._side_stream is not None:
             self._accelerator.synchronize()
             self._in_flight = None
-        for group in _groups(optimizer):
-            if not self._is_compact[group]:
-                self._clear_rest(group)
-        self._step += 1
         is_boundary = optimizer.is_gradient_accumulation_boundary()
-        for group in _groups(optimizer):
-            if not self._is_compact[group]:
-                earlier, new = optimizer.all_grad_tensors.get(group), self._partition(group)
-                if earlier is None:
-                    optimizer.all_grad_tensors[group] = [new]
-                else:
-                    earlier[0].add_(new)
+        for group in self._groups:
+            group.end_pass(self._step)
             if is_boundary:
-                self._hand_over(group)
-        self._partitions.clear()
+                group.hand_over()
+        self._step += 1
         optimizer._release_ipg_buffers()
         optimizer._clear_param_grad_only()
         optimizer._epilogue_ran_this_backward = True
-
-    def _hand_over(self, group: int) -> None:
-        """Give a group's gradients to the update."""
-        optimizer = self._optimizer
-        if self._is_compact[group]:
-            self._compact(group)
-        else:
-            accumulated = optimizer.all_grad_tensors.get(group)
-            flat = self._zeros(group) if accumulated is None else accumulated[0]
-            optimizer.averaged_gradients[group] = FlatGradients(flat, self._sizes[group])
-        optimizer.all_grad_tensors[group] = None
 
     def _finish_step(self) -> None:
         """End a step whose last pass set no boundary
         (`finalize_gradient_accumulation_boundary`)."""
         self._optimizer.set_gradient_accumulation_boundary(True)
-        for group in _groups(self._optimizer):
-            self._hand_over(group)
+        for group in self._groups:
+            group.hand_over()
 
     def _has_overflow(self) -> torch.Tensor:
         """Return whether a gradient of this rank is not finite: [1], bool. Reads each group once.
         DeepSpeed looks at each gradient (`has_overflow_partitioned_grads_serial`)."""
         optimizer = self._optimizer
         count = torch.zeros(1, dtype=torch.float, device=self._accelerator.current_device_name())
-        for group in _groups(optimizer):
-            count += optimizer._has_inf_or_nan(optimizer.averaged_gradients[group].flat_partition)
+        for group in self._groups:
+            count += optimizer._has_inf_or_nan(group.flat)
         return count.bool()
+
+
+def _await_producers(bucket: _Bucket, current: Any) -> None:
+    """Let `current` wait for the streams that computed the gradients: compiled models use
+    several."""
+    other_streams = bucket.producers - {current}
+    for stream in other_streams:
+        current.wait_stream(stream)
+    if other_streams:
+        for gradient in bucket.gradients:
+            gradient.record_stream(current)
+
+
+def _store(pieces: list[torch.Tensor], target: torch.Tensor, *, adds: bool) -> None:
+    """Copy `pieces`, concatenated, into `target`, or add `pieces` to `target`."""
+    if len(pieces) > 1 and not adds and pieces[0].dtype == target.dtype:
+        torch.cat(pieces, out=target)
+        return
+    source = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    if adds:
+        target.add_(source)
+    else:
+        target.copy_(source)

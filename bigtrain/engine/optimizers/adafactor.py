@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -21,27 +20,18 @@ from bigtrain.engine.optimizers.masters import MasterPart, cut_parts
 from bigtrain.engine.optimizers.update_rule import (
     Master,
     RuleInputs,
+    UpdatedRectangle,
     UpdateRule,
     names_in_update,
+    updated_rectangles,
 )
 from bigtrain.engine.startup.mesh import Mesh, open_holders
 from bigtrain.models.parallel.sharding import full_shape
 from bigtrain.settings.sections.optimizer import AdafactorSection
-from bigtrain.system.boxes import Box
 
 _EPS = torch.finfo(torch.float32).eps
 _SUMMED = {"row_var": -1, "col_var": -2, "variance": None}
 """The dimension over which each state is the mean of squared gradients."""
-
-
-@dataclass(frozen=True)
-class _Rectangle:
-    """Rectangle `box` of a parameter, with views into its master and its gradient."""
-
-    parameter: str
-    box: Box
-    values: torch.Tensor
-    gradient: torch.Tensor
 
 
 class Adafactor(UpdateRule):
@@ -96,15 +86,7 @@ class Adafactor(UpdateRule):
         if group["lr"] == 0:
             return  # `ensure_optimizer_states` only allocates states
         # Second moments V, then updates U = G / sqrt(V): both need sums over full parameters.
-        masters_by_id = {id(master.values): master for master in masters}
-        rectangles = []
-        for part in self._parts:
-            updated = masters_by_id.get(id(part.master))
-            if updated is not None:
-                tensors = part.of(updated.values), part.of(updated.gradient)
-                cuts = [cut_parts(part.shard, part.start, tensor) for tensor in tensors]
-                for (box, values), (_, gradient) in zip(*cuts, strict=True):
-                    rectangles.append(_Rectangle(part.name, box, values, gradient))
+        rectangles = list(updated_rectangles(self._parts, masters))
         step = float(masters[0].step_count())
         squares = self._follow_moments(names, rectangles, step**self._section.beta2_decay)
         updates = self._totals(names, lambda box: self._direction(box).square_().sum(), rectangles)
@@ -128,7 +110,7 @@ class Adafactor(UpdateRule):
         }
 
     def _follow_moments(
-        self, names: Sequence[str], rectangles: Sequence[_Rectangle], weight: float
+        self, names: Sequence[str], rectangles: Sequence[UpdatedRectangle], weight: float
     ) -> dict[str, float]:
         """Update the second moments with `weight`; return each parameter's sum of squares."""
         fresh = {name: self._new_state(self._shapes[name]) for name in names}
@@ -150,7 +132,7 @@ class Adafactor(UpdateRule):
                 self._states[name][state_name].lerp_(summed / (count * self._copies[name]), weight)
         return self._totals(names, lambda box: box.values.square().sum(), rectangles)
 
-    def _direction(self, box: _Rectangle) -> torch.Tensor:
+    def _direction(self, box: UpdatedRectangle) -> torch.Tensor:
         """Convert the gradient in place to the update; return a copy to compute with."""
         state = self._states[box.parameter]
         if "variance" in state:
@@ -166,8 +148,8 @@ class Adafactor(UpdateRule):
     def _totals(
         self,
         names: Sequence[str],
-        measure: Callable[[_Rectangle], torch.Tensor],
-        rectangles: Sequence[_Rectangle],
+        measure: Callable[[UpdatedRectangle], torch.Tensor],
+        rectangles: Sequence[UpdatedRectangle],
     ) -> dict[str, float]:
         """Return the results of `measure`, summed over each parameter."""
         local_sums = {name: torch.zeros((), dtype=torch.float64) for name in names}
@@ -190,7 +172,7 @@ class Adafactor(UpdateRule):
 RULE = Adafactor
 
 
-def _place(state: torch.Tensor, rectangle: _Rectangle) -> tuple[slice, ...]:
+def _place(state: torch.Tensor, rectangle: UpdatedRectangle) -> tuple[slice, ...]:
     """Return the index of the rectangle's rows, columns or elements in a state."""
     return tuple(
         slice(0, 1) if size == 1 else along

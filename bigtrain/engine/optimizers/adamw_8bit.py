@@ -15,19 +15,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 
-from bigtrain.engine.optimizers.masters import MasterPart, cut_parts
+from bigtrain.engine.optimizers.masters import MasterPart
 from bigtrain.engine.optimizers.update_rule import (
     ALLOCATES,
     Master,
     RuleInputs,
+    UpdatedRectangle,
     UpdateRule,
     names_in_update,
+    updated_rectangles,
 )
 from bigtrain.engine.startup.mesh import open_holders
 from bigtrain.models.parallel.sharding import full_shape
@@ -76,18 +77,6 @@ class Blocks:
     def take(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the elements of full blocks, flat; the inverse of `spread`."""
         return rows.reshape(-1)[self._positions]
-
-
-@dataclass(frozen=True)
-class UpdatedRange:
-    """Elements of a parameter that are updated together: views into a master, its gradient and its
-    codes."""
-
-    parameter: str
-    blocks: Blocks
-    values: torch.Tensor
-    gradient: torch.Tensor
-    codes: tuple[torch.Tensor, torch.Tensor]
 
 
 class AdamW8bit(UpdateRule):
@@ -157,8 +146,8 @@ class AdamW8bit(UpdateRule):
             sum(math.prod(self._scales_shape(name)) for name in names), device=self._device
         )
         scales_by_name = self._by_name(names, fresh)
-        for piece in self._pieces(masters):
-            moments, blocks = self._next_moments(piece), piece.blocks
+        for piece, blocks in self._pieces(masters):
+            moments = self._next_moments(piece, blocks)
             nothing = moments[0].new_zeros(blocks.count)
             for scale, moment in zip(scales_by_name[piece.parameter], moments, strict=True):
                 largest = blocks.spread(moment.abs_(), nothing).amax(1).to(self._device)
@@ -178,8 +167,8 @@ class AdamW8bit(UpdateRule):
         first_share = 1.0 - self._betas[0] ** step
         second_root = math.sqrt(1.0 - self._betas[1] ** step)
         lr, decay = group["lr"], group["weight_decay"]
-        for piece in self._pieces(masters):
-            moments = self._next_moments(piece)
+        for piece, blocks in self._pieces(masters):
+            moments = self._next_moments(piece, blocks)
             values = piece.values.reshape(-1)
             if decay > 0.0:
                 values.mul_(1.0 - lr * decay)
@@ -189,9 +178,9 @@ class AdamW8bit(UpdateRule):
                 piece.values.copy_(values.view(piece.values.shape))
             scales = scales_by_name[piece.parameter]
             for codes, moment, scale, table in zip(
-                piece.codes, moments, scales, self._tables, strict=True
+                piece.states, moments, scales, self._tables, strict=True
             ):
-                codes.copy_(self._encode(piece.blocks, moment, scale, table).view(codes.shape))
+                codes.copy_(self._encode(blocks, moment, scale, table).view(codes.shape))
         for name in names:
             self._scales[name].copy_(scales_by_name[name])
 
@@ -204,13 +193,15 @@ class AdamW8bit(UpdateRule):
         quantized, _ = self._quantize(rows, code=table, blocksize=BLOCK_ELEMENTS)
         return blocks.take(quantized)
 
-    def _next_moments(self, piece: UpdatedRange) -> tuple[torch.Tensor, torch.Tensor]:
+    def _next_moments(
+        self, piece: UpdatedRectangle, blocks: Blocks
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return both moments with the gradient, in float32."""
         gradient = piece.gradient.reshape(-1)
         first, second = (
-            self._decode(codes, piece.blocks, scale, table)
+            self._decode(codes, blocks, scale, table)
             for codes, scale, table in zip(
-                piece.codes, self._scales[piece.parameter], self._tables, strict=True
+                piece.states, self._scales[piece.parameter], self._tables, strict=True
             )
         )
         first.mul_(self._betas[0]).add_(gradient, alpha=1.0 - self._betas[0])
@@ -223,23 +214,13 @@ class AdamW8bit(UpdateRule):
         block_scales = scale[blocks.index].to(codes.device)[:, None].expand(-1, BLOCK_ELEMENTS)
         return table[codes.reshape(-1).int()] * blocks.take(block_scales)
 
-    def _pieces(self, masters: Sequence[Master]) -> Iterator[UpdatedRange]:
+    def _pieces(self, masters: Sequence[Master]) -> Iterator[tuple[UpdatedRectangle, Blocks]]:
+        """Yield the rectangles that this rank updates, with their codes and their blocks."""
         assert self._parts is not None
-        masters_by_id = {id(master.values): master for master in masters}
-        for part in self._parts:
-            master = masters_by_id.get(id(part.master))
-            if master is None:
-                continue
-            shape = self._shapes[part.name]
-            tensors = [master.values, master.gradient, *(master.codes(moment) for moment in CODES)]
-            cuts = [cut_parts(part.shard, part.start, part.of(tensor)) for tensor in tensors]
-            for views in zip(*cuts, strict=True):
-                box = views[0][0]
-                for inner in box.split(_CHUNK):
-                    slices = inner.relative_to(box).slices
-                    values, gradient, first, second = (view[slices] for _, view in views)
-                    blocks = Blocks(shape, inner, values.device)
-                    yield UpdatedRange(part.name, blocks, values, gradient, (first, second))
+        for piece in updated_rectangles(
+            self._parts, masters, lambda master: map(master.codes, CODES), _CHUNK
+        ):
+            yield piece, Blocks(self._shapes[piece.parameter], piece.box, piece.values.device)
 
     def _by_name(self, names: Sequence[str], flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return views of the scales in `flat`, by parameter."""

@@ -73,7 +73,28 @@ def parameter_groups(
     for group in groups if section.is_own else ():
         group["rule"] = section.facts.beside or section.type
     if section.facts.beside is not None:
-        groups.append(_take_matrices(model, section, groups, untrained))
+        from bigtrain.models.parallel.hidden_matrices import hidden_matrices
+
+        # Hidden matrices leave their groups. Adapters of weights that get no gradient stay in the
+        # group without decay: torch skips them.
+        matrix_ids = {
+            id(parameter_of(model, name))
+            for name in hidden_matrices(model)
+            if adapted_weight(name) not in untrained
+        }
+        matrices = [p for group in groups for p in group["params"] if id(p) in matrix_ids]
+        for group in groups:
+            group["params"] = [p for p in group["params"] if id(p) not in matrix_ids]
+        settings = section.own_settings
+        decay, lr = getattr(settings, "weight_decay", None), getattr(settings, "lr", None)
+        row = {
+            "params": matrices,
+            "weight_decay": section.weight_decay if decay is None else decay,
+            "name": "matrices",
+            "rule": section.type,
+            "lr_ratio": 1.0 if lr is None else lr / section.lr,
+        }
+        groups.append(row)
     if section.facts.small is not None:
         # Parameters with few elements have another optimizer: they leave their groups.
         for group in groups[:]:
@@ -83,6 +104,7 @@ def parameter_groups(
             group["params"] = [p for p in group["params"] if id(p) not in small_ids]
             row = {"params": small, "name": f"small_{group['name']}", "rule": section.facts.small}
             groups.append({**group, **row})
+    # Experts that ranks divide: DeepSpeed reduces their gradients over other groups of ranks.
     for group in groups[:] if expert_size > 1 else ():
         experts = [parameter for parameter in group["params"] if is_expert(parameter)]
         group["params"] = [p for p in group["params"] if not is_expert(p)]
@@ -91,32 +113,6 @@ def parameter_groups(
     for group in groups if section.is_own else ():
         group["names"] = [names[id(parameter)] for parameter in group["params"]]
     return groups
-
-
-def _take_matrices(
-    model: nn.Module,
-    section: OptimizerSection,
-    groups: list[dict[str, Any]],
-    untrained: Collection[str],
-) -> dict[str, Any]:
-    """Return the group of hidden matrices; its parameters are removed from `groups`. Adapters of
-    weights that get no gradient stay in the group without decay: torch skips them."""
-    from bigtrain.models.parallel.hidden_matrices import hidden_matrices
-
-    names = [name for name in hidden_matrices(model) if adapted_weight(name) not in untrained]
-    matrix_ids = {id(parameter_of(model, name)) for name in names}
-    matrices = [p for group in groups for p in group["params"] if id(p) in matrix_ids]
-    for group in groups:
-        group["params"] = [p for p in group["params"] if id(p) not in matrix_ids]
-    settings = section.own_settings
-    decay, lr = getattr(settings, "weight_decay", None), getattr(settings, "lr", None)
-    return {
-        "params": matrices,
-        "weight_decay": section.weight_decay if decay is None else decay,
-        "name": "matrices",
-        "rule": section.type,
-        "lr_ratio": 1.0 if lr is None else lr / section.lr,
-    }
 
 
 def set_learning_rate(optimizer: Any, lr: float) -> None:

@@ -96,8 +96,3 @@ class ExactParameters:
                 flat.narrow(0, part.start, part.count).copy_(master)
             if part is None or not part.is_replicated:
                 dist.all_reduce(flat, group=mesh.replicas)
-
-    def itemsizes(self) -> dict[str, int]:
-        """Return bytes per element of frozen parameters that are kept here in another dtype, by
-        name."""
-        return {name: t.element_size() for name, t in self.frozen.items() if t is not None}

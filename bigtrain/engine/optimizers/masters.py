@@ -4,7 +4,7 @@ shard (tensor or expert parallelism, `bigtrain.models.parallel.sharding`) of a p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,11 @@ class MasterPart(MasterRange):
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the range of a tensor that is shaped like the master, 1-D."""
         return tensor.view(-1).narrow(0, self.offset, self.count)
+
+    def narrow(self, first: int, stop: int) -> MasterPart:
+        """Return its elements [first, stop), with their view as the master."""
+        view = self.of(self.master.data)[first:stop]
+        return replace(self, master=view, offset=0, count=stop - first, start=self.start + first)
 
 
 def master_parts(engine: Any, model: nn.Module) -> Iterator[MasterPart]:

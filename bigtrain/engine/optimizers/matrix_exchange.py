@@ -163,7 +163,7 @@ class MatrixExchange:
         shaped matrices; `write` gets every piece of this rank and its part of the result."""
         for plan, owned in zip(self._rounds, self._owned, strict=True):
             # Send pieces to the owners of matrices.
-            out = self._buffer(plan.sent, dtype)
+            out = torch.empty(sum(map(_numel, plan.sent)), dtype=dtype, device=self._device)
             for piece, part in _parts(out, plan.sent):
                 read(piece, part)
             incoming = self._exchange(out, plan.sent, plan.received)
@@ -174,15 +174,12 @@ class MatrixExchange:
                 matrices[box.matrix][box.box.slices].copy_(part)
             # Compute, and send every rank the results of its pieces.
             results = dict(zip(owned, compute([matrices[n] for n in owned]), strict=True))
-            out = self._buffer(plan.returned, dtype)
+            out = torch.empty(sum(map(_numel, plan.returned)), dtype=dtype, device=self._device)
             for box, part in _parts(out, plan.returned):
                 part.copy_(results[box.matrix][box.box.slices])
             incoming = self._exchange(out, plan.returned, plan.updates)
             for piece, part in _parts(incoming, plan.updates):
                 write(piece, part)
-
-    def _buffer(self, lists: Sequence[Sequence[MatrixBox]], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(sum(map(_numel, lists)), dtype=dtype, device=self._device)
 
     def _exchange(
         self,

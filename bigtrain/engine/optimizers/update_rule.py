@@ -11,8 +11,9 @@ and seeded by a hash of the element's gradient and value, so that a resumed run 
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Self
@@ -20,10 +21,11 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from bigtrain.engine.optimizers.masters import MasterPart
+from bigtrain.engine.optimizers.masters import MasterPart, cut_parts
 from bigtrain.engine.startup.mesh import Mesh
 from bigtrain.settings.run_config import OptimizerSection
 from bigtrain.settings.sections.optimizer import facts_of_optimizer
+from bigtrain.system.boxes import Box
 
 AVERAGE = "ema"
 """Name of the state that holds the moving average of a master (``optimizer.ema``)."""
@@ -128,6 +130,40 @@ def names_in_update(
 
 
 @dataclass(frozen=True)
+class UpdatedRectangle:
+    """Rectangle `box` of a parameter, with views into its master, its gradient and its states."""
+
+    parameter: str
+    box: Box
+    values: torch.Tensor
+    gradient: torch.Tensor
+    states: tuple[torch.Tensor, ...]
+
+
+def updated_rectangles(
+    parts: Sequence[MasterPart],
+    masters: Sequence[Master],
+    states: Callable[[Master], Iterable[torch.Tensor]] = lambda master: (),
+    max_elements: int = sys.maxsize,
+) -> Iterator[UpdatedRectangle]:
+    """Yield the rectangles that `masters` hold of parameters, with their `states`, of at most
+    `max_elements` each."""
+    masters_by_id = {id(master.values): master for master in masters}
+    for part in parts:
+        master = masters_by_id.get(id(part.master))
+        if master is None:
+            continue
+        tensors = (master.values, master.gradient, *states(master))
+        cuts = [cut_parts(part.shard, part.start, part.of(tensor)) for tensor in tensors]
+        for box_views in zip(*cuts, strict=True):
+            box = box_views[0][0]
+            for inner in box.split(max_elements):
+                slices = inner.relative_to(box).slices
+                values, gradient, *state_views = (view[slices] for _, view in box_views)
+                yield UpdatedRectangle(part.name, inner, values, gradient, tuple(state_views))
+
+
+@dataclass(frozen=True)
 class RuleInputs:
     """Inputs of a rule: the run's section and state dtype, this rank's stage of the model, its
     mesh, and a device that the groups' backend takes."""
@@ -227,11 +263,6 @@ class RuleOptimizer(torch.optim.Optimizer):
         for values, state in self.state.items():
             if AVERAGE in state:
                 state[AVERAGE].copy_(values)
-
-
-def average_decay(optimizer: torch.optim.Optimizer) -> float | None:
-    """Return the decay of the averages of masters that `optimizer` keeps; None without."""
-    return optimizer.average_decay if isinstance(optimizer, RuleOptimizer) else None
 
 
 def state_bytes_by_name(optimizer: torch.optim.Optimizer) -> dict[str, float]:

@@ -24,19 +24,19 @@ from bigtrain.engine.deepspeed_patches.marks import mark_replicated
 from bigtrain.engine.deepspeed_patches.optimizers import undo_trial_update
 from bigtrain.engine.forward import ModelOptions
 from bigtrain.engine.layer_options import apply_layer_options
-from bigtrain.engine.objectives import NextToken, loss_terms, make_objective
 from bigtrain.engine.optimizers.build import attach_optimizer, optimizer_maker, parameter_groups
 from bigtrain.engine.optimizers.exact_parameters import ExactParameters
 from bigtrain.engine.partitioning import copy_of, cutting, is_cut, run_dtype
 from bigtrain.engine.pipeline.engine import PipelineTrainEngine
 from bigtrain.engine.pipeline.stage_module import StageModule, StagesModule
 from bigtrain.engine.startup.mesh import Mesh
-from bigtrain.engine.unreached import UnreachedParameters
 from bigtrain.models.build import WHOLE, build_model
 from bigtrain.models.equivalence.model_plan import ModelPlan
 from bigtrain.models.parallel.sharding import Shard, shard_of, tag_shard
 from bigtrain.models.parallel.stages import Stage
 from bigtrain.models.weights.quantized import fill_with_zeros
+from bigtrain.objectives.losses.next_token import NextTokenLoss, loss_terms
+from bigtrain.objectives.losses.passes import make_objective
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.deepspeed.engine_config import EngineConfig
 from bigtrain.settings.run_config import RunConfig
@@ -56,11 +56,11 @@ def build_pipeline_engine(
     # This rank's layers, with all that changes their modules, as DeepSpeed's pipeline module.
     stage = _build_stage(config, hf_config, mesh, model_plan)
     model_plan.isolation.install(stage.model)
-    terms = loss_terms(config)
+    terms = loss_terms(config.objective)
     computes_loss = stage.is_last and model_plan.loss.install(stage.model, terms) is not None
     compiled = apply_layer_options(stage.model, config, engine_config, device, model_plan.tiles)
-    objective = make_objective(config)
-    per_token = not isinstance(objective, NextToken)
+    objective = make_objective(config.objective)
+    per_token = not isinstance(objective, NextTokenLoss)
     isolation = model_plan.isolation
     module = StageModule(stage, device, isolation, computes_loss=computes_loss, per_token=per_token)
     exact = ExactParameters(stage.model, model_plan.parameters.float32_names, device)
@@ -88,7 +88,7 @@ def build_pipeline_engine(
     undo_trial_update(engine)
     attach_optimizer(engine, stage.model)
     fill_with_zeros(stage.model, device)  # the engine computes to learn what stages send
-    trained = PipelineTrainEngine(
+    return PipelineTrainEngine(
         engine,
         plan,
         device,
@@ -100,13 +100,11 @@ def build_pipeline_engine(
             moe=config.moe,
             is_compiled=compiled,
             terms=terms,
+            unreached=model_plan.parameters.unreached,
         ),
         stage=module,
         replicas=_replica_groups(stage, mesh),
     )
-    unreached = model_plan.parameters.unreached
-    trained.unreached = UnreachedParameters(stage.model, unreached, device)
-    return trained
 
 
 def _build_stage(config: RunConfig, hf_config: Any, mesh: Mesh, model_plan: ModelPlan) -> Stage:

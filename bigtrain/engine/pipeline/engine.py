@@ -43,8 +43,6 @@ from bigtrain.models.layers.token_loss import (
 from bigtrain.models.parallel.stages import Payload
 from bigtrain.settings.batch_plan import BatchPlan
 
-_TRIAL_TOKENS = 8
-
 
 class PipelineTrainEngine(TrainEngine):
     """Trains one model in pipeline stages. Every method is collective over all ranks."""
@@ -77,11 +75,12 @@ class PipelineTrainEngine(TrainEngine):
             reduce_tied_gradients=lambda _engine: self._sum_replicated_gradients(),
             optimizer_step=self._optimizer_step,
         )
-        # Run one small forward pass, so that every stage knows the layout of what it receives.
-        tokens = min(_TRIAL_TOKENS, self.plan.sequence_length)
+        # Run one forward pass, so that every stage knows the layout of what it receives. The sample
+        # is as long as the run's: layers may hand over more from some length on.
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices), torch.enable_grad():
-            _, layouts = self._in_turn(torch.zeros((1, tokens), dtype=torch.int64))
+            ids = torch.zeros((1, self.plan.sequence_length), dtype=torch.int64)
+            _, layouts = self._in_turn(ids)
         index = self._stage.stage.index
         self._stage.incoming = layouts[index - 1] if index else None
         self._stage.outgoing = layouts[index] if index < len(layouts) else None
@@ -287,7 +286,7 @@ class PipelineTrainEngine(TrainEngine):
 
 
 class _LastStage:
-    """Passes (`bigtrain.engine.objectives.Passes`) of a micro-batch that has reached the last
+    """Passes (`bigtrain.objectives.losses.passes`) of a micro-batch that has reached the last
     stage. values: log-probabilities of the targets, or scores of the rows. Scores of a reference
     are only the stored scores."""
 

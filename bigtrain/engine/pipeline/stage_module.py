@@ -19,6 +19,7 @@ from torch import nn
 from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.models.layers.document_attention import Isolation
 from bigtrain.models.layers.token_loss import Teacher
+from bigtrain.models.parallel.stage_layout import map_tensors, tensors_in
 from bigtrain.models.parallel.stages import Payload, Stage
 
 
@@ -46,7 +47,7 @@ class StageModule(nn.Module):
         self._device = device
         self._batches: Iterator[MicroBatch] = iter(())
         self._factor: torch.Tensor | None = None
-        self._added: Callable[[Any], torch.Tensor | None] = _nothing
+        self._added: Callable[[Any], torch.Tensor | None] = lambda _: None
 
     def feed(
         self,
@@ -58,7 +59,7 @@ class StageModule(nn.Module):
         `ChunkedLoss`; `added`: what routers add to the loss, of what the last stage's model
         returned."""
         self._batches, self._factor = iter(batches), factor
-        self._added = added or _nothing
+        self._added = added or (lambda _: None)  # no router loss in evaluation
 
     def forward(self, received: torch.Tensor | tuple[torch.Tensor, ...]) -> Any:
         """Return logits or the summed loss, and the router loss if there is one, on the last stage;
@@ -114,7 +115,16 @@ class StageModule(nn.Module):
         with self.isolation.document_mask(positions):
             outputs = self.stage(payload, input_ids, moved, **loss)
         if not self.stage.is_last:
-            return _with_gradient(outputs) if torch.is_grad_enabled() else outputs
+            # DeepSpeed always sends a gradient back. If all parameters up to here are frozen, no
+            # tensor requires a gradient by itself.
+            tensors = tensors_in((outputs.outputs, outputs.shared, outputs.router_logits))
+            if torch.is_grad_enabled() and not any(tensor.requires_grad for tensor in tensors):
+                differentiable = map_tensors(
+                    lambda t: t.detach().requires_grad_() if t.is_floating_point() else t,
+                    outputs.outputs,
+                )
+                return replace(outputs, outputs=differentiable)
+            return outputs
         answer = outputs.loss if loss else outputs.logits
         added = self._added(outputs)
         return (answer,) if added is None else (answer, added)
@@ -128,27 +138,6 @@ class StagesModule(PipelineModule):  # type: ignore[misc]
         layers: list[nn.Module] = [nn.Identity() for _ in range(num_stages)]
         layers[stage.stage.index] = stage
         super().__init__(layers=layers, topology=topology, partition_method="uniform")
-
-
-def _nothing(_outputs: Any) -> None:
-    """Return no router loss, for evaluation."""
-
-
-def _with_gradient(payload: Payload) -> Payload:
-    """Return `payload` with at least one tensor that requires a gradient, which DeepSpeed always
-    sends back. If all parameters up to here are frozen, no tensor requires one by itself."""
-    requires_grad = False
-
-    def check(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal requires_grad
-        requires_grad |= tensor.requires_grad
-        return tensor
-
-    def require(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
-
-    payload.map(check)
-    return payload if requires_grad else replace(payload, outputs=payload.map(require).outputs)
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

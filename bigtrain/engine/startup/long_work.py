@@ -55,7 +55,8 @@ class LongWork:
         if self._world.size > 1:
             self._wait(self._world.size, takes_part=True)
             outcomes = [None] * self._world.size
-            dist.all_gather_object(outcomes, _picklable(outcome))
+            result, error = outcome
+            dist.all_gather_object(outcomes, (result, _picklable_error(error)))
             outcomes[self._world.rank] = outcome
         return _unwrap(outcomes)
 
@@ -108,8 +109,18 @@ def on_all_ranks(
     result, error = _attempt(work)
     errors = {} if error is None else {0: error}
     if dist.is_initialized():
-        rank = dist.get_rank(group)
-        errors = _errors_of_all(_picklable_error(error), rank, group)
+        rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        sent_error = _picklable_error(error)
+        if dist.get_backend(group) == "gloo" and num_ranks == dist.get_world_size():
+            # Point-to-point messages are cheap and the group is the world: along a tree.
+            sent = {} if sent_error is None else {rank: sent_error}
+            box: list[Any] = [combine_on_main(sent, operator.ior, group)]
+            dist.broadcast_object_list(box, src=0, group=group)
+            errors = box[0]
+        else:
+            gathered: list[BaseException | None] = [None] * num_ranks
+            dist.all_gather_object(gathered, sent_error, group=group)
+            errors = {number: e for number, e in enumerate(gathered) if e is not None}
         if error is not None:
             errors[rank] = error
     if errors:
@@ -117,24 +128,8 @@ def on_all_ranks(
     return cast(Result, result)
 
 
-def _errors_of_all(
-    error: BaseException | None, rank: int, group: dist.ProcessGroup | None
-) -> dict[int, BaseException]:
-    """Return the errors of ranks that have one, on every rank: along a tree if point-to-point
-    messages are cheap and the group is the world."""
-    num_ranks = dist.get_world_size(group)
-    if dist.get_backend(group) == "gloo" and num_ranks == dist.get_world_size():
-        errors = {} if error is None else {rank: error}
-        box: list[Any] = [combine_on_main(errors, operator.ior, group)]
-        dist.broadcast_object_list(box, src=0, group=group)
-        return cast("dict[int, BaseException]", box[0])
-    gathered: list[BaseException | None] = [None] * num_ranks
-    dist.all_gather_object(gathered, error, group=group)
-    return {number: e for number, e in enumerate(gathered) if e is not None}
-
-
 def _broadcast(outcome: _Outcome | None, group: dist.ProcessGroup | None) -> Any:
-    box = [_picklable(outcome)]
+    box = [outcome and (outcome[0], _picklable_error(outcome[1]))]
     dist.broadcast_object_list(box, src=0, group=group)
     shared = box[0] if outcome is None else outcome
     assert shared is not None
@@ -149,10 +144,6 @@ def _attempt(work: Callable[[], Any]) -> _Outcome:
         return work(), None
     except BaseException as error:  # KeyboardInterrupt too: other ranks wait
         return None, error
-
-
-def _picklable(outcome: _Outcome | None) -> _Outcome | None:
-    return outcome and (outcome[0], _picklable_error(outcome[1]))
 
 
 def _picklable_error(error: BaseException | None) -> BaseException | None:

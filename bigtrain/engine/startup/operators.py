@@ -58,7 +58,13 @@ def load_operator(
     ]
     versions = (torch.__version__, torch.version.git_version, deepspeed.__version__)
     system = (sysconfig.get_config_var("SOABI"), os.confstr("CS_GNU_LIBC_VERSION"))
-    digest = hashlib.sha256(repr((name, flags, versions, system, _cpu_features())).encode())
+    # ``-march=native`` uses CPU features; hosts with one home directory may have different CPUs.
+    cpu_features = ""
+    with suppress(OSError), open("/proc/cpuinfo") as cpu_info:
+        cpu_features = next(
+            (line for line in cpu_info if line.startswith(("flags", "Features"))), ""
+        )
+    digest = hashlib.sha256(repr((name, flags, versions, system, cpu_features)).encode())
     for file in (*map(Path, sources), *headers):
         digest.update(hashlib.sha256(file.read_bytes()).digest())
     folder = operators_folder() / f"{name}-{digest.hexdigest()[:16]}"
@@ -83,16 +89,6 @@ def operators_folder() -> Path:
         cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         root = str(Path(cache) / "torch_extensions")
     return Path(root) / "bigtrain"
-
-
-def _cpu_features() -> str:
-    """Return the CPU features that ``-march=native`` uses; hosts with one home directory may have
-    different CPUs."""
-    with suppress(OSError), open("/proc/cpuinfo") as file:
-        for line in file:
-            if line.startswith(("flags", "Features")):
-                return line
-    return ""
 
 
 @contextmanager

@@ -6,7 +6,7 @@ A user's own setting always wins: an environment variable or a field of the run 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -56,7 +56,12 @@ def runtime_settings(
         )
     share = _cpu_share(run, world, environment)
     threads_before = torch.get_num_threads()
-    undo_cores = _bind(share)
+    # Bind this rank, and the processes that it starts from here on.
+    cores_before = None
+    if share.cores is not None and hasattr(os, "sched_setaffinity"):
+        cores_before = os.sched_getaffinity(0)
+        with suppress(OSError):  # a container may forbid it; slower, and right
+            os.sched_setaffinity(0, share.cores)
     if share.num_threads is not None:
         torch.set_num_threads(share.num_threads)
     if share.cores is not None or (share.num_threads is not None and device_kind() != "cpu"):
@@ -67,7 +72,9 @@ def runtime_settings(
         yield lines
     finally:
         torch.set_num_threads(threads_before)
-        undo_cores()
+        if cores_before is not None:
+            with suppress(OSError):
+                os.sched_setaffinity(0, cores_before)
         torch.set_float32_matmul_precision(precision_before)
         for name in added:
             environment.pop(name, None)
@@ -92,18 +99,3 @@ def _cpu_share(run: ResolvedRun, world: World, environment: MutableMapping[str, 
         threads=engine.cpu_threads,
         bind=engine.bind_cores,
     )
-
-
-def _bind(share: CpuShare) -> Callable[[], None]:
-    """Bind this rank, and what it starts from here on; returns what undoes it."""
-    if share.cores is None or not hasattr(os, "sched_setaffinity"):
-        return lambda: None
-    before = os.sched_getaffinity(0)
-    with suppress(OSError):  # a container may forbid it; slower, and right
-        os.sched_setaffinity(0, share.cores)
-
-    def undo() -> None:
-        with suppress(OSError):
-            os.sched_setaffinity(0, before)
-
-    return undo

@@ -95,6 +95,7 @@ def find_isolation(
 
 def _difference(model: PreTrainedModel, isolation: Isolation) -> str:
     """Describe how packed documents differ from separate ones; empty if they do not."""
+    # Documents in samples of their own, packed with isolation, and as a control without isolation.
     ids = proxy_tokens(model, sum(_DOCUMENT_TOKENS[0]))
     positions = torch.stack(
         [torch.cat([torch.arange(length) for length in lengths]) for lengths in _DOCUMENT_TOKENS]
@@ -121,10 +122,8 @@ def _difference(model: PreTrainedModel, isolation: Isolation) -> str:
         finally:
             undo()
 
-    def mixed(model: PreTrainedModel) -> Results:
-        return run_forward(model, input_ids=ids)
-
-    difference = Trial(separate, packed, TOLERANCES, control=mixed).difference(model)
+    trial = Trial(separate, packed, TOLERANCES, lambda model: run_forward(model, input_ids=ids))
+    difference = trial.difference(model)
     if difference is None:
         return ""
     return (

@@ -24,7 +24,6 @@ from bigtrain.models.build import empty_model
 from bigtrain.models.equivalence.parameter_plan import (
     GradientReach,
     find_gradient_reach,
-    parameters_without_gradient,
 )
 from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
@@ -93,8 +92,11 @@ def check_expert_parallel(
             usable,
             sequence_length=sequence_length,
         )
+        # Losses for every rank's samples and summed gradients: of one rank, and of several.
         trial = Trial(
-            partial(_one_rank, num_ranks), partial(_divided_experts, num_ranks), TOLERANCES
+            lambda model: _summed([training_results(model, seed=n) for n in range(num_ranks)]),
+            partial(_divided_experts, num_ranks),
+            TOLERANCES,
         )
         difference = trial.difference(model)
     except ModelError as error:
@@ -109,13 +111,8 @@ def check_expert_parallel(
     return [Problem("parallel.expert", size, rule, "parallel.expert=1")]
 
 
-def _one_rank(num_ranks: int, model: PreTrainedModel) -> dict[str, Values]:
-    """Return losses for every rank's samples, computed by one rank, and the summed gradients."""
-    return _summed([training_results(model, seed=rank) for rank in range(num_ranks)])
-
-
 def _divided_experts(num_ranks: int, model: PreTrainedModel) -> dict[str, Values]:
-    """Return the results of `_one_rank` from ranks with different samples that divide the
+    """Return losses for every rank's samples and the summed gradients, from ranks that divide the
     experts."""
     exchange = RankThreads(num_ranks)
     models = [copy.deepcopy(model) for _ in range(num_ranks)]
@@ -168,7 +165,8 @@ def check_expert_balance(
     is known."""
     section, problems = config.moe, []
     model_type, attention = hf_config.model_type, config.model.attention
-    run_proxy = cache(partial(_run_proxy, hf_config, attention))
+    length = config.batch.sequence_length
+    run_proxy = cache(partial(_run_proxy, hf_config, attention, length))
 
     def refused(check: Callable[..., str | None]) -> str | None:
         return _reason(model_type, lambda: check(model_type, *run_proxy()))
@@ -176,7 +174,6 @@ def check_expert_balance(
     # The three settings need different things of a router: selection biases, Switch Transformer's
     # auxiliary loss, and logits with gradients.
     if section.bias_update_rate:
-        length = config.batch.sequence_length
         if reason := _without_biases(hf_config, attention, length, reach):
             problems.append(Problem(_BIAS, section.bias_update_rate, reason, "0"))
     if section.auxiliary_loss == "global_batch":
@@ -207,15 +204,17 @@ def _without_biases(
     reach = reach or find_gradient_reach(hf_config, sequence_length, attention)
     if not selection_biases(model, reach.absent or ()):
         return absent
-    return _reason(model_type, partial(_other_choice, hf_config, attention))
+    return _reason(model_type, partial(_other_choice, hf_config, attention, sequence_length))
 
 
 @torch.no_grad()
-def _other_choice(hf_config: PreTrainedConfig, attention: str) -> str | None:
+def _other_choice(hf_config: PreTrainedConfig, attention: str, sequence_length: int) -> str | None:
     """Return why tokens of a proxy model do not choose experts by their biases: an expert with a
     much larger bias has to get all tokens, and with a much smaller bias none."""
-    model = build_noisy_proxy(hf_config, attention, smaller(with_heads(2)))
-    untrained = parameters_without_gradient(model.config, TOKENS, attention) or ()
+    model = build_noisy_proxy(
+        hf_config, attention, smaller(with_heads(2)), sequence_length=sequence_length
+    )
+    untrained = find_gradient_reach(model.config, TOKENS, attention).absent or ()
     ids = proxy_tokens(model)
     for bias in selection_biases(model, untrained):
         experts, original = model.get_submodule(bias.experts), bias.tensor.clone()
@@ -296,25 +295,32 @@ def _reason(model_type: str, check: Callable[[], str | None]) -> str | None:
         return f"a proxy model of {model_type} failed: {failure_text(error)}"
 
 
-def _run_proxy(hf_config: PreTrainedConfig, attention: str) -> tuple[Any, PreTrainedModel]:
+def _run_proxy(
+    hf_config: PreTrainedConfig, attention: str, sequence_length: int
+) -> tuple[Any, PreTrainedModel]:
     """Return the outputs of a proxy model with router logits, and the model."""
-    model = build_noisy_proxy(hf_config, attention, smaller(with_heads(2)))
+    model = build_noisy_proxy(
+        hf_config, attention, smaller(with_heads(2)), sequence_length=sequence_length
+    )
     ask_for_router_logits(model)
     return model(input_ids=proxy_tokens(model), use_cache=False), model
 
 
 def check_expert_gathering(
-    hf_config: PreTrainedConfig, zero_stage: int, num_replicas: int
+    hf_config: PreTrainedConfig, zero_stage: int, num_replicas: int, sequence_length: int
 ) -> list[Problem]:
     """Return the problem with ZeRO 3 for a model of `hf_config`; empty if there is none.
-    num_replicas: ranks that partition the model. Takes a second for a model with experts that
-    transformers does not compute in one grouped product."""
+    num_replicas: ranks that partition the model. sequence_length: tokens of the run's samples.
+    Takes a second for a model with experts that transformers does not compute in one grouped
+    product."""
     if zero_stage < 3 or num_replicas == 1 or "expert" not in hf_config.to_json_string():
         return []
     if not unmarked_experts(empty_model(hf_config)):
         return []
     try:
-        model = build_proxy_model(hf_config, "eager", [fewer_experts])
+        model = build_proxy_model(
+            hf_config, "eager", [fewer_experts], sequence_length=sequence_length
+        )
         with _NonzeroCalls(unmarked_experts(model)) as nonzero_calls, torch.no_grad():
             model(input_ids=proxy_tokens(model), use_cache=False)
     except MODEL_FAILURES:

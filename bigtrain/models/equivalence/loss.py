@@ -69,7 +69,21 @@ def choose_loss(
         return plain(size)
     loss_type: Literal["liger", "chunked"] = "liger" if section.loss == "liger" else "chunked"
     # Chunks may change the result of a model: a proxy model shows it.
-    softcap, reason = _try(hf_config, section.attention, loss_type, plan.sequence_length)
+    softcap, reason = None, ""
+    try:
+        model = build_proxy_model(
+            hf_config,
+            section.attention,
+            smaller(with_heads(2)),
+            sequence_length=plan.sequence_length,
+        ).eval()
+        if loss_type == "liger":
+            softcap = getattr(text_config(model.config), "final_logit_softcapping", None)
+            reason = _is_linear(model, softcap)
+        elif (difference := CHUNKED.difference(model)) is not None:
+            reason = f"the {difference.where} differs {difference.size}"
+    except (ModelError, *MODEL_FAILURES) as error:
+        softcap, reason = None, failure_text(error)
     if reason and section.loss == "auto" and not needs_chunks:
         return plain(f"{size}; chunks are not supported for {hf_config.model_type}: {reason}")
     text = f"loss: in chunks of {num_chunk_tokens} tokens ({size})"
@@ -87,27 +101,6 @@ def choose_loss(
         remedy = LIGER_REMEDY.format(key="model.loss=chunked")
         problems.append(Problem("model.loss", "liger", "liger-kernel is not installed", remedy))
     return loss_plan, problems
-
-
-def _try(
-    hf_config: PreTrainedConfig,
-    attention: str,
-    loss_type: Literal["liger", "chunked"],
-    sequence_length: int,
-) -> tuple[float | None, str]:
-    """Return the softcap of the logits, for Liger, and why `loss_type` does not work (else
-    empty)."""
-    try:
-        model = build_proxy_model(
-            hf_config, attention, smaller(with_heads(2)), sequence_length=sequence_length
-        ).eval()
-        softcap = getattr(text_config(model.config), "final_logit_softcapping", None)
-        if loss_type == "liger":
-            return softcap, _is_linear(model, softcap)
-        difference = CHUNKED.difference(model)
-    except (ModelError, *MODEL_FAILURES) as error:
-        return None, failure_text(error)
-    return None, "" if difference is None else f"the {difference.where} differs {difference.size}"
 
 
 def loss_and_gradients(model: PreTrainedModel) -> Results:

@@ -60,12 +60,12 @@ def choose(
     """Return the plan for a run with the micro-batches of `plan`, or the settings that the model's
     code rules out. Takes a second or so for each of parallelism and packing; call
     `check_tensor_size` first."""
+    length = config.batch.sequence_length
     if num_trained_mtp_layers(hf_config):
         from bigtrain.models.equivalence.multi_token import check_mtp_layers
 
-        if problems := check_mtp_layers(hf_config, config.objective.mtp_weight):
+        if problems := check_mtp_layers(hf_config, config.objective.mtp_weight, length):
             return None, problems
-    length = config.batch.sequence_length
     reach = find_gradient_reach(hf_config, length, config.model.attention)
     if reach.failure:
         key = "model.path" if config.model.path is not None else "model.config"

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from bigtrain.errors import ModelError, Problem
 from bigtrain.models.build import empty_model
 from bigtrain.models.configuration import num_trained_mtp_layers
-from bigtrain.models.equivalence.parameter_plan import WithoutValues
+from bigtrain.models.equivalence.parameter_plan import WithoutValues, probed_configuration
 from bigtrain.models.equivalence.proxy_model import MODEL_FAILURES, failure_text
 from bigtrain.models.layers.document_masks import document_boundaries
 from bigtrain.models.layers.multi_token import NAME, mtp_layers
@@ -20,27 +20,46 @@ from bigtrain.models.weights.export_hf import stored_names
 from bigtrain.models.weights.lazy_tensors import LazyTensor, Offsets
 from bigtrain.models.weights.mtp_names import MtpNames, load_mtp_layers
 
-_TOKENS = 32
 
-
-def check_mtp_layers(hf_config: PreTrainedConfig, weight: float) -> list[Problem]:
-    """Return why the multi-token layers of `hf_config` cannot be trained with this loss `weight`;
-    empty if they can, or if none is trained. Builds the model without values."""
+def check_mtp_layers(
+    hf_config: PreTrainedConfig, weight: float, sequence_length: int
+) -> list[Problem]:
+    """Return why the multi-token layers of `hf_config` cannot be trained on samples of
+    `sequence_length` with this loss `weight`; empty if they can, or if none is trained. Builds the
+    model without values."""
     if not num_trained_mtp_layers(hf_config):
         return []
     try:
-        model: Any = empty_model(hf_config)
+        config, tokens = probed_configuration(hf_config, sequence_length)
+        model: Any = empty_model(config)
         # A configuration may lack what only these layers use, such as the rotary embedding of
         # another attention: one forward pass shows it.
         layers = mtp_layers(model)
         assert layers is not None
         width = model.config.get_text_config().hidden_size
-        ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
-        hidden = torch.zeros(1, _TOKENS, width, dtype=model.dtype, device="meta")
+        ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
+        hidden = torch.zeros(1, tokens, width, dtype=model.dtype, device="meta")
         with WithoutValues(), document_boundaries(packed=False):  # type: ignore[no-untyped-call]
             for _ in layers.hidden_states(model, hidden, ids, None):
                 pass
-        reason = _lost_names(model)
+        # The names that an export writes must give every parameter of these layers back.
+        model = empty_model(hf_config)
+        layers = mtp_layers(model)
+        assert layers is not None
+        state = model.state_dict(keep_vars=True)
+        names = MtpNames.find(model)
+        stored = {
+            name: LazyTensor(tensor.shape, tensor.dtype, _Nowhere())
+            for name, tensor in stored_names(model, state).items()
+            if names.is_one(name)
+        }
+        problems = load_mtp_layers(model, layers, stored)
+        problems += [
+            f"{NAME}.{name}: the names of an export do not give it back"
+            for name, tensor in layers.state_dict(keep_vars=True).items()
+            if not isinstance(tensor, LazyTensor)
+        ]
+        reason = "; ".join(problems[:3])
     except ModelError as error:
         reason = str(error)
     except MODEL_FAILURES as error:
@@ -52,27 +71,6 @@ def check_mtp_layers(hf_config: PreTrainedConfig, weight: float) -> list[Problem
         f"{hf_config.model_type}: {reason}"
     )
     return [Problem("objective.mtp_weight", weight, rule, "objective.mtp_weight=0")]
-
-
-def _lost_names(model: Any) -> str:
-    """Return which parameters of the multi-token layers of `model` would not be loaded from the
-    names that an export writes; empty if all are loaded. Changes the layers."""
-    layers = mtp_layers(model)
-    assert layers is not None
-    state = model.state_dict(keep_vars=True)
-    names = MtpNames.find(model)
-    stored = {
-        name: LazyTensor(tensor.shape, tensor.dtype, _Nowhere())
-        for name, tensor in stored_names(model, state).items()
-        if names.is_one(name)
-    }
-    problems = load_mtp_layers(model, layers, stored)
-    unread = [
-        f"{NAME}.{name}: the names of an export do not give it back"
-        for name, tensor in layers.state_dict(keep_vars=True).items()
-        if not isinstance(tensor, LazyTensor)
-    ]
-    return "; ".join([*problems, *unread][:3])
 
 
 class _Nowhere:

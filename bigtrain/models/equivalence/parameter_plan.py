@@ -12,18 +12,20 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from bigtrain.models.build import empty_model
 from bigtrain.models.configuration import auto_class, num_counted_mtp_layers, num_trained_mtp_layers
 from bigtrain.models.experts import auxiliary_loss, selection_biases
+from bigtrain.models.layers.adapter_targets import find_parameters, find_saved, find_targets
 from bigtrain.models.layers.document_masks import document_boundaries
 from bigtrain.models.layers.parameter_roles import collapsed, parameter_roles
 from bigtrain.models.layers.parameters import freeze, freeze_named
 from bigtrain.models.torch_patches import OperatorMode
 from bigtrain.models.transformers_patches import computed_in_float32
 from bigtrain.settings.run_config import RunConfig
+from bigtrain.settings.sections.adapters import AdaptersSection
 
 _SHOWN = 5
 
@@ -35,11 +37,11 @@ class ParameterPlan:
     untrained: get no gradient from text, and are frozen. frozen: `untrained` and the parameters
     that ``model.frozen`` names, without selection biases that are updated. float32_names: are
     float32 where the model computes in 16 bit. unreached: parameters in `untrained` that nothing
-    else freezes; the first step compares them with its gradients. reason: a line for the log; empty
-    if all are trained in the run's dtype.
+    else freezes, or whose adapters or copies a run with adapters trains; the first step compares
+    them with its gradients. reason: a line for the log; empty if all are trained in the run's
+    dtype.
 
     Trained parameters, with ``*`` for indices: decaying: with ``optimizer.decay_embeddings``.
-    decayed_before: do not decay, but did in releases that went by the number of dimensions.
     matrices: are updated by an optimizer of hidden matrices.
     """
 
@@ -47,7 +49,6 @@ class ParameterPlan:
     frozen: tuple[str, ...] = ()
     float32_names: tuple[str, ...] = ()
     decaying: tuple[str, ...] = ()
-    decayed_before: tuple[str, ...] = ()
     matrices: tuple[str, ...] = ()
     unreached: tuple[str, ...] = ()
     reason: str = ""
@@ -93,14 +94,28 @@ def plan_parameters(
         biases = [b.name for b in selection_biases(model, untrained) if b.is_parameter]
         float32_names = tuple(dict.fromkeys([*float32_names, *biases]))
     if config.adapters is not None:
-        return ParameterPlan(untrained, float32_names=float32_names, reason="; ".join(reasons))
+        weights = _adapted_weights(model, config.adapters)
+        unreached = [name for name in untrained if name in weights]
+        if unreached:
+            title = "adapters without effect, since text gives these weights no gradient"
+            reasons.append(_listed(title, unreached, names))
+        return ParameterPlan(
+            untrained,
+            float32_names=float32_names,
+            unreached=tuple(unreached),
+            reason="; ".join(reasons),
+        )
     freeze(model, config.model.frozen)
     unreached = [name for name in untrained if model.get_parameter(name).requires_grad]
     freeze_named(model, untrained)
     if unreached:
         title = "not trained, since they get no gradient from text"
         reasons.append(_listed(title, unreached, names))
-    decaying, decayed_before = _decays(model, unreached)
+    decaying = [
+        name
+        for name, entry in parameter_roles(model).items()
+        if entry.role.decays() and model.get_parameter(name).requires_grad
+    ]
     frozen = [n for n, p in model.named_parameters() if not p.requires_grad and n not in biases]
     has_matrix_optimizer = config.optimizer.facts.beside is not None
     matrices: tuple[str, ...] = ()
@@ -112,8 +127,7 @@ def plan_parameters(
         untrained=untrained,
         frozen=tuple(frozen),
         float32_names=float32_names,
-        decaying=tuple(decaying),
-        decayed_before=tuple(decayed_before),
+        decaying=tuple(collapsed(decaying)),
         matrices=matrices,
         unreached=tuple(unreached),
         reason="; ".join(reasons),
@@ -126,18 +140,15 @@ def _listed(title: str, names: Collection[str], all_names: Collection[str]) -> s
     return f"{title}: {len(names)} parameters ({', '.join(patterns[:_SHOWN])}{suffix})"
 
 
-def _decays(model: nn.Module, unreached: Collection[str]) -> tuple[list[str], list[str]]:
-    """Return trained parameters that decay, and parameters that decayed in earlier releases only,
-    which decayed `unreached` matrices."""
-    decaying, decayed_before = [], []
-    parameters = dict(model.named_parameters())
-    for name, entry in parameter_roles(model).items():
-        parameter = parameters[name]
-        if parameter.requires_grad and entry.role.decays():
-            decaying.append(name)
-        elif parameter.ndim >= 2 and (parameter.requires_grad or name in unreached):
-            decayed_before.append(name)
-    return collapsed(decaying), collapsed(decayed_before)
+def _adapted_weights(model: PreTrainedModel, section: AdaptersSection) -> set[str]:
+    """Return the names of the weights that get adapters, or that are trained as copies."""
+    copies = {
+        f"{module}.{name}"
+        for module in find_saved(model, section).names
+        for name, _ in model.get_submodule(module).named_parameters()
+    }
+    layers = {f"{name}.weight" for name in find_targets(model, section).names}
+    return copies | layers | {*find_parameters(model, section).names}
 
 
 def summarized(names: Collection[str], all_names: Collection[str]) -> list[str]:
@@ -187,11 +198,7 @@ def find_gradient_reach(
     decay shrinks them. Takes a tenth of a second, a few seconds where the meta device is not
     enough.
     """
-    config, tokens = copy.deepcopy(hf_config), min(sequence_length, PROBE_TOKENS)
-    if sequence_length > tokens:
-        from bigtrain.models.equivalence.thresholds import cross_thresholds
-
-        cross_thresholds(config, sequence_length, tokens)
+    config, tokens = probed_configuration(hf_config, sequence_length)
     with torch.random.fork_rng(devices=[]):  # constructors may draw numbers
         try:
             return GradientReach(_on_meta(config, tokens))
@@ -200,18 +207,26 @@ def find_gradient_reach(
         from bigtrain.models.equivalence.proxy_model import MODEL_FAILURES, failure_text
 
         try:
-            return GradientReach(_on_cpu(config, attention, tokens))
+            return GradientReach(_on_cpu(config, attention, min(tokens, PROBE_TOKENS)))
         except NotImplementedError:
             return GradientReach(None)
         except (*MODEL_FAILURES, ArithmeticError) as error:
             return GradientReach(None, f"{type(error).__name__}: {failure_text(error)}")
 
 
-def parameters_without_gradient(
-    hf_config: PreTrainedConfig, sequence_length: int, attention: str = "auto"
-) -> tuple[str, ...] | None:
-    """Return `GradientReach.absent` of a model."""
-    return find_gradient_reach(hf_config, sequence_length, attention).absent
+def probed_configuration(
+    hf_config: PreTrainedConfig, sequence_length: int
+) -> tuple[PreTrainedConfig, int]:
+    """Return a configuration, and a length of samples that cross every threshold which samples of
+    `sequence_length` cross in `hf_config`: `sequence_length` itself if thresholds are unknown."""
+    config, tokens = copy.deepcopy(hf_config), min(sequence_length, PROBE_TOKENS)
+    if sequence_length > tokens:
+        from bigtrain.models.equivalence.thresholds import cross_thresholds, find_thresholds
+
+        if find_thresholds(hf_config, sequence_length) is None:
+            return config, sequence_length
+        cross_thresholds(config, sequence_length, tokens)
+    return config, tokens
 
 
 def _on_meta(hf_config: PreTrainedConfig, tokens: int) -> tuple[str, ...]:
@@ -228,7 +243,15 @@ def _on_cpu(hf_config: PreTrainedConfig, attention: str, tokens: int) -> tuple[s
     from bigtrain.models.equivalence.proxy_model import build_proxy_model, proxy_tokens
     from bigtrain.models.equivalence.reductions import smaller, with_heads
 
-    model = build_proxy_model(hf_config, attention, smaller(with_heads(2)), all_layers=True)
+    # Thresholds are crossed in `hf_config` already.
+    model = build_proxy_model(
+        hf_config,
+        attention,
+        smaller(with_heads(2)),
+        sequence_length=tokens,
+        all_layers=True,
+        tokens=tokens,
+    )
     model.train()
     return _unreached(model, proxy_tokens(model, tokens))
 

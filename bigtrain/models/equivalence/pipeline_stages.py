@@ -36,7 +36,8 @@ from bigtrain.models.layers.parameters import has_score_head, parameter_of
 from bigtrain.models.parallel.stage_layout import StageLayout, StagePlan, find_layout
 from bigtrain.models.parallel.stages import Stage
 from bigtrain.planner.stages import StageCosts, balanced_cuts
-from bigtrain.settings.compatibility.check import Facts, check_model
+from bigtrain.settings.compatibility.check import check_model
+from bigtrain.settings.compatibility.facts import Facts
 from bigtrain.settings.hf_config_keys import share_of_experts
 
 TOLERANCES = {
@@ -204,9 +205,6 @@ def stage_costs(hf_config: PreTrainedConfig, layout: StageLayout) -> StageCosts:
     roles = parameter_roles(model).values()
     stacked = {id(parameter_of(model, entry.name)) for entry in roles if entry.is_stacked}
 
-    def multiply_adds(parameter: torch.Tensor) -> float:
-        return parameter.numel() * (active_share if id(parameter) in stacked else 1.0)
-
     layers = list(model.get_submodule(layout.layers).children())
     # Parameters outside the layers belong to the first stage, the last stage, or both.
     boundary_parameters = {
@@ -218,7 +216,10 @@ def stage_costs(hf_config: PreTrainedConfig, layout: StageLayout) -> StageCosts:
     first = [p for name, p in boundary_parameters.items() if name in layout.prologue]
     last = [p for name, p in boundary_parameters.items() if name in layout.epilogue]
     return StageCosts(
-        layer_time=tuple(sum(multiply_adds(p) for p in layer.parameters()) for layer in layers),
+        layer_time=tuple(
+            sum(p.numel() * (active_share if id(p) in stacked else 1.0) for p in layer.parameters())
+            for layer in layers
+        ),
         layer_memory=tuple(float(sum(p.numel() for p in x.parameters())) for x in layers),
         # An embedding lookup costs nothing; a head multiplies even if it is tied to the embedding.
         last_time=float(head.weight.numel()) if head is not None else 0.0,

@@ -18,11 +18,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from bigtrain.errors import one_line
 from bigtrain.models.configuration import auto_class, scores_samples, text_config
 from bigtrain.models.equivalence.reductions import (
+    MAX_PARAMETERS,
     VOCABULARY,
     Change,
     deterministic,
-    fewer_layers,
-    fewer_tokens,
+    steps_of,
 )
 from bigtrain.models.equivalence.thresholds import cross_thresholds
 from bigtrain.models.parallel.grouped_experts import fit_experts
@@ -45,8 +45,6 @@ def document_positions(samples: int, tokens: int = TOKENS) -> torch.Tensor:
     )
 
 
-_MAX_PARAMETERS = 300_000_000
-
 MODEL_FAILURES = (ValueError, TypeError, RuntimeError, KeyError, IndexError, AttributeError)
 """Exceptions of a model's code that is used in a way its author did not expect."""
 
@@ -64,8 +62,8 @@ def build_proxy_model(
     reductions: Sequence[Change],
     usable: Callable[[PreTrainedModel], None] = lambda model: None,
     *,
+    sequence_length: int,
     all_layers: bool = False,
-    sequence_length: int = 0,
     tokens: int = TOKENS,
 ) -> PreTrainedModel:
     """Return a float32 model on the CPU, as small as its class can be built, equal on every rank.
@@ -80,17 +78,7 @@ def build_proxy_model(
     if attention not in ("sdpa", "eager"):
         attention = "auto"
     failure: Exception | None = None
-    shorter: tuple[Change, ...] = () if all_layers else (fewer_layers,)
-    steps: tuple[tuple[Change, ...], ...] = (
-        *((*shorter, fewer_tokens, change) for change in reductions),
-        *((fewer_tokens, change) for change in reductions),
-        (*shorter, fewer_tokens),
-        shorter,
-        (),
-    )
-    # A class may not accept every reduction: test combinations from the smallest model to the full
-    # configuration.
-    for changes in steps:
+    for changes in steps_of(reductions, all_layers=all_layers):
         config = copy.deepcopy(hf_config)
         try:
             for change in changes:
@@ -101,7 +89,7 @@ def build_proxy_model(
                 text_config(config).pad_token_id = 0  # not among `proxy_tokens`
             with torch.device("meta"):
                 size = sum(p.numel() for p in _build(copy.deepcopy(config), attention).parameters())
-            if size > _MAX_PARAMETERS:
+            if size > MAX_PARAMETERS:
                 raise ValueError(f"it still has {size} parameters")
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)

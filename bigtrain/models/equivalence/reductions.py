@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -14,6 +14,8 @@ from bigtrain.models.configuration import text_config
 from bigtrain.settings.hf_config_keys import CHOSEN_EXPERTS, EXPERTS
 
 VOCABULARY = 64
+MAX_PARAMETERS = 300_000_000
+"""Limit for small models."""
 _LAYERS = 4
 
 _INNER_WIDTHS = (
@@ -43,12 +45,26 @@ def fewer_layers(config: Any) -> None:
 
 
 def fewer_tokens(config: Any) -> None:
-    """Reduce the vocabulary to between `VOCABULARY` and twice as many tokens, none special."""
+    """Reduce the vocabulary to between `VOCABULARY` and twice as many tokens. The special tokens
+    that there are become the first tokens, which no sample of a small model contains."""
     config.vocab_size = max(VOCABULARY, min(config.vocab_size, 2 * VOCABULARY))
     if isinstance(getattr(config, "vocab_size_per_layer_input", None), int):
         config.vocab_size_per_layer_input = config.vocab_size
-    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        setattr(config, name, None)
+    for number, name in enumerate(("pad_token_id", "bos_token_id", "eos_token_id")):
+        if getattr(config, name, None) is not None:
+            setattr(config, name, number)
+
+
+def steps_of(reductions: Sequence[Change], *, all_layers: bool = False) -> Iterator[list[Change]]:
+    """Yield the combinations of changes by which a class is built, the smallest model first: no
+    class accepts every change, and the last step is the full configuration. `reductions`: changes
+    of sizes, the smallest result first. `all_layers`: no layer is removed."""
+    layers: list[Change] = [] if all_layers else [fewer_layers]
+    yield from ([*layers, fewer_tokens, change] for change in reductions)
+    yield from ([fewer_tokens, change] for change in reductions)
+    yield [*layers, fewer_tokens]
+    yield layers
+    yield []
 
 
 def with_heads(
@@ -60,6 +76,11 @@ def with_heads(
 
     def change(config: Any) -> None:
         key_heads, size = key_value_heads, head_size
+        # Values of single layers hide the configuration's own values, which are changed first.
+        layer_values: dict[str, dict[str, Any]] = {}
+        if getattr(config, "is_heterogeneous", False):
+            layer_values = config.to_dict()["per_layer_config"]
+            config.per_layer_config = None
         if key_heads is None:
             is_grouped = getattr(config, "num_key_value_heads", None) != config.num_attention_heads
             key_heads = heads // 2 if is_grouped else heads
@@ -85,6 +106,18 @@ def with_heads(
                     setattr(part, name, config.hidden_size)
                 elif isinstance(width_before, list):  # one for each layer
                     setattr(part, name, [config.hidden_size] * len(width_before))
+        sizes = {"num_attention_heads": heads, **dict.fromkeys(_KEY_HEADS, key_heads)}
+        sizes |= dict.fromkeys(_INNER_WIDTHS, config.hidden_size)
+        scale = {"head_dim": size / head_dim} if head_dim else {}
+        if layer_values:
+            config.per_layer_config = {
+                index: {
+                    name: sizes.get(name, int(value * scale[name]) if name in scale else value)
+                    for name, value in values.items()
+                }
+                for index, values in layer_values.items()
+                if int(index) < config.num_hidden_layers
+            }
 
     return change
 

@@ -41,7 +41,8 @@ from bigtrain.models.layers.rotary import choose_by_document
 from bigtrain.models.parallel.sequence import SequenceParallel
 from bigtrain.models.parallel.sequence_exchange import SequenceExchange
 from bigtrain.models.transformers_patches import attention_name
-from bigtrain.settings.compatibility.check import Facts, check_model
+from bigtrain.settings.compatibility.check import check_model
+from bigtrain.settings.compatibility.facts import Facts
 
 TOLERANCES = {OUTPUT: Tolerance(relative=1e-4), LOSS: Tolerance(relative=1e-4)}
 """Far above float32 rounding, far below what one wrong token does."""
@@ -141,10 +142,13 @@ def _trial(model: PreTrainedModel, size: int, ring_size: int, *, isolate: bool) 
             ]
         )
 
-    def in_parts(model: PreTrainedModel) -> dict[str, Values]:
-        return run_in_parts(model, ids, positions if isolate else None, size, ring_size)
-
-    return Trial(full, in_parts, TOLERANCES, without_exchange)
+    given_positions = positions if isolate else None
+    return Trial(
+        full,
+        lambda model: run_in_parts(model, ids, given_positions, size, ring_size),
+        TOLERANCES,
+        without_exchange,
+    )
 
 
 def _run_isolated(
@@ -174,8 +178,14 @@ def run_in_parts(
 ) -> dict[str, Values]:
     """Return the results of `size` threads that act as ranks and divide each sample; rings of
     `ring_size` ranks have equal strides between ranks."""
-    threads = RankThreads(size)
-    sequence = SequenceParallel(model, exchange_of_threads(threads, ring_size))
+    # The exchanges of threads as ranks, as `SequenceExchange` orders them.
+    threads, ranks, stride = RankThreads(size), range(size), size // ring_size
+    neighbors = [ranks[first : first + stride] for first in ranks[::stride]]
+    rings = [ranks[offset::stride] for offset in range(stride)]
+    exchange = SequenceExchange(
+        threads, RankThreadsOfGroup(threads, neighbors), RankThreadsOfGroup(threads, rings)
+    )
+    sequence = SequenceParallel(model, exchange)
     length = ids.shape[1]
 
     def compute(rank: int) -> tuple[list[tuple[int, int]], dict[str, Values]]:
@@ -187,20 +197,11 @@ def run_in_parts(
             parts = list(pool.map(compute, range(size)))
     finally:
         sequence.close()
+    # The logits in the order of the tokens in the samples.
     joined = _joined([results for _, results in parts])
     order = torch.cat([torch.arange(*span) for spans, _ in parts for span in spans])
     logits = joined[OUTPUT]["logits"][:, order.argsort()]
     return {**joined, OUTPUT: {"logits": logits}}
-
-
-def exchange_of_threads(threads: RankThreads, ring_size: int) -> SequenceExchange:
-    """Return the exchanges of threads as ranks, as `SequenceExchange` orders them."""
-    ranks, stride = range(threads.size), threads.size // ring_size
-    neighbors = [ranks[first : first + stride] for first in ranks[::stride]]
-    rings = [ranks[offset::stride] for offset in range(stride)]
-    return SequenceExchange(
-        threads, RankThreadsOfGroup(threads, neighbors), RankThreadsOfGroup(threads, rings)
-    )
 
 
 def _joined(parts: Sequence[Mapping[str, Values]]) -> dict[str, Values]:

@@ -31,7 +31,8 @@ from bigtrain.models.parallel.collectives import Group
 from bigtrain.models.parallel.grouped_experts import fit_experts
 from bigtrain.models.parallel.sharding import cut_parameter, shard_of
 from bigtrain.models.parallel.tensor import ADAPTED, check_shards, shard_model, tensor_plan
-from bigtrain.settings.compatibility.check import Facts, check_model
+from bigtrain.settings.compatibility.check import check_model
+from bigtrain.settings.compatibility.facts import Facts
 from bigtrain.settings.sections.adapters import AdaptersSection
 
 TOLERANCES = {LOSS: Tolerance(relative=1e-5), GRADIENT: Tolerance(relative=1e-3, common=1e-6)}
@@ -87,7 +88,17 @@ def check_tensor_plan(
         ) from error
     if adapters is not None:
         _adapt(proxy, hf_config, adapters)
-    failure = compare_with_whole(proxy, group)
+    # Every rank compares the sharded model with the full one, and gets the first failure of a rank.
+    failure: str | None = None
+    try:
+        difference = Trial(training_results, partial(_sharded, group), TOLERANCES).difference(proxy)
+        if difference is not None:
+            failure = f"{difference.where} differs from the unsharded model"
+    except MODEL_FAILURES as error:
+        failure = f"{_FAILS} {type(error).__name__}: {failure_text(error)}"
+    failures: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(failures, failure, group=group)
+    failure = next((reason for reason in failures if reason is not None), None)
     if failure is not None:
         verdict = "cannot be carried out" if failure.startswith(_FAILS) else "is wrong"
         raise ModelError(
@@ -112,22 +123,6 @@ def _adapt(proxy: PreTrainedModel, hf_config: PreTrainedConfig, section: Adapter
         if ".lora_B." in name:
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(0.1 * noise)
-
-
-def compare_with_whole(model: PreTrainedModel, group: Group) -> str | None:
-    """Return how the results of `model` change when it is sharded over `group`; None if they do
-    not. `model` is full, equal on every rank, deterministic, and on the group's device; do not use
-    it afterwards. Collective; every rank returns the same result."""
-    failure: str | None = None
-    try:
-        difference = Trial(training_results, partial(_sharded, group), TOLERANCES).difference(model)
-        if difference is not None:
-            failure = f"{difference.where} differs from the unsharded model"
-    except MODEL_FAILURES as error:
-        failure = f"{_FAILS} {type(error).__name__}: {failure_text(error)}"
-    failures: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(failures, failure, group=group)
-    return next((reason for reason in failures if reason is not None), None)
 
 
 def _sharded(group: Group, model: PreTrainedModel) -> Results:

@@ -13,7 +13,8 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, is_dataclass, replace
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -23,11 +24,11 @@ from transformers.initialization import no_init_weights
 from bigtrain.models.configuration import auto_class, scores_samples, text_config
 from bigtrain.models.equivalence.cache_key import trial_key
 from bigtrain.models.equivalence.reductions import (
+    MAX_PARAMETERS,
     VOCABULARY,
     deterministic,
-    fewer_layers,
-    fewer_tokens,
     smaller,
+    steps_of,
     with_heads,
 )
 from bigtrain.models.layers.document_masks import document_boundaries
@@ -42,7 +43,6 @@ _VALUES = ((6, 12), (8, 16))
 two."""
 _TOLERANCE = 1e-4
 """Share of the largest logit: far above float32 rounding, far below the effect of one token."""
-_MAX_PARAMETERS = 50_000_000
 _SMALL_NUMBER = 4
 """Value of a threshold in experiments with the other numbers."""
 _SMALLEST_SLOPE = 0.4
@@ -50,9 +50,6 @@ _SMALLEST_SLOPE = 0.4
 part in a choice among entries has a smaller slope by chance."""
 _FACTOR_SLOPE = 1.5
 """Tokens for each unit of a number from which on another threshold may be a factor."""
-
-_found: dict[str, tuple[Threshold, ...]] = {}
-"""Results of this process, by their keys in the cache."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +94,7 @@ def cross_thresholds(
     Lengths that samples of `sequence_length` do not cross stay. `source`: the configuration that
     `config` was reduced from. Raises ValueError if `tokens` are too few for all lengths.
     """
-    thresholds = find_thresholds(source or config, sequence_length)
+    thresholds = find_thresholds(source or config, sequence_length) or ()
     crossed = [t for t in thresholds if t.first_length(t.number) <= sequence_length]
     # Factors become small, so that few tokens hold several multiples.
     numbers = {threshold.name: threshold.number for threshold in thresholds}
@@ -122,28 +119,28 @@ def cross_thresholds(
             _set(text_config(config), path, number)
 
 
-def find_thresholds(hf_config: PreTrainedConfig, sequence_length: int) -> tuple[Threshold, ...]:
-    """Return the thresholds of a model that samples of up to `sequence_length` tokens may cross.
-    Builds a small model for each number of the configuration; the result is cached."""
+def find_thresholds(
+    hf_config: PreTrainedConfig, sequence_length: int
+) -> tuple[Threshold, ...] | None:
+    """Return the thresholds of a model that samples of up to `sequence_length` tokens may cross;
+    None if no small model can be run. Builds a small model for each number of the configuration;
+    the result is cached."""
     paths = numbers_of(text_config(hf_config))
     # A window that counts tokens on both sides is crossed at half its number. Rounded, so that runs
     # of other lengths find the result in the cache.
     largest = 2 ** math.ceil(math.log2(2 * sequence_length))
     names = [name for name in paths if _SHORT <= _number(name) <= largest]
     key = trial_key(hf_config, "thresholds", names)
-    if key is None:
-        return _Experiments(hf_config).thresholds(names)
-    if key not in _found:
 
-        def find() -> dict[str, Any]:
-            thresholds = _Experiments(hf_config).thresholds(names)
-            return {"thresholds": [asdict(threshold) for threshold in thresholds]}
+    def find() -> dict[str, Any]:
+        thresholds = _Experiments(hf_config).thresholds(names)
+        entries = None if thresholds is None else [asdict(threshold) for threshold in thresholds]
+        return {"thresholds": entries}
 
-        entries = cached("thresholds", key, find)["thresholds"]
-        _found[key] = tuple(
-            Threshold(**{**entry, "factors": tuple(entry["factors"])}) for entry in entries
-        )
-    return _found[key]
+    entries = (find() if key is None else cached("thresholds", key, find))["thresholds"]
+    if entries is None:
+        return None
+    return tuple(Threshold(**{**entry, "factors": tuple(entry["factors"])}) for entry in entries)
 
 
 Path = tuple[str | int, ...]
@@ -164,26 +161,31 @@ def _number(name: str) -> int:
 
 
 def _leaves(node: Any, path: Path) -> Iterator[tuple[Path, int]]:
-    items: Any = node.items() if isinstance(node, dict) else enumerate(node)
-    if isinstance(node, PreTrainedConfig):
+    items: Any = node.items() if isinstance(node, dict) else ()
+    if _has_attributes(node):
         items = vars(node).items()
-    elif isinstance(node, list) and len(node) > 2 and len({*map(str, node)}) == len(node):
+    elif isinstance(node, list):
+        items = enumerate(node)
+    if isinstance(node, list) and len(node) > 2 and len({*map(str, node)}) == len(node):
         return  # numbers of layers
     for key, value in items:
-        if isinstance(value, (dict, list, PreTrainedConfig)):
+        if isinstance(value, (dict, list)) or _has_attributes(value):
             yield from _leaves(value, (*path, key))
         elif isinstance(value, int) and not isinstance(value, bool):
             if any(isinstance(part, str) for part in (*path, key)):
                 yield (*path, key), value
 
 
+def _has_attributes(node: Any) -> bool:
+    """Return whether `node` is a configuration, or what it keeps values of single layers in."""
+    return isinstance(node, PreTrainedConfig) or is_dataclass(node)
+
+
 def _set(config: Any, path: Path, number: int) -> None:
     *holders, last = path
     for part in holders:
-        config = (
-            getattr(config, str(part)) if isinstance(config, PreTrainedConfig) else config[part]
-        )
-    if isinstance(config, PreTrainedConfig):
+        config = getattr(config, str(part)) if _has_attributes(config) else config[part]
+    if _has_attributes(config):
         setattr(config, str(last), number)
     else:
         config[last] = number
@@ -201,11 +203,13 @@ class _Experiments:
         self._base: Any = None
         self._model: Any = None
 
-    def thresholds(self, names: Sequence[str]) -> tuple[Threshold, ...]:
-        """Return which of the numbers `names` are thresholds; none if no small model can be run."""
+    def thresholds(self, names: Sequence[str]) -> tuple[Threshold, ...] | None:
+        """Return which of the numbers `names` are thresholds; None if no small model can be run."""
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            if not names or not self._build_base():
+            if not names:
                 return ()
+            if not self._build_base():
+                return None
             # Reductions changed sizes; numbers that they did not change are tested.
             self._paths = {
                 n: p for n, p in numbers_of(text_config(self._base)).items() if n in names
@@ -224,15 +228,18 @@ class _Experiments:
             return tuple(self._with_factors(t, thresholds) for t in thresholds.values())
 
     def _build_base(self) -> bool:
-        for change in smaller(with_heads(2, head_size=16), with_heads(2)):
-            config = copy.deepcopy(self._hf_config)
+        # The language model only, if it has a class of its own: a vision tower makes models large.
+        parts = {id(c): c for c in (text_config(self._hf_config), self._hf_config)}.values()
+        heads = smaller(with_heads(2, head_size=16), with_heads(2))
+        for part, changes in product(parts, list(steps_of(heads))):
+            config = copy.deepcopy(part)
             try:
-                for reduce in (fewer_layers, fewer_tokens, change):
-                    reduce(text_config(config))
+                for change in changes:
+                    change(text_config(config))
                 self._base = config
                 with torch.device("meta"), no_init_weights():
                     model = auto_class(config).from_config(copy.deepcopy(config))
-                if sum(parameter.numel() for parameter in model.parameters()) > _MAX_PARAMETERS:
+                if sum(parameter.numel() for parameter in model.parameters()) > MAX_PARAMETERS:
                     continue
                 self._model = self._build({})
                 if torch.isfinite(_logits(self._model, _LONG)).all():
@@ -349,6 +356,8 @@ def _threshold(name: str, low: _Crossing, middle: _Crossing) -> Threshold | None
     length does not grow with the number."""
     slope = (middle.length - low.length) / (middle.number - low.number)
     if middle.length > _LONG:
+        if low.length < _LONG // 4:
+            return None  # twice the number would have at most twice the length, or a little more
         slope = low.length / low.number
     if slope < _SMALLEST_SLOPE:
         return None

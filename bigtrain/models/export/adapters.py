@@ -6,7 +6,7 @@ import copy
 import json
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,6 +22,7 @@ from bigtrain.models.build import empty_model
 from bigtrain.models.configuration import GENERATION_CONFIG, auto_class, scores_samples
 from bigtrain.models.export.verified import (
     CARD,
+    Destination,
     Probe,
     compare_logits,
     relative_difference,
@@ -54,38 +55,34 @@ def export_adapter(
     section: AdaptersSection,
     base: str,
     hf_config: PreTrainedConfig,
-    tokenizer_directory: Path,
-    output: Path,
-    *,
-    dtype: str,
+    destination: Destination,
     probe: Probe,
-    generation_config: Path | None = None,
-    card: str = "",
-    replace: bool = False,
 ) -> list[str]:
     """Write a directory that peft's `PeftModel.from_pretrained` loads on top of `base`.
 
     Parameters: `weights`, trained weights by the run's names; `base`, a directory or hub name,
-    written unchanged; `generation_config`, the base's generation settings, a file that may not
-    exist; all further parameters and errors as in `export_model`. The directory appears once plain
+    written unchanged; `destination`, without a dtype in float32; all further parameters and errors
+    as in `export_model`. The directory appears once plain
     peft has loaded it and gives the trained model's logits for `probe`, with the base in memory.
     Returns notes as `export_model`. One process.
     """
+    output, dtype = destination.output, destination.dtype or "float32"
     state = adapter_state(weights, dtype)
     if not state:
         raise ModelError(f"{output}: the checkpoint holds no adapters")
-    with writing_directory(output, replace=replace) as directory:
+    with writing_directory(output, replace=destination.replace) as directory:
         # Adapters with their configuration, the tokenizer, and generation settings.
         directory.mkdir(parents=True)
         _write_config(directory, section, base, hf_config)
         save_file(state, directory / ADAPTER_WEIGHTS, metadata={"format": "pt"})
         # safetensors writes with permissions for the owner only, whatever the umask is.
         shutil.copymode(directory / ADAPTER_CONFIG, directory / ADAPTER_WEIGHTS)
-        write_tokenizer(tokenizer_directory, directory, output)
+        write_tokenizer(destination.tokenizer, directory, output)
         notes: list[str] = []
         if not scores_samples(hf_config):
-            if generation_config is not None and generation_config.is_file():
-                shutil.copyfile(generation_config, directory / GENERATION_CONFIG)
+            settings_file = destination.generation_config
+            if settings_file is not None and settings_file.is_file():
+                shutil.copyfile(settings_file, directory / GENERATION_CONFIG)
             notes += write_stop_ids(directory, hf_config)
         # Verify the files with plain peft.
         with torch.no_grad(), _quiet():
@@ -105,8 +102,9 @@ def export_adapter(
                     f"{str(output)!r})), vllm serve --generation-config {output}, or export with "
                     "--merge"
                 )
-        if card:
-            (directory / CARD).write_text("\n".join([card, *notes]), encoding="utf-8")
+        if destination.card:
+            card = "\n".join([destination.card, *notes])
+            (directory / CARD).write_text(card, encoding="utf-8")
     return notes
 
 
@@ -177,36 +175,24 @@ def merged_weights(
             factor = trained(name + MAGNITUDE) / magnitude(total, transposed=transposed)
             total = total * (factor if transposed else factor.unsqueeze(1))
         merged[weight] = total
-    merged |= _merged_stacks(trained, section, base, hf_config)
+    # Stacked weights [experts, ...]: peft stores an adapter for every expert in two matrices.
+    if find_parameters(model, section)[0]:
+        adapted = empty_model(hf_config)
+        with torch.device("meta"):
+            add_adapters(adapted, section, lambda _: 0)
+        for weight, (name, layer) in parameter_layers(adapted).items():
+            down = trained(f"{name}.lora_A.{ADAPTER}.weight")  # [experts x rank, in]
+            up = trained(f"{name}.lora_B.{ADAPTER}.weight")  # [out, rank x experts]
+            downs = down.reshape(layer.num_experts, -1, down.shape[-1])
+            ups = up.reshape(up.shape[0], -1, layer.num_experts).permute(2, 0, 1)
+            product = torch.bmm(ups, downs) * section.scale
+            if product.shape[1:] != base.tensors[weight].shape[1:]:
+                product = product.transpose(1, 2)
+            merged[weight] = base.tensors[weight].to(torch.float32) + product
+    # Copies that were trained in full.
     for name in find_saved(model, section)[0]:
         for leaf, _ in model.get_submodule(name).named_parameters():
             merged[f"{name}.{leaf}"] = trained(f"{name}{COPY}{leaf}")
-    return merged
-
-
-def _merged_stacks(
-    trained: Callable[[str], torch.Tensor],
-    section: AdaptersSection,
-    base: Weights,
-    hf_config: PreTrainedConfig,
-) -> dict[str, torch.Tensor]:
-    """Return merged stacked weights [experts, ...]; peft stores an adapter for every expert in two
-    matrices."""
-    model = empty_model(hf_config)
-    if not find_parameters(model, section)[0]:
-        return {}
-    with torch.device("meta"):
-        add_adapters(model, section, lambda _: 0)
-    merged: dict[str, torch.Tensor] = {}
-    for weight, (name, layer) in parameter_layers(model).items():
-        down = trained(f"{name}.lora_A.{ADAPTER}.weight")  # [experts x rank, in]
-        up = trained(f"{name}.lora_B.{ADAPTER}.weight")  # [out, rank x experts]
-        downs = down.reshape(layer.num_experts, -1, down.shape[-1])
-        ups = up.reshape(up.shape[0], -1, layer.num_experts).permute(2, 0, 1)
-        product = torch.bmm(ups, downs) * section.scale
-        if product.shape[1:] != base.tensors[weight].shape[1:]:
-            product = product.transpose(1, 2)
-        merged[weight] = base.tensors[weight].to(torch.float32) + product
     return merged
 
 

@@ -72,7 +72,16 @@ def record_base(source: str, weights: Weights, directory: Path) -> None:
     (directory / _FILES).mkdir(parents=True)
     # Copy the small files.
     omitted: dict[str, str] = {}
-    root = _local_directory(source, weights)
+    root = Path(local_path(source))
+    if not root.is_dir():
+        # A name on the hub; its snapshot in the hub's cache if the hub is unreachable.
+        revision = weights.files[0].parent.name
+        try:
+            patterns = [f"*{ending}" for ending in _WEIGHTS]
+            snapshot = snapshot_download(source, revision=revision, ignore_patterns=patterns)
+            root = Path(snapshot)
+        except Exception:  # offline, gated or unreachable: the client's errors differ by version
+            root = weights.files[0].parent
     for path in sorted(root.rglob("*")):
         if path.is_dir() and not path.is_symlink():
             continue
@@ -97,20 +106,6 @@ def record_base(source: str, weights: Weights, directory: Path) -> None:
     }
     # Written last: a directory without this file is not a record.
     (directory / _TENSORS).write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
-
-
-def _local_directory(source: str, weights: Weights) -> Path:
-    """Return a local directory with the small files of `source`; from the hub's cache if it is
-    unreachable."""
-    path = Path(local_path(source))
-    if path.is_dir():
-        return path
-    revision = weights.files[0].parent.name  # of a snapshot in the hub's cache
-    try:
-        patterns = [f"*{ending}" for ending in _WEIGHTS]
-        return Path(snapshot_download(source, revision=revision, ignore_patterns=patterns))
-    except Exception:  # offline, gated or unreachable: the client's errors differ by version
-        return weights.files[0].parent
 
 
 def _why_omitted(name: str, path: Path, weights: Weights) -> str | None:
@@ -186,6 +181,7 @@ class BaseRecord:
         `parameters`: the tensors by the model's names, before any conversion. `keep_dtypes`:
         convert tensors to their dtypes in the base; otherwise only parameters named `frozen`.
         """
+        # Give the tensors the names and, where asked, the dtypes of the base's files.
         sources: dict[str, str] = self._tree["sources"]
         names = {id(tensor): sources[n] for n, tensor in parameters.items() if n in sources}
         frozen = {sources.get(name, name) for name in frozen}
@@ -201,6 +197,7 @@ class BaseRecord:
                     rounded.append(base_name)
                 tensor = tensor.to(dtype)
             result[base_name] = tensor
+        # The base may contain a tensor under two names, and tensors that the model does not use.
         for name, origin in self._tree["copies"].items():
             if origin in result and name not in result:
                 result[name] = result[origin]
@@ -208,6 +205,7 @@ class BaseRecord:
                 result[origin] = result[name]
         unused = self.unused()
         result |= unused
+        # Note what differs from the base.
         notes = []
         if unused:
             notes.append(
@@ -246,35 +244,32 @@ class BaseRecord:
             shutil.copyfile(path, target)
             if name == _CARD:
                 notes.append(f"{_CARD}: describes this model; the base's is {_BASE_CARD}")
-        notes += self._write_config(output / CONFIG_NAME, hf_config, dtype)
-        for path in sorted(output.glob("*.json")):
-            notes += _drop_code_references(path, output)
-        return notes
-
-    def _write_config(
-        self, path: Path, hf_config: PreTrainedConfig, dtype: str | None
-    ) -> list[str]:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        # The configuration, changed where the trained model's configuration differs.
+        config_path = output / CONFIG_NAME
+        raw = json.loads(config_path.read_text(encoding="utf-8"))
         before = AutoConfig.from_pretrained(self.files, trust_remote_code=False)
-        notes = _apply_changes(raw, _plain(before), _plain(hf_config), "")
+        changes = _apply_changes(raw, _plain(before), _plain(hf_config), "")
         if scores_samples(hf_config) and raw.get("architectures") != hf_config.architectures:
-            notes.append(f"architectures = {hf_config.architectures}")
+            changes.append(f"architectures = {hf_config.architectures}")
             raw["architectures"] = hf_config.architectures
         if removed := drop_quantization(raw):
-            notes.append(f"{', '.join(removed)} removed: the tensors are not quantized")
+            changes.append(f"{', '.join(removed)} removed: the tensors are not quantized")
         key = "torch_dtype" if "torch_dtype" in raw and "dtype" not in raw else "dtype"
         if dtype is not None and raw.get(key) != dtype:
-            notes.append(f"{key} = {dtype!r} (base: {raw.get(key)!r})")
+            changes.append(f"{key} = {dtype!r} (base: {raw.get(key)!r})")
             raw[key] = dtype
         if dtype is not None:
-            notes += _set_nested_dtypes(raw, dtype, "")
+            changes += _set_nested_dtypes(raw, dtype, "")
         added, missing = add_legacy_keys(raw)
         added += add_older_names(raw)
         if added:
-            notes.append(f"added for readers of transformers 4: {', '.join(added)}")
-        if notes:
-            write_json(path, raw)
-        return [f"{CONFIG_NAME}: {note}" for note in (*notes, *missing)]
+            changes.append(f"added for readers of transformers 4: {', '.join(added)}")
+        if changes:
+            write_json(config_path, raw)
+        notes += [f"{CONFIG_NAME}: {note}" for note in (*changes, *missing)]
+        for path in sorted(output.glob("*.json")):
+            notes += _drop_code_references(path, output)
+        return notes
 
 
 def _plain(config: PreTrainedConfig) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from bigtrain.errors import ModelError
 from bigtrain.models.build import build_model, read_in_turn
 from bigtrain.models.configuration import load_hf_config, vocabulary_size
 from bigtrain.models.export.base_record import BaseRecord, record_base
-from bigtrain.models.export.verified import Probe, export_model
+from bigtrain.models.export.verified import Destination, Probe, export_model
 from bigtrain.models.weights.export_hf import DTYPES
 from bigtrain.models.weights.import_hf import find_weights
 from bigtrain.models.weights.vocabulary import (
@@ -49,10 +49,12 @@ def export_grown(
             f"--model = {source!r}: its {vocabulary_size(base)} rows are enough for the "
             f"tokenizer's {tokens} tokens -> use it as it is, with that tokenizer"
         )
+    # The base's weights with new rows.
     base_weights = find_weights(source, base_configuration(hf_config, growth))
     weights = grown_weights(
         base_weights, hf_config, growth, section, seed, on_main_rank=lambda work: work()
     )
+    # Logits that the export must reproduce.
     name = str(hf_config.dtype).removeprefix("torch.")
     dtype = name if name in DTYPES else "float32"
     model = build_model(section, hf_config, seed=0, dtype=DTYPES[dtype], weights="left").eval()
@@ -65,9 +67,7 @@ def export_grown(
         notes = export_model(
             weights.tensors,
             hf_config,
-            tokenizer_directory,
-            output,
-            dtype=None,
+            Destination(output, tokenizer_directory, dtype=None),
             probe=Probe(ids, logits, dtype),
             base=BaseRecord(Path(name)),
         )

@@ -26,13 +26,14 @@ def refuse_unreachable(repository: str) -> None:
     def refused(rule: str, remedy: str) -> ConfigError:
         return ConfigError(Problem(_OPTION, repository, rule, remedy))
 
+    command = f"hf upload {repository} DIRECTORY"
     try:
         validate_repo_id(repository)
     except HFValidationError as error:
         raise refused("is not a repository name", "OWNER/NAME, such as me/my-model") from error
     if constants.HF_HUB_OFFLINE:
         rule = "HF_HUB_OFFLINE is set, so nothing may be sent"
-        raise refused(rule, f"unset it, or export without, and later: {_by_hand(repository)}")
+        raise refused(rule, f"unset it, or export without, and later: {command}")
     try:
         HfApi().whoami()
     except LocalTokenNotFoundError as error:
@@ -42,7 +43,7 @@ def refuse_unreachable(repository: str) -> None:
         raise refused(rule, "hf auth login, or HF_TOKEN, with a token that may write") from error
     except Exception as error:  # the client's transport errors differ between its versions
         rule = f"{constants.ENDPOINT} cannot be reached: {type(error).__name__}"
-        raise refused(rule, f"export without, and later: {_by_hand(repository)}") from error
+        raise refused(rule, f"export without, and later: {command}") from error
 
 
 def push_to_hub(directory: Path, repository: str, *, private: bool, message: str) -> str:
@@ -60,13 +61,9 @@ def push_to_hub(directory: Path, repository: str, *, private: bool, message: str
         reason = one_line(error)
         raise OutputError(
             f"{directory} is written and verified, and was not pushed to {repository}: {reason} "
-            f"-> {_by_hand(repository, str(directory))}"
+            f"-> hf upload {repository} {directory}"
         ) from error
     finally:
         if are_shown:
             enable_progress_bars()
     return str(address)
-
-
-def _by_hand(repository: str, directory: str = "DIRECTORY") -> str:
-    return f"hf upload {repository} {directory}"

@@ -26,9 +26,9 @@ from bigtrain.models.configuration import (
     GENERATION_CONFIG,
     auto_class,
     load_hf_config,
-    num_trained_mtp_layers,
     scores_samples,
 )
+from bigtrain.models.equivalence.parameter_plan import find_gradient_reach
 from bigtrain.models.export.base_record import BaseRecord
 from bigtrain.models.layers.multi_token import NAME as MTP
 from bigtrain.models.parallel.grouped_experts import fit_experts
@@ -81,6 +81,23 @@ class Probe:
         return Probe(tensors["input_ids"], tensors["logits"], dtype)
 
 
+@dataclass(frozen=True)
+class Destination:
+    """Directory that an export writes, and how. tokenizer: directory that is copied; dtype: name of
+    the dtype that weights are stored in (None: a tensor's dtype in the base); generation_config: a
+    file to copy if it exists (otherwise transformers makes one), with the tokens that end the
+    training texts and answers; card: the text of README.md; replace: an existing directory;
+    max_shard_size: of a weight file, such as 5GB."""
+
+    output: Path
+    tokenizer: Path
+    dtype: str | None
+    generation_config: Path | None = None
+    card: str = ""
+    replace: bool = False
+    max_shard_size: str = MAX_SHARD_SIZE
+
+
 def why_not_reloaded(hf_config: PreTrainedConfig) -> str | None:
     """Return why transformers cannot read an export of the architecture without a base's files, for
     example because a class other than the language model's has its configuration; None if it can be
@@ -101,36 +118,28 @@ def why_not_reloaded(hf_config: PreTrainedConfig) -> str | None:
 def export_model(
     weights: Mapping[str, torch.Tensor],
     hf_config: PreTrainedConfig,
-    tokenizer_directory: Path,
-    output: Path,
+    destination: Destination,
     *,
-    dtype: str | None,
     probe: Probe,
-    generation_config: Path | None = None,
-    card: str = "",
-    replace: bool = False,
-    max_shard_size: str = MAX_SHARD_SIZE,
     base: BaseRecord | None = None,
     as_stored: Collection[str] = (),
     base_notes: Sequence[str] = (),
 ) -> list[str]:
     """Write `weights` as a Hugging Face directory whose logits for `probe` are the trained model's.
 
-    Parameters: `weights`, full tensors by Hugging Face name, tied weights once; `dtype`, name of
-    the dtype that weights are stored in (None: a tensor's dtype in the base); `generation_config`,
-    a file to copy if it exists (otherwise transformers makes one from `hf_config`), with the tokens
-    that end the training texts and answers; `card`, the text of README.md; `max_shard_size`, of a
-    weight file, such as 5GB; `base`, the record of the model that the weights were trained from,
-    which the directory equals except for trained values; `as_stored`, names of weights that are not
-    cast to `dtype`, but stay as in the base; `base_notes`, the first notes.
+    Parameters: `weights`, full tensors by Hugging Face name, tied weights once; `base`, the record
+    of the model that the weights were trained from, which the directory equals except for trained
+    values; `as_stored`, names of weights that are not cast to the destination's dtype, but stay as
+    in the base; `base_notes`, the first notes.
     Returns a note for everything that was changed or added, which the card lists as well.
     One process. Holds the `LazyTensor`s of a single file at a time, and of a single layer when
     verifying. The directory appears under its name only after it has been reloaded into
     transformers' model (by transformers, or if it has several weight files one layer at a time) and
-    its logits agree. Raises ModelError otherwise, or if `output` exists and may not be replaced;
+    its logits agree. Raises ModelError otherwise, or if it exists and may not be replaced;
     OutputError if it cannot be written. A replaced directory stays until then.
     """
-    with writing_directory(output, replace=replace) as temporary:
+    output, dtype, card = destination.output, destination.dtype, destination.card
+    with writing_directory(output, replace=destination.replace) as temporary:
         # Configuration and weights.
         hf_config.use_cache = True  # for generation, whatever the run sets
         like_base = None
@@ -141,24 +150,38 @@ def export_model(
             hf_config,
             temporary,
             dtype,
-            max_shard_size,
+            destination.max_shard_size,
             like_base=like_base,
             as_stored=as_stored,
         )
         notes = [*base_notes, *notes]
-        if generation_config is not None and generation_config.is_file():
-            shutil.copyfile(generation_config, temporary / GENERATION_CONFIG)
+        settings = destination.generation_config
+        if settings is not None and settings.is_file():
+            shutil.copyfile(settings, temporary / GENERATION_CONFIG)
         if base is None:
             notes += rewrite_config(temporary / CONFIG_NAME)
         else:
             notes += base.write_files(temporary, hf_config, dtype)
         files = None if base is None else base.files
-        notes += write_tokenizer(tokenizer_directory, temporary, output, files)
+        notes += write_tokenizer(destination.tokenizer, temporary, output, files)
         if not scores_samples(hf_config):
             notes += write_stop_ids(temporary, hf_config)
         coarsest = dtype if dtype is not None else base.lowest_precision if base else probe.dtype
-        notes += _verify(temporary, probe, output, coarsest, layer_by_layer=is_sharded)
-        _verify_mtp_layers(temporary, weights, hf_config, output)
+        # Reload the model, a layer at a time if it has several files, and compare the logits.
+        if is_sharded:
+            section = ModelSection(path=str(temporary))
+            reloaded_config = load_hf_config(section)
+            probe_dtype = DTYPES[probe.dtype]
+            model = build_model(section, reloaded_config, seed=0, dtype=probe_dtype, weights="left")
+            read_in_turn(model, find_weights(str(temporary), reloaded_config))
+        else:
+            reloaded_config = AutoConfig.from_pretrained(temporary, trust_remote_code=False)
+            model_class = auto_class(reloaded_config)
+            model = model_class.from_pretrained(temporary, dtype=DTYPES[probe.dtype])
+            fit_experts(model)  # grouped products do not take every width
+        notes += compare_logits(model, probe, output, coarsest, on_gpu=not is_sharded)
+        del model  # the weights are read again
+        _verify_unprobed(temporary, weights, hf_config, probe, output)
         # The model card lists what the export changed.
         if card and base is not None:
             card += "\n## Changes from the base\n\n"
@@ -220,39 +243,28 @@ def probe_of(
     return Probe(probe.input_ids, logits, probe.dtype)
 
 
-def _verify(
-    directory: Path, probe: Probe, output: Path, dtype: str, *, layer_by_layer: bool
-) -> list[str]:
-    """Compare the logits of the model in `directory` as `compare_logits`; `layer_by_layer`: hold a
-    single layer in memory."""
-    if layer_by_layer:
-        section = ModelSection(path=str(directory))
-        hf_config = load_hf_config(section)
-        model = build_model(section, hf_config, seed=0, dtype=DTYPES[probe.dtype], weights="left")
-        read_in_turn(model, find_weights(str(directory), hf_config))
-    else:
-        hf_config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-        model = auto_class(hf_config).from_pretrained(directory, dtype=DTYPES[probe.dtype])
-        fit_experts(model)  # grouped products do not take every width
-    return compare_logits(model, probe, output, dtype, on_gpu=not layer_by_layer)
-
-
 @torch.no_grad()
-def _verify_mtp_layers(
-    directory: Path, weights: Mapping[str, torch.Tensor], hf_config: PreTrainedConfig, output: Path
+def _verify_unprobed(
+    directory: Path,
+    weights: Mapping[str, torch.Tensor],
+    hf_config: PreTrainedConfig,
+    probe: Probe,
+    output: Path,
 ) -> None:
-    """Compare `weights` of layers for multi-token prediction, which transformers' causal LM does
-    not load, with the weights that transformers' `MtpModel` would load from `directory`. Raises
-    ModelError."""
-    if not num_trained_mtp_layers(hf_config):
-        return
-    exported = find_weights(str(directory), hf_config)
-    for name, tensor in weights.items():
-        if name.startswith(f"{MTP}."):
-            trained = tensor.read() if isinstance(tensor, LazyTensor) else tensor
-            stored = exported.tensors[name].read()
-            if not torch.equal(trained.to(stored.dtype), stored):
-                raise ModelError(f"{output}: not written: reloaded, {name} differs")
+    """Compare `weights` on which the logits of `probe` do not depend with the weights in
+    `directory`: layers for multi-token prediction, which transformers' causal LM does not load, and
+    layers that only longer samples reach, or none of text. Raises ModelError."""
+    num_tokens = probe.input_ids.shape[1]
+    reach = find_gradient_reach(hf_config, num_tokens)
+    unprobed = weights.keys() if reach.absent is None else reach.absent
+    names = [name for name in weights if name in unprobed or name.startswith(f"{MTP}.")]
+    stored_tensors = find_weights(str(directory), hf_config).tensors if names else {}
+    for name in names:
+        tensor = weights[name]
+        trained = tensor.read() if isinstance(tensor, LazyTensor) else tensor
+        stored = stored_tensors[name].read()
+        if not torch.equal(trained.to(stored.dtype), stored):
+            raise ModelError(f"{output}: not written: reloaded, {name} differs")
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from bigtrain.models.layers.adapter_targets import (
     find_saved,
     find_targets,
     quantized_layers,
-    stacks_of,
+    stacked_weights,
 )
 from bigtrain.models.layers.adapters import layers_taken_for_experts, quiet_bitsandbytes
 from bigtrain.models.layers.parameters import has_score_head, head_parameters, names_of
@@ -69,7 +69,7 @@ def _check_support(model: PreTrainedModel, section: AdaptersSection) -> list[Pro
 def _check_quantized(model: PreTrainedModel, section: AdaptersSection) -> list[Problem]:
     if not section.is_quantized:
         return []
-    if stacks := stacks_of(model, "mlp"):
+    if stacks := stacked_weights(model):
         rule = f"{stacks[0]} is a stacked weight, and only linear layers have weights in 4 bits"
         return [Problem(QUANTIZED_KEY, section.quantization, rule, f"{QUANTIZED_KEY}=none")]
     quantized_saved = set(find_saved(model, section).names).intersection(quantized_layers(model))

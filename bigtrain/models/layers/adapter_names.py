@@ -35,6 +35,21 @@ def weight_of(name: str) -> str:
     return base_name(name) if adapter is None else f"{name[: adapter.start()]}.weight"
 
 
+def adapted_weights(model: nn.Module) -> dict[str, str]:
+    """Return the base weight that each parameter of `model` is, or that its adapter is added to, by
+    the parameter's name."""
+    # peft names the adapter of a stacked weight after the module that holds the weight.
+    stacks: dict[str, str] = {}
+    if has_adapters(model):
+        stacks = {layer: weight for weight, (layer, _) in parameter_layers(model).items()}
+    weights = {}
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        adapter = _TRAINED.search(name)
+        stack = None if adapter is None else stacks.get(name[: adapter.start()])
+        weights[name] = stack or weight_of(name)
+    return weights
+
+
 def peft_name(name: str) -> str:
     """Return the name of an adapter's parameter in peft's files."""
     if name.endswith(MAGNITUDE):

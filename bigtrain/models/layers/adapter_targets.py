@@ -57,7 +57,7 @@ def find_targets(model: PreTrainedModel, section: AdaptersSection) -> Matches:
     for preset in section.presets:
         layers = layers_of(model, preset)
         preset_layers.update(layers)
-        if not layers and not stacks_of(model, preset):
+        if not layers and not (preset == "mlp" and stacked_weights(model)):
             empty.append(preset)
     matches = _select(linear, section.patterns, preset_layers)
     return Matches(matches.names, matches.missing + empty)
@@ -65,7 +65,8 @@ def find_targets(model: PreTrainedModel, section: AdaptersSection) -> Matches:
 
 def find_parameters(model: PreTrainedModel, section: AdaptersSection) -> Matches:
     """Return the names of the stacked weights that get adapters."""
-    preset_stacks = {name for preset in section.presets for name in stacks_of(model, preset)}
+    # The stacked weights of experts belong to the preset `mlp`.
+    preset_stacks = set(stacked_weights(model)) if "mlp" in section.presets else set()
     return _select(stacked_weights(model), section.target_parameters, preset_stacks)
 
 
@@ -129,6 +130,12 @@ def layers_of(model: PreTrainedModel, preset: Preset) -> list[str]:
     presets: dict[str, Preset] = {}
     for layer_name, layer in decoder_layers(model):
         modules = [(name, module) for name, module in layer.named_modules() if name]
+        # Modules with a convolution mix tokens, and are not MLPs.
+        mixers = {
+            child: name
+            for name, child in layer.named_children()
+            if any(isinstance(submodule, _CONVOLUTIONS) for submodule in child.modules())
+        }
         # Attention: transformers' classes, or without any, children with heads and no convolution.
         children = set(layer.children())
         attention = {
@@ -137,28 +144,19 @@ def layers_of(model: PreTrainedModel, preset: Preset) -> list[str]:
             if (
                 isinstance(module, classes)
                 if classes
-                else module in children
-                and hasattr(module, "head_dim")
-                and not _has_convolution(module)
+                else module in children and hasattr(module, "head_dim") and module not in mixers
             )
         }
-        # Modules with a convolution mix tokens, and are not MLPs.
-        mixers = {name for name, child in layer.named_children() if _has_convolution(child)}
         for name, module in modules:
             if not is_product(module):
                 continue
             if is_within(name, attention):
                 presets[f"{layer_name}.{name}"] = "attention"
-            elif not is_within(name, mixers) and f"{layer_name}.{name}" not in routers:
+            elif not is_within(name, mixers.values()) and f"{layer_name}.{name}" not in routers:
                 presets[f"{layer_name}.{name}"] = "mlp"
     if not classes and "attention" not in presets.values():
         return []
     return [name for name, layer_preset in presets.items() if layer_preset == preset]
-
-
-def stacks_of(model: PreTrainedModel, preset: Preset) -> list[str]:
-    """Return names of the stacked weights of experts of a preset: all belong to `mlp`."""
-    return stacked_weights(model) if preset == "mlp" else []
 
 
 def stacked_weights(model: nn.Module) -> list[str]:
@@ -169,7 +167,3 @@ def stacked_weights(model: nn.Module) -> list[str]:
         for name, entry in parameter_roles(model).items()
         if entry.role is Role.EXPERTS and len(local_shape(parameter_of(model, name))) == 3
     ]
-
-
-def _has_convolution(module: nn.Module) -> bool:
-    return any(isinstance(submodule, _CONVOLUTIONS) for submodule in module.modules())

@@ -115,22 +115,17 @@ def add_adapters(
 
         for name, layer in lora_layers:
             torch.manual_seed(seed_of(name))
-            _initialize(layer)
-
-
-def _initialize(layer: Any) -> None:
-    """Fill a layer's adapter: drawn in float32 on the CPU, then rounded into the tensors that the
-    parameters had."""
-    named_parameters = layer.named_parameters()
-    parameters = [p for name, p in named_parameters if not name.startswith("base_layer.")]
-    tensors = [parameter.data for parameter in parameters]
-    for parameter, tensor in zip(parameters, tensors, strict=True):
-        parameter.data = torch.ones(tensor.shape, dtype=torch.float32)
-    layer.reset_lora_parameters(ADAPTER, True)
-    for parameter, tensor in zip(parameters, tensors, strict=True):
-        tensor.copy_(parameter.data)
-        parameter.data = tensor
-        mark_initialized(parameter)  # where the base weights are drawn afterwards
+            # Values drawn in float32 on the CPU are rounded into the tensors of the parameters.
+            named_parameters = layer.named_parameters()
+            parameters = [p for name, p in named_parameters if not name.startswith("base_layer.")]
+            tensors = [parameter.data for parameter in parameters]
+            for parameter, tensor in zip(parameters, tensors, strict=True):
+                parameter.data = torch.ones(tensor.shape, dtype=torch.float32)
+            layer.reset_lora_parameters(ADAPTER, True)
+            for parameter, tensor in zip(parameters, tensors, strict=True):
+                tensor.copy_(parameter.data)
+                parameter.data = tensor
+                mark_initialized(parameter)  # where the base weights are drawn afterwards
 
 
 @contextmanager

@@ -140,10 +140,12 @@ class ChunkedLoss:
         self._per_token, self._top_k = per_token, top_k
         self._teacher, self._weights = teacher, weights
         try:
+            # Instead of logits, the head computes the loss of all hidden states.
             with self._standing_in(self._run_base, self._run_head):
                 outputs = self._plain_forward(*args, **inputs)
             if self._loss is None:
                 raise ModelError(f"the forward method does not call {self._head_name}")
+            # Losses of further hidden states, such as multi-token prediction's, by the same head.
             further_losses: list[torch.Tensor] = []
             if further is not None:
                 self._teacher = None
@@ -230,7 +232,14 @@ class ChunkedLoss:
             ):
                 chunk_teacher = teacher and (teacher[0][part], teacher[1][part])
                 chunk_weights = None if token_weights is None else token_weights[part]
-                chunk_loss = self._chunk_loss(chunk, labels[part], chunk_teacher, chunk_weights)
+                if self._fused is not None:
+                    assert chunk_weights is None
+                    bias = getattr(self._head, "bias", None)
+                    chunk_loss = self._fused(chunk, self._head.weight, bias, labels[part])
+                else:
+                    chunk_loss = summed_token_loss(
+                        self._logits(chunk), labels[part], self._terms, chunk_teacher, chunk_weights
+                    )
             loss += chunk_loss.detach()
             if grad_rows is not None:
                 differentiated = [chunk, *(leaf for leaf in leaves if leaf.requires_grad)]
@@ -340,19 +349,6 @@ class ChunkedLoss:
         """Yield the chunks of `count` tokens."""
         for start in range(0, count, self._chunk_tokens):
             yield slice(start, start + self._chunk_tokens)
-
-    def _chunk_loss(
-        self,
-        rows: torch.Tensor,
-        labels: torch.Tensor,
-        teacher: Teacher | None,
-        weights: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Return the summed loss of hidden states `rows` [N, H]."""
-        if self._fused is not None:
-            assert weights is None
-            return self._fused(rows, self._head.weight, getattr(self._head, "bias", None), labels)
-        return summed_token_loss(self._logits(rows), labels, self._terms, teacher, weights)
 
     def _entropies(self, rows: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return the cross-entropies of the hidden states `rows` [N, H]: float32 [N]."""

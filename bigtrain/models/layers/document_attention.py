@@ -42,17 +42,11 @@ class DocumentBoundaries:
     window: int | None
 
 
-def sizes_of_documents(position_ids: torch.Tensor) -> tuple[int, ...]:
-    """Return the number of tokens of every document, sample after sample; `position_ids` as in
-    `edges_of_documents`."""
-    return tuple(edges_of_documents(position_ids).diff().tolist())
-
-
 @contextmanager
 def per_document_attention(position_ids: torch.Tensor) -> Iterator[None]:
     """Inside, models with this attention get the documents of `position_ids` instead of masks. [B,
     T] on the host, of full samples."""
-    token = _SIZES.set(sizes_of_documents(position_ids))
+    token = _SIZES.set(tuple(edges_of_documents(position_ids).diff().tolist()))
     try:
         yield
     finally:

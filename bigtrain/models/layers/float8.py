@@ -139,7 +139,27 @@ def float8_product(recipe: Float8, *, is_emulated: bool) -> Product:
     """Return the differentiable product of a torchao recipe. Operands are in the parameters' dtype,
     as are results and gradients."""
     if recipe == "mxfp8":
-        return _mxfp8_product(is_emulated)
+        # Torchao's product in blocks of 32, whose function saves the parameter itself.
+        from torchao.prototype.moe_training.mxfp8_linear import mx_mm
+        from torchao.prototype.mx_formats.config import (
+            MXFP8Dim0CastKernelChoice,
+            MXFP8Dim1CastKernelChoice,
+            ScaleCalculationMode,
+        )
+        from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
+
+        torch_only = MXFP8Dim0CastKernelChoice.TORCH, MXFP8Dim1CastKernelChoice.TORCH
+        fast = MXFP8Dim0CastKernelChoice.TRITON, MXFP8Dim1CastKernelChoice.CUDA
+        preference = KernelPreference.EMULATED if is_emulated else KernelPreference.AUTO
+        settings = (
+            *(torch.float8_e4m3fn,) * 3,  # input, weight, gradient
+            unit_of("mxfp8"),
+            preference,
+            *(torch_only if is_emulated else fast),
+            ScaleCalculationMode.RCEIL,
+            False,
+        )
+        return lambda x, weight: mx_mm.apply(x, weight, *settings)
     from torchao.float8 import (
         Float8LinearConfig,
         LinearMMConfig,
@@ -219,27 +239,3 @@ class _Casts:
             round_scales_to_power_of_2=self._config.round_scales_to_power_of_2,
         )
         return cast
-
-
-def _mxfp8_product(is_emulated: bool) -> Product:
-    """Return torchao's product in blocks of 32; its function saves the parameter itself."""
-    from torchao.prototype.moe_training.mxfp8_linear import mx_mm
-    from torchao.prototype.mx_formats.config import (
-        MXFP8Dim0CastKernelChoice,
-        MXFP8Dim1CastKernelChoice,
-        ScaleCalculationMode,
-    )
-    from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
-
-    torch_only = MXFP8Dim0CastKernelChoice.TORCH, MXFP8Dim1CastKernelChoice.TORCH
-    fast = MXFP8Dim0CastKernelChoice.TRITON, MXFP8Dim1CastKernelChoice.CUDA
-    preference = KernelPreference.EMULATED if is_emulated else KernelPreference.AUTO
-    settings = (
-        *(torch.float8_e4m3fn,) * 3,  # input, weight, gradient
-        unit_of("mxfp8"),
-        preference,
-        *(torch_only if is_emulated else fast),
-        ScaleCalculationMode.RCEIL,
-        False,
-    )
-    return lambda x, weight: mx_mm.apply(x, weight, *settings)

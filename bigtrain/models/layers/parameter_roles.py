@@ -104,8 +104,13 @@ def parameter_roles(model: nn.Module) -> dict[str, ParameterRole]:
             first = first_names.setdefault(id(parameter), name)
             previous = roles.get(first)
             if previous is None or (role in _TABLES and previous.role not in _TABLES):
-                is_stacked, groups = classifier.holds_stacks(prefix, module), _num_groups(module)
-                roles[first] = ParameterRole(first, role, prefix, leaf, is_stacked, groups)
+                # A layer that divides its inputs into groups has several matrices in its weight.
+                num_groups = 1
+                if isinstance(module, nn.Linear) and type(module) not in LINEAR:
+                    counts = (getattr(module, key, None) for key in _GROUPS)
+                    num_groups = next((n for n in counts if isinstance(n, int) and n > 0), 1)
+                is_stacked = classifier.holds_stacks(prefix, module)
+                roles[first] = ParameterRole(first, role, prefix, leaf, is_stacked, num_groups)
     return roles
 
 
@@ -153,6 +158,7 @@ class _Classifier:
     def role(self, prefix: str, module: nn.Module, leaf: str, parameter: nn.Parameter) -> Role:
         """Return the role of `parameter`, which `module` holds as `leaf`."""
         attribute, class_name = prefix.rpartition(".")[2], type(module).__name__
+        at_most_one_axis = sum(length > 1 for length in local_shape(parameter)) < 2
         # Adapters, then parameters that names and classes identify.
         if f".{_ADAPTER}" in f".{prefix}.{leaf}":
             if _MAGNITUDE in f"{prefix}.{leaf}":
@@ -163,12 +169,15 @@ class _Classifier:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             if "bias" in attribute:
                 return Role.BIAS
-            is_position = _is_position(class_name, *prefix.split(".")[-2:])
-            return Role.POSITION if is_position else Role.EMBEDDING
-        if _is_norm(module, leaf):
+            is_position = any(_POSITION.search(name) for name in prefix.split(".")[-2:])
+            return Role.POSITION if is_position or "Position" in class_name else Role.EMBEDDING
+        # Modules that normalize and scale their inputs: by their class, or by an epsilon.
+        is_bare = next(module.children(), None) is None and leaf in ("weight", "scale")
+        has_epsilon = is_bare and any(hasattr(module, name) for name in _EPSILON)
+        if not isinstance(module, LINEAR) and ("norm" in class_name.lower() or has_epsilon):
             return Role.NORM
         is_weight = isinstance(module, (*LINEAR, nn.MultiheadAttention)) or bool(
-            _WEIGHT.search(leaf) and not _is_vector(parameter)
+            _WEIGHT.search(leaf) and not at_most_one_axis
         )
         # Weights of products: the head, then by the module that the layer is a part of.
         if module is self._head and is_weight:
@@ -176,7 +185,7 @@ class _Classifier:
         if is_within(prefix, self.routers):
             return Role.ROUTER if is_weight else Role.OTHER
         if self.holds_stacks(prefix, module):
-            return Role.OTHER if _is_vector(parameter) else Role.EXPERTS
+            return Role.OTHER if at_most_one_axis else Role.EXPERTS
         if isinstance(module, LINEAR):
             return Role.MATRIX
         # Parameters that a module of another class computes with.
@@ -184,37 +193,9 @@ class _Classifier:
             return Role.CONVOLUTION
         if _STATE.search(leaf):
             return Role.STATE
-        if _is_position(class_name, leaf):
+        if "Position" in class_name or _POSITION.search(leaf):
             return Role.POSITION
         return Role.MATRIX if is_weight else Role.OTHER
-
-
-def _is_norm(module: nn.Module, leaf: str) -> bool:
-    """Return whether `module` normalizes and scales its input by `leaf`."""
-    if isinstance(module, LINEAR):
-        return False
-    if "norm" in type(module).__name__.lower():
-        return True
-    is_bare = next(module.children(), None) is None
-    return is_bare and leaf in ("weight", "scale") and any(hasattr(module, n) for n in _EPSILON)
-
-
-def _num_groups(module: Any) -> int:
-    """Return the number of matrices in the weight of a linear layer: more than 1 for a layer that
-    divides its inputs into groups."""
-    if type(module) in LINEAR or not isinstance(module, nn.Linear):
-        return 1
-    counts = (getattr(module, name, None) for name in _GROUPS)
-    return next((count for count in counts if isinstance(count, int) and count > 0), 1)
-
-
-def _is_position(class_name: str, *names: str) -> bool:
-    return "Position" in class_name or any(_POSITION.search(name) for name in names)
-
-
-def _is_vector(parameter: nn.Parameter) -> bool:
-    """Return whether at most one dimension is longer than 1."""
-    return sum(length > 1 for length in local_shape(parameter)) < 2
 
 
 def is_within(name: str, parents: Iterable[str]) -> bool:

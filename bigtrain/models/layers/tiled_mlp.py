@@ -25,7 +25,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from transformers import PreTrainedModel
 
 from bigtrain.errors import ModelError
-from bigtrain.models.layers.adapter_targets import layers_of, stacks_of
+from bigtrain.models.layers.adapter_targets import layers_of, stacked_weights
 from bigtrain.models.layers.gradient_parts import GradientSum, substituted
 from bigtrain.models.layers.parameter_roles import ParameterRole, Role, parameter_roles
 from bigtrain.models.layers.parameters import decoder_layers
@@ -41,7 +41,7 @@ def find_mlps(model: PreTrainedModel) -> list[str]:
     order: the largest that have several linear layers of an MLP, or stacked experts, and no
     attention and no router. `model` may be on the meta device; without adapters, not sharded."""
     products = set(layers_of(model, "mlp"))
-    stacks = set(stacks_of(model, "mlp"))
+    stacks = set(stacked_weights(model))
     roles = list(parameter_roles(model).values())
 
     def is_product(entry: ParameterRole) -> bool:

@@ -200,19 +200,8 @@ class _Dispatch:
         local_counts = self._exchange.rows(counts, one_row_per_rank, one_row_per_rank)
         sent, received = torch.stack([counts.sum(1), local_counts.sum(1)]).tolist()
 
-        # Hidden states go to the ranks of the experts, and outputs return.
+        # Hidden states go to the ranks of the experts, ordered by sender and expert.
         rows = exchange_rows(hidden[order // num_chosen], sent, received, self._exchange)
-        outputs = exchange_rows(self._compute(rows, local_counts), received, sent, self._exchange)
-        inverse_order = torch.empty_like(order)
-        inverse_order[order] = torch.arange(order.numel(), device=order.device)
-        # As transformers adds outputs up (integrations/moe.py, grouped_mm_experts_forward), in the
-        # common dtype of weights and outputs.
-        weighted = outputs[inverse_order] * top_k_weights.reshape(-1, 1)
-        total = weighted.view(-1, num_chosen, weighted.shape[-1]).sum(1)
-        return total.to(hidden_states.dtype).view(hidden_states.shape)
-
-    def _compute(self, rows: torch.Tensor, local_counts: torch.Tensor) -> torch.Tensor:
-        """Return outputs of this rank's experts for `rows` [n, h], ordered by sender and expert."""
         size, num_local = local_counts.shape
         experts = torch.arange(num_local, device=rows.device).repeat(size)
         experts = experts.repeat_interleave(local_counts.flatten(), output_size=rows.shape[0])
@@ -227,4 +216,14 @@ class _Dispatch:
         with shadowed(self._module, {"num_experts": num_local}):
             outputs: torch.Tensor = self._forward(rows, experts.unsqueeze(1), ones)
         outputs = outputs.reshape(rows.shape[0], -1)
-        return outputs[:0] if is_idle else outputs
+        outputs = outputs[:0] if is_idle else outputs
+
+        # Outputs return to the ranks of the tokens.
+        outputs = exchange_rows(outputs, received, sent, self._exchange)
+        inverse_order = torch.empty_like(order)
+        inverse_order[order] = torch.arange(order.numel(), device=order.device)
+        # As transformers adds outputs up (integrations/moe.py, grouped_mm_experts_forward), in the
+        # common dtype of weights and outputs.
+        weighted = outputs[inverse_order] * top_k_weights.reshape(-1, 1)
+        total = weighted.view(-1, num_chosen, weighted.shape[-1]).sum(1)
+        return total.to(hidden_states.dtype).view(hidden_states.shape)

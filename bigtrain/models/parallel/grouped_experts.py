@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from transformers import PreTrainedModel
 
 from bigtrain.models.layers.parameters import local_shape
@@ -44,20 +43,14 @@ def fit_experts(model: PreTrainedModel) -> None:
     """
     if model.get_experts_implementation()[""] != "grouped_mm":
         return
-    stacked = (
-        parameter
+    shapes = [
+        local_shape(parameter)
         for module in modules_of_experts(model)
         for parameter in module.parameters(recurse=False)
-    )
-    if any(is_odd(parameter) for parameter in stacked):
+    ]
+    # Grouped products do not support every stack of matrices [experts, rows, columns].
+    if any(len(shape) == 3 and any(n % GROUPED_UNIT for n in shape[1:]) for shape in shapes):
         model.set_experts_implementation(PADDED if padded_works() else "eager")
-
-
-def is_odd(parameter: nn.Parameter) -> bool:
-    """Return whether grouped products do not support a stack of matrices [experts, rows,
-    columns]."""
-    shape = local_shape(parameter)
-    return len(shape) == 3 and any(size % GROUPED_UNIT for size in shape[1:])
 
 
 @cache

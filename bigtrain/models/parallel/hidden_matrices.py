@@ -114,10 +114,32 @@ def matrices_of(
         pattern = next((p for p in splits if fnmatchcase(hidden.name, p)), None)
         output_dim = hidden.output_dim - len(hidden.shape)
         width = hidden.shape[output_dim]
-        group = width // hidden.num_groups
-        spans = [[(n * group, (n + 1) * group)] for n in range(hidden.num_groups)]
-        if pattern is not None:
-            spans = _spans(hidden.name, width, pattern, splits[pattern])
+        if pattern is None:
+            group = width // hidden.num_groups
+            spans = [[(n * group, (n + 1) * group)] for n in range(hidden.num_groups)]
+        else:
+            # Parts of the parameter along the output dimension, perhaps interleaved.
+            num_groups, parts = splits[pattern].interleaved, splits[pattern].parts
+            group = width // num_groups
+            widths = [group // parts] * parts if isinstance(parts, int) else list(parts)
+            if sum(widths) * num_groups != width:
+                parts_text = f"{parts} parts" if isinstance(parts, int) else f"parts {list(parts)}"
+                parts_text += f", interleaved {num_groups} times" if num_groups > 1 else ""
+                fits = width % num_groups == 0
+                raise ConfigError(
+                    Problem(
+                        f"{KEY}.{pattern}",
+                        parts_text,
+                        f"do not add up to the {width} output features of {hidden.name}",
+                        f"widths whose sum is {group}" if fits else "another number",
+                    )
+                )
+            starts = [sum(widths[:number]) for number in range(len(widths))]
+            spans = [
+                [(g * group + start, g * group + start + size) for g in range(num_groups)]
+                for start, size in zip(starts, widths, strict=True)
+            ]
+        # The matrices of every expert.
         full = Box.full(hidden.shape)
         is_stack = len(hidden.shape) == 3
         experts = [full.replace(0, n, 1) for n in range(hidden.shape[0])] if is_stack else [full]
@@ -126,29 +148,6 @@ def matrices_of(
                 boxes = [box.replace(output_dim, start, stop - start) for start, stop in ranges]
                 matrices.append(Matrix(hidden.name, tuple(boxes), output_dim))
     return matrices
-
-
-def _spans(name: str, width: int, pattern: str, split: SplitSection) -> list[list[tuple[int, int]]]:
-    """Return the ranges of the parts along the output dimension."""
-    num_groups = split.interleaved
-    group = width // num_groups
-    parts = split.parts
-    widths = [group // parts] * parts if isinstance(parts, int) else list(parts)
-    if sum(widths) * num_groups != width:
-        parts_text = f"{parts} parts" if isinstance(parts, int) else f"parts {list(parts)}"
-        raise ConfigError(
-            Problem(
-                f"{KEY}.{pattern}",
-                parts_text + (f", interleaved {num_groups} times" if num_groups > 1 else ""),
-                f"do not add up to the {width} output features of {name}",
-                f"widths whose sum is {group}" if width % num_groups == 0 else "another number",
-            )
-        )
-    starts = [sum(widths[:number]) for number in range(len(widths))]
-    return [
-        [(g * group + start, g * group + start + size) for g in range(num_groups)]
-        for start, size in zip(starts, widths, strict=True)
-    ]
 
 
 def check_matrices(model: nn.Module, optimizer: OptimizerSection) -> list[Problem]:

@@ -206,7 +206,23 @@ class SequenceParallel:
         states = AttentionStates(*(self._exchange_heads(x) for x in (query, key, value)))
 
         if isinstance(attention_mask, RingPlan):
-            output = self._ring_attention(module, states, attention_mask, kwargs)
+            # Queries attend to the keys of every rank of the ring.
+            if kwargs.get("dropout"):
+                raise ModelError("a ring has no dropout of attention weights")
+            if kwargs.get("is_causal") is False or kwargs.get("position_bias") is not None:
+                raise ModelError(f"{type(module).__name__} attends to more than the tokens before")
+            scale = kwargs.get("scaling")
+            if scale is None:
+                scale = states.query.shape[-1] ** -0.5
+            # Attention by sdpa ignores caps and sinks.
+            is_sdpa = self._base in ("sdpa", IMPLEMENTATIONS["sdpa"])
+            output = ring_attention(
+                states,
+                None if is_sdpa else kwargs.get("s_aux"),
+                attention_mask,
+                self.exchange.ring,
+                ScoreScaling(scale, None if is_sdpa else kwargs.get("softcap")),
+            )
             return self._exchange_heads(output.transpose(1, 2)), None
         if copies > 1 or sinks is not None:
             module = cast(Module, _RankHeads(module, heads // (key_heads * copies), sinks))
@@ -214,26 +230,6 @@ class SequenceParallel:
             kwargs["position_ids"] = self._positions
         output, _ = base(module, *states, attention_mask, **kwargs)
         return self._exchange_heads(output), None
-
-    def _ring_attention(
-        self, module: Module, states: AttentionStates, plan: RingPlan, kwargs: dict[str, Any]
-    ) -> torch.Tensor:
-        """Return the attention of queries to the keys of every rank of the ring: [B, H, t, D]."""
-        if kwargs.get("dropout"):
-            raise ModelError("a ring has no dropout of attention weights")
-        if kwargs.get("is_causal") is False or kwargs.get("position_bias") is not None:
-            raise ModelError(f"{type(module).__name__} attends to more than the tokens before")
-        scale = kwargs.get("scaling")
-        if scale is None:
-            scale = states.query.shape[-1] ** -0.5
-        is_sdpa = self._base in ("sdpa", IMPLEMENTATIONS["sdpa"])  # which ignores caps and sinks
-        return ring_attention(
-            states,
-            None if is_sdpa else kwargs.get("s_aux"),
-            plan,
-            self.exchange.ring,
-            ScoreScaling(scale, None if is_sdpa else kwargs.get("softcap")),
-        )
 
     def _mask(
         self,

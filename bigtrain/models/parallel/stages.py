@@ -139,7 +139,9 @@ class Stage(nn.Module):
         # A score head looks for the last token of every row; embeddings of other stages are zeros.
         finds_end = self.is_last and has_score_head(model)
         self.needs_tokens = self.is_first or finds_end or layout.tokens_everywhere
-        self.replicas = replicated_parameters(model, layout, cuts)
+        # Gradients of parameters on more than one stage must be summed.
+        stages_by_name = stages_of_parameters(model, layout, cuts)
+        self.replicas = {n: stages for n, stages in stages_by_name.items() if len(stages) > 1}
         for name, parameter in model.named_parameters():
             # Weights in 4 bits are integers.
             if not parameter.is_floating_point() and not name.startswith(f"{layout.layers}."):
@@ -148,13 +150,27 @@ class Stage(nn.Module):
                     "and no placeholder exists for a weight in 4 bits on the other stages -> "
                     "parallel.pipeline=1, or adapters.quantization=none"
                 )
-        stages_by_name = stages_of_parameters(model, layout, cuts)
         # Read before the embedding is removed.
         embedding = model.get_input_embeddings()
         width = getattr(embedding, "embedding_dim", None)
         self._width = int(width or model.config.get_text_config().hidden_size)
         keep = {name for name, stages in stages_by_name.items() if index in stages}
-        self._entry = _replace_layers(model, layout, cuts[index], cuts[index + 1])
+        # Layers of other stages become placeholders; the stage's edges receive and return payloads.
+        layers: Any = model.get_submodule(layout.layers)
+        start, stop = cuts[index], cuts[index + 1]
+        assert len(layers) == layout.num_layers
+        assert 0 <= start < stop <= len(layers)
+        self._entry: StageInput | None = None
+        for number, layer in enumerate(layers):
+            handover = layout.handovers[number] if number < len(layout.handovers) else None
+            if start <= number < stop:
+                continue
+            if number == start - 1:
+                layers[number] = self._entry = StageInput(layer, handover)
+            elif number == stop:
+                layers[number] = StageOutput(layer, layout.handovers[stop - 1], layout.shared)
+            else:
+                layers[number] = LayerPlaceholder(layer, handover)
         _hollow_out(model, keep)
         self.model = model
 
@@ -211,35 +227,6 @@ def stages_of_parameters(
         # A parameter that nothing depends on is on the first stage, to be saved.
         stages_by_name[names[0]] = tuple(sorted(stages or {0}))
     return stages_by_name
-
-
-def replicated_parameters(
-    model: PreTrainedModel, layout: StageLayout, cuts: Sequence[int]
-) -> dict[str, tuple[int, ...]]:
-    """Return the `stages_of_parameters` on more than one stage, whose gradients must be summed."""
-    stages_by_name = stages_of_parameters(model, layout, cuts)
-    return {name: stages for name, stages in stages_by_name.items() if len(stages) > 1}
-
-
-def _replace_layers(
-    model: PreTrainedModel, layout: StageLayout, start: int, stop: int
-) -> StageInput | None:
-    layers: Any = model.get_submodule(layout.layers)
-    assert len(layers) == layout.num_layers
-    assert 0 <= start < stop <= len(layers)
-    entry = None
-    for index, layer in enumerate(layers):
-        handover = layout.handovers[index] if index < len(layout.handovers) else None
-        if start <= index < stop:
-            continue
-        if index == start - 1:
-            entry = StageInput(layer, handover)
-            layers[index] = entry
-        elif index == stop:
-            layers[index] = StageOutput(layer, layout.handovers[stop - 1], layout.shared)
-        else:
-            layers[index] = LayerPlaceholder(layer, handover)
-    return entry
 
 
 def _hollow_out(model: PreTrainedModel, keep: set[str]) -> None:

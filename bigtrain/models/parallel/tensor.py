@@ -82,7 +82,17 @@ def tensor_plan(model: PreTrainedModel) -> Plan:
         styles = {name: style_of(rules, name, is_parameter=True) for name in names}
         styles |= {n: style_of(rules, n, is_parameter=False) for n in computing_modules(model)}
         plan = {**{n: style for n, style in styles.items() if style is not None}, **plan}
-    plan = _with_tied(model, plan)
+    # If only the head or only the embedding that is tied to the head has a rule, both get one.
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is not None and embedding is not None and head.weight is embedding.weight:
+        (head_name, *_), (table, *_) = _names_of(model, head), _names_of(model, embedding)
+        if plan.get(head_name) in _GATHERED and table not in plan:
+            plan |= {f"{table}.weight": "embedding_rowwise", table: "embedding_rowwise"}
+        elif plan.get(table) == "embedding_rowwise" and head_name not in plan:
+            for leaf, _ in head.named_parameters(recurse=False):
+                plan[f"{head_name}.{leaf}"] = "colwise_gather_output"
+            plan[head_name] = "colwise_gather_output"
+    # A plan for only the head and the embedding is none.
     heads = _names_of(model, output_layer(model))
     inputs = _names_of(model, model.get_input_embeddings())
     if not {name.rpartition(".")[0] for name in plan} - {*heads, *inputs, ""}:
@@ -100,23 +110,6 @@ def known_plan(model: PreTrainedModel) -> Plan:
         return tensor_plan(model)
     except ModelError:
         return {}
-
-
-def _with_tied(model: PreTrainedModel, plan: Plan) -> Plan:
-    """Return `plan`, completed if only the head or only the tied embedding has a rule."""
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if head is None or embedding is None or head.weight is not embedding.weight:
-        return plan
-    (head_name, *_), (name, *_) = _names_of(model, head), _names_of(model, embedding)
-    missing: Plan = {}
-    if plan.get(head_name) in _GATHERED and name not in plan:
-        missing = {f"{name}.weight": "embedding_rowwise", name: "embedding_rowwise"}
-    elif plan.get(name) == "embedding_rowwise" and head_name not in plan:
-        missing = {
-            f"{head_name}.{leaf}": "colwise_gather_output"
-            for leaf, _ in head.named_parameters(recurse=False)
-        } | {head_name: "colwise_gather_output"}
-    return {**plan, **missing}
 
 
 def _names_of(model: nn.Module, module: nn.Module | None) -> list[str]:
@@ -161,8 +154,20 @@ def shard_model(model: PreTrainedModel, plan: Plan, group: Group) -> None:
             _cut_adapted(model, name, modules[name], style, group)
         else:
             _wrap(model, name, modules[name], style, group)
-    if _key_value_heads(model, size):
-        _shrink_groups(modules, plan, model, size)
+    # Where ranks share key-value heads, fewer query heads per key-value head are left on a rank.
+    heads = _key_value_heads(model, size)
+    for name in plan if heads else ():
+        parent, _, leaf = name.rpartition(".")
+        if leaf != "k_proj" or name not in modules or plan[name] != "colwise":
+            continue
+        attention: Any = modules[parent]
+        groups = getattr(attention, "num_key_value_groups", None)
+        if not isinstance(groups, int) or groups % (size // heads):
+            raise ModelError(
+                f"parallel.tensor: {parent}: {heads} key-value heads cannot be shared by {size} "
+                f"ranks -> parallel.tensor={heads}"
+            )
+        attention.num_key_value_groups = groups // (size // heads)
 
 
 def check_shards(model: PreTrainedModel, plan: Plan, size: int) -> None:
@@ -277,24 +282,6 @@ def _sum_of_holders(shard: Shard, group: Group) -> Callable[[torch.Tensor], torc
         return full.narrow(shard.dim, start, stop - start).contiguous()
 
     return hook
-
-
-def _shrink_groups(modules: dict[str, nn.Module], plan: Plan, model: Any, size: int) -> None:
-    """Set the number of query heads per key-value head that are left on this rank."""
-    holders = size // _key_value_heads(model, size)
-    for name in plan:
-        parent, _, leaf = name.rpartition(".")
-        if leaf != "k_proj" or name not in modules or plan[name] != "colwise":
-            continue
-        attention: Any = modules[parent]
-        groups = getattr(attention, "num_key_value_groups", None)
-        if not isinstance(groups, int) or groups % holders:
-            heads = _key_value_heads(model, size)
-            raise ModelError(
-                f"parallel.tensor: {parent}: {heads} key-value heads cannot be shared by {size} "
-                f"ranks -> parallel.tensor={heads}"
-            )
-        attention.num_key_value_groups = groups // holders
 
 
 # --- forwards ---

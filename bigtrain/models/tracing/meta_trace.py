@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections import Counter
-from collections.abc import Callable, Container, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
@@ -424,7 +424,19 @@ def _collected(
     distinct_costs: list[LayerCosts] = []
     order: list[int] = []
     for index, layer in enumerate(layers):
-        parameters = _count_parameters(names[layer], layer, plan, stacked)
+        # Parameters that tensor and expert parallelism replicate, divide, or distribute as experts.
+        num_replicated = num_divided = num_expert = num_tensors = 0
+        for leaf, parameter in layer.named_parameters():
+            num_tensors += 1
+            name = f"{names[layer]}.{leaf}"
+            style = plan.get(name) or plan.get(name.rpartition(".")[0], "")
+            if name in stacked:
+                num_expert += parameter.numel()
+            elif "colwise" in style or "rowwise" in style:
+                num_divided += parameter.numel()
+            else:
+                num_replicated += parameter.numel()
+        parameters = _ParameterCounts(num_replicated, num_divided, num_expert, num_tensors)
         costs = replace(tracer.layers.get(index, _Layer()), parameters=parameters).costs(tokens)
         if costs not in distinct_costs:
             distinct_costs.append(costs)
@@ -451,23 +463,6 @@ def _collected(
         saved_bytes_outside=tracer.saved_outside / tokens,
         num_further_losses=num_trained_mtp_layers(model.config),
     )
-
-
-def _count_parameters(
-    prefix: str, layer: nn.Module, plan: dict[str, str], stacked: Container[str]
-) -> _ParameterCounts:
-    num_replicated = num_divided = num_expert = num_tensors = 0
-    for name, parameter in layer.named_parameters():
-        num_tensors += 1
-        full = f"{prefix}.{name}"
-        style = plan.get(full) or plan.get(full.rpartition(".")[0], "")
-        if full in stacked:
-            num_expert += parameter.numel()
-        elif "colwise" in style or "rowwise" in style:
-            num_divided += parameter.numel()
-        else:
-            num_replicated += parameter.numel()
-    return _ParameterCounts(num_replicated, num_divided, num_expert, num_tensors)
 
 
 _INDICES = {"layer_idx", "layer_id", "layer_index", "layer_number", "block_idx", "idx"}

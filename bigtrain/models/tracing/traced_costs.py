@@ -44,7 +44,7 @@ def model_costs(
     and if its adapters are not known without torch.
     """
     costs, remark = _base_costs(config, hf_config, traces)
-    if config.objective.scores_samples:
+    if config.objective.kind.scores_samples:
         costs = costs.with_score_head()
     if config.adapters is not None:
         costs = with_adapters(costs, _adapter_costs(config, config.adapters, costs, traces))
@@ -52,6 +52,7 @@ def model_costs(
 
 
 def _base_costs(config: RunConfig, hf_config: Any, traces: bool) -> tuple[ModelCosts, str]:
+    # Costs of an earlier trace of an equal model, else of a new trace.
     values = written_configuration(config.model)
     key = _key(config, values, hf_config) if values else None
     if key is not None:
@@ -68,6 +69,7 @@ def _base_costs(config: RunConfig, hf_config: Any, traces: bool) -> tuple[ModelC
         return ModelCosts.from_json(stored_costs), ""
     except (ModelError, ImportError) as error:
         reason = one_line(error, None)
+    # Without a trace, a closed form for models of dense layers.
     shape = dense_shape(values)
     if shape is None and not traces:
         raise ModelError("the model's layers have no earlier trace")

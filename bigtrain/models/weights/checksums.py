@@ -16,6 +16,7 @@ from typing import Any
 
 from bigtrain.errors import ModelError
 from bigtrain.models.configuration import GENERATION_CONFIG
+from bigtrain.settings.sections.sites import ONE_SITE
 from bigtrain.system.files import file_checksum, write_whole
 
 TOKEN_FILES = (
@@ -30,6 +31,7 @@ TOKENIZER_FILES = (*TOKEN_FILES, "chat_template.jinja", "chat_template.json")
 ADAPTER_CONFIG = "adapter_config.json"
 
 CHECKSUMS = "checksums.json"
+MODEL_CARD = "README.md"
 _DECIDING = ("config.json", "model.safetensors.index.json", *TOKEN_FILES)
 BASE_MODEL = "base_model.json"
 
@@ -91,7 +93,14 @@ def corrupt_weights(directory: Path) -> tuple[int, list[str]]:
             f"{directory} has no {CHECKSUMS}, which `bigtrain export` writes -> nothing tells "
             "whether its files are corrupt"
         )
-    return len(listed), differences(_sums(directory, listed), listed, directory / CHECKSUMS)
+    sums = {name: sum_of(directory / name) for name in listed}
+    return len(listed), differences(sums, listed, directory / CHECKSUMS)
+
+
+def is_of_one_site(directory: Path) -> bool:
+    """Return whether an export has weights of one site of a run of several sites, by its card."""
+    card = directory / MODEL_CARD
+    return card.is_file() and ONE_SITE in card.read_text(encoding="utf-8", errors="replace")
 
 
 def write_checksums(directory: Path) -> None:
@@ -101,9 +110,9 @@ def write_checksums(directory: Path) -> None:
         name
         for path in directory.rglob("*")
         if path.is_file()
-        and (name := path.relative_to(directory).as_posix()) not in (CHECKSUMS, "README.md")
+        and (name := path.relative_to(directory).as_posix()) not in (CHECKSUMS, MODEL_CARD)
     ]
-    write_sums(directory / CHECKSUMS, _sums(directory, names))
+    write_sums(directory / CHECKSUMS, {name: sum_of(directory / name) for name in names})
 
 
 def files_read_with(weights: Iterable[Path]) -> list[Path]:
@@ -134,10 +143,6 @@ def changes_of(sums: Sums, directory: Path, run: Path) -> list[str]:
         *differences(by_name, read_sums(export_list), export_list),
         *differences(sums, read_sums(launch_list), launch_list),
     ]
-
-
-def _sums(directory: Path, names: Iterable[str]) -> Sums:
-    return {name: sum_of(directory / name) for name in names}
 
 
 def unusable_files(directory: Path) -> Iterator[tuple[str, str]]:

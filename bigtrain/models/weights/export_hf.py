@@ -77,7 +77,16 @@ def write_model(
     if like_base is not None:
         stored, notes = like_base(stored, state)
     elif mtp_layers(model) is not None:
-        stored |= _copies_for_mtp_layers(model, stored)
+        # Embedding and head under the names of their copies for multi-token prediction layers; an
+        # export with a base has the base's copies.
+        from bigtrain.models.weights.mtp_names import MtpNames
+
+        mtp_names = MtpNames.find(model)
+        modules = {module: f"{name}.weight" for name, module in model.named_modules()}
+        table = stored[modules[model.get_input_embeddings()]]
+        head = stored.get(modules[model.get_output_embeddings()], table)  # absent if tied
+        stored |= dict.fromkeys(mtp_names.copies("input"), table)
+        stored |= dict.fromkeys(mtp_names.copies("output"), head)
     elif count := num_counted_mtp_layers(model.config):
         notes = [
             f"{CONFIG_NAME} counts layers for multi-token prediction ({count}), which were not "
@@ -110,21 +119,6 @@ def write_model(
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (output / SAFE_WEIGHTS_INDEX_NAME).write_text(text)
     return split.is_sharded, notes
-
-
-def _copies_for_mtp_layers(
-    model: Any, stored: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Return embedding and head under the names of their copies for multi-token prediction layers,
-    for a model without a base. An export with a base has the base's copies."""
-    from bigtrain.models.weights.mtp_names import MtpNames
-
-    names = MtpNames.find(model)
-    modules = {module: f"{name}.weight" for name, module in model.named_modules()}
-    table = stored[modules[model.get_input_embeddings()]]
-    head = stored.get(modules[model.get_output_embeddings()], table)  # absent if tied
-    copies = dict.fromkeys(names.copies("input"), table)
-    return copies | dict.fromkeys(names.copies("output"), head)
 
 
 def stored_names(model: Any, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

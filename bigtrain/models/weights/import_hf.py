@@ -87,7 +87,10 @@ class Weights:
             tensor.fill(offsets, out)
         except UnreadableError as error:
             raise ModelError(f"{self.setting}: {error}") from error
-        if not is_buffer and not _is_finite(out):
+        # Extremes need no memory: a sum in float64 would copy. With a NaN, both extremes are NaN.
+        views = (narrowed(out, *block) for block in blocks(tuple(out.shape), out.itemsize))
+        extremes = (value for view in views if view.numel() for value in torch.aminmax(view))
+        if not is_buffer and not all(math.isfinite(value) for value in extremes):
             stored_names = ", ".join(map(str, tensor.origin.sources())) or name
             raise ModelError(
                 f"{self.setting}: {stored_names} holds numbers that are not finite (NaN or "
@@ -130,7 +133,13 @@ def find_weights(
         )
     # A base without a score head gets an initial score head instead of the token head.
     if scores_samples(hf_config) and not origins.keys() & set(head_parameters(model)):
-        for name in _token_head(hf_config, origins):
+        with torch.device("meta"):
+            causal_lm: Any = AutoModelForCausalLM.from_config(copy.deepcopy(hf_config))
+        lazy = {name: LazyTensor(leaf.shape, leaf.dtype, leaf) for name, leaf in origins.items()}
+        _load(causal_lm, lazy, origins)
+        heads = map(causal_lm.get_parameter, head_parameters(causal_lm))
+        token_heads = [head for head in heads if isinstance(head, LazyTensor)]  # none if tied
+        for name in {leaf for head in token_heads for leaf in _leaf_names(head)}:
             del origins[name]
         for name, tensor in initial_head(model, seed):
             origins[name] = _Drawn(name, tensor)
@@ -215,17 +224,6 @@ def _load_all(
     layers = mtp_layers(model)
     assert layers is not None
     return copies, [*problems, *load_mtp_layers(model, layers, mtp_tensors)]
-
-
-def _token_head(hf_config: PreTrainedConfig, origins: Mapping[str, _Origin]) -> set[str]:
-    """Return the names of the stored tensors that the head of the causal LM of `hf_config` is made
-    of; empty for a tied head."""
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(hf_config))
-    lazy = {name: LazyTensor(leaf.shape, leaf.dtype, leaf) for name, leaf in origins.items()}
-    _load(model, lazy, origins)
-    heads = map(model.get_parameter, head_parameters(model))
-    return {leaf for head in heads if isinstance(head, LazyTensor) for leaf in _leaf_names(head)}
 
 
 def _leaf_names(tensor: LazyTensor) -> list[str]:
@@ -319,13 +317,6 @@ def quiet_transformers() -> Iterator[None]:
     """Suppress progress bars, and warnings about problems that are errors here."""
     with only_errors("transformers"), without_progress():
         yield
-
-
-def _is_finite(values: torch.Tensor) -> bool:
-    """Return whether no number is NaN or infinite. Needs no memory: a sum in float64 would copy."""
-    blocks_of = (narrowed(values, *block) for block in blocks(tuple(values.shape), values.itemsize))
-    edges = (edge for block in blocks_of if block.numel() for edge in torch.aminmax(block))
-    return all(math.isfinite(edge) for edge in edges)  # with a NaN, both edges are NaN
 
 
 # --- files ---

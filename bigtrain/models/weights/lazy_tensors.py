@@ -203,10 +203,6 @@ def _same(tensor: torch.Tensor, *_: Any, **__: Any) -> Values:
     return _Moved(tensor, lambda offsets, out: (offsets, out))
 
 
-def _cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> Values:
-    return _Joined(tensors, dim % tensors[0].ndim)
-
-
 def _stack(tensors: Sequence[torch.Tensor], dim: int = 0) -> Values:
     dim %= tensors[0].ndim + 1
     return _Joined([tensor.unsqueeze(dim) for tensor in tensors], dim)
@@ -245,10 +241,6 @@ def _select(tensor: torch.Tensor, dim: int, index: int) -> Values:
     return _Moved(
         tensor, lambda offsets, out: ((*offsets[:dim], index, *offsets[dim:]), out.unsqueeze(dim))
     )
-
-
-def _unbind(tensor: torch.Tensor, dim: int = 0) -> list[Values]:
-    return [_select(tensor, dim, index) for index in range(tensor.shape[dim])]
 
 
 def _unsqueeze(tensor: torch.Tensor, dim: int) -> Values:
@@ -297,13 +289,15 @@ _FOLLOWED: dict[Any, Callable[..., Any]] = {
     aten.alias: _same,
     aten.clone: _same,
     ATEN_TO_COPY: _same,  # reading converts to the dtype of the tensor that is read into
-    aten.cat: _cat,
+    aten.cat: lambda tensors, dim=0: _Joined(tensors, dim % tensors[0].ndim),
     aten.stack: _stack,
     aten.slice: _slice,
     aten.split: _split,
     aten.split_with_sizes: _split_with_sizes,
     aten.select: _select,
-    aten.unbind: _unbind,
+    aten.unbind: lambda tensor, dim=0: [
+        _select(tensor, dim, index) for index in range(tensor.shape[dim])
+    ],
     aten.unsqueeze: _unsqueeze,
     aten.squeeze: _squeeze,
     aten.permute: _permute,

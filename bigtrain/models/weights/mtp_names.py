@@ -125,6 +125,7 @@ def load_mtp_layers(
     )
     with only_errors("transformers"), without_progress():
         info, _ = convert_and_load_state_dict_in_model(built, dict(tensors), settings, None)
+    # Missing parameters, also those that the class expects to be missing, are problems.
     missing = info.missing_keys & layers.state_dict().keys()
     drop_expected_keys(built, info)
     problems = [

@@ -7,7 +7,7 @@ trained.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
 import torch
 
@@ -19,39 +19,44 @@ _ZERO = 1e-16
 _NEAR_MEAN = 0.01
 """Share of the median distance from the mean row below which a row is the mean: new rows of
 transformers' `resize_token_embeddings` are at a share of 3e-5, trained rows above a tenth."""
+_PROJECTIONS = 64
+"""Random projections of a row; they keep a proportion of distances within a third of its value."""
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @torch.no_grad()
-def untrained_rows(table: LazyTensor, ids: Collection[int]) -> dict[int, str]:
-    """Return the untrained rows of `table` [vocabulary, hidden size] among `ids`, with a
-    description of the row. Reads the table twice, a block of rows at a time."""
-    row_numbers = sorted(number for number in ids if number < table.shape[0])
+def untrained_rows(table: LazyTensor) -> dict[int, str]:
+    """Return the untrained rows of `table` [vocabulary, hidden size] by number, with a description
+    of the row. Reads the table once, a block of rows at a time."""
+    width = int(table.shape[1])
     generator = torch.Generator().manual_seed(0)
-    factors = torch.randint(-(2**62), 2**62, (int(table.shape[1]),), generator=generator)
-    # First pass: zeros, a hash of every row's bits (sums of integers, which wrap), the mean.
-    largest, hashes = [], []
-    total = torch.zeros(int(table.shape[1]), dtype=torch.float64)
+    factors = torch.randint(-(2**62), 2**62, (width,), generator=generator)
+    projection = torch.randn(width, _PROJECTIONS, generator=generator)
+    # Zeros, a hash of every row's bits (sums of integers, which wrap), and random projections,
+    # which keep the proportions of distances.
+    largest, hashes, projected = [], [], []
     for rows in _blocks(table):
         largest.append(rows.abs().amax(1).double())
         hashes.append((rows.view(_BITS[rows.element_size()]).long() * factors).sum(1))
-        total += rows.double().sum(0)
-    mean = (total / table.shape[0]).float()
-    # Second pass: distances from the mean.
-    distance = torch.cat([(rows.float() - mean).square().sum(1).sqrt() for rows in _blocks(table)])
+        projected.append(rows.float() @ projection)
+    points = torch.cat(projected).double()
+    distance = (points - points.mean(0)).norm(dim=1)
     is_zero, is_mean = torch.cat(largest) <= _ZERO, distance <= _NEAR_MEAN * distance.median()
-    _, groups, counts = torch.cat(hashes).unique(return_inverse=True, return_counts=True)
+    # Equal rows are neighbours in the order of their hashes.
+    sorted_hashes, order = torch.cat(hashes).sort(stable=True)
+    is_same = (sorted_hashes[1:] == sorted_hashes[:-1]).tolist()
     reasons: dict[int, str] = {}
-    for number in row_numbers:
-        if is_zero[number]:
-            reasons[number] = "zeros"
-        elif counts[groups[number]] > 1:
-            copies = (groups == groups[number]).nonzero().flatten().tolist()
-            copy = next(row for row in copies if row != number)
-            reasons[number] = f"the same as that of token {copy}"
-        elif is_mean[number]:
-            reasons[number] = "the mean of all rows"
-    return reasons
+    first = 0
+    numbers: list[int] = order.tolist()
+    for index, number in enumerate(numbers):
+        if index == 0 or not is_same[index - 1]:
+            first = index
+        if first < index:
+            reasons.setdefault(numbers[first], f"the same as that of token {numbers[first + 1]}")
+            reasons[number] = f"the same as that of token {numbers[first]}"
+    for number in is_mean.nonzero().flatten().tolist():
+        reasons.setdefault(number, "the mean of all rows")
+    return reasons | dict.fromkeys(is_zero.nonzero().flatten().tolist(), "zeros")
 
 
 def _blocks(table: LazyTensor) -> Iterator[torch.Tensor]:

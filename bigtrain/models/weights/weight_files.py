@@ -139,7 +139,16 @@ def weight_files(source: str, hf_config: PreTrainedConfig) -> list[Path]:
         raise ValueError(f"holds none of {', '.join(names)}")
     if not path.name.endswith(".index.json"):
         _refuse_pickle(source, path)
-        _refuse_second_set(path)
+        # transformers would ignore an index of other files next to a file with all weights.
+        index = path.with_name(SAFE_WEIGHTS_INDEX_NAME)
+        if path.name == SAFE_WEIGHTS_NAME and index.is_file():
+            indexed = set(json.loads(index.read_text())["weight_map"].values())
+            if other_files := sorted(indexed - {path.name}):
+                raise ValueError(
+                    f"{path} holds all weights, and {index} names {len(other_files)} other files "
+                    f"for them, {other_files[0]} first -> remove {path.name}, or the index and its "
+                    "files"
+                )
         return [path]
     shards = sorted(set(json.loads(path.read_text())["weight_map"].values()))
     paths = []
@@ -151,20 +160,6 @@ def weight_files(source: str, hf_config: PreTrainedConfig) -> list[Path]:
     for path in paths:
         _refuse_pickle(source, path)
     return paths
-
-
-def _refuse_second_set(path: Path) -> None:
-    """Raise ValueError for weights next to an index of other files, which transformers would
-    ignore."""
-    index = path.with_name(SAFE_WEIGHTS_INDEX_NAME)
-    if path.name != SAFE_WEIGHTS_NAME or not index.is_file():
-        return
-    other_files = sorted(set(json.loads(index.read_text())["weight_map"].values()) - {path.name})
-    if other_files:
-        raise ValueError(
-            f"{path} holds all weights, and {index} names {len(other_files)} other files for them, "
-            f"{other_files[0]} first -> remove {path.name}, or the index and its files"
-        )
 
 
 def refuse_pickles(directory: str) -> None:

@@ -10,12 +10,13 @@ import torch
 
 from bigtrain.engine.checkpoint.lazy import open_weights
 from bigtrain.errors import CheckpointError, ConfigError, ModelError, Problem
-from bigtrain.models.configuration import load_hf_config
-from bigtrain.models.export.verified import Probe, probe_of
+from bigtrain.models.configuration import GENERATION_CONFIG, load_hf_config
+from bigtrain.models.export.verified import Destination, Probe, probe_of
 from bigtrain.models.weights.export_hf import MAX_SHARD_SIZE
 from bigtrain.models.weights.lazy_tensors import LazyTensor, Offsets
 from bigtrain.run.checkpointing import checkpoints
 from bigtrain.run.checkpointing.export import frozen_names, model_card, write_export
+from bigtrain.run.checkpointing.listing import one_site_note
 from bigtrain.run.run_directory import MODEL_CONFIG
 from bigtrain.settings.run_config import ModelSection, RunConfig
 
@@ -76,7 +77,8 @@ def merge_run(
     shares = [share / sum(shares) for share in shares]
 
     directories = [checkpoints.find(run_directory, step, warn=warn) for step in steps]
-    state = checkpoints.read_state(directories[-1])
+    states = [checkpoints.read_state(directory) for directory in directories]
+    state = states[-1]
     config = RunConfig.model_validate(state["config"])
     if config.adapters is not None:
         raise ModelError(
@@ -95,20 +97,29 @@ def merge_run(
     probe = Probe.load(directories[-1] / checkpoints.PROBE, config.precision.dtype)
     card = model_card(config, int(state["step"]), run_directory / "metrics.jsonl")
     listed = ", ".join(f"{step} ({share:.3g})" for step, share in zip(steps, shares, strict=True))
-    write_export(
+    card += f"\nThe weights are the mean of the checkpoints of steps (shares) {listed}.\n"
+    site_note = next(filter(None, map(one_site_note, states)), "")
+    if site_note:
+        card += f"\n{site_note}\n"
+        warn(f"{output}: {site_note}")
+    notes = write_export(
         run_directory,
-        output,
+        Destination(
+            output,
+            run_directory / "tokenizer",
+            dtype,
+            model_config / GENERATION_CONFIG,
+            card,
+            max_shard_size=max_shard_size,
+        ),
         weights,
         hf_config,
         config,
         as_stored=frozen_names(config, state),
-        dtype=dtype,
         probe=probe_of(weights, hf_config, probe),
-        card=f"{card}\nThe weights are the mean of the checkpoints of steps (shares) {listed}.\n",
-        replace=False,
-        max_shard_size=max_shard_size,
-        warn=warn,
     )
+    for note in notes:
+        warn(f"{output}: {note}")
 
 
 def _means(

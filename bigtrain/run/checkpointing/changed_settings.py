@@ -12,10 +12,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import yaml
 from pydantic import ValidationError
 
-from bigtrain.data.samples.phases import Phase, SourceIdentity, differences, first_phase, next_phase
+from bigtrain.data.samples.phases import Phase, SourceIdentity, differences, next_phase
 from bigtrain.errors import CheckpointError, CorruptCheckpointError
 from bigtrain.models.weights.checksums import FileSum, Sums, files_read_with, sum_of
 from bigtrain.run.checkpointing import checkpoints
@@ -23,21 +22,36 @@ from bigtrain.settings.lr_schedule import learning_rate_at
 from bigtrain.settings.run_config import BatchSection, RunConfig
 from bigtrain.settings.sections.optimizer import OPTIMIZERS
 
-_TABLE = yaml.safe_load(Path(__file__).with_name("changed_settings.yaml").read_text("utf-8"))
-_RULES = {
-    "shapes": "leaves every tensor its shape",
-    "trained": "trains no tensor that the checkpoint lacks",
-}
+# What may change, since it leaves the mathematics as they are. Every other setting must be equal.
+# Which tokens are read, in which proportions, is compared by the data phases.
+_FREE_SECTIONS = frozenset(
+    "output logging checkpoint evaluation engine parallel profile watchdog guard callbacks".split()
+)
+_FREE = frozenset(
+    """
+    batch.micro_batch_size
+    model.attention model.gradient_checkpointing model.loss model.loss_chunk_tokens model.tiled_mlp
+    model.kernels model.compile model.activation_offload
+    data.path data.sources data.tokenizer data.allow_other_tokenizer data.balance_attention
+    data.verify data.workers
+    objective.reference optimizer.ema
+    sites.timeout_seconds sites.server sites.token_file sites.certificate_file sites.start_server
+    """.split()
+)
+_PACKING = ("batch.sequence_length", "data.packing", "data.long_documents")
+"""Settings by which documents are packed."""
+_SHAPES = ("model.config", "model.type", "model.overrides", "model.path", "model.vocabulary")
+"""Settings that may give tensors other shapes, into which no checkpoint can be read."""
+_TRAINED = (
+    "model.frozen objective.type objective.mtp_weight adapters adapters.rank adapters.targets "
+    "adapters.target_parameters adapters.modules_to_save adapters.dora"
+).split()
+"""Settings by which other tensors may be trained, of which a checkpoint has no values or states."""
 
 
 class Parameters(Protocol):
     """Parameters that decay, and matrices that Muon updates
-    (`bigtrain.models.equivalence.parameter_plan`). decayed_before: parameters that decayed in
-    releases whose checkpoints do not record decay."""
-
-    @property
-    def decayed_before(self) -> tuple[str, ...]:
-        """Names of trained parameters, with ``*`` instead of indices."""
+    (`bigtrain.models.equivalence.parameter_plan`)."""
 
     def record(self) -> dict[str, Any]:
         """Return the record in a checkpoint."""
@@ -46,7 +60,6 @@ class Parameters(Protocol):
 def refuse_other_run(
     config: RunConfig,
     sources: Sequence[SourceIdentity] | None = None,
-    data_hash: str = "",
     parameters: Parameters | None = None,
 ) -> Path | None:
     """Return the checkpoint that the run would resume from, or None. Reads no tensors. What is not
@@ -59,7 +72,7 @@ def refuse_other_run(
         except CorruptCheckpointError:
             continue  # the run skips it, too, with a warning
         if sources is not None:
-            resumed_phases(document, config, sources, data_hash, path, parameters)
+            resumed_phases(document, config, sources, path, parameters)
         else:
             _refuse_changes(_changed_settings(document, config), document, config, path)
         return path
@@ -70,7 +83,6 @@ def resumed_phases(
     document: dict[str, Any],
     config: RunConfig,
     sources: Sequence[SourceIdentity],
-    data_hash: str,
     directory: Path,
     parameters: Parameters | None = None,
 ) -> tuple[Phase, ...]:
@@ -81,10 +93,10 @@ def resumed_phases(
     followed."""
     changes = _changed_settings(document, config)
     if parameters is not None:
-        changes += _changed_groups(document.get("parameters"), parameters, config)
+        changes += _changed_groups(document["parameters"], parameters, config)
     if "best_fit" in (document["config"]["data"].get("packing"), config.data.packing):
         # Packing permutes the documents of an epoch, so a change leaves unknown what is unread.
-        packing = [f"  {key}: {text}" for key, text in changes if key in _TABLE["packing"]]
+        packing = [f"  {key}: {text}" for key, text in changes if key in _PACKING]
         if packing:
             raise CheckpointError(
                 f"{directory}: other settings pack the documents differently, so that the unread "
@@ -93,14 +105,7 @@ def resumed_phases(
             )
 
     # The data phases so far, and one more if the data has changed.
-    phases = tuple(Phase.from_json(phase) for phase in document.get("phases", ()))
-    if not phases:
-        # Older than phases: with other data, it is unknown what was read already.
-        if document["data_hash"] != data_hash:
-            text = f"{document['data_hash']!r} there, {data_hash!r} now"
-            _refuse([*changes, ("data", text)], (), directory)
-        length = document["config"]["batch"]["sequence_length"]
-        phases = (first_phase(config, sources, length),)
+    phases = tuple(Phase.from_json(phase) for phase in document["phases"])
     now = config.model_copy(update={"batch": config.batch.at(document["step"])})
     following = next_phase(phases[-1], now, sources, document["samples"])
 
@@ -160,20 +165,17 @@ def changed_averages(document: dict[str, Any], config: RunConfig) -> str | None:
 
 
 def _has_phases(document: dict[str, Any], config: RunConfig) -> bool:
-    return bool(config.batch.phases or document["config"]["batch"].get("phases"))
+    return bool(config.batch.phases or document["config"]["batch"]["phases"])
 
 
 def _changed_settings(document: dict[str, Any], config: RunConfig) -> list[tuple[str, str]]:
     stored = document["config"]
     # The checkpoint lacks newer settings: a newer setting changes nothing unless it is set, so its
-    # default is compared, except for the settings that `before` lists.
+    # default is compared.
     try:
         before = mathematics(RunConfig.model_validate(stored))
-    except ValidationError:  # of a release that had other keys
+    except ValidationError:  # an extension that is no longer installed
         before = {}
-    before |= _TABLE["before"]
-    for section in ("sites", "adapters"):
-        before |= _TABLE[f"before_of_{section}"] if stored.get(section) else {}
     before |= _flat(stored)
     now = mathematics(config)
     changes = [
@@ -209,22 +211,19 @@ def _changed_batches(
 
 
 def _changed_groups(
-    stored: dict[str, Any] | None, parameters: Parameters, config: RunConfig
+    stored: dict[str, Any], parameters: Parameters, config: RunConfig
 ) -> list[tuple[str, str]]:
     """Return parameters whose optimizer group differs from the checkpoint's record `stored`, which
-    may be of another release of bigtrain or transformers; None: an old one."""
+    may be of another release of bigtrain or transformers."""
     now = parameters.record()
     changes = []
-    if stored is None:
-        no_longer, newly_decaying = list(parameters.decayed_before), []
-    else:
-        no_longer = sorted(set(stored["decaying"]) - set(now["decaying"]))
-        newly_decaying = sorted(set(now["decaying"]) - set(stored["decaying"]))
+    no_longer = sorted(set(stored["decaying"]) - set(now["decaying"]))
+    newly_decaying = sorted(set(now["decaying"]) - set(stored["decaying"]))
     if config.optimizer.weight_decay:
         texts = [f"fell on {name} there, and not now" for name in no_longer]
         texts += [f"falls on {name} now, and did not there" for name in newly_decaying]
         changes += [("optimizer.weight_decay", text) for text in texts]
-    if stored is not None and stored["matrices"] != now["matrices"]:
+    if stored["matrices"] != now["matrices"]:
         names = sorted(set(stored["matrices"]) ^ set(now["matrices"]))
         changes.append(("optimizer.type", f"updates other matrices now: {', '.join(names)}"))
     return changes
@@ -262,12 +261,11 @@ def _refuse_changes(
             f"{config.optimizer.type} cannot continue -> optimizer.type={stored_type}, or export "
             "the weights and begin a new run with them"
         )
-    frozen = (document.get("parameters") or {}).get("frozen")
-    if parameters is not None and frozen:
+    if parameters is not None:
         # The moments of thawed parameters would begin at 0, and AdamW corrects that by its number
         # of steps, which all parameters share: the first updates would have another size.
         still_frozen = set(parameters.record()["frozen"])
-        thawed = [name for name in frozen if name not in still_frozen]
+        thawed = [n for n in document["parameters"]["frozen"] if n not in still_frozen]
         if thawed:
             names = thawed[0] + (f" and {len(thawed) - 1} more" if len(thawed) > 1 else "")
             raise CheckpointError(
@@ -302,8 +300,11 @@ def _refuse(
             if is_over
             else f"restore the settings, or resume with these by checkpoint.allow_changes=[{keys}]"
         )
-        for table, rule in _RULES.items():
-            if named := sorted({key for key, _ in refused} & {*_TABLE[table]}):
+        for settings, rule in (
+            (_SHAPES, "leaves every tensor its shape"),
+            (_TRAINED, "trains no tensor that the checkpoint lacks"),
+        ):
+            if named := sorted({key for key, _ in refused} & {*settings}):
                 remedy += f" (of {', '.join(named)} only what {rule} can change)"
         raise CheckpointError(
             f"{directory} belongs to a run with other settings; use another output.directory, "
@@ -319,11 +320,11 @@ def mathematics(config: RunConfig) -> dict[str, Any]:
 def _flat(config: dict[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for section, value in config.items():
-        if section in _TABLE["free_sections"]:
+        if section in _FREE_SECTIONS:
             continue
         for key, item in value.items() if isinstance(value, dict) else [(None, value)]:
             name = f"{section}.{key}" if key else section
-            if name not in _TABLE["free"]:
+            if name not in _FREE:
                 flat[name] = item
     tokens = flat.pop("batch.global_tokens", None)
     if tokens is not None:

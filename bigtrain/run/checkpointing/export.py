@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace as replace_field
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,13 @@ from bigtrain.engine.checkpoint.lazy import open_weights
 from bigtrain.errors import CheckpointError, ModelError
 from bigtrain.models.configuration import GENERATION_CONFIG, load_hf_config, with_mtp_layers
 from bigtrain.models.export.base_record import BaseRecord
-from bigtrain.models.export.verified import Probe, export_model, probe_of
+from bigtrain.models.export.verified import Destination, Probe, export_model, probe_of
 from bigtrain.models.weights.export_hf import MAX_SHARD_SIZE
 from bigtrain.models.weights.import_hf import Weights, find_weights
 from bigtrain.run.checkpointing import checkpoints
 from bigtrain.run.checkpointing.changed_settings import base_sums, refuse_other_base
+from bigtrain.run.checkpointing.listing import one_site_note
 from bigtrain.run.run_directory import MODEL_CONFIG
-from bigtrain.settings.objective import rows_per_sample, unit_of
 from bigtrain.settings.run_config import ModelSection, RunConfig
 
 
@@ -46,8 +47,9 @@ def export_run(
     4 bits is merged in its files' precision, and the result compared with plain peft's, which needs
     the full base in memory. `average`: instead of the weights their averages (``optimizer.ema``),
     whose logits are computed here, with all averages in memory. `warn` is called with the distance
-    of the two bases, and for each newer checkpoint that is skipped as corrupt. Raises
-    CheckpointError or ModelError; `output` is then unchanged.
+    of the two bases, for each newer checkpoint that is skipped as corrupt, and if the weights are
+    of one site of several; the card contains that, too. Raises CheckpointError or ModelError;
+    `output` is then unchanged.
     """
     directory = checkpoints.find(run_directory, step, warn=warn)
     state = checkpoints.read_state(directory)
@@ -56,12 +58,25 @@ def export_run(
     section = ModelSection(config=str(run_directory / MODEL_CONFIG), type=config.model.type)
     hf_config = with_mtp_layers(load_hf_config(section), trains=config.objective.mtp_weight > 0)
     _refuse_options(directory, state, config, merge=merge, average=average)
+    site_note = one_site_note(state)
+    if site_note:
+        warn(f"{output}: {site_note}")
     weights: Mapping[str, torch.Tensor] = open_weights(
         directory / checkpoints.TENSORS, checkpoints.list_tensors(directory), average=average
     )
     probe = Probe.load(directory / checkpoints.PROBE, config.precision.dtype)
     library = "transformers" if config.adapters is None or merge else "peft"
     card = model_card(config, state["step"], run_directory / "metrics.jsonl", library=library)
+    card += f"\n{site_note}\n" * bool(site_note)
+    destination = Destination(
+        output,
+        run_directory / "tokenizer",
+        dtype,
+        run_directory / MODEL_CONFIG / GENERATION_CONFIG,
+        card,
+        replace,
+        max_shard_size,
+    )
     if config.adapters is not None:
         from bigtrain.models.export.adapters import export_adapter
 
@@ -70,40 +85,24 @@ def export_run(
         base = find_weights(config.model.path, hf_config, seed=config.seed)
         refuse_other_base(state, base_sums(base.files), directory)
         if not merge:
-            for note in export_adapter(
-                weights,
-                config.adapters,
-                config.model.path,
-                hf_config,
-                run_directory / "tokenizer",
-                output,
-                dtype=dtype or "float32",
-                probe=probe,
-                generation_config=run_directory / MODEL_CONFIG / GENERATION_CONFIG,
-                card=card,
-                replace=replace,
-            ):
+            notes = export_adapter(
+                weights, config.adapters, config.model.path, hf_config, destination, probe
+            )
+            for note in notes:
                 warn(f"{output}: {note}")
             return int(state["step"])
         weights, probe = _merged(weights, config, base, hf_config, probe=probe, warn=warn)
     if average:
         probe = probe_of(weights, hf_config, probe)
-        ema = state["engine"]["ema"]
-        card += f"\nThe weights are a moving average (decay {ema:g} per update).\n"
-    write_export(
-        run_directory,
-        output,
-        weights,
-        hf_config,
-        config,
-        as_stored=() if merge else frozen_names(config, state),
-        dtype=dtype,
-        probe=probe,
-        card=card,
-        replace=replace,
-        max_shard_size=max_shard_size,
-        warn=warn,
+        decay = state["engine"]["ema"]
+        card += f"\nThe weights are a moving average (decay {decay:g} per update).\n"
+        destination = replace_field(destination, card=card)
+    as_stored = () if merge else frozen_names(config, state)
+    notes = write_export(
+        run_directory, destination, weights, hf_config, config, as_stored=as_stored, probe=probe
     )
+    for note in notes:
+        warn(f"{output}: {note}")
     return int(state["step"])
 
 
@@ -121,22 +120,17 @@ def _refuse_options(
 
 def write_export(
     run_directory: Path,
-    output: Path,
+    destination: Destination,
     weights: Mapping[str, torch.Tensor],
     hf_config: Any,
     config: RunConfig,
     *,
     as_stored: Sequence[str],
-    dtype: str | None,
     probe: Probe,
-    card: str,
-    replace: bool,
-    max_shard_size: str,
-    warn: Callable[[str], None],
-) -> None:
-    """Write `weights` of a run as a verified Hugging Face directory, with the base files and the
-    tokenizer in the run directory. `as_stored`: names of weights that stay as in the base's files.
-    `warn` is called for each thing that was changed or added. Raises as `export_model`."""
+) -> list[str]:
+    """Write `weights` of a run as a verified Hugging Face directory, with the base files of the run
+    directory. `as_stored`: names of weights that stay as in the base's files. Returns a note for
+    each thing that was changed or added. Raises as `export_model`."""
     record = BaseRecord.find(run_directory)
     missing = []
     if record is None and config.model.path is not None:
@@ -145,23 +139,17 @@ def write_export(
             "or its folder base was removed): other files of the base, tensors that transformers "
             "does not load, and the dtype of each tensor are not kept"
         )
-    notes = export_model(
+    if record is None and destination.dtype is None:
+        destination = replace_field(destination, dtype=config.precision.dtype)
+    return export_model(
         weights,
         hf_config,
-        run_directory / "tokenizer",
-        output,
-        dtype=dtype or (config.precision.dtype if record is None else None),
+        destination,
         probe=probe,
-        generation_config=run_directory / MODEL_CONFIG / GENERATION_CONFIG,
-        card=card,
-        replace=replace,
-        max_shard_size=max_shard_size,
         base=record,
         as_stored=as_stored,
         base_notes=missing,
     )
-    for note in notes:
-        warn(f"{output}: {note}")
 
 
 def frozen_names(config: RunConfig, state: dict[str, Any]) -> list[str]:
@@ -209,15 +197,13 @@ def model_card(
     front: dict[str, Any] = {"library_name": library, "tags": ["bigtrain"]}
     if base is not None and not Path(base).exists():
         front["base_model"] = base
-    tokens = config.batch.tokens_until(step) * rows_per_sample(config.objective)
-    units = {"kto": "answer", "classification": "sample"}
-    unit = units.get(config.objective.type, unit_of(config.objective).removesuffix("s"))
+    tokens = config.batch.tokens_until(step) * config.objective.kind.rows_per_sample
     sources = [config.data.path, *(source.path for source in config.data.sources)]
     figures = {
         "step": f"{step:,} of {config.train.total_steps:,}",
         "tokens seen": f"{tokens:,}",
         "data": ", ".join(filter(None, sources)),
-        **_last_figures(metrics, step, unit),
+        **_last_figures(metrics, step, config.objective.kind.unit_name),
     }
     dumped = config.model_dump(mode="json", exclude_defaults=True)
     settings = {name: dumped[name] for name in _SECTIONS if name in dumped}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,9 @@ from bigtrain.errors import CheckpointError
 from bigtrain.run.checkpointing import checkpoints
 from bigtrain.run.checkpointing.retention import best_value, newest_good, reasons_to_keep
 from bigtrain.settings.degrees import MODEL_DEGREES
-from bigtrain.settings.run_config import BestSection, CheckpointSection
+from bigtrain.settings.run_config import BestSection, CheckpointSection, RunConfig
 from bigtrain.settings.sections.adapters import AdaptersSection
+from bigtrain.settings.sections.sites import ONE_SITE
 
 _COLUMNS = ("step", "size", "state", "held-out loss", "written by", "kept")
 
@@ -115,6 +116,18 @@ def verify_checkpoints(run_directory: Path, step: int | None) -> Iterator[tuple[
         yield number, checkpoints.find_corruption(directory, "all")
 
 
+def one_site_note(state: Mapping[str, Any]) -> str:
+    """Return the site that a checkpoint is of, if its weights are not the weights with which the
+    run ended on all of its sites; else an empty text. state: `checkpoints.read_state`."""
+    sites = state.get("config", {}).get("sites")
+    if sites is None or sites["count"] == 1:
+        return ""
+    if state["outer_ended"] >= RunConfig.model_validate(state["config"]).train.total_steps:
+        return ""
+    step = state["step"]
+    return f"weights of site {sites['index']} of {sites['count']} after step {step}, {ONE_SITE}"
+
+
 def best_step(run_directory: Path) -> int:
     """Return the step of the complete checkpoint that is best by the run's ``evaluation.best``.
     Raises CheckpointError if none was measured."""
@@ -145,10 +158,9 @@ def _sections(run_directory: Path) -> tuple[CheckpointSection, BestSection]:
     path = run_directory / "config.json"
     try:
         tree = json.loads(path.read_text())
-        best = tree.get("evaluation", {}).get("best", {})  # absent in older runs
         return (
             CheckpointSection.model_validate(tree["checkpoint"]),
-            BestSection.model_validate(best),
+            BestSection.model_validate(tree["evaluation"]["best"]),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ValidationError) as error:
         raise CheckpointError(f"{path}: unreadable ({error})") from error

@@ -71,10 +71,9 @@ def restore_or_start(
         directory, document = loadable
 
         # Refuse a checkpoint of another run before any tensor is read.
-        sources, data_hash = inputs.sources, inputs.data_hash
         parameters = inputs.model_plan.parameters
         config = context.run.recorded_config
-        phases = resumed_phases(document, config, sources, data_hash, directory, parameters)
+        phases = resumed_phases(document, config, inputs.sources, directory, parameters)
         if context.config.adapters is not None:
             assert base is not None
             refuse_other_base(document, base.sums, directory)
@@ -128,6 +127,8 @@ def _state_of(document: Mapping[str, Any], phases: tuple[Phase, ...]) -> TrainSt
         BestSoFar.from_json(document.get("best")),
         (sent[0], sent[1]) if (sent := document.get("outer_sent")) else None,
         document.get("outer_tokens", 0),
+        document.get("outer_ended", 0),
+        tuple(document.get("outer_sites", ())),
         document.get("stopped_steps", 0),
         StreamPosition.from_json(document.get("stream")),
     )

@@ -167,7 +167,7 @@ class Saver:
         ids = Probe.make_input(
             hf_config.get_text_config().vocab_size,  # type: ignore[operator, union-attr]
             config.batch.sequence_length,
-            8 if config.objective.scores_samples else 1,
+            8 if config.objective.kind.scores_samples else 1,
         )
         probe = Probe(ids, self._engine.logits(ids), config.precision.dtype)
         document = self.state_document(state, evaluation, snapshot)

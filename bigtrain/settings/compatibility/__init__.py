@@ -1,4 +1,5 @@
 """Incompatible settings, as a table of rules over the facts of a run.
 
-`rules.yaml` has the rules, `facts` the settings that they are about; `check` applies them.
+`facts` has the settings that rules are about, `rule` what a rule is, `features` what rules combine;
+`parallelism`, `engine` and `training` are the table, which `check` applies.
 """

@@ -1,65 +1,72 @@
-"""Facts that the compatibility rules are about: a view of a run, its engine and its model. Pure."""
+"""Facts that the compatibility rules are about, read from a run, its engine and its model. Pure."""
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeVar, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, dataclass_transform, overload
 
 from bigtrain.errors import ConfigError
 from bigtrain.settings.deepspeed.engine_config import offload_device, zero_stage_of
 from bigtrain.settings.deepspeed.keys import AUTO, value_at
 from bigtrain.settings.deepspeed.ownership import optimizer_is_torch
-from bigtrain.settings.degrees import largest_divisor, replicas_in_world
+from bigtrain.settings.degrees import replicas_in_world
 from bigtrain.settings.hf_config_keys import ModelDimensions
-from bigtrain.settings.objective import compares_with_reference
 from bigtrain.settings.run_config import RunConfig
 
 Device = Literal["cpu", "cuda"]
-_T = TypeVar("_T")
-_MOST_RANKS = 1024
+T = TypeVar("T")
+_Json = Mapping[str, Any]
 
 
-class _Fact:
-    """One fact: `key` is where a user sets it, `read` returns its value from a view. The value is
-    kept in the view; without a source it is `default`."""
+@dataclass(frozen=True)
+class _Sources:
+    run: RunConfig
+    json: _Json
+    model: ModelDimensions | None
 
-    def __init__(self, default: object, key: str, read: Callable[[Facts], object]) -> None:
+
+class Fact(Generic[T]):
+    """One fact. `key`: where a user sets it, with a leading ``ds:`` in the DeepSpeed JSON.
+    `default`: its value where `read` returns None."""
+
+    def __init__(
+        self, default: T, key: str = "", read: Callable[[_Sources], T | None] = lambda _: None
+    ) -> None:
         self.default, self.key, self.read = default, key, read
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
 
-    def __get__(self, facts: Facts | None, owner: type) -> Any:
-        if facts is None:
-            return self
-        value = self.read(facts)
-        return vars(facts).setdefault(self.name, self.default if value is None else value)
+    @overload
+    def __get__(self, facts: None, owner: type) -> Fact[T]: ...
+    @overload
+    def __get__(self, facts: Facts, owner: type) -> T: ...
+    def __get__(self, facts: Facts | None, owner: type) -> Fact[T] | T:
+        return self if facts is None else self.default
+
+    if TYPE_CHECKING:  # the type of an argument of `Facts`, whose instances hold their values
+
+        def __set__(self, facts: Facts, value: T) -> None: ...
 
 
-def _given(default: _T) -> _T:
-    """Declare a fact that is passed to `Facts`."""
-    return cast(_T, _Fact(default, "", lambda facts: None))
-
-
-def _run(key: str, default: _T, convert: Callable[[Any], Any] = lambda value: value) -> _T:
+def _run(key: str, default: T, convert: Callable[[Any], T] = lambda value: value) -> Fact[T]:
     """Declare a fact of the run YAML; `default` where the section is absent."""
 
-    def read(facts: Facts) -> object:
-        value = functools.reduce(
-            lambda node, name: getattr(node, name, None), key.split("."), facts._run
-        )
+    def read(sources: _Sources) -> T | None:
+        value: Any = sources.run
+        for name in key.split("."):
+            value = getattr(value, name, None)
         return None if value is None else convert(value)
 
-    return cast(_T, _Fact(default, key, read))
+    return Fact(default, key, read)
 
 
-def _json(key: str, default: _T, read: Callable[[Mapping[str, Any]], object] | None = None) -> _T:
+def _json(key: str, default: T, read: Callable[[_Json], T | None] | None = None) -> Fact[T]:
     """Declare a fact of the DeepSpeed JSON; a value of another type than `default` is ignored."""
 
-    def of_type(raw: Mapping[str, Any]) -> object:
-        value = value_at(raw, key)
+    def value_of_type(json: _Json) -> Any:
+        value = value_at(json, key)
         if isinstance(default, bool) or isinstance(value, bool):
             return value if type(value) is type(default) else None
         if default is None:
@@ -68,175 +75,161 @@ def _json(key: str, default: _T, read: Callable[[Mapping[str, Any]], object] | N
             return int(value) if isinstance(default, int) else value
         return None
 
-    convert = read or of_type
-    return cast(_T, _Fact(default, f"ds:{key}", lambda facts: convert(facts._raw)))
+    return Fact(default, f"ds:{key}", lambda sources: (read or value_of_type)(sources.json))
 
 
-def _model(name: str) -> int | None:
+def _zero(key: str, default: T, read: Callable[[_Json], T | None] | None = None) -> Fact[T]:
+    return _json(f"zero_optimization.{key}", default, read)
+
+
+def _offload(block: str) -> Fact[str | None]:
+    return _zero(f"{block}.device", None, lambda json: offload_device(json, block))
+
+
+def _model(name: str) -> Fact[int | None]:
     """Declare a fact of the model's configuration."""
-    return cast(int | None, _Fact(None, "", lambda facts: getattr(facts._model, name, None)))
+    return Fact(None, "", lambda sources: getattr(sources.model, name, None))
 
 
-def _freezes(facts: Facts) -> bool:
-    run = facts._run
-    return run is not None and (run.adapters is not None or bool(run.model.frozen))
-
-
-def _adds_terms(facts: Facts) -> bool:
-    run = facts._run
-    return run is not None and bool(run.objective.label_smoothing or run.objective.z_loss)
-
-
-def _needs_reference(facts: Facts) -> bool:
-    run = facts._run
+def _needs_reference(sources: _Sources) -> bool:
     try:
-        return run is not None and compares_with_reference(run.objective)
-    except ConfigError:  # of a class that cannot be imported: `check_objective`
+        return sources.run.objective.kind.needs_reference
+    except ConfigError:  # of a class that cannot be imported: `UserObjective.import_problems`
         return False
 
 
-def _pipeline_settings(raw: Mapping[str, Any]) -> tuple[str, ...]:
+def _pipeline_settings(json: _Json) -> tuple[str, ...]:
     """Return the keys of the JSON's pipeline block that differ from bigtrain's values."""
-    block, free = raw.get("pipeline"), ("pipe_partitioned", "grad_partitioned")
+    block, free = json.get("pipeline"), ("pipe_partitioned", "grad_partitioned")
     if not isinstance(block, Mapping):
         return ()
     return tuple(key for key, value in block.items() if key not in free or value is not False)
 
 
-def _is_torch(raw: Mapping[str, Any]) -> bool:
-    blocks = (raw.get(key) for key in ("optimizer", "zero_optimization"))
-    optimizer, zero = (block if isinstance(block, Mapping) else {} for block in blocks)
-    return optimizer_is_torch(optimizer, raw, zero)
+def _is_torch(json: _Json) -> bool:
+    return optimizer_is_torch(
+        value_at(json, "optimizer"), json, value_at(json, "zero_optimization")
+    )
 
 
-def _quantizes(raw: Mapping[str, Any]) -> bool:
+def _quantizes(json: _Json) -> bool:
     keys = ("zero_quantized_weights", "zero_quantized_nontrainable_weights")
-    return any(value_at(raw, f"zero_optimization.{key}") is True for key in keys)
+    return any(value_at(json, f"zero_optimization.{key}") is True for key in keys)
 
 
-class Facts:
-    """View of a run's settings, DeepSpeed JSON and model, as the rules name them.
+@dataclass_transform(kw_only_default=True)
+class _Values:
+    """Values that are passed by the names of facts, which mypy checks."""
 
-    A fact is read when it is asked for, unless it was passed by name. None means absent or unknown,
-    and rules about an unknown fact pass: `device` and `async_io` (whether libaio is installed) are
-    unknown on a login node. `source` names the DeepSpeed JSON in problems; `accelerate`: the
-    answers to accelerate configure the engine, without a JSON. `cut_heads` and `cut_key_heads`: the
-    heads that the model's tensor-parallel plan divides among ranks.
+    def __init__(self, **values: Any) -> None:
+        """Raises TypeError for a name in `values` that is not a fact."""
+        if misspelled := values.keys() - FACTS.keys():
+            raise TypeError(f"not facts of a run: {', '.join(sorted(misspelled))}")
+        vars(self).update(values)
+
+
+class Facts(_Values):
+    """Settings of a run, of its DeepSpeed JSON and its model, as the rules name them; a fact that
+    is not passed has its default.
+
+    None means absent or unknown, and rules about an unknown fact pass: `device` and `async_io`
+    (whether libaio is installed) are unknown on a login node. `source` names the DeepSpeed JSON in
+    problems; `accelerate`: the answers to accelerate configure the engine, without a JSON.
+    `cut_heads` and `cut_key_heads`: the heads that the model's tensor-parallel plan divides among
+    ranks.
     """
 
-    tensor_size: int = _run("parallel.tensor", 1)
-    pipeline_size: int = _run("parallel.pipeline", 1)
-    sequence_size: int = _run("parallel.sequence", 1, lambda size: getattr(size, "size", size))
-    ring_size: int = _run("parallel.sequence.ring", 1)
-    expert_size: int = _run("parallel.expert", 1)
-    zero_stage: int = _json("zero_optimization.stage", 0, zero_stage_of)
-    world_size: int = _given(1)
-    sequence_length: int = _run("batch.sequence_length", 1 << 12)
-    dtype: str = _run("precision.dtype", "bfloat16")
-    gradient_dtype: str | None = _run("precision.gradient_dtype", None)
-    float8: str = _run("precision.float8", "none")
-    offload_optimizer: str | None = _json(
-        "zero_optimization.offload_optimizer.device",
-        None,
-        lambda raw: offload_device(raw, "offload_optimizer"),
+    tensor_size: Fact[int] = _run("parallel.tensor", 1)
+    pipeline_size: Fact[int] = _run("parallel.pipeline", 1)
+    sequence_size: Fact[int] = _run(
+        "parallel.sequence", 1, lambda size: int(getattr(size, "size", size))
     )
-    offload_optimizer_ratio: float = _json("zero_optimization.offload_optimizer.ratio", 1.0)
-    offload_param: str | None = _json(
-        "zero_optimization.offload_param.device",
-        None,
-        lambda raw: offload_device(raw, "offload_param"),
+    ring_size: Fact[int] = _run("parallel.sequence.ring", 1)
+    expert_size: Fact[int] = _run("parallel.expert", 1)
+    zero_stage: Fact[int] = _zero("stage", 0, zero_stage_of)
+    world_size: Fact[int] = Fact(1)
+    sequence_length: Fact[int] = _run("batch.sequence_length", 1 << 12)
+    dtype: Fact[str] = _run("precision.dtype", "bfloat16")
+    gradient_dtype: Fact[str | None] = _run("precision.gradient_dtype", None)
+    float8: Fact[str] = _run("precision.float8", "none")
+    offload_optimizer: Fact[str | None] = _offload("offload_optimizer")
+    offload_optimizer_ratio: Fact[float] = _zero("offload_optimizer.ratio", 1.0)
+    offload_param: Fact[str | None] = _offload("offload_param")
+    offload_param_nvme_path: Fact[str | None] = _zero("offload_param.nvme_path", None)
+    super_offload: Fact[bool] = _zero("offload_optimizer.super_offload", False)
+    torch_adam: Fact[bool] = _json("optimizer.params.torch_adam", True, _is_torch)
+    optimizer: Fact[str] = _run("optimizer.type", "adamw")
+    state_dtype: Fact[str] = _run("optimizer.state_dtype", "float32")
+    average_decay: Fact[float | None] = _run("optimizer.ema.decay", None)
+    prefetch_size: Fact[int] = _zero("stage3_prefetch_bucket_size", 50_000_000)
+    partition_size: Fact[int] = _zero("zero_hpz_partition_size", 1)
+    quantized_weights: Fact[bool] = _zero("zero_quantized_weights", False, _quantizes)
+    quantized_gradients: Fact[bool] = _zero("zero_quantized_gradients", False)
+    communication_dtype: Fact[str | None] = _json("communication_data_type", None)
+    prescale_gradients: Fact[bool] = _json("prescale_gradients", False)
+    reduce_scatter: Fact[bool] = _zero("reduce_scatter", True)
+    contiguous_gradients: Fact[bool] = _zero("contiguous_gradients", True)
+    overlap_comm: Fact[bool] = _zero("overlap_comm", False)
+    compute_grad_norm: Fact[bool] = _zero("compute_grad_norm", True)
+    use_gds: Fact[bool] = _json("aio.use_gds", False)
+    pipeline_block: Fact[bool] = _json("pipeline", False, lambda json: "pipeline" in json)
+    pipeline_settings: Fact[tuple[str, ...]] = _json("pipeline", (), _pipeline_settings)
+    flops_profiler: Fact[bool] = _json("flops_profiler.enabled", False)
+    attention: Fact[str] = _run("model.attention", "auto")
+    isolates: Fact[bool] = _run("data.isolates", False)
+    objective: Fact[str] = _run("objective.type", "next_token")
+    scores_samples: Fact[bool] = Fact(
+        False, "objective.type", lambda sources: sources.run.objective.kind.scores_samples
     )
-    offload_param_nvme_path: str | None = _json("zero_optimization.offload_param.nvme_path", None)
-    super_offload: bool = _json("zero_optimization.offload_optimizer.super_offload", False)
-    torch_adam: bool = _json("optimizer.params.torch_adam", True, _is_torch)
-    optimizer: str = _run("optimizer.type", "adamw")
-    state_dtype: str = _run("optimizer.state_dtype", "float32")
-    average_decay: float | None = _run("optimizer.ema.decay", None)
-    prefetch_size: int = _json("zero_optimization.stage3_prefetch_bucket_size", 50_000_000)
-    partition_size: int = _json("zero_optimization.zero_hpz_partition_size", 1)
-    quantized_weights: bool = _json("zero_optimization.zero_quantized_weights", False, _quantizes)
-    quantized_gradients: bool = _json("zero_optimization.zero_quantized_gradients", False)
-    communication_dtype: str | None = _json("communication_data_type", None)
-    prescale_gradients: bool = _json("prescale_gradients", False)
-    reduce_scatter: bool = _json("zero_optimization.reduce_scatter", True)
-    contiguous_gradients: bool = _json("zero_optimization.contiguous_gradients", True)
-    overlap_comm: bool = _json("zero_optimization.overlap_comm", False)
-    compute_grad_norm: bool = _json("zero_optimization.compute_grad_norm", True)
-    use_gds: bool = _json("aio.use_gds", False)
-    pipeline_block: bool = _json("pipeline", False, lambda raw: "pipeline" in raw)
-    pipeline_settings: tuple[str, ...] = _json("pipeline", (), _pipeline_settings)
-    flops_profiler: bool = _json("flops_profiler.enabled", False)
-    attention: str = _run("model.attention", "auto")
-    isolates: bool = _run("data.isolates", False)
-    objective: str = _run("objective.type", "next_token")
-    scores_samples: bool = _run("objective.scores_samples", False)
-    loss_terms: bool = cast(bool, _Fact(False, "objective.z_loss", _adds_terms))
-    mtp_weight: float = _run("objective.mtp_weight", 0.0)
-    grows_vocabulary: bool = _run("model.vocabulary", False, lambda section: True)
-    needs_reference: bool = cast(bool, _Fact(False, "objective.type", _needs_reference))
-    stored_reference: bool = _run("objective.reference", False, lambda name: True)
-    loss: str = _run("model.loss", "auto")
-    kernels: str = _run("model.kernels", "none")
-    compiles: str = _run("model.compile", "off")
-    activation_offload: bool = _run("model.activation_offload", False)
-    tiled_mlp: int | str = _run("model.tiled_mlp", "off")
-    freezes: bool = cast(bool, _Fact(False, "model.frozen", _freezes))
-    bias_updates: bool = _run("moe.bias_update_rate", False, lambda rate: rate > 0)
-    adapters: str | None = _run("adapters.type", None)
-    adapted_stacks: tuple[str, ...] = _run("adapters.target_parameters", ())
-    quantization: str = _run("adapters.quantization", "none")
-    num_sites: int = _run("sites.count", 0)
-    site_fragments: int = _run("sites.fragments", 1)
-    memory_steps: int | None = _run("checkpoint.memory.every_steps", None)
-    compare_steps: int | None = _run("guard.compare_every_steps", None)
-    stops_early: bool = _run("evaluation.early_stopping", False, lambda section: True)
-    accelerate: bool = _given(False)
-    device: Device | None = _given(None)
-    async_io: bool | None = _given(None)
-    attention_heads: int | None = _model("num_attention_heads")
-    cut_heads: int | None = _model("cut_heads")
-    cut_key_heads: int | None = _model("cut_key_heads")
-    num_layers: int | None = _model("num_hidden_layers")
-    num_experts: int | None = _model("num_experts")
-    max_positions: int | None = _model("max_position_embeddings")
-    num_mtp_layers: int | None = _model("num_mtp_layers")
-    source: str = _given("DeepSpeed JSON")
+    loss_terms: Fact[bool] = Fact(
+        False,
+        "objective.z_loss",
+        lambda sources: bool(sources.run.objective.label_smoothing or sources.run.objective.z_loss),
+    )
+    mtp_weight: Fact[float] = _run("objective.mtp_weight", 0.0)
+    grows_vocabulary: Fact[bool] = _run("model.vocabulary", False, lambda section: True)
+    needs_reference: Fact[bool] = Fact(False, "objective.type", _needs_reference)
+    stored_reference: Fact[bool] = _run("objective.reference", False, lambda name: True)
+    loss: Fact[str] = _run("model.loss", "auto")
+    kernels: Fact[str] = _run("model.kernels", "none")
+    compiles: Fact[str] = _run("model.compile", "off")
+    activation_offload: Fact[bool] = _run("model.activation_offload", False)
+    tiled_mlp: Fact[int | str] = _run("model.tiled_mlp", "off")
+    freezes: Fact[bool] = Fact(
+        False,
+        "model.frozen",
+        lambda sources: sources.run.adapters is not None or bool(sources.run.model.frozen),
+    )
+    bias_updates: Fact[bool] = _run("moe.bias_update_rate", False, lambda rate: bool(rate > 0))
+    adapters: Fact[str | None] = _run("adapters.type", None)
+    adapted_stacks: Fact[tuple[str, ...]] = _run("adapters.target_parameters", ())
+    quantization: Fact[str] = _run("adapters.quantization", "none")
+    num_sites: Fact[int] = _run("sites.count", 0)
+    site_fragments: Fact[int] = _run("sites.fragments", 1)
+    memory_steps: Fact[int | None] = _run("checkpoint.memory.every_steps", None)
+    compare_steps: Fact[int | None] = _run("guard.compare_every_steps", None)
+    stops_early: Fact[bool] = _run("evaluation.early_stopping", False, lambda section: True)
+    accelerate: Fact[bool] = Fact(False)
+    device: Fact[Device | None] = Fact(None)
+    async_io: Fact[bool | None] = Fact(None)
+    attention_heads: Fact[int | None] = _model("num_attention_heads")
+    cut_heads: Fact[int | None] = _model("cut_heads")
+    cut_key_heads: Fact[int | None] = _model("cut_key_heads")
+    num_layers: Fact[int | None] = _model("num_hidden_layers")
+    num_experts: Fact[int | None] = _model("num_experts")
+    max_positions: Fact[int | None] = _model("max_position_embeddings")
+    num_mtp_layers: Fact[int | None] = _model("num_mtp_layers")
+    source: Fact[str] = Fact("DeepSpeed JSON")
 
-    def __init__(
-        self,
-        run: RunConfig | None = None,
-        raw: Mapping[str, Any] | None = None,
-        model: ModelDimensions | None = None,
-        **values: Any,
-    ) -> None:
-        """Raises TypeError for a name in `values` that is not a fact."""
-        if undeclared := values.keys() - DECLARED.keys():
-            raise TypeError(f"not facts of a run: {', '.join(sorted(undeclared))}")
-        vars(self).update(values, _run=run, _raw={} if raw is None else raw, _model=model)
-
-    _run: RunConfig | None
-    _raw: Mapping[str, Any]
-    _model: ModelDimensions | None
-
-    def changed(self, **changes: Any) -> Facts:
-        """Return a copy with other values of the facts in `changes`."""
-        _ = self._is_read
-        changed_facts = object.__new__(Facts)
-        vars(changed_facts).update(vars(self), **changes)
-        return changed_facts
-
-    @functools.cached_property
-    def _is_read(self) -> bool:
-        """True, after every fact has been read, so that copies need not: a plan makes
-        thousands."""
-        return bool(self.values())
+    def __or__(self, changes: Facts) -> Facts:
+        """Return a copy with other values of the facts that were passed to `changes`."""
+        merged = object.__new__(Facts)
+        vars(merged).update(vars(self), **vars(changes))
+        return merged
 
     def values(self) -> dict[str, Any]:
         """Return every fact by name."""
-        return {name: getattr(self, name) for name in DECLARED}
-
-    def __getitem__(self, name: str) -> Any:
-        return getattr(self, name)
+        return {name: getattr(self, name) for name in FACTS}
 
     @property
     def num_replicas(self) -> int:
@@ -264,139 +257,14 @@ class Facts:
         is_own = self.state_dtype != "float32"
         return f"optimizer.state_dtype = {self.state_dtype}" if is_own else None
 
-    @property
-    def another_gradient_dtype(self) -> str | None:
-        """Dtype of the gradients where the parameters have a different one."""
-        return None if self.gradient_dtype == self.dtype else self.gradient_dtype
 
-    @property
-    def hpz_size(self) -> int:
-        """Ranks of a secondary partition (`_create_zero_param_parallel_group` of DeepSpeed)."""
-        return min(self.partition_size, self.world_size)
-
-    @property
-    def fitting_hpz_size(self) -> int:
-        """The largest secondary partition that divides the world."""
-        return largest_divisor(self.world_size, self.partition_size)
-
-    @property
-    def ulysses_size(self) -> int:
-        """Ranks that share samples and divide the heads."""
-        return max(1, self.sequence_size // self.ring_size)
-
-    @property
-    def parts_of_sample(self) -> int:
-        """Number that divides the length of a sample: every rank has equally many tokens, in a ring
-        in two equal chunks."""
-        two = 2 * self.ring_size if self.ring_size > 1 else 1
-        return math.lcm(self.sequence_size, two)
-
-    @property
-    def padded_length(self) -> int:
-        """The next sequence length that divides among sequence-parallel ranks."""
-        return -(-self.sequence_length // self.parts_of_sample) * self.parts_of_sample
-
-    @property
-    def sequence_size_of_length(self) -> int:
-        """The largest sequence-parallel size that divides the samples."""
-        return largest_divisor(self.sequence_length, self.sequence_size)
-
-    @property
-    def sequence_size_of_heads(self) -> int:
-        """The largest smaller size of Ulysses that divides the attention heads."""
-        heads = self.attention_heads or 1
-        if heads % self.tensor_size:
-            return 1
-        return largest_divisor(heads // self.tensor_size, self.ulysses_size - 1)
-
-    @property
-    def ring_of_heads(self) -> int:
-        """Size of the ring with which the same ranks share samples, where the heads limit
-        Ulysses."""
-        return self.sequence_size // self._ulysses_in_ring
-
-    @property
-    def _ulysses_in_ring(self) -> int:
-        heads = self.attention_heads or 1
-        heads_per_rank = 1 if heads % self.tensor_size else heads // self.tensor_size
-        return math.gcd(heads_per_rank, self.sequence_size)
-
-    @property
-    def kinds_of_heads(self) -> str:
-        """The setting of `ring_of_heads`."""
-        sizes = f"ulysses: {self._ulysses_in_ring}, ring: {self.ring_of_heads}"
-        return "{" + sizes + "}"
-
-    @property
-    def ranks_of_heads(self) -> int:
-        """Ranks that attention heads are divided among."""
-        return self.ulysses_size * self.tensor_size
-
-    @property
-    def splits_heads(self) -> bool:
-        """Whether a tensor-parallel rank would get a part of a head."""
-        return self.cut_heads is not None and not self._divides_heads(self.tensor_size)
-
-    def _divides_heads(self, size: int) -> bool:
-        """Return whether each of `size` ranks gets complete heads; several may share a key-value
-        head."""
-        heads, key_heads = self.cut_heads or 1, self.cut_key_heads
-        shared = key_heads is None or key_heads % size == 0 or size % key_heads == 0
-        return heads % size == 0 and shared
-
-    @property
-    def names_of_heads(self) -> str:
-        """Numbers of heads that tensor-parallel ranks divide, as the model's keys."""
-        key_heads = self.cut_key_heads
-        shared = "" if key_heads is None else f" and num_key_value_heads = {key_heads}"
-        return f"num_attention_heads = {self.cut_heads}{shared}"
-
-    @property
-    def among_tensor(self) -> str:
-        """Note on the tensor-parallel ranks that divide attention heads first."""
-        return f" among parallel.tensor = {self.tensor_size}" if self.tensor_size > 1 else ""
-
-    @property
-    def is_flash(self) -> bool:
-        return self.attention.startswith("flash")
-
-    @property
-    def tensor_sizes(self) -> list[int]:
-        """The next tensor-parallel sizes below and above that divide the heads, and also the world
-        size where the current one divides it."""
-        legal = filter(self._divides_heads, range(1, _MOST_RANKS))
-        if self.world_size % self.tensor_size == 0:
-            return _around(self.tensor_size, [n for n in legal if self.world_size % n == 0])
-        return _around(self.tensor_size, list(legal))
-
-    @property
-    def tensor_size_below(self) -> int:
-        return self.tensor_sizes[0]
-
-    @property
-    def expert_size_of_replicas(self) -> int:
-        """The largest expert-parallel size that divides the replicas."""
-        return largest_divisor(self.num_replicas, min(self.num_replicas, self.expert_size))
-
-    @property
-    def expert_size_of_experts(self) -> int:
-        """The largest expert-parallel size that divides the experts and the replicas."""
-        common_divisor = math.gcd(self.num_experts or 1, self.num_replicas)
-        return largest_divisor(common_divisor, min(common_divisor, self.expert_size))
-
-    @property
-    def expert_sizes(self) -> list[int]:
-        """The next expert-parallel sizes below and above that divide the experts."""
-        number = self.num_experts or 1
-        divisors = [n for n in range(1, number + 1) if number % n == 0]
-        return _around(self.expert_size, divisors)
-
-
-def _around(size: int, legal: list[int]) -> list[int]:
-    """Return the neighbors of `size` in `legal`, which is sorted."""
-    return [*[n for n in legal if n < size][-1:], *[n for n in legal if n > size][:1]]
-
-
-DECLARED: Mapping[str, _Fact] = {
-    name: fact for name, fact in vars(Facts).items() if isinstance(fact, _Fact)
+FACTS: Mapping[str, Fact[Any]] = {
+    name: fact for name, fact in vars(Facts).items() if isinstance(fact, Fact)
 }
+
+
+def read_facts(run: RunConfig, json: _Json, model: ModelDimensions | None) -> Facts:
+    """Return the facts of a run, its DeepSpeed JSON and its model; `model` is None if unknown."""
+    sources = _Sources(run, json, model)
+    values = {name: fact.read(sources) for name, fact in FACTS.items()}
+    return Facts(**{k: FACTS[k].default if v is None else v for k, v in values.items()})

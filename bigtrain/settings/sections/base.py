@@ -32,15 +32,16 @@ class Section(BaseModel):
 
     @classmethod
     def descriptions(cls) -> dict[str, str]:
-        """Return the text below each field in the source: what it sets, in one line. Read when it
-        is asked for, since most programs that read settings do not show it."""
-        (section,) = ast.parse(inspect.getsource(cls)).body
-        assert isinstance(section, ast.ClassDef)
+        """Return the text below each field in the source, also of bases: what it sets, in one line.
+        Read when it is asked for, since most programs that read settings do not show it."""
         texts = {}
-        for pair in pairwise(section.body):
-            match pair:
-                case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(str(text))):
-                    texts[name] = " ".join(text.split())
+        for base in reversed(cls.__mro__[: cls.__mro__.index(Section)]):
+            (section,) = ast.parse(inspect.getsource(base)).body
+            assert isinstance(section, ast.ClassDef)
+            for pair in pairwise(section.body):
+                match pair:
+                    case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                        texts[name] = " ".join(text.split())
         return texts
 
     @classmethod

@@ -11,6 +11,8 @@ from pydantic import Field, model_validator
 from bigtrain.settings.sections.base import NonNegativeInt, PositiveInt, Section
 from bigtrain.settings.sections.running import Seconds
 
+ONE_SITE = "not the weights with which the run ended on its sites"
+"""Text on weights of one site that cannot pass as the weights of a run of several sites."""
 _FEW_SITES = 4
 _LR_OF_FEW, _LR_OF_MANY = 0.6, 0.8
 _MOMENTUM = 0.9

@@ -1,8 +1,8 @@
 """The server of `bigtrain outer-server`: membership of sites, and global weights for those that can
 open connections only outwards.
 
-Only the command imports it. Start with `state`: `members` (sites, events, rounds) is shared by the
-two ways to exchange, `deliveries` (by way of the server, with `global_weights`) and `direct` (with
-the rules of `plan`). `store` is the database, `app` the HTTP side (the extra ``bigtrain[sites]``),
-with the limits of `connections`.
+Only the command imports it. Start with `state`: `members` (sites, events, outer steps) is shared by
+the two ways to exchange, `deliveries` (through the server, with `global_weights`) and `direct`
+(with the rules of `plan`). `store` is the database, `app` the HTTP side (the extra
+``bigtrain[sites]``), with the limits of `connections`.
 """

@@ -67,20 +67,19 @@ class _Marks:
     @classmethod
     def of(cls, request: Request) -> _Marks:
         """Read the headers; a length of -1 where none is given."""
-        texts = [
+        instance, nonce, digest, signature = (
             request.headers.get(name, "")[:_LONGEST_MARK]
-            for name in (
-                protocol.INSTANCE,
-                protocol.NONCE,
-                "content-length",
-                protocol.DIGEST,
-                protocol.SIGNATURE,
-            )
-        ]
-        instance, nonce, length, digest, signature = texts
+            for name in (protocol.INSTANCE, protocol.NONCE, protocol.DIGEST, protocol.SIGNATURE)
+        )
+        length = request.headers.get("content-length", "")
         number = int(length) if re.fullmatch(r"[0-9]{1,12}", length) else -1
         action = str(request.path_params["action"])[:_LONGEST_MARK]
         return cls(action, instance, nonce, number, digest, signature)
+
+    @property
+    def limits(self) -> type[protocol.Request]:
+        """The request's class, with the limits of its size."""
+        return protocol.REQUESTS.get(self.action, protocol.Request)
 
 
 class OuterServer:
@@ -98,8 +97,7 @@ class OuterServer:
         self._instance = secrets.token_hex(8)
         self._sessions: OrderedDict[str, str] = OrderedDict()  # by the nonce of the first message
         self._last: dict[str, int] = {}  # sequence number by session
-        self._refused: Counter[tuple[str, str]] = Counter()
-        self._failures: Counter[str] = Counter()
+        self._counts: Counter[tuple[str, str]] = Counter()  # of refusals and failures
         self._lock = threading.Lock()
         self._room = asyncio.Semaphore(BODIES_AT_ONCE)
         self._waiting = anyio.CapacityLimiter(_WAITING_AT_ONCE)
@@ -118,7 +116,9 @@ class OuterServer:
         connection: GuardedConnection | None = request.scope["state"][STATE]()
         if connection is not None:
             connection.trust()
-        if not protocol.is_large(marks.action):
+        # A request, or the reply to `layout_of`, that may take much memory waits for room.
+        is_large = marks.limits.most_bytes >= protocol.MOST_HEADER_BYTES
+        if not is_large and marks.action != "layout_of":
             return await self._reply(request, host, marks)
         async with self._room:
             return await self._reply(request, host, marks)
@@ -133,7 +133,7 @@ class OuterServer:
             text = f"refused a message ({action}) that nobody signed who has the token"
             self._note(host, "forged", text)
             return protocol.FORGED, "the signature is not of this server's token"
-        if marks.length > protocol.most_bytes(action):
+        if marks.length > marks.limits.most_bytes:
             self._note(host, "too large", f"refused a message ({action}) of {marks.length:,} bytes")
             return protocol.TOO_LARGE, f"a message of {marks.length:,} bytes is too large"
         if action == "hello":
@@ -173,7 +173,7 @@ class OuterServer:
         try:
             if protocol.digest_of(body) != marks.digest:
                 raise CorruptMessageError(f"checksum of {len(body)} bytes")
-            header, payload = protocol.unpack(body, protocol.most_header_bytes(action))
+            header, payload = protocol.unpack(body, marks.limits.most_header_bytes)
         except CorruptMessageError as error:
             self._note(host, "corrupted", f"refused a corrupted message ({action}): {error}")
             return protocol.CORRUPT, {"error": f"the message came corrupted: {error}"}, b""
@@ -210,27 +210,23 @@ class OuterServer:
         return {"instance": self._instance, "session": session}
 
     def _note(self, host: str, reason: str, text: str) -> None:
-        """Name the sender of a refused message, each time that their count doubles, so that nobody
-        fills the log."""
-        if len(self._refused) > _KNOWN_HOSTS:
-            self._refused.clear()
-        self._refused[host, reason] += 1
-        count = self._refused[host, reason]
-        if count.bit_count() == 1:
-            self._say(f"{host}: {text}" + (f" ({count} such so far)" if count > 1 else ""))
+        """Name the sender of a refused message, so that nobody fills the log."""
+        self._say_at_doubling(f"{host}: {text}", (host, reason))
         self._state.note(MESSAGE_REFUSED, host, reason)
 
     def note_failure(self, error: Exception) -> None:
-        """Name what the server could not do for a connection: each time that the count of such
-        failures doubles."""
+        """Name what the server could not do for a connection."""
         name = type(error).__name__
-        self._failures[name] += 1
-        count = self._failures[name]
+        self._say_at_doubling(f"a connection failed: {name}: {error}", ("", name))
+
+    def _say_at_doubling(self, text: str, key: tuple[str, str]) -> None:
+        """Write a line each time that the count of its `key` (host, reason) doubles."""
+        if len(self._counts) > _KNOWN_HOSTS:
+            self._counts.clear()
+        self._counts[key] += 1
+        count = self._counts[key]
         if count.bit_count() == 1:
-            text = f"{name}: {error}"
-            self._say(
-                f"a connection failed: {text}" + (f" ({count} such so far)" if count > 1 else "")
-            )
+            self._say(text + (f" ({count} such so far)" if count > 1 else ""))
 
     def _signed(self, status: int, nonce: str, header: Header, payload: bytes = b"") -> Response:
         body = protocol.pack(header, payload)

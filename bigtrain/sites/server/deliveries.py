@@ -1,4 +1,4 @@
-"""Rounds of the exchange by way of the server: initial weights, contributions of the sites, and
+"""Outer steps through the server: initial weights, contributions of the sites, and
 outer steps with their mean."""
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from bigtrain.settings.sections.sites import SitesSection
 from bigtrain.sites import protocol
 from bigtrain.sites.contribution import UnusableError
 from bigtrain.sites.metrics import LEFT_OUT, OuterEvent
-from bigtrain.sites.protocol import Header, RefusedError
+from bigtrain.sites.protocol import DeliverRequest, Header, RefusedError
 from bigtrain.sites.rectangles import ParameterBox
 from bigtrain.sites.server.global_weights import GlobalWeights, NextStep
 from bigtrain.sites.server.members import UNUSABLE, Members, events_of, named
-from bigtrain.sites.server.store import Delivery
 
 Reply = tuple[Header, bytes]
 
@@ -89,7 +88,7 @@ class ServerExchange:
                 reported = self._members.pending()
                 events = [asdict(event) for event in events_of(reported, 0)]
                 record = {**weights.record, "events": events}
-                self._members.write_round(record, reported, tensors=weights.tensors())
+                self._members.write_step(record, reported, tensors=weights.tensors)
                 weights.ready()
         return {}, b""
 
@@ -101,13 +100,12 @@ class ServerExchange:
         self._store.write_part(request.site, key, protocol.pack({"boxes": request.boxes}, payload))
         return {}, b""
 
-    def _deliver(self, request: protocol.DeliverRequest, _: memoryview) -> Reply:
+    def _deliver(self, delivery: DeliverRequest, _: memoryview) -> Reply:
         """Count a site's contribution as complete. Returns the state, with ``late`` where the outer
         step that it was meant for was made without it. Raises RefusedError for missing parts."""
-        site, members = request.site, self._members
-        heard_step = request.base if request.heard is None else request.heard
+        site, members = delivery.site, self._members
+        heard_step = delivery.base if delivery.heard is None else delivery.heard
         with members.changed:
-            delivery = Delivery(**request.model_dump(include=set(Delivery.__annotations__)))
             row = members.member(site)
             if not row.is_active:
                 self._store.write_site(replace(row, is_active=True, has_left=False))
@@ -117,7 +115,8 @@ class ServerExchange:
             ):  # the reply was lost
                 return members.summary(heard_step), b""
             staleness = self._weights.number - delivery.base
-            if staleness < 0 or (staleness > 0 and not self._is_asynchronous):
+            has_ended = self._weights.record["ended_step"] >= delivery.last_step
+            if staleness and (staleness < 0 or has_ended or not self._is_asynchronous):
                 self._store.forget([site])
                 members.note(LEFT_OUT, f"site {site}", "late")
                 members.log(
@@ -128,7 +127,7 @@ class ServerExchange:
             with self._excluding(site):
                 # Every element once, else the mean would be of something else than the model.
                 self._weights.refuse_contribution(partial(self._read, site, delivery))
-            self._store.deliver(site, delivery)
+            self._store.deliver(delivery)
             self._unusable.discard(site)
             if self._waits_since is None:
                 self._waits_since = members.clock()
@@ -169,6 +168,10 @@ class ServerExchange:
     def tick(self) -> None:
         """Make the outer steps for which no site is waited for any longer."""
         while self._weights.is_ready and (delivered := self._store.deliveries()):
+            last_step = min(delivery.last_step for delivery in delivered.values())
+            if self._is_asynchronous and self._weights.record["ended_step"] >= last_step:
+                self._store.forget(delivered)  # the sites take the weights with which the run ended
+                return
             absent = self._absent(delivered)
             if absent is None:
                 return
@@ -176,7 +179,7 @@ class ServerExchange:
                 delivered = dict([min(delivered.items())])
             self._make_step(delivered, absent)
 
-    def _absent(self, delivered: Mapping[int, Delivery]) -> set[int] | None:
+    def _absent(self, delivered: Mapping[int, DeliverRequest]) -> set[int] | None:
         """Return the sites that an outer step is made without now; None if none is due."""
         if self._is_asynchronous:
             return set()
@@ -195,7 +198,7 @@ class ServerExchange:
         waits = any(site not in rows or members.is_alive(site) for site in absent)
         return None if waits else absent
 
-    def _make_step(self, delivered: dict[int, Delivery], absent: set[int]) -> None:
+    def _make_step(self, delivered: dict[int, DeliverRequest], absent: set[int]) -> None:
         """Make one outer step: on disk, then in memory."""
         after = self._computed(delivered)
         if after is None:  # a delivery was discarded
@@ -209,9 +212,11 @@ class ServerExchange:
             reason = f"was refused: {refusal}" if refusal else "missed the outer step"
             events.append(OuterEvent(LEFT_OUT, f"site {site}", reason, number - 1))
         after.record["events"] = [asdict(event) for event in events]
+        last_step = max(delivery.last_step for delivery in delivered.values())
+        after.record["ended_step"] = last_step if after.record["step"] >= last_step else 0
         after.record["attempts"] = {str(site): row.attempt for site, row in delivered.items()}
         made_by = list(delivered)
-        members.write_round(
+        members.write_step(
             after.record, reported, made_by, absent, tensors=after.tensors, used=made_by
         )
         self._weights.commit(after)
@@ -224,7 +229,7 @@ class ServerExchange:
             )
         members.log(f"outer step {number} with {named(delivered)}")
 
-    def _computed(self, delivered: Mapping[int, Delivery]) -> NextStep | None:
+    def _computed(self, delivered: Mapping[int, DeliverRequest]) -> NextStep | None:
         """Return the state after a step with these deliveries; None if a delivery makes the step
         fail, which is discarded."""
         try:
@@ -248,7 +253,7 @@ class ServerExchange:
         )
         return None
 
-    def _next(self, delivered: Mapping[int, Delivery]) -> NextStep:
+    def _next(self, delivered: Mapping[int, DeliverRequest]) -> NextStep:
         weights, share = self._weights, 1.0
         if self._is_asynchronous:
             ((_, delivery),) = delivered.items()
@@ -262,7 +267,7 @@ class ServerExchange:
         )
 
     def _read(
-        self, site: int, delivery: Delivery
+        self, site: int, delivery: DeliverRequest
     ) -> Iterator[tuple[list[ParameterBox], memoryview]]:
         """Yield the messages of a delivery, one at a time in memory. Raises RefusedError if some
         are missing."""

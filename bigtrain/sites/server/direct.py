@@ -11,12 +11,12 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bigtrain.sites import protocol
 from bigtrain.sites.metrics import LEFT_OUT
-from bigtrain.sites.protocol import Header, RefusedError, RoundEntry, RoundPlan
+from bigtrain.sites.protocol import Header, RefusedError, RoundEntry, RoundPlan, StepRecord
 from bigtrain.sites.server.members import UNUSABLE, EventKey, Members, events_of, named
 from bigtrain.sites.server.plan import Waiting, due, plan_round, round_events
 from bigtrain.sites.server.store import SiteRow
@@ -203,33 +203,34 @@ class DirectExchange:
 
     def _form(self, entries: dict[int, RoundEntry], *, is_new: bool) -> None:
         # Groups of ranks stay open while the same processes of the same sites take part.
-        rows = self._store.sites()
+        rows, last = self._store.sites(), self._store.record()
         incarnations = tuple((s, rows[s].run, rows[s].num_joins) for s in sorted(entries))
         if self._incarnations[0] != incarnations:
             self._incarnations, self._values = (incarnations, secrets.token_hex(8)), {}
         plan = plan_round(
             entries,
+            last,
             is_new=is_new,
             generation=self._incarnations[1],
             layouts={site: rows[site].layout for site in sorted(entries)},
             plain=sorted({name for row in rows.values() for name in json.loads(row.plain)}),
         )
         reported = self._members.pending()
-        last = self._store.record()
         before = set(plan.members if last is None else last["members"])
         events = round_events(plan, events_of(reported, plan.number), before)
         plan = plan.model_copy(update={"events": events})
-        if last is not None and plan.number < int(last["number"]):
-            self._members.log(
-                f"outer step {last['number']} is on none of the sites that are here: they continue "
-                f"at {plan.number}"
-            )
         for site, entry in entries.items():
             self._plans[site] = entry.entry, plan
             del self._waiting[site]
-        if plan.digests:
-            self._members.log(f"{named(plan.members)}: a new run whose weights differ is not begun")
+        if plan.refusal:
+            self._members.log(f"no outer step with {named(plan.members)}: {plan.refusal}")
         else:
+            older = max(entry.number for entry in entries.values())
+            if last is not None and older < int(last["number"]):
+                self._members.log(
+                    f"outer step {last['number']} is on none of the sites that are here: they "
+                    f"continue from {older}, which becomes {plan.number}"
+                )
             tokens = {site: entry.tokens for site, entry in entries.items() if site in plan.sites}
             active = {site for site, row in rows.items() if row.is_active}
             absent = active - set(plan.members) - self._waiting.keys()
@@ -255,13 +256,11 @@ class DirectExchange:
     def _commit(self, current: _OpenRound) -> None:
         plan = current.plan
         record = {
-            **plan.model_dump(include={"number", "step", "tokens_seen", "members", "fragment"}),
-            "sites": list(plan.sites),
+            **plan.model_dump(mode="json", include=set(StepRecord.model_fields)),
             "tokens": {str(site): count for site, count in current.tokens.items()},
             "time": time.time(),
-            "events": [asdict(event) for event in plan.events],
         }
-        self._members.write_round(
+        self._members.write_step(
             record, current.told, plan.members, current.absent, attempt=plan.attempt
         )
         self._open, self._num_undecided = None, 0

@@ -17,7 +17,7 @@ from bigtrain.sites.codecs import CODECS, FloatCodec, is_finite
 from bigtrain.sites.contribution import UnusableError, decoded, refuse_norm
 from bigtrain.sites.metrics import square
 from bigtrain.sites.outer_optimizer import outer_update
-from bigtrain.sites.protocol import MOST_TOKENS
+from bigtrain.sites.protocol import MOST_TOKENS, StepRecord
 from bigtrain.sites.rectangles import ParameterBox, Update, join_cuts
 
 
@@ -43,7 +43,8 @@ class GlobalWeights:
     state, and 8 bytes for the mean.
 
     shapes: of all parameters that are trained. absolute: whether sites send weights where the codec
-    may (float32); else always differences. record: of the last outer step, as JSON.
+    may (float32); else always differences. tensors, record: the state, and its outer
+    step as JSON; a restart needs both.
     """
 
     def __init__(
@@ -60,27 +61,25 @@ class GlobalWeights:
             name: slice(end - size, end)
             for name, size, end in zip(self.shapes, sizes, ends, strict=True)
         }
-        self._weights = torch.zeros(self._count)
-        self._momentum = torch.zeros(self._count) if sites.outer.has_momentum else None
-        self._error = torch.zeros(self._count) if codec.keeps_error else None
+        has_state = {
+            "weights": True,
+            "momentum": sites.outer.has_momentum,
+            "error": codec.keeps_error,
+        }
+        self.tensors = {name: torch.zeros(self._count) for name, has in has_state.items() if has}
         self._updates: dict[str, Update] | None = None
         self._is_filled = torch.zeros(0, dtype=torch.bool)
         self.is_ready = False
-        self.record: dict[str, Any] = {"number": 0, "step": 0, "sites": [], "tokens": {}}
+        self.record: dict[str, Any] = StepRecord().model_dump(mode="json")
 
     @property
     def number(self) -> int:
         """The last outer step; 0 before the first."""
         return int(self.record["number"])
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Return what `restore` needs in addition to the record."""
-        states = {"weights": self._weights, "momentum": self._momentum, "error": self._error}
-        return {name: state for name, state in states.items() if state is not None}
-
     def restore(self, tensors: Mapping[str, torch.Tensor], record: Mapping[str, Any]) -> None:
         """Continue from a state that was kept."""
-        for name, state in self.tensors().items():
+        for name, state in self.tensors.items():
             state.copy_(tensors[name])
         self.record, self.is_ready = dict(record), True
 
@@ -103,8 +102,8 @@ class GlobalWeights:
         if not self._is_filled.numel():
             self._is_filled = torch.zeros(self._count, dtype=torch.bool)
         for box, box_values in _by_box(boxes, values):
-            current = self._of(self._weights, box.name)[box.slices]
-            is_filled = self._of(self._is_filled, box.name)[box.slices]
+            current = self._cut(self.tensors["weights"], box)
+            is_filled = self._cut(self._is_filled, box)
             if is_filled.any() and not (is_filled.all() and torch.equal(current, box_values)):
                 raise ValueError(f"initial weights of {box.name} came twice, with other values")
             current.copy_(box_values)
@@ -133,18 +132,18 @@ class GlobalWeights:
         """Raise ValueError unless the messages of a site have every element of the model once,
         UnusableError for values that are not finite or too far from the weights."""
         is_here = torch.zeros(self._count, dtype=torch.bool)
-        change = 0.0
+        change, weights = 0.0, self.tensors["weights"]
         for box, values in self._values(parts):
-            is_box_here = self._of(is_here, box.name)[box.slices]
+            is_box_here = self._cut(is_here, box)
             if is_box_here.any():
                 raise ValueError(f"elements of {box.name} came twice")
             is_box_here.fill_(True)
-            before = self._of(self._weights, box.name)[box.slices]
+            before = self._cut(weights, box)
             change += square(values, torch.zeros(()) if self.is_relative else before)
         count = int(is_here.sum())
         if count != self._count:
             raise ValueError(f"{count} of {self._count} elements are here")
-        refuse_norm(change, square(self._weights, torch.zeros(())), self._count)
+        refuse_norm(change, square(weights, torch.zeros(())), self._count)
 
     @torch.no_grad()
     def step(
@@ -162,17 +161,17 @@ class GlobalWeights:
         mean = torch.zeros(self._count, dtype=torch.float64)
         for site in sorted(parts):
             for box, values in self._values(parts[site]):
-                self._of(mean, box.name)[box.slices].add_(values.double(), alpha=tokens[site])
+                self._cut(mean, box).add_(values.double(), alpha=tokens[site])
         mean.div_(sum(tokens.values()))
         distances = {}
         for site in parts:
             total = 0.0
             for box, values in self._values(parts[site]):
-                total += square(values.double(), self._of(mean, box.name)[box.slices])
+                total += square(values.double(), self._cut(mean, box))
             distances[str(site)] = math.sqrt(total / self._count)
 
         # The state after the step, in copies: the step does not count yet.
-        after = {name: state.clone() for name, state in self.tensors().items()}
+        after = {name: state.clone() for name, state in self.tensors.items()}
         updates = {}
         for name, element_range in self._places.items():
             part = {state_name: state[element_range] for state_name, state in after.items()}
@@ -195,9 +194,7 @@ class GlobalWeights:
 
     def commit(self, after: NextStep) -> None:
         """Take the state after an outer step, which is on disk."""
-        for name, state in after.tensors.items():
-            setattr(self, f"_{name}", state)
-        self._updates, self.record = after.updates, after.record
+        self.tensors, self._updates, self.record = after.tensors, after.updates, after.record
 
     def _step_parameter(
         self,
@@ -229,7 +226,7 @@ class GlobalWeights:
         if form == "update" and self._updates is not None:
             cuts = [self._updates[box.name].cut(box) for box in boxes]
             return {"form": "update"}, join_cuts(self._codec, cuts)
-        full = [self._of(self._weights, box.name)[box.slices].reshape(-1) for box in boxes]
+        full = [self._cut(self.tensors["weights"], box).reshape(-1) for box in boxes]
         plain = FloatCodec(torch.float32, is_relative=False)
         return {"form": "full"}, join_cuts(plain, [(elements, None) for elements in full])
 
@@ -247,9 +244,9 @@ class GlobalWeights:
         raw = torch.frombuffer(bytearray(payload), dtype=torch.uint8).unsqueeze(0)
         return decoded(self._codec, raw, count)[0]
 
-    def _of(self, flat: torch.Tensor, name: str) -> torch.Tensor:
-        """The parameter `name` in a flat tensor of all: a view."""
-        return flat[self._places[name]].view(self.shapes[name])
+    def _cut(self, flat: torch.Tensor, box: ParameterBox) -> torch.Tensor:
+        """Return a rectangle in a flat tensor of all parameters: a view."""
+        return flat[self._places[box.name]].view(self.shapes[box.name])[box.slices]
 
 
 def _by_box(

@@ -1,4 +1,4 @@
-"""Sites of a run, its events and rounds: state that both ways to exchange share."""
+"""Sites of a run, its events and outer steps: state that both ways to exchange share."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from bigtrain.sites.protocol import (
     Header,
     JoinRequest,
     RefusedError,
+    StepRecord,
     escaping,
 )
 from bigtrain.sites.server.store import ServerDirectory, SiteRow
@@ -26,7 +27,6 @@ RECONNECT_SECONDS = 3.0
 UNUSABLE = "sent values that are not finite, or moved too far"
 _MOST_EVENTS = 50  # of one outer step
 _KEPT_EVENTS = 500  # for sites that missed outer steps
-_NEW_RUN: Header = {"is_ready": False, "number": 0, "step": 0, "sites": [], "tokens": {}}
 _LONGEST_TEXT = 500
 EventKey = tuple[str, str, str]
 """Event, who, reason."""
@@ -37,7 +37,7 @@ class Rules:
     """Rules by which a server makes outer steps.
 
     is_asynchronous: a step for every delivery, weighted by its staleness, instead of a common step
-    for all sites. window_seconds: how long the first site of a round waits for further sites.
+    for all sites. window_seconds: how long the first site at an outer step waits for further sites.
     """
 
     is_asynchronous: bool
@@ -45,7 +45,7 @@ class Rules:
 
 
 class Members:
-    """Sites of a run, its rounds and events. What methods return is on disk.
+    """Sites of a run, its outer steps and events. What methods return is on disk.
 
     log: writes a line to the server's log. clock: seconds that ascend. changed: the lock of
     everything, notified of each change. refused: by site, why its last join was refused.
@@ -176,7 +176,7 @@ class Members:
         have_left = self._has_joined and all(row.has_left for row in self.store.sites().values())
         return have_left or self.clock() - self._last_heard >= idle_seconds
 
-    # Rounds
+    # Outer steps
 
     def summary(self, heard_step: int | None = None) -> Header:
         """Return where the run is: the last outer step, its sites, the optimizer steps it follows;
@@ -184,7 +184,7 @@ class Members:
         """
         record = self.store.record()
         if record is None:
-            return dict(_NEW_RUN)
+            return {"is_ready": False, **StepRecord().model_dump(mode="json")}
         last = int(record["number"]) - 1 if heard_step is None else heard_step
         records = self.store.records_after(last)
         events = [event for record in records for event in record.get("events", ())]
@@ -208,7 +208,7 @@ class Members:
                 self.changed.wait(remaining_seconds)
             return answer
 
-    def write_round(
+    def write_step(
         self,
         record: Header,
         reported: Counter[EventKey],
@@ -216,9 +216,9 @@ class Members:
         absent: Collection[int] = (),
         **contributions: Any,
     ) -> None:
-        """Store a round of the sites `made_by`; the sites `absent` are not waited for afterwards.
-        reported: earlier events that the record contains. contributions: further arguments of
-        `ServerDirectory.write_round`."""
+        """Store an outer step of the sites `made_by`; the sites `absent` are not waited for
+        afterwards. reported: earlier events that the record contains. contributions: further
+        arguments of `ServerDirectory.write_step`."""
         rows = [
             replace(
                 row,
@@ -229,7 +229,7 @@ class Members:
             for site, row in self.store.sites().items()
         ]
         unreported = self._events - reported
-        self.store.write_round(record, rows, unreported, **contributions)
+        self.store.write_step(record, rows, unreported, **contributions)
         self._events, self._failure = unreported, ""
         self.changed.notify_all()
 
@@ -256,8 +256,8 @@ class Members:
                 self._noted[key] += 1
 
     def pending(self) -> Counter[EventKey]:
-        """Return how often each event has happened since the last round. What `note` was given is
-        stored first; of repeated events at each doubling, so that nobody keeps the disk busy."""
+        """Return how often each event has happened since the last outer step. What `note` was given
+        is stored first; of repeated events at each doubling, so that nobody keeps the disk busy."""
         with self._noted_lock:
             noted, self._noted = self._noted, Counter()
         for key, count in noted.items():

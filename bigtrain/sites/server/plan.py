@@ -7,6 +7,7 @@ import math
 import secrets
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import Any
 
 from bigtrain.sites.metrics import LEFT_OUT, RETURNED, OuterEvent
 from bigtrain.sites.protocol import RoundEntry, RoundPlan
@@ -33,7 +34,7 @@ def due(
     """Return whether the sites that are `waiting` begin a round now.
 
     expected: sites that are alive and take part, those that wait among them. count: of the run.
-    is_new: no round was made, and no site is from a checkpoint.
+    is_new: no outer step was made, and no site is from a checkpoint.
     """
     if not waiting:
         return False
@@ -58,13 +59,14 @@ def due(
 
 def plan_round(
     entries: Mapping[int, RoundEntry],
+    last: Mapping[str, Any] | None,
     *,
     is_new: bool,
     generation: str,
     layouts: Mapping[int, str],
     plain: Sequence[str],
 ) -> RoundPlan:
-    """Return the round of these sites.
+    """Return the round of these sites after the outer step `last` (None: the first).
 
     If sites differ in their global weights or outer step, the group whose weights have seen most
     tokens gives its weights to all other sites (of several groups the largest, then the group of
@@ -88,29 +90,65 @@ def plan_round(
         takers = tuple(site for site in members if entries[site] not in best)
     else:
         takers = tuple(site for site in members if site not in giving)
-    differ = is_new and len(alike) > 1
+    # A number names one set of weights: sites that continue from older weights get a new one.
+    number, step = best[0].number, max(e.step for e in (list(giving.values()) or best))
+    is_newest = last is None or (
+        number == last["number"] and any(entry.site in last["members"] for entry in best)
+    )
+    if last is not None and not is_newest:
+        number = max(number, int(last["number"]) + (fragment is None))
+    # The run ends with the outer step after which no site that gives exchanges anything.
+    ended_step = step if giving and all(entry.is_last for entry in giving.values()) else 0
+    if last is not None and is_newest and fragment is None:
+        ended_step = last["ended_step"]
+    refusal = ""
+    if is_new and len(alike) > 1:
+        digests = ", ".join(f"{entry.digest} at site {site}" for site, entry in entries.items())
+        refusal = (
+            f"sites of a new run begin with different global weights ({digests}) -> give all of "
+            "them the same model, seed and versions"
+        )
+    elif last is not None and not is_newest and last["ended_step"] >= best[0].last_step:
+        refusal = _refuse_other_end(last, entries.keys())
     return RoundPlan(
         attempt=secrets.token_hex(8),
         generation=generation,
         members=members,
+        sites=tuple(site for site, count in zip(members, tokens, strict=True) if count),
         weights=tuple(tokens_ // common for tokens_ in tokens),
         takers=takers,
         donor=min(giving) if giving else best[0].site,
         fragment=fragment,
-        number=best[0].number + (fragment is not None),
-        step=max(entry.step for entry in (list(giving.values()) or best)),
+        number=number + (fragment is not None),
+        step=step,
+        ended_step=ended_step,
         tokens_seen=best[0].tokens_seen + sum(tokens),
         layouts=dict(layouts),
         plain=tuple(plain),
-        digests={site: entry.digest for site, entry in entries.items()} if differ else {},
+        refusal=refusal,
+    )
+
+
+def _refuse_other_end(last: Mapping[str, Any], present: Set[int]) -> str:
+    """Return why the sites `present`, without the weights with which the run ended in the
+    outer step `last`, may not continue: other sites export these weights. An empty text if all
+    the sites on which the run ended are here, so that no site has these weights any more."""
+    away = ", ".join(map(str, sorted(set(last["members"]) - present)))
+    if not away:
+        return ""
+    return (
+        f"the run ended with outer step {last['number']}, after its last step "
+        f"{last['ended_step']}, on site {away}, and no site that is here has these weights: the "
+        f"export of site {away} is the run's -> use that export; to continue without it, from "
+        "older weights, give the outer server a new --directory"
     )
 
 
 def round_events(
     plan: RoundPlan, noted: Sequence[OuterEvent], before: Set[int]
 ) -> tuple[OuterEvent, ...]:
-    """Return what happened to the sites since the round of those `before`: `noted` events, and who
-    is missing or back."""
+    """Return what happened to the sites since the outer step of those `before`: `noted` events, and
+    who is missing or back."""
     number, named_sites = plan.number, {event.who for event in noted}
     events = [
         OuterEvent(LEFT_OUT, f"site {site}", "missed the outer step", number)

@@ -2,7 +2,7 @@
 
 ::
 
-    server.sqlite             the run, its sites, contributions, rounds and events
+    server.sqlite             the run, its sites, contributions, outer steps and events
     state-000012-ID           weights, momentum and rounding error after outer step 12
     parts/ID                  messages of a site for the next step, as they came
     layouts/DIGEST            layout documents of sites
@@ -27,6 +27,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bigtrain.errors import LaunchError
+from bigtrain.sites.protocol import DeliverRequest
 from bigtrain.system.files import sync_to_disk, write_whole
 
 _SCHEMA = """
@@ -38,14 +39,15 @@ CREATE TABLE IF NOT EXISTS parts (
     site INTEGER, attempt TEXT, rank INTEGER, part INTEGER, file TEXT NOT NULL,
     PRIMARY KEY (site, attempt, rank, part));
 CREATE TABLE IF NOT EXISTS deliveries (
-    site INTEGER PRIMARY KEY, attempt TEXT, base INTEGER, step INTEGER, tokens INTEGER,
-    num_messages INTEGER);
+    site INTEGER PRIMARY KEY, attempt TEXT, base INTEGER, step INTEGER, last_step INTEGER,
+    tokens INTEGER, num_messages INTEGER);
 CREATE TABLE IF NOT EXISTS rounds (
     id INTEGER PRIMARY KEY, number INTEGER, attempt TEXT UNIQUE, record TEXT, file TEXT);
 CREATE TABLE IF NOT EXISTS events (
     event TEXT, who TEXT, reason TEXT, count INTEGER, PRIMARY KEY (event, who, reason));
 """
 _KEPT_RECORDS = 500
+_DELIVERED = ("site", "attempt", "base", "step", "last_step", "tokens", "num_messages")
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,8 @@ class SiteRow:
     """A site that has joined.
 
     run: id of its run directory. num_joins: how often it has started. is_active: other sites wait
-    for it. is_training: it was in a round since it joined. number: of its last outer step. refused:
-    why it takes part in no round until it joins again. layout: digest. plain: JSON.
+    for it. is_training: it was in an outer step since it joined. number: of its last outer step.
+    refused: why it takes part in none until it joins again. layout: digest. plain: JSON.
     """
 
     site: int
@@ -68,21 +70,6 @@ class SiteRow:
     layout: str = ""
     plain: str = "[]"
     timeout_seconds: float = 600.0
-
-
-@dataclass(frozen=True)
-class Delivery:
-    """A complete contribution of a site to an outer step.
-
-    base: the outer step that its change is relative to. step: its optimizer steps. tokens: trained
-    on since `base`. num_messages: of all ranks.
-    """
-
-    attempt: str
-    base: int
-    step: int
-    tokens: int
-    num_messages: int
 
 
 class ServerDirectory:
@@ -245,17 +232,18 @@ class ServerDirectory:
         sql = "SELECT file FROM parts WHERE site = ? AND attempt = ? ORDER BY rank, part"
         return [self.directory / "parts" / name for (name,) in self._rows(sql, site, attempt)]
 
-    def deliver(self, site: int, delivery: Delivery) -> None:
+    def deliver(self, delivery: DeliverRequest) -> None:
         """Store that an attempt is complete; earlier ones of the site are removed."""
         with self.transaction():
-            self._delete_parts("site = ? AND attempt != ?", site, delivery.attempt)
-            row = (site, *astuple(delivery))
-            self._write("INSERT OR REPLACE INTO deliveries VALUES (?, ?, ?, ?, ?, ?)", *row)
+            self._delete_parts("site = ? AND attempt != ?", delivery.site, delivery.attempt)
+            row = [getattr(delivery, name) for name in _DELIVERED]
+            self._write("INSERT OR REPLACE INTO deliveries VALUES (?, ?, ?, ?, ?, ?, ?)", *row)
 
-    def deliveries(self) -> dict[int, Delivery]:
+    def deliveries(self) -> dict[int, DeliverRequest]:
         """Return the complete contributions for the next step, by site."""
         rows = self._rows("SELECT * FROM deliveries ORDER BY site")
-        return {site: Delivery(*values) for site, *values in rows}
+        fields_by_site = {row[0]: dict(zip(_DELIVERED, row, strict=True)) for row in rows}
+        return {s: DeliverRequest.model_construct(**row) for s, row in fields_by_site.items()}
 
     def forget(self, sites: Iterable[int]) -> None:
         """Remove what sites have sent for the next step."""
@@ -264,23 +252,23 @@ class ServerDirectory:
                 self._delete_parts("site = ?", site)
                 self._write("DELETE FROM deliveries WHERE site = ?", site)
 
-    # Rounds
+    # Outer steps
 
     def record(self) -> dict[str, Any] | None:
-        """Return the record of the last round; None before the first."""
+        """Return the record of the last outer step; None before the first."""
         rows = self._rows("SELECT record FROM rounds ORDER BY id DESC LIMIT 1")
         return json.loads(rows[0][0]) if rows else None
 
     def records_after(self, number: int, limit: int = _KEPT_RECORDS) -> list[dict[str, Any]]:
-        """Return the records of the newest rounds later than outer step `number`, oldest first."""
+        """Return the records of the newest outer steps later than `number`, oldest first."""
         sql = "SELECT record FROM rounds WHERE number > ? ORDER BY id DESC LIMIT ?"
         return [json.loads(record) for (record,) in reversed(self._rows(sql, number, limit))]
 
     def is_committed(self, attempt: str) -> bool:
-        """Return whether the round of an attempt is in the database."""
+        """Return whether the outer step of an attempt is in the database."""
         return bool(self._rows("SELECT 1 FROM rounds WHERE attempt = ?", attempt))
 
-    def write_round(
+    def write_step(
         self,
         record: Mapping[str, Any],
         sites: Iterable[SiteRow],
@@ -290,8 +278,8 @@ class ServerDirectory:
         tensors: Mapping[str, torch.Tensor] | None = None,
         used: Sequence[int] = (),
     ) -> None:
-        """Store a round: its record, sites and events after it, and the state of the weights, if
-        the server has them. Contributions of the sites `used` are removed."""
+        """Store an outer step: its record, sites and events after it, and the state of the weights,
+        if the server has them. Contributions of the sites `used` are removed."""
         number = int(record["number"])
         path = self.directory / f"state-{number:06d}-{secrets.token_hex(4)}"
         try:
@@ -321,7 +309,7 @@ class ServerDirectory:
         return [self.directory / name for (name,) in rows]
 
     def state(self) -> dict[str, torch.Tensor] | None:
-        """Return the tensors after the last round; None if there are none yet."""
+        """Return the tensors after the last outer step; None if there are none yet."""
         files = self._state_files()
         try:
             return load_file(files[0]) if files else None
@@ -333,7 +321,7 @@ class ServerDirectory:
     # Events
 
     def events(self) -> dict[tuple[str, str, str], int]:
-        """Return how often each event (event, who, reason) happened since the last round."""
+        """Return how often each event (event, who, reason) happened since the last outer step."""
         return {(a, b, c): n for a, b, c, n in self._rows("SELECT * FROM events ORDER BY rowid")}
 
     def write_event(self, key: tuple[str, str, str], count: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 
 from bigtrain.cli import main
 from bigtrain.commands.check import prediction
-from bigtrain.commands.plan import ranked_layouts
+from bigtrain.commands.plan import PlanArguments, ranked_layouts
 from bigtrain.planner.run_prediction import layout_of
 from bigtrain.python_api.planning import run_and_engine
 from bigtrain.settings.resolve import resolve_run_files
@@ -31,10 +30,7 @@ def test_without_a_device_memory_alone_is_told() -> None:
 
 
 def test_with_a_device_it_is_what_the_plan_says_of_that_layout() -> None:
-    args = argparse.Namespace(
-        config=RECIPE[0], overrides=RECIPE[1], gpus="8xH100-80GB", hardware=None, nodes_of=None,
-        network=None, host_memory=None,
-    )  # fmt: skip
+    args = PlanArguments(config=RECIPE[0], overrides=tuple(RECIPE[1]), gpus="8xH100-80GB")
     plan = ranked_layouts(args, varies=False)
     best = plan.fitting[0]
     tree, _ = run_and_engine(plan.config, best.layout, plan.model.vocabulary_size)
@@ -55,10 +51,7 @@ def test_the_copy_of_an_asynchronous_save_is_counted_where_there_is_one() -> Non
     for copies in (True, False):
         overrides = [*own, f"checkpoint.asynchronous={str(copies).lower()}"]
         assert layout_of(resolve_run_files(name, overrides, world_size)).copies_states is copies
-        args = argparse.Namespace(
-            config=name, overrides=overrides, gpus="8xH100-80GB", hardware=None, nodes_of=None,
-            network=None, host_memory=None,
-        )  # fmt: skip
+        args = PlanArguments(config=name, overrides=tuple(overrides), gpus="8xH100-80GB")
         best = ranked_layouts(args, varies=False).fitting[0]
         assert (best.memory.host_checkpoint > 0) is copies
 

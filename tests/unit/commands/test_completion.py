@@ -6,11 +6,12 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from bigtrain.cli import COMMANDS, main
-from bigtrain.commands.completion import SHELLS, completion_script
+from bigtrain.commands.completion import Shell, completion_script
 
 # Presses TAB without a terminal: calls the function as bash would, and prints its candidates.
 TAB = """
@@ -57,7 +58,7 @@ def test_bash_completes(script: Path, tmp_path: Path, typed: str, offered: set[s
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize("shell", get_args(Shell))
 def test_a_shell_reads_its_script(
     shell: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

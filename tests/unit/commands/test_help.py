@@ -10,18 +10,20 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
 from bigtrain.cli import COMMANDS, build_parser, main
-from bigtrain.commands.arguments import size, table
+from bigtrain.commands.export import ExportArguments
+from bigtrain.commands.merge import MergeArguments
 from bigtrain.commands.report import DEFAULT_PORT
 from bigtrain.data.shards.manifest import DEFAULT_MAX_DOCUMENT_BYTES, DEFAULT_SHARD_BYTES
 from bigtrain.models.export.base_record import BaseRecord
+from bigtrain.models.export.verified import Destination
 from bigtrain.python_api.scoring import DEFAULT_TOP_K
 from bigtrain.run.checkpointing import export
-from bigtrain.settings.compatibility.facts import Device
+from bigtrain.system.arguments import field_texts, size
 from bigtrain.train import build_parser as train_parser
 
 NO_DEFAULT = (None, False, [], ())
@@ -68,38 +70,29 @@ def test_every_argument_says_what_it_is_and_its_default(name: str) -> None:
         assert "default" in text or str(action.default) in text, f"{name} {where}: {text}"
 
 
-def test_the_table_has_the_defaults_that_its_texts_name() -> None:
-    """A default is in the table and in the text of its argument: they agree."""
-    choices = {"--device": get_args(Device)}
-    for command, arguments in table().items():
-        assert command.split()[0] in {*COMMANDS, "reading"}, command
-        for flags, settings in arguments.items():
-            named = re.search(r"\(default: ([^\s);,:]+)\)$", settings.get("help", ""))
-            if named and "default" in settings and settings["default"] not in NO_DEFAULT:
-                default = settings["default"]
-                shown = f"{default:g}" if isinstance(default, float) else str(default)
-                assert named[1] == shown, f"{command} {flags}"
-            if flags in choices:
-                assert tuple(settings["choices"]) == choices[flags]
-
-
-CODE_DEFAULTS: dict[str, object] = {
-    "reading text --max-document-bytes": DEFAULT_MAX_DOCUMENT_BYTES,
-    "tokenize --shard-size": DEFAULT_SHARD_BYTES,
-    "report --port": DEFAULT_PORT,
-    "score --top-k": DEFAULT_TOP_K,
+DEFAULT = re.compile(r"\(default: ([^\s);,:]+)\)")
+CODE_DEFAULTS: dict[tuple[str, str], object] = {
+    ("bigtrain tokenize", "--max-document-bytes"): DEFAULT_MAX_DOCUMENT_BYTES,
+    ("bigtrain tokenize", "--shard-size"): DEFAULT_SHARD_BYTES,
+    ("bigtrain report", "--port"): DEFAULT_PORT,
+    ("bigtrain score", "--top-k"): DEFAULT_TOP_K,
 }
-"""Defaults of the code behind an argument without one in the table."""
+"""Defaults of the code behind an argument without one of its own."""
 
 
-def test_a_default_that_only_the_code_has_is_the_one_in_the_text() -> None:
-    for where, default in CODE_DEFAULTS.items():
-        command, _, flag = where.rpartition(" ")
-        settings = table()[command][flag]
-        assert settings.get("default") is None, where
-        named = re.search(r"\(default: ([^\s);,:]+)\)", settings["help"])
-        assert named is not None, where
-        assert size(named[1]) == default, where
+@pytest.mark.parametrize("name", sorted(PARSERS))
+def test_the_text_of_an_argument_names_its_default(name: str) -> None:
+    for action in PARSERS[name]._actions:
+        named = DEFAULT.search(action.help or "")
+        flag = action.option_strings[0] if action.option_strings else action.dest
+        if (name, flag) in CODE_DEFAULTS:
+            assert action.default is None
+            assert named is not None, flag
+            assert size(named[1]) == CODE_DEFAULTS[name, flag], flag
+        elif named and action.default not in (*NO_DEFAULT, argparse.SUPPRESS):
+            default = action.default
+            shown = f"{default:g}" if isinstance(default, float) else str(default)
+            assert named[1] == shown, flag
 
 
 def test_the_dtype_of_an_export_is_by_default_that_of_the_base(
@@ -110,18 +103,18 @@ def test_the_dtype_of_an_export_is_by_default_that_of_the_base(
         precision=SimpleNamespace(dtype="bfloat16"), model=SimpleNamespace(path=None)
     )
     dtypes: list[str | None] = []
-    monkeypatch.setattr(export, "export_model", lambda *_, dtype, **__: dtypes.append(dtype) or [])
+    monkeypatch.setattr(
+        export, "export_model", lambda _, __, to, **___: dtypes.append(to.dtype) or []
+    )
     for has_base in (True, False):
         record = BaseRecord(tmp_path) if has_base else None
         monkeypatch.setattr(export.BaseRecord, "find", staticmethod(lambda _, found=record: found))
-        export.write_export(
-            *(tmp_path, tmp_path / "hf", {}, None, config),
-            **{"as_stored": (), "dtype": None, "probe": None, "card": "", "replace": False},
-            **{"max_shard_size": "5GB", "warn": print},
-        )  # type: ignore[arg-type]
+        destination = Destination(tmp_path / "hf", tmp_path / "tokenizer", None)
+        probe: Any = None
+        export.write_export(tmp_path, destination, {}, None, config, as_stored=(), probe=probe)
     assert dtypes == [None, "bfloat16"]
-    for command in ("export", "merge"):
-        text = " ".join(table()[command]["--dtype"]["help"].split())
+    for record in (ExportArguments, MergeArguments):
+        text = field_texts(record)["dtype"]
         assert "default: the dtype of each tensor in the base; without a base the run's" in text
 
 

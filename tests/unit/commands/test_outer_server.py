@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from bigtrain.commands import outer_server
-from bigtrain.commands.registry import build_parser
 from bigtrain.sites.client import ServerClient, UnreachableError
 from bigtrain.sites.server import app
 from tests.support.worlds import free_port
@@ -22,9 +21,8 @@ def started(directory: Path) -> tuple[threading.Thread, list[int], ServerClient]
     token = directory / "token"
     token.write_text(TOKEN)
     port = free_port()
-    place = ["--directory", str(directory / "state"), "--port", str(port), "--host", "127.0.0.1"]
-    arguments = build_parser("outer-server").parse_args(
-        ["outer-server", *place, "--token-file", str(token), "--until-left"]
+    arguments = outer_server.OuterServerArguments(
+        directory=directory / "state", token_file=token, port=port, until_left=True
     )
     codes: list[int] = []
     thread = threading.Thread(target=lambda: codes.append(outer_server.run(arguments)))

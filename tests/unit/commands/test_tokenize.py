@@ -17,7 +17,6 @@ import pytest
 import xxhash
 
 from bigtrain.cli import main
-from bigtrain.commands.arguments import size
 from bigtrain.data.shards.dataset import open_dataset
 from bigtrain.data.shards.manifest import Manifest
 from bigtrain.data.tokenize_job.request import Workers
@@ -25,6 +24,7 @@ from bigtrain.data.tokenize_job.unit_builder import is_held_out
 from bigtrain.data.tokenize_job.worker_pool import Round, Update, run_round
 from bigtrain.data.tokenizers.tokenizer import load_tokenizer
 from bigtrain.errors import DataError
+from bigtrain.system.arguments import size
 from bigtrain.system.machine import Machine
 from tests.support.datasets import open_verified
 from tests.support.worlds import ROOT

@@ -26,7 +26,7 @@ from bigtrain.models.configuration import (
     text_config,
     vocabulary_size,
 )
-from bigtrain.models.export.verified import Probe, export_model, relative_difference
+from bigtrain.models.export.verified import Destination, Probe, export_model, relative_difference
 from bigtrain.models.generation import Sampling, generate
 from bigtrain.models.layers.parameter_roles import split_by_decay
 from bigtrain.models.layers.parameters import check_frozen
@@ -472,14 +472,10 @@ def run_export(tokenizer: Path, tmp_path: Path) -> Iterator[Callable[..., Path]]
     def run(model: PreTrainedModel, weights: dict[str, torch.Tensor], **changes: Any) -> Path:
         output = tmp_path / "out" / "hf"
         output.parent.mkdir(exist_ok=True)
-        arguments = {
-            "tokenizer_directory": tokenizer,
-            "dtype": "float32",
-            "probe": probe_of(model),
-            "hf_config": model.config,
-            **changes,
-        }
-        export_model(weights, output=output, **arguments)
+        probe = changes.pop("probe", None) or probe_of(model)
+        hf_config = changes.pop("hf_config", model.config)
+        files = {"tokenizer": tokenizer, "dtype": "float32", **changes}
+        export_model(weights, hf_config, Destination(output, **files), probe=probe)
         return output
 
     yield run
@@ -515,7 +511,7 @@ def test_tokenizer_that_would_be_read_as_another_is_not_written(
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(directory)
     model = build("qwen2")
     with pytest.raises(ModelError, match="not written: transformers reads the run's tokenizer"):
-        run_export(model, weights_of(model), tokenizer_directory=directory)
+        run_export(model, weights_of(model), tokenizer=directory)
 
 
 MAY_DIFFER = {

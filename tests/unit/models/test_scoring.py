@@ -17,7 +17,6 @@ from bigtrain.models.weights.import_hf import find_weights
 from bigtrain.planner.run_prediction import predict_run
 from bigtrain.planner.tables.hardware import find_device
 from bigtrain.settings.loading import parse_run_config
-from bigtrain.settings.objective import check_scores
 from bigtrain.settings.resolve import resolve_run
 
 SIZES = {
@@ -92,7 +91,8 @@ def test_padding_is_the_end_of_text_where_there_is_none() -> None:
 def test_settings_that_read_tokens_are_refused() -> None:
     tree = {"model": {"config": {"model_type": "llama", **SIZES}}, **SECTIONS}
     tree |= {"evaluation": {"prompts": ["a"], "tasks": ["arc_easy"]}}
-    problems = check_scores(parse_run_config(tree))
+    config = parse_run_config(tree)
+    problems = config.objective.kind.problems(config)
     assert [problem.key for problem in problems] == ["evaluation.prompts", "evaluation.tasks"]
     assert "predicts no tokens" in problems[0].rule
     with pytest.raises(ConfigError, match=r"objective.type = 'reward': its model predicts no tok"):

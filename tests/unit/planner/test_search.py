@@ -52,7 +52,7 @@ def test_every_layout_is_legal_and_covers_the_run(num_devices: int) -> None:
         layout = candidate.layout
         assert layout.world_size == num_devices
         assert layout.global_batch_size == 64
-        facts = FACTS.changed(
+        facts = FACTS | Facts(
             zero_stage=layout.zero_stage,
             world_size=num_devices,
             tensor_size=layout.tensor_size,
@@ -88,14 +88,14 @@ def test_experts_are_divided_where_a_run_may_divide_them() -> None:
     expert = Matmul(1024, 5632, None, num_groups=8, share=2.0)
     kind = replace(SMALL.kinds[0], matmuls=(expert,), num_parameters_expert=8 * 1024 * 5632)
     request = replace(
-        REQUEST, model=replace(SMALL, kinds=(kind,)), facts=FACTS.changed(num_experts=8)
+        REQUEST, model=replace(SMALL, kinds=(kind,)), facts=FACTS | Facts(num_experts=8)
     )
     fitting, others = search(request, cluster(16), ENGINE)
     sizes = {c.layout.expert_size for c in (*fitting, *others)}
     assert sizes == {1, 2, 4, 8}
     for candidate in (*fitting, *others):
         layout = candidate.layout
-        facts = request.facts.changed(
+        facts = request.facts | Facts(
             zero_stage=layout.zero_stage,
             world_size=16,
             tensor_size=layout.tensor_size,
@@ -170,7 +170,7 @@ def test_what_is_not_looked_at_would_not_fit(
     model: ModelCosts, num_devices: int, margin: float
 ) -> None:
     """Pruned and whole search find the same layouts in the same order, and as many that do not."""
-    facts = FACTS.changed(num_experts=8 if model is EXPERTS else None)
+    facts = FACTS | Facts(num_experts=8 if model is EXPERTS else None)
     request = replace(REQUEST, model=model, facts=facts)
     tight = replace(cluster(num_devices, "A100-80GB"), margin=margin)
     whole = whole_search(request, tight, ENGINE, prunes=False)
@@ -261,7 +261,7 @@ def test_offload_is_tried_where_nothing_else_fits() -> None:
 
 
 def test_a_ring_extends_ulysses_where_heads_or_hosts_limit_it() -> None:
-    facts = REQUEST.facts.changed(attention_heads=32)
+    facts = REQUEST.facts | Facts(attention_heads=32)
     request = replace(REQUEST, facts=facts, sequence_length=65536, global_batch_size=1)
     fitting, others = search(request, cluster(64), ENGINE)
     kinds = {(c.layout.ulysses_size, c.layout.ring_size) for c in (*fitting, *others)
@@ -274,7 +274,7 @@ def test_a_ring_extends_ulysses_where_heads_or_hosts_limit_it() -> None:
 def long_samples(length: int, **facts: Any) -> SearchSpace:
     """A sample of `length` tokens of a model of 8B."""
     model = closed_form(DenseShape(32, 4096, 32, 8, 14336, 128256))
-    known = FACTS.changed(max_positions=None, **facts)
+    known = FACTS | Facts(max_positions=None, **facts)
     return replace(
         REQUEST,
         model=model,

@@ -8,12 +8,15 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 import bigtrain
+from bigtrain.data.tokenize_job.options import TokenizeOptions, TrainTokenizerOptions
 from bigtrain.errors import ConfigError, DataError
+from bigtrain.system.arguments import field_texts
 from tests.support.worlds import ROOT
 
 
@@ -102,15 +105,16 @@ def test_metrics_by_kind_and_by_column(tmp_path: Path) -> None:
         bigtrain.read_metrics(tmp_path / "nowhere")
 
 
-def test_options_of_tokenize_are_taken_and_documented() -> None:
-    """Each by the function that reads it."""
-    from bigtrain.python_api import tokenizing
-
-    source = inspect.getsource(tokenizing)
-    documented = inspect.getdoc(tokenizing.build_tokens) or ""
-    for name in tokenizing.TokenizeOptions.__annotations__:
-        assert re.search(rf"\b{name}\b.*:", documented), name
-        assert f'options.get("{name}"' in source, name
+def test_options_of_tokenize_are_parameters_and_documented() -> None:
+    for record, function in (
+        (TokenizeOptions, bigtrain.tokenize),
+        (TrainTokenizerOptions, bigtrain.train_tokenizer),
+    ):
+        names = {field.name for field in fields(record)}
+        assert inspect.signature(function).parameters.keys() == names
+        assert field_texts(record).keys() == names
+    with pytest.raises(TypeError, match="held"):
+        bigtrain.tokenize("texts", "tokenizer", "shards", held=0.1)  # type: ignore[call-arg]
 
 
 def test_every_command_has_a_function_or_a_reason() -> None:

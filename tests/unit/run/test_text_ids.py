@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -27,12 +29,14 @@ from bigtrain.models.build import build_model
 from bigtrain.models.configuration import load_hf_config, vocabulary_size
 from bigtrain.models.export.adapters import export_adapter
 from bigtrain.models.export.base_record import BASE, record_base
-from bigtrain.models.export.verified import Probe
+from bigtrain.models.export.verified import Destination, Probe
 from bigtrain.models.generation import _ends, prompt_ids
 from bigtrain.models.layers.adapters import add_adapters
 from bigtrain.models.lm_eval_tasks import harness_model
 from bigtrain.models.text_ids import ShardTextIds, model_text_ids
+from bigtrain.models.weights import untrained_rows
 from bigtrain.models.weights.import_hf import find_weights
+from bigtrain.run import frozen_rows
 from bigtrain.run.checkpointing.export import write_export
 from bigtrain.run.live_model import Prompts
 from bigtrain.run.preflight import Inputs, inspect_inputs
@@ -158,17 +162,18 @@ def export(
     settings = directory / MODEL_CONFIG / "generation_config.json"
     if config.adapters is not None:
         notes += export_adapter(
-            weights, config.adapters, str(section.path), saved, directory / "tokenizer", output,
-            dtype="float32", probe=probe, generation_config=settings,
+            weights, config.adapters, str(section.path), saved,
+            Destination(output, directory / "tokenizer", None, settings), probe,
         )  # fmt: skip
         return output
     if section.path is not None:
         base = find_weights(section.path, load_hf_config(ModelSection(path=section.path)))
         record_base(section.path, base, directory / BASE)
-    write_export(
-        directory, output, weights, saved, config, as_stored=(), dtype=None, probe=probe, card="",
-        replace=False, max_shard_size="5GB", warn=notes.append,
-    )  # fmt: skip
+    destination = Destination(output, directory / "tokenizer", None, settings)
+    for note in write_export(
+        directory, destination, weights, saved, config, as_stored=(), probe=probe
+    ):
+        notes.append(f"{output}: {note}")
     return output
 
 
@@ -486,3 +491,40 @@ def test_adapters_do_not_teach_tokens_with_untrained_rows(
         inspect_inputs(place.run(base, "chat", adapters=saved))
     with pytest.raises(ConfigError, match=r"model\.frozen"):
         inspect_inputs(place.run({**base, "frozen": ["*embed_tokens*", "*lm_head*"]}, "chat"))
+
+
+def test_untrained_rows_and_shards_are_read_once(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BIGTRAIN_CACHE", str(tmp_path / "cache"))
+    num_reads = {"table": 0, "tokens": 0}
+    blocks, bincount = untrained_rows._blocks, np.bincount
+
+    def read_blocks(table: Any) -> Any:
+        num_reads["table"] += 1
+        return blocks(table)
+
+    def count_tokens(*args: Any, **kwargs: Any) -> Any:
+        num_reads["tokens"] += 1
+        return bincount(*args, **kwargs)
+
+    monkeypatch.setattr(untrained_rows, "_blocks", read_blocks)
+    monkeypatch.setattr(frozen_rows.np, "bincount", count_tokens)
+    values = {"bos_token_id": place.bos, "eos_token_id": place.eos}
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, vocab_size=place.num_tokens, **values))
+
+    def check(has_zeros: bool, expected: dict[str, int]) -> None:
+        num_reads.update(dict.fromkeys(num_reads, 0))
+        run = place.run({"path": str(tmp_path / "base")}, "chat", adapters={"rank": 2})
+        with pytest.raises(ConfigError) if has_zeros else nullcontext():
+            inspect_inputs(run)
+        assert num_reads == expected
+
+    model.save_pretrained(tmp_path / "base")
+    check(False, {"table": 2, "tokens": 0})  # no untrained row: no token is looked at
+    check(False, {"table": 0, "tokens": 0})
+    with torch.no_grad():
+        model.lm_head.weight[place.turn].zero_()
+    model.save_pretrained(tmp_path / "base")
+    check(True, {"table": 2, "tokens": 1})
+    check(True, {"table": 0, "tokens": 0})

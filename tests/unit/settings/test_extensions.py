@@ -211,16 +211,6 @@ def test_an_objective_of_pairs_reads_two_rows_of_a_sample(code: Path) -> None:
     [
         ({"beta": 0.2}, "objective.beta = 0.2 has no effect with objective.type = next_token"),
         ({"type": "preference", "gamma": 1.0}, "no effect with objective.loss = sigmoid"),
-        ({"type": "preference", "z_loss": 0.1}, "no effect with objective.type = preference"),
-        (
-            {"desirable_weight": 2.0},
-            "desirable_weight = 2.0 has no effect with objective.type = next",
-        ),
-        ({"type": "kto", "loss": "ipo"}, "objective.loss = ipo has no effect with objective.type"),
-        (
-            {"type": "reward", "reference": "s"},
-            "objective.reference = s has no effect with objective",
-        ),
         ({"type": "kto", "undesirable_weight": 0}, "input should be greater than 0"),
         ({"type": "next_tokn"}, "did you mean next_token?"),
         ({"type": "preference", "loss": "dpo"}, "input should be 'sigmoid', 'ipo'"),

@@ -16,7 +16,8 @@ from transformers import CONFIG_MAPPING
 from bigtrain.errors import ModelError
 from bigtrain.models.configuration import load_hf_config, text_config
 from bigtrain.models.equivalence.tensor_parallel import check_tensor_size
-from bigtrain.settings.compatibility.check import Facts, check_model
+from bigtrain.settings.compatibility.check import check_model
+from bigtrain.settings.compatibility.facts import Facts
 from bigtrain.settings.hf_config_keys import (
     ModelDimensions,
     check_layer_drop,

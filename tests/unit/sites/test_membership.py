@@ -62,7 +62,9 @@ def entry(number: int, fragment: int | None = 0, **more: Any) -> dict[str, Any]:
     return {
         "number": number,
         "step": 5 * number,
+        "last_step": 1000,
         "fragment": fragment,
+        "is_last": False,
         "tokens": tokens,
         "digest": f"{number:016x}",
         "tokens_seen": 20 * number,

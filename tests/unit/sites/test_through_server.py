@@ -14,7 +14,6 @@ import torch
 from bigtrain.engine.optimizers.masters import MasterPart
 from bigtrain.errors import LaunchError
 from bigtrain.models.parallel.sharding import Shard
-from bigtrain.run.outer_steps import OuterSteps
 from bigtrain.settings.sections.sites import SitesSection
 from bigtrain.sites import outer_state
 from bigtrain.sites.outer_step import OuterStep
@@ -31,11 +30,10 @@ to 0 each time."""
 def parts_of_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for DeepSpeed's engine, which needs a process group; all else is a site's own."""
     monkeypatch.setattr(outer_state, "_trained_parts", lambda engine: engine.parts)
-    monkeypatch.setattr(outer_state, "Replicas", lambda group, device: SimpleNamespace(size=1))
 
 
 def site_of(
-    index: int, codec: str, reach: dict[str, Any], size: int = 4
+    index: int, codec: str, reach: dict[str, Any], size: int = 4, last_step: int = NUM_STEPS
 ) -> tuple[OuterStep, torch.Tensor]:
     """A site of one rank, and its masters."""
     module = torch.nn.Module()
@@ -54,7 +52,8 @@ def site_of(
     )
     settings = {"count": 2, "index": index, "inner_steps": 1, "codec": codec, **reach}
     sites = SitesSection.model_validate({**settings, "outer": {"type": "average"}})
-    return OuterStep(engine, sites, World(0, 1, 0), {}, run=f"{index:032x}"), masters
+    world = World(0, 1, 0)
+    return OuterStep(engine, sites, world, {}, last_step=last_step, run=f"{index:032x}"), masters
 
 
 @pytest.mark.parametrize(
@@ -70,7 +69,7 @@ def test_what_is_rounded_off_is_sent_later(codec: str, levels: int, tmp_path: Pa
             for step in range(1, NUM_STEPS + 1):
                 masters += changes[index]
                 site._merge(site._complete(0, step), 0.0)
-            assert site.number == NUM_STEPS
+            assert site.record.number == NUM_STEPS
             site.close()
             return masters
 
@@ -90,7 +89,7 @@ def test_another_model_with_the_same_settings_is_refused_and_logged(
         first, _ = site_of(0, "float32", reach)
         second, _ = site_of(1, "float32", reach, size=5)
         reason = r"parameters: \[\['weight', \[4\]\]\] there, \[\['weight', \[5\]\]\] here"
-        first._rounds.begin(0, is_new=True)
+        first._exchange.begin({**first._join, "number": 0, "is_new": True})
         with pytest.raises(LaunchError, match=reason):
             second.begin(0, 0, is_new=True)
         first.close()
@@ -98,25 +97,3 @@ def test_another_model_with_the_same_settings_is_refused_and_logged(
     (line,) = [line for line in log.splitlines() if "refused join of site 1: " in line]
     assert re.search(reason, line)
     assert "site 1 joined" not in log
-
-
-def test_a_site_that_ends_apart_from_the_others_exports_nothing(tmp_path: Path) -> None:
-    """Its weights are not those of the run; a site that is with the server names the outer step."""
-    lines: list[str] = []
-
-    def ended(site: OuterStep) -> OuterSteps:
-        steps = object.__new__(OuterSteps)
-        log: Any = SimpleNamespace(info=lines.append)
-        steps._step, steps._log = site, log
-        return steps
-
-    with outer_server(tmp_path, window_seconds=0.1) as reach:
-        reach |= {"timeout_seconds": 1.0}
-        site, _ = site_of(0, "float32", reach)
-        site.begin(0, 0, is_new=True)
-        site._merge(site._complete(0, 1), 0.0)
-        assert ended(site).final_record() == {"outer_step": 1, "sites": [0]}
-        assert lines == ["the weights are those of outer step 1, made by site 0 of 2"]
-    site._complete(0, 2)  # the server cannot be reached any more
-    with pytest.raises(LaunchError, match=r"site 0 ended apart from the other sites, after outer"):
-        ended(site).final_record()

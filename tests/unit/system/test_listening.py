@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bigtrain.commands import outer_server
-from bigtrain.commands.arguments import table
 from bigtrain.report.live import ADDRESS as LIVE_PAGE
 from bigtrain.run.shipped.prometheus import Prometheus
 from bigtrain.settings.sections.extensions import PrometheusSettings
@@ -22,7 +21,7 @@ from tests.support.worlds import free_port
 def test_every_server_listens_for_its_own_machine_by_default() -> None:
     for address in (
         LIVE_PAGE,
-        table()["outer-server"]["--host"]["default"],
+        outer_server.OuterServerArguments.host,
         PrometheusSettings().address,
     ):
         assert listening.is_loopback(address), address
@@ -76,9 +75,10 @@ def test_the_outer_server_says_who_can_reach_it(
 ) -> None:
     (tmp_path / "token").write_text("0" * 32)
     monkeypatch.setattr(app, "serve", lambda *args, **kwargs: None)
-    args: Any = SimpleNamespace(
-        host=host, port=1, certificate=certificate, key=certificate, directory=tmp_path,
-        token_file=tmp_path / "token", asynchronous=False, window_seconds=1.0, until_left=False,
+    file = None if certificate is None else Path(certificate)
+    args = outer_server.OuterServerArguments(
+        host=host, port=1, certificate=file, key=file, directory=tmp_path,
+        token_file=tmp_path / "token",
     )  # fmt: skip
     assert outer_server.run(args) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
+import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bigtrain.commands.arguments import add_arguments, table
 from bigtrain.data.documents import formats
 from bigtrain.data.documents.discovery import find_sources
 from bigtrain.data.documents.files import COMPRESSION_SUFFIXES, Selection, Source
 from bigtrain.data.documents.reader import ReadOptions, SourcePart, even_parts
 from bigtrain.data.documents.table_readers import TableReader
 from bigtrain.data.documents.table_rows import RowBlock, columns_of, joined_rows
+from bigtrain.data.tokenize_job.options import TokenizeOptions
 from bigtrain.data.tokenizers.training import train_tokenizer
 from bigtrain.errors import DataError
 from bigtrain.python_api.tokenizing import build_tokens
+from bigtrain.system.arguments import field_texts
 from tests.support.worlds import ROOT
 
 
@@ -58,11 +59,10 @@ def test_kinds_and_suffixes_are_declared_once() -> None:
 
 
 def test_help_and_docs_list_every_suffix() -> None:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser, table()["reading text"])
+    text = field_texts(TokenizeOptions)["inputs"]
     page = (ROOT / "docs/howto/your_data.md").read_text(encoding="utf-8")
     for suffix in (*formats.ROW_SUFFIXES, *COMPRESSION_SUFFIXES):
-        assert suffix in parser.format_help(), suffix
+        assert suffix in re.findall(r"\.\w+", text), suffix
         assert f"`{suffix}`" in page, suffix
 
 
@@ -80,7 +80,9 @@ def test_a_new_format_is_one_class(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     def build() -> Any:
         return build_tokens(
-            path, tmp_path / "tokenizer", tmp_path / "d", workers=1, shard_bytes=300
+            TokenizeOptions(
+                path, tmp_path / "tokenizer", tmp_path / "d", workers=1, shard_bytes=300
+            )
         )
 
     manifest = build().manifest

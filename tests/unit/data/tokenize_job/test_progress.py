@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from bigtrain.data.tokenize_job import job
+from bigtrain.data.tokenize_job.options import TokenizeOptions
 from bigtrain.data.tokenize_job.progress import LINE_EVERY_S, TokenizeProgress, announce
 from bigtrain.data.tokenize_job.unit_builder import Counts
 from bigtrain.errors import DataError
@@ -105,5 +106,5 @@ def test_a_terminal_sees_a_line_before_the_tokenizer_is_loaded(
 
     monkeypatch.setattr(job, "load_tokenizer", loaded)
     with pytest.raises(DataError, match="seen"):
-        build_tokens(tmp_path / "a.txt", "some", tmp_path / "out")
+        build_tokens(TokenizeOptions(tmp_path / "a.txt", "some", tmp_path / "out"))
     assert terminal.getvalue().startswith("tokenize: finding the inputs\n")

@@ -114,21 +114,12 @@ def test_always_needs_a_token(
 def test_another_beginning_is_another_dataset(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A dataset without the record, of a version before the setting, is the same dataset only where
-    its texts begin with nothing now, too."""
     directory, out = save_tokenizer(tmp_path / "t"), tmp_path / "out"
     assert tokenize(source, directory, out, "--beginning-of-text", "never") == 0
     assert tokenize(source, directory, out, "--beginning-of-text", "never") == 0
     assert "nothing to do" in capsys.readouterr().out
     assert tokenize(source, directory, out) == 2
     assert "contains a dataset of other options" in capsys.readouterr().err
-    tree = json.loads((out / "manifest.json").read_text())
-    del tree["options"]["beginning_of_text"], tree["tokenizer"]["beginning_ids"]
-    (out / "manifest.json").write_text(json.dumps(tree))
-    old = read_manifest(out)
-    assert text_record([old.tokenizer]).beginning_ids == ()
-    assert tokenize(source, directory, out) == 2
-    assert tokenize(source, directory, out, "--beginning-of-text", "never") == 0
 
 
 def test_prompts_and_completions_follow_the_setting(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import torch
 from bigtrain.engine.optimizers.build import parameter_groups
 from bigtrain.models.build import build_model
 from bigtrain.models.configuration import load_hf_config
-from bigtrain.models.equivalence.parameter_plan import parameters_without_gradient
+from bigtrain.models.equivalence.parameter_plan import find_gradient_reach
 from bigtrain.settings.run_config import AdaptersSection, ModelSection, OptimizerSection
 from bigtrain.settings.sections.optimizer import OPTIMIZERS
 from tests.parity.conftest import COMPOSITE
@@ -22,7 +22,7 @@ def test_adapters_without_a_gradient_never_decay(kind: str) -> None:
     adapters = AdaptersSection(rank=2, targets=["*_proj"])
     model = build_model(section, hf_config, seed=0, adapters=adapters)
     optimizer = OptimizerSection(type=kind, lr=1e-3, weight_decay=0.1)
-    untrained = parameters_without_gradient(hf_config, 32) or ()
+    untrained = find_gradient_reach(hf_config, 32).absent or ()
     groups = parameter_groups(model, optimizer, 1, untrained)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     decay: dict[bool, set[float]] = {False: set(), True: set()}

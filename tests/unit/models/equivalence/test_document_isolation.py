@@ -21,7 +21,6 @@ from bigtrain.models.layers.document_attention import (
     Isolation,
     attend_by_document,
     per_document_attention,
-    sizes_of_documents,
 )
 from bigtrain.models.layers.document_masks import (
     document_attention,
@@ -125,14 +124,15 @@ def test_lengths_of_documents() -> None:
     assert lengths["cu_seq_lens_q"].dtype == torch.int32
     assert lengths["cu_seq_lens_k"] is lengths["cu_seq_lens_q"]
     assert lengths["max_length_q"] == lengths["max_length_k"] == 5
-    assert sizes_of_documents(positions) == (3, 2, 1, 4, 5)
 
 
 def test_models_are_told_whether_documents_share_samples() -> None:
     look = masking_utils.find_packed_sequence_indices
     positions = torch.tensor([[0, 1, 2, 0, 1], [0, 0, 1, 2, 3], [0, 1, 2, 3, 4]])
     assert torch.equal(document_numbers(positions), look(positions))
-    model = build_proxy_model(CONFIG_MAPPING["gemma2"](), "eager", [with_heads(2)]).eval()
+    model = build_proxy_model(
+        CONFIG_MAPPING["gemma2"](), "eager", [with_heads(2)], sequence_length=16
+    ).eval()
     ids = torch.randint(1, 64, positions.shape, generator=torch.Generator().manual_seed(0))
     inputs = {"input_ids": ids, "position_ids": positions, "use_cache": False}
     with torch.no_grad():
@@ -178,7 +178,9 @@ def assert_equal(
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
 def test_documents_by_lengths_are_documents_alone(model_type: str) -> None:
     """Every gradient; what flash attention is told is held against masks and samples."""
-    model = build_proxy_model(CONFIG_MAPPING[model_type](), "eager", [with_heads(2)]).eval()
+    model = build_proxy_model(
+        CONFIG_MAPPING[model_type](), "eager", [with_heads(2)], sequence_length=16
+    ).eval()
     assert_equal(*alone_and(model, lambda inputs: model(**inputs).logits))
     with document_attention(model):
         told = lengths_of_documents(POSITIONS)
@@ -205,7 +207,9 @@ def test_documents_that_attend_for_themselves_are_documents_alone(
     config = CONFIG_MAPPING[model_type]()
     if getattr(config, "sliding_window", None):
         config.sliding_window = 6
-    model = build_proxy_model(config, attention, [with_heads(2)]).train(checkpointing)
+    model = build_proxy_model(config, attention, [with_heads(2)], sequence_length=16).train(
+        checkpointing
+    )
     if checkpointing:
         section = ModelSection(config=model_type, gradient_checkpointing="full")
         _set_gradient_checkpointing(model, section)
@@ -231,7 +235,9 @@ def test_no_mask_of_sequence_squared_is_made() -> None:
             self.squares += torch.is_tensor(out) and tuple(out.shape[-2:]) == (512, 512)
             return out
 
-    model = build_proxy_model(CONFIG_MAPPING["mistral"](sliding_window=32), "sdpa", [with_heads(2)])
+    model = build_proxy_model(
+        CONFIG_MAPPING["mistral"](sliding_window=32), "sdpa", [with_heads(2)], sequence_length=16
+    )
     positions = torch.arange(512)[None] % 128
     inputs = {"input_ids": positions % 60, "position_ids": positions, "use_cache": False}
     with Largest() as by_masks:
@@ -245,7 +251,9 @@ def test_no_mask_of_sequence_squared_is_made() -> None:
 
 
 def test_other_masks_than_causal_ones_are_not_made_up() -> None:
-    model = build_proxy_model(CONFIG_MAPPING["llama"](), "sdpa", [with_heads(2)])
+    model = build_proxy_model(
+        CONFIG_MAPPING["llama"](), "sdpa", [with_heads(2)], sequence_length=16
+    )
     attend_by_document(model)
     masks = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[model.config._attn_implementation]
     common = {"batch_size": 1, "q_length": 24, "kv_length": 24, "config": model.config}
@@ -275,7 +283,9 @@ def test_documents_by_block_masks_have_the_gradients_of_documents_alone(
 ) -> None:
     """flex attention, not compiled: what torch refuses on a CPU is only its kernels' backward."""
     monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *_: None)
-    model = build_proxy_model(CONFIG_MAPPING["llama"](), "eager", [with_heads(2)]).eval()
+    model = build_proxy_model(
+        CONFIG_MAPPING["llama"](), "eager", [with_heads(2)], sequence_length=16
+    ).eval()
     ids = torch.randint(1, 64, (1, 256), generator=torch.Generator().manual_seed(0))
     sizes = (40, 88, 128)
     positions = torch.cat([torch.arange(size) for size in sizes])[None]
@@ -297,7 +307,9 @@ def test_documents_by_block_masks_have_the_gradients_of_documents_alone(
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_documents_by_block_masks_are_documents_alone() -> None:
     """flex attention, compiled; its forward pass alone, since a CPU has no other."""
-    model = build_proxy_model(CONFIG_MAPPING["llama"](), "eager", [with_heads(2)]).eval()
+    model = build_proxy_model(
+        CONFIG_MAPPING["llama"](), "eager", [with_heads(2)], sequence_length=16
+    ).eval()
     sizes = (40, 88, 128)
     ids = torch.randint(1, 64, (1, 256), generator=torch.Generator().manual_seed(0))
     positions = torch.cat([torch.arange(size) for size in sizes])[None]

@@ -9,7 +9,7 @@ import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from bigtrain.models.equivalence import expert_parallel
-from bigtrain.models.equivalence.expert_parallel import check_expert_balance
+from bigtrain.models.equivalence.expert_parallel import _run_proxy, check_expert_balance
 from bigtrain.settings.run_config import RunConfig
 
 GLOBAL = {"auxiliary_loss": "global_batch"}
@@ -149,11 +149,18 @@ def test_another_formula_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_both_router_losses_are_tried_on_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
     built, real = [], expert_parallel.build_noisy_proxy
 
-    def build(*arguments: Any) -> Any:
-        built.append(real(*arguments))
+    def build(*arguments: Any, **options: Any) -> Any:
+        built.append(real(*arguments, **options))
         return built[-1]
 
     monkeypatch.setattr(expert_parallel, "build_noisy_proxy", build)
     both = {"auxiliary_loss": "global_batch", "z_loss_coefficient": 1e-3}
     assert problems(both, MIXTRAL | ROUTED) == []
     assert len(built) == 1
+
+
+def test_the_router_is_tried_beyond_the_windows_of_the_run() -> None:
+    values = {**SMALL, **MIXTRAL, "sliding_window": 4096}
+    config = CONFIG_MAPPING[values.pop("model_type")](**values)
+    _, model = _run_proxy(config, "auto", 8192)
+    assert model.config.sliding_window == 13

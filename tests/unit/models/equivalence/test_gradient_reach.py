@@ -13,8 +13,8 @@ from bigtrain.models.build import empty_model
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.equivalence import parameter_plan
 from bigtrain.models.equivalence.parameter_plan import (
+    GradientReach,
     find_gradient_reach,
-    parameters_without_gradient,
     plan_parameters,
     summarized,
 )
@@ -36,7 +36,7 @@ def absent_gradients(model_type: str) -> list[str]:
 
 @pytest.mark.parametrize("model_type", SAMPLE)
 def test_found_without_a_backward_pass(model_type: str) -> None:
-    names = parameters_without_gradient(tiny_config(model_type), 32)
+    names = find_gradient_reach(tiny_config(model_type), 32).absent
     assert names is not None
     assert list(names) == absent_gradients(model_type)
     assert bool(names) == (model_type not in ("llama", "gpt2", "jetmoe"))
@@ -49,7 +49,7 @@ def test_found_for_every_architecture(model_type: str) -> None:
         expected = absent_gradients(model_type)
     except Exception as error:
         pytest.skip(f"no tiny model: {type(error).__name__}")
-    names = parameters_without_gradient(tiny_config(model_type), 32)
+    names = find_gradient_reach(tiny_config(model_type), 32).absent
     if model_type == "xmod":  # its configuration has no default language beside tiny_config's
         assert names in (None, ())
         return
@@ -60,7 +60,7 @@ def test_found_for_every_architecture(model_type: str) -> None:
 def test_layers_that_share_keys_of_others_are_told_apart() -> None:
     config = tiny_config("gemma3n_text")
     assert config.num_kv_shared_layers == 1
-    names = parameters_without_gradient(config, 32)
+    names = find_gradient_reach(config, 32).absent
     assert names == tuple(absent_gradients("gemma3n_text"))
 
 
@@ -69,9 +69,9 @@ def test_a_model_that_cannot_be_run_is_trained_in_full(monkeypatch: pytest.Monke
         raise RuntimeError("no")
 
     monkeypatch.setattr(parameter_plan, "_on_meta", refuse)
-    assert parameters_without_gradient(tiny_config("llama"), 32) == ()  # of a proxy model
+    assert find_gradient_reach(tiny_config("llama"), 32).absent == ()  # of a proxy model
     monkeypatch.setattr(parameter_plan, "_on_cpu", refuse)
-    assert parameters_without_gradient(tiny_config("llama"), 32) is None
+    assert find_gradient_reach(tiny_config("llama"), 32).absent is None
     plan = plan_parameters(run_of("llama"), tiny_config("llama"))
     assert plan.untrained == ()
     assert "not known" in plan.reason
@@ -99,7 +99,6 @@ def test_the_log_names_modules_that_are_not_trained() -> None:
     )
     assert "model.language_model.layers.*.mlp.up_proj.weight" in plan.decaying
     assert not any("vision_tower" in name for name in plan.decaying)
-    assert any("vision_tower" in name for name in plan.decayed_before)
     frozen = plan_parameters(run_of("gemma3", frozen=["model.vision_tower.*"]), config)
     assert "vision_tower" not in frozen.reason
     assert "multi_modal_projector" in frozen.reason
@@ -110,12 +109,11 @@ def test_modules_are_named_where_all_of_them_is_meant() -> None:
     assert summarized(["a.0.x", "a.1.x", "b.x", "b.y"], every) == ["a.*.x", "b.*"]
 
 
-def test_what_decayed_by_its_number_of_dimensions() -> None:
+def test_a_matrix_that_no_input_multiplies_does_not_decay() -> None:
     config = AutoConfig.for_model(
         "mamba", hidden_size=16, num_hidden_layers=2, vocab_size=32, state_size=4
     )
     plan = plan_parameters(run_of("mamba"), config)
-    assert plan.decayed_before == ("backbone.layers.*.mixer.A_log",)
     assert "backbone.layers.*.mixer.A_log" not in plan.decaying
     assert "backbone.layers.*.mixer.conv1d.weight" in plan.decaying
     assert len(list(empty_model(config).parameters())) > len(plan.decaying)
@@ -169,7 +167,7 @@ def test_parameters_of_compressed_attention_are_trained_where_samples_hold_an_en
 ) -> None:
     """One layer has an entry for 64 tokens, one for 128."""
     config = deepseek_v4(64, 128, 512, 128)
-    names = parameters_without_gradient(config, sequence_length)
+    names = find_gradient_reach(config, sequence_length).absent
     assert names is not None
     absent = {name for name in names if ".compressor.kv_proj." in name and "indexer" not in name}
     assert len(absent) == 2 - num_compressors
@@ -178,3 +176,17 @@ def test_parameters_of_compressed_attention_are_trained_where_samples_hold_an_en
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model(input_ids=torch.randint(0, 128, (1, sequence_length))).logits.square().mean().backward()
     assert list(names) == [name for name, p in model.named_parameters() if p.grad is None]
+
+
+def test_adapters_without_effect_are_named() -> None:
+    tree = {**run_of("llama").model_dump(exclude_unset=True), "adapters": {"rank": 2}}
+    tree["model"] = {"path": "base"}
+    config = RunConfig.model_validate(tree)
+    hf_config = tiny_config("llama")
+    absent = ("model.layers.0.mlp.up_proj.weight", "model.norm.weight")
+    plan = plan_parameters(config, hf_config, GradientReach(absent))
+    assert plan.unreached == absent[:1]
+    assert plan.reason == (
+        "adapters without effect, since text gives these weights no gradient: 1 parameters "
+        "(model.layers.*.mlp.up_proj.*)"
+    )

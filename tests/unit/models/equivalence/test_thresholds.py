@@ -9,13 +9,22 @@ import torch
 from transformers import CONFIG_MAPPING
 from transformers.masking_utils import causal_mask_function
 
+from bigtrain.models.equivalence import thresholds
 from bigtrain.models.equivalence.document_isolation import find_isolation
+from bigtrain.models.equivalence.parameter_plan import find_gradient_reach
 from bigtrain.models.equivalence.proxy_model import build_proxy_model, document_positions
 from bigtrain.models.equivalence.reductions import with_heads
-from bigtrain.models.equivalence.thresholds import cross_thresholds, find_thresholds
+from bigtrain.models.equivalence.thresholds import (
+    _Experiments,
+    _set,
+    cross_thresholds,
+    find_thresholds,
+    numbers_of,
+)
 from bigtrain.models.parallel.sequence import SequenceParallel
 from tests.support.longrope import longrope
 from tests.unit.models.equivalence.test_sequence_parallel import problems
+from tools.tiny_models import tiny_config
 
 
 def test_lengths_that_samples_pass_are_made_small_in_their_order() -> None:
@@ -158,6 +167,10 @@ FOUND: list[tuple[str, Any, dict[str, int]]] = [
         ),
         {"200": 201},
     ),
+    # Classes of which no small model could be built before.
+    ("per_layer", lambda: CONFIG_MAPPING["gemma4_text"](sliding_window=100), {"100": 101}),
+    ("composite", lambda: CONFIG_MAPPING["gemma3"](), {"4096": 4097}),
+    ("token_ids", lambda: CONFIG_MAPPING["cwm"](sliding_window=100), {"100": 101}),
 ]
 """Configurations, and the first lengths of their numbers."""
 
@@ -165,6 +178,7 @@ FOUND: list[tuple[str, Any, dict[str, int]]] = [
 @pytest.mark.parametrize(("make", "lengths"), [case[1:] for case in FOUND], ids=lambda _: "")
 def test_lengths_are_found_by_changing_numbers(make: Any, lengths: dict[str, int]) -> None:
     found = find_thresholds(make(), 4096)
+    assert found is not None
     by_number = {str(t.number): t.first_length(t.number) for t in found}
     assert {number: by_number.get(number) for number in lengths} == lengths
 
@@ -188,3 +202,24 @@ def test_documents_are_not_isolated_where_entries_are_longer_than_the_samples_of
     config = deepseek_v4(64, 128, 512, 128)
     assert find_isolation(config, "auto", 48)[1] == ""
     assert "packed documents are not isolated" in find_isolation(config, "auto", 512)[1]
+
+
+def test_numbers_of_layers_and_single_layers() -> None:
+    """A number of layers is no threshold, and values of single layers are numbers."""
+    assert find_thresholds(tiny_config("xlnet"), 64) == ()
+    config = tiny_config("gemma4_text")
+    config.per_layer_config = {1: {"head_dim": 32, "sliding_window": 5}, 3: {"head_dim": 32}}
+    (path,) = numbers_of(config)["sliding_window=5"]
+    _set(config, path, 7)
+    assert config.per_layer_config[1].sliding_window == 7
+
+
+def test_the_probe_is_as_long_as_samples_where_thresholds_are_unknown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_Experiments, "_build_base", lambda _: False)
+    monkeypatch.setattr(thresholds, "trial_key", lambda *_: None)
+    config = deepseek_v4(4, 128, 512, 128)
+    assert find_thresholds(config, 256) is None
+    compressors = [n for n in find_gradient_reach(config, 256).absent or () if "indexer" not in n]
+    assert [name for name in compressors if ".compressor." in name] == []

@@ -32,7 +32,7 @@ ROUNDING = {LOSS: Tolerance(relative=1e-5), GRADIENT: Tolerance(relative=1e-3, c
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
     config = CONFIG_MAPPING["llama"](num_hidden_layers=2, hidden_size=64, intermediate_size=64)
-    return build_noisy_proxy(config, "auto", smaller(with_heads(2)))
+    return build_noisy_proxy(config, "auto", smaller(with_heads(2)), sequence_length=16)
 
 
 def scaled(name: str, factor: float) -> Any:

@@ -13,7 +13,7 @@ from bigtrain.models.build import build_model, empty_model
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.export import adapters
 from bigtrain.models.export.adapters import export_adapter
-from bigtrain.models.export.verified import Probe
+from bigtrain.models.export.verified import Destination, Probe
 from bigtrain.models.layers.adapter_checks import check_adapters
 from bigtrain.models.layers.adapter_names import base_name
 from bigtrain.models.layers.adapters import lora_config
@@ -42,7 +42,8 @@ def export(section: AdaptersSection, root: Path) -> Path:
     probe = Probe(ids, model(input_ids=ids, use_cache=False).logits, "float32")
     weights = {name: model.get_parameter(name) for name in trained}
     made = save_chat_tokenizer(root / "tokenizer")
-    export_adapter(weights, section, str(base), config, made, output, dtype="float32", probe=probe)
+    destination = Destination(output, made, "float32")
+    export_adapter(weights, section, str(base), config, destination, probe)
     return output
 
 

@@ -20,7 +20,7 @@ from bigtrain.errors import ModelError
 from bigtrain.models.build import build_model
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.export.base_record import _set_nested_dtypes, record_base
-from bigtrain.models.export.verified import Probe, export_model
+from bigtrain.models.export.verified import Destination, Probe, export_model
 from bigtrain.models.generation import Sampling, generate
 from bigtrain.models.left_overs import drop_quantization
 from bigtrain.models.weights.checksums import CHECKSUMS, corrupt_weights
@@ -432,8 +432,8 @@ def test_expert_widths_that_grouped_products_do_not_take_are_exported(
         logits = model(input_ids=ids, use_cache=False).logits
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     export_model(
-        weights, hf_config, tokenizer, tmp_path / "hf",
-        dtype="float32", probe=Probe(ids, logits, "float32"),
+        weights, hf_config, Destination(tmp_path / "hf", tokenizer, "float32"),
+        probe=Probe(ids, logits, "float32"),
     )  # fmt: skip
     sampling = Sampling(temperature=0, top_p=1.0, seed=0)
     text = generate(str(tmp_path / "hf"), "def", max_new_tokens=2, sampling=sampling)

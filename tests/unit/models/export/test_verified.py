@@ -5,22 +5,28 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from bigtrain.data.tokenizers.training import train_tokenizer
 from bigtrain.errors import ModelError, OutputError
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.export import verified
 from bigtrain.models.export.verified import (
+    Destination,
     Probe,
     compare_logits,
+    export_model,
     why_not_reloaded,
     writing_directory,
 )
 from bigtrain.models.weights.older_readers import rewrite_config
 from bigtrain.settings.run_config import ModelSection
+from tests.unit.models.equivalence.test_thresholds import deepseek_v4
 from tools.tiny_models import tiny_config
 
 OTHER_DEVICE = "meta"
@@ -155,3 +161,33 @@ def test_an_export_that_cannot_get_its_name_leaves_the_old_one(
         export()
     assert names_in(tmp_path) == ["hf"]
     assert names_in(output) == ["old"]
+
+
+def test_weights_that_no_probe_reaches_are_compared(tmp_path: Path) -> None:
+    """DeepSeek-V4's heavy compressor begins at 64 tokens, and a probe has 32."""
+    config = deepseek_v4(4, 64, 512, 128)
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(config).eval()
+    tokenizer = tmp_path / "tokenizer"
+    train_tokenizer(iter([["the theme of the thesis"]]), 260).save(tokenizer)
+    ids = Probe.make_input(128, 64)
+    with torch.no_grad():
+        probe = Probe(ids, model(input_ids=ids, use_cache=False).logits, "float32")
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    weights |= {name: b for name, b in model.named_buffers() if name in model.state_dict()}
+    name = "model.layers.1.self_attn.compressor.kv_proj.weight"
+
+    def export(output: Path) -> None:
+        export_model(weights, config, Destination(output, tokenizer, dtype=None), probe=probe)
+
+    export(tmp_path / "right")
+    write = verified.write_model
+
+    def write_another(tensors: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        return write({**tensors, name: tensors[name] + 1}, *args, **kwargs)
+
+    with (
+        patch.object(verified, "write_model", write_another),
+        pytest.raises(ModelError, match=f"not written: reloaded, {name} differs"),
+    ):
+        export(tmp_path / "wrong")

@@ -13,7 +13,7 @@ from bigtrain.errors import ConfigError
 from bigtrain.models.build import empty_model
 from bigtrain.models.configuration import MTP_MARK, unmarked, with_mtp_layers
 from bigtrain.models.equivalence.multi_token import check_mtp_layers
-from bigtrain.models.layers.multi_token import labels_at_depth
+from bigtrain.models.layers.multi_token import MultiTokenLayers, labels_at_depth
 from tests.parity.multi_token_models import deepseek, mellum
 from tools.tiny_models import tiny_config
 
@@ -41,7 +41,7 @@ def test_labels_stay_in_sample_and_document(
 @pytest.mark.parametrize("config", [deepseek(1), deepseek(2), mellum(), tiny_config("glm4_moe")])
 def test_layers_are_written_as_they_are_read(config: PreTrainedConfig) -> None:
     marked = with_mtp_layers(config, trains=True)
-    assert check_mtp_layers(marked, 0.1) == []
+    assert check_mtp_layers(marked, 0.1, 32) == []
     assert with_mtp_layers(config, trains=False) is config
     names = {name for name, _ in empty_model(marked).named_parameters()}
     plain = {name for name, _ in empty_model(config).named_parameters()}
@@ -50,6 +50,23 @@ def test_layers_are_written_as_they_are_read(config: PreTrainedConfig) -> None:
     with unmarked(marked):
         assert MTP_MARK not in marked.to_json_string(use_diff=False)
     assert MTP_MARK in marked.to_json_string(use_diff=False)
+
+
+def test_layers_are_tried_beyond_the_lengths_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that fails where its window ends."""
+    marked = with_mtp_layers(mellum(), trains=True)
+    marked.sliding_window = 100
+    windows: list[tuple[int, int]] = []
+    hidden_states = MultiTokenLayers.hidden_states
+
+    def record(self: Any, model: Any, hidden: torch.Tensor, *args: Any) -> Any:
+        windows.append((model.config.sliding_window, hidden.shape[1]))
+        return hidden_states(self, model, hidden, *args)
+
+    monkeypatch.setattr(MultiTokenLayers, "hidden_states", record)
+    assert check_mtp_layers(marked, 0.1, 1024) == []
+    ((window, num_tokens),) = windows
+    assert window < num_tokens
 
 
 def without_sliding_layers() -> PreTrainedConfig:
@@ -68,7 +85,7 @@ def without_sliding_layers() -> PreTrainedConfig:
 )
 def test_what_transformers_cannot_train_is_refused(config: Any, reason: str) -> None:
     config.num_mtp_layers = 1
-    (problem,) = check_mtp_layers(with_mtp_layers(config, trains=True), 0.1)
+    (problem,) = check_mtp_layers(with_mtp_layers(config, trains=True), 0.1, 32)
     assert re.search(reason, problem.rule)
     assert problem.remedy == "objective.mtp_weight=0"
 

@@ -26,9 +26,8 @@ from bigtrain.run.preflight import Inputs
 from bigtrain.run.state import TrainState
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import RunConfig
-from tests.support.small_checkpoint import write_small_checkpoint
+from tests.support.small_checkpoint import SHARDS, write_small_checkpoint
 
-SHARDS = SourceIdentity("shards", "h", 1001)
 MORE = SourceIdentity("more", "m", 2001)
 
 
@@ -43,20 +42,21 @@ def tree(**data: Any) -> dict[str, Any]:
     }
 
 
-def inputs(*sources: SourceIdentity, data_hash: str = "h") -> Inputs:
+def inputs(*sources: SourceIdentity) -> Inputs:
     model_plan = ModelPlan(None, Isolation("none"), LossPlan("plain", 1, "loss: plain"))
-    return Inputs(None, data_hash, sources or (SHARDS,), (), (), model_plan)
+    return Inputs(None, "h", sources or (SHARDS,), (), (), model_plan)
 
 
-def stored(config: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint from before there were phases."""
+def stored(config: dict[str, Any], *sources: SourceIdentity) -> dict[str, Any]:
+    """The state of a checkpoint."""
     run = RunConfig.model_validate(config)
-    return {"config": run.model_dump(mode="json"), "data_hash": "h", "samples": 12, "step": 1}
-
-
-def with_phases(config: dict[str, Any], *sources: SourceIdentity) -> dict[str, Any]:
-    phase = first_phase(RunConfig.model_validate(config), sources or (SHARDS,))
-    return {**stored(config), "phases": json.loads(json.dumps([asdict(phase)]))}
+    return {
+        "config": run.model_dump(mode="json"),
+        "samples": 12,
+        "step": 1,
+        "phases": json.loads(json.dumps([asdict(first_phase(run, sources or (SHARDS,)))])),
+        "parameters": ParameterPlan().record(),
+    }
 
 
 def resume(
@@ -64,19 +64,7 @@ def resume(
 ) -> tuple[Phase, ...]:
     run = RunConfig.model_validate(now)
     current_inputs = inputs_now or inputs()
-    return resumed_phases(
-        document, run, current_inputs.sources, current_inputs.data_hash, Path("checkpoint")
-    )
-
-
-def test_a_checkpoint_from_before_mixtures_and_boundaries_goes_on() -> None:
-    document = stored(tree())
-    del document["config"]["data"]["sources"], document["config"]["data"]["document_boundaries"]
-    assert resume(document, tree()) == (first_phase(RunConfig.model_validate(tree()), (SHARDS,)),)
-    with pytest.raises(
-        CheckpointError, match=r"data\.document_boundaries: 'ignore' there, 'isolate' now"
-    ):
-        resume(document, tree(path="shards", document_boundaries="isolate"))
+    return resumed_phases(document, run, current_inputs.sources, Path("checkpoint"))
 
 
 @pytest.mark.parametrize("section", ["objective", "optimizer", "moe", "schedule"])
@@ -96,15 +84,7 @@ def test_a_setting_that_a_checkpoint_lacks_had_its_default(section: str) -> None
 
 def test_a_path_may_become_a_mixture_of_one() -> None:
     mixture = tree(sources=[{"path": "moved", "weight": 2}])
-    for document in (stored(tree()), with_phases(tree())):
-        assert len(resume(document, mixture)) == 1
-
-
-def test_other_data_is_another_run() -> None:
-    allowed = {**tree(), "checkpoint": {"allow_changes": ["data"]}}
-    for now in (tree(), allowed):  # what was read before there were phases is not known
-        with pytest.raises(CheckpointError, match=r"data: 'h' there, 'other' now"):
-            resume(stored(tree()), now, inputs(data_hash="other"))
+    assert len(resume(stored(tree()), mixture)) == 1
 
 
 MIXTURE = {"sources": [{"path": "shards", "weight": 1}, {"path": "more", "weight": 3}]}
@@ -113,7 +93,7 @@ MIXTURE = {"sources": [{"path": "shards", "weight": 1}, {"path": "more", "weight
 def test_changes_are_refused_with_what_differs_and_followed_where_they_are_allowed() -> None:
     changed = {**tree(**MIXTURE), "batch": {"sequence_length": 4, "global_batch_size": 8}}
     changed["optimizer"] = {"lr": 2e-3}
-    document, now = with_phases(tree()), inputs(SHARDS, MORE)
+    document, now = stored(tree()), inputs(SHARDS, MORE)
     with pytest.raises(CheckpointError) as caught:
         resume(document, changed, now)
     assert str(caught.value).splitlines() == [
@@ -143,7 +123,7 @@ def test_changes_are_refused_with_what_differs_and_followed_where_they_are_allow
 
 def test_other_models_are_named_by_key_and_by_what_can_change() -> None:
     llama = {"model_type": "llama", "hidden_size": 64, "vocab_size": 100}
-    document = with_phases({**tree(), "model": {"config": llama}})
+    document = stored({**tree(), "model": {"config": llama}})
     other = {"model_type": "llama", "hidden_size": 32, "vocab_size": 100, "rms_norm_eps": 1e-5}
     with pytest.raises(CheckpointError) as caught:
         resume(document, {**tree(), "model": {"config": other}})
@@ -158,7 +138,7 @@ def test_other_models_are_named_by_key_and_by_what_can_change() -> None:
 
 def test_fewer_steps_than_are_done_are_not_advised() -> None:
     """With them allowed, the run would be at its end, and nothing would be trained."""
-    document = {**with_phases({**tree(), "train": {"steps": 500}}), "step": 500}
+    document = {**stored({**tree(), "train": {"steps": 500}}), "step": 500}
     with pytest.raises(CheckpointError) as caught:
         resume(document, {**tree(), "train": {"steps": 20}})
     assert str(caught.value).splitlines() == [
@@ -170,7 +150,7 @@ def test_fewer_steps_than_are_done_are_not_advised() -> None:
 
 
 def test_the_phases_of_a_run_add_up() -> None:
-    document = with_phases(tree())
+    document = stored(tree())
     changed = {**tree(**MIXTURE), "checkpoint": {"allow_changes": ["data"]}}
     phases = resume(document, changed, inputs(SHARDS, MORE))
     document |= {
@@ -209,20 +189,14 @@ def test_packed_documents_go_on_as_they_were_packed(there: str) -> None:
     now = {**tree(path="shards", packing="best_fit", long_documents="truncate"), **allowed}
     now["batch"] = {"sequence_length": 4, "global_batch_size": 4}
     with pytest.raises(CheckpointError, match="pack the documents differently") as caught:
-        resume(with_phases(before), now)
+        resume(stored(before), now)
     lines = ["batch.sequence_length: 8 there, 4 now"]
     lines.append("data.long_documents: 'cut' there, 'truncate' now")
     if there == "concatenate":
         lines.append("data.packing: 'concatenate' there, 'best_fit' now")
     assert [line.strip() for line in str(caught.value).splitlines()[1:]] == lines
     packed = tree(path="shards", packing="best_fit")
-    assert len(resume(with_phases(packed), packed)) == 1
-
-
-def test_a_checkpoint_from_before_packing_goes_on() -> None:
-    document = with_phases(tree())
-    del document["config"]["data"]["packing"], document["config"]["data"]["long_documents"]
-    assert len(resume(document, tree())) == 1
+    assert len(resume(stored(packed), packed)) == 1
 
 
 def test_a_run_is_refused_by_what_its_directory_holds_before_it_starts(tmp_path: Path) -> None:
@@ -237,8 +211,8 @@ def test_a_run_is_refused_by_what_its_directory_holds_before_it_starts(tmp_path:
         refuse_other_run(config)
     allowed = {**now, "checkpoint": {"allow_changes": ["optimizer.lr"]}}
     assert refuse_other_run(RunConfig.model_validate(allowed)) == newest
-    with pytest.raises(CheckpointError, match="data: 'h' there, 'x' now"):
-        refuse_other_run(RunConfig.model_validate(other), (SHARDS,), "x")
+    with pytest.raises(CheckpointError, match=r"data\.sources: more is new"):
+        refuse_other_run(RunConfig.model_validate(other), (MORE,))
     # As the run does, it passes over a checkpoint that is corrupt.
     (newest / checkpoints.STATE).write_text("{}")
     assert refuse_other_run(config) == checkpoints.checkpoint_path(tmp_path, 1)
@@ -246,7 +220,6 @@ def test_a_run_is_refused_by_what_its_directory_holds_before_it_starts(tmp_path:
 
 NOW = ParameterPlan(
     decaying=("layers.*.up_proj.weight",),
-    decayed_before=("layers.*.mixer.A_log", "tower.*.weight"),
     matrices=("layers.*.up_proj.weight",),
 )
 
@@ -257,7 +230,7 @@ def of_plan(document: dict[str, Any], plan: ParameterPlan, **optimizer: Any) -> 
     document = {**document, "config": RunConfig.model_validate(now).model_dump(mode="json")}
     allowed = {**now, "checkpoint": {"allow_changes": ["optimizer.weight_decay"]}}
     run, current_inputs = RunConfig.model_validate(now), inputs()
-    arguments = (current_inputs.sources, current_inputs.data_hash, Path("checkpoint"), plan)
+    arguments = (current_inputs.sources, Path("checkpoint"), plan)
     try:
         return resumed_phases(document, run, *arguments)
     except CheckpointError:
@@ -265,20 +238,8 @@ def of_plan(document: dict[str, Any], plan: ParameterPlan, **optimizer: Any) -> 
         raise
 
 
-def test_a_checkpoint_from_before_roles_decayed_what_does_not_decay_now() -> None:
-    with pytest.raises(CheckpointError) as caught:
-        of_plan(with_phases(tree()), NOW)
-    assert "allow_changes=[optimizer.weight_decay]" in str(caught.value)
-    assert str(caught.value).splitlines()[1:] == [
-        "  optimizer.weight_decay: fell on layers.*.mixer.A_log there, and not now",
-        "  optimizer.weight_decay: fell on tower.*.weight there, and not now",
-    ]
-    assert of_plan(with_phases(tree()), replace(NOW, decayed_before=()))
-    assert of_plan(with_phases(tree()), NOW, weight_decay=0.0)
-
-
 def test_groups_that_an_upgrade_has_changed_are_another_run() -> None:
-    document = {**with_phases(tree()), "parameters": NOW.record()}
+    document = {**stored(tree()), "parameters": NOW.record()}
     assert of_plan(document, NOW)
     others = replace(NOW, decaying=("layers.*.mixer.A_log",))
     with pytest.raises(CheckpointError) as caught:
@@ -290,7 +251,7 @@ def test_groups_that_an_upgrade_has_changed_are_another_run() -> None:
     now = RunConfig.model_validate(tree())
     fewer = replace(NOW, matrices=())
     with pytest.raises(CheckpointError, match=r"optimizer\.type: updates other matrices now: lay"):
-        resumed_phases(document, now, inputs().sources, "h", Path("checkpoint"), fewer)
+        resumed_phases(document, now, inputs().sources, Path("checkpoint"), fewer)
 
 
 def test_frozen_parameters_are_not_trained_at_a_resume() -> None:
@@ -299,26 +260,26 @@ def test_frozen_parameters_are_not_trained_at_a_resume() -> None:
     frozen = {"frozen": ["model.embed*"], **tree()["model"]}
     names = ("model.embed_tokens.weight", "model.embed_positions.weight")
     document = {
-        **with_phases({**tree(), "model": frozen}),
+        **stored({**tree(), "model": frozen}),
         "parameters": replace(NOW, frozen=names).record(),
     }
     for now in (tree(), allowed):
         run = RunConfig.model_validate(now)
         with pytest.raises(CheckpointError) as caught:
-            resumed_phases(document, run, (SHARDS,), "h", Path("checkpoint"), NOW)
+            resumed_phases(document, run, (SHARDS,), Path("checkpoint"), NOW)
         assert "model.embed_tokens.weight and 1 more had no optimizer states" in str(caught.value)
         assert "initialize_from=checkpoint" in str(caught.value)
         assert "allow_changes" not in str(caught.value)
     run = RunConfig.model_validate(allowed)
     more = replace(NOW, frozen=(*names, "model.norm.weight"))
-    assert resumed_phases(document, run, (SHARDS,), "h", Path("checkpoint"), more)
+    assert resumed_phases(document, run, (SHARDS,), Path("checkpoint"), more)
 
 
 @pytest.mark.parametrize("key", ["rank", "targets", "dora", "modules_to_save"])
 def test_what_trains_other_tensors_is_named(key: str) -> None:
     other = {"rank": 4, "targets": ["q_proj"], "dora": True, "modules_to_save": ["lm_head"]}
     model = {"model": {"path": "base"}}
-    document = with_phases({**tree(), **model, "adapters": {"rank": 8}})
+    document = stored({**tree(), **model, "adapters": {"rank": 8}})
     with pytest.raises(CheckpointError, match=rf"\(of adapters\.{key} only what trains no tensor"):
         resume(document, {**tree(), **model, "adapters": {"rank": 8, key: other[key]}})
 
@@ -330,9 +291,9 @@ def test_states_of_another_optimizer_are_not_continued() -> None:
         before = {**tree(), "optimizer": {"lr": 1e-3, "type": there}}
         changed = {**allowed, "optimizer": {"lr": 1e-3, "type": now}}
         with pytest.raises(CheckpointError, match=f"has states of optimizer.type = {there}, which"):
-            resume(with_phases(before), changed)
+            resume(stored(before), changed)
     lion = {**allowed, "optimizer": {"lr": 1e-3, "type": "lion"}}
-    assert resume(with_phases(tree()), lion)  # it has a first moment
+    assert resume(stored(tree()), lion)  # it has a first moment
 
 
 def test_a_learning_rate_that_jumps_is_named() -> None:
@@ -367,14 +328,6 @@ def test_averages_that_begin_end_or_change(
         for decay in (before, now)
     )
     document = {**stored(there.model_dump(mode="json")), "step": 50, "engine": {"ema": before}}
-    resumed_phases(document, here, [SHARDS], "h", Path())
+    resumed_phases(document, here, [SHARDS], Path())
     line = changed_averages(document, here)
     assert line is None if text is None else text in str(line)
-
-
-def test_checkpoints_from_before_there_were_averages() -> None:
-    document = {**stored(tree()), "engine": {}}
-    del document["config"]["optimizer"]["ema"]
-    config = RunConfig.model_validate(tree())
-    resumed_phases(document, config, [SHARDS], "h", Path())
-    assert changed_averages(document, config) is None

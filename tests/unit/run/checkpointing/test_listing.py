@@ -48,7 +48,9 @@ def run(tmp_path: Path) -> Path:
     tensors[0].write_bytes(tensors[0].read_bytes()[:-1])
     tensors[1].write_bytes(tensors[1].read_bytes()[:-1] + b"\1")
     section = {"keep_last": 1, "keep_best": 1}
-    (tmp_path / "config.json").write_text(json.dumps({"checkpoint": section}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"checkpoint": section, "evaluation": {"best": {}}})
+    )
     return tmp_path
 
 

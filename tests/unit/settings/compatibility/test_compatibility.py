@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args
 
 import pytest
-import yaml
 
-from bigtrain.settings.compatibility import check
-from bigtrain.settings.compatibility.check import (
-    RULES,
-    Facts,
-    Rule,
-    check_compatibility,
-    check_model,
-)
-from bigtrain.settings.compatibility.facts import DECLARED
+from bigtrain.settings.compatibility.check import GROUPS, RULES, check_compatibility, check_model
+from bigtrain.settings.compatibility.facts import FACTS, Facts, read_facts
+from bigtrain.settings.compatibility.rule import Rule
 from bigtrain.settings.deepspeed.engine_config import render
 from bigtrain.settings.deepspeed.keys import key_table
 from bigtrain.settings.hf_config_keys import ModelDimensions
@@ -27,9 +19,8 @@ from bigtrain.settings.loading import load_run_config
 from bigtrain.settings.run_config import RunConfig
 from tests.support.worlds import ROOT
 
-TABLE = Path(check.__file__).with_name("rules.yaml")
 ZERO3 = {"zero_stage": 3}
-OF_RULES = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+OF_RULES = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 
 # Neighbours of the violations that must pass.
 LEGAL: list[dict[str, Any]] = [
@@ -78,12 +69,12 @@ LEGAL: list[dict[str, Any]] = [
 
 
 def test_names_are_unique() -> None:
-    assert len({rule.name for rule in RULES}) == len(RULES)
+    assert sum(map(len, GROUPS)) == len(RULES)
 
 
 def test_facts_have_the_keys_of_the_run_and_of_deepspeed() -> None:
     """A problem names the key of the fact that is blamed, and a view reads the fact there."""
-    for name, fact in DECLARED.items():
+    for name, fact in FACTS.items():
         kind, _, path = fact.key.rpartition(":")
         node: Any = {"keys": key_table()["keys"]} if kind else RunConfig
         for part in path.split(".") if path else ():
@@ -107,7 +98,8 @@ def test_a_view_reads_the_run_the_json_and_the_model() -> None:
         "offload_param": {"device": "cpu"},
         "reduce_scatter": 0,
     }
-    facts = Facts(config, {"zero_optimization": zero}, ModelDimensions(num_experts=4), world_size=2)
+    dimensions = ModelDimensions(num_experts=4)
+    facts = read_facts(config, {"zero_optimization": zero}, dimensions) | Facts(world_size=2)
     assert (facts.tensor_size, facts.state_dtype, facts.own_optimizer) == (
         2,
         "bfloat16",
@@ -116,26 +108,18 @@ def test_a_view_reads_the_run_the_json_and_the_model() -> None:
     assert (facts.zero_stage, facts.overlap_comm, facts.offload_param) == (3, True, "cpu")
     assert facts.reduce_scatter is True  # 0 is not of its type, which DeepSpeed's keys refuse
     assert (facts.num_experts, facts.world_size, facts.num_sites) == (4, 2, 0)
-    changed = facts.changed(zero_stage=1)
+    changed = facts | Facts(zero_stage=1)
     assert (changed.zero_stage, changed.state_dtype, facts.zero_stage) == (1, "bfloat16", 3)
     with pytest.raises(TypeError, match="not facts of a run: zero"):
         Facts(zero=3)
 
 
-def test_every_feature_of_the_table_is_refused_with_another() -> None:
-    table = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
-    rows = [row for group in table["rules"].values() for row in group]
-    assert {name for row in rows for name in row.get("of", ())} == table["features"].keys()
-    keys = {"name", "of", "at", "blames", "value", "if", "reason", "fix", "without", "example"}
-    assert all(row.keys() <= keys for row in rows)
-
-
 @OF_RULES
 def test_example_is_refused_by_its_rule_alone(rule: Rule) -> None:
-    facts = rule.example.changed(source="x.json")
+    facts = rule.violation() | Facts(source="x.json")
     (problem,) = check_compatibility(facts)
     assert problem == rule.problem(facts)
-    assert problem.key.removeprefix("x.json: ") == rule.key.removeprefix("ds:")
+    assert problem.key.removeprefix("x.json: ") == rule.features[0].fact.key.removeprefix("ds:")
     assert problem.rule
     assert problem.remedy
     # The example is told from what is legal by what it says, not by a default.
@@ -145,8 +129,8 @@ def test_example_is_refused_by_its_rule_alone(rule: Rule) -> None:
 
 @OF_RULES
 def test_the_nearest_alternative_is_legal(rule: Rule) -> None:
-    nearest = rule.nearest(rule.example)
-    assert nearest.values() != rule.example.values()
+    nearest = rule.nearest(rule.violation())
+    assert nearest.values() != rule.violation().values()
     assert check_compatibility(nearest) == []
 
 
@@ -157,11 +141,11 @@ def test_what_is_not_known_is_not_refused(rule: Rule) -> None:
     known = [
         name
         for name in optional
-        if getattr(rule.example, name) is not None
+        if getattr(rule.violation(), name) is not None
         and name in ("device", "async_io", "attention_heads", "cut_heads", "num_layers")
     ]
     for name in known:
-        assert not rule.violated(rule.example.changed(**{name: None})), name
+        assert not rule.violated(rule.violation() | Facts(**{name: None})), name
 
 
 @pytest.mark.parametrize("facts", LEGAL, ids=str)
@@ -202,7 +186,7 @@ def test_nearest_is_legal_where_several_rules_are_violated() -> None:
         max_positions=64,
     )
     for _ in range(2 * len(RULES)):
-        broken = [rule for rule in RULES if rule.violated(facts)]
+        broken = [rule for rule in RULES.values() if rule.violated(facts)]
         if not broken:
             break
         facts = broken[0].nearest(facts)
@@ -233,12 +217,11 @@ def test_the_page_is_what_the_tool_writes() -> None:
 
 
 def test_every_trap_is_refused_or_made_right_and_tested() -> None:
-    names = {rule.name for rule in RULES}
     traps = tool().TRAPS
     for trap in traps:
         assert trap.tests, trap.text
         assert trap.rules or trap.code or trap.refused, trap.text
-        assert set(trap.rules) <= names, trap.text
+        assert RULES.keys() >= set(trap.rules), trap.text
         for place in (*trap.code, *trap.tests):
             file, _, name = place.partition("::")
             text = (ROOT / file).read_text(encoding="utf-8")

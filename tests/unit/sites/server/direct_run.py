@@ -14,6 +14,7 @@ from bigtrain.sites.server.state import OuterServerState
 from bigtrain.sites.server.store import ServerDirectory
 
 WINDOW = 100.0
+LAST_STEP = 1000
 LAYOUT = b'{"ranks": 1}'
 
 
@@ -94,7 +95,9 @@ class Site:
             "entry": self.entry,
             "number": self.number,
             "step": self.step,
+            "last_step": LAST_STEP,
             "fragment": fragment,
+            "is_last": fragment is not None and self.step >= LAST_STEP,
             "tokens": 0 if fragment is None else tokens,
             "digest": self.digest,
             "tokens_seen": self.tokens_seen,

@@ -136,7 +136,14 @@ def test_a_run_over_http_and_what_is_refused_on_the_way(tmp_path: Path) -> None:
         with on_the_wire(damage):
             ask(client, "contribute", **header, payload=(weights + 1).numpy().tobytes())
         assert any("refused a corrupted message (contribute): checksum" in text for text in said)
-        delivery = {"attempt": attempt, "base": 0, "step": 5, "tokens": 10, "num_messages": 1}
+        delivery = {
+            "attempt": attempt,
+            "base": 0,
+            "step": 5,
+            "last_step": 9,
+            "tokens": 10,
+            "num_messages": 1,
+        }
         state, _ = ask(client, "deliver", site=0, **delivery)
         assert (state["number"], state["sites"]) == (1, [0])
         told = {(event["event"], event["reason"], event["count"]) for event in state["events"]}
@@ -327,7 +334,14 @@ def test_fields_out_of_range_are_refused_and_named(
     port = free_port()
     good: dict[str, dict[str, Any]] = {
         "join": JOIN,
-        "deliver": {"attempt": "0" * 16, "base": 0, "step": 5, "tokens": 9, "num_messages": 1},
+        "deliver": {
+            "attempt": "0" * 16,
+            "base": 0,
+            "step": 5,
+            "last_step": 9,
+            "tokens": 9,
+            "num_messages": 1,
+        },
         "wait": {"base": 0, "seconds": 0},
     }
     client = ServerClient(f"http://127.0.0.1:{port}", TOKEN)
@@ -416,7 +430,14 @@ def test_a_second_run_with_the_same_index_is_refused_while_the_first_takes_part(
             ("leave", {}),
             (
                 "deliver",
-                {"attempt": "0" * 16, "base": 0, "step": 1, "tokens": 1, "num_messages": 1},
+                {
+                    "attempt": "0" * 16,
+                    "base": 0,
+                    "step": 1,
+                    "last_step": 9,
+                    "tokens": 1,
+                    "num_messages": 1,
+                },
             ),
         ):
             with pytest.raises(RefusedByServerError, match=r"run a{16}\)"):

@@ -32,6 +32,7 @@ SITES: dict[str, Any] = {
     "inner_steps": 5,
     "outer": {"type": "nesterov", "lr": 0.7, "momentum": 0.8},
 }
+LAST_STEP = 1000
 LOST = {"float32": 1e-6, "bfloat16": 0.1 / 2**8, "int8": 0.1 / 127, "int4": 0.1 / 7}
 """An outer step changes no weight here by 0.1: half a scale is lost on the way there, and half on
 the way back."""
@@ -127,6 +128,7 @@ class Site:
             "attempt": attempt,
             "base": self.number,
             "step": self.step,
+            "last_step": LAST_STEP,
             "tokens": tokens,
             "num_messages": len(self.boxes),
         }

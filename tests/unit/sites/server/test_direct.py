@@ -15,6 +15,7 @@ from bigtrain.sites.protocol import (
     digest_of,
 )
 from tests.unit.sites.server.direct_run import (
+    LAST_STEP,
     LAYOUT,
     WINDOW,
     DirectRun,
@@ -73,7 +74,8 @@ def test_weights_of_a_new_run_that_differ_are_named_and_nothing_begins(run: Dire
         site.join()
         site.enter(None)
     plan = sites[0].plan()
-    assert plan.digests == {0: "0" * 16, 1: "f" * 16, 2: "0" * 16}
+    digests = f"({'0' * 16} at site 0, {'f' * 16} at site 1, {'0' * 16} at site 2)"
+    assert f"sites of a new run begin with different global weights {digests}" in plan.refusal
     sites[0].vote(plan.attempt)
     assert sites[0].verdict(plan.attempt) is False
     assert run.state.store.record() is None
@@ -81,7 +83,7 @@ def test_weights_of_a_new_run_that_differ_are_named_and_nothing_begins(run: Dire
     for site in sites:
         site.join()
         site.enter(None)
-    assert not finish(sites).digests
+    assert not finish(sites).refusal
 
 
 def test_requests_that_come_again_change_nothing(run: DirectRun) -> None:
@@ -193,11 +195,79 @@ def test_all_sites_from_older_checkpoints_continue_where_they_are(run: DirectRun
     for site in old:
         site.join()
         site.enter(None)
-    assert finish(old).number == 1
-    text = "outer step 3 is on none of the sites that are here: they continue at 1"
-    assert run.said.count(text) == 1
-    assert make_round(old).number == 2
-    assert request(run.state, "wait", site=0, run="0" * 16, base=0, seconds=0)["number"] == 2
+    # A number names one set of weights: 1 and 2 were others.
+    assert finish(old).number == 4
+    text = "outer step 3 is on none of the sites that are here: they continue from 1, which becomes"
+    assert run.said.count(f"{text} 4") == 1
+    assert make_round(old).number == 5
+    assert request(run.state, "wait", site=0, run="0" * 16, base=0, seconds=0)["number"] == 5
+
+
+@pytest.mark.parametrize(
+    ("ended", "back", "is_refused"),
+    [
+        ([0, 1, 2], [2], True),  # killed before it had saved the last outer step
+        ([0, 1], [2], True),  # missed it
+        ([0, 1], [1, 2], True),
+        ([0, 1, 2], [0, 1, 2], False),  # nobody has its weights any more
+        ([1], [1], False),
+        ([1], [0, 1, 2], False),
+    ],
+)
+def test_sites_continue_after_the_end_only_if_it_is_lost_on_all_its_sites(
+    ended: list[int], back: list[int], is_refused: bool, run: DirectRun
+) -> None:
+    sites = begin(run)
+    assert make_round(sites).ended_step == 0
+    for site in sites:
+        site.step = LAST_STEP
+    for index in ended:
+        sites[index].enter()
+    run.pass_time(WINDOW, *(sites[index] for index in ended))
+    plan = finish([sites[index] for index in ended])
+    assert (plan.number, plan.ended_step) == (2, LAST_STEP)
+    for site in sites:
+        site.ask("leave")
+    run.restart()
+    older = [Site(run, index, number=1, seen=300) for index in back]
+    for site in older:
+        site.join()
+        site.enter(None)
+    run.pass_time(WINDOW, *older)
+    if not is_refused:
+        assert finish(older).number == 3
+        assert make_round(older).number == 4
+        return
+    away = ", ".join(str(index) for index in ended if index not in back)
+    text = f"the run ended with outer step 2, after its last step {LAST_STEP}, on site {away}, and"
+    for site in older:
+        assert site.plan().refusal.startswith(text)
+        site.vote(site.plan().attempt)
+        assert site.verdict(site.plan().attempt) is False
+    record = run.state.store.record()
+    assert record is not None
+    assert record["number"] == 2
+
+
+def test_weights_with_which_the_run_ended_stay_those_of_the_end(run: DirectRun) -> None:
+    """A restart of the sites that have them, and of one without them."""
+    sites = begin(run)
+    for site in sites:
+        site.step = LAST_STEP
+    plan = make_round(sites)
+    assert plan.ended_step == LAST_STEP
+    sites[2].number, sites[2].tokens_seen, sites[2].digest = 0, 0, "0" * 16
+    for site in sites:
+        site.join()
+        site.enter(None)
+    plan = finish(sites)
+    assert (plan.number, plan.takers, plan.ended_step) == (1, (2,), LAST_STEP)
+
+
+def test_a_step_of_sites_that_are_not_all_at_their_end_does_not_end_the_run(run: DirectRun) -> None:
+    sites = begin(run)
+    sites[0].step = LAST_STEP
+    assert make_round(sites).ended_step == 0
 
 
 def test_a_failed_vote_aborts_and_a_commit_stays_through_restarts(run: DirectRun) -> None:

@@ -43,10 +43,10 @@ class Trouble(ServerDirectory):
             self.failing[name] -= 1
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    def write_round(self, *arguments: Any, **more: Any) -> None:
+    def write_step(self, *arguments: Any, **more: Any) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(store, "sync_to_disk", self._sync)
-            super().write_round(*arguments, **more)
+            super().write_step(*arguments, **more)
 
     def _sync(self, path: Path) -> None:
         self.fail("state")
@@ -56,9 +56,9 @@ class Trouble(ServerDirectory):
         self.fail("row")
         super().write_site(row)
 
-    def deliver(self, site: int, delivery: Any) -> None:
+    def deliver(self, delivery: Any) -> None:
         self.fail("deliver")
-        super().deliver(site, delivery)
+        super().deliver(delivery)
 
     def _commit(self) -> None:
         self.fail("commit")

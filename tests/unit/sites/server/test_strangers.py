@@ -187,7 +187,14 @@ def rounds(address: str, index: int, count: int, ends: dict[int, int]) -> None:
         while not ask(client, "wait", base=number - 1, seconds=5)[0]["is_ready"]:
             pass
         ask(client, "contribute", 60, site=index, **part, payload=bytes(16))
-        delivery = {"attempt": attempt, "base": number, "step": 5, "tokens": 10, "num_messages": 1}
+        delivery = {
+            "attempt": attempt,
+            "base": number,
+            "step": 5,
+            "last_step": 9,
+            "tokens": 10,
+            "num_messages": 1,
+        }
         ask(client, "deliver", 60, site=index, **delivery)
         while ask(client, "wait", base=number, seconds=5)[0]["number"] <= number:
             pass
@@ -361,7 +368,14 @@ def test_the_end_of_a_process_is_noticed_by_its_connection(
             ask(client, "join", **(request | {"site": site, "run": f"{site:016x}"}))
         boxes = [["w", [0], [4]]]
         part = {"attempt": "0" * 16, "rank": 0, "part": 0, "boxes": boxes}
-        delivery = {"attempt": "0" * 16, "base": 0, "step": 5, "tokens": 10, "num_messages": 1}
+        delivery = {
+            "attempt": "0" * 16,
+            "base": 0,
+            "step": 5,
+            "last_step": 9,
+            "tokens": 10,
+            "num_messages": 1,
+        }
         ask(clients[0], "upload", site=0, boxes=boxes, payload=bytes(16))
         ask(clients[0], "uploaded", site=0)
         ask(clients[0], "contribute", site=0, **part, payload=bytes(16))

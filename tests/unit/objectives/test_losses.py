@@ -12,7 +12,7 @@ from torch.nn.functional import logsigmoid, softplus
 
 from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.data.shards.format import IGNORED_LABEL
-from bigtrain.engine.objectives import make_objective
+from bigtrain.objectives.losses.passes import make_objective
 from bigtrain.settings.run_config import RunConfig
 
 ROWS, TOKENS, NUM_LABELS = 8, 6, 3
@@ -154,19 +154,20 @@ RATED = {
 }
 
 
-@pytest.mark.parametrize(
-    ("section", "loss", "divergence"),
-    [
-        (PREFERENCES, sigmoid, 0.0),
-        ({**PREFERENCES, "loss": "ipo"}, ipo, 0.0),
-        ({**PREFERENCES, "loss": "simpo", "gamma": GAMMA}, simpo, 0.0),
-        ({**PREFERENCES, "loss": "orpo"}, orpo, 0.0),
-        (RATED, kto, 3.0),
-        (RATED, kto, -3.0),
-        ({"type": "reward", "center_rewards_coefficient": CENTERING}, reward, 0.0),
-        ({"type": "classification"}, classification, 0.0),
-    ],
-)
+CASES: list[tuple[dict[str, Any], Loss, float]] = [
+    (PREFERENCES, sigmoid, 0.0),
+    ({**PREFERENCES, "loss": "ipo"}, ipo, 0.0),
+    ({**PREFERENCES, "loss": "simpo", "gamma": GAMMA}, simpo, 0.0),
+    ({**PREFERENCES, "loss": "orpo"}, orpo, 0.0),
+    (RATED, kto, 3.0),
+    (RATED, kto, -3.0),
+    ({"type": "reward", "center_rewards_coefficient": CENTERING}, reward, 0.0),
+    ({"type": "classification"}, classification, 0.0),
+]
+"""Sections, with the loss of their equation, and the divergence of mismatched answers."""
+
+
+@pytest.mark.parametrize(("section", "loss", "divergence"), CASES)
 def test_a_loss_is_that_of_its_equation(
     section: dict[str, Any], loss: Loss, divergence: float
 ) -> None:
@@ -182,7 +183,7 @@ def test_a_loss_is_that_of_its_equation(
         }
     )
     passes = GivenPasses(divergence)
-    batch, objective = batch_of(passes), make_objective(config)
+    batch, objective = batch_of(passes), make_objective(config.objective)
     expected = loss(passes, batch)
     objective.prepare(passes, [batch])
     summed, _ = objective.summed_loss(passes, batch, batch)

@@ -1,4 +1,4 @@
-"""A parameter that a probe saw no gradient of is compared with the gradients of the first step."""
+"""What a probe says about gradients is compared with the gradients of the first step."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from tests.unit.models.equivalence.test_thresholds import deepseek_v4
 
 pytestmark = [pytest.mark.distributed]
 
+LORA = {"adapters": {"type": "lora", "rank": 2, "targets": "all-linear"}}
 BLIND = """
 import os
 import runpy
@@ -86,3 +87,48 @@ def test_a_blind_probe_is_found_in_the_first_step(root: Path, engine: str) -> No
     frozen = {"path": str(root / "base"), "frozen": ["*.compressor.*"]}
     codes, printed = run(root, f"frozen-{engine}", engine, [str(script)], model=frozen)
     assert codes == [0, 0], printed[-4000:]
+
+
+@pytest.mark.parametrize("engine", ["zero1", "zero3"])
+def test_a_blind_probe_is_found_in_the_first_step_of_adapters(root: Path, engine: str) -> None:
+    """Their first gradient of A is zeros, since B is zeros: its presence counts."""
+    script = root / "blind.py"
+    program = str(ROOT / "bigtrain/train.py")
+    script.write_text(BLIND.format(cache=str(root / "cache"), program=program))
+    codes, printed = run(root, f"blind-lora-{engine}", engine, [str(script)], **LORA)
+    assert all(codes)
+    assert "model.layers.1.self_attn.compressor.kv_proj.lora_A.default.weight" in printed
+    assert "adapters.targets without them" in printed
+    assert not list((root / f"blind-lora-{engine}").rglob("step-*"))
+    attention = {**LORA["adapters"], "targets": ["q_a_proj"]}
+    codes, printed = run(root, f"lora-{engine}", engine, [str(script)], adapters=attention)
+    assert codes == [0, 0], printed[-4000:]
+    assert "have no gradient in the first step" not in printed
+
+
+TRUSTING = """
+import os
+import runpy
+os.environ["BIGTRAIN_CACHE"] = {cache!r}
+from bigtrain.models.equivalence import parameter_plan
+parameter_plan._unreached = lambda *_: ()
+runpy.run_path({program!r}, run_name="__main__")
+"""
+"""A probe that says that every parameter gets a gradient."""
+
+
+@pytest.mark.parametrize(
+    ("engine", "adapters"), [("zero1", {}), ("zero3", LORA), ("pipeline_zero1", {})]
+)
+def test_absent_gradients_of_the_first_step_are_named(
+    root: Path, engine: str, adapters: dict[str, Any]
+) -> None:
+    script = root / "trusting.py"
+    program = str(ROOT / "bigtrain/train.py")
+    script.write_text(TRUSTING.format(cache=str(root / "trusting"), program=program))
+    stages = {"parallel": {"pipeline": 2}} if "pipeline" in engine else {}
+    name = f"trusting-{engine}"
+    codes, printed = run(root, name, engine, [str(script)], **adapters, **stages)
+    assert codes == [0, 0], printed[-4000:]
+    (line,) = {line for line in printed.splitlines() if "no gradient in the first step" in line}
+    assert ".self_attn.compressor.indexer." in line

@@ -1,0 +1,79 @@
+"""Next token, and the probabilities of a teacher for it (arXiv 1503.02531). Pure."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from bigtrain.errors import Problem
+from bigtrain.objectives.kind import ObjectiveFields, ObjectiveKind, RunSections
+from bigtrain.settings.sections.base import PositiveInt
+
+
+class DistillationFields(ObjectiveFields):
+    """Fields of distillation."""
+
+    teacher: Annotated[str, Field(min_length=1)] | None = None
+    """distillation: directory of scores of the data under the teacher, made by `bigtrain score
+    --kind top-k --output`"""
+    teacher_model: Annotated[str, Field(min_length=1)] | None = None
+    """distillation: Hugging Face model (directory or name on the hub) that computes the teacher's
+    probabilities in the run instead, frozen and divided over the ranks like the student"""
+    teacher_top_k: PositiveInt = 64
+    """distillation with teacher_model: number of most probable tokens whose probabilities are
+    compared one by one; the others are compared as one"""
+    alpha: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """distillation: weight of the divergence from the teacher, in training only; that of the
+    cross-entropy is 1 - alpha"""
+
+
+class Distillation(ObjectiveKind[DistillationFields]):
+    """Divergence from the most probable tokens of a teacher, and cross-entropy."""
+
+    name = "distillation"
+    summary = "the next token, and the probabilities of a teacher for it (arXiv 1503.02531)"
+    fields = DistillationFields
+    loss = "bigtrain.objectives.losses.next_token:NextTokenLoss"
+
+    @property
+    def teacher_weight(self) -> float:
+        return self.section.alpha
+
+    def unread(self) -> list[str]:
+        section = self.section
+        if (section.teacher is None) == (section.teacher_model is None):
+            number = "one of" if section.teacher is None else "only one of"
+            raise ValueError(
+                f"objective.type = 'distillation' needs {number} objective.teacher, the directory "
+                "of `bigtrain score --config TEACHER.yaml --kind top-k --output DIR`, and "
+                "objective.teacher_model, a model that is computed in the run -> omit the other"
+            )
+        return ["teacher_top_k"] if section.teacher_model is None else []
+
+    def problems(self, run: RunSections) -> list[Problem]:
+        """Return the problem of a teacher that has scored complete documents, with a student that
+        does not read such, or of a teacher in the run where one cannot be."""
+        if self.section.teacher_model is not None:
+            return _live_teacher_problems(run)
+        if run.data.samples is not None:
+            rule = "the teacher's log-probabilities are of documents of shards"
+            fix = "data.samples=null, with documents written by bigtrain tokenize"
+            return [Problem("data.samples", run.data.samples.type, rule, fix)]
+        if run.data.packing == "best_fit":
+            return []
+        rule = "the teacher read each document separately, and so must the student"
+        return [Problem("data.packing", run.data.packing, rule, "data.packing=best_fit")]
+
+
+def _live_teacher_problems(run: RunSections) -> list[Problem]:
+    score = "objective.teacher, scores of the data that `bigtrain score --kind top-k` has stored"
+    problems = []
+    if run.parallel.pipeline != 1:
+        rule = "a teacher in the run is not divided into pipeline stages"
+        fix = f"parallel.pipeline=1, or {score}"
+        problems.append(Problem("parallel.pipeline", run.parallel.pipeline, rule, fix))
+    if run.sites is not None:
+        rule = "a teacher in the run is divided over the ranks of one site"
+        problems.append(Problem("sites", "set", rule, f"sites=null, or {score}"))
+    return problems

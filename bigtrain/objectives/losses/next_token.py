@@ -1,0 +1,25 @@
+"""Cross-entropy of the next token, which the engine computes; also with a teacher.
+
+Equations: `bigtrain.models.layers.token_loss`.
+"""
+
+from __future__ import annotations
+
+from bigtrain.data.loading.micro_batch import MicroBatch
+from bigtrain.models.layers.token_loss import LossTerms
+from bigtrain.objectives.losses.passes import Factor, ObjectiveLoss, Passes, Summed
+from bigtrain.objectives.section import ObjectiveSection
+
+
+def loss_terms(section: ObjectiveSection) -> LossTerms:
+    """Return the terms that a run adds to the cross-entropy of the next token."""
+    return LossTerms(section.label_smoothing, section.z_loss, section.kind.teacher_weight)
+
+
+class NextTokenLoss(ObjectiveLoss):
+    """Cross-entropy of the next token."""
+
+    def summed_loss(
+        self, passes: Passes, batch: MicroBatch, moved: MicroBatch, factor: Factor = None
+    ) -> Summed:
+        return passes.cross_entropy(batch, moved, factor)

@@ -1,0 +1,59 @@
+"""One attempt at an outer step, as one rank of a site sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import torch
+
+from bigtrain.sites.metrics import OuterEvent
+from bigtrain.sites.protocol import StepRecord
+
+
+@dataclass
+class Attempt:
+    """An attempt at an outer step with `fragment`, after `step` optimizer steps.
+
+    Inputs: fragment (None: only take the weights of others), last_step (of the run), is_last
+    (whether this site exchanges nothing after it), number and tokens_seen (of the site's global
+    weights), tokens (trained on since the fragment's last exchange), local (masters by window, if
+    they change meanwhile; else empty).
+
+    Results: exactly one of record (of the outer step, which counts on all members), detached (why
+    this site trains alone instead) and failure (why it does not count). received: by window of the
+    model, the weights and momentum that this site takes from other sites, on a rank without windows
+    empty; None if it takes none; means, errors: by window of the fragment, the mean of this rank's
+    share and the new rounding errors (None: unchanged). squares: sums for the metrics (change,
+    distance, elements). waited: seconds of waiting for other sites.
+    """
+
+    fragment: int | None
+    step: int
+    last_step: int = 0
+    is_last: bool = False
+    number: int = 0
+    tokens_seen: int = 0
+    tokens: int = 0
+    local: Sequence[torch.Tensor] = ()
+
+    record: StepRecord | None = None
+    detached: str = ""
+    failure: str = ""
+    received: list[tuple[torch.Tensor, torch.Tensor | None]] | None = None
+    means: list[torch.Tensor] = field(default_factory=list)
+    errors: Sequence[torch.Tensor | None] = ()
+    squares: list[float] = field(default_factory=lambda: [0.0] * 3)
+    events: list[OuterEvent] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    num_bytes: int = 0
+    waited: float = 0.0
+    seconds: float = 0.0
+
+    future: Future[None] | None = None  # of a thread next to training, until `OuterStep.settle`
+
+    @property
+    def has_received(self) -> bool:
+        """Whether it counts, and this site takes the weights of others."""
+        return self.record is not None and self.received is not None
