@@ -452,7 +452,12 @@ MUTATIONS_OF_RANKS: dict[str, tuple[dict[str, tuple[str, str]], dict[str, Any], 
         "data 2",
     ),
     "adapters begin with other values": (
-        {"models/build.py": ("lambda name: seed_of(seed, name)", "lambda name: seed_of(1, name)")},
+        {
+            "models/build.py": (
+                "lambda layer_name: seed_of(seed, layer_name)",
+                "lambda name: seed_of(1, name)",
+            )
+        },
         {"model": llama(), "adapters": LORA},
         "data 2",
     ),

@@ -13,7 +13,7 @@ from collections import Counter
 COLLECT_ABOVE = 200
 """Open descriptors above which garbage is collected: mapped files in reference cycles."""
 
-MAX_OPEN = 800
+MAX_OPEN = 400
 """Open descriptors that may remain."""
 
 
