@@ -150,10 +150,10 @@ def _unwrapped(annotation: Any) -> tuple[Any, list[Any]]:
     return annotation, []
 
 
-def field_texts(record: type) -> dict[str, str]:
-    """Return the string below each field of a dataclass and of its bases, in one line."""
+def field_texts(record: type, root: type = object) -> dict[str, str]:
+    """Return the string below each field of a class and of its bases before `root`, in one line."""
     texts = {}
-    for base in reversed(record.__mro__[:-1]):
+    for base in reversed(record.__mro__[: record.__mro__.index(root)]):
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
         assert isinstance(definition, ast.ClassDef)
         for pair in pairwise(definition.body):

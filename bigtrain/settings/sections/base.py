@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
-from itertools import pairwise
 from typing import Annotated, Any, get_args
 
 from pydantic import (
@@ -34,15 +31,9 @@ class Section(BaseModel):
     def descriptions(cls) -> dict[str, str]:
         """Return the text below each field in the source, also of bases: what it sets, in one line.
         Read when it is asked for, since most programs that read settings do not show it."""
-        texts = {}
-        for base in reversed(cls.__mro__[: cls.__mro__.index(Section)]):
-            (section,) = ast.parse(inspect.getsource(base)).body
-            assert isinstance(section, ast.ClassDef)
-            for pair in pairwise(section.body):
-                match pair:
-                    case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(str(text))):
-                        texts[name] = " ".join(text.split())
-        return texts
+        from bigtrain.system.arguments import field_texts
+
+        return field_texts(cls, Section)
 
     @classmethod
     def __get_pydantic_json_schema__(
