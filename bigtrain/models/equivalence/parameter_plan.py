@@ -221,11 +221,10 @@ def probed_configuration(
     `sequence_length` cross in `hf_config`: `sequence_length` itself if thresholds are unknown."""
     config, tokens = copy.deepcopy(hf_config), min(sequence_length, PROBE_TOKENS)
     if sequence_length > tokens:
-        from bigtrain.models.equivalence.thresholds import cross_thresholds, find_thresholds
+        from bigtrain.models.equivalence.thresholds import cross_thresholds
 
-        if find_thresholds(hf_config, sequence_length) is None:
+        if not cross_thresholds(config, sequence_length, tokens):
             return config, sequence_length
-        cross_thresholds(config, sequence_length, tokens)
     return config, tokens
 
 

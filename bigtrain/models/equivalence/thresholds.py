@@ -84,9 +84,9 @@ def cross_thresholds(
     sequence_length: int,
     tokens: int,
     source: PreTrainedConfig | None = None,
-) -> None:
+) -> bool:
     """Make samples of `tokens` cross the thresholds in `config` that samples of `sequence_length`
-    cross.
+    cross. Returns whether the thresholds are known; without them `config` stays as it is.
 
     The shortest length becomes a little more than half of `tokens`, the next length one token more;
     equal lengths stay equal. So half a sample crosses no length that the full sample crosses,
@@ -94,7 +94,9 @@ def cross_thresholds(
     Lengths that samples of `sequence_length` do not cross stay. `source`: the configuration that
     `config` was reduced from. Raises ValueError if `tokens` are too few for all lengths.
     """
-    thresholds = find_thresholds(source or config, sequence_length) or ()
+    thresholds = find_thresholds(source or config, sequence_length)
+    if thresholds is None:
+        return False
     crossed = [t for t in thresholds if t.first_length(t.number) <= sequence_length]
     # Factors become small, so that few tokens hold several multiples.
     numbers = {threshold.name: threshold.number for threshold in thresholds}
@@ -117,6 +119,7 @@ def cross_thresholds(
     for name, number in new_numbers.items():
         for path in paths.get(name, []):
             _set(text_config(config), path, number)
+    return True
 
 
 def find_thresholds(
