@@ -47,7 +47,7 @@ from bigtrain.settings.deepspeed.engine_config import EngineConfig
 from bigtrain.settings.run_config import RunConfig
 
 if TYPE_CHECKING:
-    pass
+    from bigtrain.models.parallel.sequence import SequenceParallel
 
 
 def build_engine(
@@ -130,9 +130,8 @@ def build_engine(
     )
 
 
-def _divide_sequences(model: Any, mesh: Mesh) -> Any:
-    """Divide the sequences of `model` over the ranks of `mesh` that share samples; return its
-    `SequenceParallel`."""
+def _divide_sequences(model: Any, mesh: Mesh) -> SequenceParallel:
+    """Divide the sequences of `model` over the ranks of `mesh` that share samples."""
     from bigtrain.models.parallel.sequence import SequenceParallel
     from bigtrain.models.parallel.sequence_exchange import GroupExchange, SequenceExchange
 

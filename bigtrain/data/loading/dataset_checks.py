@@ -12,7 +12,7 @@ import os
 import pkgutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bigtrain.data.samples.packing_plan import plan_of
 from bigtrain.data.samples.source import StreamDataset, with_source
@@ -26,9 +26,6 @@ from bigtrain.objectives.section import ROWS
 from bigtrain.settings.run_config import ModelSection, RunConfig
 from bigtrain.settings.sections.extensions import GIVEN
 from bigtrain.system.storage.local_path import local_path
-
-if TYPE_CHECKING:
-    pass
 
 MAX_PADDING_ROWS = 1024
 """Rows of an embedding beyond the tokenizer's vocabulary: it is padded to multiples of at most
