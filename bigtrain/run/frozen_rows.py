@@ -39,7 +39,7 @@ def check_frozen_rows(
     by design. Only for a base in a directory here, whose embedding and head are read. Raises
     ModelError as `find_weights`."""
     path = config.model.path
-    if path is None or not Path(path).is_dir() or (not config.adapters and not config.model.frozen):
+    if path is None or not Path(path).is_dir():
         return [], []
     model = empty_model(hf_config)
     if not (frozen := _frozen_tables(config, model)):

@@ -68,9 +68,7 @@ def product_of(layer: Any) -> Product:
 
 
 def check_float8(recipe: Float8) -> list[Problem]:
-    """Return problems with this installation and with its GPU, if any."""
-    if recipe == "none":
-        return []
+    """Return problems of a `recipe` other than none with this installation and its GPU, if any."""
     if importlib.util.find_spec("torchao") is None:
         remedy = "pip install 'bigtrain[float8]', or precision.float8=none"
         return [Problem("precision.float8", recipe, "torchao is not installed", remedy)]

@@ -24,9 +24,8 @@ _OPTIONS = {
 
 
 def check_kernels(hf_config: PreTrainedConfig, kernels: str) -> list[Problem]:
-    """Return problems with ``model.kernels`` for models of `hf_config`. Builds nothing."""
-    if kernels == "none":
-        return []
+    """Return problems with ``model.kernels`` other than none for models of `hf_config`. Builds
+    nothing."""
     if importlib.util.find_spec("liger_kernel") is None:
         remedy = "pip install 'bigtrain[gpu]', or set model.kernels=none"
         return [Problem("model.kernels", kernels, "liger-kernel is not installed", remedy)]
