@@ -26,16 +26,13 @@ def use_of(model: ModelCosts, **changes: Any) -> MemoryUse:
     return peak_memory(model, layout, ENGINE)
 
 
-def test_parameters_of_llama_3_8b() -> None:
-    assert closed_form(LLAMA).num_parameters == 8_030_261_248
-
-
 def test_a_configuration_gives_its_shape_and_experts_have_none() -> None:
     # fmt: off
     values = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
               "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256}
     # fmt: on
     assert dense_shape(values) == LLAMA
+    assert closed_form(LLAMA).num_parameters == 8_030_261_248
     gpt2 = {"n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257}
     shape = dense_shape(gpt2)
     assert shape is not None
@@ -311,19 +308,15 @@ def test_what_is_left_of_a_layer_recomputed_by_operator() -> None:
     assert cut.activations == pytest.approx(one.activations / 4)
 
 
-def test_a_checkpoint_that_is_not_copied_takes_no_main_memory() -> None:
+def test_copies_of_checkpoints_take_main_memory_alone() -> None:
     model = closed_form(LLAMA)
-    both = [use_of(model, zero_stage=3, copies_states=copies) for copies in (True, False)]
-    assert both[0].host_checkpoint == pytest.approx(12 * model.num_parameters / 8)
-    assert both[1].host_checkpoint == 0
-    assert both[0].total == both[1].total
-
-
-def test_checkpoints_in_memory_are_main_memory_in_addition() -> None:
-    model = closed_form(LLAMA)
-    without, with_them = (use_of(model, zero_stage=3, memory_every_steps=n) for n in (None, 1))
     part = 12 * model.num_parameters / 8
-    assert without.host_memory_checkpoints == 0
-    assert with_them.host_memory_checkpoints == pytest.approx(3 * part)
-    assert with_them.host - without.host == pytest.approx(3 * part)
-    assert with_them.total == without.total
+    usual, none, kept = (
+        use_of(model, zero_stage=3, copies_states=copies, memory_every_steps=every)
+        for copies, every in ((True, None), (False, None), (True, 1))
+    )
+    assert (usual.host_checkpoint, none.host_checkpoint) == (pytest.approx(part), 0)
+    assert usual.host_memory_checkpoints == 0
+    assert kept.host_memory_checkpoints == pytest.approx(3 * part)
+    assert kept.host - usual.host == pytest.approx(3 * part)
+    assert usual.total == none.total == kept.total

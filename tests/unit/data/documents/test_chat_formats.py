@@ -91,14 +91,9 @@ def test_tools_one_by_one_as_text() -> None:
         ("messages", {"conversations": TURNS}, "no key 'messages'.*-> --format sharegpt"),
         ("sharegpt", {"messages": MESSAGES}, "no key 'conversations'.*-> --format messages"),
         ("messages", {"instruction": "a", "output": "b"}, "-> --format alpaca"),
-        ("messages", {"prompt": "a", "completion": "b"}, "-> --format prompt-completion"),
         ("messages", {"messages": TURNS}, "message 1 has no role.*-> --format sharegpt --key conv"),
         ("messages", {"conversation": TURNS}, "-> --format sharegpt --key conversations=conversat"),
-        (
-            "messages",
-            {"question": "a", "answer": "b"},
-            "-> --format alpaca --key instruction=que",
-        ),
+        ("messages", {"question": "a", "answer": "b"}, "--format alpaca --key instruction=que"),
         ("messages", {"instruction": "a", "response": "b"}, "-> --format alpaca --key output=resp"),
         ("messages", {"prompt": "a", "response": "b"}, "-> --format prompt-.* --key completion=re"),
         (
@@ -112,36 +107,14 @@ def test_tools_one_by_one_as_text() -> None:
             "turn 1 is from function_call and not JSON.*--role function_call=assistant",
         ),
         ("alpaca", {"instruction": "a", "output": "b", "history": 7}, "its history is not a list"),
-        (
-            "messages",
-            {"messages": MESSAGES, "images": ["a.png"]},
-            "value under 'images': only text",
-        ),
-        ("sharegpt", {"conversations": TURNS, "video": "a.mp4"}, "value under 'video': only text"),
+        ("messages", {"messages": MESSAGES, "images": ["a.png"]}, "value under 'images': only tex"),
         ("sharegpt", {"conversations": TURNS, "system": 7}, "its system is not text but int"),
         ("sharegpt", {"conversations": [{"said": "a"}]}, "keys said -> name its keys: --key from="),
-        (
-            "sharegpt",
-            {"conversations": [{"from": "human", "content": "a"}]},
-            "turn 1 is not .* keys content, from -> name its keys",
-        ),
-        (
-            "messages",
-            {"messages": [{"role": "user", "value": "a"}]},
-            "has no content; .*--key con",
-        ),
+        ("messages", {"messages": [{"role": "user", "value": "a"}]}, "no content; .*--key con"),
         ("messages", {"messages": [{"role": "user", "content": 7}]}, "neither text nor .* but int"),
-        (
-            "messages",
-            {"messages": MESSAGES, "system": "Be long."},
-            "message 1 and the key system are two system prompts",
-        ),
+        ("messages", {"messages": MESSAGES, "system": "L"}, "and the key system are two system pr"),
         ("alpaca", {"instruction": "a", "output": 7}, "its output is not text"),
-        (
-            "alpaca",
-            {"instruction": "a", "output": "b", "history": ["x"]},
-            "history 1 is not a pair",
-        ),
+        ("alpaca", {"instruction": "a", "output": "b", "history": ["x"]}, "1 is not a pair"),
         ("prompt-completion", {"prompt": "a", "completion": []}, "not both text or messages"),
         ("messages", {"messages": MESSAGES, "tools": "{"}, "its tools are text that is not JSON"),
         ("messages", {"messages": MESSAGES, "tools": 7}, "its tools are not a list of objects"),
@@ -215,10 +188,7 @@ def test_roles_and_keys_of_the_other_format() -> None:
         ({"weight": -0.5}, "message 1 has weight -0.5: a weight is a factor of the loss"),
         ({"weight": 0.5, "train": False}, "weight 0.5 and train False, which contradict each"),
         ({"weight": "1"}, "message 1 has weight '1'"),
-        (
-            {"train_detail": [{"begin_offset": 0}]},
-            "message 1 has train_detail: .* or not as a unit",
-        ),
+        ({"train_detail": [{"begin_offset": 0}]}, "has train_detail: .* or not as a unit"),
     ],
 )
 def test_train_is_checked(changes: dict[str, Any], words: str) -> None:
@@ -318,13 +288,10 @@ def test_lists_as_text_of_csv() -> None:
         ({"weight": "light"}, None),
     ],
 )
-@pytest.mark.parametrize("name", ROWS)
-def test_the_weight_of_a_row_is_not_dropped(
-    name: str, more: dict[str, Any], why: str | None
-) -> None:
-    if why is None:
-        assert document(name, {**ROWS[name], **more}) == {"messages": MESSAGES}
-        return
-    with pytest.raises(ConversationError) as caught:
-        document(name, {**ROWS[name], **more})
-    assert why in str(caught.value)
+def test_the_weight_of_a_row_is_not_dropped(more: dict[str, Any], why: str | None) -> None:
+    for name, row in ROWS.items():
+        if why is None:
+            assert document(name, {**row, **more}) == {"messages": MESSAGES}
+            continue
+        with pytest.raises(ConversationError, match=why):
+            document(name, {**row, **more})

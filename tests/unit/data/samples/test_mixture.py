@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bigtrain.data.loading.collator import BatchOptions
-from bigtrain.data.loading.loader import TrainingBatches, open_held_out, open_training_data
+from bigtrain.data.loading.loader import open_held_out, open_training_data
 from bigtrain.data.samples.mixture import (
     BLOCK_SAMPLES,
     MixedSamples,
@@ -28,7 +27,6 @@ from bigtrain.data.shards.dataset import open_sources
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import RunConfig, SourceSection
 from tests.support.datasets import write_dataset
-from tests.support.samples import Numbered
 from tests.support.tiers import examples
 
 LENGTH = 4
@@ -97,11 +95,7 @@ def test_no_source_repeats_or_leaves_out_within_its_epoch(
 
 
 @settings(max_examples=examples(40))
-@given(
-    seed=seeds,
-    first=st.integers(0, 10**13),
-    cuts=st.lists(st.integers(0, 1500), max_size=5),
-)
+@given(seed=seeds, first=st.integers(0, 10**13), cuts=st.lists(st.integers(0, 1500), max_size=5))
 def test_any_division_of_the_range_is_the_same_order(
     seed: int, first: int, cuts: list[int]
 ) -> None:
@@ -146,40 +140,6 @@ def test_the_order_stays_as_it_is() -> None:
     """Written down once: a resumed run must read what the run before did not."""
     order = mixture([10, 6], [2, 1], 7)
     assert order.windows(0, 10).tolist() == FIRST_OF_A_MIXTURE
-
-
-@settings(max_examples=examples(20))
-@given(
-    data_size=st.integers(1, 16),
-    micro_batch_size=st.integers(1, 4),
-    accumulation=st.integers(1, 3),
-    resume_step=st.integers(0, 50),
-)
-def test_global_order_is_the_same_for_every_division(
-    data_size: int, micro_batch_size: int, accumulation: int, resume_step: int
-) -> None:
-    sizes, weights = [50, 3000, 7], [2, 5, 1]
-    firsts = [0, 10**6, 2 * 10**6]
-    mixed = MixedSamples(
-        [Numbered(size, LENGTH, first) for first, size in zip(firsts, sizes, strict=True)]
-    )
-    samples = data_size * micro_batch_size * accumulation
-    plan = BatchPlan(samples, micro_batch_size, data_size, accumulation, LENGTH)
-    first = resume_step * samples
-    per_rank = []
-    for rank in range(data_size):
-        order = mixture(sizes, weights, 3)
-        with closing(TrainingBatches(mixed, plan, rank, order, BatchOptions())) as batches:
-            per_rank.append([batch.input_ids[:, 0] for batch in batches.step(first)])
-    seen = [
-        row
-        for micro_step in range(accumulation)
-        for rank in range(data_size)
-        for row in per_rank[rank][micro_step].tolist()
-    ]
-    offsets = [0, 50, 3050]
-    expected = mixture(sizes, weights, 3).windows(first, samples).tolist()
-    assert [offsets[token // 10**6] + token % 10**6 // 10 for token in seen] == expected
 
 
 def test_weights_are_what_they_say() -> None:
