@@ -120,13 +120,6 @@ def test_a_machine_with_a_gpu_is_described(monkeypatch: pytest.MonkeyPatch) -> N
     )
 
 
-@pytest.mark.slow
-def test_the_other_sizes(tmp_path: Path) -> None:
-    results = drive(tmp_path, [*SLOW, *(f"{name}!" for name in SLOW)])
-    assert {results[name]["status"] for name in SLOW} == {"passed"}
-    assert {results[f"{name}!"]["status"] for name in SLOW} == {"failed"}
-
-
 def test_every_part_has_a_fault() -> None:
     assert FAULTS.keys() == set(NAMES)
 
@@ -228,7 +221,7 @@ def test_a_gpu_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_command_runs_parts_in_fresh_processes(tmp_path: Path) -> None:
     words = ["--device", "cpu", "--tiny", "--start", "fresh", "--output", str(tmp_path)]
     finished = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu_check", *words, "--only", "machine", "profiler"],
+        [sys.executable, "-m", "benchmarks.gpu_check", *words, "--only", "machine"],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -236,5 +229,5 @@ def test_the_command_runs_parts_in_fresh_processes(tmp_path: Path) -> None:
     )
     assert finished.returncode == 0, finished.stdout + finished.stderr
     tree = json.loads((tmp_path / "results.json").read_text())
-    assert [part["status"] for part in tree["parts"]] == ["passed", "passed"]
+    assert [part["status"] for part in tree["parts"]] == ["passed"]
     assert tree["machine"]["cores"] > 0

@@ -114,15 +114,6 @@ def test_the_end_of_a_turn_is_among_the_ends(template: str, name: str, tmp_path:
     assert settings == {"eos_token_id": [0, ending]}
 
 
-def test_no_template_no_end(tmp_path: Path) -> None:
-    directory = save_chat_tokenizer(tmp_path / "t", None)
-    assert end_of_turn_ids(AutoTokenizer.from_pretrained(directory)) == []
-    hf_config = LlamaConfig(eos_token_id=0)
-    hf_config.save_pretrained(directory)
-    write_stop_ids(directory, hf_config)
-    assert not (directory / "generation_config.json").exists()
-
-
 def test_the_ends_of_the_record_are_among_the_ends(tmp_path: Path) -> None:
     """The template alone does not show all of them: a tool call ends in another role's token."""
     directory = save_chat_tokenizer(tmp_path / "t", CHATML)

@@ -62,17 +62,13 @@ def write_rows(kind: str) -> str:
         parquet.write_table(table, "rows.parquet")
     elif kind == "csv":
         csv.write_csv(table, "rows.csv")
-    elif kind == "arrow":
-        with pyarrow.ipc.new_file("rows.arrow", table.schema) as file:
-            file.write_table(table)
-    elif kind == "json":
-        Path("rows.json").write_text(json.dumps(ROWS))
+
     else:
         Path(f"rows.{kind}").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     return f"rows.{kind}"
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "csv", "arrow"])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "csv"])
 def test_documents_are_kept_or_counted(
     kind: str, work: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -109,26 +105,14 @@ def test_conversations_and_files_of_text_and_workers(work: Path) -> None:
     assert (manifest.num_documents("train"), manifest.filtered) == (10, {"no reason given": 10})
     (work / "one.txt").write_text("some text")
     (work / "two.txt").write_text("no text")
-    assert (
-        main(
-            [
-                *"tokenize --input one.txt two.txt --tokenizer tokenizer --output texts".split(),
-                *more,
-            ]
-        )
-        == 0
-    )
+    words = "tokenize --input one.txt two.txt --tokenizer tokenizer --output texts".split()
+    assert main([*words, *more]) == 0
     assert read_manifest(work / "texts").num_documents("train") == 1
 
 
 BAD = {
     "no_module:keep": ("", "there is no module no_module in "),
-    "bad_filter:keep": ("def keep(text, row):\n  retur True\n", "SyntaxError: .*bad_filter.py:2"),
-    "bad_filter:other": ("def keep(text, row): ...\n", "bad_filter.py has no other"),
     "bad_filter:few": ("def few(text): ...\n", r"called as few\(text, row\), and takes \(text\)"),
-    "bad_filter:data": ("data = 3\n", "is not a function but int"),
-    "bad_filter:later": ("async def later(text, row): ...\n", "is a coroutine"),
-    "bad_filter:top": ("import json\njson.loads('x')\n", r"JSONDecodeError.*bad_filter\.py:2"),
     "bad_filter": ("", "not package.module:function"),
     "bad_filter:boom": (
         "def boom(text, row):\n    return helper(row)\ndef helper(row):\n    return row['x']\n",

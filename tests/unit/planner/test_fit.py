@@ -63,15 +63,3 @@ def test_table_of_the_docs_is_that_of_the_constants_that_were_fitted_without_its
 def test_table_of_sources_is_that_of_constants_that_were_fitted_without_each() -> None:
     table = left_out(json.loads(LEFT_OUT.read_text()))
     assert table in (ROOT / "docs" / "planner.md").read_text()
-
-
-@pytest.mark.slow
-def test_constants_held_out_are_those_that_the_command_finds(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    planner_fit.main(["--held-out"])
-    printed = capsys.readouterr().out
-    for name, value in json.loads(HELD_OUT.read_text()).items():
-        assert f"{name} = {value:.3g}" in printed
-    table = printed[printed.index("| source |") :].strip()
-    assert table in (ROOT / "docs" / "planner.md").read_text()

@@ -96,7 +96,7 @@ def test_a_plan_tells_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert costs is not None
     assert main([*command, "--top", "1"]) == 0
     text = capsys.readouterr().out
-    assert "memory checkpoints 0." in text
+
     assert f"checkpoints in memory of 1: {8 * costs.directory_bytes / 2**30:.3g} GiB of" in text
     assert text.rstrip().endswith("\n".join(costs.lines(best.time.total)))
     assert main([*command, "--json"]) == 0

@@ -10,6 +10,7 @@ from bigtrain.errors import ConfigError, LaunchError
 from bigtrain.settings.accelerate import read_accelerate
 from bigtrain.settings.resolve import ResolvedRun, resolve_run
 from bigtrain.settings.run_config import RunConfig
+from tests.support.run_trees import run_config as run_of_four
 from tests.support.worlds import ROOT
 
 DEEPSPEED = "ACCELERATE_DEEPSPEED_"
@@ -25,18 +26,10 @@ ANSWERED = {
 }
 
 
-def run_config(**sections: dict[str, Any]) -> RunConfig:
-    tree: dict[str, Any] = {
-        "model": {"config": {"model_type": "llama"}},
-        "data": {"path": "shards"},
-        "batch": {"sequence_length": 8, "global_batch_size": 16},
-        "train": {"steps": 1},
-        "optimizer": {"lr": 1e-3},
-        "output": {"directory": "run"},
-    }
-    for name, section in sections.items():
-        tree[name] = {**tree.get(name, {}), **section}
-    return RunConfig.model_validate(tree)
+def run_config(**sections: Any) -> RunConfig:
+    return run_of_four(
+        **{**sections, "batch": {"global_batch_size": 16} | sections.get("batch", {})}
+    )
 
 
 def resolve(

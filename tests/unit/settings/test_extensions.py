@@ -16,15 +16,14 @@ from bigtrain.planner.run_prediction import layout_of
 from bigtrain.settings.loading import load_run_config, parse_run_config
 from bigtrain.settings.lr_schedule import learning_rate_at
 from bigtrain.settings.resolve import resolve_run
+from tests.support.run_trees import llama, run_tree
 
-RUN: dict[str, Any] = {
-    "model": {"config": {"model_type": "llama", "vocab_size": 64}},
-    "data": {"path": "shards"},
-    "batch": {"sequence_length": 8, "global_batch_size": 8, "micro_batch_size": 1},
-    "train": {"steps": 10},
-    "optimizer": {"lr": 0.5},
-    "output": {"directory": "runs/x"},
-}
+RUN = run_tree(
+    model=llama(64),
+    batch={"global_batch_size": 8, "micro_batch_size": 1},
+    train={"steps": 10},
+    optimizer={"lr": 0.5},
+)
 
 
 @pytest.fixture

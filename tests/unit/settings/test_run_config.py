@@ -18,19 +18,13 @@ from bigtrain.settings.lr_schedule import learning_rate_at
 from bigtrain.settings.run_config import BatchSection, ParallelSection, RunConfig, ScheduleSection
 from bigtrain.settings.sections.optimizer import OPTIMIZERS
 from bigtrain.settings.topology import derive_topology
+from tests.support.run_trees import run_tree
 
 NAMES = tuple(OPTIMIZERS)
 
 
 def make_tree() -> dict[str, Any]:
-    return {
-        "model": {"config": {"model_type": "llama"}},
-        "data": {"path": "shards"},
-        "batch": {"sequence_length": 8, "global_batch_size": 16, "micro_batch_size": 2},
-        "train": {"steps": 10},
-        "optimizer": {"lr": 0.001},
-        "output": {"directory": "run"},
-    }
+    return run_tree(batch={"global_batch_size": 16, "micro_batch_size": 2}, train={"steps": 10})
 
 
 def write(tmp_path: Path, tree: object) -> str:

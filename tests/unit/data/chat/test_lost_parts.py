@@ -237,15 +237,6 @@ def ends_of_answers_are_learned(
         assert not ends & {*run}
 
 
-def test_tokens_are_those_of_the_template() -> None:
-    """But for the end that GLM's does not write behind the last answer."""
-    tokenizer = tokenizer_of((TEMPLATES / "glm4moe.jinja").read_text())
-    messages, _ = CONVERSATIONS["turns"]
-    chats = encode((TEMPLATES / "glm4moe.jinja").read_text(), "turns")
-    expected = tokenizer.huggingface.apply_chat_template(messages, return_dict=True)["input_ids"]
-    assert chats.tokens.tolist() == [*expected, *tokenizer.ids_of(["<|user|>"])]
-
-
 CLOSED_EARLY = CHATML.replace(
     "+ '<|im_end|>' }}{% endgeneration %}", "}}{% endgeneration %}{{ '<|im_end|>' }}"
 )
@@ -356,17 +347,6 @@ def test_reasoning_of_earlier_turns_is_dropped_by_design(title: str) -> None:
     chats = encode((TEMPLATES / "qwen3.jinja").read_text(), title)
     assert not chats.problems
     assert chats.unrendered == {"stripped_reasoning": 1}
-
-
-@pytest.mark.parametrize("title", ["a call", "two calls and content", "escapes"])
-def test_calls_without_marks(title: str) -> None:
-    """Qwen 3's template writes a call otherwise at the end of a conversation."""
-    source = (TEMPLATES / "qwen3.jinja").read_text()
-    chats = encode(source, title)
-    assert not chats.problems
-    learned = tokenizer_of(source).decode(chats.tokens[chats.mask])
-    assert learned.count("<tool_call>") == title.count("calls") + 1
-    assert learned.count("<|im_end|>") == 2
 
 
 def test_reasoning_that_is_never_written_is_an_error() -> None:

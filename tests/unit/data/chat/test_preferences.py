@@ -9,7 +9,6 @@ from typing import Any
 
 import orjson
 import pytest
-import yaml
 from pyarrow import Table, parquet
 
 from bigtrain.cli import main
@@ -19,6 +18,7 @@ from bigtrain.data.shards.dataset import open_dataset
 from bigtrain.data.shards.manifest import Rows, read_manifest
 from bigtrain.data.shards.verification import corrupt_files
 from tests.support.chats import CHATML, LLAMA3, save_chat_tokenizer, turns
+from tests.support.run_trees import llama, run_tree
 from tests.unit.commands.test_tokenize_chat import documents_of
 from tests.unit.data.chat.test_trl import encoder_of, tokenizer_of
 
@@ -285,10 +285,9 @@ def test_pairs_become_shards_that_only_a_preference_may_train(
     words = ["tokenize", "--input", source, "--tokenizer", tokenizer, "--held-out", 0.2]
     assert run(*words, "--output", tmp_path / "refused") == 2
     assert f"{source}:21: chosen and rejected become the same tokens" in capsys.readouterr().err
-    for workers, size in ((1, "1MB"), (2, "2KB")):
-        out = tmp_path / f"out{workers}"
-        more = ["--skip-bad", "--workers", workers, "--shard-size", size]
-        assert run(*words, "--output", out, *more) == 0
+    for number, size in ((1, "1MB"), (2, "2KB")):
+        out = tmp_path / f"out{number}"
+        assert run(*words, "--output", out, "--skip-bad", "--shard-size", size) == 0
         assert corrupt_files(out) == []
         manifest = read_manifest(out)
         assert (manifest.rows, manifest.skipped_documents) == ("preference", 2)
@@ -320,16 +319,11 @@ def refuse_next_token(
     place: Path, shards: Path, why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Check that `check --inputs` refuses the dataset in one line."""
-    tree = {
-        "model": {"config": {"model_type": "llama", "vocab_size": 400}},
-        "data": {"path": str(shards), "packing": "best_fit"},
-        "batch": {"sequence_length": 64, "global_batch_size": 1},
-        "train": {"steps": 2},
-        "optimizer": {"lr": 1e-3},
-        "output": {"directory": str(place / "run")},
-    }
-    path = place / "run.yaml"
-    path.write_text(yaml.safe_dump(tree))
+    data = {"path": str(shards), "packing": "best_fit"}
+    batch = {"sequence_length": 64, "global_batch_size": 1}
+    path, output = place / "run.yaml", {"directory": str(place / "run")}
+    tree = run_tree(model=llama(400), data=data, batch=batch, output=output)
+    path.write_text(json.dumps(tree))
     assert run("check", "--config", path, "--inputs") == 2
     (line,) = [text for text in capsys.readouterr().err.splitlines() if "next_token" in text]
     assert line.strip().startswith(f"data.path = '{shards}': {why}")

@@ -56,14 +56,6 @@ def test_all_formats_give_the_same_conversation(name: str) -> None:
     assert near.name == name
 
 
-def test_a_system_turn_and_tools_of_sharegpt() -> None:
-    row = {
-        "conversations": [{"from": "system", "value": "Be short."}, *TURNS],
-        "tools": json.dumps(TOOLS),
-    }
-    assert document("sharegpt", row) == {"messages": MESSAGES, "tools": TOOLS}
-
-
 def test_prompts_and_completions() -> None:
     strings = {"prompt": "2 + 2", "completion": "4"}
     assert document("prompt-completion", strings) == strings
@@ -72,17 +64,6 @@ def test_prompts_and_completions() -> None:
     )
     learned = [m.get("train", True) for m in conversation["messages"] if m["role"] == "assistant"]
     assert learned == [False, True]
-
-
-def test_only_the_last_answer_is_learned() -> None:
-    messages = document("sharegpt", ROWS["sharegpt"], last_only=True)["messages"]
-    assert [m.get("weight") for m in messages if m["role"] == "assistant"] == [0, None]
-
-
-def test_tools_one_by_one_as_text() -> None:
-    row = {"messages": MESSAGES, "tools": [json.dumps(tool) for tool in TOOLS]}
-    assert document("messages", row)["tools"] == TOOLS
-    assert "tools" not in document("messages", {"messages": MESSAGES, "tools": ""})
 
 
 @pytest.mark.parametrize(
@@ -274,7 +255,8 @@ def test_lists_as_text_of_csv() -> None:
     assert document("alpaca", row) == {"messages": MESSAGES}
     row = {"conversations": json.dumps(TURNS), "system": "Be short."}
     assert document("sharegpt", row) == {"messages": MESSAGES}
-    assert document("messages", {"messages": MESSAGES, "images": [], "audio": None})
+    empty = {"images": [], "audio": None, "tools": ""}
+    assert document("messages", {"messages": MESSAGES, **empty}) == {"messages": MESSAGES}
 
 
 @pytest.mark.parametrize(

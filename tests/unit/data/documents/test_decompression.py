@@ -28,6 +28,7 @@ from bigtrain.data.documents.reader import ReadOptions, RejectedDocuments
 from bigtrain.data.tokenizers.training import train_tokenizer
 from bigtrain.errors import DataError
 from tests.support.commands import Commands
+from tests.support.datasets import files_of
 
 TEXTS = [f"alpha beta {number * number} épsilon 東京\n" * (number % 7) for number in range(600)]
 
@@ -99,11 +100,6 @@ def nameless() -> list[str]:
             if os.path.islink(f"/proc/self/fd/{fd}")]  # fmt: skip
     held += Path("/proc/self/maps").read_text().splitlines()
     return [name for name in held if name.endswith("(deleted)")]
-
-
-def files_of(directory: Path) -> dict[str, bytes]:
-    files = (path for path in directory.rglob("*") if path.is_file())
-    return {str(path.relative_to(directory)): path.read_bytes() for path in files}
 
 
 @pytest.fixture(scope="module")

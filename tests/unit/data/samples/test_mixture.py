@@ -27,6 +27,7 @@ from bigtrain.data.shards.dataset import open_sources
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import RunConfig, SourceSection
 from tests.support.datasets import write_dataset
+from tests.support.run_trees import llama, run_config
 from tests.support.tiers import examples
 
 LENGTH = 4
@@ -153,18 +154,6 @@ def test_weights_are_what_they_say() -> None:
     assert of("epochs", 2, 1, 0.5, sizes=(100, 700, 200)) == [2, 7, 1]
 
 
-def test_epochs_end_together() -> None:
-    sizes = [300, 2000, 500]
-    sections = [SourceSection(path="p", epochs=epochs) for epochs in (4, 1, 2)]
-    weights = integer_weights(sections, sizes)
-    windows = mixture(sizes, weights, 1).windows(0, 4200)
-    counts = np.bincount(windows, minlength=2800)
-    # Inside a block sources are mixed, so at its end alone the counts are exact to a few samples.
-    assert counts[:300].sum() == pytest.approx(1200, abs=60)
-    assert counts[300:2300].max() <= 2
-    assert (counts[300:2300] > 0).mean() > 0.97
-
-
 @pytest.fixture(scope="module")
 def datasets(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     root = tmp_path_factory.mktemp("mixture")
@@ -175,17 +164,8 @@ def datasets(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def config_for(data: dict[str, Any]) -> RunConfig:
-    return RunConfig.model_validate(
-        {
-            "model": {"config": {"model_type": "llama", "vocab_size": 50}},
-            "data": data,
-            "batch": {"sequence_length": LENGTH, "global_batch_size": 4, "micro_batch_size": 2},
-            "train": {"steps": 2},
-            "optimizer": {"lr": 1e-3},
-            "output": {"directory": "unused"},
-            "evaluation": {"samples": 10_000},
-        }
-    )
+    batch = {"sequence_length": LENGTH, "micro_batch_size": 2}
+    return run_config(model=llama(50), data=data, batch=batch, evaluation={"samples": 10_000})
 
 
 def hash_of(data: dict[str, Any]) -> str:
@@ -259,9 +239,3 @@ def test_the_data_hash_covers_sources_and_weights(datasets: list[Path]) -> None:
     ]
     hashes = {hash_of(data) for data in variants}
     assert len(hashes) == len(variants)
-
-
-def test_seeking_reads_nothing_before() -> None:
-    """A block is all that is computed, wherever it lies (10^15 samples in would take days)."""
-    order = mixture([10**9, 10**7, 10**12], [5, 1, 94], 0)
-    assert len(order.windows(10**15, 3000)) == 3000

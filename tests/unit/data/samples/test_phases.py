@@ -24,6 +24,7 @@ from bigtrain.data.samples.phases import (
 from bigtrain.data.samples.shuffle import SampleOrder, convert_place, group_size
 from bigtrain.errors import CheckpointError
 from bigtrain.settings.run_config import RunConfig
+from tests.support.run_trees import run_config
 from tests.support.tiers import examples
 
 CHUNK = 12
@@ -37,22 +38,9 @@ def source(name: str, num_tokens: int) -> SourceIdentity:
 def config(
     weights: dict[str, float], sequence_length: int = 4, chunk_length: int | None = None
 ) -> RunConfig:
-    return RunConfig.model_validate(
-        {
-            "model": {"config": {"model_type": "llama"}},
-            "data": {
-                "sources": [
-                    {"path": f"shards/{name}", "weight": weight} for name, weight in weights.items()
-                ],
-                "chunk_length": chunk_length,
-            },
-            "batch": {"sequence_length": sequence_length, "global_batch_size": 4},
-            "train": {"steps": 2},
-            "optimizer": {"lr": 1e-3},
-            "output": {"directory": "unused"},
-            "seed": 5,
-        }
-    )
+    sources = [{"path": f"shards/{name}", "weight": weight} for name, weight in weights.items()]
+    data = {"sources": sources, "chunk_length": chunk_length}
+    return run_config(data=data, batch={"sequence_length": sequence_length}, seed=5)
 
 
 def read_pieces(phase: Phase, until: int) -> list[tuple[str, int, list[tuple[int, int]]]]:
@@ -322,11 +310,3 @@ def test_converting_leaves_little_unread(
     skipped = place * after - read * before
     assert 0 <= skipped <= 2 * group_size(num_chunks) * (before + after)
     assert convert_place(read, num_chunks, old, old) == read
-
-
-def test_seeking_reads_nothing_before() -> None:
-    """Of 10^12 chunks after 10^15 samples, in the time of a block."""
-    sources = [source("a", 10**16 + 1), source("b", 10**13 + 1)]
-    phase = first_phase(config({"a": 5, "b": 1}, 4096, 32768), sources)
-    later = next_phase(phase, config({"a": 1, "b": 1}, 8192), sources, 10**15 + 17)
-    assert len(later.order(5).windows(10**15 + 5000, 3000)) == 3000

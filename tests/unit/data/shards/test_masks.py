@@ -73,10 +73,7 @@ def test_bytes(masked: Path) -> None:
     assert bits.tolist() == MASK
 
 
-@settings(
-    max_examples=examples(60),
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cuts=st.lists(st.integers(0, 40), max_size=8), seed=st.integers(0, 99))
 def test_any_division_gives_the_same_bytes(tmp_path: Path, cuts: list[int], seed: int) -> None:
     mask = np.random.default_rng(seed).random(40) < 0.5
@@ -103,26 +100,7 @@ def test_plain_datasets_say_nothing_of_masks(tmp_path: Path) -> None:
     assert not open_verified(tmp_path).manifest.is_masked
 
 
-def test_an_exception_leaves_no_file(tmp_path: Path) -> None:
-    with (  # noqa: PT012
-        pytest.raises(KeyError),
-        ShardWriter(tmp_path, "x", "uint16", masked=True) as writer,
-    ):
-        writer.add(np.array([1]), np.array([1]), 1, mask=np.array([True]))
-        raise KeyError
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_missing_mask_is_refused(copy: Path) -> None:
-    (copy / "train-00000.mask").unlink()
-    with pytest.raises(DataError, match=r"train-00000\.mask cannot be read: No such file"):
-        open_dataset(copy, check="sizes")
-
-
-@settings(
-    max_examples=examples(100),
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@settings(max_examples=examples(100), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_corrupt_mask_is_refused(copy: Path, data: st.DataObject) -> None:
     content = bytearray(EXPECTED_MASK)

@@ -15,20 +15,13 @@ from bigtrain.cli import main
 from bigtrain.data.tokenizers.model_tokens import check_model_tokens
 from bigtrain.settings.run_config import RunConfig
 from tests.support.chats import chat_tokenizer
+from tests.support.run_trees import run_config, run_tree
 
 Change = Callable[[Any], None]
 
 
 def config_of(model: Path, **data: Any) -> RunConfig:
-    tree = {
-        "model": {"path": str(model)},
-        "data": {"path": "shards", **data},
-        "batch": {"sequence_length": 8, "global_batch_size": 1},
-        "train": {"steps": 1},
-        "optimizer": {"lr": 1e-3},
-        "output": {"directory": "run"},
-    }
-    return RunConfig.model_validate(tree)
+    return run_config(model={"path": str(model)}, data={"path": "shards", **data})
 
 
 def save(directory: Path, change: Change = lambda tree: None) -> Path:
@@ -124,13 +117,9 @@ def write_run(place: Path, model: Path, shards: Path) -> list[str]:
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "max_position_embeddings": 64}
     LlamaForCausalLM(LlamaConfig(vocab_size=412, **sizes, **heads)).save_pretrained(model)
-    run = place / "run.yaml"
-    run.write_text(
-        f"model: {{path: {model}}}\ndata: {{path: {shards}}}\n"
-        "batch: {sequence_length: 8, global_batch_size: 1}\n"
-        "train: {steps: 1}\noptimizer: {lr: 1.0e-3}\n"
-        f"precision: {{dtype: float32}}\noutput: {{directory: {place / 'run'}}}\n"
-    )
+    run, output = place / "run.yaml", {"directory": str(place / "run")}
+    sections = {"model": {"path": str(model)}, "data": {"path": str(shards)}, "output": output}
+    run.write_text(json.dumps(run_tree(**sections, precision={"dtype": "float32"})))
     return ["check", "--config", str(run), "--inputs", "--world-size", "1"]
 
 

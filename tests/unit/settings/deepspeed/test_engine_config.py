@@ -24,6 +24,7 @@ from bigtrain.settings.deepspeed.keys import key_table, suggestion
 from bigtrain.settings.resolve import resolve_run, resolve_run_files
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.system.shipped_files import ds_configs
+from tests.support.run_trees import run_config
 
 PLAN = BatchPlan(
     global_batch_size=16, micro_batch_size=2, data_size=2, accumulation=4, sequence_length=8
@@ -31,18 +32,8 @@ PLAN = BatchPlan(
 
 
 def make_config(**sections: Any) -> RunConfig:
-    tree: dict[str, Any] = {
-        "model": {"config": {"model_type": "llama"}},
-        "data": {"path": "shards"},
-        "batch": {"sequence_length": 8, "global_batch_size": 16, "micro_batch_size": 2},
-        "train": {"steps": 10},
-        "optimizer": {"lr": 1e-3},
-        "output": {"directory": "run"},
-        "precision": {"dtype": "float32"},
-    }
-    for name, section in sections.items():
-        tree[name] = {**tree.get(name, {}), **section}
-    return RunConfig.model_validate(tree)
+    batch = {"global_batch_size": 16, "micro_batch_size": 2, **sections.pop("batch", {})}
+    return run_config(**{"precision": {"dtype": "float32"}, "batch": batch, **sections})
 
 
 def rendered(raw: dict[str, Any], **sections: Any) -> dict[str, Any]:

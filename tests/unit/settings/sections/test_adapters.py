@@ -10,24 +10,16 @@ import pytest
 
 from bigtrain.errors import ConfigError
 from bigtrain.settings.resolve import resolve_run
-from bigtrain.settings.run_config import AdaptersSection, RunConfig
+from bigtrain.settings.run_config import AdaptersSection
+from tests.support.run_trees import run_config
 
 MOE = {"model_type": "mixtral", "num_local_experts": 4, "num_hidden_layers": 2}
 STACKS = {"targets": [], "target_parameters": ["gate_up_proj"]}
 
 
 def resolve(engine: str, tensor: int, adapters: dict[str, Any], base: str = "some/hub") -> None:
-    config = {
-        "model": {"path": base},
-        "data": {"path": "shards"},
-        "batch": {"sequence_length": 8, "global_batch_size": 4},
-        "train": {"steps": 2},
-        "optimizer": {"lr": 1e-3},
-        "parallel": {"tensor": tensor},
-        "adapters": adapters,
-        "output": {"directory": "run"},
-    }
-    resolve_run(RunConfig.model_validate(config), 2, engine, "cpu")
+    sections = {"parallel": {"tensor": tensor}, "adapters": adapters}
+    resolve_run(run_config(model={"path": base}, **sections), 2, engine, "cpu")
 
 
 QLORA = {"quantization": "nf4"}
