@@ -210,14 +210,14 @@ def test_both_codes_of_zero_1_are_measured_by_turns(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_what_the_planner_predicts_is_measured(tmp_path: Path) -> None:
-    """One layout of each kind, and what they are off by: within the bounds that the docs tell."""
-    for only in ("llama zero3 offload optimizer", "qwen3_moe zero1 ep2 bf16"):
-        line, summary = run("planner_memory.py", "--only", only).splitlines()[-2:]
-        assert line.startswith(only)
-        assert "predicted" in line
-        match = re.fullmatch(r"1 layouts: mean error ([0-9.]+)%, worst [0-9.]+%", summary)
-        assert match is not None, summary
-        assert float(match[1]) < 10
+    """A layout, and what it is off by: within the bounds that the docs tell."""
+    only = "qwen3_moe zero1 ep2 bf16"
+    line, summary = run("planner_memory.py", "--only", only).splitlines()[-2:]
+    assert line.startswith(only)
+    assert "predicted" in line
+    match = re.fullmatch(r"1 layouts: mean error ([0-9.]+)%, worst [0-9.]+%", summary)
+    assert match is not None, summary
+    assert float(match[1]) < 10
     hardware = tmp_path / "cpu.json"
     write_calibration(find_device("CPU"), cpu_engine(), hardware)
     words = "--only llama --world-sizes 2 --first 2 --hardware"

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -152,23 +153,14 @@ def test_held_out_documents_stay_when_text_is_appended(
     command = ["tokenize", "--input", more, "--tokenizer", tokenizer, "--output", tmp_path / "d"]
     assert bigtrain(*command, "--held-out", 0.1) == 0
 
-    def held_out(path: Path) -> set[bytes]:
-        return {
-            shard.document(i).tobytes()
-            for shard in open_dataset(path).shards("held_out")
-            for i in range(shard.num_documents)
-        }
+    def documents_of(path: Path, split: Any = "held_out") -> set[bytes]:
+        shards = open_dataset(path).shards(split)
+        return {shard.document(i).tobytes() for shard in shards for i in range(shard.num_documents)}
 
-    def trained(path: Path) -> set[bytes]:
-        return {
-            shard.document(i).tobytes()
-            for shard in open_dataset(path).shards("train")
-            for i in range(shard.num_documents)
-        }
-
-    assert held_out(dataset) < held_out(tmp_path / "d")
-    assert not held_out(tmp_path / "d") & trained(tmp_path / "d")
-    assert 0.05 < len(held_out(tmp_path / "d")) / 600 < 0.15
+    held_out = documents_of(tmp_path / "d")
+    assert documents_of(dataset) < held_out
+    assert not held_out & documents_of(tmp_path / "d", "train")
+    assert 0.05 < len(held_out) / 600 < 0.15
 
 
 def test_summary(dataset: Path, corpus: Path, tokenizer: Path, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]

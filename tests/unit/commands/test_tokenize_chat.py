@@ -166,11 +166,7 @@ REASONS = [
     (2, "no assistant tokens to train on"),
     (3, "'messages' is not a conversation: not a list of messages but str"),
     (4, "no key 'messages'; keys here: texts"),
-    (
-        5,
-        "'messages' is not a conversation: message 1 has no role that is text; keys here: "
-        "from, value",
-    ),
+    (5, "'messages' is not a conversation: message 1 has no role that is text; keys here: from"),
     (6, "the chat template refuses it: UndefinedError: "),
 ]
 
@@ -235,11 +231,16 @@ def test_another_template_is_another_dataset(
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("key", "options", "message"),
     [
-        (["--text-key", "a"], "--text-key and --chat-key messages exclude each other"),
-        (["--input", "IN.txt"], r"IN.txt is text, and --chat-key names a key of it -> conversatio"),
-        (["--chat-template", "none.jinja"], "--chat-template none.jinja cannot be read: "),
+        ("messages", ["--text-key", "a"], "--text-key and --chat-key messages exclude each other"),
+        ("messages", ["--input", "IN.txt"], "IN.txt is text, and --chat-key names a key of it -> "),
+        ("messages", ["--chat-template", "none.jinja"], "none.jinja cannot be read: "),
+        (
+            None,
+            ["--format", "text", "--chat-template", "x.jinja"],
+            "--chat-template is for conversations, and the first row has the keys ",
+        ),
     ],
 )
 def test_options_that_do_not_fit(
@@ -248,27 +249,16 @@ def test_options_that_do_not_fit(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    key: str | None,
     options: list[str],
     message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("IN.txt").write_text("text")
-    command = ["--input", source, "--tokenizer", tokenizer, "--output", "d"]
-    assert tokenize(*command, *options) == 2
+    command = ["tokenize", "--input", str(source), "--tokenizer", str(tokenizer), "--output", "d"]
+    assert main([*command, *(["--chat-key", key] if key else []), *options]) == 2
     assert message in capsys.readouterr().err
     assert not Path("d").exists()
-
-
-def test_template_without_conversations(
-    source: Path, tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = ["tokenize", "--input", str(source), "--tokenizer", str(tokenizer)]
-    options = ["--output", str(tmp_path / "d"), "--format", "text", "--chat-template", "x.jinja"]
-    assert main([*command, *options]) == 2
-    assert (
-        "--chat-template is for conversations, and the first row has the keys "
-        in capsys.readouterr().err
-    )
 
 
 def test_inspect_shows_what_is_learned(
@@ -332,47 +322,40 @@ def test_inspect_shows_weights(
         assert {run["text"][a:b] for a, b in run["control"]} <= {"<|im_start|>", "<|im_end|>"}
 
 
-SPELLED = {"<|im_start|>": 3, "<|im_end|>": 2}
-
-
 @pytest.mark.parametrize(
-    ("row", "options", "counts"),
+    ("row", "options", "is_counted"),
     [
-        ({"text": "<|im_start|>user\nx<|im_end|>"}, [], SPELLED),
-        ({"text": "<|im_start|>user\nx<|im_end|>"}, ["--parse-special-tokens"], None),
-        ({"text": "<|im_start|>user\nx<|im_end|>"}, ["--fim-rate", "0.5"], SPELLED),
-        ({"text": "<| im_start|> and <im_end>"}, [], None),
-        ({"prompt": "<|im_start|>user\nx", "completion": "y<|im_end|>"}, [], SPELLED),
-        ({"messages": turns("<|im_start|>user\nx", "y<|im_end|>")}, [], SPELLED),
-        ({"messages": turns("<|im_start|>", "<|im_end|>")}, ["--parse-special-tokens"], None),
-        ({"messages": turns("x", "y")}, [], None),
+        ({"text": "<|im_start|>user\nx<|im_end|>"}, ["--fim-rate", "0.5"], True),
+        ({"text": "<|im_start|>user\nx<|im_end|>"}, ["--parse-special-tokens"], False),
+        ({"text": "<| im_start|> and <im_end>"}, [], False),
+        ({"prompt": "<|im_start|>user\nx", "completion": "y<|im_end|>"}, [], True),
+        ({"messages": turns("<|im_start|>user\nx", "y<|im_end|>")}, [], True),
+        ({"messages": turns("<|im_start|>", "<|im_end|>")}, ["--parse-special-tokens"], False),
     ],
 )
 def test_control_tokens_that_texts_spell_are_counted_and_named(
     row: dict[str, Any],
     options: list[str],
-    counts: dict[str, int] | None,
+    is_counted: bool,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Three rows, one of which spells only one: letters, unless the option says otherwise."""
     last = json.loads(json.dumps(row).replace("<|im_end|>", "."))
     source = write_lines(tmp_path / "in.jsonl", [row, row, last])
-    tokenizer = save_fim_tokenizer(tmp_path / "t")
-    out = tmp_path / "out"
+    tokenizer, out = save_fim_tokenizer(tmp_path / "t"), tmp_path / "out"
     command = ["tokenize", "--input", source, "--tokenizer", tokenizer, "--output", out, *options]
-    assert main([*map(str, command)]) == 0
-    outputs = [capsys.readouterr().out]
-    assert main(["inspect", str(out)]) == 0
-    outputs.append(capsys.readouterr().out)
-    assert read_manifest(out).spelled_tokens == counts
     line = (
         "  letters:  texts spell control tokens, which were encoded as letters: <|im_start|> (3), "
         "<|im_end|> (2) -> to encode them as control tokens: --parse-special-tokens"
     )
-    for output in outputs:
-        assert (line in output.splitlines()) == (counts is not None)
-        assert output.count("\n  letters:") == (counts is not None)
+    for words in (command, ["inspect", out]):
+        assert main([*map(str, words)]) == 0
+        output = capsys.readouterr().out
+        assert (line in output.splitlines()) == is_counted
+        assert output.count("\n  letters:") == is_counted
+    spelled = {"<|im_start|>": 3, "<|im_end|>": 2}
+    assert read_manifest(out).spelled_tokens == (spelled if is_counted else None)
 
 
 def save_fim_tokenizer(directory: Path) -> Path:

@@ -130,16 +130,12 @@ def test_other_names_of_keys(tokenizer: Path, tmp_path: Path) -> None:
         (ROWS["messages"], ("--key", "text=a"), "no such key -> messages, tools, role, content"),
         (ROWS["messages"], ("--role", "a"), "--role a: not NAME=ROLE, such as customer=user"),
         (ROWS["alpaca"], ("--role", "a=user"), "rows of --format alpaca have no roles"),
-        (
-            {"text": "a"},
-            ("--role", "a=user"),
-            "--role is for conversations, and the first row has the keys text",
-        ),
+        ({"text": "a"}, ("--role", "a=user"), "--role is for conv.* first row has the keys text"),
         ({"text": "a"}, ("--key", "messages=a"), "--text-key for text"),
         (
             {"dialog": [], "score": math.nan},
             ("--learn", "last"),
-            "--learn is for .* keys dialog, score -> --format sharegpt --key conversations=dialog",
+            "--learn is for .* keys dialog, score -> --format sharegpt --key conversations=dial",
         ),
         (ROWS["alpaca"], ("--format", "alpaca", "--chat-key", "x"), "--format is alpaca -> --key"),
     ],

@@ -218,9 +218,9 @@ def test_what_is_added_to_the_state_reaches_other_agents(store: TCPStore) -> Non
     first.mark_dirty()
     assert first.sync() is True
     second.sync()
-    ranks = {agents.nodes[0]: 0, agents.nodes[1]: 1}
-    assert elastic_patches._State(second.state).expected == ranks
-    assert elastic_patches._State(second.state).failed == (3, 1)
+    state = elastic_patches._State(second.state)
+    assert state.expected == {agents.nodes[0]: 0, agents.nodes[1]: 1}
+    assert state.failed == (3, 1)
 
 
 def test_a_host_that_is_lost_between_two_rounds_is_not_waited_for(store: TCPStore) -> None:

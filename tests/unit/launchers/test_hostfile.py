@@ -155,31 +155,13 @@ def test_hosts_of_a_slurm_job() -> None:
 
 
 def test_environment_of_the_hosts(tmp_path: Path) -> None:
-    forwarded = {
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "COMET_WORKSPACE": "team",
-        "FI_PROVIDER": "efa",
-        "GLOO_SOCKET_IFNAME": "eth0",
-        "HF_HOME": "/data/hf",
-        "HF_TOKEN_PATH": "/data/token",
-        "NCCL_DEBUG": "INFO",
-        "OMP_NUM_THREADS": "4",
-        "PYTHONPATH": "/work",
-        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-        "TORCH_CUDA_ARCH_LIST": "8.0 9.0",
-        "TRITON_CACHE_DIR": "/tmp/triton",
-        "WANDB_MODE": "offline",
-        "XDG_CACHE_HOME": "/tmp/cache",
-        "https_proxy": "http://proxy:3128",
-        "no_proxy": "localhost",
-    }
-    secret = {
-        "COMET_API_KEY": "geheim",
-        "HF_TOKEN": "geheim",
-        "HTTP_PROXY": "http://me:geheim@proxy:3128",
-        "PGPASSWORD": "geheim",
-        "WANDB_API_KEY": "geheim",
-    }
+    names = "COMET_WORKSPACE CUDA_DEVICE_MAX_CONNECTIONS FI_PROVIDER GLOO_SOCKET_IFNAME HF_HOME"
+    names += " HF_TOKEN_PATH NCCL_DEBUG OMP_NUM_THREADS PYTHONPATH PYTORCH_ALLOC_CONF"
+    names += " TRITON_CACHE_DIR WANDB_MODE XDG_CACHE_HOME no_proxy"
+    forwarded = dict.fromkeys(names.split(), "1") | {"https_proxy": "http://proxy:3128"}
+    forwarded["TORCH_CUDA_ARCH_LIST"] = "8.0 9.0"
+    secret = dict.fromkeys("COMET_API_KEY HF_TOKEN PGPASSWORD WANDB_API_KEY".split(), "geheim")
+    secret["HTTP_PROXY"] = "http://me:geheim@proxy:3128"
     dropped = {"CUDA_VISIBLE_DEVICES": "0", "HOME": "/root", "SITE": "here"}
     # UCX_* and MLFLOW_* DeepSpeed hands on by itself.
     of_deepspeed = {"UCX_TLS": "tcp", "MLFLOW_TRACKING_PASSWORD": "geheim"}

@@ -273,23 +273,18 @@ def test_scales_of_8_bit_moments_are_on_every_rank(changes: dict[str, Any], part
 @pytest.mark.parametrize(
     ("changes", "num_buckets"),
     [
-        pytest.param({"zero_stage": 1}, 0, id="put together when activations are gone"),
-        pytest.param({"zero_stage": 2}, 0, id="likewise, and not larger than the model"),
-        pytest.param({"zero_stage": 1, "offload_optimizer": True}, 1, id="DeepSpeed's own"),
-        pytest.param({"zero_stage": 1, "pipeline_size": 2}, 2, id="a second one at the end"),
+        ({"zero_stage": 1}, 0),  # put together when activations are gone
+        ({"zero_stage": 2}, 0),
+        ({"zero_stage": 1, "offload_optimizer": True}, 1),  # DeepSpeed's own
+        ({"zero_stage": 1, "pipeline_size": 2}, 2),  # a second one at the end
     ],
 )
 def test_buckets_larger_than_the_model(changes: dict[str, Any], num_buckets: int) -> None:
     """As `benchmarks/planner_memory.py --bucket 50000000` measures them."""
     bucket = 50_000_000
-    shape = DenseShape(4, 128, 4, 2, 384, 2048)
-    use = use_of(
-        closed_form(shape),
-        reduce_bucket_elements=bucket,
-        parameter_bytes=4,
-        overlap_communication=False,
-        **changes,
-    )
+    changes |= {"reduce_bucket_elements": bucket, "parameter_bytes": 4}
+    model = closed_form(DenseShape(4, 128, 4, 2, 384, 2048))
+    use = use_of(model, overlap_communication=False, **changes)
     passing = use.activations + use.loss if num_buckets == 2 else 0.0
     assert use.buckets + passing == pytest.approx(num_buckets * bucket * 4, rel=0.01)
 

@@ -166,7 +166,8 @@ def test_torch_dynamo_compiles_the_layers() -> None:
     beside = {**ANSWERED, **answers, "ACCELERATE_USE_DEEPSPEED": "true"}
     beside[f"{DEEPSPEED}ZERO_STAGE"] = "1"
     assert resolve(run_config(), beside).config.model.compile == "on"
-    problem = refused(run_config(model={"compile": "off"}), answers)
+    model = {"config": {"model_type": "llama"}, "compile": "off"}
+    problem = refused(run_config(model=model), answers)
     assert problem.startswith("accelerate config: torch dynamo = 'yes': contradicts model.compile")
     unasked = resolve(run_config(), dynamo_answers("--dynamo_backend=no"))
     assert unasked.config.model.compile == "off"

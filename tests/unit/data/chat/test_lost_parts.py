@@ -20,8 +20,7 @@ from tokenizers import AddedToken
 from bigtrain.data.chat.encoder import ChatEncoder, ChatRules, EncodedChats
 from bigtrain.data.documents.conversations import conversation_bytes
 from bigtrain.data.tokenizers.tokenizer import Tokenizer, describe
-from bigtrain.data.tokenizers.training import train_tokenizer
-from tests.support.chats import CHATML, TEXT, unmarked
+from tests.support.chats import CHATML, trained_tokenizer, unmarked
 
 TEMPLATES = Path(__file__).parents[3] / "data" / "chat_templates"
 NAMES = sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
@@ -121,7 +120,7 @@ CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], Any]] = {
 @cache
 def tokenizer_of(source: str) -> Tokenizer:
     """A tokenizer with the control tokens that a template writes."""
-    wrapped: Any = train_tokenizer([TEXT], 400).huggingface
+    wrapped: Any = trained_tokenizer()
     names = sorted(
         set(
             re.findall(

@@ -255,24 +255,3 @@ def test_killed_while_a_file_is_decompressed(
     assert not list(temporary.iterdir())
     assert commands.run(*arguments, environment=environment).code == 0
     assert files_of(tmp_path / "d") == files_of(output)
-
-
-@pytest.mark.slow
-def test_memory_does_not_grow_with_the_file(
-    tokenizer: Path, commands: Commands, tmp_path: Path
-) -> None:
-    peaks = []
-    for size_mb in (50, 200):  # with row groups of 5 MB
-        folder = tmp_path / str(size_mb)
-        folder.mkdir()
-        table = pyarrow.table({"text": ["x" * 10_000] * 100 * size_mb + ["alpha"]})
-        with gzip.open(folder / "a.parquet.gz", "wb", 1) as file:
-            plain = {"compression": "none", "use_dictionary": False}
-            parquet.write_table(table, file, row_group_size=500, **plain)  # type: ignore[arg-type]
-        ended = commands.run(
-            *words(tokenizer, folder, folder / "d", "--skip-bad", "--max-document-bytes", 1000)
-        )
-        assert ended.code == 0, ended.output
-        peaks.append(ended.peak_bytes)
-    # Allocators keep some of what was freed.
-    assert peaks[1] - peaks[0] < 75e6, peaks

@@ -128,18 +128,13 @@ def test_a_batch_stays_as_it_is_while_others_are_read(workers: int) -> None:
 
 
 def test_no_loss_after_the_end_of_a_document() -> None:
-    plan = make_plan(1, 1, 1)
-    with closing(training(plan, 0, 1, end_of_document_id=2)) as batches:
+    with closing(training(make_plan(1, 1, 1), 0, 1, end_of_document_id=2)) as batches:
         (batch,) = batches.step(0)
     assert batch.input_ids.tolist() == [[0, 1, 2, 3]]
     assert batch.labels.tolist() == [[1, 2, -100, 4]]
-
-
-def test_an_error_of_the_reading_thread_surfaces() -> None:
-    plan = make_plan(1, 700, 1)
-    batches = training(plan, 0, 700, failing=666)
-    with closing(batches), pytest.raises(DataError, match="sample 666"):
-        batches.step(0)
+    failing = training(make_plan(1, 700, 1), 0, 700, failing=666)
+    with closing(failing), pytest.raises(DataError, match="sample 666"):
+        failing.step(0)
 
 
 class Masked(Numbered):
