@@ -167,7 +167,7 @@ def test_evaluation_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixt
     few = tmp_path / "few.csv"
     few.write_text("".join(rows[:5]))
     assert main(["plan", "--evaluate", str(few), "--output", str(tmp_path / "out.csv")]) == 0
-    assert "| all | 4 |" in capsys.readouterr().out
+    assert "| LLM Foundry benchmarks | 4 |" in capsys.readouterr().out
     assert len((tmp_path / "out.csv").read_text().splitlines()) == 5
     for unwritable in (str(tmp_path / "no" / "x.csv"), "/dev/full"):
         assert main(["plan", "--evaluate", str(few), "--output", unwritable]) == 2

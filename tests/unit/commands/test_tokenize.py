@@ -327,7 +327,9 @@ def test_a_finished_dataset_costs_no_library(dataset: Path, corpus: Path, tokeni
         "import sys; from bigtrain.cli import main\n"
         f"assert main({words!r}) == 0\n"
         "heavy = 'torch transformers tokenizers datasets pyarrow gigatoken huggingface_hub'\n"
-        "print([name for name in heavy.split() if name in sys.modules])"
+        "print([name for name in heavy.split() if name in sys.modules])\n"
+        "import bigtrain.data.loading.dataset_checks, bigtrain.data.tokenize_job.job\n"
+        "print({'torch', 'transformers', 'datasets', 'pyarrow'} & {*sys.modules})"
     )
     result = subprocess.run(
         [sys.executable, "-c", code],
@@ -337,7 +339,7 @@ def test_a_finished_dataset_costs_no_library(dataset: Path, corpus: Path, tokeni
     )
     assert result.returncode == 0, result.stderr
     assert "nothing to do" in result.stdout
-    assert result.stdout.splitlines()[-1] == "[]"
+    assert result.stdout.splitlines()[-2:] == ["[]", "set()"]
 
 
 def test_the_same_tokenizer_elsewhere(dataset: Path, corpus: Path, tokenizer: Path) -> None:

@@ -96,11 +96,12 @@ def test_a_single_column_of_text_is_filtered(work: Path) -> None:
     assert read_manifest(work / "out").filtered == {"no reason given": 6, "too short": 1}
 
 
-def test_conversations_and_files_of_text_and_workers(work: Path) -> None:
+@pytest.mark.parametrize("workers", ["1", pytest.param("2", marks=pytest.mark.slow)])
+def test_conversations_and_files_of_text_and_workers(work: Path, workers: str) -> None:
     chats = [{"messages": turns("hm?", f"{'no' if n % 2 else 'yes'} {n}")} for n in range(20)]
     (work / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
     more = ["--filter", "my_filter:keep", "--shard-size", "400"]
-    assert tokenize("chats.jsonl", "chats", *more, "--workers", "2") == 0
+    assert tokenize("chats.jsonl", "chats", *more, "--workers", workers) == 0
     manifest = read_manifest(work / "chats")
     assert (manifest.num_documents("train"), manifest.filtered) == (10, {"no reason given": 10})
     (work / "one.txt").write_text("some text")

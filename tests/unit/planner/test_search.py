@@ -85,25 +85,14 @@ def test_what_a_trial_would_refuse_is_not_planned() -> None:
 
 
 def test_experts_are_divided_where_a_run_may_divide_them() -> None:
-    expert = Matmul(1024, 5632, None, num_groups=8, share=2.0)
-    kind = replace(SMALL.kinds[0], matmuls=(expert,), num_parameters_expert=8 * 1024 * 5632)
-    request = replace(
-        REQUEST, model=replace(SMALL, kinds=(kind,)), facts=FACTS | Facts(num_experts=8)
-    )
+    request = replace(REQUEST, model=EXPERTS, facts=FACTS | Facts(num_experts=8))
     fitting, others = search(request, cluster(8), ENGINE)
-    sizes = {c.layout.expert_size for c in (*fitting, *others)}
-    assert sizes == {1, 2, 4, 8}
-    for candidate in (*fitting, *others):
-        layout = candidate.layout
-        facts = request.facts | Facts(
-            zero_stage=layout.zero_stage,
-            world_size=8,
-            tensor_size=layout.tensor_size,
-            pipeline_size=layout.pipeline_size,
-            sequence_size=layout.sequence_size,
-            expert_size=layout.expert_size,
-        )
-        assert not check_compatibility(facts)
+    layouts = [c.layout for c in (*fitting, *others)]
+    assert {layout.expert_size for layout in layouts} == {1, 2, 4, 8}
+    for layout in layouts:
+        names = ("zero_stage", "tensor_size", "pipeline_size", "sequence_size", "expert_size")
+        degrees = {name: getattr(layout, name) for name in names}
+        assert not check_compatibility(request.facts | Facts(world_size=8, **degrees))
 
 
 def test_no_kind_of_parallelism_is_left_out_and_the_fastest_is_first() -> None:
@@ -218,7 +207,8 @@ def test_loss_and_buckets_are_varied_where_that_is_faster_or_lets_something_fit(
     assert changed
     assert all("buckets of" in c.describe() or "loss" in c.describe() for c in changed)
     assert varied[0].tokens_per_second >= usual[0].tokens_per_second
-    without = {"loss_chunk_tokens": None, "reduce_bucket_elements": 1, "gather_bucket_elements": 1}
+    without: dict[str, Any] = {"loss_chunk_tokens": None}
+    without |= {"reduce_bucket_elements": 1, "gather_bucket_elements": 1}
     before = {replace(c.layout, **without): c for c in usual}
     for c in changed:
         plain = before[replace(c.layout, **without)]

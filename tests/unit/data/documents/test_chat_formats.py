@@ -255,7 +255,7 @@ def test_lists_as_text_of_csv() -> None:
     assert document("alpaca", row) == {"messages": MESSAGES}
     row = {"conversations": json.dumps(TURNS), "system": "Be short."}
     assert document("sharegpt", row) == {"messages": MESSAGES}
-    empty = {"images": [], "audio": None, "tools": ""}
+    empty: dict[str, Any] = {"images": [], "audio": None, "tools": ""}
     assert document("messages", {"messages": MESSAGES, **empty}) == {"messages": MESSAGES}
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ from bigtrain.data.tokenizers.training import train_tokenizer
 from bigtrain.settings.run_config import RunConfig
 from tests.support.datasets import write_dataset
 from tests.support.run_trees import llama, run_config
-from tests.support.worlds import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -90,15 +87,6 @@ def test_vocabulary_as_far_as_it_is_known(tmp_path: Path) -> None:
     assert known(config=nested) == 9
     assert known(config="nobody/on-the-hub") is None
     assert known(config={"model_type": "llama"}) is None
-
-
-def test_checks_need_no_torch() -> None:
-    code = (
-        "import sys, bigtrain.data.loading.dataset_checks, bigtrain.data.tokenize_job.job\n"
-        "heavy = {'torch', 'transformers', 'datasets', 'pyarrow'} & set(sys.modules)\n"
-        "sys.exit(f'imported {heavy}' if heavy else 0)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 def mixture(*paths: Path) -> dict[str, Any]:

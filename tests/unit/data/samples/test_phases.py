@@ -80,7 +80,7 @@ def read_samples(phase: Phase, until: int) -> list[tuple[str, int, int]]:
 
 changes = st.lists(
     st.tuples(
-        st.integers(1, 1500),  # samples of the phase
+        st.integers(1, 600),  # samples of the phase
         st.one_of(st.sampled_from(LENGTHS), st.integers(1, 60)),
         st.sampled_from([None, 1, 2, 3]),  # samples of a chunk, where it is given
         st.dictionaries(st.sampled_from("abcd"), st.integers(1, 9), min_size=1),
@@ -190,7 +190,7 @@ def test_an_epoch_that_was_not_begun_is_read_in_the_new_length() -> None:
 @settings(max_examples=examples(40))
 @given(
     weights=st.lists(st.integers(1, 9), min_size=1, max_size=4),
-    cuts=st.lists(st.integers(0, 3000), max_size=6),
+    cuts=st.lists(st.integers(0, 1000), max_size=6),
 )
 def test_weights_changed_and_restored_lose_nothing(weights: list[int], cuts: list[int]) -> None:
     """At one sequence length every epoch is whole, however often the proportions changed."""
@@ -199,7 +199,7 @@ def test_weights_changed_and_restored_lose_nothing(weights: list[int], cuts: lis
     phase = first_phase(config(dict(zip(names, weights, strict=True))), sources)
     sample = 0
     read: dict[tuple[str, int], list[int]] = defaultdict(list)
-    for turn, count in enumerate([*cuts, 5000]):
+    for turn, count in enumerate([*cuts, 2000]):
         turned = weights[turn % len(weights) :] + weights[: turn % len(weights)]
         run = config(dict(zip(names, turned, strict=True)))
         phase = next_phase(phase, run, sources, sample)

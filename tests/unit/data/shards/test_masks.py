@@ -121,6 +121,12 @@ def test_corrupt_mask_is_refused(copy: Path, data: st.DataObject) -> None:
             open_dataset(copy, check="sizes")
 
 
+def test_missing_mask_is_refused(copy: Path) -> None:
+    (copy / "train-00000.mask").unlink()
+    with pytest.raises(DataError, match=r"train-00000\.mask cannot be read: No such file"):
+        open_dataset(copy, check="sizes")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

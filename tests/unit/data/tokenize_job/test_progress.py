@@ -50,6 +50,16 @@ def test_rounds_add_up() -> None:
     assert progress.line().startswith("tokenize: 15 MB, 0.0M tokens")
 
 
+def test_waiting_is_said_now_and_then() -> None:
+    stream, clock = io.StringIO(), Clock()
+    progress = TokenizeProgress(0, 0, 1, stream, clock)
+    progress.wait_for_others(3)
+    assert stream.getvalue() == ""
+    clock.now_s += LINE_EVERY_S
+    progress.wait_for_others(3)
+    assert stream.getvalue() == "tokenize: waiting for 3 parts of other processes\n"
+
+
 def test_bars_on_a_terminal() -> None:
     """One in total, and one for the input that each worker reads."""
     stream, clock = Terminal(), Clock()

@@ -18,7 +18,7 @@ TEXTS = ["a cat said </s> to a dog", "cats and <|end|> dogs </s>", "<s> a dog < 
 
 
 def trained(kind: str) -> Backend:
-    known = {"special_tokens": SPECIAL, "show_progress": False}
+    known: dict[str, Any] = {"special_tokens": SPECIAL, "show_progress": False}
     model, trainer = {
         "unigram": lambda: (
             models.Unigram(),
