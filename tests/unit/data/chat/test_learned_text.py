@@ -140,7 +140,7 @@ SOURCES = {"llama2": LLAMA2, "system last": SYSTEM_LAST} | {
 @pytest.mark.parametrize("name", sorted(SOURCES))
 def test_learned_text_is_that_of_the_learned_messages(name: str) -> None:
     source = SOURCES[name]
-    accepted = [check(source, (name, seed)) for seed in range(examples(16) // 2)]
+    accepted = [check(source, (name, seed)) for seed in range(examples(10))]
     # GPT-OSS ends answers before the last in a token that it also writes inside of answers.
     assert any(accepted) or name.startswith(IMAGES) or name == "gptoss"
 

@@ -78,6 +78,7 @@ def test_engines_by_the_words_of_a_page(words: str, engine: str) -> None:
     [
         ("FULL_SHARD", "", 3),
         ("HYBRID_SHARD", "FSDP", 3),
+        ("NO_SHARD", "FSDP", 0),
         ("ZeRO-2", "", 2),
         ("distributed optimizer", "Megatron-Core", 1),
         ("", "FSDP2", 3),
