@@ -16,14 +16,10 @@ import pytest
 from pyarrow import parquet
 
 from bigtrain.cli import main
-from tests.support.chats import CHATML, save_chat_tokenizer
+from tests.support.chats import CHATML, save_chat_tokenizer, turns
 
 PAIRS = [("Who are you?", "A model."), ("Add them.\n1 2", "3")]
-MESSAGES = [
-    {"role": role, "content": text}
-    for pair in PAIRS
-    for role, text in zip(("user", "assistant"), pair, strict=True)
-]
+MESSAGES = turns(*(text for pair in PAIRS for text in pair))
 ROWS: dict[str, dict[str, Any]] = {
     "messages": {"messages": MESSAGES},
     "sharegpt": {
@@ -112,13 +108,11 @@ def test_other_names_of_keys(tokenizer: Path, tmp_path: Path) -> None:
     mapping = [word for name, key in names.items() for word in ("--key", f"{name}={key}")]
     tokens, _ = tokenized(row, "jsonl", tokenizer, tmp_path / "1", "--format", "alpaca", *mapping)
     assert np.array_equal(tokens, wanted)
-    turns = [
-        {"speaker": {"user": "customer"}.get(m["role"], "agent"), "said": m["content"]}
-        for m in MESSAGES
-    ]
+    names = {"user": "customer", "assistant": "agent"}
+    talk = [{"speaker": names[m["role"]], "said": m["content"]} for m in MESSAGES]
     mapping = ["--key", "from=speaker", "--key", "value=said", "--key", "conversations=talk"]
     mapping += ["--role", "customer=user", "--role", "agent=assistant", "--format", "sharegpt"]
-    tokens, _ = tokenized({"talk": turns}, "parquet", tokenizer, tmp_path / "2", *mapping)
+    tokens, _ = tokenized({"talk": talk}, "parquet", tokenizer, tmp_path / "2", *mapping)
     assert np.array_equal(tokens, wanted)
 
 
@@ -185,8 +179,8 @@ def test_a_template_without_tool_calls_is_named_as_the_fault(
     save_chat_tokenizer(tmp_path / "t", CHATML)
     file = tmp_path / "calls.jsonl"
     call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}]
-    file.write_text(json.dumps({"messages": turns}) + "\n")
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}]
+    file.write_text(json.dumps({"messages": messages}) + "\n")
     base = ["tokenize", "--input", str(file), "--tokenizer", str(tmp_path / "t")]
     assert main([*base, "--output", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err

@@ -12,15 +12,10 @@ import pytest
 from bigtrain.data.documents.chat_formats import FORMATS, Conversations, document_in, nearest
 from bigtrain.data.documents.conversations import conversation_bytes
 from bigtrain.data.tokenizers.chat_template import ConversationError
+from tests.support.chats import turns
 
 TOOLS = [{"type": "function", "function": {"name": "time", "parameters": {}}}]
-MESSAGES = [
-    {"role": "system", "content": "Be short."},
-    {"role": "user", "content": "Who are you?"},
-    {"role": "assistant", "content": "A model."},
-    {"role": "user", "content": "Add them.\n1 2"},
-    {"role": "assistant", "content": "3"},
-]
+MESSAGES = turns("Who are you?", "A model.", "Add them.\n1 2", "3", system="Be short.")
 TURNS = [
     {"from": "human", "value": "Who are you?"},
     {"from": "gpt", "value": "A model."},
@@ -229,10 +224,10 @@ def test_arguments_that_are_none(arguments: str, words: str) -> None:
 
 
 def test_roles_by_other_names() -> None:
-    turns = [{"from": "Customer", "value": "a"}, {"from": "function_call", "value": "b"}]
+    said = [{"from": "Customer", "value": "a"}, {"from": "function_call", "value": "b"}]
     roles = {"Customer": "user", "function_call": "assistant"}
     expected = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    assert document("sharegpt", {"conversations": turns}, roles=roles)["messages"] == expected
+    assert document("sharegpt", {"conversations": said}, roles=roles)["messages"] == expected
     messages = [{"role": "Customer", "content": "a"}, {"role": "assistant", "content": "b"}]
     assert document("messages", {"messages": messages}, roles=roles)["messages"] == expected
     row = {"prompt": messages[:1], "completion": messages[1:]}
@@ -240,8 +235,8 @@ def test_roles_by_other_names() -> None:
 
 
 def test_turns_with_other_keys() -> None:
-    turns = [{"speaker": t["from"], "said": t["value"], "train": None} for t in TURNS]
-    for given in (turns, json.dumps(turns)):
+    talk = [{"speaker": t["from"], "said": t["value"], "train": None} for t in TURNS]
+    for given in (talk, json.dumps(talk)):
         row = {"conversations": given, "system": "Be short."}
         conversation = document("sharegpt", row, turn_keys=("speaker", "said"))
         assert conversation == {"messages": MESSAGES}

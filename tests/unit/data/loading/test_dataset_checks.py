@@ -198,8 +198,7 @@ def test_conversations_of_a_mixture_have_one_chat_template(dataset: Path, tmp_pa
 def test_sources_that_end_documents_differently(dataset: Path, tmp_path: Path) -> None:
     """Only refused where a loss depends on the token that ends them."""
     other = write_dataset(tmp_path / "other", vocab_size=50, seed=1)
-    with_record(other, end_of_document_id=3)
-    data = mixture(dataset, other)
+    data = mixture(dataset, with_record(other, end_of_document_id=3))
     assert texts(config_for(dataset, data=data)) == []
     (problem,) = texts(config_for(dataset, data={**data, "mask_end_of_document": True}))
     assert "end of document 3" in problem
