@@ -48,7 +48,10 @@ def tokenizer_of(dtype: str, directory: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("dtype", "encoder"),
-    [*(("uint16", encoder) for encoder in (*FAST_ENCODERS, "reference")), ("int32", "reference")],
+    [
+        *(("uint16", encoder) for encoder in (*FAST_ENCODERS, "reference")),
+        pytest.param("int32", "reference", marks=pytest.mark.slow),
+    ],
 )
 def test_equal_to_megatrons_own_script(dtype: str, encoder: str, tmp_path: Path) -> None:
     command = ["tokenize", "--input", str(DATA / "documents.jsonl"), "--encoder", encoder]

@@ -136,7 +136,7 @@ def tokenizer_of(source: str) -> Tokenizer:
     wrapped.add_tokens(special)
     thoughts = ("<think>", "</think>")
     wrapped.add_tokens([AddedToken(name, special=False, normalized=False) for name in thoughts])
-    ends = ("<|return|>", "<|im_end|>", "<|eot_id|>", "<end_of_turn>")
+    ends: tuple[str, ...] = ("<|return|>", "<|im_end|>", "<|eot_id|>", "<end_of_turn>")
     ends = (*ends, "<\uff5cend▁of▁sentence\uff5c>", "<|end|>", "<|END_OF_TURN_TOKEN|>")
     wrapped.eos_token = next((name for name in ends if name in names), "<|endoftext|>")
     if "{{ eos_token }}" in source:

@@ -81,7 +81,7 @@ def finished(tokenizer: Path, tmp_path: Path, kind: str) -> tuple[Path, Path]:
     return source, output
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "tsv", "txt", "parquet.gz"])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "txt", "parquet.gz"])
 def test_a_finished_dataset_of_touched_inputs(
     tokenizer: Path, tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:

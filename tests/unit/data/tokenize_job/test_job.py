@@ -308,7 +308,13 @@ def test_a_live_claim_is_waited_for(
     require_whole(running.wait(), output, unbroken)
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.zst", "a.txt", "a.csv"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("a.jsonl", "a.csv"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("a.jsonl.zst", "a.txt")),
+    ],
+)
 def test_a_huge_line_is_never_held(
     home: Path, commands: Commands, tmp_path: Path, name: str
 ) -> None:

@@ -280,7 +280,9 @@ def test_empty_json_is_zero_0_with_everything_the_run_owns() -> None:
 
 def test_zero_3_has_no_leaf_modules() -> None:
     """DeepSpeed's default are the blocks of several mixtures of experts."""
-    for given, leaves in (({}, {}), ({"leaf_module": {"names": []}}, {"names": []})):
+    leaves: dict[str, Any]
+    for leaves in ({}, {"names": []}):
+        given = {"leaf_module": leaves} if leaves else {}
         zero = rendered({"zero_optimization": {"stage": 3, **given}})["zero_optimization"]
         assert zero == {"stage": 3, "leaf_module": {"classes": [], **leaves}}
     named = {"stage": 3, "leaf_module": {"name_suffixes": ["self_attn"]}}
@@ -476,7 +478,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_accepted_one(key: str, neare
 def known_leaves() -> Iterator[str]:
     """Yield every key of a value that DeepSpeed knows, dotted; blocks without known keys count as
     one."""
-    levels = [((), key_table()["keys"])]
+    levels: list[tuple[tuple[str, ...], Any]] = [((), key_table()["keys"])]
     while levels:
         parents, keys = levels.pop()
         for name, node in keys.items():
