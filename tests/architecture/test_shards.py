@@ -58,4 +58,4 @@ def test_pytest_runs_the_tests_of_the_shard_and_names_it(workers: str) -> None:
         text=True,
         check=False,
     )
-    assert "slow shard 1 of 1: 2 tests" in result.stdout, result.stdout + result.stderr
+    assert "slow shard 1 of 1: 1 tests" in result.stdout, result.stdout + result.stderr

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -92,9 +94,19 @@ def unmarked(template: str) -> str:
     return re.sub(r"\{% (end)?generation %\}", "", template)
 
 
+@cache
+def _trained() -> bytes:
+    return pickle.dumps(train_tokenizer([TEXT], 400).huggingface)
+
+
+def trained_tokenizer() -> Any:
+    """Return a new byte-level tokenizer of transformers with 400 tokens of `TEXT`."""
+    return pickle.loads(_trained())
+
+
 def chat_tokenizer(template: str | dict[str, str] | None, normalizer: str | None = None) -> Any:
     """Return a small byte-level tokenizer of transformers with the tokens of all templates here."""
-    wrapped = train_tokenizer([TEXT], 400).huggingface
+    wrapped = trained_tokenizer()
     wrapped.add_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
     wrapped.add_tokens(
         [AddedToken(t, special=False, normalized=False) for t in ("<think>", "</think>")]

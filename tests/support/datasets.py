@@ -30,6 +30,12 @@ def open_verified(path: Path) -> TokenDataset:
     return open_dataset(path)
 
 
+def files_of(directory: Path) -> dict[str, bytes]:
+    """Return the contents of all files below a directory, by their relative paths."""
+    files = (path for path in directory.rglob("*") if path.is_file())
+    return {str(path.relative_to(directory)): path.read_bytes() for path in files}
+
+
 def write_dataset(
     directory: Path,
     *,

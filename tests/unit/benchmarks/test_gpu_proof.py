@@ -42,7 +42,8 @@ def test_core_steps_are_as_on_the_page(name: str, traced: dict[str, Traced]) -> 
 
 @pytest.mark.slow
 def test_other_steps_are_as_on_the_page() -> None:
-    others = [(case, "") for case in CASES if case.name not in CORE]
+    """Every third; `make gpu-proof` compares all."""
+    others = [(case, "") for case in CASES if case.name not in CORE][::3]
     for case, answer in trace_apart(others):
         is_on_the_page(case, answer)
 
@@ -56,15 +57,11 @@ def test_page_has_every_case_and_what_is_not_followed() -> None:
 
 
 @pytest.mark.slow
-def test_a_mask_on_the_cpu_is_found(traced: dict[str, Traced]) -> None:
+def test_faults_are_found(traced: dict[str, Traced]) -> None:
     error = traced["mask on the CPU"]
     assert isinstance(error, str)
     assert "cuda:0" in error
     assert "cpu" in error
-
-
-@pytest.mark.slow
-def test_an_item_in_a_layer_is_found(traced: dict[str, Traced]) -> None:
     spoiled = traced["item in the loop"]
     assert not isinstance(spoiled, str), spoiled
     page = PAGE.read_text()
@@ -72,10 +69,6 @@ def test_an_item_in_a_layer_is_found(traced: dict[str, Traced]) -> None:
     (new,) = [line for line in lines if line not in page]
     assert new.startswith("| waits | 2 x item, ")
     assert "models/layers/chunked_loss.py:_run_base -> transformers/" in new
-
-
-@pytest.mark.slow
-def test_a_reduction_in_16_bits_is_found(traced: dict[str, Traced]) -> None:
     spoiled = traced["reduction in 16 bits"]
     assert not isinstance(spoiled, str), spoiled
     (problem,) = spoiled["problems"]

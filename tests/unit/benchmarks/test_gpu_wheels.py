@@ -73,13 +73,3 @@ def test_wheels_are_installed_once_into_a_folder_of_their_own(tmp_path: Path) ->
     assert gpu_check.install([first], tmp_path) == packages
     other = gpu_check.install([wheel(tmp_path / "wheels", "2.0")], tmp_path)
     assert other != packages
-
-
-@pytest.mark.slow
-def test_an_interrupted_installation_is_done_again(tmp_path: Path) -> None:
-    made = wheel(tmp_path, "1.0")
-    packages = gpu_check.install([made], tmp_path)
-    (packages / ".complete").unlink()
-    (packages / "carried_thing.py").unlink()
-    assert gpu_check.install([made], tmp_path) == packages
-    assert (packages / "carried_thing.py").exists()

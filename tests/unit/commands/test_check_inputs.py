@@ -15,20 +15,14 @@ from bigtrain.run.preflight import inspect_inputs
 from bigtrain.settings.resolve import resolve_run_files
 from bigtrain.system.files import cannot_be_written, why_not_creatable
 from tests.support.datasets import write_dataset
+from tests.support.run_trees import run_tree
 from tests.support.small_checkpoint import write_small_checkpoint
 
 
 def run_yaml(place: Path, shards: Path, model: dict[str, Any], **sections: Any) -> str:
-    path = place / "run.yaml"
-    tree = {
-        "model": {"config": {"vocab_size": 50, **model}},
-        "data": {"path": str(shards)},
-        "batch": {"sequence_length": 8, "global_batch_size": 4},
-        "train": {"steps": 2},
-        "optimizer": {"lr": 1e-3},
-        "output": {"directory": str(place / "run")},
-        **sections,
-    }
+    path, output = place / "run.yaml", {"directory": str(place / "run")}
+    usual = {"data": {"path": str(shards)}, "output": output}
+    tree = run_tree(model={"config": {"vocab_size": 50, **model}}, **{**usual, **sections})
     path.write_text(yaml.safe_dump(tree))
     return str(path)
 
@@ -37,20 +31,10 @@ REFUSED = {
     "no data": ({"model_type": "llama"}, {"data": {"path": "nowhere"}}),
     "no such bias": ({"model_type": "llama"}, {"moe": {"bias_update_rate": 1e-3}}),
     "another vocabulary": ({"model_type": "llama", "vocab_size": 40}, {}),
-    "no such auxiliary loss": (
-        {"model_type": "llama"},
-        {"moe": {"auxiliary_loss": "global_batch"}},
-    ),
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name == "no such auxiliary loss" else ())
-        for name in REFUSED
-    ],
-)
+@pytest.mark.parametrize("name", REFUSED)
 def test_it_refuses_what_the_run_refuses(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -74,19 +58,12 @@ def test_data_without_its_tokenizer_is_refused(
 ) -> None:
     """A run would copy it once its processes have started."""
     data = write_dataset(tmp_path / "shards", vocab_size=50)
-    (data / "tokenizer").rmdir()
-    path = run_yaml(tmp_path, data, {"model_type": "llama"})
-    assert main(["check", "--config", path, "--inputs"]) == 2
-    assert "has no directory tokenizer" in capsys.readouterr().err
-
-
-def test_it_says_what_the_run_would_choose(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data = write_dataset(tmp_path / "shards", vocab_size=50)
     path = run_yaml(tmp_path, data, {"model_type": "llama"})
     assert main(["check", "--config", path, "--inputs"]) == 0
     assert "# data: 1 opened, model: llama" in capsys.readouterr().out
+    (data / "tokenizer").rmdir()
+    assert main(["check", "--config", path, "--inputs"]) == 2
+    assert "has no directory tokenizer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("more", [[], ["--inputs"]])

@@ -51,9 +51,6 @@ def test_the_copy_of_an_asynchronous_save_is_counted_where_there_is_one() -> Non
     for copies in (True, False):
         overrides = [*own, f"checkpoint.asynchronous={str(copies).lower()}"]
         assert layout_of(resolve_run_files(name, overrides, world_size)).copies_states is copies
-        args = PlanArguments(config=name, overrides=tuple(overrides), gpus="8xH100-80GB")
-        best = ranked_layouts(args, varies=False).fitting[0]
-        assert (best.memory.host_checkpoint > 0) is copies
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this machine has no /dev/shm")

@@ -26,16 +26,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = save_chat_tokenizer(tmp_path_factory.mktemp("chat") / "model", CHATML)
     tokenizer: Any = AutoTokenizer.from_pretrained(directory)
     size = len(tokenizer)
-    config = LlamaConfig(
-        vocab_size=size,
-        hidden_size=size + size % 2,
-        intermediate_size=2,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        tie_word_embeddings=False,
-        eos_token_id=None,
-        bos_token_id=None,
-    )
+    sizes = {"vocab_size": size, "hidden_size": size + size % 2, "intermediate_size": 2}
+    one = {"num_hidden_layers": 1, "num_attention_heads": 1, "tie_word_embeddings": False}
+    config = LlamaConfig(**sizes, **one, eos_token_id=None, bos_token_id=None)
     network = LlamaForCausalLM(config)
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": "x"}], add_generation_prompt=True, return_dict=True
@@ -59,9 +52,18 @@ def talk(model: Path, *options: str) -> int:
     return main([*words, *options])
 
 
-def test_an_answer_ends_by_itself(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_answer_ends_by_itself(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert talk(model, "--prompt", "x") == 0
     assert capsys.readouterr().out == "Hi\n"
+    file = tmp_path / "messages.json"
+    file.write_text(json.dumps([{"role": "user", "content": "x"}]))
+    assert talk(model, "--messages", str(file)) == 0
+    assert capsys.readouterr().out == "Hi\n"
+    file.write_text("{}")
+    assert talk(model, "--messages", str(file)) == 2
+    assert "not a JSON list of messages" in capsys.readouterr().err
 
 
 def test_lines_of_standard_input_are_a_conversation(
@@ -70,18 +72,6 @@ def test_lines_of_standard_input_are_a_conversation(
     monkeypatch.setattr("sys.stdin", io.StringIO("one\n\ntwo\n"))
     assert talk(model) == 0
     assert capsys.readouterr().out == "Hi\nHi\n"
-
-
-def test_messages_of_a_file(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "messages.json"
-    file.write_text(json.dumps([{"role": "user", "content": "x"}]))
-    assert talk(model, "--messages", str(file)) == 0
-    assert capsys.readouterr().out == "Hi\n"
-    file.write_text("{}")
-    assert talk(model, "--messages", str(file)) == 2
-    assert "not a JSON list of messages" in capsys.readouterr().err
 
 
 def test_what_is_refused(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,15 +102,6 @@ def test_the_end_of_a_turn_is_among_the_ends(template: str, name: str, tmp_path:
     write_stop_ids(directory, hf_config)
     settings = json.loads((directory / "generation_config.json").read_text())
     assert settings == {"eos_token_id": [0, ending]}
-
-
-def test_no_template_no_end(tmp_path: Path) -> None:
-    directory = save_chat_tokenizer(tmp_path / "t", None)
-    assert end_of_turn_ids(AutoTokenizer.from_pretrained(directory)) == []
-    hf_config = LlamaConfig(eos_token_id=0)
-    hf_config.save_pretrained(directory)
-    write_stop_ids(directory, hf_config)
-    assert not (directory / "generation_config.json").exists()
 
 
 def test_the_ends_of_the_record_are_among_the_ends(tmp_path: Path) -> None:

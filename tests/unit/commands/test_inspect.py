@@ -186,10 +186,7 @@ def test_a_shard_of_another_program(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            ["{empty}/none"],
-            "none: neither a dataset directory nor a shard (none.idx is missing) -> make",
-        ),
+        (["{empty}/none"], "none: neither a dataset directory nor a shard (none.idx is missing)"),
         (["{empty}"], "is not a finished token dataset: it has no manifest.json"),
         (["{d}", "--document", "-1"], "--document -1: {d} has documents 0 to "),
         (["{d}", "--document", "9999"], "--document 9999: {d} has documents 0 to "),

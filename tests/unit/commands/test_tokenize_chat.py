@@ -17,7 +17,7 @@ from bigtrain.cli import main
 from bigtrain.data.chat.encoder import ChatEncoder
 from bigtrain.data.shards.manifest import read_manifest
 from bigtrain.data.shards.verification import corrupt_files
-from tests.support.chats import CHATML, QWEN3, chat_tokenizer, save_chat_tokenizer, turns, unmarked
+from tests.support.chats import CHATML, chat_tokenizer, save_chat_tokenizer, turns, unmarked
 from tests.support.datasets import open_verified
 
 CHATS = [turns(f"What is {n} + {n}?", f"It is {2 * n}." + " é🙂" * (n % 3)) for n in range(60)] + [
@@ -90,10 +90,7 @@ def test_tokens_and_masks(
     assert "train-00000.mask cannot be read" in corrupt_files(tmp_path / "d")[0]
 
 
-FORMS = [
-    pytest.param("workers", marks=pytest.mark.slow),
-    *("parquet", "strings", "arrow", "json", "saved"),
-]
+FORMS = ["parquet", "strings", "arrow", "json", "saved"]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -101,11 +98,8 @@ def test_every_way_to_read_gives_the_same(
     source: Path, tokenizer: Path, tmp_path: Path, form: str
 ) -> None:
     assert tokenize("--input", source, "--tokenizer", tokenizer, "--output", tmp_path / "d") == 0
-    options: list[object] = []
     rows = [{"messages": messages, "other": 1} for messages in CHATS]
-    if form == "workers":
-        options = ["--workers", 2, "--shard-size", 3000]
-    elif form == "strings":
+    if form == "strings":
         rows = [{"messages": json.dumps(messages), "other": 1} for messages in CHATS]
         source = tmp_path / "chats.parquet"
         parquet.write_table(pyarrow.Table.from_pylist(rows), source)
@@ -125,8 +119,7 @@ def test_every_way_to_read_gives_the_same(
 
         source = tmp_path / "saved"
         Dataset.from_list(rows).save_to_disk(source)
-    command = ["--input", source, "--tokenizer", tokenizer, "--output", tmp_path / "e", *options]
-    assert tokenize(*command) == 0
+    assert tokenize("--input", source, "--tokenizer", tokenizer, "--output", tmp_path / "e") == 0
     assert documents_of(tmp_path / "e") == documents_of(tmp_path / "d")
 
 
@@ -160,15 +153,6 @@ def test_masks_move_with_their_shards(
     assert len(wanted) >= 9
 
 
-def test_held_out_conversations(source: Path, tokenizer: Path, tmp_path: Path) -> None:
-    assert tokenize("--input", source, "--tokenizer", tokenizer, "--output", tmp_path / "d") == 0
-    command = ["--input", source, "--tokenizer", tokenizer, "--output", tmp_path / "e"]
-    assert tokenize(*command, "--held-out", 0.3) == 0
-    train, held_out = (documents_of(tmp_path / "e", split) for split in ("train", "held_out"))
-    assert min(len(train), len(held_out)) > 5
-    assert sorted(train + held_out) == sorted(documents_of(tmp_path / "d"))
-
-
 BAD: list[Any] = [
     {"messages": turns("a", "b")},
     {"messages": [{"role": "user", "content": "no answer"}]},
@@ -182,21 +166,14 @@ REASONS = [
     (2, "no assistant tokens to train on"),
     (3, "'messages' is not a conversation: not a list of messages but str"),
     (4, "no key 'messages'; keys here: texts"),
-    (
-        5,
-        "'messages' is not a conversation: message 1 has no role that is text; keys here: "
-        "from, value",
-    ),
+    (5, "'messages' is not a conversation: message 1 has no role that is text; keys here: from"),
     (6, "the chat template refuses it: UndefinedError: "),
 ]
 
 
-@pytest.mark.parametrize(
-    "options", [[], pytest.param(["--workers", 2, "--shard-size", 150], marks=pytest.mark.slow)]
-)
-def test_bad_conversations_are_listed(tokenizer: Path, tmp_path: Path, options: list[Any]) -> None:
+def test_bad_conversations_are_listed(tokenizer: Path, tmp_path: Path) -> None:
     source = write_lines(tmp_path / "bad.jsonl", BAD)
-    command = ["--input", source, "--tokenizer", tokenizer, "--output", tmp_path / "d", *options]
+    command = ["--input", source, "--tokenizer", tokenizer, "--output", tmp_path / "d"]
     assert tokenize(*command, "--skip-bad") == 0
     assert documents_of(tmp_path / "d") == [expected(BAD[n]["messages"]) for n in (0, 6)]
     listed = errors_of(tmp_path / "d")
@@ -206,8 +183,7 @@ def test_bad_conversations_are_listed(tokenizer: Path, tmp_path: Path, options: 
     assert read_manifest(tmp_path / "d").skipped_documents == len(REASONS)
 
 
-@pytest.mark.parametrize("bad", [1, 2, 4, 5])
-@pytest.mark.parametrize("size", [150, 10_000])
+@pytest.mark.parametrize(("bad", "size"), [(1, 150), (4, 10_000)])
 def test_one_bad_conversation_ends_it(
     tokenizer: Path, tmp_path: Path, bad: int, size: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -227,22 +203,6 @@ def test_rows_of_bad_conversations(tokenizer: Path, tmp_path: Path) -> None:
     assert tokenize(*command, "--skip-bad") == 0
     listed = errors_of(tmp_path / "d")
     assert [entry["row"] for entry in listed] == [1, 3]
-
-
-def test_tools(tmp_path: Path) -> None:
-    tokenizer = save_chat_tokenizer(tmp_path / "t", QWEN3)
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    rows = [{"messages": turns("a", "b"), "tools": tools}, {"messages": turns("a", "b")}]
-    source = write_lines(tmp_path / "in.jsonl", rows)
-    assert tokenize("--input", source, "--tokenizer", tokenizer, "--output", tmp_path / "d") == 0
-    with_tools, without = documents_of(tmp_path / "d")
-    assert (
-        with_tools[0]
-        == (
-            chat_tokenizer(QWEN3).apply_chat_template(rows[0]["messages"], tools=tools)["input_ids"]
-        )
-    )
-    assert len(with_tools[0]) > len(without[0])
 
 
 def test_another_template_is_another_dataset(
@@ -271,11 +231,16 @@ def test_another_template_is_another_dataset(
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("key", "options", "message"),
     [
-        (["--text-key", "a"], "--text-key and --chat-key messages exclude each other"),
-        (["--input", "IN.txt"], r"IN.txt is text, and --chat-key names a key of it -> conversatio"),
-        (["--chat-template", "none.jinja"], "--chat-template none.jinja cannot be read: "),
+        ("messages", ["--text-key", "a"], "--text-key and --chat-key messages exclude each other"),
+        ("messages", ["--input", "IN.txt"], "IN.txt is text, and --chat-key names a key of it -> "),
+        ("messages", ["--chat-template", "none.jinja"], "none.jinja cannot be read: "),
+        (
+            None,
+            ["--format", "text", "--chat-template", "x.jinja"],
+            "--chat-template is for conversations, and the first row has the keys ",
+        ),
     ],
 )
 def test_options_that_do_not_fit(
@@ -284,36 +249,16 @@ def test_options_that_do_not_fit(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    key: str | None,
     options: list[str],
     message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("IN.txt").write_text("text")
-    command = ["--input", source, "--tokenizer", tokenizer, "--output", "d"]
-    assert tokenize(*command, *options) == 2
+    command = ["tokenize", "--input", str(source), "--tokenizer", str(tokenizer), "--output", "d"]
+    assert main([*command, *(["--chat-key", key] if key else []), *options]) == 2
     assert message in capsys.readouterr().err
     assert not Path("d").exists()
-
-
-def test_template_without_conversations(
-    source: Path, tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = ["tokenize", "--input", str(source), "--tokenizer", str(tokenizer)]
-    options = ["--output", str(tmp_path / "d"), "--format", "text", "--chat-template", "x.jinja"]
-    assert main([*command, *options]) == 2
-    assert (
-        "--chat-template is for conversations, and the first row has the keys "
-        in capsys.readouterr().err
-    )
-
-
-def test_tokenizer_without_template(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tokenizer = save_chat_tokenizer(tmp_path / "t", None)
-    assert tokenize("--input", source, "--tokenizer", tokenizer, "--output", tmp_path / "d") == 2
-    assert "has no chat template -> specify one: --chat-template FILE" in capsys.readouterr().err
-    assert not (tmp_path / "d").exists()
 
 
 def test_inspect_shows_what_is_learned(
@@ -377,47 +322,40 @@ def test_inspect_shows_weights(
         assert {run["text"][a:b] for a, b in run["control"]} <= {"<|im_start|>", "<|im_end|>"}
 
 
-SPELLED = {"<|im_start|>": 3, "<|im_end|>": 2}
-
-
 @pytest.mark.parametrize(
-    ("row", "options", "counts"),
+    ("row", "options", "is_counted"),
     [
-        ({"text": "<|im_start|>user\nx<|im_end|>"}, [], SPELLED),
-        ({"text": "<|im_start|>user\nx<|im_end|>"}, ["--parse-special-tokens"], None),
-        ({"text": "<|im_start|>user\nx<|im_end|>"}, ["--fim-rate", "0.5"], SPELLED),
-        ({"text": "<| im_start|> and <im_end>"}, [], None),
-        ({"prompt": "<|im_start|>user\nx", "completion": "y<|im_end|>"}, [], SPELLED),
-        ({"messages": turns("<|im_start|>user\nx", "y<|im_end|>")}, [], SPELLED),
-        ({"messages": turns("<|im_start|>", "<|im_end|>")}, ["--parse-special-tokens"], None),
-        ({"messages": turns("x", "y")}, [], None),
+        ({"text": "<|im_start|>user\nx<|im_end|>"}, ["--fim-rate", "0.5"], True),
+        ({"text": "<|im_start|>user\nx<|im_end|>"}, ["--parse-special-tokens"], False),
+        ({"text": "<| im_start|> and <im_end>"}, [], False),
+        ({"prompt": "<|im_start|>user\nx", "completion": "y<|im_end|>"}, [], True),
+        ({"messages": turns("<|im_start|>user\nx", "y<|im_end|>")}, [], True),
+        ({"messages": turns("<|im_start|>", "<|im_end|>")}, ["--parse-special-tokens"], False),
     ],
 )
 def test_control_tokens_that_texts_spell_are_counted_and_named(
     row: dict[str, Any],
     options: list[str],
-    counts: dict[str, int] | None,
+    is_counted: bool,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Three rows, one of which spells only one: letters, unless the option says otherwise."""
     last = json.loads(json.dumps(row).replace("<|im_end|>", "."))
     source = write_lines(tmp_path / "in.jsonl", [row, row, last])
-    tokenizer = save_fim_tokenizer(tmp_path / "t")
-    out = tmp_path / "out"
+    tokenizer, out = save_fim_tokenizer(tmp_path / "t"), tmp_path / "out"
     command = ["tokenize", "--input", source, "--tokenizer", tokenizer, "--output", out, *options]
-    assert main([*map(str, command)]) == 0
-    outputs = [capsys.readouterr().out]
-    assert main(["inspect", str(out)]) == 0
-    outputs.append(capsys.readouterr().out)
-    assert read_manifest(out).spelled_tokens == counts
     line = (
         "  letters:  texts spell control tokens, which were encoded as letters: <|im_start|> (3), "
         "<|im_end|> (2) -> to encode them as control tokens: --parse-special-tokens"
     )
-    for output in outputs:
-        assert (line in output.splitlines()) == (counts is not None)
-        assert output.count("\n  letters:") == (counts is not None)
+    for words in (command, ["inspect", out]):
+        assert main([*map(str, words)]) == 0
+        output = capsys.readouterr().out
+        assert (line in output.splitlines()) == is_counted
+        assert output.count("\n  letters:") == is_counted
+    spelled = {"<|im_start|>": 3, "<|im_end|>": 2}
+    assert read_manifest(out).spelled_tokens == (spelled if is_counted else None)
 
 
 def save_fim_tokenizer(directory: Path) -> Path:

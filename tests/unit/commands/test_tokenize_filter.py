@@ -62,17 +62,13 @@ def write_rows(kind: str) -> str:
         parquet.write_table(table, "rows.parquet")
     elif kind == "csv":
         csv.write_csv(table, "rows.csv")
-    elif kind == "arrow":
-        with pyarrow.ipc.new_file("rows.arrow", table.schema) as file:
-            file.write_table(table)
-    elif kind == "json":
-        Path("rows.json").write_text(json.dumps(ROWS))
+
     else:
         Path(f"rows.{kind}").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     return f"rows.{kind}"
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "csv", "arrow"])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "csv"])
 def test_documents_are_kept_or_counted(
     kind: str, work: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -100,35 +96,24 @@ def test_a_single_column_of_text_is_filtered(work: Path) -> None:
     assert read_manifest(work / "out").filtered == {"no reason given": 6, "too short": 1}
 
 
-def test_conversations_and_files_of_text_and_workers(work: Path) -> None:
+@pytest.mark.parametrize("workers", ["1", pytest.param("2", marks=pytest.mark.slow)])
+def test_conversations_and_files_of_text_and_workers(work: Path, workers: str) -> None:
     chats = [{"messages": turns("hm?", f"{'no' if n % 2 else 'yes'} {n}")} for n in range(20)]
     (work / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
     more = ["--filter", "my_filter:keep", "--shard-size", "400"]
-    assert tokenize("chats.jsonl", "chats", *more, "--workers", "2") == 0
+    assert tokenize("chats.jsonl", "chats", *more, "--workers", workers) == 0
     manifest = read_manifest(work / "chats")
     assert (manifest.num_documents("train"), manifest.filtered) == (10, {"no reason given": 10})
     (work / "one.txt").write_text("some text")
     (work / "two.txt").write_text("no text")
-    assert (
-        main(
-            [
-                *"tokenize --input one.txt two.txt --tokenizer tokenizer --output texts".split(),
-                *more,
-            ]
-        )
-        == 0
-    )
+    words = "tokenize --input one.txt two.txt --tokenizer tokenizer --output texts".split()
+    assert main([*words, *more]) == 0
     assert read_manifest(work / "texts").num_documents("train") == 1
 
 
 BAD = {
     "no_module:keep": ("", "there is no module no_module in "),
-    "bad_filter:keep": ("def keep(text, row):\n  retur True\n", "SyntaxError: .*bad_filter.py:2"),
-    "bad_filter:other": ("def keep(text, row): ...\n", "bad_filter.py has no other"),
     "bad_filter:few": ("def few(text): ...\n", r"called as few\(text, row\), and takes \(text\)"),
-    "bad_filter:data": ("data = 3\n", "is not a function but int"),
-    "bad_filter:later": ("async def later(text, row): ...\n", "is a coroutine"),
-    "bad_filter:top": ("import json\njson.loads('x')\n", r"JSONDecodeError.*bad_filter\.py:2"),
     "bad_filter": ("", "not package.module:function"),
     "bad_filter:boom": (
         "def boom(text, row):\n    return helper(row)\ndef helper(row):\n    return row['x']\n",

@@ -121,11 +121,7 @@ CONTRACTS = [
     reads(Agent, lambda: LocalElasticAgent._shutdown, "self._pcontext.close("),
     has(Agent, lambda: multiprocessing.MultiprocessContext, "close"),
     reads(Agent, lambda: multiprocessing.MultiprocessContext._start, "self._pc ="),
-    reads(
-        Agent,
-        lambda: multiprocessing.SubprocessContext._start,
-        "self.subprocess_handlers =",
-    ),
+    reads(Agent, lambda: multiprocessing.SubprocessContext._start, "self.subprocess_handlers ="),
     reads(agent_patches.install, lambda: launcher.launch_agent, "agent = LocalElasticAgent("),
     reads(agent_patches.install, lambda: launcher.launch_agent, "spec=spec"),
     Contract(
@@ -222,9 +218,9 @@ def test_what_is_added_to_the_state_reaches_other_agents(store: TCPStore) -> Non
     first.mark_dirty()
     assert first.sync() is True
     second.sync()
-    ranks = {agents.nodes[0]: 0, agents.nodes[1]: 1}
-    assert elastic_patches._State(second.state).expected == ranks
-    assert elastic_patches._State(second.state).failed == (3, 1)
+    state = elastic_patches._State(second.state)
+    assert state.expected == {agents.nodes[0]: 0, agents.nodes[1]: 1}
+    assert state.failed == (3, 1)
 
 
 def test_a_host_that_is_lost_between_two_rounds_is_not_waited_for(store: TCPStore) -> None:
@@ -240,9 +236,7 @@ def test_a_host_that_is_lost_between_two_rounds_is_not_waited_for(store: TCPStor
     assert elastic_patches._State(agents.holders[first].state).expected == {first: 0}
 
 
-@pytest.mark.parametrize(
-    "num_agents", [32, 256, pytest.param(1024, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
-)
+@pytest.mark.parametrize("num_agents", [32, 128])
 def test_work_of_an_agent_does_not_grow_with_their_number(store: TCPStore, num_agents: int) -> None:
     """And hosts that are lost at once are out of everyone's state 5 s later."""
     agents = Agents(store, num_agents)

@@ -57,10 +57,7 @@ def test_unequal_hosts_are_pointed_out(tmp_path: Path, capsys: pytest.CaptureFix
     hosts.write_text("localhost slots=2\n127.0.0.1 slots=2\n127.0.0.2 slots=1\n")
     assert bigtrain(["hostfile", "--check", str(hosts)]) == 0
     said = capsys.readouterr().out.splitlines()
-    assert said[:2] == [
-        f"{hosts}: 3 hosts = 5 processes",
-        "  127.0.0.2 has slots=1, most hosts 2",
-    ]
+    assert said[:2] == [f"{hosts}: 3 hosts = 5 processes", "  127.0.0.2 has slots=1, most hosts 2"]
 
 
 @pytest.mark.parametrize(
@@ -79,7 +76,6 @@ def test_unequal_hosts_are_pointed_out(tmp_path: Path, capsys: pytest.CaptureFix
             "127.0.0.1 slots 1\n",
             "line 1: '127.0.0.1 slots 1': is not NAME slots=NUMBER -> write 127.0.0.1 slots=1",
         ),
-        ("a slots = 4\n", "line 1: 'a slots = 4': is not NAME slots=NUMBER -> write a slots=4"),
         ("a slots=x\n", "line 1: 'a slots=x': is not NAME slots=NUMBER -> write a slots=N, its"),
         (
             "node 6 slots=8\n",
@@ -88,8 +84,6 @@ def test_unequal_hosts_are_pointed_out(tmp_path: Path, capsys: pytest.CaptureFix
         ),
         ("a slots=2\n slots=2\n", "line 2: 'slots=2': no host before slots"),
         ("a slots=2\nb\n", "line 2: b: no slots -> write the number of its processes: b slots=8"),
-        ("a slots=2\nb slots=two\n", "line 2: 'b slots=two': is not NAME slots=NUMBER"),
-        ("a slots=2\nb 2\n", "line 2: 'b 2': is not NAME slots=NUMBER -> write b slots=2"),
         ("a slots=2\nb slots=0\n", "line 2: b slots=0: a host has at least one slot"),
         ("a slots=2\nb: slots=1\n", "line 2: 'b:': is not a host name of letters, digits, dots"),
         ("# nothing\n\n", "the file has no hosts"),
@@ -121,12 +115,6 @@ def test_everything_wrong_is_named_at_once(
         "127.0.0.3 has slots=1, most hosts 4",
     ):
         assert part in said
-
-
-def test_unknown_host_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "hosts").write_text("localhost slots=2\nno.such.host.invalid slots=2\n")
-    assert bigtrain(["hostfile", "--check", str(tmp_path / "hosts")]) == 2
-    assert "line 2: no.such.host.invalid: this host name" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -167,31 +155,13 @@ def test_hosts_of_a_slurm_job() -> None:
 
 
 def test_environment_of_the_hosts(tmp_path: Path) -> None:
-    forwarded = {
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "COMET_WORKSPACE": "team",
-        "FI_PROVIDER": "efa",
-        "GLOO_SOCKET_IFNAME": "eth0",
-        "HF_HOME": "/data/hf",
-        "HF_TOKEN_PATH": "/data/token",
-        "NCCL_DEBUG": "INFO",
-        "OMP_NUM_THREADS": "4",
-        "PYTHONPATH": "/work",
-        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-        "TORCH_CUDA_ARCH_LIST": "8.0 9.0",
-        "TRITON_CACHE_DIR": "/tmp/triton",
-        "WANDB_MODE": "offline",
-        "XDG_CACHE_HOME": "/tmp/cache",
-        "https_proxy": "http://proxy:3128",
-        "no_proxy": "localhost",
-    }
-    secret = {
-        "COMET_API_KEY": "geheim",
-        "HF_TOKEN": "geheim",
-        "HTTP_PROXY": "http://me:geheim@proxy:3128",
-        "PGPASSWORD": "geheim",
-        "WANDB_API_KEY": "geheim",
-    }
+    names = "COMET_WORKSPACE CUDA_DEVICE_MAX_CONNECTIONS FI_PROVIDER GLOO_SOCKET_IFNAME HF_HOME"
+    names += " HF_TOKEN_PATH NCCL_DEBUG OMP_NUM_THREADS PYTHONPATH PYTORCH_ALLOC_CONF"
+    names += " TRITON_CACHE_DIR WANDB_MODE XDG_CACHE_HOME no_proxy"
+    forwarded = dict.fromkeys(names.split(), "1") | {"https_proxy": "http://proxy:3128"}
+    forwarded["TORCH_CUDA_ARCH_LIST"] = "8.0 9.0"
+    secret = dict.fromkeys("COMET_API_KEY HF_TOKEN PGPASSWORD WANDB_API_KEY".split(), "geheim")
+    secret["HTTP_PROXY"] = "http://me:geheim@proxy:3128"
     dropped = {"CUDA_VISIBLE_DEVICES": "0", "HOME": "/root", "SITE": "here"}
     # UCX_* and MLFLOW_* DeepSpeed hands on by itself.
     of_deepspeed = {"UCX_TLS": "tcp", "MLFLOW_TRACKING_PASSWORD": "geheim"}

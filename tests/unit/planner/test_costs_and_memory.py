@@ -26,16 +26,13 @@ def use_of(model: ModelCosts, **changes: Any) -> MemoryUse:
     return peak_memory(model, layout, ENGINE)
 
 
-def test_parameters_of_llama_3_8b() -> None:
-    assert closed_form(LLAMA).num_parameters == 8_030_261_248
-
-
 def test_a_configuration_gives_its_shape_and_experts_have_none() -> None:
     # fmt: off
     values = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
               "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256}
     # fmt: on
     assert dense_shape(values) == LLAMA
+    assert closed_form(LLAMA).num_parameters == 8_030_261_248
     gpt2 = {"n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257}
     shape = dense_shape(gpt2)
     assert shape is not None
@@ -276,23 +273,18 @@ def test_scales_of_8_bit_moments_are_on_every_rank(changes: dict[str, Any], part
 @pytest.mark.parametrize(
     ("changes", "num_buckets"),
     [
-        pytest.param({"zero_stage": 1}, 0, id="put together when activations are gone"),
-        pytest.param({"zero_stage": 2}, 0, id="likewise, and not larger than the model"),
-        pytest.param({"zero_stage": 1, "offload_optimizer": True}, 1, id="DeepSpeed's own"),
-        pytest.param({"zero_stage": 1, "pipeline_size": 2}, 2, id="a second one at the end"),
+        ({"zero_stage": 1}, 0),  # put together when activations are gone
+        ({"zero_stage": 2}, 0),
+        ({"zero_stage": 1, "offload_optimizer": True}, 1),  # DeepSpeed's own
+        ({"zero_stage": 1, "pipeline_size": 2}, 2),  # a second one at the end
     ],
 )
 def test_buckets_larger_than_the_model(changes: dict[str, Any], num_buckets: int) -> None:
     """As `benchmarks/planner_memory.py --bucket 50000000` measures them."""
     bucket = 50_000_000
-    shape = DenseShape(4, 128, 4, 2, 384, 2048)
-    use = use_of(
-        closed_form(shape),
-        reduce_bucket_elements=bucket,
-        parameter_bytes=4,
-        overlap_communication=False,
-        **changes,
-    )
+    changes |= {"reduce_bucket_elements": bucket, "parameter_bytes": 4}
+    model = closed_form(DenseShape(4, 128, 4, 2, 384, 2048))
+    use = use_of(model, overlap_communication=False, **changes)
     passing = use.activations + use.loss if num_buckets == 2 else 0.0
     assert use.buckets + passing == pytest.approx(num_buckets * bucket * 4, rel=0.01)
 
@@ -311,19 +303,16 @@ def test_what_is_left_of_a_layer_recomputed_by_operator() -> None:
     assert cut.activations == pytest.approx(one.activations / 4)
 
 
-def test_a_checkpoint_that_is_not_copied_takes_no_main_memory() -> None:
+def test_copies_of_checkpoints_take_main_memory_alone() -> None:
     model = closed_form(LLAMA)
-    both = [use_of(model, zero_stage=3, copies_states=copies) for copies in (True, False)]
-    assert both[0].host_checkpoint == pytest.approx(12 * model.num_parameters / 8)
-    assert both[1].host_checkpoint == 0
-    assert both[0].total == both[1].total
-
-
-def test_checkpoints_in_memory_are_main_memory_in_addition() -> None:
-    model = closed_form(LLAMA)
-    without, with_them = (use_of(model, zero_stage=3, memory_every_steps=n) for n in (None, 1))
     part = 12 * model.num_parameters / 8
-    assert without.host_memory_checkpoints == 0
-    assert with_them.host_memory_checkpoints == pytest.approx(3 * part)
-    assert with_them.host - without.host == pytest.approx(3 * part)
-    assert with_them.total == without.total
+    usual, none, kept = (
+        use_of(model, zero_stage=3, copies_states=copies, memory_every_steps=every)
+        for copies, every in ((True, None), (False, None), (True, 1))
+    )
+    assert usual.host_checkpoint == pytest.approx(part)
+    assert none.host_checkpoint == 0
+    assert usual.host_memory_checkpoints == 0
+    assert kept.host_memory_checkpoints == pytest.approx(3 * part)
+    assert kept.host - usual.host == pytest.approx(3 * part)
+    assert usual.total == none.total == kept.total

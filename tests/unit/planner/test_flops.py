@@ -37,13 +37,9 @@ def test_input_embedding_counts_only_where_it_is_also_the_head() -> None:
     assert untied == ModelShape(1300, attention_width=2 * 4 * 8)
     tied = model_shape(CONFIG, PARAMETERS[:2], "embed.weight", tied=True)
     assert tied == ModelShape(1300, attention_width=2 * 4 * 8)
-
-
-def test_head_size_of_the_configuration_wins_over_the_quotient() -> None:
-    config = SimpleNamespace(**vars(CONFIG), head_dim=64)
-    shape = model_shape(config, PARAMETERS, "embed.weight", tied=False)
-    assert shape is not None
-    assert shape.attention_width == 2 * 4 * 64
+    own = SimpleNamespace(**vars(CONFIG), head_dim=64)  # not the quotient
+    shape = model_shape(own, PARAMETERS, "embed.weight", tied=False)
+    assert shape == ModelShape(1300, attention_width=2 * 4 * 64)
 
 
 def test_layers_with_other_heads_count_with_their_own() -> None:
@@ -100,17 +96,12 @@ def test_shape_of_real_models_matches_their_parameter_count() -> None:
 @pytest.mark.parametrize(
     ("name", "dtype", "teraflops"),
     [
-        ("NVIDIA H200", "bfloat16", 989.4),
         ("NVIDIA H100 80GB HBM3", "bfloat16", 989.4),
         ("NVIDIA H100 PCIe", "float16", 756.4),
-        ("NVIDIA GH200 480GB", "bfloat16", 989.4),
         ("NVIDIA A100-SXM4-80GB", "bfloat16", 312.0),
         ("NVIDIA A100-SXM4-80GB", "float32", 19.5),
-        ("NVIDIA L40S", "bfloat16", 362.0),
         ("NVIDIA L4", "bfloat16", 121.0),
         ("NVIDIA A10", "bfloat16", 125.0),
-        ("NVIDIA B200", "bfloat16", 2250.0),
-        ("NVIDIA GeForce RTX 4090", "bfloat16", 165.2),
         ("Tesla T4", "float16", 65.0),
     ],
 )

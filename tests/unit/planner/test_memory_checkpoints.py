@@ -27,7 +27,7 @@ from tests.unit.planner.test_costs_and_memory import LLAMA
 LLAMA_8B = closed_form(LLAMA)
 H100 = find_device("H100-80GB")
 ENGINE = engine_named("deepspeed")
-MEMORY = "checkpoint.memory={every_steps: 2, copies: 1}"
+MEMORY = ("checkpoint.memory={every_steps: 2, copies: 1}", "batch.global_batch_size=64")
 
 
 def costs_of(**changes: Any) -> MemoryCheckpointCosts:
@@ -90,29 +90,26 @@ def test_what_cannot_be_written_in_time_is_one_line_with_the_least_that_can() ->
 
 
 def test_a_plan_tells_them(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["plan", "--config", "llama3_1b", "--gpus", "16xH100-80GB"]
-    assert main([*command, "--top", "1", MEMORY]) == 0
-    text = capsys.readouterr().out
-    assert "memory checkpoints 0." in text
-    best = plan("llama3_1b", "16xH100-80GB", MEMORY).fitting[0]
+    command = ["plan", "--config", "quickstart", "--gpus", "16xH100-80GB", *MEMORY]
+    best = plan("quickstart", "16xH100-80GB", *MEMORY).fitting[0]
     costs = best.memory_checkpoints
     assert costs is not None
+    assert main([*command, "--top", "1"]) == 0
+    text = capsys.readouterr().out
+
     assert f"checkpoints in memory of 1: {8 * costs.directory_bytes / 2**30:.3g} GiB of" in text
     assert text.rstrip().endswith("\n".join(costs.lines(best.time.total)))
-    assert main([*command, "--json", MEMORY]) == 0
+    assert main([*command, "--json"]) == 0
     first = json.loads(capsys.readouterr().out)["layouts"][0]["memory_checkpoints"]
     assert first == costs.as_json(8)
     assert math.isclose(first["host_directory_bytes"], 8 * costs.directory_bytes)
-
-
-def test_one_host_has_no_partner() -> None:
-    costs = plan("llama3_1b", "8xH100-80GB", MEMORY).fitting[0].memory_checkpoints
-    assert costs is not None
-    assert costs.sent_bytes == 0
+    alone = plan("quickstart", "8xH100-80GB", *MEMORY).fitting[0].memory_checkpoints
+    assert alone is not None
+    assert alone.sent_bytes == 0  # one host has no partner
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this machine has no /dev/shm")
 def test_check_tells_them(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["check", "--config", "llama3_1b", "--world-size", "16", "--gpu", "H100"]
-    assert main([*command, MEMORY]) == 0
+    command = ["check", "--config", "quickstart", "--world-size", "16", "--gpu", "H100"]
+    assert main([*command, *MEMORY]) == 0
     assert "# a checkpoint in memory every 2 steps blocks training for" in capsys.readouterr().out

@@ -44,7 +44,7 @@ def search(
     return result.fitting, result.others
 
 
-@pytest.mark.parametrize("num_devices", [1, 2, 8, 16])
+@pytest.mark.parametrize("num_devices", [1, 16])
 def test_every_layout_is_legal_and_covers_the_run(num_devices: int) -> None:
     fitting, others = search(REQUEST, cluster(num_devices), ENGINE)
     assert fitting
@@ -85,38 +85,23 @@ def test_what_a_trial_would_refuse_is_not_planned() -> None:
 
 
 def test_experts_are_divided_where_a_run_may_divide_them() -> None:
-    expert = Matmul(1024, 5632, None, num_groups=8, share=2.0)
-    kind = replace(SMALL.kinds[0], matmuls=(expert,), num_parameters_expert=8 * 1024 * 5632)
-    request = replace(
-        REQUEST, model=replace(SMALL, kinds=(kind,)), facts=FACTS | Facts(num_experts=8)
-    )
-    fitting, others = search(request, cluster(16), ENGINE)
-    sizes = {c.layout.expert_size for c in (*fitting, *others)}
-    assert sizes == {1, 2, 4, 8}
-    for candidate in (*fitting, *others):
-        layout = candidate.layout
-        facts = request.facts | Facts(
-            zero_stage=layout.zero_stage,
-            world_size=16,
-            tensor_size=layout.tensor_size,
-            pipeline_size=layout.pipeline_size,
-            sequence_size=layout.sequence_size,
-            expert_size=layout.expert_size,
-        )
-        assert not check_compatibility(facts)
+    request = replace(REQUEST, model=EXPERTS, facts=FACTS | Facts(num_experts=8))
+    fitting, others = search(request, cluster(8), ENGINE)
+    layouts = [c.layout for c in (*fitting, *others)]
+    assert {layout.expert_size for layout in layouts} == {1, 2, 4, 8}
+    for layout in layouts:
+        names = ("zero_stage", "tensor_size", "pipeline_size", "sequence_size", "expert_size")
+        degrees = {name: getattr(layout, name) for name in names}
+        assert not check_compatibility(request.facts | Facts(world_size=8, **degrees))
 
 
-def test_no_kind_of_parallelism_is_left_out() -> None:
+def test_no_kind_of_parallelism_is_left_out_and_the_fastest_is_first() -> None:
     fitting, others = search(REQUEST, cluster(8), ENGINE)
     layouts = [candidate.layout for candidate in (*fitting, *others)]
     assert {layout.zero_stage for layout in layouts} == {0, 1, 2, 3}
     for axis in ("tensor_size", "pipeline_size", "sequence_size", "data_size"):
         assert {getattr(layout, axis) for layout in layouts} == {1, 2, 4, 8}, axis
     assert {layout.recompute for layout in layouts} == {"none", "full"}
-
-
-def test_fastest_first_and_what_does_not_fit_apart() -> None:
-    fitting, others = search(REQUEST, cluster(8), ENGINE)
     rates = [candidate.tokens_per_second for candidate in fitting]
     assert all(later <= 1.01 * rate for rate, later in itertools.pairwise(rates))
     assert max(rates) <= 1.01 * rates[0]
@@ -127,6 +112,15 @@ def test_fastest_first_and_what_does_not_fit_apart() -> None:
     usable = cluster(8).usable_memory
     assert all(candidate.memory.total <= usable for candidate in fitting)
     assert all(candidate.memory.total > usable for candidate in others)
+    # Text and JSON say the same.
+    table = plan_table(fitting, cluster(8), 3).splitlines()
+    tree = as_json(fitting, cluster(8))
+    assert len(table) == 1 + 3 + 1 + 2
+    assert f"{tree[0]['tokens_per_second_per_device']:,.0f}" in table[1]
+    for entry in tree:
+        for terms in (entry["memory_bytes"], entry["step_seconds"]):
+            parts = [value for name, value in terms.items() if name != "total"]
+            assert sum(parts) == pytest.approx(terms["total"])
 
 
 def test_no_more_layers_are_recomputed_than_have_to_be() -> None:
@@ -158,11 +152,9 @@ EXPERTS = replace(
 @pytest.mark.parametrize(
     ("model", "num_devices", "margin"),
     [
-        (SMALL, 8, 0.05),
         (SMALL, 8, 0.9),  # 8 GB of each device: recomputation decides
         (SMALL, 4, 0.97),  # offload decides
         (LARGE, 16, 0.05),
-        (LARGE, 2, 0.05),  # nothing fits
         (EXPERTS, 8, 0.93),
     ],
 )
@@ -206,8 +198,8 @@ def test_loss_and_buckets_are_varied_where_that_is_faster_or_lets_something_fit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Many ranks and a small batch: each bucket is a collective that waits for the slowest node.
-    request = replace(REQUEST, global_batch_size=4096, loss="auto", gradient_bytes=2)
-    many = cluster(2048, "A100-80GB")
+    request = replace(REQUEST, global_batch_size=1024, loss="auto", gradient_bytes=2)
+    many = cluster(512, "A100-80GB")
     usual = whole_search(request, many, ENGINE).fitting
     varied = whole_search(replace(request, varies=True), many, ENGINE).fitting
     assert len(usual) == len(varied)
@@ -215,13 +207,12 @@ def test_loss_and_buckets_are_varied_where_that_is_faster_or_lets_something_fit(
     assert changed
     assert all("buckets of" in c.describe() or "loss" in c.describe() for c in changed)
     assert varied[0].tokens_per_second >= usual[0].tokens_per_second
-    before = {replace(c.layout, loss_chunk_tokens=None, reduce_bucket_elements=1,
-                      gather_bucket_elements=1): c for c in usual}  # fmt: skip
+    without: dict[str, Any] = {"loss_chunk_tokens": None}
+    without |= {"reduce_bucket_elements": 1, "gather_bucket_elements": 1}
+    before = {replace(c.layout, **without): c for c in usual}
     for c in changed:
-        plain = replace(
-            c.layout, loss_chunk_tokens=None, reduce_bucket_elements=1, gather_bucket_elements=1
-        )
-        assert c.tokens_per_second > 1.01 * before[plain].tokens_per_second
+        plain = before[replace(c.layout, **without)]
+        assert c.tokens_per_second > 1.01 * plain.tokens_per_second
     # Nothing fits by little: smaller buckets let the smallest in.
     one = replace(REQUEST, zero_stages=(3,), global_batch_size=8, bucket_elements=500_000_000)
     smallest = whole_search(one, cluster(8), ENGINE)
@@ -301,13 +292,14 @@ def test_mlps_are_tiled_where_nothing_else_fits() -> None:
     assert fitting
     assert all(candidate.layout.tiled_mlp == "auto" for candidate in fitting)
     assert ", tiled MLP, " in fitting[0].describe()
-    every = [*itertools.chain(*search(long_samples(409600, float8="rowwise"), cluster(1), ENGINE))]
-    assert every
-    assert all(candidate.layout.tiled_mlp == "off" for candidate in every)
     # A run's own tiles are kept, and no others proposed.
-    request = replace(long_samples(409600), tiled_mlp=8)
-    every = [*itertools.chain(*search(request, cluster(1), ENGINE))]
-    assert all(candidate.layout.tiled_mlp == 8 for candidate in every)
+    for request, tiles in (
+        (long_samples(409600, float8="rowwise"), "off"),
+        (replace(long_samples(409600), tiled_mlp=8), 8),
+    ):
+        every = [*itertools.chain(*search(request, cluster(1), ENGINE))]
+        assert every
+        assert {candidate.layout.tiled_mlp for candidate in every} == {tiles}
 
 
 @pytest.mark.parametrize("num_devices", [1, 8])
@@ -357,12 +349,7 @@ def test_a_larger_micro_batch_is_no_reason_to_offload() -> None:
     )
 
     def degrees(layout: Layout) -> tuple[int, ...]:
-        return (
-            layout.zero_stage,
-            layout.tensor_size,
-            layout.pipeline_size,
-            layout.sequence_size,
-        )
+        return (layout.zero_stage, layout.tensor_size, layout.pipeline_size, layout.sequence_size)
 
     offloaded = {degrees(c.layout) for c in (*fitting, *others) if c.layout.offload_optimizer}
     without = {degrees(c.layout) for c in fitting if not c.layout.offload_optimizer}
@@ -380,16 +367,3 @@ def test_nothing_fits_names_what_is_missing() -> None:
     assert "no layout fits 2 x A100-40GB" in rule
     assert "states" in rule
     assert "devices" in remedy
-
-
-def test_text_and_json_say_the_same() -> None:
-    fitting, _ = search(REQUEST, cluster(8), ENGINE)
-    table = plan_table(fitting, cluster(8), 3).splitlines()
-    tree = as_json(fitting, cluster(8))
-    assert len(table) == 1 + 3 + 1 + 2
-    assert f"{tree[0]['tokens_per_second_per_device']:,.0f}" in table[1]
-    for entry in tree:
-        parts = [v for k, v in entry["memory_bytes"].items() if k != "total"]
-        assert sum(parts) == pytest.approx(entry["memory_bytes"]["total"])
-        seconds = [v for k, v in entry["step_seconds"].items() if k != "total"]
-        assert sum(seconds) == pytest.approx(entry["step_seconds"]["total"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -46,6 +47,9 @@ def test_a_wave_more_takes_as_long_as_a_full_one() -> None:
 def test_thin_products_are_bound_by_memory() -> None:
     moved = 2 * (1024 + 1024 * 13824 + 13824)
     assert matmul_seconds(A100, 1, 1024, 13824, 2) == pytest.approx(moved / A100.memory_bandwidth)
+    # Four tiles of 64 x 128 on 108 multiprocessors: 16 take 512 of a tile's 8,192 rows each.
+    shared = 2 * 64 * 128 * 512 * 108 / (0.7 * 312e12)
+    assert matmul_seconds(A100, 256, 8192, 128, 2) == pytest.approx(shared)
 
 
 def test_attention_looks_at_half_of_the_pairs_or_at_a_window() -> None:
@@ -59,11 +63,11 @@ def test_attention_looks_at_half_of_the_pairs_or_at_a_window() -> None:
     ).forward == pytest.approx(forward / 4)
 
 
-@pytest.mark.parametrize(("size", "share"), [(2, 0.5), (8, 7 / 8)])
-def test_rings_move_their_share_twice_for_a_sum(size: int, share: float) -> None:
-    group = Group(size, size)
-    assert group.all_gather(A100, 3e9) == pytest.approx(share * 3e9 / 300e9)
-    assert group.all_reduce(A100, 3e9) == pytest.approx(2 * share * 3e9 / 300e9)
+def test_rings_move_their_share_twice_for_a_sum() -> None:
+    for size, share in ((2, 0.5), (8, 7 / 8)):
+        group = Group(size, size)
+        assert group.all_gather(A100, 3e9) == pytest.approx(share * 3e9 / 300e9)
+        assert group.all_reduce(A100, 3e9) == pytest.approx(2 * share * 3e9 / 300e9)
     assert Group(1, 1).all_reduce(A100, 3e9) == 0
 
 
@@ -132,24 +136,12 @@ def test_keys_go_around_a_ring_beside_attention() -> None:
 
 def test_heads_that_tensor_cores_cannot_load_take_longer_where_scores_are_unfused() -> None:
     aligned, odd = Attention(64, 64, 216, 216), Attention(128, 128, 108, 108)
-    passes = (0.0, 0.0)
-    fast, slow = (
-        attention_seconds(A100, h, 1, 2048, num_ranks=1, score_passes=passes).forward
-        for h in (aligned, odd)
-    )
-    assert slow / fast == pytest.approx(22)
-    fused = [
-        attention_seconds(A100, h, 1, 2048, num_ranks=1, score_passes=None).forward
-        for h in (aligned, odd)
-    ]
-    assert fused[0] == pytest.approx(fused[1])
-
-
-def test_few_tiles_share_the_inner_dimension() -> None:
-    """Four tiles of 64 x 128 on 108 multiprocessors: 16 take 512 of a tile's 8,192 rows each."""
-    assert matmul_seconds(A100, 256, 8192, 128, 2) == pytest.approx(
-        2 * 64 * 128 * 512 * 108 / (0.7 * 312e12)
-    )
+    for passes, factor in (((0.0, 0.0), 22), (None, 1)):
+        fast, slow = (
+            attention_seconds(A100, heads, 1, 2048, num_ranks=1, score_passes=passes).forward
+            for heads in (aligned, odd)
+        )
+        assert slow / fast == pytest.approx(factor)
 
 
 def test_products_in_eight_bits_cast_what_they_are_given() -> None:
@@ -259,9 +251,8 @@ def test_experts_are_computed_by_those_who_hold_them() -> None:
     )
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
-def test_stages_hold_every_layer_once(num_stages: int) -> None:
-    for balanced in (False, True):
+def test_stages_hold_every_layer_once() -> None:
+    for num_stages, balanced in itertools.product((1, 2, 3, 5), (False, True)):
         ranges = stage_layers(MODEL, num_stages, balanced=balanced)
         assert [layer for stage in ranges for layer in stage] == list(range(8))
         assert len(ranges) == num_stages

@@ -10,6 +10,7 @@ from bigtrain.errors import ConfigError, LaunchError
 from bigtrain.settings.accelerate import read_accelerate
 from bigtrain.settings.resolve import ResolvedRun, resolve_run
 from bigtrain.settings.run_config import RunConfig
+from tests.support.run_trees import run_config as run_of_four
 from tests.support.worlds import ROOT
 
 DEEPSPEED = "ACCELERATE_DEEPSPEED_"
@@ -25,18 +26,10 @@ ANSWERED = {
 }
 
 
-def run_config(**sections: dict[str, Any]) -> RunConfig:
-    tree: dict[str, Any] = {
-        "model": {"config": {"model_type": "llama"}},
-        "data": {"path": "shards"},
-        "batch": {"sequence_length": 8, "global_batch_size": 16},
-        "train": {"steps": 1},
-        "optimizer": {"lr": 1e-3},
-        "output": {"directory": "run"},
-    }
-    for name, section in sections.items():
-        tree[name] = {**tree.get(name, {}), **section}
-    return RunConfig.model_validate(tree)
+def run_config(**sections: Any) -> RunConfig:
+    return run_of_four(
+        **{**sections, "batch": {"global_batch_size": 16} | sections.get("batch", {})}
+    )
 
 
 def resolve(
@@ -74,24 +67,23 @@ def test_answers_are_the_engine_where_the_run_is_silent() -> None:
     assert resolve(run.config, ANSWERED).engine == run.engine
 
 
-def test_without_accelerate_nothing_changes() -> None:
+def test_what_nobody_was_asked_for_is_no_answer() -> None:
     for environment in ({}, {"ACCELERATE_MIXED_PRECISION": "no"}):
         run = resolve(run_config(), environment)
         assert (run.engine.source, run.config.precision.dtype) == ("zero1.json", "bfloat16")
-
-
-def test_precision_that_nobody_was_asked_for_is_no_answer() -> None:
-    run = resolve(
-        run_config(),
-        {"ACCELERATE_USE_DEEPSPEED": "true"}
-        | {
-            "ACCELERATE_MIXED_PRECISION": "no",
-            "ACCELERATE_CONFIG_DS_FIELDS": "deepspeed_config_file,zero3_init_flag",
-            f"{DEEPSPEED}CONFIG_FILE": str(ROOT / "ds_configs" / "zero2.json"),
-        },
-    )
+    answers = {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_MIXED_PRECISION": "no",
+        "ACCELERATE_CONFIG_DS_FIELDS": "deepspeed_config_file,zero3_init_flag",
+        f"{DEEPSPEED}CONFIG_FILE": str(ROOT / "ds_configs" / "zero2.json"),
+    }
+    run = resolve(run_config(), answers)
     assert run.config.precision.dtype == "bfloat16"
     assert (run.engine.source, run.engine.zero_stage) == ("zero2.json", 2)
+    # Answers that agree with what is named.
+    answers = {**ANSWERED, f"{DEEPSPEED}OFFLOAD_OPTIMIZER_DEVICE": "none"}
+    run = resolve(run_config(optimizer={"clip_norm": 0.5}), answers, "zero3")
+    assert (run.engine.source, run.plan.accumulation) == ("zero3.json", 2)
 
 
 @pytest.mark.parametrize(
@@ -107,8 +99,7 @@ def test_precision_that_nobody_was_asked_for_is_no_answer() -> None:
         ),
         (
             {"batch": {"micro_batch_size": 8}},
-            "accelerate config: gradient_accumulation_steps = 2: contradicts "
-            "batch.global_batch_size",
+            "accelerate config: gradient_accumulation_steps = 2: contradicts batch.global_batch_s",
         ),
         (
             {"engine": {"deepspeed_config": "zero3"}},
@@ -121,13 +112,6 @@ def test_contradictions_name_both(sections: dict[str, dict[str, Any]], said: str
     problem = refused(run_config(**sections), ANSWERED)
     assert problem.startswith(said)
     assert " -> " in problem
-
-
-def test_answers_that_agree_with_what_is_named() -> None:
-    answers = {**ANSWERED, f"{DEEPSPEED}OFFLOAD_OPTIMIZER_DEVICE": "none"}
-    run = resolve(run_config(optimizer={"clip_norm": 0.5}), answers, "zero3")
-    assert run.engine.source == "zero3.json"
-    assert run.plan.accumulation == 2
 
 
 def test_two_files_are_one_too_many() -> None:
@@ -165,16 +149,8 @@ def dynamo_answers(*options: str) -> dict[str, str]:
     from accelerate.commands.launch import launch_command_parser
     from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 
-    arguments = launch_command_parser().parse_args(
-        [
-            *options,
-            "--num_machines=1",
-            "--num_processes=1",
-            "--mixed_precision=no",
-            "--cpu",
-            "train.py",
-        ]
-    )
+    fixed = ["--num_machines=1", "--num_processes=1", "--mixed_precision=no", "--cpu", "train.py"]
+    arguments = launch_command_parser().parse_args([*options, *fixed])
     _, environment = prepare_simple_launcher_cmd_env(arguments)
     return {name: text for name, text in environment.items() if name.startswith("ACCELERATE_")}
 
@@ -187,18 +163,14 @@ def test_torch_dynamo_compiles_the_layers() -> None:
     assert (run.engine.source, run.config.precision.dtype) == ("zero1.json", "bfloat16")
     assert resolve(run.config, answers).config == run.config
     assert resolve(run_config(), answers, "zero2").engine.zero_stage == 2
-    beside = {
-        **ANSWERED,
-        **answers,
-        "ACCELERATE_USE_DEEPSPEED": "true",
-        f"{DEEPSPEED}ZERO_STAGE": "1",
-    }
+    beside = {**ANSWERED, **answers, "ACCELERATE_USE_DEEPSPEED": "true"}
+    beside[f"{DEEPSPEED}ZERO_STAGE"] = "1"
     assert resolve(run_config(), beside).config.model.compile == "on"
-    problem = refused(run_config(model={"compile": "off"}), answers)
+    model = {"config": {"model_type": "llama"}, "compile": "off"}
+    problem = refused(run_config(model=model), answers)
     assert problem.startswith("accelerate config: torch dynamo = 'yes': contradicts model.compile")
-    assert (
-        resolve(run_config(), dynamo_answers("--dynamo_backend=no")).config.model.compile == "off"
-    )
+    unasked = resolve(run_config(), dynamo_answers("--dynamo_backend=no"))
+    assert unasked.config.model.compile == "off"
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,11 @@ def test_phases_take_keys_of_the_section() -> None:
     assert whole.at(3) is whole
 
 
+BEST_FIT = {"path": "x", "document_boundaries": "isolate", "packing": "best_fit"}
+CHUNKS = {"path": "x", "chunk_length": 8}
+OWN = {"path": "x", "samples": {"type": "collections:Counter"}}
+
+
 @pytest.mark.parametrize(
     ("phase", "sections", "texts"),
     [
@@ -60,33 +65,20 @@ def test_phases_take_keys_of_the_section() -> None:
         ({"global_tokens": 12}, {}, ["batch.phases[1].global_tokens = 12", "nearest: 8 or 16"]),
         ({"steps": 20}, {}, ["train.steps = 10: batch.phases have 22 steps -> train.steps=22"]),
         ({}, {"train": {"epochs": 1}}, ["train.epochs = 1", "-> train.steps=N"]),
-        (
-            {},
-            {"data": {"path": "x", "document_boundaries": "isolate", "packing": "best_fit"}},
-            ["data.packing = 'best_fit'", "-> data.packing=concatenate"],
-        ),
+        ({}, {"data": BEST_FIT}, ["data.packing = 'best_fit'", "-> data.packing=concatenate"]),
         (
             {"sequence_length": 3},
-            {"data": {"path": "x", "chunk_length": 8}},
+            {"data": CHUNKS},
             ["batch.phases[1].sequence_length = 3: is not a divisor of", "data.chunk_length=9"],
         ),
-        (
-            {"sequence_length": 3},
-            {"parallel": {"sequence": 2}},
-            ["batch.phases[1].sequence_length = 3"],
-        ),
-        (
-            {},
-            {"data": {"path": "x", "samples": {"type": "collections:Counter"}}},
-            ["data.samples", "omit batch.phases"],
-        ),
+        ({"sequence_length": 3}, {"parallel": {"sequence": 2}}, ["phases[1].sequence_length = 3"]),
+        ({}, {"data": OWN}, ["data.samples", "omit batch.phases"]),
     ],
 )
 def test_refusals_name_key_value_rule_and_fix(
     phase: dict[str, Any], sections: dict[str, Any], texts: list[str]
 ) -> None:
-    run = tree({"steps": 2}, {"steps": 3, **phase}, **sections)
-    shown = refusal(run)
+    shown = refusal(tree({"steps": 2}, {"steps": 3, **phase}, **sections))
     for text in texts:
         assert text in shown, shown
 

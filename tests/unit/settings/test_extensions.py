@@ -16,15 +16,14 @@ from bigtrain.planner.run_prediction import layout_of
 from bigtrain.settings.loading import load_run_config, parse_run_config
 from bigtrain.settings.lr_schedule import learning_rate_at
 from bigtrain.settings.resolve import resolve_run
+from tests.support.run_trees import llama, run_tree
 
-RUN: dict[str, Any] = {
-    "model": {"config": {"model_type": "llama", "vocab_size": 64}},
-    "data": {"path": "shards"},
-    "batch": {"sequence_length": 8, "global_batch_size": 8, "micro_batch_size": 1},
-    "train": {"steps": 10},
-    "optimizer": {"lr": 0.5},
-    "output": {"directory": "runs/x"},
-}
+RUN = run_tree(
+    model=llama(64),
+    batch={"global_batch_size": 8, "micro_batch_size": 1},
+    train={"steps": 10},
+    optimizer={"lr": 0.5},
+)
 
 
 @pytest.fixture
@@ -48,6 +47,17 @@ def callback_of(name: str, **settings: Any) -> list[dict[str, Any]]:
     return [{"type": f"user_code:{name}", "settings": settings}]
 
 
+def refused(sections: dict[str, Any], code: Path, text: str | None, *expected: str) -> None:
+    """Check that a run of user code with this content has one problem, with these texts."""
+    if text is not None:
+        code.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        resolved(**sections)
+    for part in expected:
+        assert part.format(file=code, folder=code.parent) in str(caught.value)
+    assert len(caught.value.problems) == 1
+
+
 def test_a_schedule_is_the_factor_of_every_step(code: Path) -> None:
     code.write_text("def half(step, total, start=1.0):\n    return start * (1 - step / total)\n")
     config = resolved(schedule=schedule_of("half", start=0.5)).config
@@ -56,40 +66,29 @@ def test_a_schedule_is_the_factor_of_every_step(code: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "name", "expected"),
+    ("text", "expected"),
     [
-        ("x = 1\n", "half", "user_code.py has no half"),
-        ("halve = len\n", "half", "did you mean halve?"),
-        ("half = 1\n", "half", "is not a function"),
-        ("import no_such_module\n", "half", "No module named 'no_such_module' ({file}:1)"),
-        ("\n\nx = 1 / 0\n", "half", "its module fails: ZeroDivisionError: {zero} ({file}:3)"),
-        ("\ndef half(:\n", "half", "SyntaxError"),
-        ("\ndef half(:\n", "half", "({file}:2)"),
-        ("import sys\nsys.exit(3)\n", "half", "SystemExit: 3 ({file}:2)"),
-        ("def half(step):\n    return 1.0\n", "half", "and takes (step)"),
-        ("\ndef half(step):\n    return 1.0\n", "half", "in {file}:2"),
-        ("def half(step, total):\n    return 'a'\n", "half", "it is 'a', not a number"),
-        ("def half(step, total):\n    return step - 5\n", "half", "of step 0 of 10: ValueError"),
-        ("def half(s, t):\n    return 1 / (7 - s)\n", "half", "of step 7 of 10: ZeroDivisionError"),
-        ("def half(s, t):\n    return 1 / (7 - s)\n", "half", "({file}:2)"),
-        ("def half(s, t):\n    return float('nan') if s == 9 else 1\n", "half", "it is nan"),
-        ("a = []\ndef half(s, t):\n    a.append(1)\n    return len(a)\n", "half", "called again"),
+        ("x = 1\n", ["user_code.py has no half"]),
+        ("halve = len\n", ["did you mean halve?"]),
+        ("half = 1\n", ["is not a function"]),
+        ("import no_such_module\n", ["No module named 'no_such_module' ({file}:1)"]),
+        ("\n\nx = 1 / 0\n", ["its module fails: ZeroDivisionError: division by zero ({file}:3)"]),
+        ("\ndef half(:\n", ["SyntaxError", "({file}:2)"]),
+        ("import sys\nsys.exit(3)\n", ["SystemExit: 3 ({file}:2)"]),
+        ("\ndef half(step):\n    return 1.0\n", ["and takes (step)", "in {file}:2"]),
+        ("def half(step, total):\n    return 'a'\n", ["it is 'a', not a number"]),
+        ("def half(step, total):\n    return step - 5\n", ["of step 0 of 10: ValueError"]),
+        (
+            "def half(s, t):\n    return 1 / (7 - s)\n",
+            ["of step 7 of 10: ZeroDivisionError", "({file}:2)"],
+        ),
+        ("def half(s, t):\n    return float('nan') if s == 9 else 1\n", ["it is nan"]),
+        ("a = []\ndef half(s, t):\n    a.append(1)\n    return len(a)\n", ["called again"]),
+        (None, ["there is no module user_code in {folder}, PYTHONPATH"]),
     ],
 )
-def test_a_faulty_schedule(code: Path, text: str, name: str, expected: str) -> None:
-    code.write_text(text)
-    with pytest.raises(ConfigError) as caught:
-        resolved(schedule=schedule_of(name))
-    message = str(caught.value)
-    assert expected.format(file=code, zero="division by zero") in message
-    assert f"schedule.type = 'user_code:{name}'" in message
-    assert len(caught.value.problems) == 1
-
-
-def test_a_module_that_is_nowhere(code: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        resolved(schedule=schedule_of("half"))
-    assert f"there is no module user_code in {code.parent}, PYTHONPATH" in str(caught.value)
+def test_a_faulty_schedule(code: Path, text: str | None, expected: list[str]) -> None:
+    refused({"schedule": schedule_of("half")}, code, text, *expected)
 
 
 @pytest.mark.parametrize(
@@ -112,37 +111,13 @@ def test_a_module_that_is_nowhere(code: Path) -> None:
     ],
 )
 def test_a_faulty_callback(code: Path, text: str, expected: str) -> None:
-    code.write_text(text)
-    with pytest.raises(ConfigError) as caught:
-        resolved(callbacks=callback_of("Watch"))
-    assert expected.format(file=code) in str(caught.value)
-    assert len(caught.value.problems) == 1
-
-
-def test_settings_that_are_not_plain_data() -> None:
-    with pytest.raises(ConfigError, match=r"callbacks.0.settings = .*not a valid JSON"):
-        parse_run_config({**RUN, "callbacks": callback_of("Watch", a=object())})
+    refused({"callbacks": callback_of("Watch")}, code, text, expected)
 
 
 @pytest.mark.parametrize("name", ["mine", "mine:", ":Watch", "mine.py:Watch:x", "my-code:Watch"])
 def test_a_name_that_is_not_one(name: str) -> None:
     with pytest.raises(ConfigError, match=r"package\.module:Name"):
         parse_run_config({**RUN, "callbacks": [{"type": name}]})
-
-
-@pytest.mark.parametrize(
-    ("schedule", "expected"),
-    [
-        ({"type": "cosin"}, "did you mean cosine?"),
-        ({"type": "mine:f", "warmup_steps": 3}, "schedule.warmup_steps = 3 would have no effect"),
-        ({"type": "linear", "settings": {"a": 1}}, "schedule.type = 'linear' is bigtrain's own"),
-    ],
-)
-def test_settings_without_effect(schedule: dict[str, Any], expected: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse_run_config({**RUN, "schedule": schedule})
-    assert expected in str(caught.value)
-    assert len(caught.value.problems) == 1
 
 
 @pytest.mark.parametrize(
@@ -162,17 +137,13 @@ def test_settings_without_effect(schedule: dict[str, Any], expected: str) -> Non
     ],
 )
 def test_a_faulty_model_class(code: Path, text: str, expected: str) -> None:
-    code.write_text(text)
-    with pytest.raises(ConfigError) as caught:
-        resolved(model={"type": "user_code:Own", "config": {"vocab_size": 64}})
-    assert expected.format(file=code) in str(caught.value)
-    assert len(caught.value.problems) == 1
+    model = {"type": "user_code:Own", "config": {"vocab_size": 64}}
+    refused({"model": model}, code, text, expected)
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("def Own(batch): ...\n", "is not a class ({file}:1)"),
         ("class Own:\n    def lose(self, batch): ...\n", "has no loss ({file}:1)"),
         ("class Own:\n    def loss(self): ...\n", "loss is called as loss(self, batch)"),
         (
@@ -190,11 +161,7 @@ def test_a_faulty_model_class(code: Path, text: str, expected: str) -> None:
     ],
 )
 def test_a_faulty_objective(code: Path, text: str, expected: str) -> None:
-    code.write_text(text)
-    with pytest.raises(ConfigError) as caught:
-        resolved(objective={"type": "user_code:Own"})
-    assert expected.format(file=code) in str(caught.value)
-    assert len(caught.value.problems) == 1
+    refused({"objective": {"type": "user_code:Own"}}, code, text, expected)
 
 
 def test_an_objective_of_pairs_reads_two_rows_of_a_sample(code: Path) -> None:
@@ -207,19 +174,34 @@ def test_an_objective_of_pairs_reads_two_rows_of_a_sample(code: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("objective", "expected"),
+    ("sections", "expected"),
     [
-        ({"beta": 0.2}, "objective.beta = 0.2 has no effect with objective.type = next_token"),
-        ({"type": "preference", "gamma": 1.0}, "no effect with objective.loss = sigmoid"),
-        ({"type": "kto", "undesirable_weight": 0}, "input should be greater than 0"),
-        ({"type": "next_tokn"}, "did you mean next_token?"),
-        ({"type": "preference", "loss": "dpo"}, "input should be 'sigmoid', 'ipo'"),
+        ({"schedule": {"type": "cosin"}}, "did you mean cosine?"),
+        (
+            {"schedule": {"type": "mine:f", "warmup_steps": 3}},
+            "schedule.warmup_steps = 3 would have no effect",
+        ),
+        (
+            {"schedule": {"type": "linear", "settings": {"a": 1}}},
+            "schedule.type = 'linear' is bigtrain's own",
+        ),
+        ({"callbacks": callback_of("Watch", a=object())}, "not a valid JSON"),
+        ({"objective": {"beta": 0.2}}, "= 0.2 has no effect with objective.type = next_token"),
+        (
+            {"objective": {"type": "preference", "gamma": 1.0}},
+            "no effect with objective.loss = sigmoid",
+        ),
+        ({"objective": {"type": "kto", "undesirable_weight": 0}}, "input should be greater than 0"),
+        ({"objective": {"type": "next_tokn"}}, "did you mean next_token?"),
+        ({"objective": {"type": "preference", "loss": "dpo"}}, "input should be 'sigmoid', 'ipo'"),
     ],
+    ids=lambda _: "",
 )
-def test_settings_of_an_objective_without_effect(objective: dict[str, Any], expected: str) -> None:
+def test_settings_without_effect(sections: dict[str, Any], expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse_run_config({**RUN, "objective": objective})
+        parse_run_config({**RUN, **sections})
     assert expected in str(caught.value)
+    assert len(caught.value.problems) == 1
 
 
 @pytest.fixture
@@ -242,72 +224,41 @@ def test_kto_reads_an_answer_and_a_mismatched_one(adapted: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize(
-    ("sections", "expected"),
+    ("kind", "settings", "expected"),
     [
         (
-            {"data": {"path": "x", "packing": "best_fit"}},
-            "data.packing = 'best_fit': each answer is a row of its own, padded at the end -> "
-            'data.packing="concatenate"',
-        ),
-        ({"precision": {"dtype": "float16"}}, "with a loss scale"),
-        (
-            {"adapters": {"type": "lora", "dora": True}},
-            "adapters.dora = True: changes the model also with its adapters off, by which "
-            "objective.type = 'kto' gets its reference",
-        ),
-    ],
-    ids=["packing", "float16", "dora"],
-)
-def test_what_kto_refuses(adapted: dict[str, Any], sections: dict[str, Any], expected: str) -> None:
-    tree = {**RUN, **adapted, "objective": {"type": "kto"}, **sections}
-    with pytest.raises(ConfigError) as caught:
-        resolve_run(parse_run_config(tree), 2)
-    assert expected in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("section", "expected"),
-    [
-        (
-            {"type": "webhok"},
+            "webhok",
+            {},
             "callbacks.0.type = 'webhok': input should be 'webhook', 'prometheus', 'opentelemetry' "
             "or 'trainjob', or code of yours as package.module:Name -> did you mean webhook?",
         ),
         (
-            {"type": "webhook", "settings": {"url": "https://hooks/secret"}},
+            "webhook",
+            {"url": "https://hooks/secret"},
             "callbacks.0.settings.url: a webhook's address is a secret, and settings are recorded "
             "and logged -> write it to an environment variable or file, named in "
             "callbacks.0.settings.url_env or url_file",
         ),
         (
-            {"type": "webhook", "settings": {"url_env": "https://hooks/secret'"}},
-            "callbacks.0.settings.url_env: string should match pattern '^[A-Za-z_]\\w*$' -> the "
-            "default: 'BIGTRAIN_WEBHOOK_URL'",
+            "webhook",
+            {"url_env": "https://hooks/secret'"},
+            "pattern '^[A-Za-z_]\\w*$' -> the default: 'BIGTRAIN_WEBHOOK_URL'",
         ),
         (
-            {"type": "webhook", "settings": {"url_file": "https://hooks/secret'"}},
-            "callbacks.0.settings.url_file: string should match pattern '^[^:]+$' -> the default: "
-            "None",
+            "webhook",
+            {"url_file": "https://hooks/secret'"},
+            "url_file: string should match pattern '^[^:]+$' -> the default: None",
         ),
-        (
-            {"type": "webhook", "settings": {"stall_seconds": -1}},
-            "callbacks.0.settings.stall_seconds = -1: input should be greater than 0 -> the "
-            "default: 1800.0",
-        ),
-        (
-            {"type": "prometheus", "settings": {"prot": 1}},
-            "callbacks.0.settings.prot: unknown key -> did you mean port?",
-        ),
-        (
-            {"type": "trainjob", "settings": {"port": 1}},
-            "callbacks.0.settings.port: unknown key -> it has no settings: omit them",
-        ),
+        ("webhook", {"stall_seconds": -1}, "input should be greater than 0 -> the default: 1800.0"),
+        ("prometheus", {"prot": 1}, "0.settings.prot: unknown key -> did you mean port?"),
+        ("trainjob", {"port": 1}, "port: unknown key -> it has no settings: omit them"),
     ],
 )
-def test_a_callback_of_bigtrain(section: dict[str, Any], expected: str) -> None:
+def test_a_callback_of_bigtrain(kind: str, settings: dict[str, Any], expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        resolved(callbacks=[section])
+        resolved(callbacks=[{"type": kind, "settings": settings}])
     assert expected in str(caught.value)
+    assert "callbacks.0." in str(caught.value)
     assert "hooks/secret" not in str(caught.value)
 
 
@@ -340,62 +291,52 @@ def test_only_callbacks_of_the_user_may_record_metrics() -> None:
 SAMPLES = {"path": "shards", "samples": {"type": "tests.support.streams:Items"}}
 
 
-@pytest.mark.parametrize("kind", ["Items", "Shuffled"])
 def test_samples_of_the_user_are_not_scored(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In one line, before anything is opened."""
-    name = f"tests.support.streams:{kind}"
     path = tmp_path / "run.yaml"
-    path.write_text(json.dumps({**RUN, "data": {**SAMPLES, "samples": {"type": name}}}))
+    path.write_text(json.dumps({**RUN, "data": SAMPLES}))
     words = ["score", "--config", str(path), "--output", str(tmp_path / "scores")]
     assert main(words) == 2
     said = capsys.readouterr().err
     [line] = [line for line in said.splitlines() if "data.samples" in line]
     assert line.strip() == (
-        f"data.samples.type = {name!r}: scores are stored next to documents of shards, and these "
-        "are samples of your code -> data.samples=null scores the shards of data.path; or tokenize "
-        "rows with input_ids"
+        "data.samples.type = 'tests.support.streams:Items': scores are stored next to documents of "
+        "shards, and these are samples of your code -> data.samples=null scores the shards of "
+        "data.path; or tokenize rows with input_ids"
     )
     assert not (tmp_path / "scores").exists()
     resolve_run(load_run_config(str(path), ["data.samples=null"]), 1, scores=True)
 
 
-def test_a_teacher_has_not_read_samples_of_the_user() -> None:
-    """Nor may they be packed, which distillation needs of documents."""
+def test_where_samples_of_the_user_are_refused() -> None:
+    """By a teacher, which has not read them, and as a stream at several sites."""
     with pytest.raises(ConfigError) as caught:
         resolved(data=SAMPLES, objective={"type": "distillation", "teacher": "scores"})
     [problem] = [one for one in caught.value.problems if one.key.startswith("data")]
     assert problem.key == "data.samples"
     assert problem.remedy == "data.samples=null, with documents written by bigtrain tokenize"
-
-
-def test_a_stream_is_refused_at_several_sites() -> None:
     sites = {"count": 2, "inner_steps": 5, "server": "http://127.0.0.1:9", "token_file": "token"}
     data = {**SAMPLES, "samples": {"type": "tests.support.streams:Shuffled"}}
     with pytest.raises(ConfigError) as caught:
         resolved(data=data, sites=sites)
     assert "sites" in [problem.key for problem in caught.value.problems]
-    assert "can only continue at a state that it has returned" in str(caught.value)
 
 
-REFERENCES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({"dora": True}, {}, "adapters.dora = True: changes the model also with its adapters off"),
-    (
-        {"modules_to_save": ["lm_head"]},
-        {},
-        "adapters.modules_to_save = ['lm_head']: changes the model also with its adapters off",
-    ),
-    ({}, {"model_type": "mixtral", "num_local_experts": 4}, "would count in the load"),
-]
-"""Adapters, keys of the model, and why a reference cannot be computed with them."""
-
-
-@pytest.mark.parametrize(("adapters", "keys", "expected"), REFERENCES, ids=lambda _: "")
+@pytest.mark.parametrize(
+    ("adapters", "keys", "expected"),
+    [
+        ({"dora": True}, {}, "dora = True: changes the model also with its adapters off"),
+        ({"modules_to_save": ["lm_head"]}, {}, "['lm_head']: changes the model also with its ad"),
+        ({}, {"model_type": "mixtral", "num_local_experts": 4}, "would count in the load"),
+    ],
+    ids=["dora", "modules", "experts"],
+)
 @pytest.mark.parametrize("name", ["preference", "kto", "user_code:Own"])
 def test_a_reference_is_refused_by_the_fact_not_by_the_name(
     code: Path,
-    tmp_path: Path,
+    adapted: dict[str, Any],
     name: str,
     adapters: dict[str, Any],
     keys: dict[str, Any],
@@ -404,12 +345,9 @@ def test_a_reference_is_refused_by_the_fact_not_by_the_name(
     code.write_text(
         "class Own:\n    unit = 'pairs'\n    reference = True\n    def loss(self, batch): ...\n"
     )
-    config = {"model_type": "llama", "num_attention_heads": 2, "hidden_size": 8, **keys}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    sections = {"model": {"path": str(tmp_path)}, "adapters": {"type": "lora", **adapters}}
+    resolved(**adapted, objective={"type": name})
+    path = Path(adapted["model"]["path"]) / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **keys}))
     with pytest.raises(ConfigError) as caught:
-        resolved(**sections, objective={"type": name})
+        resolved(**{**adapted, "adapters": {"type": "lora", **adapters}}, objective={"type": name})
     assert expected in str(caught.value)
-    without = {"type": "lora"} if not keys else None
-    if without is not None:
-        resolved(**{**sections, "adapters": without}, objective={"type": name})

@@ -49,21 +49,15 @@ DROPPED = "each rank would skip different layers at random, and wait for the oth
         ),
         (OPT, {"layerdrop": 0.5}, f"model.overrides.layerdrop = 0.5: {DROPPED} -> 0.0"),
         ({"model_type": "bart", "decoder_layerdrop": 1.0}, {}, "model.config.decoder_layerdrop"),
-        ({"model_type": "xglm", "layerdrop": 0.01}, {}, "model.config.layerdrop = 0.01"),
+        ({**OPT, "layerdrop": 0.0}, {}, None),
+        ({**OPT, "layerdrop": 0.1}, {"layerdrop": 0.0}, None),
     ],
 )
 def test_layers_skipped_at_random_are_refused(
-    values: dict[str, Any], overrides: dict[str, Any], said: str
+    values: dict[str, Any], overrides: dict[str, Any], said: str | None
 ) -> None:
-    section = ModelSection(config=values, overrides=overrides)
-    (problem,) = inspect_configuration(section)[1]
-    assert str(problem).startswith(said)
-
-
-def test_a_layer_drop_of_zero_is_accepted() -> None:
-    assert inspect_configuration(ModelSection(config={**OPT, "layerdrop": 0.0}))[1] == []
-    switched_off = ModelSection(config={**OPT, "layerdrop": 0.1}, overrides={"layerdrop": 0.0})
-    assert inspect_configuration(switched_off)[1] == []
+    _, problems = inspect_configuration(ModelSection(config=values, overrides=overrides))
+    assert [str(problem).startswith(said or "") for problem in problems] == [True] * bool(said)
 
 
 def test_layer_drop_of_the_language_model_of_a_composite() -> None:
@@ -105,10 +99,7 @@ def test_what_transformers_writes_is_accepted(model_type: str) -> None:
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        (
-            {"hidden_sise": 64},
-            "hidden_sise = 64: model_type llama has no such key -> did you mean",
-        ),
+        ({"hidden_sise": 64}, "hidden_sise = 64: model_type llama has no such key -> did you mean"),
         ({"rms_norm_eps": float("nan")}, "model.config.rms_norm_eps = nan: must be a finite"),
         ({"hidden_size": [64]}, "model.config.hidden_size = [64]: must be of JSON type integer"),
         ({"num_attention_heads": True}, "= True: must be of JSON type integer"),
@@ -126,9 +117,17 @@ def test_both_refuse_what_a_configuration_cannot_hold(values: dict[str, Any], sa
             load_hf_config(ModelSection(config={"model_type": "llama", **values}))
 
 
-def test_not_finite_at_any_depth() -> None:
+def test_values_by_themselves() -> None:
     (text,) = problems_of(rope_parameters={"rope_type": "linear", "factor": float("inf")})
     assert text.startswith("model.config.rope_parameters.factor = inf: must be a finite number")
+    for key in ("num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size"):
+        expected = f"model.config.{key} = 0: must be at least 1 -> nearest: 1"
+        assert problems_of(**{key: 0}) == [expected]
+    # A dense layer's width has no meaning beside experts.
+    sparse = {"model_type": "qwen3_moe", "intermediate_size": 0, "num_experts": 4}
+    assert inspect_configuration(ModelSection(config=sparse))[1] == []
+    # Published checkpoints have keys that only the model reads.
+    assert problems_of(model_type="qwen3_moe", head_dim=64) == []
 
 
 @pytest.mark.parametrize(("heads", "nearest"), [(3, 2), (8, 4), (0, 1), (-2, 1)])
@@ -141,23 +140,6 @@ def test_key_heads_divide_the_query_heads(heads: int, nearest: int) -> None:
         assert problems_of(num_attention_heads=4, num_key_value_heads=right) == []
 
 
-def test_a_dense_layer_s_width_has_no_meaning_beside_experts() -> None:
-    sparse = {"model_type": "qwen3_moe", "intermediate_size": 0, "num_experts": 4}
-    assert inspect_configuration(ModelSection(config=sparse))[1] == []
-
-
-@pytest.mark.parametrize(
-    "key", ["num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size"]
-)
-def test_counts_are_positive(key: str) -> None:
-    assert problems_of(**{key: 0}) == [f"model.config.{key} = 0: must be at least 1 -> nearest: 1"]
-
-
-def test_keys_that_only_the_model_reads_are_known() -> None:
-    """As `load_hf_config` has it: published checkpoints have them."""
-    assert problems_of(model_type="qwen3_moe", head_dim=64) == []
-
-
 def test_local_configuration_is_read_with_overrides(tmp_path: Path) -> None:
     config = {"model_type": "gpt2", "n_layer": 3, "n_head": 4, "n_embd": 64}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -168,27 +150,24 @@ def test_local_configuration_is_read_with_overrides(tmp_path: Path) -> None:
     assert "model.overrides.n_position = 128: model_type gpt2 has no such key" in str(problem)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3_moe", "gpt_neox", "mixtral"])
-@pytest.mark.parametrize(("heads", "key_heads"), [(3, 3), (4, 2), (4, 4), (6, 3)])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "gpt_neox"])
+@pytest.mark.parametrize(("heads", "key_heads"), [(4, 2), (6, 3)])
 def test_check_knows_the_heads_that_the_run_divides(
     model_type: str, heads: int, key_heads: int
 ) -> None:
     figures = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": heads}
     config = {"model_type": model_type, "intermediate_size": 24, "vocab_size": 64, **figures}
-    if model_type != "gpt_neox":
-        config["num_key_value_heads"] = key_heads
-    if "moe" in model_type or model_type == "mixtral":
-        config |= {"moe_intermediate_size": 24} if "moe" in model_type else {}
+    config |= {} if model_type == "gpt_neox" else {"num_key_value_heads": key_heads}
+    config |= {"moe_intermediate_size": 24} if "moe" in model_type else {}
     section = ModelSection(config=config)
     dimensions, problems = inspect_configuration(section)
     assert problems == []
-    hf_config = load_hf_config(section)
     for size in (2, 3):
         facts = Facts(
             tensor_size=size, cut_heads=dimensions.cut_heads, cut_key_heads=dimensions.cut_key_heads
         )
         try:
-            expected = list(map(str, check_tensor_size(hf_config, size)))
+            expected = list(map(str, check_tensor_size(load_hf_config(section), size)))
         except ModelError:
             continue  # something else cannot be cut
         assert list(map(str, check_model(facts))) == expected
@@ -225,13 +204,9 @@ def test_a_path_that_is_not_there_is_refused(key: str, name: str) -> None:
         f"model.{key} = {name!r}: no such directory -> name a directory of a Hugging Face model, "
         "or a model of the hub"
     )
-    assert missing_model(ModelSection(path="owner/model")) == []
-    assert missing_model(ModelSection(path=str(ROOT))) == []
-
-
-def test_hub_names_are_left_to_the_run() -> None:
-    section = ModelSection(path="nobody/has-this-model")
-    assert inspect_configuration(section) == (ModelDimensions(), [])
+    hub = ModelSection(path="nobody/has-this-model")
+    assert missing_model(hub) == missing_model(ModelSection(path=str(ROOT))) == []
+    assert inspect_configuration(hub) == (ModelDimensions(), [])
 
 
 @pytest.mark.slow

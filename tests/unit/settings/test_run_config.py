@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +11,20 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bigtrain.errors import BigtrainError, ConfigError, Problem
+from bigtrain.errors import ConfigError
 from bigtrain.settings.batch_plan import plan_batch
 from bigtrain.settings.loading import find_config, load_run_config, parse_yaml, recipe_names
 from bigtrain.settings.lr_schedule import learning_rate_at
 from bigtrain.settings.run_config import BatchSection, ParallelSection, RunConfig, ScheduleSection
 from bigtrain.settings.sections.optimizer import OPTIMIZERS
 from bigtrain.settings.topology import derive_topology
+from tests.support.run_trees import run_tree
 
 NAMES = tuple(OPTIMIZERS)
 
 
 def make_tree() -> dict[str, Any]:
-    return {
-        "model": {"config": {"model_type": "llama"}},
-        "data": {"path": "shards"},
-        "batch": {"sequence_length": 8, "global_batch_size": 16, "micro_batch_size": 2},
-        "train": {"steps": 10},
-        "optimizer": {"lr": 0.001},
-        "output": {"directory": "run"},
-    }
+    return run_tree(batch={"global_batch_size": 16, "micro_batch_size": 2}, train={"steps": 10})
 
 
 def write(tmp_path: Path, tree: object) -> str:
@@ -61,42 +54,40 @@ def test_a_run_is_frozen() -> None:
         config.seed = 1  # type: ignore[misc]
 
 
-def test_unknown_recipe_suggests_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"did you mean quickstart\? recipes: .*quickstart"):
-        find_config("quikstart")
-
-
 def test_missing_file_and_unreadable_yaml(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="neither a file nor the name of a recipe"):
         load_run_config(str(tmp_path / "none.yaml"))
-    (text,) = problems_of(tmp_path, "model: [")
-    assert "line 1" in text
+    with pytest.raises(ConfigError, match=r"did you mean quickstart\? recipes: .*quickstart"):
+        find_config("quikstart")
     (text,) = problems_of(tmp_path, "- 1")
     assert "the file must hold sections" in text
 
 
-def test_a_key_given_twice_is_refused(tmp_path: Path) -> None:
-    (text,) = problems_of(tmp_path, "train: {steps: 1}\ntrain: {steps: 2}\n")
-    assert "key 'train' is given twice" in text
-    assert "line 2" in text
+@pytest.mark.parametrize(
+    ("text", "where", "line"),
+    [
+        ("model:\n  config: {a: 1\ndata: [\n", "line 3, column 5", "'data: ['"),
+        ('a: "x\nb: 2', "line 2, column 5", "'b: 2'"),
+        ("a: 1\na: 2\n", "line 2, column 1: key 'a' is given twice", "'a: 2'"),
+    ],
+)
+def test_a_fault_of_yaml_is_named_with_file_and_line(
+    text: str, where: str, line: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_run_config(write(tmp_path, text))
+    shown = str(caught.value)
+    assert f"YAML of {tmp_path / 'run.yaml'} {where}" in shown
+    assert line in shown
+    assert "unicode string" not in shown
+    assert "^" not in shown
 
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [
-        ("1e-4", 1e-4),
-        ("2.0e-3", 2e-3),
-        ("1E5", 1e5),
-        ("-.5", -0.5),
-        ("5.", 5.0),
-        ("7", 7),
-        ("off", "off"),
-        ("yes", "yes"),
-        ("true", True),
-        ("null", None),
-        ("[1e-1, 2]", [0.1, 2]),
-    ],
-)
+    [("1e-4", 1e-4), ("2.0e-3", 2e-3), ("1E5", 1e5), ("-.5", -0.5), ("5.", 5.0), ("7", 7),
+     ("off", "off"), ("yes", "yes"), ("true", True), ("null", None), ("[1e-1, 2]", [0.1, 2])],
+)  # fmt: skip
 def test_scalars_are_those_of_yaml_1_2(text: str, value: object) -> None:
     parsed = parse_yaml(text, "test")
     assert parsed == value
@@ -104,17 +95,9 @@ def test_scalars_are_those_of_yaml_1_2(text: str, value: object) -> None:
 
 
 def test_overrides_are_read_as_yaml_in_order(tmp_path: Path) -> None:
-    path = write(tmp_path, make_tree())
-    config = load_run_config(
-        path,
-        [
-            "optimizer.lr=1e-4",
-            "optimizer.lr=2e-4",
-            "model.overrides.num_hidden_layers=3",
-            "optimizer.betas=[0.8, 0.9]",
-            "checkpoint.every_steps=null",
-        ],
-    )
+    overrides = ["optimizer.lr=1e-4", "optimizer.lr=2e-4", "optimizer.betas=[0.8, 0.9]"]
+    overrides += ["model.overrides.num_hidden_layers=3", "checkpoint.every_steps=null"]
+    config = load_run_config(write(tmp_path, make_tree()), overrides)
     assert config.optimizer.lr == 2e-4
     assert config.model.overrides == {"num_hidden_layers": 3}
     assert config.optimizer.betas == (0.8, 0.9)
@@ -131,18 +114,15 @@ def test_what_is_no_override_is_refused(tmp_path: Path, override: str) -> None:
 
 
 def test_all_problems_of_a_file_are_reported_at_once(tmp_path: Path) -> None:
-    tree = make_tree()
-    tree["train"] = {"stps": 3}
+    tree = make_tree() | {"train": {"stps": 3}, "precision": {"dtype": "fp8"}, "checkpoints": {}}
     tree["optimizer"]["lr"] = -1.0
-    tree["precision"] = {"dtype": "fp8"}
     texts = problems_of(tmp_path, tree, "oops")
-    assert len(texts) == 5
+    assert len(texts) == 6
     joined = "\n".join(texts)
     assert "oops: is not an override" in joined
-    assert "train.steps: is required -> add train.steps to the file or as train.steps=VALUE" in (
-        joined
-    )
+    assert "train.steps: is required -> add train.steps to the file or as train.st" in joined
     assert "train.stps = 3: unknown key -> did you mean train.steps? known here: epochs" in joined
+    assert "checkpoints = {}: unknown key -> did you mean checkpoint? known here:" in joined
     assert "optimizer.lr = -1.0: input should be greater than 0" in joined
     assert "precision.dtype = 'fp8': input should be 'float32', 'bfloat16' or 'float16'" in joined
 
@@ -158,11 +138,6 @@ def test_a_value_under_another_name_is_meant(value: str, meant: str) -> None:
     assert "quickstart.yaml and the command line\n" in str(caught.value)
 
 
-def test_unknown_section_names_the_nearest(tmp_path: Path) -> None:
-    (text,) = problems_of(tmp_path, {**make_tree(), "checkpoints": {}})
-    assert text.startswith("checkpoints = {}: unknown key -> did you mean checkpoint? known here:")
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -170,28 +145,25 @@ def test_unknown_section_names_the_nearest(tmp_path: Path) -> None:
         (["model.config=null"], "exactly one of model.path (trained weights) and model.config"),
         (["model.config={hidden_size: 8}"], "model.config must name a model_type"),
         (["batch.global_tokens=128"], "exactly one of batch.global_batch_size and batch.global_t"),
+        (["batch.global_tokens=128"], "-> batch.global_batch_size=null, or batch.global_tokens="),
+        (["batch.global_batch_size=null"], "must be set -> batch.global_batch_size=SAMPLES"),
         (
             ["batch.global_batch_size=null", "batch.global_tokens=100"],
-            "batch.global_tokens = 100 is not a multiple of batch.sequence_length = 8; nearest: 96 "
-            "or 104",
+            "100 is not a multiple of batch.sequence_length = 8; nearest: 96 or 104",
         ),
         (
             ["batch.global_batch_size=null", "batch.global_tokens=5"],
             "batch.sequence_length = 8; nearest: 8",
         ),
-        (
-            ["schedule.warmup_steps=11"],
-            "schedule.warmup_steps = 11 is more than train.steps = 10 -> schedule.warmup_steps=10 "
-            "or less",
-        ),
+        (["schedule.warmup_steps=11"], "is more than train.steps = 10 -> schedule.warmup_steps=10"),
         (["optimizer.lr=.nan"], "optimizer.lr = nan: input should be a finite number"),
         (["model.gradient_checkpointing=some"], "model.gradient_checkpointing = 'some'"),
         (
             ["optimizer.type=moun"],
-            "optimizer.type = 'moun': input should be "
             f"{', '.join(map(repr, NAMES[:-1]))} or {NAMES[-1]!r} -> did you mean muon?",
         ),
         (["optimizer.betas=[0.9, 1.0]"], "optimizer.betas.1 = 1.0: input should be less than 1"),
+        (["optimizer.betas=[0.9, 1.0]"], "less than 1 -> write a number less than 1"),
         (
             ["optimizer.type=adafactor", "optimizer.state_dtype=bfloat16"],
             "optimizer.state_dtype = bfloat16: optimizer.type = adafactor does not read it: "
@@ -202,17 +174,18 @@ def test_unknown_section_names_the_nearest(tmp_path: Path) -> None:
             "optimizer.betas = [0.8, 0.9]: optimizer.type = adafactor does not read it: ",
         ),
         (
-            ["optimizer.type=adafactor", "optimizer.eps=1e-6"],
-            "optimizer.eps = 1e-06: optimizer.type = adafactor does not read it: ",
-        ),
-        (
             ["optimizer.type=lion", "optimizer.eps=1e-6"],
             "optimizer.eps = 1e-06: optimizer.type = lion does not read it: ",
         ),
-        (
-            ["data.chunk_length=100"],
-            "data.chunk_length = 100 is not a multiple of batch.sequence_length = ",
-        ),
+        (["data.chunk_length=100"], "= 100 is not a multiple of batch.sequence_length = "),
+        (["checkpoint.allow_changes=[optimizer.lrr]"], "-> did you mean optimizer.lr?"),
+        (["checkpoint.allow_changes=[optimiser]"], "-> did you mean optimizer?"),
+        (["adapters={r: 8}", "model={path: a}"], "-> did you mean adapters.rank?"),
+        (["data={sources: [{path: a}]}"], "-> write weight: 1 (or epochs: 1) in each"),
+        (["optimizer=1e-3"], "-> write its settings: optimizer.lr=VALUE"),
+        (["optimizer.betas=0.9"], "-> write a list: optimizer.betas=[a, b]"),
+        (["batch.micro_batch_size=0"], "-> nearest: 1"),
+        (["model={path: hf}", "checkpoint.initialize_from=old"], "from = 'old' and model.path = "),
     ],
 )
 def test_values_that_do_not_fit(tmp_path: Path, overrides: list[str], message: str) -> None:
@@ -255,11 +228,6 @@ def test_an_optimizers_configuration_is_read_again(tmp_path: Path, kind: str) ->
             "data: data.sources: every source must have a weight, or every one epochs, and none",
         ),
         (
-            {"sources": [{"path": "a", "weight": 1}, {"path": "a", "weight": 1}]},
-            "data: data.sources: a is listed twice; give it one weight, the sum of those of "
-            "data.sources.0 and data.sources.1",
-        ),
-        (
             {"sources": [{"path": path, "weight": 1} for path in ("b", "a", "./a/")]},
             "data: data.sources: a is listed twice; give it one weight, the sum of those of "
             "data.sources.1 and data.sources.2",
@@ -267,8 +235,7 @@ def test_an_optimizers_configuration_is_read_again(tmp_path: Path, kind: str) ->
         ({"sources": [{"path": "a", "weight": 0}]}, "data.sources.0.weight = 0: input should be"),
         (
             {"sources": [{"path": "a", "weight": 1, "epoch": 1}]},
-            "data.sources.0.epoch = 1: unknown key -> did you mean data.sources.0.epochs? known "
-            "here: epochs, name, path, weight",
+            "data.sources.0.epoch = 1: unknown key -> did you mean data.sources.0.epochs? known",
         ),
     ],
 )
@@ -277,55 +244,7 @@ def test_mixtures_that_are_refused(tmp_path: Path, data: object, message: str) -
     assert any(problem.startswith(message) for problem in problems), problems
 
 
-@pytest.mark.parametrize(
-    ("overrides", "remedy"),
-    [
-        (["batch.global_tokens=128"], "-> batch.global_batch_size=null, or batch.global_tokens="),
-        (["batch.global_batch_size=null"], "must be set -> batch.global_batch_size=SAMPLES"),
-        (["checkpoint.allow_changes=[optimizer.lrr]"], "-> did you mean optimizer.lr?"),
-        (["checkpoint.allow_changes=[optimiser]"], "-> did you mean optimizer?"),
-        (["adapters={r: 8}", "model={path: a}"], "-> did you mean adapters.rank?"),
-        (["data={sources: [{path: a}]}"], "-> write weight: 1 (or epochs: 1) in each"),
-    ],
-)
-def test_what_contradicts_itself_is_told_what_to_write(
-    tmp_path: Path, overrides: list[str], remedy: str
-) -> None:
-    [text] = problems_of(tmp_path, make_tree(), *overrides)
-    assert remedy in text
-
-
-@pytest.mark.parametrize(
-    ("override", "remedy"),
-    [
-        ("optimizer=1e-3", "-> write its settings: optimizer.lr=VALUE"),
-        ("optimizer.betas=0.9", "-> write a list: optimizer.betas=[a, b]"),
-        ("optimizer.betas=[0.9, 1.0]", "less than 1 -> write a number less than 1"),
-        ("batch.micro_batch_size=0", "-> nearest: 1"),
-    ],
-)
-def test_a_value_of_another_kind_is_told_what_to_write(
-    tmp_path: Path, override: str, remedy: str
-) -> None:
-    [text] = problems_of(tmp_path, make_tree(), override)
-    assert remedy in text
-
-
-def test_errors_carry_problems_source_and_exit_code() -> None:
-    error = ConfigError([Problem("a", 1, "is odd", "take 2"), Problem("b", None, "is absent")], "f")
-    assert isinstance(error, BigtrainError)
-    assert error.exit_code == 2
-    assert str(error) == "2 problems in f\n  a = 1: is odd -> take 2\n  b: is absent"
-
-
 # --- topology and batch ------------------------------------------------------------------------
-
-
-def test_the_world_is_divided_by_the_degrees() -> None:
-    topology, problems = derive_topology(ParallelSection(tensor=2, pipeline=2), 8)
-    assert problems == []
-    assert topology is not None
-    assert (topology.data_size, topology.tensor_size, topology.pipeline_size) == (2, 2, 2)
 
 
 @pytest.mark.parametrize("sequence", [1, 4, {"ring": 2}, {"ulysses": 2, "ring": 2}])
@@ -336,7 +255,11 @@ def test_degrees_are_written_as_a_section(sequence: Any) -> None:
     assert ParallelSection.model_validate(tree).degrees == section.degrees
 
 
-def test_a_world_that_does_not_divide_names_the_nearest() -> None:
+def test_a_world_is_divided_by_the_degrees_or_told_the_nearest_that_is() -> None:
+    topology, problems = derive_topology(ParallelSection(tensor=2, pipeline=2), 8)
+    assert problems == []
+    assert topology is not None
+    assert (topology.data_size, topology.tensor_size, topology.pipeline_size) == (2, 2, 2)
     topology, (problem,) = derive_topology(ParallelSection(tensor=4), 6)
     assert topology is None
     assert str(problem) == (
@@ -378,7 +301,11 @@ def test_a_plan_gives_every_sample_once(samples: int, micro: int, data: int, len
     plan, problems = plan_batch(batch, data)
     if samples % (micro * data):
         assert plan is None
-        assert len(problems) == 1
+        (problem,) = problems
+        nearest = problem.remedy.removeprefix("nearest: ")
+        sizes, _, smaller = nearest.partition(", or batch.micro_batch_size: ")
+        assert all(int(size) % (micro * data) == 0 for size in sizes.split(" or "))
+        assert not smaller or samples % (int(smaller) * data) == 0
         return
     assert plan is not None
     given_out = [
@@ -390,19 +317,6 @@ def test_a_plan_gives_every_sample_once(samples: int, micro: int, data: int, len
     assert sorted(given_out) == list(range(samples))
 
 
-@given(st.integers(1, 200), st.integers(1, 9), st.integers(1, 9))
-def test_the_remedies_of_a_batch_do_divide(samples: int, micro: int, data: int) -> None:
-    batch = BatchSection(sequence_length=1, global_batch_size=samples, micro_batch_size=micro)
-    _, problems = plan_batch(batch, data)
-    for problem in problems:
-        nearest = problem.remedy.removeprefix("nearest: ")
-        sizes, _, smaller = nearest.partition(", or batch.micro_batch_size: ")
-        for size in sizes.split(" or "):
-            assert int(size) % (micro * data) == 0
-        if smaller:
-            assert samples % (int(smaller) * data) == 0
-
-
 # --- schedule ----------------------------------------------------------------------------------
 
 
@@ -411,37 +325,29 @@ def rates(total: int, peak: float = 1.0, **settings: Any) -> list[float]:
     return [learning_rate_at(step, peak, schedule, total) for step in range(total)]
 
 
-def test_warmup_is_linear_and_ends_at_the_peak() -> None:
-    assert rates(6, type="constant", warmup_steps=4) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-
-
-def test_linear_reaches_the_floor_at_the_last_step() -> None:
-    values = rates(5, type="linear", min_lr_ratio=0.5, warmup_steps=1)
-    assert values == pytest.approx([1.0, 0.875, 0.75, 0.625, 0.5])
-
-
-def test_cosine_is_half_way_in_the_middle() -> None:
-    values = rates(4, type="cosine", min_lr_ratio=0.0)
-    assert values[1] == pytest.approx(0.5)
-    assert values[-1] == pytest.approx(0.0)
-    assert values[0] == pytest.approx((1 + math.cos(math.pi / 4)) / 2)
-
-
-def test_wsd_decays_only_at_the_end() -> None:
-    values = rates(10, type="wsd", decay_steps=2, min_lr_ratio=0.0, warmup_steps=2)
-    assert values == pytest.approx([0.5, 1.0, 1, 1, 1, 1, 1, 1, 0.5, 0.0])
-
-
-def test_the_floor_holds_after_the_decay() -> None:
-    values = rates(8, type="linear", decay_steps=4, min_lr_ratio=0.1)
-    assert values[3:] == pytest.approx([0.1] * 5)
-
-
-@given(
-    st.sampled_from(["cosine", "linear", "constant", "wsd"]),
-    st.integers(1, 60),
-    st.data(),
+@pytest.mark.parametrize(
+    ("kind", "total", "settings", "expected"),
+    [
+        ("constant", 6, {"warmup_steps": 4}, [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]),
+        # The floor is reached at the last step, and held after the decay.
+        ("linear", 5, {"min_lr_ratio": 0.5, "warmup_steps": 1}, [1.0, 0.875, 0.75, 0.625, 0.5]),
+        ("linear", 8, {"min_lr_ratio": 0.1, "decay_steps": 4}, [0.775, 0.55, 0.325, *[0.1] * 5]),
+        ("cosine", 4, {"min_lr_ratio": 0.0}, [(1 + 0.5**0.5) / 2, 0.5, (1 - 0.5**0.5) / 2, 0.0]),
+        (
+            "wsd",
+            10,
+            {"decay_steps": 2, "min_lr_ratio": 0.0, "warmup_steps": 2},
+            [0.5, 1.0, 1, 1, 1, 1, 1, 1, 0.5, 0.0],
+        ),
+    ],
 )
+def test_rates_by_hand(
+    kind: str, total: int, settings: dict[str, Any], expected: list[float]
+) -> None:
+    assert rates(total, type=kind, **settings) == pytest.approx(expected, abs=1e-12)
+
+
+@given(st.sampled_from(["cosine", "linear", "constant", "wsd"]), st.integers(1, 60), st.data())
 def test_rates_stay_between_zero_and_the_peak(kind: str, total: int, data: st.DataObject) -> None:
     warmup = data.draw(st.integers(0, total))
     decay = data.draw(st.one_of(st.none(), st.integers(1, 80)))
@@ -450,19 +356,10 @@ def test_rates_stay_between_zero_and_the_peak(kind: str, total: int, data: st.Da
         total, type=kind, warmup_steps=warmup, decay_steps=decay, min_lr_ratio=floor, peak=2.0
     )
     assert all(0 <= value <= 2.0 + 1e-12 for value in values)
-    after = values[warmup:]
-    assert all(b <= a + 1e-12 for a, b in itertools.pairwise(after))
+    assert all(b <= a + 1e-12 for a, b in itertools.pairwise(values[warmup:]))
 
 
 # --- checkpoints -------------------------------------------------------------------------------
-
-
-def test_weights_have_one_source(tmp_path: Path) -> None:
-    tree = make_tree()
-    tree["model"] = {"path": "hf"}
-    problems = problems_of(tmp_path, tree, "checkpoint.initialize_from=old")
-    assert len(problems) == 1
-    assert "checkpoint.initialize_from = 'old' and model.path = 'hf' both name" in problems[0]
 
 
 @pytest.mark.parametrize(
@@ -488,18 +385,13 @@ def test_a_checkpoint_from_before_the_last_comparison_is_kept(
     assert remedy in problem
 
 
-@pytest.mark.parametrize(("evaluated", "fits"), [("3", False), ("null", False), ("2", True)])
-def test_the_best_checkpoints_have_a_held_out_loss(
-    tmp_path: Path, evaluated: str, fits: bool
-) -> None:
+@pytest.mark.parametrize("evaluated", [3, None])
+def test_the_best_checkpoints_have_a_held_out_loss(tmp_path: Path, evaluated: int | None) -> None:
     overrides = ["checkpoint.every_steps=4", "checkpoint.keep_best=1"]
-    overrides.append(f"evaluation.every_steps={evaluated}")
-    if fits:
-        load_run_config(write(tmp_path, make_tree()), overrides)
-        return
+    load_run_config(write(tmp_path, make_tree()), [*overrides, "evaluation.every_steps=2"])
+    overrides.append(f"evaluation.every_steps={'null' if evaluated is None else evaluated}")
     (problem,) = problems_of(tmp_path, make_tree(), *overrides)
-    shown = "None" if evaluated == "null" else evaluated
-    assert f"evaluation.every_steps = {shown} must divide checkpoint.every_steps = 4" in problem
+    assert f"evaluation.every_steps = {evaluated} must divide checkpoint.every_steps = 4" in problem
 
 
 # --- evaluation --------------------------------------------------------------------------------
@@ -513,10 +405,7 @@ def test_the_best_checkpoints_have_a_held_out_loss(
         (["evaluation.best.metric=tasks/arc_easy/acc"], "evaluation.tasks names no task"),
         (["evaluation.tasks_limit=5"], "tasks_limit has no meaning without evaluation.tasks"),
         (["evaluation.tasks=[a,a]"], "a task is listed twice"),
-        (
-            ["evaluation.early_stopping={patience: 2}"],
-            "measured only at the end -> set evaluation.",
-        ),
+        (["evaluation.early_stopping={patience: 2}"], "measured only at the end -> set evaluation"),
         (
             ["evaluation.held_out=[{name: x, path: a}, {name: x, path: b}]"],
             "evaluation.held_out: two sets have the same name",
@@ -524,8 +413,7 @@ def test_the_best_checkpoints_have_a_held_out_loss(
         (["evaluation.best.metric=held_out_loss/law"], "unknown held-out set 'law' -> one of "),
         (
             [
-                "evaluation.tasks=[a]",
-                "evaluation.best={metric: tasks/a/acc, mode: max}",
+                "evaluation={tasks: [a], best: {metric: tasks/a/acc, mode: max}}",
                 "checkpoint={every_steps: 4, keep_best: 1}",
             ],
             "needs a tasks/a/acc at every checkpoint: evaluation.tasks_every_steps = None must",
@@ -545,25 +433,3 @@ def test_a_metric_of_one_set(tmp_path: Path) -> None:
     assert best.set_name == "law"
     assert best.is_better(1.0, 1.2, margin=0.1)
     assert not best.is_better(1.0, 1.05, margin=0.1)
-
-
-@pytest.mark.parametrize(
-    ("text", "where", "line"),
-    [
-        ("model:\n  config: {a: 1\ndata: [\n", "line 3, column 5", "'data: ['"),
-        ('a: "x\nb: 2', "line 2, column 5", "'b: 2'"),
-        ("a: 1\na: 2\n", "line 2, column 1", "'a: 2'"),
-    ],
-)
-def test_a_fault_of_yaml_is_named_with_file_and_line(
-    text: str, where: str, line: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text(text)
-    with pytest.raises(ConfigError) as caught:
-        load_run_config(str(path))
-    shown = str(caught.value)
-    assert f"YAML of {path} {where}: " in shown
-    assert line in shown
-    assert "unicode string" not in shown
-    assert "^" not in shown

@@ -25,20 +25,16 @@ def test_tensor_is_innermost_and_data_outermost() -> None:
 
 
 @pytest.mark.parametrize("topology", SHAPES)
-def test_every_place_is_taken_once(topology: Topology) -> None:
+def test_every_place_is_taken_once_and_groups_cover_the_world(topology: Topology) -> None:
     places = [topology.coordinates(rank) for rank in range(topology.world_size)]
     assert len(set(places)) == topology.world_size
     assert {tuple(getattr(place, f"{axis}_rank") for axis in AXES) for place in places} == set(
         product(*(range(topology.size(axis)) for axis in AXES))
     )
-
-
-@pytest.mark.parametrize("topology", SHAPES)
-@pytest.mark.parametrize("axis", AXES)
-def test_groups_cover_the_world_once(topology: Topology, axis: str) -> None:
-    groups = topology.groups(axis)  # type: ignore[arg-type]
-    assert sorted(rank for group in groups for rank in group) == list(range(topology.world_size))
-    assert {len(group) for group in groups} == {topology.size(axis)}  # type: ignore[arg-type]
+    for axis in AXES:
+        groups = topology.groups(axis)
+        assert sorted(rank for group in groups for rank in group) == [*range(topology.world_size)]
+        assert {len(group) for group in groups} == {topology.size(axis)}
 
 
 def test_one_of_the_ranks_with_the_same_samples_counts() -> None:

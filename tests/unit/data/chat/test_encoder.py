@@ -85,7 +85,7 @@ CONVERSATIONS = {
 }
 
 
-@pytest.mark.parametrize("normalizer", [None, "NFC", "Lowercase"])
+@pytest.mark.parametrize("normalizer", [None, "Lowercase"])
 @pytest.mark.parametrize("template", sorted(TEMPLATES))
 @pytest.mark.parametrize("name", sorted(CONVERSATIONS))
 def test_tokens_and_mask_are_transformers(template: str, name: str, normalizer: str | None) -> None:
@@ -165,10 +165,6 @@ CALLS = [
 ]
 
 
-def test_tools_and_calls() -> None:
-    assert encode(encoder_of(QWEN3), CALLS, TOOLS) == expected(tokenizer_of(QWEN3), CALLS, TOOLS)
-
-
 # Without marks: the same spans must be found.
 
 
@@ -209,26 +205,21 @@ LATE_SYSTEM = (
 
 
 def test_unmarked_and_unsound_is_refused() -> None:
-    """Mistral's way: the system prompt before the last question, so prompts are no prefixes."""
-    encode(encoder_of(LATE_SYSTEM), turns("a", "b"))
-    with pytest.raises(
-        ConversationError, match=r"message 2 does not follow its prompt.*-> use one wi"
+    """Mistral's way, the system prompt before the last question, so prompts are no prefixes; and an
+    end of the conversation."""
+    for template, words in (
+        (LATE_SYSTEM, r"message 2 does not follow its prompt.*-> use one wi"),
+        (ENDING, "message 2 is rendered differently in a longer conv"),
     ):
-        encode(encoder_of(LATE_SYSTEM), turns("a", "b", "c", "d"))
+        encode(encoder_of(template), turns("a", "b"))
+        with pytest.raises(ConversationError, match=words):
+            encode(encoder_of(template), turns("a", "b", "c", "d"))
 
 
 ENDING = (
     "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% else %}{{ 'END' }}{% endif %}"
 )
-
-
-def test_unmarked_end_of_conversation_is_refused() -> None:
-    encode(encoder_of(ENDING), turns("a", "b"))
-    with pytest.raises(
-        ConversationError, match="message 2 is rendered differently in a longer conv"
-    ):
-        encode(encoder_of(ENDING), turns("a", "b", "c", "d"))
 
 
 # Control tokens in content.
@@ -335,14 +326,11 @@ def test_what_cannot_be_told_apart_is_refused() -> None:
         ([], None, "not a list of messages but an empty list"),
         (None, None, "not a list of messages but NoneType"),
         (["hello"], None, "message 1 is not an object but str"),
-        (
-            [{"from": "human", "value": "a"}],
-            None,
-            "message 1 has no role .* keys here: from, value",
-        ),
+        ([{"from": "human", "value": "a"}], None, "message 1 has no role .* keys here: from, val"),
         ([{"role": 1}], None, "message 1 has no role that is text"),
         (turns("a", "b"), 7, "its tools are not a list of objects"),
         (turns("\ud800", "b"), None, "it cannot be written as JSON"),
+        ([{**turns("a")[0], "weight": 1}], None, "message 1 has weight 1 and role user: only"),
     ],
 )
 def test_what_is_no_conversation(messages: Any, tools: Any, what: str) -> None:
@@ -401,10 +389,8 @@ def test_tokenizers_without_bytes_take_the_slow_way() -> None:
         "{% generation %}{{ m.content }} {% endgeneration %}{% else %}{{ m.content }}{% endif %}"
         "{% endfor %}"
     )
-    described = describe("test", tokenizer)
-    reference = described.encoder(True, ends=False)
-    encoder = ChatEncoder(reference, reference, described.chat_template(), False)
-    assert token_bytes(orjson.loads(reference.tokenizer_json)) is None
+    encoder = encoder_for(tokenizer)
+    assert token_bytes(orjson.loads(encoder.reference.tokenizer_json)) is None
     messages = turns("a", "b b x", "a", "b")
     tokens, mask = encode(encoder, messages)
     assert tokens == tokenizer.apply_chat_template(messages)["input_ids"]
@@ -495,9 +481,7 @@ def test_templates_that_write_the_date(caplog: pytest.LogCaptureFixture) -> None
 
 def test_one_template_for_tools_and_one_for_none() -> None:
     tokenizer = chat_tokenizer({"default": CHATML, "tool_use": QWEN3})
-    described = describe("test", tokenizer)
-    reference = described.encoder(True, ends=False)
-    encoder = ChatEncoder(reference, reference, described.chat_template(), False)
+    encoder = encoder_for(tokenizer)
     messages = turns("a", "b")
     assert encode(encoder, messages) == expected(tokenizer, messages)
     assert encode(encoder, CALLS, TOOLS) == expected(tokenizer, CALLS, TOOLS)
@@ -513,7 +497,7 @@ def weighted(messages: list[dict[str, Any]], *weights: int | float | None) -> li
     return [{**m, "weight": next(left)} if m["role"] == "assistant" else m for m in messages]
 
 
-@pytest.mark.parametrize("template", [CHATML, unmarked(CHATML), LLAMA3, unmarked(LLAMA3)])
+@pytest.mark.parametrize("template", [CHATML, unmarked(LLAMA3)])
 @pytest.mark.parametrize("weights", [(0, 1), (1, 0), (0.0, None)])
 def test_messages_of_weight_0_are_not_learned(template: str, weights: tuple[float, float]) -> None:
     messages = turns("a", "b", "c", "d")
@@ -525,11 +509,8 @@ def test_messages_of_weight_0_are_not_learned(template: str, weights: tuple[floa
     for (begin, end), weight in zip(edges, weights, strict=True):
         wanted[begin:end] = weight in (1, None)
     assert mask == wanted.tolist()
-
-
-def test_a_conversation_of_weight_0_has_nothing_to_learn() -> None:
     with pytest.raises(ConversationError, match="no assistant tokens to train on"):
-        encode(encoder_of(CHATML), weighted(turns("a", "b"), 0))
+        encode(encoder_of(template), weighted(turns("a", "b"), 0))
 
 
 ONE_BLOCK = (
@@ -544,8 +525,8 @@ def test_blocks_that_are_no_message_s_are_refused() -> None:
         encode(encoder_of(ONE_BLOCK), weighted(turns("a", "b", "c", "d"), 0, 1))
 
 
-@pytest.mark.parametrize("name", ["code", "white space", "unicode", "many turns"])
-@pytest.mark.parametrize("template", [CHATML, unmarked(CHATML), LLAMA3, unmarked(LLAMA3), QWEN3])
+@pytest.mark.parametrize("name", ["white space", "many turns"])
+@pytest.mark.parametrize("template", [CHATML, unmarked(LLAMA3), QWEN3])
 @pytest.mark.parametrize("trusted", [False, True])
 def test_learned_tokens_have_the_weight_of_their_message(
     template: str, name: str, trusted: bool
@@ -570,20 +551,14 @@ def test_learned_tokens_have_the_weight_of_their_message(
     assert chats.weights.tolist() == wanted.tolist()
 
 
-def test_a_fraction_next_to_a_message_of_weight_0() -> None:
-    messages = weighted(turns("a", "b", "c", "d"), 0, 0.5)
-    chats = encoder_of(CHATML).encode([conversation_bytes(messages)])
-    assert chats.weights is not None
-    assert set(chats.weights[chats.mask].tolist()) == {0.5}
-    [first] = np.flatnonzero(np.diff([0, *chats.mask.astype(int)]) == 1)
-    assert first > len(chats.tokens) / 2
-
-
-def test_the_last_message_keeps_its_weight() -> None:
-    messages = weighted(turns("a", "b", "c", "d"), 0.25, 0.5)
-    chats = encoder_of(CHATML).encode([conversation_bytes(messages, last_only=True)])
-    assert chats.weights is not None
-    assert set(chats.weights[chats.mask].tolist()) == {0.5}
+def test_a_fraction_next_to_another_message() -> None:
+    for first, last_only in ((0, False), (0.25, True)):
+        messages = weighted(turns("a", "b", "c", "d"), first, 0.5)
+        chats = encoder_of(CHATML).encode([conversation_bytes(messages, last_only=last_only)])
+        assert chats.weights is not None
+        assert set(chats.weights[chats.mask].tolist()) == {0.5}
+        [begin] = np.flatnonzero(np.diff([0, *chats.mask.astype(int)]) == 1)
+        assert begin > len(chats.tokens) / 2
 
 
 def test_blocks_of_messages_with_different_weights_must_be_theirs() -> None:
@@ -600,12 +575,3 @@ def test_other_weights_are_refused(weight: Any) -> None:
     words = r"message 2 has weight .* -> (a finite number, 0 or more|0, or at least 1\.18e-38)"
     with pytest.raises(ConversationError, match=words):
         conversation_bytes([messages[0], {**messages[1], "weight": weight}])
-
-
-def test_weight_of_others_than_the_assistant() -> None:
-    user, answer = turns("a", "b")
-    conversation_bytes([{**user, "weight": 0}, answer])
-    with pytest.raises(ConversationError, match="message 1 has weight 1 and role user: only"):
-        conversation_bytes([{**user, "weight": 1}, answer])
-    with pytest.raises(ConversationError, match=r"message 1 has weight 0.5 and role user: only"):
-        conversation_bytes([{**user, "weight": 0.5}, answer])

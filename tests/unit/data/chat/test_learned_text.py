@@ -17,7 +17,7 @@ import trl
 
 from bigtrain.data.chat.encoder import EncodedChats
 from bigtrain.data.documents.conversations import conversation_bytes
-from tests.support.chats import CHATML, unmarked
+from tests.support.chats import CHATML, turns, unmarked
 from tests.support.tiers import examples
 from tests.unit.data.chat.test_lost_parts import TEMPLATES, encoder_of, tokenizer_of
 
@@ -145,12 +145,7 @@ def test_learned_text_is_that_of_the_learned_messages(name: str) -> None:
     assert any(accepted) or name.startswith(IMAGES) or name == "gptoss"
 
 
-TWO = [
-    {"role": "user", "content": "hi"},
-    {"role": "assistant", "content": "hello"},
-    {"role": "user", "content": "bye"},
-    {"role": "assistant", "content": "see you"},
-]
+TWO = turns("hi", "hello", "bye", "see you")
 
 
 def learned(source: str, messages: list[dict[str, Any]], **how: Any) -> str:

@@ -20,8 +20,7 @@ from tokenizers import AddedToken
 from bigtrain.data.chat.encoder import ChatEncoder, ChatRules, EncodedChats
 from bigtrain.data.documents.conversations import conversation_bytes
 from bigtrain.data.tokenizers.tokenizer import Tokenizer, describe
-from bigtrain.data.tokenizers.training import train_tokenizer
-from tests.support.chats import CHATML, TEXT, unmarked
+from tests.support.chats import CHATML, trained_tokenizer, unmarked
 
 TEMPLATES = Path(__file__).parents[3] / "data" / "chat_templates"
 NAMES = sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
@@ -45,9 +44,17 @@ TOOLS = [
 ]
 
 
-def call(arguments: dict[str, Any], number: int = 1) -> dict[str, Any]:
-    function = {"name": "qfetch", "arguments": json.dumps(arguments)}
-    return {"id": f"call_abc{number}", "type": "function", "function": function}
+def calling(content: str, *arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return an answer with calls of these arguments."""
+    calls = [
+        {
+            "id": f"call_abc{number}",
+            "type": "function",
+            "function": {"name": "qfetch", "arguments": json.dumps(given)},
+        }
+        for number, given in enumerate(arguments, 1)
+    ]
+    return said("assistant", content, tool_calls=calls)
 
 
 def said(role: str, content: Any, **more: Any) -> dict[str, Any]:
@@ -63,10 +70,7 @@ ASKED, ANSWERED = said("user", "wum?"), said("assistant", "wim")
 CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], Any]] = {
     "turns": ([ASKED, ANSWERED, *TWO], None),
     "system": ([said("system", "Bleed kindly."), ASKED, ANSWERED], None),
-    "system in the middle": (
-        [ASKED, ANSWERED, said("system", "Drool."), *TWO],
-        None,
-    ),
+    "system in the middle": ([ASKED, ANSWERED, said("system", "Drool."), *TWO], None),
     "parts": (
         [
             said("user", [{"type": "text", "text": "wum "}, {"type": "text", "text": "wom?"}]),
@@ -76,69 +80,47 @@ CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], Any]] = {
     ),
     "tools": ([ASKED, ANSWERED], TOOLS),
     "a call": (
-        [
-            said("user", "wum?"),
-            said("assistant", "", tool_calls=[call({"qtown": "Vzix", "qdays": 317})]),
-            result("wret"),
-            said("assistant", "wim"),
-        ],
+        [ASKED, calling("", {"qtown": "Vzix", "qdays": 317}), result("wret"), ANSWERED],
         TOOLS,
     ),
     "two calls and content": (
         [
-            said("user", "wum?"),
-            said(
-                "assistant",
-                "wlook",
-                tool_calls=[call({"qtown": "Vzix"}), call({"qtown": "Vzox"}, 2)],
-            ),
-            result("wret"),
-            result("wrot", 2),
-            said("assistant", "wim"),
+            ASKED,
+            calling("wlook", {"qtown": "Vzix"}, {"qtown": "Vzox"}),
+            *(result("wret"), result("wrot", 2), ANSWERED),
         ],
         TOOLS,
     ),
-    "reasoning": (
-        [said("user", "wum?"), said("assistant", "wim", reasoning_content="Whemm.")],
-        None,
-    ),
+    "reasoning": ([ASKED, said("assistant", "wim", reasoning_content="Whemm.")], None),
     "reasoning of two turns": (
         [
-            said("user", "wum?"),
-            said("assistant", "wim", reasoning_content="Whemm."),
-            said("user", "wem?"),
-            said("assistant", "wam", reasoning_content="Whomm."),
+            *(ASKED, said("assistant", "wim", reasoning_content="Whemm.")),
+            *(TWO[0], said("assistant", "wam", reasoning_content="Whomm.")),
         ],
         None,
     ),
     "thoughts in content": (
         [
-            said("user", "wum?"),
-            said("assistant", "<think>\nWhemm.\n</think>\n\nwim"),
-            said("user", "wem?"),
-            said("assistant", "<think>Whomm.</think>wam"),
+            *(ASKED, said("assistant", "<think>\nWhemm.\n</think>\n\nwim")),
+            *(TWO[0], said("assistant", "<think>Whomm.</think>wam")),
         ],
         None,
     ),
     "escapes": (
         [
             said("user", 'wum "quo\\ted"\n\twöm?'),
-            said("assistant", "", tool_calls=[call({"qtown": 'Vzüx"\n'})]),
-            result('{"qsky": "wret"}'),
-            said("assistant", "wïm"),
+            calling("", {"qtown": 'Vzüx"\n'}),
+            *(result('{"qsky": "wret"}'), said("assistant", "wïm")),
         ],
         TOOLS,
     ),
 }
 
 
-OPEN, CLOSE = "<think>", "</think>"
-
-
 @cache
 def tokenizer_of(source: str) -> Tokenizer:
     """A tokenizer with the control tokens that a template writes."""
-    wrapped: Any = train_tokenizer([TEXT], 400).huggingface
+    wrapped: Any = trained_tokenizer()
     names = sorted(
         set(
             re.findall(
@@ -152,19 +134,10 @@ def tokenizer_of(source: str) -> Tokenizer:
         AddedToken(name, special=True, normalized=False) for name in [*names, "<bos>", "<eos>"]
     ]
     wrapped.add_tokens(special)
-    thoughts = [
-        AddedToken(name, special=False, normalized=False) for name in ("<think>", "</think>")
-    ]
-    wrapped.add_tokens(thoughts)
-    ends = (
-        "<|return|>",
-        "<|im_end|>",
-        "<|eot_id|>",
-        "<end_of_turn>",
-        "<\uff5cend▁of▁sentence\uff5c>",
-        "<|end|>",
-    )
-    ends = (*ends, "<|END_OF_TURN_TOKEN|>")
+    thoughts = ("<think>", "</think>")
+    wrapped.add_tokens([AddedToken(name, special=False, normalized=False) for name in thoughts])
+    ends: tuple[str, ...] = ("<|return|>", "<|im_end|>", "<|eot_id|>", "<end_of_turn>")
+    ends = (*ends, "<\uff5cend▁of▁sentence\uff5c>", "<|end|>", "<|END_OF_TURN_TOKEN|>")
     wrapped.eos_token = next((name for name in ends if name in names), "<|endoftext|>")
     if "{{ eos_token }}" in source:
         wrapped.eos_token = "<eos>"
@@ -261,19 +234,6 @@ def ends_of_answers_are_learned(
             behind.append(run.pop())
         assert ends & {*behind}
         assert not ends & {*run}
-
-
-@pytest.mark.parametrize("name", ["glm4moe", "qwen3", "llama3"])
-def test_tokens_are_those_of_the_template(name: str) -> None:
-    """But for the end that GLM's does not write behind the last answer."""
-    source = (TEMPLATES / f"{name}.jinja").read_text()
-    tokenizer = tokenizer_of(source)
-    messages, _ = CONVERSATIONS["turns"]
-    chats = encode(source, "turns")
-    expected = tokenizer.huggingface.apply_chat_template(messages, return_dict=True)["input_ids"]
-    added = chats.tokens[len(expected) :].tolist()
-    assert chats.tokens[: len(expected)].tolist() == expected
-    assert added == (tokenizer.ids_of(["<|user|>"]) if name == "glm4moe" else [])
 
 
 CLOSED_EARLY = CHATML.replace(
@@ -380,24 +340,12 @@ def test_an_answer_that_is_dropped_is_not_learned() -> None:
     assert chats.unrendered == {"tool_calls": 1, "tools": 1, "message_keys": 1}
 
 
-@pytest.mark.parametrize("name", ["qwen3", "glm4moe"])
 @pytest.mark.parametrize("title", ["reasoning of two turns", "thoughts in content"])
-def test_reasoning_of_earlier_turns_is_dropped_by_design(name: str, title: str) -> None:
+def test_reasoning_of_earlier_turns_is_dropped_by_design(title: str) -> None:
     """It is counted, and no error: the last turn's is written."""
-    chats = encode((TEMPLATES / f"{name}.jinja").read_text(), title)
+    chats = encode((TEMPLATES / "qwen3.jinja").read_text(), title)
     assert not chats.problems
     assert chats.unrendered == {"stripped_reasoning": 1}
-
-
-@pytest.mark.parametrize("title", ["a call", "two calls and content", "escapes"])
-def test_calls_without_marks(title: str) -> None:
-    """Qwen 3's template writes a call otherwise at the end of a conversation."""
-    source = (TEMPLATES / "qwen3.jinja").read_text()
-    chats = encode(source, title)
-    assert not chats.problems
-    learned = tokenizer_of(source).decode(chats.tokens[chats.mask])
-    assert learned.count("<tool_call>") == title.count("calls") + 1
-    assert learned.count("<|im_end|>") == 2
 
 
 def test_reasoning_that_is_never_written_is_an_error() -> None:
@@ -414,7 +362,6 @@ def test_reasoning_that_is_never_written_is_an_error() -> None:
         ("{{ call.name }}{% for v in call.arguments.values() %} {{ v }}{% endfor %}", True),
         ("{{ call.name }}{% for k in call.arguments %} {{ k }}{% endfor %}", True),
         ("{{ call.arguments | tojson }}", True),
-        ("{{ call.name }}{{ call.arguments | tojson }}", False),
         ("{{ call.name }}{{ call.arguments }}", False),
         ("{{ call.name }}{{ call.arguments | tojson(ensure_ascii=true) | tojson }}", False),
         (
@@ -431,19 +378,12 @@ def test_names_keys_and_values_of_a_call(written: str, lost: bool) -> None:
         f"{{% set call = one.function %}}{written}{{% endfor %}}{{{{ ''+",
     )
     arguments = {"qtown": 'Vzü"x\n', "a": 7, "qa": ["x", {"qb": "7"}]}
-    function = {"name": "qfetch", "arguments": json.dumps(arguments)}
-    messages = [
-        ASKED,
-        said("assistant", "", tool_calls=[{"type": "function", "function": function}]),
-    ]
-    chats = encoder_of(source, True).encode([conversation_bytes(messages)])
+    chats = encoder_of(source, True).encode([conversation_bytes([ASKED, calling("", arguments)])])
     assert chats.unrendered == ({"tool_calls": 1} if lost else {})
     assert not chats.problems
 
 
-@pytest.mark.parametrize(
-    "title", ["turns", "system", "a call", "two calls and content", "reasoning of two turns"]
-)
+@pytest.mark.parametrize("title", ["two calls and content", "reasoning of two turns"])
 def test_ends_are_those_of_trl_s_training_template(title: str) -> None:
     """TRL changes GLM-4.5's template so that the next role's token is written and learned."""
     ours = encode((TEMPLATES / "glm4moe.jinja").read_text(), title)

@@ -9,7 +9,6 @@ from typing import Any
 
 import orjson
 import pytest
-import yaml
 from pyarrow import Table, parquet
 
 from bigtrain.cli import main
@@ -18,8 +17,8 @@ from bigtrain.data.documents.chat_formats import FORMATS, Conversations, documen
 from bigtrain.data.shards.dataset import open_dataset
 from bigtrain.data.shards.manifest import Rows, read_manifest
 from bigtrain.data.shards.verification import corrupt_files
-from bigtrain.data.shards.writer import ShardWriter
 from tests.support.chats import CHATML, LLAMA3, save_chat_tokenizer, turns
+from tests.support.run_trees import llama, run_tree
 from tests.unit.commands.test_tokenize_chat import documents_of
 from tests.unit.data.chat.test_trl import encoder_of, tokenizer_of
 
@@ -67,11 +66,7 @@ def by_trl(kind: str, tokenizer: Any, row: dict[str, Any]) -> dict[str, list[int
 
 PAIRS: dict[str, dict[str, Any]] = {
     "text": {"prompt": "What is 2 + 2?\n", "chosen": "It is 4.", "rejected": "It is 5, é."},
-    "a token over the boundary": {
-        "prompt": "The quick bro",
-        "chosen": "wn fox",
-        "rejected": "ken fox",
-    },
+    "over the boundary": {"prompt": "The quick bro", "chosen": "wn fox", "rejected": "ken fox"},
     "no prompt text": {"prompt": "", "chosen": "Paris.", "rejected": "Rome."},
     "implicit text": {"chosen": "The sky is blue.", "rejected": "The sky is green."},
     "implicit text, one longer": {"chosen": "The sky is", "rejected": "The sky is green."},
@@ -82,7 +77,7 @@ PAIRS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", PAIRS)
-@pytest.mark.parametrize("with_begin", [False, True], ids=["plain", "with begin"])
+@pytest.mark.parametrize("with_begin", [True, False], ids=["with begin", "plain"])
 def test_a_pair_has_trls_tokens_and_learns_its_completions(name: str, with_begin: bool) -> None:
     row = PAIRS[name]
     is_text = isinstance(row["chosen"], str)
@@ -122,10 +117,7 @@ def test_a_sample_to_classify_has_transformers_tokens(label: Any, with_begin: bo
     text = "What is 2 + 2, é🙂?"
     chat = [SYSTEM, USER]  # without an answer
     ids = tokenizer.apply_chat_template(chat, tokenize=True, return_dict=True)["input_ids"]
-    for row, wanted in (
-        ({"text": text}, tokenizer(text).input_ids),
-        ({"messages": chat}, ids),
-    ):
+    for row, wanted in (({"text": text}, tokenizer(text).input_ids), ({"messages": chat}, ids)):
         content, why = document("classification", {**row, "label": label})
         assert content is not None, why
         encoded_rows = encode_rows(encoder, [content], None, "classification", ("low", "high"))
@@ -159,13 +151,7 @@ def test_labels_without_a_name_are_bad_documents() -> None:
     assert [number for number, _ in encoded_rows.chats.problems] == [1, 2, 3]
     why = "its label is 'other', which is not 0 to 1 or one of low, high"
     assert encoded_rows.chats.problems[2][1] == why
-    assert [length > 0 for length in encoded_rows.chats.lengths] == [
-        True,
-        False,
-        False,
-        False,
-        True,
-    ]
+    assert (encoded_rows.chats.lengths > 0).tolist() == [True, False, False, False, True]
     assert encoded_rows.labels is not None
     assert encoded_rows.labels[[0, 4]].tolist() == [0, 1]
 
@@ -213,11 +199,7 @@ def test_options_that_do_not_fit_labels(
 
 BAD_ROWS: list[tuple[Rows, dict[str, Any], str]] = [
     ("preference", {"chosen": "a", "rejected": None, "prompt": "x"}, "it has no rejected"),
-    (
-        "preference",
-        {"chosen": "a", "rejected": "a", "prompt": "x"},
-        "chosen and rejected are equal",
-    ),
+    ("preference", {"chosen": "a", "rejected": "a", "prompt": "x"}, "and rejected are equal"),
     ("preference", {"chosen": [USER, GOOD], "rejected": [USER, GOOD]}, "are equal"),
     ("preference", {"chosen": "a", "rejected": "b"}, "have no common beginning"),
     ("preference", {"chosen": [GOOD], "rejected": [BAD]}, "have no common beginning"),
@@ -237,11 +219,6 @@ BAD_ROWS: list[tuple[Rows, dict[str, Any], str]] = [
         "message 1 of its rejected has weight 0.5: only conversations that are learned token by",
     ),
     (
-        "kto",
-        {"prompt": [USER], "completion": [{**GOOD, "weight": 2}], "label": True},
-        "message 1 of its completion has weight 2",
-    ),
-    (
         "classification",
         {"messages": [USER, {**GOOD, "weight": 0.5}], "label": 1},
         "message 2 of its messages has weight 0.5",
@@ -259,7 +236,6 @@ BAD_ROWS: list[tuple[Rows, dict[str, Any], str]] = [
         "its prompt is text, and not the last message",
     ),
     ("kto", {"prompt": "a", "completion": "b", "label": 0.5}, "its label is 0.5"),
-    ("kto", {"prompt": "a", "completion": "b", "label": None}, "its label is None"),
     ("kto", {"prompt": "a", "completion": "", "label": True}, "its completion is empty"),
     ("kto", {"prompt": "a", "completion": None, "label": True}, "it has no completion"),
     ("classification", {"text": "a", "label": 0.5}, "its label is 0.5, which is neither"),
@@ -279,11 +255,8 @@ def test_a_row_without_two_answers_is_refused(name: Rows, row: dict[str, Any], w
 
 def test_the_prompt_of_ultrafeedback_is_text_beside_messages() -> None:
     row = {"prompt": USER["content"], "chosen": [USER, GOOD], "rejected": [USER, BAD]}
-    content, why = document("preference", row)
-    assert (
-        content
-        == document("preference", {**row, "prompt": [USER], "chosen": [GOOD], "rejected": [BAD]})[0]
-    ), why
+    plain = {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}
+    assert document("preference", row) == document("preference", plain)
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -312,10 +285,9 @@ def test_pairs_become_shards_that_only_a_preference_may_train(
     words = ["tokenize", "--input", source, "--tokenizer", tokenizer, "--held-out", 0.2]
     assert run(*words, "--output", tmp_path / "refused") == 2
     assert f"{source}:21: chosen and rejected become the same tokens" in capsys.readouterr().err
-    for workers, size in ((1, "1MB"), (2, "2KB")):
-        out = tmp_path / f"out{workers}"
-        more = ["--skip-bad", "--workers", workers, "--shard-size", size]
-        assert run(*words, "--output", out, *more) == 0
+    for number, size in ((1, "1MB"), (2, "2KB")):
+        out = tmp_path / f"out{number}"
+        assert run(*words, "--output", out, "--skip-bad", "--shard-size", size) == 0
         assert corrupt_files(out) == []
         manifest = read_manifest(out)
         assert (manifest.rows, manifest.skipped_documents) == ("preference", 2)
@@ -347,16 +319,11 @@ def refuse_next_token(
     place: Path, shards: Path, why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Check that `check --inputs` refuses the dataset in one line."""
-    tree = {
-        "model": {"config": {"model_type": "llama", "vocab_size": 400}},
-        "data": {"path": str(shards), "packing": "best_fit"},
-        "batch": {"sequence_length": 64, "global_batch_size": 1},
-        "train": {"steps": 2},
-        "optimizer": {"lr": 1e-3},
-        "output": {"directory": str(place / "run")},
-    }
-    path = place / "run.yaml"
-    path.write_text(yaml.safe_dump(tree))
+    data = {"path": str(shards), "packing": "best_fit"}
+    batch = {"sequence_length": 64, "global_batch_size": 1}
+    path, output = place / "run.yaml", {"directory": str(place / "run")}
+    tree = run_tree(model=llama(400), data=data, batch=batch, output=output)
+    path.write_text(json.dumps(tree))
     assert run("check", "--config", path, "--inputs") == 2
     (line,) = [text for text in capsys.readouterr().err.splitlines() if "next_token" in text]
     assert line.strip().startswith(f"data.path = '{shards}': {why}")
@@ -403,16 +370,6 @@ def test_what_a_template_drops_is_counted_of_pairs_that_are_used() -> None:
     chats = encode_rows(encoder_of(LLAMA3), contents, None, "preference").chats
     assert [number for number, _ in chats.problems] == [1]
     assert chats.unrendered == {"message_keys": 2}
-
-
-def test_a_shard_of_text_has_no_labels_file(tmp_path: Path) -> None:
-    import numpy as np
-
-    with ShardWriter(tmp_path, "train-00000", "uint16") as writer:
-        writer.add(np.array([1, 2]), np.array([2]), 2)
-        record = writer.close()
-    assert record.labels_xxh3 is None
-    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".bin", ".blocks", ".idx"]
 
 
 def test_a_pair_that_is_also_a_conversation_is_not_guessed(

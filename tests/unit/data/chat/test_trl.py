@@ -17,7 +17,7 @@ from tokenizers.processors import TemplateProcessing
 from bigtrain.data.chat.encoder import ChatEncoder, TextEnds
 from bigtrain.data.documents.chat_formats import FORMATS, Conversations, document_in
 from bigtrain.data.tokenizers.tokenizer import describe
-from tests.support.chats import CHATML, LLAMA3, QWEN3, chat_tokenizer
+from tests.support.chats import CHATML, LLAMA3, QWEN3, chat_tokenizer, turns
 
 Encoded = tuple[list[int], list[int]]
 
@@ -33,31 +33,19 @@ TOOLS = [
     }
 ]
 PAIRS = [("Who are you?", "A model.\n"), ("Add them.\n1 2", "3"), ("naïve 東京 🙂", "🙂👍🏽 é")]
-MESSAGES = [
-    {"role": "system", "content": "Be short."},
-    *(
-        {"role": role, "content": text}
-        for pair in PAIRS
-        for role, text in zip(("user", "assistant"), pair, strict=True)
-    ),
-]
+MESSAGES = turns(*(text for pair in PAIRS for text in pair), system="Be short.")
 SHAREGPT = [
     {"from": name, "value": text}
     for pair in PAIRS
     for name, text in zip(("human", "gpt"), pair, strict=True)
 ]
+NAMED = {"name": "get_weather", "arguments": json.dumps(CALL["arguments"])}
 WITH_TOOLS = [
     {"role": "user", "content": "What is the weather in Paris?"},
     {
         "role": "assistant",
         "content": None,
-        "tool_calls": [
-            {
-                "id": "call_1",
-                "type": "function",
-                "function": {**CALL, "arguments": json.dumps(CALL["arguments"])},
-            }
-        ],
+        "tool_calls": [{"id": "call_1", "type": "function", "function": NAMED}],
     },
     {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
     {"role": "assistant", "content": "It rains."},

@@ -153,18 +153,14 @@ def test_text_that_is_not_utf8(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"a\.txt:3: not UTF-8"):
         read(tmp_path)
     assert read(tmp_path, skip=True) == ["good"]
+    write(Path(f"{tmp_path}/a\udce4.txt"), b"x")
+    with pytest.raises(DataError, match=r"a\\udce4\.txt': the name is not UTF-8 -> rename it"):
+        read(tmp_path)
 
 
 def test_choice_among_the_files_of_a_folder(tmp_path: Path) -> None:
-    for name in (
-        "b.py",
-        "a.py",
-        "sub/c.py",
-        "sub/d.txt",
-        "skip/e.py",
-        "sub/skip/f.py",
-        "test_g.py",
-    ):
+    names = ("b.py", "a.py", "sub/c.py", "sub/d.txt", "skip/e.py", "sub/skip/f.py", "test_g.py")
+    for name in names:
         write(tmp_path / name, name.encode())
     assert read(tmp_path) == ["sub/d.txt"]
     python = {"suffixes": [".py"]}
@@ -173,12 +169,6 @@ def test_choice_among_the_files_of_a_folder(tmp_path: Path) -> None:
     assert read(f"{tmp_path}/*.py") == ["a.py", "b.py", "test_g.py"]
     assert read(f"{tmp_path}/**/*.py", exclude=["s*"]) == ["a.py", "b.py", "test_g.py"]
     assert read(tmp_path / "a.py", f"{tmp_path}/a*") == ["a.py"]
-
-
-def test_a_name_that_is_not_utf8(tmp_path: Path) -> None:
-    write(Path(f"{tmp_path}/a\udce4.txt"), b"x")
-    with pytest.raises(DataError, match=r"a\\udce4\.txt': the name is not UTF-8 -> rename it"):
-        read(tmp_path)
 
 
 def test_inputs_that_match_nothing(tmp_path: Path) -> None:
@@ -331,15 +321,11 @@ def test_csv_that_is_wrong(
         assert read(path, limit=50, skip=True) == documents
 
 
-def test_an_input_named_twice_is_refused(tmp_path: Path) -> None:
-    file = write(tmp_path / "a.txt", b"a")
-    with pytest.raises(DataError, match="is named twice, as input 1 and 3, but would be read once"):
-        find_sources(Selection([str(file), str(tmp_path), f"{tmp_path}/./a.txt"]))
-
-
-def test_what_several_inputs_mean_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_input_named_twice_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = write(tmp_path / "a.txt", b"a")
     write(tmp_path / "b.txt", b"b")
+    with pytest.raises(DataError, match="is named twice, as input 1 and 3, but would be read once"):
+        find_sources(Selection([str(file), str(tmp_path), f"{tmp_path}/./a.txt"]))
     assert read(file, tmp_path) == ["a", "b"]
     assert caplog.messages == [f"1 files match several inputs and are read once: {file}"]
 
@@ -348,9 +334,10 @@ RUN = ("run_id", "log.txt", "metrics.jsonl", "starts.jsonl", "hangs/step-3/repor
        "tokenizer/merges.txt", "hf/notes.txt", "reference/sums.parquet")  # fmt: skip
 
 
-@pytest.mark.parametrize("below", ["", "runs/first/", "corpus/"])
-@pytest.mark.parametrize("pattern", ["", "/**/*.txt"])
-@pytest.mark.parametrize("store", ["", "memory:/"])
+@pytest.mark.parametrize(
+    ("store", "pattern", "below"),
+    [("", "", ""), ("", "/**/*.txt", "runs/first/"), ("memory:/", "", "corpus/")],
+)
 def test_what_a_run_writes_is_no_document(
     store: str, below: str, pattern: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

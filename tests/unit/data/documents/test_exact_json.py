@@ -71,7 +71,7 @@ def read(line: bytes) -> tuple[Any, str]:
 
 
 @pytest.mark.parametrize("as_text", [False, True])
-@pytest.mark.parametrize("number", ["12345678901234567890123", "-18446744073709551617", "7", "1.1"])
+@pytest.mark.parametrize("number", ["12345678901234567890123", "1.1"])
 def test_arguments_of_calls_are_exact(number: str, as_text: bool) -> None:
     arguments = f'{{"id": {number}}}'
     tree, why = read(calling(json.dumps(arguments) if as_text else arguments))

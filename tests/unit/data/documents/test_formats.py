@@ -50,14 +50,6 @@ class ColumnsReader(TableReader):
         yield RowBlock(begin, rows)
 
 
-def test_kinds_and_suffixes_are_declared_once() -> None:
-    suffixes = [suffix for reader in formats.READERS for suffix in reader.suffixes]
-    kinds = [reader.format_name for reader in formats.READERS]
-    assert len(set(suffixes)) == len(suffixes)
-    assert len(set(kinds)) == len(kinds)
-    assert set(formats.DEFAULT_SUFFIXES) <= set(suffixes)
-
-
 def test_help_and_docs_list_every_suffix() -> None:
     text = field_texts(TokenizeOptions)["inputs"]
     page = (ROOT / "docs/howto/your_data.md").read_text(encoding="utf-8")

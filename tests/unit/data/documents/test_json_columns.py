@@ -130,8 +130,10 @@ def read(path: str, name: str = "messages", **options: Any) -> list[Any]:
     return [content.decode() if name == "text" else orjson.loads(content) for content in contents]
 
 
-@pytest.mark.parametrize("write", WRITERS)
-@pytest.mark.parametrize("kind", sorted(COLUMNS))
+@pytest.mark.parametrize(
+    ("kind", "write"),
+    [*((kind, as_parquet) for kind in sorted(COLUMNS)), *(("leaves", w) for w in WRITERS[1:])],
+)
 def test_conversations_are_those_that_were_written(
     kind: str, write: Callable[[datasets.Dataset, Path], str], tmp_path: Path
 ) -> None:
@@ -141,7 +143,7 @@ def test_conversations_are_those_that_were_written(
     assert read(write(dataset, tmp_path)) == CHATS
 
 
-@pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.parametrize("write", [as_parquet, as_features_only, as_saved])
 def test_other_columns_may_have_json(
     write: Callable[[datasets.Dataset, Path], str], tmp_path: Path
 ) -> None:

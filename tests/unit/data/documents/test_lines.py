@@ -13,12 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bigtrain.data.documents import files
-from bigtrain.data.documents.files import (
-    count_lines_before,
-    range_chunks,
-    split_lines,
-    stream_chunks,
-)
+from bigtrain.data.documents.files import range_chunks, split_lines, stream_chunks
 
 
 @pytest.fixture(autouse=True, params=[3, 1 << 20])
@@ -55,13 +50,6 @@ def test_every_line_is_in_one_range(content: bytes, cuts: list[int], limit: int)
         assert all_lines == [
             line if len(line.removesuffix(b"\n")) <= shortened else None for line in expected
         ]
-
-
-def test_lines_before_a_range() -> None:
-    content = b"one\ntwo\n\nfour"
-    for begin in range(len(content) + 1):
-        earlier = flat(range_chunks(io.BytesIO(content), 0, begin, *hashes()))
-        assert count_lines_before(io.BytesIO(content), begin) == len(earlier)
 
 
 def test_a_file_that_became_shorter() -> None:

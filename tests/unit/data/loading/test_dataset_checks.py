@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from bigtrain.data.shards.manifest import read_manifest, write_manifest
 from bigtrain.data.tokenizers.training import train_tokenizer
 from bigtrain.settings.run_config import RunConfig
 from tests.support.datasets import write_dataset
-from tests.support.worlds import ROOT
+from tests.support.run_trees import llama, run_config
 
 
 @pytest.fixture(scope="module")
@@ -25,15 +23,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_for(path: Path, *, vocab_size: int = 50, **sections: Any) -> RunConfig:
-    tree: dict[str, Any] = {
-        "model": {"config": {"model_type": "llama", "vocab_size": vocab_size}},
-        "data": {"path": str(path)},
-        "batch": {"sequence_length": 8, "global_batch_size": 4},
-        "train": {"steps": 2},
-        "optimizer": {"lr": 1e-3},
-        "output": {"directory": "unused"},
-    }
-    return RunConfig.model_validate({**tree, **sections})
+    return run_config(**{"model": llama(vocab_size), "data": {"path": str(path)}, **sections})
 
 
 def texts(config: RunConfig, *arguments: int) -> list[str]:
@@ -47,10 +37,14 @@ def test_a_dataset_that_fits(dataset: Path, vocab_size: int) -> None:
     assert texts(config_for(dataset, vocab_size=vocab_size)) == []
 
 
-def test_missing(tmp_path: Path) -> None:
+def test_missing(dataset: Path, tmp_path: Path) -> None:
     (problem,) = texts(config_for(tmp_path / "none"))
     assert problem.startswith("data.path = ")
     assert "none does not exist -> make it with `bigtrain tokenize --output`" in problem
+    data = mixture(tmp_path / "a", dataset, tmp_path / "b")
+    first, second = texts(config_for(dataset, data=data))
+    assert first.startswith("data.sources.0.path = ")
+    assert second.startswith("data.sources.2.path = ")
 
 
 @pytest.mark.parametrize(
@@ -95,30 +89,8 @@ def test_vocabulary_as_far_as_it_is_known(tmp_path: Path) -> None:
     assert known(config={"model_type": "llama"}) is None
 
 
-def test_checks_need_no_torch() -> None:
-    code = (
-        "import sys, bigtrain.data.loading.dataset_checks, bigtrain.data.tokenize_job.job\n"
-        "heavy = {'torch', 'transformers', 'datasets', 'pyarrow'} & set(sys.modules)\n"
-        "sys.exit(f'imported {heavy}' if heavy else 0)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
-
-
 def mixture(*paths: Path) -> dict[str, Any]:
     return {"sources": [{"path": str(path), "weight": 1} for path in paths]}
-
-
-def test_a_mixture_that_fits(dataset: Path, tmp_path: Path) -> None:
-    other = write_dataset(tmp_path / "other", vocab_size=50, seed=1)
-    assert texts(config_for(dataset, data=mixture(dataset, other))) == []
-
-
-def test_every_missing_source_is_named(dataset: Path, tmp_path: Path) -> None:
-    data = mixture(tmp_path / "a", dataset, tmp_path / "b")
-    first, second = texts(config_for(dataset, data=data))
-    assert first.startswith("data.sources.0.path = ")
-    assert "a does not exist" in first
-    assert second.startswith("data.sources.2.path = ")
 
 
 def test_sources_of_two_tokenizers(dataset: Path, tmp_path: Path) -> None:
@@ -226,8 +198,7 @@ def test_conversations_of_a_mixture_have_one_chat_template(dataset: Path, tmp_pa
 def test_sources_that_end_documents_differently(dataset: Path, tmp_path: Path) -> None:
     """Only refused where a loss depends on the token that ends them."""
     other = write_dataset(tmp_path / "other", vocab_size=50, seed=1)
-    with_record(other, end_of_document_id=3)
-    data = mixture(dataset, other)
+    data = mixture(dataset, with_record(other, end_of_document_id=3))
     assert texts(config_for(dataset, data=data)) == []
     (problem,) = texts(config_for(dataset, data={**data, "mask_end_of_document": True}))
     assert "end of document 3" in problem

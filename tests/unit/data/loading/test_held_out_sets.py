@@ -15,6 +15,7 @@ from bigtrain.data.shards.dataset import open_dataset
 from bigtrain.data.shards.manifest import read_manifest, write_manifest
 from bigtrain.settings.run_config import RunConfig
 from tests.support.datasets import write_dataset
+from tests.support.run_trees import run_config
 
 VOCAB_SIZE = 50
 
@@ -22,18 +23,9 @@ VOCAB_SIZE = 50
 def config_of(path: Path, sequence_length: int = 8, **sections: Any) -> RunConfig:
     held_out = [{"name": "law", "path": str(path / "law")}]
     evaluation = {"every_steps": 1, "held_out": held_out, **sections.pop("evaluation", {})}
-    return RunConfig.model_validate(
-        {
-            "model": {"config": {"model_type": "llama"}},
-            "data": {"path": str(path / "data")},
-            "batch": {"sequence_length": sequence_length, "global_batch_size": 1},
-            "train": {"steps": 1},
-            "optimizer": {"lr": 1e-3},
-            "output": {"directory": "run"},
-            "evaluation": evaluation,
-            **sections,
-        }
-    )
+    batch = {"sequence_length": sequence_length, "global_batch_size": 1}
+    data = {"path": str(path / "data")}
+    return run_config(data=data, batch=batch, evaluation=evaluation, **sections)
 
 
 def problems_of(path: Path, config: RunConfig) -> list[str]:

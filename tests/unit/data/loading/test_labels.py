@@ -13,23 +13,15 @@ from bigtrain.data.loading.held_out import open_held_out_datasets
 from bigtrain.data.loading.loader import open_held_out, open_training_data
 from bigtrain.data.shards.dataset import open_dataset
 from bigtrain.settings.batch_plan import plan_batch
-from bigtrain.settings.loading import parse_run_config
 from tests.support.rated import write_rated
+from tests.support.run_trees import llama, run_config
 
 
 def config_of(*sources: Path, **sections: Any) -> Any:
-    return parse_run_config(
-        {
-            "model": {"config": {"model_type": "llama", "vocab_size": 64}},
-            "objective": {"type": "classification"},
-            "data": {"sources": [{"path": str(path), "weight": 1} for path in sources]},
-            "batch": {"sequence_length": 32, "global_batch_size": 4, "micro_batch_size": 2},
-            "train": {"steps": 1},
-            "optimizer": {"lr": 1e-3},
-            "output": {"directory": "run"},
-            **sections,
-        }
-    )
+    batch = {"sequence_length": 32, "micro_batch_size": 2}
+    data = {"sources": [{"path": str(path), "weight": 1} for path in sources]}
+    kind = {"type": "classification"}
+    return run_config(model=llama(64), objective=kind, data=data, batch=batch, **sections)
 
 
 def test_datasets_have_the_same_labels_in_the_same_order(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from bigtrain.errors import DataError
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import RunConfig
 from tests.support.datasets import write_dataset
+from tests.support.run_trees import llama, run_config
 from tests.support.samples import Numbered
 from tests.support.tiers import examples
 
@@ -127,18 +128,13 @@ def test_a_batch_stays_as_it_is_while_others_are_read(workers: int) -> None:
 
 
 def test_no_loss_after_the_end_of_a_document() -> None:
-    plan = make_plan(1, 1, 1)
-    with closing(training(plan, 0, 1, end_of_document_id=2)) as batches:
+    with closing(training(make_plan(1, 1, 1), 0, 1, end_of_document_id=2)) as batches:
         (batch,) = batches.step(0)
     assert batch.input_ids.tolist() == [[0, 1, 2, 3]]
     assert batch.labels.tolist() == [[1, 2, -100, 4]]
-
-
-def test_an_error_of_the_reading_thread_surfaces() -> None:
-    plan = make_plan(1, 700, 1)
-    batches = training(plan, 0, 700, failing=666)
-    with closing(batches), pytest.raises(DataError, match="sample 666"):
-        batches.step(0)
+    failing = training(make_plan(1, 700, 1), 0, 700, failing=666)
+    with closing(failing), pytest.raises(DataError, match="sample 666"):
+        failing.step(0)
 
 
 class Masked(Numbered):
@@ -214,8 +210,8 @@ def parts_of(batch: MicroBatch) -> list[torch.Tensor]:
     return [batch.tokens] if batch.tokens is not None else tensors_of(batch)
 
 
-@pytest.mark.parametrize("data_size", [1, 2, 3, 5])
-@pytest.mark.parametrize(("samples", "num_windows"), [(10, 40), (11, 40), (1, 40), (50, 13)])
+@pytest.mark.parametrize("data_size", [1, 3, 5])
+@pytest.mark.parametrize(("samples", "num_windows"), [(11, 40), (1, 40), (50, 13)])
 def test_held_out_samples_are_the_same_for_every_size(
     data_size: int, samples: int, num_windows: int
 ) -> None:
@@ -241,21 +237,9 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_for(dataset: Path, sequence_length: int = LENGTH, **data: Any) -> RunConfig:
-    return RunConfig.model_validate(
-        {
-            "model": {"config": {"model_type": "llama", "vocab_size": 50}},
-            "data": {"path": str(dataset), **data},
-            "batch": {
-                "sequence_length": sequence_length,
-                "global_batch_size": 4,
-                "micro_batch_size": 2,
-            },
-            "train": {"steps": 2},
-            "optimizer": {"lr": 1e-3},
-            "output": {"directory": "unused"},
-            "evaluation": {"samples": 6},
-        }
-    )
+    batch = {"sequence_length": sequence_length, "micro_batch_size": 2}
+    data = {"path": str(dataset), **data}
+    return run_config(model=llama(50), data=data, batch=batch, evaluation={"samples": 6})
 
 
 def test_from_a_run_configuration(dataset: Path) -> None:

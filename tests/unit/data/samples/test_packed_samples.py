@@ -12,11 +12,9 @@ import pytest
 import torch
 
 from bigtrain.data.loading.dataset_checks import check_datasets
-from bigtrain.data.loading.loader import open_held_out, open_training_data
+from bigtrain.data.loading.loader import open_training_data
 from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.data.samples.packing_plan import (
-    PackedDocuments,
-    PackingPlan,
     balanced,
     open_plan,
     packed_documents,
@@ -30,21 +28,14 @@ from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.system.files import file_checksum
 from tests.support.datasets import forget_blocks, write_dataset
+from tests.support.run_trees import llama, run_config
 
 LENGTH = 48
 
 
 def config_for(data: dict[str, Any], **batch: Any) -> RunConfig:
-    return RunConfig.model_validate(
-        {
-            "model": {"config": {"model_type": "llama", "vocab_size": 97}},
-            "data": {"packing": "best_fit", **data},
-            "batch": {"sequence_length": LENGTH, "global_batch_size": 4, **batch},
-            "train": {"steps": 1},
-            "optimizer": {"lr": 1e-3},
-            "output": {"directory": "unused"},
-        }
-    )
+    data = {"packing": "best_fit", **data}
+    return run_config(model=llama(97), data=data, batch={"sequence_length": LENGTH, **batch})
 
 
 def hash_of(config: RunConfig) -> str:
@@ -162,13 +153,10 @@ def work_of(batch: MicroBatch) -> int:
     return sum(len(ids) ** 2 for ids, _ in pieces_of(batch))
 
 
-@pytest.mark.parametrize(("micro", "accumulation"), [(1, 4), (2, 2), (4, 1)])
-def test_ranks_have_about_as_much_attention(
-    micro: int, accumulation: int, plain: Path, masked: Path
-) -> None:
+def test_ranks_have_about_as_much_attention(plain: Path, masked: Path) -> None:
     """In every micro-step, with the samples that a step has without balance."""
     sources = [{"path": str(plain), "weight": 0.5}, {"path": str(masked), "weight": 0.5}]
-    plan = BatchPlan(16, micro, 4, accumulation, LENGTH)
+    plan = BatchPlan(16, 2, 4, 2, LENGTH)
     slowest: dict[bool, list[float]] = {}
     steps: dict[bool, list[list[Any]]] = {}
     for balances in (False, True):
@@ -216,18 +204,6 @@ def test_masks_of_concatenated_documents(masked: Path) -> None:
             assert label == (-100 if token == 0 else wanted)
             begins += token == 0
     assert begins
-
-
-def test_held_out_documents(masked: Path, plain: Path) -> None:
-    mixture = {
-        "sources": [{"path": str(plain), "weight": 0.5}, {"path": str(masked), "weight": 0.5}]
-    }
-    sources = open_held_out(config_for(mixture), BatchPlan(4, 4, 1, 1, LENGTH), 0)
-    assert len(sources) == 2
-    for source in sources:
-        for batch in source.batches:
-            assert batch.position_ids is not None
-            assert (batch.labels != -100).any()
 
 
 def test_truncated_documents(plain: Path) -> None:
@@ -341,10 +317,3 @@ def test_no_document_with_a_target(opened: TokenDataset) -> None:
         DataError, match=r"no document has a target: .* pieces without a target drop"
     ):
         packed_documents(config_for({"path": str(opened.path)}), opened, "train")
-
-
-def test_corrupt_tokens_are_named(opened: TokenDataset) -> None:
-    samples = packed_documents(config_for({"path": str(opened.path)}), opened, "train")
-    assert isinstance(samples, PackedDocuments)
-    assert isinstance(samples.plan, PackingPlan)
-    assert "train_00000.bin" in samples.describe(0)

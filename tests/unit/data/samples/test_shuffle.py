@@ -60,7 +60,7 @@ def test_the_order_stays_as_it_is() -> None:
     assert SampleOrder(10**12, 7).windows(10**15, 3).tolist() == ORDER_OF_A_TRILLION
 
 
-@pytest.mark.parametrize("size", [2, 3, 7, 64, 65])
+@pytest.mark.parametrize("size", [3, 64, 65])
 def test_every_position_is_equally_likely(size: int) -> None:
     """Chi-square of where window 0 and the first sample land, over 1,000 seeds."""
     seeds = range(1000)

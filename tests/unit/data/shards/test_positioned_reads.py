@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,7 +12,6 @@ import pytest
 from bigtrain.data.shards.dataset import MAX_OPEN_FILES, FileReader, open_dataset
 from bigtrain.errors import DataError
 from tests.support.datasets import write_dataset
-from tests.support.worlds import ROOT
 
 
 def read(reader: FileReader, number: int, position: int, size: int) -> bytes:
@@ -80,17 +77,3 @@ def test_opening_maps_nothing(tmp_path: Path) -> None:
     for split in ("train", "held_out"):
         for shard in dataset.shards(split):  # type: ignore[arg-type]
             assert not {"tokens", "sequence_lengths", "sequence_pointers"} & shard.__dict__.keys()
-
-
-@pytest.mark.slow
-def test_the_benchmark_runs(tmp_path: Path) -> None:
-    script = ROOT / "benchmarks" / "loader.py"
-    result = subprocess.run(
-        [sys.executable, str(script), "--tiny", "--directory", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=ROOT,
-    )
-    assert '"2e+09 tokens in 2e+06 documents, sparse"' in result.stdout
-    assert not list(tmp_path.iterdir())

@@ -21,6 +21,7 @@ from bigtrain.errors import DataError
 from bigtrain.settings.batch_plan import plan_batch
 from bigtrain.settings.run_config import RunConfig
 from tests.support.chats import save_chat_tokenizer
+from tests.support.run_trees import llama, run_config
 from tests.support.weighted import FIRST_WEIGHTED, weights_of, write_weighted
 
 VOCAB_SIZE = 96
@@ -78,31 +79,11 @@ def test_weights_of_0_and_1_are_a_mask(tmp_path: Path) -> None:
         assert contents[0] == contents[1]
 
 
-def test_an_unusable_weight_is_refused_with_its_row(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = [row_of(0, 1), row_of(1, float("nan")), row_of(2, 1)]
-    assert tokenize(tmp_path, rows, "out") == 2
-    said = capsys.readouterr().err
-    assert f"{tmp_path / 'out.jsonl'}:2: " in said
-    assert "its loss_weights has nan: a weight is a factor of the loss -> a finite number" in said
-    assert tokenize(tmp_path, rows, "out", "--skip-bad") == 0
-    assert read_manifest(tmp_path / "out").skipped_documents == 1
-
-
 def config_of(*paths: Path, **sections: Any) -> RunConfig:
     sources = [{"path": str(path), "weight": 1} for path in paths]
-    return RunConfig.model_validate(
-        {
-            "model": {"config": {"model_type": "llama", "vocab_size": VOCAB_SIZE}},
-            "data": {"sources": sources, "packing": "best_fit", "allow_other_tokenizer": True},
-            "batch": {"sequence_length": 32, "global_batch_size": 4, "micro_batch_size": 4},
-            "train": {"steps": 4},
-            "optimizer": {"lr": 1e-3},
-            "output": {"directory": "run"},
-            **sections,
-        }
-    )
+    data = {"sources": sources, "packing": "best_fit", "allow_other_tokenizer": True}
+    batch = {"sequence_length": 32, "micro_batch_size": 4}
+    return run_config(**{"model": llama(VOCAB_SIZE), "data": data, "batch": batch, **sections})
 
 
 def test_a_batch_has_the_weights_of_its_labels(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def test_documents_are_rearranged_as_in_starcoder(
     options = ["--fim-rate", 0.6, "--fim-seed", 3, "--held-out", 0.2]
     assert tokenize(source, tokenizer, tmp_path / "one", *options, "--workers", 1) == 0
     assert "fill-in-the-middle of " in capsys.readouterr().out
-    many = ["--workers", 2, "--shard-size", "4KB", "--encoder", "reference"]
+    many = ["--shard-size", "4KB", "--encoder", "reference"]
     assert tokenize(source, tokenizer, tmp_path / "many", *options, *many) == 0
     assert documents(tmp_path / "one") == documents(tmp_path / "many")
     manifest = read_manifest(tmp_path / "one")

@@ -22,7 +22,7 @@ from bigtrain.data.tokenizers.encoders import GigatokenEncoder, ReferenceEncoder
 from bigtrain.data.tokenizers.training import train_tokenizer
 from bigtrain.system.leases import Owner
 from tests.support.commands import Commands, Ended
-from tests.support.datasets import open_verified
+from tests.support.datasets import files_of, open_verified
 
 RECORDS = "[0-9a-f]" * 32 + ".json"
 WORDS = "alpha beta gamma delta épsilon 東京 return self\n    if for".split(" ")
@@ -35,11 +35,6 @@ def write_lines(path: Path, count: int, seed: int) -> Path:
             text = " ".join(chooser.choices(WORDS, k=chooser.randint(0, 60)))
             file.write(json.dumps({"text": text}) + "\n")
     return path
-
-
-def files_of(directory: Path) -> dict[str, bytes]:
-    files = (path for path in directory.rglob("*") if path.is_file())
-    return {str(path.relative_to(directory)): path.read_bytes() for path in files}
 
 
 @pytest.fixture(scope="module")
@@ -99,20 +94,14 @@ def require_whole(ended: Ended, output: Path, unbroken: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stride", [4, 1])
-def test_killed_before_every_step(
-    home: Path,
-    commands: Commands,
-    steps: list[str],
-    unbroken: Path,
-    tmp_path: Path,
-    stride: int,
+def test_killed_before_every_second_step(
+    home: Path, commands: Commands, steps: list[str], unbroken: Path, tmp_path: Path
 ) -> None:
     """Every change of a directory and every sync, of all units and of the assembly."""
     assert {step.split()[0] for step in steps} == {
         "mkdir", "link", "rename", "fsync", "unlink", "rmdir"
     }  # fmt: skip
-    for number in range(1, len(steps) + 1, stride):
+    for number in range(1, len(steps) + 1, 2):
         output = tmp_path / str(number)
         killed = commands.run(*tokenize(home, output), kill_before_step=number)
         assert killed.code == -9, (number, killed.output)
@@ -153,11 +142,10 @@ def kill_at_change(commands: Commands, number: int, output: Path, words: list[ob
     return running.kill()
 
 
-@pytest.mark.parametrize("workers", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_killed_with_all_workers(
-    home: Path, commands: Commands, unbroken: Path, tmp_path: Path, workers: int
+    home: Path, commands: Commands, unbroken: Path, tmp_path: Path
 ) -> None:
-    words = tokenize(home, tmp_path / "d", "--workers", workers)
+    words = tokenize(home, tmp_path / "d", "--workers", 2)
     for number in (3, 12):
         kill_at_change(commands, number, tmp_path / "d", words)
     require_whole(commands.run(*words), tmp_path / "d", unbroken)
@@ -165,44 +153,29 @@ def test_killed_with_all_workers(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("workers", [1, 2, 4])
-def test_killed_at_twenty_random_moments(
-    home: Path, commands: Commands, unbroken: Path, tmp_path: Path, workers: int
+def test_killed_at_ten_random_moments(
+    home: Path, commands: Commands, unbroken: Path, tmp_path: Path
 ) -> None:
-    chooser = random.Random(workers)
+    chooser = random.Random(2)
     began_at = time.monotonic()
-    first = commands.run(*tokenize(home, tmp_path / "first", "--workers", workers))
+    first = commands.run(*tokenize(home, tmp_path / "first", "--workers", 2))
     whole_s = time.monotonic() - began_at
     require_whole(first, tmp_path / "first", unbroken)
     interrupted = 0
-    for number in range(20):
+    for number in range(10):
         output = tmp_path / str(number)
-        words = tokenize(home, output, "--workers", workers)
+        words = tokenize(home, output, "--workers", 2)
         running = commands.start(*words)
         time.sleep(chooser.uniform(0, whole_s))
         killed = running.kill()
         interrupted += killed.code == -9
         require_whole(commands.run(*words), output, unbroken)
-    assert interrupted >= 10
+    assert interrupted >= 5
 
 
-@pytest.mark.parametrize(
-    "environments",
-    [
-        [{"RANK": "0", "WORLD_SIZE": "2"}, {"RANK": "1", "WORLD_SIZE": "2"}],
-        [{"SLURM_PROCID": str(rank), "SLURM_NTASKS": "3"} for rank in range(3)],
-        [{"JOB_COMPLETION_INDEX": "0"}, {"JOB_COMPLETION_INDEX": "1"}],
-    ],
-    ids=["torchrun", "slurm", "kubernetes"],
-)
-def test_ranks_side_by_side(
-    home: Path,
-    commands: Commands,
-    unbroken: Path,
-    tmp_path: Path,
-    environments: list[dict[str, str]],
-) -> None:
+def test_ranks_side_by_side(home: Path, commands: Commands, unbroken: Path, tmp_path: Path) -> None:
     words = tokenize(home, tmp_path / "d")
+    environments = [{"SLURM_PROCID": str(rank), "SLURM_NTASKS": "3"} for rank in range(3)]
     ranks = [commands.start(*words, environment=environment) for environment in environments]
     for ended in [rank.wait() for rank in ranks]:
         require_whole(ended, tmp_path / "d", unbroken)
@@ -335,25 +308,23 @@ def test_a_live_claim_is_waited_for(
     require_whole(running.wait(), output, unbroken)
 
 
-def test_errors_are_listed_with_their_true_lines(unbroken: Path, home: Path) -> None:
-    entries = [json.loads(line) for line in (unbroken / "errors.jsonl").read_text().splitlines()]
-    assert [(Path(e["file"]).name, e["line"]) for e in entries] == [("a.jsonl", 301), ("d.txt", 2)]
-    assert entries[0]["reason"].startswith("not JSON (")
-    assert entries[1]["reason"] == "not UTF-8 (invalid start byte)"
-    assert read_manifest(unbroken).skipped_documents == 2
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.zst", "a.txt", "a.csv"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("a.jsonl", "a.csv"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("a.jsonl.zst", "a.txt")),
+    ],
+)
 def test_a_huge_line_is_never_held(
     home: Path, commands: Commands, tmp_path: Path, name: str
 ) -> None:
-    """200 MB where 1 MiB is allowed: the peak is that of a small file."""
+    """60 MB where 1 MiB is allowed: the peak is that of a small file."""
     if name == "a.csv":
         head, tail = b'text,n\nword,1\n"', b'",2\n'
     else:
         head, tail = b'{"text": "word"}\n{"text": "', b'"}\n{"text": "word"}\n'
     peaks = []
-    for size_mb in (2, 200):
+    for size_mb in (2, 60):
         folder = tmp_path / str(size_mb)
         folder.mkdir()
         (folder / "b.txt").write_text("word")

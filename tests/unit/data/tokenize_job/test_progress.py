@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 import io
-from pathlib import Path
 
-import pytest
-
-from bigtrain.data.tokenize_job import job
-from bigtrain.data.tokenize_job.options import TokenizeOptions
 from bigtrain.data.tokenize_job.progress import LINE_EVERY_S, TokenizeProgress, announce
 from bigtrain.data.tokenize_job.unit_builder import Counts
-from bigtrain.errors import DataError
-from bigtrain.python_api.tokenizing import build_tokens
 
 
 class Terminal(io.StringIO):
@@ -91,20 +84,3 @@ def test_steps_before_the_first_document_are_shown_on_a_terminal() -> None:
         shown = stream.getvalue()
         assert shown.startswith("tokenize: loading tokenizer x\n") == stream.isatty()
         assert ("starting 2 workers" in shown) == stream.isatty()
-
-
-def test_a_terminal_sees_a_line_before_the_tokenizer_is_loaded(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "a.txt").write_text("x")
-    terminal = Terminal()
-    monkeypatch.setattr("sys.stderr", terminal)
-
-    def loaded(name: str) -> object:
-        assert terminal.getvalue().endswith(f"tokenize: loading tokenizer {name}\n")
-        raise DataError("seen")
-
-    monkeypatch.setattr(job, "load_tokenizer", loaded)
-    with pytest.raises(DataError, match="seen"):
-        build_tokens(TokenizeOptions(tmp_path / "a.txt", "some", tmp_path / "out"))
-    assert terminal.getvalue().startswith("tokenize: finding the inputs\n")

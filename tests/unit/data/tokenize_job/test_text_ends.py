@@ -51,19 +51,18 @@ def documents(path: Path) -> list[list[int]]:
     return [shard.document(number).tolist() for number in range(shard.num_documents)]
 
 
-@pytest.mark.parametrize("encoder", ["auto", pytest.param("reference", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("adds_bos", "policy", "begins"),
     [(True, None, True), (True, "never", False), (False, "auto", False), (False, "always", True)],
 )
 def test_documents_begin_and_end_as_set(
-    source: Path, tmp_path: Path, adds_bos: bool, policy: str | None, begins: bool, encoder: str
+    source: Path, tmp_path: Path, adds_bos: bool, policy: str | None, begins: bool
 ) -> None:
     """Against transformers: ``auto`` is what the tokenizer does when it is called on a text."""
     directory = save_tokenizer(tmp_path / "t", adds_bos=adds_bos)
     options = () if policy is None else ("--beginning-of-text", policy)
     out = tmp_path / "out"
-    assert tokenize(source, directory, out, *options, "--encoder", encoder, "--workers", 2) == 0
+    assert tokenize(source, directory, out, *options) == 0
     tokenizer: Any = load_tokenizer(str(directory)).huggingface
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     expected = []
@@ -109,17 +108,6 @@ def test_always_needs_a_token(
     chat.save_pretrained(str(tmp_path / "t"))
     assert tokenize(source, tmp_path / "t", tmp_path / "o", "--beginning-of-text", "always") == 2
     assert "has no beginning-of-text token -> set bos_token" in capsys.readouterr().err
-
-
-def test_another_beginning_is_another_dataset(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    directory, out = save_tokenizer(tmp_path / "t"), tmp_path / "out"
-    assert tokenize(source, directory, out, "--beginning-of-text", "never") == 0
-    assert tokenize(source, directory, out, "--beginning-of-text", "never") == 0
-    assert "nothing to do" in capsys.readouterr().out
-    assert tokenize(source, directory, out) == 2
-    assert "contains a dataset of other options" in capsys.readouterr().err
 
 
 def test_prompts_and_completions_follow_the_setting(tmp_path: Path) -> None:

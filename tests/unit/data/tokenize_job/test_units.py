@@ -195,10 +195,10 @@ def test_a_change_of_a_small_file_stays_local(tmp_path: Path) -> None:
         return {unit.key for unit in plan_units(sources, OPTIONS, 1000, [])}
 
     num_changed = []
-    for folder in range(30):
+    for folder in range(6):
         sizes = [50 + 37 * n % 90 for n in range(400)]
         before = keys(folder, sizes)
-        for number in range(0, 200, 20):
+        for number in range(0, 200, 40):
             sizes[number] += 111
             after = keys(folder, sizes)
             num_changed.append(len(after - before))
@@ -249,7 +249,7 @@ def test_a_file_that_changes_before_it_is_read(tmp_path: Path) -> None:
 
 def test_a_small_file_takes_a_few_hundred_bytes(tmp_path: Path) -> None:
     """Its name, size, times and place in the plan: there may be millions."""
-    count = 2000
+    count = 800
     for number in range(count):
         (tmp_path / f"{number:06d}.txt").write_text("text")
     selection = Selection([str(tmp_path)])

@@ -79,7 +79,6 @@ CHANGES: dict[str, Change] = {
     "tokens that loading adds": edit(CONFIG, bos_token="<bos>", extra_special_tokens=["<x>"]),
     "a class that rewrites": edit(CONFIG, tokenizer_class="LlamaTokenizer"),
     "a class of one model": edit(CONFIG, tokenizer_class="Qwen2Tokenizer"),
-    "a class of long ago": edit(CONFIG, tokenizer_class="PreTrainedTokenizerFast"),
     "a class by the model": edit("config.json", model_type="gpt2"),
     "truncation": edit("tokenizer.json", truncation=TRUNCATION),
     "merges as texts": old_merges,

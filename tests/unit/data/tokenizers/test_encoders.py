@@ -9,7 +9,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -200,9 +199,8 @@ def files_of(directory: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("wrong", [WrongOnOneWord, Breaks])
 def test_a_wrong_encoder_is_found_in_the_middle(
-    wrong: type[Encoder], saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = [f"document {n} of many" for n in range(2500)]
     texts[2100] = "a zebra"  # among the first 64 of the last unit, which are compared
@@ -212,15 +210,17 @@ def test_a_wrong_encoder_is_found_in_the_middle(
     command += ["--held-out", "0.1", "--shard-size", "15000"]
     monkeypatch.setattr("bigtrain.data.documents.formats.BATCH_BYTES", 5000)
     assert main([*command, "--output", str(tmp_path / "a"), "--encoder", "reference"]) == 0
-    monkeypatch.setitem(FAST_ENCODERS, "gigatoken", wrong)
+    monkeypatch.setitem(FAST_ENCODERS, "gigatoken", WrongOnOneWord)
     assert main([*command, "--output", str(tmp_path / "b")]) == 0
+    monkeypatch.setitem(FAST_ENCODERS, "gigatoken", Breaks)
     assert main([*command, "--output", str(tmp_path / "c"), "--encoder", "gigatoken"]) == 0
     assert len(files_of(tmp_path / "a")) > 6
     assert files_of(tmp_path / "a") == files_of(tmp_path / "b") == files_of(tmp_path / "c")
     tokenizers = [read_manifest(tmp_path / name).tokenizer for name in "abc"]
     assert [t.engine.split()[0] for t in tokenizers] == ["tokenizers", "fastokens", "tokenizers"]
-    assert tokenizers[1].engine_reason.startswith(f"not {GIGATOKEN}: it ")
-    assert "zebra" in tokenizers[1].engine_reason
+    for tokenizer in tokenizers[1:]:
+        assert tokenizer.engine_reason.startswith(f"not {GIGATOKEN}: it ")
+        assert "zebra" in tokenizer.engine_reason
 
 
 def test_which_documents_are_compared() -> None:
@@ -233,10 +233,3 @@ def test_which_documents_are_compared() -> None:
     (piece,) = long.pieces
     assert piece.startswith(b"x" * 256 + "ж".encode())
     assert len(piece) <= 1 << 12
-
-
-def test_documents_without_tokens(tokenizer: Tokenizer) -> None:
-    for name in FAST:
-        encoded = fast(name, tokenizer).encode(["", "a", ""])
-        assert encoded.lengths.tolist() == [0, 2, 0]
-        assert np.issubdtype(encoded.tokens.dtype, np.integer)

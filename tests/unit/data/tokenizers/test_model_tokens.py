@@ -15,20 +15,13 @@ from bigtrain.cli import main
 from bigtrain.data.tokenizers.model_tokens import check_model_tokens
 from bigtrain.settings.run_config import RunConfig
 from tests.support.chats import chat_tokenizer
+from tests.support.run_trees import run_config, run_tree
 
 Change = Callable[[Any], None]
 
 
 def config_of(model: Path, **data: Any) -> RunConfig:
-    tree = {
-        "model": {"path": str(model)},
-        "data": {"path": "shards", **data},
-        "batch": {"sequence_length": 8, "global_batch_size": 1},
-        "train": {"steps": 1},
-        "optimizer": {"lr": 1e-3},
-        "output": {"directory": "run"},
-    }
-    return RunConfig.model_validate(tree)
+    return run_config(model={"path": str(model)}, data={"path": "shards", **data})
 
 
 def save(directory: Path, change: Change = lambda tree: None) -> Path:
@@ -117,28 +110,33 @@ def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
     assert not check_model_tokens(config_of(tmp_path / "model"), save(tmp_path / "d"), "shards")
 
 
-def test_check_refuses_what_the_run_refuses(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def write_run(place: Path, model: Path, shards: Path) -> list[str]:
+    """Give a model's directory weights, and return `check --inputs` of a run of it."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    model, other = save(tmp_path / "model"), save(tmp_path / "other", swap)
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "max_position_embeddings": 64}
     LlamaForCausalLM(LlamaConfig(vocab_size=412, **sizes, **heads)).save_pretrained(model)
-    source = tmp_path / "a.txt"
+    run, output = place / "run.yaml", {"directory": str(place / "run")}
+    sections = {"model": {"path": str(model)}, "data": {"path": str(shards)}, "output": output}
+    run.write_text(json.dumps(run_tree(**sections, precision={"dtype": "float32"})))
+    return ["check", "--config", str(run), "--inputs", "--world-size", "1"]
+
+
+def tokenize(place: Path, name: str, tokenizer: Path) -> None:
+    source = place / "a.txt"
     source.write_text("a text about b. " * 50)
-    for name, tokenizer in (("shards", model), ("shards2", other)):
-        command = ["tokenize", "--input", source, "--tokenizer", tokenizer]
-        assert main([*map(str, command), "--output", str(tmp_path / name)]) == 0
-    run = tmp_path / "run.yaml"
-    run.write_text(
-        f"model: {{path: {model}}}\ndata: {{path: {tmp_path / 'shards'}}}\n"
-        "batch: {sequence_length: 8, global_batch_size: 1}\n"
-        "train: {steps: 1}\noptimizer: {lr: 1.0e-3}\n"
-        f"precision: {{dtype: float32}}\noutput: {{directory: {tmp_path / 'run'}}}\n"
-    )
-    check = ["check", "--config", str(run), "--inputs", "--world-size", "1"]
+    command = ["tokenize", "--input", source, "--tokenizer", tokenizer, "--output", place / name]
+    assert main([*map(str, command)]) == 0
+
+
+def test_check_refuses_what_the_run_refuses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, other = save(tmp_path / "model"), save(tmp_path / "other", swap)
+    tokenize(tmp_path, "shards", model)
+    tokenize(tmp_path, "shards2", other)
+    check = write_run(tmp_path, model, tmp_path / "shards")
     assert main([*check]) == 0
     capsys.readouterr()
     assert main([*check, f"data.path={tmp_path / 'shards2'}"]) == 2
@@ -152,7 +150,6 @@ def test_a_beginning_that_only_the_base_adds_is_named(
     is_added: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By `check --inputs`, before hours of training without it."""
-    from transformers import LlamaConfig, LlamaForCausalLM
 
     def begin(tree: Any) -> None:
         (token, *_) = tree["added_tokens"]
@@ -168,22 +165,9 @@ def test_a_beginning_that_only_the_base_adds_is_named(
 
     change: Change = begin if is_added else lambda tree: None
     model, tokenizer = save(tmp_path / "model", change), save(tmp_path / "data")
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "max_position_embeddings": 64}
-    LlamaForCausalLM(LlamaConfig(vocab_size=412, **sizes, **heads)).save_pretrained(model)
-    source = tmp_path / "a.txt"
-    source.write_text("a text about b. " * 50)
-    for name, folder in (("plain", tokenizer), ("own", model)):
-        command = ["tokenize", "--input", source, "--tokenizer", folder]
-        assert main([*map(str, command), "--output", str(tmp_path / name)]) == 0
-    run = tmp_path / "run.yaml"
-    run.write_text(
-        f"model: {{path: {model}}}\ndata: {{path: {tmp_path / 'plain'}}}\n"
-        "batch: {sequence_length: 8, global_batch_size: 1}\n"
-        "train: {steps: 1}\noptimizer: {lr: 1.0e-3}\n"
-        f"precision: {{dtype: float32}}\noutput: {{directory: {tmp_path / 'run'}}}\n"
-    )
-    check = ["check", "--config", str(run), "--inputs", "--world-size", "1"]
+    tokenize(tmp_path, "plain", tokenizer)
+    tokenize(tmp_path, "own", model)
+    check = write_run(tmp_path, model, tmp_path / "plain")
     capsys.readouterr()
     assert main(check) == 0
     said = f"plain: texts begin with no special token; the tokenizer of model.path = {model}"

@@ -101,19 +101,20 @@ def assert_as_in_file(directory: Path, loaded: Any, texts: list[str]) -> None:
     assert loaded.vocab_size == own.get_vocab_size()
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("kind", ["GPT2Tokenizer", "Qwen2Tokenizer", "LlamaTokenizerFast"])
-def test_the_file_wins(kind: str, change: Any, tmp_path: Path) -> None:
-    directory = save(tmp_path / "t", kind, change)
-    assert_as_in_file(directory, load_tokenizer(str(directory)), TEXTS)
-
-
 @pytest.mark.parametrize(
-    "kind", [None, "NoSuchTokenizer", "PreTrainedTokenizerFast", "T5Tokenizer", "GemmaTokenizer"]
+    ("kind", "change"),
+    [
+        *(("GPT2Tokenizer", change) for change in CHANGES),
+        ("Qwen2Tokenizer", lower),
+        ("LlamaTokenizerFast", None),
+        ("LlamaTokenizerFast", ignores_merges),
+        *((kind, single_digits) for kind in (None, "NoSuchTokenizer", "PreTrainedTokenizerFast")),
+        ("T5Tokenizer", single_digits),  # cannot be built of a BPE
+        ("GemmaTokenizer", single_digits),  # adds a token ``<mask>``
+    ],
 )
-def test_missing_unknown_and_other_classes(kind: str | None, tmp_path: Path) -> None:
-    """T5's cannot be built of a BPE; Gemma's adds a token ``<mask>``."""
-    directory = save(tmp_path / "t", kind, single_digits)
+def test_the_file_wins(kind: str | None, change: Any, tmp_path: Path) -> None:
+    directory = save(tmp_path / "t", kind, change)
     assert_as_in_file(directory, load_tokenizer(str(directory)), TEXTS)
 
 

@@ -18,26 +18,22 @@ TEXTS = ["a cat said </s> to a dog", "cats and <|end|> dogs </s>", "<s> a dog < 
 
 
 def trained(kind: str) -> Backend:
+    known: dict[str, Any] = {"special_tokens": SPECIAL, "show_progress": False}
     model, trainer = {
-        "unigram": (
+        "unigram": lambda: (
             models.Unigram(),
-            trainers.UnigramTrainer(
-                vocab_size=60, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False
-            ),
+            trainers.UnigramTrainer(vocab_size=60, unk_token="<unk>", **known),
         ),
-        "words": (
-            models.WordLevel(unk_token="<unk>"),
-            trainers.WordLevelTrainer(special_tokens=SPECIAL, show_progress=False),
-        ),
-        "pieces": (
+        "words": lambda: (models.WordLevel(unk_token="<unk>"), trainers.WordLevelTrainer(**known)),
+        "pieces": lambda: (
             models.WordPiece(unk_token="<unk>"),
-            trainers.WordPieceTrainer(vocab_size=80, special_tokens=SPECIAL, show_progress=False),
+            trainers.WordPieceTrainer(vocab_size=80, **known),
         ),
-        "merges": (
+        "merges": lambda: (
             models.BPE(unk_token="<unk>", ignore_merges=True),
-            trainers.BpeTrainer(vocab_size=80, special_tokens=SPECIAL, show_progress=False),
+            trainers.BpeTrainer(vocab_size=80, **known),
         ),
-    }[kind]
+    }[kind]()
     backend = Backend(model)
     backend.pre_tokenizer = (
         pre_tokenizers.Metaspace() if kind == "unigram" else pre_tokenizers.WhitespaceSplit()

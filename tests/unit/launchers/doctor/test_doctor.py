@@ -123,18 +123,6 @@ def test_interfaces() -> None:
     assert not checked(own_address="127.0.1.1", interface_variables=named).failed
 
 
-def test_slow_device_is_named() -> None:
-    devices = [
-        {"local_rank": i % 2, "matmul_seconds": 0.010, "within": None, "between": None}
-        for i in range(4)
-    ]
-    devices[3]["matmul_seconds"] = 0.020
-    hosts = [Host("a", 2, 1), Host("b", 2, 2)]
-    fine, slow = findings.check_compute(hosts, devices)
-    assert not fine.failed
-    failed(slow, "device 1 takes 2.00 times the median")
-
-
 def test_slow_device_of_unequal_hosts_is_named() -> None:
     devices = [{"local_rank": i, "matmul_seconds": 0.01} for i in (0, 0, 1, 0)]
     devices[2]["matmul_seconds"] = 0.02

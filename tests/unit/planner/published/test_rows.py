@@ -27,17 +27,10 @@ NAMED = {
         ("DeepSeek-V3", 671.0, 256),
         ("Kimi K2", 1026.4, 384),
         ("Qwen3-30B-A3B", 30.5, 128),
-        ("Qwen3_30B_a3B", 30.5, 128),
-        ("Qwen3-235B-A22B", 235.1, 128),
         ("GPT-OSS 20B", 20.9, 32),
-        ("gpt-oss-120b", 116.8, 128),
         ("Mixtral-8x7B", 46.7, 8),
-        ("Mixtral 8x22B", 140.6, 8),
         ("DeepSeek-V2-Lite", 15.7, 64),
         ("LLAMA3.1-405B", 405.9, 1),
-        ("Llama 3 8B", 8.03, 1),
-        ("Qwen2.5-32B", 32.8, 1),
-        ("Nemotron-340B", 336.3, 1),
     ],
 )
 def test_a_name_is_a_shape(name: str, billions: float, experts: int) -> None:
@@ -46,16 +39,6 @@ def test_a_name_is_a_shape(name: str, billions: float, experts: int) -> None:
     assert run.model.num_parameters / 1e9 == pytest.approx(billions, rel=0.005)
     assert run.model.num_experts == experts
     assert known_figures(name)["source"]
-
-
-def test_experts_are_not_a_dense_model() -> None:
-    row = {**NAMED, "model": "Qwen3-30B-A3B", "ep": "8", "notes": "NeMo AutoModel"}
-    run = run_of(row)
-    assert run.layout.expert_size == 8
-    active = sum(run.model.kinds[k].num_active_parameters for k in run.model.layers)
-    assert active / 1e9 == pytest.approx(2.7, rel=0.03)  # 3.3B with embedding and head
-    told = step_time(run.model, run.layout, run.device, run.engine).communication
-    assert told["expert"] > 0
 
 
 def test_a_model_that_no_table_knows_has_the_experts_that_its_words_and_size_tell() -> None:
@@ -77,14 +60,11 @@ def test_a_model_that_no_table_knows_has_the_experts_that_its_words_and_size_tel
 @pytest.mark.parametrize(
     ("words", "engine"),
     [
-        ("NeMo 25.02", "megatron_core"),
         ("Megatron-Bridge, VP 8", "megatron_core"),
-        ("Megatron-Core", "megatron_core"),
         ("Megatron-LM with FlashAttention", "megatron_core"),
         ("Megatron-LM", "megatron"),
         ("NeMo AutoModel", "automodel"),
         ("torchtitan, FSDP2 + compile", "fsdp_compiled"),
-        ("TRL SFTTrainer", "fsdp"),
         ("TRL SFTTrainer, DeepSpeed ZeRO-3", "deepspeed"),
         ("", "deepspeed"),
     ],
@@ -97,12 +77,9 @@ def test_engines_by_the_words_of_a_page(words: str, engine: str) -> None:
     ("zero", "notes", "stage"),
     [
         ("FULL_SHARD", "", 3),
-        ("SHARD_GRAD_OP", "", 2),
         ("HYBRID_SHARD", "FSDP", 3),
         ("NO_SHARD", "FSDP", 0),
-        ("DDP", "", 0),
         ("ZeRO-2", "", 2),
-        ("3.0", "", 3),
         ("distributed optimizer", "Megatron-Core", 1),
         ("", "FSDP2", 3),
         ("", "DeepSpeed ZeRO-3", 3),
@@ -207,21 +184,12 @@ def test_adapters_and_number_formats() -> None:
 @pytest.mark.parametrize(
     ("name", "device"),
     [
-        ("V100", "V100-32GB"),
         ("Tesla V100-SXM2-16GB", "V100-16GB"),
         ("H20", "H20-96GB"),
-        ("NVIDIA H200", "H200-141GB"),
-        ("GH200", "GH200-96GB"),
         ("NVIDIA GH200 480GB", "GH200-96GB"),
-        ("GB200", "GB200-186GB"),
-        ("NVIDIA B200", "B200-180GB"),
         ("H100 PCIe", "H100-PCIe-80GB"),
         ("NVIDIA H100 NVL", "H100-NVL-94GB"),
-        ("A800-SXM4-80GB", "A800-80GB"),
-        ("NVIDIA GeForce RTX 4090", "RTX4090-24GB"),
-        ("A100-40", "A100-40GB"),
         ("a100_40gb", "A100-40GB"),
-        ("h100_80gb", "H100-80GB"),
         ("H100 80GB (700 W)", "H100-80GB"),
         ("DGX-GB300", "GB300-279GB"),
         ("p4d.24xlarge", "A100-40GB"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from bigtrain.settings.deepspeed.keys import key_table, suggestion
 from bigtrain.settings.resolve import resolve_run, resolve_run_files
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.system.shipped_files import ds_configs
+from tests.support.run_trees import run_config
 
 PLAN = BatchPlan(
     global_batch_size=16, micro_batch_size=2, data_size=2, accumulation=4, sequence_length=8
@@ -31,24 +32,16 @@ PLAN = BatchPlan(
 
 
 def make_config(**sections: Any) -> RunConfig:
-    tree: dict[str, Any] = {
-        "model": {"config": {"model_type": "llama"}},
-        "data": {"path": "shards"},
-        "batch": {"sequence_length": 8, "global_batch_size": 16, "micro_batch_size": 2},
-        "train": {"steps": 10},
-        "optimizer": {"lr": 1e-3},
-        "output": {"directory": "run"},
-        "precision": {"dtype": "float32"},
-    }
-    for name, section in sections.items():
-        tree[name] = {**tree.get(name, {}), **section}
-    return RunConfig.model_validate(tree)
+    batch = {"global_batch_size": 16, "micro_batch_size": 2, **sections.pop("batch", {})}
+    return run_config(**{"precision": {"dtype": "float32"}, "batch": batch, **sections})
 
 
 def rendered(raw: dict[str, Any], **sections: Any) -> dict[str, Any]:
+    before = json.dumps(raw)
     engine, problems = render(make_config(**sections), PLAN, raw, "x.json")
     assert problems == []
     assert engine is not None
+    assert json.dumps(raw) == before
     return engine.deepspeed
 
 
@@ -56,6 +49,13 @@ def problems_of(raw: dict[str, Any], **sections: Any) -> list[str]:
     engine, problems = render(make_config(**sections), PLAN, raw, "x.json")
     assert engine is None
     return [str(problem) for problem in problems]
+
+
+def tree_of(key: str, value: Any) -> Any:
+    """Return the JSON in which a dotted key has a value."""
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    return value
 
 
 def write_json(path: Path, tree: object) -> str:
@@ -108,41 +108,26 @@ def test_what_is_not_a_json_object_is_refused(tmp_path: Path, text: str, message
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        (
-            {"zero_optimisation": {"stage": 2}},
-            "x.json: zero_optimisation: unknown key, which DeepSpeed would ignore or reject -> did "
-            "you mean zero_optimization?",
-        ),
+        ({"zero_optimisation": {"stage": 2}}, "x.json: zero_optimisation: unknown key, which Dee"),
         (
             {"zero_optimization": {"overlap_com": True}},
             "x.json: zero_optimization.overlap_com = True: unknown key, which DeepSpeed would "
             "ignore or reject -> did you mean zero_optimization.overlap_comm?",
         ),
-        (
-            {"zero_optimization": {"stage": 3, "offload_param": {"nvme_pth": "/d"}}},
-            "did you mean zero_optimization.offload_param.nvme_path?",
-        ),
-        (
-            {"stage": 2},
-            "x.json: stage = 2: unknown key, which DeepSpeed would ignore or reject -> it belongs "
-            "to zero_optimization: write zero_optimization.stage",
-        ),
+        ({"stage": 2}, "-> it belongs to zero_optimization: write zero_optimization.stage"),
         ({"bf16": {"xyzzy": 1}}, "known in bf16: bf16_master_weights_and_grads"),
         (
             {"zero_optimization": {"stage": 4}},
             "x.json: zero_optimization.stage = 4: must be one of 0, 1, 2, 3",
         ),
-        (
-            {"zero_optimization": {"stage": True}},
-            "x.json: zero_optimization.stage = True: must be one of 0, 1, 2, 3",
-        ),
+        ({"zero_optimization": {"stage": True}}, "stage = True: must be one of 0, 1, 2, 3"),
         ({"zero_optimization": {"overlap_comm": "yes"}}, "must be of JSON type boolean or null"),
         ({"zero_optimization": {"reduce_bucket_size": 1.5}}, "must be of JSON type integer"),
         ({"zero_optimization": {"reduce_bucket_size": 0}}, "must be more than 0"),
         ({"zero_optimization": 2}, "x.json: zero_optimization = 2: must be a block of settings"),
         (
             {"zero_optimization": {"cpu_offload": True}},
-            "x.json: zero_optimization.cpu_offload = True: is deprecated in DeepSpeed -> use "
+            "zero_optimization.cpu_offload = True: is deprecated in DeepSpeed -> use "
             'offload_optimizer: {"device": "cpu"}',
         ),
         (
@@ -153,28 +138,24 @@ def test_what_is_not_a_json_object_is_refused(tmp_path: Path, text: str, message
     ],
 )
 def test_unknown_keys_and_values_are_refused(raw: dict[str, Any], message: str) -> None:
-    texts = problems_of(raw)
-    assert len(texts) == 1
-    assert message in texts[0]
+    (text,) = problems_of(raw)
+    assert message in text
 
 
 @pytest.mark.parametrize("path", sorted(key_table()["removed"]))
 def test_removed_blocks_are_named_as_removed(path: str) -> None:
-    raw: Any = {}
-    for name in reversed(path.split(".")):
-        raw = {name: raw}
-    (text,) = problems_of(raw)
+    (text,) = problems_of(tree_of(path, {}))
     assert text.startswith(f"x.json: {path}: was removed from DeepSpeed (0.19.8)")
     assert text.endswith(f"-> remove {path}")
 
 
 @pytest.mark.parametrize("path", sorted(REFUSED_BLOCKS))
 def test_blocks_the_run_owns_are_refused(path: str) -> None:
-    raw: Any = {}
-    for name in reversed(path.split(".")):
-        raw = {name: raw}
-    texts = [text for text in problems_of(raw) if text.startswith(f"x.json: {path}:")]
-    assert any(REFUSED_BLOCKS[path][0] in text for text in texts)
+    texts = problems_of(tree_of(path, {}))
+    assert any(t.startswith(f"x.json: {path}:") and REFUSED_BLOCKS[path][0] in t for t in texts)
+    node = key_table()
+    for name in path.split("."):
+        node = node["keys"][name]
 
 
 def test_a_scheduler_of_autos_is_one_problem() -> None:
@@ -183,28 +164,14 @@ def test_a_scheduler_of_autos_is_one_problem() -> None:
     assert text.startswith("x.json: scheduler: the run owns the learning rate over time")
 
 
-def test_every_refused_block_is_a_key_of_deepspeed() -> None:
-    for path in REFUSED_BLOCKS:
-        node = key_table()
-        for name in path.split("."):
-            assert name in node["keys"], path
-            node = node["keys"][name]
-
-
 # --- one owner for each setting ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        (
-            {"gradient_clipping": 0.5},
-            "x.json: gradient_clipping = 0.5: contradicts optimizer.clip_norm = 1.0 of the run",
-        ),
-        (
-            {"train_batch_size": 32},
-            "x.json: train_batch_size = 32: contradicts batch.global_batch_size = 16 of the run",
-        ),
+        ({"gradient_clipping": 0.5}, "0.5: contradicts optimizer.clip_norm = 1.0 of the run"),
+        ({"train_batch_size": 32}, "32: contradicts batch.global_batch_size = 16 of the run"),
         (
             {"train_micro_batch_size_per_gpu": 4},
             "train_micro_batch_size_per_gpu = 4: contradicts batch.micro_batch_size = 2 of the run",
@@ -216,10 +183,8 @@ def test_every_refused_block_is_a_key_of_deepspeed() -> None:
         ),
         ({"bf16": {"enabled": True}}, "bf16.enabled = True: contradicts precision.dtype = float32"),
         ({"fp16": {"enabled": True}}, "fp16.enabled = True: contradicts precision.dtype = float32"),
-        (
-            {"optimizer": {"type": "Lion"}},
-            "optimizer.type = 'Lion': contradicts optimizer.type = adamw",
-        ),
+        ({"optimizer": {"type": "Lion"}}, "type = 'Lion': contradicts optimizer.type = adamw"),
+        ({"optimizer": {"type": "Adam"}}, 'write "AdamW" or "auto"'),
         (
             {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}},
             "optimizer.params.lr = 0.0001: contradicts optimizer.lr = 0.001",
@@ -234,21 +199,20 @@ def test_every_refused_block_is_a_key_of_deepspeed() -> None:
         ),
         (
             {"data_types": {"grad_accum_dtype": "bf16"}},
-            "data_types.grad_accum_dtype = 'bf16': contradicts precision.gradient_dtype = float32 "
-            "(the default)",
+            "= 'bf16': contradicts precision.gradient_dtype = float32 (the default)",
         ),
         ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op = 'sum': contradicts batch"),
         ({"log_level": "auto"}, "x.json: log_level = 'auto': cannot be resolved"),
-        (
-            {"zero_optimization": {"stage": "auto"}},
-            "x.json: zero_optimization.stage = 'auto': cannot be resolved",
-        ),
+        ({"zero_optimization": {"stage": "auto"}}, "stage = 'auto': cannot be resolved"),
     ],
 )
 def test_contradictions_name_both_owners(raw: dict[str, Any], message: str) -> None:
-    texts = problems_of(raw)
-    assert len(texts) == 1
-    assert message in texts[0]
+    (text,) = problems_of(raw)
+    assert text.startswith("x.json: ")
+    assert message in text
+    in_tokens = {"global_batch_size": None, "global_tokens": 128}
+    (text,) = problems_of({"train_batch_size": 32}, batch=in_tokens)
+    assert "contradicts batch.global_tokens = 128" in text
 
 
 @pytest.mark.parametrize(
@@ -277,11 +241,6 @@ def test_an_optimizer_of_the_json_is_the_run_s_or_a_placeholder(
     ]
 
 
-def test_adam_is_told_how_to_name_adamw() -> None:
-    [text] = problems_of({"optimizer": {"type": "Adam"}})
-    assert 'write "AdamW" or "auto"' in text
-
-
 def test_equal_values_are_not_contradictions() -> None:
     raw = {
         "train_batch_size": 16,
@@ -301,81 +260,56 @@ def test_equal_values_are_not_contradictions() -> None:
     assert result["optimizer"]["type"] == "AdamW"
 
 
-def test_tokens_are_named_where_the_batch_is_given_in_tokens() -> None:
-    config = make_config(batch={"global_batch_size": None, "global_tokens": 128})
-    _, problems = render(config, PLAN, {"train_batch_size": 32}, "x.json")
-    assert "contradicts batch.global_tokens = 128" in str(problems[0])
-
-
 # --- what is rendered --------------------------------------------------------------------------
 
 
 def test_empty_json_is_zero_0_with_everything_the_run_owns() -> None:
+    params = {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
     assert rendered({}) == {
         "steps_per_print": 1_000_000_000,
         "wall_clock_breakdown": False,
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 4,
         "gradient_clipping": 1.0,
-        "optimizer": {
-            "type": "AdamW",
-            "params": {
-                "lr": 1e-3,
-                "betas": [0.9, 0.95],
-                "eps": 1e-8,
-                "weight_decay": 0.1,
-                "torch_adam": True,
-                "fused": True,
-            },
-        },
+        "optimizer": {"type": "AdamW", "params": {**params, "torch_adam": True, "fused": True}},
         "zero_optimization": {"stage": 0},
     }
+    # DeepSpeed's own default is on.
+    assert rendered({}, optimizer={"clip_norm": 0.0})["gradient_clipping"] == 0.0
 
 
 def test_zero_3_has_no_leaf_modules() -> None:
     """DeepSpeed's default are the blocks of several mixtures of experts."""
-    assert rendered({"zero_optimization": {"stage": 3}})["zero_optimization"] == {
-        "stage": 3,
-        "leaf_module": {"classes": []},
-    }
-    block = {"stage": 3, "leaf_module": {"names": []}}
-    assert rendered({"zero_optimization": block})["zero_optimization"]["leaf_module"] == {
-        "classes": [],
-        "names": [],
-    }
+    leaves: dict[str, Any]
+    for leaves in ({}, {"names": []}):
+        given = {"leaf_module": leaves} if leaves else {}
+        zero = rendered({"zero_optimization": {"stage": 3, **given}})["zero_optimization"]
+        assert zero == {"stage": 3, "leaf_module": {"classes": [], **leaves}}
     named = {"stage": 3, "leaf_module": {"name_suffixes": ["self_attn"]}}
     (text,) = problems_of({"zero_optimization": named})
     assert "DeepSpeed gathers a leaf's parameters by its positional inputs" in text
 
 
-def test_clipping_switched_off_is_written_since_deepspeeds_default_is_on() -> None:
-    assert rendered({}, optimizer={"clip_norm": 0.0})["gradient_clipping"] == 0.0
-
-
 @pytest.mark.parametrize(
-    ("stage", "precision", "accumulated", "reduced"),
+    ("stage", "precision", "accumulated"),
     [
-        (0, {"dtype": "float32"}, None, None),
-        (3, {"dtype": "float32"}, None, None),
-        (0, {"dtype": "bfloat16"}, None, None),
-        (1, {"dtype": "bfloat16"}, "fp32", "fp32"),
-        (2, {"dtype": "bfloat16"}, "fp32", "fp32"),
-        (3, {"dtype": "bfloat16", "gradient_dtype": "bfloat16"}, "bf16", "bf16"),
-        (2, {"dtype": "float16"}, None, None),
-        (2, {"dtype": "float16", "gradient_dtype": "float32"}, "fp32", "fp32"),
+        (3, {"dtype": "float32"}, None),
+        (0, {"dtype": "bfloat16"}, None),
+        (1, {"dtype": "bfloat16"}, "fp32"),
+        (2, {"dtype": "bfloat16"}, "fp32"),
+        (3, {"dtype": "bfloat16", "gradient_dtype": "bfloat16"}, "bf16"),
+        (2, {"dtype": "float16"}, None),
+        (2, {"dtype": "float16", "gradient_dtype": "float32"}, "fp32"),
     ],
 )
-def test_gradient_dtype(
-    stage: int, precision: dict[str, str], accumulated: str | None, reduced: str | None
-) -> None:
-    result = rendered({"zero_optimization": {"stage": stage}}, precision=precision)
+def test_gradient_dtype(stage: int, precision: dict[str, str], accumulated: str | None) -> None:
+    raw = {"zero_optimization": {"stage": stage}}
+    result = rendered(raw, precision=precision)
     assert result.get("data_types", {}).get("grad_accum_dtype") == accumulated
-    assert result.get("communication_data_type") == reduced
-
-
-def test_the_json_may_choose_the_dtype_on_the_wire() -> None:
-    raw = {"zero_optimization": {"stage": 2}, "communication_data_type": "bf16"}
-    assert rendered(raw, precision={"dtype": "bfloat16"})["communication_data_type"] == "bf16"
+    assert result.get("communication_data_type") == accumulated
+    if accumulated == "fp32":  # the JSON may choose the dtype on the wire
+        chosen = rendered({**raw, "communication_data_type": "bf16"}, precision=precision)
+        assert chosen["communication_data_type"] == "bf16"
 
 
 def test_only_the_precision_of_the_run_is_enabled() -> None:
@@ -392,30 +326,15 @@ def test_only_the_precision_of_the_run_is_enabled() -> None:
 
 
 def test_automatic_sizes_are_resolved_and_whole_floats_become_integers() -> None:
-    zero = rendered(
-        {
-            "zero_optimization": {
-                "stage": 3,
-                "reduce_bucket_size": "auto",
-                "stage3_prefetch_bucket_size": "auto",
-                "stage3_max_live_parameters": 1e9,
-            }
-        }
-    )["zero_optimization"]
-    assert zero == {
+    sizes = {"reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"}
+    zero = rendered({"zero_optimization": {"stage": 3, **sizes, "stage3_max_live_parameters": 1e9}})
+    assert zero["zero_optimization"] == {
         "stage": 3,
         "reduce_bucket_size": 50_000_000,
         "stage3_max_live_parameters": 1_000_000_000,
         "leaf_module": {"classes": []},
     }
-    assert type(zero["stage3_max_live_parameters"]) is int
-
-
-def test_rendering_leaves_the_input_alone() -> None:
-    raw = {"zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}, "bf16": {}}
-    before = json.dumps(raw)
-    rendered(raw)
-    assert json.dumps(raw) == before
+    assert type(zero["zero_optimization"]["stage3_max_live_parameters"]) is int
 
 
 OFFLOAD = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
@@ -446,10 +365,7 @@ def test_foreach_replaces_fused() -> None:
             {"optimizer": {"params": {"torch_adam": False, "fused": True}}},
             "optimizer.params.fused = True: is a parameter of torch's AdamW",
         ),
-        (
-            {"optimizer": {"params": {"fused": True, "foreach": True}}},
-            "fused or foreach, not both",
-        ),
+        ({"optimizer": {"params": {"fused": True, "foreach": True}}}, "fused or foreach, not both"),
         (
             {
                 "optimizer": {"params": {"torch_adam": True}},
@@ -469,14 +385,9 @@ def test_optimizer_conflicts(raw: dict[str, Any], message: str) -> None:
 
 
 def test_all_problems_come_in_one_error(tmp_path: Path) -> None:
-    name = write_json(
-        tmp_path / "own.json",
-        {
-            "gradient_clipping": 0.5,
-            "zero_optimisation": {},
-            "zero_optimization": {"offload_optimizer": {"device": "cpu"}},
-        },
-    )
+    zero = {"offload_optimizer": {"device": "cpu"}}
+    tree = {"gradient_clipping": 0.5, "zero_optimisation": {}, "zero_optimization": zero}
+    name = write_json(tmp_path / "own.json", tree)
     config = make_config(batch={"global_batch_size": 15})
     with pytest.raises(ConfigError) as caught:
         resolve_run(config, 2, name, "cpu")
@@ -489,12 +400,8 @@ def test_all_problems_come_in_one_error(tmp_path: Path) -> None:
     ]
     assert str(caught.value).startswith(f"4 problems in the run with {name}\n")
     assert caught.value.exit_code == 2
-
-
-@pytest.mark.parametrize("raw", [{"optimizer": 3}, {"zero_optimization": []}, {"bf16": True}])
-def test_blocks_of_the_wrong_type_are_one_problem(tmp_path: Path, raw: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="must be a block of settings") as caught:
-        resolve_run(make_config(), 1, write_json(tmp_path / "own.json", raw))
+        resolve_run(make_config(), 1, write_json(tmp_path / "own.json", {"optimizer": 3}))
     assert len(caught.value.problems) == 1
 
 
@@ -524,35 +431,14 @@ def test_both_files_are_reported_when_the_yaml_fails(tmp_path: Path) -> None:
     assert text.splitlines()[0].endswith(f"quickstart.yaml and the command line and {name}")
 
 
-@pytest.mark.parametrize("async_io", [None, True, False])
-def test_nvme_needs_libaio(tmp_path: Path, *, async_io: bool | None) -> None:
+def test_nvme_needs_libaio(tmp_path: Path) -> None:
     offload = {"device": "nvme", "nvme_path": "/local-disk"}
-    path = write_json(
-        tmp_path / "x.json", {"zero_optimization": {"stage": 3, "offload_param": offload}}
-    )
-    if async_io is not False:
-        assert resolve_run(make_config(), 1, path, async_io=async_io).engine.offload_param == "nvme"
-        return
+    tree = {"zero_optimization": {"stage": 3, "offload_param": offload}}
+    path = write_json(tmp_path / "x.json", tree)
+    for known in (None, True):
+        assert resolve_run(make_config(), 1, path, async_io=known).engine.offload_param == "nvme"
     with pytest.raises(ConfigError, match=r"libaio.* -> apt-get install libaio-dev"):
-        resolve_run(make_config(), 1, path, async_io=async_io)
-
-
-@pytest.mark.parametrize("stage", range(4))
-def test_an_optimizer_on_nvme_is_refused(tmp_path: Path, stage: int) -> None:
-    """Its states could not be saved; parameters on NVMe are a matter of their own."""
-    offload = {"device": "nvme", "nvme_path": "/local-disk", "pipeline_read": True}
-    path = write_json(
-        tmp_path / "x.json", {"zero_optimization": {"stage": stage, "offload_optimizer": offload}}
-    )
-    expected = r"offload_optimizer\.device = 'nvme': .* no checkpoint can read -> cpu or none"
-    with pytest.raises(ConfigError, match=expected):
-        resolve_run(make_config(), 1, path)
-
-
-def test_weights_that_are_frozen_are_not_kept_on_nvme() -> None:
-    config = make_config(model={"frozen": ["*embed*"]})
-    with pytest.raises(ConfigError, match=r"offload_param\.device = 'nvme': .* not trained"):
-        resolve_run(config, 1, "zero3_nvme")
+        resolve_run(make_config(), 1, path, async_io=False)
 
 
 def test_numbers_of_a_model_written_in_the_run_are_judged() -> None:
@@ -579,42 +465,34 @@ def test_numbers_of_a_model_written_in_the_run_are_judged() -> None:
         ("zero", "did you mean zero_optimization?"),
         ("lr", "it belongs to optimizer.params: write optimizer.params.lr"),
         ("optimizer.params.learning_rate", "known in optimizer.params: adam_w_mode"),
-        ("optimizer.params.beta", "did you mean optimizer.params.betas?"),
         ("zero_optimization.zzz", "nearest known key is zero_optimization."),
         ("activation_checkpoint", "remove it"),
         ("flops_profiler.output", "did you mean flops_profiler.output_file?"),
-        ("comms_logger.verbosity", "did you mean comms_logger.verbose?"),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest_accepted_one(key: str, nearest: str) -> None:
-    tree: Any = 1
-    for name in reversed(key.split(".")):
-        tree = {name: tree}
-    (problem,) = check_file_alone(tree, "x.json")
+    (problem,) = check_file_alone(tree_of(key, 1), "x.json")
     assert nearest in (problem.remedy or "")
 
 
 def known_leaves() -> Iterator[str]:
     """Yield every key of a value that DeepSpeed knows, dotted; blocks without known keys count as
     one."""
-
-    def below(keys: Mapping[str, Any], parents: tuple[str, ...]) -> Iterator[str]:
+    levels: list[tuple[tuple[str, ...], Any]] = [((), key_table()["keys"])]
+    while levels:
+        parents, keys = levels.pop()
         for name, node in keys.items():
             if "keys" in node:
-                yield from below(node["keys"], (*parents, name))
+                levels.append(((*parents, name), node["keys"]))
             else:
                 yield ".".join((*parents, name))
 
-    yield from below(key_table()["keys"], ())
 
-
-@pytest.mark.parametrize("key", sorted(key for key in known_leaves() if "." in key))
-def test_a_letter_too_many_still_finds_an_accepted_key(key: str) -> None:
+def test_a_letter_too_many_still_finds_an_accepted_key() -> None:
     """No key is suggested that would be refused itself."""
     accepted = {row.key for row in ROWS}
-    suggested = suggestion(f"{key}x", accepted)
-    named = re.search(r"did you mean (\S+)\?", suggested)
-    if key in accepted:
-        assert named is not None
-    if named is not None:
-        assert any(f"{one}.".startswith(f"{named[1]}.") for one in accepted)
+    for key in (key for key in known_leaves() if "." in key):
+        named = re.search(r"did you mean (\S+)\?", suggestion(f"{key}x", accepted))
+        assert named is not None or key not in accepted, key
+        if named is not None:
+            assert any(f"{one}.".startswith(f"{named[1]}.") for one in accepted), key

@@ -10,24 +10,16 @@ import pytest
 
 from bigtrain.errors import ConfigError
 from bigtrain.settings.resolve import resolve_run
-from bigtrain.settings.run_config import AdaptersSection, RunConfig
+from bigtrain.settings.run_config import AdaptersSection
+from tests.support.run_trees import run_config
 
 MOE = {"model_type": "mixtral", "num_local_experts": 4, "num_hidden_layers": 2}
 STACKS = {"targets": [], "target_parameters": ["gate_up_proj"]}
 
 
 def resolve(engine: str, tensor: int, adapters: dict[str, Any], base: str = "some/hub") -> None:
-    config = {
-        "model": {"path": base},
-        "data": {"path": "shards"},
-        "batch": {"sequence_length": 8, "global_batch_size": 4},
-        "train": {"steps": 2},
-        "optimizer": {"lr": 1e-3},
-        "parallel": {"tensor": tensor},
-        "adapters": adapters,
-        "output": {"directory": "run"},
-    }
-    resolve_run(RunConfig.model_validate(config), 2, engine, "cpu")
+    sections = {"parallel": {"tensor": tensor}, "adapters": adapters}
+    resolve_run(run_config(model={"path": base}, **sections), 2, engine, "cpu")
 
 
 QLORA = {"quantization": "nf4"}
@@ -37,7 +29,6 @@ QLORA = {"quantization": "nf4"}
     ("engine", "tensor", "words"),
     [
         ("zero3", 1, "bitsandbytes stores the scales of packed weights outside the parameter"),
-        ("zero3_offload", 1, "bitsandbytes stores the scales of packed weights outside"),
         ("zero1", 2, "every 64 consecutive weights share a scale"),
     ],
 )
@@ -60,10 +51,7 @@ def test_a_base_with_experts_is_not_in_4_bits(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        (
-            {"load_in_4bit": True},
-            "adapters.load_in_4bit has another name here -> quantization: nf4",
-        ),
+        ({"load_in_4bit": True}, "load_in_4bit has another name here -> quantization: nf4"),
         ({"quantization_bit": 4}, "another name here -> quantization: nf4"),
         ({"bnb_4bit_compute_dtype": "bfloat16"}, "another name here -> compute_dtype"),
         ({"use_bnb_nested_quant": True}, "another name here -> double_quantization"),

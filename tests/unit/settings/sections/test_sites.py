@@ -11,6 +11,7 @@ from bigtrain.errors import ConfigError
 from bigtrain.settings.batch_plan import plan_batch
 from bigtrain.settings.resolve import resolve_run
 from bigtrain.settings.run_config import BatchSection, RunConfig, SitesSection
+from tests.support.run_trees import run_config
 
 MEET = {"server": "http://10.0.0.1:29700", "token_file": "token"}
 
@@ -40,25 +41,16 @@ def test_rates_by_the_number_of_sites(count: int, outer: dict[str, Any], expecte
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        (
-            {"index": 2},
-            "sites.index = 2 is none of sites.count = 2 sites, counted from 0 -> 0 to 1",
-        ),
+        ({"index": 2}, "index = 2 is none of sites.count = 2 sites, counted from 0 -> 0 to 1"),
         ({"server": None}, "sites.server is missing, and sites.count = 2 sites have to meet"),
         ({"server": "10.0.0.1:29700"}, "sites.server = '10.0.0.1:29700' is not http://host:port"),
         ({"server": "http://host"}, "sites.server = 'http://host' is not http://host:port"),
         ({"server": "http://host:70000"}, "sites.server = 'http://host:70000' is not http://"),
         ({"token_file": None}, "sites.token_file is missing, and the server at http://10.0.0.1"),
-        (
-            {"address": "10.0.0.1:29600"},
-            "sites.address = '10.0.0.1:29600' no longer exists: sites meet at an outer server -> "
-            "sites.server: http://HOST:29700 and sites.token_file",
-        ),
+        ({"address": "10.0.0.1:29600"}, "sites.address = '10.0.0.1:29600' no longer exists: sites"),
         (
             {"exchange": "server", "inner_steps": 10, "fragments": 2, "overlap_steps": 1},
-            "sites.fragments = 2, overlap_steps = 1, mixing = 0 with sites.exchange = 'server': a "
-            "server exchanges complete models -> fragments: 1, overlap_steps: 0, mixing: 0, or "
-            "sites.exchange: direct",
+            "sites.fragments = 2, overlap_steps = 1, mixing = 0 with sites.exchange = 'server'",
         ),
         ({"exchange": "gossip"}, "'server' or 'direct'"),
         (
@@ -82,57 +74,36 @@ def test_rates_by_the_number_of_sites(count: int, outer: dict[str, Any], expecte
             "sites.overlap_steps = 5 is not less than sites.inner_steps / sites.fragments = 5",
         ),
         ({"mixing": 1.0}, "less than 1"),
+        ({"shares": [1]}, r"sites.shares = \[1\] has 1 numbers for"),
     ],
 )
 def test_refusals(values: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValidationError, match=text.replace("(", r"\(")):
+    with pytest.raises(ValidationError, match=text):
         section(**values)
 
 
 def test_addresses_are_taken_apart() -> None:
+    """A server holds the weights unless sites exchange them."""
     assert section().server_place == ("10.0.0.1", 29700)
     assert section(server="http://[fd00::1]:29600").server_place == ("fd00::1", 29600)
-
-
-def test_a_server_holds_the_weights_unless_sites_exchange_them() -> None:
-    assert SitesSection.model_validate({"count": 2, "inner_steps": 1} | MEET).server_holds_weights
+    assert section(exchange="server").server_holds_weights
     assert not section().server_holds_weights
     assert not SitesSection(count=1, inner_steps=1).server_holds_weights
 
 
-def test_the_last_window_may_be_short() -> None:
-    sites = section(inner_steps=4)
-    assert [step for step in range(1, 11) if sites.sent_after(step, 10)] == [4, 8, 10]
-
-
 def test_fragments_are_sent_in_turn_and_all_after_the_last_step() -> None:
     sites = section(inner_steps=6, fragments=3, overlap_steps=1)
-    sent = {step: list(sites.sent_after(step, 13)) for step in range(1, 14)}
-    assert {step: parts for step, parts in sent.items() if parts} == {
-        2: [0],
-        4: [1],
-        6: [2],
-        8: [0],
-        10: [1],
-        12: [2],
-        13: [0, 1, 2],
-    }
+    sent = {step: parts for step in range(1, 14) if (parts := [*sites.sent_after(step, 13)])}
+    assert sent == {2: [0], 4: [1], 6: [2], 8: [0], 10: [1], 12: [2], 13: [0, 1, 2]}
     assert sites.merged_after(4) == 5
+    whole = section(inner_steps=4)
+    assert [step for step in range(1, 11) if whole.sent_after(step, 10)] == [4, 8, 10]
 
 
 def run(**sections: Any) -> RunConfig:
-    return RunConfig.model_validate(
-        {
-            "model": {"config": {"model_type": "llama", "num_hidden_layers": 2}},
-            "data": {"path": "unused"},
-            "batch": {"sequence_length": 16, "global_batch_size": 8, "micro_batch_size": 2},
-            "train": {"steps": 10},
-            "optimizer": {"lr": 1e-3},
-            "output": {"directory": "unused"},
-            "sites": {"count": 2, "inner_steps": 5} | MEET,
-            **sections,
-        }
-    )
+    batch = {"sequence_length": 16, "global_batch_size": 8, "micro_batch_size": 2}
+    sites = {"count": 2, "inner_steps": 5} | MEET
+    return run_config(batch=batch, train={"steps": 10}, sites=sites, **sections)
 
 
 def test_the_global_batch_is_of_all_sites() -> None:
@@ -142,17 +113,6 @@ def test_the_global_batch_is_of_all_sites() -> None:
     assert plan.tokens_per_step == 2 * plan.site_tokens_per_step == 8 * 16
     assert resolved.engine.deepspeed["gradient_accumulation_steps"] == 1
     assert "x 2 sites; 128 tokens" in plan.equation()
-
-
-def test_a_batch_that_sites_do_not_divide_is_refused() -> None:
-    plan, (problem,) = plan_batch(
-        BatchSection(sequence_length=16, global_batch_size=8, micro_batch_size=2), 2, 3
-    )
-    assert plan is None
-    assert str(problem) == (
-        "batch.global_batch_size = 8: must be a multiple of batch.micro_batch_size x data-parallel "
-        "size x sites = 2 x 2 x 3 = 12 -> nearest: 12"
-    )
 
 
 def test_what_is_not_proven_is_refused_with_a_reason() -> None:
@@ -198,5 +158,6 @@ def test_shares_that_do_not_divide_are_refused_with_those_that_do() -> None:
         "of batch.micro_batch_size x data-parallel size = 2 x 1, which gives multiples of 6 -> "
         "nearest: 12 or 18"
     )
-    with pytest.raises(ValidationError, match=r"sites.shares = \[1\] has 1 numbers for"):
-        section(shares=[1])
+    plan, (problem,) = plan_batch(section_of_batch, 2, 3)
+    assert plan is None
+    assert "x data-parallel size x sites = 2 x 2 x 3 = 12 -> nearest: 12 or 24" in str(problem)

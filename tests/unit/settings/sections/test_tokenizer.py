@@ -9,19 +9,11 @@ import pytest
 from bigtrain.errors import ConfigError
 from bigtrain.settings.loading import parse_run_config
 from bigtrain.settings.run_config import RunConfig, VocabularySection
+from tests.support.run_trees import run_tree
 
 
 def run(*overrides: str, **tokenizer: Any) -> RunConfig:
-    tree = {
-        "model": {"path": "base"},
-        "data": {"path": "shards"},
-        "batch": {"sequence_length": 8, "global_batch_size": 16},
-        "train": {"steps": 10},
-        "optimizer": {"lr": 0.001},
-        "output": {"directory": "run"},
-        "tokenizer": tokenizer,
-    }
-    return parse_run_config(tree, overrides)
+    return parse_run_config(run_tree(model={"path": "base"}, tokenizer=tokenizer), overrides)
 
 
 def test_weights_grow_for_added_tokens() -> None:
