@@ -105,12 +105,13 @@ def test_batch_in_tokens_is_told_in_tokens(capsys: pytest.CaptureFixture[str]) -
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "address"),
     [
         (["{here}"], "{here}"),
-        pytest.param(["login.invalid"], None, marks=pytest.mark.slow),
-        pytest.param(["login.invalid", "127.0.0.1"], "127.0.0.1", marks=pytest.mark.slow),
+        (["login.invalid"], None),
+        (["login.invalid", "127.0.0.1"], "127.0.0.1"),
     ],
 )
 def test_the_rendezvous_listens_at_one_address(words: list[str], address: str | None) -> None:
