@@ -18,7 +18,7 @@ from bigtrain.models.build import build_model
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.run.checkpointing import checkpoints
 from bigtrain.settings.run_config import ModelSection
-from tests.chaos.conftest import arguments, complete, final_tensors, losses, run_until_killed
+from tests.chaos.conftest import arguments, assert_same_run, complete, run_until_killed
 from tests.support.lives import Server
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
@@ -62,13 +62,6 @@ def left_in(memory: Path) -> list[str]:
     return sorted(str(path.relative_to(memory)) for path in memory.rglob("*"))
 
 
-def assert_same_end(run: Path, reference: Path) -> None:
-    ours, theirs = final_tensors(run), final_tensors(reference)
-    assert ours.keys() == theirs.keys()
-    assert all(bool((ours[name] == theirs[name]).all()) for name in theirs)
-    assert losses(run) == losses(reference)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_killed_rank_resumes_from_memory_to_the_same_bits(
@@ -90,7 +83,7 @@ def test_killed_rank_resumes_from_memory_to_the_same_bits(
     assert step == newest
     assert directory.startswith(str(memory))
     assert left_in(memory) == []
-    assert_same_end(run, undisturbed)
+    assert_same_run(run, undisturbed)
 
 
 @pytest.fixture
@@ -118,7 +111,7 @@ def continue_run(server: Server, command: list[str], memory: Path, reference: Pa
     text = complete(server, command)
     assert left_in(memory) == []
     run = Path(next(w for w in command if w.startswith("output.directory=")).partition("=")[2])
-    assert_same_end(run, reference)
+    assert_same_run(run, reference)
     return text
 
 
@@ -251,7 +244,7 @@ def test_memory_of_another_user_is_not_used(
     lines = [x for x in text.splitlines() if "no checkpoints in memory, only on disk" in x]
     assert lines
     assert all("is not a directory of this user only" in line for line in lines)
-    assert_same_end(run, uninterrupted)
+    assert_same_run(run, uninterrupted)
 
 
 @pytest.mark.slow
@@ -279,7 +272,7 @@ def test_memory_is_removed_by_a_start_without_it(
     text = complete(server, [*command, "checkpoint.memory=null"])
     assert resumed(text)[0][1].startswith(str(run))
     assert not moved.exists()
-    assert_same_end(run, uninterrupted)
+    assert_same_run(run, uninterrupted)
 
 
 @pytest.mark.slow
@@ -362,4 +355,4 @@ def test_random_kills_leave_nothing_and_end_as_the_undisturbed_run(
     run = tmp_path / "run"
     own = ["checkpoint.every_steps=8", "checkpoint.keep_last=9"]
     survive(server, words(run_yaml, run, memory, *own), memory, num_kills=5, seed=1)
-    assert_same_end(run, uninterrupted)
+    assert_same_run(run, uninterrupted)

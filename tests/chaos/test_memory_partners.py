@@ -16,9 +16,8 @@ from bigtrain.models.tracing.traced_costs import model_costs
 from bigtrain.planner.run_prediction import predict_run
 from bigtrain.run.checkpointing import checkpoints
 from bigtrain.settings.resolve import resolve_run_files
-from tests.chaos.conftest import complete, run_until_killed
+from tests.chaos.conftest import assert_same_run, complete, run_until_killed
 from tests.chaos.test_memory_checkpoints import (
-    assert_same_end,
     resumed,
     steps_in_memory,
     words,
@@ -101,7 +100,7 @@ def test_a_host_that_is_back_with_empty_memory_gets_its_part(
         shutil.rmtree(left)
     text = complete(server, killed, **hosts)
     assert resumed(text)[0][0] == newest
-    assert_same_end(tmp_path / "run", uninterrupted)
+    assert_same_run(tmp_path / "run", uninterrupted)
 
 
 @pytest.mark.slow
@@ -147,7 +146,7 @@ def test_a_partner_that_receives_slowly_costs_no_step(
     assert sums["blocked_seconds"] < seconds
     assert not list((memory / "a").iterdir())
     assert not list((memory / "b").iterdir())
-    assert_same_end(run, uninterrupted)
+    assert_same_run(run, uninterrupted)
 
 
 @pytest.mark.slow
@@ -177,7 +176,7 @@ def test_a_partner_that_stops_receiving_leaves_what_was_complete(
     [(step, directory)] = resumed(text)
     assert step == newest
     assert directory.startswith(str(run if on_disk else memory))
-    assert_same_end(run, uninterrupted)
+    assert_same_run(run, uninterrupted)
 
 
 @pytest.mark.slow
@@ -195,7 +194,7 @@ def test_a_partner_that_never_receives_does_not_keep_a_run_from_its_end(
     assert len(skipped_lines(text)) == 1
     assert totals(run)["saved"] == 0
     assert not list((memory / "a").iterdir())
-    assert_same_end(run, uninterrupted)
+    assert_same_run(run, uninterrupted)
 
 
 @pytest.mark.slow

@@ -67,11 +67,11 @@ import bigtrain.run.training as verification
 from bigtrain.system.processes import exit_process
 from bigtrain.train import main
 
-process_group.PROCESS_GROUP_TIMEOUT = timedelta(seconds=5)
-export_run, naps = finish.export_run, iter([8 * world.rank])
+process_group.PROCESS_GROUP_TIMEOUT = timedelta(seconds=8)
+export_run, naps = finish.export_run, iter([11 * world.rank])
 
 def slow_export(*args, **kwargs):
-    time.sleep(8)
+    time.sleep(11)
     return export_run(*args, **kwargs)
 
 class SlowShards(verification.ListedShards):
