@@ -154,6 +154,7 @@ def train(package: Path, run_yaml: Path, output: Path) -> tuple[set[str], dict[s
     return set(json.loads(names.read_text())), sums
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_run_needs_no_sibling_and_few_modules(run_yaml: Path, tmp_path: Path) -> None:
     """A copy of the package without the siblings' files trains, evaluates, saves and exports what

@@ -19,16 +19,8 @@ from tests.architecture.test_layers import MODULES, PACKAGE, PURE, REPORT, impor
 from tests.architecture.test_packaging import OPTIONAL
 from tests.support.worlds import ROOT
 
-HEAVY = [
-    "torch",
-    "deepspeed",
-    "transformers",
-    "peft",
-    "accelerate",
-    "datasets",
-    "tokenizers",
-    "numpy",
-]
+HEAVY = ["torch", "deepspeed", "transformers", "peft", "accelerate", "datasets", "tokenizers"]
+HEAVY += ["numpy"]
 
 
 # Names of packages on PyPI that may be installed beside us where bigtrain is used.
@@ -74,22 +66,14 @@ def test_no_name_shadows_a_module_of_python_or_of_a_package() -> None:
     assert ours & (installed | sys.stdlib_module_names | ELSEWHERE) - {"__init__"} == set()
 
 
-def test_pure_modules_load_without_big_libraries() -> None:
+@pytest.mark.parametrize(("modules", "heavy"), [(PURE, []), (REPORT, ["numpy"])])
+def test_pure_modules_load_without_big_libraries(modules: set[str], heavy: list[str]) -> None:
     loaded = run_python(
         "import importlib, json, sys\n"
-        f"for name in {sorted(PURE)!r}: importlib.import_module(name)\n"
+        f"for name in {sorted(modules)!r}: importlib.import_module(name)\n"
         f"print(json.dumps([name for name in {HEAVY!r} if name in sys.modules]))"
     )
-    assert loaded == []
-
-
-def test_the_report_loads_without_big_libraries() -> None:
-    loaded = run_python(
-        "import importlib, json, sys\n"
-        f"for name in {sorted(REPORT)!r}: importlib.import_module(name)\n"
-        f"print(json.dumps([name for name in {HEAVY!r} if name in sys.modules]))"
-    )
-    assert loaded == ["numpy"]
+    assert loaded == heavy
 
 
 def test_command_line_answers_without_big_libraries(tmp_path: Path) -> None:
@@ -164,18 +148,16 @@ print(json.dumps([[key, repr(after[key])] for key in before if before[key] != af
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("command", sorted(COMMANDS))
-def test_every_command_has_a_module_and_help(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    module = importlib.import_module(f"bigtrain.commands.{command.replace('-', '_')}")
-    assert callable(module.run)
-    with pytest.raises(SystemExit) as exit_info:
-        main([command, "--help"])
-    assert exit_info.value.code == 0
-    shown = capsys.readouterr().out
-    assert shown.startswith(f"usage: bigtrain {command}")
-    assert " ".join(COMMANDS[command].split()[:3]).lower() in shown.lower()
+def test_every_command_has_a_module_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, said in COMMANDS.items():
+        module = importlib.import_module(f"bigtrain.commands.{command.replace('-', '_')}")
+        assert callable(module.run)
+        with pytest.raises(SystemExit) as exit_info:
+            main([command, "--help"])
+        assert exit_info.value.code == 0
+        shown = capsys.readouterr().out
+        assert shown.startswith(f"usage: bigtrain {command}")
+        assert " ".join(said.split()[:3]).lower() in shown.lower()
 
 
 def test_help_keeps_names_as_they_are_written(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.architecture.test_layers import FILES, parse
 from tests.support.worlds import ROOT
-
-FILES = sorted((ROOT / "bigtrain").rglob("*.py"))
 
 NAMES_OF_NO_VALUE = frozenset(
     """one other others each own mine ours theirs whole beside held heard kept known unknown given
@@ -60,12 +59,12 @@ def names_no_value(name: str) -> bool:
     return name in NAMES_OF_NO_VALUE or has_prefix
 
 
-def prose_of(text: str) -> Iterator[str]:
+def prose_of(text: str, tree: ast.Module) -> Iterator[str]:
     """Comments and docstrings of a file."""
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
             yield token.string
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | Function):
             yield ast.get_docstring(node) or ""
 
@@ -73,7 +72,7 @@ def prose_of(text: str) -> Iterator[str]:
 def functions() -> Iterator[tuple[str, Function]]:
     """Functions of the package with their places."""
     for file in FILES:
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(parse(file)):
             if isinstance(node, Function):
                 yield f"{file.relative_to(ROOT)}:{node.lineno} {node.name}", node
 
@@ -81,7 +80,7 @@ def functions() -> Iterator[tuple[str, Function]]:
 def test_names_say_what_value_they_hold() -> None:
     num_names, places = 0, []
     for file in FILES:
-        for name in bound_names(ast.parse(file.read_text())):
+        for name in bound_names(parse(file)):
             num_names += 1
             if names_no_value(name):
                 places.append(f"{file.relative_to(ROOT)}: {name}")
@@ -91,7 +90,7 @@ def test_names_say_what_value_they_hold() -> None:
 def test_prose_repeats_the_noun() -> None:
     num_words, found = 0, []
     for file in FILES:
-        for prose in prose_of(file.read_text()):
+        for prose in prose_of(file.read_text(), parse(file)):
             num_words += len(prose.split())
             found += [f"{file.relative_to(ROOT)}: {m[0]}" for m in BACK_REFERENCE.finditer(prose)]
     assert len(found) / num_words <= MOST_BACK_REFERENCES / 1000, "\n".join(found)
@@ -122,5 +121,9 @@ def test_the_list_of_names(name: str, is_bad: bool) -> None:
 
 def test_back_references_are_found_in_docstrings_and_comments() -> None:
     text = '"""Those of the model, and the others."""\n# its own rank\n'
-    found = [match for prose in prose_of(text) for match in BACK_REFERENCE.findall(prose)]
+    found = [
+        match
+        for prose in prose_of(text, ast.parse(text))
+        for match in BACK_REFERENCE.findall(prose)
+    ]
     assert len(found) == 3

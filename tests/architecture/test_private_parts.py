@@ -28,36 +28,16 @@ PATCHES = (
     "bigtrain.run.reporting.accelerate_patches",
 )
 # Internals of DeepSpeed whose names do not say so.
-UNMARKED = {
-    "allreduce_no_retain",
-    "averaged_gradients",
-    "backup_optimizer",
-    "clip_fp32_gradients",
-    "ds_id",
-    "ds_numel",
-    "ds_pipe_replicated",
-    "ds_process_group",
-    "ds_shape",
-    "ds_status",
-    "ds_tensor",
-    "fp16_groups",
-    "fp32_groups",
-    "fp32_groups_flat",
-    "fp32_groups_flat_partition",
-    "fp32_groups_gradient_dict",
-    "fp32_partitioned_groups_flat",
-    "grad_accum",
-    "grad_position",
-    "loss_fn",
-    "loss_scaler",
-    "overflow_checker",
-    "persistent_parameters",
-    "single_partition_of_fp32_groups",
-    "sub_group_to_group_id",
-    "tensor_model_parallel",
-    "update_lp_params",
-    "use_grad_accum_attribute",
-}
+UNMARKED = frozenset(
+    """
+    allreduce_no_retain averaged_gradients backup_optimizer clip_fp32_gradients ds_id ds_numel
+    ds_pipe_replicated ds_process_group ds_shape ds_status ds_tensor fp16_groups fp32_groups
+    fp32_groups_flat fp32_groups_flat_partition fp32_groups_gradient_dict
+    fp32_partitioned_groups_flat grad_accum grad_position loss_fn loss_scaler overflow_checker
+    persistent_parameters single_partition_of_fp32_groups sub_group_to_group_id
+    tensor_model_parallel update_lp_params use_grad_accum_attribute
+    """.split()
+)
 # Methods that libraries call on their objects: set by `torch_patches.shadow`.
 CALLED_BY_LIBRARIES = {"forward", "step"}
 # Python documents these, underscore and all.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,6 +89,28 @@ def arguments(run_yaml: Path, directory: Path, *more: str) -> list[str]:
     return ["--config", str(run_yaml), f"output.directory={directory}", *more]
 
 
+def complete(server: Server, words: list[str], **more: Any) -> str:
+    """Let a run on two ranks, or `world_size`, come to its end; return what it printed."""
+    codes, text = server.live(words, **more)
+    assert codes == [0] * more.get("world_size", 2), text
+    return text
+
+
+def refused(server: Server, words: list[str], **more: Any) -> str:
+    """Return the text with which a run ends with an error that it names."""
+    codes, text = server.live(words, **more)
+    assert 2 in codes, text
+    assert "Traceback" not in text
+    return text
+
+
+def run_until_killed(server: Server, words: list[str], **more: Any) -> str:
+    """Return what a run printed in which a rank was killed."""
+    codes, text = server.live(words, **more)
+    assert -signal.SIGKILL in codes, text
+    return text
+
+
 def final_tensors(run: Path, step: int = STEPS) -> dict[str, torch.Tensor]:
     """Masters, optimizer states and buffers of a checkpoint that is whole to the last byte."""
     return read_full(checkpoints.find(run, step) / checkpoints.TENSORS)
@@ -117,7 +140,6 @@ def assert_same_run(run: Path, reference: Path) -> None:
 def uninterrupted(server: Server, run_yaml: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run on two processes that nobody disturbed."""
     run = tmp_path_factory.mktemp("uninterrupted") / "run"
-    codes, text = server.live(arguments(run_yaml, run))
-    assert codes == [0, 0], text
+    complete(server, arguments(run_yaml, run))
     assert checkpoints.list_steps(run) == [8, 16, 22, 24]
     return run

@@ -29,12 +29,6 @@ from tests.support.tiers import FULL
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(3000)]
 
 TOPOLOGIES = {
-    "zero1": (2, ["zero1"]),
-    "zero3": (2, ["zero3"]),
-    "pipeline2": (2, ["zero1", "parallel.pipeline=2"]),
-    "tensor2": (2, ["zero1", "parallel.tensor=2"]),
-    "expert2": (2, ["zero1", "parallel.expert=2"]),
-    "pipeline2 on hosts of 2": (4, ["zero1", "parallel.pipeline=2"]),
     "expert2 with flips": (4, ["zero1", "parallel.expert=2", "guard.compare_every_steps=1"]),
 }
 HOSTS = ["n0", "n1"]

@@ -26,8 +26,8 @@ from tests.support.tiers import FULL
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
-NUM_KILLS = 50 if FULL else 5
-NUM_FULL_DISKS = 5 if FULL else 2
+NUM_KILLS = 50 if FULL else 3
+NUM_FULL_DISKS = 5 if FULL else 1
 SHAPE = (40, 50)
 BOXES = [["w", [0, 0], [25, 50]], ["w", [25, 0], [15, 50]]]
 """Two parts, as two ranks send them."""

@@ -9,21 +9,16 @@ import pytest
 from bigtrain.engine.checkpoint.io import read_full
 from bigtrain.engine.checkpoint.tensor_files import find_parts
 from bigtrain.run.checkpointing import checkpoints
-from tests.chaos.conftest import arguments, losses
+from tests.chaos.conftest import arguments, complete, losses
 from tests.support.lives import Server
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
 
-@pytest.mark.parametrize("asynchronous", ["true", pytest.param("false", marks=pytest.mark.slow)])
-def test_replicas_are_divided(
-    server: Server, run_yaml: Path, tmp_path: Path, asynchronous: str
-) -> None:
+def test_replicas_are_divided(server: Server, run_yaml: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    options = [f"checkpoint.asynchronous={asynchronous}", "train.steps=4"]
-    words = arguments(run_yaml, run, "--deepspeed_config", "zero0", *options)
-    codes, text = server.live(words)
-    assert codes == [0, 0], text
+    words = arguments(run_yaml, run, "--deepspeed_config", "zero0", "train.steps=4")
+    complete(server, words)
     tensors = checkpoints.find(run, 4) / checkpoints.TENSORS
     parts = find_parts(tensors)
     assert parts.keys() == read_full(tensors).keys()

@@ -16,10 +16,10 @@ from bigtrain.cli import main as bigtrain
 from tests.launch.conftest import (
     VOCAB_SIZE,
     Inputs,
-    launch,
     metrics,
     run_tree,
     tokenize,
+    trained,
     write_documents,
 )
 from tests.support.cluster import Cluster, cluster, wait_until, why_not
@@ -108,8 +108,7 @@ def lab(hosts: Cluster, inputs: Inputs, tmp_path: Path) -> Iterator[Lab]:
 def alone(inputs: Inputs) -> dict[int, float]:
     """The loss by step of one process on this machine."""
     root = inputs.run_yaml.parent
-    finished = launch([TRAIN, "--config", inputs.run_yaml], root)
-    assert finished.code == 0, finished.output
+    trained("--config", inputs.run_yaml)
     return metrics(root / "run")
 
 

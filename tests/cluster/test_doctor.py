@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from tests.cluster.conftest import COMMON, Lab
 from tests.support.cluster import BINARIES, wait_until
 from tests.support.worlds import ROOT
+
+pytestmark = pytest.mark.slow
 
 DOCTOR = (BINARIES / "python", "-m", "bigtrain.cli", "doctor", "--least-gib", "0.01")
 
@@ -77,27 +81,6 @@ def test_what_is_broken_is_named_by_host(lab: Lab) -> None:
     assert "lets others read HF_TOKEN" in output
     assert "hf_geheim" not in output
     assert output.count("\n  -> ") == output.count("FAIL"), output  # a remedy for each
-
-
-def test_a_port_behind_a_firewall_is_named(lab: Lab) -> None:
-    """n2 drops what comes for it from other hosts, and answers nothing."""
-    (lab.folder / "hosts").write_text("n1 slots=1\nn2 slots=1\n")
-    # Rules count in their order, and that of a host's own addresses is the first by default.
-    rules = ["ip rule add pref 20 lookup local", "ip rule del pref 0"]
-    rules += ["ip rule add pref 10 iif eth0 ipproto tcp dport 29778 blackhole"]
-    undone = ["ip rule add pref 0 lookup local", "ip rule del pref 20", "ip rule del pref 10"]
-    code, output = lab.run("n2", "sh", "-c", " && ".join(rules))
-    assert code == 0, output
-    try:
-        options = ["--hostfile", "hosts", "--port", "29778", "--quick", "--seconds", "20"]
-        code, output = lab.run("n1", *DOCTOR, *options)
-    finally:
-        lab.run("n2", "sh", "-c", "; ".join(undone))
-    assert code == 2, output
-    assert "n1: network: cannot reach n2 (timed out)\n  -> open the ports between" in output
-    table = cells(output)
-    assert table["n2"]["network"] == "reaches all"
-    assert "FAIL" not in {t for row in table.values() for n, t in row.items() if n != "network"}
 
 
 def test_in_a_slurm_job(lab: Lab, nodes: None) -> None:

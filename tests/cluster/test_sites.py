@@ -1,29 +1,27 @@
-"""Sites and their outer server on hosts of their own, while hosts, links and messages fail."""
+"""Sites and their server on hosts of their own, while hosts and links fail: the same scenario for
+both ways to exchange, and losses in the middle of a direct exchange."""
 
 from __future__ import annotations
 
 import json
-import re
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from bigtrain.run.checkpointing import checkpoints
 from tests.cluster.conftest import TRAIN
 from tests.launch.conftest import Inputs
-from tests.launch.test_sites import outer_lines
+from tests.launch.test_sites import assert_same_weights, outer_lines
 from tests.support.cluster import wait_until
 from tests.support.cluster.network import Network, network, why_no_network
-from tests.support.outer_servers import rounds
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
 PORT = 29700
 INNER_STEPS = 10
@@ -33,156 +31,119 @@ LONG = 100_000
 
 @dataclass
 class Lab:
-    """Site 0 on s0, site 1 on s1, the server on hub."""
+    """Site N on sN; the server on hub, or started by site 0 on its host."""
 
     net: Network
     folder: Path
     run_yaml: Path
-    running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    count: int
+    exchange: str = "direct"
+    server: str = "hub"
+    running: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+    serving: subprocess.Popen[bytes] | None = None
 
-    def serve(self, *options: str) -> None:
+    def serve(self, window: float = 3.0) -> None:
+        """Start the server, again with the directory it had."""
+        command = ("-m", "bigtrain.cli", "outer-server", "--window-seconds", str(window))
+        place = ("--directory", self.folder / "state", "--port", str(PORT), "--host", "0.0.0.0")
+        token = ("--token-file", self.token())
+        log = self.folder / "hub.log"
+        self.serving = self.net.start("hub", log, *command, *place, *token)
+
+    def token(self) -> Path:
         token = self.folder / "token"
         token.write_text("0123456789abcdef0123456789abcdef")
-        command = ("-m", "bigtrain.cli", "outer-server", "--token-file", token, *options)
-        place = ("--directory", self.folder / "state", "--port", str(PORT), "--host", "0.0.0.0")
-        self.running["hub"] = self.net.start("hub", self.folder / "hub.log", *command, *place)
+        return token
 
     def train(self, site: int, steps: int, *settings: str) -> None:
         command = [
-            *(TRAIN, "--config", self.run_yaml, f"sites.index={site}", "sites.count=2"),
-            f"sites.server=http://{self.net.address('hub')}:{PORT}",
-            f"sites.token_file={self.folder / 'token'}",
-            *(f"sites.inner_steps={INNER_STEPS}", "sites.timeout_seconds=4"),
+            *(TRAIN, "--config", self.run_yaml, f"sites.index={site}", f"sites.count={self.count}"),
+            f"sites.server=http://{self.net.address(self.server)}:{PORT}",
+            *(f"sites.token_file={self.token()}", f"sites.exchange={self.exchange}"),
+            *(f"sites.inner_steps={INNER_STEPS}", "sites.timeout_seconds=8"),
             f"output.directory={self.folder / str(site)}",
             *(f"train.steps={steps}", "engine.deepspeed_config=zero1"),
-            *("checkpoint.every_steps=50", "checkpoint.allow_changes=[train.steps]"),
+            *("batch.global_batch_size=12", "checkpoint.every_steps=50"),
+            "checkpoint.allow_changes=[train.steps]",
             *("evaluation.every_steps=null", "schedule.type=constant", *settings),
         ]
         log = self.folder / f"{site}.log"
-        self.running[f"s{site}"] = self.net.start(f"s{site}", log, *command)
+        self.running[site] = self.net.start(f"s{site}", log, *command)
 
-    def end(self, name: str, received: signal.Signals) -> int:
-        process = self.running.pop(name)
+    def end(self, site: int, received: signal.Signals) -> int:
+        process = self.running.pop(site)
         process.send_signal(received)
         return process.wait(60)
 
-    def text(self, name: str) -> str:
-        return (self.folder / f"{name}.log").read_text()
+    def text(self, site: int) -> str:
+        return (self.folder / f"{site}.log").read_text()
 
-    def outer_steps(self) -> list[tuple[int, str]]:
-        """Number and sites of the outer steps that the server has told of."""
-        matches = re.findall(r"outer step (\d+) with site (.*)", self.text("hub"))
-        return [(int(number), sites) for number, sites in matches]
+    def num_steps(self, site: int, sites: list[int]) -> int:
+        """Outer steps that a site has made with just these."""
+        count = 0
+        with suppress(FileNotFoundError):
+            for line in (self.folder / str(site) / "metrics.jsonl").read_text().splitlines():
+                with suppress(ValueError):  # the last one may be written just now
+                    count += json.loads(line).get("sites") == sites
+        return count
 
-    def wait_for_steps(self, sites: str, count: int = 2) -> None:
-        """Until so many more outer steps were made with just these sites."""
-        before = len([one for one in self.outer_steps() if one[1] == sites])
+    def wait_for_steps(self, sites: list[int], at: list[int] | None = None) -> None:
+        """Until two more outer steps were made with just these sites, on all of them."""
+        at = at or sites
+        before = {site: self.num_steps(site, sites) for site in at}
 
         def made() -> bool:
-            for name, process in self.running.items():
-                assert process.poll() is None, f"{name} ended:\n{self.text(name[-1:])[-3000:]}"
-            now = len([one for one in self.outer_steps() if one[1] == sites])
-            return now >= before + count
+            for site, process in self.running.items():
+                assert process.poll() is None, f"{site} ended:\n{self.text(site)[-3000:]}"
+            return all(self.num_steps(site, sites) >= before[site] + 2 for site in at)
 
-        wait_until(f"{count} outer steps with {sites}", made, 120)
+        wait_until(f"outer steps with {sites}", made, 300)
+
+    def wait_until_alone(self, *sites: int) -> None:
+        """Until these have gone on without an outer step that they could not make."""
+        words = "trains on its own"
+        before = {site: self.text(site).count(words) for site in sites}
+
+        def alone() -> bool:
+            return all(
+                self.text(n).count("trains on its own") > count for n, count in before.items()
+            )
+
+        wait_until(f"sites {sites} train alone", alone, 300)
 
 
 @pytest.fixture
-def lab(inputs: Inputs, tmp_path: Path) -> Iterator[Lab]:
+def net() -> Iterator[Network]:
     reason = why_no_network()
     if reason is not None:
         pytest.skip(reason)
-    with network(["hub", "s0", "s1"]) as net:
-        yield Lab(net, tmp_path, inputs.run_yaml)
+    with network(["hub", "s0", "s1", "s2"]) as site_network:
+        yield site_network
 
 
-def stop_and_finish(lab: Lab, *settings: str) -> None:
-    """Stop both sites, and let them train on for some steps to an end with the same weights."""
-    for name in ("s0", "s1"):
-        assert lab.end(name, signal.SIGTERM) == 75
-    steps = [max(checkpoints.list_steps(lab.folder / str(site))) for site in (0, 1)]
-    last = max(steps) // INNER_STEPS * INNER_STEPS
-    for site in (0, 1):
-        lab.train(site, last + 4 * INNER_STEPS, "output.export=true", *settings)
-    for name in ("s0", "s1"):
-        assert lab.running.pop(name).wait(120) == 0, lab.text(name[-1:])[-3000:]
-    assert_same_weights(lab.folder)
+def finish(lab: Lab, *settings: str) -> None:
+    """Stop all, and let them train on for some steps to an end with the same weights."""
+    for site in list(lab.running):
+        assert lab.end(site, signal.SIGTERM) == 75, lab.text(site)[-3000:]
+    newest = [max(checkpoints.list_steps(lab.folder / str(site))) for site in range(lab.count)]
+    last = max(newest) // INNER_STEPS * INNER_STEPS + 4 * INNER_STEPS
+    for site in range(lab.count):
+        lab.train(site, last, "output.export=true", *settings)
+    for site in range(lab.count):
+        assert lab.running.pop(site).wait(300) == 0, lab.text(site)[-3000:]
+    for site in range(lab.count):
+        assert outer_lines(lab.folder / str(site))[-1]["sites"] == list(range(lab.count))
+    assert_same_weights(lab.folder, *map(str, range(lab.count)))
 
 
-def assert_same_weights(folder: Path) -> None:
-    first, second = (load_file(folder / site / "hf" / "model.safetensors") for site in "01")
-    for key, weight in first.items():
-        assert torch.equal(weight, second[key]), key
-
-
-def events(run: Path) -> list[dict[str, Any]]:
+def events(run: Path) -> set[tuple[str, str]]:
     """What happened to sites and their server, as a run's metrics tell it."""
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [line for line in lines if "event" in line and "who" in line]
-
-
-def test_sites_go_on_while_hosts_and_links_fail(lab: Lab) -> None:
-    settings = ("sites.codec=int8",)
-    lab.serve("--window-seconds", "2")
-    for site in (0, 1):
-        lab.train(site, LONG, *settings)
-    lab.wait_for_steps("0, 1")
-    # A link is cut, and mended.
-    lab.net.link("s1", "down")
-    lab.wait_for_steps("0")
-    assert "site 1 missed outer step" in lab.text("hub")
-    wait_until("site 1 is alone", lambda: "this site trains on its own" in lab.text("1"))
-    lab.net.link("s1", "up")
-    lab.wait_for_steps("0, 1")
-    assert "site 1 was late for outer step" in lab.text("hub")
-    assert "missed outer step" in lab.text("1")
-    # A site is killed in the middle of a window, and is back later.
-    lab.end("s1", signal.SIGKILL)
-    lab.wait_for_steps("0")
-    lab.train(1, LONG, *settings)
-    lab.wait_for_steps("0, 1")
-    assert "jumping to step" in lab.text("1")
-    # The server is killed and started again.
-    lab.end("hub", signal.SIGKILL)
-    number = lab.outer_steps()[-1][0]
-    alone = lab.text("0").count("this site trains on its own")
-    wait_until(
-        "site 0 goes on without the server",
-        lambda: lab.text("0").count("this site trains on its own") > alone,
-    )
-    lab.serve("--window-seconds", "2")
-    lab.wait_for_steps("0, 1")
-    numbers = [one for one, _ in lab.outer_steps()]
-    assert numbers == list(range(1, numbers[-1] + 1))
-    assert numbers[-1] > number
-    # Strangers are named, and change nothing.
-    script = (
-        "import http.client\n"
-        "for headers in ({}, {'x-bigtrain-nonce': 'a', 'x-bigtrain-signature': '0' * 64}):\n"
-        "    for body in (b'no message', pack({'site': 0})):\n"
-        f"        c = http.client.HTTPConnection('{lab.net.address('hub')}', {PORT})\n"
-        "        c.request('POST', '/deliver', body, headers)\n"
-        "        print(c.getresponse().status)\n"
-    )
-    script = "from bigtrain.sites.protocol import pack\n" + script
-    assert lab.net.start("s0", lab.folder / "stranger.log", "-c", script).wait(60) == 0
-    assert lab.text("stranger").split() == ["401"] * 4
-    address = lab.net.address("s0")
-    assert f"{address}: refused a message (deliver) that nobody signed" in lab.text("hub")
-    lab.wait_for_steps("0, 1")
-    stop_and_finish(lab, *settings)
-    taken = [tuple(line["sites"]) for line in outer_lines(lab.folder / "0")]
-    assert {(0,), (0, 1)} <= set(taken)
-    assert taken[-1] == (0, 1)
-    told = {(one["event"], one["who"]) for one in events(lab.folder / "0")}
-    assert {("site_alone", "site 0"), ("site_left_out", "site 1")} <= told
-    assert {("site_returned", "site 1"), ("message_refused", address)} <= told
+    return {(line["event"], line["who"]) for line in lines if "event" in line and "who" in line}
 
 
 def paused(process: subprocess.Popen[bytes], until: Callable[[], bool]) -> None:
     """Let a process run for a tenth of the time only, until `until`."""
-    import time
-
     while not until():
         process.send_signal(signal.SIGSTOP)
         time.sleep(0.9)
@@ -190,63 +151,122 @@ def paused(process: subprocess.Popen[bytes], until: Callable[[], bool]) -> None:
         time.sleep(0.1)
 
 
-def test_a_site_ten_times_slower_is_left_out_of_a_synchronous_mean(lab: Lab) -> None:
-    """The fast site waits for it no longer than the server's window, and both end alike."""
-    window, steps = 2.0, 2000
-    settings = ("sites.timeout_seconds=30", "sites.inner_steps=50", "output.export=true")
-    lab.serve("--window-seconds", str(window))
-    for site in (0, 1):
-        lab.train(site, steps, *settings)
-    lab.wait_for_steps("0, 1")
-    slow = lab.running["s1"]
-    paused(slow, lambda: slow.poll() is not None)
-    for name in ("s0", "s1"):
-        assert lab.running.pop(name).wait(120) == 0, lab.text(name[-1:])[-3000:]
-    assert_same_weights(lab.folder)
-    of_fast, of_slow = (outer_lines(lab.folder / str(site)) for site in (0, 1))
-    print([(line["sites"], line["waited_seconds"]) for line in of_fast])
-    print([(line["outer_step"], line["sites"], line["waited_seconds"]) for line in of_slow])
-    # One for every window, though the slow site makes fewer of them.
-    assert [line["step"] for line in of_fast] == list(range(50, steps + 1, 50))
-    alone = [line for line in of_fast if line["sites"] == [0]]
-    assert len(alone) >= 3
-    assert len(of_slow) < len(of_fast)
-    # From the first outer step on that it was slow in: the one before waits for both to start.
-    assert max(line["waited_seconds"] for line in of_fast[2:]) < window + 1.5
-    # And only where the slow site has been heard of since.
-    assert len([line for line in alone if line["waited_seconds"] > window / 2]) <= len(of_slow)
-    lab.end("hub", signal.SIGTERM)
-    for record in rounds(lab.folder / "state")[1:]:
-        assert record["tokens"].keys() == {str(site) for site in record["sites"]}
-        assert record["sites"] in ([0], [0, 1])
-    told = {(one["event"], one["who"], one["reason"]) for one in events(lab.folder / "0")}
-    assert ("site_left_out", "site 1", "missed the outer step") in told
-    assert ("site_left_out", "site 1", "late") in told  # and is waited for again
-    assert ("site_left_out", "site 1") in {
-        (one["event"], one["who"]) for one in events(lab.folder / "1")
-    }
-    assert "site 1 missed outer step" in lab.text("hub")
-    assert "missed outer step" in lab.text("1")
+SETTINGS = {
+    "server": ("sites.codec=int8",),
+    "streaming": ("sites.fragments=2", "sites.overlap_steps=2"),
+}
 
 
-def test_a_site_ten_times_slower_takes_part_in_an_asynchronous_server(lab: Lab) -> None:
-    """Nobody waits for it, and what it sends counts by its staleness."""
-    lab.serve("--window-seconds", "2", "--asynchronous")
-    for site in (0, 1):
-        lab.train(site, LONG, "sites.timeout_seconds=30")
-    lab.wait_for_steps("0")
-    lab.wait_for_steps("1", 1)
-    before = len([one for one in lab.outer_steps() if one[1] == "1"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_sites_go_on_without_those_that_are_lost(
+    name: str, net: Network, inputs: Inputs, tmp_path: Path
+) -> None:
+    settings, exchange = SETTINGS[name], "server" if name == "server" else "direct"
+    lab = Lab(net, tmp_path, inputs.run_yaml, 3, exchange)
+    lab.serve()
+    for site in range(3):
+        lab.train(site, LONG, *settings)
+    lab.wait_for_steps([0, 1, 2])
+    # A link is cut, and mended: the others go on, and the one behind it trains on its own.
+    net.link("s2", "down")
+    lab.wait_for_steps([0, 1])
+    lab.wait_until_alone(2)
+    net.link("s2", "up")
+    lab.wait_for_steps([0, 1, 2])
+    # A site is killed, and is back.
+    lab.end(0, signal.SIGKILL)
+    lab.wait_for_steps([1, 2])
+    lab.train(0, LONG, *settings)
+    lab.wait_for_steps([0, 1, 2])
+    # Two are killed, one after the other, and come back one after the other.
+    lab.end(1, signal.SIGKILL)
+    lab.wait_for_steps([0, 2])
+    lab.end(0, signal.SIGKILL)
+    lab.wait_for_steps([2])
+    lab.train(1, LONG, *settings)
+    lab.wait_for_steps([1, 2])
+    lab.train(0, LONG, *settings)
+    lab.wait_for_steps([0, 1, 2])
+    # The host of the server is cut off, and is back: nobody has made an outer step meanwhile.
+    net.link("hub", "down")
+    lab.wait_until_alone(0, 1, 2)
+    net.link("hub", "up")
+    lab.wait_for_steps([0, 1, 2])
+    # The server is killed, and started again with its directory.
+    assert lab.serving is not None
+    lab.serving.kill()
+    lab.serving.wait(60)
+    lab.wait_until_alone(0, 1, 2)
+    lab.serve()
+    lab.wait_for_steps([0, 1, 2])
+    finish(lab, *settings)
+    told = events(tmp_path / "2")
+    assert {("site_alone", "site 2"), ("site_returned", "site 2")} <= told
+    assert {
+        (event, f"site {n}") for event in ("site_left_out", "site_returned") for n in (0, 1)
+    } <= told
+    numbers = [line["outer_step"] for line in outer_lines(tmp_path / "2")]
+    assert numbers == sorted(numbers)
 
-    def delivered() -> bool:
-        return len([one for one in lab.outer_steps() if one[1] == "1"]) >= before + 2
 
-    paused(lab.running["s1"], delivered)
-    for name in ("s0", "s1"):
-        assert lab.end(name, signal.SIGTERM) == 75
-    lab.end("hub", signal.SIGTERM)
-    records = rounds(lab.folder / "state")
-    slow = [record["share"] for record in records if record["sites"] == [1]]
-    assert min(slow) < (1 + 3) ** -0.5 / 2  # relative to weights of more than 3 outer steps ago
-    fast = [record["share"] for record in records if record["sites"] == [0]]
-    assert sorted(fast)[len(fast) // 2] > min(slow)
+def test_site_0_starts_the_server_and_finds_it_again(
+    net: Network, inputs: Inputs, tmp_path: Path
+) -> None:
+    """It outlives the training process, and ends when all sites have left."""
+    lab = Lab(net, tmp_path, inputs.run_yaml, 2, server="s0")
+    # Site 1 may be there long before site 0 has started the server.
+    settings = ("sites.start_server=true", "batch.global_batch_size=8", "sites.timeout_seconds=60")
+    for site in (1, 0):
+        lab.train(site, LONG, *settings)
+    lab.wait_for_steps([0, 1])
+    lab.end(0, signal.SIGKILL)
+    lab.wait_for_steps([1])
+    lab.train(0, LONG, *settings)
+    lab.wait_for_steps([0, 1])
+    assert "started the outer server at" in lab.text(0)
+    assert "is running already" in lab.text(0)
+    finish(lab, *settings)
+    log = tmp_path / "0" / "outer_server" / "server.log"
+    wait_until("the server ends", lambda: log.read_text().count("stopped; restart") == 2, 60)
+
+
+def test_a_site_is_lost_in_the_middle_of_an_exchange(
+    net: Network, inputs: Inputs, tmp_path: Path
+) -> None:
+    """Which takes most of the time here: it does not count, and the others try again."""
+    lab = Lab(net, tmp_path, inputs.run_yaml, 3)
+    lab.serve()
+    net.limit("s2", "400kbit")
+    for site in range(3):
+        lab.train(site, LONG)
+    lab.wait_for_steps([0, 1, 2])
+    # Of the 77 kB that it sends for each outer step: control messages are far smaller.
+    sent = net.sent_bytes("s2")
+    wait_until("an exchange is under way", lambda: net.sent_bytes("s2") > sent + 20_000, 60)
+    net.link("s2", "down")
+    lab.wait_for_steps([0, 1])
+    said = [line for line in lab.text(0).splitlines() if "outer step" in line]
+    assert any("site 2 is left out: was lost during the exchange" in line for line in said), said
+    net.link("s2", "up")
+    lab.wait_for_steps([0, 1, 2])
+    finish(lab)
+
+
+def test_a_site_ten_times_slower_is_left_out(net: Network, inputs: Inputs, tmp_path: Path) -> None:
+    """The other waits for it no longer than its limit, and takes it back when it can follow; so it
+    does where the slow one has led."""
+    lab = Lab(net, tmp_path, inputs.run_yaml, 2)
+    lab.serve(window=2.0)
+    settings = ("batch.global_batch_size=8", "sites.timeout_seconds=4", "sites.inner_steps=50")
+    for site in range(2):
+        lab.train(site, LONG, *settings)
+    lab.wait_for_steps([0, 1])
+    slow, fast = 0, 1
+    before = lab.num_steps(fast, [fast])
+    paused(lab.running[slow], lambda: lab.num_steps(fast, [fast]) >= before + 4)
+    lab.wait_for_steps([0, 1])
+    finish(lab, *settings)
+    waits = [line["waited_seconds"] for line in outer_lines(tmp_path / str(fast))][1:]
+    assert max(waits) < 4 + 2
+    told = events(tmp_path / str(fast))
+    assert {(event, f"site {slow}") for event in ("site_left_out", "site_returned")} <= told

@@ -13,7 +13,7 @@ from bigtrain.cli import main as bigtrain
 from bigtrain.run.checkpointing import checkpoints
 from tests.cluster.conftest import TRAIN, Lab, Submit
 from tests.launch.conftest import Inputs, metrics, snapshot
-from tests.support.cluster import BINARIES, wait_until
+from tests.support.cluster import wait_until
 from tests.support.worlds import ROOT
 
 SBATCH = ROOT / "slurm" / "train.sbatch"
@@ -78,6 +78,7 @@ def test_two_nodes_compute_what_one_process_does(
     assert completions(lab, job) == ["COMPLETED 0:0"]
 
 
+@pytest.mark.slow
 def test_srun_starts_every_rank_itself(lab: Lab, submit: Submit, alone: dict[int, float]) -> None:
     """Two tasks on each of two nodes, and two steps at once in one job: no launcher, no address."""
     script = lab.folder / "ranks.sbatch"
@@ -97,6 +98,7 @@ def test_srun_starts_every_rank_itself(lab: Lab, submit: Submit, alone: dict[int
         assert '"world_size": 4' in (lab.folder / name / "starts.jsonl").read_text()
 
 
+@pytest.mark.slow
 def test_wrong_run_fails_before_a_process_starts(lab: Lab, submit: Submit) -> None:
     job, log = submit(SBATCH, TWO_NODES, [lab.run_yaml, "batch.micro_batch_size=5"])
     assert ended(lab, job, log) == "FAILED"
@@ -107,12 +109,7 @@ def test_wrong_run_fails_before_a_process_starts(lab: Lab, submit: Submit) -> No
     assert completions(lab, job) == ["FAILED 2:0"]
 
 
-def test_no_run_named(lab: Lab, submit: Submit) -> None:
-    job, log = submit(SBATCH, TWO_NODES, [])
-    assert ended(lab, job, log) == "FAILED"
-    assert log.read_text().startswith("train.sbatch: no run is named: sbatch slurm/train.sbatch")
-
-
+@pytest.mark.slow
 def test_port_that_is_taken(lab: Lab, submit: Submit) -> None:
     listen = "import socket, time; s = socket.create_server(('', 29555)); print(1); time.sleep(900)"
     holder = lab.cluster.start("n1", "python3", "-uc", listen, cwd=lab.folder)
@@ -144,6 +141,7 @@ def wait_for_resume(lab: Lab, log: Path, number: int) -> int:
     return step
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_run_outlives_its_time_limit_and_a_hang(lab: Lab, submit: Submit) -> None:
     """Of the hang Slurm knows nothing, whose nodes are well: the process on n2 is stopped."""
@@ -151,7 +149,7 @@ def test_a_run_outlives_its_time_limit_and_a_hang(lab: Lab, submit: Submit) -> N
     arguments = [lab.run_yaml, *LONG, *limits, "checkpoint.every_steps=20"]
     job, log = submit(SBATCH, TWO_NODES, arguments)
     wait_until("some steps", lambda: steps_logged(lab) >= 5, 250)
-    # What --signal=B:USR1@60 sends nine minutes from now; the real timer has a slow test below.
+    # What --signal=B:USR1@60 sends nine minutes from now.
     code, output = lab.run("n0", "scancel", "--batch", "--signal=USR1", job)
     assert code == 0, output
     step = wait_for_resume(lab, log, 1)
@@ -180,27 +178,6 @@ def test_a_run_outlives_its_time_limit_and_a_hang(lab: Lab, submit: Submit) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_the_real_timer(lab: Lab, submit: Submit) -> None:
-    """However quick this machine is, the run has more steps than fit into two minutes."""
-    node = ["--nodes=2", "--gpus-per-node=1", "--cpus-per-task=1", "--mem=1000"]
-    options = [*node, "--time=2", "--signal=B:USR1@30"]
-    job, log = submit(SBATCH, options, [lab.run_yaml, "train.steps=1000000", *LONG[1:]])
-
-    def went_on() -> bool:
-        return log.exists() and "resumed at step " in log.read_text()
-
-    wait_until("the run goes on after its time limit", went_on, 800)
-    lab.run("n0", "scancel", job)
-    assert ended(lab, job, log) == "CANCELLED"
-    story = log.read_text()
-    assert story.index("near the time limit") < story.index("saved; back into the queue")
-    assert story.index("saved; back into the queue") < story.index("resumed at step ")
-    steps = list(metrics(lab.folder / "run"))
-    assert steps == list(range(1, len(steps) + 1))
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_signal_before_the_first_step_requeues(lab: Lab, submit: Submit) -> None:
     """The warning comes while processes are started, who cannot hear it yet."""
@@ -216,31 +193,6 @@ def test_a_signal_before_the_first_step_requeues(lab: Lab, submit: Submit) -> No
     assert "Traceback" not in story
     assert told(lab, job, "Restarts") == "1"
     assert list(metrics(lab.folder / "run")) == list(range(1, 13))
-
-
-@pytest.mark.timeout(900)
-def test_a_limit_without_a_warning_requeues_and_scancel_does_not(lab: Lab, submit: Submit) -> None:
-    """Slurm ends the job at its limit of one minute, with the signals that scancel sends."""
-    options = ["--nodes=2", "--signal=B:CONT@10", *NODE[:-1], "--time=1"]
-    endless = ["train.steps=1000000", *LONG[1:], "checkpoint.every_steps=20"]
-    job, log = submit(SBATCH, options, [lab.run_yaml, *endless])
-    wait_until("a save", lambda: checkpoints.list_steps(lab.folder / "run"), 100)
-    newest = checkpoints.list_steps(lab.folder / "run")[-1]
-    assert wait_for_resume(lab, log, 1) >= newest
-    story = log.read_text()
-    assert "the time limit is reached; back into the queue" in story
-    assert "give more seconds" not in story
-    lab.run("n0", "scancel", job)
-    assert ended(lab, job, log) == "CANCELLED", log.read_text()
-    wait_until("its nodes are free", lambda: "n[1-2]" in idle(lab))
-    story = log.read_text()
-    assert story.count("back into the queue") == 1
-    assert "train.sbatch: cancelled; what is not saved" in story
-    assert "Traceback" not in story
-    assert told(lab, job, "Restarts") == "1"
-    assert state(lab, job) == "CANCELLED"
-    steps = list(metrics(lab.folder / "run"))
-    assert steps == list(range(1, len(steps) + 1))
 
 
 def is_training(process: psutil.Process) -> bool:
@@ -292,6 +244,7 @@ def test_a_cancelled_run_submitted_again_outlives_a_node_failure(lab: Lab, submi
     assert list(metrics(lab.folder / "run")) == list(range(1, STEPS + 1))
 
 
+@pytest.mark.slow
 def test_tokens_of_an_array_are_those_of_one_process(
     lab: Lab, inputs: Inputs, submit: Submit
 ) -> None:
@@ -301,15 +254,6 @@ def test_tokens_of_an_array_are_those_of_one_process(
     _, log = submit(ROOT / "slurm" / "tokenize.sbatch", ["--array=0-2", *node], arguments)
     assert (lab.folder / "shards" / "manifest.json").exists(), log.read_text()
     assert snapshot(lab.folder / "shards") == snapshot(inputs.shards)
-
-
-def test_hosts_of_a_job_are_those_that_slurm_says(lab: Lab, nodes: None) -> None:
-    command = f"{BINARIES / 'python'} -m bigtrain.cli hostfile --slurm"
-    script = f"{command} && scontrol show hostnames"
-    allocation = ["salloc", "--quiet", "--nodes=2", "--gpus-per-node=2", "--mem=100"]
-    code, output = lab.run("n0", *allocation, "sh", "-c", script)
-    assert code == 0, output
-    assert output.splitlines() == ["n1 slots=2", "n2 slots=2", "n1", "n2"]
 
 
 @pytest.mark.slow

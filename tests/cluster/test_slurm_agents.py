@@ -13,16 +13,20 @@ import pytest
 from bigtrain.cli import main as bigtrain
 from tests.cluster.conftest import TRAIN, Lab, Submit
 from tests.cluster.test_elastic import Elastic
-from tests.cluster.test_memory_checkpoints import SETTINGS
 from tests.cluster.test_slurm import completions, ended, state, told
 from tests.launch.conftest import Inputs, launch, launcher, metrics
 from tests.support.cluster import Cluster, cluster, wait_until, why_not
 
 STEPS = 700
-RUN = [*SETTINGS, f"train.steps={STEPS}"]
+RUN = [
+    *(f"train.steps={STEPS}", "checkpoint.every_steps=null", "checkpoint.memory.every_steps=1"),
+    *("checkpoint.memory.copies=1", "evaluation.every_steps=null", "optimizer.lr=0.001"),
+    *("output.export=false", "engine.deepspeed_config=zero1", "watchdog.timeout_seconds=10"),
+    "watchdog.slow_timeout_seconds=60",
+]
 NODES = ("n1", "n2", "n3")
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +114,6 @@ def test_a_rank_and_an_agent_are_killed(
     assert sorted(environment["hosts"]) == sorted(set(NODES) - {before[1]})
 
 
-@pytest.mark.slow
 def test_a_node_fails(lab: Lab, submit: Submit) -> None:
     """Slurm takes it for down, and neither ends the step nor requeues the job."""
     job = Job(lab, submit, "train.steps=4000")
@@ -131,7 +134,6 @@ def test_a_node_fails(lab: Lab, submit: Submit) -> None:
     assert logged == list(range(1, len(logged) + 1))
 
 
-@pytest.mark.slow
 def test_a_run_with_spares_outlives_its_time_limit(
     lab: Lab, submit: Submit, undisturbed: dict[int, float]
 ) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import re
-import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 
@@ -19,18 +20,24 @@ COMPLETE = {
 }
 
 
-def look(guide: str, name: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "tools/guide.py", guide, name, "--no-tests"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+def look(tool: ModuleType, guide: str, name: str) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["guide.py", guide, name, "--no-tests"])
+        return int(tool.main())
 
 
-@pytest.mark.parametrize("guide", COMPLETE)
-def test_what_is_there_is_complete_and_a_made_up_name_is_not(guide: str) -> None:
-    complete, made_up = look(guide, COMPLETE[guide]), look(guide, "no" + "such" + "thing")
-    assert (complete.returncode, complete.stdout.splitlines()[-1]) == (0, "PASS")
-    lines = made_up.stdout.splitlines()
-    assert (made_up.returncode, lines[-1]) == (1, "FAIL")
-    assert all(line.startswith("missing ") for line in lines[:-1])
+def test_what_is_there_is_complete_and_a_made_up_name_is_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    tool = importlib.import_module("guide")
+    for guide, complete in COMPLETE.items():
+        assert look(tool, guide, complete) == 0
+        assert capsys.readouterr().out.splitlines()[-1] == "PASS"
+        assert look(tool, guide, "no" + "such" + "thing") == 1
+        *steps, verdict = capsys.readouterr().out.splitlines()
+        assert verdict == "FAIL"
+        assert all(step.startswith("missing ") for step in steps)
 
 
 def test_every_guide_of_the_tool_is_in_contributing() -> None:

@@ -13,7 +13,7 @@ import yaml
 
 from bigtrain.cli import main as bigtrain
 from bigtrain.python_api.planning import plan
-from tests.launch.conftest import Inputs, finished_run, inputs, metrics, train
+from tests.launch.conftest import Inputs, finished_run, inputs, metrics, trained
 from tests.support.pages import page_blocks, page_text
 
 __all__ = ["finished_run", "inputs"]
@@ -72,14 +72,11 @@ def test_kinds_train_as_one_process(folder: Path) -> None:
     run = ["--config", str(folder / "long.yaml"), f"data.path={folder / 'shards'}"]
     run.append("logging.every_steps=1")
     own = f"output.directory={folder / 'runs/long'}"
-    finished = train(*run, own, num_processes=WORLD_SIZE)
-    assert finished.code == 0, finished.output
-    finished = train(*run, "parallel.sequence=1", f"output.directory={folder / 'runs/one'}")
-    assert finished.code == 0, finished.output
+    trained(*run, own, num_processes=WORLD_SIZE)
+    trained(*run, "parallel.sequence=1", f"output.directory={folder / 'runs/one'}")
     tiled = ["model.tiled_mlp=4", f"output.directory={folder / 'runs/tiled'}"]
-    finished = train(*run, *tiled, num_processes=WORLD_SIZE)
-    assert finished.code == 0, finished.output
-    assert "MLPs: 2 in 4 tiles of 8 tokens" in finished.output
+    output = trained(*run, *tiled, num_processes=WORLD_SIZE)
+    assert "MLPs: 2 in 4 tiles of 8 tokens" in output
     for key in ("loss", "grad_norm", "held_out_loss"):
         expected = metrics(folder / "runs/one", key)
         for name in ("long", "tiled"):
@@ -87,8 +84,7 @@ def test_kinds_train_as_one_process(folder: Path) -> None:
     assert (folder / "runs/long/hf/model.safetensors").is_file()
     (last,) = (folder / "runs/long").glob("**/step*8")
     shutil.rmtree(last)
-    finished = train(*run, own, "parallel.sequence={ring: 2}", num_processes=2)
-    assert finished.code == 0, finished.output
+    trained(*run, own, "parallel.sequence={ring: 2}", num_processes=2)
     expected = metrics(folder / "runs/one")
     assert metrics(folder / "runs/long") == pytest.approx(expected, rel=1e-4)
 
@@ -102,8 +98,7 @@ def test_lengths_in_phases(folder: Path) -> None:
     assert typed[4:] == ["--config", "phased.yaml", "output.directory=runs/phased"]
     run = ["--config", str(folder / "phased.yaml"), f"data.path={folder / 'shards'}"]
     run += [f"output.directory={folder / 'runs/phased'}", "logging.every_steps=1"]
-    finished = train(*run, num_processes=2)
-    assert finished.code == 0, finished.output
+    trained(*run, num_processes=2)
     tokens = metrics(folder / "runs/phased", "tokens")
     assert tokens[8] == 2 * 8 * 16 + 3 * 4 * 32 + 3 * 4 * 64
 

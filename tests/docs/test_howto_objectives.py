@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 import shutil
-import subprocess
-import sys
 import warnings
 from contextlib import chdir
 from pathlib import Path
@@ -88,13 +85,7 @@ def test_focal_loss_without_focus_is_the_cross_entropy(folder: Path) -> None:
     ("body", "text"),
     [
         ("return batch.row_sums", "loss returned of shape [2]"),
-        pytest.param(
-            "return batch.log_probabilities.detach().sum()",
-            "a tensor without a graph",
-            marks=pytest.mark.slow,
-        ),
         ("return batch.nothing", "AttributeError: 'ObjectiveBatch' object has no attribute"),
-        pytest.param("return 1.0", "loss returned a <class 'float'>", marks=pytest.mark.slow),
     ],
 )
 def test_a_faulty_loss_names_its_line(folder: Path, body: str, text: str) -> None:
@@ -114,8 +105,8 @@ def test_the_preference_run_of_the_page(inputs: Inputs, folder: Path, finished_r
     shutil.copytree(finished_run / "hf", folder / "base")
     write_rows(folder / "pairs.jsonl")
     (command,) = re.findall(r"^bigtrain (tokenize --input pairs.*)", PAGE, flags=re.M)
-    run = [sys.executable, "-m", "bigtrain", *command.split()]
-    subprocess.run(run, cwd=folder, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    with chdir(folder):
+        assert main(command.split()) == 0
     (folder / "preference.yaml").write_text(blocks("yaml")[0])
     shutil.copytree(folder / "pairs", folder / "others")
     more = ("evaluation.held_out=[{name: others, path: others}]",)
@@ -153,8 +144,8 @@ def test_the_distillation_of_the_page(inputs: Inputs, folder: Path, finished_run
     (folder / "teacher.yaml").write_text(teacher)
     (folder / "distill.yaml").write_text(student)
     (command,) = re.findall(r"^bigtrain (score --config teacher.*)", PAGE, flags=re.M)
-    run = [sys.executable, "-m", "bigtrain", *command.split()]
-    subprocess.run(run, cwd=folder, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    with chdir(folder):
+        assert main(command.split()) == 0
     run_script(2, WORKER, folder, "--config", "distill.yaml")
     losses = metrics(folder / "runs/distilled")
     assert list(losses) == [5, 10]
@@ -184,8 +175,8 @@ def test_the_kto_run_of_the_page(inputs: Inputs, folder: Path, finished_run: Pat
     (training,) = re.findall(r"^torchrun (.* kto.yaml)", PAGE, flags=re.M)
     option, size, program, *arguments = training.split()
     assert (option, program) == ("--nproc_per_node", "bigtrain/train.py")
-    run = [sys.executable, "-m", "bigtrain", *tokenizing.split()]
-    subprocess.run(run, cwd=folder, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    with chdir(folder):
+        assert main(tokenizing.split()) == 0
     run_script(int(size), WORKER, folder, *arguments)
     rows = metrics(folder / "runs/kto", "recorded")
     assert list(rows) == [5, 10]
@@ -282,10 +273,6 @@ def test_a_reward_model_is_a_base_and_has_adapters(
     with torch.no_grad():
         expected, score = (float(one(**inputs_of).logits) for one in (adapted, merged))
     assert score == pytest.approx(expected, abs=1e-5)
-    half = ("precision.dtype=bfloat16", "output.directory=runs/half")
-    run_script(2, WORKER, folder, *arguments, *half, "engine.deepspeed_config=zero2")
-    assert metrics(folder / "runs/half") == pytest.approx(losses, abs=0.1)
-    assert (folder / "runs/half/hf/model.safetensors").exists()
 
 
 @pytest.mark.slow
@@ -343,9 +330,7 @@ def test_settings_that_pairs_do_not_have(folder: Path) -> None:
 
 LAYOUTS = {
     "chunks": ["model.loss=chunked", "model.loss_chunk_tokens=9"],
-    "zero3": ["engine.deepspeed_config=zero3"],
     "tensor": ["parallel.tensor=2"],
-    "sequence": ["parallel.sequence=2"],
     "pipeline": ["parallel.pipeline=2", "engine.deepspeed_config=zero1"],
 }
 

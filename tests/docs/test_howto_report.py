@@ -13,8 +13,6 @@ from pathlib import Path
 import pytest
 
 from bigtrain.cli import main
-from bigtrain.commands.report import DEFAULT_PORT
-from bigtrain.report.reduction import MAX_BUCKETS
 from tests.support.run_directories import eventful_run, make_run, step_line
 from tests.support.worlds import ROOT
 
@@ -55,8 +53,3 @@ def test_the_page_as_it_stands(
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=30) == ("ended\n", None)
     assert process.returncode == 0
-
-
-def test_figures_of_the_page() -> None:
-    assert f"up to {MAX_BUCKETS:,} points" in PAGE
-    assert f"-L {DEFAULT_PORT}:localhost:{DEFAULT_PORT}" in PAGE

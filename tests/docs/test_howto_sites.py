@@ -5,10 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-import pytest
 import yaml
 
-from bigtrain.settings.compatibility.training import SITES
 from bigtrain.settings.run_config import SitesSection
 from bigtrain.sites.codecs import sent_bytes
 from tests.support.worlds import ROOT
@@ -31,9 +29,10 @@ def test_the_section_is_read_and_its_defaults_are_those_of_the_page() -> None:
     assert f"{rates[0]} for up to 4 sites and {rates[1]} beyond" in TEXT
 
 
-@pytest.mark.parametrize("line", LINES)
-def test_the_commands_as_they_stand(line: str, typed: Callable[[str], str]) -> None:
-    assert "x 2 sites" in typed(line)
+def test_the_commands_as_they_stand(typed: Callable[[str], str]) -> None:
+    assert LINES
+    for line in LINES:
+        assert "x 2 sites" in typed(line)
 
 
 def test_bytes_of_the_table() -> None:
@@ -42,30 +41,9 @@ def test_bytes_of_the_table() -> None:
     assert float(rows["ZeRO 3 over both sites"]) == 3 * weights
     assert float(rows["ZeRO++ over both sites (`zeropp`)"]) == 0.75 * weights
     assert float(rows["data parallelism between them, gradients in bfloat16"]) == weights
-    for codec, steps in (("float32", 100), ("bfloat16", 100), ("bfloat16", 500), ("int8", 500)):
+    for codec, steps in (("float32", 100), ("bfloat16", 100), ("bfloat16", 500), ("int8", 500),
+                         ("int4", 500)):  # fmt: skip
         gigabytes = sent_bytes(PARAMETERS, 2, codec) / steps / 1e9
         assert float(rows[f"sites, {codec}, {steps} inner steps"]) == round(gigabytes, 4)
-    gigabytes = sent_bytes(PARAMETERS, 2, "int4") / 500 / 1e9
-    assert float(rows["sites, int4, 500 inner steps"]) == round(gigabytes, 4)
     assert f"takes {sent_bytes(PARAMETERS, 2, 'bfloat16') / 500 * 8 / 1e9:.2f} s of every" in TEXT
     assert f"ZeRO++ {0.75 * weights * 8:.0f} s" in TEXT
-
-
-def test_all_that_is_refused_is_named() -> None:
-    words = {
-        "sites with adapters": "Adapters",
-        "sites with expert parallelism": "expert parallelism",
-        "sites with biases of experts": "biases of experts",
-        "sites in float16": "float16",
-        "sites with parameters on NVMe": "NVMe",
-        "sites with SuperOffload": "SuperOffload",
-        "sites over quantized or secondary partitions": "ZeRO++",
-        "sites with checkpoints in memory": "checkpoints in memory",
-        "sites with compared replicas": "compared replicas",
-        "sites that stop early": "early stopping",
-        "fragments without a layer": "more fragments than layers",
-        "sites under accelerate's own settings": "accelerate without",
-    }
-    assert words.keys() == SITES.keys()
-    refused = TEXT.partition("## What is refused")[2]
-    assert all(word in refused for word in words.values())

@@ -7,23 +7,22 @@ is given besides what stands on the page is in `MORE` and `tiny`, and nowhere el
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import signal
 import subprocess
-import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bigtrain.cli import build_parser
+from bigtrain.cli import main
+from bigtrain.errors import EXIT_STOPPED
 from bigtrain.settings.loading import recipe_names
-from bigtrain.train import build_parser as train_parser
 from tests.support.chats import CHATML, chat_tokenizer, turns, unmarked
-from tests.support.worlds import ROOT, free_port
+from tests.support.lives import shared_server
+from tests.support.worlds import ROOT
 
 PAGE = (ROOT / "docs/howto/what_do_i_type.md").read_text(encoding="utf-8")
 SIZES: dict[str, Any] = {
@@ -63,16 +62,6 @@ def option(words: list[str], name: str) -> str | None:
     return words[words.index(name) + 1] if name in words else None
 
 
-@pytest.mark.parametrize("words", commands(), ids=" ".join)
-def test_arguments_exist(words: list[str]) -> None:
-    if words[0] == "bigtrain":
-        assert build_parser(words[1]).parse_args(words[1:])
-    elif words[0] == "deepspeed":
-        train_parser().parse_intermixed_args(words[words.index("bigtrain/train.py") + 1 :])
-    else:
-        assert words[0] == "tail"
-
-
 def test_every_recipe_is_listed() -> None:
     listed = re.findall(r"^\| `(\w+)` \|", PAGE, flags=re.M)
     assert sorted([*listed, "quickstart"]) == recipe_names()
@@ -87,11 +76,7 @@ def test_a_stopped_run_is_resumed_by_the_same_command() -> None:
 def tiny(words: list[str]) -> list[str]:
     """A command of the page for two processes of this machine and a tiny model."""
     more = MORE.get(option(words, "--config") or "", [])
-    if words[0] == "deepspeed":
-        place = words.index("--num_gpus")
-        port = ["--master_port", str(free_port())]  # other tests may have the default one
-        words = [*words[:place], "--num_accelerators", "2", *port, *words[place + 2 :]]
-    elif words[:2] == ["bigtrain", "check"]:
+    if words[:2] == ["bigtrain", "check"]:
         place = words.index("--world-size") + 1
         words = [*words[:place], "2", *words[place + 1 :]]
     elif "--dataset-config" in words:  # a directory has none
@@ -100,45 +85,15 @@ def tiny(words: list[str]) -> list[str]:
     return [*words, *more]
 
 
-def start(folder: Path, words: list[str]) -> subprocess.Popen[str]:
-    environment = {
-        **os.environ,
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
-        "HF_HUB_OFFLINE": "1",
-    }
-    return subprocess.Popen(
-        words,
-        cwd=folder,
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-
-
-def type_in(folder: Path, words: list[str]) -> str:
-    """Run a command of the page to its end; returns what it said."""
-    process = start(folder, tiny(words))
-    said, _ = process.communicate(timeout=600)
-    assert process.returncode == 0, f"{shlex.join(tiny(words))}\n{said}"
+def train(folder: Path, words: list[str], code: int = 0, **more: Any) -> str:
+    """Start train.py with a command's arguments on two forked ranks, for DeepSpeed's launcher on
+    eight GPUs."""
+    assert words[:4] == ["deepspeed", "--num_gpus", "8", "bigtrain/train.py"]
+    worker = str(ROOT / "tests/launch/extension_worker.py")
+    script = [worker, str(folder), *tiny(words)[4:]]
+    codes, said = shared_server().live([], script=script, **more)
+    assert codes == [code, code], said
     return said
-
-
-def type_and_interrupt(folder: Path, words: list[str]) -> str:
-    """The same, with a Ctrl-C after the first checkpoint."""
-    said = []
-    with start(folder, tiny(words)) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            said.append(line)
-            if "checkpoint of step 20" in line:
-                os.killpg(process.pid, signal.SIGINT)
-    text = "".join(said)
-    assert "checkpoint of step 20" in text, text
-    assert process.returncode != 0, text
-    return text
 
 
 @pytest.fixture
@@ -178,13 +133,26 @@ def reader(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_the_page_from_the_top(reader: Path) -> None:
-    said: list[str] = []
-    trained = [number for number, words in enumerate(commands()) if words[0] == "deepspeed"]
-    for number, words in enumerate(commands()):
-        type_one = type_and_interrupt if number == trained[0] else type_in
-        said.append(type_one(reader, words))
-    first, second, *others = (said[number] for number in trained)
+def test_the_page_from_the_top(
+    reader: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """With a Ctrl-C in the first training."""
+    monkeypatch.chdir(reader)
+    trained: list[str] = []
+    for words in commands():
+        if words[0] == "bigtrain":
+            assert main(tiny(words)[1:]) == 0, words
+            assert words[1] != "plan" or "ZeRO" in capfd.readouterr().out
+        elif words[0] == "tail":
+            assert subprocess.run(words, capture_output=True, check=True).stdout
+        elif trained:
+            trained.append(train(reader, words))
+        else:
+            log = str(reader / "runs/llama3_8b/metrics.jsonl")
+            ctrl_c = {"signal": signal.SIGINT, "ranks": [0, 1], "times": 1, "delay_seconds": 0}
+            interrupted = ctrl_c | {"log": log, "after_bytes": 1000}
+            trained.append(train(reader, words, EXIT_STOPPED, send=interrupted))
+    first, second, *others = trained
     assert "resumed at step" not in first
     assert "exported to" not in first
     assert "resumed at step" in second
@@ -193,4 +161,3 @@ def test_the_page_from_the_top(reader: Path) -> None:
     for run in ("llama3_8b", "qwen3_8b_continue", "chat_1b"):
         assert (reader / "runs" / run / "hf/config.json").is_file()
     assert (reader / "exported/model.safetensors").is_file()
-    assert "ZeRO" in said[commands().index(next(w for w in commands() if w[1] == "plan"))]

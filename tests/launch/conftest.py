@@ -166,6 +166,13 @@ def train(*arguments: str | Path, num_processes: int = 1) -> Finished:
     return Finished(max(codes, key=abs), output)
 
 
+def trained(*arguments: str | Path, num_processes: int = 1) -> str:
+    """`train` to a good end; returns the output."""
+    finished = train(*arguments, num_processes=num_processes)
+    assert finished.code == 0, finished.output
+    return finished.output
+
+
 def launcher(name: str) -> list[str | Path]:
     """Arguments to Python that start train.py with two processes (`python`: with one)."""
     port = str(free_port())

@@ -108,13 +108,6 @@ def test_it_ends_as_the_first_of_its_processes_did(pod: Pod) -> None:
     assert pod.end() == 128 + signal.SIGKILL, pod.output
 
 
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_it_ends_well(pod: Pod) -> None:
-    pod.go(0)
-    assert pod.end() == 0, pod.output
-
-
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.timeout(600)

@@ -120,10 +120,9 @@ def plain_losses(tree: dict[str, Any], starts: list[np.ndarray[Any, Any]]) -> li
     "engine",
     [
         [],
-        pytest.param(["engine.deepspeed_config=zero3"], marks=pytest.mark.slow),
         pytest.param(["parallel.pipeline=2"], marks=pytest.mark.slow),
     ],
-    ids=["zero1", "zero3", "pipeline"],
+    ids=["zero1", "pipeline"],
 )
 def test_trains_as_a_plain_loop(tree: dict[str, Any], engine: list[str]) -> None:
     run = Path(tree["output"]["directory"])

@@ -145,15 +145,8 @@ def train(
     return records
 
 
-@pytest.mark.parametrize(
-    "zero_stage", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3))]
-)
 def test_every_part_of_a_step_is_what_it_took(
-    session: RunContext,
-    zero_stage: int,
-    clock: Clock,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    session: RunContext, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def prepare(engine: Any, batches: Any) -> None:
         own, once = engine.engine, 1 / ACCUMULATION
@@ -167,7 +160,7 @@ def test_every_part_of_a_step_is_what_it_took(
         after = clock.slow(loop.Guard.end, 3 * PARTS["engine"] / 4)
         monkeypatch.setattr(loop.Guard, "end", after)
 
-    for line in train(session, tmp_path, zero_stage, prepare):
+    for line in train(session, tmp_path, 0, prepare):
         assert line["step_seconds"] == pytest.approx(sum(PARTS.values()))
         breakdown = line["breakdown"]
         assert {part: breakdown[f"{part}_seconds"] for part in PARTS} == pytest.approx(PARTS)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-import re
 import shlex
 import shutil
-import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bigtrain.cli import main as bigtrain
-from tests.launch.conftest import Inputs, launch, metrics, train
+from tests.launch.conftest import Inputs, train, trained
 from tests.launch.test_evaluation import TASKS, lines_of, lm_eval_figures, write_tasks
 from tests.support.chats import turns
 from tests.support.pages import page_blocks, page_files, page_text
@@ -63,6 +61,17 @@ def new_tokens(directory: Path, question: str) -> list[int]:
     return [int(token) for token in output[0, prompt.input_ids.shape[1] :]]
 
 
+def talk(place: Path, *more: str) -> str:
+    """Train as the page does, with the tiny base."""
+    here = [
+        f"model.path={place / 'runs/quickstart/run/hf'}",
+        f"data.path={place / 'talk-shards'}",
+        f"output.directory={place / 'runs/talk'}",
+        *("batch.sequence_length=64", "optimizer.lr=1.0e-2", "evaluation.every_steps=null"),
+    ]
+    return trained("--config", place / "talk.yaml", *here, *more)
+
+
 def test_the_template_of_the_conversations_of_a_mixture_is_exported(
     inputs: Inputs, tmp_path: Path
 ) -> None:
@@ -94,23 +103,19 @@ def test_a_chat_stops_by_itself(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The page with the tiny model of these tests, in this process but for the training."""
+    """The page with the tiny model of these tests, in this process but for the training; and
+    lm-eval, which is asked by the chat template, says the same of the export as in the loop."""
+    pytest.importorskip("lm_eval")
     begin(tmp_path, finished_run / "hf")
     monkeypatch.chdir(tmp_path)
     assert bigtrain(GROW[1:]) == 0
     assert bigtrain(TOKENIZE[1:]) == 0
     assert TRAIN[:2] == ["python", "bigtrain/train.py"]
-    here = [
-        f"model.path={tmp_path / 'runs/quickstart/run/hf'}",
-        f"data.path={tmp_path / 'talk-shards'}",
-        f"output.directory={tmp_path / 'runs/talk'}",
-        "batch.sequence_length=64",
-        "optimizer.lr=1.0e-2",
-        "evaluation.every_steps=null",
-    ]
-    finished = train("--config", tmp_path / "talk.yaml", *here)
-    assert finished.code == 0, finished.output
-    assert "vocabulary grown from 320 to 322 rows" in finished.output
+    tasks = write_tasks(tmp_path / "tasks")
+    more = ["tasks_chat=true", "tasks_fewshot=1", f"tasks_directory={tasks}"]
+    more += [f"tasks=[{','.join(TASKS)}]"]
+    output = talk(tmp_path, *(f"evaluation.{setting}" for setting in more))
+    assert "vocabulary grown from 320 to 322 rows" in output
     capsys.readouterr()
     assert bigtrain(GENERATE[1:]) == 0
     answer = capsys.readouterr().out
@@ -119,6 +124,14 @@ def test_a_chat_stops_by_itself(
     assert 0 < len(new) < 100
     assert tokenizer.convert_ids_to_tokens(new[-1]) == END
     assert answer == tokenizer.decode(new[:-1]) + "\n"
+    names: dict[str, Any] = {}
+    (code,) = page_blocks(PAGE, "python")
+    exec(compile(code, "the page", "exec"), names)
+    assert capsys.readouterr().out.endswith(f"assistant\n{answer.strip()}{END}\n")
+    (line,) = [one for one in lines_of(tmp_path / "runs/talk/metrics.jsonl") if "tasks" in one]
+    chat: dict[str, Any] = {"apply_chat_template": True, "fewshot_as_multiturn": True}
+    expected = lm_eval_figures(tmp_path / "runs/talk/hf", tasks, num_fewshot=1, **chat)
+    assert line["tasks"] == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.slow
@@ -139,16 +152,7 @@ def test_an_answer_that_the_next_role_ends(
     (tmp_path / "talk.yaml").write_text(settings.replace("NEW", json.dumps(roles)[1:-1]))
     assert bigtrain(GROW[1:]) == 0
     assert bigtrain([str(glm) if word == "chat.jinja" else word for word in TOKENIZE[1:]]) == 0
-    here = [
-        f"model.path={tmp_path / 'runs/quickstart/run/hf'}",
-        f"data.path={tmp_path / 'talk-shards'}",
-        f"output.directory={tmp_path / 'runs/talk'}",
-        "batch.sequence_length=64",
-        "optimizer.lr=1.0e-2",
-        "evaluation.every_steps=null",
-    ]
-    finished = train("--config", tmp_path / "talk.yaml", *here)
-    assert finished.code == 0, finished.output
+    talk(tmp_path)
     capsys.readouterr()
     hf = tmp_path / "runs/talk/hf"
     tokenizer: Any = AutoTokenizer.from_pretrained(hf)
@@ -159,60 +163,3 @@ def test_an_answer_that_the_next_role_ends(
     assert new[-1] == user
     assert bigtrain([*GENERATE[1:3], str(hf), *GENERATE[4:]]) == 0
     assert "<|user|>" not in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_the_page_as_it_stands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With the recipe of the quickstart, trained for a moment; and lm-eval, which is asked by the
-    chat template, says the same of the export as in the loop."""
-    pytest.importorskip("lm_eval")
-    begin(tmp_path, quickstart(tmp_path / "base"))
-    monkeypatch.chdir(tmp_path)
-    assert bigtrain(GROW[1:]) == 0
-    assert bigtrain(TOKENIZE[1:]) == 0
-    tasks = write_tasks(tmp_path / "tasks")
-    more = [
-        f"evaluation.tasks=[{','.join(TASKS)}]",
-        f"evaluation.tasks_directory={tasks}",
-        "evaluation.tasks_chat=true",
-        "evaluation.tasks_fewshot=1",
-    ]
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    finished = launch([*TRAIN[1:], *more], tmp_path)
-    assert finished.code == 0, finished.output
-    capsys.readouterr()
-    assert bigtrain(GENERATE[1:]) == 0
-    answer = capsys.readouterr().out
-    assert re.fullmatch(r"\d+\.\n", answer), answer
-    hf = tmp_path / "runs/talk/hf"
-    names: dict[str, Any] = {}
-    (code,) = page_blocks(PAGE, "python")
-    exec(compile(code, "the page", "exec"), names)
-    assert capsys.readouterr().out.endswith(f"assistant\n{answer.strip()}{END}\n")
-    held_out = metrics(tmp_path / "runs/talk", "held_out_loss")
-    assert held_out[60] < held_out[20]
-    (line,) = [one for one in lines_of(tmp_path / "runs/talk/metrics.jsonl") if "tasks" in one]
-    chat: dict[str, Any] = {"apply_chat_template": True, "fewshot_as_multiturn": True}
-    expected = lm_eval_figures(hf, tasks, num_fewshot=1, **chat)
-    assert line["tasks"] == pytest.approx(expected, rel=1e-5)
-    plain = lm_eval_figures(hf, tasks, num_fewshot=1)
-    said = "tiny_said/perplexity"
-    assert line["tasks"][said] != pytest.approx(plain[said], rel=0.1)
-
-
-def quickstart(place: Path) -> Path:
-    """The export of `make quickstart` after a few of its steps, on some of its text."""
-    (place / "texts").mkdir(parents=True)
-    for source in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:60]:
-        shutil.copy(source, place / "texts")
-    text = ["--input", str(place / "texts"), "--suffix", ".py", "--skip-bad"]
-    tokenizer, shards = str(place / "tokenizer"), str(place / "shards")
-    assert bigtrain(["tokenizer", *text, "--vocab-size", "4096", "--output", tokenizer]) == 0
-    assert bigtrain(["tokenize", *text, "--tokenizer", tokenizer, "--output", shards]) == 0
-    settings = ["train.steps=20", "checkpoint.every_steps=null", "evaluation.every_steps=null"]
-    where = [f"data.path={shards}", f"output.directory={place / 'run'}"]
-    finished = train("--config", "quickstart", *where, *settings)
-    assert finished.code == 0, finished.output
-    return place / "run/hf"

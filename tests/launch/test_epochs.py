@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.launch.conftest import Inputs, metrics, run_tree, train
+from tests.launch.conftest import Inputs, metrics, run_tree, train, trained
 
 pytestmark = [pytest.mark.timeout(600)]
 
@@ -23,18 +23,16 @@ def test_a_run_of_epochs_ends_and_resumes_at_its_counted_step(
     tree["train"] = {"epochs": 0.2}
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(tree))
-    stopped = train("--config", path, "output.export=false")
-    assert stopped.code == 0, stopped.output
-    (line,) = set(re.findall(r"train\.epochs = 0\.2 of .*", stopped.output))
+    output = trained("--config", path, "output.export=false")
+    (line,) = set(re.findall(r"train\.epochs = 0\.2 of .*", output))
     (steps,) = map(int, re.findall(r"is train\.steps = (\d+) of 8 samples", line))
     assert max(metrics(run)) == steps > 2
     assert json.loads((run / "config.json").read_text())["train"] == {
         "epochs": None,
         "steps": steps,
     }
-    again = train("--config", path, "output.export=false")
-    assert again.code == 0, again.output
-    assert f"complete: the run is at step {steps} of {steps}" in again.output
+    output = trained("--config", path, "output.export=false")
+    assert f"complete: the run is at step {steps} of {steps}" in output
     longer = train("--config", path, "output.export=false", "train.epochs=0.4")
     assert longer.code == 2, longer.output
     assert f"train.steps: {steps} there, {2 * steps} now" in longer.output or (

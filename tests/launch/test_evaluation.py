@@ -19,17 +19,8 @@ from bigtrain.cli import main as bigtrain
 from bigtrain.data.samples.shuffle import SampleOrder
 from bigtrain.data.shards.manifest import read_manifest
 from bigtrain.run.checkpointing import checkpoints
-from tests.launch.conftest import (
-    STEPS,
-    VOCAB_SIZE,
-    Inputs,
-    launch,
-    metrics,
-    tokenize,
-    train,
-    write_documents,
-)
-from tests.parity.conftest import ARCHITECTURES
+from tests.launch.conftest import STEPS, Inputs, metrics, tokenize, train, trained, write_documents
+from tests.support.lives import run_script
 from tests.support.worlds import ROOT
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
@@ -74,8 +65,7 @@ def evaluated(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "checkpoint.keep_last=1",
         DROPOUT,
     )
-    finished = train("--config", inputs.run_yaml, *settings)
-    assert finished.code == 0, finished.output
+    trained("--config", inputs.run_yaml, *settings)
     return root / "run"
 
 
@@ -83,8 +73,7 @@ def test_evaluating_changes_no_step(evaluated: Path, inputs: Inputs, tmp_path: P
     """Bit for bit, dropout included: the other run measures its last step alone."""
     run = tmp_path / "run"
     settings = [f"output.directory={run}", "evaluation.every_steps=null", "output.export=false"]
-    finished = train("--config", inputs.run_yaml, *settings, DROPOUT)
-    assert finished.code == 0, finished.output
+    trained("--config", inputs.run_yaml, *settings, DROPOUT)
     for key in ("loss", "grad_norm"):
         assert metrics(evaluated, key) == metrics(run, key)
     assert metrics(evaluated, "held_out_loss")[STEPS] == metrics(run, "held_out_loss")[STEPS]
@@ -173,20 +162,17 @@ def test_a_run_that_gets_no_better_ends_and_is_complete(inputs: Inputs, tmp_path
     run = tmp_path / "run"
     settings = ["--config", inputs.run_yaml, f"output.directory={run}", "evaluation.every_steps=2"]
     stop = "evaluation.early_stopping={patience: 2, min_delta: 100}"
-    finished = train(*settings, stop)
-    assert finished.code == 0, finished.output
+    output = trained(*settings, stop)
     expected = (
         "step 6: early stopping: held_out_loss has not improved by more than 100 for 2 "
         "evaluations; its best value is "
     )
-    assert expected in finished.output
+    assert expected in output
     assert checkpoints.list_steps(run) == [4, 6]
     assert json.loads((run / "exported.json").read_text()) == {"step": 6}
-    again = train(*settings, stop)
-    assert again.code == 0, again.output
-    assert f"complete: the run is at step 6 of {STEPS} and has stopped early" in again.output
-    on = train(*settings)
-    assert on.code == 0, on.output
+    output = trained(*settings, stop)
+    assert f"complete: the run is at step 6 of {STEPS} and has stopped early" in output
+    trained(*settings)
     assert max(metrics(run)) == STEPS
 
 
@@ -240,15 +226,6 @@ def write_tasks(directory: Path) -> Path:
 
 
 TASKS = ("tiny_choice", "tiny_text", "tiny_answer", "tiny_said")
-EXPERTS = ARCHITECTURES["qwen3_moe"] | {"vocab_size": VOCAB_SIZE, "eos_token_id": 0}
-# Ranks, DeepSpeed JSON, settings.
-TOPOLOGIES = {
-    "ZeRO 3": (2, "zero3", ["batch.micro_batch_size=2"]),
-    "tensor": (2, "zero1", ["parallel.tensor=2"]),
-    "stages": (2, "zero0", ["parallel.pipeline=2"]),
-    "sequence": (2, "zero1", ["parallel.sequence=2"]),
-    "experts": (2, "zero1", ["parallel.expert=2", f"model.config={json.dumps(EXPERTS)}"]),
-}
 
 
 def lm_eval_figures(hf: Path, directory: Path, **options: Any) -> dict[str, float]:
@@ -273,27 +250,24 @@ def lm_eval_figures(hf: Path, directory: Path, **options: Any) -> dict[str, floa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TOPOLOGIES)
-def test_figures_of_tasks_are_those_of_lm_eval(name: str, inputs: Inputs, tmp_path: Path) -> None:
+def test_figures_of_tasks_are_those_of_lm_eval(inputs: Inputs, tmp_path: Path) -> None:
+    """In pipeline stages; a chat of one process is in test_chat.py."""
     pytest.importorskip("lm_eval")
-    size, engine, more = TOPOLOGIES[name]
     directory = write_tasks(tmp_path / "tasks")
     settings = evaluating(
         tmp_path / "run",
         f"evaluation.tasks=[{','.join(TASKS)}]",
         f"evaluation.tasks_directory={directory}",
-        "evaluation.tasks_every_steps=4",
+        "evaluation.tasks_every_steps=8",
         "evaluation.best={metric: tasks/tiny_text/bits_per_byte}",
         "checkpoint.keep_best=1",
         "logging.trackers=[tensorboard]",
-        *more,
     )
-    arguments = ["--config", inputs.run_yaml, "--deepspeed_config", engine]
-    finished = train(*arguments, *settings, num_processes=size)
-    assert finished.code == 0, finished.output
+    arguments = ["--config", inputs.run_yaml, "--deepspeed_config", "zero0", "parallel.pipeline=2"]
+    trained(*arguments, *settings, num_processes=2)
     run = tmp_path / "run"
     lines = [line for line in lines_of(run / "metrics.jsonl") if "tasks" in line]
-    assert [line["step"] for line in lines] == [4, 8, 12]
+    assert [line["step"] for line in lines] == [8, 12]
     expected = lm_eval_figures(run / "hf", directory)
     assert len(expected) == 6
     assert lines[-1]["tasks"] == pytest.approx(expected, rel=1e-5)
@@ -302,11 +276,10 @@ def test_figures_of_tasks_are_those_of_lm_eval(name: str, inputs: Inputs, tmp_pa
     ]
     plain = train(
         *arguments,
-        *more,
         f"output.directory={tmp_path / 'plain'}",
         "evaluation.every_steps=null",
         "output.export=false",
-        num_processes=size,
+        num_processes=2,
     )
     assert plain.code == 0, plain.output
     for key in ("loss", "grad_norm"):
@@ -331,9 +304,7 @@ def test_a_missing_task_is_refused_before_anything_exists(inputs: Inputs, tmp_pa
 
 
 @pytest.mark.slow
-def test_the_page_as_it_stands(
-    inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_page_as_it_stands(inputs: Inputs, tmp_path: Path) -> None:
     pytest.importorskip("lm_eval")
     page = (ROOT / "docs/howto/evaluation.md").read_text(encoding="utf-8")
     command, content = re.findall(r"^```\w*\n(.*?)^```", page, flags=re.M | re.S)
@@ -342,11 +313,9 @@ def test_the_page_as_it_stands(
     other_shards(inputs, tmp_path)
     write_tasks(tmp_path / "tasks")
     (tmp_path / shlex.split(command)[3]).write_text(content)
-    for name in ("bigtrain", "ds_configs"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    finished = launch(shlex.split(command)[1:], tmp_path)
-    assert finished.code == 0, finished.output
+    (tmp_path / "ds_configs").symlink_to(ROOT / "ds_configs")
+    worker = ROOT / "tests/launch/extension_worker.py"
+    run_script(1, worker, tmp_path, *shlex.split(command)[2:])
     run = tmp_path / "runs/evaluated"
     lines = [line for line in lines_of(run / "metrics.jsonl") if "tasks" in line]
     assert [line["step"] for line in lines] == [4, 8]

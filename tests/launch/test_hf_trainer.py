@@ -14,11 +14,11 @@ NEED_MORE = {"zero3_nvme": "libaio", "zeropp": "CUDA"}
 WORKER = Path(__file__).with_name("hf_trainer_worker.py")
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_the_optimizer_is_torchs(file: Path) -> None:
+def test_the_optimizer_is_torchs() -> None:
     """In those that cannot run here too: DeepSpeed's own Adam is compiled at its first use."""
-    parameters = json.loads(file.read_text())["optimizer"]["params"]
-    assert parameters["torch_adam"] is True
+    for file in FILES:
+        parameters = json.loads(file.read_text())["optimizer"]["params"]
+        assert parameters["torch_adam"] is True, file
 
 
 @pytest.mark.slow

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,8 +13,10 @@ from threading import Thread
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 
-ROOT = Path(__file__).resolve().parents[2]
+from bigtrain.cli import main
+
 TOKEN = "hf_of_a_test"
 NAME = "me/model"
 
@@ -98,34 +97,39 @@ def served(hub: Hub) -> Iterator[Hub]:
         server.server_close()
 
 
+Exported = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
 def exported(
-    run: Path, output: Path, hub: Hub, *words: str, **environment: str
-) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "bigtrain.cli", "export", "--run", str(run)]
-    return subprocess.run(
-        [*command, "--output", str(output), *words],
-        env={
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "HF_ENDPOINT": hub.address,
-            "HF_HUB_OFFLINE": "0",
-            "HF_TOKEN": TOKEN,
-            "HF_HOME": str(output.parent / "hf_home"),
-            **environment,
-        },
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Exported:
+    """``exported(run, hub, *words)``: exit code and outputs of an export to ``hf``."""
+
+    def run(run: Path, hub: Hub, *words: str, token: str = TOKEN) -> tuple[int, str, str]:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.address)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
+        monkeypatch.setenv("HF_TOKEN", token)
+        output = str(tmp_path / "hf")
+        capfd.readouterr()
+        code = main(["export", "--run", str(run), "--output", output, *words])
+        said = capfd.readouterr()
+        assert "Traceback" not in said.err
+        assert TOKEN not in said.out + said.err
+        return code, said.out, said.err
+
+    return run
 
 
 @pytest.mark.distributed
-def test_what_was_verified_is_what_is_sent(finished_run: Path, tmp_path: Path) -> None:
+def test_what_was_verified_is_what_is_sent(
+    exported: Exported, finished_run: Path, tmp_path: Path
+) -> None:
     with served(Hub()) as hub:
-        done = exported(finished_run, tmp_path / "hf", hub, "--push-to-hub", NAME, "--private")
-    assert done.returncode == 0, done.stderr
-    verified, pushed = done.stdout.splitlines()  # and nothing of DeepSpeed's
+        code, out, error = exported(finished_run, hub, "--push-to-hub", NAME, "--private")
+    assert code == 0, error
+    verified, pushed = out.splitlines()[-2:]
     assert "same logits" in verified
     assert pushed == f"pushed to {hub.address}/{NAME}"
     here = {str(p.relative_to(tmp_path / "hf")): p for p in (tmp_path / "hf").rglob("*")}
@@ -134,59 +138,32 @@ def test_what_was_verified_is_what_is_sent(finished_run: Path, tmp_path: Path) -
     (made,) = hub.made
     assert (made["name"], made["organization"], made["visibility"]) == ("model", "me", "private")
     assert hub.messages[0].startswith("Step ")
-    assert TOKEN not in done.stdout + done.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
-def test_a_hub_that_refuses_costs_nothing(finished_run: Path, tmp_path: Path) -> None:
+def test_a_hub_that_refuses_costs_nothing(
+    exported: Exported, finished_run: Path, tmp_path: Path
+) -> None:
     with served(Hub(takes_commits=False)) as hub:
-        done = exported(finished_run, tmp_path / "hf", hub, "--push-to-hub", NAME)
-    assert done.returncode == 2
-    assert f"is written and verified, and was not pushed to {NAME}: " in done.stderr
-    assert f"-> hf upload {NAME} {tmp_path / 'hf'}" in done.stderr
-    assert "Traceback" not in done.stderr
+        code, _, error = exported(finished_run, hub, "--push-to-hub", NAME)
+    assert code == 2
+    assert f"is written and verified, and was not pushed to {NAME}: " in error
+    assert f"-> hf upload {NAME} {tmp_path / 'hf'}" in error
     assert (tmp_path / "hf" / "model.safetensors").exists()
 
 
-REFUSED: dict[str, tuple[list[str], dict[str, str], str]] = {
-    "a name": (["--push-to-hub", "a/b/c"], {}, "is not a repository name -> OWNER/NAME"),
-    "offline": (["--push-to-hub", NAME], {"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set"),
-    "no login": (["--push-to-hub", NAME], {"HF_TOKEN": ""}, "not logged in -> hf auth login"),
-    "another token": (
-        ["--push-to-hub", NAME],
-        {"HF_TOKEN": "hf_other"},
-        "answers 401 to the",
-    ),
-    "no server": (
-        ["--push-to-hub", NAME],
-        {"HF_ENDPOINT": "http://127.0.0.1:9"},
-        "http://127.0.0.1:9 cannot be reached",
-    ),
-    "nothing to be private": (
-        ["--private"],
-        {},
-        "--private: applies to a repository, but none is",
-    ),
-}
-
-
-REFUSED_BY_SETTINGS = ("offline", "no login", "nothing to be private")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in REFUSED_BY_SETTINGS else pytest.mark.slow)
-        for name in REFUSED
-    ],
-)
-def test_refused_before_anything_is_written(name: str, tmp_path: Path) -> None:
-    words, environment, said = REFUSED[name]
+def test_refused_before_anything_is_written(exported: Exported, tmp_path: Path) -> None:
+    nowhere = Hub(address="http://127.0.0.1:9")
     with served(Hub()) as hub:
-        done = exported(tmp_path / "no run", tmp_path / "hf", hub, *words, **environment)
-    assert done.returncode == 2, done.stderr
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr
+        for words, at, token, said in (
+            (["--push-to-hub", "a/b/c"], hub, TOKEN, "is not a repository name -> OWNER/NAME"),
+            (["--push-to-hub", NAME], hub, "", "not logged in -> hf auth login"),
+            (["--push-to-hub", NAME], hub, "hf_other", "answers 401 to the"),
+            (["--push-to-hub", NAME], nowhere, TOKEN, f"{nowhere.address} cannot be reached"),
+            (["--private"], hub, TOKEN, "--private: applies to a repository, but none is"),
+        ):
+            code, _, error = exported(tmp_path / "no run", at, *words, token=token)
+            assert code == 2
+            assert said in error
+            assert not (tmp_path / "hf").exists()
     assert hub.made == []
-    assert not (tmp_path / "hf").exists()

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +16,16 @@ from bigtrain.cli import main as bigtrain
 from bigtrain.run.checkpointing import checkpoints
 from bigtrain.settings.degrees import AXES
 from tests.launch.conftest import (
-    SAVE_EVERY,
     STEPS,
     VOCAB_SIZE,
     ZERO3,
     Inputs,
-    launch,
     launcher,
     metrics,
     snapshot,
     start,
     train,
+    trained,
     wait,
 )
 from tests.unit.run.reporting.test_metrics import FIELDS
@@ -40,24 +37,11 @@ PROFILED = ["profile.steps=[2,3]", "profile.ranks=[1]"]
 
 
 @pytest.fixture(scope="module")
-def two_process_runs(
-    inputs: Inputs, home: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Path]:
-    """Run directories of the same run on two processes with ZeRO-3, by launcher."""
-    root = tmp_path_factory.mktemp("launchers")
-    for name in LAUNCHERS:
-        finished = launch([*launcher(name), *arguments(inputs, root / name)], home)
-        assert finished.code == 0, finished.output
-    return {name: root / name for name in LAUNCHERS}
-
-
-@pytest.fixture(scope="module")
 def forked_run(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of the same run on two forked processes, with the argument that DeepSpeed's
     launcher adds and a profile of two steps."""
     directory = tmp_path_factory.mktemp("forked") / "run"
-    finished = train("--local_rank=0", *arguments(inputs, directory), *PROFILED, num_processes=2)
-    assert finished.code == 0, finished.output
+    trained("--local_rank=0", *arguments(inputs, directory), *PROFILED, num_processes=2)
     return directory
 
 
@@ -86,25 +70,26 @@ def test_two_processes_compute_what_one_does(forked_run: Path, finished_run: Pat
     assert metrics(forked_run) == pytest.approx(alone, abs=1e-5)
 
 
-@pytest.mark.slow
-def test_launchers_agree(two_process_runs: dict[str, Path], forked_run: Path) -> None:
+def test_every_launcher_starts_the_same_run(inputs: Inputs, home: Path, tmp_path: Path) -> None:
+    """Side by side, for most of the time is imports."""
+    short = ["train.steps=2", "output.export=false", "evaluation.every_steps=null"]
+    short += ["schedule.warmup_steps=0", "checkpoint.every_steps=null"]
+    processes = {
+        name: start([*launcher(name), *arguments(inputs, tmp_path / name), *short], home)
+        for name in LAUNCHERS
+    }
+    for name, process in processes.items():
+        finished = wait(process)
+        assert finished.code == 0, (name, finished.output)
+    trained(*arguments(inputs, tmp_path / "forked"), *short, num_processes=2)
     for name in LAUNCHERS:
         for key in ("loss", "grad_norm", "lr", "tokens", "samples", "held_out_loss"):
-            assert metrics(two_process_runs[name], key) == metrics(forked_run, key), (name, key)
+            assert metrics(tmp_path / name, key) == metrics(tmp_path / "forked", key), (name, key)
 
 
-@pytest.mark.parametrize(
-    "name", ["python", "forked", *(pytest.param(n, marks=pytest.mark.slow) for n in LAUNCHERS)]
-)
-def test_run_directory_is_whole(
-    name: str, finished_run: Path, inputs: Inputs, request: pytest.FixtureRequest
-) -> None:
-    if name == "python":
-        run = finished_run
-    elif name == "forked":
-        run = request.getfixturevalue("forked_run")
-    else:
-        run = request.getfixturevalue("two_process_runs")[name]
+@pytest.mark.parametrize("name", ["finished_run", "forked_run"])
+def test_run_directory_is_whole(name: str, inputs: Inputs, request: pytest.FixtureRequest) -> None:
+    run = request.getfixturevalue(name)
     assert {path.name for path in run.iterdir()} == {
         "checkpoints",
         "config.json",
@@ -120,7 +105,7 @@ def test_run_directory_is_whole(
         "prediction.json",
         "starts.jsonl",
         "tokenizer",
-        *(["profile"] if name == "forked" else []),
+        *(["profile"] if name == "forked_run" else []),
     }
     assert checkpoints.list_steps(run) == [8, 12]  # keep_last: 2
     assert {path.name for path in (run / "checkpoints").iterdir()} == {
@@ -128,7 +113,7 @@ def test_run_directory_is_whole(
         "step-00000012",
     }
     assert checkpoints.find_corruption(run / "checkpoints" / "step-00000012", "all") is None
-    world_size = 1 if name == "python" else 2
+    world_size = 1 if name == "finished_run" else 2
     environment = read_json(run / "environment.json")
     assert environment["topology"]["world_size"] == world_size
     assert environment["rank_order"] == list(AXES)
@@ -136,13 +121,14 @@ def test_run_directory_is_whole(
     assert {"bigtrain", "torch", "deepspeed", "transformers", "git_commit"} <= environment.keys()
     assert read_json(run / "config.json")["data"]["path"] == str(inputs.shards)
     rendered = read_json(run / "deepspeed.json")
-    assert rendered["zero_optimization"]["stage"] == (0 if name == "python" else 3)
+    assert rendered["zero_optimization"]["stage"] == (0 if name == "finished_run" else 3)
     assert "auto" not in (run / "deepspeed.json").read_text()
     log = (run / "log.txt").read_text()
     assert f"step {STEPS}/{STEPS} loss" in log
     assert ("2 ranks = 2 data-parallel; rank = data" in log) == (world_size == 2)
     assert f"checkpoint of step {STEPS}" in log
     assert "same logits" in log
+    assert len({path.stat().st_mode for path in (run / "hf").iterdir()}) == 1
 
 
 def test_metrics_hold_exactly_the_documented_fields(finished_run: Path) -> None:
@@ -211,50 +197,6 @@ def test_export_of_an_earlier_step_in_another_dtype(finished_run: Path, tmp_path
     assert not torch.allclose(earlier.lm_head.weight.float(), last.lm_head.weight, atol=1e-4)
 
 
-@pytest.mark.slow
-def test_killed_run_goes_on_bit_for_bit(
-    two_process_runs: dict[str, Path], inputs: Inputs, home: Path, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    command = launcher("deepspeed")
-    process = start([*command, *arguments(inputs, run)], home)
-    assert process.stdout is not None
-    seen = []
-    for line in process.stdout:
-        seen.append(line)
-        if f"checkpoint of step {SAVE_EVERY}" in line:
-            os.killpg(process.pid, signal.SIGKILL)
-            break
-    killed = wait(process)
-    assert killed.code == -signal.SIGKILL, "".join(seen) + killed.output
-    port = command[command.index("--master_port") + 1]
-    assert not list(Path("/dev/shm").glob(f"*_{port}_*")), "DeepSpeed's buffers are left behind"
-    assert SAVE_EVERY in checkpoints.list_steps(run)
-    assert STEPS not in checkpoints.list_steps(run), "the run was over before it was killed"
-    assert not (run / "hf").exists()
-    # What a kill in the middle of a save leaves behind.
-    half = checkpoints.checkpoint_path(run, STEPS)
-    (half / "tensors").mkdir(parents=True, exist_ok=True)
-    (half / "tensors" / "rank-00000.safetensors").write_bytes(b"half of it")
-    (half / "state.json").write_text('{"step": 12')
-
-    finished = train(*arguments(inputs, run), num_processes=2)
-    assert finished.code == 0, finished.output
-    # From step 8 where the processes were quicker than the kill.
-    resumed = re.search(r"resumed at step ([48]) ", finished.output)
-    assert resumed is not None
-    starts = [json.loads(line) for line in (run / "starts.jsonl").read_text().splitlines()]
-    assert [start["step"] for start in starts] == [0, int(resumed[1])]
-    assert [start["generation"] for start in starts] == [1, 2]
-    assert [start["world_size"] for start in starts] == [2, 2]
-    assert "resumed at step " in (run / "log.txt").read_text()
-    uninterrupted = two_process_runs["deepspeed"]
-    for key in ("loss", "grad_norm", "lr", "samples", "tokens", "held_out_loss"):
-        assert metrics(run, key) == metrics(uninterrupted, key), key
-    weights = "hf/model.safetensors"
-    assert (run / weights).read_bytes() == (uninterrupted / weights).read_bytes()
-
-
 def test_finished_run_started_again_stays_as_it_is(
     finished_run: Path, inputs: Inputs, tmp_path: Path
 ) -> None:
@@ -265,12 +207,9 @@ def test_finished_run_started_again_stays_as_it_is(
     fewer = ["train.steps=6", "checkpoint.allow_changes=[train.steps]"]
     for changes, steps in (([], STEPS), (fewer, 6)):
         again = ["--config", inputs.run_yaml, f"output.directory={run}", *changes]
-        finished = train(*again)
-        assert finished.code == 0, finished.output
-        assert f"complete: the run is at step {STEPS} of {steps}; nothing to do" in (
-            finished.output
-        )
-        assert "no step after" not in finished.output
+        output = trained(*again)
+        assert f"complete: the run is at step {STEPS} of {steps}; nothing to do" in (output)
+        assert "no step after" not in output
         assert snapshot(run) == snapshot(finished_run)
         assert (run / "hf/config.json").stat().st_ino == exported  # not written once more
 
@@ -283,8 +222,7 @@ def test_logged_loss_is_the_mean_since_the_last_line(
     shutil.copytree(finished_run, run)
     shutil.rmtree(run / "checkpoints/step-00000012")
     again = ["--config", inputs.run_yaml, f"output.directory={run}", "logging.every_steps=5"]
-    finished = train(*again)
-    assert finished.code == 0, finished.output
+    trained(*again)
     each, logged = metrics(finished_run), metrics(run)
     assert sorted(logged) == [*range(1, 9), 10, 12]
     # All steps have as many target tokens; losses are summed in float64.
@@ -300,15 +238,10 @@ def test_export_that_was_cut_off_is_made_good(
     (run / "exported.json").unlink()
     (run / "hf/model.safetensors").write_bytes(b"of an earlier step")
     again = ["--config", inputs.run_yaml, f"output.directory={run}"]
-    finished = train(*again)
-    assert finished.code == 0, finished.output
-    assert "exported to" in finished.output
+    output = trained(*again)
+    assert "exported to" in output
     for name in ("hf/model.safetensors", "metrics.jsonl", "exported.json"):
         assert (run / name).read_bytes() == (finished_run / name).read_bytes()
-
-
-def test_files_of_the_export_have_one_mode(finished_run: Path) -> None:
-    assert len({path.stat().st_mode for path in (finished_run / "hf").iterdir()}) == 1
 
 
 def test_corrupt_newest_checkpoint_is_passed_over(
@@ -319,10 +252,9 @@ def test_corrupt_newest_checkpoint_is_passed_over(
     [tensors] = (run / "checkpoints" / "step-00000012" / "tensors").glob("*.safetensors")
     os.truncate(tensors, tensors.stat().st_size - 1)
     again = ["--config", inputs.run_yaml, f"output.directory={run}"]
-    finished = train(*again)
-    assert finished.code == 0, finished.output
+    output = trained(*again)
     passed_over = f"skipping corrupt checkpoint at step 12: {tensors}: "
-    for text in (finished.output, (run / "log.txt").read_text()):
+    for text in (output, (run / "log.txt").read_text()):
         assert passed_over in text
         assert "resumed at step 8 " in text
         assert "metrics.jsonl: dropped" in text

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.conftest import Inputs
-from tests.support.worlds import run_world
+from tests.support.lives import run_script
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
@@ -21,10 +21,10 @@ from bigtrain.system.world import read_world
 world = read_world(os.environ)
 """
 HELPER = """\
-process_group.PROCESS_GROUP_TIMEOUT = timedelta(seconds=3)
+process_group.PROCESS_GROUP_TIMEOUT = timedelta(seconds=1)
 
 def busy(result):
-    time.sleep(4)  # what an export of hundreds of gigabytes does with half an hour
+    time.sleep(2)  # what an export of hundreds of gigabytes does with half an hour
     return result
 
 def wrong():
@@ -63,15 +63,15 @@ with process_group.process_group(world) as joined:
 """
 RUN = """\
 import bigtrain.run.finish as finish
-import bigtrain.run.training as verification
+import bigtrain.data.shards.verification as verification
 from bigtrain.system.processes import exit_process
 from bigtrain.train import main
 
-process_group.PROCESS_GROUP_TIMEOUT = timedelta(seconds=15)
-export_run, naps = finish.export_run, iter([20 * world.rank])
+process_group.PROCESS_GROUP_TIMEOUT = timedelta(seconds=8)
+export_run, naps = finish.export_run, iter([11 * world.rank])
 
 def slow_export(*args, **kwargs):
-    time.sleep(20)
+    time.sleep(11)
     return export_run(*args, **kwargs)
 
 class SlowShards(verification.ListedShards):
@@ -85,13 +85,15 @@ exit_process(main(sys.argv[1:]))
 
 
 @pytest.mark.slow
-def test_a_rank_may_work_for_longer_than_a_collective() -> None:
-    run_world(2, ["-c", COMMON + HELPER])
+def test_a_rank_may_work_for_longer_than_a_collective(tmp_path: Path) -> None:
+    (tmp_path / "helper.py").write_text(COMMON + HELPER)
+    run_script(2, tmp_path / "helper.py")
 
 
 @pytest.mark.slow
 def test_a_run_waits_for_verification_and_export(inputs: Inputs, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    words = ["--config", str(inputs.run_yaml), f"output.directory={run}", "data.verify=contents"]
-    run_world(2, ["-c", COMMON + RUN, *words])
+    words = ["--config", inputs.run_yaml, f"output.directory={run}", "data.verify=contents"]
+    (tmp_path / "run.py").write_text(COMMON + RUN)
+    run_script(2, tmp_path / "run.py", *words)
     assert (run / "hf" / "model.safetensors").exists()

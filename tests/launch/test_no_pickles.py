@@ -12,7 +12,8 @@ import pytest
 
 from bigtrain.cli import main as bigtrain
 from bigtrain.train import main as train
-from tests.launch.conftest import Inputs, launch
+from tests.launch.conftest import Inputs
+from tests.support.lives import run_script
 
 # The interpreter calls the hook for every name that a pickle asks for, whoever reads it. Those that
 # processes of one run send each other are in memory.
@@ -29,26 +30,21 @@ def hook(event, arguments):
         frame = frame.f_back
     raise RuntimeError(f"a pickle asks for {arguments}")
 
-if __name__ == "__main__":
-    sys.addaudithook(hook)
-    try:
-        pickle.loads(pickle.dumps(print))
-    except RuntimeError:
-        pass
-    else:
-        sys.exit("the hook does not work")
-    from bigtrain import cli, train
-    for program, *arguments in json.loads(sys.argv[1]):
-        code = (cli if program == "bigtrain" else train).main(arguments)
-        print(program, arguments[0], "->", code, flush=True)
-        if code != 0:
-            sys.exit(f"{program} {arguments}: {code}")
+sys.addaudithook(hook)
+try:
+    pickle.loads(pickle.dumps(print))
+except RuntimeError:
+    pass
+else:
+    sys.exit("the hook does not work")
+from bigtrain import cli, train
+sys.exit((cli if sys.argv[1] == "bigtrain" else train).main(sys.argv[2:]))
 """
 
 
 @pytest.mark.slow
 def test_no_pickle_is_loaded_from_any_path(
-    finished_run: Path, inputs: Inputs, home: Path, tmp_path: Path
+    finished_run: Path, inputs: Inputs, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(finished_run, run)
@@ -74,9 +70,7 @@ def test_no_pickle_is_loaded_from_any_path(
     program.write_text(PROGRAM)
     said = ""
     for command in commands:
-        finished = launch([program, json.dumps([command])], home)
-        assert finished.code == 0, finished.output
-        said += finished.output
+        said += run_script(1, program, *command)
     assert "a pickle asks for" not in said
     assert "resumed at step 8 " in said
 

@@ -144,25 +144,14 @@ def unfinished(adapted: Path, run: Path) -> Path:
     return run
 
 
-@pytest.mark.parametrize(
-    ("setting", "words"),
-    [
-        pytest.param(
-            "adapters.quantization=fp4",
-            "adapters.quantization: 'nf4' there, 'fp4' now",
-            marks=pytest.mark.slow,
-        ),
-        ("adapters.quantization=none", "adapters.quantization: 'nf4' there, 'none' now"),
-    ],
-)
 def test_another_quantization_is_refused(
-    setting: str, words: str, adapted: Path, inputs: Inputs, base: Path, tmp_path: Path
+    adapted: Path, inputs: Inputs, base: Path, tmp_path: Path
 ) -> None:
     run = unfinished(adapted, tmp_path / "run")
     before = snapshot(run)
-    finished = start(inputs, base, run, 1, setting)
+    finished = start(inputs, base, run, 1, "adapters.quantization=none")
     assert finished.code != 0
-    assert words in finished.output
+    assert "adapters.quantization: 'nf4' there, 'none' now" in finished.output
     assert snapshot(run) == before
 
 

@@ -28,7 +28,7 @@ from bigtrain.run.shipped import webhook_watcher
 from bigtrain.run.shipped.trainjob import TrainJob
 from bigtrain.settings.loading import load_run_config
 from bigtrain.settings.sections.extensions import NoSettings
-from tests.launch.conftest import STEPS, TRAIN, Inputs, start, wait
+from tests.launch.conftest import STEPS, Inputs, launcher, start, wait
 from tests.support.http_server import Receiver
 from tests.support.lives import shared_server
 from tests.support.worlds import ROOT, free_port
@@ -260,19 +260,13 @@ def test_a_signal(inputs: Inputs, tmp_path: Path) -> None:
         (webhook(), {}, "variable HOOK is empty or not set on the main rank -> write http(s)://"),
         (webhook(), {"HOOK": "hooks/secret"}, "variable HOOK does not contain the address of a "),
         (
-            webhook(url_file="no-such-file"),
-            {},
-            "the file no-such-file cannot be read on the main rank (No such file or directory) -> "
-            "correct settings.url_file",
-        ),
-        (
             {"type": "opentelemetry"},
             {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"},
             "OTEL_EXPORTER_OTLP_PROTOCOL=grpc is not supported -> "
             "OTEL_EXPORTER_OTLP_PROTOCOL=http/protobuf",
         ),
     ],
-    ids=["no address", "not an address", "no file", "grpc"],
+    ids=["no address", "not an address", "grpc"],
 )
 def test_the_environment_of_the_main_rank_is_refused(
     callback: dict[str, Any],
@@ -300,7 +294,7 @@ def test_a_server_that_never_answers(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr().err == "webhook: message not sent: ValueError\n"
 
 
-@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+@pytest.mark.parametrize("status", [301, 307])
 def test_a_redirect_is_not_followed_and_reported(
     status: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -356,14 +350,10 @@ def test_a_trainjob_gets_few_updates(inputs: Inputs, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("module", ["bigtrain.launchers.agent", "deepspeed.launcher.runner"])
 def test_another_rank_is_killed_under_a_launcher(
-    module: str, inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes = ["--nproc_per_node", "2"]
-    if "deepspeed" in module:
-        sizes = ["--num_accelerators", "2"]
-    command = ["-m", module, *sizes, "--master_port", str(free_port()), TRAIN]
+    command = launcher("deepspeed")
     command += arguments(inputs, tmp_path, webhook(), at(3, kills=1))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(tmp_path)]))
     with Receiver() as server:
@@ -371,6 +361,8 @@ def test_another_rank_is_killed_under_a_launcher(
         finished = wait(start(command, tmp_path))
         server.wait_for(lambda posts: bool(posts))
     assert finished.code != 0
+    port = command[command.index("--master_port") + 1]
+    assert not list(Path("/dev/shm").glob(f"*_{port}_*")), "DeepSpeed's buffers are left behind"
     [text] = texts(server)
     assert "has died" in text
     assert "[step 3 of 6]" in text

@@ -22,12 +22,12 @@ def sbatch_lines(text: str) -> list[str]:
     return [line.removeprefix("#SBATCH ") for line in text.splitlines() if "#SBATCH " in line]
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_scripts_are_sound(script: Path) -> None:
-    subprocess.run(["bash", "-n", script], check=True)
+def test_scripts_are_sound() -> None:
+    for script in SCRIPTS:
+        subprocess.run(["bash", "-n", script], check=True)
     if shutil.which("shellcheck") is None:
-        pytest.skip("bash reads it; shellcheck is not installed")
-    subprocess.run(["shellcheck", "--severity=warning", script], check=True)
+        pytest.skip("bash reads them; shellcheck is not installed")
+    subprocess.run(["shellcheck", "--severity=warning", *SCRIPTS], check=True)
 
 
 def test_what_requeue_and_resume_rest_on() -> None:
@@ -114,20 +114,10 @@ def test_what_cannot_work_is_refused(
     assert not output.exists()
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [
-        ("90", 5400),
-        ("1:30", 90),
-        ("2:00:00", 7200),
-        ("1-12", 129600),
-        ("1-0:30", 88200),
-        ("x", None),
-        ("", None),
-    ],
-)
-def test_time_limits(text: str, seconds: int | None) -> None:
-    assert time_seconds(text) == seconds
+def test_time_limits() -> None:
+    limits = {"90": 5400, "1:30": 90, "2:00:00": 7200, "1-12": 129600, "1-0:30": 88200}
+    for text, seconds in {**limits, "x": None, "": None}.items():
+        assert time_seconds(text) == seconds
 
 
 # A Slurm that ends the job while its step runs, by TERM as at a limit and by scancel.
@@ -144,44 +134,47 @@ esac
 }
 
 
+Job = Callable[..., tuple[int, str, list[str]]]
+
+
+def run_job(
+    folder: Path, programs: dict[str, str], *words: str, **own: str
+) -> tuple[int, str, list[str]]:
+    """Run train.sbatch with `programs` in place of Slurm's: exit code, log, and what was asked of
+    them."""
+    (folder / "bin").mkdir(exist_ok=True)
+    for name, text in programs.items():
+        (folder / "bin" / name).write_text(f"#!/bin/bash\n{text}")
+        (folder / "bin" / name).chmod(0o755)
+    (folder / "calls").write_text("")
+    variables = {"CALLS": str(folder / "calls"), "BIGTRAIN_CHECKOUT": str(ROOT)}
+    variables |= {"SLURM_JOB_ID": "7", "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
+    finished = subprocess.run(
+        ["bash", str(ROOT / "slurm" / "train.sbatch"), *words],
+        env={**os.environ, **variables, **own},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    return finished.returncode, finished.stdout, (folder / "calls").read_text().splitlines()
+
+
 @pytest.fixture
-def job(tmp_path: Path) -> Callable[..., tuple[int, str, list[str]]]:
-    """``job("TERM", "TimeLimit")``: exit code, log, and what was asked of Slurm."""
-    binaries, calls = tmp_path / "bin", tmp_path / "calls"
-    binaries.mkdir()
-    for name, text in FAKE_SLURM.items():
-        (binaries / name).write_text(f"#!/bin/bash\n{text}")
-        (binaries / name).chmod(0o755)
+def job(tmp_path: Path) -> Job:
+    """``job("TERM", "TimeLimit")``: a job that gets this signal while its step runs."""
 
     def run(signals: str, reason: str) -> tuple[int, str, list[str]]:
-        calls.write_text("")
-        own = {"SIGNALS": signals, "REASON": reason, "CALLS": str(calls)}
-        slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "localhost"}
-        script = ["bash", str(ROOT / "slurm" / "train.sbatch"), "quickstart"]
-        finished = subprocess.run(
-            [*script, f"output.directory={tmp_path / 'run'}", "batch.micro_batch_size=1"],
-            env={
-                **os.environ,
-                **own,
-                **slurm,
-                "PATH": f"{binaries}:{os.environ['PATH']}",
-                "BIGTRAIN_CHECKOUT": str(ROOT),
-                "BIGTRAIN_PYTHON": sys.executable,
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-        )
-        return finished.returncode, finished.stdout, calls.read_text().splitlines()
+        words = ["quickstart", f"output.directory={tmp_path / 'run'}", "batch.micro_batch_size=1"]
+        own = {"SIGNALS": signals, "REASON": reason, "BIGTRAIN_PYTHON": sys.executable}
+        own |= {"SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "localhost"}
+        return run_job(tmp_path, FAKE_SLURM, *words, **own)
 
     return run
 
 
 @pytest.mark.slow  # it waits for real time limits
-def test_a_limit_requeues_until_that_leads_nowhere(
-    job: Callable[..., tuple[int, str, list[str]]], tmp_path: Path
-) -> None:
+def test_a_limit_requeues_until_that_leads_nowhere(job: Job, tmp_path: Path) -> None:
     """Three starts without a checkpoint between them; with one it may go on."""
     for _ in range(2):
         code, log, calls = job("TERM", "TimeLimit")
@@ -198,9 +191,7 @@ def test_a_limit_requeues_until_that_leads_nowhere(
     assert "not saved in time: give more seconds in --signal=B:USR1@SECONDS" in log
 
 
-def test_scancel_is_not_taken_for_a_limit(
-    job: Callable[..., tuple[int, str, list[str]]], tmp_path: Path
-) -> None:
+def test_scancel_is_not_taken_for_a_limit(job: Job, tmp_path: Path) -> None:
     code, log, calls = job("TERM", "None")
     assert (code, calls) == (1, []), log
     assert "train.sbatch: cancelled; what is not saved" in log
@@ -241,43 +232,25 @@ echo "scancel $*" >> "$CALLS"
 
 
 @pytest.fixture
-def job_with_spares(tmp_path: Path) -> Callable[..., tuple[int, str, list[str]]]:
-    """``job_with_spares("1", 0)``: exit code, log and calls of a job with that many spares whose
-    rendezvous reports that result, while the task of a lost node has failed."""
-    binaries, calls, python = tmp_path / "bin", tmp_path / "calls", tmp_path / "python"
-    binaries.mkdir()
-    # No seconds pass between the signals of a job.
-    fakes = {"srun": FAKE_SRUN, "scancel": FAKE_SCANCEL, "sleep": "exec /bin/sleep 0.05"}
-    for name, text in {**FAKE_SLURM, **fakes}.items():
-        (binaries / name).write_text(f"#!/bin/bash\n{text}")
-        (binaries / name).chmod(0o755)
+def job_with_spares(tmp_path: Path) -> Job:
+    """``job_with_spares("1", 0)``: a job with that many spares whose rendezvous reports that
+    result, while the task of a lost node has failed."""
+    python = tmp_path / "python"
     python.write_text(FAKE_PYTHON.format(python=sys.executable))
     python.chmod(0o755)
+    # No seconds pass between the signals of a job.
+    fakes = {"srun": FAKE_SRUN, "scancel": FAKE_SCANCEL, "sleep": "exec /bin/sleep 0.05"}
 
     def run(spares: str, result: int, **variables: str) -> tuple[int, str, list[str]]:
-        calls.write_text("")
-        own = {"RESULT": str(result), "REASON": "None", "CALLS": str(calls), "SIGNAL": ""}
-        own |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_NODELIST": "n[1-3]"}
-        own |= {"BIGTRAIN_CHECKOUT": str(ROOT), "BIGTRAIN_PYTHON": str(python)}
-        own |= {"PATH": f"{binaries}:{os.environ['PATH']}", "RUN": str(tmp_path / "run")}
-        finished = subprocess.run(
-            ["bash", str(ROOT / "slurm" / "train.sbatch"), "RUN.yaml"],
-            env={**os.environ, **own, "BIGTRAIN_SPARES": spares, **variables},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-            timeout=60,
-        )
-        return finished.returncode, finished.stdout, calls.read_text().splitlines()
+        own = {"RESULT": str(result), "REASON": "None", "SIGNAL": "", "RUN": str(tmp_path / "run")}
+        own |= {"SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_NODELIST": "n[1-3]"}
+        own |= {"BIGTRAIN_PYTHON": str(python), "BIGTRAIN_SPARES": spares, **variables}
+        return run_job(tmp_path, {**FAKE_SLURM, **fakes}, "RUN.yaml", **own)
 
     return run
 
 
-JobWithSpares = Callable[..., tuple[int, str, list[str]]]
-
-
-def test_one_step_of_agents_that_lives_on_without_a_node(job_with_spares: JobWithSpares) -> None:
+def test_one_step_of_agents_that_lives_on_without_a_node(job_with_spares: Job) -> None:
     code, log, calls = job_with_spares("1", 0, SLURM_GPUS_ON_NODE="2")
     assert code == 0, log
     assert "train.sbatch: complete" in log
@@ -300,7 +273,7 @@ def test_one_step_of_agents_that_lives_on_without_a_node(job_with_spares: JobWit
     assert "--no-python" not in calls[-1]
 
 
-def test_results_of_a_job_with_spares(job_with_spares: JobWithSpares) -> None:
+def test_results_of_a_job_with_spares(job_with_spares: Job) -> None:
     code, log, calls = job_with_spares("1", 75)
     assert (code, calls[-1]) == (0, "requeue")
     assert "fewer nodes are left than the run needs; back into the queue" in log
@@ -309,7 +282,7 @@ def test_results_of_a_job_with_spares(job_with_spares: JobWithSpares) -> None:
     assert "ended with exit code 137" in log
 
 
-def test_agents_hear_of_the_limit_before_their_ranks(job_with_spares: JobWithSpares) -> None:
+def test_agents_hear_of_the_limit_before_their_ranks(job_with_spares: Job) -> None:
     _, log, calls = job_with_spares("1", 1, SIGNAL="USR1")
     assert "near the time limit, saving" in log
     assert calls.index("ending") < calls.index("scancel --signal=USR1 7")
@@ -319,7 +292,7 @@ def test_agents_hear_of_the_limit_before_their_ranks(job_with_spares: JobWithSpa
     ("spares", "said"),
     [("x", "BIGTRAIN_SPARES = x: is not a number"), ("3", "= 3: the job has only 3 nodes")],
 )
-def test_spares_that_cannot_be(spares: str, said: str, job_with_spares: JobWithSpares) -> None:
+def test_spares_that_cannot_be(spares: str, said: str, job_with_spares: Job) -> None:
     code, log, calls = job_with_spares(spares, 0)
     assert (code, calls) == (2, []), log
     assert said in log

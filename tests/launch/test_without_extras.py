@@ -42,10 +42,7 @@ def extras() -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("adapters", [None, {"rank": 2}])
-def test_weights_are_read_trained_and_exported(
-    adapters: dict[str, int] | None, inputs: Inputs, tmp_path: Path, home: Path
-) -> None:
+def test_weights_are_read_trained_and_exported(inputs: Inputs, tmp_path: Path, home: Path) -> None:
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=16,
@@ -59,8 +56,7 @@ def test_weights_are_read_trained_and_exported(
     tree = run_tree(inputs.shards, tmp_path / "run")
     tree["model"] = {"path": str(tmp_path / "base")}
     tree["train"], tree["schedule"] = {"steps": 1}, {"warmup_steps": 0}
-    if adapters is not None:
-        tree["adapters"] = adapters
+    tree["adapters"] = {"rank": 2}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))
     arguments = ["--config", str(tmp_path / "run.yaml"), "data.allow_other_tokenizer=true"]
     assert {"bitsandbytes", "torchao", "liger_kernel"} <= set(extras())

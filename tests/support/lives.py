@@ -34,20 +34,30 @@ class Server:
     the next one has a new server: it would wait for the answer to this one's request.
     """
 
-    def __init__(self, directory: Path, environment: Mapping[str, str] | None = None) -> None:
-        """`directory`: for the output of the worlds. `environment`: added to this process's."""
-        self.directory = directory
+    def __init__(
+        self,
+        directory: Path,
+        environment: Mapping[str, str] | None = None,
+        checkout: Path = ROOT,
+    ) -> None:
+        """`directory`: for the output of the worlds. `environment`: added to this process's.
+        `checkout`: whose bigtrain is run, in that folder."""
+        self.directory, self.checkout = directory, checkout
         self.num_lives = 0
-        self._environment = {**_environment(), **(environment or {})}
+        own = {"PYTHONPATH": str(checkout), **(environment or {})}
+        self._environment = {**_environment(), **own}
         self.process = self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            [sys.executable, str(ROOT / "tests/support/fork_server.py"), str(lasting_parent())],
+            [
+                *(sys.executable, str(self.checkout / "tests/support/fork_server.py")),
+                str(lasting_parent()),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,  # `select` does not see what a buffer holds
-            cwd=ROOT,
+            cwd=self.checkout,
             env=self._environment,
             start_new_session=True,
         )
@@ -200,5 +210,4 @@ def _shown(output: str) -> str:
 
 def _environment() -> dict[str, str]:
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
-    kept = {key: value for key, value in os.environ.items() if key not in launcher}
-    return {**kept, "PYTHONPATH": str(ROOT)}
+    return {key: value for key, value in os.environ.items() if key not in launcher}
