@@ -34,7 +34,11 @@ def replace_reduction(optimizer: Any, host_time: HostTime) -> bool:
     """Make `optimizer`, of ZeRO 1 or 2, reduce its gradients by a plan; return False if it cannot:
     with several process groups (experts) or dtypes, offloading, ZenFlow, padding between
     parameters, round robin, or gradients that are not contiguous. `host_time` counts the
-    reductions."""
+    reductions.
+
+    Price with one replica: DeepSpeed makes two more copies, 2 x 2 x 16.1 GB / 2.88 TB/s = 22 ms, 7%
+    of 300 ms (8 replicas: 1/8 of one, 1 ms). Host time, 0.031 ms less per tensor: 9 ms, 3%.
+    """
     parameters = [p for group in optimizer.bit16_groups for p in group]
     num_hooked = sum(p.requires_grad for p in parameters)
     groups = range(len(optimizer.bit16_groups))
