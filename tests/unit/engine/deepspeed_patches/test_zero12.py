@@ -160,7 +160,7 @@ def test_a_bucket_is_cut_into_what_partitions_take() -> None:
         slots,
         reduced=[21],
         pieces=[3, 5, 4, 2, 2, 5],
-        targets=[Target(0, 0, 12, [5, 3, 1]), Target(1, 1, 2, [4])],
+        targets=[Target(0, 0, 12, [5, 3, 1], [4, 2, 1]), Target(1, 1, 2, [4], [3])],
     )
 
 
@@ -168,11 +168,11 @@ def test_parameters_in_the_order_of_their_partition_are_one_piece() -> None:
     slots = [slot(0, 5, own=(2, 0, 3)), slot(0, 4, own=(0, 3, 4)), slot(1, 4, own=(0, 0, 4))]
     plan = plan_of(slots, 13)
     assert (plan.pieces, plan.reduced) == ([2, 7, 4], [13])
-    assert plan.targets == [Target(0, 0, 7, [1]), Target(1, 0, 4, [2])]
+    assert plan.targets == [Target(0, 0, 7, [1], [0, 1]), Target(1, 0, 4, [2], [2])]
 
 
 def test_a_parameter_larger_than_a_bucket_is_reduced_in_parts_as_its_owners_have_it() -> None:
     alone = slot(0, 40, 8, 7, 7, 18, own=(8, 0, 7))
     plan = plan_of([alone], 10)
     assert plan.reduced == [15, 25]  # 8 + 7 is the first sum above 10, then 7 + 18
-    assert (plan.pieces, plan.targets) == ([8, 7, 25], [Target(0, 0, 7, [1])])
+    assert (plan.pieces, plan.targets) == ([8, 7, 25], [Target(0, 0, 7, [1], [0])])
