@@ -180,18 +180,13 @@ class AdamW8bit(UpdateRule):
             for codes, moment, scale, table in zip(
                 piece.states, moments, scales, self._tables, strict=True
             ):
-                codes.copy_(self._encode(blocks, moment, scale, table).view(codes.shape))
+                # Where elements of a block are on other ranks, the scale replaces them: the
+                # kernel finds it again as the largest magnitude.
+                rows = blocks.spread(moment, scale[blocks.index].to(moment.device))
+                quantized, _ = self._quantize(rows, code=table, blocksize=BLOCK_ELEMENTS)
+                codes.copy_(blocks.take(quantized).view(codes.shape))
         for name in names:
             self._scales[name].copy_(scales_by_name[name])
-
-    def _encode(
-        self, blocks: Blocks, moment: torch.Tensor, scale: torch.Tensor, table: torch.Tensor
-    ) -> torch.Tensor:
-        # Where elements of a block are on other ranks, the scale replaces them: the kernel finds it
-        # again as the largest magnitude.
-        rows = blocks.spread(moment, scale[blocks.index].to(moment.device))
-        quantized, _ = self._quantize(rows, code=table, blocksize=BLOCK_ELEMENTS)
-        return blocks.take(quantized)
 
     def _next_moments(
         self, piece: UpdatedRectangle, blocks: Blocks
