@@ -1,4 +1,5 @@
-"""DeepSpeed's optimizer step: redundant work skipped, and its gradient norm and loss scale read."""
+"""DeepSpeed's optimizer step: redundant work skipped, its gradient norm and loss scale read, and
+the marks on parameters by which it takes the norm."""
 
 from __future__ import annotations
 
@@ -20,7 +21,6 @@ from torch import nn
 
 from bigtrain.engine.deepspeed_patches.flat_gradients import FlatGradients
 from bigtrain.engine.deepspeed_patches.host_time import HostTime
-from bigtrain.engine.deepspeed_patches.marks import is_model_parallel, is_replicated
 from bigtrain.engine.deepspeed_patches.zero12_reduction import replace_reduction
 
 _HOOK_FUNCTIONS = ("pre_bwd_fn", "post_bwd_fn")
@@ -254,3 +254,28 @@ def has_overflowed(optimizer: Any) -> bool:
     """Return whether DeepSpeed skipped the last update itself because the gradient was not finite.
     `overflow` of its 16-bit wrappers (0.19.8, runtime/base_optimizer.py and runtime/fp16/)."""
     return bool(getattr(optimizer, "overflow", False))
+
+
+def is_model_parallel(parameter: Any) -> bool:
+    """Return whether every rank of a tensor-parallel group counts `parameter`, not only the first.
+    The mark is Megatron's, set by `bigtrain.models.parallel.sharding.tag_shard`. DeepSpeed 0.19.8
+    reads it in runtime/utils.py:134 (`is_model_parallel_parameter`)."""
+    return bool(getattr(parameter, "tensor_model_parallel", False))
+
+
+def mark_model_parallel(gradient: Any) -> None:
+    """Mark a bare gradient as its parameter is marked, for norms that read only gradients.
+    DeepSpeed 0.19.8, runtime/fp16/unfused_optimizer.py:214 (`step`)."""
+    gradient.tensor_model_parallel = True
+
+
+def is_replicated(parameter: Any) -> bool:
+    """Return whether another pipeline stage counts `parameter`. DeepSpeed 0.19.8 reads the mark in
+    runtime/utils.py:517 and in every optimizer (runtime/constants.py:408, `PIPE_REPLICATED`)."""
+    return bool(getattr(parameter, "ds_pipe_replicated", False))
+
+
+def mark_replicated(parameter: Any, replicated: bool) -> None:
+    """Set whether another pipeline stage counts `parameter`; see `is_replicated`. `PipelineModule`
+    sets it on the parameters that it contains (0.19.8, runtime/pipe/module.py:287)."""
+    parameter.ds_pipe_replicated = replicated

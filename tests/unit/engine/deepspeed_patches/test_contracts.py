@@ -42,7 +42,6 @@ from torch.distributed import distributed_c10d
 from bigtrain.engine.deepspeed_patches import (
     flat_gradients,
     host_time,
-    marks,
     optimizers,
     partitions,
     pipeline,
@@ -503,19 +502,18 @@ CONTRACTS = [
         "self",
         "param",
     ),
-    # marks
     reads(
-        marks.is_model_parallel,
+        step.is_model_parallel,
         lambda: runtime_utils.is_model_parallel_parameter,
         "p.tensor_model_parallel",
     ),
     reads(
-        marks.mark_model_parallel,
+        step.mark_model_parallel,
         lambda: runtime_utils.get_weight_norm,
         "is_model_parallel_parameter(p)",
     ),
     reads(
-        marks.mark_model_parallel,
+        step.mark_model_parallel,
         lambda: FP16_UnfusedOptimizer.step,
         "get_weight_norm(grads_for_norm, mpu=self.mpu)",
     ),
@@ -530,13 +528,13 @@ CONTRACTS = [
         "ds_shape",
     ),
     Contract(
-        marks.is_replicated,
+        step.is_replicated,
         "the mark of replicated parameters has another name",
         lambda: constants.PIPE_REPLICATED == "ds_pipe_replicated",
     ),
-    reads(marks.mark_replicated, lambda: DeepSpeedZeroOptimizer, "p.ds_pipe_replicated"),
-    reads(marks.mark_replicated, lambda: FP16_Optimizer, "p.ds_pipe_replicated"),
-    reads(marks.mark_replicated, lambda: BF16_Optimizer, "lp.ds_pipe_replicated"),
+    reads(step.mark_replicated, lambda: DeepSpeedZeroOptimizer, "p.ds_pipe_replicated"),
+    reads(step.mark_replicated, lambda: FP16_Optimizer, "p.ds_pipe_replicated"),
+    reads(step.mark_replicated, lambda: BF16_Optimizer, "lp.ds_pipe_replicated"),
     # pipeline
     reads(
         pipeline.replace_loss,
@@ -661,7 +659,7 @@ def test_deepspeed_is_as_it_was_read(contract: Contract) -> None:
 
 
 def test_every_patch_has_a_contract() -> None:
-    rooms = (host_time, marks, optimizers, partitions, pipeline, startup, step, zero3_hooks)
+    rooms = (host_time, optimizers, partitions, pipeline, startup, step, zero3_hooks)
     rooms += (flat_gradients, zero12_reduction)
     wanted = set().union(*map(public_functions, rooms))
     assert wanted - {contract.name for contract in CONTRACTS} == {
