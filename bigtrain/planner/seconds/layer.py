@@ -21,7 +21,7 @@ from bigtrain.planner.seconds.kernels import (
     memory_seconds,
     weight_seconds,
 )
-from bigtrain.planner.seconds.sequence_bytes import sequence_bytes
+from bigtrain.planner.stages import sequence_bytes
 from bigtrain.planner.tables.engines import Engine
 from bigtrain.planner.tables.hardware import Device
 
