@@ -138,7 +138,7 @@ def search(
     larger = 0
     per_node = cluster.device.devices_per_node
     for degrees in _degrees(request, cluster.num_devices, per_node):
-        larger += _of_degrees(degrees, request, cluster, engine, ranking, prunes)
+        larger += _of_degrees(degrees, request, cluster, engine, ranking, prunes=prunes)
     ranking.fitting.sort(key=_preference)
     if request.varies:
         _vary(ranking, request, cluster, engine)
@@ -254,6 +254,7 @@ def _of_degrees(
     cluster: Cluster,
     engine: Engine,
     ranking: Ranking,
+    *,
     prunes: bool,
 ) -> int:
     """Add the layouts of `degrees` to `ranking`; return how many were not assessed."""
