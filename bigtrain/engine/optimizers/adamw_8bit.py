@@ -125,7 +125,7 @@ class AdamW8bit(UpdateRule):
         for master in masters:
             master.step_count().add_(1)
             for moment in CODES:
-                master.codes(moment)
+                master.moment(moment, torch.uint8)
         if self._parts is None or not masters:
             return
         names = names_in_update(self._parts, masters, group)
@@ -212,9 +212,11 @@ class AdamW8bit(UpdateRule):
     def _pieces(self, masters: Sequence[Master]) -> Iterator[tuple[UpdatedRectangle, Blocks]]:
         """Yield the rectangles that this rank updates, with their codes and their blocks."""
         assert self._parts is not None
-        for piece in updated_rectangles(
-            self._parts, masters, lambda master: map(master.codes, CODES), _CHUNK
-        ):
+
+        def codes(master: Master) -> Iterator[torch.Tensor]:
+            return (master.moment(name, torch.uint8) for name in CODES)
+
+        for piece in updated_rectangles(self._parts, masters, codes, _CHUNK):
             yield piece, Blocks(self._shapes[piece.parameter], piece.box, piece.values.device)
 
     def _by_name(self, names: Sequence[str], flat: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -108,9 +108,9 @@ def find_device(name: str, option: str = "--gpus") -> Device:
         remedy = f"nearest names: {', '.join(short[match] for match in close)}; "
         remedy += f"known: {', '.join(device_list)}; or measure one with bigtrain plan --calibrate"
         raise ConfigError(Problem(option, name, "no such device in the hardware tables", remedy))
-    figures = _table()["devices"][entry]
-    value = {key: item["value"] for key, item in figures["figures"].items()}
-    reach = Reach(**_table()["reach"][figures["reach"]])
+    columns = _table()["devices"][entry]
+    value = {key: item["value"] for key, item in columns["figures"].items()}
+    reach = Reach(**_table()["reach"][columns["reach"]])
     return Device(name=entry, reach=reach, **value)
 
 
