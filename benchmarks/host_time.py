@@ -13,7 +13,7 @@ loop with ZeRO's arithmetic instead of its own, in plain PyTorch, and a hook on 
 does nothing.
 
 ``--deepspeed-hooks`` leaves ZeRO-3 the hooks that `bigtrain.engine.deepspeed_patches.zero3_hooks`
-replaces, and ZeRO 1 and 2 what `bigtrain.engine.deepspeed_patches.zero12` skips; ``--without NAME``
+replaces, and ZeRO 1 and 2 what `bigtrain.engine.deepspeed_patches.step` skips; ``--without NAME``
 turns one function of these modules off; ``--versus N`` measures with and without by turns, N times,
 and prints the least of each. ``--each N`` does so for each of `SPEED_PATCHES`, and prints what it
 saves per parameter and per million elements; of few large parameters (``--layers 4 --hidden-size
@@ -50,7 +50,7 @@ from benchmarks.support.points import llama, write_random_dataset
 from bigtrain.data.loading.loader import open_training_data
 from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.engine.build import build_engine
-from bigtrain.engine.deepspeed_patches import step, zero12
+from bigtrain.engine.deepspeed_patches import step, zero3_hooks
 from bigtrain.engine.startup.mesh import open_mesh
 from bigtrain.engine.startup.process_group import process_group
 from bigtrain.models.configuration import load_hf_config
@@ -60,7 +60,7 @@ from bigtrain.settings.run_config import RunConfig
 from bigtrain.system.local_world import run_local_world
 from bigtrain.system.world import read_world
 
-PATCH_MODULES = step, zero12
+PATCH_MODULES = step, zero3_hooks
 ALL_PATCHES = "replace_hooks", "skip_redundant_work_of_zero12"
 TOKENS = 8
 VOCAB_SIZE = 256

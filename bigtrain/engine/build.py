@@ -24,10 +24,10 @@ from bigtrain.engine.deepspeed_patches.optimizers import undo_trial_update
 from bigtrain.engine.deepspeed_patches.startup import set_mpu
 from bigtrain.engine.deepspeed_patches.step import skip_redundant_work
 from bigtrain.engine.forward import ModelOptions
-from bigtrain.engine.layer_options import apply_layer_options
 from bigtrain.engine.optimizers.build import attach_optimizer, optimizer_maker, parameter_groups
 from bigtrain.engine.optimizers.exact_parameters import ExactParameters
 from bigtrain.engine.partitioning import (
+    apply_layer_options,
     build_dtype,
     copy_of,
     move_buffers,

@@ -1,10 +1,11 @@
-"""Sharding and partitioning of parameters while a model is built for `deepspeed.initialize`."""
+"""Sharding and partitioning of parameters, and options of layers, while a model is built for
+`deepspeed.initialize`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Literal, cast
 
 import deepspeed
 import torch
@@ -20,7 +21,10 @@ from bigtrain.engine.deepspeed_patches.partitions import PartitioningInit, parti
 from bigtrain.engine.startup.mesh import Mesh, ModelParallelUnit
 from bigtrain.models.build import WHOLE, Partitioning
 from bigtrain.models.layers.adapter_names import borrowed_parameters, has_adapters
+from bigtrain.models.layers.compilation import compile_layers, is_compiled
+from bigtrain.models.layers.plans import TilePlan
 from bigtrain.models.parallel.sharding import cut_parameter, is_expert
+from bigtrain.settings.compatibility.facts import read_facts
 from bigtrain.settings.deepspeed.engine_config import EngineConfig
 from bigtrain.settings.run_config import RunConfig
 
@@ -141,3 +145,31 @@ def register_external_parameters(model: nn.Module) -> None:
     for layer, parameters in (*borrowed, *tiled):
         for parameter in parameters:
             deepspeed.zero.register_external_parameter(layer, parameter)
+
+
+def apply_layer_options(
+    model: Any,
+    config: RunConfig,
+    engine_config: EngineConfig,
+    device: torch.device,
+    tiles: TilePlan,
+) -> bool:
+    """Apply the run's kernels, tiles, activation offload and compilation to a complete `model`
+    (split into its stage, filled, loss installed); return whether its layers are compiled. Raises
+    ModelError if decoder layers of transformers' kind are needed and there are none."""
+    section = config.model
+    if section.kernels == "liger":
+        from bigtrain.models.layers.kernels import apply_kernels
+
+        apply_kernels(model)
+    tiles.install(model)
+    if section.activation_offload:
+        from bigtrain.models.layers.activation_offload import offload_checkpoints
+
+        offload_checkpoints(model, device.type)
+    facts = read_facts(config, engine_config.deepspeed, None)
+    device_type = cast(Literal["cpu", "cuda"], device.type)
+    if not is_compiled(section.compile, device_type, allowed=facts.may_compile):
+        return False
+    compile_layers(model)
+    return True

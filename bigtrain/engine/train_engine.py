@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.engine.deepspeed_patches.host_time import HostTime
-from bigtrain.engine.deepspeed_patches.marks import is_model_parallel
 from bigtrain.engine.deepspeed_patches.optimizers import inner_optimizer, refresh_parameters
 from bigtrain.engine.deepspeed_patches.step import (
     has_overflowed,
+    is_model_parallel,
     measured_norm,
     replace_clipping,
     scale_of_norm,

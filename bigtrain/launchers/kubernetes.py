@@ -31,6 +31,7 @@ from bigtrain.errors import (
     Problem,
 )
 from bigtrain.launchers.deepspeed_env import is_secret
+from bigtrain.launchers.node_range import check_spares
 from bigtrain.launchers.templates import render
 from bigtrain.settings.deepspeed.engine_config import find_deepspeed_config
 from bigtrain.settings.loading import find_config
@@ -362,8 +363,7 @@ def _check_request(request: KubernetesRequest) -> list[Problem]:
     if request.restarts < 0:
         rule = "must be 0 (none) or more"
         problems.append(Problem("--restarts", request.restarts, rule))
-    if request.spares is not None and request.spares < 0:
-        problems.append(Problem("--spares", request.spares, "is negative", "--spares 0"))
+    problems += check_spares(request.spares)
     if not PurePosixPath(request.mount).is_absolute() or request.mount == "/":
         rule = "must be an absolute path, and not /"
         problems.append(Problem("--mount", request.mount, rule, "--mount /data"))

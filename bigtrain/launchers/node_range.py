@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from bigtrain.errors import ConfigError, Problem
@@ -60,7 +60,10 @@ class NodesRequest:
     def check(self, problems: Sequence[Problem], source: str) -> None:
         """Raise ConfigError with `problems` of `source` and paths that a script cannot have in a
         line, or else with the problems of the run."""
-        problems = [*problems, *self._check_lines()]
+        values = {"--config": self.config, "--deepspeed_config": self.deepspeed_config or ""}
+        values["the working directory"] = self.directory
+        values["the checkout"] = str(checkout())
+        problems = [*problems, *check_lines(values)]
         try:
             node_range(self.nodes)
         except ConfigError as error:
@@ -69,19 +72,24 @@ class NodesRequest:
             raise ConfigError(problems, source)
         check_on_every_number(self)
 
-    def _check_lines(self) -> list[Problem]:
-        """Return problems of values that are written into one line of a script, like a header or a
-        comment: the text after a line break would be a command."""
-        values = {"--config": self.config, "--deepspeed_config": self.deepspeed_config or ""}
-        values["the working directory"] = self.directory
-        values["the checkout"] = str(checkout())
-        problems = []
-        for key, value in values.items():
-            character = control_character(value)
-            if character is not None:
-                rule = f"has the control character {character}, and is in one line of the script"
-                problems.append(Problem(key, value, rule, "rename it"))
-        return problems
+
+def check_lines(values: Mapping[str, str]) -> list[Problem]:
+    """Return problems of values that are written into one line of a script, like a header or a
+    comment: the text after a line break would be a command."""
+    problems = []
+    for key, value in values.items():
+        character = control_character(value)
+        if character is not None:
+            rule = f"has the control character {character}, and is in one line of the script"
+            problems.append(Problem(key, value, rule, "rename it"))
+    return problems
+
+
+def check_spares(spares: int | None) -> list[Problem]:
+    """Return the problem of a negative number of spares."""
+    if spares is None or spares >= 0:
+        return []
+    return [Problem("--spares", spares, "is negative", "--spares 0")]
 
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from bigtrain.errors import LaunchError, Problem
-from bigtrain.launchers.node_range import NodesRequest, control_character, node_range
+from bigtrain.launchers.node_range import NodesRequest, check_spares, control_character, node_range
 from bigtrain.system.shipped_files import checkout, slurm_script
 
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<fields>\d+(?::\d\d){0,2})")
@@ -90,8 +90,7 @@ def check_request(request: SlurmRequest) -> list[Problem]:
         problems.append(
             Problem("--save-seconds", request.save_seconds, rule, "set a longer --time, or less")
         )
-    if request.spares is not None and request.spares < 0:
-        problems.append(Problem("--spares", request.spares, "is negative", "--spares 0"))
+    problems += check_spares(request.spares)
     for name, value in request.options.items():
         key = f"--sbatch {name}"
         if name in _OWNED:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.launchers.heartbeats import look_seconds
-from bigtrain.launchers.node_range import NodesRequest, control_character, node_range
+from bigtrain.launchers.node_range import NodesRequest, check_lines, check_spares, node_range
 from bigtrain.launchers.templates import render
 from bigtrain.system.shipped_files import checkout
 
@@ -115,11 +115,7 @@ def _check_request(request: TorchrunRequest) -> list[Problem]:
     if match is None or not 0 < int(match["port"]) < 65536:
         rule, remedy = "is not HOST:PORT", "write node-1:29400"
         problems.append(Problem("--rendezvous", request.endpoint, rule, remedy))
-    for key, value in (("--output", request.file), ("the interpreter", request.python)):
-        character = control_character(value)
-        if character is not None:
-            rule = f"has the control character {character}, and is in one line of the script"
-            problems.append(Problem(key, value, rule, "rename it"))
+    problems += check_lines({"--output": request.file, "the interpreter": request.python})
     if not re.fullmatch(r"[A-Za-z0-9._-]+", request.name):
         rule = "may contain only letters, digits and ._-"
         problems.append(Problem("--name", request.name, rule, "give the run a --name"))
@@ -131,6 +127,4 @@ def _check_request(request: TorchrunRequest) -> list[Problem]:
             rule = f"is too short for {_HEARTBEATS} heartbeats of each node, of {num_nodes}"
             remedy = f"--heartbeat-timeout {shortest}"
             problems.append(Problem("--heartbeat-timeout", request.heartbeat_timeout, rule, remedy))
-    if request.spares < 0:
-        problems.append(Problem("--spares", request.spares, "is negative", "--spares 0"))
-    return problems
+    return problems + check_spares(request.spares)

@@ -14,7 +14,14 @@ from dataclasses import dataclass
 
 from bigtrain.planner.layout import Layout
 from bigtrain.planner.model_costs import LayerCosts, ModelCosts
-from bigtrain.planner.stages import PlannedStage, StageSizes, block_bytes, stage_sizes, stages_of
+from bigtrain.planner.stages import (
+    PlannedStage,
+    StageSizes,
+    block_bytes,
+    sequence_bytes,
+    stage_sizes,
+    stages_of,
+)
 from bigtrain.planner.tables.engines import Engine
 
 
@@ -375,8 +382,6 @@ def _ring_bytes(layer: LayerCosts, model: ModelCosts, layout: Layout) -> float:
         return 0.0
     attention, element_bytes = layer.attention, model.element_bytes
     num_tokens = layout.tokens_per_micro_batch
-    from bigtrain.planner.seconds.sequence_bytes import sequence_bytes
-
     sent_bytes = sequence_bytes(
         attention,
         num_tokens,

@@ -232,6 +232,12 @@ class ModelCosts:
             max((packed.largest for packed in packed_layers), default=0),
         )
 
+    def with_layers(self, layers: Sequence[LayerCosts]) -> ModelCosts:
+        """Return the costs with `layers` instead of its own, of which equal ones are one kind."""
+        kinds = tuple(dict.fromkeys(layers))
+        numbers = {layer: number for number, layer in enumerate(kinds)}
+        return replace(self, kinds=kinds, layers=tuple(numbers[layer] for layer in layers))
+
     def with_score_head(self) -> ModelCosts:
         """Return the costs with a head of a single output instead of the vocabulary's head."""
         head = self.hidden_size
@@ -306,25 +312,14 @@ def of_all_linear(model: ModelCosts, rank: int, double: bool | None = None) -> A
 
 def with_adapters(model: ModelCosts, costs: AdapterCosts) -> ModelCosts:
     """Return `model`, frozen, with `costs` added."""
-    layer_types: list[LayerCosts] = []
-    order: list[int] = []
     packed = costs.packed or (QuantizedWeights(),) * len(model.layers)
-    for index, products, extra_parameters, packed_weights in zip(
-        model.layers, costs.products, costs.others, packed, strict=True
-    ):
-        layer = replace(
-            model.kinds[index], adapters=products, others=extra_parameters, packed=packed_weights
+    layers = [
+        replace(model.kinds[index], adapters=products, others=others, packed=packed_weights)
+        for index, products, others, packed_weights in zip(
+            model.layers, costs.products, costs.others, packed, strict=True
         )
-        if layer not in layer_types:
-            layer_types.append(layer)
-        order.append(layer_types.index(layer))
-    return replace(
-        model,
-        kinds=tuple(layer_types),
-        layers=tuple(order),
-        is_frozen=True,
-        others_outside=costs.outside,
-    )
+    ]
+    return replace(model.with_layers(layers), is_frozen=True, others_outside=costs.outside)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
-"""Predicted time and memory of a run, and a check that it fits its device. Pure.
-
-Planner `Layout` of a resolved run. Pure.
-"""
+"""Predicted time and memory of a run, the planner's `Layout` of a resolved run, and a check that it
+fits its device. Pure."""
 
 from __future__ import annotations
 

@@ -12,9 +12,9 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
-from bigtrain.planner.layout import ADAMW, Layout, OptimizerCosts, Recompute
+from bigtrain.planner.layout import Layout, Recompute
 from bigtrain.planner.memory import MARGIN, MEMORY_ERROR, MemoryUse, peak_memory, usable_memory
 from bigtrain.planner.memory_checkpoints import MemoryCheckpointCosts, memory_checkpoint_costs
 from bigtrain.planner.model_costs import ModelCosts
@@ -100,26 +100,17 @@ class Candidate:
 @dataclass(frozen=True)
 class SearchSpace:
     """Parameters that determine the layouts of a run. `facts`: facts of the run, for the rules.
-    `varies`: whether loss and buckets may differ from a run's defaults."""
+    `base`: what all layouts have in common. `varies`: whether loss and buckets may differ from a
+    run's defaults."""
 
     model: ModelCosts
     facts: Facts
-    sequence_length: int
+    base: Layout
     global_batch_size: int
-    parameter_bytes: int
-    gradient_bytes: int
-    bucket_elements: int
     loss: str
     loss_chunk_tokens: int | None
-    tiled_mlp: Literal["auto", "off"] | int = "off"
-    optimizer: OptimizerCosts = ADAMW
     zero_stages: Sequence[int] = (0, 1, 2, 3)
     varies: bool = False
-    copies_states: bool = True
-    memory_every_steps: int | None = None
-    partner_copies: int = 0
-    rows_per_sample: int = 1
-    num_reference_rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -147,7 +138,7 @@ def search(
     larger = 0
     per_node = cluster.device.devices_per_node
     for degrees in _degrees(request, cluster.num_devices, per_node):
-        larger += _of_degrees(degrees, request, cluster, engine, ranking, prunes)
+        larger += _of_degrees(degrees, request, cluster, engine, ranking, prunes=prunes)
     ranking.fitting.sort(key=_preference)
     if request.varies:
         _vary(ranking, request, cluster, engine)
@@ -166,13 +157,9 @@ def longest_sample(request: SearchSpace, cluster: Cluster, engine: Engine) -> tu
     def at(num_grains: int) -> Ranking:
         ranking = Ranking([], [], 0)
         for samples in divisors:
-            longer_request = replace(
-                request,
-                facts=facts,
-                sequence_length=num_grains * grain,
-                global_batch_size=samples,
-            )
-            ranking = search(longer_request, cluster, engine)
+            base = request.base.changed(sequence_length=num_grains * grain)
+            longer = replace(request, facts=facts, base=base, global_batch_size=samples)
+            ranking = search(longer, cluster, engine)
             if ranking.fitting or ranking.others:
                 break
         return ranking
@@ -250,7 +237,7 @@ def _variants(layout: Layout, request: SearchSpace) -> Iterator[Layout]:
             else None
         )
     for loss in losses:
-        for bucket in (request.bucket_elements, *BUCKETS):
+        for bucket in (request.base.reduce_bucket_elements, *BUCKETS):
             variant = replace(
                 layout,
                 loss_chunk_tokens=loss,
@@ -267,14 +254,23 @@ def _of_degrees(
     cluster: Cluster,
     engine: Engine,
     ranking: Ranking,
+    *,
     prunes: bool,
 ) -> int:
     """Add the layouts of `degrees` to `ranking`; return how many were not assessed."""
     too_large: set[Recompute | int] = set()
     roomy, skipped = False, 0
     savings = _savings(degrees, request)
-    micro_sizes = _micro_sizes(degrees, request)
-    first = _smallest(degrees, request)
+    # Micro-batch sizes, ascending, and their accumulation steps. With more stages than
+    # micro-batches a pipeline is mostly bubble.
+    per_rank = request.global_batch_size // degrees.data_size
+    least_accumulation = degrees.pipeline_size if degrees.pipeline_size > 1 else 0
+    micro_sizes = [
+        (micro, per_rank // micro)
+        for micro in _divisors(per_rank)
+        if micro <= 64 and per_rank // micro >= least_accumulation
+    ]
+    first = request.base.changed(**degrees.degrees(), zero_stage=degrees.zero_stage)
     for index, (micro, accumulation) in enumerate(micro_sizes):
         layout = first.changed(
             micro_batch_size=micro,
@@ -283,7 +279,7 @@ def _of_degrees(
                 request.loss,
                 request.loss_chunk_tokens,
                 request.model.vocabulary_size,
-                micro * request.sequence_length // degrees.sequence_size,
+                micro * request.base.sequence_length // degrees.sequence_size,
             ),
         )
         candidates = list(_recomputed(layout, request, cluster, engine, too_large))
@@ -400,7 +396,7 @@ def _degrees(request: SearchSpace, world_size: int, devices_per_node: int) -> It
         if (has_plan or t == 1)
         and (attends or s == 1)
         and p <= len(request.model.layers)
-        and request.sequence_length % s == 0
+        and request.base.sequence_length % s == 0
         for degrees in [
             Degrees.of_world(
                 world_size, ModelDegrees(tensor_size=t, pipeline_size=p, sequence_size=s)
@@ -427,37 +423,6 @@ def _rings(
     nodes = sequence_size // ranks_per_node
     # Both divide the number of ranks, and so does their least common multiple.
     return sorted({needed, math.lcm(needed, nodes)})
-
-
-def _micro_sizes(degrees: _Degrees, request: SearchSpace) -> list[tuple[int, int]]:
-    """Return micro-batch sizes of `degrees`, ascending, and their accumulation steps."""
-    per_rank = request.global_batch_size // degrees.data_size
-    sizes = [(micro, per_rank // micro) for micro in _divisors(per_rank) if micro <= 64]
-    # With more stages than micro-batches a pipeline is mostly bubble.
-    return [
-        size for size in sizes if degrees.pipeline_size == 1 or size[1] >= degrees.pipeline_size
-    ]
-
-
-def _smallest(degrees: _Degrees, request: SearchSpace) -> Layout:
-    """Return the layout of `degrees` with the smallest micro-batch."""
-    return Layout(
-        **degrees.degrees(),
-        zero_stage=degrees.zero_stage,
-        sequence_length=request.sequence_length,
-        parameter_bytes=request.parameter_bytes,
-        gradient_bytes=request.gradient_bytes,
-        reduce_bucket_elements=request.bucket_elements,
-        gather_bucket_elements=request.bucket_elements,
-        overlap_communication=False,
-        copies_states=request.copies_states,
-        memory_every_steps=request.memory_every_steps,
-        partner_copies=request.partner_copies,
-        rows_per_sample=request.rows_per_sample,
-        num_reference_rows=request.num_reference_rows,
-        tiled_mlp=request.tiled_mlp,
-        optimizer=request.optimizer,
-    )
 
 
 def is_legal(facts: Facts, zero_stage: int, degrees: Degrees) -> bool:
@@ -488,7 +453,7 @@ def _savings(degrees: _Degrees, request: SearchSpace) -> list[dict[str, Any]]:
     tiles = {**full, "tiled_mlp": "auto"}
     activations = {**full, "offload_activations": True}
     layer_savings: list[dict[str, Any]] = []
-    if request.tiled_mlp == "off" and legal(Facts(tiled_mlp="auto")):
+    if request.base.tiled_mlp == "off" and legal(Facts(tiled_mlp="auto")):
         layer_savings.append(tiles)
     if legal(Facts(activation_offload=True)):
         layer_savings += [activations, *({**activations, **changes} for changes in layer_savings)]

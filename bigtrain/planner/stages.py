@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from bigtrain.planner.layout import Layout
-from bigtrain.planner.model_costs import ModelCosts
+from bigtrain.planner.model_costs import Attention, ModelCosts
 
 # The slowest stage may be this much slower than in the fastest division, if that saves memory.
 _TIME_SLACK = 1.05
@@ -280,3 +281,40 @@ def matrix_exchange(stage: PlannedStage, model: ModelCosts, layout: Layout) -> t
             gather_elements += size * missing / ranks
             return_elements += size * (copies - part) / ranks
     return optimizer.wire_bytes * gather_elements, optimizer.wire_bytes * return_elements
+
+
+@dataclass(frozen=True)
+class SequenceBytes:
+    """Bytes that sequence parallelism exchanges per rank, layer and micro-batch. heads: of queries,
+    keys, values and outputs, which Ulysses exchanges, and their gradients in the backward pass,
+    except for the part that a rank keeps. keys: of keys and values, which a ring exchanges in both
+    passes; gradients: of the keys' and values' gradients in float32, in the backward pass. Under a
+    causal mask without documents and windows a rank needs the keys of three of four chunks per peer
+    on average (`bigtrain.models.parallel.ring_plan`); documents and windows need fewer."""
+
+    heads: float
+    keys: float
+    gradients: float
+
+
+def sequence_bytes(
+    attention: Attention,
+    num_tokens: float,
+    element_bytes: int,
+    *,
+    tensor_size: int,
+    ulysses_size: int,
+) -> SequenceBytes:
+    """Return the bytes of a rank's `num_tokens`. Where Ulysses' ranks outnumber the key heads of
+    a rank, keys are copied."""
+    key_heads = attention.num_key_value_heads / tensor_size
+    if ulysses_size > 1 and key_heads >= 1:
+        key_heads = math.lcm(int(key_heads), ulysses_size)
+    width = attention.head_size + attention.value_size
+    num_keys = num_tokens * key_heads * width
+    num_head_elements = num_tokens * attention.num_heads / tensor_size * width + num_keys
+    return SequenceBytes(
+        heads=num_head_elements * element_bytes,
+        keys=num_keys * element_bytes,
+        gradients=num_keys * 4,
+    )

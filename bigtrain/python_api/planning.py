@@ -191,6 +191,7 @@ def _cluster(
 
 
 def _request(config: RunConfig, cluster: Cluster, model: Any) -> SearchSpace:
+    from bigtrain.planner.layout import Layout
     from bigtrain.planner.run_prediction import optimizer_costs
     from bigtrain.planner.search import SearchSpace
     from bigtrain.settings.compatibility.facts import Facts, read_facts
@@ -209,23 +210,28 @@ def _request(config: RunConfig, cluster: Cluster, model: Any) -> SearchSpace:
     )
     gradients = gradient_dtype_of(config, 1) or config.precision.dtype
     memory = config.checkpoint.memory
+    bucket_elements = int(raw["zero_optimization"]["reduce_bucket_size"])
     return SearchSpace(
         model=model,
         facts=facts,
-        sequence_length=config.batch.sequence_length,
+        base=Layout(
+            sequence_length=config.batch.sequence_length,
+            parameter_bytes=DTYPE_BYTES[config.precision.dtype],
+            gradient_bytes=DTYPE_BYTES[gradients],
+            reduce_bucket_elements=bucket_elements,
+            gather_bucket_elements=bucket_elements,
+            overlap_communication=False,
+            tiled_mlp=config.model.tiled_mlp,
+            optimizer=optimizer_costs(config.optimizer),
+            copies_states=config.checkpoint.asynchronous,
+            memory_every_steps=None if memory is None else memory.every_steps,
+            partner_copies=0 if memory is None or cluster.num_nodes == 1 else memory.copies,
+            rows_per_sample=config.objective.kind.trained_rows_per_sample,
+            num_reference_rows=config.objective.kind.num_reference_rows(config),
+        ),
         global_batch_size=config.batch.samples_per_step,
-        parameter_bytes=DTYPE_BYTES[config.precision.dtype],
-        gradient_bytes=DTYPE_BYTES[gradients],
-        bucket_elements=int(raw["zero_optimization"]["reduce_bucket_size"]),
         loss=config.model.loss,
         loss_chunk_tokens=config.model.loss_chunk_tokens,
-        tiled_mlp=config.model.tiled_mlp,
-        optimizer=optimizer_costs(config.optimizer),
-        copies_states=config.checkpoint.asynchronous,
-        memory_every_steps=None if memory is None else memory.every_steps,
-        partner_copies=0 if memory is None or cluster.num_nodes == 1 else memory.copies,
-        rows_per_sample=config.objective.kind.trained_rows_per_sample,
-        num_reference_rows=config.objective.kind.num_reference_rows(config),
     )
 
 

@@ -12,8 +12,8 @@ from contextlib import suppress
 
 def try_port(port: int = 0, address: str = "", *, may_be_bound: bool = False) -> int:
     """Return `port` of an address of this machine (default: of all), or a free one for 0. Raises
-    OSError if it is taken. held: it may be one that a socket holds for a store, without listening
-    (SO_REUSEADDR, as torch's server has it)."""
+    OSError if it is taken. may_be_bound: it may be one that a socket holds for a store, without
+    listening (SO_REUSEADDR, as torch's server has it)."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, may_be_bound)
         probe.bind((address, port))

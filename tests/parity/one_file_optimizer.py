@@ -14,7 +14,6 @@ import torch
 from bigtrain.engine.optimizers.update_rule import (
     Master,
     RuleInputs,
-    StateDtype,
     UpdateRule,
     chunks,
     store,
@@ -35,7 +34,7 @@ FACTS = OptimizerFacts(
 class Signum(UpdateRule):
     """Not collective. State: `momentum_buffer`."""
 
-    def __init__(self, momentum: float, dtype: StateDtype) -> None:
+    def __init__(self, momentum: float, dtype: torch.dtype) -> None:
         self._momentum, self._dtype = momentum, dtype
 
     @classmethod

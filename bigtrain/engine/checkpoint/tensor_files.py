@@ -56,9 +56,9 @@ def find_parts(
     prefixes: Collection[str] | None = None,
 ) -> dict[str, list[Part]]:
     """Return the parts of every tensor by its key, which cover it exactly. Reads all headers.
-    listing: None reads the files that exist. kinds: the words before the first slash of keys; None
-    for all. Raises CorruptCheckpointError for a file that is unreadable, changed, or does not fit
-    the others."""
+    listing: None reads the files that exist. prefixes: of keys, up to the first slash; None for
+    all. Raises CorruptCheckpointError for a file that is unreadable, changed, or does not fit the
+    others."""
     parts_by_key: dict[str, list[Part]] = {}
     covers: dict[str, Cover] = {}
     for part in itertools.chain.from_iterable(_read_headers(directory, listing)):

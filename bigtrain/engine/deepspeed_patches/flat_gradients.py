@@ -1,10 +1,8 @@
 """Averaged gradients of a parameter group under ZeRO 1 and 2: one flat tensor that the optimizer
-reads, for a pass and summed over the passes of a step. A CPU keeps the tensor from step to step:
-pages that the system must clear again cost more there than a copy."""
+reads, for a pass and summed over the passes of a step."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,7 +41,6 @@ class GroupGradients:
         self.is_compact = bool(optimizer._use_compact_grad_partition_buffer(group))
         self._optimizer, self._group = optimizer, group
         self._device = accelerator.current_device_name()
-        self._keeps_memory = accelerator.resolves_data_dependency()  # a CPU
         self._slots = [slot for slot in slots.values() if slot.group == group and slot.count]
         # Elements of this rank's parts, in the order of the partition, then of the padding.
         self._num_elements = int(optimizer.partition_size[group])
@@ -66,15 +63,8 @@ class GroupGradients:
                 self._publish(self._empty().zero_())
             return self.flat
         if self._partition is None:
-            # The update has used the tensor of the first pass before the next step.
-            is_first = self._optimizer.all_grad_tensors.get(self._group) is None
-            reuses = is_first and self._keeps_memory
-            self._partition = self._reused if reuses else self._empty()
+            self._partition = self._empty()
         return self._partition
-
-    @functools.cached_property
-    def _reused(self) -> torch.Tensor:
-        return self._empty()
 
     def end_pass(self, step: int) -> None:
         """Add the gradients of the pass number `step` to earlier passes."""

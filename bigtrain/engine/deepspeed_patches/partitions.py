@@ -8,8 +8,6 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 
 
@@ -77,37 +75,6 @@ def zero3_range(parameter: Any, optimizer: Any) -> MasterRange:
     start, count = _partition_range(parameter, optimizer._get_param_partition_rank(parameter))
     flat = optimizer.fp32_partitioned_groups_flat[group]
     return MasterRange(flat, offset, count, start, parameter.ds_tensor.ds_numel)
-
-
-def gather_persistent_at_once(optimizer: Any) -> None:
-    """Make ZeRO-3 gather its persistent parameters by one collective after each update.
-
-    DeepSpeed 0.19.8 has one for each (runtime/zero/partition_parameters.py,
-    `_allgather_params_coalesced`, from stage3.py:2841 by `all_gather` of the first).
-    `all_gather_coalesced` has one per dtype, and copies equal bytes. Quantized parameters and
-    parameters with a secondary partition stay as they are. Does nothing to other optimizers.
-    """
-    persistent = getattr(optimizer, "persistent_parameters", [])
-    if len(persistent) < 2 or any(
-        p.ds_secondary_tensor is not None or hasattr(p.ds_tensor, "ds_quant_scale")
-        for p in persistent
-    ):
-        return
-    first, accelerator = persistent[0], get_accelerator()
-    original_all_gather = first.all_gather
-
-    def all_gather(param_list: Any = None, async_op: bool = False, hierarchy: int = 0) -> Any:
-        if param_list is not persistent or async_op:
-            return original_all_gather(param_list, async_op=async_op, hierarchy=hierarchy)
-        absent = [p for p in persistent if p.ds_status is ZeroParamStatus.NOT_AVAILABLE]
-        if absent:
-            with torch.no_grad():
-                first.all_gather_coalesced(absent).wait()
-            if not accelerator.resolves_data_dependency():
-                accelerator.synchronize()
-        return None
-
-    first.all_gather = all_gather
 
 
 def _partition_range(parameter: Any, rank: int) -> tuple[int, int]:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from deepspeed import comm
 from deepspeed.ops.op_builder.builder import OpBuilder
-from deepspeed.runtime.zero import stage_1_and_2
 from deepspeed.utils import groups
 from torch.distributed import distributed_c10d
 
@@ -36,16 +35,14 @@ def restore_process_state() -> Iterator[None]:
 
     ZeRO 3 replaces `torch.nn.functional.linear` (0.19.8, runtime/zero/partition_parameters.py:417);
     references to an engine's groups and `mpu` outlive `destroy_process_group` (utils/groups.py:89).
-    Also restored: the logger's level, and what `zero12.keep_accumulating_nodes` replaced.
+    Also restored: the logger's level.
     """
     logger = logging.getLogger("DeepSpeed")
     linear, level = torch.nn.functional.linear, logger.level
-    count = stage_1_and_2.count_used_parameters_in_backward
     try:
         yield
     finally:
         torch.nn.functional.linear = linear
-        stage_1_and_2.count_used_parameters_in_backward = count
         logger.setLevel(level)
         if not torch.distributed.is_initialized():
             groups._release_process_group_references()

@@ -52,7 +52,10 @@ _STREAM = _PRIVATE + "allgather_stream"
 def replace_hooks(optimizer: Any, host_time: HostTime) -> bool:
     """Replace the hooks of ZeRO-3's `optimizer`; returns False for one that they do not support.
     `host_time` counts their time. Each replaces two of DeepSpeed's, under the handle of the first,
-    so that `DeepSpeedZeRoOffload.destroy` removes them and the order among other hooks stays."""
+    so that `DeepSpeedZeRoOffload.destroy` removes them and the order among other hooks stays.
+
+    Price: 0.38 ms of the host per tensor and step x 291 = 111 ms, 37% of 300 ms.
+    """
     offload = getattr(optimizer, "parameter_offload", None)
     if (
         offload is None

@@ -11,7 +11,6 @@ from torch.optim.adamw import adamw
 from bigtrain.engine.optimizers.update_rule import (
     Master,
     RuleInputs,
-    StateDtype,
     UpdateRule,
     chunks,
     store,
@@ -21,7 +20,7 @@ from bigtrain.engine.optimizers.update_rule import (
 class AdamW(UpdateRule):
     """Not collective. States: `exp_avg`, `exp_avg_sq`."""
 
-    def __init__(self, betas: tuple[float, float], eps: float, state_dtype: StateDtype) -> None:
+    def __init__(self, betas: tuple[float, float], eps: float, state_dtype: torch.dtype) -> None:
         self._betas, self._eps, self._dtype = betas, eps, state_dtype
 
     @classmethod
@@ -33,7 +32,7 @@ class AdamW(UpdateRule):
             step = master.step_count()
             first = master.moment("exp_avg", self._dtype)
             second = master.moment("exp_avg_sq", self._dtype)
-            if self._dtype is StateDtype.FLOAT32:
+            if self._dtype == torch.float32:
                 self._fused(master.values, master.gradient, first, second, step=step, group=group)
                 continue
             for values, gradient, mean, square in chunks(

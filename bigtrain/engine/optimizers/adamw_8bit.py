@@ -125,7 +125,7 @@ class AdamW8bit(UpdateRule):
         for master in masters:
             master.step_count().add_(1)
             for moment in CODES:
-                master.codes(moment)
+                master.moment(moment, torch.uint8)
         if self._parts is None or not masters:
             return
         names = names_in_update(self._parts, masters, group)
@@ -180,18 +180,13 @@ class AdamW8bit(UpdateRule):
             for codes, moment, scale, table in zip(
                 piece.states, moments, scales, self._tables, strict=True
             ):
-                codes.copy_(self._encode(blocks, moment, scale, table).view(codes.shape))
+                # Where elements of a block are on other ranks, the scale replaces them: the
+                # kernel finds it again as the largest magnitude.
+                rows = blocks.spread(moment, scale[blocks.index].to(moment.device))
+                quantized, _ = self._quantize(rows, code=table, blocksize=BLOCK_ELEMENTS)
+                codes.copy_(blocks.take(quantized).view(codes.shape))
         for name in names:
             self._scales[name].copy_(scales_by_name[name])
-
-    def _encode(
-        self, blocks: Blocks, moment: torch.Tensor, scale: torch.Tensor, table: torch.Tensor
-    ) -> torch.Tensor:
-        # Where elements of a block are on other ranks, the scale replaces them: the kernel finds it
-        # again as the largest magnitude.
-        rows = blocks.spread(moment, scale[blocks.index].to(moment.device))
-        quantized, _ = self._quantize(rows, code=table, blocksize=BLOCK_ELEMENTS)
-        return blocks.take(quantized)
 
     def _next_moments(
         self, piece: UpdatedRectangle, blocks: Blocks
@@ -217,9 +212,11 @@ class AdamW8bit(UpdateRule):
     def _pieces(self, masters: Sequence[Master]) -> Iterator[tuple[UpdatedRectangle, Blocks]]:
         """Yield the rectangles that this rank updates, with their codes and their blocks."""
         assert self._parts is not None
-        for piece in updated_rectangles(
-            self._parts, masters, lambda master: map(master.codes, CODES), _CHUNK
-        ):
+
+        def codes(master: Master) -> Iterator[torch.Tensor]:
+            return (master.moment(name, torch.uint8) for name in CODES)
+
+        for piece in updated_rectangles(self._parts, masters, codes, _CHUNK):
             yield piece, Blocks(self._shapes[piece.parameter], piece.box, piece.values.device)
 
     def _by_name(self, names: Sequence[str], flat: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ from torch import nn
 from bigtrain.engine.deepspeed_patches.experts import as_expert_group, name_of_experts
 from bigtrain.engine.deepspeed_patches.optimizers import inner_optimizer
 from bigtrain.engine.optimizers.masters import master_parts
-from bigtrain.engine.optimizers.update_rule import RuleInputs, RuleOptimizer, StateDtype, UpdateRule
+from bigtrain.engine.optimizers.update_rule import RuleInputs, RuleOptimizer, UpdateRule
 from bigtrain.engine.startup.mesh import Mesh
 from bigtrain.models.layers.parameter_roles import adapted_weight, split_by_decay
 from bigtrain.models.layers.parameters import parameter_of
@@ -33,7 +33,7 @@ def optimizer_maker(
     model."""
     if not section.is_own:
         return None
-    dtype = StateDtype(section.state_dtype)
+    dtype: torch.dtype = getattr(torch, section.state_dtype)
     inputs = RuleInputs(section, dtype, model, mesh, device)
     names = [section.type, *section.facts.names]
     rules = {name: rule_class(name).of(inputs) for name in names}

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bigtrain.engine.deepspeed_patches.marks import (
+from bigtrain.engine.deepspeed_patches.step import (
     is_model_parallel,
     is_replicated,
     mark_model_parallel,

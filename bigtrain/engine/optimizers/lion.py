@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
+import torch
+
 from bigtrain.engine.optimizers.update_rule import (
     Master,
     RuleInputs,
-    StateDtype,
     UpdateRule,
     chunks,
     store,
@@ -18,7 +19,7 @@ from bigtrain.engine.optimizers.update_rule import (
 class Lion(UpdateRule):
     """Not collective. State: `exp_avg`."""
 
-    def __init__(self, betas: tuple[float, float], state_dtype: StateDtype) -> None:
+    def __init__(self, betas: tuple[float, float], state_dtype: torch.dtype) -> None:
         self._betas, self._dtype = betas, state_dtype
 
     @classmethod

@@ -26,7 +26,6 @@ from bigtrain.engine.optimizers.matrix_exchange import (
 from bigtrain.engine.optimizers.update_rule import (
     Master,
     RuleInputs,
-    StateDtype,
     UpdateRule,
     chunks,
     names_in_update,
@@ -48,7 +47,7 @@ class Muon(UpdateRule):
     def __init__(
         self,
         section: MuonSection,
-        state_dtype: StateDtype,
+        state_dtype: torch.dtype,
         model: nn.Module,
         mesh: Mesh,
         device: torch.device,

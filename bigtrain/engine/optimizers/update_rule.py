@@ -15,7 +15,6 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, Self
 
 import torch
@@ -37,17 +36,6 @@ allocates states and which not all ranks may make at the same time."""
 _AVERAGE_BYTES = 4
 _CHUNK = 1 << 24
 """Elements converted to float32 at a time."""
-
-
-class StateDtype(Enum):
-    """Dtype of moments and momentum."""
-
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return torch.float32 if self is StateDtype.FLOAT32 else torch.bfloat16
 
 
 def chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -77,29 +65,20 @@ def store(moment: torch.Tensor, value: torch.Tensor, gradient: torch.Tensor) -> 
 @dataclass(frozen=True)
 class Master:
     """Tensor that the optimizer updates, its gradient and its states, all fp32 but for
-    states of another `StateDtype`."""
+    states of another dtype."""
 
     values: torch.Tensor
     gradient: torch.Tensor
     state: dict[str, Any]
 
-    def moment(self, name: str, dtype: StateDtype) -> torch.Tensor:
+    def moment(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """Return the state `name`, shaped like the values; zeros at first."""
         if name not in self.state:
             self.state[name] = torch.zeros_like(
-                self.values, dtype=dtype.torch_dtype, memory_format=torch.preserve_format
+                self.values, dtype=dtype, memory_format=torch.preserve_format
             )
         moment: torch.Tensor = self.state[name]
         return moment
-
-    def codes(self, name: str) -> torch.Tensor:
-        """Return the state `name` of one byte per value; zeros at first."""
-        if name not in self.state:
-            self.state[name] = torch.zeros_like(
-                self.values, dtype=torch.uint8, memory_format=torch.preserve_format
-            )
-        codes: torch.Tensor = self.state[name]
-        return codes
 
     def step_count(self) -> torch.Tensor:
         """Updates before this one, a float32 scalar on the device of the values."""
@@ -169,7 +148,7 @@ class RuleInputs:
     mesh, and a device that the groups' backend takes."""
 
     section: OptimizerSection
-    state_dtype: StateDtype
+    state_dtype: torch.dtype
     model: nn.Module
     mesh: Mesh
     device: torch.device
@@ -211,7 +190,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         groups: Sequence[dict[str, Any]],
         rules: Mapping[str, UpdateRule],
         lr: float,
-        state_dtype: StateDtype,
+        state_dtype: torch.dtype,
         average_decay: float | None = None,
     ) -> None:
         """groups: of torch, each with a `rule` among `rules`, which are by ``optimizer.type``.
@@ -270,7 +249,7 @@ def state_bytes_by_name(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     `RuleOptimizer` updates."""
     if not isinstance(optimizer, RuleOptimizer):
         return {}
-    size = optimizer.state_dtype.torch_dtype.itemsize
+    size = optimizer.state_dtype.itemsize
     average = 0 if optimizer.average_decay is None else _AVERAGE_BYTES
     return {
         name: facts_of_optimizer(group["rule"]).bytes_per_element(size) + average

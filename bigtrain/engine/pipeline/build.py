@@ -20,13 +20,18 @@ from bigtrain.engine.deepspeed_patches.experts import (
     name_of_experts,
     set_expert_groups,
 )
-from bigtrain.engine.deepspeed_patches.marks import mark_replicated
 from bigtrain.engine.deepspeed_patches.optimizers import undo_trial_update
+from bigtrain.engine.deepspeed_patches.step import mark_replicated
 from bigtrain.engine.forward import ModelOptions
-from bigtrain.engine.layer_options import apply_layer_options
 from bigtrain.engine.optimizers.build import attach_optimizer, optimizer_maker, parameter_groups
 from bigtrain.engine.optimizers.exact_parameters import ExactParameters
-from bigtrain.engine.partitioning import copy_of, cutting, is_cut, run_dtype
+from bigtrain.engine.partitioning import (
+    apply_layer_options,
+    copy_of,
+    cutting,
+    is_cut,
+    run_dtype,
+)
 from bigtrain.engine.pipeline.engine import PipelineTrainEngine
 from bigtrain.engine.pipeline.stage_module import StageModule, StagesModule
 from bigtrain.engine.startup.mesh import Mesh

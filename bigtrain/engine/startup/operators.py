@@ -18,7 +18,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -28,6 +28,7 @@ import deepspeed
 import torch
 
 from bigtrain.engine.deepspeed_patches.startup import operators_loaded_by
+from bigtrain.system.user_cache import processor
 
 _PACKAGE = Path(deepspeed.__file__).resolve().parent
 _PARTIAL = ".partial-"
@@ -59,12 +60,7 @@ def load_operator(
     versions = (torch.__version__, torch.version.git_version, deepspeed.__version__)
     system = (sysconfig.get_config_var("SOABI"), os.confstr("CS_GNU_LIBC_VERSION"))
     # ``-march=native`` uses CPU features; hosts with one home directory may have different CPUs.
-    cpu_features = ""
-    with suppress(OSError), open("/proc/cpuinfo") as cpu_info:
-        cpu_features = next(
-            (line for line in cpu_info if line.startswith(("flags", "Features"))), ""
-        )
-    digest = hashlib.sha256(repr((name, flags, versions, system, cpu_features)).encode())
+    digest = hashlib.sha256(repr((name, flags, versions, system, processor())).encode())
     for file in (*map(Path, sources), *headers):
         digest.update(hashlib.sha256(file.read_bytes()).digest())
     folder = operators_folder() / f"{name}-{digest.hexdigest()[:16]}"

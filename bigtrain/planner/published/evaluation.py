@@ -15,7 +15,7 @@ from pathlib import Path
 
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.planner.memory import peak_memory
-from bigtrain.planner.published.rows import RowRun, run_of
+from bigtrain.planner.published.rows import run_of
 from bigtrain.planner.published.words import has_value
 from bigtrain.planner.step_time import step_time
 from bigtrain.system.units import GIB
@@ -174,26 +174,22 @@ def _baseline_errors(rows: Sequence[tuple[Mapping[str, str], float]]) -> list[fl
     utilization: dict[str, list[float]] = {}
     for row, measured in rows:
         run = run_of(row)
-        spent = _flops_per_token(run) * measured / run.device.peak_flops
+        # FLOPs of a token forward and backward, attention in full: what a page's utilization is of.
+        flops = 6.0 * run.model.vocabulary_size * run.model.hidden_size
+        for layer_type in run.model.layers:
+            layer = run.model.kinds[layer_type]
+            flops += 6.0 * layer.num_active_parameters
+            if layer.attention is not None:
+                heads = layer.attention
+                width = heads.num_heads * (heads.head_size + heads.value_size)
+                flops += 6.0 * width * run.layout.sequence_length
+        spent = flops * measured / run.device.peak_flops
         utilization.setdefault(row["source"], []).append(spent)
     errors = []
     for shares in utilization.values():
         constant = _mean(shares)
         errors += [abs(constant / spent - 1) for spent in shares]
     return errors
-
-
-def _flops_per_token(run: RowRun) -> float:
-    """Return the FLOPs forward and backward, attention in full, without recomputation."""
-    flops = 6.0 * run.model.vocabulary_size * run.model.hidden_size
-    for layer_type in run.model.layers:
-        layer = run.model.kinds[layer_type]
-        flops += 6.0 * layer.num_active_parameters
-        if layer.attention is not None:
-            heads = layer.attention
-            width = heads.num_heads * (heads.head_size + heads.value_size)
-            flops += 6.0 * width * run.layout.sequence_length
-    return flops
 
 
 def _rank_correlation(

@@ -90,8 +90,7 @@ def costs_of(shape: PublishedModelShape, element_bytes: int = 2) -> ModelCosts:
     plain = model.kinds[0]
     if shape.latent is not None:
         plain = _latent_layer(plain, shape.dense, shape.latent, element_bytes)
-    layer_types: list[LayerCosts] = []
-    order: list[int] = []
+    layers: list[LayerCosts] = []
     for index in range(shape.dense.num_layers):
         layer = plain
         experts = shape.experts
@@ -103,10 +102,8 @@ def costs_of(shape: PublishedModelShape, element_bytes: int = 2) -> ModelCosts:
             layer = _expert_layer(layer, shape.dense, experts, element_bytes)
         if shape.window is not None and index % shape.window_every == 0 and layer.attention:
             layer = replace(layer, attention=replace(layer.attention, window=shape.window))
-        if layer not in layer_types:
-            layer_types.append(layer)
-        order.append(layer_types.index(layer))
-    return replace(model, kinds=tuple(layer_types), layers=tuple(order))
+        layers.append(layer)
+    return model.with_layers(layers)
 
 
 def _expert_layer(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from bigtrain.planner.layout import Layout
@@ -79,8 +79,8 @@ def run_of(row: Row) -> RowRun:
     if is_float4(row):
         gain *= device.float4_gain
     model = _model(row, engine, 4 if single else 2)
-    layout = _layout(row, engine, model, device, 4 if single else 2, gain)
-    return RowRun(model, layout, device, engine, gain)
+    layout = _layout(row, engine, model, 4 if single else 2)
+    return _with_batch(row, RowRun(model, layout, device, engine, gain))
 
 
 def _model(row: Row, engine: Engine, element_bytes: int) -> ModelCosts:
@@ -180,9 +180,8 @@ def _guessed_experts(row: Row, said: str, dense: DenseShape) -> ExpertDimensions
     return ExpertDimensions(number, min(met, number), dense.intermediate_size)
 
 
-def _layout(
-    row: Row, engine: Engine, model: ModelCosts, device: Device, size: int, gain: float
-) -> Layout:
+def _layout(row: Row, engine: Engine, model: ModelCosts, element_bytes: int) -> Layout:
+    """Return the degrees and options of a row, without its batch."""
     notes = row.get("notes") or ""
     tp, pp, cp = degree(row, "tp"), degree(row, "pp"), degree(row, "cp")
     dp = _replicas(row, tp, pp, cp)
@@ -192,7 +191,7 @@ def _layout(
     said = words(row, "zero", "notes")
     zero = zero_stage(row, engine.name)
     recompute_name, every = recompute(row, engine.name)
-    layout = Layout(
+    return Layout(
         data_size=dp,
         tensor_size=tp,
         pipeline_size=min(pp, len(model.layers)),
@@ -207,12 +206,11 @@ def _layout(
         or "sequence parallel" in notes.lower()
         or (tp > 1 and engine.name in _SEQUENCE_PARALLEL),
         num_virtual_stages=virtual_stages(notes),
-        parameter_bytes=size,
-        gradient_bytes=4 if size == 4 or has_float32_gradients(row) else 2,
+        parameter_bytes=element_bytes,
+        gradient_bytes=4 if element_bytes == 4 or has_float32_gradients(row) else 2,
         offload_optimizer=zero > 0 and re.search(r"(?<!no )offload", said) is not None,
         offload_parameters=zero == 3 and re.search(r"param\w* offload|infinity", said) is not None,
     )
-    return _with_batch(row, layout, engine, model, device, gain)
 
 
 _SEQUENCE_PARALLEL = ("megatron_core", "automodel", "fsdp", "fsdp_compiled")
@@ -241,20 +239,19 @@ def _replicas(row: Row, tp: int, pp: int, cp: int) -> int:
     return replicas
 
 
-def _with_batch(
-    row: Row, layout: Layout, engine: Engine, model: ModelCosts, device: Device, gain: float
-) -> Layout:
-    """Return `layout` with its batch. A missing micro-batch size is the fastest power of two that
+def _with_batch(row: Row, run: RowRun) -> RowRun:
+    """Return `run` with its batch. A missing micro-batch size is the fastest power of two that
     fits the device and divides the batch; a missing batch is one micro-batch, or four for each
     pipeline stage. A batch is in tokens if it is too large for samples."""
+    layout = run.layout
     dp, p = layout.data_size, layout.pipeline_size
     micro, batch = number(row, "micro_batch", 0), number(row, "global_batch", 0)
     if layout.sequence_length >= 512 and batch >= 2 * dp * layout.sequence_length:
         batch = dp * max(1, round(batch / layout.sequence_length / dp))
-    if not micro and p > 1 and batch % (dp * p) == 0 and engine.name in _MICRO_PER_STAGE:
+    if not micro and p > 1 and batch % (dp * p) == 0 and run.engine.name in _MICRO_PER_STAGE:
         micro = max(1, batch // (dp * p * layout.num_virtual_stages))
     if not micro:
-        micro = _fastest_micro(batch, layout, engine, model, device, gain)
+        micro = _fastest_micro(batch, run)
     if batch and batch < micro * dp:
         raise ValueError(f"global_batch = {batch} is less than micro_batch x dp = {micro * dp}")
     if batch % dp:
@@ -264,52 +261,30 @@ def _with_batch(
         micro = math.ceil(batch // dp / number_of)  # of uneven ones the mean
     layout = replace(layout, micro_batch_size=micro, num_accumulation=number_of)
     if not has_value(row, "recompute") and words(row, "recompute").strip() != "none":
-        return _with_least_recompute(layout, engine, model, device)
-    return layout
+        # The page does not state it: the least recomputation that fits memory (+10 %).
+        choices = [layout]
+        choices += [replace(layout, recompute="full", recompute_every=n) for n in (8, 4, 3, 2)]
+        limit = 1.1 * run.device.memory_bytes
+        layout = next(
+            (c for c in choices if peak_memory(run.model, c, run.engine).total <= limit),
+            replace(layout, recompute="full", recompute_every=1),
+        )
+    return replace(run, layout=layout)
 
 
-def _with_least_recompute(
-    layout: Layout, engine: Engine, model: ModelCosts, device: Device
-) -> Layout:
-    """Return `layout` with the least recomputation that fits memory (+10 %), for a page that does
-    not state it."""
-
-    def fits(candidate_layout: Layout) -> bool:
-        return peak_memory(model, candidate_layout, engine).total <= 1.1 * device.memory_bytes
-
-    if fits(layout):
-        return layout
-    every = next(
-        (
-            every
-            for every in (8, 4, 3, 2)
-            if fits(replace(layout, recompute="full", recompute_every=every))
-        ),
-        1,
-    )
-    return replace(layout, recompute="full", recompute_every=every)
-
-
-def _fastest_micro(
-    batch: int, layout: Layout, engine: Engine, model: ModelCosts, device: Device, gain: float
-) -> int:
-    """Return the micro-batch size that is predicted to be the fastest that fits."""
-    dp, p = layout.data_size, layout.pipeline_size
-    best, best_size = 0.0, 1
-    for micro in _powers(batch // dp if batch else 64):
-        number_of = batch // dp // micro if batch else 4 * p if p > 1 else 1
+def _fastest_micro(batch: int, run: RowRun) -> int:
+    """Return the micro-batch size that is predicted to be the fastest that fits: a power of two
+    that divides the samples of a rank."""
+    layout, p = run.layout, run.layout.pipeline_size
+    samples = batch // layout.data_size if batch else 64
+    best, best_size, micro = 0.0, 1, 1
+    while samples % micro == 0 and micro <= max(1, samples):
+        number_of = samples // micro if batch else 4 * p if p > 1 else 1
         larger = replace(layout, micro_batch_size=micro, num_accumulation=number_of)
-        if peak_memory(model, larger, engine).total > device.memory_bytes and best:
+        if peak_memory(run.model, larger, run.engine).total > run.device.memory_bytes and best:
             break
-        seconds = step_time(model, larger, device, engine, gain=gain).total
+        seconds = step_time(run.model, larger, run.device, run.engine, gain=run.gain).total
         if larger.global_batch_size / seconds > best:
             best, best_size = larger.global_batch_size / seconds, micro
+        micro *= 2
     return best_size
-
-
-def _powers(number: int) -> Iterator[int]:
-    """Yield 1, 2, 4 and so on, as long as they divide `number`."""
-    power = 1
-    while number % power == 0 and power <= max(1, number):
-        yield power
-        power *= 2

@@ -28,7 +28,7 @@ _LEAST_DEPTH = 512  # smallest inner dimension that is still split
 
 @functools.lru_cache(maxsize=1 << 16)
 def matmul_seconds(
-    device: Device, rows: int, in_size: int, out_size: int, element_bytes: int, gain: float = 1.0
+    device: Device, rows: int, in_size: int, out_size: int, element_bytes: int, *, gain: float = 1.0
 ) -> float:
     """Return the seconds of ``rows x in_size`` times ``in_size x out_size``; `gain`: speed-up of a
     faster number format."""
@@ -105,9 +105,9 @@ def weight_seconds(device: Device, matmul: Matmul, share: RankShare, gain: float
     `matmul_seconds`. The backward pass has two products: the gradients of inputs and weight."""
     rows, in_size, out_size, times = _local_product(matmul, share)
     size = share.element_bytes
-    output_seconds = matmul_seconds(device, rows, in_size, out_size, size, gain)
-    input_gradient_seconds = matmul_seconds(device, rows, out_size, in_size, size, gain)
-    weight_gradient_seconds = matmul_seconds(device, in_size, rows, out_size, size, gain)
+    output_seconds = matmul_seconds(device, rows, in_size, out_size, size, gain=gain)
+    input_gradient_seconds = matmul_seconds(device, rows, out_size, in_size, size, gain=gain)
+    weight_gradient_seconds = matmul_seconds(device, in_size, rows, out_size, size, gain=gain)
     return PassCosts(
         times * output_seconds, times * (input_gradient_seconds + weight_gradient_seconds)
     )

@@ -21,7 +21,7 @@ from bigtrain.planner.seconds.kernels import (
     memory_seconds,
     weight_seconds,
 )
-from bigtrain.planner.seconds.sequence_bytes import sequence_bytes
+from bigtrain.planner.stages import sequence_bytes
 from bigtrain.planner.tables.engines import Engine
 from bigtrain.planner.tables.hardware import Device
 
@@ -87,7 +87,7 @@ def layer_work(layer: LayerCosts, model: ModelCosts, layout: Layout, machine: Ti
     num_tiles = layout.num_tiles(model.hidden_size) if layer.mlp.products else 0
     tile_work = Work()
     if num_tiles:
-        tile_work = _tile_work(layer, model, layout, device, passes, forward)
+        tile_work = _tile_work(layer, model, layout, machine, passes, forward=forward)
     kernel_launches = 2.0
     if layout.recompute == "full":
         backward.add(forward, 1 / layout.recompute_every)
@@ -116,7 +116,7 @@ def layer_work(layer: LayerCosts, model: ModelCosts, layout: Layout, machine: Ti
     backward.host = _exposed_host_seconds(backward, backward_host_seconds, engine)
 
     if layout.zero_stage == 3 and engine.measured is None:
-        _add_zero3_exchange(layer, model, layout, machine, forward, backward)
+        _add_zero3_exchange(layer, model, layout, machine, forward=forward, backward=backward)
     if layout.offload_activations:
         # The layer's input is copied during computation (models/layers/activation_offload.py).
         hidden_bytes = model.element_bytes * model.hidden_size * layout.tokens_per_micro_batch
@@ -145,8 +145,9 @@ def _tile_work(
     layer: LayerCosts,
     model: ModelCosts,
     layout: Layout,
-    device: Device,
+    machine: TimedMachine,
     passes: _LayerPasses,
+    *,
     forward: Work,
 ) -> Work:
     """Return what tiles of a layer's MLPs add to its backward pass: a second forward pass of the
@@ -161,7 +162,7 @@ def _tile_work(
         num_gradients += mlp.num_parameters_expert / layout.expert_parts
         num_sums = layout.num_tiles(model.hidden_size) - 1
         moved_bytes = num_sums * num_gradients * (8 + model.element_bytes)
-        work.memory_bound += memory_seconds(device, moved_bytes)
+        work.memory_bound += memory_seconds(machine.device, moved_bytes)
     return work
 
 
@@ -358,6 +359,7 @@ def _add_zero3_exchange(
     model: ModelCosts,
     layout: Layout,
     machine: TimedMachine,
+    *,
     forward: Work,
     backward: Work,
 ) -> None:

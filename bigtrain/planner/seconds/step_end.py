@@ -32,7 +32,9 @@ def head_work(model: ModelCosts, layout: Layout, machine: TimedMachine) -> Work:
         (num_tokens, num_columns, hidden_size),
         (hidden_size, num_tokens, num_columns),
     ):
-        seconds = matmul_seconds(device, rows, in_size, out_size, element_bytes, engine.products)
+        seconds = matmul_seconds(
+            device, rows, in_size, out_size, element_bytes, gain=engine.products
+        )
         work.matmul += num_losses * seconds
 
     if layout.tensor_size > 1:

@@ -117,7 +117,7 @@ class Engine:
     expert_host_seconds: float = 0.0
 
     def with_measured(self, measured: MeasuredEngine) -> Engine:
-        """Return this engine on the CPUs that `found` was measured on: without a CUDA context, and
+        """Return this engine on the CPUs that it was `measured` on: without a CUDA context, and
         with host and device time added up, since the CPU does both."""
         return replace(
             self,

@@ -108,7 +108,10 @@ def find_device(name: str, option: str = "--gpus") -> Device:
         remedy = f"nearest names: {', '.join(short[match] for match in close)}; "
         remedy += f"known: {', '.join(device_list)}; or measure one with bigtrain plan --calibrate"
         raise ConfigError(Problem(option, name, "no such device in the hardware tables", remedy))
-    return _device(entry, _table()["devices"][entry])
+    columns = _table()["devices"][entry]
+    value = {key: item["value"] for key, item in columns["figures"].items()}
+    reach = Reach(**_table()["reach"][columns["reach"]])
+    return Device(name=entry, reach=reach, **value)
 
 
 _AROUND = (
@@ -139,12 +142,6 @@ def _find(name: str) -> str | None:
 
 def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
-
-
-def _device(name: str, figures: Mapping[str, Any]) -> Device:
-    value = {key: item["value"] for key, item in figures["figures"].items()}
-    reach = Reach(**_table()["reach"][figures["reach"]])
-    return Device(name=name, reach=reach, **value)
 
 
 def with_network(device: Device, bits_per_second: float) -> Device:

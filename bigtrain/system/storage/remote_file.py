@@ -74,7 +74,7 @@ def resumed(
 
 
 class RemoteFile(io.RawIOBase):
-    """File at `address`, which was listed as `known`.
+    """File at `address`, which was listed as `listed`.
 
     `end`: for sequential reading, the byte at which it stops; a thread reads ahead up to there.
     Otherwise, and beyond it, every read is a separate request. A read returns fewer bytes than

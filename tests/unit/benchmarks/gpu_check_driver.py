@@ -89,7 +89,7 @@ FAULTS: dict[str, tuple[str, Any]] = {
     ),
     "activation-offload": ("bigtrain.models.layers.compilation.save_on_cpu", inexact),
     "offload": ENGINE_RATE,
-    "compilation": ("bigtrain.engine.layer_options.compile_layers", off_by_a_percent),
+    "compilation": ("bigtrain.engine.partitioning.compile_layers", off_by_a_percent),
     "zeropp": ("benchmarks.gpu_check.training.read_weights", lambda *_: None),
     "nvme": ENGINE_RATE,
     "grouped-products": (

@@ -28,7 +28,12 @@ FACTS = Facts(
 )  # fmt: skip
 SMALL = closed_form(DenseShape(32, 1024, 32, 8, 2816, 32000))
 LARGE = closed_form(DenseShape(80, 8192, 64, 8, 28672, 128256))
-REQUEST = SearchSpace(SMALL, FACTS, 2048, 64, 2, 4, 50_000_000, "auto", None)
+BASE = Layout(
+    overlap_communication=False,
+    reduce_bucket_elements=50_000_000,
+    gather_bucket_elements=50_000_000,
+)
+REQUEST = SearchSpace(SMALL, FACTS, BASE, 64, "auto", None)
 
 
 def cluster(num_devices: int, name: str = "H100", host_memory: float = 1e12) -> Cluster:
@@ -185,7 +190,9 @@ def test_a_thousand_layouts_are_had_by_few_evaluations(monkeypatch: pytest.Monke
         "assess",
         lambda model, layout, *rest: looked_at.append(layout) or assess(model, layout, *rest),
     )
-    request = replace(REQUEST, model=LARGE, sequence_length=8192, global_batch_size=512)
+    request = replace(
+        REQUEST, model=LARGE, base=BASE.changed(sequence_length=8192), global_batch_size=512
+    )
     result = whole_search(request, cluster(512), ENGINE)
     assert len(result.fitting) + result.num_others > 1000
     assert len(looked_at) < 0.7 * (len(result.fitting) + result.num_others)
@@ -198,7 +205,8 @@ def test_loss_and_buckets_are_varied_where_that_is_faster_or_lets_something_fit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Many ranks and a small batch: each bucket is a collective that waits for the slowest node.
-    request = replace(REQUEST, global_batch_size=1024, loss="auto", gradient_bytes=2)
+    base = BASE.changed(gradient_bytes=2)
+    request = replace(REQUEST, global_batch_size=1024, loss="auto", base=base)
     many = cluster(512, "A100-80GB")
     usual = whole_search(request, many, ENGINE).fitting
     varied = whole_search(replace(request, varies=True), many, ENGINE).fitting
@@ -214,7 +222,8 @@ def test_loss_and_buckets_are_varied_where_that_is_faster_or_lets_something_fit(
         plain = before[replace(c.layout, **without)]
         assert c.tokens_per_second > 1.01 * plain.tokens_per_second
     # Nothing fits by little: smaller buckets let the smallest in.
-    one = replace(REQUEST, zero_stages=(3,), global_batch_size=8, bucket_elements=500_000_000)
+    large = BASE.changed(reduce_bucket_elements=500_000_000, gather_bucket_elements=500_000_000)
+    one = replace(REQUEST, zero_stages=(3,), global_batch_size=8, base=large)
     smallest = whole_search(one, cluster(8), ENGINE)
     least = min(smallest.fitting, key=lambda c: c.memory.total)
     device = replace(find_device("H100"), memory_bytes=least.memory.total - 1e8)
@@ -248,12 +257,16 @@ def test_offload_is_tried_where_nothing_else_fits() -> None:
     assert "offload" in rule
     assert "checkpoint" in rule
     assert "checkpoint.asynchronous: false" in remedy
-    assert search(replace(request, copies_states=False), enough, ENGINE)[0]
+    assert search(replace(request, base=request.base.changed(copies_states=False)), enough, ENGINE)[
+        0
+    ]
 
 
 def test_a_ring_extends_ulysses_where_heads_or_hosts_limit_it() -> None:
     facts = REQUEST.facts | Facts(attention_heads=32)
-    request = replace(REQUEST, facts=facts, sequence_length=65536, global_batch_size=1)
+    request = replace(
+        REQUEST, facts=facts, base=BASE.changed(sequence_length=65536), global_batch_size=1
+    )
     fitting, others = search(request, cluster(64), ENGINE)
     kinds = {(c.layout.ulysses_size, c.layout.ring_size) for c in (*fitting, *others)
              if c.layout.tensor_size == 1 and c.layout.sequence_size == 64}  # fmt: skip
@@ -270,7 +283,7 @@ def long_samples(length: int, **facts: Any) -> SearchSpace:
         REQUEST,
         model=model,
         facts=known,
-        sequence_length=length,
+        base=BASE.changed(sequence_length=length),
         loss="chunked",
         global_batch_size=1,
     )
@@ -293,10 +306,9 @@ def test_mlps_are_tiled_where_nothing_else_fits() -> None:
     assert all(candidate.layout.tiled_mlp == "auto" for candidate in fitting)
     assert ", tiled MLP, " in fitting[0].describe()
     # A run's own tiles are kept, and no others proposed.
-    for request, tiles in (
-        (long_samples(409600, float8="rowwise"), "off"),
-        (replace(long_samples(409600), tiled_mlp=8), 8),
-    ):
+    long_request = long_samples(409600)
+    tiled_by_eight = replace(long_request, base=long_request.base.changed(tiled_mlp=8))
+    for request, tiles in ((long_samples(409600, float8="rowwise"), "off"), (tiled_by_eight, 8)):
         every = [*itertools.chain(*search(request, cluster(1), ENGINE))]
         assert every
         assert {candidate.layout.tiled_mlp for candidate in every} == {tiles}
@@ -321,7 +333,7 @@ def test_the_longest_sample_fits_and_one_of_two_percent_more_does_not(num_device
 def test_pairs_take_two_rows_and_a_reference_further_passes() -> None:
     """Micro-batches are counted in samples; tokens are those of rows with gradients."""
     usual = replace(long_samples(2048), global_batch_size=16)
-    pairs = replace(usual, rows_per_sample=2)
+    pairs = replace(usual, base=usual.base.changed(rows_per_sample=2))
     one, two = (whole_search(r, cluster(8), ENGINE).fitting[0] for r in (usual, pairs))
     halved = replace(
         two.layout, rows_per_sample=1, micro_batch_size=2 * two.layout.micro_batch_size
@@ -345,7 +357,7 @@ def test_no_sample_fits_a_device_smaller_than_the_states() -> None:
 def test_a_larger_micro_batch_is_no_reason_to_offload() -> None:
     """A few percent that predictions cannot tell apart, against a host's memory and PCIe."""
     fitting, others = search(
-        replace(REQUEST, model=LARGE, sequence_length=8192), cluster(64), ENGINE
+        replace(REQUEST, model=LARGE, base=BASE.changed(sequence_length=8192)), cluster(64), ENGINE
     )
 
     def degrees(layout: Layout) -> tuple[int, ...]:

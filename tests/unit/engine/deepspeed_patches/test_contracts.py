@@ -16,7 +16,7 @@ from deepspeed import comm
 from deepspeed.ops.op_builder.builder import CUDAOpBuilder, OpBuilder
 from deepspeed.runtime import constants
 from deepspeed.runtime import utils as runtime_utils
-from deepspeed.runtime.base_optimizer import BackwardHookStateManager, ZeROOptimizer
+from deepspeed.runtime.base_optimizer import BackwardHookStateManager
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
@@ -42,14 +42,12 @@ from torch.distributed import distributed_c10d
 from bigtrain.engine.deepspeed_patches import (
     flat_gradients,
     host_time,
-    marks,
     optimizers,
     partitions,
     pipeline,
     startup,
     step,
     zero3_hooks,
-    zero12,
     zero12_reduction,
 )
 from bigtrain.engine.deepspeed_patches.step import skip_overflow_check
@@ -231,51 +229,15 @@ CONTRACTS = [
         "inspect.signature(func)",
     ),
     takes(step.speed_up_hooks, lambda: LinearFunctionForZeroStage3.forward, *_LINEAR),
-    # zero12
-    sets(zero12.skip_redundant_work_of_zero12, lambda: DeepSpeedZeroOptimizer, "bit16_groups_flat"),
     Contract(
-        zero12.skip_redundant_work_of_zero12,
+        step.skip_redundant_work_of_zero12,
         "ZeRO-3 has round_robin_bit16_groups, too",
         lambda: "round_robin_bit16_groups" not in inspect.getsource(DeepSpeedZeroOptimizer_Stage3),
     ),
     is_as_read(
-        zero12.skip_usage_reports, lambda: ZeROOptimizer.report_ipg_memory_usage, "c1e4cb5e2323"
-    ),
-    reads(
-        zero12.skip_usage_reports,
-        lambda: runtime_utils.see_memory_usage,
-        "    if not force:\n        return\n",
-    ),
-    is_as_read(
-        zero12.keep_views,
-        lambda: DeepSpeedZeroOptimizer._update_model_bit16_weights,
-        "f6e3c0c53b4a",
-    ),
-    is_as_read(
-        zero12.take_norms_at_once,
+        step.take_norms_at_once,
         lambda: DeepSpeedZeroOptimizer.get_grad_norm_direct,
         "72af0993ad8c",
-    ),
-    is_as_read(
-        zero12.copy_gradients_once,
-        lambda: DeepSpeedZeroOptimizer.copy_grads_in_partition,
-        "110f723937b9",
-    ),
-    takes(
-        zero12.copy_gradients_once,
-        lambda: DeepSpeedZeroOptimizer._use_compact_grad_partition_buffer,
-        "self",
-        "group_idx",
-    ),
-    is_as_read(
-        zero12.keep_accumulating_nodes,
-        lambda: runtime_utils.count_used_parameters_in_backward,
-        "7646250b6fbf",
-    ),
-    reads(
-        zero12.keep_accumulating_nodes,
-        lambda: DeepSpeedZeroOptimizer,
-        "count_used_parameters_in_backward(all_params_requiring_grad)",
     ),
     # zero12_reduction
     *(
@@ -541,36 +503,17 @@ CONTRACTS = [
         "param",
     ),
     reads(
-        partitions.gather_persistent_at_once,
-        lambda: DeepSpeedZeroOptimizer_Stage3,
-        "self.persistent_parameters[0].all_gather(self.persistent_parameters)",
-    ),
-    sets(
-        partitions.gather_persistent_at_once,
-        lambda: Init._convert_to_deepspeed_param,
-        "all_gather",
-        "all_gather_coalesced",
-        "ds_secondary_tensor",
-    ),
-    reads(
-        partitions.gather_persistent_at_once,
-        lambda: Init._convert_to_deepspeed_param,
-        "def all_gather(param_list=None, async_op=False, hierarchy=0):",
-        "def all_gather_coalesced(params",
-    ),
-    # marks
-    reads(
-        marks.is_model_parallel,
+        step.is_model_parallel,
         lambda: runtime_utils.is_model_parallel_parameter,
         "p.tensor_model_parallel",
     ),
     reads(
-        marks.mark_model_parallel,
+        step.mark_model_parallel,
         lambda: runtime_utils.get_weight_norm,
         "is_model_parallel_parameter(p)",
     ),
     reads(
-        marks.mark_model_parallel,
+        step.mark_model_parallel,
         lambda: FP16_UnfusedOptimizer.step,
         "get_weight_norm(grads_for_norm, mpu=self.mpu)",
     ),
@@ -585,13 +528,13 @@ CONTRACTS = [
         "ds_shape",
     ),
     Contract(
-        marks.is_replicated,
+        step.is_replicated,
         "the mark of replicated parameters has another name",
         lambda: constants.PIPE_REPLICATED == "ds_pipe_replicated",
     ),
-    reads(marks.mark_replicated, lambda: DeepSpeedZeroOptimizer, "p.ds_pipe_replicated"),
-    reads(marks.mark_replicated, lambda: FP16_Optimizer, "p.ds_pipe_replicated"),
-    reads(marks.mark_replicated, lambda: BF16_Optimizer, "lp.ds_pipe_replicated"),
+    reads(step.mark_replicated, lambda: DeepSpeedZeroOptimizer, "p.ds_pipe_replicated"),
+    reads(step.mark_replicated, lambda: FP16_Optimizer, "p.ds_pipe_replicated"),
+    reads(step.mark_replicated, lambda: BF16_Optimizer, "lp.ds_pipe_replicated"),
     # pipeline
     reads(
         pipeline.replace_loss,
@@ -716,8 +659,8 @@ def test_deepspeed_is_as_it_was_read(contract: Contract) -> None:
 
 
 def test_every_patch_has_a_contract() -> None:
-    rooms = (host_time, marks, optimizers, partitions, pipeline, startup, step, zero3_hooks)
-    rooms += (flat_gradients, zero12, zero12_reduction)
+    rooms = (host_time, optimizers, partitions, pipeline, startup, step, zero3_hooks)
+    rooms += (flat_gradients, zero12_reduction)
     wanted = set().union(*map(public_functions, rooms))
     assert wanted - {contract.name for contract in CONTRACTS} == {
         # only ours
@@ -726,7 +669,6 @@ def test_every_patch_has_a_contract() -> None:
         "MasterRange",
         "SpeedPatch",
         "has_own_hooks",
-        "keeps_accumulating_nodes",
         "replaced",
         "speed_patches_in_place",
     }

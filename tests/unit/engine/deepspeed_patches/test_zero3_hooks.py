@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -18,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 
 from bigtrain.engine.deepspeed_patches import zero3_hooks
 from bigtrain.engine.deepspeed_patches.host_time import HostTime
-from bigtrain.engine.deepspeed_patches.partitions import gather_persistent_at_once
 from bigtrain.engine.deepspeed_patches.zero3_hooks import replace_hooks
 from bigtrain.engine.startup.process_group import process_group
 from bigtrain.system.world import World
@@ -367,53 +365,6 @@ def test_hooks_do_what_those_of_deepspeed_do(
     assert training.calls == theirs.calls
     assert len(training.numbers) == len(theirs.numbers) > STEPS
     assert all(torch.equal(a, b) for a, b in zip(training.numbers, theirs.numbers, strict=True))
-
-
-def test_what_stays_whole_is_gathered_at_once_after_an_update(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    settings = SETTINGS["persistent"]
-    theirs = train(Stack, settings, monkeypatch, ours=True)
-    training = train(Stack, settings, monkeypatch, ours=True, prepare=gather_persistent_at_once)
-    assert all(torch.equal(a, b) for a, b in zip(training.numbers, theirs.numbers, strict=True))
-    small = [n for n, p in enumerate(Stack().parameters()) if p.numel() <= 20]
-    assert len(small) == 13
-    for step in range(STEPS):
-        begun = training.calls.index(("update", step))
-        rest = training.calls[begun:]
-        ended = rest.index(("step", step + 1)) if step + 1 < STEPS else len(rest)
-        assert ("gather", small) in rest[:ended]
-    without = [call for call in training.calls if call != ("gather", small)]
-    assert without == [call for call in theirs.calls if call != ("gather", small)]
-    assert ("gather", small) not in theirs.calls
-
-
-def test_whoever_gathers_other_parameters_gets_those() -> None:
-    asked: list[tuple[Any, ...]] = []
-
-    def gather(param_list: Any, *, async_op: bool, hierarchy: int) -> None:
-        asked.append((param_list, async_op, hierarchy))
-
-    first, second = (
-        SimpleNamespace(all_gather=gather, ds_secondary_tensor=None, ds_tensor=None)
-        for _ in range(2)
-    )
-    persistent = [first, second]
-    gather_persistent_at_once(SimpleNamespace(persistent_parameters=persistent))
-    others = [first, object()]
-    first.all_gather(param_list=others)
-    first.all_gather()
-    first.all_gather(persistent, async_op=True)
-    assert asked == [(others, False, 0), (None, False, 0), (persistent, True, 0)]
-    assert second.all_gather is gather
-
-
-def test_quantized_parameters_are_gathered_as_before() -> None:
-    parameter = SimpleNamespace(
-        all_gather=print, ds_secondary_tensor=None, ds_tensor=SimpleNamespace(ds_quant_scale=1)
-    )
-    gather_persistent_at_once(SimpleNamespace(persistent_parameters=[parameter, parameter]))
-    assert parameter.all_gather is print
 
 
 @pytest.mark.parametrize(

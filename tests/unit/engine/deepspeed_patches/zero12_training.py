@@ -11,14 +11,11 @@ from typing import Any
 from unittest import mock
 
 import deepspeed
-import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.utils import count_used_parameters_in_backward
-from deepspeed.runtime.zero import stage_1_and_2
 
 from bigtrain.engine.deepspeed_patches.host_time import HostTime
-from bigtrain.engine.deepspeed_patches.zero12 import skip_redundant_work_of_zero12
+from bigtrain.engine.deepspeed_patches.step import skip_redundant_work_of_zero12
 from bigtrain.engine.startup.process_group import process_group
 from bigtrain.system.world import read_world
 from tests.unit.engine.deepspeed_patches.test_zero3_hooks import Frozen, Reentrant, Stack
@@ -82,20 +79,16 @@ def train(
         engine, *_ = deepspeed.initialize(model=make().to(dtype), config=config)
     optimizer = engine.optimizer
     rank, tensors = int(os.environ.get("RANK", "0")), []
-    with pytest.MonkeyPatch.context() as patched:
-        # What is patched for all optimizers is put back.
-        name = "count_used_parameters_in_backward"
-        patched.setattr(stage_1_and_2, name, count_used_parameters_in_backward)
-        if ours:
-            prepare(optimizer)
-            skip_redundant_work_of_zero12(optimizer, HostTime())
-        for number in range(PASSES):
-            generator = torch.Generator().manual_seed(PASSES * rank + number)
-            loss = engine(torch.randint(0, 7, (2, 5), generator=generator))
-            engine.backward(loss)
-            engine.step()
-            tensors += [loss.detach(), torch.as_tensor(engine.get_global_grad_norm() or 0.0)]
-            tensors.append(torch.tensor([float(optimizer.overflow), float(optimizer.loss_scale)]))
+    if ours:
+        prepare(optimizer)
+        skip_redundant_work_of_zero12(optimizer, HostTime())
+    for number in range(PASSES):
+        generator = torch.Generator().manual_seed(PASSES * rank + number)
+        loss = engine(torch.randint(0, 7, (2, 5), generator=generator))
+        engine.backward(loss)
+        engine.step()
+        tensors += [loss.detach(), torch.as_tensor(engine.get_global_grad_norm() or 0.0)]
+        tensors.append(torch.tensor([float(optimizer.overflow), float(optimizer.loss_scale)]))
     tensors += [flat.clone() for flat in optimizer.single_partition_of_fp32_groups]
     replaced = "independent_gradient_partition_epilogue" in vars(optimizer)
     engine.destroy()

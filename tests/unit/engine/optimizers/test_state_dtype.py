@@ -9,7 +9,7 @@ import torch
 
 from bigtrain.engine.optimizers.adamw import AdamW
 from bigtrain.engine.optimizers.lion import Lion
-from bigtrain.engine.optimizers.update_rule import Master, StateDtype, UpdateRule, chunks, store
+from bigtrain.engine.optimizers.update_rule import Master, UpdateRule, chunks, store
 from bigtrain.settings.sections.optimizer import OPTIMIZERS
 from tests.parity import plain_optimizers
 
@@ -88,13 +88,13 @@ def test_states_are_those_of_a_plain_loop(kind: str) -> None:
     master, state = values.clone(), {}
     plain: Any
     if kind == "adamw":
-        rule: UpdateRule = AdamW((0.9, 0.99), 1e-8, StateDtype.BFLOAT16)
+        rule: UpdateRule = AdamW((0.9, 0.99), 1e-8, torch.bfloat16)
         options: dict[str, Any] = {"betas": (0.9, 0.99), "weight_decay": 0.1, "fused": True}
         inner = torch.optim.AdamW([master], lr=1e-2, **options)
         plain = plain_optimizers.Kept(inner, plain_optimizers.in_bfloat16)
         kept = inner.state[master]
     else:
-        rule = Lion((0.9, 0.99), StateDtype.BFLOAT16)
+        rule = Lion((0.9, 0.99), torch.bfloat16)
         plain = PlainLion(master)
         kept = plain.state
     for _ in range(20):

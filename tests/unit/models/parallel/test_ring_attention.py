@@ -22,7 +22,7 @@ from bigtrain.models.parallel import ring_attention as ring
 from bigtrain.models.parallel.ring_attention import ring_attention
 from bigtrain.models.parallel.ring_plan import RingPlan, chunks_of
 from bigtrain.planner.model_costs import Attention
-from bigtrain.planner.seconds.sequence_bytes import sequence_bytes
+from bigtrain.planner.stages import sequence_bytes
 
 SCALE = 0.5
 
