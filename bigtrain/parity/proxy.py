@@ -20,7 +20,8 @@ from bigtrain.models.configuration import (
 )
 from bigtrain.models.equivalence.loss import choose_loss
 from bigtrain.models.equivalence.proxy_model import (
-    build_noisy_proxy,
+    add_noise,
+    build_proxy_model,
     rescale_weights,
 )
 from bigtrain.models.equivalence.reductions import deterministic, with_heads
@@ -239,10 +240,11 @@ def _proxy_model(
             "that training with it cannot be compared step by step"
         )
     try:
-        model = build_noisy_proxy(
-            hf_config,
+        model = build_proxy_model(
+            off,
             attention,
             [with_heads(max(2, world_size))],
+            add_noise,
             sequence_length=config.batch.sequence_length,
             tokens=tokens,
         )

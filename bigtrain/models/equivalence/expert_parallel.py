@@ -28,12 +28,17 @@ from bigtrain.models.equivalence.parameter_plan import (
 from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
     TOKENS,
-    build_noisy_proxy,
+    add_noise,
     build_proxy_model,
     failure_text,
     proxy_tokens,
 )
-from bigtrain.models.equivalence.reductions import fewer_experts, smaller, with_heads
+from bigtrain.models.equivalence.reductions import (
+    deterministic,
+    fewer_experts,
+    smaller,
+    with_heads,
+)
 from bigtrain.models.equivalence.trial import (
     GRADIENT,
     LOSS,
@@ -81,12 +86,13 @@ def check_expert_parallel(
         num_ranks = next(n for n in range(2, size + 1) if size % n == 0)
 
         def usable(model: PreTrainedModel) -> None:
+            add_noise(model)
             for experts in expert_modules(model):
                 check_divides(experts, num_ranks)
             training_results(model)
 
-        model = build_noisy_proxy(
-            hf_config,
+        model = build_proxy_model(
+            deterministic(hf_config),
             attention,
             smaller(with_heads(2), divisor=num_ranks),
             usable,
@@ -211,8 +217,8 @@ def _without_biases(
 def _other_choice(hf_config: PreTrainedConfig, attention: str, sequence_length: int) -> str | None:
     """Return why tokens of a proxy model do not choose experts by their biases: an expert with a
     much larger bias has to get all tokens, and with a much smaller bias none."""
-    model = build_noisy_proxy(
-        hf_config, attention, smaller(with_heads(2)), sequence_length=sequence_length
+    model = build_proxy_model(
+        deterministic(hf_config), attention, usable=add_noise, sequence_length=sequence_length
     )
     untrained = find_gradient_reach(model.config, TOKENS, attention).absent or ()
     ids = proxy_tokens(model)
@@ -299,8 +305,8 @@ def _run_proxy(
     hf_config: PreTrainedConfig, attention: str, sequence_length: int
 ) -> tuple[Any, PreTrainedModel]:
     """Return the outputs of a proxy model with router logits, and the model."""
-    model = build_noisy_proxy(
-        hf_config, attention, smaller(with_heads(2)), sequence_length=sequence_length
+    model = build_proxy_model(
+        deterministic(hf_config), attention, usable=add_noise, sequence_length=sequence_length
     )
     ask_for_router_logits(model)
     return model(input_ids=proxy_tokens(model), use_cache=False), model

@@ -23,7 +23,6 @@ from bigtrain.models.equivalence.proxy_model import (
     failure_text,
     proxy_tokens,
 )
-from bigtrain.models.equivalence.reductions import smaller, with_heads
 from bigtrain.models.equivalence.trial import (
     GRADIENT,
     LOSS,
@@ -72,10 +71,7 @@ def choose_loss(
     softcap, reason = None, ""
     try:
         model = build_proxy_model(
-            hf_config,
-            section.attention,
-            smaller(with_heads(2)),
-            sequence_length=plan.sequence_length,
+            hf_config, section.attention, sequence_length=plan.sequence_length
         ).eval()
         if loss_type == "liger":
             softcap = getattr(text_config(model.config), "final_logit_softcapping", None)

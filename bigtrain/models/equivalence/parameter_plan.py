@@ -240,16 +240,10 @@ def _on_meta(hf_config: PreTrainedConfig, tokens: int) -> tuple[str, ...]:
 
 def _on_cpu(hf_config: PreTrainedConfig, attention: str, tokens: int) -> tuple[str, ...]:
     from bigtrain.models.equivalence.proxy_model import build_proxy_model, proxy_tokens
-    from bigtrain.models.equivalence.reductions import smaller, with_heads
 
     # Thresholds are crossed in `hf_config` already.
     model = build_proxy_model(
-        hf_config,
-        attention,
-        smaller(with_heads(2)),
-        sequence_length=tokens,
-        all_layers=True,
-        tokens=tokens,
+        hf_config, attention, sequence_length=tokens, all_layers=True, tokens=tokens
     )
     model.train()
     return _unreached(model, proxy_tokens(model, tokens))

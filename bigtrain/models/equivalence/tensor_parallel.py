@@ -14,8 +14,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from bigtrain.errors import ModelError, Problem
 from bigtrain.models.build import empty_model
 from bigtrain.models.configuration import text_config
-from bigtrain.models.equivalence.proxy_model import MODEL_FAILURES, build_noisy_proxy, failure_text
-from bigtrain.models.equivalence.reductions import smaller, with_heads
+from bigtrain.models.equivalence.proxy_model import (
+    MODEL_FAILURES,
+    add_noise,
+    build_proxy_model,
+    failure_text,
+)
+from bigtrain.models.equivalence.reductions import deterministic, smaller, with_heads
 from bigtrain.models.equivalence.trial import (
     GRADIENT,
     LOSS,
@@ -62,6 +67,7 @@ def check_tensor_plan(
     model_type = hf_config.model_type
 
     def usable(model: PreTrainedModel) -> None:
+        add_noise(model)
         num_parameters = sum(p.numel() for p in model.parameters())
         if num_parameters > _MAX_PARAMETERS:
             raise ValueError(f"it still has {num_parameters} parameters")
@@ -78,8 +84,8 @@ def check_tensor_plan(
             heads = 2 * size
         small_heads = with_heads(heads, key_heads, head_size=16)
         reductions = smaller(small_heads, with_heads(heads, key_heads))
-        proxy = build_noisy_proxy(
-            hf_config, attention, reductions, usable, sequence_length=sequence_length
+        proxy = build_proxy_model(
+            deterministic(hf_config), attention, reductions, usable, sequence_length=sequence_length
         )
     except (ValueError, AttributeError) as error:
         raise ModelError(

@@ -13,8 +13,8 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, is_dataclass, replace
-from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -24,11 +24,11 @@ from transformers.initialization import no_init_weights
 from bigtrain.models.configuration import auto_class, scores_samples, text_config
 from bigtrain.models.equivalence.cache_key import trial_key
 from bigtrain.models.equivalence.reductions import (
-    MAX_PARAMETERS,
     VOCABULARY,
+    build_smallest,
+    check_size,
     deterministic,
     smaller,
-    steps_of,
     with_heads,
 )
 from bigtrain.models.layers.document_masks import document_boundaries
@@ -231,24 +231,19 @@ class _Experiments:
             return tuple(self._with_factors(t, thresholds) for t in thresholds.values())
 
     def _build_base(self) -> bool:
+        def use(config: PreTrainedConfig) -> None:
+            self._base = config
+            check_size(config)
+            self._model = self._build({})
+            if not torch.isfinite(_logits(self._model, _LONG)).all():
+                raise ValueError("not finite")
+
         # The language model only, if it has a class of its own: a vision tower makes models large.
-        parts = {id(c): c for c in (text_config(self._hf_config), self._hf_config)}.values()
         heads = smaller(with_heads(2, head_size=16), with_heads(2))
-        for part, changes in product(parts, list(steps_of(heads))):
-            config = copy.deepcopy(part)
-            try:
-                for change in changes:
-                    change(text_config(config))
-                self._base = config
-                with torch.device("meta"), no_init_weights():
-                    model = auto_class(config).from_config(copy.deepcopy(config))
-                if sum(parameter.numel() for parameter in model.parameters()) > MAX_PARAMETERS:
-                    continue
-                self._model = self._build({})
-                if torch.isfinite(_logits(self._model, _LONG)).all():
-                    return True
-            except Exception:  # constructors and forward passes raise anything for odd values
-                continue
+        for part in {id(c): c for c in (text_config(self._hf_config), self._hf_config)}.values():
+            with suppress(ValueError):
+                build_smallest(part, heads, use)
+                return True
         return False
 
     def _build(self, numbers: dict[str, int]) -> Any:
@@ -274,7 +269,7 @@ class _Experiments:
         try:
             model = self._build(numbers)
             _logits(model, _LONG)
-        except Exception:  # as in `_build_base`
+        except Exception:  # constructors and forward passes raise anything for odd values
             return
         for name, number in numbers.items():
             for path in self._paths[name]:
