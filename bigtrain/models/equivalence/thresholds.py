@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from typing import Any, NamedTuple
@@ -383,38 +383,35 @@ def _first_switch(model: Any) -> int:
     """Return the length of the shortest sample whose first tokens have other logits than in a
     shorter sample (rotary embeddings that depend on the length); ``_LONG + 1`` if no sample
     does."""
-    same_length, different_length = _SHORT, _LONG + 1
-    length = _LONG
-    while different_length - same_length > 1:
-        start = _logits(model, length)[:, :_SHORT]
-        expected = _logits(model, _SHORT)
-        if float((start - expected).abs().max()) <= _TOLERANCE * float(expected.abs().max()):
-            if length == _LONG:
-                return different_length
-            same_length = length
-        else:
-            different_length = length
-        length = (same_length + different_length) // 2
-    return different_length
+
+    def switches(length: int) -> bool:
+        start, expected = _logits(model, length)[:, :_SHORT], _logits(model, _SHORT)
+        limit = _TOLERANCE * float(expected.abs().max())
+        return not float((start - expected).abs().max()) <= limit  # also NaN
+
+    return _shortest(switches, _LONG)
 
 
 def _first_difference(first_model: Any, second_model: Any) -> int:
     """Return the length of the shortest sample with other logits; ``_LONG + 1`` if there is
     none."""
-    same_length, different_length = _SHORT, _LONG + 1
     # With causal attention the shortest sample ends at the first other logit of a long sample.
     a, b = _logits(first_model, _LONG), _logits(second_model, _LONG)
     differs = ((a - b).abs() > _TOLERANCE * b.abs().max()).any(-1)[0].tolist()
-    length = differs.index(True) if True in differs else _LONG
+    guess = differs.index(True) if True in differs else _LONG
+    return _shortest(lambda length: not _are_same(first_model, second_model, length), guess)
+
+
+def _shortest(differs: Callable[[int], bool], guess: int) -> int:
+    """Return the smallest length that `differs`, by bisection from `guess` on; ``_LONG + 1`` if
+    none does."""
+    same_length, different_length, length = _SHORT, _LONG + 1, guess
     while different_length - same_length > 1:
-        if _are_same(first_model, second_model, length):
-            same_length = length
-            length = (
-                same_length + 1
-                if different_length == _LONG + 1
-                else (same_length + different_length) // 2
-            )
-        else:
+        if differs(length):
             different_length = length
-            length = (same_length + different_length) // 2
+        else:
+            same_length = length
+        length = (same_length + different_length) // 2
+        if different_length > _LONG:
+            length = same_length + 1
     return different_length
