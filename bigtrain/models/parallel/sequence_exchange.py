@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -36,20 +36,6 @@ class SequenceExchange:
     everyone: Exchange
     ulysses: Exchange
     ring: RingExchange
-
-    @classmethod
-    def of_ulysses(cls, exchange: Exchange) -> Self:
-        """Return the exchanges of ranks without a ring."""
-        return cls(exchange, exchange, _SingleRank())
-
-
-class _SingleRank:
-    """Ring of a single rank."""
-
-    size, rank = 1, 0
-
-    def start(self, *_: Any) -> Wait:
-        raise AssertionError("a rank alone exchanges nothing")
 
 
 class GroupExchange:
