@@ -51,7 +51,6 @@ from bigtrain.models.equivalence.trial import (
 )
 from bigtrain.models.experts import (
     Routing,
-    ask_for_router_logits,
     auxiliary_loss,
     balance_loss,
     has_auxiliary_loss,
@@ -308,7 +307,7 @@ def _run_proxy(
     model = build_proxy_model(
         deterministic(hf_config), attention, usable=add_noise, sequence_length=sequence_length
     )
-    ask_for_router_logits(model)
+    model.config.output_router_logits = True
     return model(input_ids=proxy_tokens(model), use_cache=False), model
 
 
@@ -347,14 +346,11 @@ class _NonzeroCalls(OperatorMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.occurred, self._depth = False, 0
         for module in modules:
-            module.register_forward_pre_hook(self._enter)
-            module.register_forward_hook(self._leave)
+            module.register_forward_pre_hook(partial(self._step, 1))
+            module.register_forward_hook(partial(self._step, -1))
 
-    def _enter(self, *_: object) -> None:
-        self._depth += 1
-
-    def _leave(self, *_: object) -> None:
-        self._depth -= 1
+    def _step(self, change: int, *_: object) -> None:
+        self._depth += change
 
     def __torch_dispatch__(
         self,

@@ -121,7 +121,9 @@ def _adapt(proxy: PreTrainedModel, hf_config: PreTrainedConfig, section: Adapter
     real_model = empty_model(hf_config)
     changes: dict[str, Any] = {"rank": 4, "dropout": 0.0}
     for key, find in (("targets", find_targets), ("target_parameters", find_parameters)):
-        changes[key] = tuple(sorted({n.rpartition(".")[2] for n in find(real_model, section)[0]}))
+        changes[key] = tuple(
+            sorted({n.rpartition(".")[2] for n in find(real_model, section).names})
+        )
     generator = torch.Generator().manual_seed(2)
     add_adapters(proxy, section.model_copy(update=changes), lambda _: 0)
     for name, parameter in proxy.named_parameters():
