@@ -42,8 +42,8 @@ from bigtrain.models.equivalence.reductions import (
 from bigtrain.models.equivalence.trial import (
     GRADIENT,
     LOSS,
+    SHARDED,
     RankThreads,
-    Tolerance,
     Trial,
     Values,
     first_difference,
@@ -64,9 +64,6 @@ from bigtrain.models.parallel.sharding import cut_parameter, is_expert, shard_of
 from bigtrain.models.torch_patches import OperatorMode
 from bigtrain.models.transformers_patches import modules_of_experts
 from bigtrain.settings.run_config import RunConfig
-
-TOLERANCES = {LOSS: Tolerance(relative=1e-5), GRADIENT: Tolerance(relative=1e-3, common=1e-6)}
-"""Rounding of float32 is far below both, a part of a gradient or a wrong factor far above."""
 
 
 def check_expert_parallel(
@@ -101,18 +98,19 @@ def check_expert_parallel(
         trial = Trial(
             lambda model: _summed([training_results(model, seed=n) for n in range(num_ranks)]),
             partial(_divided_experts, num_ranks),
-            TOLERANCES,
+            SHARDED,
         )
         difference = trial.difference(model)
+        if difference is None:
+            return []
+        rule = (
+            f"expert parallelism changes the {difference.where} ({model_type}, {difference.size})"
+        )
     except ModelError as error:
         rule, _, remedy = str(error).rpartition(" -> ")
         return [Problem("parallel.expert", size, rule.partition(": ")[2], remedy)]
     except (*MODEL_FAILURES, ImportError) as error:
         rule = f"a proxy model of {model_type} failed: {failure_text(error)}"
-        return [Problem("parallel.expert", size, rule, "parallel.expert=1")]
-    if difference is None:
-        return []
-    rule = f"expert parallelism changes the {difference.where} ({model_type}, {difference.size})"
     return [Problem("parallel.expert", size, rule, "parallel.expert=1")]
 
 
@@ -262,7 +260,7 @@ def _other_auxiliary_loss(model_type: str, outputs: Any, model: PreTrainedModel)
     difference = first_difference(
         {LOSS: {"auxiliary loss": model_loss.detach()}},
         {LOSS: {"auxiliary loss": recomputed_loss}},
-        TOLERANCES,
+        SHARDED,
     )
     if difference is None:
         return None

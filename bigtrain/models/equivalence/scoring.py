@@ -41,15 +41,13 @@ def check_scoring(
             model(input_ids=input_ids, use_cache=False).logits.float()
             for input_ids in (ids, torch.cat([ids, padding], 1), changed_ids)
         )
+        limit = _TOLERANCE * largest_value(scores)
+        if largest_value(padded - scores) > limit:
+            rule = f"the scores of {model_name} depend on the padding after a sample"
+        elif largest_value(changed - scores) <= limit:
+            rule = f"the scores of {model_name} do not depend on the last token of a sample"
+        else:
+            return []
     except (ModelError, *MODEL_FAILURES) as error:
-        return [
-            Problem(key, hf_config.model_type, f"{model_name} fails: {failure_text(error)}", remedy)
-        ]
-    limit = _TOLERANCE * largest_value(scores)
-    if largest_value(padded - scores) > limit:
-        rule = f"the scores of {model_name} depend on the padding after a sample"
-        return [Problem(key, hf_config.model_type, rule, remedy)]
-    if largest_value(changed - scores) <= limit:
-        rule = f"the scores of {model_name} do not depend on the last token of a sample"
-        return [Problem(key, hf_config.model_type, rule, remedy)]
-    return []
+        rule = f"{model_name} fails: {failure_text(error)}"
+    return [Problem(key, hf_config.model_type, rule, remedy)]

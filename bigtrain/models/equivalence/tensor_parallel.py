@@ -24,9 +24,9 @@ from bigtrain.models.equivalence.reductions import deterministic, smaller, with_
 from bigtrain.models.equivalence.trial import (
     GRADIENT,
     LOSS,
+    SHARDED,
     LocalTensor,
     Results,
-    Tolerance,
     Trial,
     training_results,
 )
@@ -39,9 +39,6 @@ from bigtrain.models.parallel.tensor import ADAPTED, check_shards, shard_model, 
 from bigtrain.settings.compatibility.check import check_model
 from bigtrain.settings.compatibility.facts import Facts
 from bigtrain.settings.sections.adapters import AdaptersSection
-
-TOLERANCES = {LOSS: Tolerance(relative=1e-5), GRADIENT: Tolerance(relative=1e-3, common=1e-6)}
-"""Rounding of float32 is far below both, a part of a gradient or a wrong factor far above."""
 
 _FAILS = "it fails with"
 _MAX_PARAMETERS = 50_000_000
@@ -97,7 +94,7 @@ def check_tensor_plan(
     # Every rank compares the sharded model with the full one, and gets the first failure of a rank.
     failure: str | None = None
     try:
-        difference = Trial(training_results, partial(_sharded, group), TOLERANCES).difference(proxy)
+        difference = Trial(training_results, partial(_sharded, group), SHARDED).difference(proxy)
         if difference is not None:
             failure = f"{difference.where} differs from the unsharded model"
     except MODEL_FAILURES as error:

@@ -58,6 +58,10 @@ class Tolerance:
 
 Tolerances = Mapping[str, Tolerance]
 
+SHARDED = {LOSS: Tolerance(relative=1e-5), GRADIENT: Tolerance(relative=1e-3, common=1e-6)}
+"""For sharded models: rounding of float32 is far below both, a part of a gradient or a wrong factor
+far above."""
+
 
 @dataclass(frozen=True)
 class Difference:
