@@ -39,8 +39,6 @@ from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.settings.sections.model import chunk_tokens
 
-LIGER_REMEDY = "pip install 'bigtrain[gpu]', or set {key}"
-
 
 def choose_loss(
     config: RunConfig, hf_config: PreTrainedConfig, plan: BatchPlan
@@ -94,7 +92,7 @@ def choose_loss(
             alternative += " with objective.mtp_weight=0"
         problems.append(Problem("model.loss", section.loss, rule, f"model.loss={alternative}"))
     elif loss_type == "liger" and importlib.util.find_spec("liger_kernel") is None:
-        remedy = LIGER_REMEDY.format(key="model.loss=chunked")
+        remedy = "pip install 'bigtrain[gpu]', or set model.loss=chunked"
         problems.append(Problem("model.loss", "liger", "liger-kernel is not installed", remedy))
     return loss_plan, problems
 

@@ -5,26 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from bigtrain.models.parallel.ring_attention import Message, RingExchange, Wait
+from bigtrain.models.parallel.ring_attention import Exchange, Message, Wait
 from bigtrain.models.parallel.ring_plan import Range
-
-
-class Exchange(Protocol):
-    """The ranks that share samples, and their exchange."""
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def rank(self) -> int: ...
-
-    def all_to_all(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Send ``blocks[i]`` to rank i; block i of the result came from there. Collective."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +22,11 @@ class SequenceExchange:
 
     everyone: Exchange
     ulysses: Exchange
-    ring: RingExchange
+    ring: Exchange
 
 
 class GroupExchange:
-    """Exchange over a process group: `Exchange` and `RingExchange`."""
+    """`Exchange` over a process group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -53,7 +40,7 @@ class GroupExchange:
         return received
 
     def start(self, destination: int, sent: Message, source: int, received: Message) -> Wait:
-        """See `RingExchange`."""
+        """See `Exchange`."""
         operations = [
             dist.P2POp(operation, tensor, group=self.group, group_peer=peer)
             for operation, tensor, peer in (

@@ -277,12 +277,12 @@ def _load(model: Any, lazy: dict[str, LazyTensor], origins: Mapping[str, _Origin
     info.missing_keys |= absent
     wrong = {*info.conversion_errors, *(name for name, *_ in info.mismatched_keys)}
     text = model.config.get_text_config()  # some classes do not declare whether they tie
-    head, remedies = model.get_output_embeddings(), {}
+    head, fixes = model.get_output_embeddings(), {}
     if not getattr(text, "tie_word_embeddings", False):
         fix = " -> set tie_word_embeddings: true in config.json, if the embedding is the output too"
-        remedies = {f"{name}.weight": fix for name, m in model.named_modules() if m is head}
+        fixes = {f"{name}.weight": fix for name, m in model.named_modules() if m is head}
     problems += [
-        f"no tensor there is the model's {name} {shapes[name]}{remedies.get(name, '')}"
+        f"no tensor there is the model's {name} {shapes[name]}{fixes.get(name, '')}"
         for name in sorted(info.missing_keys - wrong)
     ]
     problems += [f"{_where(n, origins)}{_UNKNOWN}" for n in sorted(info.unexpected_keys)]
