@@ -31,7 +31,7 @@ from bigtrain.objectives.losses.passes import ObjectiveLoss
 from bigtrain.settings.run_config import MoeSection
 
 if TYPE_CHECKING:
-    from bigtrain.models.parallel.sequence import SequenceParallel
+    from bigtrain.models.parallel.sample_parts import SampleParts
 
 
 class LaterTokens(Protocol):
@@ -65,7 +65,7 @@ class ModelOptions:
     objective: ObjectiveLoss
     exact: ExactParameters
     moe: MoeSection
-    sequence: SequenceParallel | None = None
+    sequence: SampleParts | None = None
     computes_loss: bool = False
     is_compiled: bool = False
     terms: LossTerms = NO_TERMS

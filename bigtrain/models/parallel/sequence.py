@@ -96,22 +96,20 @@ class SequenceParallel:
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def whole(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the values of every token, [B, T, ...]; `values`: this rank's, [B, t, ...].
-        Collective. Every rank must compute an equal loss from the result, once: a gradient returns
-        to the rank of the values, and is not added up."""
+        """See `SampleParts`."""
         length = values.shape[1] * self.size
         order = [tokens_of(length, *self._sizes, rank) for rank in range(self.size)]
         return all_tokens(self.exchange.everyone, values, order)
 
     def padded(self, length: int) -> int:
-        """Return the smallest number of tokens from `length` on that the ranks can divide."""
+        """See `SampleParts`."""
         ulysses_size, ring_size = self._sizes
         unit = ulysses_size * ring_size * (2 if ring_size > 1 else 1)
         return -(-length // unit) * unit
 
     @property
     def counts(self) -> bool:
-        """Whether this rank counts for all ranks what they computed of a sample."""
+        """See `SampleParts`."""
         return self.exchange.everyone.rank == 0
 
     @property
