@@ -16,7 +16,6 @@ from bigtrain.engine.startup.mesh import Mesh
 from bigtrain.models.experts import (
     ExpertCounts,
     Routing,
-    ask_for_router_logits,
     auxiliary_loss,
     balance_loss,
     exchange_of,
@@ -120,7 +119,7 @@ class RouterLosses:
         self._top_k = int(getattr(config, "num_experts_per_tok", 0) or 0)
         self._counts: torch.Tensor | None = None  # of the step so far
         if section.z_loss_coefficient:
-            ask_for_router_logits(model)
+            config.output_router_logits = True
 
     def begin_step(self) -> None:
         """Begin an optimizer step."""

@@ -239,11 +239,8 @@ def _set_gradient_checkpointing(model: PreTrainedModel, section: ModelSection) -
     if section.gradient_checkpointing == "none":
         return
     every = 1 if section.gradient_checkpointing == "full" else section.gradient_checkpointing
-    # Releases before transformers 5.23 may know it by its old name only.
-    enable = getattr(model, "activation_checkpointing_enable", None)
-    enable = enable or model.gradient_checkpointing_enable
     try:
-        enable({"use_reentrant": False}, every_n_layers=every)
+        model.activation_checkpointing_enable({"use_reentrant": False}, every_n_layers=every)
     except ValueError as error:
         raise ModelError(
             f"model.gradient_checkpointing = {section.gradient_checkpointing!r}: {error}"

@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from transformers import (
     CONFIG_MAPPING,
@@ -30,8 +30,8 @@ from bigtrain.settings.extensions import import_named
 from bigtrain.settings.hf_config_keys import TEXT_IDS, not_causal
 from bigtrain.system.storage.local_path import local_path
 
-if TYPE_CHECKING:
-    from bigtrain.settings.run_config import RunConfig
+if TYPE_CHECKING:  # importing settings takes a tenth of a second
+    from bigtrain.settings.run_config import ModelSection, RunConfig
 
 QUANTIZATION_KEYS = (
     "quantization_config",  # transformers, and most tools
@@ -50,21 +50,7 @@ MTP_MARK = "trained_mtp_layers"
 number. It is in no file."""
 
 
-class ConfigurationSource(Protocol):
-    """Part of a run's model section (`bigtrain.settings.run_config.ModelSection`) that names its
-    configuration: loading one needs no settings, whose import takes a tenth of a second."""
-
-    @property
-    def path(self) -> str | None: ...
-    @property
-    def config(self) -> str | dict[str, Any] | None: ...
-    @property
-    def overrides(self) -> dict[str, Any]: ...
-    @property
-    def type(self) -> str | None: ...
-
-
-def load_hf_config(section: ConfigurationSource) -> PreTrainedConfig:
+def load_hf_config(section: ModelSection) -> PreTrainedConfig:
     """Return the Hugging Face configuration of the run's model, overrides applied.
 
     Reads a local directory or the hub's cache; goes to the hub only for a name that is neither.
@@ -259,7 +245,7 @@ def _refused(key: str, config: RunConfig, rule: str, remedy: str) -> ConfigError
     return ConfigError(Problem(key, config.model.path, rule, remedy))
 
 
-def _generation_file(section: ConfigurationSource) -> str | None:
+def _generation_file(section: ModelSection) -> str | None:
     """Return the file with the generation settings of the model that `section` names; None if it
     has none, or if the hub cannot be reached."""
     source = section.path or section.config
@@ -275,7 +261,7 @@ def _generation_file(section: ConfigurationSource) -> str | None:
     return path
 
 
-def generation_settings(section: ConfigurationSource) -> dict[str, Any]:
+def generation_settings(section: ModelSection) -> dict[str, Any]:
     """Return the generation settings of the model that `section` names; empty if it has none, or
     if they are not a JSON object, which `unusable_files` refuses."""
     path = _generation_file(section)
@@ -286,9 +272,7 @@ def generation_settings(section: ConfigurationSource) -> dict[str, Any]:
     return settings if isinstance(settings, dict) else {}
 
 
-def save_configuration(
-    section: ConfigurationSource, hf_config: PreTrainedConfig, directory: Path
-) -> None:
+def save_configuration(section: ModelSection, hf_config: PreTrainedConfig, directory: Path) -> None:
     """Write `hf_config` into `directory`, and the generation settings of the model that `section`
     names, if it has any: unchanged for trained weights, with the ids of `hf_config` for random
     ones. Settings that were written before the hub could not be reached stay. Raises OSError."""
@@ -348,8 +332,18 @@ def _check_keys(
 ) -> None:
     """Refuse keys that the class does not have: transformers keeps a misspelt key silently."""
     declared_keys = known_keys(config_class)
-    for key in values:
-        if key not in declared_keys and not _model_reads(config_class, key):
+    undeclared = [key for key in values if key not in declared_keys]
+    if not undeclared:
+        return
+    # Some architectures read undeclared keys (Qwen3-MoE's head_dim), which their source names.
+    spec = importlib.util.find_spec(
+        config_class.__module__.replace(".configuration_", ".modeling_")
+    )
+    source = ""
+    if spec is not None and spec.origin is not None:
+        source = Path(spec.origin).read_text(encoding="utf-8")
+    for key in undeclared:
+        if re.search(rf"\b{re.escape(key)}\b", source) is None:
             close = difflib.get_close_matches(key, sorted(declared_keys), n=1)
             remedy = f"; did you mean {section}.{close[0]}?" if close else ""
             raise ModelError(f"{section}.{key}: {config_class.__name__} has no such key{remedy}")
@@ -362,17 +356,6 @@ def known_keys(config_class: type[PreTrainedConfig]) -> frozenset[str]:
     with suppress(Exception):  # some classes refuse their defaults
         names.update(vars(config_class()))
     return frozenset(name for name in names if not name.startswith("_"))
-
-
-def _model_reads(config_class: type[PreTrainedConfig], key: str) -> bool:
-    """Return whether the architecture's source names `key`: some architectures read undeclared keys
-    (Qwen3-MoE's head_dim)."""
-    module = config_class.__module__.replace(".configuration_", ".modeling_")
-    spec = importlib.util.find_spec(module)
-    if spec is None or spec.origin is None:
-        return False
-    source = Path(spec.origin).read_text(encoding="utf-8")
-    return re.search(rf"\b{re.escape(key)}\b", source) is not None
 
 
 def _why_not_found(source: str, error: Exception) -> str:

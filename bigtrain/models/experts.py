@@ -51,11 +51,6 @@ def auxiliary_loss(outputs: Any) -> torch.Tensor | None:
     return loss if torch.is_tensor(loss) else None
 
 
-def ask_for_router_logits(model: Any) -> None:
-    """Make a model return its router logits, as if its configuration requested it."""
-    model.config.output_router_logits = True
-
-
 def router_logits_of(outputs: Any) -> tuple[torch.Tensor, ...]:
     """Return the router logits [tokens, experts] of every layer in a model's `outputs`. Raises
     ModelError if there are none."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -127,11 +127,11 @@ def _contradictions(
             continue
         elif entry.name == END:
             if not set(entry.ids) & set(stops) and shards.are_written():
-                rule = f"texts of {source} end with token {_listed(stops)}"
+                rule = f"texts of {source} end with token {', '.join(map(str, stops))}"
                 yield Problem(entry.key, entry.value, rule, f"{entry.key}={stops[0]}")
         elif begins:
             if entry.ids[0] not in begins and shards.are_written():
-                rule = f"texts of {source} begin with token {_listed(begins)}"
+                rule = f"texts of {source} begin with token {', '.join(map(str, begins))}"
                 yield Problem(entry.key, entry.value, rule, f"{entry.key}={begins[0]}")
         # In a stream a text follows the end of a text; chat templates write their beginning.
         elif entry.ids[0] not in stops and shards.are_written():
@@ -153,10 +153,6 @@ def _set_id(config: Any, name: str, ids: Sequence[int], ends: Sequence[int]) -> 
         except Exception:  # huggingface_hub's validators raise classes that it does not export
             setattr(config, name, before)
     return before
-
-
-def _listed(ids: Iterable[int]) -> str:
-    return ", ".join(map(str, ids))
 
 
 _ANSWER = "\U0010fffb"

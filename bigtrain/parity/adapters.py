@@ -49,16 +49,16 @@ def comparable_adapters(model: Any, section: AdaptersSection, notes: list[str]) 
         "dropout": 0.0,
     }
     for key, name, missing in (
-        (KEY, "targets", find_targets(model, section)[1]),
-        (PARAMETERS_KEY, "target_parameters", find_parameters(model, section)[1]),
-        (SAVED_KEY, "modules_to_save", find_saved(model, section)[1]),
+        (KEY, "targets", find_targets(model, section).missing),
+        (PARAMETERS_KEY, "target_parameters", find_parameters(model, section).missing),
+        (SAVED_KEY, "modules_to_save", find_saved(model, section).missing),
     ):
         if missing:
             matching = [pattern for pattern in getattr(section, name) if pattern not in missing]
             notes.append(f"{key}: {', '.join(missing)} match nothing in the proxy model")
             update[name] = tuple(matching)
     small = section.model_copy(update=update)
-    if not find_targets(model, small)[0] and not find_parameters(model, small)[0]:
+    if not find_targets(model, small).names and not find_parameters(model, small).names:
         rule = "matches no layer of the proxy model, which has fewer layers"
         raise ConfigError(Problem(KEY, section.targets, rule, "match layers of every depth"))
     return small
@@ -73,15 +73,15 @@ def with_adapters(model: Any, section: AdaptersSection, seed: int) -> Any:
         from peft.tuners.lora import LoraLayer
 
         warnings.simplefilter("ignore")  # Conv1D, and layers that peft supports in several ways
-        names = find_targets(model, section)[0]
+        names = find_targets(model, section).names
         config = LoraConfig(
             r=section.rank,
             lora_alpha=section.alpha,
             use_rslora=section.rslora,
             use_dora=section.dora,
             target_modules=names,
-            target_parameters=find_parameters(model, section)[0] or None,
-            modules_to_save=find_saved(model, section)[0] or None,
+            target_parameters=find_parameters(model, section).names or None,
+            modules_to_save=find_saved(model, section).names or None,
             fan_in_fan_out=bool(names) and isinstance(model.get_submodule(names[0]), Conv1D),
             task_type="SEQ_CLS" if has_score_head(model) else "CAUSAL_LM",
         )

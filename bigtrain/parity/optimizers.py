@@ -87,8 +87,9 @@ class CombinedOptimizer:
             optimizer.step()
 
 
-class _MuonOfParts:
-    """Muon on matrices that are slices of masters."""
+class _Muon:
+    """`torch.optim.Muon` on matrices that are slices of masters, with its iteration in float32;
+    torch's is always in bfloat16."""
 
     def __init__(
         self,
@@ -96,86 +97,38 @@ class _MuonOfParts:
         masters: Mapping[str, torch.Tensor],
         section: OptimizerSection,
     ) -> None:
-        self._matrices = matrices
+        self._matrices, self._settings = matrices, section.muon
         self._masters = [masters[matrix.parameter] for matrix in matrices]
-        self._copies = [_matrix_values(*pair) for pair in zip(self._masters, matrices, strict=True)]
-        self._optimizer = _muon(self._copies, section)
-        self.param_groups = self._optimizer.param_groups
-
-    def step(self) -> None:
-        zipped = zip(self._copies, self._masters, self._matrices, strict=True)
-        entries = [entry for entry in zipped if entry[1].grad is not None]
-        for copy, master, matrix in entries:
-            assert master.grad is not None
-            copy.copy_(_matrix_values(master, matrix))
-            copy.grad = _matrix_values(master.grad, matrix)
-        self._optimizer.step()
-        for copy, master, matrix in entries:
-            sizes = [box.sizes[matrix.output_dim] for box in matrix.boxes]
-            for box, part in zip(matrix.boxes, copy.split(sizes, matrix.output_dim), strict=True):
-                master[box.slices] = part.view(box.sizes)
-
-
-def _matrix_values(tensor: torch.Tensor, matrix: Matrix) -> torch.Tensor:
-    parts = [tensor[box.slices].reshape(box.sizes[-2:]) for box in matrix.boxes]
-    return torch.cat(parts, matrix.output_dim)
-
-
-def _adamw(groups: Groups, section: OptimizerSection) -> PlainOptimizer:
-    return torch.optim.AdamW(groups, betas=section.betas, eps=section.eps)
-
-
-def _adafactor(groups: Groups, section: OptimizerSection) -> PlainOptimizer:
-    settings = section.adafactor
-    return torch.optim.Adafactor(
-        groups,
-        beta2_decay=settings.beta2_decay,
-        eps=(settings.eps1, settings.eps2),
-        d=settings.clip_threshold,
-    )
-
-
-def _muon(matrices: Sequence[torch.Tensor], section: OptimizerSection) -> PlainOptimizer:
-    settings = section.muon
-    decay = section.weight_decay if settings.weight_decay is None else settings.weight_decay
-    if settings.ns_dtype == "float32":
-        return _WideMuon(matrices, section, decay)
-    return torch.optim.Muon(
-        matrices,
-        momentum=settings.momentum,
-        nesterov=settings.nesterov,
-        ns_steps=settings.ns_steps,
-        ns_coefficients=settings.ns_coefficients,
-        eps=settings.eps,
-        weight_decay=decay,
-        adjust_lr_fn=settings.adjust_lr,
-    )
-
-
-class _WideMuon:
-    """`torch.optim.Muon` with its iteration in float32; torch's is always in bfloat16."""
-
-    def __init__(
-        self, matrices: Sequence[torch.Tensor], section: OptimizerSection, decay: float
-    ) -> None:
-        self._matrices, self._settings, self._decay = matrices, section.muon, decay
-        self._moments = [torch.zeros_like(matrix) for matrix in matrices]
+        self._moments = [torch.zeros(matrix.shape) for matrix in matrices]
+        decay = section.muon.weight_decay
+        self._decay = section.weight_decay if decay is None else decay
         self.param_groups: list[dict[str, Any]] = [{"lr": 0.0}]
 
     def step(self) -> None:
         lr, settings = self.param_groups[0]["lr"], self._settings
-        for matrix, moment in zip(self._matrices, self._moments, strict=True):
-            gradient = matrix.grad
-            if gradient is None:
+        zipped = zip(self._matrices, self._masters, self._moments, strict=True)
+        for matrix, master, moment in zipped:
+            if master.grad is None:
                 continue
+            values, gradient = (
+                torch.cat(
+                    [tensor[box.slices].reshape(box.sizes[-2:]) for box in matrix.boxes],
+                    matrix.output_dim,
+                )
+                for tensor in (master, master.grad)
+            )
             moment.lerp_(gradient, 1 - settings.momentum)
             update = gradient.lerp(moment, settings.momentum) if settings.nesterov else moment
-            rows, columns = matrix.shape
+            rows, columns = values.shape
             scale = 0.2 * math.sqrt(max(rows, columns))
             if settings.adjust_lr == "original":
                 scale = math.sqrt(max(1.0, rows / columns))
-            matrix.mul_(1 - lr * self._decay)
-            matrix.add_(self._newton_schulz(update), alpha=-lr * scale)
+            values.mul_(1 - lr * self._decay)
+            values.add_(self._newton_schulz(update), alpha=-lr * scale)
+            sizes = [box.sizes[matrix.output_dim] for box in matrix.boxes]
+            parts = values.split(sizes, matrix.output_dim)
+            for box, part in zip(matrix.boxes, parts, strict=True):
+                master[box.slices] = part.view(box.sizes)
 
     def _newton_schulz(self, update: torch.Tensor) -> torch.Tensor:
         # X <- a X + (b A + c A A) X, with A = X X^T (Jordan 2024).
@@ -187,6 +140,16 @@ class _WideMuon:
             gram = x @ x.T
             x = a * x + (b * gram + c * gram @ gram) @ x
         return x.T if is_tall else x
+
+
+def _adafactor(groups: Groups, section: OptimizerSection) -> PlainOptimizer:
+    settings = section.adafactor
+    return torch.optim.Adafactor(
+        groups,
+        beta2_decay=settings.beta2_decay,
+        eps=(settings.eps1, settings.eps2),
+        d=settings.clip_threshold,
+    )
 
 
 class _Lion:
@@ -219,7 +182,9 @@ def _adamw_8bit(groups: Groups, section: OptimizerSection) -> PlainOptimizer:
 
 
 PLAIN: dict[str, Callable[[Groups, OptimizerSection], PlainOptimizer]] = {
-    "adamw": _adamw,
+    "adamw": lambda groups, section: torch.optim.AdamW(
+        groups, betas=section.betas, eps=section.eps
+    ),
     "adamw_8bit": _adamw_8bit,
     "lion": _Lion,
     "adafactor": _adafactor,
@@ -228,5 +193,5 @@ PLAIN: dict[str, Callable[[Groups, OptimizerSection], PlainOptimizer]] = {
 
 PLAIN_OF_MATRICES: dict[
     str, Callable[[Sequence[Matrix], Mapping[str, torch.Tensor], OptimizerSection], PlainOptimizer]
-] = {"muon": _MuonOfParts}
+] = {"muon": _Muon}
 """Optimizers by ``optimizer.type``: on the matrices of hidden layers only."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,7 +20,8 @@ from bigtrain.models.configuration import (
 )
 from bigtrain.models.equivalence.loss import choose_loss
 from bigtrain.models.equivalence.proxy_model import (
-    build_noisy_proxy,
+    add_noise,
+    build_proxy_model,
     rescale_weights,
 )
 from bigtrain.models.equivalence.reductions import deterministic, with_heads
@@ -49,7 +50,6 @@ from bigtrain.settings.deepspeed.ownership import owned_values
 from bigtrain.settings.run_config import (
     BatchSection,
     ModelSection,
-    ObjectiveSection,
     OptimizerSection,
     OutputSection,
     PrecisionSection,
@@ -132,25 +132,33 @@ def shrink(config: RunConfig, world_size: int, directory: Path) -> Proxy:
     )
     model = new_model(hf_config)
     model.save_pretrained(directory)
+    objective: dict[str, Any] = {"reference": None, "mtp_weight": 0.0}
     if config.objective.teacher_model is not None:
         # A teacher that differs from the student also in a shared architecture, and whose
         # probabilities depend on positions.
         hf_teacher = load_hf_config(teacher_run(config).model)
-        teacher = new_model(hf_teacher)
-        rescale_weights(teacher).save_pretrained(_teacher_directory(directory))
+        teacher_directory = directory.with_name(f"{directory.name}-teacher")
+        rescale_weights(new_model(hf_teacher)).save_pretrained(teacher_directory)
+        objective |= {"teacher_model": str(teacher_directory), "teacher_top_k": TEACHER_TOP_K}
     adapters = config.adapters
     if adapters is not None:
         adapters = comparable_adapters(model, adapters, notes)
     # The run, with settings that CPUs support and that let differences show.
-    tile_plan, _ = choose_tiles(config, hf_config, _own_plan(config))
+    batch = config.batch
+    plan = BatchPlan(batch.samples_per_step, batch.micro_batch_size, 1, 1, batch.sequence_length)
+    tile_plan, _ = choose_tiles(config, hf_config, plan)
+    frozen = _frozen(config, model, notes)
+    loss_plan, _ = choose_loss(config, hf_config, plan)
+    if loss_plan.kind == "liger":
+        notes.append("model.loss = liger needs CUDA: the loss in chunks is compared")
     small = RunConfig(
         model=ModelSection(
             path=str(directory),
             attention=attention,
             gradient_checkpointing=section.gradient_checkpointing,
-            frozen=_frozen(config, model, notes),
+            frozen=frozen,
             # Several chunks in a micro-batch; Liger's kernel does not run on a CPU.
-            loss=_loss(config, hf_config, notes),
+            loss="plain" if loss_plan.kind == "plain" else "chunked",
             loss_chunk_tokens=_CHUNK_TOKENS,
             tiled_mlp=_TILES if tile_plan.modules else "off",
         ),
@@ -159,7 +167,7 @@ def shrink(config: RunConfig, world_size: int, directory: Path) -> Proxy:
         data=config.data,
         batch=BatchSection(sequence_length=tokens, global_batch_size=2 * world_size),
         train=TrainSection(steps=STEPS),
-        objective=_objective(config.objective, directory, notes),
+        objective=_enlarged(config.objective, "objective", notes).model_copy(update=objective),
         optimizer=_optimizer(config.optimizer, notes),
         schedule=ScheduleSection(type="constant"),
         precision=PrecisionSection(dtype="float32"),
@@ -239,10 +247,11 @@ def _proxy_model(
             "that training with it cannot be compared step by step"
         )
     try:
-        model = build_noisy_proxy(
-            hf_config,
+        model = build_proxy_model(
+            off,
             attention,
             [with_heads(max(2, world_size))],
+            add_noise,
             sequence_length=config.batch.sequence_length,
             tokens=tokens,
         )
@@ -260,19 +269,6 @@ def _proxy_model(
             )
             model.config.router_aux_loss_coef = AUXILIARY
     return model
-
-
-def _teacher_directory(directory: Path) -> Path:
-    return directory.with_name(f"{directory.name}-teacher")
-
-
-def _objective(section: ObjectiveSection, directory: Path, notes: list[str]) -> ObjectiveSection:
-    """Return the run's section, with terms that are large enough for comparison."""
-    update: dict[str, Any] = {"reference": None, "mtp_weight": 0.0}
-    if section.teacher_model is not None:
-        update["teacher_model"] = str(_teacher_directory(directory))
-        update["teacher_top_k"] = TEACHER_TOP_K
-    return _enlarged(section, "objective", notes).model_copy(update=update)
 
 
 def _enlarged(section: SectionT, name: str, notes: list[str]) -> SectionT:
@@ -330,19 +326,6 @@ def _frozen(config: RunConfig, model: torch.nn.Module, notes: list[str]) -> tupl
         rule = "leaves nothing to train in the proxy model, which has fewer layers"
         raise ConfigError(Problem(FROZEN, list(patterns), rule, "match fewer parameters"))
     return matching
-
-
-def _loss(config: RunConfig, hf_config: Any, notes: list[str]) -> Literal["plain", "chunked"]:
-    """Return the run's method for the loss of the run's micro-batches."""
-    loss_plan, _ = choose_loss(config, hf_config, _own_plan(config))
-    if loss_plan.kind == "liger":
-        notes.append("model.loss = liger needs CUDA: the loss in chunks is compared")
-    return "plain" if loss_plan.kind == "plain" else "chunked"
-
-
-def _own_plan(config: RunConfig) -> BatchPlan:
-    batch = config.batch
-    return BatchPlan(batch.samples_per_step, batch.micro_batch_size, 1, 1, batch.sequence_length)
 
 
 def _engines(config: RunConfig, directory: Path) -> tuple[EngineChoice, ...]:

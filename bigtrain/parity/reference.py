@@ -386,7 +386,7 @@ def _weights(
     parameters = dict(model.named_parameters())
     if any(".lora_" in name for name in masters):
         parameters = {name: parameters[name] for name in masters}
-    with_biases = {**parameters, **terms.named_biases()}
+    with_biases = {**parameters, **{bias.name: bias.tensor for bias in terms.biases}}
     return {
         name: masters.get(name, tensor).detach().float().clone()
         for name, tensor in with_biases.items()

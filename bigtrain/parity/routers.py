@@ -74,10 +74,6 @@ class RouterTerms:
         """True if any loss is added."""
         return bool(self._coefficient or self._section.z_loss_coefficient)
 
-    def named_biases(self) -> dict[str, torch.Tensor]:
-        """Return the selection biases by their names in the model."""
-        return {bias.name: bias.tensor for bias in self.biases}
-
     def begin_step(self) -> None:
         """Begin an optimizer step."""
         self._is_routed.clear()

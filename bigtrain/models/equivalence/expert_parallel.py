@@ -28,17 +28,22 @@ from bigtrain.models.equivalence.parameter_plan import (
 from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
     TOKENS,
-    build_noisy_proxy,
+    add_noise,
     build_proxy_model,
     failure_text,
     proxy_tokens,
 )
-from bigtrain.models.equivalence.reductions import fewer_experts, smaller, with_heads
+from bigtrain.models.equivalence.reductions import (
+    deterministic,
+    fewer_experts,
+    smaller,
+    with_heads,
+)
 from bigtrain.models.equivalence.trial import (
     GRADIENT,
     LOSS,
+    SHARDED,
     RankThreads,
-    Tolerance,
     Trial,
     Values,
     first_difference,
@@ -46,7 +51,6 @@ from bigtrain.models.equivalence.trial import (
 )
 from bigtrain.models.experts import (
     Routing,
-    ask_for_router_logits,
     auxiliary_loss,
     balance_loss,
     has_auxiliary_loss,
@@ -60,9 +64,6 @@ from bigtrain.models.parallel.sharding import cut_parameter, is_expert, shard_of
 from bigtrain.models.torch_patches import OperatorMode
 from bigtrain.models.transformers_patches import modules_of_experts
 from bigtrain.settings.run_config import RunConfig
-
-TOLERANCES = {LOSS: Tolerance(relative=1e-5), GRADIENT: Tolerance(relative=1e-3, common=1e-6)}
-"""Rounding of float32 is far below both, a part of a gradient or a wrong factor far above."""
 
 
 def check_expert_parallel(
@@ -81,12 +82,13 @@ def check_expert_parallel(
         num_ranks = next(n for n in range(2, size + 1) if size % n == 0)
 
         def usable(model: PreTrainedModel) -> None:
+            add_noise(model)
             for experts in expert_modules(model):
                 check_divides(experts, num_ranks)
             training_results(model)
 
-        model = build_noisy_proxy(
-            hf_config,
+        model = build_proxy_model(
+            deterministic(hf_config),
             attention,
             smaller(with_heads(2), divisor=num_ranks),
             usable,
@@ -96,18 +98,19 @@ def check_expert_parallel(
         trial = Trial(
             lambda model: _summed([training_results(model, seed=n) for n in range(num_ranks)]),
             partial(_divided_experts, num_ranks),
-            TOLERANCES,
+            SHARDED,
         )
         difference = trial.difference(model)
+        if difference is None:
+            return []
+        rule = (
+            f"expert parallelism changes the {difference.where} ({model_type}, {difference.size})"
+        )
     except ModelError as error:
         rule, _, remedy = str(error).rpartition(" -> ")
         return [Problem("parallel.expert", size, rule.partition(": ")[2], remedy)]
     except (*MODEL_FAILURES, ImportError) as error:
         rule = f"a proxy model of {model_type} failed: {failure_text(error)}"
-        return [Problem("parallel.expert", size, rule, "parallel.expert=1")]
-    if difference is None:
-        return []
-    rule = f"expert parallelism changes the {difference.where} ({model_type}, {difference.size})"
     return [Problem("parallel.expert", size, rule, "parallel.expert=1")]
 
 
@@ -211,8 +214,8 @@ def _without_biases(
 def _other_choice(hf_config: PreTrainedConfig, attention: str, sequence_length: int) -> str | None:
     """Return why tokens of a proxy model do not choose experts by their biases: an expert with a
     much larger bias has to get all tokens, and with a much smaller bias none."""
-    model = build_noisy_proxy(
-        hf_config, attention, smaller(with_heads(2)), sequence_length=sequence_length
+    model = build_proxy_model(
+        deterministic(hf_config), attention, usable=add_noise, sequence_length=sequence_length
     )
     untrained = find_gradient_reach(model.config, TOKENS, attention).absent or ()
     ids = proxy_tokens(model)
@@ -257,7 +260,7 @@ def _other_auxiliary_loss(model_type: str, outputs: Any, model: PreTrainedModel)
     difference = first_difference(
         {LOSS: {"auxiliary loss": model_loss.detach()}},
         {LOSS: {"auxiliary loss": recomputed_loss}},
-        TOLERANCES,
+        SHARDED,
     )
     if difference is None:
         return None
@@ -299,10 +302,10 @@ def _run_proxy(
     hf_config: PreTrainedConfig, attention: str, sequence_length: int
 ) -> tuple[Any, PreTrainedModel]:
     """Return the outputs of a proxy model with router logits, and the model."""
-    model = build_noisy_proxy(
-        hf_config, attention, smaller(with_heads(2)), sequence_length=sequence_length
+    model = build_proxy_model(
+        deterministic(hf_config), attention, usable=add_noise, sequence_length=sequence_length
     )
-    ask_for_router_logits(model)
+    model.config.output_router_logits = True
     return model(input_ids=proxy_tokens(model), use_cache=False), model
 
 
@@ -341,14 +344,11 @@ class _NonzeroCalls(OperatorMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.occurred, self._depth = False, 0
         for module in modules:
-            module.register_forward_pre_hook(self._enter)
-            module.register_forward_hook(self._leave)
+            module.register_forward_pre_hook(partial(self._step, 1))
+            module.register_forward_hook(partial(self._step, -1))
 
-    def _enter(self, *_: object) -> None:
-        self._depth += 1
-
-    def _leave(self, *_: object) -> None:
-        self._depth -= 1
+    def _step(self, change: int, *_: object) -> None:
+        self._depth += change
 
     def __torch_dispatch__(
         self,

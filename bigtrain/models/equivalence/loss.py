@@ -23,7 +23,6 @@ from bigtrain.models.equivalence.proxy_model import (
     failure_text,
     proxy_tokens,
 )
-from bigtrain.models.equivalence.reductions import smaller, with_heads
 from bigtrain.models.equivalence.trial import (
     GRADIENT,
     LOSS,
@@ -39,8 +38,6 @@ from bigtrain.models.layers.token_loss import IGNORED_LABEL
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.settings.sections.model import chunk_tokens
-
-LIGER_REMEDY = "pip install 'bigtrain[gpu]', or set {key}"
 
 
 def choose_loss(
@@ -72,10 +69,7 @@ def choose_loss(
     softcap, reason = None, ""
     try:
         model = build_proxy_model(
-            hf_config,
-            section.attention,
-            smaller(with_heads(2)),
-            sequence_length=plan.sequence_length,
+            hf_config, section.attention, sequence_length=plan.sequence_length
         ).eval()
         if loss_type == "liger":
             softcap = getattr(text_config(model.config), "final_logit_softcapping", None)
@@ -98,7 +92,7 @@ def choose_loss(
             alternative += " with objective.mtp_weight=0"
         problems.append(Problem("model.loss", section.loss, rule, f"model.loss={alternative}"))
     elif loss_type == "liger" and importlib.util.find_spec("liger_kernel") is None:
-        remedy = LIGER_REMEDY.format(key="model.loss=chunked")
+        remedy = "pip install 'bigtrain[gpu]', or set model.loss=chunked"
         problems.append(Problem("model.loss", "liger", "liger-kernel is not installed", remedy))
     return loss_plan, problems
 

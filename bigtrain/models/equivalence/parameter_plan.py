@@ -5,7 +5,7 @@ it, so that no upgrade changes an optimizer's groups silently
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,7 +70,8 @@ def plan_parameters(
     if dtype != torch.float32:
         float32_names = tuple(computed_in_float32(empty_model(hf_config, dtype), dtype))
     if float32_names:
-        reasons.append(_listed("kept in float32 by its architecture", float32_names, float32_names))
+        title = "kept in float32 by its architecture"
+        reasons.append(_listed(title, float32_names, collapsed(float32_names)))
     num_mtp_layers = num_counted_mtp_layers(hf_config)
     if num_mtp_layers and not num_trained_mtp_layers(hf_config):
         reasons.append(
@@ -98,7 +99,7 @@ def plan_parameters(
         unreached = [name for name in untrained if name in weights]
         if unreached:
             title = "adapters without effect, since text gives these weights no gradient"
-            reasons.append(_listed(title, unreached, names))
+            reasons.append(_listed(title, unreached, summarized(unreached, names)))
         return ParameterPlan(
             untrained,
             float32_names=float32_names,
@@ -110,7 +111,7 @@ def plan_parameters(
     freeze_named(model, untrained)
     if unreached:
         title = "not trained, since they get no gradient from text"
-        reasons.append(_listed(title, unreached, names))
+        reasons.append(_listed(title, unreached, summarized(unreached, names)))
     decaying = [
         name
         for name, entry in parameter_roles(model).items()
@@ -134,8 +135,7 @@ def plan_parameters(
     )
 
 
-def _listed(title: str, names: Collection[str], all_names: Collection[str]) -> str:
-    patterns = summarized(names, all_names) if names is not all_names else collapsed(names)
+def _listed(title: str, names: Collection[str], patterns: Sequence[str]) -> str:
     suffix = "" if len(patterns) <= _SHOWN else f" and {len(patterns) - _SHOWN} more"
     return f"{title}: {len(names)} parameters ({', '.join(patterns[:_SHOWN])}{suffix})"
 
@@ -240,16 +240,10 @@ def _on_meta(hf_config: PreTrainedConfig, tokens: int) -> tuple[str, ...]:
 
 def _on_cpu(hf_config: PreTrainedConfig, attention: str, tokens: int) -> tuple[str, ...]:
     from bigtrain.models.equivalence.proxy_model import build_proxy_model, proxy_tokens
-    from bigtrain.models.equivalence.reductions import smaller, with_heads
 
     # Thresholds are crossed in `hf_config` already.
     model = build_proxy_model(
-        hf_config,
-        attention,
-        smaller(with_heads(2)),
-        sequence_length=tokens,
-        all_layers=True,
-        tokens=tokens,
+        hf_config, attention, sequence_length=tokens, all_layers=True, tokens=tokens
     )
     model.train()
     return _unreached(model, proxy_tokens(model, tokens))

@@ -30,7 +30,7 @@ from bigtrain.models.equivalence.trial import (
     forward_results,
     pop_gradients,
 )
-from bigtrain.models.experts import ask_for_router_logits, auxiliary_loss, router_logits_of, z_loss
+from bigtrain.models.experts import auxiliary_loss, router_logits_of, z_loss
 from bigtrain.models.layers.parameter_roles import parameter_roles
 from bigtrain.models.layers.parameters import has_score_head, parameter_of
 from bigtrain.models.parallel.stage_layout import StageLayout, StagePlan, find_layout
@@ -75,7 +75,7 @@ def plan_stages(
             sequence_length=sequence_length,
         )
         if router_losses:
-            ask_for_router_logits(model)
+            model.config.output_router_logits = True
         ids = _tokens(model)
         layout = find_layout(model, ids)
         facts = Facts(pipeline_size=num_stages, num_layers=layout.num_layers)

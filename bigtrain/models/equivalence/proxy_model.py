@@ -8,9 +8,7 @@ out.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -18,11 +16,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from bigtrain.errors import one_line
 from bigtrain.models.configuration import auto_class, scores_samples, text_config
 from bigtrain.models.equivalence.reductions import (
-    MAX_PARAMETERS,
     VOCABULARY,
     Change,
-    deterministic,
-    steps_of,
+    build_smallest,
+    check_size,
+    smaller,
+    with_heads,
 )
 from bigtrain.models.equivalence.thresholds import cross_thresholds
 from bigtrain.models.parallel.grouped_experts import fit_experts
@@ -59,7 +58,7 @@ def failure_text(error: BaseException) -> str:
 def build_proxy_model(
     hf_config: PreTrainedConfig,
     attention: str,
-    reductions: Sequence[Change],
+    reductions: Sequence[Change] | None = None,
     usable: Callable[[PreTrainedModel], None] = lambda model: None,
     *,
     sequence_length: int,
@@ -69,44 +68,31 @@ def build_proxy_model(
     """Return a float32 model on the CPU, as small as its class can be built, equal on every rank.
 
     `reductions`: changes that make a text configuration smaller, the smallest result first
-    (`smaller`). `usable` raises for a model that cannot be used, and the next larger model is
-    tested. The model has a few layers, at least one of every type, or `all_layers`. Samples of
-    `tokens` cross every length that samples of `sequence_length` cross (`cross_thresholds`).
-    `attention`: an implementation without float32 on a CPU is replaced by transformers' default.
-    Raises ValueError with the first reason if no model can be built.
+    (`smaller`; None: two heads, few experts). `usable` raises for a model that cannot be used, and
+    the next larger model is tested. The model has a few layers, at least one of every type, or
+    `all_layers`. Samples of `tokens` cross every length that samples of `sequence_length` cross
+    (`cross_thresholds`). `attention`: an implementation without float32 on a CPU is replaced by
+    transformers' default. Raises ValueError with the first reason if no model can be built.
     """
-    if attention not in ("sdpa", "eager"):
-        attention = "auto"
-    failure: Exception | None = None
-    for changes in steps_of(reductions, all_layers=all_layers):
-        config = copy.deepcopy(hf_config)
-        try:
-            for change in changes:
-                change(text_config(config))
-            if sequence_length > tokens:
-                cross_thresholds(config, sequence_length, tokens, hf_config)
-            if scores_samples(config):
-                text_config(config).pad_token_id = 0  # not among `proxy_tokens`
-            with torch.device("meta"):
-                size = sum(p.numel() for p in _build(copy.deepcopy(config), attention).parameters())
-            if size > MAX_PARAMETERS:
-                raise ValueError(f"it still has {size} parameters")
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)
-                model = _build(config, attention)
-            usable(model)
-            return model
-        except Exception as error:  # constructors raise anything for odd values
-            failure = failure or error
-    raise ValueError(failure) from failure
+    implementation = attention if attention in ("sdpa", "eager") else None
 
+    def new_model(config: PreTrainedConfig) -> PreTrainedModel:
+        if sequence_length > tokens:
+            cross_thresholds(config, sequence_length, tokens, hf_config)
+        if scores_samples(config):
+            text_config(config).pad_token_id = 0  # not among `proxy_tokens`
+        check_size(config)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model: PreTrainedModel = auto_class(config).from_config(
+                config, dtype=torch.float32, attn_implementation=implementation
+            )
+            fit_experts(model)
+        usable(model)
+        return model
 
-def _build(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
-    model: PreTrainedModel = auto_class(config).from_config(
-        config, dtype=torch.float32, attn_implementation=None if attention == "auto" else attention
-    )
-    fit_experts(model)
-    return model
+    reductions = smaller(with_heads(2)) if reductions is None else reductions
+    return build_smallest(hf_config, reductions, new_model, all_layers=all_layers)
 
 
 @torch.no_grad()
@@ -120,25 +106,10 @@ def rescale_weights(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def build_noisy_proxy(
-    hf_config: PreTrainedConfig,
-    attention: str,
-    reductions: Sequence[Change],
-    usable: Callable[[PreTrainedModel], None] = lambda model: None,
-    **options: Any,
-) -> PreTrainedModel:
-    """Return `build_proxy_model` without dropout, and with noise on every parameter."""
-
-    def with_noise(model: PreTrainedModel) -> None:
-        _add_noise(model)
-        usable(model)
-
-    return build_proxy_model(deterministic(hf_config), attention, reductions, with_noise, **options)
-
-
 @torch.no_grad()
-def _add_noise(model: PreTrainedModel) -> None:
-    """Add noise to every parameter: ones and zeros would hide errors."""
+def add_noise(model: PreTrainedModel) -> None:
+    """Add noise to every parameter: ones and zeros would hide errors. For `build_proxy_model`, of a
+    `deterministic` configuration."""
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         if not torch.isfinite(parameter).all():  # not initialized by the constructor

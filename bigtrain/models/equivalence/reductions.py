@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from transformers import PreTrainedConfig
 
-from bigtrain.models.configuration import text_config
+from bigtrain.models.configuration import auto_class, text_config
 from bigtrain.settings.hf_config_keys import CHOSEN_EXPERTS, EXPERTS
 
 VOCABULARY = 64
@@ -29,6 +30,7 @@ _INNER_WIDTHS = (
 _KEY_HEADS = ("num_key_value_heads", "kv_n_heads")
 
 Change = Callable[[Any], None]
+BuiltT = TypeVar("BuiltT")
 
 
 def fewer_layers(config: Any) -> None:
@@ -55,16 +57,39 @@ def fewer_tokens(config: Any) -> None:
             setattr(config, name, number)
 
 
-def steps_of(reductions: Sequence[Change], *, all_layers: bool = False) -> Iterator[list[Change]]:
-    """Yield the combinations of changes by which a class is built, the smallest model first: no
-    class accepts every change, and the last step is the full configuration. `reductions`: changes
-    of sizes, the smallest result first. `all_layers`: no layer is removed."""
+def build_smallest(
+    hf_config: PreTrainedConfig,
+    reductions: Sequence[Change],
+    build: Callable[[PreTrainedConfig], BuiltT],
+    *,
+    all_layers: bool = False,
+) -> BuiltT:
+    """Return what `build` returns for the smallest configuration for which it raises nothing. No
+    class accepts every change, and the last configuration is the full one. `reductions`: changes of
+    sizes, the smallest result first. `all_layers`: no layer is removed. Raises ValueError with the
+    first reason if all fail."""
     layers: list[Change] = [] if all_layers else [fewer_layers]
-    yield from ([*layers, fewer_tokens, change] for change in reductions)
-    yield from ([fewer_tokens, change] for change in reductions)
-    yield [*layers, fewer_tokens]
-    yield layers
-    yield []
+    steps = [[*layers, fewer_tokens, change] for change in reductions]
+    steps += [[fewer_tokens, change] for change in reductions]
+    failure: Exception | None = None
+    for changes in [*steps, [*layers, fewer_tokens], layers, []]:
+        config = copy.deepcopy(hf_config)
+        try:
+            for change in changes:
+                change(text_config(config))
+            return build(config)
+        except Exception as error:  # constructors raise anything for odd values
+            failure = failure or error
+    raise ValueError(failure) from failure
+
+
+def check_size(config: PreTrainedConfig) -> None:
+    """Raise ValueError if a model of `config` is too large to be tested on a CPU."""
+    with torch.device("meta"):
+        model = auto_class(config).from_config(copy.deepcopy(config), dtype=torch.float32)
+    size = sum(parameter.numel() for parameter in model.parameters())
+    if size > MAX_PARAMETERS:
+        raise ValueError(f"it still has {size} parameters")
 
 
 def with_heads(

@@ -9,11 +9,12 @@ from transformers import PreTrainedConfig
 from bigtrain.errors import ModelError, Problem
 from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
-    build_noisy_proxy,
+    add_noise,
+    build_proxy_model,
     failure_text,
     proxy_tokens,
 )
-from bigtrain.models.equivalence.reductions import smaller, with_heads
+from bigtrain.models.equivalence.reductions import deterministic
 from bigtrain.models.equivalence.trial import largest_value
 
 _PADDING = 8
@@ -29,8 +30,8 @@ def check_scoring(
     remedy = "a causal language model with such a class, such as llama or qwen3"
     model_name = f"a {hf_config.model_type} with a score head"
     try:
-        model = build_noisy_proxy(
-            hf_config, attention, smaller(with_heads(2)), sequence_length=sequence_length
+        model = build_proxy_model(
+            deterministic(hf_config), attention, usable=add_noise, sequence_length=sequence_length
         ).eval()
         ids = proxy_tokens(model)
         padding = torch.full((len(ids), _PADDING), model.config.get_text_config().pad_token_id)
@@ -40,15 +41,13 @@ def check_scoring(
             model(input_ids=input_ids, use_cache=False).logits.float()
             for input_ids in (ids, torch.cat([ids, padding], 1), changed_ids)
         )
+        limit = _TOLERANCE * largest_value(scores)
+        if largest_value(padded - scores) > limit:
+            rule = f"the scores of {model_name} depend on the padding after a sample"
+        elif largest_value(changed - scores) <= limit:
+            rule = f"the scores of {model_name} do not depend on the last token of a sample"
+        else:
+            return []
     except (ModelError, *MODEL_FAILURES) as error:
-        return [
-            Problem(key, hf_config.model_type, f"{model_name} fails: {failure_text(error)}", remedy)
-        ]
-    limit = _TOLERANCE * largest_value(scores)
-    if largest_value(padded - scores) > limit:
-        rule = f"the scores of {model_name} depend on the padding after a sample"
-        return [Problem(key, hf_config.model_type, rule, remedy)]
-    if largest_value(changed - scores) <= limit:
-        rule = f"the scores of {model_name} do not depend on the last token of a sample"
-        return [Problem(key, hf_config.model_type, rule, remedy)]
-    return []
+        rule = f"{model_name} fails: {failure_text(error)}"
+    return [Problem(key, hf_config.model_type, rule, remedy)]

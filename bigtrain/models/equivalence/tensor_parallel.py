@@ -14,14 +14,19 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from bigtrain.errors import ModelError, Problem
 from bigtrain.models.build import empty_model
 from bigtrain.models.configuration import text_config
-from bigtrain.models.equivalence.proxy_model import MODEL_FAILURES, build_noisy_proxy, failure_text
-from bigtrain.models.equivalence.reductions import smaller, with_heads
+from bigtrain.models.equivalence.proxy_model import (
+    MODEL_FAILURES,
+    add_noise,
+    build_proxy_model,
+    failure_text,
+)
+from bigtrain.models.equivalence.reductions import deterministic, smaller, with_heads
 from bigtrain.models.equivalence.trial import (
     GRADIENT,
     LOSS,
+    SHARDED,
     LocalTensor,
     Results,
-    Tolerance,
     Trial,
     training_results,
 )
@@ -34,9 +39,6 @@ from bigtrain.models.parallel.tensor import ADAPTED, check_shards, shard_model, 
 from bigtrain.settings.compatibility.check import check_model
 from bigtrain.settings.compatibility.facts import Facts
 from bigtrain.settings.sections.adapters import AdaptersSection
-
-TOLERANCES = {LOSS: Tolerance(relative=1e-5), GRADIENT: Tolerance(relative=1e-3, common=1e-6)}
-"""Rounding of float32 is far below both, a part of a gradient or a wrong factor far above."""
 
 _FAILS = "it fails with"
 _MAX_PARAMETERS = 50_000_000
@@ -62,6 +64,7 @@ def check_tensor_plan(
     model_type = hf_config.model_type
 
     def usable(model: PreTrainedModel) -> None:
+        add_noise(model)
         num_parameters = sum(p.numel() for p in model.parameters())
         if num_parameters > _MAX_PARAMETERS:
             raise ValueError(f"it still has {num_parameters} parameters")
@@ -78,8 +81,8 @@ def check_tensor_plan(
             heads = 2 * size
         small_heads = with_heads(heads, key_heads, head_size=16)
         reductions = smaller(small_heads, with_heads(heads, key_heads))
-        proxy = build_noisy_proxy(
-            hf_config, attention, reductions, usable, sequence_length=sequence_length
+        proxy = build_proxy_model(
+            deterministic(hf_config), attention, reductions, usable, sequence_length=sequence_length
         )
     except (ValueError, AttributeError) as error:
         raise ModelError(
@@ -91,7 +94,7 @@ def check_tensor_plan(
     # Every rank compares the sharded model with the full one, and gets the first failure of a rank.
     failure: str | None = None
     try:
-        difference = Trial(training_results, partial(_sharded, group), TOLERANCES).difference(proxy)
+        difference = Trial(training_results, partial(_sharded, group), SHARDED).difference(proxy)
         if difference is not None:
             failure = f"{difference.where} differs from the unsharded model"
     except MODEL_FAILURES as error:
@@ -115,7 +118,9 @@ def _adapt(proxy: PreTrainedModel, hf_config: PreTrainedConfig, section: Adapter
     real_model = empty_model(hf_config)
     changes: dict[str, Any] = {"rank": 4, "dropout": 0.0}
     for key, find in (("targets", find_targets), ("target_parameters", find_parameters)):
-        changes[key] = tuple(sorted({n.rpartition(".")[2] for n in find(real_model, section)[0]}))
+        changes[key] = tuple(
+            sorted({n.rpartition(".")[2] for n in find(real_model, section).names})
+        )
     generator = torch.Generator().manual_seed(2)
     add_adapters(proxy, section.model_copy(update=changes), lambda _: 0)
     for name, parameter in proxy.named_parameters():

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, is_dataclass, replace
-from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -24,11 +24,11 @@ from transformers.initialization import no_init_weights
 from bigtrain.models.configuration import auto_class, scores_samples, text_config
 from bigtrain.models.equivalence.cache_key import trial_key
 from bigtrain.models.equivalence.reductions import (
-    MAX_PARAMETERS,
     VOCABULARY,
+    build_smallest,
+    check_size,
     deterministic,
     smaller,
-    steps_of,
     with_heads,
 )
 from bigtrain.models.layers.document_masks import document_boundaries
@@ -231,24 +231,19 @@ class _Experiments:
             return tuple(self._with_factors(t, thresholds) for t in thresholds.values())
 
     def _build_base(self) -> bool:
+        def use(config: PreTrainedConfig) -> None:
+            self._base = config
+            check_size(config)
+            self._model = self._build({})
+            if not torch.isfinite(_logits(self._model, _LONG)).all():
+                raise ValueError("not finite")
+
         # The language model only, if it has a class of its own: a vision tower makes models large.
-        parts = {id(c): c for c in (text_config(self._hf_config), self._hf_config)}.values()
         heads = smaller(with_heads(2, head_size=16), with_heads(2))
-        for part, changes in product(parts, list(steps_of(heads))):
-            config = copy.deepcopy(part)
-            try:
-                for change in changes:
-                    change(text_config(config))
-                self._base = config
-                with torch.device("meta"), no_init_weights():
-                    model = auto_class(config).from_config(copy.deepcopy(config))
-                if sum(parameter.numel() for parameter in model.parameters()) > MAX_PARAMETERS:
-                    continue
-                self._model = self._build({})
-                if torch.isfinite(_logits(self._model, _LONG)).all():
-                    return True
-            except Exception:  # constructors and forward passes raise anything for odd values
-                continue
+        for part in {id(c): c for c in (text_config(self._hf_config), self._hf_config)}.values():
+            with suppress(ValueError):
+                build_smallest(part, heads, use)
+                return True
         return False
 
     def _build(self, numbers: dict[str, int]) -> Any:
@@ -274,7 +269,7 @@ class _Experiments:
         try:
             model = self._build(numbers)
             _logits(model, _LONG)
-        except Exception:  # as in `_build_base`
+        except Exception:  # constructors and forward passes raise anything for odd values
             return
         for name, number in numbers.items():
             for path in self._paths[name]:
@@ -388,38 +383,35 @@ def _first_switch(model: Any) -> int:
     """Return the length of the shortest sample whose first tokens have other logits than in a
     shorter sample (rotary embeddings that depend on the length); ``_LONG + 1`` if no sample
     does."""
-    same_length, different_length = _SHORT, _LONG + 1
-    length = _LONG
-    while different_length - same_length > 1:
-        start = _logits(model, length)[:, :_SHORT]
-        expected = _logits(model, _SHORT)
-        if float((start - expected).abs().max()) <= _TOLERANCE * float(expected.abs().max()):
-            if length == _LONG:
-                return different_length
-            same_length = length
-        else:
-            different_length = length
-        length = (same_length + different_length) // 2
-    return different_length
+
+    def switches(length: int) -> bool:
+        start, expected = _logits(model, length)[:, :_SHORT], _logits(model, _SHORT)
+        limit = _TOLERANCE * float(expected.abs().max())
+        return not float((start - expected).abs().max()) <= limit  # also NaN
+
+    return _shortest(switches, _LONG)
 
 
 def _first_difference(first_model: Any, second_model: Any) -> int:
     """Return the length of the shortest sample with other logits; ``_LONG + 1`` if there is
     none."""
-    same_length, different_length = _SHORT, _LONG + 1
     # With causal attention the shortest sample ends at the first other logit of a long sample.
     a, b = _logits(first_model, _LONG), _logits(second_model, _LONG)
     differs = ((a - b).abs() > _TOLERANCE * b.abs().max()).any(-1)[0].tolist()
-    length = differs.index(True) if True in differs else _LONG
+    guess = differs.index(True) if True in differs else _LONG
+    return _shortest(lambda length: not _are_same(first_model, second_model, length), guess)
+
+
+def _shortest(differs: Callable[[int], bool], guess: int) -> int:
+    """Return the smallest length that `differs`, by bisection from `guess` on; ``_LONG + 1`` if
+    none does."""
+    same_length, different_length, length = _SHORT, _LONG + 1, guess
     while different_length - same_length > 1:
-        if _are_same(first_model, second_model, length):
-            same_length = length
-            length = (
-                same_length + 1
-                if different_length == _LONG + 1
-                else (same_length + different_length) // 2
-            )
-        else:
+        if differs(length):
             different_length = length
-            length = (same_length + different_length) // 2
+        else:
+            same_length = length
+        length = (same_length + different_length) // 2
+        if different_length > _LONG:
+            length = same_length + 1
     return different_length

@@ -12,7 +12,6 @@ from bigtrain.models.build import empty_model
 from bigtrain.models.configuration import text_config
 from bigtrain.models.equivalence.loss import loss_and_gradients
 from bigtrain.models.equivalence.proxy_model import MODEL_FAILURES, build_proxy_model, failure_text
-from bigtrain.models.equivalence.reductions import smaller, with_heads
 from bigtrain.models.equivalence.trial import GRADIENT, LOSS, Results, Tolerance, Trial
 from bigtrain.models.layers.adapter_targets import find_parameters
 from bigtrain.models.layers.plans import NO_TILES, TilePlan
@@ -81,10 +80,7 @@ def _find(
             return [], f"{stacks[0]} is a stack of experts with adapters"
     try:
         proxy = build_proxy_model(
-            hf_config,
-            config.model.attention,
-            smaller(with_heads(2)),
-            sequence_length=sequence_length,
+            hf_config, config.model.attention, sequence_length=sequence_length
         )
         difference = TILED.difference(proxy.eval())
     except (ModelError, *MODEL_FAILURES) as error:

@@ -162,7 +162,7 @@ def merged_weights(
         except KeyError as error:
             raise ModelError(f"the checkpoint holds no adapter {name}") from error
 
-    for name in find_targets(model, section)[0]:
+    for name in find_targets(model, section).names:
         down = trained(f"{name}.lora_A.{ADAPTER}.weight")
         up = trained(f"{name}.lora_B.{ADAPTER}.weight")
         product = (up @ down) * section.scale
@@ -176,7 +176,7 @@ def merged_weights(
             total = total * (factor if transposed else factor.unsqueeze(1))
         merged[weight] = total
     # Stacked weights [experts, ...]: peft stores an adapter for every expert in two matrices.
-    if find_parameters(model, section)[0]:
+    if find_parameters(model, section).names:
         adapted = empty_model(hf_config)
         with torch.device("meta"):
             add_adapters(adapted, section, lambda _: 0)
@@ -190,7 +190,7 @@ def merged_weights(
                 product = product.transpose(1, 2)
             merged[weight] = base.tensors[weight].to(torch.float32) + product
     # Copies that were trained in full.
-    for name in find_saved(model, section)[0]:
+    for name in find_saved(model, section).names:
         for leaf, _ in model.get_submodule(name).named_parameters():
             merged[f"{name}.{leaf}"] = trained(f"{name}{COPY}{leaf}")
     return merged

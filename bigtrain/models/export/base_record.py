@@ -324,7 +324,13 @@ def _drop_code_references(path: Path, output: Path) -> list[str]:
         return []
     if not isinstance(values, dict) or not isinstance(values.get("auto_map"), dict):
         return []
-    absent = {n: c for n, c in values["auto_map"].items() if not _has_code(c, output)}
+    absent = set()
+    for name, reference in values["auto_map"].items():
+        classes = reference if isinstance(reference, list) else [reference]
+        # "REPOSITORY--FILE.CLASS" is code of another repository.
+        files = [str(c).split(".")[0] for c in classes if c and "--" not in str(c)]
+        if not all((output / f"{file}.py").is_file() for file in files):
+            absent.add(name)
     if not absent:
         return []
     values["auto_map"] = {n: c for n, c in values["auto_map"].items() if n not in absent}
@@ -332,12 +338,6 @@ def _drop_code_references(path: Path, output: Path) -> list[str]:
         del values["auto_map"]
     write_json(path, values)
     return [f"{path.name}: auto_map without its code removed: {', '.join(sorted(absent))}"]
-
-
-def _has_code(reference: object, output: Path) -> bool:
-    classes = [c for c in (reference if isinstance(reference, list) else [reference]) if c]
-    names = [str(name) for name in classes]
-    return all("--" in n or (output / f"{n.split('.')[0]}.py").is_file() for n in names)
 
 
 def shortened(names: Iterable[str]) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,8 +36,8 @@ from bigtrain.models.layers.token_loss import (
 )
 from bigtrain.models.torch_patches import shadow, shadowed
 
-Fused = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
-"""Summed cross-entropy of hidden states [N, H], a weight [V, H], a bias [V] and labels [N]."""
+Fused = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""Summed cross-entropy of a weight [V, H], hidden states [N, H], labels [N] and a bias [V]."""
 
 
 @dataclass(frozen=True)
@@ -216,49 +217,29 @@ class ChunkedLoss:
             rows = rows[index]
             token_weights = None if token_weights is None else token_weights[index]
 
-        # Loss and gradients of a chunk at a time. Copies of the weights are the leaves of a chunk's
-        # graph, so that the parameters' hooks do not run per chunk.
+        def loss_of(part: slice, chunk: torch.Tensor) -> torch.Tensor:
+            chunk_weights = None if token_weights is None else token_weights[part]
+            if self._fused is not None:
+                assert chunk_weights is None
+                bias = getattr(self._head, "bias", None)
+                return self._fused(self._head.weight, chunk, labels[part], bias).float()
+            chunk_teacher = teacher and (teacher[0][part], teacher[1][part])
+            return summed_token_loss(
+                self._logits(chunk), labels[part], self._terms, chunk_teacher, chunk_weights
+            )
+
+        # Loss and gradients of a chunk at a time.
         loss = torch.zeros((), device=rows.device, dtype=torch.float32)
-        grad_rows = torch.empty_like(rows) if gradients is not None else None
-        sums = [GradientSum(w) if w.requires_grad else None for w in weights]
+        sums = None if gradients is None else _ChunkGradients(self._head, rows, weights)
         chunk_tokens = len(labels) if self._fused else self._chunk_tokens
         for start in range(0, len(labels), max(1, chunk_tokens)):
             part = slice(start, start + chunk_tokens)
-            chunk = rows[part].requires_grad_(gradients is not None)
-            leaves = [w.detach().requires_grad_(w.requires_grad) for w in weights]
-            with (
-                torch.set_grad_enabled(gradients is not None),
-                substituted(self._head, weights, leaves),
-            ):
-                chunk_teacher = teacher and (teacher[0][part], teacher[1][part])
-                chunk_weights = None if token_weights is None else token_weights[part]
-                if self._fused is not None:
-                    assert chunk_weights is None
-                    bias = getattr(self._head, "bias", None)
-                    chunk_loss = self._fused(chunk, self._head.weight, bias, labels[part])
-                else:
-                    chunk_loss = summed_token_loss(
-                        self._logits(chunk), labels[part], self._terms, chunk_teacher, chunk_weights
-                    )
-            loss += chunk_loss.detach()
-            if grad_rows is not None:
-                differentiated = [chunk, *(leaf for leaf in leaves if leaf.requires_grad)]
-                chunk_gradients = torch.autograd.grad(chunk_loss, differentiated, mantissa)
-                grad_rows[part] = chunk_gradients[0]
-                trained = [total for total in sums if total is not None]
-                for total, gradient in zip(trained, chunk_gradients[1:], strict=True):
-                    total.add(gradient)
-                del chunk_gradients
-            del chunk_loss, leaves, chunk
-
-        # Tokens without a label have a gradient of zero.
-        if gradients is not None:
-            assert grad_rows is not None
-            if index is not None:
-                grad_all_rows = torch.zeros_like(hidden).flatten(0, -2)
-                grad_rows = grad_all_rows.index_copy_(0, index, grad_rows)
-            gradients.append(grad_rows.view(hidden.shape))
-            gradients.extend(total.value() if total is not None else None for total in sums)
+            if sums is None:
+                loss += loss_of(part, rows[part])
+            else:
+                loss += sums.add(part, partial(loss_of, part), mantissa)
+        if gradients is not None and sums is not None:
+            gradients += sums.values(hidden, index)
         return loss
 
     def _log_probabilities(
@@ -289,7 +270,14 @@ class ChunkedLoss:
             current_pass = self._inputs, self._base_outputs
             self._inputs, self._base_outputs = inputs, outputs
             try:
-                return self._gradients(hidden, weights, labels, index, -upstream.flatten())
+                rows, upstream = hidden.detach().flatten(0, -2), -upstream.flatten()
+                if index is not None:
+                    rows, upstream = rows[index], upstream[index]
+                sums = _ChunkGradients(self._head, rows, weights)
+                for part in self._parts(len(labels)):
+                    entropies = partial(self._entropies, labels=labels[part])
+                    sums.add(part, entropies, upstream[part])
+                return tuple(sums.values(hidden, index))
             finally:
                 self._inputs, self._base_outputs = current_pass
 
@@ -313,37 +301,6 @@ class ChunkedLoss:
             all_rows = scores.new_zeros((self._labels.numel(), scores.shape[1]))
             scores = all_rows.index_copy_(0, index, scores)
         return scores.view(*self._labels.shape, -1)
-
-    def _gradients(
-        self,
-        hidden: torch.Tensor,
-        weights: Sequence[torch.Tensor],
-        labels: torch.Tensor,
-        index: torch.Tensor | None,
-        upstream: torch.Tensor,
-    ) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients of `hidden` and `weights`; `upstream` [N]: the gradients of the
-        tokens' cross-entropies."""
-        rows = hidden.detach().flatten(0, -2)
-        if index is not None:
-            rows, upstream = rows[index], upstream[index]
-        grad_rows = torch.empty_like(rows)
-        sums = [GradientSum(w) if w.requires_grad else None for w in weights]
-        for part in self._parts(len(labels)):
-            chunk = rows[part].requires_grad_()
-            leaves = [w.detach().requires_grad_(w.requires_grad) for w in weights]
-            with torch.enable_grad(), substituted(self._head, weights, leaves):
-                entropies = self._entropies(chunk, labels[part])
-            differentiated = [chunk, *(leaf for leaf in leaves if leaf.requires_grad)]
-            gradients = torch.autograd.grad(entropies, differentiated, upstream[part])
-            grad_rows[part] = gradients[0]
-            trained = [total for total in sums if total is not None]
-            for total, gradient in zip(trained, gradients[1:], strict=True):
-                total.add(gradient)
-        if index is not None:
-            grad_rows = torch.zeros_like(hidden).flatten(0, -2).index_copy_(0, index, grad_rows)
-        grad_weights = (total.value() if total is not None else None for total in sums)
-        return grad_rows.view(hidden.shape), *grad_weights
 
     def _parts(self, count: int) -> Iterator[slice]:
         """Yield the chunks of `count` tokens."""
@@ -374,6 +331,48 @@ class ChunkedLoss:
         calls = {self._base_name: _Call(self._base, base), self._head_name: _Call(self._head, head)}
         with shadowed(self._model, calls):
             yield
+
+
+class _ChunkGradients:
+    """Gradients of hidden states `rows` [N, H] and of the `weights` of `head`, added up chunk by
+    chunk. Copies of the weights are the leaves of a chunk's graph, so that the parameters' hooks do
+    not run per chunk."""
+
+    def __init__(
+        self, head: nn.Module, rows: torch.Tensor, weights: Sequence[torch.Tensor]
+    ) -> None:
+        self._head, self._rows, self._weights = head, rows, weights
+        self._grad_rows = torch.empty_like(rows)
+        self._sums = [GradientSum(w) if w.requires_grad else None for w in weights]
+
+    def add(
+        self,
+        part: slice,
+        function: Callable[[torch.Tensor], torch.Tensor],
+        upstream: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return `function` of the chunk `part`, and add its gradients for the gradient `upstream`
+        of the result."""
+        chunk = self._rows[part].requires_grad_()
+        leaves = [w.detach().requires_grad_(w.requires_grad) for w in self._weights]
+        with torch.enable_grad(), substituted(self._head, self._weights, leaves):
+            result = function(chunk)
+        differentiated = [chunk, *(leaf for leaf in leaves if leaf.requires_grad)]
+        gradients = torch.autograd.grad(result, differentiated, upstream)
+        self._grad_rows[part] = gradients[0]
+        trained = [total for total in self._sums if total is not None]
+        for total, gradient in zip(trained, gradients[1:], strict=True):
+            total.add(gradient)
+        return result.detach()
+
+    def values(self, hidden: torch.Tensor, index: torch.Tensor | None) -> list[torch.Tensor | None]:
+        """Return the gradients of `hidden`, 0 for tokens that are not in `index`, and of the
+        weights."""
+        rows = self._grad_rows
+        if index is not None:
+            rows = torch.zeros_like(hidden).flatten(0, -2).index_copy_(0, index, rows)
+        grad_weights = (None if total is None else total.value() for total in self._sums)
+        return [rows.view(hidden.shape), *grad_weights]
 
 
 class _Call:

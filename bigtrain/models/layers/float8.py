@@ -190,7 +190,7 @@ class _Float8Product(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.config, ctx.products = config, products
-        cast = _Casts(config, products)
+        cast = partial(_cast, config, products)
         rows = cast(x.reshape(-1, x.shape[-1]), "input", -1)
         product = torch.mm(rows, cast(weight.t(), "weight", 0))
         return product.reshape(*x.shape[:-1], product.shape[-1])
@@ -198,7 +198,7 @@ class _Float8Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        cast = _Casts(ctx.config, ctx.products)
+        cast = partial(_cast, ctx.config, ctx.products)
         rows = gradient.reshape(-1, gradient.shape[-1])
         grad_input = grad_weight = None
         if ctx.needs_input_grad[0]:
@@ -211,29 +211,25 @@ class _Float8Product(torch.autograd.Function):
         return grad_input, grad_weight, None, None
 
 
-class _Casts:
-    """Casts of a recipe's operands, by the names of `Float8LinearConfig`'s fields."""
+def _cast(
+    config: Any, products: Any, tensor: torch.Tensor, operand: str, dim: Literal[0, -1]
+) -> torch.Tensor:
+    """Return `tensor` in float8 (a tensor subclass of torchao's); unchanged where the recipe keeps
+    this `operand` of `Float8LinearConfig`. dim: along which a row-wise recipe has one scale."""
+    from torchao.float8 import GemmInputRole, ScalingGranularity, ScalingType
+    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
 
-    def __init__(self, config: Any, products: Any) -> None:
-        self._config, self._products = config, products
-
-    def __call__(self, tensor: torch.Tensor, operand: str, dim: Literal[0, -1]) -> torch.Tensor:
-        """Return `tensor` in float8 (a tensor subclass of torchao's); unchanged where the recipe
-        keeps this operand. dim: along which a row-wise recipe has one scale."""
-        from torchao.float8 import GemmInputRole, ScalingGranularity, ScalingType
-        from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
-
-        settings = getattr(self._config, f"cast_config_{operand}")
-        if settings.scaling_type is ScalingType.DISABLED:
-            return tensor
-        is_rowwise = settings.scaling_granularity is ScalingGranularity.AXISWISE
-        cast: torch.Tensor = hp_tensor_to_float8_dynamic(
-            tensor,
-            settings.target_dtype,
-            self._products,
-            gemm_input_role=GemmInputRole(operand.partition("_for_")[0]),
-            scaling_granularity=settings.scaling_granularity,
-            axiswise_dim=dim if is_rowwise else None,
-            round_scales_to_power_of_2=self._config.round_scales_to_power_of_2,
-        )
-        return cast
+    settings = getattr(config, f"cast_config_{operand}")
+    if settings.scaling_type is ScalingType.DISABLED:
+        return tensor
+    is_rowwise = settings.scaling_granularity is ScalingGranularity.AXISWISE
+    cast: torch.Tensor = hp_tensor_to_float8_dynamic(
+        tensor,
+        settings.target_dtype,
+        products,
+        gemm_input_role=GemmInputRole(operand.partition("_for_")[0]),
+        scaling_granularity=settings.scaling_granularity,
+        axiswise_dim=dim if is_rowwise else None,
+        round_scales_to_power_of_2=config.round_scales_to_power_of_2,
+    )
+    return cast

@@ -13,8 +13,6 @@ from bigtrain.models.layers.token_loss import IGNORED_LABEL, NO_TERMS, LossTerms
 from bigtrain.settings.sections.model import Float8
 
 if TYPE_CHECKING:
-    import torch
-
     from bigtrain.models.layers.chunked_loss import ChunkedLoss, Fused
 
 
@@ -35,24 +33,14 @@ class LossPlan:
             return None
         from bigtrain.models.layers.chunked_loss import ChunkedLoss
 
-        fused = _liger_loss(self.softcap) if self.kind == "liger" else None
+        fused: Fused | None = None
+        if self.kind == "liger":
+            from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+            fused = LigerFusedLinearCrossEntropyLoss(
+                ignore_index=IGNORED_LABEL, reduction="sum", softcap=self.softcap
+            )
         return ChunkedLoss(model, self.chunk_tokens, fused, terms)
-
-
-def _liger_loss(softcap: float | None) -> Fused:
-    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-
-    kernel = LigerFusedLinearCrossEntropyLoss(
-        ignore_index=IGNORED_LABEL, reduction="sum", softcap=softcap
-    )
-
-    def loss(
-        rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor
-    ) -> torch.Tensor:
-        summed: torch.Tensor = kernel(weight, rows, labels, bias)
-        return summed.float()
-
-    return loss
 
 
 @dataclass(frozen=True)

@@ -127,14 +127,6 @@ class _ExchangeRows(torch.autograd.Function):
         return returned, None, None, None
 
 
-# `apply` has no annotations.
-_sum_gradient: Any = _SumGradient.apply
-_sum: Any = _Sum.apply
-_gather: Any = _Gather.apply
-_split: Any = _Split.apply
-_exchange_rows: Any = _ExchangeRows.apply
-
-
 def sum_gradient(x: Any, group: Group) -> Any:
     """Identity on a replicated `x`, whose partial gradients are summed over the group. All callers
     that share `x` (queries, keys and values) get one tensor, in which their gradients add up
@@ -145,27 +137,27 @@ def sum_gradient(x: Any, group: Group) -> Any:
     stored: Any = getattr(x, _ATTRIBUTE, None)
     version = version_of(x)
     if stored is None or stored[:2] != (group, version):
-        stored = (group, version, _sum_gradient(x, group))
+        stored = (group, version, _SumGradient.apply(x, group))  # type: ignore[no-untyped-call]
         setattr(x, _ATTRIBUTE, stored)
     return stored[2]
 
 
 def sum_partial(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Return the sum of a partial `x`, replicated."""
-    result: torch.Tensor = _sum(x, group)
+    result: torch.Tensor = _Sum.apply(x, group)  # type: ignore[no-untyped-call]
     return result
 
 
 def gather_last(x: torch.Tensor, size: int, group: Group) -> torch.Tensor:
     """Return all ranks' equally wide slices of the last dimension, joined and truncated to
     `size`."""
-    result: torch.Tensor = _gather(x, size, group)
+    result: torch.Tensor = _Gather.apply(x, size, group)  # type: ignore[no-untyped-call]
     return result
 
 
 def split_last(x: torch.Tensor, span: tuple[int, int], group: Group) -> torch.Tensor:
     """Return ``x[..., span[0]:span[1]]`` of a replicated `x`, which gets the full gradient."""
-    result: torch.Tensor = _split(x, span, group)
+    result: torch.Tensor = _Split.apply(x, span, group)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -174,7 +166,7 @@ def exchange_rows(
 ) -> torch.Tensor:
     """Return `RowExchange.rows`; the backward pass sends gradients to the ranks that sent the
     rows."""
-    result: torch.Tensor = _exchange_rows(x, sent, received, exchange)
+    result: torch.Tensor = _ExchangeRows.apply(x, sent, received, exchange)  # type: ignore[no-untyped-call]
     return result
 
 

@@ -35,14 +35,17 @@ Wait = Callable[[], None]
 """Waits until an exchange is done."""
 
 
-class RingExchange(Protocol):
-    """The ranks of a ring, and the exchange between two ranks."""
+class Exchange(Protocol):
+    """Ranks that share samples, and their exchanges."""
 
     @property
     def size(self) -> int: ...
 
     @property
     def rank(self) -> int: ...
+
+    def all_to_all(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Send ``blocks[i]`` to rank i; block i of the result came from there. Collective."""
 
     def start(self, destination: int, sent: Message, source: int, received: Message, /) -> Wait:
         """Begin to send `sent` to rank `destination` and to receive `received` from `source`.
@@ -54,7 +57,7 @@ class _Ring:
     """Work of the ranks of a ring, their exchange, and the scaling of scores."""
 
     plan: RingPlan
-    exchange: RingExchange
+    exchange: Exchange
     scores: ScoreScaling
 
     def source(self, step: int) -> int:
@@ -70,7 +73,7 @@ def ring_attention(
     states: AttentionStates,
     sinks: torch.Tensor | None,
     plan: RingPlan,
-    exchange: RingExchange,
+    exchange: Exchange,
     scores: ScoreScaling,
 ) -> torch.Tensor:
     """Return the attention of a rank's queries [B, H, t, D] to the keys of every rank, of which it

@@ -5,26 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from bigtrain.models.parallel.ring_attention import Message, RingExchange, Wait
+from bigtrain.models.parallel.ring_attention import Exchange, Message, Wait
 from bigtrain.models.parallel.ring_plan import Range
-
-
-class Exchange(Protocol):
-    """The ranks that share samples, and their exchange."""
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def rank(self) -> int: ...
-
-    def all_to_all(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Send ``blocks[i]`` to rank i; block i of the result came from there. Collective."""
 
 
 @dataclass(frozen=True)
@@ -35,25 +22,11 @@ class SequenceExchange:
 
     everyone: Exchange
     ulysses: Exchange
-    ring: RingExchange
-
-    @classmethod
-    def of_ulysses(cls, exchange: Exchange) -> Self:
-        """Return the exchanges of ranks without a ring."""
-        return cls(exchange, exchange, _SingleRank())
-
-
-class _SingleRank:
-    """Ring of a single rank."""
-
-    size, rank = 1, 0
-
-    def start(self, *_: Any) -> Wait:
-        raise AssertionError("a rank alone exchanges nothing")
+    ring: Exchange
 
 
 class GroupExchange:
-    """Exchange over a process group: `Exchange` and `RingExchange`."""
+    """`Exchange` over a process group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -67,7 +40,7 @@ class GroupExchange:
         return received
 
     def start(self, destination: int, sent: Message, source: int, received: Message) -> Wait:
-        """See `RingExchange`."""
+        """See `Exchange`."""
         operations = [
             dist.P2POp(operation, tensor, group=self.group, group_peer=peer)
             for operation, tensor, peer in (

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -84,19 +84,10 @@ class _Mlp:
     largest_expert: int = 0
 
 
-class _ParameterCounts(NamedTuple):
-    """Numbers of elements that all tensor-parallel ranks have, that they divide, and of stacked
-    experts; and the number of tensors."""
-
-    replicated: int
-    divided: int
-    expert: int
-    num_tensors: int
-
-
 @dataclass
 class _Layer:
-    """Sums over the operations of a layer."""
+    """Sums over the operations of a layer. num_replicated, num_divided, num_expert: elements of
+    parameters that all tensor-parallel ranks have, that they divide, and of stacked experts."""
 
     matmuls: list[Matmul] = field(default_factory=list)
     attention: Attention | None = None
@@ -105,18 +96,20 @@ class _Layer:
     moved_replicated: float = 0.0
     moved_divided: float = 0.0
     num_kernels: int = 0
-    parameters: _ParameterCounts | None = None
+    num_replicated: int = 0
+    num_divided: int = 0
+    num_expert: int = 0
+    num_tensors: int = 0
     mlp: _Mlp = field(default_factory=_Mlp)
 
     def costs(self, tokens: int) -> LayerCosts:
-        assert self.parameters is not None
         mlp = self.mlp
         products = sum(m.in_size * m.out_size * m.share for m in self.matmuls)
         return LayerCosts(
-            num_parameters_whole=self.parameters.replicated,
-            num_parameters_cut=self.parameters.divided,
-            num_parameters_expert=self.parameters.expert,
-            num_tensors=self.parameters.num_tensors,
+            num_parameters_whole=self.num_replicated,
+            num_parameters_cut=self.num_divided,
+            num_parameters_expert=self.num_expert,
+            num_tensors=self.num_tensors,
             matmuls=tuple(
                 replace(matmul, count=number) for matmul, number in Counter(self.matmuls).items()
             ),
@@ -425,19 +418,18 @@ def _collected(
     order: list[int] = []
     for index, layer in enumerate(layers):
         # Parameters that tensor and expert parallelism replicate, divide, or distribute as experts.
-        num_replicated = num_divided = num_expert = num_tensors = 0
+        sums = replace(tracer.layers.get(index, _Layer()))  # a copy: equal layers share their sums
         for leaf, parameter in layer.named_parameters():
-            num_tensors += 1
+            sums.num_tensors += 1
             name = f"{names[layer]}.{leaf}"
             style = plan.get(name) or plan.get(name.rpartition(".")[0], "")
             if name in stacked:
-                num_expert += parameter.numel()
+                sums.num_expert += parameter.numel()
             elif "colwise" in style or "rowwise" in style:
-                num_divided += parameter.numel()
+                sums.num_divided += parameter.numel()
             else:
-                num_replicated += parameter.numel()
-        parameters = _ParameterCounts(num_replicated, num_divided, num_expert, num_tensors)
-        costs = replace(tracer.layers.get(index, _Layer()), parameters=parameters).costs(tokens)
+                sums.num_replicated += parameter.numel()
+        costs = sums.costs(tokens)
         if costs not in distinct_costs:
             distinct_costs.append(costs)
         order.append(distinct_costs.index(costs))

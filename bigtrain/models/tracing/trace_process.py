@@ -15,14 +15,14 @@ import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from bigtrain.errors import ModelError
 from bigtrain.planner.model_costs import ModelCosts
 from bigtrain.system.processes import exit_process, importing
 
 if TYPE_CHECKING:
-    from bigtrain.models.configuration import ConfigurationSource
+    from bigtrain.settings.run_config import ModelSection
 
 ABSENT = (
     "accelerate", "datasets", "jinja2", "pandas", "peft", "PIL", "scipy", "sklearn", "tensorboard",
@@ -45,7 +45,7 @@ class NoTraceProcessError(Exception):
     """The separate process did not start, or it did not trace, for whatever reason."""
 
 
-def trace_apart(source: ConfigurationSource, dtype: str, *, trains_mtp: bool = False) -> ModelCosts:
+def trace_apart(source: ModelSection, dtype: str, *, trains_mtp: bool = False) -> ModelCosts:
     """Return costs of the model of `source`, trained in `dtype` ("bfloat16"), by
     `bigtrain.models.tracing.meta_trace.trace_model`. `trains_mtp`: with the model's layers for
     multi-token prediction.
@@ -156,7 +156,8 @@ def main() -> None:
             from bigtrain.models.configuration import load_hf_config, with_mtp_layers
             from bigtrain.models.tracing.meta_trace import trace_model
 
-        hf_config = with_mtp_layers(load_hf_config(SimpleNamespace(**request)), trains=trains_mtp)
+        source = SimpleNamespace(**request)  # importing settings takes a tenth of a second
+        hf_config = with_mtp_layers(load_hf_config(cast("ModelSection", source)), trains=trains_mtp)
         costs = trace_model(hf_config, getattr(torch, dtype_name))
         print(json.dumps(costs.to_json()), file=answers, flush=True)
     except ModelError:

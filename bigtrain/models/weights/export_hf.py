@@ -105,7 +105,15 @@ def write_model(
     for file in output.glob("model*.safetensors"):
         file.unlink()
     for file_name, names in split.filename_to_tensors.items():
-        shard = _separate({name: _materialized(stored[name]) for name in names})
+        shard: dict[str, torch.Tensor] = {}
+        storages: set[int] = set()
+        for name in names:
+            tensor = stored[name]
+            tensor = tensor.read() if isinstance(tensor, LazyTensor) else tensor.contiguous()
+            # A safetensors file cannot hold a storage under two names.
+            shared = tensor.data_ptr() in storages and tensor.numel() > 0
+            storages.add(tensor.data_ptr())
+            shard[name] = tensor.clone() if shared else tensor
         save_file(shard, output / file_name, metadata={"format": "pt"})
         # safetensors writes with permissions for the owner only, whatever the umask is.
         shutil.copymode(output / CONFIG_NAME, output / file_name)
@@ -134,16 +142,6 @@ def stored_names(model: Any, state: Mapping[str, torch.Tensor]) -> dict[str, tor
     as_layers = {names.as_layer(name): tensor for name, tensor in state.items()}
     reverted = revert_weight_conversion(model, as_layers)
     return {names.stored(name): tensor for name, tensor in reverted.items()}
-
-
-def _separate(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copy tensors whose storage has two names, which a safetensors file cannot hold."""
-    storages: set[int] = set()
-    for name, tensor in tensors.items():
-        if tensor.data_ptr() in storages and tensor.numel():
-            tensors[name] = tensor.clone()
-        storages.add(tensor.data_ptr())
-    return tensors
 
 
 def _state(
@@ -189,10 +187,6 @@ def _state(
             tensor = tensor.detach().to(torch.float32 if stays_float32 else dtype)
         state[name] = tensor
     return state
-
-
-def _materialized(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.read() if isinstance(tensor, LazyTensor) else tensor.contiguous()
 
 
 def write_tokenizer(

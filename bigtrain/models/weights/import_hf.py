@@ -277,9 +277,12 @@ def _load(model: Any, lazy: dict[str, LazyTensor], origins: Mapping[str, _Origin
     info.missing_keys |= absent
     wrong = {*info.conversion_errors, *(name for name, *_ in info.mismatched_keys)}
     text = model.config.get_text_config()  # some classes do not declare whether they tie
-    tied = {} if getattr(text, "tie_word_embeddings", False) else _heads(model)
+    head, fixes = model.get_output_embeddings(), {}
+    if not getattr(text, "tie_word_embeddings", False):
+        fix = " -> set tie_word_embeddings: true in config.json, if the embedding is the output too"
+        fixes = {f"{name}.weight": fix for name, m in model.named_modules() if m is head}
     problems += [
-        f"no tensor there is the model's {name} {shapes[name]}{tied.get(name, '')}"
+        f"no tensor there is the model's {name} {shapes[name]}{fixes.get(name, '')}"
         for name in sorted(info.missing_keys - wrong)
     ]
     problems += [f"{_where(n, origins)}{_UNKNOWN}" for n in sorted(info.unexpected_keys)]
@@ -292,14 +295,6 @@ def _load(model: Any, lazy: dict[str, LazyTensor], origins: Mapping[str, _Origin
                 if isinstance(leaf, StoredTensor) and not leaf.is_plain
             ]
     return problems
-
-
-def _heads(model: Any) -> dict[str, str]:
-    """Return the fix for a missing weight of the output layer, by the weight's name."""
-    head = model.get_output_embeddings()
-    names = [f"{name}.weight" for name, module in model.named_modules() if module is head]
-    remedy = " -> set tie_word_embeddings: true in config.json, if the embedding is the output too"
-    return dict.fromkeys(names, remedy)
 
 
 def _where(name: str, origins: Mapping[str, _Origin]) -> str:

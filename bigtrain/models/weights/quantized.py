@@ -25,15 +25,14 @@ from bigtrain.models.weights.packed import is_quantized
 from bigtrain.planner.model_costs import BLOCK_SIZE
 from bigtrain.settings.sections.adapters import AdaptersSection
 
-INSTALL = "pip install 'bigtrain[qlora]'"
-
 
 def check_quantization(section: AdaptersSection | None) -> list[Problem]:
     """Return a problem where the run needs bitsandbytes and it is not installed. Imports
     nothing."""
     if section is None or not section.is_quantized or importlib.util.find_spec("bitsandbytes"):
         return []
-    rule, remedy = "bitsandbytes is not installed", f"{INSTALL}, or {QUANTIZED_KEY}=none"
+    rule = "bitsandbytes is not installed"
+    remedy = f"pip install 'bigtrain[qlora]', or {QUANTIZED_KEY}=none"
     return [Problem(QUANTIZED_KEY, section.quantization, rule, remedy)]
 
 

@@ -170,9 +170,9 @@ def refuse_pickles(directory: str) -> None:
             _refuse_pickle(directory, Path(directory, name))
 
 
-def _refuse_pickle(source: str, path: Path | None) -> None:
+def _refuse_pickle(source: str, path: Path) -> None:
     """Raise ValueError for a pickle, which may run code when it is read."""
-    if path is not None and path.suffix != ".safetensors":
+    if path.suffix != ".safetensors":
         raise ValueError(
             f"{path} is a pickle, which can run code when it is read -> convert it, if you trust "
             f"where it comes from: {REWRITE.format(source=source)}"

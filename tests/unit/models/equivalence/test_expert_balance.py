@@ -147,13 +147,13 @@ def test_another_formula_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_both_router_losses_are_tried_on_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    built, real = [], expert_parallel.build_noisy_proxy
+    built, real = [], expert_parallel.build_proxy_model
 
     def build(*arguments: Any, **options: Any) -> Any:
         built.append(real(*arguments, **options))
         return built[-1]
 
-    monkeypatch.setattr(expert_parallel, "build_noisy_proxy", build)
+    monkeypatch.setattr(expert_parallel, "build_proxy_model", build)
     both = {"auxiliary_loss": "global_batch", "z_loss_coefficient": 1e-3}
     assert problems(both, MIXTRAL | ROUTED) == []
     assert len(built) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,13 +57,12 @@ def test_a_part_is_prepared_while_another_makes_its_masks(monkeypatch: pytest.Mo
         known.append((sequence._documents, sequence._positions))
         return find(positions)
 
-    class Exchange:
-        size, rank = 2, 0
+    ranks, no_ring = SimpleNamespace(size=2, rank=0), SimpleNamespace(size=1, rank=0)
 
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["llama"](**COMMON))
     sequence: Any = SequenceParallel(
         model,
-        SequenceExchange.of_ulysses(Exchange()),  # type: ignore[arg-type]
+        SequenceExchange(ranks, ranks, no_ring),  # type: ignore[arg-type]
     )
     monkeypatch.setattr(sequence_parallel, "document_numbers", watched)
     ids = torch.arange(8).reshape(1, 8)

@@ -8,8 +8,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
-from bigtrain.models.equivalence.proxy_model import build_noisy_proxy
-from bigtrain.models.equivalence.reductions import smaller, with_heads
+from bigtrain.models.equivalence.proxy_model import add_noise, build_proxy_model
 from bigtrain.models.equivalence.trial import (
     GRADIENT,
     LOSS,
@@ -32,7 +31,7 @@ ROUNDING = {LOSS: Tolerance(relative=1e-5), GRADIENT: Tolerance(relative=1e-3, c
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
     config = CONFIG_MAPPING["llama"](num_hidden_layers=2, hidden_size=64, intermediate_size=64)
-    return build_noisy_proxy(config, "auto", smaller(with_heads(2)), sequence_length=16)
+    return build_proxy_model(config, "auto", usable=add_noise, sequence_length=16)
 
 
 def scaled(name: str, factor: float) -> Any:
