@@ -99,7 +99,7 @@ class RunCopies:
                     file, address = self.directory / name, joined(self.address, name)
                     if file.is_file():
                         # The current content: the file grows while it is sent.
-                        write = partial(store.put_bytes, address, file.read_bytes())
+                        write = partial(store.put, address, file.read_bytes())
                         with_retries(address, "cannot be written", write)
                 for name in _RUN_FOLDERS:
                     if (self.directory / name).is_dir():

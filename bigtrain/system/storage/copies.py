@@ -106,7 +106,7 @@ def copy_tree(directory: Path, address: str, last: str | None = None) -> int:
         if last in copied:
             return 0
         target = joined(address, MARK)
-        with_retries(target, "cannot be written", lambda: store.put_bytes(target, mark.encode()))
+        with_retries(target, "cannot be written", lambda: store.put(target, mark.encode()))
     num_bytes = 0
     for name in names:
         file, target = directory / name, joined(address, name)

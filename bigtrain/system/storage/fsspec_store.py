@@ -76,17 +76,14 @@ class FsspecStore(Store):
         ]
         return sorted(listed, key=lambda entry: entry[0])
 
-    def put(self, address: str, file: Path) -> None:
+    def put(self, address: str, content: Path | bytes) -> None:
         files, path = self._open(address)
         with _translated_errors(address):
             files.makedirs(path.rpartition("/")[0], exist_ok=True)
-            files.put_file(str(file), path)
-
-    def put_bytes(self, address: str, content: bytes) -> None:
-        files, path = self._open(address)
-        with _translated_errors(address):
-            files.makedirs(path.rpartition("/")[0], exist_ok=True)
-            files.pipe_file(path, content)
+            if isinstance(content, Path):
+                files.put_file(str(content), path)
+            else:
+                files.pipe_file(path, content)
 
     def _open(self, address: str) -> tuple[Any, str]:
         import fsspec

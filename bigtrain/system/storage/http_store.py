@@ -60,11 +60,8 @@ class HttpStore(Store):
             f"{without_secrets(address)}: a web server cannot list files -> name each file"
         )
 
-    def put(self, address: str, file: Path) -> None:
+    def put(self, address: str, content: Path | bytes) -> None:
         raise StorageError(f"{without_secrets(address)}: copying to a web server is not supported")
-
-    def put_bytes(self, address: str, content: bytes) -> None:
-        self.put(address, Path())
 
     @contextmanager
     def _get(self, address: str, headers: dict[str, str]) -> Iterator[Any]:

@@ -77,14 +77,7 @@ class ObjectStore(Store):
         listed = [(joined(bucket, entry["path"]), _stat(entry)) for entry in entries]
         return sorted(listed, key=lambda entry: entry[0])
 
-    def put(self, address: str, file: Path) -> None:
-        import obstore
-
-        bucket, path = _split(address)
-        with _translated_errors(address):
-            obstore.put(bucket_client(bucket), path, file)
-
-    def put_bytes(self, address: str, content: bytes) -> None:
+    def put(self, address: str, content: Path | bytes) -> None:
         import obstore
 
         bucket, path = _split(address)

@@ -87,12 +87,8 @@ class Store(ABC):
         the scheme has no directories."""
 
     @abstractmethod
-    def put(self, address: str, file: Path) -> None:
-        """Store `file` atomically."""
-
-    @abstractmethod
-    def put_bytes(self, address: str, content: bytes) -> None:
-        """Store `content` atomically."""
+    def put(self, address: str, content: Path | bytes) -> None:
+        """Store a file, or bytes, atomically."""
 
 
 def changed(address: str) -> ModifiedError:
