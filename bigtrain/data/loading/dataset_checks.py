@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import pkgutil
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,19 @@ def open_checked(
 def _problem(config: RunConfig, number: int, rule: str, fix: str = "") -> Problem:
     """Return a problem of source `number` of the mixture."""
     return Problem(config.data.key_of(number), config.data.mixture[number].path, rule, fix)
+
+
+def _unlike_first(
+    config: RunConfig, values: Mapping[int, object], rule: Callable[[int, int], str], fix: str
+) -> list[Problem]:
+    """Return a problem for each source with another value than the first source that has one.
+    `values`: by number of the source; `rule`: of the numbers of a source and of the first one."""
+    first = next(iter(values), 0)
+    return [
+        _problem(config, number, rule(number, first), fix)
+        for number, value in values.items()
+        if value != values[first]
+    ]
 
 
 def check_datasets(
@@ -119,65 +132,52 @@ def check_given_stream(config: RunConfig, datasets: Sequence[TokenDataset]) -> l
 def check_same_tokenizer(config: RunConfig, tables: Sequence[ShardTable]) -> list[Problem]:
     """Check that one tokenizer made all sources: otherwise token ids have different meanings."""
 
-    tokenizers = [table.tokenizer for table in tables]
+    def rule(number: int, first: int) -> str:
+        texts = [
+            f"{t.name}, hash {t.hash}, {t.vocab_size} tokens, end of document "
+            f"{t.end_of_document_id}"
+            for t in (tables[number].tokenizer, tables[first].tokenizer)
+        ]
+        return (
+            f"was made with a different tokenizer ({texts[0]}) than "
+            f"{config.data.mixture[first].path} ({texts[1]})"
+        )
+
     # Sources may end documents in several tokens, unless losses depend on document ends.
     compares_ends = config.data.mask_end_of_document
+    tokenizers = [table.tokenizer for table in tables]
     identities = [(t.hash, t.vocab_size, t.end_of_document_id * compares_ends) for t in tokenizers]
-    described = [
-        f"{t.name}, hash {t.hash}, {t.vocab_size} tokens, end of document {t.end_of_document_id}"
-        for t in tokenizers
-    ]
-    return [
-        _problem(
-            config,
-            number,
-            f"was made with a different tokenizer ({described[number]}) than "
-            f"{config.data.mixture[0].path} ({described[0]})",
-            "tokenize all sources of a mixture with the same tokenizer",
-        )
-        for number, identity in enumerate(identities)
-        if identity != identities[0]
-    ]
+    fix = "tokenize all sources of a mixture with the same tokenizer"
+    return _unlike_first(config, dict(enumerate(identities)), rule, fix)
 
 
 def check_same_beginnings(config: RunConfig, tables: Sequence[ShardTable]) -> list[Problem]:
     """Check that texts begin alike in every source: a prompt can begin in one way only.
     Conversations begin according to their template."""
-    texts = [number for number, table in enumerate(tables) if not table.is_masked]
-    beginnings = {number: tables[number].tokenizer.beginning_ids for number in texts}
 
-    def describe(number: int) -> str:
-        ids = ", ".join(map(str, beginnings[number]))
-        return f"with token {ids}" if ids else "with no special token"
+    def rule(number: int, first: int) -> str:
+        ids = (", ".join(map(str, beginnings[n])) for n in (number, first))
+        this, other = (f"with token {text}" if text else "with no special token" for text in ids)
+        return f"its texts begin {this}, those of {config.data.mixture[first].path} {other}"
 
-    return [
-        _problem(
-            config,
-            number,
-            f"its texts begin {describe(number)}, those of {config.data.mixture[texts[0]].path} "
-            f"{describe(texts[0])}",
-            "tokenize both with the same --beginning-of-text",
-        )
-        for number in texts
-        if beginnings[number] != beginnings[texts[0]]
-    ]
+    beginnings = {n: t.tokenizer.beginning_ids for n, t in enumerate(tables) if not t.is_masked}
+    return _unlike_first(
+        config, beginnings, rule, "tokenize both with the same --beginning-of-text"
+    )
 
 
 def check_same_templates(config: RunConfig, tables: Sequence[ShardTable]) -> list[Problem]:
     """Check that one chat template rendered all conversations: an export can have only one."""
-    templates = [table.tokenizer.chat_template for table in tables]
-    first = next((number for number, template in enumerate(templates) if template is not None), 0)
-    return [
-        _problem(
-            config,
-            number,
+    templates = {n: t.tokenizer.chat_template for n, t in enumerate(tables)}
+    return _unlike_first(
+        config,
+        {number: template for number, template in templates.items() if template is not None},
+        lambda _, first: (
             "its conversations were rendered by a different chat template than those of "
-            f"{config.data.mixture[first].path}, and the export can have only one",
-            "tokenize both with the same --chat-template",
-        )
-        for number, template in enumerate(templates)
-        if template is not None and template != templates[first]
-    ]
+            f"{config.data.mixture[first].path}, and the export can have only one"
+        ),
+        "tokenize both with the same --chat-template",
+    )
 
 
 def check_same_directory(config: RunConfig) -> list[Problem]:
