@@ -56,6 +56,7 @@ def find_sources(selection: Selection) -> list[Source]:
     file, of a folder or with a glob, or ``-`` for standard input. Raises DataError for any other
     input, for one without matches, and for one that is named twice.
     """
+    # The same input twice would silently be read once.
     inputs = selection.inputs
     named = [name if is_address(name) else os.path.normpath(name) for name in inputs]
     for second, name in enumerate(named):
@@ -66,6 +67,7 @@ def find_sources(selection: Selection) -> list[Source]:
                 f"and {second + 1}, but would be read once -> name it once; to train on it more "
                 "often, make a separate dataset of it, and set its weight in data.sources"
             )
+    # A file that several inputs match is read once.
     sources: dict[str, Source] = {}
     duplicates: list[str] = []
     for name in inputs:
@@ -215,24 +217,45 @@ def _warn_once(text: str) -> None:
 
 
 def _find_at_address(name: str, selection: Selection) -> list[Source]:
-    """Return a file, the matches of a glob, or the files of a folder."""
-    is_web = scheme_of(name) in ("http", "https")
-    if not is_pattern(name) and (is_web or not name.endswith("/")):
-        store = store_of(name)
+    """Return a file, the files that match ``*``, ``?``, ``[...]`` and ``**`` (any number of
+    folders), or the files of a folder, without the files that a run of bigtrain has written."""
+    store, display_name = store_of(name), without_secrets(name)
+    is_web, has_pattern = scheme_of(name) in ("http", "https"), is_pattern(name)
+    # A file; if there is none, maybe a folder, which web servers do not have.
+    if not has_pattern and (is_web or not name.endswith("/")):
         try:
             status = with_retries(name, "cannot be read", lambda: store.stat(name))
             return [_remote_source(name, status, selection)]
-        except NotFoundError:  # but maybe a folder, which web servers do not have
+        except NotFoundError:
             if is_web:
                 raise
-    files = find_remote_files(name, selection)
-    if not is_pattern(name):
+    # All files of the folder, by their paths below it.
+    folder = re.split(r"[*?[]", name, maxsplit=1)[0].rpartition("/")[0] if has_pattern else name
+    begin = len(folder.rstrip("/")) + 1
+    listing = with_retries(folder, "cannot be listed", lambda: store.find(folder))
+    # The file that marks a folder as a run's need not match the pattern itself.
+    parts = [address[begin:].rpartition("/") for address, _ in listing]
+    runs = {run_folder for run_folder, _, file_name in parts if file_name == RUN_ID}
+    if has_pattern:
+        # Only a ``*`` that is ``**`` matches several folders.
+        folders = re.sub(r"(?<=/)\*\*(?=[^/])", "**/*", name)
+        try:
+            matcher = re.compile(glob_translate(folders))
+        except ValueError as error:
+            raise DataError(f"--input {display_name}: {error}") from None
+        listing = [entry for entry in listing if matcher.fullmatch(entry[0])]
+    if not listing:
+        raise DataError(f"--input {display_name}: no file there")
+    files = [(address[begin:], _remote_source(address, s, selection)) for address, s in listing]
+    files = _without_run_files(display_name, files, runs.__contains__)
+    # Of a folder the files with one of the suffixes.
+    if not has_pattern:
         if any(below.endswith(("dataset_info.json", "dataset_dict.json")) for below, _ in files):
             raise DataError(
-                f"--input {without_secrets(name)} is a dataset of Dataset.save_to_disk -> name its "
+                f"--input {display_name} is a dataset of Dataset.save_to_disk -> name its "
                 "files, ADDRESS/*.arrow, or copy it here"
             )
-        files = _select_files(without_secrets(name), files, selection)
+        files = _select_files(display_name, files, selection)
     return [source for below, source in files if not _excluded(below, selection.exclude)]
 
 
@@ -313,30 +336,3 @@ def _read_json(path: Path) -> dict[str, Any]:
 def is_pattern(address: str) -> bool:
     """Return whether it has ``*``, ``?`` or ``[...]`` to match; literal for web servers."""
     return scheme_of(address) not in ("http", "https") and glob.has_magic(address)
-
-
-def find_remote_files(pattern: str, selection: Selection) -> list[tuple[str, Source]]:
-    """Return the files below an address, or the files that match its ``*``, ``?``, ``[...]`` and
-    ``**`` (any number of folders), sorted, with their paths below it, without the files that a run
-    of bigtrain has written. Raise DataError if there are none."""
-    store = store_of(pattern)
-    folder = pattern
-    if is_pattern(pattern):
-        folder = re.split(r"[*?[]", pattern, maxsplit=1)[0].rpartition("/")[0]
-    begin = len(folder.rstrip("/")) + 1
-    listing = with_retries(folder, "cannot be listed", lambda: store.find(folder))
-    # The file that marks a folder as a run's need not match the pattern itself.
-    parts = [address[begin:].rpartition("/") for address, _ in listing]
-    runs = {run_folder for run_folder, _, file_name in parts if file_name == RUN_ID}
-    if is_pattern(pattern):
-        # Only a ``*`` that is ``**`` matches several folders.
-        folders = re.sub(r"(?<=/)\*\*(?=[^/])", "**/*", pattern)
-        try:
-            matcher = re.compile(glob_translate(folders))
-        except ValueError as error:
-            raise DataError(f"--input {without_secrets(pattern)}: {error}") from None
-        listing = [entry for entry in listing if matcher.fullmatch(entry[0])]
-    if not listing:
-        raise DataError(f"--input {without_secrets(pattern)}: no file there")
-    files = [(address[begin:], _remote_source(address, s, selection)) for address, s in listing]
-    return _without_run_files(without_secrets(pattern), files, runs.__contains__)

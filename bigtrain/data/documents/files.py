@@ -179,18 +179,13 @@ def unpacked(source: Source, digest: Digest, scratch: Path) -> Iterator[IO[bytes
         with open_stream(source, digest) as stream:
             for chunk in stream_chunks(stream):
                 with _writing(source, scratch):
-                    _write(file, chunk)
+                    unwritten = memoryview(chunk)
+                    while unwritten:  # an unbuffered file may accept less at once
+                        unwritten = unwritten[file.write(unwritten) :]
         with _writing(source, scratch):
             os.fsync(file.fileno())  # a network file system reports only here that it is full
             file.seek(0)
         yield file
-
-
-def _write(file: IO[bytes], chunk: bytes) -> None:
-    """Write all of `chunk`: an unbuffered file may accept less at once."""
-    remaining = memoryview(chunk)
-    while remaining:
-        remaining = remaining[file.write(remaining) :]
 
 
 @contextmanager
@@ -305,6 +300,7 @@ def range_chunks(
     the bytes of [begin, end), `around` with what else determines the lines: whether a line
     continues at `begin`, and the end of the last line. Raises EOFError if the file ends before
     `end`."""
+    # A line that continues at `begin` belongs to the previous range.
     file.seek(max(0, begin - 1))
     inside_line = begin > 0 and file.read(1) != b"\n"
     around.update(b"inside" if inside_line else b"begins")
@@ -318,12 +314,13 @@ def range_chunks(
             raise EOFError(f"it ends at byte {position}, before byte {end}")
         digest.update(chunk)
         position += len(chunk)
-        if inside_line:  # that began in the previous range
+        if inside_line:
             _, newline, chunk = chunk.partition(b"\n")
             inside_line = not newline
         if chunk:
             unfinished = not chunk.endswith(b"\n")
             yield chunk
+    # The last line continues after `end`.
     while unfinished and (chunk := file.read(BLOCK_BYTES)):
         head, newline, _ = chunk.partition(b"\n")
         unfinished = not newline

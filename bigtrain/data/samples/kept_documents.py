@@ -69,19 +69,13 @@ def write_kept(
             records: list[ShardRecord] = []
             num_documents = num_tokens = 0
             for shard in dataset.shards(split):
-                shard_selection = is_selected[num_documents : num_documents + shard.num_documents]
-                if shard_selection.any():
-                    name = f"{split}-{len(records):05d}"
-                    records.append(
-                        _write_shard(
-                            dataset,
-                            stream,
-                            shard,
-                            begin=num_tokens,
-                            is_selected=shard_selection,
-                            path=draft / name,
-                        )
+                selected = is_selected[num_documents : num_documents + shard.num_documents]
+                if selected.any():
+                    path = draft / f"{split}-{len(records):05d}"
+                    shard_record = _write_shard(
+                        dataset, stream, shard, begin=num_tokens, is_selected=selected, path=path
                     )
+                    records.append(shard_record)
                 num_documents += shard.num_documents
                 num_tokens += shard.num_tokens
             splits[split] = tuple(records)
@@ -113,6 +107,7 @@ def _write_shard(
     with ShardWriter(
         path.parent, path.name, dtype, masked=table.is_masked, labeled=labeled
     ) as writer:
+        # Many documents at a time, which bounds the memory.
         for first in range(0, len(is_selected), _CHUNK_DOCUMENTS):
             documents = np.flatnonzero(is_selected[first : first + _CHUNK_DOCUMENTS]) + first
             sizes = lengths[documents]
