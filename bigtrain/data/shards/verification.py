@@ -35,14 +35,18 @@ class ListedShards:
             for _, c in self._parts
         )
 
-    def problems(self, number: int) -> list[str]:
-        """Return a text for each missing or corrupt file of shard `number`; read every file."""
+    def files(self, number: int) -> list[tuple[Path, str]]:
+        """Return the files of shard `number`, each with the checksum in its manifest."""
         part = int(np.searchsorted(self._ends, number, side="right"))
         directory, columns = self._parts[part]
         row = number - int(self._ends[part]) + len(columns)
+        prefix, checksums = directory / columns.name(row), columns.checksums(row)
+        return [(Path(f"{prefix}.{suffix}"), xxh3) for suffix, xxh3 in checksums.items()]
+
+    def problems(self, number: int) -> list[str]:
+        """Return a text for each missing or corrupt file of shard `number`; read every file."""
         problems = []
-        for suffix, listed in columns.checksums(row).items():
-            path = directory / f"{columns.name(row)}.{suffix}"
+        for path, listed in self.files(number):
             try:
                 checksum = file_checksum(path)
             except OSError as error:
