@@ -136,7 +136,8 @@ def test_masks_move_with_their_shards(
     """Killed when all units are done and some files have moved: the next start goes on."""
     command = ["--input", source, "--tokenizer", tokenizer, "--shard-size", 3000]
     assert tokenize(*command, "--output", tmp_path / "whole") == 0
-    moved, rename = [], Path.rename
+    moved: list[str] = []
+    rename = Path.rename
 
     def move(origin: Path, target: Path) -> Path:
         if target.name.startswith("train-"):
