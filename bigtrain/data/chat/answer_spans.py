@@ -24,7 +24,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from bigtrain.data.chat.control_tokens import ControlTokens
-from bigtrain.data.chat.rendered_parts import CALLS, CONTENT, UNMARKED, ChatPart, RenderedString
+from bigtrain.data.chat.marked_strings import CALLS, CONTENT, UNMARKED, ChatPart
+from bigtrain.data.chat.rendered_parts import RenderedString
 from bigtrain.data.documents.conversations import is_learned, weight_of
 from bigtrain.data.tokenizers.chat_template import (
     ChatTemplate,

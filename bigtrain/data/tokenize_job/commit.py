@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bigtrain.data.chat.rendered_parts import COUNTED_ONLY
+from bigtrain.data.chat.marked_strings import COUNTED_ONLY
 from bigtrain.data.documents.files import Source
 from bigtrain.data.documents.key_rules import KeyRules, describe_unread
 from bigtrain.data.documents.reader import BadDocument, require_few
