@@ -1,35 +1,27 @@
 """Checks that the datasets fit the run, before training starts. No torch.
 
 Each function returns problems instead of raising, so that all problems are reported at once.
-
-Sets for the evaluation loss: held-out documents of the data, and additional sets.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from bigtrain.data.samples.packing_plan import plan_of
 from bigtrain.data.samples.source import StreamDataset, with_source
 from bigtrain.data.samples.token_stream import StreamSamples, count_windows, split_stream
 from bigtrain.data.shards.dataset import Level, TokenDataset, open_dataset
-from bigtrain.data.shards.manifest import TOKENIZER_DIRECTORY, Split, TokenizerRecord
+from bigtrain.data.shards.manifest import TOKENIZER_DIRECTORY, Split
 from bigtrain.data.shards.shard_table import ShardTable
 from bigtrain.data.tokenizers.cache import foreign_file
+from bigtrain.data.tokenizers.model_tokens import check_vocabulary, known_vocab_size
 from bigtrain.errors import DataError, Problem
 from bigtrain.objectives.section import ROWS
-from bigtrain.settings.run_config import ModelSection, RunConfig
+from bigtrain.settings.run_config import RunConfig
 from bigtrain.settings.sections.extensions import GIVEN
-from bigtrain.system.storage.local_path import local_path
-
-MAX_PADDING_ROWS = 1024
-"""Rows of an embedding beyond the tokenizer's vocabulary: it is padded to multiples of at most
-this for speed and tensor parallelism; more indicates a different tokenizer."""
 
 
 def open_checked(
@@ -376,55 +368,3 @@ def check_masks(config: RunConfig, tables: Sequence[ShardTable]) -> list[Problem
         for number, table in enumerate(tables)
         if table.is_masked
     ]
-
-
-def check_vocabulary(
-    tokenizer: TokenizerRecord, model_vocab_size: int, *, trained: bool = False
-) -> list[Problem]:
-    """Check that the shards' token ids fit a model with `model_vocab_size` rows of embedding.
-    `trained`: whether it has trained weights, whose vocabulary may grow."""
-    fix = (
-        f"set vocab_size to {tokenizer.vocab_size} (random weights), or tokenize with the "
-        "model's own tokenizer"
-    )
-    if trained:
-        fix = "tokenize with the model's own tokenizer"
-    # Ids beyond the embedding cannot be read; many unused rows show another tokenizer.
-    if tokenizer.vocab_size > model_vocab_size:
-        rule = (
-            f"too small: the shards were made with tokenizer {tokenizer.name}, whose vocabulary "
-            f"has {tokenizer.vocab_size} tokens"
-        )
-        if trained:
-            fix += (
-                "; or, if it is the model's tokenizer with added tokens, grow the weights: "
-                "model.vocabulary.new_rows=mean_covariance"
-            )
-    elif model_vocab_size - tokenizer.vocab_size > MAX_PADDING_ROWS:
-        rule = (
-            f"too large: the shards were made with tokenizer {tokenizer.name}, whose vocabulary "
-            f"has {tokenizer.vocab_size} tokens, and more than {MAX_PADDING_ROWS} extra rows "
-            "indicate a different tokenizer"
-        )
-    else:
-        return []
-    return [Problem("model vocab_size", model_vocab_size, rule, fix)]
-
-
-def known_vocab_size(model: ModelSection) -> int | None:
-    """Return the rows of the model's embedding from files on this machine; None if unknown."""
-    tree: Any = model.config
-    if not isinstance(tree, dict):
-        name = str(model.path if tree is None else tree)
-        path = Path(local_path(name, weights=False)) / "config.json"
-        try:
-            tree = json.loads(path.read_bytes())
-        except (OSError, ValueError):
-            return None  # a Hub name, or a directory that the model layer will refuse
-    for source in (model.overrides, tree):
-        if isinstance(source, dict):
-            text = source.get("text_config")
-            for level in (source, text if isinstance(text, dict) else {}):
-                if isinstance(level.get("vocab_size"), int):
-                    return int(level["vocab_size"])
-    return None
