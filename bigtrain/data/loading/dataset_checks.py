@@ -149,8 +149,8 @@ def check_same_beginnings(config: RunConfig, tables: Sequence[ShardTable]) -> li
 
     def rule(number: int, first: int) -> str:
         ids = (", ".join(map(str, beginnings[n])) for n in (number, first))
-        this, other = (f"with token {text}" if text else "with no special token" for text in ids)
-        return f"its texts begin {this}, those of {config.data.mixture[first].path} {other}"
+        texts = [f"with token {text}" if text else "with no special token" for text in ids]
+        return f"its texts begin {texts[0]}, those of {config.data.mixture[first].path} {texts[1]}"
 
     beginnings = {n: t.tokenizer.beginning_ids for n, t in enumerate(tables) if not t.is_masked}
     return _unlike_first(
