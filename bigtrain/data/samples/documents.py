@@ -91,7 +91,7 @@ class DocumentSamples(PaddedSamples):
             self.documents, self.lengths = np.arange(len(lengths)), fitted
             self.offsets = np.zeros_like(fitted)
         self._begins = begins[self.documents] + self.offsets
-        super().__init__(stream, sequence_length, len(self.documents), masks_loss=True)
+        super().__init__(stream, sequence_length, len(self.documents))
 
     def _pieces(self, samples: Indices) -> Ranges:
         begins, lengths = self._begins[samples], self.lengths[samples]
@@ -138,7 +138,7 @@ class PairSamples(PaddedSamples):
         self._lengths, self.truncation_note = fitted_lengths(
             stream, lengths, sequence_length, truncates=truncates, is_complete=is_complete
         )
-        super().__init__(stream, 2 * self._half - 1, len(lengths) // 2, masks_loss=True)
+        super().__init__(stream, 2 * self._half - 1, len(lengths) // 2)
 
     def _pieces(self, samples: Indices) -> Ranges:
         documents = np.stack([2 * samples, 2 * samples + 1], 1).reshape(-1)

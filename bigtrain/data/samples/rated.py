@@ -39,7 +39,7 @@ class RatedSamples(PaddedSamples):
         )
         parts: list[npt.NDArray[np.uint8]] = [shard.labels for shard in stream.shards]
         self.labels = np.concatenate(parts)
-        super().__init__(stream, 2 * self._half - 1, len(lengths), masks_loss=True)
+        super().__init__(stream, 2 * self._half - 1, len(lengths))
 
     def mismatched_lengths(self, samples: Indices) -> Indices:
         """Return the tokens of the mismatched row of every sample."""
