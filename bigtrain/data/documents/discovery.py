@@ -248,7 +248,7 @@ def _find_at_address(name: str, selection: Selection) -> list[Source]:
         raise DataError(f"--input {display_name}: no file there")
     files = [(address[begin:], _remote_source(address, s, selection)) for address, s in listing]
     files = _without_run_files(display_name, files, runs.__contains__)
-    # Of a folder the files with one of the suffixes.
+    # Select the files of a folder by their suffixes.
     if not has_pattern:
         if any(below.endswith(("dataset_info.json", "dataset_dict.json")) for below, _ in files):
             raise DataError(
