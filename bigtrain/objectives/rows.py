@@ -7,7 +7,12 @@ Data preparation, inspection and loading ask it; functions and classes with nump
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+Rows = Literal["preference", "kto", "classification"]
+"""Names of the rows, of ``tokenize --format`` and of ``rows`` in the manifest."""
+RowFormat = Literal["messages", "sharegpt", "alpaca", "prompt-completion", "tokens", Rows]
+"""Formats of rows that are more than plain text."""
 
 
 class Refusal(NamedTuple):
@@ -21,11 +26,10 @@ class Refusal(NamedTuple):
 class AnswerRows:
     """Rows of data whose documents are samples of their own, not parts of a stream of tokens.
 
-    name: of ``tokenize --format``, and of ``rows`` in the manifest. documents: names of the
-    documents that a row becomes in the shards. rows_per_sample: rows of the model's input for a
-    sample. is_labeled: whether a document has a label, a byte of a `.labels`; label_names: of the
-    labels, unless ``tokenize --labels`` names them. has_mismatched: whether the second row of a
-    sample is a mismatched answer, whose scores are stored separately.
+    documents: names of the documents that a row becomes in the shards. rows_per_sample: rows of
+    the model's input for a sample. is_labeled: whether a document has a label, a byte of a
+    `.labels`; label_names: of the labels, unless ``tokenize --labels`` names them. has_mismatched:
+    whether the second row of a sample is a mismatched answer, whose scores are stored separately.
 
     keys, identifying, noun, is_detected: as in `bigtrain.data.documents.row_format.ChatFormat`.
     parse: function of the values of `keys` and of roles that returns the document of a row.
@@ -38,7 +42,7 @@ class AnswerRows:
     objective {} reads; for_next_token: refusal of data with these rows in a run of next_token.
     """
 
-    name: str
+    name: Rows
     documents: tuple[str, ...]
     keys: tuple[str, ...]
     identifying: frozenset[str]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from bigtrain.data.loading.dataset_checks import check_datasets, open_checked, pair_notes
 from bigtrain.data.loading.held_out import check_best, open_held_out_datasets
 from bigtrain.data.samples.packing_plan import PackingReport, packing_reports
-from bigtrain.data.samples.phases import SourceIdentity, data_hash, identify_sources
+from bigtrain.data.samples.phases import SourcePhase, data_hash, identify_sources
 from bigtrain.data.shards.dataset import Level, TokenDataset
 from bigtrain.data.tokenizers.model_tokens import beginning_note, check_model_tokens
 from bigtrain.errors import ConfigError, ModelError, Problem
@@ -64,7 +64,7 @@ class Inputs:
 
     hf_config: Any
     data_hash: str
-    sources: tuple[SourceIdentity, ...]
+    sources: tuple[SourcePhase, ...]
     datasets: tuple[TokenDataset, ...]
     packing: tuple[PackingReport, ...]
     model_plan: ModelPlan

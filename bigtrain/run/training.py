@@ -112,7 +112,7 @@ def verify_data(context: RunContext, log: RunLog) -> None:
     shards = ListedShards(context.config.data)
     share = rank_slice(shards.num_bytes.tolist(), context.world.rank, context.world.size)
     texts_by_rank = context.long_work.on_every_rank(
-        lambda: [text for number in share for text in shards[number].problems()]
+        lambda: [text for number in share for text in shards.problems(number)]
     )
     corrupt = sorted(text for texts in texts_by_rank for text in texts)
     if corrupt:

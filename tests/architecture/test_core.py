@@ -31,7 +31,6 @@ SIBLINGS = {
         "data.shards.writer",
         "data.tokenize_job",
         "data.tokenizers.equivalence",
-        "data.tokenizers.spelled_tokens",
         "data.tokenizers.training",
     ),
     # Makes the outer steps that the loop asks for (`bigtrain.run.loop.OuterSteps`).

@@ -11,7 +11,6 @@ from bigtrain.data.shards.format import token_dtype
 from bigtrain.data.shards.manifest import (
     Manifest,
     OptionsRecord,
-    Rows,
     ShardRecord,
     Split,
     TokenizerRecord,
@@ -20,6 +19,7 @@ from bigtrain.data.shards.manifest import (
 )
 from bigtrain.data.shards.verification import corrupt_files
 from bigtrain.data.shards.writer import ShardWriter
+from bigtrain.objectives.rows import Rows
 
 END_OF_DOCUMENT = 0
 

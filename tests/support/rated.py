@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from bigtrain.data.shards.format import token_dtype
-from bigtrain.data.shards.manifest import Rows, ShardRecord, Split
+from bigtrain.data.shards.manifest import ShardRecord, Split
 from bigtrain.data.shards.writer import ShardWriter
+from bigtrain.objectives.rows import Rows
 from tests.support.datasets import write_synthetic_manifest
 
 

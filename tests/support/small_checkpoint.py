@@ -7,14 +7,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bigtrain.data.samples.phases import SourceIdentity, first_phase
+from bigtrain.data.samples.phases import SourcePhase, first_phase
 from bigtrain.engine.checkpoint.tensor_file import NewPart, SaveIdentity, write_parts
 from bigtrain.run.checkpointing import checkpoints
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.system.boxes import Box
 
 RUN_ID = "0123456789abcdef"
-SHARDS = SourceIdentity("shards", "h", 1001)
+SHARDS = SourcePhase(path="shards", hash="h", num_tokens=1001)
 
 
 def write_small_checkpoint(run: Path, step: int, config: dict[str, Any]) -> Path:

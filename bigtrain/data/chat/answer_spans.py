@@ -24,7 +24,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from bigtrain.data.chat.control_tokens import ControlTokens
-from bigtrain.data.chat.rendered_parts import CALLS, CONTENT, UNMARKED, ChatPart, RenderedString
+from bigtrain.data.chat.marked_strings import CALLS, CONTENT, UNMARKED, ChatPart
+from bigtrain.data.chat.rendered_parts import RenderedString
 from bigtrain.data.documents.conversations import is_learned, weight_of
 from bigtrain.data.tokenizers.chat_template import (
     ChatTemplate,
@@ -191,26 +192,22 @@ def assistant_spans(
                 f'{number}: "train": false; or use a template with {{% generation %}} marks: '
                 "--chat-template FILE; or skip such documents: --skip-bad"
             ) from refusal
+        # White space after the control token that ends the turn does not belong to it.
         ending = [match.end() for match in control.find(rendering.text[begin:end])][-1:]
         if ending and rendering.text[begin + ending[0] : end].isspace():
             end = begin + ending[0]
-        _require_own_text(rendering, number, (begin, end))
+        # Nothing of another message is learned, and all of this one's content and calls.
+        for string in rendering.strings:
+            if string.message != number and _overlap(string, (begin, end)):
+                reason = f"text of message {string.message} is inside message {number}"
+                raise ConversationError(REMEDY.format(reason))
+        strings = rendering.spoken_by(number)
+        learned_pieces = {s.piece for s in strings if begin <= s.begin and s.end <= end}
+        if any(string.piece not in learned_pieces for string in strings):
+            reason = f"text of message {number} is outside of its turn"
+            raise ConversationError(REMEDY.format(reason))
         answers.append(Answer(number, ((begin, end),)))
     return answers
-
-
-def _require_own_text(rendering: Rendering, number: int, span: Span) -> None:
-    """Raise ConversationError if `span` has text of another message than `number`, or if content or
-    calls of that message are outside of the span."""
-    for string in rendering.strings:
-        if string.message != number and _overlap(string, span):
-            reason = f"text of message {string.message} is inside message {number}"
-            raise ConversationError(REMEDY.format(reason))
-    strings = rendering.spoken_by(number)
-    learned_pieces = {s.piece for s in strings if span[0] <= s.begin and s.end <= span[1]}
-    if any(string.piece not in learned_pieces for string in strings):
-        reason = f"text of message {number} is outside of its turn"
-        raise ConversationError(REMEDY.format(reason))
 
 
 def _span(

@@ -47,7 +47,11 @@ class ControlTokens:
         self.are_normalized = tree.get("normalizer") is not None and any(
             token["special"] and token["normalized"] for token in added
         )
-        unknown_token = _unknown_token(tree["model"])
+        # The token for unknown text is not a control token; a Unigram model has its number.
+        model = tree["model"]
+        unknown_token = model.get("unk_token")
+        if model.get("unk_id") is not None:
+            unknown_token = model["vocab"][model["unk_id"]][0]
         self._control_ids = [id_ for name, id_ in self.ids.items() if name != unknown_token]
         names = sorted(filter(None, self.ids), key=len, reverse=True)
         self._whole = re.compile("|".join(map(re.escape, names)) or "(?!)")
@@ -192,15 +196,6 @@ class ControlTokens:
         if string in self._middles or stripped[begin:] in self._middles:
             cuts.append(begin + 1)
         return cuts
-
-
-def _unknown_token(model: dict[str, Any]) -> str | None:
-    """Return the token for unknown text, which is not a control token."""
-    number = model.get("unk_id")  # Unigram's
-    if number is not None:
-        return str(model["vocab"][number][0])
-    name = model.get("unk_token")
-    return None if name is None else str(name)
 
 
 def _any_of(characters: Iterable[str]) -> re.Pattern[str]:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bigtrain.data.chat.control_tokens import ControlTokens
-from bigtrain.data.chat.rendered_parts import ChatPart
+from bigtrain.data.chat.marked_strings import ChatPart
 from bigtrain.data.documents.token_rows import TokenRow
 from bigtrain.data.shards.format import Mask, Weights
 

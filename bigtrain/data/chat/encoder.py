@@ -51,7 +51,8 @@ from bigtrain.data.chat.document_forms import (
     TextEnds,
     TokenizedRow,
 )
-from bigtrain.data.chat.rendered_parts import CALLS, CONTENT, COUNTED_ONLY, find_parts, refuse
+from bigtrain.data.chat.marked_strings import CALLS, CONTENT, COUNTED_ONLY
+from bigtrain.data.chat.rendered_parts import find_parts, refuse
 from bigtrain.data.chat.template_demands import render_accepted
 from bigtrain.data.chat.token_bytes import TokenBytes, token_bytes
 from bigtrain.data.documents.conversations import weight_of

@@ -20,9 +20,9 @@ from bigtrain.data.documents.exact_json import dumps, read_document
 from bigtrain.data.documents.preferences import SIDES
 from bigtrain.data.documents.reader import TEMPLATE_FAULT
 from bigtrain.data.shards.format import Mask
-from bigtrain.data.shards.manifest import Rows
 from bigtrain.data.tokenizers.chat_template import ConversationError
 from bigtrain.data.tokenizers.equivalence import Checks
+from bigtrain.objectives.rows import Rows
 from bigtrain.objectives.section import ROWS
 
 Documents = Sequence[Mapping[str, Any]]

@@ -18,24 +18,25 @@ import html
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from bigtrain.data.documents.conversations import RESULTS, WORDLESS
-from bigtrain.data.documents.token_rows import PADDING
+from bigtrain.data.chat.marked_strings import (
+    CONTENT,
+    MAX_MARKED,
+    REASONING,
+    REASONING_KEYS,
+    STRIPPED,
+    WRITTEN,
+    ChatPart,
+    Marking,
+    Piece,
+    marked_conversation,
+    marks_of,
+)
+from bigtrain.data.documents.conversations import RESULTS
 from bigtrain.data.tokenizers.chat_template import ChatTemplate, ConversationError, Messages, Tools
 
-CONTENT, CALLS, TOOLS, REASONING = "content", "tool_calls", "tools", "reasoning"
-STRIPPED, IGNORED, UNMARKED = "stripped_reasoning", "message_keys", "unmarked_answers"
-COUNTED_ONLY = (STRIPPED, IGNORED, UNMARKED, PADDING)
-"""Kinds of parts that are counted and reported, and cause no refusal."""
-WRITTEN = (CONTENT, CALLS, REASONING)
-"""Kinds of parts of a message that a template writes as its text."""
-REASONING_KEYS = tuple(key for key in WORDLESS if key != "tool_calls")
-
-FIRST_MARK = 0x100000
-MAX_MARKED = 32_000
-"""Maximum strings of a conversation that get marks: two code points of plane 16 each."""
 MAX_SINGLE_RENDERINGS = 64
 _ESCAPED = re.compile(r"\\+udb[c-f][0-9a-f]\\+ud[c-f][0-9a-f]{2}|\\+U0010[0-9a-f]{4}")
 _ESCAPE = re.compile(
@@ -45,26 +46,7 @@ _ESCAPE = re.compile(
 _SHORT_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "b": "\b", "f": "\f"}
 _NESTED_ESCAPES = 3
 _MARKS = re.compile("[\U00100000-\U0010ffef]")
-_THINKING = re.compile("(<think>|</think>)")
-_NAMED = ("properties", "patternProperties", "$defs", "definitions")
-"""Keys of a JSON schema whose value has author-defined names as keys."""
-_WORDS = ("description", "title", "enum", "default", "examples", "const")
-"""Keys of a JSON schema with author-written strings."""
-_READ_KEYS = {"role", "content", "tool_calls", "tool_call_id", *REASONING_KEYS}
-"""Keys of a message that are checked separately, and the id that links a result to a call."""
 USUAL_ROLES = ("system", "user", "assistant", "tool")
-
-
-@dataclass(frozen=True)
-class ChatPart:
-    """Part of a conversation, which a template may drop. message: number of the message from 1,
-    None for tools. name: of the part in an error; number: of a tool call in a message, or of a
-    tool."""
-
-    part_kind: str
-    message: int | None
-    name: str
-    number: int = 0
 
 
 @dataclass(frozen=True)
@@ -89,173 +71,13 @@ class RenderedParts:
     strings: tuple[RenderedString, ...]
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """String of a part. is_key: of an object, marked only at its end, which keeps the sort order.
-    is_marked: can be marked; numbers and schema keywords cannot."""
-
-    part: ChatPart
-    text: str
-    is_key: bool = False
-    is_marked: bool = True
-
-
-@dataclass
-class _Marking:
-    """Copier of values that marks their strings and lists them as `pieces`. only: number of the
-    piece to mark; None: every piece."""
-
-    only: int | None = None
-    pieces: list[_Piece] = field(default_factory=list)
-
-    def text(self, part: ChatPart, value: str, thinks: bool = False) -> str:
-        """Return `value` with marks around its text, or the parts before and after ``</think>``."""
-        segments = _THINKING.split(value) if thinks and "</think>" in value else [value]
-        last = len(segments) - 1 - segments[::-1].index("</think>") if len(segments) > 1 else 0
-        marked = []
-        for index, segment in enumerate(segments):
-            core = segment.strip()
-            if not core or _THINKING.fullmatch(segment):
-                marked.append(segment)
-                continue
-            segment_part = part
-            if index < last:
-                segment_part = ChatPart(REASONING, part.message, f"the reasoning in {part.name}")
-            begin, end = self._add(_Piece(segment_part, core))
-            num_leading = len(segment) - len(segment.lstrip())
-            marked += [segment[:num_leading], begin, core, end, segment[num_leading + len(core) :]]
-        return "".join(marked)
-
-    def key(self, part: ChatPart, value: str) -> str:
-        return value + self._add(_Piece(part, value, is_key=True))[1]
-
-    def plain(self, part: ChatPart, value: object) -> None:
-        """Record a value that is searched in its JSON form."""
-        literal = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        if literal.strip():
-            self._add(_Piece(part, literal.strip(), is_marked=False))
-
-    def tree(self, part: ChatPart, value: Any, keys: bool = True) -> Any:
-        """Return a JSON value with marks in its strings, and in its keys if `keys`."""
-        if isinstance(value, str):
-            return self.text(part, value)
-        if isinstance(value, list):
-            return [self.tree(part, item, keys) for item in value]
-        if isinstance(value, dict):
-            return {
-                self.key(part, key) if keys else key: item
-                if not keys and key == "type"
-                else self.tree(part, item, keys)
-                for key, item in value.items()
-            }
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            self.plain(part, value)
-        return value
-
-    def schema(self, part: ChatPart, node: Any) -> Any:
-        """Return a JSON schema with marks in the author's names and words."""
-        if isinstance(node, list):
-            return [self.schema(part, item) for item in node]
-        if not isinstance(node, dict):
-            return node
-        names: dict[str, str] = {}
-        marked: dict[str, Any] = {}
-        for key, value in node.items():
-            if key in _NAMED and isinstance(value, dict):
-                names |= {name: self.key(part, name) for name in value}
-                marked[key] = {names[name]: self.schema(part, item) for name, item in value.items()}
-            elif key in _WORDS:
-                marked[key] = self.tree(part, value, keys=False)
-            elif isinstance(value, dict | list) and key != "required":
-                marked[key] = self.schema(part, value)
-            else:
-                if isinstance(value, str) and key != "type":
-                    self.plain(part, value)
-                marked[key] = value
-        required = node.get("required")
-        if isinstance(required, list):
-            marked["required"] = [names.get(r, r) if isinstance(r, str) else r for r in required]
-        return marked
-
-    def _add(self, piece: _Piece) -> tuple[str, str]:
-        number = len(self.pieces)
-        self.pieces.append(piece)
-        if not piece.is_marked or number >= MAX_MARKED or self.only not in (None, number):
-            return "", ""
-        return _marks_of(number)
-
-
-def _marks_of(number: int) -> tuple[str, str]:
-    return chr(FIRST_MARK + 2 * number), chr(FIRST_MARK + 2 * number + 1)
-
-
-def _marked(
-    marking: _Marking, messages: Messages, tools: Tools
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-    marked = [_marked_message(marking, n, message) for n, message in enumerate(messages, 1)]
-    if tools is None:
-        return marked, None
-    return marked, [_marked_tool(marking, number, tool) for number, tool in enumerate(tools)]
-
-
-def _marked_message(marking: _Marking, number: int, message: dict[str, Any]) -> dict[str, Any]:
-    marked = dict(message)
-    for key in REASONING_KEYS:
-        if key in message:
-            part = ChatPart(REASONING, number, f"the {key} of message {number}")
-            marked[key] = marking.tree(part, message[key])
-    content = message.get("content")
-    part = ChatPart(CONTENT, number, f"the content of message {number}")
-    if isinstance(content, str):
-        marked["content"] = marking.text(part, content, message["role"] == "assistant")
-    elif content is not None:
-        marked["content"] = marking.tree(part, content, keys=False)
-    for key, value in message.items():
-        if key not in _READ_KEYS and isinstance(value, str) and value.strip():
-            part = ChatPart(IGNORED, number, f"the key {key} of message {number}")
-            marked[key] = marking.text(part, value)
-    if isinstance(message.get("tool_calls"), list):
-        calls = enumerate(message["tool_calls"])
-        marked["tool_calls"] = [_marked_call(marking, number, index, c) for index, c in calls]
-    return marked
-
-
-def _marked_call(
-    marking: _Marking, number: int, index: int, call: dict[str, Any]
-) -> dict[str, Any]:
-    function = call["function"] if isinstance(call.get("function"), dict) else call
-    part = ChatPart(
-        CALLS, number, f"the tool call {function.get('name')!s} of message {number}", index
-    )
-    marked = dict(function)
-    if isinstance(function.get("name"), str):
-        marked["name"] = marking.text(part, function["name"])
-    if "arguments" in function:
-        marked["arguments"] = marking.tree(part, function["arguments"])
-    return marked if function is call else {**call, "function": marked}
-
-
-def _marked_tool(marking: _Marking, number: int, tool: dict[str, Any]) -> dict[str, Any]:
-    function = tool["function"] if isinstance(tool.get("function"), dict) else tool
-    part = ChatPart(TOOLS, None, f"the definition of the tool {function.get('name')!s}", number)
-    marked = dict(function)
-    for key, value in function.items():
-        if key in ("name", "description") and isinstance(value, str):
-            marked[key] = marking.text(part, value)
-        elif isinstance(value, dict | list):
-            marked[key] = marking.schema(part, value)
-        elif isinstance(value, str) and key != "type":
-            marking.plain(part, value)
-    return marked if function is tool else {**tool, "function": marked}
-
-
 def find_parts(
     template: ChatTemplate, messages: Messages, tools: Tools, text: str
 ) -> RenderedParts:
     """Return the parts of a conversation in `text`, its rendering. Raises ConversationError for a
     message of an unusual role that the template ignores."""
-    marking = _Marking()
-    marked = _rendered(template, *_marked(marking, messages, tools))
+    marking = Marking()
+    marked = _rendered(template, *marked_conversation(marking, messages, tools))
     pieces = marking.pieces
     # The characters of every piece; no range if the template drops it.
     if marked is not None and not _MARKS.search(text) and _MARKS.sub("", marked) == text:
@@ -320,13 +142,13 @@ def _mark_positions(marked: str) -> dict[str, list[int]]:
 
 
 def _ranges(
-    number: int, piece: _Piece, positions: Mapping[str, Sequence[int]], text: str
+    number: int, piece: Piece, positions: Mapping[str, Sequence[int]], text: str
 ) -> list[tuple[int, int]]:
     """Return the character ranges of a piece in `text`, the rendering of marked messages without
     marks; none if the template drops it."""
     if not piece.is_marked or number >= MAX_MARKED:
         return _ranges_of_text(piece, text)
-    first, last = _marks_of(number)
+    first, last = marks_of(number)
     ends = positions.get(last, ())
     if piece.is_key:
         forms = sorted(_forms(piece.text), key=len, reverse=True)
@@ -346,7 +168,7 @@ ANYWHERE = (-1, -1)
 """Range of a piece that is in a rendering, and that occurs more than once as text."""
 
 
-def _ranges_of_text(piece: _Piece, text: str) -> list[tuple[int, int]]:
+def _ranges_of_text(piece: Piece, text: str) -> list[tuple[int, int]]:
     """Return the range of a piece that is searched as text; `ANYWHERE` if it is ambiguous."""
     forms = [form for form in _forms(piece.text) if form in text]
     if len(forms) == 1 and text.count(forms[0]) == 1:
@@ -379,13 +201,13 @@ def _forms(text: str) -> set[str]:
 
 
 def _ranges_singly(
-    template: ChatTemplate, messages: Messages, tools: Tools, text: str, pieces: Sequence[_Piece]
+    template: ChatTemplate, messages: Messages, tools: Tools, text: str, pieces: Sequence[Piece]
 ) -> Iterator[list[tuple[int, int]]]:
     """Yield the ranges of every piece, each marked in a separate rendering."""
     for number, piece in enumerate(pieces):
         marked = None
         if piece.is_marked and number < MAX_SINGLE_RENDERINGS and not _MARKS.search(text):
-            marked = _rendered(template, *_marked(_Marking(number), messages, tools))
+            marked = _rendered(template, *marked_conversation(Marking(number), messages, tools))
         if marked is not None and _MARKS.sub("", marked) == text:
             yield _ranges(number, piece, _mark_positions(marked), text)
         else:

@@ -16,7 +16,6 @@ import stat
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cache
 from itertools import takewhile
@@ -25,16 +24,11 @@ from typing import Any, TypeVar
 
 from fsspec.utils import glob_translate
 
-from bigtrain.data.documents.files import (
-    COMPRESSION_SUFFIXES,
-    STANDARD_INPUT,
-    Selection,
-    Source,
-    without_compression,
-)
+from bigtrain.data.documents.compression import COMPRESSION_SUFFIXES, without_compression
+from bigtrain.data.documents.dataset_readers import HubDatasetReader, SavedDatasetReader
+from bigtrain.data.documents.files import STANDARD_INPUT, Selection, Source
 from bigtrain.data.documents.formats import BY_SUFFIX, DEFAULT_SUFFIXES, format_of
 from bigtrain.data.documents.links import Links
-from bigtrain.data.documents.table_readers import HubDatasetReader, SavedDatasetReader
 from bigtrain.data.shards.manifest import SourceRecord
 from bigtrain.data.tokenizers.cache import HUB_TIMEOUT_S
 from bigtrain.errors import DataError, first_line, without_secrets
@@ -62,6 +56,7 @@ def find_sources(selection: Selection) -> list[Source]:
     file, of a folder or with a glob, or ``-`` for standard input. Raises DataError for any other
     input, for one without matches, and for one that is named twice.
     """
+    # The same input twice would silently be read once.
     inputs = selection.inputs
     named = [name if is_address(name) else os.path.normpath(name) for name in inputs]
     for second, name in enumerate(named):
@@ -72,6 +67,7 @@ def find_sources(selection: Selection) -> list[Source]:
                 f"and {second + 1}, but would be read once -> name it once; to train on it more "
                 "often, make a separate dataset of it, and set its weight in data.sources"
             )
+    # A file that several inputs match is read once.
     sources: dict[str, Source] = {}
     duplicates: list[str] = []
     for name in inputs:
@@ -184,7 +180,7 @@ def _select_files(
     unread_suffixes: Counter[str] = Counter()  # readable if `suffixes` had them
     # The suffix of a compressed file is the suffix without compression, too.
     for below, file in files:
-        if selection.exclude and _excluded(below, selection.exclude):
+        if _excluded(below, selection.exclude):
             continue
         bare = without_compression(below)
         if below.endswith(suffixes) or bare.endswith(suffixes):
@@ -221,40 +217,64 @@ def _warn_once(text: str) -> None:
 
 
 def _find_at_address(name: str, selection: Selection) -> list[Source]:
-    """Return a file, the matches of a glob, or the files of a folder."""
-    if is_pattern(name):
-        entries = find_remote_files(name)
-    elif (entry := file_at(name)) is not None:
-        return [_remote_source(entry, selection)]
-    else:
-        files = [(entry.below, entry) for entry in find_remote_files(name)]
+    """Return a file, the files that match ``*``, ``?``, ``[...]`` and ``**`` (any number of
+    folders), or the files of a folder, without the files that a run of bigtrain has written."""
+    store, display_name = store_of(name), without_secrets(name)
+    is_web, has_pattern = scheme_of(name) in ("http", "https"), is_pattern(name)
+    # A file; if there is none, maybe a folder, which web servers do not have.
+    if not has_pattern and (is_web or not name.endswith("/")):
+        try:
+            status = with_retries(name, "cannot be read", lambda: store.stat(name))
+            return [_remote_source(name, status, selection)]
+        except NotFoundError:
+            if is_web:
+                raise
+    # All files of the folder, by their paths below it.
+    folder = re.split(r"[*?[]", name, maxsplit=1)[0].rpartition("/")[0] if has_pattern else name
+    begin = len(folder.rstrip("/")) + 1
+    listing = with_retries(folder, "cannot be listed", lambda: store.find(folder))
+    # The file that marks a folder as a run's need not match the pattern itself.
+    parts = [address[begin:].rpartition("/") for address, _ in listing]
+    runs = {run_folder for run_folder, _, file_name in parts if file_name == RUN_ID}
+    if has_pattern:
+        # Only a ``*`` that is ``**`` matches several folders.
+        folders = re.sub(r"(?<=/)\*\*(?=[^/])", "**/*", name)
+        try:
+            matcher = re.compile(glob_translate(folders))
+        except ValueError as error:
+            raise DataError(f"--input {display_name}: {error}") from None
+        listing = [entry for entry in listing if matcher.fullmatch(entry[0])]
+    if not listing:
+        raise DataError(f"--input {display_name}: no file there")
+    files = [(address[begin:], _remote_source(address, s, selection)) for address, s in listing]
+    files = _without_run_files(display_name, files, runs.__contains__)
+    # Select the files of a folder by their suffixes.
+    if not has_pattern:
         if any(below.endswith(("dataset_info.json", "dataset_dict.json")) for below, _ in files):
             raise DataError(
-                f"--input {without_secrets(name)} is a dataset of Dataset.save_to_disk -> name its "
+                f"--input {display_name} is a dataset of Dataset.save_to_disk -> name its "
                 "files, ADDRESS/*.arrow, or copy it here"
             )
-        entries = [entry for _, entry in _select_files(without_secrets(name), files, selection)]
-    return [
-        _remote_source(entry, selection)
-        for entry in entries
-        if not (selection.exclude and _excluded(entry.below, selection.exclude))
-    ]
+        files = _select_files(display_name, files, selection)
+    return [source for below, source in files if not _excluded(below, selection.exclude)]
 
 
-def _remote_source(entry: RemoteEntry, selection: Selection) -> Source:
-    display_address = without_secrets(entry.address)
+def _remote_source(address: str, status: RemoteStat, selection: Selection) -> Source:
+    display_address = without_secrets(address)
     record = SourceRecord(
         path=display_address,
-        bytes=entry.stat.size,
-        modified_ns=entry.stat.modified_ns,
-        revision=entry.stat.version,
+        bytes=status.size,
+        modified_ns=status.modified_ns,
+        revision=status.version,
     )
     name = selection.read_as or name_of(display_address)
-    return Source(format_of(name), record, address=entry.address, read_as=selection.read_as)
+    return Source(format_of(name), record, address=address, read_as=selection.read_as)
 
 
 def _excluded(relative: str, patterns: Sequence[str]) -> bool:
     """Return whether a pattern matches the path below the input, or a part of the path."""
+    if not patterns:
+        return False
     parts = Path(relative).parts
     return any(fnmatch(relative, p) or any(fnmatch(part, p) for part in parts) for p in patterns)
 
@@ -313,57 +333,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     return tree
 
 
-@dataclass(frozen=True)
-class RemoteEntry:
-    """Remote file: its address, its path below the requested address, and its status."""
-
-    address: str
-    below: str
-    stat: RemoteStat
-
-
 def is_pattern(address: str) -> bool:
     """Return whether it has ``*``, ``?`` or ``[...]`` to match; literal for web servers."""
     return scheme_of(address) not in ("http", "https") and glob.has_magic(address)
-
-
-def file_at(address: str) -> RemoteEntry | None:
-    """Return the file at `address`; None if there is none, but maybe a folder. Raise DataError."""
-    store = store_of(address)
-    is_folder = address.endswith("/") and scheme_of(address) not in ("http", "https")
-    try:
-        if not is_folder:
-            stat = with_retries(address, "cannot be read", lambda: store.stat(address))
-            return RemoteEntry(address, name_of(address).rpartition("/")[2], stat)
-    except NotFoundError:
-        if scheme_of(address) in ("http", "https"):
-            raise
-    return None
-
-
-def find_remote_files(pattern: str) -> list[RemoteEntry]:
-    """Return the files below an address, or the files that match its ``*``, ``?``, ``[...]`` and
-    ``**`` (any number of folders), sorted, without the files that a run of bigtrain has written.
-    Raise DataError if there are none."""
-    store = store_of(pattern)
-    folder = pattern
-    if is_pattern(pattern):
-        folder = re.split(r"[*?[]", pattern, maxsplit=1)[0].rpartition("/")[0]
-    begin = len(folder.rstrip("/")) + 1
-    listing = with_retries(folder, "cannot be listed", lambda: store.find(folder))
-    files = [(address[begin:], RemoteEntry(address, address[begin:], s)) for address, s in listing]
-    # The file that marks a folder as a run's need not match the pattern itself.
-    parts = [below.rpartition("/") for below, _ in files]
-    runs = {run_folder for run_folder, _, file_name in parts if file_name == RUN_ID}
-    if is_pattern(pattern):
-        # Only a ``*`` that is ``**`` matches several folders.
-        folders = re.sub(r"(?<=/)\*\*(?=[^/])", "**/*", pattern)
-        try:
-            matcher = re.compile(glob_translate(folders))
-        except ValueError as error:
-            raise DataError(f"--input {without_secrets(pattern)}: {error}") from None
-        files = [(below, entry) for below, entry in files if matcher.fullmatch(entry.address)]
-    if not files:
-        raise DataError(f"--input {without_secrets(pattern)}: no file there")
-    files = _without_run_files(without_secrets(pattern), files, runs.__contains__)
-    return [entry for _, entry in files]

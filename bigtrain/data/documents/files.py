@@ -1,7 +1,7 @@
 """Sources and the bytes in source files: decompressed, hashed as stored, checked to be unchanged.
 
-The name, not the content, determines the compression. Files whose format needs random access
-(parquet, arrow) are decompressed first, into an unnamed temporary file.
+Files whose format needs random access (parquet, arrow) are decompressed first, into an unnamed
+temporary file.
 
 A file can be split at any byte: the lines of a range [begin, end) start in the range, so
 every line belongs to exactly one range, and ranges can be read independently. Memory is bounded by
@@ -10,116 +10,22 @@ the longest line allowed.
 
 from __future__ import annotations
 
-import bz2
-import gzip
 import io
-import lzma
 import os
 import tempfile
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol, cast
 
+from bigtrain.data.documents.compression import COMPRESSION_SUFFIXES, COMPRESSIONS
 from bigtrain.data.shards.manifest import SourceRecord
 from bigtrain.errors import DataError
 from bigtrain.system.storage.remote_file import RemoteFile, store_of
 from bigtrain.system.storage.stores import RemoteStat, name_of, with_retries
 
 STANDARD_INPUT = "-"
-
-
-MAX_ARROW_WINDOW = 1 << 27
-"""Bytes of a zstd window that Arrow accepts; ``zstd --long=28`` to ``31`` make larger ones."""
-MAX_ZSTD_WINDOW = 1 << 31
-ZSTD_HEADER_BYTES = 18
-
-
-def _open_zstd(raw: Any) -> Any:
-    """Open with Arrow's decompressor: `zstandard` treats a file that ends inside a frame as
-    complete, or decompresses all of an input block at once. Only a file with a larger window than
-    Arrow accepts, which needs that much memory, is read with `zstandard`, in small blocks."""
-    import pyarrow
-    import zstandard
-
-    head = raw.read(ZSTD_HEADER_BYTES) or b""
-    full_stream = _Prepended(head, raw)
-    with suppress(zstandard.ZstdError):
-        if zstandard.get_frame_parameters(head).window_size > MAX_ARROW_WINDOW:
-            return io.BufferedReader(_LongWindowReader(full_stream))
-    return pyarrow.CompressedInputStream(pyarrow.PythonFile(full_stream, mode="r"), "zstd")
-
-
-class _Prepended(io.RawIOBase):
-    """Reader of `head`, then of `raw`."""
-
-    def __init__(self, head: bytes, raw: Any) -> None:
-        self._head = head
-        self._raw = raw
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        if not self._head:
-            return int(self._raw.readinto(buffer))
-        count = min(len(buffer), len(self._head))
-        buffer[:count] = self._head[:count]
-        self._head = self._head[count:]
-        return count
-
-
-class _LongWindowReader(io.RawIOBase):
-    """Decompressed content of zstd frames with windows of up to 2 GiB. Raises EOFError if the file
-    ends inside a frame."""
-
-    def __init__(self, raw: io.RawIOBase) -> None:
-        import zstandard
-
-        self._raw = raw
-        self._decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_ZSTD_WINDOW)
-        self._frame: Any = None
-        self._input = b""
-        self._output = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        import zstandard
-
-        while not self._output:
-            # Each byte of the input may become 2^15 of the output: few are taken at once.
-            self._input = self._input or self._raw.read(1 << 11) or b""
-            if not self._input:
-                if self._frame is not None:
-                    raise EOFError("it ends inside a zstd frame")
-                return 0
-            try:
-                self._frame = self._frame or self._decompressor.decompressobj()
-                self._output = self._frame.decompress(self._input)
-            except zstandard.ZstdError as error:
-                raise OSError(f"its zstd frames are corrupt: {error}") from error
-            self._input = self._frame.unused_data if self._frame.eof else b""
-            if self._frame.eof:
-                self._frame = None
-        count = min(len(buffer), len(self._output))
-        buffer[:count] = self._output[:count]
-        self._output = self._output[count:]
-        return count
-
-
-COMPRESSIONS: dict[str, Callable[[Any], Any]] = {
-    ".gz": lambda raw: gzip.GzipFile(fileobj=raw),
-    ".zst": _open_zstd,
-    ".xz": lzma.LZMAFile,
-    ".bz2": bz2.BZ2File,
-}
-COMPRESSION_SUFFIXES = tuple(COMPRESSIONS)
-READ_ERRORS = (EOFError, OSError, zlib.error, lzma.LZMAError)
-"""Errors of reading a file, or of decompressing a corrupt one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,13 +96,6 @@ class Selection:
     dataset_split: str = "train"
     read_as: str = ""
     follow_links: bool = False
-
-
-def without_compression(name: str) -> str:
-    """Return the name of a file without its compression suffix."""
-    small = name.lower()
-    suffix = next((suffix for suffix in COMPRESSION_SUFFIXES if small.endswith(suffix)), "")
-    return name[: len(name) - len(suffix)]
 
 
 @contextmanager
@@ -280,18 +179,13 @@ def unpacked(source: Source, digest: Digest, scratch: Path) -> Iterator[IO[bytes
         with open_stream(source, digest) as stream:
             for chunk in stream_chunks(stream):
                 with _writing(source, scratch):
-                    _write(file, chunk)
+                    unwritten = memoryview(chunk)
+                    while unwritten:  # an unbuffered file may accept less at once
+                        unwritten = unwritten[file.write(unwritten) :]
         with _writing(source, scratch):
             os.fsync(file.fileno())  # a network file system reports only here that it is full
             file.seek(0)
         yield file
-
-
-def _write(file: IO[bytes], chunk: bytes) -> None:
-    """Write all of `chunk`: an unbuffered file may accept less at once."""
-    remaining = memoryview(chunk)
-    while remaining:
-        remaining = remaining[file.write(remaining) :]
 
 
 @contextmanager
@@ -406,6 +300,7 @@ def range_chunks(
     the bytes of [begin, end), `around` with what else determines the lines: whether a line
     continues at `begin`, and the end of the last line. Raises EOFError if the file ends before
     `end`."""
+    # A line that continues at `begin` belongs to the previous range.
     file.seek(max(0, begin - 1))
     inside_line = begin > 0 and file.read(1) != b"\n"
     around.update(b"inside" if inside_line else b"begins")
@@ -419,12 +314,13 @@ def range_chunks(
             raise EOFError(f"it ends at byte {position}, before byte {end}")
         digest.update(chunk)
         position += len(chunk)
-        if inside_line:  # that began in the previous range
+        if inside_line:
             _, newline, chunk = chunk.partition(b"\n")
             inside_line = not newline
         if chunk:
             unfinished = not chunk.endswith(b"\n")
             yield chunk
+    # The last line continues after `end`.
     while unfinished and (chunk := file.read(BLOCK_BYTES)):
         head, newline, _ = chunk.partition(b"\n")
         unfinished = not newline

@@ -1,7 +1,7 @@
 """All formats, and reading of documents in memory bounded by the longest allowed document.
 
-To add a format, add a subclass of `PartReader` and its entry in `READERS` to `line_readers` or
-`table_readers`: discovery, the help of ``--input``, splitting and change detection follow from it.
+To add a format, add a subclass of `PartReader` and its entry in `READERS`: discovery, the help of
+``--input``, splitting and change detection follow from it.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from bigtrain.data.documents import line_readers, table_readers
-from bigtrain.data.documents.files import READ_ERRORS, Source, without_compression
-from bigtrain.data.documents.line_readers import TextReader
+from bigtrain.data.documents.compression import READ_ERRORS, without_compression
+from bigtrain.data.documents.csv_reader import CsvReader
+from bigtrain.data.documents.dataset_readers import HubDatasetReader, SavedDatasetReader
+from bigtrain.data.documents.files import Source
+from bigtrain.data.documents.line_readers import JsonLinesReader, JsonReader, TextReader
 from bigtrain.data.documents.reader import (
     PartReader,
     ReadOptions,
@@ -19,9 +21,13 @@ from bigtrain.data.documents.reader import (
     SourcePart,
     unsplit,
 )
+from bigtrain.data.documents.table_readers import ArrowReader, ParquetReader
 from bigtrain.errors import DataError, first_line
 
-READERS: tuple[type[PartReader], ...] = (*line_readers.READERS, *table_readers.READERS)
+READERS: tuple[type[PartReader], ...] = (
+    *(TextReader, JsonLinesReader, JsonReader, CsvReader),
+    *(ParquetReader, ArrowReader, SavedDatasetReader, HubDatasetReader),
+)
 BY_SUFFIX = {suffix: reader for reader in READERS for suffix in reader.suffixes}
 ROW_SUFFIXES = tuple(suffix for suffix, reader in BY_SUFFIX.items() if reader.has_rows)
 DEFAULT_SUFFIXES = tuple(suffix for reader in READERS for suffix in reader.folder_suffixes)

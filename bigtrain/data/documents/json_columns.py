@@ -53,7 +53,9 @@ def _decoder(arrow_type: Any, feature: Any, is_text: bool) -> Decoder | None:
     parts = feature if isinstance(feature, dict) else {}
     feature_type = parts.get("_type")  # a name; in a struct, a field of this name is a feature
     if feature_type == "Json" or getattr(arrow_type, "extension_name", None) == "arrow.json":
-        return _from_text if is_text or not parts.get("decode", True) else _of_json
+        if is_text or not parts.get("decode", True):
+            return lambda value: _of_json(loads(value))
+        return _of_json
     arrow_type = getattr(arrow_type, "storage_type", arrow_type)
     arrow_item = getattr(arrow_type, "value_type", None)  # of a list or a dictionary column
     item = feature[0] if isinstance(feature, list) and feature else None
@@ -84,10 +86,6 @@ def _each_field(decoders: Mapping[str, Decoder], value: Any) -> Any:
         key: item if item is None or key not in decoders else decoders[key](item)
         for key, item in value.items()
     }
-
-
-def _from_text(value: Any) -> Any:
-    return _of_json(loads(value))
 
 
 def _of_json(value: Any) -> Any:

@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
-from typing import IO, Any, ClassVar
+from typing import Any, ClassVar
 
 import orjson
 import xxhash
@@ -115,15 +115,14 @@ class JsonLinesReader(PartReader):
         with open_file(part.source, part.end) as file:
             yield from self._parsed(range_chunks(file, part.begin, part.end, self, self._layout))
 
-    def _end_byte(self) -> int | None:
-        return self.part.end
-
-    def _skim(self, file: IO[bytes]) -> None:
-        if self.part.end is None:
-            super()._skim(file)
+    def _skim(self) -> None:
+        part = self.part
+        if part.end is None:
+            super()._skim()
             return
-        for _ in range_chunks(file, self.part.begin, self.part.end, self, self._layout):
-            pass
+        with open_file(part.source, part.end) as file:
+            for _ in range_chunks(file, part.begin, part.end, self, self._layout):
+                pass
 
     def _parsed(self, chunks: Iterator[bytes]) -> Iterator[list[bytes]]:
         is_text = not self.options.chat and self.options.text_filter is None
@@ -299,6 +298,3 @@ def _text_in(row: dict[str, Any], keys: Sequence[str]) -> bytes:
     if content is None:
         raise LookupError(reason)
     return content
-
-
-READERS = (TextReader, JsonLinesReader, JsonReader)

@@ -9,12 +9,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any, ClassVar
+from typing import Any, ClassVar
 
 import xxhash
 
 from bigtrain.data.documents.chat_formats import FORMATS, ONE_FORMAT, Conversations
-from bigtrain.data.documents.files import READ_ERRORS, HashingReader, Selection, Source, open_file
+from bigtrain.data.documents.compression import READ_ERRORS
+from bigtrain.data.documents.files import HashingReader, Selection, Source, open_file
 from bigtrain.data.documents.key_rules import KeyCounts, KeyRules, text_rules
 from bigtrain.data.documents.table_rows import Keys
 from bigtrain.data.documents.text_filter import TextFilter, text_of_document
@@ -155,8 +156,7 @@ class PartReader(ABC):
         """Compute `checksum` and `layout` only; for a checksum of bytes, without decompressing or
         parsing them. Raises as `blocks`."""
         try:
-            with open_file(self.part.source, self._end_byte()) as file:
-                self._skim(file)
+            self._skim()
         except READ_ERRORS as error:
             raise DataError(f"{self.part.source.path} cannot be read: {error}") from error
 
@@ -179,12 +179,10 @@ class PartReader(ABC):
     def _blocks(self) -> Iterator[list[bytes]]:
         """Yield the blocks; `blocks` adds the file name to `READ_ERRORS`."""
 
-    def _end_byte(self) -> int | None:
-        """Return the end of a byte range; None for others."""
-        return None
-
-    def _skim(self, file: IO[bytes]) -> None:
-        HashingReader(file, self).drain()
+    def _skim(self) -> None:
+        """Hash the bytes of the part."""
+        with open_file(self.part.source) as file:
+            HashingReader(file, self).drain()
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,10 @@
-"""Readers of tables: csv, parquet, arrow and Hugging Face datasets, one document per row.
+"""Readers of tables: parquet and arrow, one document per row.
 
 Raises DataError for corrupt files and for files without any of the columns.
 """
 
 from __future__ import annotations
 
-import csv
 import mmap
 import os
 from abc import abstractmethod
@@ -13,31 +12,14 @@ from array import array
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import xxhash
 
 from bigtrain.data.documents.chat_formats import conversation_of, text_of
-from bigtrain.data.documents.files import (
-    Source,
-    open_stream,
-    open_table,
-    require_unchanged,
-    split_lines,
-    stream_chunks,
-    unpacked,
-    without_compression,
-    without_mark,
-)
-from bigtrain.data.documents.json_columns import (
-    Decoder,
-    decoders_of,
-    features_of,
-    without_missing,
-)
-from bigtrain.data.documents.line_readers import first_lines
+from bigtrain.data.documents.files import Source, open_table, require_unchanged, unpacked
+from bigtrain.data.documents.json_columns import Decoder, decoders_of, features_of, without_missing
 from bigtrain.data.documents.reader import (
-    BadDocument,
     PartReader,
     ReadOptions,
     RejectedDocuments,
@@ -52,8 +34,6 @@ from bigtrain.data.documents.table_rows import (
     aligned,
     bytes_of_columns,
     columns_of,
-    decoded,
-    joined_rows,
     require_sound,
     rows_of_batch,
     rows_per_read,
@@ -61,9 +41,6 @@ from bigtrain.data.documents.table_rows import (
 )
 from bigtrain.errors import DataError, first_line
 from bigtrain.system.storage.remote_file import RemoteFile
-
-STREAMED_ROWS_PER_READ = 32
-"""Rows read at a time from a dataset of unknown size."""
 
 
 class RowReader(PartReader):
@@ -96,108 +73,6 @@ class RowReader(PartReader):
         if document.content is not None and len(document.content) > options.max_document_bytes:
             return Extracted(None, f"the document {options.too_large}")
         return document
-
-
-class CsvReader(RowReader):
-    """Reader of comma-separated rows with a header by RFC 4180; of a ``.tsv`` with tabs instead. A
-    row whose length differs from the header's is rejected. Errors that make the following rows
-    ambiguous (a wrong quote, a field of more than `max_document_bytes` characters) raise DataError
-    in any case. Bytes that are not UTF-8 become surrogates."""
-
-    format_name = "csv"
-    suffixes = (".csv", ".tsv")
-
-    @classmethod
-    def first_row_keys(cls, source: Source, options: ReadOptions) -> Collection[str]:
-        lines = (line.decode("utf-8") for line in first_lines(source, options.max_document_bytes))
-        try:
-            return next(csv.reader(lines, **_dialect(source, options)), ())
-        except (csv.Error, UnicodeDecodeError):
-            return ()
-
-    def reject_at(self, position: int, reason: str) -> None:
-        self.rejects.add(BadDocument(self.part.source.path, reason, line=position))
-
-    def _blocks(self) -> Iterator[list[bytes]]:
-        with open_stream(self.part.source, self) as stream:
-            for line, values in self._rows(stream_chunks(stream)):
-                row = self._row(values)
-                content, reason = self._document(row)
-                if content is None:
-                    self.reject_at(line, reason)
-                elif self.is_kept(content, row, f"{self.part.source.path}:{line}"):
-                    self.places = [line]
-                    yield [content]
-
-    def _rows(self, chunks: Iterator[bytes]) -> Iterator[tuple[int, list[str | None]]]:
-        """Yield each row with the number of the line in which it begins."""
-        path, keys, num_rows = self.part.source.path, self.options.keys, 0
-        # The limit is of the process: the module has no other.
-        previous_limit = csv.field_size_limit(self.options.max_document_bytes)
-        reader = csv.reader(self._lines(chunks), **_dialect(self.part.source, self.options))
-        line, names = 1, []
-        try:
-            # The header decides the columns to read, and the length of a row.
-            names = next(reader, [])
-            self.columns = [name for name in columns_of(path, keys, names) if name in names]
-            fields_read = [
-                None if name is None else names.index(name) for name in aligned(self.columns, keys)
-            ]
-            line = reader.line_num + 1
-            for fields in reader:
-                if len(fields) == len(names):
-                    num_rows += 1
-                    yield line, [None if n is None else fields[n] for n in fields_read]
-                elif fields:
-                    self.reject_at(line, f"{len(fields)} fields, the header has {len(names)}")
-                line = reader.line_num + 1
-        except csv.Error as error:
-            raise DataError(
-                f"{path}:{line} cannot be read as csv: {error} -> fix it; or, if a quote is a "
-                "letter of the text: --quotes letter"
-            ) from error
-        finally:
-            self.rejects.keys.add(names, num_rows)
-            csv.field_size_limit(previous_limit)
-
-    def _lines(self, chunks: Iterator[bytes]) -> Iterator[str]:
-        """Yield the lines. Raise DataError for a quote in a ``.tsv`` that may quote, as pandas and
-        Excel write it, or be a letter, as in the registered type text/tab-separated-values: with
-        either meaning the line has as many fields as the header, whose names are not quoted."""
-        path, number, num_tabs = self.part.source.path, 0, -1
-        has_doubtful_quotes = self.options.quotes is None and _is_tsv(self.part.source)
-        for lines in split_lines(chunks, self.options.max_document_bytes):
-            for line in lines:
-                number += 1
-                if line is None:
-                    raise DataError(
-                        f"{path}:{number} cannot be read as csv: the line {self.options.too_large}"
-                    )
-                if number == 1:
-                    line = without_mark(line, path)
-                if has_doubtful_quotes:
-                    has_quote = line.startswith(b'"') or b'\t"' in line
-                    if number == 1:
-                        num_tabs = -1 if has_quote else line.count(b"\t")
-                    elif has_quote and line.count(b"\t") == num_tabs:
-                        raise DataError(
-                            f"{path}:{number} has a field that begins with a quote, which may "
-                            "quote the field, as pandas and Excel write it, or be a letter of the "
-                            "text -> --quotes quote, or --quotes letter"
-                        )
-                yield line.decode("utf-8", "surrogateescape")
-
-
-def _is_tsv(source: Source) -> bool:
-    return without_compression(source.file_name).lower().endswith(".tsv")
-
-
-def _dialect(source: Source, options: ReadOptions) -> dict[str, Any]:
-    """Return the options of `csv.reader` for a file."""
-    delimiter = "\t" if _is_tsv(source) else ","
-    if options.quotes == "letter":
-        return {"delimiter": delimiter, "quoting": csv.QUOTE_NONE, "strict": True}
-    return {"delimiter": delimiter, "strict": True}
 
 
 class TableReader(RowReader):
@@ -379,131 +254,6 @@ class ArrowReader(TableReader):
                 row += batch.num_rows
 
 
-class _OpenPart(NamedTuple):
-    """Rows of a part of a dataset. first_row: number of the first row in the source; num_rows: 0 if
-    unknown."""
-
-    dataset: Any
-    first_row: int = 0
-    num_rows: int = 0
-
-
-class DatasetReader(TableReader):
-    """Base of the readers of Hugging Face datasets."""
-
-    @classmethod
-    @abstractmethod
-    def open(cls, source: Source, options: ReadOptions) -> Any:
-        """Return the `datasets` object. Raises DataError."""
-
-    @abstractmethod
-    def _open_part(self) -> _OpenPart:
-        """Return the rows of the part."""
-
-    @classmethod
-    def first_row_keys(cls, source: Source, options: ReadOptions) -> Collection[str]:
-        dataset = cls.open(source, options)
-        if dataset.column_names is not None:
-            return list(dataset.column_names)
-        return list(next(iter(dataset), ()))
-
-    def _rows(self, file: Any) -> Iterator[RowBlock]:
-        path, keys = self.part.source.path, self.options.keys
-        dataset, first, count = self._open_part()
-        row, all_names = first, dataset.column_names
-        if all_names is not None:
-            read_columns = columns_of(path, keys, all_names)
-            dataset = dataset.select_columns(stored_columns(read_columns, all_names))
-        # `datasets` decodes JSON itself, except for features with decode=False.
-        features = {} if dataset.features is None else dataset.features.to_dict()
-        decoders = decoders_of({}, features, is_text=False)
-        rows_at_once = STREAMED_ROWS_PER_READ
-        if count:
-            rows_at_once = rows_per_read(dataset.data.nbytes, dataset.data.num_rows)
-        try:
-            for batch in dataset.iter(rows_at_once):
-                names = list(batch)
-                self.columns = columns = columns_of(path, keys, names)
-
-                def values(name: str, batch: Any = batch) -> Sequence[Any]:
-                    return decoded(name, batch[name], decoders)
-
-                rows = joined_rows(len(batch[names[0]]), columns, keys, names, values)
-                self.rejects.keys.add(all_names or names, len(rows))
-                yield RowBlock(row, rows, (row - first) / count if count else 0.0)
-                row += len(rows)
-        except (DataError, GeneratorExit):
-            raise
-        except Exception as error:  # any error of the builder of a foreign format
-            raise DataError(
-                f"{path} cannot be read after row {row}: {first_line(error)}"
-            ) from error
-
-
-class SavedDatasetReader(DatasetReader):
-    """Reader of rows of a directory written by ``save_to_disk``."""
-
-    format_name = "saved_dataset"
-
-    @classmethod
-    def open(cls, source: Source, options: ReadOptions) -> Any:
-        import datasets
-
-        with _opening(source.path):
-            saved = datasets.load_from_disk(source.path)
-            is_dict = isinstance(saved, datasets.DatasetDict)
-            return saved[options.selection.dataset_split] if is_dict else saved
-
-    @classmethod
-    def split(cls, source: Source, options: ReadOptions, shard_bytes: int) -> list[SourcePart]:
-        return even_parts(source, len(cls.open(source, options)), shard_bytes)
-
-    def _open_part(self) -> _OpenPart:
-        dataset = self.open(self.part.source, self.options).with_format(None)
-        if self.part.end is None:
-            return _OpenPart(dataset, 0, len(dataset))
-        dataset = dataset.select(range(self.part.begin, self.part.end))
-        return _OpenPart(dataset, self.part.begin, len(dataset))
-
-
-class HubDatasetReader(DatasetReader):
-    """Reader of shards of a Hub dataset; streamed, to use little memory and disk."""
-
-    format_name = "hub_dataset"
-
-    @classmethod
-    def open(cls, source: Source, options: ReadOptions) -> Any:
-        import datasets
-
-        with _opening(source.path):
-            return datasets.load_dataset(
-                source.path,
-                options.selection.dataset_config,
-                split=options.selection.dataset_split,
-                revision=source.record.revision,
-                streaming=True,
-            )
-
-    @classmethod
-    def split(cls, source: Source, options: ReadOptions, shard_bytes: int) -> list[SourcePart]:
-        return even_parts(source, cls.open(source, options).num_shards, None)
-
-    def _open_part(self) -> _OpenPart:
-        dataset = self.open(self.part.source, self.options)
-        if self.part.end is not None:
-            assert self.part.end == self.part.begin + 1, "one shard of a streamed dataset at a time"
-            dataset = dataset.shard(num_shards=dataset.num_shards, index=self.part.begin)
-        return _OpenPart(dataset)
-
-
-@contextmanager
-def _opening(path: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # any error of the builder of a foreign format
-        raise DataError(f"--input {path} cannot be opened: {first_line(error)}") from error
-
-
 @contextmanager
 def _reading(path: str) -> Iterator[None]:
     import pyarrow
@@ -553,6 +303,3 @@ def _is_ipc_file(mapped: Any) -> bool:
     magic = mapped.read(6)
     mapped.seek(0)
     return bool(magic == b"ARROW1")
-
-
-READERS = (CsvReader, ParquetReader, ArrowReader, SavedDatasetReader, HubDatasetReader)

@@ -1,35 +1,27 @@
 """Checks that the datasets fit the run, before training starts. No torch.
 
 Each function returns problems instead of raising, so that all problems are reported at once.
-
-Sets for the evaluation loss: held-out documents of the data, and additional sets.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import pkgutil
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from bigtrain.data.samples.packing_plan import plan_of
 from bigtrain.data.samples.source import StreamDataset, with_source
 from bigtrain.data.samples.token_stream import StreamSamples, count_windows, split_stream
 from bigtrain.data.shards.dataset import Level, TokenDataset, open_dataset
-from bigtrain.data.shards.manifest import TOKENIZER_DIRECTORY, Split, TokenizerRecord
+from bigtrain.data.shards.manifest import TOKENIZER_DIRECTORY, Split
 from bigtrain.data.shards.shard_table import ShardTable
 from bigtrain.data.tokenizers.cache import foreign_file
+from bigtrain.data.tokenizers.model_tokens import check_vocabulary, known_vocab_size
 from bigtrain.errors import DataError, Problem
 from bigtrain.objectives.section import ROWS
-from bigtrain.settings.run_config import ModelSection, RunConfig
+from bigtrain.settings.run_config import RunConfig
 from bigtrain.settings.sections.extensions import GIVEN
-from bigtrain.system.storage.local_path import local_path
-
-MAX_PADDING_ROWS = 1024
-"""Rows of an embedding beyond the tokenizer's vocabulary: it is padded to multiples of at most
-this for speed and tensor parallelism; more indicates a different tokenizer."""
 
 
 def open_checked(
@@ -53,6 +45,19 @@ def open_checked(
 def _problem(config: RunConfig, number: int, rule: str, fix: str = "") -> Problem:
     """Return a problem of source `number` of the mixture."""
     return Problem(config.data.key_of(number), config.data.mixture[number].path, rule, fix)
+
+
+def _unlike_first(
+    config: RunConfig, values: Mapping[int, object], rule: Callable[[int, int], str], fix: str
+) -> list[Problem]:
+    """Return a problem for each source with another value than the first source that has one.
+    `values`: by number of the source; `rule`: of the numbers of a source and of the first one."""
+    first = next(iter(values), 0)
+    return [
+        _problem(config, number, rule(number, first), fix)
+        for number, value in values.items()
+        if value != values[first]
+    ]
 
 
 def check_datasets(
@@ -119,65 +124,52 @@ def check_given_stream(config: RunConfig, datasets: Sequence[TokenDataset]) -> l
 def check_same_tokenizer(config: RunConfig, tables: Sequence[ShardTable]) -> list[Problem]:
     """Check that one tokenizer made all sources: otherwise token ids have different meanings."""
 
-    tokenizers = [table.tokenizer for table in tables]
+    def rule(number: int, first: int) -> str:
+        texts = [
+            f"{t.name}, hash {t.hash}, {t.vocab_size} tokens, end of document "
+            f"{t.end_of_document_id}"
+            for t in (tables[number].tokenizer, tables[first].tokenizer)
+        ]
+        return (
+            f"was made with a different tokenizer ({texts[0]}) than "
+            f"{config.data.mixture[first].path} ({texts[1]})"
+        )
+
     # Sources may end documents in several tokens, unless losses depend on document ends.
     compares_ends = config.data.mask_end_of_document
+    tokenizers = [table.tokenizer for table in tables]
     identities = [(t.hash, t.vocab_size, t.end_of_document_id * compares_ends) for t in tokenizers]
-    described = [
-        f"{t.name}, hash {t.hash}, {t.vocab_size} tokens, end of document {t.end_of_document_id}"
-        for t in tokenizers
-    ]
-    return [
-        _problem(
-            config,
-            number,
-            f"was made with a different tokenizer ({described[number]}) than "
-            f"{config.data.mixture[0].path} ({described[0]})",
-            "tokenize all sources of a mixture with the same tokenizer",
-        )
-        for number, identity in enumerate(identities)
-        if identity != identities[0]
-    ]
+    fix = "tokenize all sources of a mixture with the same tokenizer"
+    return _unlike_first(config, dict(enumerate(identities)), rule, fix)
 
 
 def check_same_beginnings(config: RunConfig, tables: Sequence[ShardTable]) -> list[Problem]:
     """Check that texts begin alike in every source: a prompt can begin in one way only.
     Conversations begin according to their template."""
-    texts = [number for number, table in enumerate(tables) if not table.is_masked]
-    beginnings = {number: tables[number].tokenizer.beginning_ids for number in texts}
 
-    def describe(number: int) -> str:
-        ids = ", ".join(map(str, beginnings[number]))
-        return f"with token {ids}" if ids else "with no special token"
+    def rule(number: int, first: int) -> str:
+        ids = (", ".join(map(str, beginnings[n])) for n in (number, first))
+        texts = [f"with token {text}" if text else "with no special token" for text in ids]
+        return f"its texts begin {texts[0]}, those of {config.data.mixture[first].path} {texts[1]}"
 
-    return [
-        _problem(
-            config,
-            number,
-            f"its texts begin {describe(number)}, those of {config.data.mixture[texts[0]].path} "
-            f"{describe(texts[0])}",
-            "tokenize both with the same --beginning-of-text",
-        )
-        for number in texts
-        if beginnings[number] != beginnings[texts[0]]
-    ]
+    beginnings = {n: t.tokenizer.beginning_ids for n, t in enumerate(tables) if not t.is_masked}
+    return _unlike_first(
+        config, beginnings, rule, "tokenize both with the same --beginning-of-text"
+    )
 
 
 def check_same_templates(config: RunConfig, tables: Sequence[ShardTable]) -> list[Problem]:
     """Check that one chat template rendered all conversations: an export can have only one."""
-    templates = [table.tokenizer.chat_template for table in tables]
-    first = next((number for number, template in enumerate(templates) if template is not None), 0)
-    return [
-        _problem(
-            config,
-            number,
+    templates = {n: t.tokenizer.chat_template for n, t in enumerate(tables)}
+    return _unlike_first(
+        config,
+        {number: template for number, template in templates.items() if template is not None},
+        lambda _, first: (
             "its conversations were rendered by a different chat template than those of "
-            f"{config.data.mixture[first].path}, and the export can have only one",
-            "tokenize both with the same --chat-template",
-        )
-        for number, template in enumerate(templates)
-        if template is not None and template != templates[first]
-    ]
+            f"{config.data.mixture[first].path}, and the export can have only one"
+        ),
+        "tokenize both with the same --chat-template",
+    )
 
 
 def check_same_directory(config: RunConfig) -> list[Problem]:
@@ -376,55 +368,3 @@ def check_masks(config: RunConfig, tables: Sequence[ShardTable]) -> list[Problem
         for number, table in enumerate(tables)
         if table.is_masked
     ]
-
-
-def check_vocabulary(
-    tokenizer: TokenizerRecord, model_vocab_size: int, *, trained: bool = False
-) -> list[Problem]:
-    """Check that the shards' token ids fit a model with `model_vocab_size` rows of embedding.
-    `trained`: whether it has trained weights, whose vocabulary may grow."""
-    fix = (
-        f"set vocab_size to {tokenizer.vocab_size} (random weights), or tokenize with the "
-        "model's own tokenizer"
-    )
-    if trained:
-        fix = "tokenize with the model's own tokenizer"
-    # Ids beyond the embedding cannot be read; many unused rows show another tokenizer.
-    if tokenizer.vocab_size > model_vocab_size:
-        rule = (
-            f"too small: the shards were made with tokenizer {tokenizer.name}, whose vocabulary "
-            f"has {tokenizer.vocab_size} tokens"
-        )
-        if trained:
-            fix += (
-                "; or, if it is the model's tokenizer with added tokens, grow the weights: "
-                "model.vocabulary.new_rows=mean_covariance"
-            )
-    elif model_vocab_size - tokenizer.vocab_size > MAX_PADDING_ROWS:
-        rule = (
-            f"too large: the shards were made with tokenizer {tokenizer.name}, whose vocabulary "
-            f"has {tokenizer.vocab_size} tokens, and more than {MAX_PADDING_ROWS} extra rows "
-            "indicate a different tokenizer"
-        )
-    else:
-        return []
-    return [Problem("model vocab_size", model_vocab_size, rule, fix)]
-
-
-def known_vocab_size(model: ModelSection) -> int | None:
-    """Return the rows of the model's embedding from files on this machine; None if unknown."""
-    tree: Any = model.config
-    if not isinstance(tree, dict):
-        name = str(model.path if tree is None else tree)
-        path = Path(local_path(name, weights=False)) / "config.json"
-        try:
-            tree = json.loads(path.read_bytes())
-        except (OSError, ValueError):
-            return None  # a Hub name, or a directory that the model layer will refuse
-    for source in (model.overrides, tree):
-        if isinstance(source, dict):
-            text = source.get("text_config")
-            for level in (source, text if isinstance(text, dict) else {}):
-                if isinstance(level.get("vocab_size"), int):
-                    return int(level["vocab_size"])
-    return None

@@ -5,11 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bigtrain.data.loading.dataset_checks import (
-    count_samples,
-    ignored_weights,
-    open_answers,
-)
+from bigtrain.data.loading.dataset_checks import count_samples, ignored_weights, open_answers
 from bigtrain.data.shards.dataset import Level, TokenDataset, open_dataset
 from bigtrain.data.shards.manifest import Split
 from bigtrain.errors import DataError, Problem

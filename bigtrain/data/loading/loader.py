@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle
 from queue import SimpleQueue
 from threading import Event, Lock, Thread
@@ -46,7 +47,8 @@ class TrainingBatches:
     """Micro-batches of a data-parallel rank, by the number of samples consumed. Assignment of
     samples to rows: `bigtrain.settings.batch_plan.BatchPlan`. `workers` threads read and check the
     rows of the next steps; the batches do not depend on the number of threads. `close` ends the
-    threads. balances: the packed documents of a step are divided by their attention."""
+    threads. balances: the packed documents of a step are divided by their attention. stream: the
+    samples, if these are a stream with a state."""
 
     def __init__(
         self,
@@ -74,13 +76,14 @@ class TrainingBatches:
         self._order_lock = Lock()
         self._closed = Event()
         self._step_rows = plan.accumulation * plan.micro_batch_size
-        self._stream = dataset if isinstance(dataset, PositionedSamples) else None
+        self.stream = dataset if isinstance(dataset, PositionedSamples) else None
         tokens = self._step_rows * _row_length(plan)
         # A slow stream delays one step only.
-        max_steps = STEPS_AT_ONCE if self._stream is None else 1
+        max_steps = STEPS_AT_ONCE if self.stream is None else 1
         self._steps_at_once = min(max_steps, max(1, TOKENS_AT_ONCE // tokens))
         self._collator = Collator(options.pin)
-        self._workers = [_Worker(self._make_read()) for _ in range(workers)]
+        readers = [BatchReader(dataset, options) for _ in range(workers)]
+        self._workers = [_Worker(partial(self._read, reader)) for reader in readers]
         self._next_worker = cycle(self._workers)
         # Rows that were read but not returned yet, with their first sample, and their buffer;
         # requests being read, in order; free buffers.
@@ -126,23 +129,22 @@ class TrainingBatches:
         site_samples = steps[:, plan.site_begin : plan.site_begin + plan.site_batch_size]
         if self._balances:
             assert isinstance(self.dataset, MixedSamples)
-            work = self.dataset.compute_by_source(site_samples.reshape(-1), _attention_work)
-            work = work.reshape(site_samples.shape)
+            flat_work = np.empty(site_samples.size)
+            for number, indices, packed_samples in self.dataset.by_source(site_samples.reshape(-1)):
+                packed = self.dataset.sources[number]
+                assert isinstance(packed, PackedDocuments)
+                flat_work[indices] = packed.attention_work(packed_samples)
+            work = flat_work.reshape(site_samples.shape)
             site_samples = balanced(site_samples, work, plan.data_size, plan.micro_batch_size)
         divided = site_samples.reshape(-1, plan.data_size, plan.micro_batch_size)
         return divided[:, self.data_rank].reshape(-1)
 
-    @property
-    def stream(self) -> PositionedSamples | None:
-        """Samples that are a stream with a state; None if they have no state."""
-        return self._stream
-
     def restart(self, position: StreamPosition | None) -> None:
         """Continue a stream at `position`, for a `step` that does not follow the last step."""
-        if self._stream is not None:
+        if self.stream is not None:
             self._drop_ahead()
             self._ready = None
-            self._stream.restart(position)
+            self.stream.restart(position)
 
     def _drop_ahead(self) -> None:
         """Wait for what is being read, and discard it."""
@@ -190,20 +192,10 @@ class TrainingBatches:
         self._ahead.append((request, worker))
         return request
 
-    def _make_read(self) -> Callable[[_Request], None]:
-        reader = BatchReader(self.dataset, self.options)
-
-        def read(request: _Request) -> None:
-            with self._order_lock:  # so that no block of the order is computed twice
-                samples = self._rank_samples(request.first_sample, request.num_steps)
-            reader.read_rows(samples, request.rows.part(0, len(samples)), self._closed.is_set)
-
-        return read
-
-
-def _attention_work(packed: Samples, samples: Indices) -> npt.NDArray[np.float64]:
-    assert isinstance(packed, PackedDocuments)
-    return packed.attention_work(samples)
+    def _read(self, reader: BatchReader, request: _Request) -> None:
+        with self._order_lock:  # so that no block of the order is computed twice
+            samples = self._rank_samples(request.first_sample, request.num_steps)
+        reader.read_rows(samples, request.rows.part(0, len(samples)), self._closed.is_set)
 
 
 def _row_length(plan: BatchPlan) -> int:

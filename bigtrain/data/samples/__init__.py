@@ -2,6 +2,6 @@
 
 Shuffle, mixture, packing, and the phases of a run whose data or sequence length changed. Nothing
 here depends on ranks, so a run can resume with any world size. Imports `shards`; `loading` and
-`run` import it. Start with `phases` and `mixture`; samples are slices of `token_stream` by
-`windows`, or packed by `packed_samples`.
+`run` import it. Start with `phases` and `mixture`; samples are windows of a `token_stream`, packed
+by a `packing_plan`, or complete `documents`.
 """

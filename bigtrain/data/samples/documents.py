@@ -1,8 +1,12 @@
-"""Samples that are single documents, padded at the end. numpy only.
+"""Samples of complete documents, padded at the end: single ones, with labels, pairs. numpy only.
 
 A document that is longer than a sample is refused, truncated at its end, or divided into pieces:
 each piece begins with the last token of the previous piece, so that every token but the first of
 the document is predicted exactly once.
+
+A row of the loader holds both documents of a pair, each in `sequence_length` + 1 tokens with
+padding at the end; the collator divides it into two rows
+(`bigtrain.data.loading.micro_batch.MicroBatch.of_pairs`).
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from bigtrain.data.samples.token_stream import (
     Indices,
@@ -25,7 +30,30 @@ from bigtrain.errors import DataError
 Longer = Literal["refuse", "truncate", "divide"]
 
 
-class DocumentSamples(StreamSamples):
+class PaddedSamples(StreamSamples):
+    """Base of samples that are ranges of documents, and padding without loss. `is_complete`: each
+    position of a document in the input has a target."""
+
+    _is_complete = False
+
+    def fill(self, samples: Indices, rows: Indices, out: TokenRows) -> None:
+        assert out.loss_mask is not None
+        out.tokens[rows] = 0
+        out.loss_mask[rows] = False
+        pieces = self._pieces(samples)
+        starts, lengths = pieces.starts, pieces.lengths
+        positions = rows[pieces.numbers] * (self.sequence_length + 1) + pieces.positions
+        self.stream.read(starts, lengths, out.tokens.reshape(-1), positions)
+        flat = out.loss_mask.reshape(-1)
+        if self.stream.is_masked and not self._is_complete:
+            self.stream.read_mask(starts, lengths, flat, positions)
+            return
+        shift = 1 if self._is_complete else 0  # the target of a position is after it
+        for position, length in zip(positions.tolist(), lengths.tolist(), strict=True):
+            flat[position + shift : position + shift + length] = True
+
+
+class DocumentSamples(PaddedSamples):
     """Documents of `stream`, or pieces of documents. documents, offsets, lengths: int64 [samples]:
     the document of a sample, its first token in that document, and its number of tokens. `longer`:
     what is done with documents that are longer than a sample. `truncation_note`: how truncation
@@ -63,19 +91,60 @@ class DocumentSamples(StreamSamples):
             self.documents, self.lengths = np.arange(len(lengths)), fitted
             self.offsets = np.zeros_like(fitted)
         self._begins = begins[self.documents] + self.offsets
-        super().__init__(stream, sequence_length, len(self.documents), masks_loss=True)
-
-    def fill(self, samples: Indices, rows: Indices, out: TokenRows) -> None:
-        assert out.loss_mask is not None
-        out.tokens[rows] = 0
-        out.loss_mask[rows] = False
-        positions = rows * (self.sequence_length + 1)
-        starts, lengths = self._begins[samples], self.lengths[samples]
-        fill_documents(self.stream, starts, lengths, positions, out, is_complete=self._is_complete)
+        super().__init__(stream, sequence_length, len(self.documents))
 
     def _pieces(self, samples: Indices) -> Ranges:
         begins, lengths = self._begins[samples], self.lengths[samples]
         return Ranges(np.arange(len(samples)), begins, lengths, np.zeros_like(samples))
+
+
+class ClassifiedSamples(DocumentSamples):
+    """Documents of `stream`, complete, padded at the end. labels: uint8 [samples]. `truncates`:
+    longer documents, at the end. Raises DataError as `DocumentSamples`."""
+
+    def __init__(
+        self, stream: TokenStream, sequence_length: int, *, truncates: bool = False
+    ) -> None:
+        longer: Longer = "truncate" if truncates else "refuse"
+        super().__init__(stream, sequence_length, longer, is_complete=True)
+        parts: list[npt.NDArray[np.uint8]] = [shard.labels for shard in stream.shards]
+        self.labels = np.concatenate(parts)
+
+
+class PairSamples(PaddedSamples):
+    """Pairs of the documents of `stream`. `sequence_length` is the length of a row with both
+    documents. `truncates`: longer documents are truncated at the end; `truncation_note`: how that
+    changes them, empty if it does not. `is_complete`: for a model that scores a document at its
+    last token, see `fitted_lengths`. Raises DataError if the number of documents is 0 or odd, and
+    as `fitted_lengths`."""
+
+    def __init__(
+        self,
+        stream: TokenStream,
+        sequence_length: int,
+        *,
+        truncates: bool = False,
+        is_complete: bool = False,
+    ) -> None:
+        lengths = document_lengths(stream.shards)
+        if len(lengths) % 2 or not len(lengths):
+            raise DataError(
+                f"{len(lengths)} documents are not pairs of a chosen and a rejected answer -> "
+                "tokenize preference data"
+            )
+        self._half = sequence_length + 1
+        self._begins = np.cumsum(lengths) - lengths
+        self._is_complete = is_complete
+        self._lengths, self.truncation_note = fitted_lengths(
+            stream, lengths, sequence_length, truncates=truncates, is_complete=is_complete
+        )
+        super().__init__(stream, 2 * self._half - 1, len(lengths) // 2)
+
+    def _pieces(self, samples: Indices) -> Ranges:
+        documents = np.stack([2 * samples, 2 * samples + 1], 1).reshape(-1)
+        positions = np.tile([0, self._half], len(samples))
+        numbers = np.repeat(np.arange(len(samples)), 2)
+        return Ranges(numbers, self._begins[documents], self._lengths[documents], positions)
 
 
 def document_lengths(shards: Sequence[TokenShard], *, may_be_empty: bool = False) -> Indices:
@@ -137,25 +206,3 @@ def fitted_lengths(
             "and counts them"
         )
     return np.minimum(lengths, width), truncation_note
-
-
-def fill_documents(
-    stream: TokenStream,
-    starts: Indices,
-    lengths: Indices,
-    positions: Indices,
-    out: TokenRows,
-    *,
-    is_complete: bool = False,
-) -> None:
-    """Write documents, ranges of `stream`, with their targets to positions `positions` of the flat
-    `out`. `is_complete`: each position of a document in the input has a target."""
-    assert out.loss_mask is not None
-    stream.read(starts, lengths, out.tokens.reshape(-1), positions)
-    flat = out.loss_mask.reshape(-1)
-    if stream.is_masked and not is_complete:
-        stream.read_mask(starts, lengths, flat, positions)
-        return
-    shift = 1 if is_complete else 0  # the target of a position is after it
-    for position, length in zip(positions.tolist(), lengths.tolist(), strict=True):
-        flat[position + shift : position + shift + length] = True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +69,13 @@ def write_kept(
             records: list[ShardRecord] = []
             num_documents = num_tokens = 0
             for shard in dataset.shards(split):
-                shard_selection = is_selected[num_documents : num_documents + shard.num_documents]
-                if shard_selection.any():
-                    name = f"{split}-{len(records):05d}"
-                    writer = _Writer(dataset, stream, shard, num_tokens, shard_selection)
-                    records.append(writer.write(draft, name))
+                selected = is_selected[num_documents : num_documents + shard.num_documents]
+                if selected.any():
+                    path = draft / f"{split}-{len(records):05d}"
+                    shard_record = _write_shard(
+                        dataset, stream, shard, begin=num_tokens, is_selected=selected, path=path
+                    )
+                    records.append(shard_record)
                 num_documents += shard.num_documents
                 num_tokens += shard.num_tokens
             splits[split] = tuple(records)
@@ -87,38 +88,39 @@ def write_kept(
     return splits
 
 
-@dataclass(frozen=True)
-class _Writer:
-    """Writer of the selected documents of `shard`, which is at token `begin` of `stream`."""
-
-    dataset: TokenDataset
-    stream: TokenStream
-    shard: TokenShard
-    begin: int
-    is_selected: Kept
-
-    def write(self, directory: Path, name: str) -> ShardRecord:
-        table = self.dataset.table
-        lengths = document_lengths([self.shard], may_be_empty=True)
-        begins = self.begin + np.cumsum(lengths) - lengths
-        labeled = table.rows in LABELED
-        dtype: Any = table.token_dtype
-        with ShardWriter(directory, name, dtype, masked=table.is_masked, labeled=labeled) as writer:
-            for first in range(0, len(self.is_selected), _CHUNK_DOCUMENTS):
-                part = self.is_selected[first : first + _CHUNK_DOCUMENTS]
-                documents = np.flatnonzero(part) + first
-                sizes = lengths[documents]
-                offsets = np.cumsum(sizes) - sizes
-                tokens = np.empty(int(sizes.sum()), self.shard.dtype)
-                self.stream.read(begins[documents], sizes, tokens, offsets)
-                mask = None
-                if table.is_masked:
-                    mask = np.empty(len(tokens), np.bool_)
-                    self.stream.read_mask(begins[documents], sizes, mask, offsets)
-                weights = None
-                if self.shard.weights_path is not None:
-                    weights = np.ones(len(tokens), np.float32)
-                    self.stream.read_weights(begins[documents], sizes, weights, offsets)
-                labels = self.shard.labels[documents] if labeled else None
-                writer.add(tokens, sizes, 0, mask=mask, labels=labels, weights=weights)
-            return writer.close()
+def _write_shard(
+    dataset: TokenDataset,
+    stream: TokenStream,
+    shard: TokenShard,
+    *,
+    begin: int,
+    is_selected: Kept,
+    path: Path,
+) -> ShardRecord:
+    """Write the selected documents of `shard`, which is at token `begin` of `stream`, as the shard
+    `path`."""
+    table = dataset.table
+    lengths = document_lengths([shard], may_be_empty=True)
+    begins = begin + np.cumsum(lengths) - lengths
+    labeled = table.rows in LABELED
+    dtype: Any = table.token_dtype
+    with ShardWriter(
+        path.parent, path.name, dtype, masked=table.is_masked, labeled=labeled
+    ) as writer:
+        # Many documents at a time, which bounds the memory.
+        for first in range(0, len(is_selected), _CHUNK_DOCUMENTS):
+            documents = np.flatnonzero(is_selected[first : first + _CHUNK_DOCUMENTS]) + first
+            sizes = lengths[documents]
+            offsets = np.cumsum(sizes) - sizes
+            tokens = np.empty(int(sizes.sum()), shard.dtype)
+            stream.read(begins[documents], sizes, tokens, offsets)
+            mask = weights = None
+            if table.is_masked:
+                mask = np.empty(len(tokens), np.bool_)
+                stream.read_mask(begins[documents], sizes, mask, offsets)
+            if shard.weights_path is not None:
+                weights = np.ones(len(tokens), np.float32)
+                stream.read_weights(begins[documents], sizes, weights, offsets)
+            labels = shard.labels[documents] if labeled else None
+            writer.add(tokens, sizes, 0, mask=mask, labels=labels, weights=weights)
+        return writer.close()

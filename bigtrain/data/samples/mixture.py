@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate
@@ -56,15 +56,6 @@ class MixedSamples:
         assert not len(samples) or 0 <= samples.min() <= samples.max() < self.num_samples
         for number, indices, source_samples in self.by_source(samples):
             self.sources[number].fill(source_samples, rows[indices], out)
-
-    def compute_by_source(
-        self, samples: Indices, compute: Callable[[Samples, Indices], npt.NDArray[np.float64]]
-    ) -> npt.NDArray[np.float64]:
-        """Return a number for each sample, computed by `compute` source by source."""
-        result = np.empty(len(samples))
-        for number, indices, source_samples in self.by_source(samples):
-            result[indices] = compute(self.sources[number], source_samples)
-        return result
 
     def by_source(self, samples: Indices) -> Iterator[tuple[int, Indices, Indices]]:
         """Yield for each source its number, the indices in `samples` of the samples that belong to

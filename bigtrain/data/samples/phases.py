@@ -118,19 +118,21 @@ class JoinedWindows(StreamSamples):
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SourcePhase:
-    """Source in a phase. path, hash: see `SourceIdentity`. number: its index among the run's
-    sources when it first appeared, counted from 0. weight: its integer share, 0 if it is no longer
-    read. start: its samples that count as read at the start of the phase, in the phase's sequence
-    length, including epochs. rest: remainder of the epoch before `start`, which is read first."""
+    """Source, and its position in a phase. path: for messages. hash: of its tokenizer and its
+    training tokens in order. number: its index among the run's sources when it first appeared,
+    counted from 0. weight: its integer share, 0 if it is no longer read. num_tokens: of packed
+    documents, the length of a stream with an equal number of samples. start: its samples that count
+    as read at the start of the phase, in the phase's sequence length, including epochs. rest:
+    remainder of the epoch before `start`, which is read first."""
 
     path: str
     hash: str
-    number: int
-    weight: int
+    number: int = 0
+    weight: int = 0
     num_tokens: int
-    start: int
+    start: int = 0
     rest: EpochRemainder | None = None
 
     @classmethod
@@ -214,9 +216,9 @@ class Phase:
 
 
 def first_phase(
-    config: RunConfig, sources: Sequence[SourceIdentity], sequence_length: int | None = None
+    config: RunConfig, sources: Sequence[SourcePhase], sequence_length: int | None = None
 ) -> Phase:
-    """Return the first phase of a run. `sources`: identities of ``config.data.mixture``.
+    """Return the first phase of a run. `sources`: of ``config.data.mixture``, at their start.
     `sequence_length`: for a run that began without phases and with a different sequence length."""
     length = sequence_length or config.batch.sequence_length
     chunk_length = length if sequence_length else config.data.chunk_length or length
@@ -225,7 +227,7 @@ def first_phase(
 
 
 def next_phase(
-    last: Phase, config: RunConfig, sources: Sequence[SourceIdentity], sample: int
+    last: Phase, config: RunConfig, sources: Sequence[SourcePhase], sample: int
 ) -> Phase:
     """Return the phase in which a run continues at `sample` after `last`; `last` itself if the data
     has not changed. A source continues at its position, also one that was removed temporarily.
@@ -283,7 +285,7 @@ def _converted(source: SourcePhase, last: Phase, following: Phase) -> SourcePhas
 
 def _weighted(
     mixture: Sequence[SourceSection],
-    sources: Sequence[SourceIdentity],
+    sources: Sequence[SourcePhase],
     sequence_length: int,
     chunk_length: int,
     former_sources: Sequence[SourcePhase],
@@ -302,7 +304,7 @@ def _weighted(
             read.append(replace(before, path=source.path, weight=weight))
         else:
             number = len(former_sources) + sum(new.number >= len(former_sources) for new in read)
-            read.append(SourcePhase(source.path, source.hash, number, weight, source.num_tokens, 0))
+            read.append(replace(source, number=number, weight=weight))
     return (*read, *unread_sources)
 
 
@@ -340,24 +342,13 @@ def differences(before: Phase, now: Phase) -> list[tuple[str, str]]:
     return changes
 
 
-@dataclass(frozen=True)
-class SourceIdentity:
-    """Identity of a dataset: `hash` of its tokenizer and its training tokens in order, and the
-    number of tokens. For packed documents `num_tokens` is the length of a stream with an equal
-    number of samples. `path` is for messages."""
-
-    path: str
-    hash: str
-    num_tokens: int
-
-
 def identify_sources(
     config: RunConfig, datasets: Sequence[TokenDataset]
-) -> tuple[SourceIdentity, ...]:
-    """Return the identities of `datasets`, the mixture's in its order. Packed documents are a
-    different dataset at every sequence length: the part that was read in samples of a given length
-    does not determine the part in samples of another length."""
-    identities = []
+) -> tuple[SourcePhase, ...]:
+    """Return `datasets`, the mixture's in its order, as sources at their start. Packed documents
+    are a different dataset at every sequence length: the part that was read in samples of a given
+    length does not determine the part in samples of another length."""
+    sources = []
     for source, dataset in zip(config.data.mixture, datasets, strict=True):
         digest = xxhash.xxh3_64(dataset.table.tokenizer.hash.encode())
         _add_tokens(digest, dataset.table)
@@ -371,8 +362,9 @@ def identify_sources(
             digest.update(f"best_fit:{length}:{config.data.long_documents}".encode())
             plan = plan_of(config, dataset, "train")
             num_tokens = plan.num_packs * length + 1
-        identities.append(SourceIdentity(source.path, digest.hexdigest(), num_tokens))
-    return tuple(identities)
+        digest_text = digest.hexdigest()
+        sources.append(SourcePhase(path=source.path, hash=digest_text, num_tokens=num_tokens))
+    return tuple(sources)
 
 
 def data_hash(data: DataSection, datasets: Sequence[TokenDataset]) -> str:

@@ -4,7 +4,7 @@ KTO (arXiv 2402.01306) estimates how far the model has moved from its reference 
 prompts. As in TRL, the mismatched row of a document is its prompt with the answer of the previous
 document (for the first document, of the last document). Both rows of a sample are fixed by the
 dataset, so that they do not depend on micro-batches, ranks and the order of samples. A row
-of the loader holds both rows, like a pair (`bigtrain.data.samples.pairs`).
+of the loader holds both rows, like a pair (`bigtrain.data.samples.documents`).
 """
 
 from __future__ import annotations
@@ -12,18 +12,12 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from bigtrain.data.samples.documents import document_lengths, fill_documents, fitted_lengths
-from bigtrain.data.samples.token_stream import (
-    Indices,
-    Ranges,
-    StreamSamples,
-    TokenRows,
-    TokenStream,
-)
+from bigtrain.data.samples.documents import PaddedSamples, document_lengths, fitted_lengths
+from bigtrain.data.samples.token_stream import Indices, Ranges, TokenStream
 from bigtrain.errors import DataError
 
 
-class RatedSamples(StreamSamples):
+class RatedSamples(PaddedSamples):
     """Rated answers of `stream`, with mismatched answers. `sequence_length` is the length of a row
     with both. labels: uint8 [samples], 1 if the answer is desirable. `truncates`: longer documents
     are truncated at the end; `truncation_note`: how that changes them, empty if it does not.
@@ -45,35 +39,29 @@ class RatedSamples(StreamSamples):
         )
         parts: list[npt.NDArray[np.uint8]] = [shard.labels for shard in stream.shards]
         self.labels = np.concatenate(parts)
-        super().__init__(stream, 2 * self._half - 1, len(lengths), masks_loss=True)
+        super().__init__(stream, 2 * self._half - 1, len(lengths))
 
     def mismatched_lengths(self, samples: Indices) -> Indices:
         """Return the tokens of the mismatched row of every sample."""
-        _, lengths, _ = self._ranges(samples, np.zeros_like(samples))
-        total: Indices = lengths.reshape(-1, 3)[:, 1:].sum(1)
+        total: Indices = self._pieces(samples).lengths.reshape(-1, 3)[:, 1:].sum(1)
         return total
 
-    def fill(self, samples: Indices, rows: Indices, out: TokenRows) -> None:
-        assert out.loss_mask is not None
-        out.tokens[rows] = 0
-        out.loss_mask[rows] = False
-        starts, lengths, positions = self._ranges(samples, rows * (2 * self._half))
-        fill_documents(self.stream, starts, lengths, positions, out)
-
-    def _ranges(self, samples: Indices, begins: Indices) -> tuple[Indices, Indices, Indices]:
-        """Return starts, lengths and positions in the buffer of three ranges for each sample: its
-        document, its prompt, and the answer of the previous document."""
+    def _pieces(self, samples: Indices) -> Ranges:
+        """Return three ranges for each sample: its document, its prompt, and the answer of the
+        previous document."""
         previous = (samples - 1) % self.num_samples
         prompts, previous_prompts = map(self._prompt_lengths, (samples, previous))
         firsts = self._begins[samples]
         answers = self._lengths[previous] - previous_prompts
-        starts = np.stack([firsts, firsts, self._begins[previous] + previous_prompts], 1)
-        lengths = np.stack(
-            [self._lengths[samples], prompts, np.minimum(answers, self._half - prompts)], 1
-        )
-        mismatched = begins + self._half
-        positions = np.stack([begins, mismatched, mismatched + prompts], 1)
-        return starts.reshape(-1), lengths.reshape(-1), positions.reshape(-1)
+        starts = [firsts, firsts, self._begins[previous] + previous_prompts]
+        lengths = [self._lengths[samples], prompts, np.minimum(answers, self._half - prompts)]
+        positions = [
+            np.zeros_like(samples),
+            np.full_like(samples, self._half),
+            self._half + prompts,
+        ]
+        columns = (np.stack(column, 1).reshape(-1) for column in (starts, lengths, positions))
+        return Ranges(np.repeat(np.arange(len(samples)), 3), *columns)
 
     def _prompt_lengths(self, documents: Indices) -> Indices:
         """Return the tokens before the first target of every document."""
@@ -83,7 +71,3 @@ class RatedSamples(StreamSamples):
         self.stream.read_mask(self._begins[documents], lengths, mask.reshape(-1), offsets)
         prompts: Indices = mask.argmax(1)
         return prompts
-
-    def _pieces(self, samples: Indices) -> Ranges:
-        starts, lengths, positions = self._ranges(samples, np.zeros_like(samples))
-        return Ranges(np.repeat(np.arange(len(samples)), 3), starts, lengths, positions)

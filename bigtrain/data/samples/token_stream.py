@@ -109,6 +109,12 @@ class Ranges:
         """Return some of the ranges."""
         return Ranges(*(getattr(self, field.name)[is_selected] for field in fields(Ranges)))
 
+    def scaled(self, factor: int) -> Ranges:
+        """Return the ranges of bytes of values of `factor` bytes."""
+        return Ranges(
+            self.numbers, self.starts * factor, self.lengths * factor, self.positions * factor
+        )
+
     @staticmethod
     def join(parts: Sequence[Ranges]) -> Ranges:
         names = [field.name for field in fields(Ranges)]
@@ -123,24 +129,12 @@ class TokenStream:
         self.vocab_size = vocab_size
         self.token_dtype = shards.dtype
         self.is_masked = shards.is_masked and len(shards) > 0
-        # A reader for each kind of file, and a verifier if the shards have checksums of blocks.
-        sizes = shards.num_tokens
-        paths, masks = (partial(shards.path, suffix=suffix) for suffix in ("bin", "mask"))
-        self._reader, self._mask_reader = FileReader(paths), FileReader(masks)
-        self._verifier = self._mask_verifier = self._weights_verifier = None
-        if shards.has_blocks:
-            num_bytes = sizes * self.token_dtype.itemsize
-            self._verifier = BlockVerifier(paths, num_bytes, partial(self._block_sums, "bin_sums"))
-        if self.is_masked and shards.has_blocks:
-            sums = partial(self._block_sums, "mask_sums")
-            self._mask_verifier = BlockVerifier(masks, -(-sizes // 8), sums)
         self.is_weighted = bool(shards.have_weights.any())
-        paths = partial(shards.path, suffix="weights")
-        self._weights_reader = FileReader(paths)
-        if self.is_weighted and shards.has_blocks:
-            sums = partial(self._block_sums, "weights_sums")
-            num_bytes = 4 * sizes * shards.have_weights
-            self._weights_verifier = BlockVerifier(paths, num_bytes, sums)
+        # Files of a value per token; absent ones have no bytes.
+        sizes = shards.num_tokens
+        self._bin = _ShardFiles(shards, "bin", sizes * self.token_dtype.itemsize)
+        self._mask = _ShardFiles(shards, "mask", -(-sizes // 8) * self.is_masked)
+        self._weights = _ShardFiles(shards, "weights", 4 * sizes * shards.have_weights)
         self._ends = np.cumsum(sizes, dtype=np.int64)
         self._begins = self._ends - sizes
         self.num_tokens = int(sizes.sum())
@@ -171,7 +165,8 @@ class TokenStream:
         )
         if len(starts) < MIN_ROWS_OF_SHARD * len(shard_numbers):
             return np.arange(len(starts))
-        faults = _page_faults()
+        # Major page faults of this thread wait for a disk.
+        faults_before = resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
         step = max(1, GATHERED_TOKENS // (width - 1))
         for number in shard_numbers:
             windows = self._mapped_windows(number, width) if number >= 0 else None
@@ -185,21 +180,17 @@ class TokenStream:
             for low in range(0, len(row_indices), step):
                 out[out_rows[low : low + step]] = windows[begins[low : low + step]]
         # Pages came from the disk: the next calls read instead.
-        if _page_faults() - faults > len(starts) * COLD_PAGES_OF_ROW:
+        faults = resource.getrusage(resource.RUSAGE_THREAD).ru_majflt - faults_before
+        if faults > len(starts) * COLD_PAGES_OF_ROW:
             self._reads_to_map = READS_AFTER_COLD_MAP
         return np.flatnonzero(numbers < 0)
 
     def _verify_mapped(self, number: int, begins: Indices, width: int) -> None:
         """Verify windows of one shard by its map; the caller has checked the length of the file."""
-        if self._verifier is not None:
+        if self._bin.verifier is not None:
             token_bytes, content = self.token_dtype.itemsize, self.shards[number].token_bytes
             low, high = begins * token_bytes, (begins + width) * token_bytes
-            self._verifier.verify(number, low, high, lambda _, a, b: content[a:b])
-
-    def _block_sums(self, sums_name: str, number: int) -> tuple[Path, Sums]:
-        sums = self.shards[number].block_sums
-        assert sums is not None
-        return sums.path, getattr(sums, sums_name)
+            self._bin.verifier.verify(number, low, high, lambda _, a, b: content[a:b])
 
     def _mapped_windows(self, number: int, width: int) -> Tokens | None:
         """Return every range of `width` tokens of a shard, as a view of its map. None if its file
@@ -220,11 +211,11 @@ class TokenStream:
         wider type. Raises DataError if a shard cannot be read."""
         parts = self._cut(starts, lengths, positions)
         if out.dtype == self.token_dtype:
-            self._read_parts(parts, out)
+            self._bin.read(parts.scaled(self.token_dtype.itemsize), out)
             return
         packed = np.cumsum(parts.lengths) - parts.lengths
         stored = np.empty(int(parts.lengths.sum()), self.token_dtype)
-        self._read_parts(replace(parts, positions=packed), stored)
+        self._bin.read(replace(parts, positions=packed).scaled(stored.itemsize), stored)
         parts.put(stored, packed, out)
 
     def read_mask(self, starts: Indices, lengths: Indices, out: Mask, positions: Indices) -> None:
@@ -232,14 +223,9 @@ class TokenStream:
         bool, one-dimensional. Only if `is_masked`."""
         parts = self._cut(starts, lengths, positions)
         first, last = parts.starts // 8, (parts.starts + parts.lengths + 7) // 8
-        if self._mask_verifier is not None:
-            self._mask_verifier.verify(parts.numbers, first, last, self._mask_reader.read_range)
-        ends = np.cumsum(last - first)
-        packed = np.empty(int(ends[-1]) if len(ends) else 0, np.uint8)
-        begins = ends - (last - first)
-        self._mask_reader.read(
-            parts.numbers.tolist(), first.tolist(), packed.data, begins.tolist(), ends.tolist()
-        )
+        begins = np.cumsum(last - first) - (last - first)
+        packed = np.empty(int((last - first).sum()), np.uint8)
+        self._mask.read(Ranges(parts.numbers, first, last - first, begins), packed)
         bits = np.unpackbits(packed, bitorder="little").view(np.bool_)
         parts.put(bits, 8 * begins + parts.starts % 8, out)
 
@@ -250,16 +236,7 @@ class TokenStream:
         float32, one-dimensional and contiguous, 1 where a shard without weights is read."""
         parts = self._cut(starts, lengths, positions)
         parts = parts.select(self.shards.have_weights[parts.numbers] & (parts.lengths > 0))
-        low, high = 4 * parts.starts, 4 * (parts.starts + parts.lengths)
-        if self._weights_verifier is not None:
-            self._weights_verifier.verify(parts.numbers, low, high, self._weights_reader.read_range)
-        self._weights_reader.read(
-            parts.numbers.tolist(),
-            low.tolist(),
-            out.view(np.uint8).data,
-            (4 * parts.positions).tolist(),
-            (4 * (parts.positions + parts.lengths)).tolist(),
-        )
+        self._weights.read(parts.scaled(4), out)
 
     def begins(self, starts: Indices, lengths: Indices, positions: Indices) -> Indices:
         """Return the document starts in ranges of the stream, int64: token ``starts[i] + j`` as
@@ -310,23 +287,37 @@ class TokenStream:
             positions = (positions + lengths_in_shard)[unfinished]
             lengths = (lengths - lengths_in_shard)[unfinished]
 
-    def _read_parts(self, parts: Ranges, out: Tokens) -> None:
-        token_bytes = self.token_dtype.itemsize
-        if self._verifier is not None:
-            low, high = parts.starts * token_bytes, (parts.starts + parts.lengths) * token_bytes
-            self._verifier.verify(parts.numbers, low, high, self._reader.read_range)
+
+class _ShardFiles:
+    """Files with `suffix` of `shards`, of `sizes` bytes. verifier: of the blocks that are read, if
+    the shards have checksums of blocks, and some shard has the file."""
+
+    def __init__(self, shards: ShardList, suffix: str, sizes: Indices) -> None:
+        path = partial(shards.path, suffix=suffix)
+        self._shards, self._suffix = shards, suffix
+        self._reader = FileReader(path)
+        self.verifier = None
+        if shards.has_blocks and sizes.any():
+            self.verifier = BlockVerifier(path, sizes, self._block_sums)
+
+    def _block_sums(self, number: int) -> tuple[Path, Sums]:
+        sums = self._shards[number].block_sums
+        assert sums is not None
+        return sums.path, getattr(sums, f"{self._suffix}_sums")
+
+    def read(self, parts: Ranges, out: npt.NDArray[Any]) -> None:
+        """Copy ranges of bytes, whose positions are bytes of `out`; verify them first."""
+        low, high = parts.starts, parts.starts + parts.lengths
+        if self.verifier is not None:
+            self.verifier.verify(parts.numbers, low, high, self._reader.read_range)
+        ends = parts.positions + parts.lengths
         self._reader.read(
             parts.numbers.tolist(),
-            (parts.starts * token_bytes).tolist(),
+            low.tolist(),
             out.view(np.uint8).data,
-            (parts.positions * token_bytes).tolist(),
-            ((parts.positions + parts.lengths) * token_bytes).tolist(),
+            parts.positions.tolist(),
+            ends.tolist(),
         )
-
-
-def _page_faults() -> int:
-    """Return this thread's major page faults, which waited for a disk."""
-    return resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
 
 
 def split_stream(dataset: TokenDataset, split: Split) -> TokenStream:

@@ -12,13 +12,11 @@ from __future__ import annotations
 import operator
 import os
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
-from threading import Lock
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -63,8 +61,9 @@ class ShardList(Sequence[TokenShard]):
         self._directory = directory
         self._paths: list[Path] | None = None
         self._columns = columns
-        self._opened: OrderedDict[int, TokenShard] = OrderedDict()
-        self._lock = Lock()
+        # Without a reference to this list, so that files are closed with the last reference to it.
+        open_one = partial(_open_shard, directory, columns, self.dtype.name)
+        self._open: Callable[[int], TokenShard] = lru_cache(MAX_OPEN_SHARDS)(open_one)
 
     @classmethod
     def of(cls, shards: Sequence[TokenShard]) -> ShardList:
@@ -76,7 +75,7 @@ class ShardList(Sequence[TokenShard]):
         columns = ShardColumns(rows, memoryview(b""), masked, has_blocks=False)
         opened = cls(Path(), columns, dtype)
         opened._paths = [shard.bin_path for shard in shards]
-        opened._opened.update(enumerate(shards))
+        opened._open = shards.__getitem__
         return opened
 
     def __len__(self) -> int:
@@ -93,17 +92,7 @@ class ShardList(Sequence[TokenShard]):
             number += len(self)
         if not 0 <= number < len(self):
             raise IndexError(number)
-        with self._lock:
-            shard = self._opened.get(number)
-            if shard is not None:
-                self._opened.move_to_end(number)
-                return shard
-        shard = self._open(number)
-        with self._lock:
-            self._opened[number] = shard
-            if len(self._opened) > MAX_OPEN_SHARDS:
-                self._opened.popitem(last=False)
-        return shard
+        return self._open(number)
 
     def path(self, number: int, suffix: str) -> Path:
         """Return the path of a file of shard `number`, without checking it."""
@@ -111,21 +100,22 @@ class ShardList(Sequence[TokenShard]):
             return self._paths[number].with_suffix(f".{suffix}")
         return self._directory / f"{self._columns.name(number)}.{suffix}"
 
-    def _open(self, number: int) -> TokenShard:
-        shard = TokenShard(
-            self._directory / self._columns.name(number),
-            masked=self.is_masked,
-            checksums=self._columns.checksums(number),
-        )
-        row = self._columns.rows[number]
-        for field_name, actual, expected in (
-            ("bytes", shard.num_bytes, int(row["bytes"])),
-            ("documents", shard.num_documents, int(row["documents"])),
-            ("token type", shard.dtype.name, self.dtype.name),
-        ):
-            if actual != expected:
-                raise corrupt(shard.bin_path, f"{field_name} {actual}, the manifest has {expected}")
-        return shard
+
+def _open_shard(
+    directory: Path, columns: ShardColumns, token_dtype: str, number: int
+) -> TokenShard:
+    """Open a shard of a dataset. Raise DataError if it differs from the manifest."""
+    prefix, checksums = directory / columns.name(number), columns.checksums(number)
+    shard = TokenShard(prefix, masked=columns.is_masked, checksums=checksums)
+    row = columns.rows[number]
+    for field_name, actual, expected in (
+        ("bytes", shard.num_bytes, int(row["bytes"])),
+        ("documents", shard.num_documents, int(row["documents"])),
+        ("token type", shard.dtype.name, token_dtype),
+    ):
+        if actual != expected:
+            raise corrupt(shard.bin_path, f"{field_name} {actual}, the manifest has {expected}")
+    return shard
 
 
 class Documents(Sequence[Document]):
@@ -267,8 +257,8 @@ class FileReader:
 
     def __init__(self, path: Callable[[int], Path]) -> None:
         self._path = path
-        self._files: OrderedDict[int, _File] = OrderedDict()
-        self._lock = Lock()
+        # A file that is dropped here while a thread reads it is closed with its last reference.
+        self._open = lru_cache(MAX_OPEN_FILES)(lambda number: _File(path(number)))
 
     def read(
         self,
@@ -306,21 +296,6 @@ class FileReader:
         out = memoryview(bytearray(high - low))
         self.read([number], [low], out, [0], [high - low])
         return out
-
-    def _open(self, number: int) -> _File:
-        with self._lock:
-            file = self._files.get(number)
-            if file is not None:
-                self._files.move_to_end(number)
-                return file
-        opened = _File(self._path(number))
-        with self._lock:
-            # A file that another thread has also opened, or still reads, is closed when
-            # its last reference is dropped.
-            self._files[number] = opened
-            if len(self._files) > MAX_OPEN_FILES:
-                self._files.popitem(last=False)
-        return opened
 
 
 class _File:

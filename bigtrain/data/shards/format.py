@@ -164,22 +164,23 @@ class TokenShard:
     def _index_map(self) -> npt.NDArray[np.uint8]:
         """Complete `.idx`, compared with its checksum: a process that looks up documents reads most
         of the index, which has about a hundredth of the tokens' size."""
-        self._compare(self.index_path, self._index_bytes)
-        return _map(self.index_path, "u1", 0, self._index_bytes)
+        return self._mapped(self.index_path, "u1", self._index_bytes)
 
     def _index_array(self, dtype: np.dtype[Any], offset: int, count: int) -> npt.NDArray[Any]:
         return self._index_map[offset : offset + count * dtype.itemsize].view(dtype)
 
-    def _compare(self, path: Path, num_bytes: int) -> None:
-        """Raise DataError if the file does not match its checksum; read the complete file."""
-        listed = self._checksums.get(path.suffix[1:])
-        if listed is None:
-            return
-        with reading(path):
-            checksum = file_checksum(path)
-        if checksum != listed:
-            problem = f"the checksum of bytes 0 to {num_bytes} is {checksum}, the manifest lists "
-            raise corrupt(path, problem + listed, RESTORE)
+    def _mapped(self, path: Path | None, dtype: str, count: int) -> npt.NDArray[Any]:
+        """Return the values of a file, which must exist, after comparing all of it with its
+        checksum. Raise DataError if it does not match."""
+        assert path is not None
+        if (listed := self._checksums.get(path.suffix[1:])) is not None:
+            with reading(path):
+                checksum = file_checksum(path)
+            if checksum != listed:
+                num_bytes = count * np.dtype(dtype).itemsize
+                problem = f"the checksum of bytes 0 to {num_bytes} is {checksum}, "
+                raise corrupt(path, f"{problem}the manifest lists {listed}", RESTORE)
+        return _map(path, dtype, count)
 
     @cached_property
     def block_sums(self) -> BlockSums | None:
@@ -198,7 +199,7 @@ class TokenShard:
 
     @cached_property
     def tokens(self) -> Tokens:
-        return _map(self.bin_path, self.dtype.str, 0, self.num_tokens)
+        return _map(self.bin_path, self.dtype.str, self.num_tokens)
 
     @cached_property
     def token_bytes(self) -> memoryview:
@@ -207,24 +208,17 @@ class TokenShard:
     @cached_property
     def mask_bytes(self) -> npt.NDArray[np.uint8]:
         """Complete `.mask`; only if it exists."""
-        assert self.mask_path is not None
-        num_bytes = -(-self.num_tokens // 8)
-        self._compare(self.mask_path, num_bytes)
-        return _map(self.mask_path, "u1", 0, num_bytes)
+        return self._mapped(self.mask_path, "u1", -(-self.num_tokens // 8))
 
     @cached_property
     def labels(self) -> npt.NDArray[np.uint8]:
         """Label of every document, 0 or 1, uint8 [num_documents]; only if the rows are of kto."""
-        assert self.labels_path is not None
-        self._compare(self.labels_path, self.num_documents)
-        return _map(self.labels_path, "u1", 0, self.num_documents)
+        return self._mapped(self.labels_path, "u1", self.num_documents)
 
     @cached_property
     def weights(self) -> npt.NDArray[np.float32]:
         """Weights of the losses of the tokens, float32 [num_tokens]; only if they have some."""
-        assert self.weights_path is not None
-        self._compare(self.weights_path, self.weights_bytes)
-        return _map(self.weights_path, "<f4", 0, self.num_tokens)
+        return self._mapped(self.weights_path, "<f4", self.num_tokens)
 
     @property
     def weights_bytes(self) -> int:
@@ -355,11 +349,11 @@ def _file_size(path: Path) -> int:
         return require_regular(path).st_size
 
 
-def _map(path: Path, dtype: str, offset: int, count: int) -> npt.NDArray[Any]:
+def _map(path: Path, dtype: str, count: int) -> npt.NDArray[Any]:
     if count == 0:  # an empty range cannot be mapped
         return np.empty(0, dtype)
     try:
-        mapped = np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,))
+        mapped = np.memmap(path, dtype=dtype, mode="r", shape=(count,))
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be mapped: {error}") from error
     # A plain array of this memory: slices of a memmap cost several microseconds each.

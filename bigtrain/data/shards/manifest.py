@@ -21,12 +21,13 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, Self, get_args
+from typing import Annotated, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 
 from bigtrain.errors import DataError
+from bigtrain.objectives.rows import RowFormat, Rows
 from bigtrain.objectives.section import ROWS, documents_per_row
 from bigtrain.system.files import require_regular, write_whole
 
@@ -42,12 +43,6 @@ DEFAULT_MAX_DOCUMENT_BYTES = 1 << 26
 
 Split = Literal["train", "held_out"]
 SPLITS: tuple[Split, ...] = get_args(Split)
-if TYPE_CHECKING:
-    Rows = str
-    RowFormat = str
-else:
-    Rows = Literal[tuple(ROWS)]
-    RowFormat = Literal[("messages", "sharegpt", "alpaca", "prompt-completion", "tokens", *ROWS)]
 LABELED = tuple(rows.name for rows in ROWS.values() if rows.is_labeled)
 """Rows with a label, a byte of a `.labels` for each document."""
 MAX_LABELS = 256

@@ -34,11 +34,11 @@ from bigtrain.data.shards.manifest import (
     LABELED,
     MANIFEST_NAME,
     Manifest,
-    Rows,
     Split,
     TokenizerRecord,
     read_manifest,
 )
+from bigtrain.objectives.rows import Rows
 from bigtrain.objectives.section import documents_per_row
 from bigtrain.system.files import file_checksum
 from bigtrain.system.user_cache import cache_locations, made_once

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,29 +13,6 @@ from bigtrain.data.shards.manifest import RESTORE
 from bigtrain.data.shards.shard_table import read_table
 from bigtrain.settings.run_config import DataSection
 from bigtrain.system.files import file_checksum
-
-
-@dataclass(frozen=True)
-class ListedShard:
-    """Files of a shard with the checksums in its manifest."""
-
-    files: tuple[tuple[Path, str], ...]
-
-    def problems(self) -> list[str]:
-        """Return a text for each missing or corrupt file of the shard; read every file."""
-        problems = []
-        for path, listed in self.files:
-            try:
-                checksum = file_checksum(path)
-            except OSError as error:
-                problems.append(f"{path} cannot be read: {error.strerror or error}")
-                continue
-            if checksum != listed:
-                problems.append(
-                    f"{path} is corrupt: its checksum differs from the manifest's: it is "
-                    f"{checksum}, the manifest lists {listed}"
-                )
-        return problems
 
 
 class ListedShards:
@@ -59,14 +35,29 @@ class ListedShards:
             for _, c in self._parts
         )
 
-    def __getitem__(self, number: int) -> ListedShard:
-        if not 0 <= number < len(self.num_bytes):
-            raise IndexError(number)
+    def files(self, number: int) -> list[tuple[Path, str]]:
+        """Return the files of shard `number`, each with the checksum in its manifest."""
         part = int(np.searchsorted(self._ends, number, side="right"))
         directory, columns = self._parts[part]
         row = number - int(self._ends[part]) + len(columns)
         prefix, checksums = directory / columns.name(row), columns.checksums(row)
-        return ListedShard(tuple((Path(f"{prefix}.{s}"), xxh3) for s, xxh3 in checksums.items()))
+        return [(Path(f"{prefix}.{suffix}"), xxh3) for suffix, xxh3 in checksums.items()]
+
+    def problems(self, number: int) -> list[str]:
+        """Return a text for each missing or corrupt file of shard `number`; read every file."""
+        problems = []
+        for path, listed in self.files(number):
+            try:
+                checksum = file_checksum(path)
+            except OSError as error:
+                problems.append(f"{path} cannot be read: {error.strerror or error}")
+                continue
+            if checksum != listed:
+                problems.append(
+                    f"{path} is corrupt: its checksum differs from the manifest's: it is "
+                    f"{checksum}, the manifest lists {listed}"
+                )
+        return problems
 
 
 def rank_slice(sizes: Sequence[int], rank: int, world_size: int) -> list[int]:
@@ -85,5 +76,5 @@ def corrupt_files(path: str | Path) -> list[str]:
     """Return a text for each missing or corrupt file of the dataset in directory `path`. Reads all
     files. Raises DataError for anything but a dataset."""
     shards = ListedShards(DataSection(path=str(path)))
-    problems = (shards[number].problems() for number in range(len(shards.num_bytes)))
+    problems = map(shards.problems, range(len(shards.num_bytes)))
     return [f"{text} -> {RESTORE}" for texts in problems for text in texts]

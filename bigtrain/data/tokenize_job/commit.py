@@ -14,10 +14,9 @@ import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from bigtrain.data.chat.rendered_parts import COUNTED_ONLY
+from bigtrain.data.chat.marked_strings import COUNTED_ONLY
 from bigtrain.data.documents.files import Source
 from bigtrain.data.documents.key_rules import KeyRules, describe_unread
 from bigtrain.data.documents.reader import BadDocument, require_few
@@ -30,18 +29,25 @@ from bigtrain.data.shards.manifest import (
     Manifest,
     OptionsRecord,
     PartRecord,
-    Rows,
     ShardRecord,
     SourceRecord,
     Split,
     TokenizerRecord,
     write_manifest,
 )
-from bigtrain.data.tokenize_job.workspace import JOURNAL_NAME, Unit, UnitRecord, Workspace, plan_key
+from bigtrain.data.tokenize_job.workspace import (
+    JOURNAL_NAME,
+    Unit,
+    UnitRecord,
+    Workspace,
+    errors_name,
+    plan_key,
+)
 from bigtrain.data.tokenizers.cache import files_fingerprint
 from bigtrain.data.tokenizers.chat_template import ChatTemplate
 from bigtrain.data.tokenizers.tokenizer import Tokenizer
 from bigtrain.errors import DataError
+from bigtrain.objectives.rows import Rows
 from bigtrain.objectives.section import documents_per_row
 from bigtrain.system.files import sync_to_disk, sync_tree, whole_file, write_whole
 
@@ -99,7 +105,11 @@ class Commit:
         journal = json.dumps({"plan": plan_key(self.units), "moves": moves})
         write_whole(directory / JOURNAL_NAME, journal.encode(), self.workspace.draft(JOURNAL_NAME))
         for source, target in moves:
-            _move(directory / source, output / target)
+            try:
+                (directory / source).rename(output / target)
+            except FileNotFoundError:
+                if not (output / target).exists():  # otherwise a killed commit has moved it
+                    raise
         # The tokenizer, unless a process that was killed afterwards has moved it.
         tokenizer_directory = output / TOKENIZER_DIRECTORY
         if not tokenizer_directory.exists():
@@ -219,7 +229,8 @@ class Commit:
                 lines_before += read.num_lines
             if not record.bad_documents:
                 continue
-            with (self.workspace.directory / record.errors_name).open(encoding="utf-8") as file:
+            errors_path = self.workspace.directory / errors_name(record.key, record.token)
+            with errors_path.open(encoding="utf-8") as file:
                 # Bad documents are detected by reading or later, by encoding: sort by position.
                 entries = sorted(map(json.loads, file), key=lambda e: (e[0], e[2] or 0, e[3] or 0))
                 for part_number, path, line, row, reason in entries:
@@ -261,14 +272,6 @@ def roll_back(workspace: Workspace) -> None:
 def _journal(workspace: Workspace) -> dict[str, Any]:
     tree: dict[str, Any] = json.loads((workspace.directory / JOURNAL_NAME).read_bytes())
     return tree
-
-
-def _move(source: Path, target: Path) -> None:
-    try:
-        source.rename(target)
-    except FileNotFoundError:
-        if not target.exists():
-            raise
 
 
 def _with_documents(records: Sequence[UnitRecord], split: Split) -> list[UnitRecord]:

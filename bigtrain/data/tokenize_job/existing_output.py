@@ -74,30 +74,26 @@ def inputs_outside(output: Path, sources: Sequence[Source]) -> list[Source]:
 def is_own(workspace: Workspace) -> bool:
     """Return whether the output is free or an unfinished dataset; False if that was finished just
     now. Raises DataError if it contains anything else."""
+    output = workspace.output
     try:
-        _require_own(workspace)
+        try:
+            require_free(output)
+            return True
+        except DataError:
+            # Checked only now: another rank may have started the work just before.
+            if not workspace.directory.is_dir():
+                raise
+        for path in output.iterdir():
+            if not OWN_NAMES.fullmatch(path.name):
+                raise DataError(
+                    f"{path} is not part of the unfinished dataset in {output}; nothing was "
+                    "written -> choose another --output, or remove it first"
+                )
     except DataError:
         if not workspace.is_finished():
             raise
         return False
     return True
-
-
-def _require_own(workspace: Workspace) -> None:
-    output = workspace.output
-    try:
-        require_free(output)
-        return
-    except DataError:
-        # Checked only now: another rank may have started the work just before.
-        if not workspace.directory.is_dir():
-            raise
-    for path in output.iterdir():
-        if not OWN_NAMES.fullmatch(path.name):
-            raise DataError(
-                f"{path} is not part of the unfinished dataset in {output}; nothing was "
-                "written -> choose another --output, or remove it first"
-            )
 
 
 def finished_manifest(
@@ -106,18 +102,15 @@ def finished_manifest(
     """Return the manifest in the output if it matches this input; else raise DataError."""
     output = request.output
     manifest = read_manifest(output)
-    current: Manifest | None = manifest
     # Inputs with new times are read again and compared by content. With other options the dataset
     # is refused anyway, and its inputs would be read differently.
+    confirmed: tuple[SourceRecord, ...] | None = manifest.sources
     same_options = manifest.options == request.options
-    if same_options and not untouched(manifest.sources, sources):
+    if same_options:
         confirmed = confirm_sources(manifest.sources, sources, request.reading())
-        current = None
-        if confirmed is not None:
-            logger.warning(
-                "the times of input files changed; their content still matches %s", output
-            )
-            current = manifest.model_copy(update={"sources": confirmed})
+    has_new_times = confirmed is not None and confirmed != manifest.sources
+    if has_new_times:
+        logger.warning("the times of input files changed; their content still matches %s", output)
     # Compare tokenizers by their files; if these differ, load the tokenizer, which takes seconds.
     files_xxh3, recorded = files_fingerprint(request.tokenizer), manifest.tokenizer
     same_tokenizer = files_xxh3 is not None and files_xxh3 == recorded.files_xxh3
@@ -129,7 +122,7 @@ def finished_manifest(
     different = [
         aspect
         for aspect, is_same in (
-            ("input files", current is not None),
+            ("input files", confirmed is not None),
             ("tokenizer", same_tokenizer),
             ("chat template", same_template),
             ("options", same_options),
@@ -142,8 +135,9 @@ def finished_manifest(
             "-> choose another --output, or remove it first"
         )
     open_dataset(output, check="sizes")
-    if current is not None and current is not manifest:
+    if has_new_times:
         # With the new times, so that the next start does not need to read the inputs.
+        current = manifest.model_copy(update={"sources": confirmed})
         draft = output / f"{MANIFEST_NAME}.{workspace.token}.partial"
         with suppress(OSError):  # a read-only dataset: the next start checks again
             write_manifest(output, current, draft)
@@ -169,14 +163,6 @@ def confirm_unit(unit: Unit, workspace: Workspace, options: ReadOptions) -> bool
         parts.append(replace(read, times=times))
     workspace.write_record(record.model_copy(update={"parts": tuple(parts)}))
     return True
-
-
-def untouched(recorded: Sequence[SourceRecord], sources: Sequence[Source]) -> bool:
-    """Return whether `sources` match the `recorded` sources by identity, size and times."""
-    current = [source.record for source in sources]
-    if [record.place for record in recorded] != [record.place for record in current]:
-        return False
-    return all(same_times(old.times, new.times) for old, new in zip(recorded, current, strict=True))
 
 
 def confirm_sources(

@@ -112,10 +112,7 @@ class FillInMiddle:
         )
 
     def _rearranged(
-        self,
-        mode: Mode,
-        parts: Sequence[npt.NDArray[np.integer[Any]]],
-        encoder: Encoder,
+        self, mode: Mode, parts: Sequence[npt.NDArray[np.integer[Any]]], encoder: Encoder
     ) -> npt.NDArray[np.int64]:
         """Return a document of `parts` (prefix, middle, suffix) in the order of `mode`. Its
         beginning and end occur once, also where the text spells them as tokens."""

@@ -32,12 +32,11 @@ from bigtrain.data.tokenize_job.existing_output import finished_manifest, inputs
 from bigtrain.data.tokenize_job.fill_in_middle import fill_in_middle
 from bigtrain.data.tokenize_job.progress import TokenizeProgress, announce
 from bigtrain.data.tokenize_job.request import BuildRequest, Workers, divide
-from bigtrain.data.tokenize_job.unit_builder import Job
+from bigtrain.data.tokenize_job.unit_builder import Job, SpelledTokens
 from bigtrain.data.tokenize_job.worker_pool import Round, new_token, run_round
 from bigtrain.data.tokenize_job.workspace import Unit, UnitRecord, Workspace, plan_key, plan_units
 from bigtrain.data.tokenizers.encoders import EncoderError
 from bigtrain.data.tokenizers.equivalence import EncoderQueue, choose_encoder
-from bigtrain.data.tokenizers.spelled_tokens import SpelledTokens
 from bigtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from bigtrain.errors import DataError
 from bigtrain.system.files import make_parents

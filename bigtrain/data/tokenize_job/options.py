@@ -9,27 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from bigtrain.system.arguments import (
-    Argument,
-    Positive,
-    Size,
-    count,
-    fraction,
-    fraction_or_one,
-)
+from bigtrain.objectives.rows import RowFormat
+from bigtrain.system.arguments import Argument, Positive, Size, count, fraction, fraction_or_one
 
-Format = Literal[
-    "auto",
-    "text",
-    "messages",
-    "sharegpt",
-    "alpaca",
-    "prompt-completion",
-    "tokens",
-    "preference",
-    "kto",
-    "classification",
-]
+Format = Literal["auto", "text", RowFormat]
 Inputs = Annotated[str | Path | Sequence[str | Path], "INPUT", Argument("--input", nargs="+")]
 
 
@@ -126,8 +109,7 @@ class TokenizeOptions(ReadingOptions):
     """name in the data of a key of --format, such as instruction=question, or of a key of its
     turns: from=speaker, value=said (sharegpt), role=author, content=text (messages)"""
     roles: Annotated[
-        Mapping[str, str] | None,
-        Argument("--role", metavar="NAME=ROLE", example="customer=user"),
+        Mapping[str, str] | None, Argument("--role", metavar="NAME=ROLE", example="customer=user")
     ] = None
     """meaning of a role name in the data, such as customer=user; may be repeated (those of
     ShareGPT, human, gpt, observation, ..., are known)"""

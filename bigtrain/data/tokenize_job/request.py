@@ -13,11 +13,12 @@ from typing import TypeVar
 from bigtrain.data.documents.files import Selection
 from bigtrain.data.documents.reader import ReadOptions
 from bigtrain.data.documents.text_filter import TextFilter
-from bigtrain.data.shards.manifest import WORK_DIRECTORY, OptionsRecord, Rows
+from bigtrain.data.shards.manifest import WORK_DIRECTORY, OptionsRecord
 from bigtrain.data.tokenizers.chat_template import ChatTemplate
 from bigtrain.data.tokenizers.equivalence import Choice
 from bigtrain.data.tokenizers.tokenizer import NoChatTemplate, Tokenizer
 from bigtrain.errors import LaunchError
+from bigtrain.objectives.rows import Rows
 from bigtrain.objectives.section import ROWS
 from bigtrain.system.machine import Machine
 
@@ -148,6 +149,7 @@ class BuildRequest:
     share: WorkerRank
 
     def reading(self) -> ReadOptions:
+        rule = self.options.text_filter
         return ReadOptions(
             self.selection,
             self.options.text_keys,
@@ -157,25 +159,16 @@ class BuildRequest:
             self.options.learned == "last",
             scratch=self.output / WORK_DIRECTORY,
             roles=self.options.roles,
-            text_filter=self._text_filter(),
+            text_filter=None if rule is None else TextFilter(rule.name, rule.source_xxh3),
             ignored_keys=self.options.ignored_keys,
             quotes=self.options.quotes,
         )
 
-    def _text_filter(self) -> TextFilter | None:
-        rule = self.options.text_filter
-        return None if rule is None else TextFilter(rule.name, rule.source_xxh3)
-
     @property
     def rows(self) -> Rows | None:
         """Kind of rows that the dataset holds, if these are more than documents."""
-        name = self.options.chat_format
-        return name if self.options.chat and name in ROWS else None
-
-    @property
-    def needs_template(self) -> bool:
-        """True if every document is rendered by a chat template; completions may be plain text."""
-        return self.options.chat and self.options.chat_format in ("messages", "sharegpt", "alpaca")
+        rows = ROWS.get(self.options.chat_format) if self.options.chat else None
+        return None if rows is None else rows.name
 
     def find_template(self, tokenizer: Tokenizer) -> ChatTemplate | None:
         """Return the chat template for its conversations; None without conversations, or if no
@@ -186,6 +179,7 @@ class BuildRequest:
         try:
             return tokenizer.chat_template(self.chat_template)
         except NoChatTemplate:
-            if self.needs_template:
+            # These are always rendered; other rows may be plain text.
+            if self.options.chat_format in ("messages", "sharegpt", "alpaca"):
                 raise
             return None

@@ -22,10 +22,7 @@ from multiprocessing.context import SpawnProcess
 from bigtrain.data.tokenize_job.existing_output import confirm_unit
 from bigtrain.data.tokenize_job.request import WorkerRank, Workers
 from bigtrain.data.tokenize_job.unit_builder import Counts, Job, build_unit
-from bigtrain.data.tokenize_job.workspace import (
-    Unit,
-    Workspace,
-)
+from bigtrain.data.tokenize_job.workspace import Unit, Workspace
 from bigtrain.data.tokenizers.encoders import EncoderError
 from bigtrain.errors import BigtrainError, DataError
 

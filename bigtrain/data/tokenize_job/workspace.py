@@ -97,16 +97,7 @@ class UnitRecord(Record):
     @property
     def files(self) -> list[str]:
         names = [f"{s.name}.{suffix}" for s in self.splits.values() for suffix in s.checksums]
-        return [*names, *([self.errors_name] if self.bad_documents else [])]
-
-    @property
-    def errors_name(self) -> str:
-        return errors_name(self.key, self.token)
-
-
-def shard_name(key: str, token: str, split: Split) -> str:
-    """Return the file name without suffix of a unit's shard."""
-    return f"{key}.{token}.{split}"
+        return [*names, *([errors_name(self.key, self.token)] if self.bad_documents else [])]
 
 
 def errors_name(key: str, token: str) -> str:
@@ -138,9 +129,6 @@ class Workspace:
         """Return whether the dataset is complete, so that this folder is or will be removed."""
         return (self.output / MANIFEST_NAME).exists()
 
-    def is_recorded(self, key: str) -> bool:
-        return self._record_path(key).exists()
-
     def write_record(self, record: UnitRecord) -> None:
         """Write the record, which makes the unit done."""
         content = record.model_dump_json().encode("utf-8")
@@ -165,7 +153,7 @@ class Workspace:
 
     def drop_invalid(self, units: Sequence[Unit]) -> None:
         """Drop the records of `units` that cannot be reused."""
-        recorded = [unit for unit in units if self.is_recorded(unit.key)]
+        recorded = [unit for unit in units if self._record_path(unit.key).exists()]
         trusted = {unit.key for unit, _ in self._trusted(recorded)}
         for unit in recorded:
             if unit.key not in trusted:
@@ -220,7 +208,7 @@ class Workspace:
 
     def _clean(self, key: str, token: str) -> None:
         """Remove the files of an unfinished unit of process `token`, which has ended."""
-        if not self.is_recorded(key):
+        if not self._record_path(key).exists():
             for path in list(self.directory.glob(f"{key}.{token}.*")):
                 path.unlink(missing_ok=True)
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -85,7 +84,10 @@ def fingerprint(directory: Path, name: str) -> str | None:
     try:
         parts: list[str | bytes] = [name, package_fingerprints(*LIBRARIES)]
         parts.append(source_of(*map(str, sorted(Path(__file__).parent.glob("*.py")))))
-        for path in _files(directory):
+        folders = [folder for folder in (directory, directory / SUBFOLDER) if folder.is_dir()]
+        for path in (path for folder in folders for path in sorted(folder.iterdir())):
+            if not path.is_file() or path.name.endswith(WEIGHT_SUFFIXES):
+                continue
             if path.stat().st_size > MAX_FILE_BYTES:
                 return None
             parts += [path.relative_to(directory).as_posix(), path.read_bytes()]
@@ -132,14 +134,6 @@ def put_cached_tokenizer(
     fact = {**facts, "decodes_plainly": decodes_plainly, "changes": changes, "files": files}
     cache_put(KIND, key, fact)
     return CachedTokenizer(content=content, **fact)
-
-
-def _files(directory: Path) -> Iterator[Path]:
-    for folder in (directory, directory / SUBFOLDER):
-        if folder.is_dir():
-            for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-                if entry.is_file() and not entry.name.endswith(WEIGHT_SUFFIXES):
-                    yield Path(entry.path)
 
 
 def _changes(content: bytes, loaded: dict[str, Any]) -> dict[str, Any] | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 
 CODE_POINT_STEP = 7
 NUM_MIXTURES = 400
@@ -51,24 +50,13 @@ SPECIALS = ("<|endoftext|>", "<s>", "</s>", "<unk>", "<|im_start|>", "<pad>", "[
 
 def tokenizer_edge_cases(tokenizer_json: str) -> list[str]:
     """Return about 300 kB of texts, and texts with every added token as letters."""
-    return [
-        *SENTENCES,
-        *_whitespace_runs(),
-        *_code_points(),
-        *_special_texts(tokenizer_json),
-        *_mixtures(),
-    ]
-
-
-def _whitespace_runs() -> Iterator[str]:
+    texts = [*SENTENCES]
+    # Runs of white space.
     for space in SPACES:
         for length in (1, 2, 3, 4, 8, 17):
-            yield f"a{space * length}b {space * length}"
-            yield f"{space * length}1.{space * length}\n"
-
-
-def _code_points() -> Iterator[str]:
-    """Yield every seventh code point, assigned or not: libraries differ in Unicode versions."""
+            texts.append(f"a{space * length}b {space * length}")
+            texts.append(f"{space * length}1.{space * length}\n")
+    # Every seventh code point, assigned or not: libraries differ in Unicode versions.
     points = [
         chr(point)
         for planes in (range(0x0, 0xD800), range(0xE000, 0x20000), range(0xE0000, 0xE0200))
@@ -76,20 +64,17 @@ def _code_points() -> Iterator[str]:
     ]
     for low in range(0, len(points), 60):
         row = points[low : low + 60]
-        yield "".join(row)
-        yield "".join(f"{c}a {c}1{c}" for c in row[::3])
-
-
-def _special_texts(tokenizer_json: str) -> Iterator[str]:
+        texts.append("".join(row))
+        texts.append("".join(f"{c}a {c}1{c}" for c in row[::3]))
+    # Control tokens as letters, complete, repeated and damaged.
     added = [token["content"] for token in json.loads(tokenizer_json).get("added_tokens") or []]
     for token in dict.fromkeys((*SPECIALS, *added)):
-        yield token
-        yield f"a {token} b{token}c\n{token}\n {token}{token} 1"
-        yield token[:-1] + " " + token[1:] + token.upper()
-
-
-def _mixtures() -> Iterator[str]:
+        texts.append(token)
+        texts.append(f"a {token} b{token}c\n{token}\n {token}{token} 1")
+        texts.append(token[:-1] + " " + token[1:] + token.upper())
+    # Random mixtures of letters, digits, marks and white space.
     chooser = random.Random(20240607)
     pieces = [*"aZé9 \n\t.'-_(\u0301東ж🙂", "  ", "\r\n", "ing", "The", "\u200d", *SPACES]
     for _ in range(NUM_MIXTURES):
-        yield "".join(chooser.choices(pieces, k=chooser.randint(1, 40)))
+        texts.append("".join(chooser.choices(pieces, k=chooser.randint(1, 40))))
+    return texts

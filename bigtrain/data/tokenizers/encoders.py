@@ -1,7 +1,7 @@
 """Encoders of documents to tokens. The reference is `tokenizers`, which `transformers` uses.
 
-gigatoken and fastokens are 20 to 40 times faster, but young: `bigtrain.data.tokenizers.equivalence`
-uses one only while `bigtrain.data.tokenizers.equivalence` finds no difference.
+gigatoken and fastokens are 20 to 40 times faster, but young: one is used only while
+`bigtrain.data.tokenizers.equivalence` finds no difference.
 """
 
 from __future__ import annotations

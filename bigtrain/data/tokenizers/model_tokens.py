@@ -1,4 +1,5 @@
-"""Comparison of a dataset's tokenizer with the tokenizer next to a model's weights.
+"""Comparison of a dataset's tokenizer with a model: its vocabulary, and the tokenizer next to its
+weights.
 
 Compares the two ``tokenizer.json`` files, without transformers: a token in both must have one id,
 and both must split a text alike. Tokens that only one file has are allowed: a vocabulary may have
@@ -13,12 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from bigtrain.data.shards.dataset import TokenDataset
+from bigtrain.data.shards.manifest import TokenizerRecord
 from bigtrain.errors import DataError, Problem
-from bigtrain.settings.run_config import RunConfig
+from bigtrain.settings.run_config import ModelSection, RunConfig
 from bigtrain.system.storage.local_path import local_path
 
 KEY, INITIAL = "data.allow_other_tokenizer", "checkpoint.initialize_from"
 _PARTS = ("normalizer", "pre_tokenizer", "model")
+MAX_PADDING_ROWS = 1024
+"""Rows of an embedding beyond the tokenizer's vocabulary: it is padded to multiples of at most
+this for speed and tensor parallelism; more indicates a different tokenizer."""
 
 
 def check_model_tokens(
@@ -164,3 +169,55 @@ def _parts(tree: Mapping[str, Any], part: str) -> Any:
         merges = [m.split(" ", 1) if isinstance(m, str) else m for m in value.get("merges") or []]
         return {**value, "vocab": None, "merges": merges}
     return value
+
+
+def check_vocabulary(
+    tokenizer: TokenizerRecord, model_vocab_size: int, *, trained: bool = False
+) -> list[Problem]:
+    """Check that the shards' token ids fit a model with `model_vocab_size` rows of embedding.
+    `trained`: whether it has trained weights, whose vocabulary may grow."""
+    fix = (
+        f"set vocab_size to {tokenizer.vocab_size} (random weights), or tokenize with the "
+        "model's own tokenizer"
+    )
+    if trained:
+        fix = "tokenize with the model's own tokenizer"
+    # Ids beyond the embedding cannot be read; many unused rows show another tokenizer.
+    if tokenizer.vocab_size > model_vocab_size:
+        rule = (
+            f"too small: the shards were made with tokenizer {tokenizer.name}, whose vocabulary "
+            f"has {tokenizer.vocab_size} tokens"
+        )
+        if trained:
+            fix += (
+                "; or, if it is the model's tokenizer with added tokens, grow the weights: "
+                "model.vocabulary.new_rows=mean_covariance"
+            )
+    elif model_vocab_size - tokenizer.vocab_size > MAX_PADDING_ROWS:
+        rule = (
+            f"too large: the shards were made with tokenizer {tokenizer.name}, whose vocabulary "
+            f"has {tokenizer.vocab_size} tokens, and more than {MAX_PADDING_ROWS} extra rows "
+            "indicate a different tokenizer"
+        )
+    else:
+        return []
+    return [Problem("model vocab_size", model_vocab_size, rule, fix)]
+
+
+def known_vocab_size(model: ModelSection) -> int | None:
+    """Return the rows of the model's embedding from files on this machine; None if unknown."""
+    tree: Any = model.config
+    if not isinstance(tree, dict):
+        name = str(model.path if tree is None else tree)
+        path = Path(local_path(name, weights=False)) / "config.json"
+        try:
+            tree = json.loads(path.read_bytes())
+        except (OSError, ValueError):
+            return None  # a Hub name, or a directory that the model layer will refuse
+    for source in (model.overrides, tree):
+        if isinstance(source, dict):
+            text = source.get("text_config")
+            for level in (source, text if isinstance(text, dict) else {}):
+                if isinstance(level.get("vocab_size"), int):
+                    return int(level["vocab_size"])
+    return None

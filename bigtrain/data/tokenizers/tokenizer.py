@@ -256,6 +256,7 @@ def _load_with_transformers(name: str) -> tuple[Any, str]:
     from transformers import AutoTokenizer
     from transformers.utils import logging as transformers_logging
 
+    # A directory needs a tokenizer's file; a name that the Hub lacks may be in the local cache.
     directory = Path(name)
     is_local = directory.exists()
     problem = None if is_local else _hub_problem(name)
@@ -264,6 +265,8 @@ def _load_with_transformers(name: str) -> tuple[Any, str]:
         raise DataError(
             f"{name} has no tokenizer ({' or '.join(files)}) -> train one with `bigtrain tokenizer`"
         )
+    # Loaded by the class that the directory names, or else by the plain class; then compared with
+    # the file, which has precedence. Warnings of transformers are not for the user.
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity(logging.CRITICAL)
     try:

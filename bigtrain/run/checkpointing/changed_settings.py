@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from pydantic import ValidationError
 
-from bigtrain.data.samples.phases import Phase, SourceIdentity, differences, next_phase
+from bigtrain.data.samples.phases import Phase, SourcePhase, differences, next_phase
 from bigtrain.errors import CheckpointError, CorruptCheckpointError
 from bigtrain.models.weights.checksums import FileSum, Sums, files_read_with, sum_of
 from bigtrain.run.checkpointing import checkpoints
@@ -59,7 +59,7 @@ class Parameters(Protocol):
 
 def refuse_other_run(
     config: RunConfig,
-    sources: Sequence[SourceIdentity] | None = None,
+    sources: Sequence[SourcePhase] | None = None,
     parameters: Parameters | None = None,
 ) -> Path | None:
     """Return the checkpoint that the run would resume from, or None. Reads no tensors. What is not
@@ -82,7 +82,7 @@ def refuse_other_run(
 def resumed_phases(
     document: dict[str, Any],
     config: RunConfig,
-    sources: Sequence[SourceIdentity],
+    sources: Sequence[SourcePhase],
     directory: Path,
     parameters: Parameters | None = None,
 ) -> tuple[Phase, ...]:

@@ -8,9 +8,9 @@ from typing import Any, get_args
 import pytest
 
 from bigtrain.data.documents.row_keys import ROW_KEYS
-from bigtrain.data.tokenize_job.options import Format
 from bigtrain.objectives.losses.next_token import NextTokenLoss
 from bigtrain.objectives.losses.passes import ObjectiveLoss, make_objective
+from bigtrain.objectives.rows import Rows
 from bigtrain.objectives.section import KINDS, ObjectiveSection
 from tests.unit.objectives.test_losses import CASES
 
@@ -39,7 +39,7 @@ def test_rows_of_a_kind_are_complete(name: str) -> None:
         return
     for function in (rows.parse, rows.encode, rows.samples):
         assert callable(pkgutil.resolve_name(function))
-    assert rows.name in get_args(Format), "Format in bigtrain/data/tokenize_job/options.py"
+    assert rows.name in get_args(Rows), "Rows in bigtrain/objectives/rows.py"
     used = {
         key
         for row_key in ROW_KEYS

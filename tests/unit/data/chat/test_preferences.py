@@ -15,8 +15,9 @@ from bigtrain.cli import main
 from bigtrain.data.chat.preferences import encode_rows, without_long_prompts
 from bigtrain.data.documents.chat_formats import FORMATS, Conversations, document_in, nearest
 from bigtrain.data.shards.dataset import open_dataset
-from bigtrain.data.shards.manifest import Rows, read_manifest
+from bigtrain.data.shards.manifest import read_manifest
 from bigtrain.data.shards.verification import corrupt_files
+from bigtrain.objectives.rows import Rows
 from tests.support.chats import CHATML, LLAMA3, save_chat_tokenizer, turns
 from tests.support.run_trees import llama, run_tree
 from tests.unit.commands.test_tokenize_chat import documents_of

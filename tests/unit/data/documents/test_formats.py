@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from bigtrain.data.documents import formats
+from bigtrain.data.documents.compression import COMPRESSION_SUFFIXES
 from bigtrain.data.documents.discovery import find_sources
-from bigtrain.data.documents.files import COMPRESSION_SUFFIXES, Selection, Source
+from bigtrain.data.documents.files import Selection, Source
 from bigtrain.data.documents.reader import ReadOptions, SourcePart, even_parts
 from bigtrain.data.documents.table_readers import TableReader
 from bigtrain.data.documents.table_rows import RowBlock, columns_of, joined_rows

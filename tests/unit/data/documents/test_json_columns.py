@@ -14,11 +14,11 @@ from datasets import Features, Json, LargeList, List, Value
 from pyarrow import feather, parquet
 
 from bigtrain.data.documents.chat_formats import FORMATS
+from bigtrain.data.documents.dataset_readers import HubDatasetReader
 from bigtrain.data.documents.discovery import find_sources
 from bigtrain.data.documents.files import Selection, Source
 from bigtrain.data.documents.formats import part_reader
 from bigtrain.data.documents.reader import ReadOptions, RejectedDocuments, unsplit
-from bigtrain.data.documents.table_readers import HubDatasetReader
 from bigtrain.data.shards.manifest import SourceRecord
 from bigtrain.errors import DataError
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from bigtrain.data.loading.dataset_checks import check_datasets, known_vocab_size, open_checked
+from bigtrain.data.loading.dataset_checks import check_datasets, open_checked
 from bigtrain.data.shards.manifest import read_manifest, write_manifest
+from bigtrain.data.tokenizers.model_tokens import known_vocab_size
 from bigtrain.data.tokenizers.training import train_tokenizer
 from bigtrain.settings.run_config import RunConfig
 from tests.support.datasets import write_dataset

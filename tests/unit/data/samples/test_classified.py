@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bigtrain.data.loading.collator import BatchOptions, BatchReader
-from bigtrain.data.samples.classified import ClassifiedSamples
+from bigtrain.data.samples.documents import ClassifiedSamples
 from bigtrain.data.samples.mixture import labels_of
 from bigtrain.data.samples.token_stream import split_stream
 from bigtrain.data.shards.dataset import open_dataset

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bigtrain.data.loading.collator import BatchOptions, BatchReader
-from bigtrain.data.samples.pairs import PairSamples
+from bigtrain.data.samples.documents import PairSamples
 from bigtrain.data.samples.token_stream import split_stream
 from bigtrain.data.shards.dataset import TokenDataset, open_dataset
 from bigtrain.errors import DataError

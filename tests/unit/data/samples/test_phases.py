@@ -16,7 +16,7 @@ from bigtrain.data.samples.mixture import BLOCK_SAMPLES
 from bigtrain.data.samples.phases import (
     EpochRemainder,
     Phase,
-    SourceIdentity,
+    SourcePhase,
     differences,
     first_phase,
     next_phase,
@@ -31,8 +31,8 @@ CHUNK = 12
 LENGTHS = [1, 2, 3, 4, 6, 12]
 
 
-def source(name: str, num_tokens: int) -> SourceIdentity:
-    return SourceIdentity(f"shards/{name}", f"hash of {name}", num_tokens)
+def source(name: str, num_tokens: int) -> SourcePhase:
+    return SourcePhase(path=f"shards/{name}", hash=f"hash of {name}", num_tokens=num_tokens)
 
 
 def config(

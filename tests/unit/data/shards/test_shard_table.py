@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -115,7 +116,8 @@ def test_no_more_shards_stay_open_than_may(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(dataset_module, "MAX_OPEN_SHARDS", 2)
     shards = ShardList(directory, opened.table.splits["train"], opened.table.token_dtype)
     first = [shard.tokens.copy() for shard in shards]
-    assert len(shards._opened) == 2
+    opened_shards = [weakref.ref(shard) for shard in shards]
+    assert sum(shard() is not None for shard in opened_shards) == 2
     assert shards[3] is shards[-1]
     for shard, tokens in zip(shards, first, strict=True):
         np.testing.assert_array_equal(shard.tokens, tokens)

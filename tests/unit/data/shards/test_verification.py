@@ -16,7 +16,8 @@ def test_every_file_of_every_source_is_compared(tmp_path: Path) -> None:
     paths = [write_dataset(tmp_path / name, vocab_size=50, seed=n) for n, name in enumerate("ab")]
     sources = tuple(SourceSection(path=str(path), weight=1) for path in paths)
     shards = ListedShards(DataSection(sources=sources))
-    files = [file for shard in shards for file in shard.files]
+    numbers = range(len(shards.num_bytes))
+    files = [file for number in numbers for file in shards.files(number)]
     assert len(files) == shards.num_files
     assert {path for path, _ in files} == {
         path / f"{split}_00000.{suffix}"
@@ -24,16 +25,16 @@ def test_every_file_of_every_source_is_compared(tmp_path: Path) -> None:
         for split in ("train", "held_out")
         for suffix in ("bin", "idx", "blocks")
     }
-    assert [shard.problems() for shard in shards] == [[], [], [], []]
-    for shard in shards:
-        for path, listed in shard.files:
+    assert [*map(shards.problems, numbers)] == [[], [], [], []]
+    for number in numbers:
+        for path, listed in shards.files(number):
             content = path.read_bytes()
             path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-            (text,) = shard.problems()
+            (text,) = shards.problems(number)
             assert text.startswith(f"{path} is corrupt: its checksum ")
             assert text.endswith(f", the manifest lists {listed}")
             path.unlink()
-            assert shard.problems() == [f"{path} cannot be read: No such file or directory"]
+            assert shards.problems(number) == [f"{path} cannot be read: No such file or directory"]
             path.write_bytes(content)
 
 

@@ -19,11 +19,11 @@ import xxhash
 import zstandard
 from pyarrow import parquet
 
+from bigtrain.data.documents.dataset_readers import HubDatasetReader
 from bigtrain.data.documents.discovery import find_sources
 from bigtrain.data.documents.files import Selection, Source
 from bigtrain.data.documents.formats import part_reader
 from bigtrain.data.documents.reader import ReadOptions, RejectedDocuments
-from bigtrain.data.documents.table_readers import HubDatasetReader
 from bigtrain.data.shards.manifest import SourceRecord
 from bigtrain.data.tokenize_job.workspace import Unit, plan_key, plan_units
 from bigtrain.errors import DataError

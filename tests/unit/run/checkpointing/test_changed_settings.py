@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bigtrain.data.samples.phases import Phase, SourceIdentity, first_phase
+from bigtrain.data.samples.phases import Phase, SourcePhase, first_phase
 from bigtrain.errors import CheckpointError
 from bigtrain.models.equivalence.model_plan import ModelPlan
 from bigtrain.models.equivalence.parameter_plan import ParameterPlan
@@ -28,7 +28,7 @@ from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import RunConfig
 from tests.support.small_checkpoint import SHARDS, write_small_checkpoint
 
-MORE = SourceIdentity("more", "m", 2001)
+MORE = SourcePhase(path="more", hash="m", num_tokens=2001)
 
 
 def tree(**data: Any) -> dict[str, Any]:
@@ -42,12 +42,12 @@ def tree(**data: Any) -> dict[str, Any]:
     }
 
 
-def inputs(*sources: SourceIdentity) -> Inputs:
+def inputs(*sources: SourcePhase) -> Inputs:
     model_plan = ModelPlan(None, Isolation("none"), LossPlan("plain", 1, "loss: plain"))
     return Inputs(None, "h", sources or (SHARDS,), (), (), model_plan)
 
 
-def stored(config: dict[str, Any], *sources: SourceIdentity) -> dict[str, Any]:
+def stored(config: dict[str, Any], *sources: SourcePhase) -> dict[str, Any]:
     """The state of a checkpoint."""
     run = RunConfig.model_validate(config)
     return {

@@ -89,7 +89,7 @@ def test_a_copy_that_stopped_goes_on(
     sent: list[str] = []
 
     def put(self: object, address: str, content: Path | bytes) -> None:
-        if isinstance(content, Path):
+        if isinstance(content, Path):  # not the mark of a copy
             if content.name == "manifest.json" and len(sent) < 3:
                 raise StorageError("the server is full")
             sent.append(content.name)
