@@ -28,7 +28,7 @@ from bigtrain.system.world import World, read_world
 
 if TYPE_CHECKING:
     from bigtrain.data.shards.dataset import Level
-    from bigtrain.run.reporting.closing import TrainingResult
+    from bigtrain.run.run_view import TrainingResult
 
 
 Config = RunConfig | Mapping[str, Any] | str | Path

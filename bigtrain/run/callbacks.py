@@ -25,7 +25,6 @@ from bigtrain.errors import BigtrainError, ExtensionError, one_line
 from bigtrain.metrics.recording import Recorder, joined
 from bigtrain.metrics.step_metrics import StepMetrics
 from bigtrain.run.context import RunContext
-from bigtrain.run.run_log import RunLog
 from bigtrain.run.run_view import Requests, RunView
 from bigtrain.run.state import TrainState
 from bigtrain.settings.extensions import describe, import_named
@@ -40,13 +39,11 @@ class Callbacks:
     code of the user, or an objective, that may record metrics; both equal on all ranks. failure:
     error of a callback, after which no other is called; the ranks agree on it."""
 
-    def __init__(
-        self, context: RunContext, log: RunLog, caller_callbacks: Sequence[object] = ()
-    ) -> None:
+    def __init__(self, context: RunContext, caller_callbacks: Sequence[object] = ()) -> None:
         """Construct the callbacks of the run on the ranks that they run on. `caller_callbacks`:
         objects of the calling program, whose classes must agree on all ranks. Collective; raises
         ExtensionError on every rank if the classes differ, or if a constructor fails."""
-        self._context, self._log = context, log
+        self._context = context
         self._recorder = Recorder()
         self._requests = Requests()
         self._view: RunView | None = None
@@ -91,7 +88,7 @@ class Callbacks:
 
     def _warn(self, text: str) -> None:
         """Show a line, also when the log is closed."""
-        self._log.to_file(text)
+        self._context.log.to_file(text)
         print(text, file=sys.stderr, flush=True)
 
     def _runs_here(self, callback: object) -> bool:
@@ -172,7 +169,9 @@ class Callbacks:
         self._requests.stop, self._requests.save = None, False
         if stop is not None and self._view is not None:
             reason = f": {stop}" if stop else ""
-            self._log.info(f"step {self._view.step}: a callback asked to end the run{reason}")
+            self._context.log.info(
+                f"step {self._view.step}: a callback asked to end the run{reason}"
+            )
         return stop is not None, save
 
     def recorded(self, group: dist.ProcessGroup | None) -> dict[str, float] | None:
@@ -198,7 +197,7 @@ class Callbacks:
             method: Callable[[RunView], object] | None = getattr(callback, point, None)
             if method is None or self.failure is not None:
                 continue
-            self._context.heartbeat.set_phase(f"calling {point} of a callback", slow=True)
+            self._context.heartbeat.set_activity(f"calling {point} of a callback", slow=True)
             try:
                 with self._recorder.collecting():
                     method(view)

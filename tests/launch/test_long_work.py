@@ -63,7 +63,7 @@ with process_group.process_group(world) as joined:
 """
 RUN = """\
 import bigtrain.run.finish as finish
-import bigtrain.run.training as verification
+import bigtrain.data.shards.verification as verification
 from bigtrain.system.processes import exit_process
 from bigtrain.train import main
 
