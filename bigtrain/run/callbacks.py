@@ -46,7 +46,18 @@ class Callbacks:
         self._context = context
         self._recorder = Recorder()
         self._requests = Requests()
-        self._view: RunView | None = None
+        self._view = RunView(
+            step=0,
+            samples=0,
+            tokens=0,
+            metrics=_NOTHING,
+            evaluation=_NOTHING,
+            directory=context.directory,
+            config=context.config,
+            rank=context.world.rank,
+            world_size=context.world.size,
+            _requests=self._requests,
+        )
         self.failure: BigtrainError | None = None
         sections = context.config.callbacks
         _refuse_other_callbacks(context, [section.type for section in sections], caller_callbacks)
@@ -124,7 +135,7 @@ class Callbacks:
     def checkpoint(self, path: Path) -> None:
         """Call `checkpoint` once the checkpoint `path` is complete, as this rank has seen it: other
         ranks may see it after another step."""
-        if self.are_any and self._view is not None:
+        if self.are_any:
             self._call("checkpoint", None, checkpoint=path)
 
     def end(self, state: TrainState, received: Signals | None) -> None:
@@ -167,7 +178,7 @@ class Callbacks:
         call."""
         stop, save = self._requests.stop, self._requests.save
         self._requests.stop, self._requests.save = None, False
-        if stop is not None and self._view is not None:
+        if stop is not None:
             reason = f": {stop}" if stop else ""
             self._context.log.info(
                 f"step {self._view.step}: a callback asked to end the run{reason}"
@@ -211,23 +222,9 @@ class Callbacks:
 
     def _updated_view(self, state: TrainState | None, changes: dict[str, Any]) -> RunView:
         """Bring the view up to date, and return it."""
-        context = self._context
         if state is not None:
             changes |= {"step": state.step, "samples": state.samples, "tokens": state.tokens}
-        if self._view is not None:
-            self._view = replace(self._view, **{"checkpoint": None, "stopped_by": None, **changes})
-            return self._view
-        rank, size = context.world.rank, context.world.size
-        nothing = {"step": 0, "samples": 0, "tokens": 0}
-        values = {**nothing, "metrics": _NOTHING, "evaluation": _NOTHING, **changes}
-        self._view = RunView(
-            **values,
-            directory=context.directory,
-            config=context.config,
-            rank=rank,
-            world_size=size,
-            _requests=self._requests,
-        )
+        self._view = replace(self._view, **{"checkpoint": None, "stopped_by": None, **changes})
         return self._view
 
     def _raise_together(self) -> None:

@@ -22,8 +22,8 @@ from bigtrain.system.world import World
 
 @dataclass(frozen=True)
 class RunContext:
-    """What the parts of a launch get on this rank. hosts: of every rank. claim: on the run
-    directory, acquired before the first write."""
+    """Facts of a launch on this rank, for the launch's parts. hosts: of every rank. claim: on the
+    run directory, acquired before the first write."""
 
     run: ResolvedRun
     world: World

@@ -101,9 +101,16 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
     hf_config = with_mtp_layers(hf_config, trains=config.objective.mtp_weight > 0)
 
     # The model and the run's settings; then files, unless another rank of the host checks them.
+    longest = getattr(text_config(hf_config), "max_position_embeddings", None)
     problems: list[Problem] = [
         *check_trackers(config.logging.trackers),
-        *_check_positions(config.batch.sequence_length, hf_config),
+        *check_model(
+            Facts(
+                sequence_length=config.batch.sequence_length,
+                # XLNet's -1 means any length.
+                max_positions=longest if isinstance(longest, int) and longest > 0 else None,
+            )
+        ),
         # Also the defaults of the class.
         *check_layer_drop(text_config(hf_config).to_dict(), "model.config"),
         *data_problems,
@@ -128,8 +135,11 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
             hf_config, growth = grown_configuration(config.model, hf_config, tokens)
         held_out_sets, set_problems = open_held_out_datasets(config, datasets, check)
         problems += set_problems or check_best(config, datasets, held_out_sets)
-        if check != "listed" and not _resumes(config):
-            problems += _check_scores(config, datasets, held_out_sets)
+        has_scores = config.objective.reference is not None or config.objective.teacher is not None
+        if has_scores and check != "listed" and not _resumes(config):
+            from bigtrain.data.loading.stored_scores import check_reference_scores
+
+            problems += check_reference_scores(config, datasets, held_out_sets)
     problems += _check_method(run, hf_config)
 
     # Trials of the model itself take seconds, so they run only if all settings are right.
@@ -243,17 +253,6 @@ def _check_tokenizer(config: RunConfig, dataset: TokenDataset) -> Sequence[Probl
     return check_added_tokens(config.tokenizer, base, dataset.table.tokenizer, directory)
 
 
-def _check_scores(
-    config: RunConfig, datasets: Sequence[TokenDataset], held_out_sets: Sequence[TokenDataset]
-) -> list[Problem]:
-    """Check the stored scores that the run names, if any."""
-    if config.objective.reference is None and config.objective.teacher is None:
-        return []
-    from bigtrain.data.loading.stored_scores import check_reference_scores
-
-    return check_reference_scores(config, datasets, held_out_sets)
-
-
 def _check_files(config: RunConfig, hf_config: Any) -> list[Problem]:
     """Check the files and names that are the same for every rank of a host."""
     problems = list(check_output(Path(config.output.directory)))
@@ -261,7 +260,21 @@ def _check_files(config: RunConfig, hf_config: Any) -> list[Problem]:
         from bigtrain.run.shared_memory import check_memory_directory
 
         problems += check_memory_directory(config)
-    problems += [*_check_reload(config, hf_config), *_check_base_files(config)]
+    path = config.model.path
+    if path is None and config.output.export:
+        # Transformers must read the configuration of an export, unless it is the base's.
+        if (error := why_not_reloaded(hf_config)) is not None:
+            name = hf_config.model_type
+            rule = f"transformers cannot reload an export of a {name} that starts from random "
+            rule += "weights"
+            remedy = f"start from weights (model.path), or output.export=false ({error})"
+            problems.append(Problem("model.config", name, rule, remedy))
+    if path is not None and Path(path).is_dir():
+        # Checksums of a base's small files, and whether an export can include them.
+        remedy = "restore them; if the change is intended, remove the list and start a new run"
+        changes = changed_files(Path(path), Path(config.output.directory))
+        problems += [Problem("model.path", path, text, remedy) for text in changes]
+        problems += [Problem("model.path", path, *fault) for fault in unusable_files(Path(path))]
     if config.evaluation.tasks:
         from bigtrain.models.lm_eval_tasks import check_tasks
 
@@ -298,19 +311,6 @@ def _check_method(run: ResolvedRun, hf_config: Any) -> list[Problem]:
     return problems
 
 
-def _check_reload(config: RunConfig, hf_config: Any) -> Sequence[Problem]:
-    """Check that transformers will read the configuration of an export, unless it is the base's."""
-    if config.model.path is not None or not config.output.export:
-        return []
-    error = why_not_reloaded(hf_config)
-    if error is None:
-        return []
-    name = hf_config.model_type
-    rule = f"transformers cannot reload an export of a {name} that starts from random weights"
-    remedy = f"start from weights (model.path), or output.export=false ({error})"
-    return [Problem("model.config", name, rule, remedy)]
-
-
 def _check_export(hf_config: Any, dataset: TokenDataset) -> Sequence[Problem]:
     """Check that transformers will read the data's tokenizer next to the exported model."""
     file = dataset.tokenizer_path / "tokenizer.json"
@@ -328,26 +328,3 @@ def _check_export(hf_config: Any, dataset: TokenDataset) -> Sequence[Problem]:
     )
     remedy = f"{TOKENIZER_REMEDY}; without an export: output.export=false"
     return [Problem("data.path", str(dataset.path), rule, remedy)]
-
-
-def _check_base_files(config: RunConfig) -> Sequence[Problem]:
-    """Check checksums of a base's small files on this host, and whether an export can include
-    them."""
-    path = config.model.path
-    if path is None or not Path(path).is_dir():
-        return []
-    remedy = "restore them; if the change is intended, remove the list and start a new run"
-    changes = changed_files(Path(path), Path(config.output.directory))
-    problems = [Problem("model.path", path, text, remedy) for text in changes]
-    return problems + [Problem("model.path", path, *fault) for fault in unusable_files(Path(path))]
-
-
-def _check_positions(sequence_length: int, hf_config: Any) -> Sequence[Problem]:
-    longest = getattr(text_config(hf_config), "max_position_embeddings", None)
-    return check_model(
-        Facts(
-            sequence_length=sequence_length,
-            # XLNet's -1 means any length.
-            max_positions=longest if isinstance(longest, int) and longest > 0 else None,
-        )
-    )

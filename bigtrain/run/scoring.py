@@ -97,13 +97,13 @@ def score_dataset(
 ) -> Scores:
     """Write the scores of a dataset into its directory of `output`, unless they are complete there,
     and return them. Collective. Raises DataError on every rank if other scores are there."""
-    main, work, request = context.world.is_main, context.long_work, scored.request
+    work, request = context.long_work, scored.request
     directory = scores_directory(output, request.data)
     writers: list[ScoreWriter] = []
 
+    @writing(directory, OUTPUT_REMEDY)
     def begin() -> None:
-        with writing(directory, OUTPUT_REMEDY):
-            writers.append(ScoreWriter(directory, request))
+        writers.append(ScoreWriter(directory, request))
 
     work.on_main_rank(begin)
     rows = ROWS.get(scored.dataset.table.rows)
@@ -125,17 +125,16 @@ def score_dataset(
                 if rated is not None:
                     arrays[MISMATCHED] = _mismatched_sums(context, engine, rated, part)
 
+                @writing(directory, OUTPUT_REMEDY)
                 def write(part: _Part = part, arrays: dict[str, Any] = arrays) -> ScorePartRecord:
-                    with writing(directory, OUTPUT_REMEDY):
-                        return writers[0].write(part.name, part.first, part.num_tokens, arrays)
+                    return writers[0].write(part.name, part.first, part.num_tokens, arrays)
 
                 record = work.on_main_rank(write)
             splits[split].append(record)
 
+    @writing(directory, OUTPUT_REMEDY)
     def close() -> None:
-        if main:
-            with writing(directory, OUTPUT_REMEDY):
-                writers[0].close(splits, longest)
+        writers[0].close(splits, longest)
 
     work.on_main_rank(close)
     return work.on_every_rank(lambda: open_scores(directory))[context.world.rank]

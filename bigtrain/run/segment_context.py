@@ -21,8 +21,8 @@ class BaseWeights:
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentContext(RunContext):
-    """What the parts of a segment get. run: with the batch of the segment. base: the Hugging Face
-    weights that were read into `engine`, if any."""
+    """Facts of a segment, for the segment's parts. run: with the batch of the segment. base: the
+    Hugging Face weights that were read into `engine`, if any."""
 
     inputs: Inputs
     engine: TrainEngine

@@ -84,6 +84,7 @@ def begin_writing(
     config, directory, base = context.config, context.directory, context.base
     copies: list[RunCopies] = []
 
+    @writing(directory, OUTPUT_REMEDY)
     def begin() -> None:
         write_run_directory(
             directory,
@@ -115,9 +116,5 @@ def begin_writing(
             for path in sorted((directory / "checkpoints").glob("step-????????"))[-1:]:
                 copies[0].add(path)
 
-    def begin_or_explain() -> None:
-        with writing(directory, OUTPUT_REMEDY):
-            begin()
-
-    context.long_work.on_main_rank(begin_or_explain)
+    context.long_work.on_main_rank(begin)
     return copies[0] if copies else None

@@ -205,8 +205,7 @@ class MemorySaver:
         write, self._pending = self._pending, None
         if write is not None:
             write.end(_LAST_WAIT_SECONDS)
-        if self._files.is_keeper:
-            self._files.directory.remove()
+        self._files.end()
 
     def __enter__(self) -> Self:
         return self
