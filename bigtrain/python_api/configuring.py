@@ -189,7 +189,7 @@ def train_run(
     process (exit code 76), by the run YAML's ``watchdog``.
 
     Raises ConfigError, DataError, ModelError, CheckpointError, OutputError, TrainingError,
-    ExtensionError, LaunchError: all of them are BigtrainError.
+    ExtensionError, LaunchError: each is a BigtrainError.
     """
     _check_callbacks(callbacks)
     if model is not None:
