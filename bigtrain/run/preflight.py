@@ -101,16 +101,9 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
     hf_config = with_mtp_layers(hf_config, trains=config.objective.mtp_weight > 0)
 
     # The model and the run's settings; then files, unless another rank of the host checks them.
-    longest = getattr(text_config(hf_config), "max_position_embeddings", None)
     problems: list[Problem] = [
         *check_trackers(config.logging.trackers),
-        *check_model(
-            Facts(
-                sequence_length=config.batch.sequence_length,
-                # XLNet's -1 means any length.
-                max_positions=longest if isinstance(longest, int) and longest > 0 else None,
-            )
-        ),
+        *_check_positions(config.batch.sequence_length, hf_config),
         # Also the defaults of the class.
         *check_layer_drop(text_config(hf_config).to_dict(), "model.config"),
         *data_problems,
@@ -328,3 +321,14 @@ def _check_export(hf_config: Any, dataset: TokenDataset) -> Sequence[Problem]:
     )
     remedy = f"{TOKENIZER_REMEDY}; without an export: output.export=false"
     return [Problem("data.path", str(dataset.path), rule, remedy)]
+
+
+def _check_positions(sequence_length: int, hf_config: Any) -> Sequence[Problem]:
+    longest = getattr(text_config(hf_config), "max_position_embeddings", None)
+    return check_model(
+        Facts(
+            sequence_length=sequence_length,
+            # XLNet's -1 means any length.
+            max_positions=longest if isinstance(longest, int) and longest > 0 else None,
+        )
+    )
