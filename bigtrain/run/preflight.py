@@ -128,11 +128,8 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
             hf_config, growth = grown_configuration(config.model, hf_config, tokens)
         held_out_sets, set_problems = open_held_out_datasets(config, datasets, check)
         problems += set_problems or check_best(config, datasets, held_out_sets)
-        has_scores = config.objective.reference is not None or config.objective.teacher is not None
-        if has_scores and check != "listed" and not _resumes(config):
-            from bigtrain.data.loading.stored_scores import check_reference_scores
-
-            problems += check_reference_scores(config, datasets, held_out_sets)
+        if check != "listed" and not _resumes(config):
+            problems += _check_scores(config, datasets, held_out_sets)
     problems += _check_method(run, hf_config)
 
     # Trials of the model itself take seconds, so they run only if all settings are right.
@@ -244,6 +241,17 @@ def _check_tokenizer(config: RunConfig, dataset: TokenDataset) -> Sequence[Probl
     from bigtrain.data.tokenizers.added_tokens import check_added_tokens
 
     return check_added_tokens(config.tokenizer, base, dataset.table.tokenizer, directory)
+
+
+def _check_scores(
+    config: RunConfig, datasets: Sequence[TokenDataset], held_out_sets: Sequence[TokenDataset]
+) -> list[Problem]:
+    """Check the stored scores that the run names, if any."""
+    if config.objective.reference is None and config.objective.teacher is None:
+        return []
+    from bigtrain.data.loading.stored_scores import check_reference_scores
+
+    return check_reference_scores(config, datasets, held_out_sets)
 
 
 def _check_files(config: RunConfig, hf_config: Any) -> list[Problem]:
