@@ -127,13 +127,13 @@ def measure(size: str, zero_stage: int, rounds: int, directory: Path) -> dict[st
     most_steps = 1000 * (rounds + 1)
     point = Point(size, zero_stage, 1, 1, "fp32", 0, most_steps, 1, ("bigtrain",))
     run = resolve_point(point, directory)
-    with open_session(run, World(0, 1, 0)) as (context, log):
+    with open_session(run, World(0, 1, 0)) as context:
         batches = open_training_data(run.config, run.plan, 0)
-        loop = Bigtrain(context, log, inspect_inputs(run), batches)
+        loop = Bigtrain(context, inspect_inputs(run), batches)
         section = run.config.checkpoint.model_copy(update={"asynchronous": False})
         config = run.config.model_copy(update={"checkpoint": section})
-        synchronous = replace(context, run=replace(run, config=config))
-        savers = {"async": loop.saver, "sync": Saver(synchronous, log, loop.engine, loop.inputs)}
+        synchronous = replace(loop.context, run=replace(run, config=config))
+        savers = {"async": loop.saver, "sync": Saver(synchronous)}
         first, figures = Figures(), Figures()
         num_bytes = a_round(loop, savers, directory, first)
         for _ in range(rounds):

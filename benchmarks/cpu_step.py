@@ -53,7 +53,7 @@ def measure(point: Point, directory: Path) -> dict[str, Any]:
     torch.set_num_threads(point.threads)
     run = resolve_point(point, directory)
     inputs = inspect_inputs(run)
-    with open_session(run, World(0, 1, 0)) as (context, log), ExitStack() as stack:
+    with open_session(run, World(0, 1, 0)) as context, ExitStack() as stack:
         pin = context.device.type == "cuda"
         batches = open_training_data(run.config, run.plan, 0, device_pin=pin)
         count = point.total_steps + 1
@@ -63,7 +63,7 @@ def measure(point: Point, directory: Path) -> dict[str, Any]:
         bare = BareLoop(run, inputs.hf_config, steps, context.device)
         loops: dict[str, Callable[[int], None]] = {"bare": bare.run}
         if "bigtrain" in point.contenders:
-            own = Bigtrain(context, log, inputs, batches)
+            own = Bigtrain(context, inputs, batches)
             loops["bigtrain"] = own.run
             stack.callback(own.close)
 

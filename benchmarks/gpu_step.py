@@ -46,9 +46,9 @@ from benchmarks.support.litgpt_loop import LitgptLoop
 from benchmarks.support.points import Point, resolve_point
 from bigtrain.data.loading.loader import open_training_data
 from bigtrain.run.diagnostics.profiling import top_ops
+from bigtrain.run.diagnostics.step_clock import PartMemory
 from bigtrain.run.prediction import predict, utilization_of
 from bigtrain.run.preflight import Inputs, inspect_inputs
-from bigtrain.run.reporting.phase_memory import PhaseMemory
 from bigtrain.run.session import open_session
 from bigtrain.settings.resolve import ResolvedRun
 from bigtrain.system.units import GIB
@@ -66,7 +66,7 @@ def measure(point: Point, directory: Path) -> dict[str, Any]:
     (contender,) = point.contenders
     run = resolve_point(point, directory)
     inputs = inspect_inputs(run)
-    with weights_of(point), open_session(run, World(0, 1, 0)) as (context, log):
+    with weights_of(point), open_session(run, World(0, 1, 0)) as context:
         pin = context.device.type == "cuda"
         batches = open_training_data(run.config, run.plan, 0, device_pin=pin)
         watch = Stopwatch(context.device, torch.get_num_threads())
@@ -76,7 +76,7 @@ def measure(point: Point, directory: Path) -> dict[str, Any]:
             else []
         )
         top: list[str] = []
-        memory = PhaseMemory(context.device.type)
+        memory = PartMemory(context.device.type)
         if contender == "hf":
             run_hf_trainer(point, run, inputs.hf_config, steps, directory, lambda: None, watch)
         else:
@@ -86,7 +86,7 @@ def measure(point: Point, directory: Path) -> dict[str, Any]:
             elif contender == "litgpt":
                 loop = LitgptLoop(run, inputs.hf_config, steps).run
             else:
-                contestant = Bigtrain(context, log, inputs, batches)
+                contestant = Bigtrain(context, inputs, batches)
                 memory, loop = contestant.memory, contestant.run
             for _ in range(point.rounds + 1):
                 watch.start()

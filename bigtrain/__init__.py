@@ -55,8 +55,7 @@ if TYPE_CHECKING:
     from bigtrain.python_api.shards import describe_shards, read_documents, verify_shards
     from bigtrain.python_api.tokenizing import tokenize, train_tokenizer
     from bigtrain.run.checkpointing.listing import ListedCheckpoint
-    from bigtrain.run.reporting.closing import TrainingResult
-    from bigtrain.run.run_view import RunView
+    from bigtrain.run.run_view import RunView, TrainingResult
     from bigtrain.settings.commented_yaml import run_schema
     from bigtrain.settings.resolve import ResolvedRun
     from bigtrain.settings.run_config import RunConfig
@@ -89,12 +88,11 @@ _HOMES = {
     "bigtrain.settings.commented_yaml": ("run_schema",),
     "bigtrain.python_api.configuring": ("load_config", "check", "train_run"),
     "bigtrain.metrics.recording": ("record",),
-    "bigtrain.run.run_view": ("RunView",),
+    "bigtrain.run.run_view": ("RunView", "TrainingResult"),
     "bigtrain.objectives.losses.objective_batch": ("ObjectiveBatch",),
     "bigtrain.settings.run_config": ("RunConfig",),
     "bigtrain.settings.resolve": ("ResolvedRun",),
     "bigtrain.python_api.planning": ("plan", "Plan"),
-    "bigtrain.run.reporting.closing": ("TrainingResult",),
     "bigtrain.run.checkpointing.listing": ("ListedCheckpoint",),
     "bigtrain.errors": (
         "BigtrainError",

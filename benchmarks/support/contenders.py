@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -28,15 +27,15 @@ from bigtrain.models.layers.compilation import compile_layers
 from bigtrain.models.layers.parameter_roles import split_by_decay
 from bigtrain.run.callbacks import Callbacks
 from bigtrain.run.checkpointing.memory_saver import memory_saver_of
-from bigtrain.run.checkpointing.resume import roll_back
+from bigtrain.run.checkpointing.resume import Recovery
 from bigtrain.run.checkpointing.saver import Saver
 from bigtrain.run.context import RunContext
+from bigtrain.run.diagnostics.step_clock import PartMemory
 from bigtrain.run.evaluation import Evaluator
 from bigtrain.run.loop import Loop
 from bigtrain.run.outer_steps import OuterSteps
 from bigtrain.run.preflight import Inputs
-from bigtrain.run.reporting.phase_memory import PhaseMemory
-from bigtrain.run.run_log import RunLog
+from bigtrain.run.segment_context import SegmentContext
 from bigtrain.run.session import begin_writing
 from bigtrain.run.state import TrainState
 from bigtrain.settings.deepspeed.engine_config import find_deepspeed_config
@@ -147,29 +146,28 @@ class _RoundBatches:
 class Bigtrain:
     """The calls of `bigtrain.train.train_run`, a few steps at a time."""
 
-    def __init__(
-        self, context: RunContext, log: RunLog, inputs: Inputs, batches: TrainingBatches
-    ) -> None:
-        run = context.run
-        self.context, self.log, self.inputs = context, log, inputs
-        self.memory = PhaseMemory(context.device.type)
+    def __init__(self, launch: RunContext, inputs: Inputs, batches: TrainingBatches) -> None:
+        run = launch.run
+        self.memory = PartMemory(launch.device.type)
         self.batches = _RoundBatches(batches)
         self.engine = build_engine(
             run.config,
             run.engine,
             run.plan,
             inputs.hf_config,
-            context.device,
-            open_mesh(run.topology, context.world.rank),
+            launch.device,
+            open_mesh(run.topology, launch.world.rank),
         )
-        self.evaluator = Evaluator(context, log, self.engine, inputs, [])
+        context = SegmentContext(**vars(launch), inputs=inputs, engine=self.engine)
+        self.context = context
+        self.evaluator = Evaluator(context, [])
         self.state = TrainState()
-        begin_writing(context, log, inputs, self.state)
-        self.saver = Saver(context, log, self.engine, inputs)
-        self.outer = OuterSteps(context, log, inputs.data_hash, self.engine)
+        begin_writing(context, self.state)
+        self.saver = Saver(context)
+        self.outer = OuterSteps(context)
         self._stack = ExitStack()
-        saving = memory_saver_of(context, log, self.engine, self.saver, None)
-        self.memory_saver = self._stack.enter_context(saving)
+        self.memory_saver = self._stack.enter_context(memory_saver_of(context, self.saver, None))
+        self.recovery = Recovery(context, self.saver, self.memory_saver, 0)
 
     def close(self) -> None:
         """Remove the checkpoints in memory."""
@@ -183,14 +181,13 @@ class Bigtrain:
         try:
             loop = Loop(
                 self.context,
-                self.log,
                 self.engine,
                 self.batches,
                 self.evaluator,
                 self.saver,
                 self.outer,
-                Callbacks(self.context, self.log),
-                roll_back=partial(roll_back, self.context, self.log, self.engine),
+                Callbacks(self.context),
+                roll_back=self.recovery.roll_back,
                 memory=self.memory,
                 memory_saver=self.memory_saver,
             )

@@ -28,7 +28,7 @@ from bigtrain.system.world import World, read_world
 
 if TYPE_CHECKING:
     from bigtrain.data.shards.dataset import Level
-    from bigtrain.run.reporting.closing import TrainingResult
+    from bigtrain.run.run_view import TrainingResult
 
 
 Config = RunConfig | Mapping[str, Any] | str | Path
@@ -189,7 +189,7 @@ def train_run(
     process (exit code 76), by the run YAML's ``watchdog``.
 
     Raises ConfigError, DataError, ModelError, CheckpointError, OutputError, TrainingError,
-    ExtensionError, LaunchError: all of them are BigtrainError.
+    ExtensionError, LaunchError: each is a BigtrainError.
     """
     _check_callbacks(callbacks)
     if model is not None:

@@ -70,7 +70,7 @@ class Plan:
 
     def write(self, directory: str | Path, choose: int | None = None) -> Path:
         """Write ``run.yaml`` and ``deepspeed.json`` of line `choose` into `directory`, and return
-        the former's path. Overwrites nothing. Raises ConfigError, OutputError, LaunchError."""
+        the path of the YAML. Overwrites nothing. Raises ConfigError, OutputError, LaunchError."""
         import yaml
 
         from bigtrain.settings.resolve import resolve_run

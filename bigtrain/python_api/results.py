@@ -34,8 +34,7 @@ def read_metrics(run: str | Path, kind: Kind | None = "step") -> list[dict[str, 
     """Return the lines of a run's ``metrics.jsonl``, in order; also of a running run.
 
     run: a run directory. kind: logged steps, evaluations, events or outer steps; None: all lines.
-    The fields are those of docs/reference/metrics.md. Raises DataError if the file is missing or
-    corrupt.
+    Fields: docs/reference/metrics.md. Raises DataError if the file is missing or corrupt.
     """
     from bigtrain.run.reporting.metrics_lines import kind_of, read_lines
 
@@ -123,7 +122,7 @@ def export_run(
         max_shard_size=max_shard_size,
         merge=merge,
         average=average,
-        warn=warn or (lambda text: print(text, file=sys.stderr, flush=True)),
+        warn=warn or _to_stderr,
     )
     address = None
     if push_to_hub is not None:
@@ -162,7 +161,7 @@ def merge_run(
         from bigtrain.run.checkpointing.averaging import chosen_steps
         from bigtrain.run.checkpointing.averaging import merge_run as merge
 
-    tell = warn or (lambda text: print(text, file=sys.stderr, flush=True))
+    tell = warn or _to_stderr
     selected_steps = chosen_steps(Path(run), steps, last, tell)
     merge(
         Path(run),
@@ -174,6 +173,10 @@ def merge_run(
         warn=tell,
     )
     return selected_steps
+
+
+def _to_stderr(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def generate(
@@ -214,7 +217,7 @@ def open_conversation(
     """Return a chat with a Hugging Face directory or Hub model by its tokenizer's chat template:
     ``answer(messages)`` is its answer, which ends at the template's end of a turn.
 
-    The other parameters are those of `generate`; max_new_tokens: of one answer. Raises ModelError
+    max_new_tokens: of an answer; other parameters: as for `generate`. Raises ModelError
     if the model cannot be loaded, or has no chat template.
     """
     from bigtrain.models.generation import Conversation, Sampling
@@ -318,7 +321,7 @@ def verify_run(run: str | Path, step: int | None = None) -> dict[int, str | None
     """Read the checkpoints of a run again and compare every checksum; return by step why it is
     corrupt, None if it is complete.
 
-    step: of one checkpoint (default: all of them). Raises CheckpointError if there is none.
+    step: of one checkpoint (default: every checkpoint). Raises CheckpointError if there is none.
     """
     from bigtrain.run.checkpointing.listing import verify_checkpoints
 
@@ -389,7 +392,7 @@ def fetch(
 ) -> Fetched:
     """Copy a run, a model or a dataset from an address (s3://, https://, ...) to a directory.
 
-    step: for a run, the checkpoint to fetch (default: the newest complete one); the others are not
+    step: for a run, the checkpoint to fetch (default: the newest complete one); no other is
     fetched. say: gets a line on each file. When called again, it resumes. Raises
     DataError; fetched files are kept.
     """

@@ -195,7 +195,7 @@ def train_tokenizer(options: TrainTokenizerOptions) -> int:
     """Train a byte-level BPE tokenizer of at most `vocab_size` tokens, write it into the directory
     `output`, and return its number of tokens.
 
-    `options`: those of `tokenize` for reading text, and `say`, which gets a line with the summary
+    `options`: of reading text as for `tokenize`; `say` gets a line with the summary
     (default: print to standard error). Raises DataError; then no files remain.
     """
     from bigtrain.data.documents.discovery import find_sources

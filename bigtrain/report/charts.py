@@ -1,9 +1,8 @@
-"""Charts of the page, and their data in the format that the browser reads.
+"""Charts of the page, and their data in the format that the browser reads; the same curves as a
+table, also for screen readers.
 
 Columns are base64 of little-endian numbers, which a browser decodes into typed arrays: a million
 logged steps are a few megabytes. Values are float32, steps float64.
-
-The table of curve values is also for screen readers.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Report page: one self-contained HTML file with styles, scripts and data, and without external
-URLs.
+URLs. It is written atomically, over an older report only.
 
 Everything that comes from a run's files is escaped, and the Content-Security-Policy allows only the
 page's own two scripts (by their checksums) and no requests.
-
-Atomic writing of the page; only an older report is overwritten.
 """
 
 from __future__ import annotations

@@ -1,9 +1,5 @@
-"""Files of a run directory other than metrics.jsonl: settings, versions, launches, hangs.
-
-Every file is read defensively: a missing or corrupt one becomes a sentence in `notes`.
-
-Run of the report: its metrics, its other files, and a unique name.
-"""
+"""Runs of a report: metrics, and the other files of a run directory (settings, versions, launches,
+hangs). Every file is read defensively: a missing or corrupt one becomes a sentence in `notes`."""
 
 from __future__ import annotations
 

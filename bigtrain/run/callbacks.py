@@ -25,7 +25,6 @@ from bigtrain.errors import BigtrainError, ExtensionError, one_line
 from bigtrain.metrics.recording import Recorder, joined
 from bigtrain.metrics.step_metrics import StepMetrics
 from bigtrain.run.context import RunContext
-from bigtrain.run.run_log import RunLog
 from bigtrain.run.run_view import Requests, RunView
 from bigtrain.run.state import TrainState
 from bigtrain.settings.extensions import describe, import_named
@@ -40,16 +39,25 @@ class Callbacks:
     code of the user, or an objective, that may record metrics; both equal on all ranks. failure:
     error of a callback, after which no other is called; the ranks agree on it."""
 
-    def __init__(
-        self, context: RunContext, log: RunLog, caller_callbacks: Sequence[object] = ()
-    ) -> None:
+    def __init__(self, context: RunContext, caller_callbacks: Sequence[object] = ()) -> None:
         """Construct the callbacks of the run on the ranks that they run on. `caller_callbacks`:
         objects of the calling program, whose classes must agree on all ranks. Collective; raises
         ExtensionError on every rank if the classes differ, or if a constructor fails."""
-        self._context, self._log = context, log
+        self._context = context
         self._recorder = Recorder()
         self._requests = Requests()
-        self._view: RunView | None = None
+        self._view = RunView(
+            step=0,
+            samples=0,
+            tokens=0,
+            metrics=_NOTHING,
+            evaluation=_NOTHING,
+            directory=context.directory,
+            config=context.config,
+            rank=context.world.rank,
+            world_size=context.world.size,
+            _requests=self._requests,
+        )
         self.failure: BigtrainError | None = None
         sections = context.config.callbacks
         _refuse_other_callbacks(context, [section.type for section in sections], caller_callbacks)
@@ -91,7 +99,7 @@ class Callbacks:
 
     def _warn(self, text: str) -> None:
         """Show a line, also when the log is closed."""
-        self._log.to_file(text)
+        self._context.log.to_file(text)
         print(text, file=sys.stderr, flush=True)
 
     def _runs_here(self, callback: object) -> bool:
@@ -127,7 +135,7 @@ class Callbacks:
     def checkpoint(self, path: Path) -> None:
         """Call `checkpoint` once the checkpoint `path` is complete, as this rank has seen it: other
         ranks may see it after another step."""
-        if self.are_any and self._view is not None:
+        if self.are_any:
             self._call("checkpoint", None, checkpoint=path)
 
     def end(self, state: TrainState, received: Signals | None) -> None:
@@ -170,9 +178,11 @@ class Callbacks:
         call."""
         stop, save = self._requests.stop, self._requests.save
         self._requests.stop, self._requests.save = None, False
-        if stop is not None and self._view is not None:
+        if stop is not None:
             reason = f": {stop}" if stop else ""
-            self._log.info(f"step {self._view.step}: a callback asked to end the run{reason}")
+            self._context.log.info(
+                f"step {self._view.step}: a callback asked to end the run{reason}"
+            )
         return stop is not None, save
 
     def recorded(self, group: dist.ProcessGroup | None) -> dict[str, float] | None:
@@ -198,7 +208,7 @@ class Callbacks:
             method: Callable[[RunView], object] | None = getattr(callback, point, None)
             if method is None or self.failure is not None:
                 continue
-            self._context.heartbeat.set_phase(f"calling {point} of a callback", slow=True)
+            self._context.heartbeat.set_activity(f"calling {point} of a callback", slow=True)
             try:
                 with self._recorder.collecting():
                     method(view)
@@ -212,23 +222,9 @@ class Callbacks:
 
     def _updated_view(self, state: TrainState | None, changes: dict[str, Any]) -> RunView:
         """Bring the view up to date, and return it."""
-        context = self._context
         if state is not None:
             changes |= {"step": state.step, "samples": state.samples, "tokens": state.tokens}
-        if self._view is not None:
-            self._view = replace(self._view, **{"checkpoint": None, "stopped_by": None, **changes})
-            return self._view
-        rank, size = context.world.rank, context.world.size
-        nothing = {"step": 0, "samples": 0, "tokens": 0}
-        values = {**nothing, "metrics": _NOTHING, "evaluation": _NOTHING, **changes}
-        self._view = RunView(
-            **values,
-            directory=context.directory,
-            config=context.config,
-            rank=rank,
-            world_size=size,
-            _requests=self._requests,
-        )
+        self._view = replace(self._view, **{"checkpoint": None, "stopped_by": None, **changes})
         return self._view
 
     def _raise_together(self) -> None:

@@ -11,6 +11,7 @@ import torch
 from bigtrain.engine.startup.long_work import LongWork
 from bigtrain.run.health.fencing import RunClaim
 from bigtrain.run.health.heartbeat import Heartbeat
+from bigtrain.run.run_log import RunLog
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.resolve import ResolvedRun
 from bigtrain.settings.run_config import RunConfig
@@ -21,8 +22,8 @@ from bigtrain.system.world import World
 
 @dataclass(frozen=True)
 class RunContext:
-    """Facts of a launch that do not change on this rank. hosts: of every rank. claim: on the run
-    directory, acquired before the first write."""
+    """Facts of a launch on this rank, for the launch's parts. hosts: of every rank. claim: on the
+    run directory, acquired before the first write."""
 
     run: ResolvedRun
     world: World
@@ -31,6 +32,7 @@ class RunContext:
     long_work: LongWork
     signals: StopSignals
     claim: RunClaim
+    log: RunLog
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
 
     @property

@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING
 
 from bigtrain.data.loading.loader import HeldOutSource
 from bigtrain.engine.train_engine import TrainEngine
-from bigtrain.run.context import RunContext
-from bigtrain.run.preflight import Inputs
 from bigtrain.run.reporting.metrics import HeldOutLoss
-from bigtrain.run.run_log import RunLog
+from bigtrain.run.segment_context import SegmentContext
 from bigtrain.run.state import TrainState, after_evaluation, has_stopped
 from bigtrain.settings.sections.evaluation import TASKS
 
@@ -22,21 +20,13 @@ if TYPE_CHECKING:
 
 
 class Evaluator:
-    """Evaluator of the model of `engine`. All methods except `is_due` are collective over all
+    """Evaluator of the model in training. All methods except `is_due` are collective over all
     ranks, and leave the state of training as it is: every step reseeds the random generators.
     held_out: the sets that it measures."""
 
-    def __init__(
-        self,
-        context: RunContext,
-        log: RunLog,
-        engine: TrainEngine,
-        inputs: Inputs,
-        held_out: Sequence[HeldOutSource],
-    ) -> None:
+    def __init__(self, context: SegmentContext, held_out: Sequence[HeldOutSource]) -> None:
         """Tokenize prompts and load tasks. Raises ConfigError on every rank if that fails."""
-        self._context, self._log = context, log
-        self._engine = engine
+        self._context = context
         self.held_out = held_out
         self._section = context.config.evaluation
         self._prompts: Prompts | None = None
@@ -44,11 +34,11 @@ class Evaluator:
         if self._section.prompts or self._section.tasks:
             from bigtrain.run.live_model import LiveModel, Prompts, TaskRunner
 
-            model = LiveModel(engine)
+            model = LiveModel(context.engine)
             if self._section.prompts:
-                self._prompts = Prompts(context, log, inputs, model)
+                self._prompts = Prompts(context, model)
             if self._section.tasks:
-                self._tasks = TaskRunner(context, log, inputs, model)
+                self._tasks = TaskRunner(context, model)
 
     def is_due(self, state: TrainState) -> bool:
         """Return whether anything is evaluated after this step."""
@@ -65,7 +55,7 @@ class Evaluator:
         held_out: HeldOutResult | None = None
         figures: dict[str, float] = {}
         if last or state.is_multiple_of(self._section.every_steps):
-            held_out = measure(self._engine, self.held_out)
+            held_out = measure(self._context.engine, self.held_out)
             figures |= {} if held_out is None else held_out.figures()
             if self._prompts is not None:
                 self._prompts.log(state.step)
@@ -77,8 +67,8 @@ class Evaluator:
         if self._tasks is not None and not (tasks or last or best_is_of_tasks):
             if has_stopped(config, evaluated):  # the last evaluation of the run runs all
                 tasks = self._run_tasks()
-        if self._log.metrics is not None and (held_out is not None or tasks):
-            self._log.metrics.log_evaluation(
+        if self._context.log.metrics is not None and (held_out is not None or tasks):
+            self._context.log.metrics.log_evaluation(
                 state.step,
                 None if held_out is None else held_out.mean_loss,
                 {} if held_out is None else held_out.sources,
@@ -87,7 +77,7 @@ class Evaluator:
         stopping = self._section.early_stopping
         if stopping is not None and has_stopped(config, evaluated) and not last:
             best = evaluated.best
-            self._log.info(
+            self._context.log.info(
                 f"step {state.step}: early stopping: {best.metric} has not improved by more than "
                 f"{stopping.min_delta:g} for {best.num_since} evaluations; its best value is "
                 f"{best.value:.6g}, at step {best.step}"
@@ -98,7 +88,7 @@ class Evaluator:
         """Return the finite metrics of lm-eval's tasks, as ``tasks/TASK/METRIC``."""
         if self._tasks is None:
             return {}
-        self._context.heartbeat.set_phase("evaluating tasks", slow=True)
+        self._context.heartbeat.set_activity("evaluating tasks", slow=True)
         metrics = self._tasks.figures()
         return {f"{TASKS}/{name}": value for name, value in metrics.items() if math.isfinite(value)}
 

@@ -7,17 +7,15 @@ from collections.abc import Mapping
 from signal import Signals
 from typing import TYPE_CHECKING, Any
 
-from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.planner.run_prediction import RunPrediction
 from bigtrain.run.checkpointing import checkpoints
 from bigtrain.run.checkpointing.export import export_run
 from bigtrain.run.checkpointing.retention import superfluous
 from bigtrain.run.context import RunContext
 from bigtrain.run.health.stopping import leave_marker
-from bigtrain.run.reporting.closing import TrainingResult
 from bigtrain.run.reporting.metrics_lines import last_lines
 from bigtrain.run.reporting.progress import OUTPUT_REMEDY
-from bigtrain.run.run_log import RunLog
+from bigtrain.run.run_view import TrainingResult
 from bigtrain.run.state import TrainState, is_over
 from bigtrain.system.files import writing
 
@@ -57,28 +55,25 @@ def closing_result(
 
 def stop_early(
     context: RunContext,
-    log: RunLog,
-    engine: TrainEngine,
     state: TrainState,
     *,
     received: Signals,
     copies: RunCopies | None,
 ) -> None:
     """End a run that a signal stopped, after `state` was saved. Collective."""
-    engine.close()
     for note in copies.wait(STOPPED_WAIT_SECONDS) if copies else ():
-        log.info(note)
+        context.log.info(note)
     if context.world.is_main:
         context.claim.check()
         with writing(context.directory, OUTPUT_REMEDY):
             leave_marker(context.directory, received, state)
-    log.info(
+    context.log.info(
         f"stopped by {received.name} after step {state.step} of "
         f"{context.config.train.total_steps}; the same command resumes from there"
     )
 
 
-def is_complete(context: RunContext, log: RunLog, state: TrainState) -> bool:
+def is_complete(context: RunContext, state: TrainState) -> bool:
     """Return, and log, whether the run is over, everything is written (export included), and
     superfluous checkpoints are removed. Collective."""
     config = context.config
@@ -103,7 +98,7 @@ def is_complete(context: RunContext, log: RunLog, state: TrainState) -> bool:
     complete = context.long_work.on_main_rank(all_is_written)
     if complete:
         early = " and has stopped early" if state.step < config.train.total_steps else ""
-        log.info(
+        context.log.info(
             f"complete: the run is at step {state.step} of {config.train.total_steps}{early}; "
             "nothing to do"
         )
@@ -112,8 +107,6 @@ def is_complete(context: RunContext, log: RunLog, state: TrainState) -> bool:
 
 def finish(
     context: RunContext,
-    log: RunLog,
-    engine: TrainEngine,
     state: TrainState,
     *,
     prediction: RunPrediction | None,
@@ -126,6 +119,7 @@ def finish(
 
     def export() -> list[str]:
         context.claim.check()
+        log = context.log
         assert log.metrics is not None  # on the main rank
         if log.metrics.failure is not None:
             raise log.metrics.failure
@@ -151,19 +145,19 @@ def finish(
     def leave_unexported(received: Signals) -> None:
         if not context.claim.is_stale():
             leave_marker(context.directory, received, state)
-            log.info(
+            context.log.info(
                 f"stopped by {received.name} after the last step, saved; the same command exports "
                 "it"
             )
 
     # Everything is saved, and the next start exports again: a signal may end this at once.
     context.signals.exit_after(leave_unexported)
-    engine.close()
     try:
         summary = context.long_work.on_main_rank(export)
     finally:
         context.signals.listen()
-    if log.metrics is not None:
-        log.metrics.close(summary)
-        if log.metrics.failure is not None:
-            raise log.metrics.failure
+    metrics = context.log.metrics
+    if metrics is not None:
+        metrics.close(summary)
+        if metrics.failure is not None:
+            raise metrics.failure

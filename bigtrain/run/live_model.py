@@ -22,19 +22,17 @@ from bigtrain.models.configuration import text_config
 from bigtrain.models.generation import prompt_ids
 from bigtrain.models.lm_eval_tasks import Drawing, IsFinished, Tasks, Tokens
 from bigtrain.models.text_ids import stop_ids
-from bigtrain.run.context import RunContext
-from bigtrain.run.preflight import Inputs
-from bigtrain.run.run_log import RunLog
+from bigtrain.run.segment_context import SegmentContext
 
 
 class Prompts:
     """Prompts of a run, as tokens on every rank and the tokenizer on the main rank."""
 
-    def __init__(self, context: RunContext, log: RunLog, inputs: Inputs, model: LiveModel) -> None:
+    def __init__(self, context: SegmentContext, model: LiveModel) -> None:
         """Tokenize the prompts. Collective; raises ConfigError on every rank for one that is empty
         or too long, DataError without a tokenizer."""
-        section = context.config.evaluation
-        self._log, self._model, self._texts = log, model, section.prompts
+        section, inputs = context.config.evaluation, context.inputs
+        self._context, self._model, self._texts = context, model, section.prompts
         self._drawing = Drawing(section.max_new_tokens, section.temperature)
         limit = getattr(text_config(inputs.hf_config), "max_position_embeddings", None)
 
@@ -63,7 +61,7 @@ class Prompts:
 
     def log(self, step: int) -> None:
         """Continue all prompts and write them to samples.jsonl. Collective."""
-        writer = self._log.metrics
+        writer = self._context.log.metrics
         ends = frozenset() if writer is None else self._ends
 
         def is_finished(_number: int, new: object) -> bool:
@@ -78,16 +76,15 @@ class Prompts:
 class TaskRunner:
     """Tasks of a run. All methods are collective over all ranks."""
 
-    def __init__(self, context: RunContext, log: RunLog, inputs: Inputs, model: LiveModel) -> None:
+    def __init__(self, context: SegmentContext, model: LiveModel) -> None:
         """Load the tasks on the main rank. Raises ConfigError on every rank if that fails."""
-        self._context, self._log = context, log
-        self._model = model
+        self._context, self._model = context, model
         self._tasks: Tasks | None = None
 
         def load() -> None:
+            section, inputs = context.config.evaluation, context.inputs
             tokenizer = load_tokenizer(str(inputs.tokenizer_path)).huggingface
-            section, hf_config = context.config.evaluation, inputs.hf_config
-            self._tasks = Tasks(section, tokenizer, hf_config, inputs.text_record)
+            self._tasks = Tasks(section, tokenizer, inputs.hf_config, inputs.text_record)
 
         context.long_work.on_main_rank(load)
 
@@ -114,7 +111,7 @@ class TaskRunner:
             if lead.is_computing:
                 raise  # the other ranks are in the model, not waiting
             reason = one_line(error)
-            self._log.info(f"the tasks of lm-eval failed, training continues: {reason}")
+            self._context.log.info(f"the tasks of lm-eval failed, training continues: {reason}")
             metrics = {}
         lead.send("done", metrics)
         return metrics
@@ -123,7 +120,7 @@ class TaskRunner:
 class _Lead:
     """Interface of lm-eval on the main rank, which sends each request to the other ranks first."""
 
-    def __init__(self, context: RunContext, model: LiveModel) -> None:
+    def __init__(self, context: SegmentContext, model: LiveModel) -> None:
         self._context, self._model = context, model
         self.is_computing = False
 

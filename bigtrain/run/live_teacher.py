@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from bigtrain.engine.build import build_engine
 from bigtrain.engine.checkpoint.snapshot import read_weights
 from bigtrain.engine.live_teacher import LiveTeacher
-from bigtrain.engine.startup.mesh import Mesh
 from bigtrain.errors import ModelError
 from bigtrain.models.weights.checksums import read_sums
 from bigtrain.models.weights.import_hf import find_weights
 from bigtrain.run.checkpointing.initialize import verify_weights
-from bigtrain.run.context import RunContext
 from bigtrain.run.preflight import TeacherInputs
 from bigtrain.run.run_directory import TEACHER_MODEL
+from bigtrain.run.segment_context import SegmentContext
 
 
-def open_teacher(context: RunContext, teacher: TeacherInputs, mesh: Mesh) -> LiveTeacher:
-    """Build the teacher in the run and read its weights. Collective. Raises ModelError on every
+@contextmanager
+def open_teacher(context: SegmentContext, teacher: TeacherInputs) -> Iterator[LiveTeacher]:
+    """Build the teacher of `context.engine` and read its weights; closed as by
+    `bigtrain.run.segment_start.closed_at_end`. Collective. Raises ModelError on every
     rank for weights that cannot be read, or that differ from the weights with which the run
     began."""
     config, name = teacher.run.config, context.config.objective.teacher_model
@@ -42,8 +45,11 @@ def open_teacher(context: RunContext, teacher: TeacherInputs, mesh: Mesh) -> Liv
         teacher.run.plan,
         teacher.hf_config,
         context.device,
-        mesh,
+        context.engine.mesh,
         teacher.model_plan,
     )
     read_weights(engine, weights)
-    return LiveTeacher(engine, context.config.objective.teacher_top_k, sums)
+    live = LiveTeacher(engine, context.config.objective.teacher_top_k, sums)
+    context.engine.teach = live
+    yield live
+    live.close()

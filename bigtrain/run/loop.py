@@ -19,12 +19,10 @@ from bigtrain.run.context import RunContext
 from bigtrain.run.diagnostics.out_of_memory import explained
 from bigtrain.run.diagnostics.profiling import Profiler
 from bigtrain.run.diagnostics.start_times import FIRST_STEP, StartTimes
-from bigtrain.run.diagnostics.step_clock import StepClock, StepTimes
+from bigtrain.run.diagnostics.step_clock import PartMemory, StepClock, StepTimes
 from bigtrain.run.diagnostics.step_guard import Guard
 from bigtrain.run.diagnostics.stragglers import StragglerWatch
 from bigtrain.run.health.stopping import Agreed, StopAgreement
-from bigtrain.run.reporting.phase_memory import PhaseMemory
-from bigtrain.run.run_log import RunLog
 from bigtrain.run.state import TrainState, is_over
 from bigtrain.settings.lr_schedule import learning_rate_at
 from bigtrain.settings.run_config import RunConfig
@@ -85,7 +83,6 @@ class Loop:
     if asked. with_position: adds the position of the data to a state that is saved."""
 
     context: RunContext
-    log: RunLog
     engine: TrainEngine
     batches: Batches
     evaluator: Evaluator
@@ -93,7 +90,7 @@ class Loop:
     outer: OuterSteps
     callbacks: Callbacks
     roll_back: Callable[[TrainState], TrainState]
-    memory: PhaseMemory
+    memory: PartMemory
     utilization: Callable[[float], float | None] = lambda _: None
     start_times: StartTimes | None = None
     memory_saver: MemorySaver | None = None
@@ -101,10 +98,10 @@ class Loop:
     with_position: Callable[[TrainState], TrainState] = lambda state: state
 
     def __post_init__(self) -> None:
-        context, callbacks, log = self.context, self.callbacks, self.log
+        context, callbacks, log = self.context, self.callbacks, self.context.log
         self._config, self._beat = context.config, context.heartbeat
         self._clock = StepClock(context.device.type, self.engine.host_time, self.memory)
-        self._losses, self._profiler = LossWindow(self.engine), Profiler(context, log)
+        self._losses, self._profiler = LossWindow(self.engine), Profiler(context)
         limit = self._config.watchdog.collective_timeout_seconds
         self._group = cpu_group(limit) if context.world.size > 1 else None
         self._stop = StopAgreement(
@@ -121,9 +118,9 @@ class Loop:
         config, total = self._config, self._config.train.total_steps
         until = until or total
         received: Signals | None = None
-        self._stragglers = StragglerWatch(self.context, self.log, self.engine, self._group, state)
+        self._stragglers = StragglerWatch(self.context, self.engine, self._group, state)
         self._beat.watch_layers(self.engine.module)
-        self.engine.on_phase = self._clock.marking(self._beat.set_phase)
+        self.engine.on_phase = self._clock.marking(self._beat.set_activity)
         with self._clock.running():
             while not is_over(config, state) and received is None and state.step < until:
                 # Train one step; its update may be skipped.
@@ -141,18 +138,18 @@ class Loop:
                 state = self._guard.end(state, state.after_step(self.context.plan))
                 if self.start_times is not None:
                     self.start_times.end(FIRST_STEP)
-                    self.log.to_file(self.start_times.text())
+                    self.context.log.to_file(self.start_times.text())
                     self.start_times = None
                 self._losses.add(result, updated=state.guard.streak == 0)
                 if self._guard.rolls_back(state):
-                    self._beat.set_phase("rolling back", slow=True)
+                    self._beat.set_activity("rolling back", slow=True)
                     self.saver.wait()
                     state = self.roll_back(state)
                     self._forget()
                     continue
                 # Exchange weights with other sites before anything at this step is measured.
                 if self.outer.is_due(state):
-                    self._beat.set_phase("outer step with the other sites", slow=True)
+                    self._beat.set_activity("outer step with the other sites", slow=True)
                     with self._clock.paused("outer_step"):
                         state = self.outer.make(state)
                 # Log, evaluate, save: in this order, since a save contains the best evaluation.
@@ -165,7 +162,7 @@ class Loop:
                 received = agreed.signal
                 ends = is_over(config, state) or received is not None
                 state = self._save(state, metrics, ends=ends, now=agreed.saves, until=until)
-        self._beat.set_phase("finishing", slow=True)
+        self._beat.set_activity("finishing", slow=True)
         return state, received
 
     def _train(self, state: TrainState, lr: float, until: int) -> StepResult:
@@ -185,7 +182,7 @@ class Loop:
         with (
             explained(self.context, self.engine),
             self.callbacks.recording(),
-            self.engine.first_gradients.compared(self.log.info),
+            self.engine.first_gradients.compared(self.context.log.info),
         ):
             result = self.engine.train_step(micro_batches, lr, policy, observe=is_logged)
         self._clock.count_step()
@@ -203,16 +200,16 @@ class Loop:
         measured = self._measure(state, lr, is_logged=_is_logged(self._config, state.step, until))
         self.callbacks.step(state, measured.row)
         # Before anything is written: it also detects a later launch that holds the directory.
-        self._beat.set_phase("agreeing whether to stop")
+        self._beat.set_activity("agreeing whether to stop")
         agreed = Agreed() if last else self._stop.agreed()
-        if self.log.metrics is not None:
-            self.log.metrics.advance(state.step)
+        if self.context.log.metrics is not None:
+            self.context.log.metrics.advance(state.step)
         if measured.times is not None:
-            self._beat.set_phase("logging")
+            self._beat.set_activity("logging")
             row, recorded = measured.row, self.callbacks.recorded(self._group)
-            if self.log.metrics is not None and row is not None:
+            if self.context.log.metrics is not None and row is not None:
                 row = row if recorded is None else replace(row, recorded=recorded)
-                self.log.metrics.log_step(row)
+                self.context.log.metrics.log_step(row)
             self._stragglers.gather(state, measured.times)
         return agreed
 
@@ -225,7 +222,7 @@ class Loop:
         loss, norm = self._losses.read(), engine.gradient_norm()
         load, sent_bytes = engine.expert_load.read(), engine.optimizer_sent_bytes()
         mtp_loss, times = engine.mtp_loss(), clock.read()
-        if self.log.metrics is None:
+        if self.context.log.metrics is None:
             return _Measured(times)
         tokens_per_second = engine.plan.site_tokens_per_step / times.step_seconds
         saver = self.memory_saver
@@ -250,7 +247,7 @@ class Loop:
             model_flops_utilization=self.utilization(tokens_per_second),
             memory_gib=clock.memory.peak_gib(),
             breakdown=times.breakdown,
-            peak_memory_gib_by_phase=clock.memory.by_phase_gib(),
+            peak_memory_gib_by_phase=clock.memory.by_part_gib(),
             **experts,
             mtp_loss=mtp_loss,
             optimizer_exchange=None if sent_bytes is None else {"sent_bytes": sent_bytes},
@@ -264,7 +261,7 @@ class Loop:
         """Evaluate, if it is due; return the state, its metrics, and whether to stop or to save."""
         if not (last or agreed.ends or self.evaluator.is_due(state)):
             return state, {}, agreed
-        self._beat.set_phase("evaluating")
+        self._beat.set_activity("evaluating")
         with self._clock.paused("evaluation"):
             state, metrics = self.evaluator.run(state, last=last or agreed.ends)
         self.callbacks.evaluation(state, metrics)
@@ -285,20 +282,20 @@ class Loop:
         step follows in this launch; `now`: whether it was asked for."""
         saver = self.memory_saver
         if saver is not None and saver.is_due(state) and not ends:
-            self._beat.set_phase("saving in memory")
+            self._beat.set_activity("saving in memory")
             with self._clock.paused("save"):
                 saver.save(self.with_position(state), metrics)
         is_due = now or state.is_multiple_of(self._config.checkpoint.every_steps)
         if ends or is_due or state.step == until:
-            self._beat.set_phase("settling the exchange with the other sites", slow=True)
+            self._beat.set_activity("settling the exchange with the other sites", slow=True)
             with self._clock.paused("outer_step"):
                 state = self.outer.settle(state)
             with self._clock.paused("save"):
                 # Only the writing is slow; a copy takes no longer than other collectives.
-                self._beat.set_phase("waiting for the previous save", slow=True)
+                self._beat.set_activity("waiting for the previous save", slow=True)
                 self.saver.wait()
                 is_slow = not self._config.checkpoint.asynchronous
-                self._beat.set_phase("saving", slow=is_slow)
+                self._beat.set_activity("saving", slow=is_slow)
                 self.saver.save(self.with_position(state), metrics)
         self.saver.report()
         return state

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.errors import LaunchError
 from bigtrain.run.checkpointing import checkpoints
 from bigtrain.run.checkpointing.changed_settings import mathematics
 from bigtrain.run.context import RunContext
-from bigtrain.run.run_log import RunLog
+from bigtrain.run.segment_context import SegmentContext
 from bigtrain.run.state import TrainState
 
 if TYPE_CHECKING:
@@ -48,23 +47,20 @@ def refuse_other_run(context: RunContext, data_hash: str) -> None:
 class OuterSteps:
     """Outer steps of a run; none without sites. All methods are collective over this site."""
 
-    def __init__(
-        self, context: RunContext, log: RunLog, data_hash: str, engine: TrainEngine
-    ) -> None:
-        """Construct before anything is restored: checkpoints contain the global weights, too.
-        `data_hash`: data and mathematical settings must agree on all sites."""
-        self._context, self._log = context, log
+    def __init__(self, context: SegmentContext) -> None:
+        """Construct before anything is restored: checkpoints contain the global weights, too."""
+        self._context = context
         self._step: OuterStep | None = None
         config = context.config
         if config.sites is not None:
             run = checkpoints.make_run_id(context.directory) if context.world.is_main else ""
-            facts = _facts(context, data_hash)
+            facts = _facts(context, context.inputs.data_hash)
             allowed = config.checkpoint.allow_changes
             beat = context.heartbeat
             from bigtrain.sites.outer_step import OuterStep
 
             self._step = OuterStep(
-                engine,
+                context.engine,
                 config.sites,
                 context.world,
                 facts,
@@ -72,7 +68,7 @@ class OuterSteps:
                 allowed=allowed,
                 run=run,
                 # Other sites may be far from their next outer step: not a hang of this one.
-                on_wait=lambda: beat.set_phase("waiting for the other sites", slow=True),
+                on_wait=lambda: beat.set_activity("waiting for the other sites", slow=True),
             )
 
     def begin(self, state: TrainState) -> TrainState:
@@ -83,16 +79,16 @@ class OuterSteps:
             self._step = None  # nothing is left to exchange
         if self._step is None:
             return state
-        self._context.heartbeat.set_phase("joining the other sites", slow=True)
+        self._context.heartbeat.set_activity("joining the other sites", slow=True)
         sites = self._step.sites
         if sites.start_server and sites.index == 0:
             directory = self._context.directory / _SERVER_DIRECTORY
             start = self._context.long_work.on_main_rank
             from bigtrain.sites.own_server import start_own_server
 
-            self._log.info(start(lambda: start_own_server(sites, directory)))
+            self._context.log.info(start(lambda: start_own_server(sites, directory)))
         if sites.count > 1:
-            self._log.info(f"site {sites.index} of {sites.count}, server {sites.server}")
+            self._context.log.info(f"site {sites.index} of {sites.count}, server {sites.server}")
         self._step.begin(
             state.outer_steps,
             state.step,
@@ -124,15 +120,17 @@ class OuterSteps:
         """Return `state` after outer steps; log their notes."""
         assert self._step is not None
         while self._step.notes:
-            self._log.info(self._step.notes.pop(0))
+            self._context.log.info(self._step.notes.pop(0))
         # Events belong to the samples of the last step.
-        batch, metrics = self._context.plan.global_batch_size, self._log.metrics
+        batch, metrics = self._context.plan.global_batch_size, self._context.log.metrics
         is_closed = metrics is None and self._context.world.is_main  # events wait until it is open
         while self._step.events and not is_closed:
             event = asdict(self._step.events.pop(0))
             if metrics is not None:
                 first_sample = max(0, state.samples - batch)
-                self._log.event(event.pop("event"), state, first_sample=first_sample, **event)
+                self._context.log.event(
+                    event.pop("event"), state, first_sample=first_sample, **event
+                )
         record = self._step.record
         is_same = record.number == state.outer_steps
         state = replace(
@@ -156,7 +154,7 @@ class OuterSteps:
         )
 
     def _log_steps(self, state: TrainState, outer_steps: Sequence[OuterStepMetrics]) -> None:
-        metrics = self._log.metrics
+        metrics = self._context.log.metrics
         if metrics is None:
             return
         for figures in outer_steps:
@@ -174,7 +172,7 @@ class OuterSteps:
         apart from the other sites, and starts again. As `make`."""
         if self._step is None or self._has_ended(state) or not self.is_due(state):
             return state
-        self._context.heartbeat.set_phase("outer step with the other sites", slow=True)
+        self._context.heartbeat.set_activity("outer step with the other sites", slow=True)
         return self.make(state)
 
     def final_record(self, state: TrainState) -> dict[str, Any]:
@@ -204,7 +202,7 @@ class OuterSteps:
                 f"run, so they are not exported -> {fix}"
             )
         made_by = list(state.outer_sites)
-        self._log.info(
+        self._context.log.info(
             f"the weights are those of outer step {state.outer_steps}, with which the run ended, "
             f"made by site {', '.join(map(str, made_by))} of {sites.count}"
         )
@@ -213,7 +211,7 @@ class OuterSteps:
     def close(self) -> None:
         """Leave the other sites, which then do not wait for this one."""
         if self._step is not None:
-            self._context.heartbeat.set_phase("leaving the other sites", slow=True)
+            self._context.heartbeat.set_activity("leaving the other sites", slow=True)
             self._step.close()
             while self._step.notes:
-                self._log.info(self._step.notes.pop(0))
+                self._context.log.info(self._step.notes.pop(0))

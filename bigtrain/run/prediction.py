@@ -25,14 +25,13 @@ from bigtrain.planner.tables.engines import MeasuredEngine, kept_calibration
 from bigtrain.planner.tables.hardware import Device, find_device
 from bigtrain.run.context import RunContext
 from bigtrain.run.preflight import Inputs
-from bigtrain.run.run_log import RunLog
 from bigtrain.settings.resolve import ResolvedRun, resolve_teacher
 
 if TYPE_CHECKING:
     from bigtrain.planner.flops import ModelShape
 
 
-def log_prediction(context: RunContext, log: RunLog, inputs: Inputs) -> RunPrediction | None:
+def log_prediction(context: RunContext, inputs: Inputs) -> RunPrediction | None:
     """Log the predicted time and memory; refuse a run that cannot fit its device. Collective."""
 
     section, has_partners = context.config.checkpoint.memory, False
@@ -50,16 +49,16 @@ def log_prediction(context: RunContext, log: RunLog, inputs: Inputs) -> RunPredi
             context.device,
             has_partners=has_partners,
         )
-        log.info(f"no prediction: {reason}" if prediction is None else prediction.line())
+        context.log.info(f"no prediction: {reason}" if prediction is None else prediction.line())
         if prediction is not None and section is not None:
             num_ranks = context.hosts.count(context.hosts[context.world.rank])
             for line in memory_lines(prediction, section, num_ranks):
-                log.info(line)
+                context.log.info(line)
         if prediction is not None and context.device.type == "cuda":
             memory = torch.cuda.get_device_properties(context.device).total_memory
             refuses = context.config.engine.refuse_too_large
             if warning := refuse_too_large(prediction, float(memory), refuses=refuses):
-                log.info(warning)
+                context.log.info(warning)
         return prediction
 
     return context.long_work.on_main_rank(find)

@@ -261,7 +261,21 @@ def _check_files(config: RunConfig, hf_config: Any) -> list[Problem]:
         from bigtrain.run.shared_memory import check_memory_directory
 
         problems += check_memory_directory(config)
-    problems += [*_check_reload(config, hf_config), *_check_base_files(config)]
+    path = config.model.path
+    if path is None and config.output.export:
+        # Transformers must read the configuration of an export, unless it is the base's.
+        if (error := why_not_reloaded(hf_config)) is not None:
+            name = hf_config.model_type
+            rule = f"transformers cannot reload an export of a {name} that starts from random "
+            rule += "weights"
+            remedy = f"start from weights (model.path), or output.export=false ({error})"
+            problems.append(Problem("model.config", name, rule, remedy))
+    if path is not None and Path(path).is_dir():
+        # Checksums of a base's small files, and whether an export can include them.
+        remedy = "restore them; if the change is intended, remove the list and start a new run"
+        changes = changed_files(Path(path), Path(config.output.directory))
+        problems += [Problem("model.path", path, text, remedy) for text in changes]
+        problems += [Problem("model.path", path, *fault) for fault in unusable_files(Path(path))]
     if config.evaluation.tasks:
         from bigtrain.models.lm_eval_tasks import check_tasks
 
@@ -298,19 +312,6 @@ def _check_method(run: ResolvedRun, hf_config: Any) -> list[Problem]:
     return problems
 
 
-def _check_reload(config: RunConfig, hf_config: Any) -> Sequence[Problem]:
-    """Check that transformers will read the configuration of an export, unless it is the base's."""
-    if config.model.path is not None or not config.output.export:
-        return []
-    error = why_not_reloaded(hf_config)
-    if error is None:
-        return []
-    name = hf_config.model_type
-    rule = f"transformers cannot reload an export of a {name} that starts from random weights"
-    remedy = f"start from weights (model.path), or output.export=false ({error})"
-    return [Problem("model.config", name, rule, remedy)]
-
-
 def _check_export(hf_config: Any, dataset: TokenDataset) -> Sequence[Problem]:
     """Check that transformers will read the data's tokenizer next to the exported model."""
     file = dataset.tokenizer_path / "tokenizer.json"
@@ -328,18 +329,6 @@ def _check_export(hf_config: Any, dataset: TokenDataset) -> Sequence[Problem]:
     )
     remedy = f"{TOKENIZER_REMEDY}; without an export: output.export=false"
     return [Problem("data.path", str(dataset.path), rule, remedy)]
-
-
-def _check_base_files(config: RunConfig) -> Sequence[Problem]:
-    """Check checksums of a base's small files on this host, and whether an export can include
-    them."""
-    path = config.model.path
-    if path is None or not Path(path).is_dir():
-        return []
-    remedy = "restore them; if the change is intended, remove the list and start a new run"
-    changes = changed_files(Path(path), Path(config.output.directory))
-    problems = [Problem("model.path", path, text, remedy) for text in changes]
-    return problems + [Problem("model.path", path, *fault) for fault in unusable_files(Path(path))]
 
 
 def _check_positions(sequence_length: int, hf_config: Any) -> Sequence[Problem]:

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from bigtrain.data.loading.loader import HeldOutSource, TrainingBatches
 from bigtrain.data.loading.loader import Scores as RowScores
+from bigtrain.data.loading.loader import TrainingBatches
 from bigtrain.data.loading.stored_scores import (
     identity_of,
     measured_splits,
@@ -38,15 +38,11 @@ from bigtrain.data.shards.scores import (
     open_request,
     scores_directory,
 )
-from bigtrain.engine.startup.mesh import Mesh
-from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.errors import CheckpointError, DataError
-from bigtrain.run.checkpointing.initialize import BaseWeights
-from bigtrain.run.context import RunContext
-from bigtrain.run.preflight import Inputs
+from bigtrain.run.evaluation import Evaluator
 from bigtrain.run.reporting.progress import OUTPUT_REMEDY
-from bigtrain.run.run_log import RunLog
 from bigtrain.run.scoring import ScoredSplits, model_identity, score_dataset
+from bigtrain.run.segment_context import SegmentContext
 from bigtrain.run.state import TrainState
 from bigtrain.system.files import writing
 
@@ -56,23 +52,16 @@ DIRECTORY = "reference"
 
 @dataclass(frozen=True)
 class ReferenceScores:
-    """Scores of a run's data. base: the weights that this launch has read, if any."""
+    """Scores of a run's data."""
 
-    context: RunContext
-    log: RunLog
-    engine: TrainEngine
-    mesh: Mesh
-    inputs: Inputs
-    base: BaseWeights | None
+    context: SegmentContext
 
-    def add(
-        self, state: TrainState, batches: TrainingBatches, held_out: Sequence[HeldOutSource]
-    ) -> Sequence[HeldOutSource]:
-        """Give `batches` and `held_out` the scores that the objective reads: made at the start of
-        the run, or read when it resumes. Return the held-out sets. Collective. Raises
+    def add(self, state: TrainState, batches: TrainingBatches, evaluator: Evaluator) -> None:
+        """Give `batches` and `evaluator` the scores that the objective reads: made at the start of
+        the run, or read when it resumes. Collective. Raises
         ConfigError on every rank if ``objective.reference`` has scores of another model,
         CheckpointError if a resumed run has no scores of the data."""
-        sets = self.inputs.datasets, self.inputs.held_out_sets
+        sets = self.context.inputs.datasets, self.context.inputs.held_out_sets
         splits_by_dataset = wanted_splits(*sets)
         objective = self.context.config.objective
         # With adapters off the model is what it was, also in a run that began without stages.
@@ -81,20 +70,20 @@ class ReferenceScores:
             scores = self._made(splits_by_dataset)
         else:
             scores = self._read(splits_by_dataset)
-        train = [self._rows(scores, dataset, "train") for dataset in self.inputs.datasets]
+        train = [self._rows(scores, dataset, "train") for dataset in self.context.inputs.datasets]
         batches.scores = np.concatenate(train)
         held_out_rows = [self._rows(scores, *splits) for splits in measured_splits(*sets)]
-        return [
+        evaluator.held_out = [
             replace(held_out_set, batches=replace(held_out_set.batches, scores=rows))
-            for held_out_set, rows in zip(held_out, held_out_rows, strict=True)
+            for held_out_set, rows in zip(evaluator.held_out, held_out_rows, strict=True)
         ]
 
     def _made(
         self, splits_by_dataset: Sequence[tuple[TokenDataset, list[Split]]]
     ) -> dict[str, Scores]:
         """Return the scores by the hash of the data. Collective."""
-        sums = None if self.base is None else self.base.sums
-        model = model_identity(self.context, self.inputs, sums)
+        sums = None if self.context.base is None else self.context.base.sums
+        model = model_identity(self.context, self.context.inputs, sums)
         name = self.context.config.objective.reference
         make = self._scored if name is None else self._copied
         scores = {
@@ -103,7 +92,7 @@ class ReferenceScores:
         }
         output = self.context.directory / DIRECTORY
         made_of = "scored with the initial weights" if name is None else f"copied from {name}"
-        self.log.info(f"reference: scores of {len(scores)} datasets {made_of}, in {output}")
+        self.context.log.info(f"reference: scores of {len(scores)} datasets {made_of}, in {output}")
         return scores
 
     def _copied(self, dataset: TokenDataset, splits: Sequence[Split], model: Identity) -> Scores:
@@ -136,8 +125,8 @@ class ReferenceScores:
 
         context.long_work.on_main_rank(remove_others)
         scored_splits = ScoredSplits(dataset, splits, request)
-        with self.engine.reference():
-            return score_dataset(context, self.engine, self.mesh, scored_splits, output)
+        with context.engine.reference():
+            return score_dataset(context, context.engine, scored_splits, output)
 
     def _read(
         self, splits_by_dataset: Sequence[tuple[TokenDataset, list[Split]]]

@@ -23,7 +23,8 @@ from bigtrain.errors import DataError
 from bigtrain.run.checkpointing.initialize import verify_weights, weights_source
 from bigtrain.run.preflight import Inputs
 from bigtrain.run.scoring import ScoredSplits, model_identity, score_dataset
-from bigtrain.run.segment_run import build
+from bigtrain.run.segment_context import SegmentContext
+from bigtrain.run.segment_start import build
 from bigtrain.run.session import open_session
 from bigtrain.settings.resolve import ResolvedRun
 from bigtrain.system.world import World
@@ -48,7 +49,7 @@ def score_inputs(
     missing. Raises DataError on every rank if the output has other scores of this data."""
     source = weights_source(run.config)
     weights = source.find(run.config, inputs)
-    with open_session(run, world) as (context, log):
+    with open_session(run, world) as context:
         sums = None if weights is None else verify_weights(context, weights)
         model = model_identity(context, inputs, sums)
         # Datasets with equal data are scored once.
@@ -72,19 +73,22 @@ def score_inputs(
         ]
         missing = context.long_work.on_main_rank(lambda: _missing(scored_splits, options.output))
         if missing:
-            context.heartbeat.set_phase("building the model", slow=True)
+            context.heartbeat.set_activity("building the model", slow=True)
             mesh = open_mesh(
                 run.topology, world.rank, run.config.watchdog.collective_timeout_seconds
             )
             warm_up(mesh, context.device)
             engine = build(context, inputs, source, mesh)
-            source.fill(context, log, engine, inputs, weights=weights, sums=sums)
+            segment = SegmentContext(**vars(context), inputs=inputs, engine=engine)
+            source.fill(segment, weights, sums)
             for number in missing:
-                score_dataset(context, engine, mesh, scored_splits[number], options.output)
+                score_dataset(context, engine, scored_splits[number], options.output)
                 dataset = scored_splits[number].dataset
                 num_documents = sum(map(dataset.table.num_documents, scored_splits[number].splits))
                 directory = scores_directory(options.output, scored_splits[number].request.data)
-                log.info(f"{dataset.path}: {num_documents:,} documents scored, in {directory}")
+                context.log.info(
+                    f"{dataset.path}: {num_documents:,} documents scored, in {directory}"
+                )
             engine.close()
         inputs_of_ranks = context.long_work.on_every_rank(
             lambda: [find_scores(options.output, scored.request.data) for scored in scored_splits]

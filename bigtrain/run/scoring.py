@@ -38,7 +38,6 @@ from bigtrain.data.shards.scores import (
     open_scores,
     scores_directory,
 )
-from bigtrain.engine.startup.mesh import Mesh
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.models.weights.checksums import TOKEN_FILES, Sums
 from bigtrain.objectives.section import ROWS
@@ -52,7 +51,7 @@ from bigtrain.system.files import file_checksum, writing
 
 MAX_ROWS = 8
 """Rows of a forward pass over short documents, as a multiple of the micro-batch."""
-_PHASE = "scoring the data"
+_ACTIVITY = "scoring the data"
 _NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 
 
@@ -94,17 +93,17 @@ def model_identity(context: RunContext, inputs: Inputs, sums: Sums | None) -> Id
 
 
 def score_dataset(
-    context: RunContext, engine: TrainEngine, mesh: Mesh, scored: ScoredSplits, output: Path
+    context: RunContext, engine: TrainEngine, scored: ScoredSplits, output: Path
 ) -> Scores:
     """Write the scores of a dataset into its directory of `output`, unless they are complete there,
     and return them. Collective. Raises DataError on every rank if other scores are there."""
-    main, work, request = context.world.is_main, context.long_work, scored.request
+    work, request = context.long_work, scored.request
     directory = scores_directory(output, request.data)
     writers: list[ScoreWriter] = []
 
+    @writing(directory, OUTPUT_REMEDY)
     def begin() -> None:
-        with writing(directory, OUTPUT_REMEDY):
-            writers.append(ScoreWriter(directory, request))
+        writers.append(ScoreWriter(directory, request))
 
     work.on_main_rank(begin)
     rows = ROWS.get(scored.dataset.table.rows)
@@ -122,21 +121,20 @@ def score_dataset(
         for part in _parts(split, samples, request):
             record = work.on_main_rank(lambda part=part: writers[0].finished(part.name))  # type: ignore[misc]
             if record is None:
-                arrays = _compute(context, engine, mesh, samples, part=part, request=request)
+                arrays = _compute(context, engine, samples, part=part, request=request)
                 if rated is not None:
-                    arrays[MISMATCHED] = _mismatched_sums(context, engine, mesh, rated, part)
+                    arrays[MISMATCHED] = _mismatched_sums(context, engine, rated, part)
 
+                @writing(directory, OUTPUT_REMEDY)
                 def write(part: _Part = part, arrays: dict[str, Any] = arrays) -> ScorePartRecord:
-                    with writing(directory, OUTPUT_REMEDY):
-                        return writers[0].write(part.name, part.first, part.num_tokens, arrays)
+                    return writers[0].write(part.name, part.first, part.num_tokens, arrays)
 
                 record = work.on_main_rank(write)
             splits[split].append(record)
 
+    @writing(directory, OUTPUT_REMEDY)
     def close() -> None:
-        if main:
-            with writing(directory, OUTPUT_REMEDY):
-                writers[0].close(splits, longest)
+        writers[0].close(splits, longest)
 
     work.on_main_rank(close)
     return work.on_every_rank(lambda: open_scores(directory))[context.world.rank]
@@ -169,7 +167,6 @@ def _parts(split: Split, samples: DocumentSamples, request: ScoreRequest) -> Ite
 def _compute(
     context: RunContext,
     engine: TrainEngine,
-    mesh: Mesh,
     samples: DocumentSamples,
     *,
     part: _Part,
@@ -191,10 +188,12 @@ def _compute(
     begins = np.cumsum(samples.document_lengths[part.first : part.last])
     begins -= samples.document_lengths[part.first : part.last]
     reader = BatchReader(samples, BatchOptions())
-    counts = mesh.coordinates.is_first("data", *MODEL_AXES)  # one rank of a model-parallel group
+    counts = engine.mesh.coordinates.is_first(
+        "data", *MODEL_AXES
+    )  # one rank of a model-parallel group
     lengths = samples.lengths[part.samples]
     for numbers, batch in _batches(engine, part.samples, lengths, reader.read):
-        context.heartbeat.set_phase(_PHASE, slow=True)
+        context.heartbeat.set_activity(_ACTIVITY, slow=True)
         scores = engine.token_scores(batch, top_k).numpy()
         if not counts:
             continue
@@ -215,7 +214,7 @@ def _compute(
 
     # Every value was computed by one rank, so that sums over ranks are exact; parts of a long
     # document add up.
-    summed = {name: _summed(array, engine.device, mesh) for name, array in values.items()}
+    summed = {name: _summed(array, engine) for name, array in values.items()}
     documents = samples.documents[part.samples] - part.first
     arrays: dict[str, npt.NDArray[Any]] = {}
     for name in ("sums", "targets"):
@@ -229,7 +228,7 @@ def _compute(
 
 
 def _mismatched_sums(
-    context: RunContext, engine: TrainEngine, mesh: Mesh, rated: RatedSamples, part: _Part
+    context: RunContext, engine: TrainEngine, rated: RatedSamples, part: _Part
 ) -> npt.NDArray[np.float64]:
     """Return the log-probability of the mismatched answer to every document in a part, float64
     [documents], on every rank. Collective."""
@@ -240,13 +239,13 @@ def _mismatched_sums(
 
     documents = np.arange(part.first, part.last)
     sums = np.zeros(len(documents), np.float64)
-    counts = mesh.coordinates.is_first("data", *MODEL_AXES)
+    counts = engine.mesh.coordinates.is_first("data", *MODEL_AXES)
     for numbers, batch in _batches(engine, documents, rated.mismatched_lengths(documents), read):
-        context.heartbeat.set_phase(_PHASE, slow=True)
+        context.heartbeat.set_activity(_ACTIVITY, slow=True)
         values = engine.token_scores(batch, 0).numpy()[: len(numbers), :, 0]
         if counts:
             sums[numbers - part.first] = values.sum(1, dtype=np.float64)
-    return _summed(sums, engine.device, mesh)
+    return _summed(sums, engine)
 
 
 def _batches(
@@ -275,12 +274,12 @@ def _batches(
         begin += rows * plan.data_size
 
 
-def _summed(array: npt.NDArray[Any], device: torch.device, mesh: Mesh) -> npt.NDArray[Any]:
+def _summed(array: npt.NDArray[Any], engine: TrainEngine) -> npt.NDArray[Any]:
     """Return the sum of `array` over the ranks with other samples, each element of which is zero on
     all ranks but one."""
     if not array.size:
         return array
-    total = torch.from_numpy(array).to(device)
-    dist.all_reduce(total, group=mesh.replicas)
+    total = torch.from_numpy(array).to(engine.device)
+    dist.all_reduce(total, group=engine.mesh.replicas)
     summed: npt.NDArray[Any] = total.cpu().numpy()
     return summed

@@ -1,5 +1,5 @@
-"""Segments of a run: the steps of every entry of ``batch.phases``, and the steps after the last
-entry.
+"""Segments of a run: the steps of every phase of ``batch.phases``, and the steps after the last
+phase.
 
 A segment is trained by a separate engine, and begins like a launch that resumes from the checkpoint
 at the end of the previous segment.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from signal import Signals
 
 from bigtrain.data.shards.dataset import Level
 from bigtrain.errors import ConfigError, Problem
@@ -29,6 +30,32 @@ class Segment:
     def describe(self) -> str:
         """Return the segment as one line."""
         return f"steps {self.begin + 1} to {self.end}: {self.run.plan.equation()}"
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The run is at its end after `step`; None: it was complete before this launch."""
+
+    step: int | None
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """A signal has stopped the run after `step`."""
+
+    step: int
+    signal: Signals
+
+
+@dataclass(frozen=True)
+class ContinueAt:
+    """Another engine has to continue the run after `step`."""
+
+    step: int
+
+
+Outcome = Finished | Interrupted | ContinueAt
+"""Outcome of training a segment."""
 
 
 def inspect_segments(

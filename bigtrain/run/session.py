@@ -11,17 +11,15 @@ from typing import TYPE_CHECKING
 from bigtrain.engine.startup.process_group import process_group
 from bigtrain.engine.startup.runtime import runtime_settings
 from bigtrain.models.export.base_record import BASE, record_base
-from bigtrain.models.weights.checksums import Sums
 from bigtrain.planner.run_prediction import RunPrediction
-from bigtrain.run.checkpointing.initialize import BaseWeights
 from bigtrain.run.context import RunContext
 from bigtrain.run.health.fencing import RunClaim
 from bigtrain.run.health.watchdog import Watchdog
-from bigtrain.run.preflight import Inputs
 from bigtrain.run.reporting.library_log import deepspeed_log
 from bigtrain.run.reporting.progress import OUTPUT_REMEDY
 from bigtrain.run.run_directory import note_start, write_run_directory
 from bigtrain.run.run_log import RunLog
+from bigtrain.run.segment_context import SegmentContext
 from bigtrain.run.state import TrainState
 from bigtrain.settings.resolve import ResolvedRun
 from bigtrain.system.files import writing
@@ -29,13 +27,14 @@ from bigtrain.system.stop_signals import REQUEUE, StopSignals
 from bigtrain.system.world import World
 
 if TYPE_CHECKING:
+    from bigtrain.engine.live_teacher import LiveTeacher
     from bigtrain.run.reporting.run_copies import RunCopies
 
 
 @contextmanager
 def open_session(
     run: ResolvedRun, world: World, signals: StopSignals | None = None
-) -> Iterator[tuple[RunContext, RunLog]]:
+) -> Iterator[RunContext]:
     """Join the process group; nothing is written yet. Collective over all ranks. `signals`: the
     handler that the program installed; None installs one."""
     watchdog, logging = run.config.watchdog, run.config.logging
@@ -50,10 +49,10 @@ def open_session(
         warnings.filterwarnings("ignore", ".*all_gather_into_tensor", FutureWarning)
         warnings.filterwarnings("ignore", ".*reduce_scatter_tensor", FutureWarning)
         claim = RunClaim(Path(run.config.output.directory))
-        context = RunContext(
-            run, world, joined.device, joined.hosts, joined.long_work, stop_signals, claim
-        )
         log = RunLog(claim, is_main=world.is_main)
+        context = RunContext(
+            run, world, joined.device, joined.hosts, joined.long_work, stop_signals, claim, log
+        )
         with (
             Watchdog(
                 watchdog,
@@ -68,38 +67,33 @@ def open_session(
             try:
                 for line in settings:
                     log.info(line)
-                yield context, log
+                yield context
             finally:
                 log.close()
 
 
 def begin_writing(
-    context: RunContext,
-    log: RunLog,
-    inputs: Inputs,
+    context: SegmentContext,
     state: TrainState,
-    *,
-    base: BaseWeights | None = None,
     prediction: RunPrediction | None = None,
-    teacher: Sums | None = None,
+    teacher: LiveTeacher | None = None,
 ) -> RunCopies | None:
     """Record the run in its directory, and open metrics and log at `state`. Collective; called once
-    the directory is claimed. `teacher`: checksums of the teacher files. Returns the main rank's
-    copies, if checkpoints are copied to an address. Raises OutputError on every rank if the
-    directory cannot be written."""
-    config, directory = context.config, context.directory
+    the directory is claimed. Returns the main rank's copies, if checkpoints are copied to an
+    address. Raises OutputError on every rank if the directory cannot be written."""
+    config, directory, base = context.config, context.directory, context.base
     copies: list[RunCopies] = []
 
+    @writing(directory, OUTPUT_REMEDY)
     def begin() -> None:
-        sums = None if base is None else base.sums
         write_run_directory(
             directory,
             context.run,
-            inputs,
+            context.inputs,
             hosts=context.hosts,
             device=context.device,
-            base_model=sums,
-            teacher_model=teacher,
+            base_model=None if base is None else base.sums,
+            teacher_model=None if teacher is None else teacher.sums,
         )
         if base is not None and config.model.path is not None:
             record_base(config.model.path, base.weights, directory / BASE)
@@ -113,7 +107,7 @@ def begin_writing(
             samples=state.samples,
             world_size=context.world.size,
         )
-        log.open(config, state)
+        context.log.open(config, state)
         if config.output.copy_to is not None:
             from bigtrain.run.reporting.run_copies import RunCopies
 
@@ -122,9 +116,5 @@ def begin_writing(
             for path in sorted((directory / "checkpoints").glob("step-????????"))[-1:]:
                 copies[0].add(path)
 
-    def begin_or_explain() -> None:
-        with writing(directory, OUTPUT_REMEDY):
-            begin()
-
-    context.long_work.on_main_rank(begin_or_explain)
+    context.long_work.on_main_rank(begin)
     return copies[0] if copies else None

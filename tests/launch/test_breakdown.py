@@ -21,16 +21,16 @@ from bigtrain.engine.startup.mesh import open_mesh
 from bigtrain.models import torch_patches
 from bigtrain.run import loop
 from bigtrain.run.callbacks import Callbacks
-from bigtrain.run.checkpointing.resume import roll_back
+from bigtrain.run.checkpointing.resume import Recovery
 from bigtrain.run.checkpointing.saver import Saver
 from bigtrain.run.context import RunContext
-from bigtrain.run.diagnostics.step_clock import StepClock
+from bigtrain.run.diagnostics.step_clock import PartMemory, StepClock
 from bigtrain.run.evaluation import Evaluator
 from bigtrain.run.health.fencing import RunClaim
 from bigtrain.run.outer_steps import OuterSteps
 from bigtrain.run.preflight import inspect_inputs
-from bigtrain.run.reporting.phase_memory import PhaseMemory
 from bigtrain.run.run_log import RunLog
+from bigtrain.run.segment_context import SegmentContext
 from bigtrain.run.session import begin_writing, open_session
 from bigtrain.run.state import TrainState
 from bigtrain.settings.resolve import ResolvedRun
@@ -96,7 +96,7 @@ def run_of(directory: Path, zero_stage: int) -> ResolvedRun:
 def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunContext]:
     """One for all runs: DeepSpeed keeps the groups of the first that there was."""
     run = run_of(tmp_path_factory.mktemp("session"), 0)
-    with open_session(run, World(0, 1, 0)) as (context, _):
+    with open_session(run, World(0, 1, 0)) as context:
         yield context
 
 
@@ -107,25 +107,25 @@ def train(
     run = run_of(directory, zero_stage)
     inputs = inspect_inputs(run)
     claim = RunClaim(Path(run.config.output.directory))
-    context = replace(session, run=run, claim=claim)
     log = RunLog(claim, is_main=True)
+    launch = replace(session, run=run, claim=claim, log=log)
     batches = open_training_data(run.config, run.plan, 0)
     mesh = open_mesh(run.topology, 0)
-    engine = build_engine(run.config, run.engine, run.plan, inputs.hf_config, context.device, mesh)
+    engine = build_engine(run.config, run.engine, run.plan, inputs.hf_config, launch.device, mesh)
     prepare(engine, batches)
-    begin_writing(context, log, inputs, TrainState())
-    with Saver(context, log, engine, inputs) as saver:
+    context = SegmentContext(**vars(launch), inputs=inputs, engine=engine)
+    begin_writing(context, TrainState())
+    with Saver(context) as saver:
         steps = loop.Loop(
             context,
-            log,
             engine,
             batches=batches,
-            evaluator=Evaluator(context, log, engine, inputs, []),
+            evaluator=Evaluator(context, []),
             saver=saver,
-            outer=OuterSteps(context, log, inputs.data_hash, engine),
-            callbacks=Callbacks(context, log),
-            roll_back=partial(roll_back, context, log, engine),
-            memory=PhaseMemory("cpu"),
+            outer=OuterSteps(context),
+            callbacks=Callbacks(context),
+            roll_back=Recovery(context, saver, None, 0).roll_back,
+            memory=PartMemory("cpu"),
         )
         steps.run(TrainState())
     batches.close()

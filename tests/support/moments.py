@@ -33,8 +33,8 @@ PHASES = {
     ),
     "exchange": ("bigtrain.run.checkpointing.memory_saver:MemorySaver._copy_to_partner",),
     "recovery": (
-        "bigtrain.run.segment_run:restore_or_start",
-        "bigtrain.run.segment_run:acquire_run_directory",
+        "bigtrain.run.segment_start:restore_or_start",
+        "bigtrain.run.segment_start:acquire_run_directory",
     ),
     "transfer": ("bigtrain.run.checkpointing.memory_files:MemoryFiles._transfer",),
     "disk save": (

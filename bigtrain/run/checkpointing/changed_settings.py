@@ -274,18 +274,8 @@ def _refuse_changes(
                 f"in another output.directory: checkpoint.initialize_from={directory} with "
                 "model.config, or model.path=EXPORT"
             )
-    is_over = config.train.total_steps <= document["step"]
-    _refuse(changes, config.checkpoint.allow_changes, directory, is_over=is_over)
-
-
-def _refuse(
-    changes: Sequence[tuple[str, str]],
-    allowed: Sequence[str],
-    directory: Path,
-    *,
-    is_over: bool = False,
-) -> None:
-    # An allowed section allows every key.
+    # Then every change that is not allowed; an allowed section allows every key.
+    allowed = config.checkpoint.allow_changes
     refused = [
         (key, text)
         for key, text in changes
@@ -297,7 +287,7 @@ def _refuse(
         remedy = (
             "or restore the settings (with these train.steps nothing would be left to do; with "
             f"more it could resume by checkpoint.allow_changes=[{keys}])"
-            if is_over
+            if config.train.total_steps <= document["step"]
             else f"restore the settings, or resume with these by checkpoint.allow_changes=[{keys}]"
         )
         for settings, rule in (

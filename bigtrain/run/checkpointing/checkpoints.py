@@ -37,7 +37,7 @@ from typing import Any, Literal
 
 import xxhash
 
-from bigtrain.engine.checkpoint.layout import parse_layout
+from bigtrain.engine.checkpoint.layout import CheckpointLayout, parse_layout
 from bigtrain.engine.checkpoint.tensor_file import SaveIdentity
 from bigtrain.engine.checkpoint.tensor_files import Listing, verify_files
 from bigtrain.errors import CheckpointError, CorruptCheckpointError
@@ -99,6 +99,14 @@ def prepare(partial: Path) -> None:
     """Create an empty directory for a new checkpoint at a `partial_path`."""
     shutil.rmtree(partial, ignore_errors=True)
     (partial / TENSORS).mkdir(parents=True)
+
+
+def state_files(document: Mapping[str, Any], layout: CheckpointLayout) -> dict[str, bytes]:
+    """Return the small files of a checkpoint on disk or in memory: its state and its layout."""
+    return {
+        LAYOUT: json.dumps(layout.to_json(), separators=(",", ":")).encode(),
+        STATE: json.dumps(document, indent=1).encode(),
+    }
 
 
 def commit(

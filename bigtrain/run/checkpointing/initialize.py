@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bigtrain.engine.checkpoint.snapshot import read_weights, restore_weights
-from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.errors import CheckpointError, ConfigError, ModelError, Problem
 from bigtrain.models.export.base_record import shortened
 from bigtrain.models.weights.checksums import (
@@ -23,18 +22,10 @@ from bigtrain.models.weights.import_hf import Weights, find_weights
 from bigtrain.run.checkpointing import checkpoints
 from bigtrain.run.context import RunContext
 from bigtrain.run.preflight import Inputs
-from bigtrain.run.run_log import RunLog
+from bigtrain.run.segment_context import BaseWeights, SegmentContext
 from bigtrain.settings.run_config import ModelSection, RunConfig
 
 KEY = "checkpoint.initialize_from"
-
-
-@dataclass(frozen=True)
-class BaseWeights:
-    """Hugging Face weights that this launch has read, and the checksums of the files."""
-
-    weights: Weights
-    sums: Sums
 
 
 @dataclass(frozen=True)
@@ -73,24 +64,18 @@ class WeightsSource:
         return find_weights(self.hugging_face, hf_config, key, seed=config.seed)
 
     def fill(
-        self,
-        context: RunContext,
-        log: RunLog,
-        engine: TrainEngine,
-        inputs: Inputs,
-        *,
-        weights: Weights | None,
-        sums: Sums | None = None,
+        self, context: SegmentContext, weights: Weights | None, sums: Sums | None = None
     ) -> BaseWeights | None:
-        """Load the initial weights into a new engine, and return the Hugging Face weights it has
+        """Load the initial weights into the new engine, and return the Hugging Face weights it has
         read, if any. Collective. `weights`: as returned by `find`; `sums`: their checksums, if
         they were verified before. Raises CheckpointError on every rank without a complete
         checkpoint of this model, ModelError for unreadable or changed files."""
+        engine, inputs = context.engine, context.inputs
         if self.hugging_face is not None:
             weights = weights or self._find_weights(context.config, inputs)
             base = BaseWeights(weights, sums or verify_weights(context, weights))
             if unused := weights.unused():
-                log.info(
+                context.log.info(
                     f"{weights.setting}: these tensors are not part of the model that transformers "
                     f"builds, and are not trained: {shortened(unused)}"
                 )
@@ -109,7 +94,7 @@ class WeightsSource:
                     on_main_rank=context.long_work.on_main_rank,
                 )
                 assert model.vocabulary is not None
-                log.info(
+                context.log.info(
                     f"vocabulary grown from {growth.before} to {growth.after} rows "
                     f"({model.vocabulary.new_rows}): {', '.join(growth.names)}"
                 )
@@ -121,13 +106,13 @@ class WeightsSource:
             return None
         try:
             directory = context.long_work.on_main_rank(
-                lambda: find_checkpoint(checkpoint, log.info)
+                lambda: find_checkpoint(checkpoint, context.log.info)
             )
             listing = checkpoints.list_tensors(directory)
             restore_weights(engine, directory / checkpoints.TENSORS, listing)
         except CheckpointError as error:
             raise CheckpointError(f"{KEY}: {error}") from error
-        log.info(f"weights initialized from {directory}")
+        context.log.info(f"weights initialized from {directory}")
         return None
 
 

@@ -33,7 +33,6 @@ from bigtrain.errors import CheckpointError, CorruptCheckpointError
 from bigtrain.run.checkpointing import checkpoints
 from bigtrain.run.context import RunContext
 from bigtrain.run.health import fencing
-from bigtrain.run.run_log import RunLog
 from bigtrain.settings.sections.running import DEFAULT_MEMORY_DIRECTORY
 from bigtrain.system.files import write_whole
 
@@ -177,7 +176,7 @@ def keeper_of(hosts: Sequence[str], rank: int) -> int:
     return hosts.index(hosts[rank])
 
 
-def remove_left_over(context: RunContext, log: RunLog, keep: Path | None) -> None:
+def remove_left_over(context: RunContext, keep: Path | None) -> None:
     """Remove directories in memory that earlier runs left on this rank's host, except `keep`. Not
     collective."""
     if keeper_of(context.hosts, context.world.rank) != context.world.rank:
@@ -186,7 +185,9 @@ def remove_left_over(context: RunContext, log: RunLog, keep: Path | None) -> Non
     mount = DEFAULT_MEMORY_DIRECTORY if section is None else section.directory
     number = remove_stale(mount, keep, context.directory)
     if number:
-        log.info(f"removed {number} left-over directories of checkpoints in memory from {mount}")
+        context.log.info(
+            f"removed {number} left-over directories of checkpoints in memory from {mount}"
+        )
 
 
 def remove_stale(mount: str, keep: Path | None, run_directory: Path) -> int:

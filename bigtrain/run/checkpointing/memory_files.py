@@ -33,7 +33,6 @@ from bigtrain.run.checkpointing.memory_directory import (
     stored_at,
 )
 from bigtrain.run.context import RunContext
-from bigtrain.run.run_log import RunLog
 
 Result = TypeVar("Result")
 
@@ -167,13 +166,13 @@ class MemoryFiles:
         if self.is_keeper and (create or self.directory.path.is_dir()):
             self.directory.open()
 
-    def is_opened(self, log: RunLog, *, create: bool = True) -> bool:
+    def is_opened(self, *, create: bool = True) -> bool:
         """Open the directory on every host (`create`: also where it is missing); log and return
         False if one cannot. Collective."""
         try:
             on_all_ranks(lambda: self.open(create=create), self.group)
         except CheckpointError as error:
-            log.info(f"no checkpoints in memory, only on disk: {error}")
+            self._context.log.info(f"no checkpoints in memory, only on disk: {error}")
             self.close()
             return False
         return True
@@ -188,7 +187,7 @@ class MemoryFiles:
         """Let a later launch open the directory. Not collective."""
         self.directory.close()
 
-    def complete(self, log: RunLog) -> list[MemoryCheckpoint]:
+    def complete(self) -> list[MemoryCheckpoint]:
         """Return the checkpoints of which the hosts have all files, newest first, on the main rank;
         an empty list on other ranks. Collective. Logs why checkpoints cannot be used."""
         # The tensor files of all hosts, by checkpoint.
@@ -212,12 +211,12 @@ class MemoryFiles:
             if holdings.run != run or step > newest:
                 hosts = self._context.hosts[holdings.first]
                 hosts += f" and {holdings.num_hosts - 1} more" if holdings.num_hosts > 1 else ""
-                log.info(
+                self._context.log.info(
                     f"ignoring the checkpoint of step {step} in memory of {hosts}: the run has "
                     "continued from an earlier step since"
                 )
             elif missing := holdings.missing():
-                log.info(
+                self._context.log.info(
                     f"skipping the checkpoint of step {step} in memory: no remaining host has "
                     f"{missing[0]}" + (f" and {len(missing) - 1} more" if missing[1:] else "")
                 )
@@ -369,7 +368,7 @@ def plan_transfers(needs: Mapping[int, Set[str]], holders: _Holders) -> list[_Tr
 
 
 def open_memory_files(
-    context: RunContext, log: RunLog, run_id: str | None, *, create: bool
+    context: RunContext, run_id: str | None, *, create: bool
 ) -> MemoryFiles | None:
     """Open the directory in memory of the run `run_id` (None: a new one) on every host; None if
     ``checkpoint.memory`` is absent, or, with a line, if a host cannot. Collective. create: also
@@ -379,4 +378,4 @@ def open_memory_files(
         return None
     directory = MemoryDirectory.of(section.directory, context.directory, run_id)
     files = MemoryFiles(context, directory)
-    return files if files.is_opened(log, create=create) else None
+    return files if files.is_opened(create=create) else None

@@ -7,7 +7,6 @@ until the next save begins. So whatever is killed, all files of a checkpoint exi
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import threading
@@ -27,7 +26,6 @@ from bigtrain.engine.checkpoint.snapshot import EngineSnapshot, not_finite, snap
 from bigtrain.engine.checkpoint.tensor_file import SaveIdentity, file_name
 from bigtrain.engine.startup.cpu_collectives import cpu_group, maximum_of_all
 from bigtrain.engine.startup.long_work import on_all_ranks, on_main_rank
-from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.errors import CheckpointError
 from bigtrain.run.checkpointing import checkpoints
 from bigtrain.run.checkpointing.host_files import Partners, exchange_files
@@ -38,7 +36,7 @@ from bigtrain.run.checkpointing.memory_files import (
 )
 from bigtrain.run.checkpointing.saver import Saver
 from bigtrain.run.context import RunContext
-from bigtrain.run.run_log import RunLog
+from bigtrain.run.segment_context import SegmentContext
 from bigtrain.run.shared_memory import SPARE_BYTES
 from bigtrain.run.state import TrainState
 from bigtrain.settings.sections.running import GENERATIONS_IN_MEMORY
@@ -88,20 +86,13 @@ class MemorySaver:
     """Writer of checkpoints in memory, one at a time. Methods except `metrics` are collective. A
     failure never ends training: after several in a row, only the disk is used."""
 
-    def __init__(
-        self,
-        context: RunContext,
-        log: RunLog,
-        engine: TrainEngine,
-        saver: Saver,
-        files: MemoryFiles,
-    ) -> None:
+    def __init__(self, context: SegmentContext, saver: Saver, files: MemoryFiles) -> None:
         """Remove all that `files` hold but the checkpoint that the run resumed from
         (`MemoryFiles.resumed_step`)."""
         section = context.config.checkpoint.memory
         assert section is not None
-        self._context, self._log, self._engine = context, log, engine
-        self._section, self._saver, self._files = section, saver, files
+        self._context, self._section = context, section
+        self._saver, self._files = saver, files
         # A group for the thread that writes; the training thread has `MemoryFiles.group`.
         self._group = cpu_group(context.config.watchdog.collective_timeout_seconds)
         # As for saves to disk: both savers may have copies at once.
@@ -114,7 +105,7 @@ class MemorySaver:
         self._num_failures = self._num_saved = self._num_skipped = 0
         self._blocked_seconds = 0.0
         if section.copies and self._partners is None:
-            log.info(
+            context.log.info(
                 "checkpoints in memory have no copies on partner hosts: "
                 + ("there is one host" if len(set(context.hosts)) == 1 else
                    "hosts have different numbers of ranks")
@@ -133,7 +124,7 @@ class MemorySaver:
         flags = torch.zeros(3)
         flags[0] = float(write is not None and write.is_running)
         flags[1] = float(write is not None and not flags[0] and write.error is not None)
-        flags[2] = float(not_finite(self._engine) is not None)
+        flags[2] = float(not_finite(self._context.engine) is not None)
         maximum_of_all(flags, self._files.group)
         is_running, has_failed, is_not_finite = map(bool, flags)
         if is_running:
@@ -141,7 +132,7 @@ class MemorySaver:
             if not self._has_logged_skip:
                 self._has_logged_skip = True
                 partner = " and sent to the partner" if self._partners is not None else ""
-                self._log.info(
+                self._context.log.info(
                     f"checkpoint of step {state.step} in memory skipped: the one before is still "
                     f"being written{partner}; this is logged once -> a larger "
                     "checkpoint.memory.every_steps"
@@ -151,7 +142,7 @@ class MemorySaver:
             if is_not_finite:
                 self._num_skipped += 1
             elif not self._is_off:
-                snapshot = snapshot_engine(self._engine, self._staging)
+                snapshot = snapshot_engine(self._context.engine, self._staging)
                 document = self._saver.state_document(state, evaluation, snapshot)
                 write = _MemoryWrite(state.step, self._newest, snapshot, document)
                 # A daemon: after a failure the process must not wait for the other ranks' save.
@@ -175,7 +166,9 @@ class MemorySaver:
         self._is_off = is_final or self._num_failures >= _MOST_FAILURES
         text = f"checkpoint of step {write.step} in memory could not be written: "
         text += str(write.error or "another rank failed")
-        self._log.info(f"{text}; from here on only the disk is used" if self._is_off else text)
+        self._context.log.info(
+            f"{text}; from here on only the disk is used" if self._is_off else text
+        )
         if self._is_off:
             self._clear(None)
 
@@ -201,7 +194,7 @@ class MemorySaver:
         maximum_of_all(is_late, self._files.group)
         if is_late and not self._is_off:
             self._is_off = True
-            self._log.info(
+            self._context.log.info(
                 "a checkpoint in memory is still being written; from here on only the disk is used"
             )
         self._clear(None)
@@ -212,8 +205,7 @@ class MemorySaver:
         write, self._pending = self._pending, None
         if write is not None:
             write.end(_LAST_WAIT_SECONDS)
-        if self._files.is_keeper:
-            self._files.directory.remove()
+        self._files.end()
 
     def __enter__(self) -> Self:
         return self
@@ -298,11 +290,7 @@ class MemorySaver:
     ) -> dict[str, bytes]:
         """Return the small files of a checkpoint, equal on all hosts."""
         self._context.claim.check()
-        layout = json.dumps(written.layout.to_json(), separators=(",", ":"))
-        small = {
-            checkpoints.LAYOUT: layout.encode(),
-            checkpoints.STATE: json.dumps(write.document, indent=1).encode(),
-        }
+        small = checkpoints.state_files(write.document, written.layout)
         files = {
             f"{checkpoints.TENSORS}/{name}": size_and_checksum
             for name, size_and_checksum in written.files.items()
@@ -313,11 +301,11 @@ class MemorySaver:
 
 
 @contextmanager
-def memory_of_earlier_launch(context: RunContext, log: RunLog) -> Iterator[MemoryFiles | None]:
+def memory_of_earlier_launch(context: RunContext) -> Iterator[MemoryFiles | None]:
     """Open what earlier launches of the run left in memory of the hosts, until the end of the
     block; None if the run is new, or a host cannot. Collective."""
     run_id = context.long_work.on_main_rank(lambda: checkpoints.read_run_id(context.directory))
-    files = open_memory_files(context, log, run_id, create=False)
+    files = open_memory_files(context, run_id, create=False)
     try:
         yield files
     finally:
@@ -327,22 +315,18 @@ def memory_of_earlier_launch(context: RunContext, log: RunLog) -> Iterator[Memor
 
 @contextmanager
 def memory_saver_of(
-    context: RunContext,
-    log: RunLog,
-    engine: TrainEngine,
-    saver: Saver,
-    files: MemoryFiles | None,
+    context: SegmentContext, saver: Saver, files: MemoryFiles | None
 ) -> Iterator[MemorySaver | None]:
     """Return the saver of checkpoints in memory; None, with a line, if a host cannot write them.
     Collective; the run directory must be claimed. `files`:
     from before the resume. Removes what earlier runs left in memory of the hosts."""
     if files is None:
-        files = open_memory_files(context, log, saver.identity.run, create=True)
-    elif not files.is_opened(log):
+        files = open_memory_files(context, saver.identity.run, create=True)
+    elif not files.is_opened():
         files = None
-    remove_left_over(context, log, None if files is None else files.directory.path)
+    remove_left_over(context, None if files is None else files.directory.path)
     if files is None:
         yield None
         return
-    with MemorySaver(context, log, engine, saver, files) as memory_saver:
+    with MemorySaver(context, saver, files) as memory_saver:
         yield memory_saver

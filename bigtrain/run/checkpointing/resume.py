@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bigtrain.data.samples.phases import Phase, differences, first_phase
 from bigtrain.data.samples.sample_stream import StreamPosition
 from bigtrain.engine.checkpoint.snapshot import restore_engine
-from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -25,18 +24,18 @@ from bigtrain.run.checkpointing.changed_settings import (
     refuse_other_base,
     resumed_phases,
 )
-from bigtrain.run.checkpointing.initialize import BaseWeights
 from bigtrain.run.checkpointing.memory_directory import MemoryCheckpoint
+from bigtrain.run.checkpointing.saver import Saver
 from bigtrain.run.context import RunContext
 from bigtrain.run.health import fencing
-from bigtrain.run.preflight import Inputs
 from bigtrain.run.reporting.progress import OUTPUT_REMEDY
-from bigtrain.run.run_log import RunLog
+from bigtrain.run.segment_context import SegmentContext
 from bigtrain.run.state import BestSoFar, GuardState, TrainState
 from bigtrain.system.files import writing
 
 if TYPE_CHECKING:
     from bigtrain.run.checkpointing.memory_files import MemoryFiles
+    from bigtrain.run.checkpointing.memory_saver import MemorySaver
     from bigtrain.run.diagnostics.replica_watch import Differing
 
 _Loadable = tuple[Path, dict[str, Any]]
@@ -46,57 +45,50 @@ _Candidate = _Loadable | MemoryCheckpoint
 
 
 def restore_or_start(
-    context: RunContext,
-    log: RunLog,
-    engine: TrainEngine,
-    inputs: Inputs,
-    base: BaseWeights | None,
-    *,
-    memory: MemoryFiles | None,
-    rejected: set[Hashable],
+    context: SegmentContext, memory: MemoryFiles | None, rejected: set[Hashable]
 ) -> TrainState | None:
     """Resume from the newest complete checkpoint of the run directory or of `memory`, or start.
     Collective. A corrupt one is skipped with a warning, and added to `rejected`. Return None if
     that may have filled parts of the engine, which cannot start a run any more: call again with a
     new engine and this `rejected`. Raises CheckpointError on every rank if a checkpoint belongs to
     a run with other settings (listing the differences), or if all are corrupt."""
-    memory_checkpoints = [] if memory is None else memory.complete(log)
+    memory_checkpoints = [] if memory is None else memory.complete()
     # Only the main rank reads the directory, so that all ranks load the same checkpoint.
-    candidates = (c for c in _merged(context, log, memory_checkpoints) if _key(c) not in rejected)
+    candidates = (c for c in _merged(context, memory_checkpoints) if _key(c) not in rejected)
     while (candidate := context.long_work.on_main_rank(lambda: next(candidates, None))) is not None:
-        loadable = _loadable(candidate, log, engine, memory)
+        loadable = _loadable(context, candidate, memory)
         if loadable is None:
-            _reject(context, log, candidate, rejected)
+            _reject(context, candidate, rejected)
             return None
         directory, document = loadable
 
         # Refuse a checkpoint of another run before any tensor is read.
+        config, inputs = context.run.recorded_config, context.inputs
         parameters = inputs.model_plan.parameters
-        config = context.run.recorded_config
         phases = resumed_phases(document, config, inputs.sources, directory, parameters)
         if context.config.adapters is not None:
-            assert base is not None
-            refuse_other_base(document, base.sums, directory)
-        if not _is_restored(log, engine, directory, document):
-            _reject(context, log, candidate, rejected)
+            assert context.base is not None
+            refuse_other_base(document, context.base.sums, directory)
+        if not _is_restored(context, directory, document):
+            _reject(context, candidate, rejected)
             return None
 
         # Log what continues differently.
         state = _state_of(document, phases)
-        log.info(f"resumed at step {state.step} from {directory}")
+        context.log.info(f"resumed at step {state.step} from {directory}")
         if memory is not None:
             memory.resumed_step = state.step if isinstance(candidate, MemoryCheckpoint) else None
         if jump := changed_rate(document, config):
-            log.info(jump)
+            context.log.info(jump)
         if text := changed_averages(document, config):
-            log.info(text)
+            context.log.info(text)
         if len(phases) > 1 and phases[-1].first_sample == state.samples:
             changes = "; ".join(f"{key}: {text}" for key, text in differences(*phases[-2:]))
-            log.info(f"other data from sample {state.samples} on: {changes}")
+            context.log.info(f"other data from sample {state.samples} on: {changes}")
             for text in phases[-1].describe_rests():
-                log.info(text)
+                context.log.info(text)
         return state
-    return TrainState(phases=(first_phase(context.config, inputs.sources),))
+    return TrainState(phases=(first_phase(context.config, context.inputs.sources),))
 
 
 def _key(candidate: _Candidate) -> Hashable:
@@ -107,13 +99,13 @@ def _key(candidate: _Candidate) -> Hashable:
     return directory, checkpoints.manifest_digest(directory)
 
 
-def _reject(
-    context: RunContext, log: RunLog, candidate: _Candidate, rejected: set[Hashable]
-) -> None:
+def _reject(context: RunContext, candidate: _Candidate, rejected: set[Hashable]) -> None:
     """Add `candidate` to the main rank's `rejected`, so that no later search returns it."""
     if context.world.is_main:
         rejected.add(_key(candidate))
-    log.info("building the engine again, parts of which may have been read from that checkpoint")
+    context.log.info(
+        "building the engine again, parts of which may have been read from that checkpoint"
+    )
 
 
 def _state_of(document: Mapping[str, Any], phases: tuple[Phase, ...]) -> TrainState:
@@ -135,7 +127,7 @@ def _state_of(document: Mapping[str, Any], phases: tuple[Phase, ...]) -> TrainSt
 
 
 def _merged(
-    context: RunContext, log: RunLog, memory_checkpoints: Sequence[MemoryCheckpoint]
+    context: RunContext, memory_checkpoints: Sequence[MemoryCheckpoint]
 ) -> Iterator[_Candidate]:
     """Yield checkpoints on disk and `memory_checkpoints`, both newest first, on the main rank; for
     the same step first the checkpoint in memory. Raises CheckpointError if all fail and
@@ -144,7 +136,7 @@ def _merged(
     older = [checkpoint for checkpoint in memory_checkpoints if checkpoint.step < newest]
     # Checkpoints in memory that are newer than all on disk, without a look at the disk.
     yield from memory_checkpoints[: len(memory_checkpoints) - len(older)]
-    for loadable in _usable(context, log):
+    for loadable in _usable(context):
         while older and older[0].step >= loadable[1]["step"]:
             yield older.pop(0)
         yield loadable
@@ -157,7 +149,7 @@ def _merged(
 
 
 def _loadable(
-    candidate: _Candidate, log: RunLog, engine: TrainEngine, memory: MemoryFiles | None
+    context: SegmentContext, candidate: _Candidate, memory: MemoryFiles | None
 ) -> _Loadable | None:
     """Return a checkpoint as this host has it, after the host has all files of a memory checkpoint
     that its ranks need; log and return None if a host cannot get it. Collective."""
@@ -165,33 +157,44 @@ def _loadable(
         return candidate
     assert memory is not None
     try:
-        directory = memory.prepare(candidate, engine)
+        directory = memory.prepare(candidate, context.engine)
     except CheckpointError as error:
-        log.info(f"skipping the checkpoint of step {candidate.step} in memory: {error}")
+        context.log.info(f"skipping the checkpoint of step {candidate.step} in memory: {error}")
         return None
     return directory, checkpoints.read_state(directory)
 
 
-def _is_restored(
-    log: RunLog, engine: TrainEngine, directory: Path, document: Mapping[str, Any]
-) -> bool:
+def _is_restored(context: SegmentContext, directory: Path, document: Mapping[str, Any]) -> bool:
     """Restore the engine from a checkpoint; log and return False if it is corrupt. Collective."""
     listing = checkpoints.list_tensors(directory)
     try:
-        restore_engine(engine, directory / checkpoints.TENSORS, document["engine"], listing)
+        restore_engine(context.engine, directory / checkpoints.TENSORS, document["engine"], listing)
     except CorruptCheckpointError as error:
         # Raised on all ranks: reading tensors compares their checksums.
-        log.info(checkpoints.skipped_message(document["step"], str(error)))
+        context.log.info(checkpoints.skipped_message(document["step"], str(error)))
         return False
     return True
 
 
-def _usable(context: RunContext, log: RunLog) -> Iterator[_Loadable]:
+def _restore_newest(
+    context: SegmentContext, candidates: Iterator[_Loadable]
+) -> dict[str, Any] | None:
+    """Restore the engine from the first of the main rank's `candidates` that is not corrupt; return
+    its ``state.json``, or None without one. Collective."""
+    # Only the main rank reads the directory, so that all ranks load the same checkpoint.
+    while (loadable := context.long_work.on_main_rank(lambda: next(candidates, None))) is not None:
+        directory, document = loadable
+        if _is_restored(context, directory, document):
+            return document
+    return None
+
+
+def _usable(context: RunContext) -> Iterator[_Loadable]:
     """Yield checkpoints on disk to load, newest first, on the main rank."""
     contents: checkpoints.Contents = (
         "all" if context.config.checkpoint.verify == "contents" else "small"
     )
-    for directory in checkpoints.usable(context.directory, log.info, contents):
+    for directory in checkpoints.usable(context.directory, context.log.info, contents):
         yield directory, checkpoints.read_state(directory)
 
 
@@ -216,35 +219,43 @@ def acquire_run_directory(context: RunContext, state: TrainState) -> bool:
     return is_newest
 
 
-def roll_back(
-    context: RunContext, log: RunLog, engine: TrainEngine, state: TrainState
-) -> TrainState:
-    """Restore the engine from the newest checkpoint without a bad step before it. Collective; no
-    save may be in progress. Returns that checkpoint's step, with the samples after `state`'s.
-    Raises TrainingError on every rank without a good checkpoint, and after ``guard.max_rollbacks``
-    rollbacks to one checkpoint."""
-    section = context.config.guard
-    if context.config.sites is not None:
-        raise TrainingError(
-            f"{state.guard.streak} bad steps in a row (guard.max_consecutive), and a run of "
-            "several sites cannot roll back one site only: the others would not -> check the data "
-            "and the learning rate of this site; when restarted, it resumes from its newest "
-            "checkpoint"
-        )
+@dataclass(frozen=True)
+class Recovery:
+    """Way back to a checkpoint while a segment is trained that began after step `begin`."""
 
-    def good_checkpoints() -> Iterator[_Loadable]:
-        for directory in checkpoints.usable(context.directory, log.info):
-            document = checkpoints.read_state(directory)
-            streak = GuardState.from_json(document.get("guard")).streak
-            if document["step"] < state.step and streak == 0:
-                yield directory, document
+    context: SegmentContext
+    saver: Saver
+    memory_saver: MemorySaver | None
+    begin: int
 
-    # Only the main rank reads the directory, so that all ranks load the same checkpoint.
-    candidates = good_checkpoints()
-    while (loadable := context.long_work.on_main_rank(lambda: next(candidates, None))) is not None:
-        directory, document = loadable
-        if not _is_restored(log, engine, directory, document):
-            continue
+    def roll_back(self, state: TrainState) -> TrainState:
+        """Restore the engine from the newest checkpoint without a bad step before it. Collective;
+        no save may be in progress. Returns that checkpoint's step, with the samples after
+        `state`'s. Raises TrainingError on every rank without a good checkpoint, and after
+        ``guard.max_rollbacks`` rollbacks to one checkpoint."""
+        context, section = self.context, self.context.config.guard
+        if context.config.sites is not None:
+            raise TrainingError(
+                f"{state.guard.streak} bad steps in a row (guard.max_consecutive), and a run of "
+                "several sites cannot roll back one site only: the others would not -> check the "
+                "data and the learning rate of this site; when restarted, it resumes from its "
+                "newest checkpoint"
+            )
+
+        def good_checkpoints() -> Iterator[_Loadable]:
+            for directory in checkpoints.usable(context.directory, context.log.info):
+                document = checkpoints.read_state(directory)
+                streak = GuardState.from_json(document.get("guard")).streak
+                if document["step"] < state.step and streak == 0:
+                    yield directory, document
+
+        document = _restore_newest(context, good_checkpoints())
+        if document is None:
+            raise TrainingError(
+                f"{state.guard.streak} bad steps in a row (guard.max_consecutive), and "
+                f"{context.directory} has no checkpoint from before them to roll back to -> check "
+                "the data and the learning rate, and save more often (checkpoint.every_steps)"
+            )
 
         # Refuse to return to one checkpoint too often: its next steps are bad again.
         stored_guard = GuardState.from_json(document.get("guard"))
@@ -261,66 +272,70 @@ def roll_back(
                 f"{section.max_rollbacks} times (guard.max_rollbacks); see the events in "
                 f"{context.directory}/metrics.jsonl, then resume with another optimizer.lr or data"
             )
-        if log.metrics is not None:
-            log.metrics.roll_back(document["step"], state.samples)
-        log.event("rolled_back", state, first_sample=document["samples"], to_step=document["step"])
-        log.info(
+        if context.log.metrics is not None:
+            context.log.metrics.roll_back(document["step"], state.samples)
+        context.log.event(
+            "rolled_back", state, first_sample=document["samples"], to_step=document["step"]
+        )
+        context.log.info(
             f"step {state.step}: {state.guard.streak} bad steps in a row; rolled back to step "
             f"{document['step']}, samples {document['samples']} to {state.samples - 1} skipped"
         )
         best = BestSoFar.from_json(document.get("best"))
-        return replace(state, step=document["step"], guard=guard, best=best)
-    raise TrainingError(
-        f"{state.guard.streak} bad steps in a row (guard.max_consecutive), and {context.directory} "
-        "has no checkpoint from before them to roll back to -> check the data and the learning "
-        "rate, and save more often (checkpoint.every_steps)"
-    )
+        restored = replace(state, step=document["step"], guard=guard, best=best)
+        self._refuse_earlier_segment(restored)
+        if self.memory_saver is not None:
+            self.memory_saver.forget()  # checkpoints in memory contain the abandoned steps
+        return restored
 
-
-def restore_alike(
-    context: RunContext, log: RunLog, engine: TrainEngine, state: TrainState, differing: Differing
-) -> TrainState:
-    """Restore the engine from the newest checkpoint up to ``differing.alike_step``, after which
-    replicas were alike, and remove newer ones; return its state, from which samples are read again.
-    Collective; no save may be in progress. Raises TrainingError on every rank without a checkpoint,
-    and if a host was named before: FaultyHostError on that host, if it is known."""
-    directory = context.directory
-    rank_names = ", ".join(f"rank {rank} on {context.hosts[rank]}" for rank in differing.ranks)
-    uncertainty = "" if differing.is_known else " (one of them is wrong, and it is unknown which)"
-    finding = (
-        f"step {state.step + 1}: the parameters of {rank_names} differ from those of "
-        f"replicas{uncertainty}"
-    )
-
-    def remove_newer() -> None:
-        for step in checkpoints.list_steps(directory):
-            if step > differing.alike_step:
-                checkpoints.remove(checkpoints.checkpoint_path(directory, step))
-
-    # Newer checkpoints may contain the wrong parameters.
-    context.long_work.on_main_rank(remove_newer)
-    if differing.repeated_hosts:
-        if differing.is_known and context.hosts[context.world.rank] in differing.repeated_hosts:
-            raise FaultyHostError(
-                f"{finding}, again: memory or processors of this host may be faulty -> test it "
-                "(bigtrain doctor) before it takes part in any run; this one resumes from before"
-            )
-        raise TrainingError(
-            f"{finding}, again on {', '.join(differing.repeated_hosts)}, whose memory or "
-            "processors may be faulty -> exclude it, and start the run again: it resumes from "
-            "before"
+    def restore_alike(self, state: TrainState, differing: Differing) -> TrainState:
+        """Restore the engine from the newest checkpoint up to ``differing.alike_step``, after which
+        replicas were alike, and remove newer ones; return its state, from which samples are read
+        again. Collective. Raises TrainingError on every rank without a checkpoint, and if a host
+        was named before: FaultyHostError on that host, if it is known."""
+        context, directory = self.context, self.context.directory
+        context.heartbeat.set_activity("rolling back", slow=True)
+        self.saver.wait()  # no save may continue while checkpoints are removed
+        if self.memory_saver is not None:
+            self.memory_saver.forget()
+        rank_names = ", ".join(f"rank {rank} on {context.hosts[rank]}" for rank in differing.ranks)
+        doubt = "" if differing.is_known else " (one of them is wrong, and it is unknown which)"
+        finding = (
+            f"step {state.step + 1}: the parameters of {rank_names} differ from those of "
+            f"replicas{doubt}"
         )
 
-    # Only the main rank reads the directory, so that all ranks load the same checkpoint.
-    usable = _usable(context, log)
-    while (loadable := context.long_work.on_main_rank(lambda: next(usable, None))) is not None:
-        checkpoint, document = loadable
-        if not _is_restored(log, engine, checkpoint, document):
-            continue
+        def remove_newer() -> None:
+            for step in checkpoints.list_steps(directory):
+                if step > differing.alike_step:
+                    checkpoints.remove(checkpoints.checkpoint_path(directory, step))
+
+        # Newer checkpoints may contain the wrong parameters.
+        context.long_work.on_main_rank(remove_newer)
+        if differing.repeated_hosts:
+            if differing.is_known and context.hosts[context.world.rank] in differing.repeated_hosts:
+                raise FaultyHostError(
+                    f"{finding}, again: memory or processors of this host may be faulty -> test "
+                    "it (bigtrain doctor) before it takes part in any run; this one resumes from "
+                    "before"
+                )
+            raise TrainingError(
+                f"{finding}, again on {', '.join(differing.repeated_hosts)}, whose memory or "
+                "processors may be faulty -> exclude it, and start the run again: it resumes from "
+                "before"
+            )
+
+        document = _restore_newest(context, _usable(context))
+        if document is None:
+            raise TrainingError(
+                f"{finding}, and {directory} has no checkpoint up to step {differing.alike_step}, "
+                "when they were alike -> start the run again on other hosts, and save more often "
+                "(checkpoint.every_steps)"
+            )
         restored = _state_of(document, state.phases)
-        if log.metrics is not None:
-            log.metrics.roll_back(restored.step, restored.samples)
-        log.event(
+        if context.log.metrics is not None:
+            context.log.metrics.roll_back(restored.step, restored.samples)
+        context.log.event(
             "replicas_differed",
             state,
             first_sample=restored.samples,
@@ -328,13 +343,20 @@ def restore_alike(
             ranks=list(differing.ranks),
             is_known=differing.is_known,
         )
-        log.info(
+        context.log.info(
             f"{finding}; continuing from step {restored.step} with the same samples, newer "
             "checkpoints are removed"
         )
+        self._refuse_earlier_segment(restored)
         return restored
-    raise TrainingError(
-        f"{finding}, and {directory} has no checkpoint up to step {differing.alike_step}, when "
-        "they were alike -> start the run again on other hosts, and save more often "
-        "(checkpoint.every_steps)"
-    )
+
+    def _refuse_earlier_segment(self, state: TrainState) -> None:
+        """Raise TrainingError if `state` is of an earlier segment, whose steps this engine does not
+        train."""
+        if state.step < self.begin:
+            raise TrainingError(
+                f"the run has to go back to step {state.step}, and its phase of batch.phases began "
+                f"at step {self.begin} -> save more often (checkpoint.every_steps), check the data "
+                f"and the learning rate, and remove the checkpoints after step {state.step} to "
+                "continue from there"
+            )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import threading
@@ -25,17 +24,13 @@ from bigtrain.engine.checkpoint.snapshot import (
 from bigtrain.engine.checkpoint.tensor_file import SaveIdentity
 from bigtrain.engine.startup.cpu_collectives import cpu_group
 from bigtrain.engine.startup.long_work import on_main_rank
-from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.errors import CheckpointError, LostRunTokenError
 from bigtrain.models.export.verified import Probe
 from bigtrain.run.checkpointing import checkpoints
 from bigtrain.run.checkpointing.changed_settings import BASE, fingerprint
-from bigtrain.run.checkpointing.initialize import BaseWeights
 from bigtrain.run.checkpointing.retention import retain
-from bigtrain.run.context import RunContext
-from bigtrain.run.preflight import Inputs
 from bigtrain.run.run_directory import describe_environment
-from bigtrain.run.run_log import RunLog
+from bigtrain.run.segment_context import SegmentContext
 from bigtrain.run.state import TrainState
 from bigtrain.system.machine import local_world_size, this_machine
 
@@ -87,21 +82,16 @@ class Saver:
 
     def __init__(
         self,
-        context: RunContext,
-        log: RunLog,
-        engine: TrainEngine,
-        inputs: Inputs,
+        context: SegmentContext,
         *,
-        base: BaseWeights | None = None,
         copies: RunCopies | None = None,
         on_complete: Callable[[Path], object] = lambda _: None,
     ) -> None:
-        """Remove leftovers of interrupted saves. The run directory must be claimed. `base`: the
-        weights below adapters. `copies`: of every checkpoint, on the main rank. `on_complete`: gets
-        the directory of each checkpoint, in the training thread, from `report` and `wait`."""
+        """Remove leftovers of interrupted saves. The run directory must be claimed. `copies`:
+        of every checkpoint, on the main rank. `on_complete`: gets the directory of each checkpoint,
+        in the training thread, from `report` and `wait`."""
         self._on_complete = on_complete
-        self._context, self._log = context, log
-        self._engine, self._copies = engine, copies
+        self._context, self._copies = context, copies
         self._section = context.config.checkpoint
         # A separate group: the thread's collectives must not mix with the collectives of training.
         self._group = cpu_group(context.config.watchdog.collective_timeout_seconds)
@@ -120,17 +110,17 @@ class Saver:
             self._run_document = {
                 "format": checkpoints.FORMAT,
                 "run": identity.run,
-                "data_hash": inputs.data_hash,
+                "data_hash": context.inputs.data_hash,
                 "config": context.run.recorded_config.model_dump(mode="json"),
                 "deepspeed": context.run.engine.deepspeed,
-                "parameters": inputs.model_plan.parameters.record(),
+                "parameters": context.inputs.model_plan.parameters.record(),
                 "environment": describe_environment(
-                    context.run, inputs, context.hosts, context.device
+                    context.run, context.inputs, context.hosts, context.device
                 ),
             }
             if context.config.adapters is not None:
-                assert base is not None
-                self._run_document[BASE] = fingerprint(base.sums)
+                assert context.base is not None
+                self._run_document[BASE] = fingerprint(context.base.sums)
             checkpoints.clear_garbage(context.directory)
             return identity
 
@@ -157,19 +147,19 @@ class Saver:
         start = time.perf_counter()
         self.wait()
         try:
-            refuse_not_finite(self._engine, self._group)
+            refuse_not_finite(self._context.engine, self._group)
         except CheckpointError as error:
             self._pending = _Write(state.step, None, start, error=str(error))
             return  # counted by `wait`, like any failed save
-        snapshot = snapshot_engine(self._engine, self._staging)
+        snapshot = snapshot_engine(self._context.engine, self._staging)
         # The model's logits for a fixed input, with which an export of the checkpoint is compared.
-        config, hf_config = self._context.config, self._engine.module.config
+        config, engine = self._context.config, self._context.engine
         ids = Probe.make_input(
-            hf_config.get_text_config().vocab_size,  # type: ignore[operator, union-attr]
+            engine.module.config.get_text_config().vocab_size,  # type: ignore[operator, union-attr]
             config.batch.sequence_length,
             8 if config.objective.kind.scores_samples else 1,
         )
-        probe = Probe(ids, self._engine.logits(ids), config.precision.dtype)
+        probe = Probe(ids, engine.logits(ids), config.precision.dtype)
         document = self.state_document(state, evaluation, snapshot)
         write = _Write(state.step, _Content(snapshot, probe, document), start)
         self._pending = write
@@ -187,7 +177,7 @@ class Saver:
         """Log how the last save and copies ended, if they did since the last call. Does not
         block."""
         for note in self._copies.notes() if self._copies else ():
-            self._log.info(note)
+            self._context.log.info(note)
         write = self._pending
         if write is None or write.is_reported or (write.thread and write.thread.is_alive()):
             return
@@ -195,9 +185,9 @@ class Saver:
             return  # log.txt belongs to the later launch, or was deleted
         write.is_reported = True
         for note in write.notes:
-            self._log.info(note)
+            self._context.log.info(note)
         if write.error is not None:
-            self._log.info(
+            self._context.log.info(
                 f"checkpoint of step {write.step} could not be written: {write.error}; older ones "
                 f"are kept (failure {self._num_failures + 1} of checkpoint.max_failures = "
                 f"{self._section.max_failures})"
@@ -254,9 +244,8 @@ class Saver:
             _require_space(partial.parent, num_bytes)
 
         def commit() -> None:
-            layout = json.dumps(written.layout.to_json(), separators=(",", ":"))
-            (partial / checkpoints.LAYOUT).write_text(layout)
-            (partial / checkpoints.STATE).write_text(json.dumps(content.document, indent=1))
+            for name, data in checkpoints.state_files(content.document, written.layout).items():
+                (partial / name).write_bytes(data)
             content.probe.save(partial / checkpoints.PROBE)
             final = checkpoints.commit(partial, written.files, identity, permit)
             times = f"written in {time.perf_counter() - write.start:.1f} s"
@@ -311,7 +300,7 @@ class Saver:
         """Remove checkpoints that the run no longer keeps, if an earlier launch was killed after it
         saved the last checkpoint, of `step`, and before it removed them."""
         for note in self._on_main(lambda: self._retain(step)):
-            self._log.info(note)
+            self._context.log.info(note)
 
     def _retain(self, step: int) -> list[str]:
         best = self._context.config.evaluation.best
@@ -323,11 +312,11 @@ class Saver:
         return []
 
 
-def refuse_small_disk(context: RunContext, engine: TrainEngine) -> None:
+def refuse_small_disk(context: SegmentContext) -> None:
     """Raise CheckpointError on every rank if the disk has no space for a checkpoint. Collective.
     Writes nothing; called before the first step, whose work would be lost."""
     coordinates = context.topology.coordinates(context.world.rank)
-    num_bytes = checkpoint_bytes(engine) if coordinates.is_first("pipeline") else 0
+    num_bytes = checkpoint_bytes(context.engine) if coordinates.is_first("pipeline") else 0
     total = torch.tensor(num_bytes, dtype=torch.int64, device=context.device)
     dist.all_reduce(total)
 

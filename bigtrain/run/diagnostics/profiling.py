@@ -9,7 +9,6 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from bigtrain.run.context import RunContext
-from bigtrain.run.run_log import RunLog
 
 DIRECTORY = "profile"
 NUM_TOP_OPS = 10
@@ -18,10 +17,10 @@ NUM_TOP_OPS = 10
 class Profiler:
     """Recorder of the steps that ``profile`` selects. No collective."""
 
-    def __init__(self, context: RunContext, log: RunLog) -> None:
+    def __init__(self, context: RunContext) -> None:
         section = context.config.profile
         is_profiled = context.world.rank in section.ranks
-        self._context, self._log = context, log
+        self._context = context
         self._steps = section.steps if is_profiled else None
         self._running: profile | None = None
         self._begun_at = 0
@@ -53,9 +52,9 @@ class Profiler:
         rank = self._context.world.rank
         path = directory / f"rank_{rank}_steps_{self._begun_at}-{step}.json"
         running.export_chrome_trace(str(path))
-        self._log.info(f"profile of steps {self._begun_at} to {step}: {path}")
+        self._context.log.info(f"profile of steps {self._begun_at} to {step}: {path}")
         for line in top_ops(running, self._context.device.type):
-            self._log.info(line)
+            self._context.log.info(line)
 
 
 def top_ops(recorded: profile, device_type: str) -> list[str]:

@@ -17,8 +17,7 @@ from bigtrain.engine.replica_checksums import ReplicaChecksums, replica_checksum
 from bigtrain.engine.startup.cpu_collectives import cpu_group, gather_on_main
 from bigtrain.engine.startup.long_work import on_main_rank
 from bigtrain.engine.startup.mesh import groups_of
-from bigtrain.engine.train_engine import TrainEngine
-from bigtrain.run.context import RunContext
+from bigtrain.run.segment_context import SegmentContext
 from bigtrain.run.state import TrainState
 
 
@@ -40,13 +39,12 @@ class ReplicaWatch:
 
     def __init__(
         self,
-        context: RunContext,
-        engine: TrainEngine,
+        context: SegmentContext,
         state: TrainState,
         go_back: Callable[[TrainState, Differing], TrainState],
     ) -> None:
         self._every_steps = context.config.guard.compare_every_steps
-        self._context, self._engine, self._go_back = context, engine, go_back
+        self._context, self._go_back = context, go_back
         limit = context.config.watchdog.collective_timeout_seconds
         self._group = cpu_group(limit) if self._every_steps and context.world.size > 1 else None
         self._own: ReplicaChecksums | None = None
@@ -61,7 +59,7 @@ class ReplicaWatch:
             return policy
 
         def decide(stats: StepStats) -> bool:
-            self._own = replica_checksums(self._engine)
+            self._own = replica_checksums(self._context.engine)
             return policy is None or policy(stats)
 
         return decide

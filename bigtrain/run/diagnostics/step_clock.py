@@ -30,7 +30,8 @@ from bigtrain.engine.train_engine import (
 )
 from bigtrain.metrics.step_metrics import Breakdown
 from bigtrain.models.torch_patches import observed_device_waits, observed_waits
-from bigtrain.run.reporting.phase_memory import PhaseMemory
+from bigtrain.run.reporting.metrics import memory_gib
+from bigtrain.system.units import GIB
 
 DATA, ENGINE = "data", "engine"
 _PASSES = ("forward", "backward", "compute")
@@ -48,6 +49,50 @@ _MOST_EVENTS = 512
 _MOST_WAITS = 1 << 15
 
 
+_MEASURED_PARTS = ("forward", "backward", "compute", "optimizer", "save", "evaluation")
+"""Parts of a step whose memory is measured. compute: forward and backward passes of a pipeline,
+which alternate."""
+
+
+class PartMemory:
+    """Peak memory of this rank so far. On CUDA it resets torch's own peak; use `peak_gib` instead.
+    Each `begin` takes some 50 microseconds of the host, and does not wait for the device."""
+
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
+        self._is_measuring = False
+        self._part: str | None = None
+        self._peak = 0
+        self._by_part: dict[str, int] = {}
+
+    def measure(self, is_measured: bool) -> None:
+        """Set whether the next parts are measured; unmeasured parts cost nothing."""
+        if self._device_type == "cuda" and self._is_measuring and not is_measured:
+            self.begin(None)
+        self._is_measuring = is_measured
+
+    def begin(self, part: str | None) -> None:
+        """Begin a part, or None for time outside of steps."""
+        if self._device_type != "cuda" or not self._is_measuring:
+            return
+        peak = torch.cuda.max_memory_allocated()
+        self._peak = max(self._peak, peak)
+        if self._part is not None:
+            self._by_part[self._part] = max(peak, self._by_part.get(self._part, 0))
+        torch.cuda.reset_peak_memory_stats()
+        self._part = part if part in _MEASURED_PARTS else None
+
+    def peak_gib(self) -> float:
+        """Return `memory_gib`, corrected for the resets."""
+        return max(self._peak / GIB, memory_gib(self._device_type))
+
+    def by_part_gib(self) -> dict[str, float] | None:
+        """Return the peak of each part so far, in GiB; None on a CPU."""
+        if self._device_type != "cuda":
+            return None
+        return {part: peak / GIB for part, peak in self._by_part.items()}
+
+
 @dataclass(frozen=True)
 class StepTimes:
     """Number of steps since the last reading, and the mean time of a step."""
@@ -59,14 +104,14 @@ class StepTimes:
 
 class StepClock:
     """Wall time per optimizer step since the last reading, without pauses. No collective. memory:
-    gets the phase boundaries, too. now, make_event: clocks of the host and of the device, for
+    gets the boundaries of the parts. now, make_event: clocks of the host and of the device, for
     tests."""
 
     def __init__(
         self,
         device_type: str,
         host_time: HostTime,
-        memory: PhaseMemory,
+        memory: PartMemory,
         now: Callable[[], float] = time.perf_counter,
         make_event: Callable[[], Any] | None = None,
     ) -> None:
@@ -90,15 +135,15 @@ class StepClock:
             with observed_device_waits(self.device_waits.around):
                 yield
 
-    def marking(self, on_phase: Callable[[str], object]) -> Callable[[str], None]:
+    def marking(self, on_mark: Callable[[str], object]) -> Callable[[str], None]:
         """Return a callback for `TrainEngine.on_phase`: it begins the part of the mark and calls
-        `on_phase`."""
+        `on_mark`."""
 
-        def mark(phase: str) -> None:
-            on_phase(phase)
-            self.begin(_OF_MARKS.get(phase, ENGINE))
+        def begin_marked(mark: str) -> None:
+            on_mark(mark)
+            self.begin(_OF_MARKS.get(mark, ENGINE))
 
-        return mark
+        return begin_marked
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -139,14 +184,14 @@ class StepClock:
             self.device_waits.end()
 
     @contextmanager
-    def paused(self, phase: str) -> Iterator[None]:
-        """Exclude time inside the block from steps; `phase`: for `PhaseMemory`."""
+    def paused(self, pause: str) -> Iterator[None]:
+        """Exclude time inside the block from steps; `pause`: its name for `PartMemory`."""
         part, waited = self._part, self._host_time.waited
         self.begin(ENGINE)
         if self._device is not None:
             self._device.begin("pause")
         self.memory.measure(True)
-        self.memory.begin(phase)
+        self.memory.begin(pause)
         try:
             yield
         finally:

@@ -28,7 +28,6 @@ from bigtrain.models.experts import exchange_of
 from bigtrain.models.layers.parameters import decoder_layers, local_shape
 from bigtrain.run.context import RunContext
 from bigtrain.run.diagnostics.step_clock import StepTimes
-from bigtrain.run.run_log import RunLog
 from bigtrain.run.state import TrainState
 
 # GPU events between two readings; beyond that, products are not timed.
@@ -151,13 +150,12 @@ class StragglerWatch:
     def __init__(
         self,
         context: RunContext,
-        log: RunLog,
         engine: TrainEngine,
         group: dist.ProcessGroup | None,
         state: TrainState,
     ) -> None:
         """Initialize. `group`: all ranks, on the CPU; None for one rank."""
-        self._context, self._log = context, log
+        self._context = context
         self.meter = WorkMeter(engine.module, engine.device, is_compiled=engine.is_compiled)
         self._group = group
         self._section = context.config.watchdog
@@ -173,7 +171,7 @@ class StragglerWatch:
         if self._group is None:
             return
         work = gather_on_main(work_seconds, self._group)
-        if self._log.metrics is None:
+        if self._context.log.metrics is None:
             return
         # The report covers all steps since the last one.
         self._work += torch.tensor(work, dtype=torch.float64)
@@ -185,7 +183,7 @@ class StragglerWatch:
             factor = self._section.straggler_factor
             for straggler in find_stragglers(mean_work, self._peers, step_seconds, factor):
                 host = self._context.hosts[straggler.rank]
-                self._log.event(
+                self._context.log.event(
                     "straggler",
                     state,
                     first_sample=self._first_sample,
@@ -195,7 +193,7 @@ class StragglerWatch:
                     median_seconds=straggler.median_seconds,
                 )
                 ratio = straggler.work_seconds / straggler.median_seconds
-                self._log.info(
+                self._context.log.info(
                     f"rank {straggler.rank} on {host} is slow: {straggler.work_seconds:.3g} s of "
                     f"its own work a step, {ratio:.1f} times the median of its peers"
                 )

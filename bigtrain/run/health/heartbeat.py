@@ -20,21 +20,21 @@ _LEAST_TRANSFER_BYTES = 1 << 20
 
 class Heartbeat:
     """Position of the training thread. A mark costs a fraction of a microsecond; nothing is
-    written. phase: human-readable. module: the layer, None outside of layers. slow: whether one
-    operation of this phase may take long. count: marks so far; progress means that it grows."""
+    written. activity: human-readable. module: the layer, None outside of layers. slow: whether one
+    operation of this activity may take long. count: marks so far; progress means that it grows."""
 
     def __init__(self) -> None:
         self._announced = ""
         self.step = 0
-        self.phase = "starting"
+        self.activity = "starting"
         self.module: str | None = None
         self.slow = True
         self.count = 0
         self._num_steps_begun = 0
 
-    def set_phase(self, phase: str, *, slow: bool = False) -> None:
-        """Begin `phase` in the training thread. In its first step every phase may take long."""
-        self.phase, self.module, self._announced = phase, None, phase
+    def set_activity(self, activity: str, *, slow: bool = False) -> None:
+        """Begin `activity` in the training thread. In its first step each may take long."""
+        self.activity, self.module, self._announced = activity, None, activity
         self.slow = slow or self._num_steps_begun <= 1
         self.count += 1
 
@@ -42,12 +42,12 @@ class Heartbeat:
         """Begin step `step`, counted from 1."""
         self.step = step
         self._num_steps_begun += 1
-        self.set_phase("reading the batch")
+        self.set_activity("reading the batch")
 
-    def _enter(self, phase: str, module: str) -> None:
-        if phase == "forward pass" and self._announced == "backward pass":
-            phase = "recomputation in the backward pass"
-        self.phase, self.module = phase, module
+    def _enter(self, activity: str, module: str) -> None:
+        if activity == "forward pass" and self._announced == "backward pass":
+            activity = "recomputation in the backward pass"
+        self.activity, self.module = activity, module
         self.count += 1
 
     def _watch_backward(self, module: str, _layer: nn.Module, _args: Any, outputs: Any) -> None:
@@ -67,7 +67,7 @@ class Heartbeat:
 
 
 class Transfers:
-    """File transfers of this rank, as a sign of progress in phases without marks: verifying,
+    """File transfers of this rank, as a sign of progress in activities without marks: verifying,
     loading, exports, checkpoints. A rank that waits transfers only its watchdog's messages."""
 
     def __init__(self) -> None:

@@ -104,7 +104,7 @@ class StatusStore:
 
     def report(self, position: Position, moved: bool, is_slow: bool) -> None:
         """Report this rank's position, whether it has `moved` since the last report, and whether
-        other ranks may wait for it (`is_slow`), in a phase in which one operation may take long."""
+        other ranks may wait for it (`is_slow`), in a slow activity."""
         text = position.to_json()
         self._do(lambda: self._store.set(f"place/{self._rank}", text))
         if moved:
@@ -117,7 +117,7 @@ class StatusStore:
         return self._do(lambda: self._store.add(_MOVES, 0))
 
     def slow_reports(self) -> int | None:
-        """Return a counter that grows while any rank reports that it is in a slow phase."""
+        """Return a counter that grows while any rank reports that it is in a slow activity."""
         return self._do(lambda: self._store.add(_SLOW, 0))
 
     def alarm(self) -> str | None:
@@ -227,7 +227,7 @@ class Position:
     host: str
     pid: int
     step: int
-    phase: str
+    activity: str
     module: str | None
     collective: str | None
 
@@ -240,9 +240,9 @@ class Position:
 
     @property
     def description(self) -> str:
-        """Step, phase and layer, as text."""
+        """Step, activity and layer, as text."""
         layer = f", {self.module}" if self.module else ""
-        return f"step {self.step}, {self.phase}{layer}"
+        return f"step {self.step}, {self.activity}{layer}"
 
     def __str__(self) -> str:
         waits = f"in {self.collective}" if self.collective else "outside of collectives"
@@ -285,7 +285,7 @@ def diagnose(
     ranks_outside = [p.rank for p in positions if p.collective is None]
     first_step = min(p.step for p in positions)
     behind = [p.rank for p in positions if p.step == first_step]
-    counts = Counter((p.collective, p.phase) for p in positions).most_common()
+    counts = Counter((p.collective, p.activity) for p in positions).most_common()
     lagging: list[int] = []
     reason = ""
     if ranks_outside and len(ranks_outside) < len(positions):
@@ -294,7 +294,7 @@ def diagnose(
         lagging, reason = behind, "the others are in a later step"
     elif len(counts) > 1 and counts[0][1] > counts[1][1]:
         usual = counts[0][0]
-        lagging = [p.rank for p in positions if (p.collective, p.phase) != usual]
+        lagging = [p.rank for p in positions if (p.collective, p.activity) != usual]
         reason = f"most are in {usual[0]}, {usual[1]}"
     elif len(positions) == 1:
         lagging, reason = [positions[0].rank], "it makes no progress"

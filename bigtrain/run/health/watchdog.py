@@ -2,7 +2,7 @@
 
 A thread of every rank checks whether the training thread makes marks (`heartbeat`), and reports the
 rank's position (`status_store`). When no rank has made progress for ``watchdog.timeout_seconds``
-(``slow_timeout_seconds`` while any rank is in a phase in which one operation may take long), one
+(``slow_timeout_seconds`` while any rank is in an activity that may take long), one
 raises the alarm: all dump their stacks to ``RUN/hangs/step-.../`` and answer with their
 positions, one writes the report, and all end with exit code 76, so that the launcher restarts the
 run.
@@ -49,7 +49,7 @@ _LAST_SECONDS = 30.0
 _MOST_REQUEUES_PER_STEP = 3
 _SECONDS_BETWEEN_CONNECTIONS = 60.0
 _MISSED_LOOKS = 4
-"""Looks after which a rank in a slow phase, which reports at each of its own, counts as gone."""
+"""Looks after which a rank in a slow activity, which reports at each of its own, counts as gone."""
 
 
 class Watchdog:
@@ -141,7 +141,7 @@ class Watchdog:
                     if counter is not None and moves not in (-1, counter):
                         self._moved_at = now
                     moves = -1 if counter is None else counter
-                    # A rank that is slow in a slow phase ends the run by the slow limit.
+                    # A rank that is slow in a slow activity ends the run by the slow limit.
                     counter = self._status_store.slow_reports()
                     if counter is not None and slow_reports not in (-1, counter):
                         self._slow_seen_at = now
@@ -172,7 +172,7 @@ class Watchdog:
 
     def _current_limit(self, now: float) -> float:
         """Return the seconds without progress after which this rank raises the alarm: in a slow
-        phase, of this rank or of a rank that it may wait for, the longer limit."""
+        activity, of this rank or of a rank that it may wait for, the longer limit."""
         assert self._limit is not None
         waits = now - self._slow_seen_at <= _MISSED_LOOKS * self._look_seconds
         return self._slow_limit if self._heartbeat.slow or waits else self._limit
@@ -184,7 +184,7 @@ class Watchdog:
             host=self._host,
             pid=os.getpid(),
             step=beat.step,
-            phase=beat.phase,
+            activity=beat.activity,
             module=beat.module,
             collective=collective,
         )

@@ -44,8 +44,6 @@ rejected a message (corrupted, forged, replayed). "who" is the site, or the host
 
 Unknown values (the utilization of a CPU) and non-finite ones (a loss that overflowed) are null.
 Every step appears once, also after a resume; events of samples that are not read again are kept.
-
-Loss on a held-out set, and derived metrics.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ import pytest
 from bigtrain.data.samples.source import with_source
 from bigtrain.data.shards.dataset import open_dataset
 from bigtrain.errors import DataError
+from bigtrain.run.segment_start import refuse_other_samples, with_position
 from bigtrain.run.state import TrainState
-from bigtrain.run.stream_position import refuse_other_samples, with_position
 from tests.support.datasets import write_dataset
 from tests.unit.data.samples.test_sample_stream import GLOBAL_BATCH_SIZE, Counter, opened
 from tests.unit.data.samples.test_source import config

@@ -226,9 +226,9 @@ def test_every_reader_begins_and_ends_texts_like_the_shards(
     # While training: samples, and requests of lm-eval.
     sampling, harness = Recorder(place.num_tokens), Recorder(place.num_tokens)
     long_work = SimpleNamespace(on_main_rank=lambda work: work())
-    context: Any = SimpleNamespace(config=run.config, long_work=long_work)
-    log: Any = SimpleNamespace(metrics=SimpleNamespace(log_samples=lambda *_: None))
-    Prompts(context, log, inputs, sampling).log(1)  # type: ignore[arg-type]
+    log = SimpleNamespace(metrics=SimpleNamespace(log_samples=lambda *_: None))
+    context: Any = SimpleNamespace(config=run.config, long_work=long_work, log=log, inputs=inputs)
+    Prompts(context, sampling).log(1)  # type: ignore[arg-type]
     data_tokenizer = AutoTokenizer.from_pretrained(inputs.tokenizer_path)
     harness_requests(harness_model(harness, data_tokenizer, inputs.hf_config, inputs.text_record))
     readers["samples"], readers["lm-eval"] = sampling.stops, harness.stops

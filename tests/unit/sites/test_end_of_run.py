@@ -59,12 +59,11 @@ class Life:
         plan = SimpleNamespace(global_batch_size=1, tokens_per_step=10)
         steps._context = SimpleNamespace(  # type: ignore[assignment]
             config=SimpleNamespace(sites=self.step.sites, train=train),
-            heartbeat=SimpleNamespace(set_phase=lambda *_, **__: None),
+            heartbeat=SimpleNamespace(set_activity=lambda *_, **__: None),
             plan=plan,
             world=SimpleNamespace(is_main=True),
+            log=SimpleNamespace(info=lambda _: None, metrics=None),
         )
-        lines: list[str] = []
-        steps._log = SimpleNamespace(info=lines.append, metrics=None)  # type: ignore[assignment]
         steps._step, self.steps = self.step, steps
         self.state = steps.begin(self.state)
         if self.state.step == LAST_STEP:

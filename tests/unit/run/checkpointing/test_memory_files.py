@@ -127,7 +127,7 @@ def test_a_run_resumes_from_the_newest_of_memory_and_disk(
     monkeypatch.setattr(resume, "_usable", lambda *_: iter(usable))
     context: Any = SimpleNamespace(directory=Path("run"))
     stored = [MemoryCheckpoint(step, "digest", 0) for step in in_memory]
-    candidates = resume._merged(context, SimpleNamespace(info=print), stored)  # type: ignore[arg-type]
+    candidates = resume._merged(context, stored)
     shown = [
         f"memory {one.step}" if isinstance(one, MemoryCheckpoint) else f"disk {one[1]['step']}"
         for one in itertools.islice(candidates, len(order))
@@ -169,9 +169,11 @@ def test_a_stale_checkpoint_in_memory_is_not_used(
         is_keeper=True,
         group=None,
         _keeper=0,
-        _context=SimpleNamespace(directory=tmp_path, hosts=["host"]),
+        _context=SimpleNamespace(
+            directory=tmp_path, hosts=["host"], log=SimpleNamespace(info=lines.append)
+        ),
     )
-    complete = MemoryFiles.complete(held, SimpleNamespace(info=lines.append))  # type: ignore[arg-type]
+    complete = MemoryFiles.complete(held)
     assert [one.step for one in complete] == ([step] if told is None else [])
     assert all(told in line for line in lines) if told else not lines
     assert len(lines) == bool(told)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bigtrain.errors import TrainingError
-from bigtrain.run.checkpointing.resume import roll_back
+from bigtrain.run.checkpointing.resume import Recovery
 from bigtrain.run.state import GuardState, TrainState
 from bigtrain.settings.run_config import GuardSection, SitesSection
 
@@ -22,4 +22,4 @@ def test_a_site_does_not_go_back_alone() -> None:
     with pytest.raises(
         TrainingError, match=r"10 bad steps in a row .* cannot roll back one site only"
     ):
-        roll_back(context, None, None, state)  # type: ignore[arg-type]
+        Recovery(context, None, None, 0).roll_back(state)  # type: ignore[arg-type]

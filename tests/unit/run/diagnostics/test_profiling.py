@@ -39,9 +39,9 @@ def profiler_of(directory: Path, rank: int, **section: Any) -> tuple[Profiler, l
     config = config_of(profile=section)
     world = SimpleNamespace(rank=rank)
     place = {"directory": directory, "device": torch.device("cpu")}
-    context: Any = SimpleNamespace(config=config, world=world, **place)
-    log: Any = SimpleNamespace(info=said.append)
-    return Profiler(context, log), said
+    log = SimpleNamespace(info=said.append)
+    context: Any = SimpleNamespace(config=config, world=world, log=log, **place)
+    return Profiler(context), said
 
 
 def train(profiler: Profiler, steps: range, last: int = 0) -> None:

@@ -18,8 +18,7 @@ from bigtrain.engine.train_engine import (
 )
 from bigtrain.metrics.step_metrics import Breakdown, MeanBreakdown
 from bigtrain.run.diagnostics import step_clock
-from bigtrain.run.diagnostics.step_clock import StepClock
-from bigtrain.run.reporting.phase_memory import PhaseMemory
+from bigtrain.run.diagnostics.step_clock import PartMemory, StepClock
 
 GIB = 2**30
 
@@ -63,7 +62,7 @@ class Run:
         self.clock = StepClock(
             device_type,
             self.host_time,
-            PhaseMemory("cpu"),
+            PartMemory("cpu"),
             self.clocks.now,
             self.clocks.make_event,
         )
@@ -257,7 +256,7 @@ class Allocator:
 
 def test_peaks_of_phases_leave_the_peak_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = Allocator(monkeypatch)
-    memory = PhaseMemory("cuda")
+    memory = PartMemory("cuda")
     cuda.use(3)
     memory.measure(True)
     used = {"data": 8, "forward": 5, "backward": 7, "engine": 6, "optimizer": 4}
@@ -274,13 +273,13 @@ def test_peaks_of_phases_leave_the_peak_of_the_run(monkeypatch: pytest.MonkeyPat
     memory.begin("save")
     cuda.use(2)
     memory.begin(None)
-    assert memory.by_phase_gib() == {"forward": 5, "backward": 7, "optimizer": 4, "save": 2}
+    assert memory.by_part_gib() == {"forward": 5, "backward": 7, "optimizer": 4, "save": 2}
     assert memory.peak_gib() == 30
 
 
 def test_a_cpu_has_no_peaks_of_phases() -> None:
-    memory = PhaseMemory("cpu")
+    memory = PartMemory("cpu")
     memory.measure(True)
     memory.begin("forward")
-    assert memory.by_phase_gib() is None
+    assert memory.by_part_gib() is None
     assert memory.peak_gib() > 0

@@ -35,7 +35,7 @@ def position(rank: int, **changes: Any) -> Position:
         "host": HOSTS[rank],
         "pid": 100 + rank,
         "step": 7,
-        "phase": "backward pass",
+        "activity": "backward pass",
         "module": None,
         "collective": "all_reduce",
     }
@@ -47,7 +47,7 @@ def verdict(*positions: Position) -> Diagnosis:
 
 
 def test_a_process_outside_of_the_collective_lags() -> None:
-    asleep = position(2, collective=None, phase="forward pass", module="model.layers.3")
+    asleep = position(2, collective=None, activity="forward pass", module="model.layers.3")
     diagnosis = verdict(position(0), position(1), asleep, position(3))
     assert diagnosis.ranks == (2,)
     assert diagnosis.text.splitlines()[:4] == [
@@ -139,7 +139,7 @@ def test_the_first_step_of_a_process_may_take_long() -> None:
     assert beat.slow
     beat.begin_step(502)
     assert not beat.slow
-    beat.set_phase("saving", slow=True)
+    beat.set_activity("saving", slow=True)
     assert beat.slow
     assert beat.count == 3
 
