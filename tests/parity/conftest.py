@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import product
-from math import prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Generic, Protocol, TypeVar
@@ -16,12 +14,11 @@ import pytest
 from bigtrain.models.build import build_model
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.settings.run_config import ModelSection
-from tests.parity.plain import Training, plain_training
 from tests.support.datasets import write_dataset
 from tests.support.lives import run_script
 from tests.support.tiers import STEPS
 
-pytest.register_assert_rewrite("tests.parity.score_heads")
+pytest.register_assert_rewrite("tests.parity.objective_runs", "tests.support.resumes")
 
 VOCAB_SIZE = 97
 SEED = 7
@@ -164,42 +161,6 @@ class SavedModels(dict[str, Path]):
 def hf_directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The models that every case starts from, as Hugging Face directories."""
     return SavedModels(ARCHITECTURES, tmp_path_factory.mktemp("hf"))
-
-
-class References(dict[str, Training]):
-    """Plain trainings by model; each is trained when it is first asked for."""
-
-    def __init__(self, data: Path, directories: Mapping[str, Path]) -> None:
-        super().__init__()
-        self._data, self._directories = data, directories
-
-    def __missing__(self, name: str) -> Training:
-        config = run_config(self._data, {}, micro_batch_size=8)
-        self[name] = plain_training(self._data, self._directories[name], config)
-        return self[name]
-
-
-Grid = list[tuple[int, str, int, dict[str, int]]]
-
-
-def grid() -> Grid:
-    """(processes, engine, accumulation, degrees) of ZeRO 0 to 3 x offload x tensor x sequence x
-    accumulation, and of what of it stages go with: ZeRO 0 and 1, without offload and without
-    sequence parallelism (`settings/compatibility` refuses the rest)."""
-    engines = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
-    points: list[tuple[str, dict[str, int]]] = [
-        (engine, {"tensor": tensor, "sequence": sequence})
-        for engine, tensor, sequence in product(engines, (1, 2), (1, 2))
-    ]
-    points += [
-        (engine, {"pipeline": 2, "tensor": tensor})
-        for engine, tensor in product(("zero0", "pipeline_zero1"), (1, 2))
-    ]
-    return [
-        (max(2, prod(degrees.values())), engine, accumulation, degrees)
-        for (engine, asked), accumulation in product(points, (1, 4))
-        for degrees in [{axis: size for axis, size in asked.items() if size > 1}]
-    ]
 
 
 def train_cases(world_size: int, cases: dict[str, Any], directory: Path) -> dict[str, Any]:
