@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from bigtrain.engine.checkpoint.io import open_tensors
+from bigtrain.engine.checkpoint.lazy import open_tensors
 from tests.parity.conftest import SavedModels, TrainedCases, run_config
 from tests.parity.plain import Spread, Training, plain_training, root_mean_square
 from tests.support.comparison import assert_same_steps, assert_same_weights

@@ -6,7 +6,6 @@ import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Generic, Protocol, TypeVar
 
 import pytest
@@ -172,8 +171,9 @@ def train_cases(world_size: int, cases: dict[str, Any], directory: Path) -> dict
     return results
 
 
-class Trained(Protocol):
-    """A case that so many processes train under a shipped engine."""
+class TieredCase(Protocol):
+    """A case that so many processes train under a shipped engine, in `make test` or in the slow
+    tests only."""
 
     @property
     def name(self) -> str: ...
@@ -181,16 +181,10 @@ class Trained(Protocol):
     def world_size(self) -> int: ...
     @property
     def engine(self) -> str: ...
-
-
-class TieredCase(Trained, Protocol):
-    """A case that is trained in `make test`, or in the slow tests only."""
-
     @property
     def slow(self) -> bool: ...
 
 
-AnyCase = TypeVar("AnyCase", bound=Trained)
 AnyTiered = TypeVar("AnyTiered", bound=TieredCase)
 
 
@@ -230,9 +224,10 @@ def each_case(cases: Iterable[TieredCase]) -> pytest.MarkDecorator:
 
 
 class TrainedCases(Generic[AnyTiered]):
-    """Results of a file's cases. The first test that asks for a fast case trains all of these, but
-    those whose own tests are all deselected; the slow ones are trained likewise. Arguments: as of
-    `train_and_save`, but `also` by tier."""
+    """Results of a file's cases, each trained to its end and saved. The first test that asks for a
+    fast case trains all of these, but those whose own tests are all deselected; the slow ones are
+    trained likewise. job_of: what the worker is told of a case besides. also: other jobs of the
+    fast tier, by number of processes."""
 
     def __init__(
         self,
@@ -270,35 +265,21 @@ class TrainedCases(Generic[AnyTiered]):
     def _train(
         self, cases: list[AnyTiered], more: Mapping[int, dict[str, Any]], place: Path
     ) -> dict[str, Any]:
-        trained = train_and_save(cases, self._config_of, place, self._job_of, more)
-        results: dict[str, Any] = trained["results"]
+        """Train all cases of one number of processes in one world."""
+        jobs = {size: dict(others) for size, others in more.items()}
+        for case in cases:
+            jobs.setdefault(case.world_size, {})[case.name] = {
+                "config": self._config_of(case),
+                "deepspeed_config": case.engine,
+                "save_at": STEPS,
+                "save_to": str(place / case.name),
+                **self._job_of(case),
+            }
+        results: dict[str, Any] = {}
+        for world_size in sorted(jobs):
+            world = Path(tempfile.mkdtemp(prefix=f"world{world_size}-", dir=place))
+            results |= train_cases(world_size, jobs[world_size], world)
         return results
 
     def _place(self, slow: bool) -> Path:
         return self._directory / ("slow" if slow else "fast")
-
-
-def train_and_save(
-    cases: Iterable[AnyCase],
-    config_of: Callable[[AnyCase], dict[str, Any]],
-    directory: Path,
-    job_of: Callable[[AnyCase], dict[str, Any]] = lambda _: {},
-    also: Mapping[int, dict[str, Any]] = MappingProxyType({}),
-) -> dict[str, Any]:
-    """Train each case to its end, all of one number of processes in one world; its state is saved
-    as ``directory / NAME``. job_of: what the worker is told of it besides. also: other jobs by
-    number of processes. Returns the results by name, and the directory."""
-    jobs = {size: dict(more) for size, more in also.items()}
-    for case in cases:
-        jobs.setdefault(case.world_size, {})[case.name] = {
-            "config": config_of(case),
-            "deepspeed_config": case.engine,
-            "save_at": STEPS,
-            "save_to": str(directory / case.name),
-            **job_of(case),
-        }
-    results_by_case: dict[str, Any] = {}
-    for world_size in sorted(jobs):
-        place = Path(tempfile.mkdtemp(prefix=f"world{world_size}-", dir=directory))
-        results_by_case |= train_cases(world_size, jobs[world_size], place)
-    return {"results": results_by_case, "directory": directory}

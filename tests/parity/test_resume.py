@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +14,26 @@ from tests.support.resumes import Layout, Pair, Resumes, each_pair, layout
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
 
 STOP, END = STEPS // 4 + 1, STEPS // 2 + 1
-WRITERS = [layout(1, "zero0"), *(layout(2, f"zero{stage}") for stage in (1, 2, 3))]
-WRITERS.append(layout(2, "zero3_offload"))
-READERS = [layout(1, "zero0"), layout(1, "zero3"), layout(2, "zero0"), layout(2, "zero1")]
-READERS += [layout(2, "zero2_offload"), layout(2, "zero3")]
-# Of other numbers of processes, stages and places of the optimizer; and one its own.
-FEW = [
+LAYOUTS = [
+    layout(1, "zero0"),
+    layout(2, "zero0"),
+    layout(2, "zero2"),
+    layout(2, "zero3_offload"),
+    layout(1, "zero3"),
+    layout(2, "zero1"),
+    layout(2, "zero2_offload"),
+    layout(2, "zero3"),
+]
+ZERO3_16 = layout(2, "zero3", dtype="bfloat16")
+PAIRS = [
+    # Of other numbers of processes, stages and places of the optimizer; and one its own.
     Pair(layout(2, "zero3_offload"), layout(1, "zero0"), slow=False),
     Pair(layout(2, "zero1"), layout(2, "zero3"), slow=False),
     Pair(layout(2, "zero3_offload"), layout(2, "zero2_offload"), slow=False),
-    Pair(*[layout(2, "zero3", dtype="bfloat16")] * 2, slow=False),
-]
-_KNOWN = {(pair.wrote, pair.read) for pair in FEW}
-PAIRS = [
-    *FEW,
-    *(
-        Pair(wrote, read)
-        for wrote, read in (*product(WRITERS, READERS), *((each, each) for each in WRITERS[2::2]))
-        if (wrote, read) not in _KNOWN
-    ),
+    Pair(ZERO3_16, ZERO3_16, slow=False),
+    # Each reads what the one before wrote, the first what the last wrote; and its own.
+    *(Pair(wrote, read) for wrote, read in pairwise([LAYOUTS[-1], *LAYOUTS])),
+    *(Pair(place, place) for place in LAYOUTS),
     *(
         Pair(place, place)
         for place in (layout(2, f"zero{stage}", dtype="bfloat16") for stage in (0, 1, 2))

@@ -26,7 +26,8 @@ ONE, TENSOR = layout(1, "zero0"), layout(2, "zero0", tensor=2)
 STAGES, ZERO1_STAGES = (layout(2, engine, pipeline=2) for engine in ("zero0", "zero1"))
 ZERO1, ZERO2, ZERO3 = layout(2, "zero1"), layout(3, "zero2"), layout(2, "zero3")
 BOTH, ZERO1_BOTH = (layout(4, engine, pipeline=2, tensor=2) for engine in ("zero0", "zero1"))
-ZERO1_TENSOR = layout(4, "zero1", tensor=2)
+ZERO1_TENSOR, ZERO1_TWO = (layout(size, "zero1", tensor=2) for size in (4, 2))
+EXPERT_STAGES = layout(4, "zero0", pipeline=2, expert=2)
 TOPOLOGIES = [ONE, ZERO1, ZERO3, TENSOR, STAGES, ZERO2, BOTH, ZERO1_TENSOR]
 
 
@@ -81,8 +82,8 @@ VARIANTS = {
 def pair(
     variant: str, wrote: Layout, read: Layout, dtype: str = "float32", slow: bool = True
 ) -> Pair:
-    place = {"variant": variant, "dtype": dtype}
-    return Pair(replace(wrote, **place), replace(read, **place), slow)
+    wrote, read = (replace(place, variant=variant, dtype=dtype) for place in (wrote, read))
+    return Pair(wrote, read, slow)
 
 
 FROZEN_STAGES = pair("untied", STAGES, STAGES, slow=False)
@@ -91,19 +92,19 @@ PAIRS = [
     # one has no gradient that counts.
     FROZEN_STAGES,
     pair("untied", ZERO1_STAGES, ZERO1_STAGES, "bfloat16", slow=False),
-    pair("norms", *[layout(2, "zero1", tensor=2)] * 2, "bfloat16", slow=False),
+    pair("norms", ZERO1_TWO, ZERO1_TWO, "bfloat16", slow=False),
     *(pair("tied", wrote, read) for wrote in TOPOLOGIES for read in TOPOLOGIES),
     *(pair("untied", wrote, read) for wrote, read in pairwise([*TOPOLOGIES, ONE])),
-    pair("tied", layout(2, "zero1", sequence=2), ONE),
+    pair("tied", layout(2, "zero1", sequence=2), ONE, slow=False),
     pair("tied", ONE, layout(2, "zero1", sequence=2)),
-    *(pair("dropout", place, place) for place in TOPOLOGIES),
+    *(pair("dropout", place, place) for place in (ONE, ZERO3, ZERO2, BOTH, ZERO1_TENSOR)),
     # ZeRO 0 with a pipeline is refused in 16 bit.
     *(
         pair("dropout", place, place, "bfloat16")
-        for place in (ONE, ZERO1, ZERO3, TENSOR, ZERO2, ZERO1_TENSOR, ZERO1_STAGES, ZERO1_BOTH)
+        for place in (ZERO1, TENSOR, ZERO2, ZERO1_TENSOR, ZERO1_STAGES, ZERO1_BOTH)
     ),
     pair("dropout", ZERO1_STAGES, ZERO3, "bfloat16"),
-    pair("experts", *[layout(4, "zero0", pipeline=2, expert=2)] * 2),
+    pair("experts", EXPERT_STAGES, EXPERT_STAGES),
     *(pair("rmsprop", *places) for places in ((ZERO1, ZERO3), (ZERO3, STAGES), (TENSOR, ZERO1))),
 ]
 
