@@ -47,7 +47,7 @@ SAVED = Case(2, "zero2", accumulation=2, sections=nf4() | RECOMPUTE, slow=False)
 CASES = [
     RESTORED,
     SAVED,
-    Case(2, "zero1", "gpt2", sections=fp4(), slow=False),
+    Case(2, "zero1", "gpt2", sections=fp4()),
     Case(2, "zero0", degrees={"sequence": 2}, sections=nf4(dora=True)),
     Case(2, "zero1", degrees={"pipeline": 2}, sections=nf4()),
     Case(2, "zero2", sections=nf4() | TILES),

@@ -88,7 +88,7 @@ def reference_scores(root: Path, tree: dict[str, Any]) -> list[dict[str, float]]
         (KTO, {"adapters": ADAPTERS}, 1),
         pytest.param(KTO, {}, 1, marks=pytest.mark.slow),
         pytest.param(PREFERENCE, {"adapters": ADAPTERS}, 1, marks=pytest.mark.slow),
-        (PREFERENCE, {}, 1),
+        pytest.param(PREFERENCE, {}, 1, marks=pytest.mark.slow),
         (KTO, STAGES, 2),
         pytest.param(PREFERENCE, STAGES, 2, marks=pytest.mark.slow),
     ],
