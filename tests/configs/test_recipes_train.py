@@ -6,10 +6,7 @@ Hub names are directories of these names in the folder where the runs start, as 
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,7 @@ import pytest
 
 from bigtrain.settings.loading import recipe_names
 from tests.support.chats import CHATML, chat_tokenizer, unmarked
+from tests.support.lives import run_forked_world
 from tests.support.worlds import ROOT
 
 SIZES: dict[str, Any] = {
@@ -42,17 +40,13 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
+WORKERS = ROOT / "tests/launch"
+
+
 def call(folder: Path, *words: str) -> str:
-    environment = {
-        **os.environ,
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "HF_HUB_OFFLINE": "1",
-    }
-    result = subprocess.run(
-        words, cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, f"{words}\n{result.stdout}\n{result.stderr}"
-    return result.stdout + result.stderr
+    """Run a command of bigtrain in `folder`."""
+    worker = [str(WORKERS / "command_worker.py"), str(folder)]
+    return run_forked_world(1, [*worker, *words], {})
 
 
 def test_every_recipe_is_trained_somewhere() -> None:
@@ -87,21 +81,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
         if not (folder / f"shards-{name[:4]}").exists():
             words = ("--input", "texts", "--tokenizer", name, "--held-out", "0.05")
-            call(folder, "bigtrain", "tokenize", *words, "--output", f"shards-{name[:4]}")
+            call(folder, "tokenize", *words, "--output", f"shards-{name[:4]}")
     with (folder / "pairs.jsonl").open("w") as file:
         for number in range(200):
             row = {"prompt": f"{number} + 1 =", "chosen": f" {number + 1}", "rejected": " 0"}
             file.write(json.dumps(row) + "\n")
     name = "meta-llama/Llama-3.1-8B"
     words = ("--input", "pairs.jsonl", "--tokenizer", name, "--held-out", "0.1")
-    call(folder, "bigtrain", "tokenize", *words, "--output", "shards-pairs")
+    call(folder, "tokenize", *words, "--output", "shards-pairs")
     (folder / "teacher.yaml").write_text(
         f"model: {{path: {name}}}\ndata: {{path: shards-meta, packing: best_fit}}\n"
         "batch: {sequence_length: 64, global_batch_size: 4}\ntrain: {steps: 1}\n"
         "optimizer: {lr: 1.0e-3}\nprecision: {dtype: float32}\noutput: {directory: teacher}\n"
     )
     top = ("--kind", "top-k", "--top-k", "8", "--output", "scores")
-    call(folder, "bigtrain", "score", "--config", "teacher.yaml", *top)
+    call(folder, "score", "--config", "teacher.yaml", *top)
     return folder
 
 
@@ -113,14 +107,14 @@ def test_it_trains_and_exports(folder: Path, name: str) -> None:
     shards = "shards-pairs" if of_pairs else shards
     values = {**RUNS[name], **({"bos_token_id": 0, "eos_token_id": 0} if RUNS[name] else {})}
     model = [f"model.config.{key}={value}" for key, value in values.items()]
-    program = str(ROOT / "bigtrain/train.py")
     is_adapted = name.endswith("_lora")
     in_samples = is_adapted or of_pairs or name.endswith(("_1m", "distill_1b"))
     short = [s.replace("global_tokens=2048", "global_batch_size=32") for s in SHORT]
     words = ("--config", name, f"data.path={shards}", *(short if in_samples else SHORT), *model)
     # Of one process, on a CPU.
     words += ("parallel.expert=1", "parallel.sequence=1", "model.activation_offload=false")
-    assert "same logits" in call(folder, sys.executable, program, *words)
+    worker = [str(WORKERS / "extension_worker.py"), str(folder)]
+    assert "same logits" in run_forked_world(1, [*worker, *words], {})
     written = "adapter_config.json" if is_adapted else "config.json"
     assert (folder / "runs" / name / "hf" / written).is_file()
     lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()

@@ -18,11 +18,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -33,11 +30,11 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from bigtrain.cli import main as main_of_program
 from bigtrain.engine.checkpoint.io import read_full
 from bigtrain.run.checkpointing import checkpoints
 from tests.support.chats import CHATML
 from tests.support.lives import Server
-from tests.support.worlds import ROOT
 
 FIGURES = Path(__file__).with_name("figures.json")
 PORTABLE_ARITHMETIC = {
@@ -124,10 +121,7 @@ def write_datasets(root: Path) -> dict[str, Path]:
 
 
 def _bigtrain(*arguments: str | Path) -> None:
-    command = [sys.executable, "-m", "bigtrain.cli", *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert main_of_program([*map(str, arguments)]) == 0
 
 
 def dataset_figures(directory: Path) -> dict[str, str]:
@@ -150,6 +144,7 @@ class Run:
     recipe: str | None = None
     steps: int = STEPS
     overrides: Mapping[str, Any] = field(default_factory=dict)
+    slow: bool = False
 
 
 _SMALL = {
@@ -214,6 +209,7 @@ RUNS: dict[str, Run] = {
         recipe="quickstart",
         steps=50,
         overrides={"model.config.vocab_size": VOCAB_SIZE, "evaluation.samples": 8},
+        slow=True,
     ),
     "ZeRO 0, bfloat16, recompute, chunked loss": Run(
         (
@@ -228,24 +224,27 @@ RUNS: dict[str, Run] = {
             ),
         )
     ),
-    "ZeRO 1, accumulation": Run(((2, {ZERO: "zero1", "batch.micro_batch_size": 1}),)),
+    "ZeRO 1, accumulation": Run(((2, {ZERO: "zero1", "batch.micro_batch_size": 1}),), slow=True),
     "ZeRO 2, dropout, documents apart": Run(
-        ((2, {ZERO: "zero2", "data.document_boundaries": "isolate"}),), "llama with dropout"
+        ((2, {ZERO: "zero2", "data.document_boundaries": "isolate"}),),
+        "llama with dropout",
+        slow=True,
     ),
     "ZeRO 3, packed": Run(
         ((2, {ZERO: "zero3", "data.packing": "best_fit", "data.balance_attention": False}),)
     ),
-    "ZeRO 2, experts": Run(((2, {ZERO: "zero2"}),), "qwen3_moe"),
+    "ZeRO 2, experts": Run(((2, {ZERO: "zero2"}),), "qwen3_moe", slow=True),
     "ZeRO 1, experts divided, their biases updated": Run(
         ((2, {ZERO: "zero1", "parallel.expert": 2, "moe.bias_update_rate": 0.01}),),
         "deepseek_v3",
     ),
-    "tensor parallel": Run(((2, {ZERO: "zero1", "parallel.tensor": 2}),)),
+    "tensor parallel": Run(((2, {ZERO: "zero1", "parallel.tensor": 2}),), slow=True),
     "pipeline": Run(
         ((2, {ZERO: "pipeline_zero1", "parallel.pipeline": 2, "batch.micro_batch_size": 1}),),
         "gpt2",
+        slow=True,
     ),
-    "sequence parallel": Run(((2, {ZERO: "zero2", "parallel.sequence": 2}),)),
+    "sequence parallel": Run(((2, {ZERO: "zero2", "parallel.sequence": 2}),), slow=True),
     "tensor parallel x pipeline": Run(
         (
             (
@@ -263,6 +262,7 @@ RUNS: dict[str, Run] = {
         ((2, {ZERO: "zero1"}),),
         data="chat",
         overrides={"data.document_boundaries": "isolate", "batch.sequence_length": 64},
+        slow=True,
     ),
     "ZeRO 3, chat, packed, then tensor parallel": Run(
         (
@@ -354,13 +354,12 @@ def digest(tensors: Mapping[str, torch.Tensor]) -> str:
     return checksum.hexdigest()
 
 
-def canary() -> str:
-    """What plain transformers computes here, with the same arithmetic."""
-    command = [sys.executable, str(Path(__file__).with_name("canary.py"))]
-    environment = {**os.environ, **PORTABLE_ARITHMETIC}
-    return subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=True
-    ).stdout.strip()
+def canary(server: Server) -> str:
+    """What plain transformers computes here, with the arithmetic of the server."""
+    script = [str(Path(__file__).with_name("canary.py"))]
+    codes, text = server.live([], world_size=1, script=script)
+    assert codes == [0], text
+    return text.splitlines()[-1].strip()
 
 
 def all_figures(root: Path, server: Server) -> Iterator[tuple[str, Any]]:
@@ -379,7 +378,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         server = Server(Path(name), PORTABLE_ARITHMETIC)
         try:
-            figures = {"canary": canary(), **dict(all_figures(Path(name), server))}
+            figures = {"canary": canary(server), **dict(all_figures(Path(name), server))}
         finally:
             server.close()
     FIGURES.write_text(json.dumps(figures, indent=1, sort_keys=True) + "\n")

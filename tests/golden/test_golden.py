@@ -47,8 +47,8 @@ def datasets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def same_arithmetic() -> bool:
-    return runs.canary() == EXPECTED["canary"]
+def same_arithmetic(server: Server) -> bool:
+    return runs.canary(server) == EXPECTED["canary"]
 
 
 def test_the_set_is_the_one_that_was_written_down() -> None:
@@ -63,9 +63,8 @@ def test_datasets(name: str, datasets: dict[str, Path]) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    # Fifty steps take as long as all others together.
     [
-        pytest.param(name, marks=[pytest.mark.slow] if run.steps > runs.STEPS else [])
+        pytest.param(name, marks=[pytest.mark.slow] if run.slow else [])
         for name, run in runs.RUNS.items()
     ],
 )

@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import product
-from math import prod
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Generic, Protocol, TypeVar
 
 import pytest
@@ -16,12 +13,11 @@ import pytest
 from bigtrain.models.build import build_model
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.settings.run_config import ModelSection
-from tests.parity.plain import Training, plain_training
 from tests.support.datasets import write_dataset
 from tests.support.lives import run_script
 from tests.support.tiers import STEPS
 
-pytest.register_assert_rewrite("tests.parity.score_heads")
+pytest.register_assert_rewrite("tests.parity.objective_runs", "tests.support.resumes")
 
 VOCAB_SIZE = 97
 SEED = 7
@@ -166,42 +162,6 @@ def hf_directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return SavedModels(ARCHITECTURES, tmp_path_factory.mktemp("hf"))
 
 
-class References(dict[str, Training]):
-    """Plain trainings by model; each is trained when it is first asked for."""
-
-    def __init__(self, data: Path, directories: Mapping[str, Path]) -> None:
-        super().__init__()
-        self._data, self._directories = data, directories
-
-    def __missing__(self, name: str) -> Training:
-        config = run_config(self._data, {}, micro_batch_size=8)
-        self[name] = plain_training(self._data, self._directories[name], config)
-        return self[name]
-
-
-Grid = list[tuple[int, str, int, dict[str, int]]]
-
-
-def grid() -> Grid:
-    """(processes, engine, accumulation, degrees) of ZeRO 0 to 3 x offload x tensor x sequence x
-    accumulation, and of what of it stages go with: ZeRO 0 and 1, without offload and without
-    sequence parallelism (`settings/compatibility` refuses the rest)."""
-    engines = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
-    points: list[tuple[str, dict[str, int]]] = [
-        (engine, {"tensor": tensor, "sequence": sequence})
-        for engine, tensor, sequence in product(engines, (1, 2), (1, 2))
-    ]
-    points += [
-        (engine, {"pipeline": 2, "tensor": tensor})
-        for engine, tensor in product(("zero0", "pipeline_zero1"), (1, 2))
-    ]
-    return [
-        (max(2, prod(degrees.values())), engine, accumulation, degrees)
-        for (engine, asked), accumulation in product(points, (1, 4))
-        for degrees in [{axis: size for axis, size in asked.items() if size > 1}]
-    ]
-
-
 def train_cases(world_size: int, cases: dict[str, Any], directory: Path) -> dict[str, Any]:
     """Train `cases` in a world of `world_size` processes; results by case name."""
     (directory / "cases.json").write_text(json.dumps(cases))
@@ -211,8 +171,9 @@ def train_cases(world_size: int, cases: dict[str, Any], directory: Path) -> dict
     return results
 
 
-class Trained(Protocol):
-    """A case that so many processes train under a shipped engine."""
+class TieredCase(Protocol):
+    """A case that so many processes train under a shipped engine, in `make test` or in the slow
+    tests only."""
 
     @property
     def name(self) -> str: ...
@@ -220,16 +181,10 @@ class Trained(Protocol):
     def world_size(self) -> int: ...
     @property
     def engine(self) -> str: ...
-
-
-class TieredCase(Trained, Protocol):
-    """A case that is trained in `make test`, or in the slow tests only."""
-
     @property
     def slow(self) -> bool: ...
 
 
-AnyCase = TypeVar("AnyCase", bound=Trained)
 AnyTiered = TypeVar("AnyTiered", bound=TieredCase)
 
 
@@ -269,9 +224,10 @@ def each_case(cases: Iterable[TieredCase]) -> pytest.MarkDecorator:
 
 
 class TrainedCases(Generic[AnyTiered]):
-    """Results of a file's cases. The first test that asks for a fast case trains all of these, but
-    those whose own tests are all deselected; the slow ones are trained likewise. Arguments: as of
-    `train_and_save`, but `also` by tier."""
+    """Results of a file's cases, each trained to its end and saved. The first test that asks for a
+    fast case trains all of these, but those whose own tests are all deselected; the slow ones are
+    trained likewise. job_of: what the worker is told of a case besides. also: other jobs of the
+    fast tier, by number of processes."""
 
     def __init__(
         self,
@@ -309,35 +265,21 @@ class TrainedCases(Generic[AnyTiered]):
     def _train(
         self, cases: list[AnyTiered], more: Mapping[int, dict[str, Any]], place: Path
     ) -> dict[str, Any]:
-        trained = train_and_save(cases, self._config_of, place, self._job_of, more)
-        results: dict[str, Any] = trained["results"]
+        """Train all cases of one number of processes in one world."""
+        jobs = {size: dict(others) for size, others in more.items()}
+        for case in cases:
+            jobs.setdefault(case.world_size, {})[case.name] = {
+                "config": self._config_of(case),
+                "deepspeed_config": case.engine,
+                "save_at": STEPS,
+                "save_to": str(place / case.name),
+                **self._job_of(case),
+            }
+        results: dict[str, Any] = {}
+        for world_size in sorted(jobs):
+            world = Path(tempfile.mkdtemp(prefix=f"world{world_size}-", dir=place))
+            results |= train_cases(world_size, jobs[world_size], world)
         return results
 
     def _place(self, slow: bool) -> Path:
         return self._directory / ("slow" if slow else "fast")
-
-
-def train_and_save(
-    cases: Iterable[AnyCase],
-    config_of: Callable[[AnyCase], dict[str, Any]],
-    directory: Path,
-    job_of: Callable[[AnyCase], dict[str, Any]] = lambda _: {},
-    also: Mapping[int, dict[str, Any]] = MappingProxyType({}),
-) -> dict[str, Any]:
-    """Train each case to its end, all of one number of processes in one world; its state is saved
-    as ``directory / NAME``. job_of: what the worker is told of it besides. also: other jobs by
-    number of processes. Returns the results by name, and the directory."""
-    jobs = {size: dict(more) for size, more in also.items()}
-    for case in cases:
-        jobs.setdefault(case.world_size, {})[case.name] = {
-            "config": config_of(case),
-            "deepspeed_config": case.engine,
-            "save_at": STEPS,
-            "save_to": str(directory / case.name),
-            **job_of(case),
-        }
-    results_by_case: dict[str, Any] = {}
-    for world_size in sorted(jobs):
-        place = Path(tempfile.mkdtemp(prefix=f"world{world_size}-", dir=directory))
-        results_by_case |= train_cases(world_size, jobs[world_size], place)
-    return {"results": results_by_case, "directory": directory}

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from bigtrain.models.build import build_model
-from bigtrain.models.configuration import load_hf_config
-from bigtrain.settings.run_config import ModelSection
-from tests.parity.conftest import ARCHITECTURES, SEED, VOCAB_SIZE, llama
+from tests.parity.conftest import ARCHITECTURES, VOCAB_SIZE, llama
 
-WEIGHTS = 1e-5
-"""Of every weight at the end, float32."""
-OPTIMIZER = {"lr": 3e-3, "clip_norm": 0.5, "eps": 1e-6}  # see test_pipeline.optimizer_of
+OPTIMIZER = {"lr": 3e-3, "clip_norm": 0.5, "eps": 1e-6}  # see cases.EPS
 COEFFICIENT = 0.5  # so that it shows
 ROUTED = {"output_router_logits": True, "router_aux_loss_coef": COEFFICIENT}
 MODELS: dict[str, dict[str, Any]] = {
@@ -111,14 +105,10 @@ MODELS["gpt_oss one"] = MODELS["gpt_oss"] | {"num_experts_per_tok": 1}
 ROUTER_BIAS = [-50.0, -50.0, 50.0, 0.0]
 
 
-def save_model(name: str, directory: Path) -> Path:
-    """One of `MODELS` as a Hugging Face directory: `directory`."""
-    section = ModelSection(config=MODELS[name])
-    model: Any = build_model(section, load_hf_config(section), seed=SEED)
+def set_biases(name: str, model: Any) -> None:
+    """Set the biases by which the tokens of one of `MODELS` choose."""
     for layer in model.model.layers if "gpt_oss" in name else ():
         layer.mlp.router.bias.data = torch.tensor(ROUTER_BIAS)
     for key, bias in model.named_buffers():
         if key.endswith("e_score_correction_bias"):
             bias.copy_(BIASES[: bias.numel()])
-    model.save_pretrained(directory)
-    return directory

@@ -34,7 +34,7 @@ def test_compiled_layers_train_as_a_plain_loop(
             ),
             "deepspeed_config": engine,
         }
-        for engine, checkpointing in (("zero0", "none"), ("zero1", "full"), ("zero2", "none"))
+        for engine, checkpointing in [("zero1", "full")]
     }
     results: dict[str, Any] = train_cases(2, cases, tmp_path)
     for name, result in results.items():

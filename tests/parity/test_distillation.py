@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
-from itertools import pairwise
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +12,32 @@ import torch.nn.functional as F
 import yaml
 from transformers import AutoModelForCausalLM
 
-import bigtrain
-from bigtrain.data.loading.loader import open_training_data
 from bigtrain.data.loading.stored_scores import check_reference_scores
 from bigtrain.data.shards.dataset import open_sources
 from bigtrain.errors import ConfigError
 from bigtrain.models.layers.token_loss import divergence
-from bigtrain.parity.adapters import with_adapters
-from bigtrain.settings.batch_plan import plan_batch
 from bigtrain.settings.loading import parse_run_config
-from tests.parity import objective_runs
-from tests.parity.objective_runs import VOCAB_SIZE, degrees_name, save_experts, save_llama, steps_of
+from tests.parity.objective_runs import (
+    ADAPTERS,
+    IGNORED,
+    LAYOUTS,
+    VOCAB_SIZE,
+    Plain,
+    compare,
+    documents_in,
+    plain_training,
+    run_tree,
+    save_experts,
+    save_llama,
+    train_in_two,
+)
 from tests.support.datasets import write_dataset
 from tests.support.lives import shared_server
 
 pytestmark = [pytest.mark.distributed]
 
-LENGTH, STEPS, TOP_K, ALPHA = 32, 10, 5, 0.7
-ADAPTERS = {"type": "lora", "rank": 4, "alpha": 16.0}
+SLOW = pytest.mark.slow
+LENGTH, STEPS, TOP_K, ALPHA = 32, 6, 5, 0.7
 
 
 @pytest.fixture(scope="module")
@@ -64,24 +71,21 @@ def score(root: Path, model: str, output: Path, *words: str) -> None:
 
 def run_of(root: Path, **sections: Any) -> dict[str, Any]:
     sources = [{"path": str(root / name), "weight": 1.0} for name in ("one", "two")]
-    return {
-        "model": {"path": str(root / "student"), "loss": "chunked", "loss_chunk_tokens": 7},
-        "objective": {
-            "type": "distillation",
-            "teacher": str(root / "scores"),
-            "alpha": ALPHA,
+    return run_tree(
+        root,
+        length=LENGTH,
+        steps=STEPS,
+        **{
+            "model": {"path": str(root / "student"), "loss": "chunked", "loss_chunk_tokens": 7},
+            "objective": {
+                "type": "distillation",
+                "teacher": str(root / "scores"),
+                "alpha": ALPHA,
+            },
+            "data": {"sources": sources, "packing": "best_fit"},
+            **sections,
         },
-        "data": {"sources": sources, "packing": "best_fit"},
-        "batch": {"sequence_length": LENGTH, "global_batch_size": 8, "micro_batch_size": 2},
-        "train": {"steps": STEPS},
-        "optimizer": {"lr": 3e-3, "weight_decay": 0.0, "clip_norm": 1.0},
-        "schedule": {"type": "constant"},
-        "precision": {"dtype": "float32"},
-        "logging": {"every_steps": 1},
-        "checkpoint": {"every_steps": STEPS // 2},
-        "output": {"directory": str(root / "run"), "export": False},
-        **sections,
-    }
+    )
 
 
 def coarse(logits: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
@@ -90,93 +94,55 @@ def coarse(logits: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
     return torch.cat([known, 1 - known.sum(-1, keepdim=True)], -1)
 
 
-def plain_loss(student: Any, teacher: Any, batch: Any) -> torch.Tensor:
+def plain_loss(teacher: Any, student: Any, parts: list[Any]) -> tuple[torch.Tensor, Any]:
     """Mean over the targets, each document by a forward pass of its own."""
     losses = []
-    for ids, labels, positions in zip(
-        batch.input_ids, batch.labels, batch.position_ids, strict=True
-    ):
-        edges = [*(positions == 0).nonzero().flatten().tolist(), len(ids)]
-        for low, high in pairwise(edges):
-            wanted = labels[low:high] != -100
-            if not wanted.any():
-                continue
-            text, targets = ids[None, low:high], labels[low:high][wanted]
-            logits = student(input_ids=text, use_cache=False).logits[0][wanted]
-            with torch.no_grad():
-                known = teacher(input_ids=text, use_cache=False).logits[0][wanted].double()
-            top = known.topk(TOP_K).indices
-            expected, probabilities = coarse(known, top), coarse(logits.double(), top)
-            divergences = F.kl_div(probabilities.log(), expected, reduction="none").sum(-1)
-            entropies = F.cross_entropy(logits, targets, reduction="none")
-            losses.append(ALPHA * divergences + (1 - ALPHA) * entropies)
-    return torch.cat(losses).mean()
+    for ids, labels in (document for part in parts for document in documents_in(part)):
+        wanted = labels != IGNORED
+        if not wanted.any():
+            continue
+        logits = student(input_ids=ids[None], use_cache=False).logits[0][wanted]
+        with torch.no_grad():
+            known = teacher(input_ids=ids[None], use_cache=False).logits[0][wanted].double()
+        top = known.topk(TOP_K).indices
+        expected, probabilities = coarse(known, top), coarse(logits.double(), top)
+        divergences = F.kl_div(probabilities.log(), expected, reduction="none").sum(-1)
+        entropies = F.cross_entropy(logits, labels[wanted], reduction="none")
+        losses.append(ALPHA * divergences + (1 - ALPHA) * entropies)
+    return torch.cat(losses).mean(), {}
 
 
 @cache
-def plain_run(root: Path, adapted: bool, name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+def plain_run(root: Path, adapted: bool, name: str = "student") -> Plain:
     tree = run_of(root, **({"adapters": ADAPTERS} if adapted else {}))
-    config = parse_run_config(tree | {"objective": {"type": "next_token"}})
-    student: Any = AutoModelForCausalLM.from_pretrained(root / name, dtype=torch.float32)
-    teacher = AutoModelForCausalLM.from_pretrained(root / "teacher", dtype=torch.float32).eval()
-    if config.adapters is not None:
-        student = with_adapters(student, config.adapters, config.seed)
-    trained = [parameter for parameter in student.train().parameters() if parameter.requires_grad]
-    section = config.optimizer
-    optimizer = torch.optim.AdamW(
-        trained, section.lr, tuple(section.betas), section.eps, weight_decay=0.0
+    student, teacher = (
+        AutoModelForCausalLM.from_pretrained(root / each, dtype=torch.float32)
+        for each in (name, "teacher")
     )
-    plan, _ = plan_batch(config.batch.model_copy(update={"micro_batch_size": 8}), 1)
-    assert plan is not None
-    batches = open_training_data(config, plan, 0)
-    losses = []
-    for step in range(STEPS):
-        (batch,) = batches.step(8 * step)
-        loss = plain_loss(student, teacher, batch)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    batches.close()
-    return losses, student.state_dict()
+    tree["objective"] = {"type": "next_token"}
+    return plain_training(tree, student, partial(plain_loss, teacher.eval()))
 
 
-def train(root: Path, name: str, tree: dict[str, Any], world_size: int) -> list[dict[str, Any]]:
-    return steps_of(objective_runs.train(root, name, tree, world_size))
-
-
-@pytest.mark.parametrize("loss", ["chunked", pytest.param("plain", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("engine", "sections"),
+    ("name", "sections"),
     [
         ("zero1", {}),
-        pytest.param("zero3", {}, marks=pytest.mark.slow),
-        pytest.param("zero1", {"parallel": {"tensor": 2}}, marks=pytest.mark.slow),
-        pytest.param("zero3", {"adapters": ADAPTERS}, marks=pytest.mark.slow),
-        pytest.param("zero1", {"parallel": {"sequence": 2}}, marks=pytest.mark.slow),
-        pytest.param("zero1", {"parallel": {"pipeline": 2}}, marks=pytest.mark.slow),
-        pytest.param("zero1", {"parallel": {"expert": 2}}, marks=pytest.mark.slow),
+        *(pytest.param(name, {}, marks=SLOW) for name in ("zero3", "tensor", "sequence")),
+        *(pytest.param(name, {}, marks=SLOW) for name in ("stages", "experts")),
+        pytest.param("zero3", {"adapters": ADAPTERS}, marks=SLOW),
+        pytest.param("zero1", {"loss": "plain"}, marks=SLOW),
     ],
-    ids=["zero1", "zero3", "tensor", "adapters", "sequence", "pipeline", "experts"],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else value,
 )
-def test_equals_a_plain_loop(root: Path, loss: str, engine: str, sections: dict[str, Any]) -> None:
+def test_equals_a_plain_loop(root: Path, name: str, sections: dict[str, Any]) -> None:
     """Half of it on two ranks, the rest on one."""
-    tree = run_of(root, engine={"deepspeed_config": engine}, **sections)
-    tree["model"]["loss"] = loss
-    student = "experts" if "expert" in sections.get("parallel", {}) else "student"
-    tree["model"]["path"] = str(root / student)
-    name = f"{loss}-{engine}-{student}-{degrees_name(sections)}-{'-'.join(sections)}"
-    train(root, name, tree | {"train": {"steps": STEPS // 2}}, 2)
-    more = {"checkpoint": {"allow_changes": ["train.steps"]}, "parallel": {}}
-    rows = train(root, name, tree | more, 1)
-    losses, weights = plain_run(root, "adapters" in sections, student)
-    assert [row["loss"] for row in rows] == pytest.approx(losses, abs=1e-5, rel=1e-5)
-    assert losses[-1] < losses[0]
-    if "adapters" not in sections:
-        trained = bigtrain.load_state_dict(root / name)
-        for key, tensor in trained.items():
-            torch.testing.assert_close(tensor, weights[key], atol=1e-5, rtol=1e-5)
+    student = "experts" if name == "experts" else "student"
+    more = {key: value for key, value in sections.items() if key != "loss"}
+    tree = run_of(root, **LAYOUTS[name].sections, **more)
+    tree["model"] |= {"path": str(root / student), "loss": sections.get("loss", "chunked")}
+    place = f"{name}-{'-'.join(sections)}"
+    lines = train_in_two(root, place, tree)
+    compare(root / place, lines, plain_run(root, "adapters" in sections, student))
 
 
 @pytest.mark.parametrize("num_known", [1, 5, VOCAB_SIZE - 1, VOCAB_SIZE])

@@ -7,7 +7,7 @@ its router logits, or of what its experts are given.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.export.verified import Destination, Probe, export_model
 from bigtrain.models.transformers_patches import modules_of_experts
 from bigtrain.settings.run_config import ModelSection
+from tests.parity import cases
+from tests.parity.cases import CHUNKS, EPS, LOSS, NORM, RECOMPUTE, WEIGHTS
 from tests.parity.conftest import (
     ARCHITECTURES,
     STEPS,
@@ -32,12 +34,10 @@ from tests.parity.conftest import (
     each_case,
     llama,
     run_config,
-    train_cases,
 )
 from tests.parity.expert_models import MODELS as EXPERT_MODELS
-from tests.parity.expert_models import OPTIMIZER, WEIGHTS
+from tests.parity.expert_models import OPTIMIZER
 from tests.parity.plain import Training, divided, plain_training
-from tests.parity.test_zero_stages import LOSS, NORM
 from tests.support.comparison import assert_same_steps, assert_same_tensors, assert_same_weights
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
@@ -108,158 +108,95 @@ STOP = 3
 
 
 @dataclass(frozen=True)
-class Case:
-    """One point: so many ranks, of which `expert` divide the experts."""
+class Case(cases.Case):
+    """`moe`: what keeps its experts busy alike."""
 
-    model: str
-    moe: tuple[str, ...]
-    world_size: int = 2
-    expert: int = 1
-    engine: str = "zero1"
-    axis: str = "data"
-    accumulation: int = 2
-    checkpointing: str = "none"
-    loss: str = "plain"
-    slow: bool = False
+    moe: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
-        parts = (self.model, *self.moe, f"ep{self.expert}-of-{self.world_size}", self.engine)
-        return "-".join([*parts, self.axis, str(self.accumulation), self.checkpointing, self.loss])
-
-    @property
-    def inner(self) -> int:
-        """Ranks that train on the same samples."""
-        return 1 if self.axis == "data" else 2
-
-    @property
-    def micro_batch_size(self) -> int:
-        return 8 // (self.accumulation * (self.world_size // self.inner))
-
-    @property
-    def section(self) -> dict[str, Any]:
-        parts = {"global": GLOBAL, "z": Z_ALONE, "bias": BIAS}
-        return {key: value for name in self.moe for key, value in parts[name].items()}
+        return "-".join([super().name, *self.moe])
 
 
+PARTS: dict[str, dict[str, Any]] = {"global": GLOBAL, "z": Z_ALONE, "bias": BIAS}
+
+
+def case(
+    world_size: int,
+    engine: str,
+    model: str,
+    *moe: str,
+    accumulation: int = 2,
+    more: Mapping[str, Any] = EPS,
+    slow: bool = True,
+    **degrees: int,
+) -> Case:
+    section = {key: value for part in moe for key, value in PARTS[part].items()}
+    sections = {**more, "moe": section}
+    return Case(world_size, engine, model, accumulation, degrees, sections, slow=slow, moe=moe)
+
+
+ANEW, CHUNKED = EPS | RECOMPUTE, EPS | CHUNKS
 CASES = [
-    Case("mixtral", ("global",), accumulation=1, slow=True),
-    Case("mixtral", ("global", "z"), expert=2, engine="zero3", checkpointing="full"),
-    Case("qwen3_moe", ("z",), expert=2, loss="chunked"),
-    Case("deepseek_v3", ("bias",), engine="zero3", checkpointing="full", slow=True),
-    Case("deepseek_v3", ("bias",), expert=2),
-    Case(
-        "deepseek_v3",
-        ("bias",),
-        engine="pipeline_zero1",
-        axis="pipeline",
-        accumulation=4,
-        slow=True,
-    ),
-    Case(
-        "mixtral",
-        ("global", "z"),
-        engine="pipeline_zero1",
-        axis="pipeline",
-        accumulation=4,
-        slow=True,
-    ),
-    Case("lfm2_moe", ("bias",), slow=True),
-    Case("ernie4_5_moe", ("bias",), engine="zero3", slow=True),
-    *(
-        Case(model, ("bias",), expert=expert, engine=engine, axis=axis, slow=True)
-        for model in ("lfm2_moe", "ernie4_5_moe", "afmoe")
-        for engine, expert, axis in (
-            ("zero0", 1, "data"),
-            ("zero2", 1, "data"),
-            ("zero3", 2, "data"),
-            ("pipeline_zero1", 1, "pipeline"),
-            ("zero1", 1, "tensor"),
-        )
-        if (model, axis) != ("lfm2_moe", "tensor")
-    ),
-    Case("mixtral", ("global", "z"), world_size=1, accumulation=4, slow=True),
-    Case("mixtral", ("global", "z"), 4, 1, "pipeline_zero1", "pipeline", 4, slow=True),
-    Case("mixtral", ("global",), 4, 2, "pipeline_zero1", "pipeline", 2, slow=True),
-    Case("qwen3_moe", ("z",), engine="pipeline_zero1", axis="pipeline", loss="chunked", slow=True),
-    Case("mixtral", ("global", "z"), expert=2, axis="sequence", slow=True),
-    Case("mixtral", ("global", "z"), axis="tensor", engine="zero2", slow=True),
-    Case("mixtral", ("global",), 4, 2, axis="tensor", slow=True),
-    Case("mixtral", ("global", "z"), 4, 4, "zero2", loss="chunked", slow=True),
-    Case("glm4_moe", ("bias",), expert=2, engine="zero2", slow=True),
-    Case("glm4_moe", ("bias",), axis="tensor", slow=True),
-    Case("deepseek_v3", ("bias",), 4, 2, "pipeline_zero1", axis="pipeline", slow=True),
-    Case("deepseek_v3", ("bias",), 4, 2, "zero1", axis="tensor", slow=True),
-    Case("deepseek_v3", ("bias",), 4, 4, "zero3", axis="sequence", slow=True),
+    case(2, "zero3", "mixtral", "global", "z", more=ANEW, slow=False, expert=2),
+    case(2, "zero1", "qwen3_moe", "z", more=CHUNKED, slow=False, expert=2),
+    case(2, "zero1", "deepseek_v3", "bias", slow=False, expert=2),
+    case(2, "zero1", "mixtral", "global", accumulation=1),
+    case(2, "zero3", "deepseek_v3", "bias", more=ANEW),
+    case(2, "zero0", "lfm2_moe", "bias"),
+    case(2, "zero3", "lfm2_moe", "bias", expert=2),
+    case(2, "zero2", "ernie4_5_moe", "bias"),
+    case(2, "zero1", "ernie4_5_moe", "bias", tensor=2),
+    case(2, "zero3", "afmoe", "bias", expert=2),
+    case(2, "pipeline_zero1", "afmoe", "bias", pipeline=2),
+    case(1, "zero1", "mixtral", "global", "z", accumulation=4),
+    case(4, "pipeline_zero1", "mixtral", "global", "z", accumulation=4, pipeline=2),
+    case(2, "pipeline_zero1", "qwen3_moe", "z", more=CHUNKED, pipeline=2),
+    case(2, "zero1", "mixtral", "global", "z", sequence=2, expert=2),
+    case(4, "zero1", "mixtral", "global", tensor=2, expert=2),
+    case(4, "zero2", "mixtral", "global", "z", more=CHUNKED, expert=4),
+    case(2, "zero2", "glm4_moe", "bias", expert=2),
+    case(4, "pipeline_zero1", "deepseek_v3", "bias", pipeline=2, expert=2),
+    case(4, "zero3", "deepseek_v3", "bias", sequence=2, expert=4),
 ]
-
-
-RESUMED = {
-    model: Case(model, ("bias",), engine="zero3") for model in ("deepseek_v3", "ernie4_5_moe")
-}
-IN_16_BIT = {"minimax_m2": "zero3", "lfm2_moe": "zero1", "ernie4_5_moe": "zero3", "afmoe": "zero1"}
-FAST = ["deepseek_v3"], ["minimax_m2"]
-"""Of `RESUMED`, and of `IN_16_BIT`: what is trained with the fast cases."""
+RESUMED = case(2, "zero3", "deepseek_v3", "bias")
+IN_16_BIT = case(2, "zero3", "minimax_m2", "bias")
 
 
 def config_of(case: Case, data: Path, directories: dict[str, Path]) -> dict[str, Any]:
-    config: dict[str, Any] = run_config(
-        data,
-        {
-            "path": str(directories[case.model]),
-            "gradient_checkpointing": case.checkpointing,
-            "loss": case.loss,
-            "loss_chunk_tokens": 5,
-        },
-        micro_batch_size=case.micro_batch_size,
-        parallel={"expert": case.expert} | ({} if case.axis == "data" else {case.axis: 2}),
-        optimizer=OPTIMIZER,
-        moe=case.section,
-    )
-    return config
+    return case.config(data, {"path": str(directories[case.model])})
 
 
-def more_jobs(
-    data: Path,
-    directories: dict[str, Path],
-    directory: Path,
-    resumed: Collection[str],
-    in_16_bit: Collection[str],
-) -> dict[str, Any]:
-    """Of `RESUMED` in two parts with other degrees, and in 16 bit."""
-    jobs = {}
-    for model in resumed:
-        end = RESUMED[model]
-        begin = replace(end, expert=2, engine="zero1")
-        jobs[f"begin {model}"] = {
+def more_jobs(data: Path, directories: dict[str, Path], place: Path) -> dict[str, Any]:
+    """`RESUMED` in two parts with other degrees, and `IN_16_BIT`."""
+    begin = replace(RESUMED, degrees={"expert": 2}, engine="zero1")
+    rounded = config_of(IN_16_BIT, data, directories) | {"precision": {"dtype": "bfloat16"}}
+    return {
+        "begin": {
             "config": config_of(begin, data, directories),
             "deepspeed_config": begin.engine,
             "last_step": STOP,
             "save_at": STOP,
-            "save_to": str(directory / f"begin {model}"),
+            "save_to": str(place / "begin"),
             "skipped": [SKIPPED],
-        }
-        jobs[f"end {model}"] = {
-            "config": config_of(end, data, directories),
-            "deepspeed_config": end.engine,
+        },
+        "end": {
+            "config": config_of(RESUMED, data, directories),
+            "deepspeed_config": RESUMED.engine,
             "first_step": STOP,
-            "restore_from": str(directory / f"begin {model}"),
+            "restore_from": str(place / "begin"),
             "save_at": STEPS,
-            "save_to": str(directory / f"end {model}"),
-        }
-    for model in in_16_bit:
-        engine = IN_16_BIT[model]
-        config = config_of(Case(model, ("bias",), engine=engine), data, directories)
-        config["precision"] = {"dtype": "bfloat16"}
-        jobs[f"16 bit {model}"] = {
-            "config": config,
-            "deepspeed_config": engine,
+            "save_to": str(place / "end"),
+        },
+        "16 bit": {
+            "config": rounded,
+            "deepspeed_config": IN_16_BIT.engine,
             # After an even number of updates up and down they may all be zero.
             "last_step": 3,
             "save_at": 3,
-            "save_to": str(directory / f"16 bit {model}"),
-        }
-    return jobs
+            "save_to": str(place / "16 bit"),
+        },
+    }
 
 
 @pytest.fixture(scope="module")
@@ -271,26 +208,8 @@ def trained(
         CASES,
         lambda case: config_of(case, dataset, directories),
         lambda _: {"skipped": [SKIPPED], "observe": True},
-        lambda directory: {2: more_jobs(dataset, directories, directory, *FAST)},
+        lambda place: {2: more_jobs(dataset, directories, place)},
     )
-
-
-@pytest.fixture(scope="module")
-def others(
-    dataset: Path, directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[dict[str, Any], Path]:
-    """Results of the other ones, and the directory of their saved states."""
-    place = tmp_path_factory.mktemp("others")
-    resumed = sorted(RESUMED.keys() - {*FAST[0]})
-    in_16_bit = sorted(IN_16_BIT.keys() - {*FAST[1]})
-    jobs = more_jobs(dataset, directories, place, resumed, in_16_bit)
-    return train_cases(2, jobs, place), place
-
-
-def by_tier(models: Iterable[str], fast: Collection[str]) -> pytest.MarkDecorator:
-    """Return a decorator that runs a test with each `model`; those not in `fast` are slow."""
-    parameters = [pytest.param(m, marks=() if m in fast else pytest.mark.slow) for m in models]
-    return pytest.mark.parametrize("model", parameters)
 
 
 @pytest.fixture(scope="module")
@@ -362,12 +281,11 @@ def reference_of(
 ) -> tuple[Training, Reference]:
     config = run_config(dataset, {}, micro_batch_size=8, optimizer=OPTIMIZER)
     reference = Reference(case)
-    replicas = case.world_size // case.inner
     trained = plain_training(
         dataset,
         directories[case.model],
         config,
-        chunks=divided(case.micro_batch_size * replicas),
+        chunks=divided(case.micro_batch_size() * case.num_replicas),
         watch=reference.watch,
         added=reference.added,
         skipped=[SKIPPED],
@@ -388,8 +306,9 @@ def test_equals_plain_training(
     assert_same_steps(result, expected, loss=LOSS["float32"], norm=NORM["float32"])
     for load, imbalance in zip(result["loads"], reference.imbalance, strict=True):
         assert load["imbalance"] == pytest.approx(imbalance, rel=1e-12)
-        assert (load["sent_bytes"] is None) == (case.expert == 1)
-        assert case.expert == 1 or (load["sent_bytes"] > 0 and load["seconds"] > 0)
+        is_divided = "expert" in case.degrees
+        assert (load["sent_bytes"] is not None) == is_divided
+        assert not is_divided or (load["sent_bytes"] > 0 and load["seconds"] > 0)
     weights = assert_same_weights(
         place,
         {**expected.weights, **reference.biases},
@@ -400,34 +319,23 @@ def test_equals_plain_training(
         assert_same_tensors(weights, reference.biases, limit=1e-6)
 
 
-@by_tier(RESUMED, FAST[0])
 def test_biases_continue_at_another_degree(
-    model: str, dataset: Path, directories: dict[str, Path], request: pytest.FixtureRequest
+    dataset: Path, directories: dict[str, Path], trained: TrainedCases[Case]
 ) -> None:
-    expected, reference = reference_of(RESUMED[model], dataset, directories)
-    result, place = job_of(f"end {model}", model in FAST[0], request)
+    expected, reference = reference_of(RESUMED, dataset, directories)
+    result, place = trained.also("end")
     assert result["losses"] == pytest.approx(expected.losses[STOP:], abs=LOSS["float32"])
     assert_same_tensors(read_full_masters(place / "tensors"), reference.biases, limit=1e-6)
-
-
-def job_of(name: str, is_fast: bool, request: pytest.FixtureRequest) -> tuple[Any, Path]:
-    """Return the result of one of `more_jobs` and the directory of its saved state."""
-    if is_fast:
-        result_and_directory: tuple[Any, Path] = request.getfixturevalue("trained").also(name)
-        return result_and_directory
-    results, place = request.getfixturevalue("others")
-    return results[name], place / name
 
 
 def biases_of(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: w for name, w in weights.items() if re.match(BIASES, name)}
 
 
-@by_tier(IN_16_BIT, FAST[1])
-def test_biases_are_float32_in_a_run_in_16_bit(model: str, request: pytest.FixtureRequest) -> None:
-    _, place = job_of(f"16 bit {model}", model in FAST[1], request)
+def test_biases_are_float32_in_a_run_in_16_bit(trained: TrainedCases[Case]) -> None:
+    _, place = trained.also("16 bit")
     biases = biases_of(read_full_masters(place / "tensors"))
-    assert len(biases) == (3 if model == "minimax_m2" else 2)
+    assert len(biases) == 3
     for bias in biases.values():
         updates = bias / RATE
         assert bias.dtype == torch.float32
@@ -438,7 +346,7 @@ def test_biases_are_float32_in_a_run_in_16_bit(model: str, request: pytest.Fixtu
 def test_biases_are_exported_in_float32(
     directories: dict[str, Path], trained: TrainedCases[Case], tmp_path: Path
 ) -> None:
-    _, place = trained.also("end deepseek_v3")
+    _, place = trained.also("end")
     weights = read_full_masters(place / "tensors")
     biases = biases_of(weights)
     hf_config = load_hf_config(ModelSection(path=str(directories["deepseek_v3"])))

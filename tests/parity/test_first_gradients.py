@@ -18,6 +18,7 @@ from tests.support.worlds import ROOT
 from tests.unit.models.equivalence.test_thresholds import deepseek_v4
 
 pytestmark = [pytest.mark.distributed]
+SLOW = pytest.mark.slow
 
 LORA = {"adapters": {"type": "lora", "rank": 2, "targets": "all-linear"}}
 BLIND = """
@@ -42,6 +43,13 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+def script_of(root: Path, name: str, text: str) -> list[str]:
+    script = root / f"{name}.py"
+    program = str(ROOT / "bigtrain/train.py")
+    script.write_text(text.format(cache=str(root / f"cache-{name}"), program=program))
+    return [str(script)]
+
+
 def run(root: Path, name: str, engine: str, script: list[str], **sections: Any) -> tuple[Any, str]:
     tree = {
         "model": {"path": str(root / "base")},
@@ -62,7 +70,7 @@ def run(root: Path, name: str, engine: str, script: list[str], **sections: Any) 
     return shared_server().live([], world_size=2, script=[*script, "--config", str(path)])
 
 
-@pytest.mark.parametrize("engine", ["zero1", "zero3"])
+@pytest.mark.parametrize("engine", ["zero3", pytest.param("zero1", marks=SLOW)])
 def test_compressors_are_trained(root: Path, engine: str) -> None:
     codes, printed = run(root, f"trained-{engine}", engine, [])
     assert codes == [0, 0], printed[-4000:]
@@ -74,34 +82,30 @@ def test_compressors_are_trained(root: Path, engine: str) -> None:
     assert [n for n in names if torch.equal(trained[n], before[n])] == []
 
 
-@pytest.mark.parametrize("engine", ["zero1", "zero3"])
+@pytest.mark.parametrize("engine", ["zero1", pytest.param("zero3", marks=SLOW)])
 def test_a_blind_probe_is_found_in_the_first_step(root: Path, engine: str) -> None:
-    script = root / "blind.py"
-    program = str(ROOT / "bigtrain/train.py")
-    script.write_text(BLIND.format(cache=str(root / "cache"), program=program))
-    codes, printed = run(root, f"blind-{engine}", engine, [str(script)])
+    script = script_of(root, "blind", BLIND)
+    codes, printed = run(root, f"blind-{engine}", engine, script)
     assert all(codes)
     assert "frozen, since no gradient reached them in a probe" in printed
     assert "model.layers.1.self_attn.compressor.position_bias" in printed
     assert not list((root / f"blind-{engine}").rglob("step-*"))
     frozen = {"path": str(root / "base"), "frozen": ["*.compressor.*"]}
-    codes, printed = run(root, f"frozen-{engine}", engine, [str(script)], model=frozen)
+    codes, printed = run(root, f"frozen-{engine}", engine, script, model=frozen)
     assert codes == [0, 0], printed[-4000:]
 
 
-@pytest.mark.parametrize("engine", ["zero1", "zero3"])
+@pytest.mark.parametrize("engine", ["zero3", pytest.param("zero1", marks=SLOW)])
 def test_a_blind_probe_is_found_in_the_first_step_of_adapters(root: Path, engine: str) -> None:
     """Their first gradient of A is zeros, since B is zeros: its presence counts."""
-    script = root / "blind.py"
-    program = str(ROOT / "bigtrain/train.py")
-    script.write_text(BLIND.format(cache=str(root / "cache"), program=program))
-    codes, printed = run(root, f"blind-lora-{engine}", engine, [str(script)], **LORA)
+    script = script_of(root, "blind", BLIND)
+    codes, printed = run(root, f"blind-lora-{engine}", engine, script, **LORA)
     assert all(codes)
     assert "model.layers.1.self_attn.compressor.kv_proj.lora_A.default.weight" in printed
     assert "adapters.targets without them" in printed
     assert not list((root / f"blind-lora-{engine}").rglob("step-*"))
     attention = {**LORA["adapters"], "targets": ["q_a_proj"]}
-    codes, printed = run(root, f"lora-{engine}", engine, [str(script)], adapters=attention)
+    codes, printed = run(root, f"lora-{engine}", engine, script, adapters=attention)
     assert codes == [0, 0], printed[-4000:]
     assert "have no gradient in the first step" not in printed
 
@@ -118,17 +122,19 @@ runpy.run_path({program!r}, run_name="__main__")
 
 
 @pytest.mark.parametrize(
-    ("engine", "adapters"), [("zero1", {}), ("zero3", LORA), ("pipeline_zero1", {})]
+    ("engine", "adapters"),
+    [
+        ("pipeline_zero1", {}),
+        *(pytest.param(*each, marks=SLOW) for each in (("zero1", {}), ("zero3", LORA))),
+    ],
 )
 def test_absent_gradients_of_the_first_step_are_named(
     root: Path, engine: str, adapters: dict[str, Any]
 ) -> None:
-    script = root / "trusting.py"
-    program = str(ROOT / "bigtrain/train.py")
-    script.write_text(TRUSTING.format(cache=str(root / "trusting"), program=program))
+    script = script_of(root, "trusting", TRUSTING)
     stages = {"parallel": {"pipeline": 2}} if "pipeline" in engine else {}
     name = f"trusting-{engine}"
-    codes, printed = run(root, name, engine, [str(script)], **adapters, **stages)
+    codes, printed = run(root, name, engine, script, **adapters, **stages)
     assert codes == [0, 0], printed[-4000:]
     (line,) = {line for line in printed.splitlines() if "no gradient in the first step" in line}
     assert ".self_attn.compressor.indexer." in line

@@ -7,9 +7,9 @@ torchao's than torchao's are to float32. Tensor-parallel ranks have scales of th
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,9 @@ from torch import nn
 
 from bigtrain.parity.adapters import with_adapters
 from bigtrain.settings.run_config import RunConfig
-from tests.parity.conftest import SEED, SavedModels, TrainedCases, each_case, llama, run_config
-from tests.parity.plain import Training, divided, plain_training
+from tests.parity.cases import LOSS, NORM, RECOMPUTE, Case, PlainRuns
+from tests.parity.conftest import SEED, each_case, llama
+from tests.parity.plain import Training, divided
 
 torchao = pytest.importorskip("torchao.float8")
 matmul_with_hp_or_float8_args = pytest.importorskip(
@@ -42,92 +43,51 @@ MODELS = {
         num_key_value_heads=4, hidden_size=64, intermediate_size=72, initializer_range=0.3
     ),
 }
-LOSS, NORM = 1e-5, 1e-4
-"""Of the first step."""
+ADAPTED: dict[str, Any] = {"adapters": {"type": "lora", "rank": 4}}
 
 
-@dataclass(frozen=True)
-class Case:
-    """One point: 8 samples of 32 tokens, divided among `world_size` processes."""
-
-    world_size: int
-    engine: str
-    recipe: str = "tensorwise"
-    tensor: int = 1
-    pipeline: int = 1
-    sequence: int = 1
-    model: str = "wide"
-    gradient_checkpointing: str = "none"
-    adapters: bool = False
-    slow: bool = False
-
-    @property
-    def name(self) -> str:
-        degrees = f"tensor{self.tensor}-pipeline{self.pipeline}-sequence{self.sequence}"
-        others = f"{self.model}-{self.gradient_checkpointing}-adapters{self.adapters}"
-        return f"{self.recipe}-{self.engine}-of{self.world_size}-{degrees}-{others}"
-
-    @property
-    def micro_batch_size(self) -> int:
-        """Of 2 micro-batches."""
-        model_size = self.tensor * self.pipeline * self.sequence
-        return 8 // (self.world_size // model_size * 2)
-
-    def config(self, data: Path, directories: Path) -> dict[str, Any]:
-        adapted = {"adapters": {"type": "lora", "rank": 4}} if self.adapters else {}
-        config = run_config(
-            data,
-            {
-                "path": str(directories / self.model),
-                "gradient_checkpointing": self.gradient_checkpointing,
-            },
-            micro_batch_size=self.micro_batch_size,
-            parallel={
-                "tensor": self.tensor,
-                "pipeline": self.pipeline,
-                "sequence": self.sequence,
-            },
-            precision={"dtype": "float32", "float8": self.recipe},
-            **adapted,
-        )
-        config["batch"]["sequence_length"] = 32
-        return dict(config)
+def case(
+    world_size: int,
+    engine: str,
+    recipe: str = "tensorwise",
+    model: str = "wide",
+    more: Mapping[str, Any] = {},
+    slow: bool = True,
+    **degrees: int,
+) -> Case:
+    sections = {"precision": {"float8": recipe}, "batch": {"sequence_length": 32}, **more}
+    return Case(world_size, engine, model, 2, degrees, sections, slow=slow)
 
 
 CASES = [
-    Case(1, "zero1", slow=True),
-    Case(2, "zero1", "rowwise", slow=True),
-    Case(2, "zero3", gradient_checkpointing="full", slow=True),
-    Case(2, "zero1", tensor=2, slow=True),
-    Case(2, "zero1", "mxfp8", pipeline=2, slow=True),
-    Case(2, "zero3", "rowwise_with_gw_hp", sequence=2),
-    Case(2, "zero3", adapters=True, slow=True),
-    Case(2, "zero3", "mxfp8", slow=True),
-    Case(2, "zero2", model="odd", slow=True),
-    Case(2, "zero1", "mxfp8", tensor=2, slow=True),
-    Case(4, "zero3", "rowwise", tensor=2, slow=True),
-    Case(4, "zero1", "rowwise", tensor=2, pipeline=2, slow=True),
+    case(2, "zero3", "rowwise_with_gw_hp", slow=False, sequence=2),
+    case(2, "zero3", more=RECOMPUTE),
+    case(2, "zero1", tensor=2),
+    case(2, "zero1", "mxfp8", pipeline=2),
+    case(2, "zero3", more=ADAPTED),
+    case(2, "zero2", model="odd"),
+    case(2, "zero1", "mxfp8", tensor=2),
+    case(4, "zero3", "rowwise", tensor=2),
+    case(4, "zero1", "rowwise", tensor=2, pipeline=2),
 ]
 
 
-@cache
-def plain(data: Path, directory: Path, case: Case, recipe: str) -> Training:
+def plain(runs: PlainRuns, case: Case, recipe: str) -> Training:
     """Train in one process, with torchao's layers; `none`: without them."""
+    is_adapted = "adapters" in case.sections
+    config = runs.config_of(case)
 
     def adapt(model: Any) -> Any:
-        if case.adapters:
-            model = with_adapters(
-                model, RunConfig.model_validate(case.config(data, directory)).adapters, SEED
-            )
-        return model if recipe == "none" else with_float8(model, recipe, case.tensor)
+        if is_adapted:
+            model = with_adapters(model, RunConfig.model_validate(config).adapters, SEED)
+        parts = case.degrees.get("tensor", 1)
+        return model if recipe == "none" else with_float8(model, recipe, parts)
 
-    return plain_training(
-        data,
-        directory / case.model,
-        case.config(data, directory),
-        chunks=divided(case.micro_batch_size),
+    return runs.plain(
+        case,
+        chunks=divided(case.micro_batch_size()),
         adapt=adapt,
-        frozen=r"(?!.*\.lora_)" if case.adapters else "nothing",
+        frozen=r"(?!.*\.lora_)" if is_adapted else "nothing",
     )
 
 
@@ -201,39 +161,25 @@ class BlockProduct(torch.autograd.Function):
 
 
 @pytest.fixture(scope="module")
-def directories(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("hf8")
-    models = SavedModels(MODELS, root)
-    for case in CASES:
-        assert models[case.model] == root / case.model
-    return root
-
-
-@pytest.fixture(scope="module")
-def trained(
-    dataset: Path, directories: Path, tmp_path_factory: pytest.TempPathFactory
-) -> TrainedCases[Case]:
+def runs(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> PlainRuns:
     directory = tmp_path_factory.mktemp("float8")
-    return TrainedCases(directory, CASES, lambda case: case.config(dataset, directories))
+    return PlainRuns(directory, dataset, MODELS, CASES, from_files=True)
 
 
 @each_case(CASES)
-def test_equals_torchao(
-    case: Case, dataset: Path, directories: Path, trained: TrainedCases[Case]
-) -> None:
-    result, _ = trained.of(case)
+def test_equals_torchao(case: Case, runs: PlainRuns) -> None:
+    """The first step as in float32."""
+    result, _ = runs.trained(case)
     losses, norms = result["losses"], result["norms"]
-    expected = plain(dataset, directories, case, case.recipe)
-    # Of which one training is all cases' with these micro-batches.
-    alike = replace(Case(1, "zero1"), model=case.model, adapters=case.adapters)
-    in_float32 = plain(dataset, directories, alike, "none")
+    expected = plain(runs, case, case.sections["precision"]["float8"])
+    in_float32 = plain(runs, case, "none")
     of_loss = abs(in_float32.losses[0] - expected.losses[0])
     of_norm = abs(in_float32.norms[0] - expected.norms[0])
-    assert of_loss > 100 * LOSS
-    assert of_norm > 100 * NORM
-    assert losses[0] == pytest.approx(expected.losses[0], abs=LOSS)
+    assert of_loss > 100 * LOSS["float32"]
+    assert of_norm > 100 * NORM["float32"]
+    assert losses[0] == pytest.approx(expected.losses[0], abs=LOSS["float32"])
     # Tensor-parallel ranks add up the gradients of a layer's inputs in another order.
-    limit = NORM * expected.norms[0] if case.tensor == 1 else of_norm / 10
+    limit = of_norm / 10 if "tensor" in case.degrees else NORM["float32"] * expected.norms[0]
     assert abs(norms[0] - expected.norms[0]) < limit
     assert distance(losses, expected.losses) < distance(in_float32.losses, expected.losses)
 

@@ -25,7 +25,6 @@ CASES: dict[str, tuple[dict[str, int], str]] = {
     "zero3-dp2": ({}, "zero3"),
     "tp2": ({"tensor": 2}, "zero0"),
     "pp2": ({"pipeline": 2}, "zero0"),
-    "tp2-zero3": ({"tensor": 2}, "zero3"),
 }
 
 
@@ -88,10 +87,8 @@ def test_memory_is_a_shard_and_less_than_two_tensors(dataset: Path, tmp_path: Pa
 
 
 EXPERTS: list[tuple[int, dict[str, int], str]] = [
-    (2, {}, "zero1"),
     (2, {}, "zero3"),
     (4, {"tensor": 2}, "zero1"),
-    (4, {"tensor": 2}, "zero3"),
     (4, {"pipeline": 2}, "pipeline_zero1"),
 ]
 """Processes, degrees beside 2 for experts, DeepSpeed's JSON."""

@@ -1,4 +1,7 @@
-"""Documents that share a sample, kept apart, are trained on as if each were alone."""
+"""Documents that share a sample, kept apart, give the loss and gradients of each alone.
+
+The engine trains on such samples in `test_matrix.py` and `test_sequence_parallel.py`.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,11 @@ from bigtrain.data.loading.loader import open_training_data
 from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import RunConfig
-from tests.parity.conftest import ARCHITECTURES, llama, run_config, train_cases
-from tests.parity.plain import IGNORED, plain_training, read_steps, summed_loss
-from tests.support.comparison import assert_same_steps, assert_same_tensors, gradients
+from tests.parity.conftest import ARCHITECTURES, llama, run_config
+from tests.parity.plain import IGNORED, read_steps, summed_loss
+from tests.support.comparison import assert_same_tensors, gradients
 
-LENGTH, SAMPLES, STEPS = 48, 6, 4
+LENGTH, SAMPLES = 48, 6
 MODELS: dict[str, dict[str, Any]] = {
     "llama": llama(),
     "gpt2": ARCHITECTURES["gpt2"],
@@ -70,47 +73,3 @@ def test_packed_equals_separate(dataset: Path, architecture: str, attention: str
     assert_same_tensors(gradients_by_name, wanted, limit=1e-6)
     crossing = packed_loss(model, MicroBatch(batch.input_ids, batch.labels))
     assert abs(float((crossing - expected).detach())) > 1e-5
-
-
-@pytest.fixture(scope="module")
-def trained(
-    dataset: Path, hf_directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Any]:
-    """What the engine computes: two processes, two architectures, two stages, and cut."""
-    cases = {
-        f"{architecture}-{engine}": {
-            "config": config_for(dataset, {"config": MODELS[architecture]}, 3),
-            "deepspeed_config": engine,
-            "last_step": STEPS,
-        }
-        for architecture in ("llama", "gpt2")
-        for engine in ("zero1", "zero3")
-    }
-    cut = config_for(dataset, {"config": MODELS["llama"]}, 6) | {"parallel": {"tensor": 2}}
-    cases["llama-tensor2"] = {"config": cut, "deepspeed_config": "zero2", "last_step": STEPS}
-    return train_cases(2, cases, tmp_path_factory.mktemp("isolation"))
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("architecture", "engine"),
-    [
-        ("llama", "zero1"),
-        ("llama", "zero3"),
-        ("llama", "tensor2"),
-        ("gpt2", "zero1"),
-        ("gpt2", "zero3"),
-    ],
-)
-def test_training_equals_separate_documents(
-    dataset: Path,
-    hf_directories: dict[str, Path],
-    trained: dict[str, Any],
-    architecture: str,
-    engine: str,
-) -> None:
-    config = config_for(dataset, {}, SAMPLES)
-    expected = plain_training(dataset, hf_directories[architecture], config, num_steps=STEPS)
-    result = trained[f"{architecture}-{engine}"]
-    assert_same_steps(result, expected, loss=1e-5, norm=1e-4)

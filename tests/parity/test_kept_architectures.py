@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,9 @@ from bigtrain.engine.checkpoint.io import read_full_masters
 from bigtrain.models.build import empty_model
 from bigtrain.models.layers.parameter_roles import parameter_roles
 from bigtrain.models.transformers_patches import computed_in_float32
-from tests.parity.conftest import run_config, train_and_save
-from tests.parity.plain import Spread, adamw, orders, plain_training
+from tests.parity.cases import LOSS, Case, PlainRuns
+from tests.parity.conftest import each_case
+from tests.parity.plain import Spread, adamw, orders
 from tools.tiny_models import tiny_config, tiny_model
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -29,56 +29,33 @@ KEEPING = (
     "inkling2_text",
     "inkling_text",
 )
-LOSS = 2e-3
-
-
-@dataclass(frozen=True)
-class Case:
-    model: str
-    engine: str
-    world_size: int = 2
-
-    @property
-    def name(self) -> str:
-        return f"{self.model}-{self.engine}"
-
-
-CASES = [Case(model, engine) for model in KEEPING for engine in ("zero0", "zero1", "zero3")]
-
-
-def config_of(case: Case, data: Path, directories: dict[str, Path]) -> dict[str, Any]:
-    config: dict[str, Any] = run_config(
-        data, {"path": str(directories[case.model])}, micro_batch_size=4
-    )
-    return config | {"precision": {"dtype": "bfloat16"}}
+ENGINES = ("zero3", "zero1", "zero0")
+CASES = [
+    Case(2, ENGINES[number % 3], model, 1, dtype="bfloat16") for number, model in enumerate(KEEPING)
+]
 
 
 @pytest.fixture(scope="module")
-def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    directories_by_name = {}
+def runs(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> PlainRuns:
+    directories = {}
     for name in KEEPING:
-        directories_by_name[name] = tmp_path_factory.mktemp("hf") / name
+        directories[name] = tmp_path_factory.mktemp("hf") / name
         model: Any = tiny_model(name)
         model.config.output_router_logits = False  # without an auxiliary loss
-        model.save_pretrained(directories_by_name[name])
-    return directories_by_name
-
-
-@pytest.fixture(scope="module")
-def trained(
-    dataset: Path, directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Any]:
-    return train_and_save(
+        model.save_pretrained(directories[name])
+    place = tmp_path_factory.mktemp("kept")
+    return PlainRuns(
+        place,
+        dataset,
+        {name: {} for name in KEEPING},
         CASES,
-        lambda case: config_of(case, dataset, directories),
-        tmp_path_factory.mktemp("kept"),
+        directories=directories,
+        from_files=True,
     )
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_trains_as_plain_pytorch(
-    case: Case, dataset: Path, directories: dict[str, Path], trained: dict[str, Any]
-) -> None:
+@each_case(CASES)
+def test_trains_as_plain_pytorch(case: Case, runs: PlainRuns) -> None:
     model = empty_model(tiny_config(case.model), torch.bfloat16)
     assert computed_in_float32(model, torch.bfloat16)
     roles = parameter_roles(model)
@@ -88,23 +65,13 @@ def test_trains_as_plain_pytorch(
         return adamw(list(masters.values()), section, exempt)
 
     # Plain runs that add up in different orders diverge too, where a choice of experts flips.
-    runs = [
-        plain_training(
-            dataset,
-            directories[case.model],
-            config_of(case, dataset, directories),
-            chunks=chunks,
-            dtype=torch.bfloat16,
-            exact_masters=True,
-            optimizer_of=optimizer_of,
-        )
-        for chunks in orders()
-    ]
-    spread = Spread.of(runs)
-    result = trained["results"][case.name]
-    assert result["losses"][0] == pytest.approx(spread.losses[0], abs=LOSS)
-    assert result["losses"] == pytest.approx(spread.losses, abs=LOSS + 3 * spread.loss)
-    weights = read_full_masters(trained["directory"] / case.name / "tensors")
+    options = {"dtype": torch.bfloat16, "exact_masters": True, "optimizer_of": optimizer_of}
+    spread = Spread.of([runs.plain(case, chunks=chunks, **options) for chunks in orders()])
+    result, place = runs.trained(case)
+    loss = LOSS["bfloat16"]
+    assert result["losses"][0] == pytest.approx(spread.losses[0], abs=loss)
+    assert result["losses"] == pytest.approx(spread.losses, abs=loss + 3 * spread.loss)
+    weights = read_full_masters(place / "tensors")
     for name, tensor in spread.weights.items():
         assert torch.isfinite(weights[name]).all(), name
         assert weights[name].shape == tensor.shape

@@ -21,8 +21,16 @@ from bigtrain.python_api.planning import predicted_run
 from bigtrain.run.preflight import inspect_inputs
 from bigtrain.settings.loading import parse_run_config
 from bigtrain.settings.resolve import resolve_run
-from tests.parity.objective_runs import VOCAB_SIZE, degrees_name, save_llama
-from tests.parity.test_distillation import STEPS, TOP_K, plain_run, run_of, train
+from tests.parity.objective_runs import (
+    LAYOUTS,
+    VOCAB_SIZE,
+    compare,
+    save_llama,
+    steps_of,
+    train,
+    train_in_two,
+)
+from tests.parity.test_distillation import TOP_K, plain_run, run_of
 from tests.parity.test_distillation import unscored as root
 from tests.support.lives import shared_server
 
@@ -41,55 +49,33 @@ def live_run(root: Path, **sections: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("engine", "sections"),
+    ("name", "sections"),
     [
-        pytest.param("zero0", {}, marks=SLOW),
-        pytest.param("zero1", {}, marks=SLOW),
-        pytest.param("zero2", {}, marks=SLOW),
         ("zero3", {}),
-        pytest.param("zero1", {"parallel": {"tensor": 2}}, marks=SLOW),
-        pytest.param("zero3", {"parallel": {"sequence": 2}}, marks=SLOW),
-        pytest.param("zero3", {"adapters": {"rank": 4, "alpha": 16.0}}, marks=SLOW),
-        pytest.param("zero3", {"parallel": {"sequence": {"ring": 2}}}, marks=SLOW),
-        pytest.param(
-            "zero1",
-            {
-                "parallel": {"sequence": {"ring": 2}},
-                "adapters": {"rank": 4, "alpha": 16.0},
-            },
-            marks=SLOW,
+        *(pytest.param(name, {}, marks=SLOW) for name in ("zero0", "zero2", "tensor")),
+        *(pytest.param(name, {}, marks=SLOW) for name in ("zero3 sequence", "ring")),
+        *(
+            pytest.param(name, {"adapters": {"rank": 4, "alpha": 16.0}}, marks=SLOW)
+            for name in ("zero3", "zero1 ring")
         ),
     ],
-    ids=[
-        *("zero0", "zero1", "zero2", "zero3", "tensor", "sequence", "adapters"),
-        *("ring", "ring-adapters"),
-    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else value,
 )
-def test_equals_a_plain_loop(root: Path, engine: str, sections: dict[str, Any]) -> None:
+def test_equals_a_plain_loop(root: Path, name: str, sections: dict[str, Any]) -> None:
     """Half of it on two ranks, the rest, resumed, on one."""
-    tree = live_run(root, engine={"deepspeed_config": engine}, **sections)
-    name = f"live-{engine}-{degrees_name(sections)}-{'-'.join(sections)}"
-    train(root, name, tree | {"train": {"steps": STEPS // 2}}, 2)
-    more = {"checkpoint": {"allow_changes": ["train.steps"]}, "parallel": {}}
-    rows = train(root, name, tree | more, 1)
-    losses, weights = plain_run(root, "adapters" in sections, "student")
-    assert [row["loss"] for row in rows] == pytest.approx(losses, abs=1e-5, rel=1e-5)
-    assert losses[-1] < losses[0]
-    if "adapters" not in sections:
-        trained = bigtrain.load_state_dict(root / name)
-        for key, tensor in trained.items():
-            torch.testing.assert_close(tensor, weights[key], atol=1e-5, rtol=1e-5)
+    tree = live_run(root, **LAYOUTS[name].sections, **sections)
+    place = f"live-{name}-{'-'.join(sections)}".replace(" ", "-")
+    lines = train_in_two(root, place, tree)
+    compare(root / place, lines, plain_run(root, "adapters" in sections))
 
 
 @pytest.mark.slow
 def test_a_resumed_run_has_the_same_bits(root: Path) -> None:
-    tree = live_run(root, engine={"deepspeed_config": "zero3"})
+    tree = live_run(root, **LAYOUTS["zero3"].sections)
     complete = train(root, "complete", tree, 2)
-    first = train(root, "resumed", tree | {"train": {"steps": STEPS // 2}}, 2)
-    assert len(first) == STEPS // 2
-    more = {"checkpoint": {"allow_changes": ["train.steps"]}}
-    resumed = train(root, "resumed", tree | more, 2)
-    assert [row["loss"] for row in resumed] == [row["loss"] for row in complete]
+    resumed = train_in_two(root, "resumed", tree, then_size=2)
+    losses = ([row["loss"] for row in steps_of(lines)] for lines in (resumed, complete))
+    assert next(losses) == next(losses)
     weights = bigtrain.load_state_dict(root / "complete")
     for key, tensor in bigtrain.load_state_dict(root / "resumed").items():
         assert torch.equal(tensor, weights[key]), key
@@ -104,8 +90,8 @@ def test_dropout_of_the_teacher_is_off(root: Path, tmp_path: Path) -> None:
     for teacher in (root / "teacher", tmp_path / "teacher"):
         tree = live_run(root)
         tree["objective"]["teacher_model"] = str(teacher)
-        rows = train(root, f"dropout-{len(losses)}", tree, 1)
-        losses.append([row["loss"] for row in rows])
+        lines = train(root, f"dropout-{len(losses)}", tree, 1)
+        losses.append([row["loss"] for row in steps_of(lines)])
     assert losses[0] == losses[1]
 
 
@@ -173,7 +159,7 @@ def test_another_teacher_is_refused_when_the_run_resumes(root: Path, tmp_path: P
     tree["objective"]["teacher_model"] = str(tmp_path / "teacher")
     tree["output"] = {"directory": str(tmp_path / "run"), "export": False}
     path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(tree | {"train": {"steps": 5}}))
+    path.write_text(yaml.safe_dump(tree | {"train": {"steps": 3}}))
     codes, text = shared_server().live(["--config", str(path)], world_size=1)
     assert codes == [0], text
     save_llama(tmp_path / "teacher", hidden_size=48, seed=2)

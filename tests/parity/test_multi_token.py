@@ -4,7 +4,6 @@ PyTorch in one process."""
 from __future__ import annotations
 
 from functools import cache
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +12,28 @@ import torch
 from safetensors.torch import load_file
 
 import bigtrain
-from bigtrain.data.loading.loader import open_training_data
 from bigtrain.data.tokenizers.training import train_tokenizer
 from bigtrain.models.configuration import MTP_MARK
-from bigtrain.settings.batch_plan import plan_batch
-from bigtrain.settings.loading import parse_run_config
-from tests.parity import multi_token_models, objective_runs
+from tests.parity import multi_token_models
 from tests.parity.multi_token_models import (
     CONFIGURATIONS,
     VOCAB_SIZE,
     plain_losses,
     small_deepseek_files,
 )
-from tests.parity.objective_runs import steps_of
+from tests.parity.objective_runs import (
+    Plain,
+    plain_training,
+    run_tree,
+    steps_of,
+    train,
+    train_in_two,
+)
 from tests.support.datasets import write_dataset
 
 pytestmark = [pytest.mark.distributed]
 
-LENGTH, STEPS, WEIGHT = 32, 10, 0.3
+LENGTH, STEPS, WEIGHT = 32, 6, 0.3
 PACKED, CROSSING = "best_fit", "concatenate"
 
 
@@ -48,53 +51,44 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_of(root: Path, model: str, packing: str, **sections: Any) -> dict[str, Any]:
     names = ("one", "two") if packing == PACKED else ("one",)  # conversations are not split
     sources = [{"path": str(root / name), "weight": 1.0} for name in names]
-    return {
-        "model": {"path": str(root / model), "loss_chunk_tokens": 7},
-        "objective": {"mtp_weight": WEIGHT},
-        "data": {"sources": sources, "packing": packing},
-        "batch": {"sequence_length": LENGTH, "global_batch_size": 8, "micro_batch_size": 2},
-        "train": {"steps": STEPS},
-        "optimizer": {"lr": 1e-3, "eps": 1e-6, "weight_decay": 0.0, "clip_norm": 1.0},
-        "schedule": {"type": "constant"},
-        "precision": {"dtype": "float32"},
-        "logging": {"every_steps": 1},
-        "checkpoint": {"every_steps": STEPS // 2},
-        "output": {"directory": str(root / "run"), "export": False},
-        **sections,
-    }
+    return run_tree(
+        root,
+        length=LENGTH,
+        steps=STEPS,
+        **{
+            "model": {"path": str(root / model), "loss_chunk_tokens": 7},
+            "objective": {"mtp_weight": WEIGHT},
+            "data": {"sources": sources, "packing": packing},
+            "optimizer": {"lr": 1e-3, "eps": 1e-6, "weight_decay": 0.0, "clip_norm": 1.0},
+            **sections,
+        },
+    )
+
+
+def plain_loss(both: Any, parts: list[Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss of the next token and of the layers; metrics: the mean of each."""
+    losses = [plain_losses(both["model"], both["mtp"], part) for part in parts]
+    main = torch.cat([of_next for of_next, _ in losses])
+    deeper = [torch.cat(of_layer) for of_layer in zip(*(d for _, d in losses), strict=True)]
+    added = torch.stack([one.sum() for one in deeper]).mean()
+    means = torch.stack([one.mean() for one in deeper])
+    metrics = {"loss": main.mean(), "mtp_loss": means.mean()}
+    return (main.sum() + WEIGHT * added) / len(main), metrics
 
 
 @cache
-def plain_run(
-    root: Path, model_name: str, packing: str
-) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
-    """Losses of the next token, mean losses of the layers, and weights under bigtrain's names."""
-    config = parse_run_config(run_of(root, model_name, packing))
+def plain_run(root: Path, model_name: str, packing: str) -> Plain:
     model, mtp = multi_token_models.load(root / model_name)
-    parameters = list(dict.fromkeys([*model.train().parameters(), *mtp.train().parameters()]))
-    section = config.optimizer
-    optimizer = torch.optim.AdamW(
-        parameters, section.lr, tuple(section.betas), section.eps, weight_decay=0.0
-    )
-    plan, _ = plan_batch(config.batch.model_copy(update={"micro_batch_size": 8}), 1)
-    assert plan is not None
-    batches = open_training_data(config, plan, 0)
-    losses, deeper_losses = [], []
-    for step in range(STEPS):
-        (batch,) = batches.step(8 * step)
-        main, deeper = plain_losses(model, mtp, batch)
-        added = torch.stack([one.sum() for one in deeper]).mean()
-        loss = (main.sum() + WEIGHT * added) / len(main)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        losses.append(float(main.mean().detach()))
-        deeper_losses.append(float(torch.stack([one.mean() for one in deeper]).mean().detach()))
-    batches.close()
-    weights = dict(model.state_dict())
-    weights |= {f"mtp.layers.{name}": value for name, value in mtp.layers.state_dict().items()}
-    return losses, deeper_losses, weights
+    both = torch.nn.ModuleDict({"model": model, "mtp": mtp})
+    return plain_training(run_of(root, model_name, packing), both, plain_loss)
+
+
+def assert_same_losses(lines: list[dict[str, Any]], plain: Plain, rel: float = 1e-5) -> None:
+    for name in ("loss", "mtp_loss"):
+        expected = [row["recorded"][name] for row in plain.rows]
+        values = [row[name] for row in steps_of(lines)]
+        assert values == pytest.approx(expected, abs=1e-5, rel=rel)
+        assert expected[-1] < expected[0]
 
 
 def slow(*values: Any) -> Any:
@@ -104,9 +98,7 @@ def slow(*values: Any) -> Any:
 @pytest.mark.parametrize(
     ("model", "engine", "packing", "settings"),
     [
-        slow("deepseek", "zero1", PACKED, {}),
         slow("deepseek", "zero3", PACKED, {"gradient_checkpointing": "full"}),
-        slow("deepseek", "zero0", CROSSING, {}),
         slow("deepseek", "zero2", CROSSING, {"gradient_checkpointing": 2}),
         slow("deepseek", "zero3", CROSSING, {}),
         slow("deepseek", "zero2_offload", PACKED, {"attention": "eager"}),
@@ -121,34 +113,25 @@ def test_equals_a_plain_loop(
     tree = run_of(root, model, packing, engine={"deepspeed_config": engine})
     tree["model"] |= settings
     name = f"{model}-{engine}-{packing}-{len(settings)}"
-    objective_runs.train(root, name, tree | {"train": {"steps": STEPS // 2}}, 2)
-    more = {"checkpoint": {"allow_changes": ["train.steps"]}}
-    rows = steps_of(objective_runs.train(root, name, tree | more, 1))
-    losses, deeper, weights = plain_run(root, model, packing)
-    assert [row["loss"] for row in rows] == pytest.approx(losses, abs=1e-5, rel=1e-5)
-    assert [row["mtp_loss"] for row in rows] == pytest.approx(deeper, abs=1e-5, rel=1e-5)
-    assert losses[-1] < losses[0]
-    assert deeper[-1] < deeper[0]
+    plain = plain_run(root, model, packing)
+    assert_same_losses(train_in_two(root, name, tree), plain)
     trained = bigtrain.load_state_dict(root / name)
     assert any(key.startswith("mtp.layers.") for key in trained)
     for key, tensor in trained.items():
-        torch.testing.assert_close(tensor, weights[key], atol=1e-5, rtol=1e-5)
+        own = key if key.startswith("mtp.layers.") else f"model.{key}"
+        torch.testing.assert_close(tensor, plain.weights[own], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["zero1", "zero3"])
-def test_a_resume_is_exact(root: Path, engine: str) -> None:
+def test_a_resume_is_exact(root: Path) -> None:
     """Losses and weights of a run that stops and resumes are those of one that does not."""
-    tree = run_of(root, "deepseek", PACKED, engine={"deepspeed_config": engine})
-    tree |= {"train": {"steps": 6}, "checkpoint": {"every_steps": 3}}
-    rows = steps_of(objective_runs.train(root, f"unbroken-{engine}", tree, 2))
-    objective_runs.train(root, f"resumed-{engine}", tree | {"train": {"steps": 3}}, 2)
-    longer = tree | {"checkpoint": {"every_steps": 3, "allow_changes": ["train.steps"]}}
-    again = steps_of(objective_runs.train(root, f"resumed-{engine}", longer, 2))
+    tree = run_of(root, "deepseek", PACKED, engine={"deepspeed_config": "zero3"})
+    rows = steps_of(train(root, "unbroken", tree, 2))
+    again = steps_of(train_in_two(root, "resumed", tree, then_size=2))
     for name in ("loss", "mtp_loss", "grad_norm"):
         assert [row[name] for row in again] == [row[name] for row in rows]
-    weights = bigtrain.load_state_dict(root / f"unbroken-{engine}")
-    for key, tensor in bigtrain.load_state_dict(root / f"resumed-{engine}").items():
+    weights = bigtrain.load_state_dict(root / "unbroken")
+    for key, tensor in bigtrain.load_state_dict(root / "resumed").items():
         assert torch.equal(tensor, weights[key]), key
 
 
@@ -156,18 +139,14 @@ def test_a_resume_is_exact(root: Path, engine: str) -> None:
 def test_bfloat16_follows_float32(root: Path) -> None:
     """Within bfloat16's rounding, 2**-8, at ZeRO 3 on two ranks."""
     tree = run_of(root, "deepseek", PACKED, engine={"deepspeed_config": "zero3"})
-    rows = steps_of(
-        objective_runs.train(root, "rounded", tree | {"precision": {"dtype": "bfloat16"}}, 2)
-    )
-    losses, deeper, _ = plain_run(root, "deepseek", PACKED)
-    assert [row["loss"] for row in rows] == pytest.approx(losses, rel=2**-7)
-    assert [row["mtp_loss"] for row in rows] == pytest.approx(deeper, rel=2**-7)
+    lines = train(root, "rounded", tree | {"precision": {"dtype": "bfloat16"}}, 2)
+    assert_same_losses(lines, plain_run(root, "deepseek", PACKED), rel=2**-7)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "has_base"),
-    list(product(("deepseek", "mellum"), (True, False))),
+    [("deepseek", True), ("deepseek", False), ("mellum", True)],
 )
 def test_transformers_reads_an_export(
     root: Path, tmp_path: Path, model: str, has_base: bool
@@ -177,7 +156,7 @@ def test_transformers_reads_an_export(
     if not has_base:
         tree["model"] = {"config": CONFIGURATIONS[model]().to_diff_dict()}
     name = f"exported-{model}-{has_base}"
-    objective_runs.train(root, name, tree, 2)
+    train(root, name, tree, 2)
     train_tokenizer(iter([["the theme of the thesis"]]), 260).save(root / name / "tokenizer")
     output = tmp_path / "exported"
     with small_deepseek_files():
@@ -208,7 +187,7 @@ def test_layers_that_are_not_trained_are_named(root: Path, tmp_path: Path, has_b
     if not has_base:
         tree["model"] = {"config": CONFIGURATIONS["deepseek"]().to_diff_dict()}
     name = f"untrained-{has_base}"
-    objective_runs.train(root, name, tree, 1)
+    train(root, name, tree, 1)
     log = (root / name / "log.txt").read_text()
     assert "multi-token prediction that the configuration counts: 2, not built" in log
     train_tokenizer(iter([["the theme of the thesis"]]), 260).save(root / name / "tokenizer")
@@ -226,15 +205,14 @@ def test_layers_that_are_not_trained_are_named(root: Path, tmp_path: Path, has_b
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["zero1", "zero3"])
-def test_only_the_layers_are_trained_on_a_frozen_model(root: Path, engine: str) -> None:
-    tree = run_of(root, "deepseek", PACKED, engine={"deepspeed_config": engine})
+def test_only_the_layers_are_trained_on_a_frozen_model(root: Path) -> None:
+    tree = run_of(root, "deepseek", PACKED, engine={"deepspeed_config": "zero3"})
     tree["model"] |= {"frozen": ["model.*", "lm_head.*"]}
     tree["optimizer"] |= {"lr": 1e-2}
-    rows = steps_of(objective_runs.train(root, f"frozen-{engine}", tree, 2))
+    rows = steps_of(train(root, "frozen", tree, 2))
     assert rows[-1]["mtp_loss"] < rows[0]["mtp_loss"] - 0.1
     base = tensors_of(root / "deepseek")
-    for key, tensor in bigtrain.load_state_dict(root / f"frozen-{engine}").items():
+    for key, tensor in bigtrain.load_state_dict(root / "frozen").items():
         assert key not in base or torch.equal(tensor, base[key])
 
 

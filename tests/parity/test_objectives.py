@@ -1,246 +1,397 @@
-"""Preference losses under DeepSpeed against plain transformers and PyTorch in one process."""
+"""Every objective under DeepSpeed against plain transformers and PyTorch in one process."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import cache
-from math import prod
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from transformers import AutoModelForCausalLM
+import yaml
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch.nn.functional import cross_entropy, logsigmoid, sigmoid
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
 
 import bigtrain
-from bigtrain.data.loading.loader import open_training_data
-from bigtrain.parity.adapters import with_adapters
-from bigtrain.settings.batch_plan import plan_batch
-from bigtrain.settings.loading import parse_run_config
-from tests.parity import objective_runs
-from tests.parity.objective_runs import VOCAB_SIZE, degrees_name, save_experts, save_llama, steps_of
+from bigtrain.cli import main
+from bigtrain.data.shards.dataset import open_dataset
+from bigtrain.models.layers.parameters import seed_of
+from tests.parity.conftest import each_case
+from tests.parity.objective_runs import (
+    ADAPTERS,
+    IGNORED,
+    LAYOUTS,
+    SPREAD,
+    VOCAB_SIZE,
+    LossOf,
+    Plain,
+    compare,
+    each_layout,
+    log_probabilities,
+    plain_training,
+    read_steps,
+    run_tree,
+    save_experts,
+    save_llama,
+    steps_of,
+    train,
+    train_in_two,
+)
 from tests.support.lives import shared_server
 from tests.support.pairs import write_pairs
+from tests.support.rated import write_rated
 
 pytestmark = [pytest.mark.distributed]
 
-LENGTH, STEPS, BETA = 32, 20, 0.3
-ADAPTERS = {"type": "lora", "rank": 4, "alpha": 16.0}
+LENGTH, STEPS, BETA, KTO_BETA = 32, 6, 0.3, 0.5
+DESIRABLE, UNDESIRABLE, CENTERING = 1.0, 1.4, 0.05
+LABELS = ("low", "middle", "high")
+PAIRED = ("sigmoid", "ipo", "simpo", "orpo")
+HEADS = {"reward": 1, "classification": len(LABELS)}
+DATA = {"kto": "rated", "classification": "labeled"}
+PADDED = {"overrides": {"pad_token_id": 5}}
+"""Another token than the one with which the dataset pads rows, and one of the data."""
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Pairs, and a small model with weights."""
+    """Pairs, rated answers, samples with labels, and small models with weights."""
     directory = tmp_path_factory.mktemp("objectives")
-    write_pairs(directory / "pairs", vocab_size=VOCAB_SIZE)
+    write_pairs(directory / "pairs", vocab_size=VOCAB_SIZE, longest=LENGTH + 1)
+    shards = (20, 1, 19)
+    write_rated(directory / "rated", vocab_size=VOCAB_SIZE, shards=shards, held_out=7)
+    write_rated(
+        directory / "labeled", vocab_size=VOCAB_SIZE, shards=shards, held_out=9, labels=LABELS
+    )
     save_llama(directory / "base")
     save_experts(directory / "base", directory / "experts")
     return directory
 
 
-def run_of(root: Path, loss: str, *, full: bool = False, **sections: Any) -> dict[str, Any]:
-    gamma = {"gamma": 0.4} if loss == "simpo" else {}
-    return {
-        "model": {"path": str(root / "base")},
-        "objective": {"type": "preference", "loss": loss, "beta": BETA, **gamma},
-        "data": {"path": str(root / "pairs"), "allow_other_tokenizer": True},
-        "batch": {"sequence_length": LENGTH, "global_batch_size": 8, "micro_batch_size": 2},
-        "train": {"steps": STEPS},
-        "optimizer": {"lr": 3e-3, "weight_decay": 0.0, "clip_norm": 1.0},
-        "schedule": {"type": "constant"},
-        "precision": {"dtype": "float32"},
-        "logging": {"every_steps": 1},
-        "checkpoint": {"every_steps": STEPS // 2},
-        "output": {"directory": str(root / "run"), "export": False},
-        **({} if full or loss in ("simpo", "orpo") else {"adapters": ADAPTERS}),
-        **sections,
-    }
+def objective_of(kind: str) -> dict[str, Any]:
+    if kind == "kto":
+        weights = {"desirable_weight": DESIRABLE, "undesirable_weight": UNDESIRABLE}
+        return {"type": "kto", "beta": KTO_BETA, **weights}
+    if kind == "reward":
+        return {"type": "reward", "center_rewards_coefficient": CENTERING}
+    if kind == "classification":
+        return {"type": "classification"}
+    gamma = {"gamma": 0.4} if kind == "simpo" else {}
+    return {"type": "preference", "loss": kind, "beta": BETA, **gamma}
 
 
-def log_probabilities(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Of the targets: float32 [R, T]; 0 elsewhere."""
-    logits = model(input_ids=ids, use_cache=False).logits.float()
-    values = logits.log_softmax(-1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    return values * (labels != -100)
+def run_of(root: Path, kind: str, *, full: bool = False, **sections: Any) -> dict[str, Any]:
+    saved = {"modules_to_save": ["score"]} if kind in HEADS else {}
+    decay = 0.1 if kind in HEADS else 0.0
+    optimizer = {"lr": 3e-3, "weight_decay": decay, "clip_norm": 1.0, "eps": 1e-5}
+    return run_tree(
+        root,
+        length=LENGTH,
+        steps=STEPS,
+        **{
+            "objective": objective_of(kind),
+            "data": {"path": str(root / DATA.get(kind, "pairs")), "allow_other_tokenizer": True},
+            "optimizer": optimizer | ({"lr": 5e-3, "clip_norm": 0.2} if kind == "kto" else {}),
+            # The last batch of two ranks is padded.
+            "evaluation": {"every_steps": STEPS // 2, "samples": 7},
+            **({} if full or kind in ("simpo", "orpo") else {"adapters": ADAPTERS | saved}),
+            **sections,
+        },
+    )
 
 
-def plain_loss(
-    loss: str, policy: torch.Tensor, reference: torch.Tensor, lengths: torch.Tensor
+# -- Plain losses: formulas of TRL 1.16, for a batch of all micro-batches --------------------------
+
+
+def rows_in(parts: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ids and labels of all rows that have targets."""
+    ids, labels = (torch.cat([getattr(p, name) for p in parts]) for name in ("input_ids", "labels"))
+    present = (labels != IGNORED).any(-1)
+    return ids[present], labels[present]
+
+
+def paired_loss(
+    kind: str, policy: torch.Tensor, reference: torch.Tensor, lengths: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss of each pair, and rewards of rows; formulas of TRL 1.16 (dpo_trainer.py,
-    experimental/cpo, experimental/orpo), ORPO's first term as in its paper: the mean of a row."""
-    if loss in ("sigmoid", "ipo"):
+    """Loss of each pair, and rewards of rows (dpo_trainer.py, experimental/cpo,
+    experimental/orpo); ORPO's first term as in its paper: the mean of a row."""
+    if kind in ("sigmoid", "ipo"):
         ratios = policy - reference
         rewards = BETA * ratios
-        if loss == "sigmoid":
-            return -F.logsigmoid(BETA * (ratios[0::2] - ratios[1::2])), rewards
+        if kind == "sigmoid":
+            return -logsigmoid(BETA * (ratios[0::2] - ratios[1::2])), rewards
         means = ratios / lengths
         return (means[0::2] - means[1::2] - 1 / (2 * BETA)) ** 2, rewards
     means = policy / lengths
     chosen, rejected = means[0::2], means[1::2]
-    if loss == "simpo":
-        return -F.logsigmoid(BETA * (chosen - rejected - 0.4 / BETA)), BETA * means
+    if kind == "simpo":
+        return -logsigmoid(BETA * (chosen - rejected - 0.4 / BETA)), BETA * means
     log_odds = (chosen - rejected) - (
         torch.log1p(-torch.exp(chosen)) - torch.log1p(-torch.exp(rejected))
     )
-    return -chosen - BETA * F.logsigmoid(log_odds), BETA * means
+    return -chosen - BETA * logsigmoid(log_odds), BETA * means
+
+
+def loss_of_pairs(
+    kind: str, base: Any, model: Any, parts: list[Any]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    ids, labels = rows_in(parts)
+    with torch.no_grad():
+        reference = log_probabilities(base, ids, labels).sum(-1)
+    policy = log_probabilities(model, ids, labels).sum(-1)
+    values, rewards = paired_loss(kind, policy, reference, (labels != IGNORED).sum(-1))
+    chosen, rejected = rewards[0::2], rewards[1::2]
+    return values.mean(), {
+        "rewards/accuracies": (chosen > rejected).float().mean(),
+        "rewards/chosen": chosen.mean(),
+        "rewards/margins": (chosen - rejected).mean(),
+        "rewards/rejected": rejected.mean(),
+    }
+
+
+@cache
+def places_of(path: Path) -> dict[tuple[int, ...], tuple[str, int, int]]:
+    """Return split, number and label of each document, by its tokens, from the files."""
+    places = {}
+    for split in ("train", "held_out"):
+        shards = open_dataset(path).shards(split)
+        documents = [s.document(n) for s in shards for n in range(s.num_documents)]
+        is_labeled = shards[0].labels_path is not None
+        labels = np.concatenate([s.labels for s in shards]) if is_labeled else [0] * len(documents)
+        for number, (tokens, label) in enumerate(zip(documents, labels, strict=True)):
+            places[tuple(tokens.tolist())] = split, number, int(label)
+    return places
+
+
+def kto_loss(
+    path: Path, divergences: list[float], base: Any, model: Any, parts: list[Any]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """As `kto_loss` of experimental/kto/kto_trainer.py; the divergence before it is clamped goes
+    to `divergences`."""
+    ids, labels = rows_in(parts)
+    with torch.no_grad():
+        reference = log_probabilities(base, ids, labels).sum(-1)
+        others = log_probabilities(model, ids[1::2], labels[1::2]).sum(-1)
+        divergence = (others - reference[1::2]).mean()
+    divergences.append(float(divergence))
+    kl = divergence.clamp(min=0)
+    policy = log_probabilities(model, ids[0::2], labels[0::2]).sum(-1)
+    last = [int((row != IGNORED).nonzero()[-1]) for row in labels[0::2]]
+    answers = zip(ids[0::2].tolist(), labels[0::2].tolist(), last, strict=True)
+    places = places_of(path)
+    likes = torch.tensor([bool(places[(*row[: n + 1], own[n])][2]) for row, own, n in answers])
+    ratios = policy - reference[0::2]
+    chosen, rejected = ratios[likes], ratios[~likes]
+    losses = torch.cat(
+        [
+            DESIRABLE * (1 - sigmoid(KTO_BETA * (chosen - kl))),
+            UNDESIRABLE * (1 - sigmoid(KTO_BETA * (kl - rejected))),
+        ]
+    )
+    return losses.mean(), {
+        "kl": kl,
+        "rewards/chosen": KTO_BETA * chosen.mean(),
+        "rewards/rejected": KTO_BETA * rejected.mean(),
+        "logps/chosen": policy[likes].mean(),
+        "logps/rejected": policy[~likes].mean(),
+    }
+
+
+def head_loss(
+    path: Path, kind: str, model: Any, parts: list[Any]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Of scores, each of a forward pass without padding (reward_trainer.py)."""
+    ids, labels = rows_in(parts)
+    documents = [row[: (own != IGNORED).sum()] for row, own in zip(ids, labels, strict=True)]
+    scores = torch.cat([model(input_ids=one[None], use_cache=False).logits for one in documents])
+    places = [places_of(path)[tuple(one.tolist())] for one in documents]
+    if kind == "classification":
+        classes = torch.tensor([label for *_, label in places])
+        accuracy = (scores.argmax(-1) == classes).float().mean()
+        return cross_entropy(scores, classes), {"accuracy": accuracy}
+    for (split, chosen, _), (other, rejected, _) in zip(places[0::2], places[1::2], strict=True):
+        assert (split, chosen + 1, chosen % 2) == (other, rejected, 0)
+    high, low = scores[0::2, 0], scores[1::2, 0]
+    loss = -logsigmoid(high - low).mean() + CENTERING * ((high + low) ** 2).mean()
+    return loss, {
+        "rewards/chosen": high.mean(),
+        "rewards/rejected": low.mean(),
+        "rewards/margins": (high - low).mean(),
+        "rewards/accuracies": (high > low).float().mean(),
+    }
+
+
+def plain_head_model(root: Path, num_labels: int, padding: int = 0) -> Any:
+    """Return the base with a head as a run draws it: by Llama's rule, from a stream of the head's
+    name. padding: token that pads, which documents contain, too: its embedding is trained."""
+    model: Any = AutoModelForSequenceClassification.from_pretrained(
+        root / "base", dtype=torch.float32, num_labels=num_labels, pad_token_id=padding
+    )
+    model.get_input_embeddings().padding_idx = None
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed_of(0, "score"))
+        model.score.weight.normal_(0.0, SPREAD)
+    return model
+
+
+DIVERGENCES: list[float] = []
+"""KTO's, of all plain trainings."""
 
 
 @cache
 def plain_run(
-    root: Path, loss: str, full: bool = False, base_name: str = "base"
-) -> tuple[list[float], list[float], list[dict[str, float]], dict[str, Any]]:
-    """Losses, norms of gradients and rewards of every step, and the trained weights."""
-    config = parse_run_config(run_of(root, loss, full=full))
-    model: Any = AutoModelForCausalLM.from_pretrained(root / base_name, dtype=torch.float32)
-    base = AutoModelForCausalLM.from_pretrained(root / base_name, dtype=torch.float32).eval()
-    if config.adapters is not None:
-        model = with_adapters(model, config.adapters, config.seed)
-    model.train()
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    section = config.optimizer
-    optimizer = torch.optim.AdamW(
-        trained, section.lr, tuple(section.betas), section.eps, weight_decay=0.0
-    )
-    plan, _ = plan_batch(config.batch, 1)
-    assert plan is not None
-    batches = open_training_data(config, replace(plan, rows_per_sample=2), 0)
-    losses, norms, rewards = [], [], []
-    for step in range(STEPS):
-        parts = batches.step(8 * step)
-        ids = torch.cat([part.input_ids for part in parts])
-        labels = torch.cat([part.labels for part in parts])
-        lengths = (labels != -100).sum(-1)
-        with torch.no_grad():
-            reference = log_probabilities(base, ids, labels).sum(-1)
-        policy = log_probabilities(model, ids, labels).sum(-1)
-        values, reward = plain_loss(loss, policy, reference, lengths)
-        optimizer.zero_grad()
-        values.mean().backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(trained, 1.0)))
-        optimizer.step()
-        losses.append(float(values.detach().mean()))
-        chosen, rejected = reward.detach()[0::2], reward.detach()[1::2]
-        rewards.append(
-            {
-                "rewards/accuracies": float((chosen > rejected).float().mean()),
-                "rewards/chosen": float(chosen.mean()),
-                "rewards/margins": float((chosen - rejected).mean()),
-                "rewards/rejected": float(rejected.mean()),
-            }
+    root: Path, kind: str, full: bool = False, base_name: str = "base", padding: int = 0
+) -> Plain:
+    tree, data = run_of(root, kind, full=full), root / DATA.get(kind, "pairs")
+    loss_of: LossOf
+    if kind in HEADS:
+        model = plain_head_model(root, HEADS[kind], padding)
+        loss_of = partial(head_loss, data, kind)
+    else:
+        model, base = (
+            AutoModelForCausalLM.from_pretrained(root / base_name, dtype=torch.float32)
+            for _ in range(2)
         )
-    batches.close()
-    return losses, norms, rewards, model.state_dict()
+        loss_of = partial(loss_of_pairs, kind, base.eval())
+        if kind == "kto":
+            loss_of = partial(kto_loss, data, DIVERGENCES, base)
+    rows_per_sample = 1 if kind == "classification" else 2
+    return plain_training(tree, model, loss_of, rows_per_sample=rows_per_sample)
 
 
-def train(root: Path, name: str, tree: dict[str, Any], world_size: int) -> list[dict[str, Any]]:
-    return steps_of(objective_runs.train(root, name, tree, world_size))
+def test_plain_runs_would_show_mistakes(root: Path) -> None:
+    """A missing clamp of KTO, or a mean of clamped parts; heads that are not trained; rows of full
+    length, which have no padding."""
+    DIVERGENCES.clear()
+    plain_run.cache_clear()
+    plain_run(root, "kto")
+    assert min(DIVERGENCES) < -0.05
+    assert max(DIVERGENCES) > 0.05
+    for kind, num_labels in HEADS.items():
+        before = plain_head_model(root, num_labels).score.weight.detach()
+        trained = plain_run(root, kind, full=True).weights["score.weight"]
+        assert float((trained - before).abs().max()) > 1e-2
+        assert max(map(len, places_of(root / DATA.get(kind, "pairs")))) == LENGTH
 
 
-def compare_rewards(rows: list[dict[str, Any]], rewards: list[dict[str, float]]) -> None:
-    """Compare recorded rewards; accuracies only where rewards differ: before the first update they
-    are zero, or what rounding leaves of passes in other shapes."""
-    for row, expected in zip(rows, rewards, strict=True):
-        names = [key for key in expected if row["step"] > 1 or key != "rewards/accuracies"]
-        recorded = {key: row["recorded"][key] for key in names}
-        wanted = {key: expected[key] for key in names}
-        assert recorded == pytest.approx(wanted, abs=2e-5, rel=1e-5)
+# -- Cases -----------------------------------------------------------------------------------------
 
 
-def num_ranks(parallel: dict[str, Any]) -> int:
-    """Return the ranks of one copy of the model, at least 2."""
-    degrees = [prod(d.values()) if isinstance(d, dict) else d for d in parallel.values()]
-    return max(2, prod(degrees))
+@dataclass(frozen=True)
+class Case:
+    """An objective and a layout. `then`: another one, or one rank if empty, that trains the second
+    half."""
+
+    kind: str
+    layout: str
+    full: bool = False
+    then: str | None = None
+    model: tuple[tuple[str, Any], ...] = ()
+    slow: bool = True
+
+    @property
+    def name(self) -> str:
+        resumed = "" if self.then is None else f"-then-{self.then or 'one'}"
+        more = "-".join(key for key, _ in self.model)
+        what = "full" if self.full else "adapters"
+        return f"{self.kind}-{what}-{self.layout}{resumed}{more}".replace(" ", "-")
+
+    @property
+    def base(self) -> str:
+        return "experts" if "experts" in self.layout else "base"
 
 
-SLOW = pytest.mark.slow
+CHUNKED = (("loss", "chunked"), ("loss_chunk_tokens", 7))
+RECOMPUTED = (("gradient_checkpointing", "full"),)
+PADDING = (("overrides", PADDED["overrides"]),)
+ALL = (*("zero0", "zero1", "tensor", "sequence", "ring", "stages", "tensor stages"),)
+ALL += ("tensor sequence", "both sequences")
+CASES = [
+    Case("sigmoid", "zero3", model=CHUNKED, slow=False),
+    Case("kto", "zero3", full=True, then="", slow=False),
+    Case("kto", "tensor", model=CHUNKED, slow=False),
+    Case("reward", "stages", full=True, model=PADDING, slow=False),
+    Case("classification", "sequence", full=True, slow=False),
+    *(Case("sigmoid", name, model=CHUNKED) for name in ALL),
+    *(Case("ipo", name, model=CHUNKED) for name in ("zero3", "stages")),
+    *(Case("simpo", name, full=True, model=CHUNKED) for name in ("zero1", "tensor sequence")),
+    *(Case("orpo", name, full=True, model=CHUNKED) for name in ("ring", "tensor stages")),
+    *(Case("kto", name, model=CHUNKED) for name in ("zero0", "ring", "data stages", "sequence")),
+    *(Case("reward", name, full=True) for name in ("zero3", "tensor", "ring", "data stages")),
+    Case("reward", "sequence", full=True, model=PADDING),
+    Case("reward", "zero2", full=True, model=RECOMPUTED),
+    *(Case("classification", n, full=True) for n in ("zero0", "tensor stages", "tensor sequence")),
+    *(Case("reward", name) for name in ("zero3", "stages")),
+    *(Case("classification", name) for name in ("tensor", "zero3 sequence")),
+    # All weights against scores of the first ones: half on two ranks, the rest on one, which reads
+    # the scores.
+    *(
+        Case("sigmoid", name, full=True, then="")
+        for name in ("zero3", "tensor", "stages", "experts", "zero3 experts")
+    ),
+    *(Case("kto", name, full=True, then="") for name in ("zero3 sequence", "stages")),
+    Case("kto", "zero1", then=""),
+    # Stages compute no reference, so that its scores are made when the run resumes.
+    Case("sigmoid", "zero1", then="stages"),
+    Case("reward", "stages", full=True, then=""),
+    Case("classification", "zero1", full=True, then="stages"),
+]
 
 
-@pytest.mark.parametrize(
-    "loss", ["sigmoid", *(pytest.param(other, marks=SLOW) for other in ("ipo", "orpo", "simpo"))]
-)
-@pytest.mark.parametrize(
-    ("engine", "sections"),
-    [
-        pytest.param("zero0", {}, marks=SLOW),
-        pytest.param("zero1", {}, marks=SLOW),
-        ("zero3", {}),
-        pytest.param("zero1", {"parallel": {"tensor": 2}}, marks=SLOW),
-        pytest.param("zero1", {"parallel": {"sequence": 2}}, marks=SLOW),
-        pytest.param("zero3", {"parallel": {"sequence": {"ring": 2}}}, marks=SLOW),
-        pytest.param("zero1", {"parallel": {"pipeline": 2}}, marks=SLOW),
-        pytest.param("zero0", {"parallel": {"tensor": 2, "pipeline": 2}}, marks=SLOW),
-        pytest.param("zero3", {"parallel": {"tensor": 2, "sequence": 2}}, marks=SLOW),
-        pytest.param("zero1", {"parallel": {"sequence": {"ulysses": 2, "ring": 2}}}, marks=SLOW),
-    ],
-    ids=lambda value: degrees_name(value) if isinstance(value, dict) else value,
-)
-def test_a_preference_loss_is_that_of_a_plain_loop(
-    root: Path, loss: str, engine: str, sections: dict[str, Any]
-) -> None:
-    tree = run_of(root, loss, engine={"deepspeed_config": engine}, **sections)
-    tree["model"] = {**tree["model"], "loss": "chunked", "loss_chunk_tokens": 7}
-    name = f"{loss}-{engine}-{degrees_name(sections)}"
-    rows = train(root, name, tree, num_ranks(sections.get("parallel", {})))
-    losses, norms, rewards, _ = plain_run(root, loss)
-    assert [row["loss"] for row in rows] == pytest.approx(losses, abs=1e-5, rel=1e-5)
-    # AdamW does not depend on the scale of the gradient, and the norm does.
-    assert [row["grad_norm"] for row in rows] == pytest.approx(norms, rel=1e-4)
-    assert losses[-1] < losses[0]
-    compare_rewards(rows, rewards)
+@each_case(CASES)
+def test_equals_a_plain_loop(root: Path, case: Case) -> None:
+    layout = LAYOUTS[case.layout]
+    tree = run_of(root, case.kind, full=case.full, **layout.sections)
+    tree["model"] = {"path": str(root / case.base), **dict(case.model)}
+    if case.then is None:
+        lines = train(root, case.name, tree, layout.world_size)
+    else:
+        then = LAYOUTS[case.then].parallel if case.then else {}
+        lines = train_in_two(root, case.name, tree, 2, then, 2 if then else 1)
+    padding = dict(case.model).get("overrides", {}).get("pad_token_id", 0)
+    plain = plain_run(root, case.kind, case.full, case.base, padding)
+    unrecorded = ("logps/chosen", "logps/rejected") if case.kind in PAIRED else ()
+    compare(root / case.name, lines, plain, unrecorded=unrecorded)
+    if case.kind == "kto" and case.full:
+        path = next((root / case.name / "reference").glob("data-*"))
+        scores = bigtrain.open_scores(path)
+        assert scores.sums("train").shape == scores.mismatched_sums("train").shape == (40,)
+        assert float(abs(scores.sums("train") - scores.mismatched_sums("train")).max()) > 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", ["sigmoid", pytest.param("ipo", marks=SLOW)])
-@pytest.mark.parametrize(
-    ("engine", "sections"),
-    [
-        pytest.param("zero1", {}, marks=SLOW),
-        ("zero3", {}),
-        pytest.param("zero1", {"parallel": {"tensor": 2}}, marks=SLOW),
-        pytest.param("zero3", {"parallel": {"sequence": 2}}, marks=SLOW),
-        pytest.param("zero0", {"parallel": {"sequence": {"ring": 2}}}, marks=SLOW),
-        pytest.param("zero0", {"parallel": {"pipeline": 2}}, marks=SLOW),
-        pytest.param("zero1", {"parallel": {"expert": 2}}, marks=SLOW),
-        pytest.param("zero3", {"parallel": {"expert": 2}}, marks=SLOW),
-    ],
-    ids=lambda value: degrees_name(value) if isinstance(value, dict) else value,
-)
-def test_all_weights_are_trained_against_scores_of_the_first_ones(
-    root: Path, loss: str, engine: str, sections: dict[str, Any]
-) -> None:
-    """Half of it on two ranks, the rest on one, which reads the scores."""
-    tree = run_of(root, loss, full=True, engine={"deepspeed_config": engine}, **sections)
-    base = "experts" if "expert" in sections.get("parallel", {}) else "base"
-    tree["model"] = {"path": str(root / base)}
-    name = f"full-{loss}-{engine}-{degrees_name(sections)}"
-    train(root, name, tree | {"train": {"steps": STEPS // 2}}, 2)
-    scores = bigtrain.open_scores(root / name / "reference").sums("train")
-    assert scores.shape == (96,)
-    assert (scores < 0).all()
-    more = {"checkpoint": {"allow_changes": ["train.steps"]}, "parallel": {}}
-    rows = train(root, name, tree | more, 1)
-    losses, _, rewards, weights = plain_run(root, loss, full=True, base_name=base)
-    assert [row["loss"] for row in rows] == pytest.approx(losses, abs=1e-5, rel=1e-5)
-    compare_rewards(rows, rewards)
-    trained = bigtrain.load_state_dict(root / name)
-    for key, tensor in weights.items():
-        if key in trained:
-            torch.testing.assert_close(trained[key], tensor, atol=1e-5, rtol=1e-5)
-    assert len(trained) >= 20
+def test_stages_are_exported_as_transformers_reads_them(root: Path) -> None:
+    layout = LAYOUTS["stages"]
+    train(root, "exported", run_of(root, "reward", full=True, **layout.sections), 2)
+    words = {f"t{number}": number for number in range(VOCAB_SIZE)}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="t0"))
+    )
+    tokenizer.save_pretrained(root / "exported/tokenizer")
+    assert main(["export", "--run", str(root / "exported"), "--output", str(root / "hf")]) == 0
+    model = AutoModelForSequenceClassification.from_pretrained(root / "hf", dtype=torch.float32)
+    for name, tensor in plain_run(root, "reward", full=True).weights.items():
+        torch.testing.assert_close(model.state_dict()[name], tensor, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.slow
-def test_adapters_go_on_in_stages(root: Path) -> None:
-    """Which compute no reference, so that its scores are made when the run resumes."""
-    tree = run_of(root, "sigmoid", engine={"deepspeed_config": "zero1"})
-    train(root, "to-stages", tree | {"train": {"steps": STEPS // 2}}, 2)
-    more = {"checkpoint": {"allow_changes": ["train.steps"]}, "parallel": {"pipeline": 2}}
-    rows = train(root, "to-stages", tree | more, 2)
-    losses, _, rewards, _ = plain_run(root, "sigmoid")
-    assert [row["loss"] for row in rows] == pytest.approx(losses, abs=1e-5, rel=1e-5)
-    compare_rewards(rows, rewards)
+def test_scores_that_were_made_beforehand_are_the_same(root: Path) -> None:
+    tree = run_of(root, "kto", full=True, **LAYOUTS["zero1"].sections)
+    path = root / "scored.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    words = ["-m", "bigtrain.cli", "score", "--config", str(path), "--output", str(root / "scores")]
+    codes, printed = shared_server().live([], world_size=1, script=words)
+    assert codes == [0], printed
+    named = {**tree, "objective": {**tree["objective"], "reference": str(root / "scores")}}
+    compare(root / "named", train(root, "named", named, 2), plain_run(root, "kto", full=True))
 
 
 def test_lost_scores_are_refused(root: Path) -> None:
@@ -248,41 +399,23 @@ def test_lost_scores_are_refused(root: Path) -> None:
     train(root, "lost", tree, 1)
     (lost,) = (root / "lost/reference").glob("data-*/train-00000.sums.npy")
     lost.unlink()
-    again = root / "lost.yaml"
     more = ("train.steps=3", "checkpoint.allow_changes=[train.steps]")
-    codes, output = shared_server().live(["--config", str(again), *more], world_size=2)
+    words = ["--config", str(root / "lost.yaml"), *more]
+    codes, output = shared_server().live(words, world_size=2)
     assert codes == [2, 2]
     assert "the reference model of this run is gone with it" in output
 
 
-@pytest.mark.parametrize(
-    "sections",
-    [
-        {},
-        {"parallel": {"sequence": 2}},
-        pytest.param({"parallel": {"tensor": 2}}, marks=SLOW),
-        pytest.param({"parallel": {"pipeline": 2}}, marks=SLOW),
-        pytest.param({"parallel": {"sequence": {"ring": 2}}}, marks=SLOW),
-        pytest.param({"parallel": {"tensor": 2, "sequence": 2}}, marks=SLOW),
-    ],
-    ids=degrees_name,
-)
-def test_a_sum_that_a_loss_records_does_not_depend_on_the_layout(
-    root: Path, sections: dict[str, Any]
-) -> None:
-    tree = run_of(root, "simpo", full=True, train={"steps": 1}, **sections)
+@each_layout(["sequence"], ["zero1", "tensor", "stages", "tensor sequence"])
+def test_a_sum_that_a_loss_records_does_not_depend_on_the_layout(root: Path, name: str) -> None:
+    layout = LAYOUTS[name]
+    tree = run_of(root, "simpo", full=True, train={"steps": 1}, **layout.sections)
     tree["objective"] = {"type": "tests.parity.objective_runs:SummedPairs"}
     tree["checkpoint"] = {"every_steps": None}
-    world_size = 4 if len(sections.get("parallel", {})) == 2 else 2
-    (row,) = train(root, f"sums-{degrees_name(sections)}", tree, world_size)
-    config = parse_run_config(tree)
-    plan, _ = plan_batch(config.batch, 1)
-    assert plan is not None
-    batches = open_training_data(config, replace(plan, rows_per_sample=2), 0)
-    parts = batches.step(0)
-    ids, labels = (torch.cat([getattr(p, n) for p in parts]) for n in ("input_ids", "labels"))
-    batches.close()
+    lines = train(root, f"sums-{name}".replace(" ", "-"), tree, layout.world_size)
+    ids, labels = rows_in(read_steps(tree, 2)[0])
     model = AutoModelForCausalLM.from_pretrained(root / "base", dtype=torch.float32)
     with torch.no_grad():
         chosen = float(log_probabilities(model, ids, labels).sum(-1)[0::2].sum())
+    (row,) = steps_of(lines)
     assert row["recorded"] == {"pairs": 8, "chosen": pytest.approx(chosen, rel=1e-5)}

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from itertools import product
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
-import torch
 
-from bigtrain.engine.checkpoint.io import read_full
 from bigtrain.engine.optimizers.adamw_8bit import CODES, SCALES
-from tests.parity.conftest import is_deselected, llama, run_config, train_cases
+from tests.parity.conftest import llama, run_config
+from tests.support.resumes import Layout, Pair, Resumes, each_pair, layout
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
 
@@ -32,127 +32,41 @@ STATES = {
     "adafactor": {"row_var", "col_var", "variance"},
     "adamw_8bit": {"exp_avg", "exp_avg_sq", *CODES, *SCALES},
 }
-
-
-class Point(NamedTuple):
-    """Who writes or reads."""
-
-    engine: str
-    degrees: tuple[tuple[str, int], ...] = ()
-    world_size: int = 2
-
-    @property
-    def name(self) -> str:
-        axes = "".join(f"-{axis}{size}" for axis, size in self.degrees)
-        return f"{self.engine}-of-{self.world_size}{axes}"
-
-
-POINTS = (
-    Point("zero0", world_size=1),
-    Point("zero3"),
-    Point("zero1", (("tensor", 2),)),
-    Point("pipeline_zero1", (("pipeline", 2),)),
-)
-
-
-class Trip(NamedTuple):
-    """A checkpoint from one to another."""
-
-    optimizer: str
-    wrote: Point
-    read: Point
-
-    @property
-    def name(self) -> str:
-        return f"{self.optimizer}: {self.wrote.name} to {self.read.name}"
-
-
-ALL = [Trip(*trip) for trip in product(OPTIMIZERS, POINTS, POINTS)]
-
-
-def case(data: Path, optimizer: str, point: Point, **steps: Any) -> dict[str, Any]:
-    inner = 1
-    for _, size in point.degrees:
-        inner *= size
-    config = run_config(
-        data,
-        {"config": MODELS.get(optimizer, llama())},
-        micro_batch_size=4 * inner // point.world_size,
-        parallel=dict(point.degrees),
-        optimizer={"lr": 3e-3, "clip_norm": 0.5}
-        | ({} if optimizer in ("lion", "adafactor") else {"eps": 1e-6})
-        | OPTIMIZERS[optimizer],
-    )
-    return {"config": config, "deepspeed_config": point.engine, **steps}
-
-
-def travel(
-    data: Path, trips: list[Trip], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, dict[str, Any]]:
-    """Every writer to END without a break, then every reader from STOP on."""
-    root = tmp_path_factory.mktemp("optimizer-checkpoints")
-    results_by_case: dict[str, Any] = {}
-    writers = dict.fromkeys((trip.optimizer, trip.wrote) for trip in trips)
-    for size in (1, 2):
-        cases = {
-            f"{name} {wrote.name}": case(
-                data,
-                name,
-                wrote,
-                last_step=END,
-                save_at=STOP,
-                save_to=str(root / f"{name} {wrote.name}"),
-            )
-            for name, wrote in writers
-            if wrote.world_size == size
-        }
-        results_by_case |= train_cases(size, cases, tmp_path_factory.mktemp("write"))
-    for size in (1, 2):
-        cases = {
-            trip.name: case(
-                data,
-                trip.optimizer,
-                trip.read,
-                first_step=STOP,
-                last_step=END,
-                restore_from=str(root / f"{trip.optimizer} {trip.wrote.name}"),
-                save_again_to=str(root / trip.name),
-            )
-            for trip in trips
-            if trip.read.world_size == size
-        }
-        results_by_case |= train_cases(size, cases, tmp_path_factory.mktemp("read"))
-    return root, results_by_case
+LAYOUTS = [
+    layout(1, "zero0"),
+    layout(2, "zero3"),
+    layout(2, "zero1", tensor=2),
+    layout(2, "pipeline_zero1", pipeline=2),
+]
+# Each layout reads what the one before wrote, the first what the last wrote.
+PAIRS = [
+    Pair(replace(wrote, variant=name), replace(read, variant=name))
+    for name in OPTIMIZERS
+    for wrote, read in (*pairwise([LAYOUTS[-1], *LAYOUTS]), (LAYOUTS[1], LAYOUTS[1]))
+]
 
 
 @pytest.fixture(scope="module")
-def everything(
-    dataset: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, dict[str, Any]]:
-    trips = [trip for trip in ALL if not is_deselected(trip)]
-    return travel(dataset, trips, tmp_path_factory)
+def resumes(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Resumes:
+    def job_of(place: Layout) -> dict[str, Any]:
+        name = place.variant
+        config = run_config(
+            dataset,
+            {"config": MODELS.get(name, llama())},
+            micro_batch_size=4 // place.num_replicas,
+            parallel=dict(place.degrees),
+            optimizer={"lr": 3e-3, "clip_norm": 0.5}
+            | ({} if name in ("lion", "adafactor") else {"eps": 1e-6})
+            | OPTIMIZERS[name],
+        )
+        return {"config": config, "deepspeed_config": place.engine}
+
+    return Resumes(tmp_path_factory.mktemp("optimizers"), PAIRS, job_of, stop=STOP, end=END)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("trip", ALL, ids=lambda trip: trip.name)
-def test_goes_on_from_anywhere(trip: Trip, everything: tuple[Path, dict[str, Any]]) -> None:
-    assert_goes_on(trip, *everything)
-
-
-def assert_goes_on(trip: Trip, root: Path, results_by_case: dict[str, Any]) -> None:
-    writer = f"{trip.optimizer} {trip.wrote.name}"
-    saved = read_full(root / writer / "tensors")
-    again = read_full(root / trip.name / "tensors")
-    kinds = {key.partition("/")[0] for key in saved}
-    assert kinds - {"buffer"} == STATES[trip.optimizer] | {"master"}
-    assert saved.keys() == again.keys()
-    for key, tensor in saved.items():
-        assert torch.equal(tensor, again[key]), key
-        assert key.startswith("buffer") or tensor.any(), key
-    uninterrupted, resumed = results_by_case[writer], results_by_case[trip.name]
-    if trip.wrote == trip.read:
-        assert resumed["losses"] == uninterrupted["losses"][STOP:]
-        assert resumed["norms"] == uninterrupted["norms"][STOP:]
-    elif "bfloat16" not in trip.optimizer:
-        assert resumed["losses"] == pytest.approx(uninterrupted["losses"][STOP:], abs=1e-5)
-        assert resumed["norms"] == pytest.approx(uninterrupted["norms"][STOP:], rel=1e-4)
+@each_pair(PAIRS)
+def test_goes_on_from_anywhere(pair: Pair, resumes: Resumes) -> None:
+    name = pair.wrote.variant
+    saved = resumes.check(pair, exact=None if "bfloat16" in name else 1e-5)
+    assert {key.partition("/")[0] for key in saved} - {"buffer"} == STATES[name] | {"master"}
+    assert all(key.startswith("buffer") or tensor.any() for key, tensor in saved.items())

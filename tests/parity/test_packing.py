@@ -21,9 +21,9 @@ from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import RunConfig
 from tests.parity.conftest import ARCHITECTURES, SEED, llama, run_config, train_cases
 from tests.parity.plain import adamw
-from tests.parity.test_isolation import gradients, packed_loss
+from tests.parity.test_isolation import packed_loss
 from tests.support.chats import CHATML, chat_tokenizer, save_chat_tokenizer, turns
-from tests.support.comparison import assert_same_tensors
+from tests.support.comparison import assert_same_tensors, gradients
 from tests.support.datasets import write_dataset
 
 LENGTH, SAMPLES, STEPS = 128, 4, 2
@@ -98,9 +98,15 @@ def separate_loss(model: Any, pieces: list[tuple[torch.Tensor, torch.Tensor]]) -
     return total / count
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("architecture", sorted(MODELS))
-@pytest.mark.parametrize("kind", ["chats", "random"])
+@pytest.mark.parametrize(
+    ("kind", "architecture", "attention"),
+    [
+        ("chats", "llama", "sdpa"),
+        ("chats", "gpt2", "eager"),
+        ("random", "llama", "eager"),
+        ("random", "gpt2", "sdpa"),
+    ],
+)
 def test_packed_equals_separate(
     chat_dataset: Path, tmp_path: Path, architecture: str, attention: str, kind: str
 ) -> None:

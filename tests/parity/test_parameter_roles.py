@@ -7,7 +7,7 @@ several dimensions, and plain PyTorch decays what it is told to and nothing with
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +15,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from bigtrain.engine.checkpoint.io import open_tensors, read_full_masters
+from bigtrain.engine.checkpoint.io import read_full_masters
+from bigtrain.engine.checkpoint.lazy import open_tensors
 from tests.parity import plain_optimizers
-from tests.parity.conftest import (
-    COMPOSITE,
-    SEED,
-    VOCAB_SIZE,
-    SavedModels,
-    TrainedCases,
-    each_case,
-    llama,
-    run_config,
-)
-from tests.parity.plain import Training, adamw, divided, plain_training
+from tests.parity.cases import LOSS, NORM, WEIGHTS, Case, PlainRuns
+from tests.parity.conftest import COMPOSITE, SEED, VOCAB_SIZE, SavedModels, each_case, llama
+from tests.parity.plain import adamw, divided
 from tests.support.comparison import assert_same_steps, assert_same_tensors
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
 
-LOSS = 1e-5
-NORM = 1e-4
-WEIGHTS = 1e-5
 
 TEXT = {name: value for name, value in llama().items() if name != "tie_word_embeddings"}
 MODELS: dict[str, dict[str, Any]] = {
@@ -108,56 +98,6 @@ BY_MUON = {
 }
 
 
-@dataclass(frozen=True)
-class Case:
-    model: str
-    engine: str
-    optimizer: str = "adamw"
-    world_size: int = 2
-    accumulation: int = 1
-    degrees: dict[str, int] = field(default_factory=dict)
-    slow: bool = True
-
-    @property
-    def name(self) -> str:
-        degrees = "-".join(f"{axis}{size}" for axis, size in self.degrees.items())
-        return (
-            f"{self.model}-{self.engine}-{self.optimizer}-{degrees or 'data'}"
-            f"-accumulation{self.accumulation}"
-        )
-
-    @property
-    def micro_batch_size(self) -> int:
-        shared = self.degrees.get("pipeline", 1) * self.degrees.get("tensor", 1)
-        return 8 // (self.accumulation * (self.world_size // shared))
-
-
-CASES = [
-    Case("gpt_oss", "zero1"),
-    Case("mamba", "zero3"),
-    Case("gemma3", "zero2"),
-    Case("gemma3", "zero3", slow=False),
-    Case("qwen3_next", "zero1", "muon"),
-    *(
-        Case(model, engine)
-        for model in MODELS
-        for engine in ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
-    ),
-    *(
-        Case("gemma3", engine, optimizer)
-        for engine in ("zero0", "zero1", "zero3")
-        for optimizer in ("lion", "adafactor", "muon")
-    ),
-    *(
-        Case(model, "pipeline_zero1", accumulation=2, degrees={"pipeline": 2})
-        for model in ("gpt_oss", "gemma3")
-    ),
-    Case("gemma3", "pipeline_zero1", "muon", accumulation=2, degrees={"pipeline": 2}),
-    Case("gpt_oss", "zero3", degrees={"expert": 2}),
-    Case("qwen3_next", "zero3", "muon"),
-    Case("gemma3", "zero1", degrees={"tensor": 2}),
-]
-CASES = list({case.name: case for case in reversed(CASES)}.values())
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {},
     "lion": {"type": "lion", "lr": 3e-4},
@@ -166,19 +106,60 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 
 
-def config_of(case: Case, data: Path, directories: dict[str, Path]) -> dict[str, Any]:
-    config: dict[str, Any] = run_config(
-        data,
-        {"path": str(directories[case.model])},
-        micro_batch_size=case.micro_batch_size,
-        parallel=case.degrees,
-        optimizer={"lr": 3e-3, "clip_norm": 0.5, "weight_decay": 0.3} | OPTIMIZERS[case.optimizer],
-    )
-    return config
+def case(
+    model: str,
+    engine: str,
+    optimizer: str = "adamw",
+    accumulation: int = 1,
+    slow: bool = True,
+    dtype: str = "float32",
+    **degrees: int,
+) -> Case:
+    sections = {"optimizer": {"weight_decay": 0.3, **OPTIMIZERS[optimizer]}}
+    return Case(2, engine, model, accumulation, degrees, sections, dtype, slow)
+
+
+CASES = [
+    case("gemma3", "zero3", slow=False),
+    *(case("gemma3", engine) for engine in ("zero0", "zero2_offload")),
+    *(case("gpt_oss", engine) for engine in ("zero1", "zero3_offload")),
+    *(case("mamba", engine) for engine in ("zero0", "zero2", "zero3")),
+    *(case("qwen3_next", engine) for engine in ("zero1", "zero3")),
+    case("ernie4_5_moe", "zero2"),
+    case("qwen3_next", "zero1", "muon"),
+    case("qwen3_next", "zero3", "muon"),
+    case("gemma3", "zero1", "lion"),
+    case("gemma3", "zero3", "adafactor"),
+    case("gemma3", "zero0", "muon"),
+    case("gpt_oss", "pipeline_zero1", accumulation=2, pipeline=2),
+    case("gemma3", "pipeline_zero1", "muon", 2, pipeline=2),
+    case("gpt_oss", "zero3", expert=2),
+    case("gemma3", "zero1", tensor=2),
+]
+IN_16_BIT = [
+    case("ernie4_5_moe", "zero3", slow=False, dtype="bfloat16"),
+    case("ernie4_5_moe", "zero0", accumulation=2, dtype="bfloat16"),
+    case("ernie4_5_moe", "zero1", dtype="bfloat16", tensor=2),
+    case("ernie4_5_moe", "zero2_offload", accumulation=2, dtype="bfloat16"),
+    case("ernie4_5_moe", "zero3", dtype="bfloat16", expert=2),
+    case("ernie4_5_moe", "pipeline_zero1", accumulation=2, dtype="bfloat16", pipeline=2),
+]
+WEIGHTS_16 = 5e-3
+
+
+def plain_optimizer(case: Case, masters: dict[str, torch.Tensor], section: dict[str, Any]) -> Any:
+    """With the groups that are named above."""
+    exempt = [p for name, p in masters.items() if re.search(NOT_DECAYED[case.model], name)]
+    name = section.get("type", "adamw")
+    if name == "adamw":
+        return adamw(list(masters.values()), section, exempt)
+    make: Any = getattr(plain_optimizers, name)
+    more = {"matrices": BY_MUON[case.model]} if name == "muon" else {}
+    return make(masters, section, exempt=exempt, **more)
 
 
 @pytest.fixture(scope="module")
-def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def runs(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> PlainRuns:
     def change(name: str, model: Any) -> None:
         generator = torch.Generator().manual_seed(SEED)
         with torch.no_grad():  # what is zero or one would hide a decay
@@ -188,52 +169,27 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
                 if key.endswith("e_score_correction_bias"):
                     parameter.add_(10)
 
-    return SavedModels(MODELS, tmp_path_factory.mktemp("hf"), change)
+    def plain_of(case: Case) -> dict[str, Any]:
+        optimizer_of = partial(plain_optimizer, case)
+        return {"chunks": divided(case.micro_batch_size()), "optimizer_of": optimizer_of}
 
-
-@pytest.fixture(scope="module")
-def trained(
-    dataset: Path, directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> TrainedCases[Case]:
-    return TrainedCases(
+    return PlainRuns(
         tmp_path_factory.mktemp("roles"),
-        CASES,
-        lambda case: config_of(case, dataset, directories),
-    )
-
-
-def expected_of(
-    case: Case, dataset: Path, directories: dict[str, Path], **options: Any
-) -> Training:
-    """Of plain PyTorch, with the groups that are named above."""
-
-    def optimizer_of(masters: dict[str, torch.Tensor], section: dict[str, Any]) -> Any:
-        exempt = [p for name, p in masters.items() if re.search(NOT_DECAYED[case.model], name)]
-        if case.optimizer == "adamw":
-            return adamw(list(masters.values()), section, exempt)
-        make: Any = getattr(plain_optimizers, case.optimizer)
-        more = {"matrices": BY_MUON[case.model]} if case.optimizer == "muon" else {}
-        return make(masters, section, exempt=exempt, **more)
-
-    return plain_training(
         dataset,
-        directories[case.model],
-        config_of(case, dataset, directories),
-        chunks=divided(case.micro_batch_size),
-        optimizer_of=optimizer_of,
-        **options,
+        MODELS,
+        [*CASES, *IN_16_BIT],
+        directories=SavedModels(MODELS, tmp_path_factory.mktemp("hf"), change),
+        from_files=True,
+        plain_of=plain_of,
     )
 
 
 @each_case(CASES)
-def test_equals_plain_training(
-    case: Case, dataset: Path, directories: dict[str, Path], trained: TrainedCases[Case]
-) -> None:
-    expected = expected_of(case, dataset, directories)
-    result, place = trained.of(case)
+def test_equals_plain_training(case: Case, runs: PlainRuns) -> None:
+    expected, (result, place) = runs.plain(case), runs.trained(case)
     weights = read_full_masters(place / "tensors")
-    assert_same_steps(result, expected, loss=LOSS, norm=NORM)
-    written = AutoModelForCausalLM.from_pretrained(directories[case.model]).state_dict()
+    assert_same_steps(result, expected, loss=LOSS["float32"], norm=NORM["float32"])
+    written = AutoModelForCausalLM.from_pretrained(runs.directories[case.model]).state_dict()
     untouched = 0
     for name in expected.weights:
         if re.match(UNTOUCHED.get(case.model, "nothing"), name):
@@ -249,48 +205,13 @@ def test_equals_plain_training(
     assert states
 
 
-# --- bfloat16 ---
-
-IN_16_BIT = [
-    Case("ernie4_5_moe", "zero3", slow=False),
-    Case("ernie4_5_moe", "zero1"),
-    *(
-        Case("ernie4_5_moe", engine, accumulation=accumulation)
-        for engine in ("zero0", "zero2", "zero2_offload", "zero3_offload")
-        for accumulation in (1, 2)
-    ),
-    Case("ernie4_5_moe", "zero3", degrees={"expert": 2}),
-    Case("ernie4_5_moe", "zero1", degrees={"tensor": 2}),
-    Case("ernie4_5_moe", "pipeline_zero1", accumulation=2, degrees={"pipeline": 2}),
-]
-BFLOAT16 = {"precision": {"dtype": "bfloat16"}}
-LOSS_16, NORM_16, WEIGHTS_16 = 2e-3, 1e-2, 5e-3
-
-
-@pytest.fixture(scope="module")
-def trained_in_16_bit(
-    dataset: Path, directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> TrainedCases[Case]:
-    return TrainedCases(
-        tmp_path_factory.mktemp("roles16"),
-        IN_16_BIT,
-        lambda case: config_of(case, dataset, directories) | BFLOAT16,
-    )
-
-
 @each_case(IN_16_BIT)
-def test_what_is_kept_in_float32_equals_plain_training(
-    case: Case,
-    dataset: Path,
-    directories: dict[str, Path],
-    trained_in_16_bit: TrainedCases[Case],
-) -> None:
+def test_what_is_kept_in_float32_equals_plain_training(case: Case, runs: PlainRuns) -> None:
     """With plain transformers in bfloat16, which keeps the router in float32."""
-    expected = expected_of(case, dataset, directories, dtype=torch.bfloat16, exact_masters=True)
-    result, place = trained_in_16_bit.of(case)
+    expected = runs.plain(case, dtype=torch.bfloat16, exact_masters=True)
+    result, place = runs.trained(case)
     weights = read_full_masters(place / "tensors")
-    assert result["losses"] == pytest.approx(expected.losses, abs=LOSS_16)
-    assert result["norms"] == pytest.approx(expected.norms, rel=NORM_16)
+    assert_same_steps(result, expected, loss=LOSS["bfloat16"], norm=NORM["bfloat16"])
     for name, tensor in expected.weights.items():
         if re.match(UNTOUCHED[case.model], name):
             assert torch.equal(weights[name], tensor), name

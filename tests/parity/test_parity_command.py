@@ -112,39 +112,6 @@ def test_the_command_passes(
     assert "DIFFERENT" not in out
 
 
-@pytest.mark.slow
-def test_the_command_passes_with_divided_experts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], dataset: Path, forked: None
-) -> None:
-    run = run_config(
-        dataset,
-        {"config": ARCHITECTURES["qwen3_moe"]},
-        micro_batch_size=1,
-        parallel={"expert": 2},
-    )
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
-    assert main(["parity", "--config", str(tmp_path / "run.yaml"), "--world-size", "2"]) == 0
-    out = capsys.readouterr().out
-    for stage in range(4):
-        (line,) = [line for line in out.splitlines() if f"zero{stage}, data 2, expert 2 " in line]
-        assert "  same" in line
-    assert "DIFFERENT" not in out
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["muon", "lion", "adafactor"])
-def test_other_optimizers_pass(
-    optimizer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], dataset: Path, forked: None
-) -> None:
-    section = {"type": optimizer, "lr": 1e-3}
-    run = run_config(dataset, {"config": llama()}, micro_batch_size=1, optimizer=section)
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
-    assert main(["parity", "--config", str(tmp_path / "run.yaml"), "--world-size", "2"]) == 0
-    out = capsys.readouterr().out
-    assert out.count("  same") >= 8
-    assert "DIFFERENT" not in out
-
-
 def test_another_model_is_found_out(
     small: Proxy, reference: TrainingTrace, tmp_path: Path, forked: None
 ) -> None:
@@ -248,22 +215,36 @@ def mutated(name: str, old: str, new: str) -> str:
     return text.replace(old, new)
 
 
+FEW_POINTS = """
+import sys
+from bigtrain.cli import main
+from bigtrain.parity import run
+points, where = run.points, sys.argv.pop(1)
+run.points = lambda *words: [
+    point for point in points(*words)
+    if where in point.name and "tensor" not in point.name and (point.is_wrong or not point.refusal)
+][:4]
+sys.exit(main(sys.argv[1:]))
+"""
+
+
 def parity_of_a_copy(
     directory: Path,
     changes: dict[str, tuple[str, str]],
     run: dict[str, Any] | None = None,
     world_size: int = 1,
+    where: str = "data",
 ) -> tuple[int, str]:
-    """Exit code and output of the command, of bigtrain with text replaced."""
+    """Exit code and output of the command, of bigtrain with text replaced, at the first four points
+    with `where` in their names."""
     for folder in ("bigtrain", "ds_configs"):
         shutil.copytree(ROOT / folder, directory / folder)
     for name, (old, new) in changes.items():
         (directory / "bigtrain" / name).write_text(mutated(name, old, new))
     (directory / "run.yaml").write_text(yaml.safe_dump(run or with_dropout()))
-    command = "import sys; from bigtrain.cli import main; sys.exit(main(sys.argv[1:]))"
     arguments = ["parity", "--config", "run.yaml", "--world-size", str(world_size)]
     done = subprocess.run(
-        [sys.executable, "-c", command, *arguments],
+        [sys.executable, "-c", FEW_POINTS, where, *arguments],
         cwd=directory,
         env={**os.environ, "PYTHONPATH": str(directory)},
         capture_output=True,
@@ -506,123 +487,96 @@ def test_what_is_wrong_is_told(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", MUTATIONS_OF_RANKS)
 def test_what_is_wrong_between_ranks_is_told(name: str, tmp_path: Path) -> None:
     changes, sections, where = MUTATIONS_OF_RANKS[name]
-    code, output = parity_of_a_copy(tmp_path, changes, run_of(sections, tmp_path), 2)
+    code, output = parity_of_a_copy(tmp_path, changes, run_of(sections, tmp_path), 2, where)
     assert code == 1, output
     lines = [line for line in output.splitlines() if line.startswith("zero") and where in line]
     assert lines
-    told = ("DIFFERENT", "auxiliary loss")
-    assert all(any(t in line for t in told) for line in lines if "tensor" not in line), output
+    assert all("DIFFERENT" in line or "auxiliary loss" in line for line in lines), output
+
+
+STAGES = "pipeline_zero1, data 1, pipeline 2"
+NO_OBJECTIVE: dict[str, Any] = {"objective": ObjectiveSection()}
+NO_MOE: dict[str, Any] = {"moe": MoeSection()}
+DISTILLED: dict[str, Any] = {"type": "distillation", "teacher": "unread"}
+OTHER_EMA = {"optimizer": OptimizerSection(**(AVERAGED | {"ema": {"decay": 0.79}}))}
+HEAD_ADAPTED = {**LORA, "modules_to_save": ["score"]}
+# By name: sections of a run, without what of them the reference is another one, and where. The
+# first five are of the fast tier.
+TERMS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
+    "biases": (
+        {"model": DEEPSEEK, "moe": {"bias_update_rate": 0.001}},
+        NO_MOE,
+        ("zero2, data 2, expert 2",),
+    ),
+    "pairs": ({"model": llama(), **PREFERENCE}, NO_OBJECTIVE, ("zero2, data 2",)),
+    "answers": ({"model": llama(), **KTO}, NO_OBJECTIVE, ("zero1, data 2",)),
+    "weights and averages in stages": (
+        {"model": llama(), "loss": "chunked", "optimizer": AVERAGED},
+        OTHER_EMA,
+        (STAGES,),
+    ),
+    "live teacher": ({"model": llama(), "objective": LIVE}, NO_OBJECTIVE, ("zero3, data 2",)),
+    "global batch": (
+        {"model": MIXTRAL, "moe": {**GLOBAL, "z_loss_coefficient": 0.001}},
+        NO_MOE,
+        ("zero1, data 2", "zero2, data 1, sequence 2"),
+    ),
+    "auxiliary loss": ({"model": MIXTRAL}, {}, ("zero3, data 1, sequence 2, expert 2",)),
+    "adapters": (
+        {"model": llama(), "adapters": LORA},
+        {"adapters": None},
+        ("zero2, data 2", STAGES),
+    ),
+    "pairs in stages": ({"model": llama(), **PREFERENCE}, NO_OBJECTIVE, (STAGES,)),
+    "answers in parts": (
+        {"model": llama(), **KTO},
+        NO_OBJECTIVE,
+        ("zero3, data 1, sequence 2", STAGES),
+    ),
+    "answers with adapters": (
+        {"model": llama(), "adapters": LORA, **KTO},
+        NO_OBJECTIVE,
+        ("zero3, data 2", "zero1, data 1, tensor 2", STAGES),
+    ),
+    "rewards": (
+        {"model": llama(), **REWARD},
+        {"objective": ObjectiveSection(type="reward")},
+        ("zero3, data 2", "zero1, data 1, sequence 2", STAGES),
+    ),
+    "classes with adapters": (
+        {"model": llama(), "adapters": HEAD_ADAPTED, **CLASSES},
+        {"adapters": None},
+        ("zero1, data 2", STAGES),
+    ),
+    "terms": (
+        {"model": llama(), "objective": {"label_smoothing": 0.1, "z_loss": 0.01}},
+        NO_OBJECTIVE,
+        ("zero1, data 2", "zero1, data 1, tensor 2"),
+    ),
+    "teacher": (
+        {"model": llama(), "objective": DISTILLED},
+        {"objective": ObjectiveSection(**DISTILLED, alpha=0.51)},
+        ("zero3, data 2", STAGES),
+    ),
+    **{
+        optimizer: (
+            {"model": llama(), "optimizer": {"type": optimizer, "lr": 1e-3}},
+            {"optimizer": OptimizerSection(lr=1e-3)},
+            ("zero2, data 2", "zero3, data 1, tensor 2", STAGES),
+        )
+        for optimizer in ("muon", "lion", "adafactor")
+    },
+}
 
 
 @pytest.mark.parametrize(
-    ("sections", "without", "names"),
-    [
-        pytest.param(
-            {"model": MIXTRAL, "moe": {**GLOBAL, "z_loss_coefficient": 0.001}},
-            {"moe": MoeSection()},
-            ("zero1, data 2", "zero2, data 1, sequence 2"),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            {"model": MIXTRAL},
-            {},
-            ("zero3, data 1, sequence 2, expert 2",),
-            marks=pytest.mark.slow,
-        ),
-        (
-            {"model": DEEPSEEK, "moe": {"bias_update_rate": 0.001}},
-            {"moe": MoeSection()},
-            ("zero2, data 2, expert 2",),
-        ),
-        pytest.param(
-            {"model": llama(), "adapters": LORA},
-            {"adapters": None},
-            ("zero2, data 2", "pipeline_zero1, data 1, pipeline 2"),
-            marks=pytest.mark.slow,
-        ),
-        (
-            {"model": llama(), **PREFERENCE},
-            {"objective": ObjectiveSection()},
-            ("zero2, data 2",),
-        ),
-        pytest.param(
-            {"model": llama(), **PREFERENCE},
-            {"objective": ObjectiveSection()},
-            ("pipeline_zero1, data 1, pipeline 2",),
-            marks=pytest.mark.slow,
-        ),
-        (
-            {"model": llama(), **KTO},
-            {"objective": ObjectiveSection()},
-            ("zero1, data 2",),
-        ),
-        pytest.param(
-            {"model": llama(), **KTO},
-            {"objective": ObjectiveSection()},
-            ("zero3, data 1, sequence 2",),
-            marks=pytest.mark.slow,
-        ),
-        (
-            {"model": llama(), "loss": "chunked", "optimizer": AVERAGED},
-            {"optimizer": OptimizerSection(**(AVERAGED | {"ema": {"decay": 0.79}}))},
-            ("pipeline_zero1, data 1, pipeline 2",),
-        ),
-        (
-            {"model": llama(), "objective": LIVE},
-            {"objective": ObjectiveSection()},
-            ("zero3, data 2",),
-        ),
-        pytest.param(
-            {"model": llama(), "adapters": LORA, **KTO},
-            {"objective": ObjectiveSection()},
-            ("zero3, data 2", "zero1, data 1, tensor 2", "pipeline_zero1, data 1, pipeline 2"),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            {"model": llama(), **REWARD},
-            {"objective": ObjectiveSection(type="reward")},
-            ("zero3, data 2", "zero1, data 1, sequence 2", "pipeline_zero1, data 1, pipeline 2"),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            {"model": llama(), "adapters": {**LORA, "modules_to_save": ["score"]}, **CLASSES},
-            {"adapters": None},
-            ("zero1, data 2", "pipeline_zero1, data 1, pipeline 2"),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            {"model": llama(), **KTO},
-            {"objective": ObjectiveSection()},
-            ("pipeline_zero1, data 1, pipeline 2",),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            {"model": llama(), "objective": {"label_smoothing": 0.1, "z_loss": 0.01}},
-            {"objective": ObjectiveSection()},
-            ("zero1, data 2", "zero1, data 1, tensor 2"),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            {"model": llama(), "objective": {"type": "distillation", "teacher": "unread"}},
-            {"objective": ObjectiveSection(type="distillation", teacher="unread", alpha=0.51)},
-            ("zero3, data 2", "pipeline_zero1, data 1, pipeline 2"),
-            marks=pytest.mark.slow,
-        ),
-    ],
-    ids=[
-        "global batch", "auxiliary loss", "biases", "adapters", "pairs", "pairs in stages",
-        "answers", "answers in parts", "weights and averages in stages", "live teacher",
-        "answers with adapters", "rewards", "classes with adapters", "answers in stages",
-        "terms", "teacher",
-    ],
-)  # fmt: skip
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow if i > 4 else ()) for i, n in enumerate(TERMS)],
+)
 def test_terms_of_the_loss_and_adapters_are_compared(
-    sections: dict[str, Any],
-    without: dict[str, Any],
-    names: tuple[str, ...],
-    tmp_path: Path,
-    forked: None,
+    name: str, tmp_path: Path, forked: None
 ) -> None:
+    sections, without, names = TERMS[name]
     config = RunConfig.model_validate(run_of(sections, tmp_path))
     proxy = shrink(config, 2, tmp_path / "model")
     chosen = [point for point in points(proxy, 2) if point.name in names]

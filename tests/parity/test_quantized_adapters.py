@@ -13,25 +13,14 @@ from peft.tuners.lora import LoraLayer
 from transformers import BitsAndBytesConfig
 
 from bigtrain.engine.checkpoint.io import read_full
+from tests.parity.cases import LOSS, NORM, RECOMPUTE, WEIGHTS, Case, assert_among
 from tests.parity.conftest import STEPS, each_case, train_cases
-from tests.parity.plain import (
-    Spread,
-    Training,
-    orders,
-    plain_training,
-    root_mean_square,
-)
+from tests.parity.plain import Spread, Training, orders, plain_training
 from tests.parity.test_adapters import (
     BFLOAT16,
-    LOSS,
-    NORM,
     PEFT,
-    RECOMPUTE,
-    SPREADS,
     TILES,
     TILES_ANEW,
-    WEIGHTS,
-    Case,
     config_of,
     seed_of,
 )
@@ -53,29 +42,25 @@ def fp4(**more: Any) -> dict[str, dict[str, Any]]:
     return {"adapters": {"quantization": "fp4", "double_quantization": False, **more}}
 
 
-RESTORED = Case(1, "zero0", accumulation=1, sections=nf4() | RECOMPUTE)
-SAVED = Case(2, "zero2", accumulation=2, sections=nf4() | RECOMPUTE)
+RESTORED = Case(1, "zero0", accumulation=1, sections=nf4() | RECOMPUTE, slow=False)
+SAVED = Case(2, "zero2", accumulation=2, sections=nf4() | RECOMPUTE, slow=False)
 CASES = [
     RESTORED,
     SAVED,
     Case(2, "zero1", "gpt2", sections=fp4()),
-    Case(2, "zero0", degrees={"sequence": 2}, sections=nf4(dora=True), slow=True),
-    Case(2, "zero1", degrees={"pipeline": 2}, sections=nf4(), slow=True),
-    Case(2, "zero2", sections=nf4() | TILES, slow=True),
-    Case(1, "zero1", sections=nf4(dora=True) | TILES_ANEW, slow=True),
+    Case(2, "zero0", degrees={"sequence": 2}, sections=nf4(dora=True)),
+    Case(2, "zero1", degrees={"pipeline": 2}, sections=nf4()),
+    Case(2, "zero2", sections=nf4() | TILES),
+    Case(1, "zero1", sections=nf4(dora=True) | TILES_ANEW),
+    Case(2, "zero0", "llama", 1, sections=nf4(rslora=True)),
+    Case(2, "zero1", "llama", 2, {"sequence": 2}, nf4(rslora=True)),
+    Case(1, "zero2", "llama", 4, sections=fp4(dora=True)),
+    Case(2, "zero2_offload", "llama", 1, sections=fp4(dora=True)),
+    Case(2, "zero2", "gpt2", 2, {"sequence": 2}, nf4(double_quantization=False)),
+    Case(1, "zero2_offload", "gpt2", 4, sections=nf4(double_quantization=False)),
     *(
-        Case(size, engine, model, accumulation, degrees, kind, slow=True)
-        for engine in ("zero0", "zero1", "zero2", "zero2_offload")
-        for model, kind in (
-            ("llama", nf4(rslora=True)),
-            ("llama", fp4(dora=True)),
-            ("gpt2", nf4(double_quantization=False)),
-        )
-        for size, accumulation, degrees in ((1, 4, {}), (2, 1, {}), (2, 2, {"sequence": 2}))
-    ),
-    *(
-        Case(4, "zero1", model, 2, {"pipeline": 2}, nf4() | RECOMPUTE, slow=True)
-        for model in ("llama", "gpt2", "first")
+        Case(4, "zero1", model, 2, {"pipeline": 2}, nf4() | RECOMPUTE)
+        for model in ("gpt2", "first")
     ),
 ]
 
@@ -183,8 +168,10 @@ def test_equals_plain_peft(
 ) -> None:
     results_by_case = request.getfixturevalue("slow_results" if case.slow else "results")
     expected = plain_run(case, dataset, bases[case.model])
-    assert results_by_case[case.name]["losses"] == pytest.approx(expected.losses, abs=LOSS)
-    assert results_by_case[case.name]["norms"] == pytest.approx(expected.norms, rel=NORM)
+    assert results_by_case[case.name]["losses"] == pytest.approx(
+        expected.losses, abs=LOSS["float32"]
+    )
+    assert results_by_case[case.name]["norms"] == pytest.approx(expected.norms, rel=NORM["float32"])
     trained = torch.load(results_by_case["root"] / f"{case.name}.pt")
     assert expected.weights.keys() <= trained.keys()
     # No weight in 4 bits is taken for one that has a master.
@@ -205,7 +192,7 @@ def test_goes_on_with_another_number_of_processes(
         assert tensor.dtype == torch.float32
         assert torch.equal(again[key], tensor), key
     expected = plain_run(SAVED, dataset, bases[SAVED.model])
-    assert results["again"]["losses"] == pytest.approx(expected.losses[3:], abs=LOSS)
+    assert results["again"]["losses"] == pytest.approx(expected.losses[3:], abs=LOSS["float32"])
     trained = torch.load(results["root"] / "again.pt")
     for name, weight in expected.weights.items():
         assert torch.allclose(trained[name], weight, rtol=0, atol=WEIGHTS), name
@@ -213,8 +200,7 @@ def test_goes_on_with_another_number_of_processes(
 
 IN_16_BIT = [
     Case(size, engine, sections=nf4(dora=dora) | BFLOAT16)
-    for engine, size in (("zero0", 1), ("zero1", 2), ("zero2", 2))
-    for dora in (False, True)
+    for engine, size, dora in (("zero0", 1, False), ("zero1", 2, True), ("zero2", 2, False))
 ]
 # Float32 that is rounded in each product: where gradients differ by rounding, they then do by more.
 IN_16_BIT.append(Case(2, "zero1", sections=nf4(compute_dtype="bfloat16")))
@@ -236,10 +222,5 @@ def test_16_bit_is_among_plain_runs(
     dtype = torch.bfloat16 if "precision" in case.sections else torch.float32
     options = {"dtype": dtype, "sum_dtype": dtype if case.engine == "zero0" else torch.float32}
     runs = [plain_run(case, dataset, bases["llama"], chunks=c, **options) for c in orders()]
-    spread, result = Spread.of(runs), in_16_bit[case.name]
-    losses = [abs(a - b) for a, b in zip(result["losses"], spread.losses, strict=True)]
-    norms = [abs(a - b) / b for a, b in zip(result["norms"], spread.norms, strict=True)]
-    assert max(losses) <= SPREADS * spread.loss
-    assert max(norms) <= SPREADS * spread.norm < 0.1
     trained = torch.load(in_16_bit["root"] / f"{case.name}.pt")
-    assert root_mean_square(trained, spread.weights) <= SPREADS * spread.weight
+    assert_among(in_16_bit[case.name], trained, Spread.of(runs))

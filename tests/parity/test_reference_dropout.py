@@ -7,7 +7,6 @@ dropout, or scores of another sample, would show in the rewards.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +14,22 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from bigtrain.data.loading.loader import open_training_data
-from bigtrain.settings.batch_plan import plan_batch
-from bigtrain.settings.loading import parse_run_config
-from tests.parity.objective_runs import VOCAB_SIZE, save_llama, steps_of, train
-from tests.parity.test_kto import summed
+from tests.parity.objective_runs import (
+    ADAPTERS,
+    VOCAB_SIZE,
+    log_probabilities,
+    read_steps,
+    run_tree,
+    save_llama,
+    steps_of,
+    train,
+)
 from tests.support.pairs import write_pairs
 from tests.support.rated import write_rated
 
 pytestmark = [pytest.mark.distributed]
 
-LENGTH, STEPS, BETA, SAMPLES = 32, 6, 0.5, 8
-ADAPTERS = {"adapters": {"type": "lora", "rank": 4, "alpha": 16.0}}
+LENGTH, STEPS, BETA = 32, 3, 0.5
 STAGES = {"parallel": {"pipeline": 2}}
 KTO, PREFERENCE = {"type": "kto", "beta": BETA}, {"type": "preference", "beta": BETA}
 
@@ -42,19 +45,18 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_of(root: Path, objective: dict[str, Any], sections: dict[str, Any]) -> dict[str, Any]:
     overrides = {"attention_dropout": 0.4}
-    return {
-        "model": {"path": str(root / "base"), "overrides": overrides, "attention": "eager"},
-        "objective": objective,
-        "data": {"path": str(root / objective["type"]), "allow_other_tokenizer": True},
-        "batch": {"sequence_length": LENGTH, "global_batch_size": SAMPLES, "micro_batch_size": 4},
-        "train": {"steps": STEPS},
-        "optimizer": {"lr": 1e-9, "weight_decay": 0.0},
-        "schedule": {"type": "constant"},
-        "precision": {"dtype": "float32"},
-        "logging": {"every_steps": 1},
-        "output": {"directory": str(root / "run"), "export": False},
+    tree = run_tree(
+        root,
+        length=LENGTH,
+        steps=STEPS,
+        model={"path": str(root / "base"), "overrides": overrides, "attention": "eager"},
+        objective=objective,
+        data={"path": str(root / objective["type"]), "allow_other_tokenizer": True},
+        optimizer={"lr": 1e-9, "weight_decay": 0.0},
         **sections,
-    }
+    )
+    tree["batch"]["micro_batch_size"] = 4
+    return tree
 
 
 @torch.no_grad()
@@ -62,15 +64,12 @@ def reference_scores(root: Path, tree: dict[str, Any]) -> list[dict[str, float]]
     """Return the mean score of the chosen and of the rejected answers of each step, by plain
     transformers without dropout."""
     model = AutoModelForCausalLM.from_pretrained(root / "base", dtype=torch.float32).eval()
-    config = parse_run_config(tree)
-    plan, _ = plan_batch(config.batch, 1)
-    assert plan is not None
-    batches = open_training_data(config, replace(plan, rows_per_sample=2), 0)
     scores = []
-    for step in range(STEPS):
+    for parts in read_steps(tree, rows_per_sample=2):
         chosen, rejected = [], []
-        for part in batches.step(SAMPLES * step):
-            sums = summed(model, part.input_ids, part.labels)[part.labels.ne(-100).any(-1)]
+        for part in parts:
+            sums = log_probabilities(model, part.input_ids, part.labels).sum(-1)
+            sums = sums[part.labels.ne(-100).any(-1)]
             if part.desirable is None:
                 chosen.append(sums[0::2])
                 rejected.append(sums[1::2])
@@ -80,19 +79,18 @@ def reference_scores(root: Path, tree: dict[str, Any]) -> list[dict[str, float]]
                 rejected.append(sums[0::2][~likes])
         means = {"chosen": torch.cat(chosen).mean(), "rejected": torch.cat(rejected).mean()}
         scores.append({side: float(mean) for side, mean in means.items()})
-    batches.close()
     return scores
 
 
 @pytest.mark.parametrize(
     ("objective", "sections", "world_size"),
     [
-        (KTO, ADAPTERS, 1),
-        (KTO, {}, 1),
-        (PREFERENCE, ADAPTERS, 1),
-        (PREFERENCE, {}, 1),
+        (KTO, {"adapters": ADAPTERS}, 1),
+        pytest.param(KTO, {}, 1, marks=pytest.mark.slow),
+        pytest.param(PREFERENCE, {"adapters": ADAPTERS}, 1, marks=pytest.mark.slow),
+        pytest.param(PREFERENCE, {}, 1, marks=pytest.mark.slow),
         (KTO, STAGES, 2),
-        (PREFERENCE, STAGES, 2),
+        pytest.param(PREFERENCE, STAGES, 2, marks=pytest.mark.slow),
     ],
     ids=["kto adapters", "kto", "pairs adapters", "pairs", "kto stages", "pairs stages"],
 )

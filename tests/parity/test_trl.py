@@ -6,10 +6,9 @@ included), so `test_objectives.py` compares that loss with a plain loop only.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -20,43 +19,35 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import bigtrain
-from bigtrain.data.loading.loader import open_training_data
 from bigtrain.parity.adapters import with_adapters
-from bigtrain.settings.batch_plan import plan_batch
 from bigtrain.settings.loading import parse_run_config
-from tests.parity import score_heads
-from tests.parity.objective_runs import VOCAB_SIZE, save_llama, steps_of, train
-from tests.support.pairs import write_pairs
-from tests.support.rated import write_rated
+from tests.parity.objective_runs import LAYOUTS, VOCAB_SIZE, read_steps, steps_of, train
+from tests.parity.test_objectives import (
+    BETA,
+    CENTERING,
+    DESIRABLE,
+    KTO_BETA,
+    LENGTH,
+    UNDESIRABLE,
+    plain_head_model,
+    root,
+)
+from tests.parity.test_objectives import run_of as objective_run_of
 
+__all__ = ["root"]
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.distributed,
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),  # TRL's calls
 ]
 
-LENGTH, STEPS, BETA, GAMMA = 32, 20, 0.3, 0.4
-BATCH_SIZE = 8
-DESIRABLE, UNDESIRABLE, CENTERING = 1.0, 1.4, 0.05
-ADAPTERS = {"type": "lora", "rank": 4, "alpha": 16.0}
-OBJECTIVES: dict[str, dict[str, Any]] = {
-    "sigmoid": {"type": "preference", "loss": "sigmoid", "beta": BETA},
-    "ipo": {"type": "preference", "loss": "ipo", "beta": BETA},
-    "simpo": {"type": "preference", "loss": "simpo", "beta": BETA, "gamma": GAMMA},
-    "kto": {
-        "type": "kto",
-        "beta": BETA,
-        "desirable_weight": DESIRABLE,
-        "undesirable_weight": UNDESIRABLE,
-    },
-    "reward": {"type": "reward", "center_rewards_coefficient": CENTERING},
-}
+STEPS, BATCH_SIZE = 10, 8
 SETTINGS: dict[str, dict[str, Any]] = {
     "sigmoid": {"beta": BETA, "loss_type": ["sigmoid"]},
     "ipo": {"beta": BETA, "loss_type": ["ipo"]},
-    "simpo": {"beta": BETA, "loss_type": "simpo", "simpo_gamma": GAMMA, "cpo_alpha": 0.0},
+    "simpo": {"beta": BETA, "loss_type": "simpo", "simpo_gamma": 0.4, "cpo_alpha": 0.0},
     "kto": {
-        "beta": BETA,
+        "beta": KTO_BETA,
         "desirable_weight": DESIRABLE,
         "undesirable_weight": UNDESIRABLE,
     },
@@ -77,58 +68,21 @@ METRICS = {
 """Names by TRL of recorded metrics, where they are not `REWARDS`."""
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Pairs, rated answers, and a small model with weights."""
-    directory = tmp_path_factory.mktemp("trl")
-    write_pairs(directory / "pairs", vocab_size=VOCAB_SIZE)
-    write_rated(directory / "rated", vocab_size=VOCAB_SIZE, shards=(40,))
-    save_llama(directory / "base")
-    return directory
-
-
 def run_of(root: Path, name: str, *, full: bool, **sections: Any) -> dict[str, Any]:
-    saved = {"modules_to_save": ["score"]} if name == "reward" else {}
-    return {
-        "model": {"path": str(root / "base")},
-        "objective": OBJECTIVES[name],
-        "data": {
-            "path": str(root / ("rated" if name == "kto" else "pairs")),
-            "allow_other_tokenizer": True,
-        },
-        "batch": {
-            "sequence_length": LENGTH,
-            "global_batch_size": BATCH_SIZE,
-            "micro_batch_size": 2,
-        },
-        "train": {"steps": STEPS},
-        # With the default eps a gradient of 1e-8 moves a weight as far as one of 1, and so does its
-        # rounding.
-        "optimizer": {"lr": 3e-3, "weight_decay": 0.0, "clip_norm": 1.0, "eps": 1e-5},
-        "schedule": {"type": "constant"},
-        "precision": {"dtype": "float32"},
-        "logging": {"every_steps": 1},
-        "checkpoint": {"every_steps": STEPS},
-        "output": {"directory": str(root / "run"), "export": False},
-        **({} if full else {"adapters": ADAPTERS | saved}),
-        **sections,
-    }
+    more = {"train": {"steps": STEPS}, "evaluation": {}, **sections}
+    tree = objective_run_of(root, name, full=full, **more)
+    tree["optimizer"]["weight_decay"] = 0.0
+    return tree
 
 
 def rows_of(tree: dict[str, Any]) -> list[tuple[list[int], list[int]]]:
     """Return prompt and answer of each row, in the order in which a run trains on them."""
-    config = parse_run_config(tree)
-    plan, _ = plan_batch(config.batch, 1)
-    assert plan is not None
-    batches = open_training_data(config, replace(plan, rows_per_sample=2), 0)
     rows = []
-    for step in range(STEPS):
-        for part in batches.step(BATCH_SIZE * step):
-            for ids, labels in zip(part.input_ids, part.labels, strict=True):
-                targets = (labels != -100).nonzero().flatten().tolist()
-                tokens = [*ids[: targets[-1] + 1].tolist(), int(labels[targets[-1]])]
-                rows.append((tokens[: targets[0] + 1], tokens[targets[0] + 1 :]))
-    batches.close()
+    for part in (part for parts in read_steps(tree, 2) for part in parts):
+        for ids, labels in zip(part.input_ids, part.labels, strict=True):
+            targets = (labels != -100).nonzero().flatten().tolist()
+            tokens = [*ids[: targets[-1] + 1].tolist(), int(labels[targets[-1]])]
+            rows.append((tokens[: targets[0] + 1], tokens[targets[0] + 1 :]))
     return rows
 
 
@@ -223,7 +177,7 @@ def by_trl(root: Path, name: str, full: bool) -> Recorded:
     data = rated_rows(root, rows) if name == "kto" else pair_rows(name, rows)
     model: Any
     if name == "reward":
-        model = score_heads.plain_model(root, 1)
+        model = plain_head_model(root, 1)
     else:
         model = AutoModelForCausalLM.from_pretrained(root / "base", dtype=torch.float32)
     if config.adapters is not None:
@@ -265,50 +219,29 @@ def by_trl(root: Path, name: str, full: bool) -> Recorded:
     return recorded
 
 
-# All that runs of preference training may have, with the fewest ranks: DeepSpeed has no ZeRO 3 in
-# stages, and stages no sequence parallelism.
-DEGREES: list[tuple[tuple[int, ...], dict[str, int]]] = [
-    ((0, 1, 3), {}),
-    ((0, 1, 3), {"tensor": 2}),
-    ((0, 1, 3), {"sequence": 2}),
-    ((0, 1, 3), {"tensor": 2, "sequence": 2}),
-    ((0, 1), {"pipeline": 2}),
-    ((0, 1), {"tensor": 2, "pipeline": 2}),
+# Each objective with all weights (or without adapters) and with adapters, on one layout; which
+# layouts make no difference is in `test_objectives.py`.
+CASES = [
+    ("sigmoid", True, "zero1"),
+    ("sigmoid", False, "tensor sequence"),
+    ("ipo", True, "stages"),
+    ("ipo", False, "zero3"),
+    ("simpo", True, "tensor"),
+    ("kto", True, "sequence"),
+    ("kto", False, "zero0"),
+    ("reward", True, "zero3"),
+    ("reward", False, "tensor stages"),
 ]
-TOPOLOGIES: dict[str, tuple[str, dict[str, int]]] = {
-    "-".join([f"zero{stage}", *degrees]): (f"zero{stage}", degrees)
-    for stages, degrees in DEGREES
-    for stage in stages
-}
 
 
-def cases() -> list[Any]:
-    """Return all combinations; all but one are slow."""
-    every = [
-        (name, full, topology)
-        for name in OBJECTIVES
-        for full in (True, False)
-        for topology in TOPOLOGIES
-    ]
-    return [
-        pytest.param(
-            *case,
-            id=f"{case[0]}-{'full' if case[1] else 'lora'}-{case[2]}",
-            marks=() if case == (every[0][0], True, "zero1") else pytest.mark.slow,
-        )
-        for case in every
-    ]
-
-
-@pytest.mark.parametrize(("name", "full", "topology"), cases())
-def test_an_objective_is_trls(root: Path, name: str, full: bool, topology: str) -> None:
+@pytest.mark.parametrize(("name", "full", "layout"), CASES)
+def test_an_objective_is_trls(root: Path, name: str, full: bool, layout: str) -> None:
     """Losses, metrics, norms of gradients and weights of all steps."""
     wanted = by_trl(root, name, full)
-    engine, degrees = TOPOLOGIES[topology]
-    sections = {"engine": {"deepspeed_config": engine}, "parallel": degrees}
-    tree = run_of(root, name, full=full, **sections)
-    run = f"{name}-{full}-{topology}"
-    rows = steps_of(train(root, run, tree, max(2, prod(degrees.values()))))
+    place = LAYOUTS[layout]
+    tree = run_of(root, name, full=full, **place.sections)
+    run = f"{name}-{full}-{layout}".replace(" ", "-")
+    rows = steps_of(train(root, run, tree, place.world_size))
     assert len(rows) == STEPS == len(wanted.losses)
     assert [row["loss"] for row in rows] == pytest.approx(wanted.losses, abs=1e-5, rel=1e-5)
     norms = [line["grad_norm"] for line in wanted.lines]
