@@ -35,6 +35,7 @@ def test_each_rank_is_drawn_on_its_host() -> None:
 
 def test_names_of_hosts_are_text() -> None:
     html = topology_html({**environment(data=1), "hosts": {"<b>&": [0]}})
+    assert "One rank." in html
     assert "<b>" not in html
     assert html.count("&lt;b&gt;&amp;") == 2  # the name, and the drawing's label
 
