@@ -50,9 +50,11 @@ def has(relies: Relies, owner: Callable[[], Any], name: str) -> Contract:
 
 
 def takes(relies: Relies, function: Callable[[], Any], *names: str) -> Contract:
-    """Return `function()` has the parameters `names`, in this order and no others."""
-    said = f"{_said(function)} does not take ({', '.join(names)}) any more"
-    return Contract(relies, said, lambda: tuple(inspect.signature(function()).parameters) == names)
+    """Return `function()` has the parameters `names`, in this order and no others; a string may
+    contain several."""
+    parameters = " ".join(names).split()
+    said = f"{_said(function)} does not take ({', '.join(parameters)}) any more"
+    return Contract(relies, said, lambda: [*inspect.signature(function()).parameters] == parameters)
 
 
 def reads(relies: Relies, owner: Callable[[], Any], *code: str) -> Contract:
@@ -77,12 +79,16 @@ def source_digest(owner: Any) -> str:
 
 
 def sets(relies: Relies, owner: Callable[[], Any], *names: str) -> Contract:
-    """Return the source of `owner()` assigns attributes of these names."""
-    said = f"{_said(owner)} does not set {', '.join(names)} any more"
+    """Return the source of `owner()` assigns attributes of these names; a string may contain
+    several."""
+    attributes = " ".join(names).split()
+    said = f"{_said(owner)} does not set {', '.join(attributes)} any more"
     return Contract(
         relies,
         said,
-        lambda: all(re.search(rf"\.{name}(: [^=\n]*)? = ", _source(owner())) for name in names),
+        lambda: all(
+            re.search(rf"\.{name}(: [^=\n]*)? = ", _source(owner())) for name in attributes
+        ),
     )
 
 

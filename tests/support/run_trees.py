@@ -8,7 +8,7 @@ from bigtrain.settings.run_config import RunConfig
 
 
 def run_tree(**sections: Any) -> dict[str, Any]:
-    """Return a run of a llama; `model` and `data` are taken as they are, others are joined."""
+    """Return a run of a llama; `model`, `data` and `train` replace the section, others are joined."""
     tree: dict[str, Any] = {
         "model": {"config": {"model_type": "llama"}},
         "data": {"path": "shards"},
@@ -18,7 +18,7 @@ def run_tree(**sections: Any) -> dict[str, Any]:
         "output": {"directory": "run"},
     }
     for name, section in sections.items():
-        joins = name not in ("model", "data") and isinstance(section, dict)
+        joins = name not in ("model", "data", "train") and isinstance(section, dict)
         tree[name] = {**tree.get(name, {}), **section} if joins else section
     return tree
 

@@ -91,7 +91,9 @@ def test_refuses_what_blocks_do_not_fit(sizes: dict[str, int], tokens: int, rule
     assert rule in problem.rule
 
 
-def test_refuses_a_gpu_without_the_products(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refuses_a_gpu_without_the_products_and_a_missing_library(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "L40S")
@@ -99,9 +101,6 @@ def test_refuses_a_gpu_without_the_products(monkeypatch: pytest.MonkeyPatch) -> 
     assert "needs compute capability 9.0, and L40S has 8.9" in problem.rule
     assert problem.remedy == "precision.float8=tensorwise"
     assert not check_float8("tensorwise")
-
-
-def test_refuses_a_missing_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(float8.importlib.util, "find_spec", lambda name: None)
     [problem] = check_float8("tensorwise")
     assert "bigtrain[float8]" in problem.remedy

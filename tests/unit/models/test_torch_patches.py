@@ -262,9 +262,7 @@ CONTRACTS = [
         wraps,
     ),
     Contract(
-        "torch_patches.ATEN_TO_COPY",
-        "Tensor.to is not aten._to_copy any more",
-        converts_by_to_copy,
+        "torch_patches.ATEN_TO_COPY", "Tensor.to is not aten._to_copy any more", converts_by_to_copy
     ),
     Contract(
         torch_patches.map_instances,

@@ -223,7 +223,7 @@ CONTRACTS = [
         ignores_keys,
     ),
     has(patches.kept_in_float32, lambda: empty(LlamaConfig(**SMALL)), "_keep_in_fp32_modules"),
-    takes(patches.dtype_plan, lambda: PreTrainedModel._get_dtype_plan, "self", "dtype"),
+    takes(patches.dtype_plan, lambda: PreTrainedModel._get_dtype_plan, "self dtype"),
     Contract(
         patches.dtype_plan,
         "PreTrainedModel._get_dtype_plan does not give patterns of names any more",
@@ -232,10 +232,9 @@ CONTRACTS = [
     takes(
         patches.drop_expected_keys,
         lambda: PreTrainedModel._adjust_missing_and_unexpected_keys,
-        "self",
-        "loading_info",
+        "self loading_info",
     ),
-    takes(patches.expanded_plan, lambda: PreTrainedModel._expand_parallel_plan, "self", "plan"),
+    takes(patches.expanded_plan, lambda: PreTrainedModel._expand_parallel_plan, "self plan"),
     Contract(
         patches.expanded_plan,
         "_expand_parallel_plan does not name parameters before their module any more",
@@ -244,9 +243,7 @@ CONTRACTS = [
     takes(
         patches.style_of,
         lambda: parallel_utils._get_parameter_plan,
-        "parameter_name",
-        "plan",
-        "is_weight",
+        "parameter_name plan is_weight",
     ),
     Contract(
         patches.style_of,
@@ -262,16 +259,13 @@ CONTRACTS = [
     takes(
         patches.grouped_experts,
         lambda: moe.grouped_mm_experts_forward,
-        "self",
-        "hidden_states",
-        "top_k_index",
-        "top_k_weights",
+        "self hidden_states top_k_index top_k_weights",
     ),
     reads(patches.grouped_experts, lambda: moe.grouped_mm_experts_forward, "= _grouped_linear("),
     reads(patches.grouped_experts, lambda: moe._grouped_linear, "_grouped_mm(input, weight"),
-    takes(patches.grouped_experts, lambda: moe._grouped_mm, "input", "weight", "offs"),
+    takes(patches.grouped_experts, lambda: moe._grouped_mm, "input weight offs"),
     has(patches.grouped_experts, lambda: moe.ALL_EXPERTS_FUNCTIONS, "register"),
-    takes(patches.takes_any_width, lambda: moe._can_use_grouped_mm, "input", "weight", "offs"),
+    takes(patches.takes_any_width, lambda: moe._can_use_grouped_mm, "input weight offs"),
     has(patches.attention_name, lambda: PreTrainedConfig, "_attn_implementation"),
     Contract(
         patches.attention_name,

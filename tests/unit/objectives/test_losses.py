@@ -13,11 +13,9 @@ from torch.nn.functional import logsigmoid, softplus
 from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.data.shards.format import IGNORED_LABEL
 from bigtrain.objectives.losses.passes import make_objective
-from bigtrain.settings.run_config import RunConfig
+from tests.support.run_trees import run_config
 
 ROWS, TOKENS, NUM_LABELS = 8, 6, 3
-PADDED = slice(4, 6)
-"""Rows without a target: a pair of padding, between pairs that are present."""
 BETA, GAMMA, DESIRABLE, UNDESIRABLE, CENTERING = 0.7, 0.3, 0.8, 1.4, 0.25
 
 Loss = Callable[["GivenPasses", MicroBatch], torch.Tensor]
@@ -171,17 +169,8 @@ CASES: list[tuple[dict[str, Any], Loss, float]] = [
 def test_a_loss_is_that_of_its_equation(
     section: dict[str, Any], loss: Loss, divergence: float
 ) -> None:
-    config = RunConfig.model_validate(
-        {
-            "model": {"path": "base"},
-            "data": {"path": "shards"},
-            "batch": {"sequence_length": TOKENS, "global_batch_size": 4},
-            "train": {"steps": 1},
-            "optimizer": {"lr": 1e-3},
-            "output": {"directory": "run"},
-            "objective": section,
-        }
-    )
+    batch_section = {"sequence_length": TOKENS, "global_batch_size": 4}
+    config = run_config(model={"path": "base"}, batch=batch_section, objective=section)
     passes = GivenPasses(divergence)
     batch, objective = batch_of(passes), make_objective(config.objective)
     expected = loss(passes, batch)

@@ -61,13 +61,10 @@ SMALL_TERMS = {"label_smoothing": 1e-6, "z_loss": 1e-6}
         {"objective": RATED},
         preference(loss="simpo", gamma=1e-4),
         {"objective": SMALL_TERMS, **optimizer(weight_decay=1e-6, ema={"decay": 0.9999})},
-        pytest.param({"objective": RATED, **LORA}, marks=SLOW),
         pytest.param(
             {"objective": {"type": "reward", "center_rewards_coefficient": 1e-6}}, marks=SLOW
         ),
-        pytest.param(preference(), marks=SLOW),
-        pytest.param(preference() | LORA, marks=SLOW),
-        pytest.param(preference(loss="ipo"), marks=SLOW),
+        pytest.param(preference(loss="ipo") | LORA, marks=SLOW),
         pytest.param(preference(loss="orpo"), marks=SLOW),
         pytest.param({"objective": {"type": "classification"}}, marks=SLOW),
         pytest.param({"objective": TEACHER}, marks=SLOW),
@@ -76,8 +73,7 @@ SMALL_TERMS = {"label_smoothing": 1e-6, "z_loss": 1e-6}
         pytest.param(
             {"model": MODELS["deepseek_v3"], "moe": {"bias_update_rate": 1e-6}}, marks=SLOW
         ),
-        pytest.param(LORA, marks=SLOW),
-        pytest.param(optimizer(type="lion"), marks=SLOW),
+        pytest.param(LORA | optimizer(type="lion"), marks=SLOW),
         pytest.param(optimizer(type="muon"), marks=SLOW),
         pytest.param(optimizer(type="adafactor"), marks=SLOW),
     ],

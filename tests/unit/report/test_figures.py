@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bigtrain.report.figures import NOT_KNOWN, count, duration, headline, mean, number, percent
+from bigtrain.report.figures import NOT_KNOWN, count, duration, headline, mean, number
 from bigtrain.report.run_files import open_runs
 from tests.support.run_directories import evaluation_line, make_run, step_line
 
@@ -57,10 +57,6 @@ def test_counts(value: object, text: str) -> None:
 )
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
-
-
-def test_percent() -> None:
-    assert (percent(0.4137), percent(None)) == ("41.4%", NOT_KNOWN)
 
 
 def test_the_headline_of_a_run(tmp_path: Path) -> None:

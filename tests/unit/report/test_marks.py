@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bigtrain.report.marks import KINDS, MEANINGS, Marks, marks_of
+from bigtrain.report.marks import Marks, marks_of
 from bigtrain.report.run_files import open_runs
 from tests.support.run_directories import eventful_run, make_run, step_line
 
@@ -59,10 +59,6 @@ def test_events_of_sites(tmp_path: Path) -> None:
     }
 
 
-def test_kinds_have_meanings() -> None:
-    assert set(KINDS) == set(MEANINGS)
-
-
 def test_a_step_that_is_not_finite_is_marked_unless_it_was_skipped(tmp_path: Path) -> None:
     lines: list[dict[str, Any]] = [step_line(1), step_line(2, loss=None), step_line(3)]
     lines += [step_line(4, grad_norm=None), {"step": 4, "event": "skipped"}]
@@ -93,8 +89,11 @@ def test_events_of_other_forms_are_told_without_details(tmp_path: Path) -> None:
 
 
 def test_neighbours_of_thousands_are_one_mark(tmp_path: Path) -> None:
-    lines = [{"step": step, "event": "skipped"} for step in range(1, 50_001)]
-    skipped_steps = marks(make_run(tmp_path / "run", lines))["skipped step"]
+    lines = [{"step": step, "event": "straggler", "rank": step} for step in (7, 7, 9)]
+    lines += [{"step": step, "event": "skipped"} for step in range(1, 50_001)]
+    marks_by_kind = marks(make_run(tmp_path / "run", lines))
+    stragglers, skipped_steps = (marks_by_kind[kind] for kind in ("straggler", "skipped step"))
+    assert (stragglers.steps, stragglers.counts, stragglers.total) == ([7, 9], [2, 1], 3)
     assert skipped_steps.total == 50_000
     assert len(skipped_steps.steps) <= 1000
     assert sum(skipped_steps.counts) == 50_000
@@ -102,12 +101,6 @@ def test_neighbours_of_thousands_are_one_mark(tmp_path: Path) -> None:
     assert skipped_steps.steps[0] == 1
     assert skipped_steps.steps[-1] > 49_900
     assert len(skipped_steps.rows) == 100
-
-
-def test_two_events_of_a_step_are_one_mark(tmp_path: Path) -> None:
-    lines = [{"step": step, "event": "straggler", "rank": step} for step in (7, 7, 9)]
-    stragglers = marks(make_run(tmp_path / "run", lines))["straggler"]
-    assert (stragglers.steps, stragglers.counts, stragglers.total) == ([7, 9], [2, 1], 3)
 
 
 def test_a_restart_that_did_not_record_its_step_is_in_the_table(tmp_path: Path) -> None:

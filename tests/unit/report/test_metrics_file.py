@@ -85,12 +85,6 @@ def test_what_a_run_writes_is_read(tmp_path: Path) -> None:
     assert file_metrics.steps.reduced().last["hours"][-1] == pytest.approx(7 * 0.5 / 3600)
 
 
-def test_hours_count_steps_that_were_not_logged(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    write_lines(path, [step_line(step, step_seconds=2.0) for step in (10, 20, 50)])
-    assert read(path).steps.reduced().last["hours"] * 3600 == pytest.approx([20, 40, 100])
-
-
 @pytest.mark.parametrize("final", [True, False])
 def test_a_last_line_that_was_cut_off_is_not_there(tmp_path: Path, final: bool) -> None:
     path = tmp_path / "metrics.jsonl"
@@ -99,12 +93,13 @@ def test_a_last_line_that_was_cut_off_is_not_there(tmp_path: Path, final: bool) 
     metrics = read(path, final)
     assert steps_of(metrics) == [1]
     assert metrics.unreadable.count == 0
-
-
-def test_a_last_line_that_lacks_its_end_alone_counts(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(json.dumps(step_line(1)))
-    assert steps_of(read(path)) == [1]
+    path.write_text(json.dumps(step_line(10, step_seconds=2.0)))  # only its end is missing
+    metrics = read(path)
+    assert steps_of(metrics) == [10]
+    assert metrics.steps.reduced().last["hours"] * 3600 == pytest.approx([20])  # nine not logged
+    write_lines(path, ["x"] * 1000)
+    unreadable = read(path).unreadable
+    assert (unreadable.count, len(unreadable.first)) == (1000, 5)
 
 
 @pytest.mark.parametrize(
@@ -137,14 +132,6 @@ def test_two_lines_that_are_one_value_together_are_unreadable(tmp_path: Path) ->
     metrics = read(path)
     assert steps_of(metrics) == [1, 3]
     assert metrics.unreadable.first == ["line 2 is not JSON", "line 3 is not JSON"]
-
-
-def test_of_many_unreadable_lines_the_first_are_named(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    write_lines(path, ["x"] * 1000)
-    metrics = read(path)
-    assert metrics.unreadable.count == 1000
-    assert len(metrics.unreadable.first) == 5
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", '"2.5"', "true", "[2.5]", "1" * 400, "{}"])

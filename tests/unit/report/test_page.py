@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from bigtrain.metrics.step_metrics import StepMetrics, entries, number
 from bigtrain.report.charts import CHARTS, own_charts, page_data
 from bigtrain.report.marks import marks_of
-from bigtrain.report.page import MARKER, json_in_html, page_html, write_page
+from bigtrain.report.page import MARKER, page_html, write_page
 from bigtrain.report.run_files import open_runs
 from tests.support.run_directories import (
     evaluation_line,
@@ -137,9 +137,7 @@ def test_what_is_absent_is_said_in_sentences(tmp_path: Path) -> None:
         "model FLOPs utilization, step breakdown.",
     ):
         assert sentence in words, sentence
-
-
-def test_a_run_that_has_logged_nothing_has_a_page(tmp_path: Path) -> None:
+    assert "model_flops_utilization is null" not in words  # never known is no gap
     assert "No step has been logged yet." in Elements(page(make_run(tmp_path / "r", []))).words
 
 
@@ -282,12 +280,6 @@ def test_what_files_say_is_text(tmp_path: Path) -> None:
         assert data_of(html)["runs"][0]["name"] == EVIL.replace("/", "_")
 
 
-def test_json_ends_no_script() -> None:
-    text = json_in_html({"a": "</script><!--&"})
-    assert not set("<>&") & set(text)
-    assert json.loads(text) == {"a": "</script><!--&"}
-
-
 def test_the_page_asks_nobody(tmp_path: Path) -> None:
     elements = Elements(page(eventful_run(tmp_path / "run")))
     for tag, attributes in elements.tags:
@@ -307,16 +299,8 @@ def test_the_policy_lets_its_own_programs_run_alone(tmp_path: Path) -> None:
         base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in elements.scripts
     ]
     assert named == programs[1:]
-
-
-def test_it_says_in_its_first_bytes_what_it_is(tmp_path: Path) -> None:
-    html = page(make_run(tmp_path / "run", [step_line(1)]))
-    assert MARKER in html[:1024]
-
-
-def test_its_library_comes_with_its_licence(tmp_path: Path) -> None:
-    html = page(make_run(tmp_path / "run", [step_line(1)]))
-    assert "Copyright (c) 2022 Leon Sorokin" in html
+    assert MARKER in html[:1024]  # of its first bytes, by which it is known
+    assert "Copyright (c) 2022 Leon Sorokin" in html  # of the library of its charts
     assert "Permission is hereby granted" in html
 
 
@@ -351,12 +335,6 @@ def test_figures_that_no_float32_holds_are_gaps_to_the_browser(tmp_path: Path) -
     runs = open_runs([make_run(tmp_path / "run", [step_line(1, loss=1e300)])])
     data = page_data(runs, [marks_of(runs[0])])
     assert numbers(data["runs"][0]["steps"]["series"]["loss"]["mean"]) == [float("inf")]
-
-
-@pytest.mark.parametrize("field", ["model_flops_utilization"])
-def test_a_figure_that_is_never_known_is_no_gap(tmp_path: Path, field: str) -> None:
-    words = Elements(page(make_run(tmp_path / "run", [step_line(1)]))).words
-    assert f"{field} is null" not in words
 
 
 def test_the_curves_are_a_table_too(tmp_path: Path) -> None:
@@ -434,7 +412,7 @@ def test_whatever_files_hold_there_is_a_page(
     assert len(Elements((run / "report.html").read_text()).scripts) == 3
 
 
-@pytest.mark.parametrize("depth", [50, 500, 900, 5000])
+@pytest.mark.parametrize("depth", [50, 900, 5000])
 def test_settings_that_are_nested_deeply(tmp_path: Path, depth: int) -> None:
     run = make_run(tmp_path / "run", [step_line(1)])
     (run / "config.json").write_text('{"a": ' * depth + "1" + "}" * depth)

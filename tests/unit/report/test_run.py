@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -30,23 +29,15 @@ def test_names_are_short_and_differ(
     assert [run.name for run in open_runs(places)] == names
 
 
-def test_no_such_directory(tmp_path: Path) -> None:
-    with pytest.raises(DataError) as error:
-        open_runs([tmp_path / "none"])
-    assert str(error.value) == (
-        f"{tmp_path}/none: no such directory -> name a run's output.directory"
-    )
-
-
-def test_a_file(tmp_path: Path) -> None:
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(DataError, match="file: is not a directory -> name a run's"):
-        open_runs([tmp_path / "file"])
-
-
-def test_a_directory_without_figures(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"has no metrics\.jsonl, so it is not a run, or has"):
-        open_runs([tmp_path])
+    for place, words in (
+        (tmp_path / "none", "/none: no such directory -> name a run's output.directory"),
+        (tmp_path / "file", "file: is not a directory -> name a run's"),
+        (tmp_path, r"has no metrics\.jsonl, so it is not a run, or has"),
+    ):
+        with pytest.raises(DataError, match=words):
+            open_runs([place])
 
 
 def test_the_same_run_twice(tmp_path: Path) -> None:
@@ -57,14 +48,6 @@ def test_the_same_run_twice(tmp_path: Path) -> None:
     with pytest.raises(DataError) as error:
         open_runs([run, tmp_path / "link"])
     assert f"link, which is {run}: the same run is named twice" in str(error.value)
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_figures_that_may_not_be_read(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", [step_line(1)])
-    (run / "metrics.jsonl").chmod(0)
-    with pytest.raises(DataError, match=r"metrics\.jsonl: cannot be read: Permission denied"):
-        open_runs([run])
 
 
 def test_many_runs_have_fewer_points_each(tmp_path: Path) -> None:
@@ -93,12 +76,6 @@ def test_starts_are_those_that_a_run_writes(tmp_path: Path) -> None:
     assert second.since.endswith("UTC")
 
 
-def test_a_start_that_recorded_no_step_is_a_start(tmp_path: Path) -> None:
-    acquire(tmp_path, {})
-    [start] = read_run_files(tmp_path).starts
-    assert (start.step, start.world_size) == (None, None)
-
-
 def test_all_files_of_an_eventful_run(tmp_path: Path) -> None:
     files = read_run_files(eventful_run(tmp_path / "run"))
     assert files.notes == []
@@ -110,7 +87,7 @@ def test_all_files_of_an_eventful_run(tmp_path: Path) -> None:
     assert files.prediction.peak_memory_gib == 63.2
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 9999, b'"x"'])
+@pytest.mark.parametrize("content", [b"", b"[]", b"\xff\xfe", b"[" * 9999])
 def test_corrupt_files_are_notes(tmp_path: Path, content: bytes) -> None:
     run = eventful_run(tmp_path / "run")
     for path in [*run.glob("*.json"), run / "starts.jsonl", *run.glob("generations/*")]:

@@ -6,20 +6,12 @@ import pytest
 
 from bigtrain.run.state import BestSoFar, TrainState, after_evaluation, has_stopped, is_over
 from bigtrain.settings.run_config import RunConfig
+from tests.support.run_trees import run_config
 
 
 def config_of(**evaluation: Any) -> RunConfig:
-    return RunConfig.model_validate(
-        {
-            "model": {"config": {"model_type": "llama"}},
-            "data": {"path": "shards"},
-            "batch": {"sequence_length": 8, "global_batch_size": 1},
-            "train": {"steps": 100},
-            "optimizer": {"lr": 1e-3},
-            "output": {"directory": "run"},
-            "evaluation": {"every_steps": 1, "tasks_every_steps": 1, "tasks": ["t"], **evaluation},
-        }
-    )
+    usual = {"every_steps": 1, "tasks_every_steps": 1, "tasks": ["t"]}
+    return run_config(train={"steps": 100}, evaluation={**usual, **evaluation})
 
 
 def run(config: RunConfig, values: list[float | None]) -> list[tuple[float | None, int, bool]]:

@@ -11,7 +11,7 @@ from bigtrain.sites.outer_state import fragment_of
 BLOCKS = ["int8", "int4"]
 
 
-@pytest.mark.parametrize("size", [1, 63, 64, 255, 256, 257, 1000])
+@pytest.mark.parametrize("size", [1, 63, 257])
 @pytest.mark.parametrize("name", BLOCKS)
 def test_no_value_is_off_by_more_than_half_a_scale(name: str, size: int) -> None:
     codec = CODECS[name]

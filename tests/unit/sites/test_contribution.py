@@ -66,8 +66,10 @@ def test_a_change_is_bounded_beside_the_weights() -> None:
             refuse_norm(bad, 1.0, 100)
 
 
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("bad", [float("nan"), 1e30])
+@pytest.mark.parametrize(
+    ("codec", "bad"),
+    [("float32", float("nan")), ("bfloat16", 1e30), ("int8", 1e30), ("int4", float("nan"))],
+)
 def test_sites_name_the_one_whose_values_they_cannot_use(codec: str, bad: float) -> None:
     """Site 1 of 3 sends one bad value, in the part of which site 2 takes the mean."""
     store, weights = dist.HashStore(), torch.randn(90, generator=torch.Generator().manual_seed(1))

@@ -182,16 +182,24 @@ CASES = {
 }
 
 
-FAST = {("a slow site misses the last outer step", "direct")}
-FAST |= {("both are cut off, and restarted in turn", "server")}
+FAST = {
+    ("a slow site misses the last outer step", "direct"),
+    ("both are cut off, and restarted in turn", "server"),
+}
+SLOW = [(name, "direct") for name in CASES] + [
+    ("one is cut off and ends alone", "server"),
+    ("both are cut off, and restarted together", "server"),
+    ("a site that has ended exports again", "server"),
+    ("a slow site misses the last outer step", "asynchronous"),
+    ("both are cut off, and restarted in turn", "asynchronous"),
+]
 
 
 @pytest.mark.parametrize(
     ("name", "exchange"),
     [
-        pytest.param(name, exchange, marks=() if (name, exchange) in FAST else pytest.mark.slow)
-        for name in CASES
-        for exchange in ("direct", "server", "asynchronous")
+        *sorted(FAST),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW if case not in FAST),
     ],
 )
 def test_all_exports_have_the_weights_of_the_run(

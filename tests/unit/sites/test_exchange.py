@@ -78,8 +78,7 @@ def exchanged(
         return list(threads.map(of_site, range(count)))
 
 
-@pytest.mark.parametrize("count", [2, 3])
-@pytest.mark.parametrize("codec", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("codec", "count"), [("float32", 3), ("bfloat16", 2)])
 def test_all_sites_get_the_same_mean(codec: str, count: int) -> None:
     generator = torch.Generator().manual_seed(3)
     weights = torch.randn(100, generator=generator)
@@ -104,8 +103,7 @@ def rounded(codec: str, values: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts)
 
 
-@pytest.mark.parametrize("count", [2, 3])
-@pytest.mark.parametrize("codec", ["int8", "int4"])
+@pytest.mark.parametrize(("codec", "count"), [("int8", 3), ("int4", 2)])
 def test_integers_of_all_sites_are_summed_and_what_is_lost_is_sent_later(
     codec: str, count: int
 ) -> None:
@@ -163,12 +161,6 @@ def test_bytes_of_the_formula() -> None:
     assert sent_bytes(1000, 2, "float32") == 4000
     assert sent_bytes(1001, 2, "bfloat16") == 2 * 501 * 2
     assert sent_bytes(900, 3, "float32") == 2 * 2 * 300 * 4
-
-
-def test_three_sites_with_the_same_weights_keep_them() -> None:
-    local = torch.randn(50, generator=torch.Generator().manual_seed(4))
-    for (site_mean,), _, _ in exchanged("float32", local.expand(1, 3, -1), torch.zeros(50)):
-        assert torch.equal(site_mean, local)
 
 
 def test_a_site_that_sends_nothing_is_not_waited_for_longer() -> None:

@@ -13,15 +13,6 @@ def test_how_many_processes_the_launcher_started_here() -> None:
     assert local_world_size({"LOCAL_WORLD_SIZE": "many"}) == 1
 
 
-def test_torchruns_one_thread_is_not_enough_for_an_optimizer_in_host_memory() -> None:
-    share = cpu_share(TORCHRUN, 1, HOST, 16, computes_on_cpu=True)
-    assert share == CpuShare(4, frozenset({4, 5, 6, 7}))
-
-
-def test_a_process_that_only_feeds_its_gpu_is_left_alone() -> None:
-    assert cpu_share(TORCHRUN, 1, HOST, 16, computes_on_cpu=False) == CpuShare()
-
-
 def test_a_users_number_of_threads_wins() -> None:
     environment = TORCHRUN | {"OMP_NUM_THREADS": "3"}
     assert cpu_share(environment, 0, HOST, 16, computes_on_cpu=True).num_threads is None
@@ -31,16 +22,16 @@ def test_a_users_number_of_threads_wins() -> None:
 
 
 def test_cores_are_divided_with_nothing_left_to_two() -> None:
-    cores_of_ranks = [
-        cpu_share(TORCHRUN, rank, HOST, 16, computes_on_cpu=True).cores for rank in range(4)
-    ]
-    cores = [core for part in cores_of_ranks if part is not None for core in part]
-    assert sorted(cores) == list(HOST)
+    """torchrun's one thread is not enough for an optimizer in host memory."""
+    shares = [cpu_share(TORCHRUN, rank, HOST, 16, computes_on_cpu=True) for rank in range(4)]
+    assert shares[1] == CpuShare(4, frozenset({4, 5, 6, 7}))
+    assert sorted(core for share in shares for core in share.cores or ()) == list(HOST)
 
 
 def test_cores_stay_where_there_is_nothing_to_divide() -> None:
-    alone = cpu_share({}, 0, HOST, 16, computes_on_cpu=True)
-    assert alone == CpuShare(16, None)
+    assert cpu_share({}, 0, HOST, 16, computes_on_cpu=True) == CpuShare(16, None)
+    # A process that only feeds its GPU is left alone.
+    assert cpu_share(TORCHRUN, 1, HOST, 16, computes_on_cpu=False) == CpuShare()
     # Bound by DeepSpeed's --bind_cores_to_rank, numactl or Slurm.
     assert cpu_share(TORCHRUN, 0, range(4), 16, computes_on_cpu=True).cores is None
     assert cpu_share(TORCHRUN, 0, range(6), 6, computes_on_cpu=True).cores is None

@@ -33,13 +33,6 @@ def test_a_users_variable_wins_by_either_name(set_by_user: str, left_out: str) -
     assert len(defaults) == 3
 
 
-def test_the_allocator_is_asked_for_less_where_torch_does_not_know_a_key() -> None:
-    assert allocator_settings({}) == [
-        "expandable_segments:True,pinned_max_round_threshold_mb:64",
-        "expandable_segments:True",
-    ]
-
-
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_a_users_settings_of_the_allocator_stay(name: str) -> None:
     settings = allocator_settings({name: "max_split_size_mb:128,expandable_segments:False"})
@@ -47,7 +40,8 @@ def test_a_users_settings_of_the_allocator_stay(name: str) -> None:
         "max_split_size_mb:128,expandable_segments:False,pinned_max_round_threshold_mb:64"
     ]
     assert allocator_settings({name: f"{settings[0]}"}) == []
-
-
-def test_another_allocator_has_no_such_settings() -> None:
     assert allocator_settings({"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}) == []
+    assert allocator_settings({}) == [  # less where torch does not know a key
+        "expandable_segments:True,pinned_max_round_threshold_mb:64",
+        "expandable_segments:True",
+    ]

@@ -76,9 +76,3 @@ def test_a_system_without_these_files(tmp_path: Path, monkeypatch: pytest.Monkey
     machine = this_machine({}, tmp_path)
     assert machine.num_cores == os.cpu_count()
     assert divide(None, 1000, 1000 * GIB, machine).num_processes == machine.num_cores
-
-
-def test_this_machine() -> None:
-    machine = this_machine(os.environ)
-    assert 1 <= machine.num_cores <= len(os.sched_getaffinity(0))
-    assert machine.memory_bytes > 0

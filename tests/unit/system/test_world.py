@@ -19,42 +19,6 @@ MPIRUN = {
 }
 
 
-def test_no_launcher() -> None:
-    assert read_world({}) == World(0, 1, 0)
-
-
-def test_torchrun_deepspeed_accelerate() -> None:
-    given = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node-1"}
-    assert read_world(given) == World(3, 4, 1)
-
-
-def test_mpirun() -> None:
-    assert read_world(MPIRUN) == World(5, 6, 1)
-
-
-def test_a_launcher_below_mpirun_counts() -> None:
-    """torchrun started by mpirun, one per host, say."""
-    assert read_world({**MPIRUN, "RANK": "0", "WORLD_SIZE": "2"}) == World(0, 2, 0)
-
-
-def test_one_process_of_mpirun_needs_no_address() -> None:
-    alone = {**MPIRUN, "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}
-    alone["OMPI_COMM_WORLD_LOCAL_RANK"] = "0"
-    del alone["MASTER_ADDR"]
-    assert read_world(alone) == World(0, 1, 0)
-
-
-def test_mpirun_without_an_address_is_refused() -> None:
-    given = {name: value for name, value in MPIRUN.items() if name != "MASTER_ADDR"}
-    with pytest.raises(LaunchError, match=r"mpirun started 6 .* -> .*-x MASTER_ADDR=HOST"):
-        read_world(given)
-
-
-def test_another_mpirun_is_refused() -> None:
-    with pytest.raises(LaunchError, match="not OMPI_COMM_WORLD_SIZE, OMPI_COMM_WORLD_LOCAL_RANK"):
-        read_world({"OMPI_COMM_WORLD_RANK": "0"})
-
-
 # As srun of Slurm 22.05 sets them for the third of three tasks on two nodes, beside others.
 SRUN = {
     "SLURM_JOB_ID": "41",
@@ -71,36 +35,48 @@ SRUN = {
 
 
 def test_srun() -> None:
-    assert read_world(SRUN) == World(2, 3, 0)
     assert ranks_here(SRUN) == 1
     assert has_other_hosts(World(2, 3, 0), SRUN)
     assert srun_rendezvous(SRUN) == {"MASTER_ADDR": "n07", "MASTER_PORT": str(12000 + 41 * 16 + 2)}
-
-
-def test_steps_of_one_job_meet_at_other_ports() -> None:
     ports = {srun_rendezvous({**SRUN, "SLURM_STEP_ID": str(n)})["MASTER_PORT"] for n in range(4)}
-    assert len(ports) == 4
+    assert len(ports) == 4  # steps of one job meet at others
 
 
-def test_an_address_of_the_script_does_not_hide_srun() -> None:
-    assert read_world({**SRUN, "MASTER_ADDR": "n07"}) == World(2, 3, 0)
+def without(given: dict[str, str], part: str) -> dict[str, str]:
+    return {name: value for name, value in given.items() if part not in name}
 
 
-def test_a_launcher_below_srun_counts() -> None:
-    given = {**SRUN, "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
-    assert read_world(given) == World(0, 2, 0)
-    assert not is_of_srun(given)
-    mpirun = {**SRUN, **MPIRUN}
-    assert read_world(mpirun) == World(5, 6, 1)
+OUTER = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node-1"}
+ALONE = {f"OMPI_COMM_WORLD_{name}": "0" for name in ("RANK", "LOCAL_RANK")}
+ALONE |= {"OMPI_COMM_WORLD_SIZE": "1"}
 
 
-def test_a_batch_script_is_one_process() -> None:
-    """sbatch sets the number of tasks of the job for its script too, which is no task of srun."""
-    script = {name: value for name, value in SRUN.items() if "STEP" not in name}
-    assert read_world(script) == World(0, 1, 0)
+@pytest.mark.parametrize(
+    ("environment", "world"),
+    [
+        ({}, World(0, 1, 0)),
+        (TORCHRUN, World(3, 4, 1)),
+        (MPIRUN, World(5, 6, 1)),
+        (MPIRUN | OUTER, World(0, 2, 0)),  # torchrun started by mpirun, one per host, say
+        (without(MPIRUN, "MASTER") | ALONE, World(0, 1, 0)),  # one process needs no address
+        (SRUN, World(2, 3, 0)),
+        (SRUN | {"MASTER_ADDR": "n07"}, World(2, 3, 0)),  # of the script
+        (SRUN | OUTER, World(0, 2, 0)),
+        (SRUN | MPIRUN, World(5, 6, 1)),
+        # sbatch sets the number of tasks of the job for its script too, which is no task of srun.
+        (without(SRUN, "STEP"), World(0, 1, 0)),
+    ],
+)
+def test_the_innermost_launcher_counts(environment: dict[str, str], world: World) -> None:
+    assert read_world(environment) == world
+    assert is_of_srun(environment) == (world == World(2, 3, 0))
 
 
-def test_srun_without_nodes_is_refused() -> None:
-    given = {name: value for name, value in SRUN.items() if "NODELIST" not in name}
+def test_incomplete_variables_are_refused() -> None:
+    with pytest.raises(LaunchError, match=r"mpirun started 6 .* -> .*-x MASTER_ADDR=HOST"):
+        read_world(without(MPIRUN, "MASTER"))
+    with pytest.raises(LaunchError, match="not OMPI_COMM_WORLD_SIZE, OMPI_COMM_WORLD_LOCAL_RANK"):
+        read_world({"OMPI_COMM_WORLD_RANK": "0"})
     with pytest.raises(LaunchError, match=r"SLURM_STEP_NODELIST .* -> export MASTER_ADDR"):
-        srun_rendezvous(given)
+        srun_rendezvous(without(SRUN, "NODELIST"))

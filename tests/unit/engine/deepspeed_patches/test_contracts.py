@@ -7,7 +7,7 @@ import importlib
 import inspect
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -30,10 +30,7 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import Init
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.runtime.zero.stage_1_and_2 import (
-    DeepSpeedZeroOptimizer,
-    GradPartitionBufferGroup,
-)
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer, GradPartitionBufferGroup
 from deepspeed.runtime.zero.utils import apply_to_tensors_only
 from deepspeed.utils import groups, mixed_precision_linkage, nvtx
 from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
@@ -148,12 +145,23 @@ def comm_torch() -> ModuleType:
     return importlib.import_module("deepspeed.comm.torch")
 
 
-_STEP_WRAPPERS = (
-    lambda: DeepSpeedZeroOptimizer,
-    lambda: DeepSpeedZeroOptimizer_Stage3,
-    lambda: BF16_Optimizer,
-    lambda: FP16_Optimizer,
-    lambda: FP16_UnfusedOptimizer,
+def _always(owner: object) -> Callable[[], object]:
+    return lambda: owner
+
+
+_ENGINE, _INIT = map(_always, (DeepSpeedEngine, Init))
+_CONVERT = _always(Init._convert_to_deepspeed_param)
+_STEP_WRAPPERS = _ZERO12, _ZERO3, _BF16, _FP16, _UNFUSED = tuple(
+    map(
+        _always,
+        (
+            DeepSpeedZeroOptimizer,
+            DeepSpeedZeroOptimizer_Stage3,
+            BF16_Optimizer,
+            FP16_Optimizer,
+            FP16_UnfusedOptimizer,
+        ),
+    )
 )
 
 _LINEAR = ("input", "weight", "bias")
@@ -197,23 +205,14 @@ CONTRACTS = [
         "is_invalid_grad_norm(self._global_grad_norm)",
         "if self.fused_lamb_legacy:",
     ),
-    sets(
-        step.skip_overflow_check,
-        lambda: FP16_UnfusedOptimizer,
-        "overflow_checker",
-        "fused_lamb_legacy",
-    ),
+    sets(step.skip_overflow_check, _UNFUSED, "overflow_checker fused_lamb_legacy"),
     takes(
         step.skip_redundant_work,
         lambda: DeepSpeedEngine.allreduce_no_retain,
-        "self",
-        "bucket",
-        "dp_group",
-        "numel_per_bucket",
-        "dp_world_size",
+        "self bucket dp_group numel_per_bucket dp_world_size",
     ),
     *(
-        has(step.skip_redundant_work, lambda: DeepSpeedEngine, name)
+        has(step.skip_redundant_work, _ENGINE, name)
         for name in ("communication_data_type", "get_data_types", "gradient_predivide_factor")
     ),
     reads(step.speed_up_hooks, lambda: nvtx, "if enable_nvtx and not is_compiling():"),
@@ -263,21 +262,11 @@ CONTRACTS = [
     ),
     sets(
         zero12_reduction.replace_reduction,
-        lambda: DeepSpeedZeroOptimizer,
-        "contiguous_gradients",
-        "reduce_scatter",
-        "use_multi_rank_bucket_allreduce",
-        "cpu_offload",
-        "zenflow",
-        "has_moe_layers",
-        "round_robin_gradients",
-        "autoep_folding_tp_group",
-        "round_robin_bit16_padding",
-        "real_dp_process_group",
-        "gradient_accumulation_dtype",
-        "sequence_parallel_size",
-        "communication_data_type",
-        "gradient_average",
+        _ZERO12,
+        "contiguous_gradients reduce_scatter use_multi_rank_bucket_allreduce cpu_offload "
+        "zenflow has_moe_layers round_robin_gradients autoep_folding_tp_group "
+        "round_robin_bit16_padding real_dp_process_group gradient_accumulation_dtype "
+        "sequence_parallel_size communication_data_type gradient_average",
     ),
     # host_time
     reads(
@@ -287,7 +276,7 @@ CONTRACTS = [
     ),
     reads(
         host_time.time_reductions,
-        lambda: DeepSpeedZeroOptimizer,
+        _ZERO12,
         "            self.reduce_ready_partitions_and_remove_grads(param, i)",
     ),
     *(
@@ -299,7 +288,7 @@ CONTRACTS = [
     is_as_read(zero3_hooks.replace_hooks, lambda: PartitionedParameterCoordinator, "81dc103e6510"),
     reads(
         zero3_hooks.replace_hooks,
-        lambda: Init,
+        _INIT,
         "self._partition_param(param, has_been_updated=has_been_updated, free_data=free_data)",
         "if param.ds_tensor is not None and not has_been_updated:",
         "free_param(param)",
@@ -308,11 +297,7 @@ CONTRACTS = [
         zero3_hooks.replace_hooks, lambda: partitioned_param_coordinator, "ENABLE_PROFILER = False"
     ),
     takes(
-        zero3_hooks.replace_hooks,
-        lambda: apply_to_tensors_only,
-        "function",
-        "value",
-        "warning_msg_fn",
+        zero3_hooks.replace_hooks, lambda: apply_to_tensors_only, "function value warning_msg_fn"
     ),
     takes(step.replace_clipping, lambda: DeepSpeedEngine.clip_fp32_gradients, "self"),
     reads(
@@ -325,7 +310,7 @@ CONTRACTS = [
     *(sets(step.has_overflowed, wrapper, "overflow") for wrapper in _STEP_WRAPPERS),
     # optimizers
     *(sets(optimizers.inner_optimizer, wrapper, "optimizer") for wrapper in _STEP_WRAPPERS),
-    sets(optimizers.updating_optimizers, lambda: DeepSpeedZeroOptimizer_Stage3, "backup_optimizer"),
+    sets(optimizers.updating_optimizers, _ZERO3, "backup_optimizer"),
     *(
         reads(
             optimizers.undo_trial_update,
@@ -334,41 +319,24 @@ CONTRACTS = [
         )
         for wrapper in _STEP_WRAPPERS[3:]
     ),
-    sets(
-        optimizers.is_zero3, lambda: DeepSpeedZeroOptimizer_Stage3, "fp32_partitioned_groups_flat"
-    ),
-    sets(optimizers.zero0_layout, lambda: FP16_Optimizer, "fp16_groups", "fp32_groups_flat"),
-    sets(optimizers.zero0_layout, lambda: FP16_UnfusedOptimizer, "fp16_groups", "fp32_groups"),
+    sets(optimizers.is_zero3, _ZERO3, "fp32_partitioned_groups_flat"),
+    sets(optimizers.zero0_layout, _FP16, "fp16_groups fp32_groups_flat"),
+    sets(optimizers.zero0_layout, _UNFUSED, "fp16_groups fp32_groups"),
     Contract(
         optimizers.zero0_masters,
         "FP16_UnfusedOptimizer keeps its masters flat as FP16_Optimizer does",
         lambda: "self.fp32_groups_flat" not in inspect.getsource(FP16_UnfusedOptimizer),
     ),
-    sets(
-        optimizers.flat_partitions,
-        lambda: DeepSpeedZeroOptimizer,
-        "single_partition_of_fp32_groups",
-    ),
-    sets(optimizers.flat_partitions, lambda: BF16_Optimizer, "fp32_groups_flat_partition"),
+    sets(optimizers.flat_partitions, _ZERO12, "single_partition_of_fp32_groups"),
+    sets(optimizers.flat_partitions, _BF16, "fp32_groups_flat_partition"),
     sets(
         optimizers.zero12_ranges,
-        lambda: DeepSpeedZeroOptimizer,
-        "round_robin_bit16_groups",
-        "round_robin_bit16_offsets",
-        "real_dp_process_group",
-        "partition_size",
+        _ZERO12,
+        "round_robin_bit16_groups round_robin_bit16_offsets real_dp_process_group partition_size",
     ),
-    reads(
-        optimizers.zero12_ranges,
-        lambda: DeepSpeedZeroOptimizer,
-        "flat_group.narrow(0, offset, meta.numel())",
-    ),
-    reads(
-        optimizers.refresh_parameters,
-        lambda: DeepSpeedZeroOptimizer_Stage3,
-        "param.ds_secondary_tensor = None",
-    ),
-    sets(optimizers.zero12_ranges, lambda: BF16_Optimizer, "bf16_groups"),
+    reads(optimizers.zero12_ranges, _ZERO12, "flat_group.narrow(0, offset, meta.numel())"),
+    reads(optimizers.refresh_parameters, _ZERO3, "param.ds_secondary_tensor = None"),
+    sets(optimizers.zero12_ranges, _BF16, "bf16_groups"),
     reads(
         optimizers.zero12_ranges,
         lambda: mixed_precision_linkage.link_hp_params,
@@ -383,12 +351,10 @@ CONTRACTS = [
             and {"start", "numel"} <= {field.name for field in dataclasses.fields(fragment_address)}
         ),
     ),
-    sets(
-        optimizers.masters_of_group, lambda: DeepSpeedZeroOptimizer_Stage3, "sub_group_to_group_id"
-    ),
+    sets(optimizers.masters_of_group, _ZERO3, "sub_group_to_group_id"),
     reads(
         optimizers.masters_of_group,
-        lambda: DeepSpeedZeroOptimizer_Stage3,
+        _ZERO3,
         "self.optimizer.param_groups[param_group_id]['params'] = [fp32_param]",
         "self.optimizer.param_groups[param_group_id]['params'] = []",
     ),
@@ -408,28 +374,18 @@ CONTRACTS = [
     ),
     reads(
         optimizers.refresh_parameters,
-        lambda: DeepSpeedZeroOptimizer_Stage3,
+        _ZERO3,
         "def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id):",
     ),
-    sets(
-        optimizers.refresh_parameters,
-        lambda: DeepSpeedZeroOptimizer_Stage3,
-        "persistent_parameters",
-        "fp16_groups",
-    ),
-    sets(
-        optimizers.refresh_parameters,
-        lambda: Init._convert_to_deepspeed_param,
-        "partition",
-        "all_gather",
-    ),
+    sets(optimizers.refresh_parameters, _ZERO3, "persistent_parameters fp16_groups"),
+    sets(optimizers.refresh_parameters, _CONVERT, "partition all_gather"),
     *(
-        sets(function, lambda w=wrapper: w(), "loss_scaler")
+        sets(function, wrapper, "loss_scaler")
         for function in (optimizers.scaler_state, optimizers.restore_scaler)
         for wrapper in _STEP_WRAPPERS[:2]
     ),
     *(
-        sets(function, lambda w=wrapper: w(), "loss_scale_config")
+        sets(function, wrapper, "loss_scale_config")
         for function in (optimizers.scaler_state, optimizers.restore_scaler, step.scaled_loss)
         for wrapper in _STEP_WRAPPERS[3:]
     ),
@@ -443,7 +399,7 @@ CONTRACTS = [
     ),
     reads(
         step.scaled_loss,
-        lambda: DeepSpeedEngine,
+        _ENGINE,
         "if isinstance(self.optimizer, ZeROOptimizer):\n"
         "                loss = self.optimizer.scale_if_loss(loss)",
     ),
@@ -454,7 +410,7 @@ CONTRACTS = [
     ),
     reads(
         step.scale_of_norm,
-        lambda: FP16_Optimizer,
+        _FP16,
         "self._global_grad_norm = scaled_global_grad_norm / self.loss_scale_config.cur_scale",
     ),
     Contract(
@@ -477,30 +433,24 @@ CONTRACTS = [
         "dist.broadcast(param.data",
         "param.partition()",
     ),
-    takes(partitions.PartitioningInit, lambda: Init._convert_to_deepspeed_param, "self", "param"),
+    takes(partitions.PartitioningInit, _CONVERT, "self param"),
     takes(
-        partitions.partition_parameters,
-        lambda: Init._convert_to_zero_parameters,
-        "self",
-        "param_list",
+        partitions.partition_parameters, lambda: Init._convert_to_zero_parameters, "self param_list"
     ),
-    sets(partitions.partition_of, lambda: Init, "ds_tensor"),
-    sets(partitions.frozen_range, lambda: Init._convert_to_deepspeed_param, "ds_process_group"),
-    sets(partitions.zero3_range, lambda: Init._convert_to_deepspeed_param, "ds_numel"),
-    sets(partitions.zero3_range, lambda: Init, "ds_tensor.ds_numel"),
+    sets(partitions.partition_of, _INIT, "ds_tensor"),
+    sets(partitions.frozen_range, _CONVERT, "ds_process_group"),
+    sets(partitions.zero3_range, _CONVERT, "ds_numel"),
+    sets(partitions.zero3_range, _INIT, "ds_tensor.ds_numel"),
     reads(
         partitions.zero3_range,
-        lambda: DeepSpeedZeroOptimizer_Stage3,
+        _ZERO3,
         "self.grad_position[param_id] = [int(i), int(current_offset), int(num_elements)]",
     ),
-    takes(
-        partitions.zero3_range, lambda: DeepSpeedZeroOptimizer_Stage3.get_param_id, "self", "param"
-    ),
+    takes(partitions.zero3_range, lambda: DeepSpeedZeroOptimizer_Stage3.get_param_id, "self param"),
     takes(
         partitions.zero3_range,
         lambda: DeepSpeedZeroOptimizer_Stage3._get_param_partition_rank,
-        "self",
-        "param",
+        "self param",
     ),
     reads(
         step.is_model_parallel,
@@ -522,19 +472,15 @@ CONTRACTS = [
         lambda: runtime_utils.is_model_parallel_parameter,
         "p.tensor_model_parallel",
     ),
-    sets(
-        "bigtrain.models.layers.parameters.local_shape",
-        lambda: Init._convert_to_deepspeed_param,
-        "ds_shape",
-    ),
+    sets("bigtrain.models.layers.parameters.local_shape", _CONVERT, "ds_shape"),
     Contract(
         step.is_replicated,
         "the mark of replicated parameters has another name",
         lambda: constants.PIPE_REPLICATED == "ds_pipe_replicated",
     ),
-    reads(step.mark_replicated, lambda: DeepSpeedZeroOptimizer, "p.ds_pipe_replicated"),
-    reads(step.mark_replicated, lambda: FP16_Optimizer, "p.ds_pipe_replicated"),
-    reads(step.mark_replicated, lambda: BF16_Optimizer, "lp.ds_pipe_replicated"),
+    reads(step.mark_replicated, _ZERO12, "p.ds_pipe_replicated"),
+    reads(step.mark_replicated, _FP16, "p.ds_pipe_replicated"),
+    reads(step.mark_replicated, _BF16, "lp.ds_pipe_replicated"),
     # pipeline
     reads(
         pipeline.replace_loss,
@@ -556,37 +502,19 @@ CONTRACTS = [
         ),
     ),
     takes(
-        pipeline.run_optimizer_step,
-        lambda: PipelineEngine._exec_optimizer_step,
-        "self",
-        "lr_kwargs",
+        pipeline.run_optimizer_step, lambda: PipelineEngine._exec_optimizer_step, "self lr_kwargs"
     ),
     takes(
         pipeline.fill_gradient,
         lambda: BF16_Optimizer._update_hp_grad,
-        "self",
-        "lp",
-        "group_idx",
-        "param_idx",
-        "clear_lp_grads",
+        "self lp group_idx param_idx clear_lp_grads",
     ),
-    sets(pipeline.fill_gradient, lambda: BF16_Optimizer, "bf16_groups"),
-    takes(
-        pipeline.fill_gradient,
-        lambda: DeepSpeedZeroOptimizer._fill_param_grad_accum_attribute,
-        "self",
-        "param",
-    ),
-    sets(pipeline.accumulated_gradient, lambda: BF16_Optimizer, "fp32_groups_gradient_dict"),
+    sets(pipeline.fill_gradient, _BF16, "bf16_groups"),
+    sets(pipeline.accumulated_gradient, _BF16, "fp32_groups_gradient_dict"),
     sets(pipeline.accumulated_gradient, lambda: BF16_Optimizer._update_hp_grad, "_hp_grad"),
-    sets(
-        pipeline.accumulated_gradient,
-        lambda: DeepSpeedZeroOptimizer,
-        "use_grad_accum_attribute",
-        "grad_accum",
-    ),
+    sets(pipeline.accumulated_gradient, _ZERO12, "use_grad_accum_attribute grad_accum"),
     # startup
-    reads(startup.set_mpu, lambda: DeepSpeedEngine, "groups.mpu = self.mpu"),
+    reads(startup.set_mpu, _ENGINE, "groups.mpu = self.mpu"),
     has(startup.set_mpu, lambda: groups, "mpu"),
     has(startup.destroyed_groups, lambda: distributed_c10d._world, "pg_map"),
     reads(
@@ -643,9 +571,7 @@ def test_a_function_that_carries_its_signature_is_not_inspected(
     inspected: list[object] = []
     real = inspect._signature_from_function  # type: ignore[attr-defined]
     monkeypatch.setattr(
-        inspect,
-        "_signature_from_function",
-        lambda *a, **k: inspected.append(a) or real(*a, **k),
+        inspect, "_signature_from_function", lambda *a, **k: inspected.append(a) or real(*a, **k)
     )
     output = LinearFunctionForZeroStage3.apply(data, weight, bias)
     assert torch.equal(output, expected)

@@ -100,8 +100,7 @@ CONTRACTS = [
     takes(
         experts.engine_with_experts,
         lambda: DeepSpeedEngine._configure_distributed_model,
-        "self",
-        "model",
+        "self model",
     ),
     reads(
         experts.engine_with_experts,

@@ -37,14 +37,20 @@ def group() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("make", [Stack, Recomputed, Reentrant, Frozen, Sometimes])
+OPTIONS: list[dict[str, Any]] = [
+    {"stage": 1},
+    {"stage": 2, "reduce_bucket_size": 100},  # several buckets a step
+    {"stage": 2, "dtype": "bf16", "sums": "fp32"},
+    {"stage": 1, "dtype": "fp16", "sums": "fp32", "reduce_bucket_size": 100},
+]
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("make", "options"),
     [
-        {"stage": 1},
-        {"stage": 2, "reduce_bucket_size": 100},  # several buckets a step
-        {"stage": 2, "dtype": "bf16", "sums": "fp32"},
-        {"stage": 1, "dtype": "fp16", "sums": "fp32", "reduce_bucket_size": 100},
+        *((Stack, options) for options in OPTIONS[1:]),
+        *((Recomputed, OPTIONS[0]), (Reentrant, OPTIONS[2]), (Frozen, OPTIONS[1])),
+        *((Sometimes, options) for options in OPTIONS[:2]),
     ],
     ids=str,
 )

@@ -348,10 +348,6 @@ MODELS += [Parametrized]
 CASES = [
     *((make, "gathered") for make in MODELS),
     *((make, "none ahead") for make in (Recomputed, Reentrant, Borrowing, Changing)),
-    *(
-        pytest.param(make, "none ahead", marks=pytest.mark.slow)
-        for make in (Stack, Frozen, Shared, ByName, Joining)
-    ),
     *((Recomputed, name) for name in SETTINGS if name not in ("gathered", "none ahead")),
 ]
 

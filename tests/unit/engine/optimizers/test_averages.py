@@ -24,7 +24,7 @@ def optimizer_of(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("decay", [0.5, 0.9, 0.999])
+@pytest.mark.parametrize("decay", [0.5, 0.999])
 def test_equals_averaged_model(dtype: torch.dtype, decay: float) -> None:
     torch.manual_seed(0)
     model = nn.Linear(16, 8)

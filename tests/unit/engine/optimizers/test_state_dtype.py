@@ -54,12 +54,6 @@ def test_negative_values_and_what_bfloat16_holds() -> None:
     assert torch.equal(moment.float(), value)
 
 
-def test_float32_is_written_as_it_is() -> None:
-    moment = torch.zeros(3)
-    store(moment, torch.tensor([1.001, 2.0, 3.0]), torch.ones(3))
-    assert moment.tolist() == torch.tensor([1.001, 2.0, 3.0]).tolist()
-
-
 def test_chunks_are_views() -> None:
     tensor = torch.zeros(2, 3)
     for (part,) in chunks(tensor):

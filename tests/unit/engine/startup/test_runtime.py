@@ -51,8 +51,13 @@ def test_a_gpu_gets_its_settings_and_they_are_undone(gpu: list[str], tmp_path: P
         assert any("CUDA allocator: expandable_segments:True" in line for line in lines)
         assert any(line.startswith("set for NCCL: TORCH_NCCL_ASYNC") for line in lines)
     assert gpu == ["expandable_segments:True,pinned_max_round_threshold_mb:64"]
+    sizes = (38 << 30, 16 << 20, 0)
+    assert [pinned_bytes(size) for size in sizes] == [64 << 30, 16 << 20, 0]
     assert environment == {}
     assert torch.get_float32_matmul_precision() == before
+    with runtime.runtime_settings(run(tmp_path, tf32=True), ALONE, {}) as lines:
+        assert torch.get_float32_matmul_precision() == "high"
+        assert "float32 matrix products in TF32 (precision.tf32)" in lines
 
 
 def test_an_older_allocator_is_given_the_keys_it_knows(
@@ -67,12 +72,6 @@ def test_an_older_allocator_is_given_the_keys_it_knows(
     with runtime.runtime_settings(run(tmp_path), ALONE, {}):
         pass
     assert gpu == ["expandable_segments:True"]
-
-
-def test_tf32_is_the_runs_to_choose(gpu: list[str], tmp_path: Path) -> None:
-    with runtime.runtime_settings(run(tmp_path, tf32=True), ALONE, {}) as lines:
-        assert torch.get_float32_matmul_precision() == "high"
-        assert "float32 matrix products in TF32 (precision.tf32)" in lines
 
 
 def test_an_optimizer_in_host_memory_gets_threads_and_cores(
@@ -98,9 +97,3 @@ def test_a_cpu_is_left_as_it_was(tmp_path: Path) -> None:
         assert lines == []
         assert torch.get_num_threads() == 1
     assert environment == {"OMP_NUM_THREADS": "1"}
-
-
-def test_page_locked_memory_is_counted_as_torch_takes_it() -> None:
-    assert pinned_bytes(38 << 30) == 64 << 30
-    assert pinned_bytes(16 << 20) == 16 << 20
-    assert pinned_bytes(0) == 0

@@ -18,9 +18,6 @@ def test_loops_over_chosen_experts_are_refused(model_type: str) -> None:
     assert check_expert_gathering(config, 3, 1, 16) == []
 
 
-@pytest.mark.parametrize(
-    "model_type",
-    ["llama", "llama4_text", "mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "jetmoe"],
-)
+@pytest.mark.parametrize("model_type", ["llama", "llama4_text", "mixtral", "deepseek_v3", "jetmoe"])
 def test_other_models_can_be_gathered(model_type: str) -> None:
     assert check_expert_gathering(tiny_config(model_type), 3, 2, 16) == []

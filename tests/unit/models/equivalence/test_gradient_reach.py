@@ -19,10 +19,11 @@ from bigtrain.models.equivalence.parameter_plan import (
     summarized,
 )
 from bigtrain.settings.run_config import ModelSection, RunConfig
+from tests.support.run_trees import run_config
 from tests.unit.models.equivalence.test_thresholds import deepseek_v4
 from tools.tiny_models import model_types, tiny_config, tiny_model
 
-SAMPLE = ("llama", "gpt2", "gemma3", "deepseek_v32", "ernie4_5_moe", "reformer", "jetmoe", "bart")
+SAMPLE = ("llama", "gemma3", "gemma3n_text", "deepseek_v32", "ernie4_5_moe", "jetmoe", "bart")
 
 
 def absent_gradients(model_type: str) -> list[str]:
@@ -39,7 +40,7 @@ def test_found_without_a_backward_pass(model_type: str) -> None:
     names = find_gradient_reach(tiny_config(model_type), 32).absent
     assert names is not None
     assert list(names) == absent_gradients(model_type)
-    assert bool(names) == (model_type not in ("llama", "gpt2", "jetmoe"))
+    assert bool(names) == (model_type not in ("llama", "gemma3n_text", "jetmoe"))
 
 
 @pytest.mark.slow
@@ -57,13 +58,6 @@ def test_found_for_every_architecture(model_type: str) -> None:
     assert list(names) == expected
 
 
-def test_layers_that_share_keys_of_others_are_told_apart() -> None:
-    config = tiny_config("gemma3n_text")
-    assert config.num_kv_shared_layers == 1
-    names = find_gradient_reach(config, 32).absent
-    assert names == tuple(absent_gradients("gemma3n_text"))
-
-
 def test_a_model_that_cannot_be_run_is_trained_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> Any:
         raise RuntimeError("no")
@@ -78,16 +72,7 @@ def test_a_model_that_cannot_be_run_is_trained_in_full(monkeypatch: pytest.Monke
 
 
 def run_of(model_type: str, **model: Any) -> RunConfig:
-    return RunConfig.model_validate(
-        {
-            "model": {"config": {"model_type": model_type}, **model},
-            "data": {"path": "shards"},
-            "batch": {"sequence_length": 8, "global_batch_size": 4},
-            "train": {"steps": 2},
-            "optimizer": {"lr": 1e-3},
-            "output": {"directory": "unused"},
-        }
-    )
+    return run_config(model={"config": {"model_type": model_type}, **model})
 
 
 def test_the_log_names_modules_that_are_not_trained() -> None:
@@ -137,7 +122,6 @@ class Failing(LlamaForCausalLM):
 @pytest.mark.parametrize(
     ("method", "body"),
     [
-        ("forward", "raise ValueError('as asked')"),
         ("forward", "args[5]"),
         ("__init__", "raise ValueError('as asked')"),
         ("forward", "self.model.absent_attribute"),
@@ -161,7 +145,7 @@ def test_a_failure_of_the_users_class_names_its_line(
     assert f"({file}:{line})" in reach.failure
 
 
-@pytest.mark.parametrize(("sequence_length", "num_compressors"), [(40, 0), (80, 1), (160, 2)])
+@pytest.mark.parametrize(("sequence_length", "num_compressors"), [(80, 1), (160, 2)])
 def test_parameters_of_compressed_attention_are_trained_where_samples_hold_an_entry(
     sequence_length: int, num_compressors: int
 ) -> None:

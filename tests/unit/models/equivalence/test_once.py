@@ -16,6 +16,7 @@ from bigtrain.settings.resolve import resolve_run
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.settings.sections.adapters import AdaptersSection
 from bigtrain.system import user_cache
+from tests.support.run_trees import run_tree
 
 LLAMA = {
     "model_type": "llama",
@@ -34,14 +35,8 @@ BLOOM = {"model_type": "bloom", "hidden_size": 32, "n_layer": 2, "n_head": 4, "v
 def run_of(
     architecture: dict[str, Any], world_size: int, **sections: Any
 ) -> tuple[RunConfig, Any, Any]:
-    tree: dict[str, Any] = {
-        "model": {"config": architecture},
-        "data": {"path": "unread"},
-        "batch": {"sequence_length": 32, "global_batch_size": 4, "micro_batch_size": 1},
-        "train": {"steps": 1},
-        "optimizer": {"lr": 1e-3},
-        "output": {"directory": "unread"},
-    }
+    batch = {"sequence_length": 32, "global_batch_size": 4, "micro_batch_size": 1}
+    tree = run_tree(model={"config": architecture}, batch=batch)
     for section, values in sections.items():
         tree[section] = {**tree.get(section, {}), **values}
     config = RunConfig.model_validate(tree)
@@ -50,7 +45,6 @@ def run_of(
 
 CASES = {
     "plain": (LLAMA, 1, {}),
-    "stages": (LLAMA, 2, {"parallel": {"pipeline": 2}}),
     "stages of two kinds of layers": (GEMMA, 2, {"parallel": {"pipeline": 2}}),
     "sequence": (LLAMA, 2, {"parallel": {"sequence": 2}}),
     "documents": (LLAMA, 1, {"data": {"document_boundaries": "isolate"}}),
@@ -108,20 +102,18 @@ def test_every_setting_is_another_trial(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("library", ["torch", "transformers", "peft", "bitsandbytes"])
-def test_another_library_is_another_trial(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_library_or_processor_is_another_trial(
+    library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = trial_key(LlamaConfig(), "x")
     monkeypatch.setattr(
         user_cache, "_build", lambda name: f"{name} {'2' if name == library else '1'}"
     )
     changed = trial_key(LlamaConfig(), "x")
     monkeypatch.setattr(user_cache, "_build", lambda name: f"{name} 1")
-    assert len({before, changed, trial_key(LlamaConfig(), "x")}) == 3
-
-
-def test_another_processor_is_another_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = trial_key(LlamaConfig(), "x")
+    keys = {before, changed, trial_key(LlamaConfig(), "x")}
     monkeypatch.setattr(cache_key, "processor", lambda: "flags: amx_bf16")
-    assert trial_key(LlamaConfig(), "x") != before
+    assert len(keys | {trial_key(LlamaConfig(), "x")}) == 4
 
 
 def test_adapters_are_another_trial() -> None:

@@ -12,7 +12,7 @@ from bigtrain.models.equivalence.tiles import choose_tiles
 from bigtrain.models.layers.parameter_roles import collapsed
 from bigtrain.models.layers.plans import TilePlan
 from bigtrain.settings.batch_plan import BatchPlan
-from bigtrain.settings.run_config import RunConfig
+from tests.support.run_trees import run_config
 from tests.unit.models.layers.test_chunked_loss import COMMON
 
 PLAN = BatchPlan(4, 4, 1, 1, 16)
@@ -26,17 +26,7 @@ def choose(
     adapters: dict[str, Any] | None = None,
     **values: Any,
 ) -> tuple[TilePlan, list[str]]:
-    config = RunConfig.model_validate(
-        {
-            "model": {"path": "unused", "tiled_mlp": wanted},
-            "adapters": adapters,
-            "data": {"path": "unused"},
-            "batch": {"sequence_length": 16, "global_batch_size": 4},
-            "train": {"steps": 1},
-            "optimizer": {"lr": 1e-3},
-            "output": {"directory": "unused"},
-        }
-    )
+    config = run_config(model={"path": "unused", "tiled_mlp": wanted}, adapters=adapters)
     common = {name: value for name, value in COMMON.items() if name != "head_dim"}
     chosen, problems = choose_tiles(
         config, CONFIG_MAPPING[model_type](**{**common, **values}), PLAN, float32_names

@@ -21,23 +21,15 @@ from bigtrain.models.weights.checksums import unusable_files
 from bigtrain.models.weights.import_hf import find_weights
 from bigtrain.settings.run_config import ModelSection
 from tests.support.datasets import write_dataset
+from tests.support.run_trees import run_tree
 from tests.support.tiny_bases import BASES, exported_again
 
 REFUSED = {
-    "an adapter": ("adapter_config.json", '{"peft_type": "LORA"}', "loads the adapter's own base"),
-    "no JSON": ("generation_config.json", "{", "cannot be read as JSON"),
-    "a byte order mark": ("generation_config.json", '\ufeff{"eos_token_id": 0}', "as JSON"),
-    "a list": ("generation_config.json", "[]", "must be a JSON object"),
-    "an end in letters": (
-        "generation_config.json",
-        '{"eos_token_id": "</s>"}',
-        "must be the id of",
-    ),
-    "ends in letters": (
-        "generation_config.json",
-        '{"eos_token_id": [0, "1"]}',
-        "must be the id of",
-    ),
+    "no JSON": ("{", "cannot be read as JSON"),
+    "a byte order mark": ('\ufeff{"eos_token_id": 0}', "as JSON"),
+    "a list": ("[]", "must be a JSON object"),
+    "an end in letters": ('{"eos_token_id": "</s>"}', "must be the id of"),
+    "ends in letters": ('{"eos_token_id": [0, "1"]}', "must be the id of"),
 }
 
 
@@ -58,38 +50,46 @@ def linked(base: Path, place: Path) -> Path:
 
 def run_of(base: Path, place: Path) -> str:
     """The settings of a run from `base` that reads data without a tokenizer."""
-    tree = {
-        "model": {"path": str(base)},
-        "data": {"path": str(write_dataset(place / "shards", vocab_size=512))},
-        "batch": {"sequence_length": 8, "global_batch_size": 4},
-        "train": {"steps": 2},
-        "optimizer": {"lr": 1e-3},
-        "output": {"directory": str(place / "run"), "export": False},
-    }
+    data = {"path": str(write_dataset(place / "shards", vocab_size=512))}
+    output = {"directory": str(place / "run"), "export": False}
+    tree = run_tree(model={"path": str(base)}, data=data, output=output)
     (place / "run.yaml").write_text(yaml.safe_dump(tree))
     return str(place / "run.yaml")
 
 
-@pytest.mark.parametrize("name", REFUSED)
+def replaced(base: Path, place: Path, name: str, content: str) -> Path:
+    """Return a linked base with another file of that name."""
+    changed = linked(base, place)
+    (changed / name).unlink(missing_ok=True)
+    (changed / name).write_text(content)
+    return changed
+
+
 def test_check_refuses_files_that_no_export_can_hold(
-    name: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file, content, said = REFUSED[name]
-    changed = linked(base, tmp_path / "base")
-    (changed / file).unlink(missing_ok=True)
-    (changed / file).write_text(content)
+    changed = replaced(base, tmp_path / "base", "adapter_config.json", '{"peft_type": "LORA"}')
     assert main(["check", "--inputs", "--config", run_of(changed, tmp_path)]) == 2
     refused = capsys.readouterr().err
-    assert said in refused
+    assert "loads the adapter's own base" in refused
     assert "Traceback" not in refused
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("name", REFUSED)
+def test_generation_settings_that_cannot_be_meant_are_refused(
+    name: str, base: Path, tmp_path: Path
+) -> None:
+    content, said = REFUSED[name]
+    changed = replaced(base, tmp_path / "base", "generation_config.json", content)
+    ((fault, _),) = unusable_files(changed)
+    assert said in fault
+
+
 @pytest.mark.parametrize("ends", [None, 0, [0, 1]])
 def test_usual_generation_settings_are_taken(ends: Any, base: Path, tmp_path: Path) -> None:
-    changed = linked(base, tmp_path / "base")
-    (changed / "generation_config.json").unlink()
-    (changed / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    content = json.dumps({"eos_token_id": ends})
+    changed = replaced(base, tmp_path / "base", "generation_config.json", content)
     assert list(unusable_files(changed)) == []
 
 
@@ -117,10 +117,8 @@ def test_a_missing_output_layer_is_refused_with_the_key_that_ties_it(tmp_path: P
 
 
 def test_values_that_transformers_refuses_are_no_traceback(base: Path, tmp_path: Path) -> None:
-    changed = linked(base, tmp_path / "base")
-    config = json.loads((base / "config.json").read_text())
-    (changed / "config.json").unlink()
-    (changed / "config.json").write_text(json.dumps({**config, "hidden_act": None}))
+    config = json.loads((base / "config.json").read_text()) | {"hidden_act": None}
+    changed = replaced(base, tmp_path / "base", "config.json", json.dumps(config))
     with pytest.raises(ModelError, match=r"refuses its config\.json: .*hidden_act"):
         load_hf_config(ModelSection(path=str(changed)))
 

@@ -97,10 +97,6 @@ def test_a_language_model_whose_configuration_is_no_model_of_its_own() -> None:
     assert "Unrecognized configuration class" in error
 
 
-def test_a_model_that_cannot_be_built_is_for_the_plan_to_report() -> None:
-    assert why_not_reloaded(LlamaConfig(hidden_act="none")) is None
-
-
 def test_the_part_that_is_a_language_model_is_completed_by_its_own_keys(tmp_path: Path) -> None:
     config = tiny_config("llama4")
     model = AutoModelForCausalLM.from_config(config)
@@ -191,3 +187,7 @@ def test_weights_that_no_probe_reaches_are_compared(tmp_path: Path) -> None:
         pytest.raises(ModelError, match=f"not written: reloaded, {name} differs"),
     ):
         export(tmp_path / "wrong")
+
+
+def test_a_model_that_cannot_be_built_is_for_the_plan_to_report() -> None:
+    assert why_not_reloaded(LlamaConfig(hidden_act="none")) is None

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from bigtrain.models.equivalence.loss import choose_loss
@@ -16,7 +15,7 @@ from bigtrain.models.layers.chunked_loss import ChunkedLoss
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import RunConfig
 from tests.support.comparison import assert_same_tensors, gradients
-from tests.support.worlds import ROOT
+from tests.support.run_trees import run_config
 
 VOCAB_SIZE = 97
 COMMON: dict[str, Any] = {
@@ -73,13 +72,18 @@ def both(model: Any, chunk_tokens: int) -> tuple[Any, Any, Any, Any]:
     return plain.detach(), wanted, loss.detach(), gradients_by_name
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 7, 1000])
-@pytest.mark.parametrize("model_type", sorted(MODELS))
-def test_equals_the_plain_loss(model_type: str, chunk_tokens: int) -> None:
-    plain, wanted, loss, gradients_by_name = both(model_of(model_type), chunk_tokens)
-    assert float(loss) == pytest.approx(float(plain), abs=1e-6)
-    assert wanted.keys() == gradients_by_name.keys()
-    assert_same_tensors(gradients_by_name, wanted, limit=1e-6)
+@pytest.mark.parametrize(
+    ("model_type", "is_head_frozen"),
+    [*((model_type, False) for model_type in sorted(MODELS)), ("llama", True)],
+)
+def test_equals_the_plain_loss(model_type: str, is_head_frozen: bool) -> None:
+    model = model_of(model_type)
+    model.get_output_embeddings().requires_grad_(not is_head_frozen)
+    for chunk_tokens in (7, 1000):
+        plain, wanted, loss, gradients_by_name = both(model, chunk_tokens)
+        assert float(loss) == pytest.approx(float(plain), abs=1e-6)
+        assert wanted.keys() == gradients_by_name.keys()
+        assert_same_tensors(gradients_by_name, wanted, limit=1e-6)
 
 
 def test_gradients_of_many_chunks_are_added_up_in_float32() -> None:
@@ -129,26 +133,10 @@ def test_without_targets_the_model_is_as_before() -> None:
     assert float(none) == 0.0
 
 
-def test_frozen_heads_get_no_gradient() -> None:
-    model = model_of("llama")
-    model.lm_head.weight.requires_grad_(False)
-    _, wanted, _, gradients_by_name = both(model, 7)
-    assert wanted.keys() == gradients_by_name.keys()
-    assert "lm_head.weight" not in gradients_by_name
-
-
 def config_of(model_type: str, **model: Any) -> RunConfig:
     values = {**COMMON, **MODELS[model_type], "model_type": model_type}
-    return RunConfig.model_validate(
-        {
-            "model": {"config": values, **model},
-            "data": {"path": "unused"},
-            "batch": {"sequence_length": 16, "global_batch_size": 2, "micro_batch_size": 2},
-            "train": {"steps": 1},
-            "optimizer": {"lr": 1e-3},
-            "output": {"directory": "unused"},
-        }
-    )
+    batch = {"sequence_length": 16, "global_batch_size": 2, "micro_batch_size": 2}
+    return run_config(model={"config": values, **model}, batch=batch)
 
 
 def choice(model_type: str, **model: Any) -> tuple[str, str, list[str]]:
@@ -201,41 +189,23 @@ def test_liger_is_refused_where_it_would_be_wrong_or_is_missing() -> None:
         )
 
 
-PEAK = """
-import sys, torch
-import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, LlamaConfig
-from bigtrain.models.layers.chunked_loss import ChunkedLoss
-from bigtrain.run.reporting.metrics import memory_gib
+def test_full_logits_never_exist() -> None:
+    """Neither their values nor their gradient, in any dtype."""
 
-config = LlamaConfig(vocab_size=131072, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
-                     num_attention_heads=2, max_position_embeddings=1024)
-model = AutoModelForCausalLM.from_config(config)
-ids = torch.zeros((1, 512), dtype=torch.int64)
-before = memory_gib("cpu")
-if sys.argv[1] == "chunked":
-    ChunkedLoss(model, 32)
-    model(input_ids=ids, use_cache=False, targets=ids).loss.backward()
-else:
-    logits = model(input_ids=ids, use_cache=False).logits
-    F.cross_entropy(logits.flatten(0, 1).float(), ids.flatten(), reduction="sum").backward()
-print("GiB", memory_gib("cpu") - before)
-"""
+    class Largest(TorchDispatchMode):
+        num_rows = 0
 
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if torch.is_tensor(out) and out.ndim and out.shape[-1] == VOCAB_SIZE:
+                self.num_rows = max(self.num_rows, out.numel() // VOCAB_SIZE)
+            return out
 
-@pytest.mark.slow
-def test_peak_memory_at_a_vocabulary_of_128k() -> None:
-    """Full logits are 0.25 GiB, several times over; a chunk has a sixteenth of them."""
-    peaks = {}
-    for kind in ("plain", "chunked"):
-        finished = subprocess.run(
-            [sys.executable, "-c", PEAK, kind],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        peaks[kind] = float(finished.stdout.split("GiB", 1)[1])
-    # Beside logits there is the gradient of embedding and head, 0.06 GiB, here and there.
-    assert peaks["plain"] > 0.6
-    assert peaks["chunked"] < peaks["plain"] / 2
+    model = model_of("llama")
+    ids, labels = sample()
+    ChunkedLoss(model, 5)
+    with Largest() as seen:
+        model(input_ids=ids, use_cache=False, targets=labels).loss.backward()
+    assert seen.num_rows < labels.numel()

@@ -35,16 +35,12 @@ def recompute(model: Any, every: int = 1) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
-def test_nothing_is_compiled_after_step_2(model_type: str, checkpointing: bool) -> None:
+def test_nothing_is_compiled_after_step_2() -> None:
     torch._dynamo.reset()
     counters.clear()
-    models = [model_of(model_type), model_of(model_type)]
+    models = [model_of("gemma2"), model_of("gemma2")]
     for model in models:
-        model.train()
-        if checkpointing:
-            recompute(model)
+        recompute(model.train())
     assert compile_layers(models[1]) == LAYERS
     assert [n for n, _ in models[1].named_parameters()] == [
         n for n, _ in models[0].named_parameters()

@@ -1,10 +1,9 @@
-"""The table of roles, against names and types of modules of every causal LM of transformers."""
+"""Roles of parameters, for every causal LM of transformers as docs/architectures.md has them."""
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -39,58 +38,6 @@ NOT_BUILT = {
 }
 """No tiny configuration, or a library that is not installed."""
 
-# By name, the first that matches; of today's architectures, and not how the table is made.
-BY_NAME: tuple[tuple[str, Role], ...] = (
-    (r"bias(_[hvk])?$", Role.BIAS),
-    (r"\.(A_log|D|time_\w+|recurrent_param)$", Role.STATE),
-    (
-        r"(embed_positions|position_embeddings|\.wpe\b|rel_pos_[hw]|pos_embed|positions_embed)",
-        Role.POSITION,
-    ),
-    (
-        r"(tokens|embed_in|word_embeddings?|wte|tok_embeddings|backbone\.embeddings)\.weight$",
-        Role.EMBEDDING,
-    ),
-    (r"(norm\w*|ln_?\w*|layernorm\w*|LayerNorm\w*)(\.\d)?\.(weight|temp)$", Role.NORM),
-    (r"^(lm_)?head\.weight$", Role.HEAD),
-    (r"experts\.(gate_up_proj|up_proj|down_proj|gate_proj)$", Role.EXPERTS),
-    (r"conv\w*\.(weight|static_weight)$", Role.CONVOLUTION),
-    (r"\.(router|gate)\.((wg|gate|layer|proj|classifier)\.)?weight$", Role.ROUTER),
-    (r"mlp\.gate\.\w+\.", Role.ROUTER),  # Zaya's, of several layers
-    (
-        r"\.(q|k|v|o|qkv|gate|up|down|out|in|c|gate_up|query_key_value|dense\w*|fc\d?)"
-        r"(_proj|_attn|_fc)?\.weight$",
-        Role.MATRIX,
-    ),
-)
-NAMED_OTHERWISE = re.compile(r"vision_embed_tokens|relative_pos_embeddings")
-"""Linear layers with names of tables."""
-OWN: dict[str, Role] = {
-    **dict.fromkeys(
-        (
-            "DeepseekV4GroupedLinear.weight",
-            "DeepseekV4HyperConnection.fn",
-            "DeepseekV4HyperHead.hc_fn",
-            "Gemma3MultiModalProjector.mm_input_projection_weight",
-            "HYV4HyperConnection.fn",
-            "HYV4HyperHead.hc_fn",
-            "Inkling2RelativeLogits.proj",
-            "InklingRelativeLogits.proj",
-            "MultiheadAttention.in_proj_weight",
-            "RecurrentGemmaRglru.input_gate_weight",
-            "RecurrentGemmaRglru.recurrent_gate_weight",
-            *(f"XLNetRelativeAttention.{letter}" for letter in "qkvor"),
-            "ZambaMambaMixer.dt_proj_weight",
-            "ZambaMambaMixer.x_proj_weight",
-        ),
-        Role.MATRIX,
-    ),
-    **dict.fromkeys((f"DbrxExpertGLU.{name}" for name in ("v1", "w1", "w2")), Role.EXPERTS),
-    "JetMoeParallelExperts.weight": Role.EXPERTS,
-}
-"""By the class and the name of parameters that no linear layer, embedding, norm or convolution of
-torch holds; all others are `Role.OTHER`, and do not decay."""
-
 
 def built(config: Any) -> PreTrainedModel:
     with torch.device("meta"):
@@ -106,70 +53,6 @@ def every_model() -> dict[str, PreTrainedModel]:
 
 def tiny(name: str) -> PreTrainedModel:
     return built(tiny_config(name) if name != "mpt" else AutoConfig.for_model(name))
-
-
-def every_parameter() -> Iterator[tuple[str, str, nn.Module, nn.Parameter, Any]]:
-    for model_type, model in every_model().items():
-        modules, roles = dict(model.named_modules()), parameter_roles(model)
-        assert list(roles) == [name for name, _ in model.named_parameters()]
-        for name, entry in roles.items():
-            yield model_type, name, modules[entry.module], model.get_parameter(name), entry
-
-
-@pytest.mark.slow
-def test_roles_are_those_of_names() -> None:
-    assert len(every_model()) == 183
-    wrong = []
-    for model_type, name, _, _, entry in every_parameter():
-        role = next((role for pattern, role in BY_NAME if re.search(pattern, name)), None)
-        if NAMED_OTHERWISE.search(name) and name.endswith(".weight"):
-            role = Role.MATRIX
-        if role is not None and role is not entry.role:
-            wrong.append(f"{model_type} {name}: {entry.role}, and by its name {role}")
-    assert not wrong
-
-
-@pytest.mark.slow
-def test_roles_are_those_of_types_of_modules() -> None:
-    wrong = []
-    products = {Role.MATRIX, Role.ROUTER, Role.HEAD}
-    for model_type, name, module, _, entry in every_parameter():
-        kind = type(module)
-        own = f"{kind.__name__}.{entry.leaf}"
-        if "bias" in entry.leaf:
-            allowed = {Role.BIAS}
-        elif kind is nn.Linear:
-            allowed = products
-        elif isinstance(module, nn.Embedding):
-            allowed = {Role.EMBEDDING, Role.POSITION, Role.BIAS}
-        elif "Norm" in kind.__name__:
-            allowed = {Role.NORM}
-        elif kind in (nn.Conv1d, nn.Conv2d):
-            allowed = {Role.CONVOLUTION}
-        elif any(re.search(pattern, name) for pattern, _ in BY_NAME) and own not in OWN:
-            continue  # compared by name
-        else:
-            allowed = {OWN.get(own, Role.OTHER)}
-        if entry.role not in allowed:
-            wrong.append(f"{model_type} {name} of {kind.__name__}: {entry.role}")
-    assert not wrong
-
-
-@pytest.mark.slow
-def test_what_decays_is_what_trainer_decays_but_for_these() -> None:
-    """Trainer decays all that is no LayerNorm and has none of these in its name."""
-    forbidden = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
-    more, less = set(), set()
-    for model in every_model().values():
-        theirs = set(get_parameter_names(model, [nn.LayerNorm], forbidden))
-        for name, entry in parameter_roles(model).items():
-            if entry.role.decays() and name not in theirs:
-                less.add(name.rpartition("layers.")[2] if "layers." in name else name)
-            if name in theirs and not entry.role.decays():
-                more.add(entry.role)
-    assert more == {Role.NORM, Role.STATE, Role.OTHER}
-    # Names with norm or bias in them: those of DBRX's attention, and of towers.
-    assert all("norm" in name or "bias" in name for name in less), less
 
 
 @pytest.mark.slow
@@ -310,6 +193,17 @@ def test_the_page_lists_what_decays_and_what_muon_takes() -> None:
 
 
 @pytest.mark.slow
-def test_the_page_is_what_the_tool_writes() -> None:
-    section = of_this_transformers()
-    assert parameter_table.TITLE + section == "\n".join(parameter_table.section())
+def test_what_decays_is_what_trainer_decays_but_for_these() -> None:
+    """Trainer decays all that is no LayerNorm and has none of these in its name."""
+    forbidden = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
+    more, less = set(), set()
+    for model in every_model().values():
+        theirs = set(get_parameter_names(model, [nn.LayerNorm], forbidden))
+        for name, entry in parameter_roles(model).items():
+            if entry.role.decays() and name not in theirs:
+                less.add(name.rpartition("layers.")[2] if "layers." in name else name)
+            if name in theirs and not entry.role.decays():
+                more.add(entry.role)
+    assert more == {Role.NORM, Role.STATE, Role.OTHER}
+    # Names with norm or bias in them: those of DBRX's attention, and of towers.
+    assert all("norm" in name or "bias" in name for name in less), less

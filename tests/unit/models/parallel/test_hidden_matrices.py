@@ -42,7 +42,6 @@ def test_neither_embeddings_nor_head_norms_or_biases(tied: bool) -> None:
     ("model_type", "more"),
     [
         ("mixtral", {"num_local_experts": 4}),
-        ("qwen3_moe", {"num_experts": 4, "moe_intermediate_size": 8, "head_dim": 8}),
         ("gpt_oss", {"num_local_experts": 4, "head_dim": 8}),
     ],
 )
@@ -55,7 +54,7 @@ def test_experts_and_no_router(model_type: str, more: dict[str, Any]) -> None:
     )
 
 
-@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("groups", [1, 4])
 def test_a_grouped_layer_is_a_matrix_for_each_group(groups: int) -> None:
     config = tiny_config("deepseek_v4")
     config.o_groups, config.o_lora_rank = groups, 8
@@ -70,7 +69,7 @@ def test_a_grouped_layer_is_a_matrix_for_each_group(groups: int) -> None:
     assert whole.shape == (8 * groups, width)
 
 
-@pytest.mark.parametrize("width", [8, 16, 32])
+@pytest.mark.parametrize("width", [8, 16])
 def test_experts_that_transformers_has_not_marked(width: int) -> None:
     """Llama 4's are [experts, in, out], also where widths are alike, and its router is linear."""
     more = {"intermediate_size": width, "num_local_experts": 4, "head_dim": 8}

@@ -73,7 +73,7 @@ def _positions(ranges: Sequence[Range]) -> list[int]:
     return [token for start, stop in ranges for token in range(start, stop)]
 
 
-@pytest.mark.parametrize("ring", [1, 2, 3, 4])
+@pytest.mark.parametrize("ring", [1, 3])
 def test_causal_work_is_the_same_on_every_rank(ring: int) -> None:
     length = 24 * ring
     plan = RingPlan(ring, length, [[0, length]], None)
@@ -87,7 +87,7 @@ def test_causal_work_is_the_same_on_every_rank(ring: int) -> None:
     assert sum(work) == length * (length + 1) // 2
 
 
-@pytest.mark.parametrize(("ulysses", "ring"), [(1, 1), (4, 1), (1, 3), (2, 2), (3, 2), (2, 3)])
+@pytest.mark.parametrize(("ulysses", "ring"), [(1, 1), (4, 1), (1, 3), (3, 2)])
 def test_every_token_has_one_rank(ulysses: int, ring: int) -> None:
     length = 12 * ulysses * ring
     ranks = [_positions(tokens_of(length, ulysses, ring, r)) for r in range(ulysses * ring)]

@@ -48,15 +48,12 @@ LLAMA: dict[str, Any] = {
     "max_position_embeddings": 64,
     "pad_token_id": 0,
 }
-MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 GPT2 = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64}
 SLIDING = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {**LLAMA, "tie_word_embeddings": True},
     "gpt2": GPT2,
-    "qwen3_moe": {**LLAMA, **MOE, "num_experts": 4},
     "gemma2": {**LLAMA, **SLIDING, "query_pre_attn_scalar": 8},
-    "gemma3_text": {**LLAMA, **SLIDING, "query_pre_attn_scalar": 8},
     "gemma3n_text": {
         **LLAMA,
         "num_kv_shared_layers": 2,
@@ -68,11 +65,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "vocab_size_per_layer_input": VOCABULARY,
         "laurel_rank": 4,
     },
-    "granite": {**LLAMA, "embedding_multiplier": 3.0, "logits_scaling": 2.0},
-    "olmo2": LLAMA,
     "mixtral": {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "phi3": LLAMA,
-    "gpt_neox": {**LLAMA, "rotary_pct": 0.5},
     "bloom": {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 4, "n_head": 4},
     "opt": {
         "vocab_size": VOCABULARY,
@@ -119,18 +112,14 @@ def test_stages_equal_the_whole(model_type: str) -> None:
     layout = find_layout(model, tokens())
     assert layout.num_layers == 4
     assert layout.tokens_everywhere == (model_type == "gemma3n_text")
-    for cuts in ((0, 2, 4), (0, 1, 2, 3, 4), (0, 3, 4)):
+    if layout.tokens_everywhere:
+        model.train()
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    for cuts in ((0, 1, 2, 3, 4), (0, 3, 4)):
         for positions in (None, POSITIONS):
             if positions is not None and model_type == "bloom":
                 continue  # ALiBi: takes no positions
             assert difference(model, layout, cuts, positions) is None, cuts
-
-
-def test_recomputed_stages_equal_the_whole() -> None:
-    model = small("gemma3n_text").train()
-    model.activation_checkpointing_enable({"use_reentrant": False})
-    layout = find_layout(copy.deepcopy(model).eval(), tokens())
-    assert difference(model, layout, (0, 2, 3, 4)) is None
 
 
 def test_a_wrong_layout_is_found_out() -> None:
@@ -218,7 +207,7 @@ def test_absent_layers_answer_for_their_class() -> None:
         del kind.bigtrain_test_attribute
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gpt2", "opt", "qwen3_moe", "gemma3n_text"])
+@pytest.mark.parametrize("model_type", ["llama", "opt", "gemma3n_text"])
 def test_initial_weights_do_not_depend_on_the_stage(model_type: str) -> None:
     config = {"model_type": model_type, **FAMILIES[model_type]}
     section = ModelSection(config=config)
@@ -240,9 +229,8 @@ def test_initial_weights_do_not_depend_on_the_stage(model_type: str) -> None:
     assert names == whole.keys()
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
-def test_trained_weights_are_those_of_the_stage(model_type: str, tmp_path: Path) -> None:
-    model = small(model_type)
+def test_trained_weights_are_those_of_the_stage(tmp_path: Path) -> None:
+    model = small("gpt2")
     model.save_pretrained(tmp_path)
     whole = dict(model.named_parameters())
     layout = find_layout(model, tokens())
@@ -358,12 +346,3 @@ def test_touched_tensors_get_a_gradient() -> None:
     result.sum().backward()
     assert torch.equal(first.grad, torch.tensor([2.0, 2.0]))  # type: ignore[arg-type]
     assert torch.equal(second.grad, torch.zeros(1))  # type: ignore[arg-type]
-
-
-def test_layout_is_plain_data() -> None:
-    layout = find_layout(small("gpt2"), tokens())
-    assert isinstance(layout, StageLayout)
-    assert layout.layers == "transformer.h"
-    assert "transformer.wte.weight" in layout.prologue & layout.epilogue
-    assert layout.prologue >= {"transformer.wpe.weight"}
-    assert "transformer.ln_f.weight" in layout.epilogue - layout.prologue

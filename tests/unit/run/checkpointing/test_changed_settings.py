@@ -23,23 +23,15 @@ from bigtrain.run.checkpointing.changed_settings import (
     resumed_phases,
 )
 from bigtrain.run.preflight import Inputs
-from bigtrain.run.state import TrainState
-from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import RunConfig
+from tests.support.run_trees import run_tree
 from tests.support.small_checkpoint import SHARDS, write_small_checkpoint
 
 MORE = SourcePhase(path="more", hash="m", num_tokens=2001)
 
 
 def tree(**data: Any) -> dict[str, Any]:
-    return {
-        "model": {"config": {"model_type": "llama"}},
-        "data": data or {"path": "shards"},
-        "batch": {"sequence_length": 8, "global_batch_size": 4},
-        "train": {"steps": 2},
-        "optimizer": {"lr": 1e-3},
-        "output": {"directory": "unused"},
-    }
+    return run_tree(data=data or {"path": "shards"})
 
 
 def inputs(*sources: SourcePhase) -> Inputs:
@@ -80,11 +72,6 @@ def test_a_setting_that_a_checkpoint_lacks_had_its_default(section: str) -> None
     now = tree() | {"optimizer": {"lr": 1e-3, "weight_decay": 0.3}}
     with pytest.raises(CheckpointError, match=r"optimizer\.weight_decay: .* there, 0\.3 now"):
         resume(document, now)
-
-
-def test_a_path_may_become_a_mixture_of_one() -> None:
-    mixture = tree(sources=[{"path": "moved", "weight": 2}])
-    assert len(resume(stored(tree()), mixture)) == 1
 
 
 MIXTURE = {"sources": [{"path": "shards", "weight": 1}, {"path": "more", "weight": 3}]}
@@ -152,6 +139,7 @@ def test_fewer_steps_than_are_done_are_not_advised() -> None:
 def test_the_phases_of_a_run_add_up() -> None:
     document = stored(tree())
     changed = {**tree(**MIXTURE), "checkpoint": {"allow_changes": ["data"]}}
+    assert len(resume(document, tree(sources=[{"path": "moved", "weight": 2}]))) == 1
     phases = resume(document, changed, inputs(SHARDS, MORE))
     document |= {
         "config": RunConfig.model_validate(changed).model_dump(mode="json"),
@@ -163,13 +151,6 @@ def test_the_phases_of_a_run_add_up() -> None:
     again = resume(document, back, inputs(SHARDS))
     assert [phase.first_sample for phase in again] == [0, 12, 20]
     assert sum(source.start for source in again[-1].sources) == 20
-
-
-def test_tokens_are_counted_at_the_length_they_were_read() -> None:
-    state = TrainState(phases=())
-    for length in (8, 8, 4):
-        state = state.after_step(BatchPlan(4, 2, 1, 2, length))
-    assert (state.step, state.samples, state.tokens) == (3, 12, 80)
 
 
 def test_allowed_changes_are_settings() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import xxhash
@@ -93,15 +95,6 @@ def test_unfinished_checkpoint_does_not_exist(tmp_path: Path) -> None:
         checkpoints.find(tmp_path, 4)
 
 
-def test_truncated_file_is_damage(tmp_path: Path) -> None:
-    directory = write_checkpoint(tmp_path, 1)
-    file = directory / "tensors" / FILE
-    contents = file.read_bytes()
-    file.write_bytes(contents[:-1])
-    expected = f"{file}: {len(contents) - 1} bytes, should be {len(contents)}"
-    assert checkpoints.find_corruption(directory) == expected
-
-
 def test_flipped_byte_is_found_by_checksum_only(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, 1)
     file = directory / "tensors" / FILE
@@ -113,75 +106,63 @@ def test_flipped_byte_is_found_by_checksum_only(tmp_path: Path) -> None:
     assert checkpoints.find_corruption(directory, "all") == expected
 
 
-@pytest.mark.parametrize("name", [f"tensors/{FILE}", "state.json"])
-def test_missing_file_is_damage(tmp_path: Path, name: str) -> None:
+def listed(directory: Path, without: str) -> dict[str, object]:
+    files: dict[str, object] = checkpoints_manifest(directory)["files"]
+    return {name: file for name, file in files.items() if name != without}
+
+
+def checkpoints_manifest(directory: Path) -> Any:
+    return json.loads((directory / checkpoints.MANIFEST).read_text())
+
+
+MANIFEST, ONE = checkpoints.MANIFEST, {"bytes": 1, "xxh3": "0"}
+PICKLED = b'{"format": 1, "files": {"tensors/.metadata": {"bytes": 1, "xxh3": "0"}}}'
+DAMAGE: list[tuple[Callable[[Path], object], str]] = [
+    (
+        lambda d: os.truncate(d / "tensors" / FILE, (d / "tensors" / FILE).stat().st_size - 1),
+        rf"tensors/{FILE}: (\d+) bytes, should be (?!\1)\d+$",
+    ),
+    (lambda d: (d / "tensors" / FILE).unlink(), f"tensors/{FILE}: missing$"),
+    (lambda d: (d / "state.json").unlink(), r"state\.json: missing$"),
+    (lambda d: rewrite(d / MANIFEST, format=3), "manifest.json: format 3, this is format 2$"),
+    (
+        lambda d: (d / MANIFEST).write_bytes(PICKLED),
+        "manifest.json: format 1, whose pickle index is no longer supported, this is format 2 -> ",
+    ),
+    (
+        lambda d: (d / MANIFEST).write_bytes(
+            (d / MANIFEST).read_bytes().replace(b"0123abcd", b"0123abce")
+        ),
+        "manifest.json: contents do not match their checksum$",
+    ),
+    *(
+        (
+            lambda d, name=name: rewrite(d / MANIFEST, files=listed(d, name)),
+            f"manifest.json: does not list {name.removesuffix(FILE)}$",
+        )
+        for name in ("state.json", f"tensors/{FILE}")
+    ),
+    *(
+        (lambda d, text=text: (d / MANIFEST).write_bytes(text), r"manifest.json: unreadable \(")
+        for text in (b"", b"not json", b"[1, 2]", b"3", b'{"format": 2}', b"[" * 100_000, b"\xff")
+    ),
+    *(
+        (lambda d, files=files: rewrite(d / MANIFEST, files=files), r"manifest.json: unreadable \(")
+        for files in (
+            *({"state.json": 3}, {"state.json": ONE, f"tensors/{FILE}": ONE}, [], 7),
+            {"state.json": {"bytes": "one", "xxh3": "0"}},
+            *({"../state.json": ONE}, {"/etc/shadow": ONE}),
+        )
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("damage", "words"), DAMAGE, ids=range(len(DAMAGE)))
+def test_damage_is_named(damage: Callable[[Path], object], words: str, tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path, 1)
-    (directory / name).unlink()
-    assert checkpoints.find_corruption(directory) == f"{directory / name}: missing"
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "not json",
-        "[1, 2]",
-        "3",
-        '{"format": 2}',
-        "[" * 100_000,
-        "\udcff",
-    ],
-)
-def test_manifest_of_garbage_is_damage(tmp_path: Path, text: str) -> None:
-    directory = write_checkpoint(tmp_path, 1)
-    manifest = directory / checkpoints.MANIFEST
-    manifest.write_bytes(text.encode("utf-8", "surrogateescape"))
-    assert shown(checkpoints.find_corruption(directory)).startswith(f"{manifest}: unreadable (")
-
-
-def test_manifest_of_a_later_format_is_refused(tmp_path: Path) -> None:
-    directory = write_checkpoint(tmp_path, 1)
-    manifest = directory / checkpoints.MANIFEST
-    rewrite(manifest, format=3)
-    assert checkpoints.find_corruption(directory) == f"{manifest}: format 3, this is format 2"
-
-
-def test_a_checkpoint_with_an_index_that_is_a_pickle_is_refused(tmp_path: Path) -> None:
-    directory = write_checkpoint(tmp_path, 1)
-    manifest = directory / checkpoints.MANIFEST
-    manifest.write_text('{"format": 1, "files": {"tensors/.metadata": {"bytes": 1, "xxh3": "0"}}}')
-    assert checkpoints.find_corruption(directory) == (
-        f"{manifest}: format 1, whose pickle index is no longer supported, this is format 2 "
-        "-> export it with the version of bigtrain that wrote it, and start a new run from it with "
-        "checkpoint.initialize_from"
-    )
-
-
-@pytest.mark.parametrize(
-    "files",
-    [
-        {"state.json": 3},
-        {"state.json": {"bytes": 1, "xxh3": "0"}, f"tensors/{FILE}": {"bytes": 1, "xxh3": "0"}},
-        {"state.json": {"bytes": "one", "xxh3": "0"}},
-        {"../state.json": {"bytes": 1, "xxh3": "0"}},
-        {"/etc/shadow": {"bytes": 1, "xxh3": "0"}},
-        [],
-        7,
-    ],
-)
-def test_manifest_of_other_things_is_damage(tmp_path: Path, files: object) -> None:
-    directory = write_checkpoint(tmp_path, 1)
-    manifest = directory / checkpoints.MANIFEST
-    rewrite(manifest, files=files)
-    assert shown(checkpoints.find_corruption(directory)).startswith(f"{manifest}: unreadable (")
-
-
-def test_any_other_manifest_does_not_match_its_checksum(tmp_path: Path) -> None:
-    directory = write_checkpoint(tmp_path, 1)
-    manifest = directory / checkpoints.MANIFEST
-    manifest.write_text(manifest.read_text().replace("0123abcd", "0123abce"))
-    expected = f"{manifest}: contents do not match their checksum"
-    assert checkpoints.find_corruption(directory) == expected
+    damage(directory)
+    said = shown(checkpoints.find_corruption(directory))
+    assert re.match(f"{re.escape(str(directory))}/{words}", said), said
 
 
 def test_an_older_checkpoint_under_a_newer_name_is_damage(tmp_path: Path) -> None:
@@ -274,6 +255,8 @@ def test_find_names_what_there_is(tmp_path: Path) -> None:
     assert checkpoints.find(tmp_path, 10) == checkpoints.checkpoint_path(tmp_path, 10)
     with pytest.raises(CheckpointError, match="no checkpoint of step 15; steps: 10, 20"):
         checkpoints.find(tmp_path, 15)
+    with pytest.raises(CheckpointError, match=r"nowhere: has no usable checkpoint$"):
+        checkpoints.find(tmp_path / "nowhere", None)
     (checkpoints.checkpoint_path(tmp_path, 20) / "state.json").unlink()
     with pytest.raises(CheckpointError, match=r"checkpoint of step 20 is corrupt: .*state\.json"):
         checkpoints.find(tmp_path, 20)
@@ -289,11 +272,6 @@ def test_find_names_what_there_is(tmp_path: Path) -> None:
         checkpoints.find(tmp_path, None)
 
 
-def test_find_in_a_directory_that_is_no_run(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"nowhere: has no usable checkpoint$"):
-        checkpoints.find(tmp_path / "nowhere", None)
-
-
 @pytest.mark.parametrize("text", ["", "[]", "{"])
 def test_state_must_be_an_object(tmp_path: Path, text: str) -> None:
     directory = write_checkpoint(tmp_path, 1)
@@ -302,14 +280,37 @@ def test_state_must_be_an_object(tmp_path: Path, text: str) -> None:
         checkpoints.read_state(directory)
 
 
-@pytest.mark.parametrize(("keep_last", "left"), [(1, [40]), (2, [30, 40]), (9, [10, 20, 30, 40])])
-def test_retain_keeps_the_newest(tmp_path: Path, keep_last: int, left: list[int]) -> None:
-    for step in (10, 40, 20, 30):
-        write_checkpoint(tmp_path, step)
-    retain(tmp_path, 40, keep(keep_last))
-    assert checkpoints.list_steps(tmp_path) == left
+EVEN = {10: None, 40: None, 20: None, 30: None}
+LOSSES = {10: 3.0, 20: 1.5, 30: 2.0, 40: 2.5, 50: float("nan")}
+
+
+@pytest.mark.parametrize(
+    ("saved", "corrupt", "step", "section", "left"),
+    [
+        (EVEN, (), 40, keep(1), [40]),
+        (EVEN, (), 40, keep(2), [30, 40]),
+        (EVEN, (), 40, keep(9), [10, 20, 30, 40]),
+        # A run that went on from step 8, past a corrupt step 12, and saved step 10.
+        ({8: None, 10: None, 12: None}, (12,), 10, keep(1), [10]),
+        (EVEN, (20, 30), 40, keep(2, keep_every_steps=20), [10, 20, 40]),
+        (LOSSES, (), 50, keep(1, keep_every_steps=40, keep_best=1), [20, 40, 50]),
+    ],
+)
+def test_retained_checkpoints(
+    saved: dict[int, float | None],
+    corrupt: tuple[int, ...],
+    step: int,
+    section: CheckpointSection,
+    left: list[int],
+    tmp_path: Path,
+) -> None:
+    for number, loss in saved.items():
+        directory = write_checkpoint(tmp_path, number, held_out_loss=loss)
+        if number in corrupt:
+            (directory / "state.json").unlink()
+    retain(tmp_path, step, section)
     names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
-    assert names == {f"step-{step:08d}" for step in left}
+    assert names == {f"step-{number:08d}" for number in left}
 
 
 def test_retain_removes_what_unfinished_saves_left(tmp_path: Path) -> None:
@@ -322,15 +323,6 @@ def test_retain_removes_what_unfinished_saves_left(tmp_path: Path) -> None:
         "notes.txt",
         "step-00000010",
     }
-
-
-def test_retain_never_gives_up_what_was_just_saved(tmp_path: Path) -> None:
-    """A run that went on from step 8, past a corrupt step 12, and saved step 10."""
-    for step in (8, 10, 12):
-        write_checkpoint(tmp_path, step)
-    (checkpoints.checkpoint_path(tmp_path, 12) / "state.json").unlink()
-    retain(tmp_path, 10, keep(1))
-    assert checkpoints.list_steps(tmp_path) == [10]
 
 
 def test_commit_replaces_a_corrupt_checkpoint_of_the_step(tmp_path: Path) -> None:
@@ -381,13 +373,13 @@ def test_reasons_to_keep() -> None:
         40: ["held-out loss 2.0000"],
     }
     assert reasons_to_keep({}, section) == {}
-
-
-def test_retain_keeps_the_best_and_what_stays_for_good(tmp_path: Path) -> None:
-    for step, loss in ((10, 3.0), (20, 1.5), (30, 2.0), (40, 2.5), (50, float("nan"))):
-        write_checkpoint(tmp_path, step, held_out_loss=loss)
-    retain(tmp_path, 50, keep(1, keep_every_steps=40, keep_best=1))
-    assert checkpoints.list_steps(tmp_path) == [20, 40, 50]
+    best = BestSection(metric="tasks/arc_easy/acc", mode="max")
+    figures = {10: 0.2, 20: 0.7, 30: 0.5, 40: None}
+    assert reasons_to_keep(figures, keep(1, keep_best=2), best=best) == {
+        20: ["tasks/arc_easy/acc 0.7000"],
+        30: ["tasks/arc_easy/acc 0.5000"],
+        40: ["newest"],
+    }
 
 
 def test_retain_keeps_what_a_run_may_go_back_to(tmp_path: Path) -> None:
@@ -401,43 +393,12 @@ def test_retain_keeps_what_a_run_may_go_back_to(tmp_path: Path) -> None:
     assert reasons == {40: ["newest"], 20: ["newest before bad steps"]}
 
 
-def test_retain_counts_whole_checkpoints_only(tmp_path: Path) -> None:
-    for step in (10, 20, 30, 40):
-        write_checkpoint(tmp_path, step)
-    for step in (20, 30):
-        (checkpoints.checkpoint_path(tmp_path, step) / "state.json").unlink()
-    retain(tmp_path, 40, keep(2, keep_every_steps=20))
-    assert checkpoints.list_steps(tmp_path) == [10, 20, 40]
-
-
-@pytest.mark.parametrize("missing", ["state.json", f"tensors/{FILE}"])
-def test_manifest_that_lists_too_little_is_damage(tmp_path: Path, missing: str) -> None:
-    manifest = write_checkpoint(tmp_path, 1) / checkpoints.MANIFEST
-    files = json.loads(manifest.read_text())["files"]
-    del files[missing]
-    rewrite(manifest, files=files)
-    assert checkpoints.find_corruption(manifest.parent) == (
-        f"{manifest}: does not list {missing.removesuffix(FILE)}"
-    )
-
-
 def test_steps_of_more_digits_are_in_order(tmp_path: Path) -> None:
     for step in (5, 123_456_789, 99_999_999):
         write_checkpoint(tmp_path, step)
     (tmp_path / "checkpoints" / "step-7").mkdir()
     (tmp_path / "checkpoints" / "step-00000007.partial-0123abcd").mkdir()
     assert checkpoints.list_steps(tmp_path) == [5, 99_999_999, 123_456_789]
-
-
-def test_the_best_is_by_any_metric(tmp_path: Path) -> None:
-    figures = {10: 0.2, 20: 0.7, 30: 0.5, 40: None}
-    best = BestSection(metric="tasks/arc_easy/acc", mode="max")
-    reasons = reasons_to_keep(figures, keep(1, keep_best=2), best=best)
-    assert reasons == {
-        20: ["tasks/arc_easy/acc 0.7000"],
-        30: ["tasks/arc_easy/acc 0.5000"],
-        40: ["newest"],
-    }
 
 
 ODD: dict[str, Callable[[Path], object]] = {
@@ -475,7 +436,7 @@ def newest_step_after_save(run: Path) -> int:
 
 
 @pytest.mark.parametrize("name", [checkpoints.MANIFEST, checkpoints.STATE, f"tensors/{FILE}"])
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
 def test_what_is_no_file_is_named_and_not_waited_for(
     make: Callable[[Path], object], name: str, tmp_path: Path
 ) -> None:

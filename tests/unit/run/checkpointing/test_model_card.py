@@ -10,20 +10,14 @@ import yaml
 
 from bigtrain.run.checkpointing.export import model_card
 from bigtrain.settings.run_config import RunConfig
+from tests.support.run_trees import run_config
 
 
 def config_of(**sections: Any) -> RunConfig:
-    return RunConfig.model_validate(
-        {
-            "model": {"path": "some/model"},
-            "data": {"path": "shards"},
-            "batch": {"sequence_length": 16, "global_batch_size": 8, "micro_batch_size": 1},
-            "train": {"steps": 100},
-            "optimizer": {"lr": 1e-3, "type": "muon"},
-            "output": {"directory": "runs/x"},
-            **sections,
-        }
-    )
+    batch = {"sequence_length": 16, "global_batch_size": 8, "micro_batch_size": 1}
+    optimizer = {"lr": 1e-3, "type": "muon"}
+    model = {"path": "some/model"}
+    return run_config(**({"model": model, "batch": batch, "optimizer": optimizer} | sections))
 
 
 def test_figures_up_to_the_step(tmp_path: Path) -> None:

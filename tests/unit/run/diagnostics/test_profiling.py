@@ -18,20 +18,13 @@ from bigtrain.run.diagnostics.out_of_memory import MeasuredMemory, memory_use, r
 from bigtrain.run.diagnostics.profiling import NUM_TOP_OPS, Profiler, top_ops
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.system.units import GIB
+from tests.support.run_trees import run_config
 
 
 def config_of(**sections: Any) -> RunConfig:
-    return RunConfig.model_validate(
-        {
-            "model": {"config": {"model_type": "llama"}, **sections.pop("model", {})},
-            "data": {"path": "unused"},
-            "batch": {"sequence_length": 16, "global_batch_size": 8, "micro_batch_size": 4},
-            "train": {"steps": 9},
-            "optimizer": {"lr": 1e-3},
-            "output": {"directory": "unused"},
-            **sections,
-        }
-    )
+    model = {"config": {"model_type": "llama"}, **sections.pop("model", {})}
+    batch = {"sequence_length": 16, "global_batch_size": 8, "micro_batch_size": 4}
+    return run_config(model=model, batch=batch, train={"steps": 9}, **sections)
 
 
 def profiler_of(directory: Path, rank: int, **section: Any) -> tuple[Profiler, list[str]]:
@@ -69,6 +62,13 @@ def test_what_a_run_has_of_the_steps_is_recorded(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "profile").iterdir()] == ["rank_0_steps_5-6.json"]
 
 
+def test_settings_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(ValidationError, match=r"steps = \[4, 3\]: the first step is after"):
+        config_of(profile={"steps": [4, 3]})
+    with pytest.raises(ValidationError, match=r"set it to full"):
+        config_of(model={"activation_offload": True})
+
+
 def test_the_dearest_operations_come_first() -> None:
     with profile(acc_events=True) as recorded:
         a = torch.ones(200, 200)
@@ -80,18 +80,6 @@ def test_the_dearest_operations_come_first() -> None:
     assert len(rows) == NUM_TOP_OPS
     times = [float(row.split()[0]) for row in rows]
     assert times == sorted(times, reverse=True)
-
-
-def test_steps_must_ascend() -> None:
-    with pytest.raises(
-        ValidationError, match=r"profile\.steps = \[4, 3\]: the first step is after"
-    ):
-        config_of(profile={"steps": [4, 3]})
-
-
-def test_offload_needs_checkpointed_layers() -> None:
-    with pytest.raises(ValidationError, match=r"set it to full"):
-        config_of(model={"activation_offload": True})
 
 
 def test_holdings_count_every_storage_once() -> None:

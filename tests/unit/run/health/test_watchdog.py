@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from bigtrain.run.diagnostics.stragglers import find_stragglers
-from bigtrain.run.health.heartbeat import Heartbeat, Transfers, current_collective
+from bigtrain.run.health.heartbeat import Heartbeat, Transfers
 from bigtrain.run.health.status_store import (
     Diagnosis,
     Position,
@@ -94,10 +94,6 @@ def test_a_thousand_that_wait_are_not_all_listed() -> None:
     text = diagnose(answers, {}, hosts).text
     assert len(text.splitlines()) == 20
     assert text.endswith("and 983 more")
-
-
-def test_a_position_survives_the_board() -> None:
-    assert Position.from_json(position(1).to_json()) == position(1)
 
 
 class Layered(nn.Module):
@@ -199,10 +195,6 @@ def test_a_board_is_found_again_after_its_store_was_away() -> None:
     again.close()
     status_store.close()
     del store
-
-
-def test_outside_of_any_collective() -> None:
-    assert current_collective() is None
 
 
 def test_stragglers_are_compared_with_their_own_kind() -> None:

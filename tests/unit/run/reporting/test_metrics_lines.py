@@ -89,21 +89,21 @@ def test_a_line_without_its_end_is_given_one(tmp_path: Path) -> None:
 
 
 def test_a_long_file_is_copied_unparsed(tmp_path: Path) -> None:
-    """Of 200,000 steps 3 are dropped: no memory for the others, and a new file, since a launch that
+    """Of 50,000 steps 3 are dropped: no memory for the others, and a new file, since a launch that
     was fenced off may still append to the old one."""
     path = tmp_path / "metrics.jsonl"
     with path.open("w") as file:
-        for step in range(1, 200_001):
+        for step in range(1, 50_001):
             file.write(f'{{"step": {step}, "loss": 1.5, "samples": {8 * step}}}\n')
     inode = path.stat().st_ino
     tracemalloc.start()
-    assert cut_lines(path, 199_997, 8 * 199_997) == (1.5, 3)
+    assert cut_lines(path, 49_997, 8 * 49_997) == (1.5, 3)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 1_000_000
     assert path.stat().st_ino != inode
     assert list(tmp_path.iterdir()) == [path]
-    assert path.read_text().endswith('{"step": 199997, "loss": 1.5, "samples": 1599976}\n')
+    assert path.read_text().endswith('{"step": 49997, "loss": 1.5, "samples": 399976}\n')
 
 
 def test_an_event_before_a_step_that_stays_may_go(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,22 @@ def finish(sites: list[Site]) -> RoundPlan:
 
 
 def make_round(sites: list[Site]) -> RoundPlan:
+    enter(sites)
+    return finish(sites)
+
+
+def enter(sites: Iterable[Site]) -> None:
     for site in sites:
         site.enter()
-    return finish(sites)
+
+
+def join(sites: Iterable[Site]) -> None:
+    """Join, and enter without a contribution."""
+    for site in sites:
+        site.join()
+        site.enter(None)
+
+
+def vote(sites: Iterable[Site], plan: RoundPlan) -> None:
+    for site in sites:
+        site.vote(plan.attempt)

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,10 @@ JOIN: dict[str, Any] = {
     },
     "parameters": [["w", [4]]],
 }
+DELIVERY: dict[str, Any] = {
+    **{"attempt": "0" * 16, "base": 0, "step": 5, "last_step": 9},
+    **{"tokens": 10, "num_messages": 1},
+}
 
 
 @contextmanager
@@ -79,6 +83,25 @@ def serving(
         server.should_exit = True
         thread.join(20)
         store.close()
+
+
+@dataclass
+class Served:
+    """A running server: where, who asks it, and what it has logged."""
+
+    port: int
+    client: ServerClient
+    said: list[str]
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    """An outer server of a run that site 0 has joined."""
+    port, said = free_port(), list[str]()
+    client = ServerClient(f"http://127.0.0.1:{port}", TOKEN)
+    with serving(tmp_path / "state", said, port):
+        assert ask(client, "join", **JOIN)[0]["uploads"]
+        yield Served(port, client, said)
 
 
 def run_of(site: int) -> str:
@@ -127,8 +150,7 @@ def test_a_run_over_http_and_what_is_refused_on_the_way(tmp_path: Path) -> None:
         assert "127.0.0.1: refused a message (hello) that nobody signed who has the token" in said
         # A bit that turns on the way: named, and sent again.
         damaged = iter([True])
-        attempt = "0" * 16
-        header = {"site": 0, "attempt": attempt, "rank": 0, "part": 0, "boxes": boxes}
+        header = {"attempt": DELIVERY["attempt"], "rank": 0, "part": 0, "boxes": boxes}
 
         def damage(action: str, body: bytes, headers: dict[str, str]) -> bytes:
             return body[:-1] + bytes([body[-1] ^ 4]) if next(damaged, False) else body
@@ -136,15 +158,7 @@ def test_a_run_over_http_and_what_is_refused_on_the_way(tmp_path: Path) -> None:
         with on_the_wire(damage):
             ask(client, "contribute", **header, payload=(weights + 1).numpy().tobytes())
         assert any("refused a corrupted message (contribute): checksum" in text for text in said)
-        delivery = {
-            "attempt": attempt,
-            "base": 0,
-            "step": 5,
-            "last_step": 9,
-            "tokens": 10,
-            "num_messages": 1,
-        }
-        state, _ = ask(client, "deliver", site=0, **delivery)
+        state, _ = ask(client, "deliver", **DELIVERY)
         assert (state["number"], state["sites"]) == (1, [0])
         told = {(event["event"], event["reason"], event["count"]) for event in state["events"]}
         assert told >= {("message_refused", "corrupted", 1)}
@@ -244,7 +258,8 @@ def own_certificate(directory: Path) -> tuple[Path, Path]:
     certificate, key = directory / "c.pem", directory / "k.pem"
     subprocess.run(
         [
-            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"),
+            *("openssl", "req", "-x509", "-nodes", "-days", "2"),
+            *("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"),
             *("-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"),
             *("-keyout", key, "-out", certificate),
         ],
@@ -292,65 +307,50 @@ def answer(port: int, request: bytes) -> bytes:
         return reply
 
 
-def test_what_comes_from_outside_is_escaped_in_the_log(tmp_path: Path) -> None:
-    said: list[str] = []
-    port = free_port()
-    with serving(tmp_path, said, port):
-        answer(port, unsigned("x%0a12:00:00%20outer%20step%209%1b[2J%e2%80%ae", 0))
-        client = ServerClient(f"http://127.0.0.1:{port}", TOKEN)
-        ask(client, "join", **JOIN)
-        ask(client, "leave", site=0, reason="done\n12:00:00 outer step 9\x1b[2J")
-    assert said
-    assert all(line.isprintable() for line in said), said
-    assert any("(x\\n12:00:00 outer step 9\\x1b[2J\\u202e)" in line for line in said)
+def test_what_comes_from_outside_is_escaped_in_the_log(served: Served) -> None:
+    answer(served.port, unsigned("x%0a12:00:00%20outer%20step%209%1b[2J%e2%80%ae", 0))
+    ask(served.client, "leave", site=0, reason="done\n12:00:00 outer step 9\x1b[2J")
+    assert all(line.isprintable() for line in served.said), served.said
+    text = "(x\\n12:00:00 outer step 9\\x1b[2J\\u202e)"
+    assert any(text in line for line in served.said)
 
 
-@pytest.mark.parametrize(
-    ("action", "fields", "reason"),
-    [
-        ("join", {"site": 999}, r"sites.index = 999: sites.count = 1 has 0 to 0"),
-        ("join", {"site": 10**30}, "site = 1000"),
-        ("join", {"facts": {"data": "y"}}, "data: 'x' there, 'y' here"),
-        ("join", {"parameters": [["w", [4]], ["v", [9]]]}, "parameters: "),
-        ("join", {"parameters": [["w", [4]], ["v", [10**18]]]}, "not the name and shape"),
-        ("join", {"parameters": [["w", "4"]]}, "not the name and shape"),
-        ("join", {"parameters": [[]] * 100_001}, "at most 100000 items"),
-        ("join", {"more": 1}, "more = 1: Extra inputs"),
-        ("deliver", {"tokens": 10**30}, "tokens = 1000"),
-        ("deliver", {"step": 10**12}, "step = 1000"),
-        ("deliver", {"base": -1}, "base = -1"),
-        ("deliver", {"attempt": "../../../x"}, "attempt = "),
-        ("wait", {"base": True}, "base = True"),
-        ("wait", {"seconds": 1e9}, "seconds = 1000000000"),
-        ("leave", {"reason": "x" * 501}, "reason = "),
-        ("upload", {"boxes": [[[["w"]]]], "payload": b"1234"}, "no rectangle of a parameter"),
-        ("upload", {"boxes": []}, "0 bytes are not float32 values"),
-    ],
-)
-def test_fields_out_of_range_are_refused_and_named(
-    action: str, fields: dict[str, Any], reason: str, tmp_path: Path
-) -> None:
-    said: list[str] = []
-    port = free_port()
-    good: dict[str, dict[str, Any]] = {
-        "join": JOIN,
-        "deliver": {
-            "attempt": "0" * 16,
-            "base": 0,
-            "step": 5,
-            "last_step": 9,
-            "tokens": 9,
-            "num_messages": 1,
-        },
-        "wait": {"base": 0, "seconds": 0},
-    }
-    client = ServerClient(f"http://127.0.0.1:{port}", TOKEN)
-    with serving(tmp_path, said, port):
-        ask(client, "join", **JOIN)
+OUT_OF_RANGE: list[tuple[str, dict[str, Any], str]] = [
+    ("join", {"site": 999}, r"sites.index = 999: sites.count = 1 has 0 to 0"),
+    ("join", {"site": 10**30}, "site = 1000"),
+    ("join", {"facts": {"data": "y"}}, "data: 'x' there, 'y' here"),
+    ("join", {"parameters": [["w", [4]], ["v", [9]]]}, "parameters: "),
+    ("join", {"parameters": [["w", [4]], ["v", [10**18]]]}, "not the name and shape"),
+    ("join", {"parameters": [["w", "4"]]}, "not the name and shape"),
+    ("join", {"parameters": [[]] * 100_001}, "at most 100000 items"),
+    ("join", {"more": 1}, "more = 1: Extra inputs"),
+    ("deliver", {"tokens": 10**30}, "tokens = 1000"),
+    ("deliver", {"tokens": 0}, "tokens = 0"),
+    ("deliver", {"step": 10**12}, "step = 1000"),
+    ("deliver", {"step": -1}, "step = -1"),
+    ("deliver", {"num_messages": 0}, "num_messages = 0"),
+    ("deliver", {"base": -1}, "base = -1"),
+    ("deliver", {"base": 10**400}, "base = 1000"),
+    ("deliver", {"site": 2}, "sites.count = 1"),
+    ("deliver", {"attempt": "../../../x"}, "attempt = "),
+    ("wait", {"base": True}, "base = True"),
+    ("wait", {"seconds": 1e9}, "seconds = 1000000000"),
+    ("leave", {"reason": "x" * 501}, "reason = "),
+    ("leave", {"site": 2}, "sites.count = 1"),
+    ("upload", {"boxes": [[[["w"]]]], "payload": b"1234"}, "no rectangle of a parameter"),
+    ("upload", {"boxes": []}, "0 bytes are not float32 values"),
+]
+
+
+def test_fields_out_of_range_are_refused_and_named(served: Served) -> None:
+    good = {"join": JOIN, "deliver": DELIVERY, "wait": {"base": 0, "seconds": 0}}
+    for action, fields, reason in OUT_OF_RANGE:
+        served.said.clear()
         with pytest.raises(RefusedByServerError) as error:
-            ask(client, action, **{"site": 0, **good.get(action, {}), **fields})
+            ask(served.client, action, **{"site": 0, **good.get(action, {}), **fields})
         assert reason in str(error.value)
-        assert any(f"refused {action} of" in line and reason in line for line in said), said
+        lines = [line for line in served.said if f"refused {action} of" in line]
+        assert any(reason in line for line in lines), (action, fields, served.said)
 
 
 @pytest.mark.parametrize("action", sorted(REQUESTS.keys() - {"hello"}))
@@ -428,17 +428,7 @@ def test_a_second_run_with_the_same_index_is_refused_while_the_first_takes_part(
             ask(client, "join", **JOIN, run=second)
         for action, fields in (
             ("leave", {}),
-            (
-                "deliver",
-                {
-                    "attempt": "0" * 16,
-                    "base": 0,
-                    "step": 1,
-                    "last_step": 9,
-                    "tokens": 1,
-                    "num_messages": 1,
-                },
-            ),
+            ("deliver", DELIVERY),
         ):
             with pytest.raises(RefusedByServerError, match=r"run a{16}\)"):
                 ask(client, action, site=0, run=second, **fields)

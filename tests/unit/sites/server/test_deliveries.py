@@ -95,28 +95,18 @@ class Site:
         """All messages of an attempt, not delivered yet."""
         attempt = secrets.token_hex(8)
         for rank, boxes in enumerate(self.boxes):
-            values = torch.cat(
-                [
-                    (
-                        local[box.name][box.slices] - self.weights[box.name][box.slices]
-                        if self.relative
-                        else local[box.name][box.slices]
-                    ).reshape(-1)
-                    for box in boxes
-                ]
-            )
+            values = torch.cat([local[box.name][box.slices].reshape(-1) for box in boxes])
+            if self.relative:
+                values -= torch.cat(
+                    [self.weights[box.name][box.slices].reshape(-1) for box in boxes]
+                )
             if self.codec.keeps_error:
                 values = values + self.errors[rank]
             codes = self.codec.encode(values.unsqueeze(0))
             self.sent = self.codec.decode(codes, len(values))[0]
             self.errors[rank] = values - self.sent
-            header = {
-                "attempt": attempt,
-                "rank": rank,
-                "part": 0,
-                "boxes": [box.to_json() for box in boxes],
-            }
-            self.ask("contribute", codes.numpy().tobytes(), **header)
+            header = {"rank": rank, "part": 0, "boxes": [box.to_json() for box in boxes]}
+            self.ask("contribute", codes.numpy().tobytes(), attempt=attempt, **header)
         return attempt
 
     def deliver(self, local: Weights, tokens: int = 100) -> dict[str, Any]:
@@ -125,12 +115,8 @@ class Site:
 
     def delivery(self, attempt: str, tokens: int = 100) -> dict[str, Any]:
         return {
-            "attempt": attempt,
-            "base": self.number,
-            "step": self.step,
-            "last_step": LAST_STEP,
-            "tokens": tokens,
-            "num_messages": len(self.boxes),
+            **{"attempt": attempt, "base": self.number, "step": self.step, "last_step": LAST_STEP},
+            **{"tokens": tokens, "num_messages": len(self.boxes)},
         }
 
     def take(self, form: str = "update") -> None:
@@ -181,6 +167,14 @@ def ledger_at(
         _STORES[path].close()
     _STORES[path] = ServerDirectory(path)
     return OuterServerState(_STORES[path], Rules(asynchronous, seconds), say)
+
+
+def joined(ledger: OuterServerState, codec: str = "float32", *, halves: bool = False) -> list[Site]:
+    """Two sites that have joined; `halves`: the second one has two ranks."""
+    sites = [Site(ledger, 0, codec), Site(ledger, 1, codec, halves=halves)]
+    for site in sites:
+        site.join(start())
+    return sites
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -263,9 +257,7 @@ def test_a_site_that_misses_a_window_is_left_out_and_takes_the_weights_when_it_i
 ) -> None:
     said: list[str] = []
     ledger = ledger_at(tmp_path, seconds=0.05, say=said.append)
-    first, second = Site(ledger, 0, "float32"), Site(ledger, 1, "float32")
-    for site in (first, second):
-        site.join(start())
+    first, second = joined(ledger)
     local = changed(first.weights, 1)
     assert first.deliver(local)["number"] == 0  # the other is waited for
     assert ledger.wait(0, 0.2)["number"] == 0
@@ -342,9 +334,7 @@ def test_a_new_site_joins_at_a_window_and_one_that_leaves_is_not_waited_for(
 def test_what_has_happened_is_told_after_a_restart(tmp_path: Path) -> None:
     """Once: not again by a server that was started again after it was told."""
     ledger = ledger_at(tmp_path)
-    sites = [Site(ledger, index, "float32") for index in range(2)]
-    for site in sites:
-        site.join(start())
+    sites = joined(ledger)
     ledger.note("message_refused", "10.0.0.9", "corrupted")
     for _ in range(3):
         ledger.note("message_refused", "10.0.0.9", "forged")
@@ -368,9 +358,7 @@ def test_a_restart_loses_nothing(codec: str, tmp_path: Path) -> None:
     for restarts in (False, True):
         directory = tmp_path / str(restarts)
         ledger = ledger_at(directory)
-        sites = [Site(ledger, 0, codec), Site(ledger, 1, codec, halves=True)]
-        for site in sites:
-            site.join(start())
+        sites = joined(ledger, codec, halves=True)
         for number in range(3):
             for index, site in enumerate(sites):
                 site.deliver(changed(site.weights, 2 * number + index))
@@ -394,9 +382,7 @@ def test_a_restart_loses_nothing(codec: str, tmp_path: Path) -> None:
 
 def test_an_asynchronous_server_weighs_a_change_by_its_staleness(tmp_path: Path) -> None:
     ledger = ledger_at(tmp_path, asynchronous=True)
-    first, second = Site(ledger, 0, "float32"), Site(ledger, 1, "float32")
-    for site in (first, second):
-        site.join(start())
+    first, second = joined(ledger)
     expected, momentum = start(), {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     for number, (site, staleness) in enumerate([(first, 0), (first, 0), (second, 2)]):
         local = changed(site.weights, number)

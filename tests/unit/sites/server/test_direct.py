@@ -21,9 +21,12 @@ from tests.unit.sites.server.direct_run import (
     DirectRun,
     Site,
     begin,
+    enter,
     finish,
+    join,
     make_round,
     request,
+    vote,
 )
 
 NOTHING = memoryview(b"")
@@ -40,9 +43,7 @@ def told(plan: Any) -> set[tuple[str, str, str]]:
 
 def test_a_new_run_begins_with_all_sites_and_makes_rounds(run: DirectRun) -> None:
     sites = [Site(run, index) for index in range(3)]
-    for site in sites[:2]:
-        site.join()
-        site.enter(None)
+    join(sites[:2])
     run.pass_time(10 * WINDOW, *sites[:2])  # no window here: all must come
     assert sites[0].poll() == {
         "is_ready": False,
@@ -70,9 +71,7 @@ def test_a_new_run_begins_with_all_sites_and_makes_rounds(run: DirectRun) -> Non
 def test_weights_of_a_new_run_that_differ_are_named_and_nothing_begins(run: DirectRun) -> None:
     sites = [Site(run, index) for index in range(3)]
     sites[1].digest = "f" * 16
-    for site in sites:
-        site.join()
-        site.enter(None)
+    join(sites)
     plan = sites[0].plan()
     digests = f"({'0' * 16} at site 0, {'f' * 16} at site 1, {'0' * 16} at site 2)"
     assert f"sites of a new run begin with different global weights {digests}" in plan.refusal
@@ -80,9 +79,7 @@ def test_weights_of_a_new_run_that_differ_are_named_and_nothing_begins(run: Dire
     assert sites[0].verdict(plan.attempt) is False
     assert run.state.store.record() is None
     sites[1].digest = "0" * 16
-    for site in sites:
-        site.join()
-        site.enter(None)
+    join(sites)
     assert not finish(sites).refusal
 
 
@@ -109,17 +106,14 @@ def test_requests_that_come_again_change_nothing(run: DirectRun) -> None:
 
 def test_a_site_that_is_lost_is_not_waited_for_and_its_round_fails(run: DirectRun) -> None:
     sites = begin(run)
-    for site in sites:
-        site.enter()
+    enter(sites)
     plan = sites[0].plan()
-    for site in sites[:2]:
-        site.vote(plan.attempt)
+    vote(sites[:2], plan)
     run.pass_time(HEARTBEAT_TIMEOUT - 1, *sites[:2])
     assert sites[0].verdict(plan.attempt) is None
     run.pass_time(2, *sites[:2])
     assert [site.verdict(plan.attempt) for site in sites[:2]] == [False, False]
-    for site in sites[:2]:
-        site.enter()
+    enter(sites[:2])
     again = finish(sites[:2])
     assert (again.number, again.members) == (1, (0, 1))
     assert again.generation != plan.generation
@@ -128,8 +122,7 @@ def test_a_site_that_is_lost_is_not_waited_for_and_its_round_fails(run: DirectRu
     assert make_round(sites[:2]).number == 2
     run.now += 1
     sites[2].enter()
-    for site in sites[:2]:
-        site.enter()
+    enter(sites[:2])
     plan = finish(sites)
     assert (plan.number, plan.takers, plan.weights) == (3, (2,), (1, 1, 0))
     assert told(plan) == {("site_returned", "site 2", "takes the global weights")}
@@ -138,8 +131,7 @@ def test_a_site_that_is_lost_is_not_waited_for_and_its_round_fails(run: DirectRu
 
 def test_a_window_ends_for_a_slow_site_which_takes_the_weights_later(run: DirectRun) -> None:
     sites = begin(run)
-    for site in sites[:2]:
-        site.enter()
+    enter(sites[:2])
     assert sites[0].poll()["missing"] == [2]
     run.pass_time(WINDOW - 1, *sites)
     assert not sites[0].poll()["is_ready"]
@@ -150,8 +142,7 @@ def test_a_window_ends_for_a_slow_site_which_takes_the_weights_later(run: Direct
     sites[2].enter()  # behind: it does not start a window
     run.pass_time(3 * WINDOW, *sites)
     assert not sites[2].poll()["is_ready"]
-    for site in sites[:2]:
-        site.enter()
+    enter(sites[:2])
     assert finish(sites).takers == (2,)
 
 
@@ -164,8 +155,7 @@ def test_a_site_that_begins_later_waits_for_the_next_round_of_the_others(run: Di
     back.enter(None)
     run.pass_time(5 * WINDOW, *sites)
     assert back.poll()["missing"] == [0, 1]
-    for site in sites[:2]:
-        site.enter()
+    enter(sites[:2])
     plan = finish([*sites[:2], back])
     assert (plan.number, plan.takers, plan.donor) == (2, (2,), 0)
 
@@ -176,9 +166,7 @@ def test_sites_that_resume_wait_for_all_for_a_window_and_the_best_weights_stay(
     make_round(begin(run))
     run.restart()
     older, newer = Site(run, 0, number=1, seen=300), Site(run, 1, number=2, seen=900)
-    for site in (older, newer):
-        site.join()
-        site.enter(None)
+    join((older, newer))
     run.pass_time(WINDOW - 1, older, newer)
     assert not newer.poll()["is_ready"]
     run.pass_time(1, older, newer)
@@ -192,9 +180,7 @@ def test_all_sites_from_older_checkpoints_continue_where_they_are(run: DirectRun
     for _ in range(3):
         make_round(sites)
     old = [Site(run, index, number=1, seen=300) for index in range(3)]
-    for site in old:
-        site.join()
-        site.enter(None)
+    join(old)
     # A number names one set of weights: 1 and 2 were others.
     assert finish(old).number == 4
     text = "outer step 3 is on none of the sites that are here: they continue from 1, which becomes"
@@ -230,9 +216,7 @@ def test_sites_continue_after_the_end_only_if_it_is_lost_on_all_its_sites(
         site.ask("leave")
     run.restart()
     older = [Site(run, index, number=1, seen=300) for index in back]
-    for site in older:
-        site.join()
-        site.enter(None)
+    join(older)
     run.pass_time(WINDOW, *older)
     if not is_refused:
         assert finish(older).number == 3
@@ -252,37 +236,28 @@ def test_sites_continue_after_the_end_only_if_it_is_lost_on_all_its_sites(
 def test_weights_with_which_the_run_ended_stay_those_of_the_end(run: DirectRun) -> None:
     """A restart of the sites that have them, and of one without them."""
     sites = begin(run)
+    sites[0].step = LAST_STEP
+    assert make_round(sites).ended_step == 0  # not all of them are at their end
     for site in sites:
         site.step = LAST_STEP
     plan = make_round(sites)
     assert plan.ended_step == LAST_STEP
     sites[2].number, sites[2].tokens_seen, sites[2].digest = 0, 0, "0" * 16
-    for site in sites:
-        site.join()
-        site.enter(None)
+    join(sites)
     plan = finish(sites)
-    assert (plan.number, plan.takers, plan.ended_step) == (1, (2,), LAST_STEP)
-
-
-def test_a_step_of_sites_that_are_not_all_at_their_end_does_not_end_the_run(run: DirectRun) -> None:
-    sites = begin(run)
-    sites[0].step = LAST_STEP
-    assert make_round(sites).ended_step == 0
+    assert (plan.number, plan.takers, plan.ended_step) == (2, (2,), LAST_STEP)
 
 
 def test_a_failed_vote_aborts_and_a_commit_stays_through_restarts(run: DirectRun) -> None:
     sites = begin(run)
-    for site in sites:
-        site.enter()
+    enter(sites)
     plan = sites[0].plan()
     sites[0].vote(plan.attempt, is_done=False)
     assert sites[0].verdict(plan.attempt) is None  # who has sent bad values is not known yet
-    for site in sites[1:]:
-        site.vote(plan.attempt)
+    vote(sites[1:], plan)
     assert {site.verdict(plan.attempt) for site in sites} == {False}
     plan = make_round(sites)
-    for site in sites:
-        site.enter()
+    enter(sites)
     open_plan = sites[0].plan()
     for site in sites[1:]:
         site.vote(open_plan.attempt)
@@ -299,31 +274,26 @@ def test_a_failed_vote_aborts_and_a_commit_stays_through_restarts(run: DirectRun
 
 def test_no_vote_in_time_and_a_new_entry_of_a_member_abort(run: DirectRun) -> None:
     sites = begin(run)
-    for site in sites:
-        site.enter()
+    enter(sites)
     plan = sites[0].plan()
     sites[0].vote(plan.attempt)
     run.pass_time(59, *sites)
     assert sites[0].verdict(plan.attempt) is None
     run.pass_time(1, *sites)
     assert sites[0].verdict(plan.attempt) is False
-    for site in sites:
-        site.enter()
+    enter(sites)
     plan = sites[0].plan()
-    for site in sites[:2]:
-        site.vote(plan.attempt)
+    vote(sites[:2], plan)
     sites[2].join()  # started again meanwhile
     assert sites[0].verdict(plan.attempt) is False
-    for site in sites[:2]:
-        site.enter()
+    enter(sites[:2])
     sites[2].enter(None)
     assert finish(sites).takers == (2,)
 
 
 def test_a_site_blamed_for_its_values_is_refused_until_it_joins_again(run: DirectRun) -> None:
     sites = begin(run)
-    for site in sites:
-        site.enter()
+    enter(sites)
     plan = sites[0].plan()
     sites[0].vote(plan.attempt, is_done=False)
     sites[2].vote(plan.attempt)
@@ -335,15 +305,13 @@ def test_a_site_blamed_for_its_values_is_refused_until_it_joins_again(run: Direc
     run.restart()
     with pytest.raises(RefusedError, match="site 2 sent values that are not finite"):
         sites[2].poll()
-    for site in sites[:2]:
-        site.enter()
+    enter(sites[:2])
     plan = finish(sites[:2])
     text = "sent values that are not finite, or moved too far"
     assert told(plan) == {("site_left_out", "site 2", text)}
     sites[2].join()
     sites[2].enter(None)
-    for site in sites[:2]:
-        site.enter()
+    enter(sites[:2])
     assert finish(sites).takers == (2,)
 
 
@@ -370,8 +338,7 @@ def test_sites_that_cannot_reach_each_other_are_left_out_one_by_one(run: DirectR
 
 def test_values_of_a_handshake_are_of_a_generation(run: DirectRun) -> None:
     sites = begin(run)
-    for site in sites:
-        site.enter()
+    enter(sites)
     generation = sites[0].plan().generation
     assert sites[1].ask("get", generation=generation, key="a", seconds=0) == {"is_there": False}
     sites[0].ask("put", b"address", generation=generation, key="a")
@@ -388,8 +355,7 @@ def test_values_of_a_handshake_are_of_a_generation(run: DirectRun) -> None:
         sites[0].ask("put", bytes(64 << 10), generation=generation, key="last")
     sites[1].join()
     sites[1].enter(None)
-    for site in (sites[0], sites[2]):
-        site.enter()
+    enter((sites[0], sites[2]))
     assert sites[0].plan().generation != generation
     with pytest.raises(RefusedError, match="the round of this generation is over"):
         sites[0].ask("get", generation=generation, key="a", seconds=0)
@@ -399,8 +365,7 @@ def test_values_of_a_handshake_are_of_a_generation(run: DirectRun) -> None:
 def test_a_handshake_with_a_site_that_is_lost_ends_at_once(how: str, run: DirectRun) -> None:
     """The others would wait for its addresses until their own time limit."""
     sites = begin(run)
-    for site in sites:
-        site.enter()
+    enter(sites)
     plan = sites[0].plan()
     asked = {"generation": plan.generation, "key": "address of 2", "seconds": 0}
     assert not sites[0].ask("get", **asked)["is_there"]
@@ -472,8 +437,7 @@ def test_requests_of_the_other_exchange_and_of_strangers_are_refused(tmp_path: P
 
 def test_a_full_disk_delays_the_verdict(run: DirectRun, monkeypatch: pytest.MonkeyPatch) -> None:
     sites = begin(run)
-    for site in sites:
-        site.enter()
+    enter(sites)
     plan = sites[0].plan()
     store = run.state.store
 

@@ -43,7 +43,7 @@ def test_the_file_is_what_was_written(
         assert path.read_bytes() == head + b"".join(pieces)
 
 
-@pytest.mark.parametrize("size", [0, 1, 4096, 100_001])
+@pytest.mark.parametrize("size", [0, 4096, 100_001])
 def test_aligned_memory_is_written_where_it_lies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:

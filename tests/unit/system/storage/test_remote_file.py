@@ -62,8 +62,7 @@ def address_of(
     return "s3://bucket/a.bin", line
 
 
-@pytest.mark.parametrize("ahead", [True, False])
-@pytest.mark.parametrize("kind", ["http", "s3"])
+@pytest.mark.parametrize(("kind", "ahead"), [("http", True), ("http", False), ("s3", True)])
 def test_a_broken_line_is_resumed_at_its_byte(
     kind: str,
     ahead: bool,
@@ -89,12 +88,11 @@ def test_a_broken_line_is_resumed_at_its_byte(
         assert "resuming there" in caplog.text
 
 
-@pytest.mark.parametrize("kind", ["http", pytest.param("s3", marks=pytest.mark.slow)])
 def test_reading_here_and_there(
-    kind: str, tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote_file, "WINDOW_BYTES", 10_000)
-    address, _ = address_of(kind, tmp_path, stack, monkeypatch)
+    address, _ = address_of("http", tmp_path, stack, monkeypatch)
     chance = random.Random(3)
     known = store_of(address).stat(address)
     for end in (None, 1_000_000):
