@@ -8,7 +8,7 @@ from bigtrain.settings.run_config import RunConfig
 
 
 def run_tree(**sections: Any) -> dict[str, Any]:
-    """Return a run of a llama; `model`, `data` and `train` replace the section, others are joined."""
+    """Return a run of a llama: `model`, `data`, `train` replace the section, others are joined."""
     tree: dict[str, Any] = {
         "model": {"config": {"model_type": "llama"}},
         "data": {"path": "shards"},
