@@ -168,6 +168,20 @@ def test_falls_back(
     assert checkpoints.list_steps(run) == [8, 16, 22, 24]
 
 
+@pytest.mark.slow
+def test_another_runs_checkpoint_falls_back(
+    server: Server, run_yaml: Path, run: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    complete(server, arguments(run_yaml, other, f"train.steps={NEWEST}"))
+    newest = checkpoints.checkpoint_path(run, NEWEST)
+    shutil.rmtree(newest)
+    shutil.copytree(checkpoints.checkpoint_path(other, NEWEST), newest)
+    text = complete(server, arguments(run_yaml, run))
+    assert f"skipping corrupt checkpoint at step {NEWEST}: {newest}/manifest.json" in text
+    assert_same_run(run, uninterrupted)
+
+
 def test_a_run_with_nothing_whole_is_refused(server: Server, run_yaml: Path, run: Path) -> None:
     for step in (8, 16):
         (checkpoints.checkpoint_path(run, step) / "state.json").unlink()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from importlib.metadata import version
 
 import pytest
 
@@ -11,6 +12,7 @@ from bigtrain.launchers.deepspeed_env import KEEP_ALIVE
 from tests.cluster.conftest import COMMON, TRAIN, Lab
 from tests.launch.conftest import metrics
 from tests.support.cluster import BINARIES, SYSTEM_PATH, finish, wait_until
+from tests.support.worlds import ROOT
 
 ARGUMENTS = ("--config", "run.yaml", "--deepspeed_config", "zero1")
 
@@ -23,7 +25,6 @@ def write_hostfile(lab: Lab, *names: str) -> None:
     (lab.folder / "hosts").write_text("".join(lines))
 
 
-@pytest.mark.slow
 def test_pdsh_with_three_hosts(lab: Lab, alone: dict[int, float]) -> None:
     """Of unequal slots; a tensor-parallel group on two hosts is named."""
     (lab.folder / "hosts").write_text("n1 slots=1\nn2 slots=2\nn0 slots=1\n")
@@ -130,3 +131,32 @@ def test_a_dead_host_does_not_keep_the_runner(lab: Lab) -> None:
     code, output = finish(runner, timeout=120)
     assert code not in (0, None), output
     assert "rank 1 on n2 does not respond" in output
+
+
+@pytest.mark.slow
+def test_a_host_with_another_torch_is_named_before_training(lab: Lab) -> None:
+    write_hostfile(lab)
+    other = "/run/versions/torch-2.99.0.dist-info"  # /run belongs to each host
+    metadata = "Metadata-Version: 2.1\\nName: torch\\nVersion: 2.99.0\\n"
+    script = f"mkdir -p {other} && printf '{metadata}' > {other}/METADATA"
+    code, output = lab.run("n2", "sh", "-c", script)
+    assert code == 0, output
+    command = [BINARIES / "deepspeed", "--hostfile", "hosts", "--no_ssh", "--master_addr", "n1"]
+    paths = {"n2": f"{ROOT}:/run/versions", "n1": str(ROOT)}
+    started = [
+        lab.cluster.start(
+            host,
+            *command,
+            f"--node_rank={rank}",
+            TRAIN,
+            *ARGUMENTS,
+            cwd=lab.folder,
+            **{**COMMON, "PYTHONPATH": paths[host]},
+        )
+        for rank, host in ((1, "n2"), (0, "n1"))
+    ]
+    code, output = finish(started[1], timeout=250)
+    assert code != 0, output
+    assert "train.py: hosts have different versions" in output
+    assert f"n2: torch 2.99.0 (others: {version('torch')})" in output
+    assert not (lab.folder / "run").exists()

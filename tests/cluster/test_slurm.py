@@ -13,7 +13,7 @@ from bigtrain.cli import main as bigtrain
 from bigtrain.run.checkpointing import checkpoints
 from tests.cluster.conftest import TRAIN, Lab, Submit
 from tests.launch.conftest import Inputs, metrics, snapshot
-from tests.support.cluster import wait_until
+from tests.support.cluster import BINARIES, wait_until
 from tests.support.worlds import ROOT
 
 SBATCH = ROOT / "slurm" / "train.sbatch"
@@ -149,7 +149,7 @@ def test_a_run_outlives_its_time_limit_and_a_hang(lab: Lab, submit: Submit) -> N
     arguments = [lab.run_yaml, *LONG, *limits, "checkpoint.every_steps=20"]
     job, log = submit(SBATCH, TWO_NODES, arguments)
     wait_until("some steps", lambda: steps_logged(lab) >= 5, 250)
-    # What --signal=B:USR1@60 sends nine minutes from now.
+    # What --signal=B:USR1@60 sends nine minutes from now; the real timer has a test below.
     code, output = lab.run("n0", "scancel", "--batch", "--signal=USR1", job)
     assert code == 0, output
     step = wait_for_resume(lab, log, 1)
@@ -288,3 +288,60 @@ def test_after_a_link_cut_only_the_requeued_run_writes(lab: Lab, submit: Submit)
     steps = list(metrics(run))  # each stands there once
     assert steps == list(range(1, len(steps) + 1))
     assert bigtrain(["verify", "--run", str(run)]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_real_timer(lab: Lab, submit: Submit) -> None:
+    """However quick this machine is, the run has more steps than fit into two minutes."""
+    node = ["--nodes=2", "--gpus-per-node=1", "--cpus-per-task=1", "--mem=1000"]
+    options = [*node, "--time=2", "--signal=B:USR1@30"]
+    job, log = submit(SBATCH, options, [lab.run_yaml, "train.steps=1000000", *LONG[1:]])
+
+    def went_on() -> bool:
+        return log.exists() and "resumed at step " in log.read_text()
+
+    wait_until("the run goes on after its time limit", went_on, 800)
+    lab.run("n0", "scancel", job)
+    assert ended(lab, job, log) == "CANCELLED"
+    story = log.read_text()
+    assert story.index("near the time limit") < story.index("saved; back into the queue")
+    assert story.index("saved; back into the queue") < story.index("resumed at step ")
+    steps = list(metrics(lab.folder / "run"))
+    assert steps == list(range(1, len(steps) + 1))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_limit_without_a_warning_requeues_and_scancel_does_not(lab: Lab, submit: Submit) -> None:
+    """Slurm ends the job at its limit of one minute, with the signals that scancel sends."""
+    options = ["--nodes=2", "--signal=B:CONT@10", *NODE[:-1], "--time=1"]
+    endless = ["train.steps=1000000", *LONG[1:], "checkpoint.every_steps=20"]
+    job, log = submit(SBATCH, options, [lab.run_yaml, *endless])
+    wait_until("a save", lambda: checkpoints.list_steps(lab.folder / "run"), 100)
+    newest = checkpoints.list_steps(lab.folder / "run")[-1]
+    assert wait_for_resume(lab, log, 1) >= newest
+    story = log.read_text()
+    assert "the time limit is reached; back into the queue" in story
+    assert "give more seconds" not in story
+    lab.run("n0", "scancel", job)
+    assert ended(lab, job, log) == "CANCELLED", log.read_text()
+    wait_until("its nodes are free", lambda: "n[1-2]" in idle(lab))
+    story = log.read_text()
+    assert story.count("back into the queue") == 1
+    assert "train.sbatch: cancelled; what is not saved" in story
+    assert "Traceback" not in story
+    assert told(lab, job, "Restarts") == "1"
+    assert state(lab, job) == "CANCELLED"
+    steps = list(metrics(lab.folder / "run"))
+    assert steps == list(range(1, len(steps) + 1))
+
+
+@pytest.mark.slow
+def test_hosts_of_a_job_are_those_that_slurm_says(lab: Lab, nodes: None) -> None:
+    command = f"{BINARIES / 'python'} -m bigtrain.cli hostfile --slurm"
+    script = f"{command} && scontrol show hostnames"
+    allocation = ["salloc", "--quiet", "--nodes=2", "--gpus-per-node=2", "--mem=100"]
+    code, output = lab.run("n0", *allocation, "sh", "-c", script)
+    assert code == 0, output
+    assert output.splitlines() == ["n1 slots=2", "n2 slots=2", "n1", "n2"]
