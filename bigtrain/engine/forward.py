@@ -107,11 +107,14 @@ class ForwardPasses:
         self, input_ids: torch.Tensor, read: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
         """Return the result of `read` on the logits [samples, tokens, vocabulary] of `input_ids` in
-        evaluation mode, on the CPU. Ranks of one data rank bring equal input; other ranks may bring
-        another input of that shape."""
+        evaluation mode, on the CPU. Collective; every rank brings input of one shape. Ranks
+        with the same data rank (tensor, sequence, pipeline parallel) bring the same input."""
         self.engine.eval()
-        full_samples = self.sequence.whole_samples() if self.sequence else nullcontext()
-        with full_samples, uncompiled() if self.is_compiled else nullcontext():
+        # The input is not split over the sequence-parallel ranks, and another shape would compile
+        # the layers once more.
+        unsplit_input = self.sequence.whole_samples() if self.sequence else nullcontext()
+        plain_layers = uncompiled() if self.is_compiled else nullcontext()
+        with unsplit_input, plain_layers:
             outputs = self.engine(input_ids=self._to_device(input_ids), use_cache=False)
         self.engine.train()
         return read(outputs.logits).cpu()

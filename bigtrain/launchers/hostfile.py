@@ -62,29 +62,33 @@ def parse_hostfile(text: str) -> tuple[list[Host], list[str]]:
             "as part of the last word -> sed -i 's/\\r$//' FILE"
         )
     for line_number, line_text in enumerate(text.split("\n"), 1):
-        words = line_text.partition("#")[0].strip()
-        if not words:
+        entry = line_text.partition("#")[0].strip()
+        if not entry:
             continue
-        match = _LINE.fullmatch(words)
+        match = _LINE.fullmatch(entry)
         if match is None:
-            problems.append(f"line {line_number}: {_what_is_wrong(words)}")
-        elif int(match[2]) < 1:
+            problems.append(f"line {line_number}: {_what_is_wrong(entry)}")
+            continue
+        name, slots_text = match[1], match[2]
+        if int(slots_text) < 1:
             rule = "a host has at least one slot"
-            problems.append(f"line {line_number}: {match[1]} slots={match[2]}: {rule} -> remove it")
-        elif not _NAME.fullmatch(match[1]):
+            problems.append(f"line {line_number}: {name} slots={slots_text}: {rule} -> remove it")
+        elif not _NAME.fullmatch(name):
             rule = "is not a host name of letters, digits, dots and hyphens"
-            right = re.sub(r"[^A-Za-z0-9._-]", "", match[1]) or "node-1"
+            suggestion = re.sub(r"[^A-Za-z0-9._-]", "", name) or "node-1"
             problems.append(
-                f"line {line_number}: {match[1]!r}: {rule} -> write {right} slots={match[2]}"
+                f"line {line_number}: {name!r}: {rule} -> write {suggestion} slots={slots_text}"
             )
         else:
-            hosts.append(Host(match[1], int(match[2]), line_number))
+            hosts.append(Host(name, int(slots_text), line_number))
     first_by_name: dict[str, Host] = {}
     for host in hosts:
         first = first_by_name.setdefault(host.name, host)
         if first is not host:
-            slots = sorted({first.slots, host.slots})
-            slots_hint = "" if len(slots) == 1 else f", with slots={slots[0]} or slots={slots[1]}"
+            slots_hint = ""
+            if first.slots != host.slots:
+                fewer, more = sorted((first.slots, host.slots))
+                slots_hint = f", with slots={fewer} or slots={more}"
             problems.append(
                 f"line {host.line}: {host.name} is already listed in line {first.line} -> keep "
                 f"one line{slots_hint}"

@@ -14,7 +14,7 @@ from bigtrain.settings.run_config import RunConfig
 from bigtrain.settings.sections.base import Section
 
 _SECTIONS = ("objective", "moe", "optimizer", "adapters")
-_CHANGE = 0.9
+_FACTOR = 0.9
 """Factor of a setting whose change must be visible."""
 _MARGIN = 1e-3
 """Least distance from a threshold, on either side."""
@@ -60,18 +60,20 @@ def _changed_settings(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
 
 
 def _changed_values(section: Section) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the keys of the numbers in `section`, and the field of the section with that number
-    changed."""
+    """Yield, for each number in `section`, its dotted key and the update {field: value} of the
+    section that changes only this number."""
     for key, value in section:
-        if isinstance(value, float) and value:
-            yield key, {key: _CHANGE * value}
+        if isinstance(value, float) and value:  # a factor does not change 0
+            yield key, {key: _FACTOR * value}
         elif isinstance(value, tuple) and all(isinstance(number, float) for number in value):
             for index, number in enumerate(value):
-                changed = (*value[:index], _CHANGE * number, *value[index + 1 :])
-                yield f"{key}[{index}]", {key: changed}
+                if number:
+                    changed = (*value[:index], _FACTOR * number, *value[index + 1 :])
+                    yield f"{key}[{index}]", {key: changed}
         elif isinstance(value, Section):
             for inner_key, inner in _changed_values(value):
-                if not inner_key.startswith("eps"):  # limits that only prevent a division by 0
+                # Not `eps`, which only prevents a division by 0: no result shows its change.
+                if not inner_key.startswith("eps"):
                     yield f"{key}.{inner_key}", {key: {**dict(value), **inner}}
 
 

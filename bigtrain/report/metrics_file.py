@@ -253,12 +253,14 @@ class MetricsFile:
         series = {}
         for name in FIGURES:
             series[name] = column = _column(lines, name)
+            # Counted as missing: a value that is there and no number. An absent name is not.
             if np.isnan(column).any():
                 self.missing[name] += sum(
                     1 for line in lines if name in line and math.isnan(_number(line[name]))
                 )
 
-        # Positions must ascend: a missing or smaller value is replaced by its predecessor.
+        # Steps ascend, since `add` drops a line of an earlier step. Tokens and samples must, too: a
+        # missing or smaller value is replaced by its predecessor.
         positions = {"step": _column(lines, "step")}
         for name in ("tokens", "samples"):
             previous_value = np.nan_to_num(_number(previous.get(name, 0)))
@@ -269,17 +271,19 @@ class MetricsFile:
         positions["hours"] = self._hours + np.cumsum(np.maximum(seconds, 0.0)) / 3600
         self._hours = float(positions["hours"][-1])
 
-        # Entries of objects, and over the layers with experts the maximum and the mean.
+        # A figure that is a JSON object has one series for each entry.
         for name in OF_STEPS:
             series.update(self._entries(lines, name, self.steps.names))
-        layers = [column for name, column in series.items() if name.startswith(f"{EXPERTS}/")]
-        if layers:
-            series[MOST_OF_LAYERS] = np.fmax.reduce(layers)
-            num_known = np.sum(~np.isnan(layers), axis=0)
-            total = np.nansum(layers, axis=0)
+        # Maximum and mean over the layers with experts.
+        columns = [column for name, column in series.items() if name.startswith(f"{EXPERTS}/")]
+        if columns:
+            series[MOST_OF_LAYERS] = np.fmax.reduce(columns)
+            num_known = np.sum(~np.isnan(columns), axis=0)
+            total = np.nansum(columns, axis=0)
             layer_mean = total / np.maximum(num_known, 1)
             series[MEAN_OF_LAYERS] = np.where(num_known > 0, layer_mean, math.nan)
 
+        # `_column` has NaN for a value that is infinite or absent, too.
         bad = np.isnan(series["loss"]) | np.isnan(series["grad_norm"])
         for row in np.flatnonzero(bad).tolist():
             self.events.add(NON_FINITE, lines[row]["step"], lines[row])

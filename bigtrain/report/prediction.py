@@ -15,34 +15,35 @@ _WAITING = WAITING.partition("/")[2]
 
 
 def predictions(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return the values of a section per run, and the names of the runs without prediction and
-    measurements."""
+    """Return the values of the template: a section for each run, and the names, in one text, of
+    the runs that have neither a prediction nor measurements."""
     sections, silent = [], []
     for run_number, run in enumerate(runs):
         prediction = run.files.prediction
-        steps, phases = mean_of(run, BREAKDOWN), peak_of(run, PHASES)
-        if prediction is None and not steps and not phases:
+        step_seconds = mean_of(run, BREAKDOWN)  # by part of a step
+        peak_gib = peak_of(run, PHASES)  # by part of a step
+        if prediction is None and not step_seconds and not peak_gib:
             silent.append(run.name)
             continue
         measured = {
             name.removesuffix("_seconds"): seconds
-            for name, seconds in steps.items()
-            if name != _WAITING
+            for name, seconds in step_seconds.items()
+            if name != _WAITING  # a part of other parts, shown beside the stack
         }
         terms = {} if prediction is None else prediction.terms
         memory_terms = {} if prediction is None else prediction.memory_terms
-        # Peaks of phases do not add up, so each has a separate bar.
-        longest = max(phases.values(), default=0.0) or 1.0
+        # Peaks do not add up, so each has a separate bar; the largest is 100% wide.
+        largest = max(peak_gib.values(), default=0.0) or 1.0
         section = {
             "number": run_number,
             "name": run.name,
             "comparison": [] if prediction is None else _comparison(run, prediction),
-            "has_steps": bool(steps),
+            "has_steps": bool(step_seconds),
             "steps": _stacks({"measured, mean": measured, "predicted": terms}, "s"),
-            "waiting": _figure(steps[_WAITING]) if _WAITING in steps else "",
-            "phases": [
-                (name.replace("_", " "), _figure(gib), f"{100 * gib / longest:.3f}")
-                for name, gib in phases.items()
+            "waiting": _figure(step_seconds[_WAITING]) if _WAITING in step_seconds else "",
+            "phases": [  # label, figure, width of the bar in percent
+                (name.replace("_", " "), _figure(gib), f"{100 * gib / largest:.3f}")
+                for name, gib in peak_gib.items()
             ],
             "memory": _stacks({"predicted": memory_terms}, "GiB"),
         }

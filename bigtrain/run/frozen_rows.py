@@ -34,44 +34,55 @@ _CACHE = "frozen_rows"
 def check_frozen_rows(
     config: RunConfig, hf_config: Any, datasets: Sequence[TokenDataset]
 ) -> tuple[list[Problem], list[str]]:
-    """Check that no token that `datasets` teach has an untrained row in a table that the run does
-    not train, as with adapters. Returns problems, and notes on the padding token: its row is zeros
-    by design. Only for a base in a directory here, whose embedding and head are read. Raises
-    ModelError as `find_weights`."""
+    """Check an embedding and a head that the run does not train, as under adapters: a token that
+    `datasets` teach must not have an untrained row there. Returns problems, and notes on the
+    padding token, whose row is zeros by design. Checks only a base in a local directory, whose
+    embedding and head are read. Raises ModelError where `find_weights` does."""
     path = config.model.path
     if path is None or not Path(path).is_dir():
         return [], []
     model = empty_model(hf_config)
-    if not (frozen := _frozen_tables(config, model)):
+    frozen_tables = _frozen_tables(config, model)
+    if not frozen_tables:
         return [], []
+
+    # Untrained rows of each table, cached for these files and this code of the search.
     weights = find_weights(path, hf_config, seed=config.seed)
     files = [file.resolve() for file in weight_files(path, hf_config)]
-    states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    file_stamps = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    search_code = source_of(inspect.getfile(untrained_rows))
     rows_by_table = {}
-    for name in frozen:
+    for table_name in frozen_tables:
 
-        def find(table: LazyTensor = weights.tensors[name]) -> dict[str, Any]:
+        def find(table: LazyTensor = weights.tensors[table_name]) -> dict[str, Any]:
+            # Pairs, since JSON makes texts of the keys of an object.
             return {"rows": list(untrained_rows(table).items())}
 
-        key = key_of(
-            [source_of(inspect.getfile(untrained_rows)), json.dumps([states, name, config.seed])]
-        )
-        rows_by_table[name] = dict(cached(_CACHE, key, find)["rows"])
-    ids = sorted({number for rows in rows_by_table.values() for number in rows})
-    padding = getattr(text_config(hf_config), "pad_token_id", None)
+        key = key_of([search_code, json.dumps([file_stamps, table_name, config.seed])])
+        rows_by_table[table_name] = dict(cached(_CACHE, key, find)["rows"])
+    untrained_ids = sorted({token_id for rows in rows_by_table.values() for token_id in rows})
+    if not untrained_ids:
+        return [], []
+
+    # Compare with the tokens that each dataset teaches.
+    padding_id = getattr(text_config(hf_config), "pad_token_id", None)
     problems, notes = [], []
     for dataset in datasets:
-        if not ids or isinstance(dataset, SourceDataset | StreamDataset):
-            continue  # a base without untrained rows, or samples of the user's own
+        if isinstance(dataset, SourceDataset | StreamDataset):
+            continue  # samples of the user's own
         untrained = {
-            number: [
-                f"its row of {n} is {r[number]}" for n, r in rows_by_table.items() if number in r
+            token_id: [
+                f"its row of {table_name} is {rows[token_id]}"
+                for table_name, rows in rows_by_table.items()
+                if token_id in rows
             ]
-            for number in _learned(dataset, ids)
+            for token_id in _learned(dataset, untrained_ids)
         }
-        padding_rows = {n: untrained.pop(n) for n in [padding] if n in untrained}
-        problems += [_problem(config, model, dataset, untrained)] if untrained else []
-        notes += [str(_problem(config, model, dataset, padding_rows))] if padding_rows else []
+        if padding_id in untrained:
+            padding_rows = {padding_id: untrained.pop(padding_id)}
+            notes.append(str(_problem(config, model, dataset, padding_rows)))
+        if untrained:
+            problems.append(_problem(config, model, dataset, untrained))
     return problems, notes
 
 

@@ -86,6 +86,7 @@ def begin_writing(
 
     @writing(directory, OUTPUT_REMEDY)
     def begin() -> None:
+        """Write the launch's files. Called on the main rank."""
         write_run_directory(
             directory,
             context.run,
@@ -99,6 +100,7 @@ def begin_writing(
             record_base(config.model.path, base.weights, directory / BASE)
         if prediction is not None:
             prediction.write(directory)
+        # The scheduler has started the run again, as the previous launch asked.
         (directory / REQUEUE).unlink(missing_ok=True)
         note_start(
             directory,
@@ -111,10 +113,12 @@ def begin_writing(
         if config.output.copy_to is not None:
             from bigtrain.run.reporting.run_copies import RunCopies
 
-            copies.append(RunCopies(directory, config.output.copy_to))
-            # The previous launch may not have finished copying it.
-            for path in sorted((directory / "checkpoints").glob("step-????????"))[-1:]:
-                copies[0].add(path)
+            run_copies = RunCopies(directory, config.output.copy_to)
+            copies.append(run_copies)
+            # The previous launch may not have finished copying the newest checkpoint.
+            saved = sorted((directory / "checkpoints").glob("step-????????"))
+            if saved:
+                run_copies.add(saved[-1])
 
     context.long_work.on_main_rank(begin)
     return copies[0] if copies else None

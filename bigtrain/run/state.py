@@ -98,19 +98,21 @@ def after_evaluation(
     config: RunConfig, state: TrainState, metrics: Mapping[str, float]
 ) -> TrainState:
     """Return `state` after an evaluation; unchanged if the best metric is not in `metrics`."""
-    section, stopping = config.evaluation.best, config.evaluation.early_stopping
-    value = metrics.get(section.metric)
+    criterion, stopping = config.evaluation.best, config.evaluation.early_stopping
+    value = metrics.get(criterion.metric)
     if value is None:
         return state
     best = _comparable(config, state)
+    # Early stopping compares with the last value that was better by `min_delta`, and counts the
+    # evaluations since (`num_since`).
     reference = best.value if best.reference is None else best.reference
     min_delta = 0.0 if stopping is None else stopping.min_delta
-    if reference is None or section.is_better(value, reference, min_delta):
+    if reference is None or criterion.is_better(value, reference, min_delta):
         best = replace(best, num_since=0, reference=value)
     else:
         best = replace(best, num_since=best.num_since + 1, reference=reference)
     # The best does not depend on `min_delta`, consistent with `export --best` and `keep_best`.
-    if best.value is None or section.is_better(value, best.value, 0.0):
+    if best.value is None or criterion.is_better(value, best.value, 0.0):
         best = replace(best, value=value, step=state.step)
     return replace(state, best=best)
 

@@ -83,33 +83,36 @@ def plan_batch(
     site: int = 0,
     shares: Sequence[int] = (),
 ) -> tuple[BatchPlan | None, list[Problem]]:
-    """Derive accumulation from the global batch, or return a problem that names the nearest valid
-    batch.
+    """Return the plan with the accumulation that the global batch needs; if there is none, None and
+    the problem, which names the nearest valid batch.
 
-    shares: relative numbers of samples of a step, by site; equal if empty.
+    shares: how the samples of a step are divided among the sites, as relative numbers; equal if
+    empty.
     """
     if len(set(shares)) > 1:
         return _plan_shares(batch, data_size, site, shares)
     samples = batch.samples_per_step
     num_readers = num_sites * data_size
-    per_pass = batch.micro_batch_size * num_readers
+    per_pass = batch.micro_batch_size * num_readers  # samples: a micro-batch for every reader
     if samples % per_pass:
-        # Sizes are reported in the unit of the setting: samples or tokens.
+        # The rule, in the unit of the setting: samples or tokens.
+        factors = {
+            "batch.micro_batch_size": batch.micro_batch_size,
+            "data-parallel size": data_size,
+        }
+        if num_sites > 1:
+            factors["sites"] = num_sites
+        numbers = " x ".join(str(factor) for factor in factors.values())
+        rule = f"must be a multiple of {' x '.join(factors)} = {numbers} = {per_pass}"
         key, unit = "batch.global_batch_size", 1
         if batch.global_tokens is not None:
             key, unit = "batch.global_tokens", batch.sequence_length
-        below = samples // per_pass * per_pass
-        sizes = (below, below + per_pass) if below else (per_pass,)
-        nearest = " or ".join(str(size * unit) for size in sizes)
-        rule = (
-            "must be a multiple of batch.micro_batch_size x data-parallel size"
-            + (" x sites" if num_sites > 1 else "")
-            + f" = {batch.micro_batch_size} x {data_size}"
-            + (f" x {num_sites}" if num_sites > 1 else "")
-            + f" = {per_pass}"
-            + (f" samples = {per_pass * unit} tokens" if unit > 1 else "")
-        )
-        remedy = f"nearest: {nearest}"
+        if unit > 1:
+            rule += f" samples = {per_pass * unit} tokens"
+        below = samples - samples % per_pass
+        nearest_sizes = [size for size in (below, below + per_pass) if size > 0]
+        remedy = f"nearest: {' or '.join(str(size * unit) for size in nearest_sizes)}"
+        # A smaller micro-batch may fit the same global batch.
         if samples % num_readers == 0:
             fitting = largest_divisor(samples // num_readers, batch.micro_batch_size)
             remedy += f", or batch.micro_batch_size: {fitting}"

@@ -288,17 +288,19 @@ def is_stream(samples: Any) -> bool:
 
 
 def check_samples(key: str, name: str, samples: Any) -> list[Problem]:
-    """Return the problem of a class (or object) that is neither a source with length and items nor
-    a stream with a state."""
+    """Return the first method that a class (or object) of samples lacks, as a problem; no problem
+    if it has a length and items, or is a stream with a state (`is_stream`)."""
     if is_stream(samples):
         return []
+    # An iterator without __iter__ is meant as a stream, too.
     iterates = any(callable(getattr(samples, method, None)) for method in ("__iter__", "__next__"))
     has_items = all(callable(getattr(samples, method, None)) for method in _MAP_METHODS)
-    for method in _STREAM_METHODS if iterates and not has_items else _MAP_METHODS:
+    is_meant_as_stream = iterates and not has_items
+    for method in _STREAM_METHODS if is_meant_as_stream else _MAP_METHODS:
         if not callable(getattr(samples, method, None)):
             defined_at = location(samples if isinstance(samples, type) else type(samples))
             remedy = f"def {method}(self, ...)"
-            if method in _STREAM_METHODS:
+            if is_meant_as_stream:
                 remedy += f"; a stream has {', '.join(_STREAM_METHODS)}"
             return [Problem(key, name, f"has no {method} ({defined_at})", remedy)]
     return []

@@ -281,30 +281,33 @@ class WeightExchange:
         weights: Sequence[torch.Tensor],
         errors: Tensors,
     ) -> list[torch.Tensor]:
-        """Return, by window of a fragment, the means of the elements that this rank exchanges.
+        """Return the means over the sites of this rank's share of each window of a fragment.
 
-        Parameters, each by window, float32 [N]: `local`, the weights of this site, None for the
-        current masters; `weights`, the global ones; `errors`, the rounding errors so far,
-        overwritten with the new ones. Collective over all groups of this rank, not over the site.
-        Raises RuntimeError if a site is lost or too slow.
+        local, weights, errors: float32 [N] by window. local: the weights of this site; None stands
+        for the current masters. weights: the global weights. errors: the rounding errors so far,
+        which are overwritten with the new errors. Collective over all groups of this rank, not over
+        the site. Raises RuntimeError if a site is lost or too slow.
         """
         means: dict[int, torch.Tensor] = {}
         for batch in self._batches[fragment]:
-            local_weights = {
-                n: windows[n].gathered() if (window_weights := local[n]) is None else window_weights
-                for n in batch.windows
-            }
-            # Padding is in no rectangle, so it keeps the local values.
-            mean = {n: window_values.clone() for n, window_values in local_weights.items()}
+            local_weights = {}
+            for n in batch.windows:
+                sent_weights = local[n]
+                local_weights[n] = windows[n].gathered() if sent_weights is None else sent_weights
+            # No transfer covers the padding of a window, so it keeps the local values.
+            merged = {n: window_weights.clone() for n, window_weights in local_weights.items()}
             for transfer in batch.transfers:
                 codec, group = transfer.codec, self.groups[transfer.ranks]
                 error = transfer.pack(errors) if codec.keeps_error else None
                 packed_weights = transfer.pack(weights)
+                # Overwrites `error` with the new rounding errors.
                 values = group.mean(codec, transfer.pack(local_weights), packed_weights, error)
-                transfer.unpack(values, mean)
+                transfer.unpack(values, merged)
                 if error is not None:
                     transfer.unpack(error, errors)
-            means |= {n: values[self._state.own(len(values))] for n, values in mean.items()}
+            # Ranks with equal masters (ZeRO 0) each return a share.
+            for n, window_mean in merged.items():
+                means[n] = window_mean[self._state.own(len(window_mean))]
         return [means[n] for n in range(len(windows))]
 
     def send(

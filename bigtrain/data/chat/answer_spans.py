@@ -173,8 +173,8 @@ def unmarked_parts(rendering: Rendering, answers: Sequence[Answer]) -> list[Chat
 def assistant_spans(
     template: ChatTemplate, control: ControlTokens, rendering: Rendering
 ) -> list[Answer]:
-    """Return the assistant's messages, except messages of weight 0, of a template without blocks.
-    Raise ConversationError if their character ranges cannot be determined."""
+    """Return the character range of each answer, except answers of weight 0, for a template without
+    {% generation %} blocks. Raise ConversationError if they cannot be determined."""
     answers = []
     for number in rendering.answers():
         if not is_learned(rendering.messages[number - 1]):
@@ -182,28 +182,30 @@ def assistant_spans(
         try:
             begin, end = _span(template, control, rendering, number)
         except TemplateRefusal as refusal:
-            before = "no message"
+            rendered_messages = "no message"
             if number > 1:
-                before = f"only the messages before or up to message {number}"
+                rendered_messages = f"only the messages before or up to message {number}"
             raise ConversationError(
                 f"the chat template cannot write the prompt of message {number}, an answer, so it "
-                f"is unknown which text is learned: with {before} it raises {refusal.reason} -> "
-                f"put a message of the user before message {number}; or do not learn message "
-                f'{number}: "train": false; or use a template with {{% generation %}} marks: '
-                "--chat-template FILE; or skip such documents: --skip-bad"
+                f"is unknown which text is learned: with {rendered_messages} it raises "
+                f"{refusal.reason} -> put a message of the user before message {number}; or do not "
+                f'learn message {number}: "train": false; or use a template with {{% generation %}}'
+                " marks: --chat-template FILE; or skip such documents: --skip-bad"
             ) from refusal
         # White space after the control token that ends the turn does not belong to it.
-        ending = [match.end() for match in control.find(rendering.text[begin:end])][-1:]
-        if ending and rendering.text[begin + ending[0] : end].isspace():
-            end = begin + ending[0]
-        # Nothing of another message is learned, and all of this one's content and calls.
+        token_ends = [match.end() for match in control.find(rendering.text[begin:end])]
+        if token_ends and rendering.text[begin + token_ends[-1] : end].isspace():
+            end = begin + token_ends[-1]
+        # Nothing of another message may be learned.
         for string in rendering.strings:
             if string.message != number and _overlap(string, (begin, end)):
                 reason = f"text of message {string.message} is inside message {number}"
                 raise ConversationError(REMEDY.format(reason))
+        # All content and calls of this message must be learned. A template may write a piece more
+        # than once: one of them in the turn is enough.
         strings = rendering.spoken_by(number)
-        learned_pieces = {s.piece for s in strings if begin <= s.begin and s.end <= end}
-        if any(string.piece not in learned_pieces for string in strings):
+        pieces_in_turn = {s.piece for s in strings if begin <= s.begin and s.end <= end}
+        if any(s.piece not in pieces_in_turn for s in strings):
             reason = f"text of message {number} is outside of its turn"
             raise ConversationError(REMEDY.format(reason))
         answers.append(Answer(number, ((begin, end),)))

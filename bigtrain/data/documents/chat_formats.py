@@ -294,18 +294,20 @@ class Conversations:
         return (*dict.fromkeys(rules.read_keys), *rules.refused)
 
     def with_known_turns(self, key: str, value: object) -> object:
-        """Return the `value` of a format's key, with the format's keys in its turns."""
-        if self.turn_keys in ((), self.format.turn_keys) or key not in MESSAGE_KEYS:
+        """Return `value` with the keys of each turn renamed from the dataset's (`turn_keys`) to the
+        format's; unchanged where `key` holds no messages."""
+        renames = bool(self.turn_keys) and self.turn_keys != self.format.turn_keys
+        if not renames or key not in MESSAGE_KEYS:
             return value
-        turns = from_text(value)
+        turns = from_text(value)  # a list or one turn, which may be JSON text
         format_names = dict(zip(self.turn_keys, self.format.turn_keys, strict=True))
 
-        def named(turn: object) -> object:
+        def renamed(turn: object) -> object:
             if not isinstance(turn, dict):
                 return turn
-            return {format_names.get(key, key): item for key, item in turn.items()}
+            return {format_names.get(name, name): item for name, item in turn.items()}
 
-        return [named(turn) for turn in turns] if isinstance(turns, list) else named(turns)
+        return [renamed(turn) for turn in turns] if isinstance(turns, list) else renamed(turns)
 
 
 def conversation_of(row: Mapping[str, Any], rules: Conversations) -> Extracted:

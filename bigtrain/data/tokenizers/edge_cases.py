@@ -49,24 +49,26 @@ SPECIALS = ("<|endoftext|>", "<s>", "</s>", "<unk>", "<|im_start|>", "<pad>", "[
 
 
 def tokenizer_edge_cases(tokenizer_json: str) -> list[str]:
-    """Return about 300 kB of texts, and texts with every added token as letters."""
+    """Return about 300 kB of texts, and more where every added token is written as plain text."""
     texts = [*SENTENCES]
     # Runs of white space.
     for space in SPACES:
         for length in (1, 2, 3, 4, 8, 17):
             texts.append(f"a{space * length}b {space * length}")
             texts.append(f"{space * length}1.{space * length}\n")
-    # Every seventh code point, assigned or not: libraries differ in Unicode versions.
+    # Code points at even steps, assigned or not, for libraries differ in Unicode versions: planes 0
+    # and 1 without surrogates, and the tags of plane 14.
     points = [
         chr(point)
-        for planes in (range(0x0, 0xD800), range(0xE000, 0x20000), range(0xE0000, 0xE0200))
-        for point in planes[::CODE_POINT_STEP]
+        for block in (range(0x0, 0xD800), range(0xE000, 0x20000), range(0xE0000, 0xE0200))
+        for point in block[::CODE_POINT_STEP]
     ]
+    # 60 of them in a text; then every third beside a letter, a blank and a digit.
     for low in range(0, len(points), 60):
         row = points[low : low + 60]
         texts.append("".join(row))
         texts.append("".join(f"{c}a {c}1{c}" for c in row[::3]))
-    # Control tokens as letters, complete, repeated and damaged.
+    # Control tokens as plain text: complete, repeated and damaged.
     added = [token["content"] for token in json.loads(tokenizer_json).get("added_tokens") or []]
     for token in dict.fromkeys((*SPECIALS, *added)):
         texts.append(token)

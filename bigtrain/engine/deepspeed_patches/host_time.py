@@ -29,11 +29,11 @@ class HostTime:
             if self._is_inside:
                 return function(*args, **kwargs)
             self._is_inside = True
-            start = perf_counter() - self.waited
+            start, waited_before = perf_counter(), self.waited
             try:
                 return function(*args, **kwargs)
             finally:
-                self.seconds += perf_counter() - self.waited - start
+                self.seconds += perf_counter() - start - (self.waited - waited_before)
                 self._is_inside = False
 
         return call

@@ -153,21 +153,24 @@ class _Reduction:
     # --- during the backward pass ---
 
     def _hook(self, slot: Slot, hooked: list[nn.Parameter]) -> Callable[[torch.Tensor], None]:
-        """Return the hook for the complete gradient of `slot`; as `create_gradient_handling_hooks`.
-        Once the end of a backward pass is queued, DeepSpeed only counts in the hooks, and the first
-        hook does all other work."""
+        """Return the hook for the complete gradient of `slot`, as DeepSpeed's
+        `create_gradient_handling_hooks` makes it, with a short path: the first hook of a backward
+        pass calls DeepSpeed's code, which queues the end of the pass; later hooks only have the
+        gradient to handle and the count of hooks to advance."""
         optimizer, state = self._optimizer, self._optimizer._backward_hook_state
-        keeps_sum, take = self._keeps_sum, self._take
-        takes = optimizer.partition_gradients or optimizer.overlap_comm
+        keeps_sum, put_into_bucket = self._keeps_sum, self._take
+        # As in DeepSpeed's `process_gradients`; otherwise the end of the pass reduces.
+        reduces_in_hooks = optimizer.partition_gradients or optimizer.overlap_comm
         parameter: Any = slot.parameter
         group, accumulation_dtype = slot.group, optimizer.gradient_accumulation_dtype
 
         def hook(_parameter: torch.Tensor) -> None:
-            fired = state.hooks_fired_this_backward
+            num_fired = state.hooks_fired_this_backward
+            is_later_hook = (
+                num_fired and state.post_backward_callback_queued and state.backward_active_depth
+            )
             if (
-                fired
-                and state.post_backward_callback_queued
-                and state.backward_active_depth
+                is_later_hook
                 and optimizer.ready_for_gradients
                 and not optimizer._coalesce_grad_reduction
             ):
@@ -179,17 +182,18 @@ class _Reduction:
                     else:
                         parameter.grad_accum.add_(parameter.grad)
                     parameter.grad = None
-                if takes:
-                    take(slot)
-                state.hooks_fired_this_backward = fired = fired + 1
-                remaining = state.max_expected_hooks_seen - fired
+                if reduces_in_hooks:
+                    put_into_bucket(slot)
+                state.hooks_fired_this_backward = num_fired + 1
+                remaining = state.max_expected_hooks_seen - num_fired - 1
                 state.remaining_grad_acc_hooks = remaining if remaining > 0 else 0
                 return
-            counts = optimizer.should_refresh_expected_hook_count()
+            # Asked before the calls below, as in DeepSpeed.
+            refreshes_count = optimizer.should_refresh_expected_hook_count()
             optimizer.reenter_backward_if_needed()
             optimizer.process_gradients(parameter, group)
             expected = optimizer._max_expected_hooks_seen
-            if counts:
+            if refreshes_count:
                 expected = stage_1_and_2.count_used_parameters_in_backward(hooked)
             optimizer.update_hook_state_and_maybe_run_epilogue(expected)
 

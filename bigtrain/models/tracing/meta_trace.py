@@ -463,11 +463,11 @@ _INDICES = {"layer_idx", "layer_id", "layer_index", "layer_number", "block_idx",
 
 @contextmanager
 def run_once(layers: Sequence[nn.Module], on_repeat: Callable[[int, int], None]) -> Iterator[None]:
-    """Inside, a layer that equals an earlier layer returns the earlier layer's outputs; `on_repeat`
-    is called with both indices."""
+    """While the context is open, a layer with an earlier layer's structure and call arguments
+    returns that layer's outputs without running; `on_repeat(index, first_index)` is called then."""
     outputs: dict[Hashable, tuple[int, Any]] = {}
 
-    def once(index: int, layer: nn.Module) -> Callable[..., Any]:
+    def forward_once(index: int, layer: nn.Module) -> Callable[..., Any]:
         plain_forward, structure = layer.forward, _structure(layer)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -482,8 +482,9 @@ def run_once(layers: Sequence[nn.Module], on_repeat: Callable[[int, int], None])
 
         return forward
 
+    # Attributes of instances, which hide the methods of their classes.
     for index, layer in enumerate(layers):
-        shadow(layer, "forward", once(index, layer))
+        shadow(layer, "forward", forward_once(index, layer))
     try:
         yield
     finally:

@@ -114,17 +114,16 @@ def find_device(name: str, option: str = "--gpus") -> Device:
     return Device(name=entry, reach=reach, **value)
 
 
-_AROUND = (
+_WORDS_BESIDE = (
     r"(?i)\b(nvidia|amd|instinct|tesla|geforce|quadro|dgx|hgx|gpus?)\b|^\s*\d+\s*x\s*(?=[a-z])"
 )
 """Words next to a device's name in tables: vendor, machine, number."""
 
 
 def _find(name: str) -> str | None:
-    # "H100SXM5" is H100 and its form factor.
-    name = re.sub(
-        r"(?i)(?<=\d)(?=(sxm|pcie?|nvl|hbm)\d*\b)", " ", re.sub(_AROUND, " ", name)
-    ).strip()
+    name = re.sub(_WORDS_BESIDE, " ", name)
+    # "H100SXM5" becomes "H100 SXM5".
+    name = re.sub(r"(?i)(?<=\d)(?=(sxm|pcie?|nvl|hbm)\d*\b)", " ", name).strip()
     plain_name = _plain(name)
     devices = _table()["devices"]
     for entry, figures in devices.items():
@@ -132,10 +131,14 @@ def _find(name: str) -> str | None:
             return str(entry)
     # Names as in torch or a table: "NVIDIA H100 80GB HBM3", "A100-SXM4-80GB", "H100-80GB-SXM".
     for entry, figures in devices.items():
-        # The model's name as a complete word: H1000 and H100X are not H100.
-        model = re.match("[A-Z0-9]+", figures["pattern"])
-        word = rf"(?<![A-Z0-9])(RTX)?{model[0] if model else ''}(?![A-Z0-9])"
-        if all(re.search(part, name, re.IGNORECASE) for part in (word, figures["pattern"])):
+        # A pattern begins with the device's name, which must be a complete word of `name` ("RTX"
+        # may precede it without a blank): H1000 and H100X are not H100.
+        first = re.match("[A-Z0-9]*", figures["pattern"])
+        assert first is not None
+        word = rf"(?<![A-Z0-9])(RTX)?{first[0]}(?![A-Z0-9])"
+        if re.search(word, name, re.IGNORECASE) and re.search(
+            figures["pattern"], name, re.IGNORECASE
+        ):
             return str(entry)
     return None
 

@@ -308,14 +308,17 @@ def mathematics(config: RunConfig) -> dict[str, Any]:
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:
+    """Return settings as "section.key", without the settings that every launch may change."""
     flat: dict[str, Any] = {}
     for section, value in config.items():
         if section in _FREE_SECTIONS:
             continue
-        for key, item in value.items() if isinstance(value, dict) else [(None, value)]:
-            name = f"{section}.{key}" if key else section
-            if name not in _FREE:
-                flat[name] = item
+        if isinstance(value, dict):
+            settings = {f"{section}.{key}": item for key, item in value.items()}
+        else:
+            settings = {section: value}
+        flat.update({name: item for name, item in settings.items() if name not in _FREE})
+    # A batch given in tokens equals the same batch given in samples.
     tokens = flat.pop("batch.global_tokens", None)
     if tokens is not None:
         flat["batch.global_batch_size"] = tokens // flat["batch.sequence_length"]

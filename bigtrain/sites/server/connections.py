@@ -44,19 +44,20 @@ class Stranger:
         self._strangers = strangers
         self._loop = asyncio.get_running_loop()
         same_host = [stranger for stranger in strangers if stranger.host == host]
-        # Above a limit the oldest is closed: a site signs at once.
+        # A site signs at once, so above a limit the oldest stranger is closed; `abort` takes it out
+        # of `strangers`.
         if len(same_host) >= MOST_OF_ONE_HOST:
             same_host[0].abort()
         elif len(strangers) >= MOST_STRANGERS:
             strangers[0].abort()
         strangers.append(self)
-        self._limit = self._loop.call_later(HEADER_SECONDS, self.abort)
+        self._timeout = self._loop.call_later(HEADER_SECONDS, self.abort)
 
     def leave(self) -> None:
         """Count it no longer: it is closed, or its request was signed."""
         if self in self._strangers:
             self._strangers.remove(self)
-        self._limit.cancel()
+        self._timeout.cancel()
         self.protocol = self.task = None  # which name this one, too
 
     def abort(self) -> None:
