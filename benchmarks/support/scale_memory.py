@@ -118,12 +118,15 @@ class Hosts:
             )
             world = World(rank, self.num_ranks, rank % RANKS_OF_HOST)
             context: Any = SimpleNamespace(
-                config=config, world=world, hosts=tuple(self.names), directory=self._run
+                config=config,
+                world=world,
+                hosts=tuple(self.names),
+                directory=self._run,
+                log=SimpleNamespace(info=print),
             )
-            log: Any = SimpleNamespace(info=print)
-            files = open_memory_files(context, log, IDENTITY.run, create=False)
+            files = open_memory_files(context, IDENTITY.run, create=False)
             assert isinstance(files, MemoryFiles)
-            complete = files.complete(log)
+            complete = files.complete()
             newest = on_main_rank(lambda: complete[0], files.group)
             used.append(files.prepare(newest, context))
             files.close()

@@ -33,8 +33,8 @@ class Exported:
 def read_metrics(run: str | Path, kind: Kind | None = "step") -> list[dict[str, Any]]:
     """Return the lines of a run's ``metrics.jsonl``, in order; also of a running run.
 
-    run: a run directory. kind: logged steps, evaluations, events or outer steps; None: all lines.
-    Fields: docs/reference/metrics.md. Raises DataError if the file is missing or corrupt.
+    run: a run directory. kind: logged steps, evaluations, events or outer steps; None: all lines;
+    docs/reference/metrics.md has their fields. Raises DataError if the file is missing or corrupt.
     """
     from bigtrain.run.reporting.metrics_lines import kind_of, read_lines
 
@@ -217,8 +217,8 @@ def open_conversation(
     """Return a chat with a Hugging Face directory or Hub model by its tokenizer's chat template:
     ``answer(messages)`` is its answer, which ends at the template's end of a turn.
 
-    max_new_tokens: of an answer; other parameters: as for `generate`. Raises ModelError
-    if the model cannot be loaded, or has no chat template.
+    max_new_tokens: of an answer. Other parameters are as for `generate`. Raises ModelError if
+    the model cannot be loaded, or has no chat template.
     """
     from bigtrain.models.generation import Conversation, Sampling
 

@@ -109,12 +109,17 @@ def process_start() -> float:
         return time.time()
 
 
+_START_SECONDS = 30.0
+"""Between the starts of the first and the last rank of a launch on a busy host, at most."""
+
+
 class HostErrorLog:
     """The errors that processes of one launch on this host have printed so far.
 
     An error that all ranks raise is printed once, and no rank waits for another. A folder of
-    empty files below the temporary directory, one file per error text; the next process that fails
-    removes the folders of launchers that have ended. If it is not writable, every rank prints.
+    empty files below the temporary directory: for each error text one file, and one for each rank
+    that had the error; the next process that fails removes the folders of launchers that have
+    ended. If the folder is not writable, every rank prints.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
@@ -125,6 +130,7 @@ class HostErrorLog:
         self._prefix = f"bigtrain-failures-{os.getuid()}-"
         port = "".join(filter(str.isdigit, environment.get("MASTER_PORT", "")))
         self._folder = self._root / f"{self._prefix}{os.getppid()}-{port}"
+        self._rank = environment.get("RANK", "0")
 
     def is_first(self, text: str) -> bool:
         """Return whether this process is the first of the launch to report `text`."""
@@ -137,8 +143,12 @@ class HostErrorLog:
             if not self._is_ours():
                 return True
             note = self._folder / hashlib.sha256(text.encode()).hexdigest()
-            if note.exists() and not self._is_of_this_launch(note):
-                note.unlink(missing_ok=True)  # from an earlier launch by the same parent
+            note_of_rank = note.with_name(f"{note.name}-{self._rank}")
+            if note_of_rank.exists() or not self._is_of_this_launch(note, _START_SECONDS):
+                # From an earlier launch by the same parent.
+                for earlier in self._folder.glob(f"{note.name}*"):
+                    earlier.unlink(missing_ok=True)
+            note_of_rank.touch()
             note.touch(exist_ok=False)
         except FileExistsError:
             return False
@@ -155,6 +165,6 @@ class HostErrorLog:
     def _is_ours(self) -> bool:
         return self._folder.is_dir() and self._folder.lstat().st_uid == os.getuid()
 
-    def _is_of_this_launch(self, note: Path) -> bool:
-        # Written after this process began: a launcher starts all ranks at once.
-        return note.exists() and note.stat().st_mtime >= self._began
+    def _is_of_this_launch(self, note: Path, tolerance: float = 0) -> bool:
+        # Written after this process began, or at most `tolerance` seconds before.
+        return note.exists() and note.stat().st_mtime >= self._began - tolerance

@@ -1,4 +1,9 @@
-"""Gradient norm of a model whose parameters are sharded over ranks."""
+"""Gradient norm of a model whose parameters are sharded over ranks, under float32 ZeRO 0.
+
+DeepSpeed's optimizers take their own norms: ZeRO 1 and 2 by `norm_of` in
+`deepspeed_patches/step.py`, ZeRO 3 by `get_grad_norm_direct` and `_get_norm_groups` of DeepSpeed's
+runtime/zero/stage3.py.
+"""
 
 from __future__ import annotations
 
