@@ -7,6 +7,7 @@
     python tools/guide.py option "tokenize --held-out"
     python tools/guide.py launcher OMPI_COMM_WORLD_RANK   (the variable with a process's rank)
     python tools/guide.py architecture gemma3_text
+    python tools/guide.py degree sequence
 
 Prints a line for each step and PASS or FAIL at the end, which the exit code (0 or 1) says too.
 --no-tests: the steps only, seconds.
@@ -137,6 +138,24 @@ def check_architecture(model_type: str) -> Iterator[tuple[str, bool]]:
     yield "a row of docs/architectures.md", is_in(f"`{model_type}`", "docs/architectures.md")
 
 
+def check_degree(name: str) -> Iterator[tuple[str, bool]]:
+    from bigtrain.settings.compatibility.facts import Facts
+    from bigtrain.settings.degrees import ModelDegrees
+    from bigtrain.settings.sections.running import ParallelSection
+
+    size = f"{name}_size"
+    yield "a field of ParallelSection", name in ParallelSection.model_fields
+    yield f"{size} of ModelDegrees", size in ModelDegrees.__dataclass_fields__
+    yield f"{size} of Facts, for the compatibility rules", hasattr(Facts, size)
+    yield "a feature for the rules", is_in(size, "bigtrain/settings/compatibility/features.py")
+    yield "its groups in mesh.py", is_in(f'"{name}', "bigtrain/engine/startup/mesh.py")
+    yield "the planner reads it", is_in(size, "bigtrain/planner")
+    yield "bigtrain parity lists it", is_in(name, "bigtrain/parity/topologies.py")
+    yield "the parity matrix trains it", is_in(name, "tests/parity/test_matrix.py")
+    yield "a golden run", is_in(name, "tests/golden/runs.py")
+    yield "a row of docs/reference/configuration.md", is_in(f"`parallel.{name}`", "docs/reference")
+
+
 GUIDES = {
     "metric": Guide(
         check_metric, ("tests/unit/run/reporting", "tests/unit/report", "tests/docs", *FAST)
@@ -154,6 +173,9 @@ GUIDES = {
         ("tests/unit/commands/test_help.py", "tests/unit/python_api", "tests/docs", *FAST),
     ),
     "launcher": Guide(check_launcher, ("tests/unit/system", *FAST)),
+    "degree": Guide(
+        check_degree, ("tests/unit/settings/test_topology.py", "tests/parity/test_matrix.py", *FAST)
+    ),
     "architecture": Guide(check_architecture, ("tests/parity/test_architectures.py", *NAMED)),
 }
 

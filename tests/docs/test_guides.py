@@ -15,6 +15,7 @@ COMPLETE = {
     "metric": "grad_norm",
     "objective": "kto",
     "optimizer": "lion",
+    "degree": "sequence",
     "format": ".parquet",
     "launcher": "OMPI_COMM_WORLD_RANK",
 }
