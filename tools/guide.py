@@ -4,6 +4,7 @@
     python tools/guide.py objective kto
     python tools/guide.py optimizer lion
     python tools/guide.py format .parquet
+    python tools/guide.py row-format sharegpt
     python tools/guide.py option "tokenize --held-out"
     python tools/guide.py launcher OMPI_COMM_WORLD_RANK   (the variable with a process's rank)
     python tools/guide.py architecture gemma3_text
@@ -105,6 +106,21 @@ def check_format(suffix: str) -> Iterator[tuple[str, bool]]:
     yield "docs/howto/your_data.md", is_in(suffix, "docs/howto/your_data.md")
 
 
+def check_row_format(name: str) -> Iterator[tuple[str, bool]]:
+    from typing import get_args
+
+    from bigtrain.data.documents.chat_formats import FORMATS
+    from bigtrain.data.documents.row_keys import ROW_KEYS
+    from bigtrain.objectives.rows import RowFormat
+
+    yield "its entry in FORMATS of chat_formats.py", name in FORMATS
+    yield "its name in RowFormat of objectives/rows.py", name in get_args(RowFormat)
+    yield "rows of ROW_KEYS", any(name in row.formats for row in ROW_KEYS)
+    yield "a test of its rows", is_in(f'"{name}"', "tests/unit/data/documents/test_chat_formats.py")
+    yield "docs/howto/chat.md", is_in(f"`{name}`", "docs/howto/chat.md")
+    yield "docs/reference/row_keys.md (make reference)", is_in(name, "docs/reference/row_keys.md")
+
+
 def check_option(name: str) -> Iterator[tuple[str, bool]]:
     from bigtrain.commands.registry import build_parser
 
@@ -167,6 +183,14 @@ GUIDES = {
     ),
     "format": Guide(
         check_format, ("tests/unit/data/documents", "tests/unit/data/tokenize_job", *FAST)
+    ),
+    "row-format": Guide(
+        check_row_format,
+        (
+            "tests/unit/data/documents/test_chat_formats.py",
+            "tests/unit/commands/test_tokenize_formats.py",
+            *FAST,
+        ),
     ),
     "option": Guide(
         check_option,

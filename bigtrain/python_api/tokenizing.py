@@ -346,7 +346,7 @@ def row_format(name: str, names: Mapping[str, str], roles: Mapping[str, str]) ->
         keys = keys[: len(row_keys)]
     if name == "messages" and keys[1:] == row_keys[1:]:
         keys = keys[:1]
-    if roles and name in ("alpaca", "tokens"):
+    if roles and not FORMATS[name].has_roles:
         raise DataError(f"--role: rows of --format {name} have no roles -> remove it")
     return RowFormat(name, keys, tuple(f"{name}={role}" for name, role in sorted(roles.items())))
 

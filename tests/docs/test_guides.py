@@ -17,6 +17,7 @@ COMPLETE = {
     "optimizer": "lion",
     "degree": "sequence",
     "format": ".parquet",
+    "row-format": "sharegpt",
     "launcher": "OMPI_COMM_WORLD_RANK",
 }
 
@@ -43,6 +44,6 @@ def test_what_is_there_is_complete_and_a_made_up_name_is_not(
 
 def test_every_guide_of_the_tool_is_in_contributing() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
-    listed = set(re.findall(r"python tools/guide\.py (\w+)", text))
+    listed = set(re.findall(r"python tools/guide\.py ([\w-]+)", text))
     tool = (ROOT / "tools/guide.py").read_text()
-    assert listed == set(re.findall(r'^    "(\w+)": Guide\(', tool, re.MULTILINE))
+    assert listed == set(re.findall(r'^    "([\w-]+)": Guide\(', tool, re.MULTILINE))

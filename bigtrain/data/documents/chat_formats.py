@@ -148,6 +148,7 @@ FORMATS: Mapping[str, ChatFormat] = {
             frozenset({"messages"}),
             _messages,
             extra_keys=("system", "functions"),
+            needs_template=True,
         ),
         ChatFormat(
             "sharegpt",
@@ -155,6 +156,7 @@ FORMATS: Mapping[str, ChatFormat] = {
             frozenset({"conversations"}),
             _sharegpt,
             ("from", "value"),
+            needs_template=True,
         ),
         ChatFormat(
             "alpaca",
@@ -162,6 +164,8 @@ FORMATS: Mapping[str, ChatFormat] = {
             frozenset({"instruction", "output"}),
             _alpaca,
             (),
+            has_roles=False,
+            needs_template=True,
         ),
         *(
             ChatFormat(
@@ -187,6 +191,7 @@ FORMATS: Mapping[str, ChatFormat] = {
             _tokens,
             (),
             noun="a row of tokens",
+            has_roles=False,
         ),
     )
 }

@@ -73,7 +73,9 @@ class ChatFormat:
     keys that identify the format; make: converts the values of `keys` and `extra_keys` to a
     document; turn_keys: keys of speaker and text in each turn. extra_keys: keys that always have
     these names. noun: what a row is, for errors. is_detected: whether rows with the identifying
-    keys have this format if the user names none."""
+    keys have this format if the user names none. has_roles: whether rows name speakers.
+    needs_template: whether every row is rendered by the chat template; rows of other formats may
+    hold plain text."""
 
     name: str
     keys: tuple[str, ...]
@@ -83,3 +85,5 @@ class ChatFormat:
     extra_keys: tuple[str, ...] = ()
     noun: str = "a conversation"
     is_detected: bool = True
+    has_roles: bool = True
+    needs_template: bool = False

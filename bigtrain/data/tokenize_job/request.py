@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from bigtrain.data.documents.chat_formats import FORMATS
 from bigtrain.data.documents.files import Selection
 from bigtrain.data.documents.reader import ReadOptions
 from bigtrain.data.documents.text_filter import TextFilter
@@ -179,7 +180,6 @@ class BuildRequest:
         try:
             return tokenizer.chat_template(self.chat_template)
         except NoChatTemplate:
-            # These are always rendered; other rows may be plain text.
-            if self.options.chat_format in ("messages", "sharegpt", "alpaca"):
+            if FORMATS[self.options.chat_format].needs_template:
                 raise
             return None

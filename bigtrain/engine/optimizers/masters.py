@@ -44,9 +44,11 @@ class MasterPart(MasterRange):
 
 def master_parts(engine: Any, model: nn.Module) -> Iterator[MasterPart]:
     """Yield all ranges that this rank has of the parameters of `model`, which `engine` trains. Not
-    collective. The master of a frozen parameter is the parameter; weights in 4 bits have none. If
-    several ranks hold a range, `shard.primary` is true on the rank that writes and counts it.
-    Raises CheckpointError if the masters cannot be reached."""
+    collective. The master of a frozen parameter is the parameter; weights in 4 bits have none.
+
+    A sum over all weights counts the parts with `shard.primary`, and divides a part with
+    `is_replicated` by the number of ranks that hold it (`mesh.replicas`, of experts
+    `mesh.expert_replicas`). Raises CheckpointError if the masters cannot be reached."""
     find = _finder(engine.optimizer)
     for name, parameter in model.named_parameters():
         if is_packed(parameter):

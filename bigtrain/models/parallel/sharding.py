@@ -21,8 +21,10 @@ class Shard(ShardRanges):
     and not saved.
 
     primary: whether this rank counts its part in norms and writes the part in checkpoints; one of
-    the ranks with equal parts does. over: the group that divides the parameter; fewer replicas
-    hold a part of experts (`Mesh.expert_replicas`).
+    the ranks to which tensor parallelism or tied stages give equal parts does. Replicas of the rank
+    (ZeRO 0) all have it: see `MasterRange.is_replicated`.
+    over: the group that divides the parameter; fewer replicas hold a part of experts
+    (`Mesh.expert_replicas`).
     """
 
     primary: bool = field(kw_only=True)
