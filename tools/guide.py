@@ -60,10 +60,11 @@ def check_objective(name: str) -> Iterator[tuple[str, bool]]:
     yield "bigtrain/objectives/NAME.py", (ROOT / f"bigtrain/objectives/{name}.py").exists()
     yield "its loss in bigtrain/objectives/losses", (ROOT / f"{loss}.py").exists()
     yield (
-        "its equation in CASES of test_losses.py",
+        "its equation in CASES of test_losses.py, unless it is a term of next_token's",
         is_in(f'"{name}"', "tests/unit/objectives/test_losses.py")
         or (kind is not None and kind.loss == KINDS["next_token"].loss),
     )
+    yield "a test of its training in tests/parity", is_in(name, "tests/parity")
     yield "docs/howto/objectives.md", is_in(f"`{name}`", "docs/howto/objectives.md")
     yield (
         "docs/reference/configuration.md (make reference)",
@@ -176,7 +177,10 @@ GUIDES = {
     "metric": Guide(
         check_metric, ("tests/unit/run/reporting", "tests/unit/report", "tests/docs", *FAST)
     ),
-    "objective": Guide(check_objective, ("tests/unit/objectives", *NAMED)),
+    "objective": Guide(
+        check_objective,
+        ("tests/unit/objectives", "tests/parity/test_objectives.py", *NAMED),
+    ),
     "optimizer": Guide(
         check_optimizer,
         ("tests/parity/test_optimizers.py", "tests/parity/test_optimizer_checkpoints.py", *NAMED),
