@@ -450,6 +450,8 @@ def main() -> None:
     import bigtrain.run.training  # noqa: F401
 
     get_checkpoint_conversion_mapping("llama")
+    with contextlib.suppress(ImportError):  # what every world with adapters needs
+        import peft  # noqa: F401
     gc.freeze()  # imported objects are never garbage, so keep collections from copying their pages
     for line in sys.stdin:
         answer(serve(json.loads(line)))
