@@ -100,7 +100,7 @@ def imports_of(path: Path) -> tuple[tuple[int, str], ...]:
 
 
 def imports_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -120,6 +120,12 @@ def parse(path: Path) -> ast.Module:
         # at the top, and tests/unit/python_api compares the two.
         tree.body = [node for node in tree.body if not _is_for_type_checkers(node)]
     return tree
+
+
+@cache
+def nodes_of(tree: ast.AST) -> tuple[ast.AST, ...]:
+    """As `ast.walk`, which asks each node for its fields again."""
+    return tuple(ast.walk(tree))
 
 
 def _is_for_type_checkers(node: ast.stmt) -> bool:
@@ -179,6 +185,7 @@ def test_circles_are_found() -> None:
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
 
 
+@cache
 def room_of(module: str) -> str:
     """A folder without folders is one room; beside folders, each file is one."""
     folder = MODULES[module].parent
@@ -292,7 +299,7 @@ def test_a_class_name_has_one_meaning() -> None:
     """A protocol has the name of the class that it stands for."""
     defined: dict[str, list[str]] = {}
     for path in FILES:
-        for node in ast.walk(parse(path)):
+        for node in nodes_of(parse(path)):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 bases = {base.id for base in node.bases if isinstance(base, ast.Name)}
                 if "Protocol" not in bases:

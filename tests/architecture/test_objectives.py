@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from bigtrain.objectives.section import KINDS, ROWS
-from tests.architecture.test_layers import MODULES, parse
+from tests.architecture.test_layers import MODULES, nodes_of, parse
 
 NAMES = {*KINDS, *ROWS}
 
@@ -23,7 +23,7 @@ def test_no_other_folder_compares_the_kind_of_an_objective() -> None:
 
 def switches_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Line and name of comparisons with the name of a kind, and of tables by such names."""
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         names: list[ast.AST | None] = []
         if isinstance(node, ast.Compare):
             names = [*ast.walk(node)]

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.architecture.test_layers import MODULES, parse
+from tests.architecture.test_layers import MODULES, nodes_of, parse
 
 LIBRARIES = {"accelerate", "bitsandbytes", "datasets", "deepspeed", "peft", "tokenizers"}
 LIBRARIES |= {"torch", "transformers"}
@@ -72,7 +72,7 @@ class Source:
         self.tree = tree
         self.own: set[str] = set()
         self.foreign: dict[str, str] = {}
-        for node in ast.walk(tree):
+        for node in nodes_of(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 self.own.add(node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -93,7 +93,7 @@ class Source:
 
     def findings(self) -> Iterator[tuple[int, str]]:
         """Line and name of each private part that is touched."""
-        for node in ast.walk(self.tree):
+        for node in nodes_of(self.tree):
             line = getattr(node, "lineno", 0)
             names = {
                 ast.Import: self._imported,

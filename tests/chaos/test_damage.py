@@ -139,15 +139,15 @@ def delete_the_state(run: Path) -> str:
     return "state.json"
 
 
+# tests/chaos/test_memory_checkpoints.py has one that is found when it is read.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "damage",
     [
         flip_a_tensor,
-        pytest.param(delete_the_state, marks=pytest.mark.slow),
+        delete_the_state,
         pytest.param(
-            partial(put_another_steps_content, what="tensor file"),
-            marks=pytest.mark.slow,
-            id="another step's tensors",
+            partial(put_another_steps_content, what="tensor file"), id="another step's tensors"
         ),
     ],
 )

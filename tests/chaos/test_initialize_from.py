@@ -54,7 +54,8 @@ def hugging_face(run_yaml: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "kind", ["run", pytest.param("checkpoint", marks=pytest.mark.slow), "hugging face"]
+    "kind",
+    ["run", *(pytest.param(k, marks=pytest.mark.slow) for k in ("checkpoint", "hugging face"))],
 )
 def test_weights_are_taken_and_nothing_else(
     kind: str,

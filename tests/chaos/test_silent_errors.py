@@ -110,6 +110,7 @@ def test_a_host_that_errs_again_is_to_be_excluded(
         assert_same_run(run, request.getfixturevalue("uninterrupted"))
 
 
+@pytest.mark.slow
 def test_without_a_checkpoint_from_before(server: Server, run_yaml: Path, tmp_path: Path) -> None:
     words = arguments(run_yaml, tmp_path / "run", f"{COMPARE}=1", f"train.steps={STEPS}")
     codes, text = server.live(words, spoil=flips("parameter bit", 1))

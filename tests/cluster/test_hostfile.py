@@ -25,6 +25,42 @@ def write_hostfile(lab: Lab, *names: str) -> None:
     (lab.folder / "hosts").write_text("".join(lines))
 
 
+# In place of train.py: writes down what it was given.
+GIVEN = """
+import json, os, pathlib, socket, sys
+given = {"environment": dict(os.environ), "arguments": sys.argv[1:], "host": socket.gethostname()}
+pathlib.Path(f"given-{os.environ['RANK']}.json").write_text(json.dumps(given))
+"""
+
+
+def test_pdsh_starts_the_ranks_of_three_hosts(lab: Lab) -> None:
+    """Of unequal slots, with the variables that `.deepspeed_env` names."""
+    (lab.folder / "hosts").write_text("n1 slots=1\nn2 slots=2\nn0 slots=1\n")
+    (lab.folder / "given.py").write_text(GIVEN)
+    code, output = lab.run(
+        "n1", *BIGTRAIN, "hostfile", "--environment", GLOO_SOCKET_IFNAME="eth0", HF_TOKEN="secret"
+    )
+    assert code == 0, output
+    command = [BINARIES / "deepspeed", "--hostfile", "hosts", "given.py", *ARGUMENTS]
+    code, output = lab.run("n1", *command)
+    assert code == 0, output
+    given = [json.loads((lab.folder / f"given-{rank}.json").read_text()) for rank in range(4)]
+    environments = [each["environment"] for each in given]
+    places = [
+        (each["host"], env["LOCAL_RANK"]) for each, env in zip(given, environments, strict=True)
+    ]
+    # DeepSpeed's local rank is the rank modulo the processes of its host.
+    assert places == [("n1", "0"), ("n2", "1"), ("n2", "0"), ("n0", "0")]
+    for each, environment in zip(given, environments, strict=True):
+        local_rank = environment["LOCAL_RANK"]
+        assert each["arguments"] == [f"--local_rank={local_rank}", *ARGUMENTS]
+        assert environment["GLOO_SOCKET_IFNAME"] == "eth0"
+        assert "HF_TOKEN" not in environment
+        assert environment["WORLD_SIZE"] == "4"
+        assert environment["MASTER_ADDR"] == lab.cluster.hosts["n1"]
+
+
+@pytest.mark.slow
 def test_pdsh_with_three_hosts(lab: Lab, alone: dict[int, float]) -> None:
     """Of unequal slots; a tensor-parallel group on two hosts is named."""
     (lab.folder / "hosts").write_text("n1 slots=1\nn2 slots=2\nn0 slots=1\n")

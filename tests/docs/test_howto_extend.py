@@ -196,7 +196,7 @@ def test_a_stream_resumes_with_its_next_sample(folder: Path, world_size: int) ->
     """At the same world size to the last bit, and at another one."""
     data = json.dumps(yaml.safe_load(blocks("yaml")[4])["data"])
     arguments = ["--config", "extended.yaml", f"data={data}", "callbacks=[]"]
-    arguments.append("schedule={type: constant}")
+    arguments += ["schedule={type: constant}", "output.export=false"]
     run_script(1, WORKER, folder, *arguments, "output.directory=runs/whole")
     own = (*arguments, "output.directory=runs/parts", "checkpoint.allow_changes=[train.steps]")
     run_script(world_size, WORKER, folder, *own, "train.steps=4")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from functools import cache
 
 from bigtrain.cli import build_parser
 from bigtrain.train import build_parser as train_parser
@@ -30,12 +31,13 @@ def test_command_lines_parse() -> None:
     with_commands = [page for page in PAGES if command_lines(page)]
     assert {"README.md", "docs/launching.md", "docs/tutorial.md"} < set(with_commands)
     assert {"hostfiles/README.md", "slurm/README.md"} < set(with_commands)
+    parser_of, train_parser_of = cache(build_parser), cache(train_parser)
     for words in (words for page in with_commands for words in command_lines(page)):
         if words[0] == "bigtrain":
-            build_parser(words[1]).parse_args(words[1:])
+            parser_of(words[1]).parse_args(words[1:])
         else:
             arguments = words[words.index("bigtrain/train.py") + 1 :]
-            train_parser().parse_intermixed_args(arguments)
+            train_parser_of().parse_intermixed_args(arguments)
 
 
 def test_what_the_tutorial_types_is_typed_by_a_test() -> None:

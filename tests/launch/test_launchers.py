@@ -17,6 +17,7 @@ from bigtrain.run.checkpointing import checkpoints
 from bigtrain.settings.degrees import AXES
 from tests.launch.conftest import (
     STEPS,
+    TRAIN,
     VOCAB_SIZE,
     ZERO3,
     Inputs,
@@ -28,6 +29,8 @@ from tests.launch.conftest import (
     trained,
     wait,
 )
+from tests.support.cluster import wait_until
+from tests.support.lives import shared_server
 from tests.unit.run.reporting.test_metrics import FIELDS
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
@@ -70,20 +73,78 @@ def test_two_processes_compute_what_one_does(forked_run: Path, finished_run: Pat
     assert metrics(forked_run) == pytest.approx(alone, abs=1e-5)
 
 
+SHORT = (
+    *("train.steps=2", "output.export=false", "evaluation.every_steps=null"),
+    *("schedule.warmup_steps=0", "checkpoint.every_steps=null"),
+)
+COMPARED = ("loss", "grad_norm", "lr", "tokens", "samples", "held_out_loss")
+# In place of train.py: writes down what the launcher gave it, and ends with the code that it reads.
+HANDED = """
+import json, os, pathlib, sys
+here, rank = pathlib.Path(__file__).parent, os.environ["RANK"]
+given = {"environment": dict(os.environ), "arguments": sys.argv[1:]}
+(here / f"new-{rank}").write_text(json.dumps(given))
+(here / f"new-{rank}").rename(here / f"given-{rank}")
+sys.exit(int((here / f"code-{rank}").read_text()))
+"""
+
+
 def test_every_launcher_starts_the_same_run(inputs: Inputs, home: Path, tmp_path: Path) -> None:
+    """By variables and arguments as each gives them to two processes, which hand them to forked
+    ones; meanwhile a train.py that is not forked."""
+    alone = start([TRAIN, *arguments(inputs, tmp_path / "python"), *SHORT], home)
+    processes = {}
+    for name in LAUNCHERS:
+        (tmp_path / f"of-{name}").mkdir()
+        worker = tmp_path / f"of-{name}" / "worker.py"
+        worker.write_text(HANDED)
+        for rank in (0, 1):
+            os.mkfifo(worker.with_name(f"code-{rank}"))
+        command = [*launcher(name)[:-1], worker, *arguments(inputs, tmp_path / name), *SHORT]
+        processes[name] = start(command, home)
+    trained(*arguments(inputs, tmp_path / "forked"), *SHORT, num_processes=2)
+    for name, process in processes.items():
+        given = [tmp_path / f"of-{name}" / f"given-{rank}" for rank in (0, 1)]
+
+        def has_ended(given: list[Path] = given, process: Any = process) -> bool:
+            return all(path.exists() for path in given) or process.poll() is not None
+
+        wait_until(f"{name} starts processes", has_ended, 200)
+        assert process.poll() is None, wait(process)
+        first, second = map(read_json, given)
+        assert {*first["arguments"]} ^ {*second["arguments"]} <= {
+            "--local_rank=0",
+            "--local_rank=1",
+        }
+        environments = [first["environment"], second["environment"]]
+        codes, output = shared_server().live(first["arguments"], environments=environments)
+        for rank, code in enumerate(codes):
+            (tmp_path / f"of-{name}" / f"code-{rank}").write_text(str(code))
+        assert codes == [0, 0], (name, output)
+        finished = wait(process)
+        assert finished.code == 0, (name, finished.output)
+        for key in COMPARED:
+            assert metrics(tmp_path / name, key) == metrics(tmp_path / "forked", key), (name, key)
+    finished = wait(alone)
+    assert finished.code == 0, finished.output
+    trained(*arguments(inputs, tmp_path / "one"), *SHORT)
+    for key in COMPARED:
+        assert metrics(tmp_path / "python", key) == metrics(tmp_path / "one", key), key
+
+
+@pytest.mark.slow
+def test_every_launcher_starts_train_py(inputs: Inputs, home: Path, tmp_path: Path) -> None:
     """Side by side, for most of the time is imports."""
-    short = ["train.steps=2", "output.export=false", "evaluation.every_steps=null"]
-    short += ["schedule.warmup_steps=0", "checkpoint.every_steps=null"]
     processes = {
-        name: start([*launcher(name), *arguments(inputs, tmp_path / name), *short], home)
+        name: start([*launcher(name), *arguments(inputs, tmp_path / name), *SHORT], home)
         for name in LAUNCHERS
     }
     for name, process in processes.items():
         finished = wait(process)
         assert finished.code == 0, (name, finished.output)
-    trained(*arguments(inputs, tmp_path / "forked"), *short, num_processes=2)
+    trained(*arguments(inputs, tmp_path / "forked"), *SHORT, num_processes=2)
     for name in LAUNCHERS:
-        for key in ("loss", "grad_norm", "lr", "tokens", "samples", "held_out_loss"):
+        for key in COMPARED:
             assert metrics(tmp_path / name, key) == metrics(tmp_path / "forked", key), (name, key)
 
 

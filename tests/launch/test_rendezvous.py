@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import pytest
 
 from bigtrain.errors import EXIT_FAULTY_HOST, EXIT_STOPPED
 from tests.support.cluster import wait_until
+from tests.support.lives import shared_server
 from tests.support.worlds import ROOT, free_port
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
@@ -43,16 +46,18 @@ class Hosts:
         (folder / "worker.py").write_text(WORKER)
         (folder / "started").touch()
         self.port = free_port()
-        serve = [sys.executable, "-m", "bigtrain.launchers.rendezvous_server", str(self.port)]
-        self.server = subprocess.Popen(serve, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-        assert self.server.stdout is not None
-        self.output = self.server.stdout
-        assert "serving on port" in self.output.readline()
         self.settings = (
             f"keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1,spares={spares},"
             f"is_host=0,join_timeout={join_timeout}"
         )
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
+
+    def serve(self) -> None:
+        serve = [sys.executable, "-m", "bigtrain.launchers.rendezvous_server", str(self.port)]
+        self.server = subprocess.Popen(serve, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        assert self.server.stdout is not None
+        self.output = self.server.stdout
+        assert "serving on port" in self.output.readline()
 
     def command(self, name: str) -> list[str]:
         """Return the command of a host's agent."""
@@ -99,6 +104,7 @@ class Hosts:
 @contextmanager
 def ended(made: Hosts) -> Iterator[Hosts]:
     """Kill what is left of the agents and the rendezvous, and show what they wrote."""
+    made.serve()
     yield made
     for agent in [*made.agents.values(), made.server]:
         for process in psutil.Process(agent.pid).children() if agent.poll() is None else []:
@@ -116,19 +122,48 @@ def hosts(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Hosts]:
         yield made
 
 
-@pytest.mark.parametrize("hosts", [("1", 1)], indirect=True)
-def test_a_spare_continues_without_the_lost_host(hosts: Hosts) -> None:
-    for name in ("a", "b"):
-        hosts.start(name)
-    wait_until("one trains", lambda: len(hosts.started()) == 1, 100)
-    lost = hosts.started()[0][-1]
-    spare = "ab".replace(lost, "")
-    wait_until("the other is a spare", lambda: "this one is a spare" in hosts.log(spare), 100)
-    hosts.agents[lost].send_signal(signal.SIGKILL)
-    hosts.wait_for(f"0 of 1 at {spare}")
-    hosts.end(spare, 0)
-    assert hosts.agents[spare].wait(100) == 0, hosts.log(spare)
-    assert hosts.result() == 0
+# One of the names, whose command its process becomes without starting Python again.
+FORKED = """
+import json, os, pathlib, runpy, sys
+folder, rank = pathlib.Path(sys.argv[1]), int(os.environ["RANK"])
+name, sys.argv = json.loads(sys.argv[2])[rank]
+log = os.open(folder / f"{name}.log", os.O_WRONLY | os.O_CREAT)
+os.dup2(log, 1), os.dup2(log, 2)
+(folder / f"new-{name}").write_text(str(os.getpid()))
+(folder / f"new-{name}").rename(folder / f"pid-{name}")
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+
+
+def test_a_spare_continues_without_the_lost_host(tmp_path: Path) -> None:
+    """With forked agents and a forked rendezvous, which have nothing to import."""
+    hosts = Hosts(tmp_path, "1", 1)
+    server = ["bigtrain.launchers.rendezvous_server", str(hosts.port)]
+    commands = {"a": hosts.command("a")[2:], "b": hosts.command("b")[2:], "server": server}
+    (tmp_path / "forked.py").write_text(FORKED)
+    script = [str(tmp_path / "forked.py"), str(tmp_path), json.dumps([*commands.items()])]
+    with ThreadPoolExecutor(1) as thread:
+        life = thread.submit(
+            *(shared_server().live, []),
+            **{"world_size": 3, "script": script, "limit_seconds": 200.0, "grace_seconds": 150.0},
+            environment={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        )
+
+        def process(name: str) -> psutil.Process:
+            return psutil.Process(int((tmp_path / f"pid-{name}").read_text()))
+
+        wait_until("one trains", lambda: len(hosts.started()) == 1, 100)
+        lost = hosts.started()[0][-1]
+        spare = "ab".replace(lost, "")
+        wait_until("the other is a spare", lambda: "this one is a spare" in hosts.log(spare), 100)
+        process(lost).send_signal(signal.SIGKILL)
+        hosts.wait_for(f"0 of 1 at {spare}")
+        hosts.end(spare, 0)
+        process(spare).wait(100)
+        process("server").send_signal(signal.SIGUSR2)
+        codes, _ = life.result()
+    expected = {lost: -signal.SIGKILL, spare: 0, "server": 0}
+    assert dict(zip(commands, codes, strict=True)) == expected, hosts.log(spare)
 
 
 @pytest.mark.slow

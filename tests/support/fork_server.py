@@ -7,6 +7,7 @@ takes the others with it. A request may hold
 script: the path of a Python script and its arguments, which is run instead of train.py; a module
     after "-m", as for Python.
 environment: variables in addition to those of the server.
+environments: by rank, all variables of its process, which a launcher has given to another.
 die: [rank, n]: that process SIGKILLs itself at its n-th operation on files of checkpoints, by an
     audit hook of the interpreter, from whatever thread.
 send: {"log", "after_bytes", "delay_seconds", "ranks", "signal", "times"}: so long after that file
@@ -292,6 +293,9 @@ def child(rank: int, request: dict[str, Any], server: int) -> None:
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(request["port"]),
     )
+    if request.get("environments") is not None:
+        os.environ.clear()
+        os.environ.update(request["environments"][rank])
     if request.get("hosts") is not None:
         take_host(rank, request["world_size"], **request["hosts"])
     moment = request.get("moment")
@@ -446,6 +450,8 @@ def main() -> None:
     import bigtrain.run.training  # noqa: F401
 
     get_checkpoint_conversion_mapping("llama")
+    with contextlib.suppress(ImportError):  # what every world with adapters needs
+        import peft  # noqa: F401
     gc.freeze()  # imported objects are never garbage, so keep collections from copying their pages
     for line in sys.stdin:
         answer(serve(json.loads(line)))

@@ -164,6 +164,8 @@ def stack(monkeypatch: pytest.MonkeyPatch) -> Iterator[ExitStack]:
     for module in ("server.members", "membership"):
         monkeypatch.setattr(f"bigtrain.sites.{module}.HEARTBEAT_TIMEOUT", 1.5)
     monkeypatch.setattr("bigtrain.sites.protocol.HEARTBEAT_SECONDS", 0.3)
+    # Waited out where the server is gone.
+    monkeypatch.setattr("bigtrain.sites.membership._LEAVE_SECONDS", 1.0)
     with ExitStack() as stack:
         yield stack
 
