@@ -430,7 +430,13 @@ ROWS: dict[str, tuple[list[str], list[dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in ("text", "preference")))
+        for name in ROWS
+    ],
+)
 def test_a_text_that_spells_its_ends_has_them_once(name: str, place: Place, tmp_path: Path) -> None:
     """With --parse-special-tokens; without, they are letters. In training and held-out texts."""
     options, rows = ROWS[name]
@@ -464,8 +470,8 @@ ROWS_OF_TURN = {
 @pytest.mark.parametrize(
     ("table", "what", "dtype"),
     [
-        ("embed_tokens", "zeros", torch.float32),
-        ("embed_tokens", "the mean", torch.bfloat16),
+        pytest.param("embed_tokens", "zeros", torch.float32, marks=pytest.mark.slow),
+        pytest.param("embed_tokens", "the mean", torch.bfloat16, marks=pytest.mark.slow),
         ("lm_head", "a copy", torch.bfloat16),
         ("tied", "the mean", torch.float32),
     ],

@@ -96,7 +96,7 @@ def test_joined_samples_are_their_pieces_in_any_division(paths: list[Path], isol
     assert len(wanted) > 30
     order = phase.order(run.seed)
     reached = 0
-    divisions = ((1, 12, 8), (4, 1, 2), (3, 2, 2)) if isolate else ((2, 3, 8), (12, 1, 3))
+    divisions = ((1, 12, 8), (4, 1, 2), (3, 2, 2)) if isolate else ((2, 3, 8), (6, 1, 3))
     for data_size, micro, steps in divisions:
         for rank in range(data_size):
             plan = BatchPlan(GLOBAL, micro, data_size, GLOBAL // (data_size * micro), NEW)

@@ -87,11 +87,9 @@ def test_no_source_repeats_or_leaves_out_within_its_epoch(
     for size, quota in zip(sizes, quotas, strict=True):
         own = windows[(windows >= offset) & (windows < offset + size)] - offset
         assert len(own) == quota
-        for first in range(0, len(own), size):
-            epoch = own[first : first + size]
-            assert len(set(epoch.tolist())) == len(epoch)
-            if len(epoch) == size:
-                assert sorted(epoch.tolist()) == list(range(size))
+        whole, begun = np.split(own, [len(own) // size * size])
+        assert (np.sort(whole.reshape(-1, size), axis=1) == np.arange(size)).all()
+        assert len(set(begun.tolist())) == len(begun)
         offset += size
 
 

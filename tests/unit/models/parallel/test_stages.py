@@ -207,7 +207,9 @@ def test_absent_layers_answer_for_their_class() -> None:
         del kind.bigtrain_test_attribute
 
 
-@pytest.mark.parametrize("model_type", ["llama", "opt", "gemma3n_text"])
+@pytest.mark.parametrize(
+    "model_type", ["llama", "opt", pytest.param("gemma3n_text", marks=pytest.mark.slow)]
+)
 def test_initial_weights_do_not_depend_on_the_stage(model_type: str) -> None:
     config = {"model_type": model_type, **FAMILIES[model_type]}
     section = ModelSection(config=config)
