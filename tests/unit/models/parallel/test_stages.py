@@ -106,7 +106,13 @@ def difference(
 POSITIONS = torch.tensor([[*range(5), *range(7)], [*range(12)]])
 
 
-@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+FAST = ("gpt2", "gemma3n_text", "mixtral", "bloom")
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in sorted(FAMILIES)],
+)
 def test_stages_equal_the_whole(model_type: str) -> None:
     model = small(model_type)
     layout = find_layout(model, tokens())
