@@ -52,7 +52,6 @@ SIZES = {
     "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
     "max_position_embeddings": 64,
 }  # fmt: skip
-NAMES = ("pretraining", "chat", "lora", "grown")
 
 
 class Recorder:
@@ -198,7 +197,9 @@ def harness_requests(harness: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", ["pretraining", pytest.param("chat", marks=pytest.mark.slow), "lora", "grown"]
+)
 def test_every_reader_begins_and_ends_texts_like_the_shards(
     name: str, place: Place, tmp_path: Path
 ) -> None:
