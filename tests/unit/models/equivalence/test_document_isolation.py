@@ -181,7 +181,7 @@ def test_documents_by_lengths_are_documents_alone(model_type: str) -> None:
     [
         ("llama", "sdpa"),
         pytest.param("gemma3_text", "sdpa", marks=pytest.mark.slow),
-        ("gemma2", "eager"),
+        pytest.param("gemma2", "eager", marks=pytest.mark.slow),
         ("gpt_oss", "eager"),
     ],
 )

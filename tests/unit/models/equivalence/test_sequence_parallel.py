@@ -92,7 +92,7 @@ def test_attention_in_the_registry_divides(model_type: str, *, isolate: bool) ->
     ("model_type", "size", "ring_size"),
     [
         ("llama", 3, 3),  # heads do not limit it
-        ("gemma3_text", 4, 2),  # a window
+        pytest.param("gemma3_text", 4, 2, marks=pytest.mark.slow),  # a window
     ],
 )
 def test_a_ring_divides_any_attention(model_type: str, size: int, ring_size: int) -> None:

@@ -197,8 +197,8 @@ PACKED = {"quant_method": "compressed-tensors", "config_groups": {}, "format": "
     "keys",
     [
         ("quantization_config", "compression_config"),
-        ("quantization",),
-        ("quant_config", "sparsity_config"),
+        pytest.param(("quantization",), marks=pytest.mark.slow),
+        pytest.param(("quant_config", "sparsity_config"), marks=pytest.mark.slow),
     ],
 )
 def test_keys_on_quantized_tensors_are_not_exported(
