@@ -160,7 +160,7 @@ class Browser:
         until = time.monotonic() + _SECONDS
         while not self.evaluate(expression):
             assert time.monotonic() < until, f"never true: {expression}"
-            self.evaluate("new Promise(done => setTimeout(done, 50))")
+            self.evaluate("new Promise(done => setTimeout(done, 10))")
 
     def screenshot(self, path: Path) -> None:
         """Take a screenshot of the full page."""
@@ -169,6 +169,7 @@ class Browser:
         answer = self.call(
             "Page.captureScreenshot",
             format="png",
+            optimizeForSpeed=True,
             captureBeyondViewport=True,
             clip={"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1},
         )

@@ -123,7 +123,7 @@ def test_processes_are_started_where_there_is_enough_to_do(
 
     def spy(work: Round, workers: Workers, update: Update) -> None:
         rounds.append(workers)
-        run_round(work, Workers(1, 1), update)
+        run_round(work, Workers(1, 1, started=False), update)
 
     monkeypatch.setattr("bigtrain.data.tokenize_job.job.run_round", spy)
     output = corpus.parent / "automatic"

@@ -90,10 +90,13 @@ def test_tokens_and_masks(
     assert "train-00000.mask cannot be read" in corrupt_files(tmp_path / "d")[0]
 
 
-FORMS = ["parquet", "strings", "arrow", "json", "saved"]
-
-
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form",
+    [
+        *("parquet", "strings", "saved"),
+        *(pytest.param(form, marks=pytest.mark.slow) for form in ("arrow", "json")),
+    ],
+)
 def test_every_way_to_read_gives_the_same(
     source: Path, tokenizer: Path, tmp_path: Path, form: str
 ) -> None:

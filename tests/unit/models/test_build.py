@@ -74,6 +74,11 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 
 
+FAST = ("qwen2", "mixtral", "gpt2")
+EACH = [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for name in ARCHITECTURES]
+"""Tied, with experts, and of another kind of matrices; all others in the slow tier."""
+
+
 def section_of(name: str, **changes: Any) -> ModelSection:
     config = {"model_type": name, **ARCHITECTURES[name], **changes}
     return ModelSection(config=config)
@@ -117,7 +122,7 @@ def test_stored_buffers_keep_what_files_hold(model_type: str, tmp_path: Path) ->
         assert buffers[name].dtype == torch.float32, name
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", EACH)
 def test_weights_are_a_function_of_seed_and_name(name: str) -> None:
     torch.manual_seed(99)
     state = torch.random.get_rng_state()
@@ -163,7 +168,7 @@ def test_tied_weights_stay_tied_and_others_apart(name: str, tied: bool) -> None:
     assert torch.equal(model.get_input_embeddings().weight, head.weight) == tied
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", EACH)
 def test_statistics_are_those_of_the_architecture(name: str) -> None:
     """Mean and spread of every parameter are what transformers' own initialization makes."""
     ours = build(name)
@@ -410,7 +415,7 @@ def run_export(tokenizer: Path, tmp_path: Path) -> Iterator[Callable[..., Path]]
     assert left in ([], ["hf"])  # no unfinished directory, whatever happened
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", EACH)
 def test_export_is_the_trained_model(name: str, run_export: Callable[..., Path]) -> None:
     model = build(name)
     output = run_export(model, weights_of(model))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from bigtrain.errors import DataError
+from bigtrain.report import run_files
 from bigtrain.report.run_files import Prediction, open_runs, read_run_files
 from bigtrain.run.health.fencing import acquire
 from bigtrain.run.run_directory import note_start
@@ -50,9 +51,11 @@ def test_the_same_run_twice(tmp_path: Path) -> None:
     assert f"link, which is {run}: the same run is named twice" in str(error.value)
 
 
-def test_many_runs_have_fewer_points_each(tmp_path: Path) -> None:
+def test_many_runs_have_fewer_points_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MAX_BUCKETS", "_FEWEST_BUCKETS"):
+        monkeypatch.setattr(run_files, name, getattr(run_files, name) // 8)
     places = [
-        make_run(tmp_path / str(n), [step_line(step) for step in range(1, 9000)]) for n in range(9)
+        make_run(tmp_path / str(n), [step_line(step) for step in range(1, 1125)]) for n in range(9)
     ]
     assert {run.metrics.steps.width for run in open_runs(places[:2])} == {1}
     assert {run.metrics.steps.width for run in open_runs(places)} == {4}

@@ -52,7 +52,6 @@ SIZES = {
     "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
     "max_position_embeddings": 64,
 }  # fmt: skip
-NAMES = ("pretraining", "chat", "lora", "grown")
 
 
 class Recorder:
@@ -198,7 +197,9 @@ def harness_requests(harness: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", ["pretraining", pytest.param("chat", marks=pytest.mark.slow), "lora", "grown"]
+)
 def test_every_reader_begins_and_ends_texts_like_the_shards(
     name: str, place: Place, tmp_path: Path
 ) -> None:
@@ -430,7 +431,13 @@ ROWS: dict[str, tuple[list[str], list[dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in ("text", "preference")))
+        for name in ROWS
+    ],
+)
 def test_a_text_that_spells_its_ends_has_them_once(name: str, place: Place, tmp_path: Path) -> None:
     """With --parse-special-tokens; without, they are letters. In training and held-out texts."""
     options, rows = ROWS[name]
@@ -464,8 +471,8 @@ ROWS_OF_TURN = {
 @pytest.mark.parametrize(
     ("table", "what", "dtype"),
     [
-        ("embed_tokens", "zeros", torch.float32),
-        ("embed_tokens", "the mean", torch.bfloat16),
+        pytest.param("embed_tokens", "zeros", torch.float32, marks=pytest.mark.slow),
+        pytest.param("embed_tokens", "the mean", torch.bfloat16, marks=pytest.mark.slow),
         ("lm_head", "a copy", torch.bfloat16),
         ("tied", "the mean", torch.float32),
     ],

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bigtrain.system.boxes import Box, ShardRanges, flat_boxes
+from tests.support.tiers import examples
 
 Shape = tuple[int, ...]
 shapes = st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple)
@@ -34,6 +35,7 @@ def count(shape: Shape) -> np.ndarray:
     return np.arange(math.prod(shape)).reshape(shape)
 
 
+@settings(max_examples=examples(100))
 @given(pairs())
 def test_intersection_and_difference_are_those_of_the_elements(
     case: tuple[Shape, Box, Box],
@@ -54,6 +56,7 @@ def test_intersection_and_difference_are_those_of_the_elements(
         assert common.relative_to(one).moved(one.offsets) == common
 
 
+@settings(max_examples=examples(100))
 @given(pairs(), st.integers(1, 40))
 def test_a_split_covers_the_box_once_in_small_parts(
     case: tuple[Shape, Box, Box], most: int
@@ -67,6 +70,7 @@ def test_a_split_covers_the_box_once_in_small_parts(
     assert seen.sum() == box.num_elements
 
 
+@settings(max_examples=examples(100))
 @given(pairs())
 def test_flat_ends_and_ranges_are_those_of_numpy(case: tuple[Shape, Box, Box]) -> None:
     shape, box, _ = case
@@ -84,6 +88,7 @@ def ranges(draw: st.DrawFn) -> tuple[Shape, int, int]:
     return shape, begin, end - begin
 
 
+@settings(max_examples=examples(100))
 @given(ranges())
 def test_flat_boxes_tile_the_range_in_order(case: tuple[Shape, int, int]) -> None:
     shape, start, num_elements = case
@@ -96,6 +101,7 @@ def test_flat_boxes_tile_the_range_in_order(case: tuple[Shape, int, int]) -> Non
     np.testing.assert_array_equal(joined, np.arange(start, start + num_elements))
 
 
+@settings(max_examples=examples(100))
 @given(ranges(), st.integers(2, 5))
 def test_equal_ranges_of_ranks_cover_the_tensor_once(
     case: tuple[Shape, int, int], world_size: int
@@ -146,6 +152,7 @@ def shards(draw: st.DrawFn) -> ShardRanges:
     return ShardRanges(shape, dim, tuple(spans), held + draw(st.integers(0, 2)))
 
 
+@settings(max_examples=examples(100))
 @given(shards(), st.data())
 def test_boxes_of_a_shard_are_those_of_the_elements_that_it_holds(
     shard: ShardRanges, data: st.DataObject

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from socketserver import BaseServer
 from typing import Any
 
 import pytest
@@ -87,7 +88,11 @@ def test_the_outer_server_says_who_can_reach_it(
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
-def test_prometheus_warns_where_other_hosts_can_read_the_metrics(address: str) -> None:
+def test_prometheus_warns_where_other_hosts_can_read_the_metrics(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A server ends when it next looks whether it shall.
+    monkeypatch.setattr(BaseServer.serve_forever, "__defaults__", (0.01,))
     warnings: list[str] = []
     settings = PrometheusSettings(port=free_port(), address=address)
     view: Any = None

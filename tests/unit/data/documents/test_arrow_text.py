@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
@@ -16,10 +16,12 @@ from bigtrain.data.documents.formats import DocumentReader
 from bigtrain.data.documents.reader import BadDocument, ReadOptions, RejectedDocuments
 from bigtrain.data.documents.table_rows import text_column
 from bigtrain.errors import DataError
+from tests.support.tiers import examples
 
 TEXTS = st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=8), max_size=12)
 
 
+@settings(max_examples=examples(100))
 @given(texts=TEXTS, low=st.integers(0, 6), count=st.integers(1, 6), large=st.booleans())
 def test_rows_are_the_columns(texts: list[str], low: int, count: int, large: bool) -> None:
     column = pa.array(texts, pa.large_string() if large else pa.string()).slice(low, count)

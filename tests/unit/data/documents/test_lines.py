@@ -9,11 +9,12 @@ from itertools import pairwise
 
 import pytest
 import xxhash
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bigtrain.data.documents import files
 from bigtrain.data.documents.files import range_chunks, split_lines, stream_chunks
+from tests.support.tiers import examples
 
 
 @pytest.fixture(autouse=True, params=[3, 1 << 20])
@@ -32,6 +33,7 @@ def hashes() -> tuple[xxhash.xxh3_64, xxhash.xxh3_64]:
 CONTENT = st.lists(st.sampled_from([b"\n", b"a", b"\r\n", b"bcd"]), max_size=30).map(b"".join)
 
 
+@settings(max_examples=examples(100))
 @given(content=CONTENT, cuts=st.lists(st.integers(0, 60), max_size=5), limit=st.integers(1, 6))
 def test_every_line_is_in_one_range(content: bytes, cuts: list[int], limit: int) -> None:
     lines = content.split(b"\n")
@@ -57,6 +59,7 @@ def test_a_file_that_became_shorter() -> None:
         flat(range_chunks(io.BytesIO(b"abc"), 0, 9, *hashes()))
 
 
+@settings(max_examples=examples(100))
 @given(content=CONTENT, cut=st.integers(0, 60), ahead=st.integers(1, 20))
 def test_each_byte_of_a_range_is_asked_for_once_before_it_is_read(
     content: bytes, cut: int, ahead: int

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bigtrain.data.loading.collator
+from bigtrain.data.loading import loader
 from bigtrain.data.loading.collator import BatchOptions, BatchReader
 from bigtrain.data.loading.loader import (
     HeldOutBatches,
@@ -76,7 +77,10 @@ def test_global_order_is_the_same_for_every_division(
 ) -> None:
     plan = make_plan(data_size, micro_batch_size, accumulation)
     expected = SampleOrder(num_windows, 3)
-    ranks = [training(plan, rank, num_windows, workers) for rank in range(data_size)]
+    with pytest.MonkeyPatch.context() as patched:
+        # 64 steps of 16 ranks are up to 12,288 samples, each of an epoch of its own.
+        patched.setattr(loader, "STEPS_AT_ONCE", 2)
+        ranks = [training(plan, rank, num_windows, workers) for rank in range(data_size)]
     try:
         for step in range(resume_step, resume_step + 3):
             first = step * plan.global_batch_size

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bigtrain.data.loading import loader
 from bigtrain.data.loading.loader import open_training_data
 from bigtrain.data.samples.mixture import MixedSamples
 from bigtrain.data.samples.phases import (
@@ -89,7 +90,10 @@ def expected(phase: Phase, datasets: tuple[TokenDataset, ...], isolate: bool) ->
 
 
 @pytest.mark.parametrize("isolate", [True, False])
-def test_joined_samples_are_their_pieces_in_any_division(paths: list[Path], isolate: bool) -> None:
+def test_joined_samples_are_their_pieces_in_any_division(
+    paths: list[Path], isolate: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "STEPS_AT_ONCE", 2)  # of 64 steps few are asked for here
     boundaries = "isolate" if isolate else "ignore"
     run, phase, datasets = longer(paths, document_boundaries=boundaries)
     wanted = expected(phase, datasets, isolate)

@@ -25,6 +25,7 @@ def test_an_epoch_has_no_gap_and_no_repeat(size: int, seed: int, epoch: int) -> 
     assert sorted(windows.tolist()) == list(range(size))
 
 
+@settings(max_examples=examples(100))
 @given(
     size=sizes,
     seed=seeds,

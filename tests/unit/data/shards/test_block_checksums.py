@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bigtrain.data.loading.dataset_checks import check_datasets
@@ -25,6 +25,7 @@ from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import RunConfig
 from tests.support.datasets import forget_blocks, write_dataset
 from tests.support.run_trees import run_config
+from tests.support.tiers import examples
 
 LENGTH, SAMPLES = 64, 16
 MODES: dict[str, dict[str, Any]] = {
@@ -161,6 +162,7 @@ def test_a_missing_file_of_checksums_is_refused_at_once(copy: Path) -> None:
         open_dataset(copy, check="sizes")
 
 
+@settings(max_examples=examples(100))
 @given(
     num_bytes=st.integers(0, 3 * BLOCK_BYTES + 1),
     cuts=st.lists(st.integers(0, 3 * BLOCK_BYTES), max_size=5),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bigtrain.data.shards.verification import ListedShards, rank_slice
 from bigtrain.settings.run_config import DataSection, SourceSection
 from tests.support.datasets import write_dataset
+from tests.support.tiers import examples
 
 
 def test_every_file_of_every_source_is_compared(tmp_path: Path) -> None:
@@ -38,6 +39,7 @@ def test_every_file_of_every_source_is_compared(tmp_path: Path) -> None:
             path.write_bytes(content)
 
 
+@settings(max_examples=examples(100))
 @given(sizes=st.lists(st.integers(0, 10**12), max_size=40), size=st.integers(1, 16))
 def test_shares_are_all_files_once_and_about_equal(sizes: list[int], size: int) -> None:
     shares = [rank_slice(sizes, rank, size) for rank in range(size)]

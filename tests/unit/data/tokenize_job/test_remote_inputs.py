@@ -37,12 +37,12 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def bucket(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of one bucket, with the same 600 kB of text in files of every kind."""
+    """A folder of one bucket, with the same 270 kB of text in files of every kind."""
     folder = tmp_path_factory.mktemp("server") / "bucket/data"
     folder.mkdir(parents=True)
     chance = random.Random(5)
     words = "the quick brown fox jumps over the lazy dog 東京 naïve".split()
-    texts = [" ".join(chance.choices(words, k=chance.randrange(5, 200))) for _ in range(900)]
+    texts = [" ".join(chance.choices(words, k=chance.randrange(5, 200))) for _ in range(400)]
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
     table = pa.table({"text": texts})
     (folder / "a.jsonl").write_bytes(lines)
@@ -179,7 +179,7 @@ def test_begun_again_and_changed(
     root = tmp_path / "root"
     (root / "bucket/data").mkdir(parents=True)
     file = root / "bucket/data/a.jsonl"
-    file.write_bytes((bucket / "a.jsonl").read_bytes())
+    file.write_bytes((bucket / "a.jsonl").read_bytes() * 2)
     site = WebServer(root)
     port = stack.enter_context(site.running())
     address = f"http://127.0.0.1:{port}/bucket/data/a.jsonl"

@@ -20,7 +20,7 @@ from tests.support.chats import CHATML, chat_tokenizer
 from tests.support.datasets import open_verified
 
 BOS, EOS, TURN = "<|begin_of_text|>", "<|endoftext|>", "<|im_end|>"
-TEXTS = ["Hello world", f"second {EOS} text", "", " ", "naïve 東京 🙂", "x" * 5000] * 40
+TEXTS = ["Hello world", f"second {EOS} text", "", " ", "naïve 東京 🙂", "x" * 5000] * 8
 """Of which the empty one has no tokens."""
 
 

@@ -25,7 +25,7 @@ from bigtrain.data.tokenizers.encoders import (
     GigatokenEncoder,
 )
 from bigtrain.data.tokenizers.equivalence import CheckSampler, choose_encoder, require_equal
-from bigtrain.data.tokenizers.tokenizer import Tokenizer
+from bigtrain.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from bigtrain.data.tokenizers.training import train_tokenizer
 from tests.support.tiers import examples
 
@@ -51,18 +51,19 @@ def fastokens_loads_once() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     trained = train_tokenizer([[*SENTENCES, "The quick brown fox. naïve 東京"] * 3], 900)
     trained.huggingface.add_tokens(["<plain>"])
     trained.huggingface.add_tokens(["<extra>"], special_tokens=True)
-    return trained
+    directory = tmp_path_factory.mktemp("tokenizer") / "saved"
+    trained.save(directory)
+    return directory
 
 
 @pytest.fixture(scope="module")
-def saved(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("tokenizer") / "saved"
-    tokenizer.save(directory)
-    return directory
+def tokenizer(saved: Path) -> Tokenizer:
+    """As `bigtrain tokenize` loads it: fastokens loads the same file for all."""
+    return load_tokenizer(str(saved))
 
 
 def fast(name: str, tokenizer: Tokenizer, parse_special_tokens: bool = False) -> Encoder:

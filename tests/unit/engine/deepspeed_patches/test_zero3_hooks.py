@@ -347,7 +347,11 @@ MODELS = [Stack, Recomputed, Reentrant, Frozen, Borrowing, Shared, Changing, ByN
 MODELS += [Parametrized]
 CASES = [
     *((make, "gathered") for make in MODELS),
-    *((make, "none ahead") for make in (Recomputed, Reentrant, Borrowing, Changing)),
+    (Borrowing, "none ahead"),
+    *(
+        pytest.param(make, "none ahead", marks=pytest.mark.slow)
+        for make in (Recomputed, Reentrant, Changing)
+    ),
     *((Recomputed, name) for name in SETTINGS if name not in ("gathered", "none ahead")),
 ]
 

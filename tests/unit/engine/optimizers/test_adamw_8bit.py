@@ -15,12 +15,13 @@ from bigtrain.engine.optimizers.adamw_8bit import CODES, AdamW8bit
 from bigtrain.engine.optimizers.masters import MasterPart
 from bigtrain.engine.optimizers.update_rule import ALLOCATES, Master
 from bigtrain.models.parallel.sharding import Shard
+from tests.support.tiers import FULL
 from tests.unit.models.parallel.test_tensor import shards_of
 
 library = pytest.importorskip("bitsandbytes")
 
 SHAPES = {"matrix": (70, 97), "stack": (4, 42, 50), "vector": (5001,)}
-BETAS, EPS, STEPS = (0.9, 0.95), 1e-8, 12
+BETAS, EPS, STEPS = (0.9, 0.95), 1e-8, 12 if FULL else 6
 GROUP = {"names": list(SHAPES), "lr": 3e-3, "weight_decay": 0.1}
 PIECE = 1 << 10  # smaller than the parameters, and not in whole blocks of rows
 
@@ -133,8 +134,8 @@ def initial() -> dict[str, torch.Tensor]:
 ROWS, COLUMNS = {"matrix": 0, "stack": 1}, {"matrix": 1, "stack": 2}
 CUTS = [
     pytest.param({}, 1, 1, id="whole"),
-    pytest.param({}, 1, 3, id="zero of 3"),
-    pytest.param(ROWS, 2, 1, id="rows"),
+    pytest.param({}, 1, 3, id="zero of 3", marks=pytest.mark.slow),
+    pytest.param(ROWS, 2, 1, id="rows", marks=pytest.mark.slow),
     pytest.param(COLUMNS, 2, 3, id="columns, zero of 3"),
     pytest.param({"matrix": 1, "stack": 0}, 4, 2, id="padded columns, experts, zero of 2"),
 ]

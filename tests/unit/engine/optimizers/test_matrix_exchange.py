@@ -11,7 +11,10 @@ from tests.support.lives import run_script
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("num_ranks", "round_elements"), [(1, 50), (3, 50), (3, 1 << 25)])
+@pytest.mark.parametrize(
+    ("num_ranks", "round_elements"),
+    [(1, 50), (3, 50), pytest.param(3, 1 << 25, marks=pytest.mark.slow)],
+)
 def test_every_element_comes_and_goes_once(
     tmp_path: Path, num_ranks: int, round_elements: int
 ) -> None:

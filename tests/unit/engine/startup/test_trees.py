@@ -13,7 +13,10 @@ from tests.support.lives import run_script
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("num_ranks", "how"), [(1, "at once"), (3, "at once"), (5, "lazy")])
+@pytest.mark.parametrize(
+    ("num_ranks", "how"),
+    [(1, "at once"), pytest.param(3, "at once", marks=pytest.mark.slow), (5, "lazy")],
+)
 def test_values_go_up_and_down(tmp_path: Path, num_ranks: int, how: str) -> None:
     run_script(num_ranks, Path(__file__).with_name("trees_worker.py"), tmp_path, how)
     assert len(list(tmp_path.glob("*.done"))) == num_ranks

@@ -45,9 +45,11 @@ def find(model_type: str, attention: str, **values: Any) -> tuple[str, str]:
     ("model_type", "kind"),
     [
         ("llama", "documents"),
-        ("gemma3_text", "documents"),  # windows in some layers
+        # windows in some layers
+        pytest.param("gemma3_text", "documents", marks=pytest.mark.slow),
         ("gemma2", "documents"),  # eager: caps scores, which sdpa does not
-        ("gpt_oss", "documents"),  # eager with sinks; its own masks forget documents
+        # eager with sinks; its own masks forget documents
+        pytest.param("gpt_oss", "documents", marks=pytest.mark.slow),
         ("opt", "documents"),  # its own masks forget documents
         ("gpt_neo", "masks"),  # does not take its attention from the registry
     ],
@@ -162,7 +164,7 @@ def assert_equal(
         assert torch.allclose(gradients_by_name[name], gradient, rtol=0, atol=1e-5 * largest), name
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+@pytest.mark.parametrize("model_type", ["llama", pytest.param("gemma2", marks=pytest.mark.slow)])
 def test_documents_by_lengths_are_documents_alone(model_type: str) -> None:
     """Every gradient; what flash attention is told is held against masks and samples."""
     model = build_proxy_model(
@@ -178,8 +180,8 @@ def test_documents_by_lengths_are_documents_alone(model_type: str) -> None:
     ("model_type", "attention"),
     [
         ("llama", "sdpa"),
-        ("gemma3_text", "sdpa"),
-        ("gemma2", "eager"),
+        pytest.param("gemma3_text", "sdpa", marks=pytest.mark.slow),
+        pytest.param("gemma2", "eager", marks=pytest.mark.slow),
         ("gpt_oss", "eager"),
     ],
 )

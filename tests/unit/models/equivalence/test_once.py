@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,13 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BIGTRAIN_CACHE", str(tmp_path / "cache"))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in ("sequence", "chunks")))
+        for name in CASES
+    ],
+)
 def test_what_is_kept_is_what_was_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, world_size, sections = CASES[name]
     run = run_of(model, world_size, **sections)
@@ -78,8 +85,15 @@ def test_a_refusal_is_not_kept(tmp_path: Path) -> None:
 
 
 def test_every_setting_is_another_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = []
-    monkeypatch.setattr(model_plan, "cached", lambda _kind, key, find: keys.append(key) or find())
+    keys: list[str] = []
+    found: list[dict[str, Any]] = []
+
+    def note(_kind: str, key: str, find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        keys.append(key)
+        found.append(found[0] if found else find())  # which is no matter here
+        return found[0]
+
+    monkeypatch.setattr(model_plan, "cached", note)
     sections: list[dict[str, Any]] = [
         {},
         {"data": {"document_boundaries": "isolate"}},

@@ -73,8 +73,17 @@ def test_a_part_is_prepared_while_another_makes_its_masks(monkeypatch: pytest.Mo
     assert all(value is not None for value in known[1])
 
 
-@pytest.mark.parametrize("isolate", [False, True])
-@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "gpt_neox", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("model_type", "isolate"),
+    [
+        *((name, True) for name in ("llama", "gemma3_text", "gpt_neox", "gpt_oss")),
+        ("llama", False),
+        *(
+            pytest.param(name, False, marks=pytest.mark.slow)
+            for name in ("gemma3_text", "gpt_neox", "gpt_oss")
+        ),
+    ],
+)
 def test_attention_in_the_registry_divides(model_type: str, *, isolate: bool) -> None:
     assert problems(model_type, isolate=isolate) == []
 
@@ -83,7 +92,7 @@ def test_attention_in_the_registry_divides(model_type: str, *, isolate: bool) ->
     ("model_type", "size", "ring_size"),
     [
         ("llama", 3, 3),  # heads do not limit it
-        ("gemma3_text", 4, 2),  # a window
+        pytest.param("gemma3_text", 4, 2, marks=pytest.mark.slow),  # a window
     ],
 )
 def test_a_ring_divides_any_attention(model_type: str, size: int, ring_size: int) -> None:
@@ -119,7 +128,7 @@ def test_heads_are_divided_among_tensor_parallel_processes_first() -> None:
     ("model_type", "reason"),
     [
         ("bloom", "cannot be replaced"),
-        ("qwen3_next", "outside attention"),
+        pytest.param("qwen3_next", "outside attention", marks=pytest.mark.slow),
         ("roberta", "roberta"),  # it counts positions from its padding token on
     ],
 )

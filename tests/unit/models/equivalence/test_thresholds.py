@@ -67,7 +67,10 @@ LARGE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("model_type", LARGE)
+@pytest.mark.parametrize(
+    "model_type",
+    ["mistral", pytest.param("gemma3_text", marks=pytest.mark.slow), "llama4_text"],
+)
 def test_ignored_windows_and_chunks_are_found(
     model_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,7 +168,13 @@ FOUND: list[tuple[str, Any, dict[str, int]]] = [
 """Configurations, and the first lengths of their numbers."""
 
 
-@pytest.mark.parametrize(("make", "lengths"), [case[1:] for case in FOUND], ids=lambda _: "")
+@pytest.mark.parametrize(
+    ("make", "lengths"),
+    [
+        pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name == "rates"))
+        for name, *case in FOUND
+    ],
+)
 def test_lengths_are_found_by_changing_numbers(make: Any, lengths: dict[str, int]) -> None:
     found = find_thresholds(make(), 4096)
     assert found is not None

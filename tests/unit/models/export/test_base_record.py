@@ -117,7 +117,14 @@ def added_keys(written: dict[str, Any], config: dict[str, Any], prefix: str = ""
     return added
 
 
-@pytest.mark.parametrize("name", BASES)
+FAST = ("llama-tied", "gpt2", "mixtral", "gpt_oss", "gemma3-vision")
+"""One of each kind: tied, transposed, stacked experts, their biases, several models in one."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for name in BASES],
+)
 def test_every_tensor_file_and_key_comes_out_as_it_went_in(
     name: str, round_trip: RoundTrip, tmp_path: Path, tokenizer: Path
 ) -> None:
@@ -190,8 +197,8 @@ PACKED = {"quant_method": "compressed-tensors", "config_groups": {}, "format": "
     "keys",
     [
         ("quantization_config", "compression_config"),
-        ("quantization",),
-        ("quant_config", "sparsity_config"),
+        pytest.param(("quantization",), marks=pytest.mark.slow),
+        pytest.param(("quant_config", "sparsity_config"), marks=pytest.mark.slow),
     ],
 )
 def test_keys_on_quantized_tensors_are_not_exported(

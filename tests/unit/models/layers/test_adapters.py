@@ -162,8 +162,11 @@ def test_initial_values_do_not_depend_on_the_generator_or_the_dtype() -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    [{"rslora": True}, {"dora": True}, {"modules_to_save": ("lm_head", "norm")}],
-    ids=lambda kind: "-".join(kind),
+    [
+        pytest.param({"rslora": True}, id="rslora", marks=pytest.mark.slow),
+        pytest.param({"dora": True}, id="dora"),
+        pytest.param({"modules_to_save": ("lm_head", "norm")}, id="modules_to_save"),
+    ],
 )
 @torch.no_grad()
 def test_merged_weights_compute_what_adapters_do(kind: dict[str, Any]) -> None:

@@ -106,7 +106,13 @@ def difference(
 POSITIONS = torch.tensor([[*range(5), *range(7)], [*range(12)]])
 
 
-@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+FAST = ("gpt2", "gemma3n_text", "mixtral", "bloom")
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in sorted(FAMILIES)],
+)
 def test_stages_equal_the_whole(model_type: str) -> None:
     model = small(model_type)
     layout = find_layout(model, tokens())
@@ -207,7 +213,9 @@ def test_absent_layers_answer_for_their_class() -> None:
         del kind.bigtrain_test_attribute
 
 
-@pytest.mark.parametrize("model_type", ["llama", "opt", "gemma3n_text"])
+@pytest.mark.parametrize(
+    "model_type", ["llama", "opt", pytest.param("gemma3n_text", marks=pytest.mark.slow)]
+)
 def test_initial_weights_do_not_depend_on_the_stage(model_type: str) -> None:
     config = {"model_type": model_type, **FAMILIES[model_type]}
     section = ModelSection(config=config)

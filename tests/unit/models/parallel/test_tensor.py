@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -25,6 +25,7 @@ from bigtrain.models.parallel.grouped_experts import PADDED
 from bigtrain.models.parallel.sharding import Shard, even_ranges, padded_range
 from bigtrain.models.parallel.tensor import _shard_of_style, check_shards, tensor_plan
 from bigtrain.settings.run_config import AdaptersSection, ModelSection
+from tests.support.tiers import examples
 
 LLAMA: dict[str, Any] = {
     "vocab_size": 97,
@@ -63,6 +64,7 @@ def cuts(draw: st.DrawFn) -> tuple[list[Shard], int]:
     return shards_of(shape, dim, packed, parts), draw(st.integers(1, 3))
 
 
+@settings(max_examples=examples(100))
 @given(cuts())
 def test_fragments_of_shards_tile_the_parameter(case: tuple[list[Shard], int]) -> None:
     shards, num_partitions = case
