@@ -283,16 +283,17 @@ class Matrix:
         return directory
 
     def config_of(self, point: Point) -> dict[str, Any]:
+        micro_batch_size = 8 // (point.data * point.accumulation)
         model = {
             "config": model_of(tied=point.tied, experts=point.has_experts),
             "gradient_checkpointing": point.recompute,
             "loss": point.loss,
-            "loss_chunk_tokens": 5,
+            "loss_chunk_tokens": 5 * micro_batch_size,
         }
         config: dict[str, Any] = run_config(
             self.data[point.documents],
             model,
-            micro_batch_size=8 // (point.data * point.accumulation),
+            micro_batch_size=micro_batch_size,
             precision={"dtype": point.dtype},
             parallel={
                 "tensor": point.tensor,

@@ -309,7 +309,7 @@ class Case:
         return "experts" if "experts" in self.layout else "base"
 
 
-CHUNKED = (("loss", "chunked"), ("loss_chunk_tokens", 7))
+CHUNKED = (("loss", "chunked"), ("loss_chunk_tokens", 29))
 RECOMPUTED = (("gradient_checkpointing", "full"),)
 PADDING = (("overrides", PADDED["overrides"]),)
 ALL = (*("zero0", "zero1", "tensor", "sequence", "ring", "stages", "tensor stages"),)
