@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -41,6 +42,12 @@ def text_of(name: str) -> str:
     return (recipes() / f"{name}.yaml").read_text(encoding="utf-8")
 
 
+@cache
+def planned_layout(name: str) -> str:
+    """Return the recipe with the layout that the plan ranks first."""
+    return with_layout(text_of(name))
+
+
 def num_gpus(name: str) -> str:
     return hardware_of(text_of(name))[1].partition("x")[0]
 
@@ -73,8 +80,7 @@ def test_its_layout_is_what_the_plan_ranks_first(name: str) -> None:
     for package in ("torch", "transformers"):
         if version(package).partition("+")[0] != pins()[package].partition("+")[0]:
             pytest.skip(f"the figures are those of the pinned {package}")
-    text = text_of(name)
-    assert with_layout(text) == text, "python tools/recipes.py writes it anew"
+    assert planned_layout(name) == text_of(name), "python tools/recipes.py writes it anew"
 
 
 @pytest.mark.parametrize(
@@ -92,7 +98,7 @@ def test_a_changed_layout_is_seen_and_put_right(wrong: str, right: str) -> None:
     text = text_of("gpt2_124m")
     changed = re.sub(wrong, right, text)
     assert changed != text
-    assert with_layout(changed) == with_layout(text) != changed
+    assert with_layout(changed) == planned_layout("gpt2_124m") != changed
 
 
 def test_a_changed_model_changes_the_layout() -> None:

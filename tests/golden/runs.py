@@ -231,7 +231,8 @@ RUNS: dict[str, Run] = {
         slow=True,
     ),
     "ZeRO 3, packed": Run(
-        ((2, {ZERO: "zero3", "data.packing": "best_fit", "data.balance_attention": False}),)
+        ((2, {ZERO: "zero3", "data.packing": "best_fit", "data.balance_attention": False}),),
+        slow=True,
     ),
     "ZeRO 2, experts": Run(((2, {ZERO: "zero2"}),), "qwen3_moe", slow=True),
     "ZeRO 1, experts divided, their biases updated": Run(
@@ -242,7 +243,6 @@ RUNS: dict[str, Run] = {
     "pipeline": Run(
         ((2, {ZERO: "pipeline_zero1", "parallel.pipeline": 2, "batch.micro_batch_size": 1}),),
         "gpt2",
-        slow=True,
     ),
     "sequence parallel": Run(((2, {ZERO: "zero2", "parallel.sequence": 2}),), slow=True),
     "tensor parallel x pipeline": Run(
@@ -256,7 +256,8 @@ RUNS: dict[str, Run] = {
                     "batch.micro_batch_size": 1,
                 },
             ),
-        )
+        ),
+        slow=True,
     ),
     "ZeRO 1, chat": Run(
         ((2, {ZERO: "zero1"}),),

@@ -164,7 +164,7 @@ CASES = [
     Case(2, "zero1", "odd", 1, TENSOR, ALL, slow=False),
     Case(2, "zero0", "llama", 1, TENSOR, DROPOUT | RECOMPUTE),
     Case(2, "zero3", "shared_moe", 2, TENSOR, slow=False),
-    Case(2, "zero3", "odd", sections=SAVED | CHUNKS, slow=False),
+    Case(2, "zero3", "odd", sections=SAVED | CHUNKS),
     # Every kind of adapters with stages of ZeRO and offload.
     Case(1, "zero0"),
     Case(1, "zero3", accumulation=1, sections=DROPOUT | RECOMPUTE),

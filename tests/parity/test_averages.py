@@ -60,7 +60,7 @@ RESUMED = case(2, "zero3", resumes=True, slow=False)
 CASES = [
     ZERO3,
     RESUMED,
-    case(2, "zero1", resumes=True, slow=False, tensor=2),
+    case(2, "zero1", resumes=True, tensor=2),
     case(2, "zero0"),
     case(2, "zero2_offload"),
     case(4, "zero3", tensor=2),

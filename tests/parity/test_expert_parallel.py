@@ -59,7 +59,7 @@ BESIDES_ANEW = BESIDES | {"model": {**CHUNKS["model"], **RECOMPUTE["model"]}}
 FROZEN = EPS | {"model": {"frozen": ["model.layers.2.mlp.experts.*"]}}
 CASES = [
     divide(2, 2, "zero3", "gpt_oss odd", 1, ANEW, slow=False),
-    divide(2, 2, "zero1", "deepseek_v3", 1, slow=False),
+    divide(2, 2, "zero1", "deepseek_v3", 1),
     divide(1, 1, "zero0", "odd", 1),
     divide(2, 2, "zero1", "odd"),
     divide(2, 1, "zero0", "odd", 1, tensor=2),

@@ -90,6 +90,12 @@ def test_a_blind_probe_is_found_in_the_first_step(root: Path, engine: str) -> No
     assert "frozen, since no gradient reached them in a probe" in printed
     assert "model.layers.1.self_attn.compressor.position_bias" in printed
     assert not list((root / f"blind-{engine}").rglob("step-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["zero1", "zero3"])
+def test_parameters_that_are_frozen_pass_a_blind_probe(root: Path, engine: str) -> None:
+    script = script_of(root, "blind", BLIND)
     frozen = {"path": str(root / "base"), "frozen": ["*.compressor.*"]}
     codes, printed = run(root, f"frozen-{engine}", engine, script, model=frozen)
     assert codes == [0, 0], printed[-4000:]
@@ -104,6 +110,12 @@ def test_a_blind_probe_is_found_in_the_first_step_of_adapters(root: Path, engine
     assert "model.layers.1.self_attn.compressor.kv_proj.lora_A.default.weight" in printed
     assert "adapters.targets without them" in printed
     assert not list((root / f"blind-lora-{engine}").rglob("step-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["zero3", "zero1"])
+def test_other_adapters_pass_a_blind_probe(root: Path, engine: str) -> None:
+    script = script_of(root, "blind", BLIND)
     attention = {**LORA["adapters"], "targets": ["q_a_proj"]}
     codes, printed = run(root, f"lora-{engine}", engine, script, adapters=attention)
     assert codes == [0, 0], printed[-4000:]

@@ -309,7 +309,7 @@ class Case:
         return "experts" if "experts" in self.layout else "base"
 
 
-CHUNKED = (("loss", "chunked"), ("loss_chunk_tokens", 7))
+CHUNKED = (("loss", "chunked"), ("loss_chunk_tokens", 29))
 RECOMPUTED = (("gradient_checkpointing", "full"),)
 PADDING = (("overrides", PADDED["overrides"]),)
 ALL = (*("zero0", "zero1", "tensor", "sequence", "ring", "stages", "tensor stages"),)
@@ -317,14 +317,16 @@ ALL += ("tensor sequence", "both sequences")
 CASES = [
     Case("sigmoid", "zero3", model=CHUNKED, slow=False),
     Case("kto", "zero3", full=True, then="", slow=False),
-    Case("kto", "tensor", model=CHUNKED, slow=False),
     Case("reward", "stages", full=True, model=PADDING, slow=False),
     Case("classification", "sequence", full=True, slow=False),
     *(Case("sigmoid", name, model=CHUNKED) for name in ALL),
     *(Case("ipo", name, model=CHUNKED) for name in ("zero3", "stages")),
     *(Case("simpo", name, full=True, model=CHUNKED) for name in ("zero1", "tensor sequence")),
     *(Case("orpo", name, full=True, model=CHUNKED) for name in ("ring", "tensor stages")),
-    *(Case("kto", name, model=CHUNKED) for name in ("zero0", "ring", "data stages", "sequence")),
+    *(
+        Case("kto", name, model=CHUNKED)
+        for name in ("zero0", "tensor", "ring", "data stages", "sequence")
+    ),
     *(Case("reward", name, full=True) for name in ("zero3", "tensor", "ring", "data stages")),
     Case("reward", "sequence", full=True, model=PADDING),
     Case("reward", "zero2", full=True, model=RECOMPUTED),

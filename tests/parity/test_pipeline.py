@@ -55,7 +55,7 @@ OLMO = {"optimizer": {**EPS["optimizer"], "decay_embeddings": False, "weight_dec
 # Llama alone is in `test_matrix.py`.
 CASES = [
     Case(2, "zero0", "gemma3n", 2, STAGES, UNCLIPPED | RECOMPUTE, slow=False),
-    Case(2, "zero1", "olmo", 2, STAGES, OLMO, slow=False),
+    Case(2, "zero1", "olmo", 2, STAGES, OLMO),
     Case(4, "zero0", "qwen3_moe", 2, STAGES, EPS | RECOMPUTE),
     Case(4, "zero1", "gpt2", 4, FOUR, EPS),
     Case(4, "zero0", "gpt2", 2, FOUR, EPS),

@@ -39,6 +39,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 SLOW = ["samples sequence", "documents tiles", "documents data", "documents tensor"]
+SLOW += ["documents ring", "documents recompute"]
 
 
 def config_of(data: Path, name: str) -> dict[str, Any]:

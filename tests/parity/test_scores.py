@@ -185,13 +185,17 @@ def refused(place: Path, *overrides: str) -> str:
     return str(caught.value)
 
 
-def test_scores_of_another_model_or_other_data_are_refused(place: Path, of_random: str) -> None:
+def test_scores_of_other_data_are_refused(place: Path) -> None:
     write_pairs(place / "others", vocab_size=VOCAB_SIZE, seed=3)
     score(place, 1, "--output", "of_others", "data.path=others", "data.allow_other_tokenizer=true")
     text = refused(place, "objective.reference=of_others")
     assert "objective.reference = 'of_others': of_others has scores of" in text
     assert "others (" in text
     assert "pairs (" in text
+
+
+@pytest.mark.slow
+def test_scores_of_another_model_are_refused(place: Path, of_random: str) -> None:
     text = refused(place, of_random)
     assert "has scores of the model random weights of seed" in text
     assert "this run begins with" in text

@@ -23,6 +23,7 @@ from tests.parity.conftest import llama, run_config, train_cases
 from tests.parity.plain import Step, adamw, read_steps, root_mean_square, train
 from tests.support.lives import run_script
 from tests.support.outer_servers import outer_server
+from tests.support.tiers import FULL
 from tests.support.worlds import held_ports
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
@@ -30,7 +31,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
 WORKER = Path(__file__).with_name("sites_worker.py")
 SAMPLES = 8
 INNER_STEPS = 2
-OUTER_STEPS = 10
+OUTER_STEPS = 10 if FULL else 4
 WEIGHTS = 1e-6
 LOSS = 1e-5
 FAR = {"int8": 1e-4, "int4": 1e-3}

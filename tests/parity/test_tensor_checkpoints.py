@@ -48,7 +48,7 @@ FAST = [
     EXPORTED,
     Pair(DIVIDED, DIVIDED, slow=False),
     Pair(PLAIN, layout(2, "zero2", EXPERTS, expert=2), slow=False),
-    Pair(DIVIDED_16, layout(2, "zero3", EXPERTS, BFLOAT16, expert=2), slow=False),
+    Pair(DIVIDED_16, layout(2, "zero3", EXPERTS, BFLOAT16, expert=2)),
     Pair(layout(2, "zero1", "odd", tensor=2), layout(2, "zero3", "odd", tensor=2), slow=False),
 ]
 TENSOR, STAGES = {"tensor": 2}, {"pipeline": 2}

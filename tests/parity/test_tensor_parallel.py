@@ -26,7 +26,7 @@ MODELS: dict[str, dict[str, Any]] = {
 TENSOR = {"tensor": 2}
 CASES = [
     Case(2, "zero0", "odd", 2, TENSOR, RECOMPUTE, slow=False),
-    Case(2, "zero3_offload", "qwen3", 1, TENSOR, slow=False),
+    Case(2, "zero3_offload", "qwen3", 1, TENSOR),
     Case(2, "zero3", "odd_experts", 1, TENSOR, slow=False),
     Case(2, "zero2_offload", "odd", 1, TENSOR),
     Case(4, "zero2", "odd", 1, {"tensor": 4}),  # two key-value heads for four processes

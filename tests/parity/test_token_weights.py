@@ -217,7 +217,7 @@ class Case:
 
 CASES = [
     Case("shards", "zero3", "chunked", slow=False),
-    Case("shards", "stages", "plain", slow=False),
+    Case("shards", "stages", "plain"),
     Case("shards", "tensor", "plain"),
     Case("shards", "sequence", "chunked"),
     Case("shards", "zero1 ring", "plain"),

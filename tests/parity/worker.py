@@ -83,7 +83,9 @@ def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[s
     mesh = open_mesh(run.topology, world.rank)
     tokens = read_table(Path(str(config.data.path))).tokenizer.vocab_size
     hf_config, growth = grown_configuration(config.model, load_hf_config(config.model), tokens)
-    model_plan = model_plan_of(config, run.plan)
+    plan_of_main: list[Any] = [model_plan_of(config, run.plan) if world.is_main else None]
+    dist.broadcast_object_list(plan_of_main)
+    (model_plan,) = plan_of_main
     engine = build_engine(config, run.engine, run.plan, hf_config, device, mesh, model_plan)
     outer: OuterStep | None = None
     if config.sites is not None:
@@ -215,7 +217,7 @@ def approve(_figures: StepStats) -> bool:
 
 
 def model_plan_of(config: RunConfig, plan: BatchPlan) -> ModelPlan:
-    """What a run would choose."""
+    """What a run would choose. It takes a third of a small case, so that one rank finds it out."""
     model = config.model.model_dump_json()
     stages = stages_of(model, config.parallel.pipeline, plan.sequence_length)
     isolation = isolation_of(model, config.data.isolates, config)

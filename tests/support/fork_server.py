@@ -443,11 +443,14 @@ def main() -> None:
     # Seconds more, which DeepSpeed takes when it makes its first optimizer: torch.compile's.
     import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
 
-    # And what nearly every world needs: a Llama, and names of weights as files have them.
+    # What nearly every world needs (a Llama, and names of weights as files have them), and what
+    # those with adapters take half a second to import on every rank.
+    import peft  # noqa: F401
     import transformers.models.llama.modeling_llama  # noqa: F401
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-    import bigtrain.run.training  # noqa: F401
+    import bigtrain.models.equivalence.trial
+    import bigtrain.train  # noqa: F401
 
     get_checkpoint_conversion_mapping("llama")
     with contextlib.suppress(ImportError):  # what every world with adapters needs
