@@ -46,10 +46,10 @@ def dense(tree: ast.Module) -> Iterator[tuple[int, str]]:
                 yield node.lineno, "a loop, or an assignment before the expression"
         if isinstance(node, COMPREHENSIONS) and len(node.generators) > MOST_GENERATORS:
             yield node.lineno, "loops, of which the innermost may be a comprehension"
-        if (
-            isinstance(node, ast.FunctionDef)
-            and sum(map(is_numbered_group, ast.walk(node))) > MOST_GROUPS
-        ):
+        num_groups = 0
+        if isinstance(node, ast.FunctionDef):
+            num_groups = sum(is_numbered_group(inner) for inner in ast.walk(node))
+        if num_groups > MOST_GROUPS:
             yield node.lineno, "named groups: `(?P<layer>...)` and `match['layer']`"
 
 
