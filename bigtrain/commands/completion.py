@@ -73,9 +73,10 @@ def completion_script(shell: Shell) -> str:
 
 def _below(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
     """Yield the parsers of all commands, including nested ones."""
-    for command in parser.commands.values() if isinstance(parser, CommandParser) else ():
-        yield command
-        yield from _below(command)
+    if isinstance(parser, CommandParser):
+        for command in parser.commands.values():
+            yield command
+            yield from _below(command)
 
 
 _PATH_OPTIONS = {"--input", "--model", "--tokenizer"}

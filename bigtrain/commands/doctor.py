@@ -59,4 +59,5 @@ def run(args: DoctorArguments) -> int:
         examination, say=lambda line: print(line, file=sys.stderr, flush=True)
     )
     print("\n".join([render(hosts, findings), *describe_unequal(hosts), *lines]))
-    return EXIT_USER_ERROR if any(finding.failed for finding in findings) else 0
+    has_failed = any(finding.failed for finding in findings)
+    return EXIT_USER_ERROR if has_failed else 0

@@ -63,8 +63,11 @@ def run(args: InitArguments) -> int:
         raise ConfigError(Problem("--output", str(args.output), rule, remedy))
     if not answers and sys.stdin.isatty():
         answers = _ask()
-    missing = [] if answers.keys() & {"model", "new_model"} else ["--model or --new-model"]
-    missing += [] if "data" in answers else ["--data"]
+    missing = []
+    if not answers.keys() & {"model", "new_model"}:
+        missing.append("--model or --new-model")
+    if "data" not in answers:
+        missing.append("--data")
     if missing:
         rule = "is required when stdin is not a terminal"
         raise ConfigError(Problem(" and ".join(missing), None, rule, "bigtrain init --help"))

@@ -85,8 +85,9 @@ class ExpertLoad:
         totals = torch.zeros(sum(sizes) + 2, dtype=torch.float64, device=self._device)
         parts = dict(zip(self._num_experts, totals[:-2].split(sizes), strict=True))
         # Tensor-parallel ranks have equal tokens, so one of them counts.
-        for name in self.counts.modules if self._mesh.coordinates.tensor_rank == 0 else ():
-            parts[name].copy_(self.counts.of(name, self._device))
+        if self._mesh.coordinates.tensor_rank == 0:
+            for name in self.counts.modules:
+                parts[name].copy_(self.counts.of(name, self._device))
         totals[-2] = sum(traffic.sent_bytes for traffic in self._traffic)
         totals[-1] = sum(traffic.seconds() for traffic in self._traffic)
         dist.all_reduce(totals)

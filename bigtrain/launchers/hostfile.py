@@ -43,7 +43,8 @@ def read_hostfile(
     except UnicodeDecodeError as error:
         raise LaunchError(f"hostfile {path} is not a text file: {error}") from error
     hosts, problems = parse_hostfile(text)
-    problems += check_hosts(hosts) if check_hosts is not None else []
+    if check_hosts is not None:
+        problems += check_hosts(hosts)
     if problems:
         count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''} in"
         details = [f"  {detail}" for detail in (*problems, *describe_unequal(hosts))]

@@ -17,7 +17,7 @@ from bigtrain.settings.loading import load_run_config
 from bigtrain.settings.resolve import resolve_run_files
 from bigtrain.system.shipped_files import checkout
 
-_NODES = re.compile(r"([1-9][0-9]*)(?:-([1-9][0-9]*))?")
+_NODES = re.compile(r"(?P<fewest>[1-9][0-9]*)(?:-(?P<most>[1-9][0-9]*))?")
 # The smallest batch that is divisible for all node counts of a wide range may be impractically
 # large.
 _MOST_GROWTH = 4
@@ -26,10 +26,13 @@ _MOST_GROWTH = 4
 def node_range(text: str) -> tuple[int, int]:
     """Return the fewest and most nodes, from "4" or "1-4". Raises ConfigError."""
     match = _NODES.fullmatch(text)
-    if match is None or (match[2] and int(match[1]) > int(match[2])):
-        rule, remedy = "is not a number of nodes", "write 4, or 1-4 for as many as are available"
-        raise ConfigError(Problem("--nodes", text, rule, remedy))
-    return int(match[1]), int(match[2] or match[1])
+    if match is not None:
+        fewest = int(match["fewest"])
+        most = int(match["most"] or fewest)
+        if fewest <= most:
+            return fewest, most
+    rule, remedy = "is not a number of nodes", "write 4, or 1-4 for as many as are available"
+    raise ConfigError(Problem("--nodes", text, rule, remedy))
 
 
 @dataclass(frozen=True, kw_only=True)

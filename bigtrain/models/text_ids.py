@@ -141,15 +141,21 @@ def _contradictions(
                 yield Problem(entry.key, entry.value, rule, remedy)
 
 
+def _setting_of(ids: Sequence[int]) -> list[int] | int | None:
+    """Return `ids` as a configuration lists them: one without a list, null for none."""
+    if len(ids) > 1:
+        return [*ids]
+    return ids[0] if ids else None
+
+
 def _set_id(config: Any, name: str, ids: Sequence[int], ends: Sequence[int]) -> Any:
     """Set `config.name` to `ids`, or to the first id that the class accepts there: some accept no
     list, or not null. Returns the value."""
-    value = [*ids] if len(ids) > 1 else ids[0] if ids else None
     before = getattr(config, name, None)
-    for accepted in (value, (*ids, *ends)[0]):
+    for value in (_setting_of(ids), (*ids, *ends)[0]):
         try:
-            setattr(config, name, accepted)
-            return accepted
+            setattr(config, name, value)
+            return value
         except Exception:  # huggingface_hub's validators raise classes that it does not export
             setattr(config, name, before)
     return before
@@ -215,7 +221,7 @@ def write_stop_ids(directory: Path, hf_config: PreTrainedConfig) -> list[str]:
     tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     stops = stop_ids(record, tokenizer, listed)
     if stops != listed_ids(before.get(END)):
-        settings[END] = stops if len(stops) > 1 else stops[0] if stops else None
+        settings[END] = _setting_of(stops)
     changed = [n for n in sorted({*before, *settings}) if settings.get(n) != before.get(n)]
     if changed or not has_model:
         text_of_file = json.dumps(settings, indent=2, sort_keys=True) + "\n"

@@ -61,7 +61,8 @@ def points(proxy: Proxy, world_size: int) -> list[Point]:
     if proxy.precision is not None:
         run_engines = [engine.config for engine in proxy.engines if engine.is_own]
         legal = [p for p in points_found if p.refusal is None and p.engine in run_engines]
-        for point in [p for p in legal if p.config.parallel.tensor == 1][:1]:
+        point = next((p for p in legal if p.config.parallel.tensor == 1), None)
+        if point is not None:
             # Router losses depend on the division of a step, by which runs in 16 bit differ.
             model = point.config.model.model_copy(update={"overrides": _WITHOUT_ROUTER_LOSSES})
             off: dict[str, Any] = {}

@@ -50,7 +50,9 @@ def _changed_settings(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
     that the run does not read, which its validation refuses, are not changed."""
     for name in _SECTIONS:
         section = getattr(config, name)
-        for key, values in () if section is None else _changed_values(section):
+        if section is None:
+            continue
+        for key, values in _changed_values(section):
             if (name, key) == ("optimizer", "lr"):  # `RATES` are used instead
                 continue
             try:

@@ -72,9 +72,12 @@ def model_shape(
     layers = (
         [layer_configs[n] for n in range(num_layers)] if layer_configs else [config] * num_layers
     )
-    widths = [width for layer in layers if (width := _attention_width(layer)) is not None]
-    if len(widths) < num_layers:
-        return None
+    widths = []
+    for layer in layers:
+        width = _attention_width(layer)
+        if width is None:
+            return None
+        widths.append(width)
     num_dense = num_expert = 0
     for name, count in parameters:
         if name == input_embedding and not tied:

@@ -369,6 +369,7 @@ def closed_form(shape: DenseShape, element_bytes: int = 2) -> ModelCosts:
         # Dropout's masks take one byte per element, two bytes undivided.
         saved_whole = (10.0 if shape.dropout else 8.0) * hidden
         saved_cut = 4.0 * queries + 4.0 * keys + 4.0 * inner
+    bytes_per_score = 5.0 if shape.dropout else 4.0  # dropout's mask takes one
     layer = LayerCosts(
         num_parameters_whole=2 * hidden * (1 if shape.gated else 2),
         num_parameters_cut=cut,
@@ -385,7 +386,7 @@ def closed_form(shape: DenseShape, element_bytes: int = 2) -> ModelCosts:
             else 4.0 * inner + 4.0 * (queries + keys)
         )
         * scale,
-        score_bytes=0.0 if shape.fused_attention else 5.0 * scale if shape.dropout else 4.0 * scale,
+        score_bytes=0.0 if shape.fused_attention else bytes_per_score * scale,
         num_kernels=45 if shape.gated else 35,
         mlp=MlpCosts(
             saved_bytes_cut=(8.0 if shape.gated else 4.0) * inner * scale,

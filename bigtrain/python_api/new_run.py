@@ -155,7 +155,8 @@ def _sections(new_run: NewRun) -> dict[str, Any]:
     else:
         model = {"config": new_run.new_model}
     # Defaults: the usual learning rate, float32 on a CPU or without `devices`, ten checkpoints.
-    lr_name = "adapters" if new_run.adapters else "random" if new_run.model is None else "trained"
+    weights_origin = "random" if new_run.model is None else "trained"
+    lr_name = "adapters" if new_run.adapters else weights_origin
     on_cpu = new_run.devices is None or new_run.devices.strip().lower().endswith("cpu")
     every = max(1, new_run.steps // _SAVES)
     tree: dict[str, Any] = {

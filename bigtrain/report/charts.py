@@ -93,7 +93,8 @@ def names_of(chart: Chart, run: Run) -> list[str]:
     for pattern in chart.series:
         if pattern.endswith("*"):
             entries = [name for name in available if name.startswith(pattern[:-1])]
-            names += entries if len(entries) <= chart.most_entries else []
+            if len(entries) <= chart.most_entries:
+                names += entries
         elif pattern in available:
             names.append(pattern)
     return sorted(names, key=lambda name: name in chart.overlaid)

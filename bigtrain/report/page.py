@@ -154,23 +154,21 @@ def _events(runs: Sequence[Run], marks: Sequence[Sequence[Marks]]) -> dict[str, 
                 rows.append(("", events.event_kind, f"and {num_omitted:,} more"))
         tables.append((run.name, sum(events.total for events in run_marks), rows))
     event_kinds = dict.fromkeys(events.event_kind for run_marks in marks for events in run_marks)
+    sites = []
+    for run in runs:
+        took_part = run.metrics.took_part
+        if took_part.counts:
+            rows_by_site = [
+                (site, number, count(took_part.last.get(site)))
+                for site, number in sorted(took_part.counts.items())
+            ]
+            sites.append((run.name, took_part.num_outer_steps, rows_by_site))
     return {
         "tables": tables,
         "calm": calm,
         "where": ", ".join(calm) if tables else "",
         "meanings": [(name, MEANINGS[name]) for name in event_kinds if name in MEANINGS],
-        "sites": [
-            (
-                run.name,
-                took_part.num_outer_steps,
-                [
-                    (site, number, count(took_part.last.get(site)))
-                    for site, number in sorted(took_part.counts.items())
-                ],
-            )
-            for run in runs
-            if (took_part := run.metrics.took_part).counts
-        ],
+        "sites": sites,
     }
 
 

@@ -61,8 +61,9 @@ def stop_early(
     copies: RunCopies | None,
 ) -> None:
     """End a run that a signal stopped, after `state` was saved. Collective."""
-    for note in copies.wait(STOPPED_WAIT_SECONDS) if copies else ():
-        context.log.info(note)
+    if copies is not None:
+        for note in copies.wait(STOPPED_WAIT_SECONDS):
+            context.log.info(note)
     if context.world.is_main:
         context.claim.check()
         with writing(context.directory, OUTPUT_REMEDY):

@@ -132,7 +132,8 @@ class AccelerateSettings:
         stage = value_at(self.tree, "zero_optimization.stage") or 0
         for owned in owned_values(config, plan, self.tree, stage):
             problem = owned.contradiction(self.tree, SOURCE)
-            problems += [problem] if problem is not None else []
+            if problem is not None:
+                problems.append(problem)
         for path in ("stage", "offload_optimizer.device", "offload_param.device"):
             key = f"zero_optimization.{path}"
             answer = value_at(self.tree, key)
@@ -160,9 +161,9 @@ def read_accelerate(environment: Mapping[str, str]) -> AccelerateSettings | None
             )
     # accelerate 1.15 itself ignores the answers about torch dynamo where DeepSpeed was chosen too.
     compiles = environment.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO"
-    for name, supported in _DYNAMO.items() if compiles else ():
+    for name, supported in _DYNAMO.items():
         answer = environment.get(f"ACCELERATE_DYNAMO_{name}", supported)
-        if answer.lower() != supported:
+        if compiles and answer.lower() != supported:
             key, rule = f"{SOURCE}: dynamo_{name.lower()}", "is not how bigtrain compiles layers"
             remedy = f"answer {supported}, or no to torch dynamo, and see model.compile"
             raise ConfigError(Problem(key, answer, rule, remedy))

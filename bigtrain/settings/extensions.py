@@ -201,7 +201,8 @@ def check_callback(key: str, name: str, callback: Any) -> list[Problem]:
             rule = f"{point} is a coroutine, which would never run ({location(method)})"
             problems.append(Problem(key, name, rule, "write def instead of async def"))
         signature_problem = call_problem(key, name, method, arguments, {}, label=point)
-        problems += [signature_problem] if signature_problem else []
+        if signature_problem is not None:
+            problems.append(signature_problem)
     ranks = getattr(callback, "ranks", "main")
     if ranks not in ("main", "all"):
         rule = f"ranks = {ranks!r} is neither 'main' nor 'all' ({defined_at})"
@@ -296,7 +297,8 @@ def check_samples(key: str, name: str, samples: Any) -> list[Problem]:
     iterates = any(callable(getattr(samples, method, None)) for method in ("__iter__", "__next__"))
     has_items = all(callable(getattr(samples, method, None)) for method in _MAP_METHODS)
     is_meant_as_stream = iterates and not has_items
-    for method in _STREAM_METHODS if is_meant_as_stream else _MAP_METHODS:
+    required_methods = _STREAM_METHODS if is_meant_as_stream else _MAP_METHODS
+    for method in required_methods:
         if not callable(getattr(samples, method, None)):
             defined_at = location(samples if isinstance(samples, type) else type(samples))
             remedy = f"def {method}(self, ...)"

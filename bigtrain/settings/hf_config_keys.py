@@ -322,7 +322,8 @@ def _source_reads(module: str, name: str) -> bool:
     if spec is None or spec.origin is None:
         return False
     modules = [module.replace(".configuration_", ".modeling_")]
-    modules += [] if _same_release() else [module]
+    if not _same_release():
+        modules.append(module)
     for name_of_module in modules:
         path = Path(spec.origin).parent.joinpath(*name_of_module.split("."))
         source = path.with_suffix(".py")

@@ -346,7 +346,9 @@ def _packed(
         regions: list[_Region] = []
         count = 0
         for rectangle, patch in pairs:
-            for box in patch.split(ELEMENTS_AT_ONCE) if rectangle.codec == codec else ():
+            if rectangle.codec != codec:
+                continue
+            for box in patch.split(ELEMENTS_AT_ONCE):
                 if regions and count + box.num_elements > ELEMENTS_AT_ONCE:
                     yield _Transfer(ranks, codec, regions)
                     regions, count = [], 0

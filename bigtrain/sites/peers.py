@@ -55,12 +55,13 @@ def overlapping_peers(layouts: Sequence[Layout], site: int, rank: int) -> dict[R
         near[site] = [(rank, index, rectangle)]
         common: list[tuple[ParameterBox, tuple[tuple[int, int], ...]]] = [(rectangle, ())]
         for site_boxes in near:
-            common = [
-                (cut, (*members, (holder, number)))
-                for box, members in common
-                for holder, number, neighbour in site_boxes
-                if (cut := box.intersect(neighbour)) is not None
-            ]
+            cuts = []
+            for box, members in common:
+                for holder, number, neighbour in site_boxes:
+                    cut = box.intersect(neighbour)
+                    if cut is not None:
+                        cuts.append((cut, (*members, (holder, number))))
+            common = cuts
         near[site] = near_here
 
         # Holders of a cell exchange it in turns, a rank of every site in each turn.

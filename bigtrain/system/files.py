@@ -287,7 +287,8 @@ def run_files(names: Iterable[str], is_run: Callable[[str], bool]) -> list[str]:
     for name in names:
         *folders, file = name.split("/")
         candidates = [n for n, folder in enumerate(folders) if folder in RUN_FOLDERS]
-        candidates += [len(folders)] if file in RUN_TEXTS else []
+        if file in RUN_TEXTS:
+            candidates.append(len(folders))
         if any(is_run("/".join(folders[:number])) for number in candidates):
             written.append(name)
     return written

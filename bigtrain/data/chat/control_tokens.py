@@ -59,14 +59,12 @@ class ControlTokens:
         self._endings = {name[begin:] for name in names for begin in range(1, len(name))}
         self._longest_part = max(map(len, names), default=1) - 1
         # Parts of names whose other parts the template's literals end and begin with.
-        self._middles = {
-            name[begin:end]
-            for name in names
-            for begin in range(1, len(name))
-            if any(literal.endswith(name[:begin]) for literal in literals)
-            for end in range(begin + 1, len(name))
-            if any(literal.startswith(name[end:]) for literal in literals)
-        }
+        self._middles: set[str] = set()
+        for name in names:
+            splits = range(1, len(name))
+            begins = [i for i in splits if any(text.endswith(name[:i]) for text in literals)]
+            ends = [i for i in splits if any(text.startswith(name[i:]) for text in literals)]
+            self._middles |= {name[begin:end] for begin in begins for end in ends if begin < end}
         self._first = _any_of(name[0] for name in names)
         self._last = _any_of(name[-1] for name in names)
 

@@ -379,7 +379,8 @@ def _weights(rendering: Rendering, answers: Sequence[Answer]) -> tuple[float, ..
     """Return the weights of the losses in the ranges of `answers`; None if all are 1."""
     messages = rendering.messages
     weights = tuple(weight_of(messages[a.number - 1]) for a in answers for _ in a.spans)
-    return None if all(weight == 1 for weight in weights) else weights
+    is_weighted = any(weight != 1 for weight in weights)
+    return weights if is_weighted else None
 
 
 def _joined_weights(documents: Sequence[DocumentTokens]) -> Weights | None:

@@ -108,13 +108,16 @@ def read_document(content: bytes) -> Any:
 
 def joined_documents(**parts: bytes) -> bytes:
     """Return an object of documents of `dumps` as one."""
-    first = _BIG if any(part.startswith(_BIG) for part in parts.values()) else b""
-    return first + b"{%b}" % b",".join(b'"%b":%b' % (k.encode(), v) for k, v in parts.items())
+    has_big_integer = any(part.startswith(_BIG) for part in parts.values())
+    prefix = _BIG if has_big_integer else b""
+    members = b",".join(b'"%b":%b' % (key.encode(), part) for key, part in parts.items())
+    return prefix + b"{%b}" % members
 
 
 def _inexact_numbers(tree: Any) -> Iterator[InexactNumber]:
     if isinstance(tree, InexactNumber):
         yield tree
     elif isinstance(tree, dict | list | tuple):
-        for item in tree.values() if isinstance(tree, dict) else tree:
+        items = tree.values() if isinstance(tree, dict) else tree
+        for item in items:
             yield from _inexact_numbers(item)

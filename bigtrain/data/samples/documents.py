@@ -184,14 +184,17 @@ def fitted_lengths(
             f"{int(lengths.max()) - num_labels_after}, or data.long_documents=truncate"
         )
     # Describe how much truncation drops, and refuse documents that lose all targets.
-    share = 1 - np.minimum(lengths, width).sum() / lengths.sum()
+    fitted = np.minimum(lengths, width)
+    share = 1 - fitted.sum() / lengths.sum()
     truncation_note = (
         f"{len(longer)} of {len(lengths)} answers are truncated, which loses {share:.2%} "
         "of the tokens"
     )
+    if not stream.is_masked:  # every token is a target
+        return fitted, truncation_note
     begins = np.cumsum(lengths) - lengths
     unanswered = []
-    for document in longer.tolist() if stream.is_masked else ():
+    for document in longer.tolist():
         mask = np.empty(width, np.bool_)
         document_index = np.array([document])
         stream.read_mask(begins[document_index], np.array([width]), mask, np.zeros(1, np.int64))
@@ -205,4 +208,4 @@ def fitted_lengths(
             f"batch.sequence_length, or tokenize with --max-prompt-tokens {width - 1}, which drops "
             "and counts them"
         )
-    return np.minimum(lengths, width), truncation_note
+    return fitted, truncation_note

@@ -239,6 +239,7 @@ def summary(output: Path, manifest: Manifest, *, with_unread: bool = True) -> st
         text_bytes = sum(shard.text_bytes for shard in shards)
         targets = sum(shard.target_tokens or 0 for shard in shards)
         tokens = manifest.num_tokens(split)
+        has_weights = any(shard.weights_xxh3 for shard in shards)
         size = "unknown bytes of text"
         if text_bytes:
             size = f"{text_bytes:,} bytes of text ({text_bytes / max(1, tokens):.2f} per token)"
@@ -247,7 +248,7 @@ def summary(output: Path, manifest: Manifest, *, with_unread: bool = True) -> st
             f"{size}, "
             f"{len(shards)} shard{'s' if len(shards) != 1 else ''}"
             + (f", {targets / max(1, tokens):.1%} of the tokens to learn" if masked else "")
-            + (", by weights" if any(shard.weights_xxh3 for shard in shards) else "")
+            + (", by weights" if has_weights else "")
         )
     # How documents were made from the input.
     if (rows := ROWS.get(manifest.rows)) is not None:
@@ -336,8 +337,9 @@ def length_histogram(shards: Iterable[TokenShard], one_sequence: bool) -> Length
     third of the index is enough. Raises DataError if an index is corrupt."""
     counts = np.zeros(1, dtype=np.int64)
     longer: Counter[int] = Counter()
+    chunks_of = _sequence_lengths if one_sequence else _document_lengths
     for shard in shards:
-        for lengths in _sequence_lengths(shard) if one_sequence else _document_lengths(shard):
+        for lengths in chunks_of(shard):
             if lengths.min() < 0:
                 raise shard.corrupt("a document has negative length")
             is_long = lengths >= LONG_TOKENS

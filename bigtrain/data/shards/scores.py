@@ -307,11 +307,12 @@ def find_scores(output: Path, data: Identity) -> Scores:
 
 def differences(stored: ScoreRequest, now: ScoreRequest) -> list[str]:
     """Return the fields in which two requests differ, with both values."""
-    return [
-        f"{name}: {_shown(before)} there, {_shown(value)} now"
-        for name, value in now
-        if _compared(before := getattr(stored, name)) != _compared(value)
-    ]
+    changes = []
+    for name, value in now:
+        stored_value = getattr(stored, name)
+        if _compared(stored_value) != _compared(value):
+            changes.append(f"{name}: {_shown(stored_value)} there, {_shown(value)} now")
+    return changes
 
 
 def _compared(value: object) -> object:

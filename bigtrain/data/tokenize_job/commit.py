@@ -93,14 +93,15 @@ class Commit:
         if manifest.unread_keys:
             logger.warning("%s", describe_unread(manifest.unread_keys, self.key_rules))
         # Move the shards. The journal comes first, so that a killed commit can be finished.
-        moves = [
-            (f"{record.splits[split].name}.{suffix}", f"{final.name}.{suffix}")
-            for split in SPLITS
-            for record, final in zip(
-                _with_documents(unit_records, split), manifest.splits.get(split, ()), strict=True
-            )
-            for suffix in final.checksums
-        ]
+        moves = []
+        for split in SPLITS:
+            records_of_split = _with_documents(unit_records, split)
+            final_shards = manifest.splits.get(split, ())
+            for record, final in zip(records_of_split, final_shards, strict=True):
+                name = record.splits[split].name
+                moves += [
+                    (f"{name}.{suffix}", f"{final.name}.{suffix}") for suffix in final.checksums
+                ]
         directory, output = self.workspace.directory, self.workspace.output
         journal = json.dumps({"plan": plan_key(self.units), "moves": moves})
         write_whole(directory / JOURNAL_NAME, journal.encode(), self.workspace.draft(JOURNAL_NAME))

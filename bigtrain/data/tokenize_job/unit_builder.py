@@ -195,6 +195,7 @@ def build_unit(
     wrong encoder; then no file remains."""
     # Read, encode and write batches; an error removes the files.
     reader = _UnitReader(unit, job, counts, workspace)
+    splits = SPLITS if job.held_out else SPLITS[:1]
     with ExitStack() as cleanup:
         writers = {
             split: cleanup.enter_context(
@@ -206,7 +207,7 @@ def build_unit(
                     labeled=job.rows in LABELED,
                 )
             )
-            for split in (SPLITS if job.held_out else SPLITS[:1])
+            for split in splits
         }
         cleanup.enter_context(reader)
         for batch in _encoded(reader.batches(), job):

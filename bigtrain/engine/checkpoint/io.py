@@ -221,11 +221,11 @@ def writers(
     fragments: Iterable[Fragment], buffers: Mapping[str, torch.Tensor], layout: CheckpointLayout
 ) -> set[int]:
     """Return the ranks that wrote what `read_tensors` reads here, and perhaps more."""
-    requests = _wanted(_chunks(fragments, buffers))
-    return {
-        rank for key, tensor in requests.items() for box in tensor.boxes
-        for rank in layout.writers(key, box)
-    }  # fmt: skip
+    ranks: set[int] = set()
+    for key, tensor in _wanted(_chunks(fragments, buffers)).items():
+        for box in tensor.boxes:
+            ranks.update(layout.writers(key, box))
+    return ranks
 
 
 def stored_dtypes(

@@ -161,8 +161,9 @@ def restore_engine(
     ensure_optimizer_states(engine.engine)
     stored = _all_fragments(engine)
     has_averages = scalars.get(AVERAGE) is not None
-    for fragment in () if has_averages else stored:
-        fragment.tensors.pop(AVERAGE, None)
+    if not has_averages:
+        for fragment in stored:
+            fragment.tensors.pop(AVERAGE, None)
     with _exact_frozen(engine, stored, directory, listing) as fragments:
         read_tensors(directory, fragments, _buffers(engine), listing)
     optimizer = inner_optimizer(engine.engine)

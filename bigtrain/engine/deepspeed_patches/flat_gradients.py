@@ -46,7 +46,8 @@ class GroupGradients:
         self._num_elements = int(optimizer.partition_size[group])
         self._sizes = [slots[p].count for p in optimizer.params_in_partition[group]]
         padding = self._num_elements - sum(self._sizes)
-        self._sizes += [padding] if padding else []
+        if padding:
+            self._sizes.append(padding)
         self._partition: torch.Tensor | None = None
 
     @property

@@ -67,12 +67,14 @@ def plan_of(slots: list[Slot], bucket_size: int) -> ReductionPlan:
                 runs[-1].slots.append(number)
                 pieces[-1] += slot.count
             else:
-                pieces += [source - end] if source > end else []
+                if source > end:
+                    pieces.append(source - end)
                 runs.append(Target(slot.group, slot.begin, slot.count, [len(pieces)], [number]))
                 pieces.append(slot.count)
             end = source + slot.count
         total += slot.size
-    pieces += [total - end] if total > end else []
+    if total > end:
+        pieces.append(total - end)
     # Ranges of partitions as long as the runs make them: one copy fills each.
     targets: list[Target] = []
     for run in sorted(runs, key=lambda run: (run.group, run.begin)):
@@ -84,8 +86,9 @@ def plan_of(slots: list[Slot], bucket_size: int) -> ReductionPlan:
             targets.append(run)
     # Elements per collective: shares are added until they exceed a bucket, as in
     # `allreduce_and_scatter`, which only a parameter larger than a bucket reaches.
+    shares = slots[0].shares if total > bucket_size else [total]
     sizes = [0]
-    for share in slots[0].shares if total > bucket_size else [total]:
+    for share in shares:
         sizes[-1] += share
         if sizes[-1] > bucket_size:
             sizes.append(0)

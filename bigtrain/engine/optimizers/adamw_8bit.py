@@ -114,8 +114,9 @@ class AdamW8bit(UpdateRule):
 
     def attach(self, parts: Sequence[MasterPart]) -> None:
         self._parts = [part for part in parts if part.name in self._shapes]
-        for part in self._parts[:1]:
-            self._tables = tuple(table.to(part.master.device) for table in self._tables)
+        if self._parts:
+            device = self._parts[0].master.device
+            self._tables = tuple(table.to(device) for table in self._tables)
 
     def small_states(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
         for name, scales in self._scales.items():

@@ -70,8 +70,9 @@ def parameter_groups(
         {"params": split.decay, "weight_decay": section.weight_decay, "name": "decay"},
         {"params": split.no_decay, "weight_decay": 0.0, "name": "no_decay"},
     ]
-    for group in groups if section.is_own else ():
-        group["rule"] = section.facts.beside or section.type
+    if section.is_own:
+        for group in groups:
+            group["rule"] = section.facts.beside or section.type
     if section.facts.beside is not None:
         from bigtrain.models.parallel.hidden_matrices import hidden_matrices
 
@@ -105,13 +106,16 @@ def parameter_groups(
             row = {"params": small, "name": f"small_{group['name']}", "rule": section.facts.small}
             groups.append({**group, **row})
     # Experts that ranks divide: DeepSpeed reduces their gradients over other groups of ranks.
-    for group in groups[:] if expert_size > 1 else ():
-        experts = [parameter for parameter in group["params"] if is_expert(parameter)]
-        group["params"] = [p for p in group["params"] if not is_expert(p)]
-        groups.append(as_expert_group({**group, "params": experts}, name_of_experts(expert_size)))
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for group in groups if section.is_own else ():
-        group["names"] = [names[id(parameter)] for parameter in group["params"]]
+    if expert_size > 1:
+        expert_group_name = name_of_experts(expert_size)
+        for group in groups[:]:
+            experts = [parameter for parameter in group["params"] if is_expert(parameter)]
+            group["params"] = [p for p in group["params"] if not is_expert(p)]
+            groups.append(as_expert_group({**group, "params": experts}, expert_group_name))
+    if section.is_own:
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        for group in groups:
+            group["names"] = [names[id(parameter)] for parameter in group["params"]]
     return groups
 
 

@@ -52,9 +52,11 @@ def pieces_of(
 ) -> Iterator[MasterRectangle]:
     """Yield the pieces of numbered `matrices` that `part` holds, which is stored in master number
     `master`."""
-    candidates = matrices.get(part.name, ())
+    candidates = matrices.get(part.name)
+    if not candidates:
+        return
     begin = part.offset
-    for box in flat_boxes(part.shard.local_shape, part.start, part.count) if candidates else ():
+    for box in flat_boxes(part.shard.local_shape, part.start, part.count):
         end = begin + box.num_elements
         for full, local in part.shard.to_full(box):
             for number, matrix in candidates:

@@ -81,10 +81,12 @@ class SkipStepHook:
         skip_policy, makes_update, stats = self._skip_policy, self._makes_update, self._stats
         self._skip_policy = self._makes_update = self._stats = None
         if makes_update is not None:
-            for optimizer in () if makes_update else self._optimizers:
+            if not makes_update:
                 # Empty states that DeepSpeed creates by reading them after a skipped first update.
-                for key in [key for key, value in optimizer.state.items() if not value]:
-                    del optimizer.state[key]
+                for optimizer in self._optimizers:
+                    empty_keys = [key for key, state in optimizer.state.items() if not state]
+                    for key in empty_keys:
+                        del optimizer.state[key]
             return stats
         if skip_policy is None or not has_overflowed(self._engine.optimizer):
             return None

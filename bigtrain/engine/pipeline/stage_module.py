@@ -213,7 +213,9 @@ def _slots(form: Any) -> list[_Slot]:
         return _slots((form.outputs, form.shared, form.router_logits))
     if isinstance(form, _Slot):
         return [form]
-    items = form.values() if isinstance(form, dict) else form if isinstance(form, tuple) else ()
+    items = tuple(form.values()) if isinstance(form, dict) else form
+    if not isinstance(items, tuple):
+        return []
     return [slot for item in items for slot in _slots(item)]
 
 

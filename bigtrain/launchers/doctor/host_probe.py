@@ -157,7 +157,9 @@ def _driver() -> str | None:
 def _left_behind_bytes(folder: Path) -> int:
     """Return the bytes of DeepSpeed's buffers in `folder` that no visible process has mapped."""
     buffers = {str(path): path.lstat().st_size for path in folder.glob(SHARED_BUFFERS)}
-    for maps in Path("/proc").glob("[0-9]*/maps") if buffers else ():
+    if not buffers:
+        return 0
+    for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
             lines = maps.read_text(errors="replace").splitlines()
         except OSError:  # another user's process, or it has ended

@@ -166,7 +166,8 @@ def export_model(
         notes += write_tokenizer(destination.tokenizer, temporary, output, files)
         if not scores_samples(hf_config):
             notes += write_stop_ids(temporary, hf_config)
-        coarsest = dtype if dtype is not None else base.lowest_precision if base else probe.dtype
+        stored_dtype = probe.dtype if base is None else base.lowest_precision
+        coarsest = stored_dtype if dtype is None else dtype
         # Reload the model, a layer at a time if it has several files, and compare the logits.
         if is_sharded:
             section = ModelSection(path=str(temporary))

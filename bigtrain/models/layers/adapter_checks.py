@@ -28,7 +28,11 @@ def check_adapters(model: PreTrainedModel, section: AdaptersSection) -> list[Pro
     """Return problems with `section` for this model, which may be on the meta device: the problems
     of the first rule that is broken, since later rules assume the earlier ones."""
     rules = (_check_stacks, _check_support, _check_quantized, _check_saved, _check_targets)
-    return next((problems for rule in rules if (problems := rule(model, section))), [])
+    for rule in rules:
+        problems = rule(model, section)
+        if problems:
+            return problems
+    return []
 
 
 def _check_stacks(model: PreTrainedModel, section: AdaptersSection) -> list[Problem]:

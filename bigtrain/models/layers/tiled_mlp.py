@@ -59,12 +59,11 @@ def find_mlps(model: PreTrainedModel) -> list[str]:
             for leaf, child in module.named_children():
                 yield from mlps_in(f"{name}.{leaf}", child)
 
-    return [
-        mlp
-        for name, layer in decoder_layers(model)
-        for leaf, child in layer.named_children()
-        for mlp in mlps_in(f"{name}.{leaf}", child)
-    ]
+    mlps: list[str] = []
+    for name, layer in decoder_layers(model):
+        for leaf, child in layer.named_children():
+            mlps += mlps_in(f"{name}.{leaf}", child)
+    return mlps
 
 
 def tiled_modules(model: nn.Module) -> list[nn.Module]:

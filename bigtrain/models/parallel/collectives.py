@@ -205,8 +205,9 @@ class Traffic:
     def seconds(self) -> float:
         """Return seconds in exchanges, including waiting for other ranks; on CUDA device time, for
         which the host waits."""
-        for _, stop_event in self._events[-1:]:
-            stop_event.synchronize()
+        if self._events:
+            _, last_stop_event = self._events[-1]
+            last_stop_event.synchronize()
         on_device: float = sum(
             start_event.elapsed_time(stop_event) for start_event, stop_event in self._events
         )

@@ -64,7 +64,8 @@ def find_layout(model: PreTrainedModel, input_ids: torch.Tensor) -> StageLayout:
     # Layers must not depend on layers before the previous one, other than by its outputs.
     earlier_parameters: list[nn.Parameter] = []
     for index, layer in enumerate(layers):
-        for tensor in _further_inputs(calls, index) if index else ():
+        tensors = _further_inputs(calls, index) if index > 0 else ()  # no layer is before the first
+        for tensor in tensors:
             gradients = _gradients([tensor], earlier_parameters) if tensor.requires_grad else ()
             if any(gradient is not None for gradient in gradients):
                 raise ModelError(

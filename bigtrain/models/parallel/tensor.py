@@ -156,7 +156,9 @@ def shard_model(model: PreTrainedModel, plan: Plan, group: Group) -> None:
             _wrap(model, name, modules[name], style, group)
     # Where ranks share key-value heads, fewer query heads per key-value head are left on a rank.
     heads = _key_value_heads(model, size)
-    for name in plan if heads else ():
+    if not heads:
+        return
+    for name in plan:
         parent, _, leaf = name.rpartition(".")
         if leaf != "k_proj" or name not in modules or plan[name] != "colwise":
             continue

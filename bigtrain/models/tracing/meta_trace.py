@@ -286,7 +286,8 @@ def _trace(hf_config: PreTrainedConfig, dtype: torch.dtype, sequence_length: int
 
     # Run the model with all hooks.
     mtp = mtp_layers(model)
-    layers += [] if mtp is None else mtp.layers
+    if mtp is not None:
+        layers += mtp.layers
     tracer.parameter_storages = {storage_of(p) for p in model.parameters()}
     with ExitStack() as stack:
         stack.enter_context(_watched(model, layers, tracer))

@@ -106,13 +106,10 @@ def is_of_one_site(directory: Path) -> bool:
 def write_checksums(directory: Path) -> None:
     """Write `checksums.json` of an export with all its files, also in subfolders, except for the
     README and the list. Reads every file."""
-    names = [
-        name
-        for path in directory.rglob("*")
-        if path.is_file()
-        and (name := path.relative_to(directory).as_posix()) not in (CHECKSUMS, MODEL_CARD)
-    ]
-    write_sums(directory / CHECKSUMS, {name: sum_of(directory / name) for name in names})
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    names = [file.relative_to(directory).as_posix() for file in files]
+    sums = {name: sum_of(directory / name) for name in names if name not in (CHECKSUMS, MODEL_CARD)}
+    write_sums(directory / CHECKSUMS, sums)
 
 
 def files_read_with(weights: Iterable[Path]) -> list[Path]:
@@ -167,7 +164,9 @@ def _generation_fault(path: Path) -> str | None:
     if not isinstance(settings, dict):
         return "must be a JSON object"
     ends = settings.get("eos_token_id")
-    listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if ends is None:
+        return None
+    listed = ends if isinstance(ends, list) else [ends]
     if any(isinstance(end_id, bool) or not isinstance(end_id, int) for end_id in listed):
         return f"eos_token_id = {ends!r} must be the id of a token, or a list of ids"
     return None

@@ -253,7 +253,9 @@ def _unsqueeze(tensor: torch.Tensor, dim: int) -> Values:
 def _squeeze(tensor: torch.Tensor, dims: int | Sequence[int] | None = None) -> Values:
     if dims is None:
         dims = range(tensor.ndim)
-    squeezed = {dim % tensor.ndim for dim in ([dims] if isinstance(dims, int) else dims)}
+    elif isinstance(dims, int):
+        dims = [dims]
+    squeezed = {dim % tensor.ndim for dim in dims}
     source_dims = [
         dim for dim in range(tensor.ndim) if dim not in squeezed or tensor.shape[dim] != 1
     ]

@@ -100,16 +100,19 @@ class MtpNames:
 
     def stored(self, name: str) -> str:
         """Return the name in files of a tensor that `as_layer` named and transformers converted."""
-        if not (match := re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)):
+        match = re.fullmatch(r"model\.layers\.(?P<layer>\d+)\.(?P<leaf>.+)", name)
+        if match is None:
             return name
-        depth = int(match[1]) - self.num_hidden_layers
+        layer, leaf = match["layer"], match["leaf"]
+        depth = int(layer) - self.num_hidden_layers
         if depth < 0:
             return name
-        stored_layer = f"model.layers.{match[1]}" if self.is_numbered else NAME
-        for prefix, stored_prefix in (_NUMBERED if self.is_numbered else _SINGLE).items():
-            if match[2].startswith(prefix):
-                return f"{stored_layer}.{stored_prefix}{match[2].removeprefix(prefix)}"
-        return name if self.is_numbered else f"{NAME}.layers.{depth}.{match[2]}"
+        stored_layer = f"model.layers.{layer}" if self.is_numbered else NAME
+        stored_prefixes = _NUMBERED if self.is_numbered else _SINGLE
+        for prefix, stored_prefix in stored_prefixes.items():
+            if leaf.startswith(prefix):
+                return f"{stored_layer}.{stored_prefix}{leaf.removeprefix(prefix)}"
+        return name if self.is_numbered else f"{NAME}.layers.{depth}.{leaf}"
 
 
 def load_mtp_layers(

@@ -140,26 +140,28 @@ _Pairs = Sequence[tuple[Mapping[str, str], RowPrediction]]
 
 
 def _of_source(name: str, pairs: _Pairs) -> SourceErrors:
-    measured_rows = [
-        (row, p.tokens_per_second, measured)
-        for row, p in pairs
-        if p.tokens_per_second is not None and (measured := _measured(row))
-    ]
+    measured_rows = []
+    for row, p in pairs:
+        if p.tokens_per_second is not None:
+            tokens_per_second = _measured(row)
+            if tokens_per_second:
+                measured_rows.append((row, p.tokens_per_second, tokens_per_second))
     errors = [abs(p / measured - 1) for _, p, measured in measured_rows]
-    memory = [
-        abs(p.peak_gib / peak - 1)
-        for row, p in pairs
-        if p.peak_gib is not None and (peak := _measured(row, "peak_gib"))
-    ]
+    memory_errors = []
+    for row, p in pairs:
+        if p.peak_gib is not None:
+            peak_gib = _measured(row, "peak_gib")
+            if peak_gib:
+                memory_errors.append(abs(p.peak_gib / peak_gib - 1))
     return SourceErrors(
         source=name,
         num_rows=len(pairs),
         mean=_mean(errors),
         worst=max(errors, default=math.nan),
         baseline=_mean(_baseline_errors([(row, measured) for row, _, measured in measured_rows])),
-        memory_rows=len(memory),
-        memory_mean=_mean(memory),
-        memory_worst=max(memory, default=math.nan),
+        memory_rows=len(memory_errors),
+        memory_mean=_mean(memory_errors),
+        memory_worst=max(memory_errors, default=math.nan),
         rank_correlation=_rank_correlation(measured_rows),
         num_refused=sum(1 for _, p in pairs if p.tokens_per_second is None),
     )
@@ -227,7 +229,8 @@ def write_rows(
 ) -> None:
     """Write every row with its prediction, or the reason for none. Raises OSError."""
     added = ("predicted_tokens_per_s_per_gpu", "predicted_peak_gib", "refused")
-    names = [name for name in (rows[0] if rows else COLUMNS) if name not in added]
+    columns = tuple(rows[0]) if rows else COLUMNS
+    names = [name for name in columns if name not in added]
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, [*names, *added], extrasaction="ignore")
         writer.writeheader()

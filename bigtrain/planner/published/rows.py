@@ -256,10 +256,11 @@ def _with_batch(row: Row, run: RowRun) -> RowRun:
         raise ValueError(f"global_batch = {batch} is less than micro_batch x dp = {micro * dp}")
     if batch % dp:
         raise ValueError(f"global_batch = {batch} is not a multiple of dp = {dp}")
-    number_of = math.ceil(batch // dp / micro) if batch else 4 * p if p > 1 else 1
+    num_accumulation = _usual_accumulation(p)
     if batch:
-        micro = math.ceil(batch // dp / number_of)  # of uneven ones the mean
-    layout = replace(layout, micro_batch_size=micro, num_accumulation=number_of)
+        num_accumulation = math.ceil(batch // dp / micro)
+        micro = math.ceil(batch // dp / num_accumulation)  # of uneven ones the mean
+    layout = replace(layout, micro_batch_size=micro, num_accumulation=num_accumulation)
     if not has_value(row, "recompute") and words(row, "recompute").strip() != "none":
         # The page does not state it: the least recomputation that fits memory (+10 %).
         choices = [layout]
@@ -272,6 +273,11 @@ def _with_batch(row: Row, run: RowRun) -> RowRun:
     return replace(run, layout=layout)
 
 
+def _usual_accumulation(pipeline_size: int) -> int:
+    """Return the micro-batches of a rank for a row that states no batch."""
+    return 4 * pipeline_size if pipeline_size > 1 else 1
+
+
 def _fastest_micro(batch: int, run: RowRun) -> int:
     """Return the micro-batch size that is predicted to be the fastest that fits: a power of two
     that divides the samples of a rank."""
@@ -279,8 +285,8 @@ def _fastest_micro(batch: int, run: RowRun) -> int:
     samples = batch // layout.data_size if batch else 64
     best, best_size, micro = 0.0, 1, 1
     while samples % micro == 0 and micro <= max(1, samples):
-        number_of = samples // micro if batch else 4 * p if p > 1 else 1
-        larger = replace(layout, micro_batch_size=micro, num_accumulation=number_of)
+        num_accumulation = samples // micro if batch else _usual_accumulation(p)
+        larger = replace(layout, micro_batch_size=micro, num_accumulation=num_accumulation)
         if peak_memory(run.model, larger, run.engine).total > run.device.memory_bytes and best:
             break
         seconds = step_time(run.model, larger, run.device, run.engine, gain=run.gain).total

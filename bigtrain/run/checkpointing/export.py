@@ -238,7 +238,9 @@ def _last_figures(metrics: Path, step: int, unit: str) -> dict[str, str]:
             if isinstance(row.get(key), float):
                 values[name] = f"{row[key]:.4f} nats per {unit} (step {row['step']:,})"
         tasks = row.get("tasks")
-        for name, value in tasks.items() if isinstance(tasks, dict) else ():
+        if not isinstance(tasks, dict):
+            continue
+        for name, value in tasks.items():
             if isinstance(value, float):
                 values[f"{name} (lm-eval)"] = f"{value:.4f} (step {row['step']:,})"
     return values

@@ -111,7 +111,8 @@ def verify_checkpoints(run_directory: Path, step: int | None) -> Iterator[tuple[
         raise CheckpointError(
             f"{run_directory}: no checkpoint of step {step}; steps: {listed_steps}"
         )
-    for number in steps if step is None else [step]:
+    verified_steps = steps if step is None else [step]
+    for number in verified_steps:
         directory = checkpoints.checkpoint_path(run_directory, number)
         yield number, checkpoints.find_corruption(directory, "all")
 
@@ -175,7 +176,8 @@ def _topology(document: dict[str, Any]) -> str:
         words = [f"{count} rank{'s' if count != 1 else ''}", f"ZeRO {stage}"]
         for name in MODEL_DEGREES:
             degree = topology.get(name, 1)  # older checkpoints lack the newest degrees
-            words += [f"{name.removesuffix('_size')} {degree}"] if degree > 1 else []
+            if degree > 1:
+                words.append(f"{name.removesuffix('_size')} {degree}")
     except (KeyError, TypeError):
         return "?"
     return ", ".join(words)
@@ -228,7 +230,7 @@ def describe_adapters(directory: Path) -> list[str]:
         for path in directory.glob(pattern)
         if (path.parent / "config.json").is_file()
     )
-    runs = [run for folder in folders if (run := _read(folder)) is not None]
+    runs = [run for run in map(_read, folders) if run is not None]
     if not runs:
         raise CheckpointError(f"{directory}: no run below it has adapters in a checkpoint")
     letters: dict[str, str] = {}

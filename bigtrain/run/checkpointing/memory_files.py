@@ -192,7 +192,8 @@ class MemoryFiles:
         an empty list on other ranks. Collective. Logs why checkpoints cannot be used."""
         # The tensor files of all hosts, by checkpoint.
         host_holdings: _AllHoldings = {}
-        for stored in self.directory.stored() if self.is_keeper else []:
+        stored_checkpoints = self.directory.stored() if self.is_keeper else []
+        for stored in stored_checkpoints:
             ranks = [rank for rank in range(stored.writers) if file_name(rank) in stored.files]
             ranges = _joined([(rank, rank + 1) for rank in ranks])
             host_holdings[stored.step, stored.digest] = _Holdings(

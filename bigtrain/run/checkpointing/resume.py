@@ -109,20 +109,24 @@ def _reject(context: RunContext, candidate: _Candidate, rejected: set[Hashable])
 
 
 def _state_of(document: Mapping[str, Any], phases: tuple[Phase, ...]) -> TrainState:
+    outer_sent = None
+    if document.get("outer_sent"):
+        fragment, sent_step = document["outer_sent"]
+        outer_sent = fragment, sent_step
     return TrainState(
-        document["step"],
-        document["samples"],
-        document["tokens"],
-        phases,
-        GuardState.from_json(document.get("guard")),
-        document.get("outer_steps", 0),
-        BestSoFar.from_json(document.get("best")),
-        (sent[0], sent[1]) if (sent := document.get("outer_sent")) else None,
-        document.get("outer_tokens", 0),
-        document.get("outer_ended", 0),
-        tuple(document.get("outer_sites", ())),
-        document.get("stopped_steps", 0),
-        StreamPosition.from_json(document.get("stream")),
+        step=document["step"],
+        samples=document["samples"],
+        tokens=document["tokens"],
+        phases=phases,
+        guard=GuardState.from_json(document.get("guard")),
+        outer_steps=document.get("outer_steps", 0),
+        best=BestSoFar.from_json(document.get("best")),
+        outer_sent=outer_sent,
+        outer_tokens=document.get("outer_tokens", 0),
+        outer_ended=document.get("outer_ended", 0),
+        outer_sites=tuple(document.get("outer_sites", ())),
+        stopped_steps=document.get("stopped_steps", 0),
+        stream=StreamPosition.from_json(document.get("stream")),
     )
 
 

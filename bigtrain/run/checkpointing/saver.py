@@ -176,8 +176,9 @@ class Saver:
     def report(self) -> None:
         """Log how the last save and copies ended, if they did since the last call. Does not
         block."""
-        for note in self._copies.notes() if self._copies else ():
-            self._context.log.info(note)
+        if self._copies is not None:
+            for note in self._copies.notes():
+                self._context.log.info(note)
         write = self._pending
         if write is None or write.is_reported or (write.thread and write.thread.is_alive()):
             return

@@ -48,7 +48,8 @@ class WorkMeter:
         total = sum(_num_elements(module) for module in _products(model))
         sampled = sum(_num_elements(module) for module in products)
         self._per_product = 3.0 * total / sampled if sampled else 0.0
-        for module in [layer] if is_compiled and layer is not None else products:
+        timed_modules = [layer] if is_compiled and layer is not None else products
+        for module in timed_modules:
             module.register_forward_pre_hook(self._begin)
             # Before other hooks, which include the reductions of tensor parallelism.
             module.register_forward_hook(self._end, prepend=True)

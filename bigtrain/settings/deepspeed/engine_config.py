@@ -180,7 +180,10 @@ def render(
 
     # Values that the run owns must agree, and every "auto" must have a value.
     owned = owned_values(config, plan, raw, stage)
-    problems.extend(p for value in owned if (p := value.contradiction(raw, source)))
+    for value in owned:
+        contradiction = value.contradiction(raw, source)
+        if contradiction is not None:
+            problems.append(contradiction)
     known_autos = {value.key for value in owned} | set(_AUTO_SIZES) | _ALWAYS_OWNED
     for path, value in leaves(tree):
         # A key that must be removed needs no value.

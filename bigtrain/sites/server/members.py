@@ -140,9 +140,10 @@ class Members:
                 # Before any site has joined, compare with the sites that build their models.
                 now = self.clock()
                 self._announced.pop(request.site, None)
-                for announced, until in self._announced.values() if run is None else ():
-                    if now < until:
-                        _refuse_differences(announced, joining)
+                if run is None:
+                    for announced, until in self._announced.values():
+                        if now < until:
+                            _refuse_differences(announced, joining)
                 self._announced[request.site] = joining, now + request.timeout_seconds
                 joining["parameters"] = document["parameters"]
             _refuse_differences(document, joining)

@@ -98,7 +98,8 @@ def plan_round(
     if last is not None and not is_newest:
         number = max(number, int(last["number"]) + (fragment is None))
     # The run ends with the outer step after which no site that gives exchanges anything.
-    ended_step = step if giving and all(entry.is_last for entry in giving.values()) else 0
+    gives_last = bool(giving) and all(entry.is_last for entry in giving.values())
+    ended_step = step if gives_last else 0
     if last is not None and is_newest and fragment is None:
         ended_step = last["ended_step"]
     refusal = ""
