@@ -445,7 +445,7 @@ def main() -> None:
 
     # What nearly every world needs (a Llama, and names of weights as files have them), and what
     # those with adapters take half a second to import on every rank.
-    import peft  # noqa: F401
+    import peft
     import transformers.models.llama.modeling_llama  # noqa: F401
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
