@@ -57,7 +57,7 @@ class LaunchArguments:
     def text(self, output: Path) -> str:
         """Return the text of the file that will be written to `output`."""
 
-    def num_processes(self) -> int:
+    def processes_of_node(self) -> int:
         """Return the ranks of one node. Raises LaunchError if they contradict its GPUs."""
         gpus, processes = self.gpus_per_node, self.processes_per_node
         if gpus < 0:
@@ -92,7 +92,7 @@ class ScriptArguments(LaunchArguments):
         return {
             "config": absolute(self.config),
             "overrides": self.overrides,
-            "processes_per_node": self.num_processes(),
+            "processes_per_node": self.processes_of_node(),
             "directory": str(Path.cwd()),
             "deepspeed_config": self.deepspeed_config and absolute(self.deepspeed_config),
             "gpus": self.gpus_per_node > 0,
@@ -265,7 +265,7 @@ class KubernetesArguments(LaunchArguments):
             render_manifests,
         )
 
-        processes = self.num_processes()
+        processes_per_node = self.processes_of_node()
         token = [f"HF_TOKEN={self.token_secret}:HF_TOKEN"] if self.token_secret else []
         return render_manifests(
             KubernetesRequest(
@@ -274,7 +274,7 @@ class KubernetesArguments(LaunchArguments):
                 overrides=self.overrides,
                 nodes=self.nodes,
                 gpus=self.gpus_per_node,
-                processes_per_node=processes,
+                processes_per_node=processes_per_node,
                 image=self.image,
                 claim=self.claim,
                 mount=self.mount,
@@ -311,7 +311,7 @@ class KubernetesArguments(LaunchArguments):
         from bigtrain.python_api.planning import predicted_run
         from bigtrain.settings.resolve import largest_phase, resolve_run_files
 
-        processes = self.num_processes()
+        processes = self.processes_of_node()
         resolved = resolve_run_files(
             self.config,
             self.overrides,

@@ -38,7 +38,8 @@ class MultiTokenLoss:
         depths = range(1, len(self._layers.layers) + 1)
         labels = [labels_at_depth(batch.labels, depth, positions) for depth in depths]
         for depth, depth_labels in zip(depths, labels, strict=True):
-            self._totals[1, depth - 1] += int((depth_labels != IGNORED_LABEL).sum())
+            num_targets = int((depth_labels != IGNORED_LABEL).sum())
+            self._totals[1, depth - 1] += num_targets
 
         def states(hidden: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
             ids, position_ids = inputs["input_ids"], inputs.get("position_ids")

@@ -332,7 +332,7 @@ class TrainEngine(ForwardPasses):
         return count
 
 
-class LossWindow:
+class RecentLosses:
     """Mean loss in nats per target token over the steps since it was last read or emptied. Sums
     stay on the device; a step costs two additions. Steps with a skipped update count only if all
     steps were skipped."""

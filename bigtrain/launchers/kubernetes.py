@@ -257,7 +257,8 @@ def render_manifests(request: KubernetesRequest) -> str:
     ds_config = find_deepspeed_config(resolved.config.engine.deepspeed_config)
     files["deepspeed.json"] = ds_config.read_text(encoding="utf-8")
     variables = {"HF_HOME": f"{request.mount}/.hf"}
-    if request.spares is not None:  # else a pod that joins gets the address of an earlier round
+    if request.spares is not None:
+        # Without this, a pod that joins gets the address of an earlier round.
         variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if request.cpus:  # torchrun's default is 1
         variables["OMP_NUM_THREADS"] = str(max(1, request.cpus // request.processes_per_node))
@@ -289,8 +290,9 @@ def render_manifests(request: KubernetesRequest) -> str:
         exit_user_error=EXIT_USER_ERROR,
     )
     documents = list(yaml.safe_load_all(text))
-    job = documents[1]["spec"]["template"]["spec"]["replicatedJobs"][-1]
-    pods = job["template"]["spec"]
+    runtime = next(each for each in documents if each["kind"].endswith("Runtime"))
+    jobs = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    pods = next(job for job in jobs if job["name"] == "node")["template"]["spec"]
     pods["template"] = patched(pods["template"], request.pod.patch)
     return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False)
 

@@ -12,7 +12,7 @@ from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.data.samples.sample_stream import StreamPosition
 from bigtrain.engine.optimizers.skip_step import SkipPolicy
 from bigtrain.engine.startup.cpu_collectives import cpu_group
-from bigtrain.engine.train_engine import LossWindow, StepResult, TrainEngine
+from bigtrain.engine.train_engine import RecentLosses, StepResult, TrainEngine
 from bigtrain.metrics.step_metrics import StepMetrics
 from bigtrain.run.callbacks import Callbacks
 from bigtrain.run.context import RunContext
@@ -101,7 +101,7 @@ class Loop:
         context, callbacks, log = self.context, self.callbacks, self.context.log
         self._config, self._beat = context.config, context.heartbeat
         self._clock = StepClock(context.device.type, self.engine.host_time, self.memory)
-        self._losses, self._profiler = LossWindow(self.engine), Profiler(context)
+        self._losses, self._profiler = RecentLosses(self.engine), Profiler(context)
         limit = self._config.watchdog.collective_timeout_seconds
         self._group = cpu_group(limit) if context.world.size > 1 else None
         self._stop = StopAgreement(
@@ -196,7 +196,7 @@ class Loop:
 
     def _log(self, state: TrainState, lr: float, until: int, *, last: bool) -> Agreed:
         """Log a step, if it is due; return whether the ranks agree to stop or to save."""
-        # Outer steps may have moved the run.
+        # Asked again here: an outer step after this step may have changed `state.step`.
         measured = self._measure(state, lr, is_logged=_is_logged(self._config, state.step, until))
         self.callbacks.step(state, measured.row)
         # Before anything is written: it also detects a later launch that holds the directory.

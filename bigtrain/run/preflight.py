@@ -285,7 +285,7 @@ def _check_files(config: RunConfig, hf_config: Any) -> list[Problem]:
 
 def _check_method(run: ResolvedRun, hf_config: Any) -> list[Problem]:
     """Check how the model is trained: parallelism, kernels, precision and optimizer."""
-    config, num_replicas = run.config, run.topology.partition_size
+    config = run.config
     problems: list[Problem] = []
     if config.parallel.tensor > 1:
         from bigtrain.models.equivalence.tensor_parallel import check_tensor_size
@@ -307,8 +307,8 @@ def _check_method(run: ResolvedRun, hf_config: Any) -> list[Problem]:
     if run.engine.zero_stage == 3:
         from bigtrain.models.equivalence.expert_parallel import check_expert_gathering
 
-        length = config.batch.sequence_length
-        problems += check_expert_gathering(hf_config, run.engine.zero_stage, num_replicas, length)
+        num_ranks, length = run.topology.partition_size, config.batch.sequence_length
+        problems += check_expert_gathering(hf_config, run.engine.zero_stage, num_ranks, length)
     return problems
 
 

@@ -18,13 +18,13 @@ class Attempt:
 
     Inputs: fragment (None: only take the weights of others), last_step (of the run), is_last
     (whether this site exchanges nothing after it), number and tokens_seen (of the site's global
-    weights), tokens (trained on since the fragment's last exchange), local (masters by window, if
+    weights), tokens (trained on since the fragment's last exchange), local (masters by bucket, if
     they change meanwhile; else empty).
 
     Results: exactly one of record (of the outer step, which counts on all members), detached (why
-    this site trains alone instead) and failure (why it does not count). received: by window of the
-    model, the weights and momentum that this site takes from other sites, on a rank without windows
-    empty; None if it takes none; means, errors: by window of the fragment, the mean of this rank's
+    this site trains alone instead) and failure (why it does not count). received: by bucket of the
+    model, the weights and momentum that this site takes from other sites, on a rank without buckets
+    empty; None if it takes none; means, errors: by bucket of the fragment, the mean of this rank's
     share and the new rounding errors (None: unchanged). squares: sums for the metrics (change,
     distance, elements). waited: seconds of waiting for other sites.
     """

@@ -14,7 +14,7 @@ from bigtrain.sites.codecs import Codec, is_finite
 from bigtrain.sites.metrics import square
 
 if TYPE_CHECKING:  # which imports DeepSpeed; the outer server does without
-    from bigtrain.sites.outer_state import Window
+    from bigtrain.sites.outer_state import Bucket
     from bigtrain.sites.site_ranks import SiteRanks
 
 MOST_CHANGE = 10.0
@@ -65,14 +65,14 @@ def refuse_norm(change: float, weights: float, count: int, slack: float = 1.0) -
         )
 
 
-def refuse_own_change(windows: Iterable[Window], site: int, step: int, ranks: SiteRanks) -> None:
+def refuse_own_change(buckets: Iterable[Bucket], site: int, step: int, ranks: SiteRanks) -> None:
     """Raise TrainingError on every rank of this site if its change after `step` cannot be sent.
     Collective over the site."""
     change = weights = count = 0.0
-    for window in windows:
-        local = window.gathered()
-        change += square(local, window.weights)
-        weights += square(window.weights, torch.zeros(()))
+    for bucket in buckets:
+        local = bucket.gathered()
+        change += square(local, bucket.weights)
+        weights += square(bucket.weights, torch.zeros(()))
         count += len(local)
     change, weights, count = ranks.sums(change, weights, count)
     try:

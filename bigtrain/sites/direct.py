@@ -218,35 +218,35 @@ class DirectSteps:
             if received:
                 attempt.received = list(chain.from_iterable(received))
         if plan.fragment is not None:
-            windows = list(self.state.windows(plan.fragment))
-            local: Tensors = attempt.local or [None] * len(windows)
-            weights = [window.weights for window in windows]
-            errors = [None if w.error is None else w.error.clone() for w in windows]
+            buckets = list(self.state.buckets(plan.fragment))
+            local: Tensors = attempt.local or [None] * len(buckets)
+            weights = [bucket.weights for bucket in buckets]
+            errors = [None if bucket.error is None else bucket.error.clone() for bucket in buckets]
             if received:  # this site's own change does not count
                 local = weights = [
                     received_weights for received_weights, _ in received[plan.fragment]
                 ]
                 errors = [None if error is None else torch.zeros_like(error) for error in errors]
-            attempt.means = exchange.means(plan.fragment, windows, local, weights, errors)
+            attempt.means = exchange.means(plan.fragment, buckets, local, weights, errors)
             attempt.errors = errors
         attempt.num_bytes = exchange.num_bytes - before
 
     def _sent_states(
         self, plan: RoundPlan, exchange: WeightExchange
     ) -> list[list[tuple[torch.Tensor, torch.Tensor | None]]]:
-        """Send or receive global weights and momentum, by fragment and window; return copies on
+        """Send or receive global weights and momentum, by fragment and bucket; return copies on
         a site that receives, else nothing."""
         is_taker = self._sites.index in plan.takers
         donor = plan.members.index(plan.donor)
         takers = [plan.members.index(site) for site in plan.takers]
         received = []
         for fragment in range(self.state.num_fragments):
-            windows = list(self.state.windows(fragment))
-            weights = [w.weights.clone() if is_taker else w.weights for w in windows]
+            buckets = list(self.state.buckets(fragment))
+            weights = [bucket.weights.clone() if is_taker else bucket.weights for bucket in buckets]
             exchange.send(fragment, weights, donor, takers)
-            momentum: list[torch.Tensor | None] = [None] * len(windows)
+            momentum: list[torch.Tensor | None] = [None] * len(buckets)
             if self.state.momentum is not None:
-                sent = [w.momentum for w in windows if w.momentum is not None]
+                sent = [bucket.momentum for bucket in buckets if bucket.momentum is not None]
                 sent = [state.clone() for state in sent] if is_taker else sent
                 exchange.send(fragment, sent, donor, takers)
                 momentum = [*sent]

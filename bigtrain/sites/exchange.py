@@ -1,7 +1,7 @@
 """The mean of the weights over sites, whatever part of the model a rank holds.
 
 Ranks of different sites exchange the elements that they have in common in a `SiteGroup`. Sites with
-equal layouts exchange rank by rank and window by window (`by_shards`); other sites exchange the
+equal layouts exchange rank by rank and bucket by bucket (`by_shards`); other sites exchange the
 rectangles that their ranks have in common (`peers` finds them).
 """
 
@@ -24,12 +24,12 @@ from bigtrain.sites.contribution import (
     refuse_norm,
 )
 from bigtrain.sites.metrics import square
-from bigtrain.sites.outer_state import ELEMENTS_AT_ONCE, OuterState, Window, packed, unpacked
+from bigtrain.sites.outer_state import ELEMENTS_AT_ONCE, Bucket, OuterState, packed, unpacked
 from bigtrain.sites.peers import Patch, Ranks, overlapping_peers
 from bigtrain.sites.rectangles import ParameterBox
 
 Tensors = Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor]
-"""Tensors by the number of a window in its fragment."""
+"""Tensors by the number of a bucket in its fragment."""
 
 
 class SiteGroup:
@@ -140,12 +140,12 @@ def _checked(
 
 
 class _Owned(NamedTuple):
-    """A rectangle of this rank, of a parameter of `shape`: a `view` of the `flat` window."""
+    """A rectangle of this rank, of a parameter of `shape`: a `view` of the `flat` bucket."""
 
     box: ParameterBox
     shape: tuple[int, ...]
     fragment: int
-    window: int
+    bucket: int
     codec: Codec
     flat: torch.Tensor
     view: torch.Tensor
@@ -153,21 +153,21 @@ class _Owned(NamedTuple):
 
 @dataclass(frozen=True)
 class _Region:
-    """A part of a window, as `torch.as_strided` takes it from any tensor with its layout."""
+    """A part of a bucket, as `torch.as_strided` takes it from any tensor with its layout."""
 
-    window: int
+    bucket: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
 
     @classmethod
-    def of(cls, window: int, flat: torch.Tensor, view: torch.Tensor) -> _Region:
-        """Return the region of a `view` of the `flat` tensor of a window."""
+    def of(cls, bucket: int, flat: torch.Tensor, view: torch.Tensor) -> _Region:
+        """Return the region of a `view` of the `flat` tensor of a bucket."""
         offset = int(view.storage_offset() - flat.storage_offset())
-        return cls(window, tuple(view.shape), view.stride(), offset)
+        return cls(bucket, tuple(view.shape), view.stride(), offset)
 
     def view(self, tensors: Tensors) -> torch.Tensor:
-        flat = tensors[self.window]
+        flat = tensors[self.bucket]
         assert flat is not None
         return flat.as_strided(self.size, self.stride, flat.storage_offset() + self.offset)
 
@@ -192,9 +192,9 @@ class _Transfer:
 
 @dataclass(frozen=True)
 class _Batch:
-    """Transfers of `windows`, by number, whose temporary memory is needed at once."""
+    """Transfers of `buckets`, by number, whose temporary memory is needed at once."""
 
-    windows: Sequence[int]
+    buckets: Sequence[int]
     transfers: Sequence[_Transfer]
 
 
@@ -216,16 +216,18 @@ class WeightExchange:
 
     @classmethod
     def by_shards(cls, state: OuterState, ranks: Ranks) -> WeightExchange:
-        """Return the exchange of sites with equal layouts: window by window between `ranks`, which
+        """Return the exchange of sites with equal layouts: bucket by bucket between `ranks`, which
         hold the same elements."""
 
-        def batch(number: int, window: Window) -> _Batch:
-            flat = window.weights
+        def batch(number: int, bucket: Bucket) -> _Batch:
+            flat = bucket.weights
             region = _Region.of(number, flat, flat[state.own(len(flat))])
-            return _Batch([number], [_Transfer(ranks, window.codec, [region])])
+            return _Batch([number], [_Transfer(ranks, bucket.codec, [region])])
 
-        fragments = map(state.windows, range(state.num_fragments))
-        return cls(state, [[batch(n, w) for n, w in enumerate(windows)] for windows in fragments])
+        fragments = map(state.buckets, range(state.num_fragments))
+        return cls(
+            state, [[batch(n, bucket) for n, bucket in enumerate(buckets)] for buckets in fragments]
+        )
 
     @classmethod
     def by_rectangles(
@@ -256,11 +258,11 @@ class WeightExchange:
 
         batches = []
         for fragment in range(state.num_fragments):
-            windows = range(sum(1 for _ in state.windows(fragment)))
+            buckets = range(sum(1 for _ in state.buckets(fragment)))
             transfers: list[_Transfer] = []
             for ranks, patches in groups.items():
                 transfers += _packed(ranks, patches, owned, fragment)
-            batches.append([_Batch(windows, transfers)])
+            batches.append([_Batch(buckets, transfers)])
         return cls(state, batches)
 
     @property
@@ -276,14 +278,14 @@ class WeightExchange:
     def means(
         self,
         fragment: int,
-        windows: Sequence[Window],
+        buckets: Sequence[Bucket],
         local: Tensors,
         weights: Sequence[torch.Tensor],
         errors: Tensors,
     ) -> list[torch.Tensor]:
-        """Return the means over the sites of this rank's share of each window of a fragment.
+        """Return the means over the sites of this rank's share of each bucket of a fragment.
 
-        local, weights, errors: float32 [N] by window. local: the weights of this site; None stands
+        local, weights, errors: float32 [N] by bucket. local: the weights of this site; None stands
         for the current masters. weights: the global weights. errors: the rounding errors so far,
         which are overwritten with the new errors. Collective over all groups of this rank, not over
         the site. Raises RuntimeError if a site is lost or too slow.
@@ -291,11 +293,11 @@ class WeightExchange:
         means: dict[int, torch.Tensor] = {}
         for batch in self._batches[fragment]:
             local_weights = {}
-            for n in batch.windows:
+            for n in batch.buckets:
                 sent_weights = local[n]
-                local_weights[n] = windows[n].gathered() if sent_weights is None else sent_weights
-            # No transfer covers the padding of a window, so it keeps the local values.
-            merged = {n: window_weights.clone() for n, window_weights in local_weights.items()}
+                local_weights[n] = buckets[n].gathered() if sent_weights is None else sent_weights
+            # No transfer covers the padding of a bucket, so it keeps the local values.
+            merged = {n: bucket_weights.clone() for n, bucket_weights in local_weights.items()}
             for transfer in batch.transfers:
                 codec, group = transfer.codec, self.groups[transfer.ranks]
                 error = transfer.pack(errors) if codec.keeps_error else None
@@ -306,14 +308,14 @@ class WeightExchange:
                 if error is not None:
                     transfer.unpack(error, errors)
             # Ranks with equal masters (ZeRO 0) each return a share.
-            for n, window_mean in merged.items():
-                means[n] = window_mean[self._state.own(len(window_mean))]
-        return [means[n] for n in range(len(windows))]
+            for n, bucket_mean in merged.items():
+                means[n] = bucket_mean[self._state.own(len(bucket_mean))]
+        return [means[n] for n in range(len(buckets))]
 
     def send(
         self, fragment: int, tensors: Sequence[torch.Tensor], donor: int, takers: Sequence[int]
     ) -> None:
-        """Send `takers` what this rank exchanges of `tensors`, float32 [N] by window; collective
+        """Send `takers` what this rank exchanges of `tensors`, float32 [N] by bucket; collective
         and raising as `means`."""
         for batch in self._batches[fragment]:
             for transfer in batch.transfers:
@@ -329,10 +331,10 @@ def rectangles_of(state: OuterState) -> list[Any]:
 
 def _owned(state: OuterState) -> Iterator[_Owned]:
     for fragment in range(state.num_fragments):
-        for number, window in enumerate(state.windows(fragment)):
-            flat = window.weights
-            for box, shape, view in window.boxes(flat, state.own(len(flat)), primary=False):
-                yield _Owned(box, shape, fragment, number, window.codec, flat, view)
+        for number, bucket in enumerate(state.buckets(fragment)):
+            flat = bucket.weights
+            for box, shape, view in bucket.boxes(flat, state.own(len(flat)), primary=False):
+                yield _Owned(box, shape, fragment, number, bucket.codec, flat, view)
 
 
 def _packed(
@@ -353,7 +355,7 @@ def _packed(
                     yield _Transfer(ranks, codec, regions)
                     regions, count = [], 0
                 view = rectangle.view[box.relative_to(rectangle.box).slices]
-                regions.append(_Region.of(rectangle.window, rectangle.flat, view))
+                regions.append(_Region.of(rectangle.bucket, rectangle.flat, view))
                 count += box.num_elements
         if regions:
             yield _Transfer(ranks, codec, regions)

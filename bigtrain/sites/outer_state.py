@@ -36,7 +36,7 @@ def fragment_of(name: str, num_fragments: int) -> int:
 
 
 @dataclass(frozen=True)
-class Window:
+class Bucket:
     """Pieces of masters that are exchanged together, and their outer states: float32 [N] views in
     host memory; None for a state that the run does not have."""
 
@@ -64,7 +64,7 @@ class Window:
     def boxes(
         self, flat: torch.Tensor, share: slice, *, primary: bool
     ) -> Iterator[tuple[ParameterBox, tuple[int, ...], torch.Tensor]]:
-        """Yield the range `share` of a tensor [N] in the order of this window: rectangles of
+        """Yield the range `share` of a tensor [N] in the order of this bucket: rectangles of
         parameters, the parameters' shapes, and views of `flat`. primary: only what no other rank
         counts."""
         begin = 0
@@ -98,7 +98,7 @@ class OuterState:
 
     Each is float32 in host memory, 4 bytes for each element of this rank's masters, fragment after
     fragment, and part of the engine's checkpoints. plain: parameters that are sent in float32,
-    whatever the codec. Of ranks with equal masters (ZeRO 0) each exchanges a share of every window.
+    whatever the codec. Of ranks with equal masters (ZeRO 0) each exchanges a share of every bucket.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class OuterState:
             self._begins.append(max(end, self._begins[-1]))
 
     def set_plain(self, plain: Collection[str]) -> None:
-        """Change `plain`; states keep their values, windows and rectangles change."""
+        """Change `plain`; states keep their values, buckets and rectangles change."""
         before = {part.name: self._engine.added_states[part.name] for part in self._parts()}
         self.plain = frozenset(plain)
         self._allocate(self._parts())
@@ -151,7 +151,7 @@ class OuterState:
         return self._sites.fragments
 
     def own(self, length: int) -> slice:
-        """Return this rank's share of a window of so many elements; of ranks with equal masters the
+        """Return this rank's share of a bucket of so many elements; of ranks with equal masters the
         last ones may have less, or none."""
         if self._replicas is None:
             return slice(0, length)
@@ -160,7 +160,7 @@ class OuterState:
         return slice(begin, min(length, begin + share))
 
     def joined(self, local_share: torch.Tensor, length: int) -> torch.Tensor:
-        """Return all of a window, float32 [length] on the CPU, of which this rank has its
+        """Return all of a bucket, float32 [length] on the CPU, of which this rank has its
         `local_share`. Collective."""
         if self._replicas is None:
             return local_share
@@ -181,22 +181,22 @@ class OuterState:
         times a hash of the parameter's name. The sum over the ranks of a site, modulo 2^64, does
         not depend on the layout."""
         total = 0
-        for window in self.all_windows():
-            share = self.own(len(window.weights))
-            for state_name, state in ((GLOBAL, window.weights), (MOMENTUM, window.momentum)):
+        for bucket in self.all_buckets():
+            share = self.own(len(bucket.weights))
+            for state_name, state in ((GLOBAL, bucket.weights), (MOMENTUM, bucket.momentum)):
                 if state is None:
                     continue
-                for box, _, view in window.boxes(state, share, primary=True):
+                for box, _, view in bucket.boxes(state, share, primary=True):
                     factor = xxhash.xxh3_64_intdigest(f"{state_name}/{box.name}".encode()) | 1
                     total += int(view.view(torch.int32).sum(dtype=torch.int64)) * factor
         return total % (1 << 64)
 
-    def all_windows(self) -> Iterator[Window]:
-        """Yield the windows of the model, fragment after fragment."""
-        return itertools.chain.from_iterable(map(self.windows, range(self.num_fragments)))
+    def all_buckets(self) -> Iterator[Bucket]:
+        """Yield the buckets of the model, fragment after fragment."""
+        return itertools.chain.from_iterable(map(self.buckets, range(self.num_fragments)))
 
-    def windows(self, fragment: int) -> Iterator[Window]:
-        """Yield the windows of a fragment, of at most `ELEMENTS_AT_ONCE` elements each."""
+    def buckets(self, fragment: int) -> Iterator[Bucket]:
+        """Yield the buckets of a fragment, of at most `ELEMENTS_AT_ONCE` elements each."""
         # A multiple of the sites, so that only the last part is filled up.
         max_elements = max(1, ELEMENTS_AT_ONCE // self._sites.count) * self._sites.count
         begin = self._begins[fragment]
@@ -216,7 +216,7 @@ class OuterState:
                         pieces.append(part.narrow(skipped, stop))
                 elements = slice(begin + first, begin + last)
                 keeps_error = self.error is not None and codec.keeps_error
-                yield Window(
+                yield Bucket(
                     pieces,
                     codec,
                     self.weights[elements],

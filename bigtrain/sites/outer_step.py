@@ -121,8 +121,8 @@ class OuterStep:
         """
         self.record = StepRecord(number=number, tokens_seen=tokens_seen)
         if is_new:
-            for window in self.state.all_windows():
-                window.weights.copy_(window.gathered())
+            for bucket in self.state.all_buckets():
+                bucket.weights.copy_(bucket.gathered())
         between = self.sites.steps_between
         for sent_step in range(between, step + 1, between)[-self.sites.fragments :]:
             for fragment in self.sites.sent_after(sent_step, step + 1):
@@ -210,9 +210,9 @@ class OuterStep:
         """Leave, and raise TrainingError on every rank, if no outer step may use the change."""
         if self._membership is None:
             return
-        windows = self.state.windows(fragment)
+        buckets = self.state.buckets(fragment)
         try:
-            refuse_own_change(windows, self.sites.index, step, self._ranks)
+            refuse_own_change(buckets, self.sites.index, step, self._ranks)
         except TrainingError as error:
             self.close(str(error.__cause__))
             raise
@@ -244,7 +244,7 @@ class OuterStep:
     def _begin_thread(self, fragment: int, step: int) -> None:
         """Make an attempt next to the following steps, with the masters as they are now."""
         attempt = self._entered(fragment, step)
-        attempt.local = [w.gathered() for w in self.state.windows(fragment)]
+        attempt.local = [bucket.gathered() for bucket in self.state.buckets(fragment)]
 
         future = attempt.future = Future()
 
@@ -271,14 +271,14 @@ class OuterStep:
             return
         self.record = record.model_copy(update={"sites": record.sites or self.record.sites})
         if attempt.received is not None:
-            for window, (weights, momentum) in zip(
-                self.state.all_windows(), attempt.received, strict=True
+            for bucket, (weights, momentum) in zip(
+                self.state.all_buckets(), attempt.received, strict=True
             ):
-                window.weights.copy_(self._joined(weights))
-                if window.momentum is not None and momentum is not None:
-                    window.momentum.copy_(self._joined(momentum))
-                if window.error is not None:
-                    window.error.zero_()
+                bucket.weights.copy_(self._joined(weights))
+                if bucket.momentum is not None and momentum is not None:
+                    bucket.momentum.copy_(self._joined(momentum))
+                if bucket.error is not None:
+                    bucket.error.zero_()
             self.step = record.step if record.step > attempt.step else None
             self._received_step = max(attempt.step, record.step)
             self._sent_steps = [self._received_step] * self.sites.fragments
@@ -292,35 +292,35 @@ class OuterStep:
     def _update_fragment(self, attempt: Attempt, fragment: int) -> None:
         """Make the outer optimizer's step with the means, if there are any, and keep the new
         rounding errors."""
-        for index, window in enumerate(self.state.windows(fragment)):
+        for index, bucket in enumerate(self.state.buckets(fragment)):
             if attempt.means:
                 if attempt.received is not None:
-                    local = window.weights.clone()
+                    local = bucket.weights.clone()
                 else:
-                    local = attempt.local[index] if attempt.local else window.gathered()
+                    local = attempt.local[index] if attempt.local else bucket.gathered()
                 mean = self.state.joined(attempt.means[index], len(local))
-                attempt.squares[0] += square(local, window.weights)
+                attempt.squares[0] += square(local, bucket.weights)
                 attempt.squares[1] += square(local, mean)
                 attempt.squares[2] += len(local)
-                outer_update(window.weights, window.momentum, mean, self.sites)
+                outer_update(bucket.weights, bucket.momentum, mean, self.sites)
             error = attempt.errors[index] if attempt.errors else None
-            if window.error is not None and error is not None:
-                window.error.copy_(self._joined(error))
+            if bucket.error is not None and error is not None:
+                bucket.error.copy_(self._joined(error))
 
     def _joined(self, full: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of a window, of which every rank has a share."""
+        """Return a tensor of a bucket, of which every rank has a share."""
         return self.state.joined(full[self.state.own(len(full))], len(full))
 
     def _merge(self, attempt: Attempt, mixing: float) -> bool:
         """Move the masters to the global weights after an attempt; return whether they moved."""
         if attempt.has_received:  # the own change since the last outer step is discarded
-            windows, mixing = self.state.all_windows(), 0.0
+            buckets, mixing = self.state.all_buckets(), 0.0
         elif attempt.record is not None and attempt.fragment is not None:
-            windows = self.state.windows(attempt.fragment)
+            buckets = self.state.buckets(attempt.fragment)
         else:
             return False
-        for window in windows:
-            window.merge(mixing)
+        for bucket in buckets:
+            bucket.merge(mixing)
         return True
 
     # Reports

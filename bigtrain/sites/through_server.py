@@ -18,7 +18,7 @@ from bigtrain.sites.codecs import CODECS, FloatCodec, is_finite
 from bigtrain.sites.contribution import decoded
 from bigtrain.sites.membership import Membership, poll_seconds
 from bigtrain.sites.metrics import LEFT_OUT, RETURNED, OuterEvent, square
-from bigtrain.sites.outer_state import OuterState, Window, packed, unpacked
+from bigtrain.sites.outer_state import Bucket, OuterState, packed, unpacked
 from bigtrain.sites.protocol import Header, StepRecord
 from bigtrain.sites.rectangles import ParameterBox, split_cuts
 from bigtrain.sites.site_ranks import SiteRanks
@@ -119,17 +119,17 @@ class ServerSteps:
     # Requests
 
     def _own_boxes(
-        self, window: Window, flat: torch.Tensor, *, primary: bool
+        self, bucket: Bucket, flat: torch.Tensor, *, primary: bool
     ) -> tuple[list[tuple[ParameterBox, tuple[int, ...]]], list[torch.Tensor]]:
-        """Return the rectangles of this rank's own share of a tensor in the order of a window, with
+        """Return the rectangles of this rank's own share of a tensor in the order of a bucket, with
         the shapes of their parameters; and their views."""
-        cuts = list(window.boxes(flat, self.state.own(len(flat)), primary=primary))
+        cuts = list(bucket.boxes(flat, self.state.own(len(flat)), primary=primary))
         return [(box, shape) for box, shape, _ in cuts], [view for _, _, view in cuts]
 
     def _upload(self) -> None:
         """Send this rank's part of the initial weights."""
-        for window in self.state.windows(0):
-            boxes, views = self._own_boxes(window, window.weights, primary=True)
+        for bucket in self.state.buckets(0):
+            boxes, views = self._own_boxes(bucket, bucket.weights, primary=True)
             if boxes:
                 header = {"boxes": [box.to_json() for box, _ in boxes]}
                 payload = packed(views).numpy().tobytes()
@@ -140,18 +140,18 @@ class ServerSteps:
         of messages."""
         codec, errors, num_messages = CODECS[self._sites.codec], [], 0
         relative = codec.is_relative or not self._is_absolute
-        for part, window in enumerate(self.state.windows(0)):
+        for part, bucket in enumerate(self.state.buckets(0)):
             # What has changed, with what earlier messages have rounded off.
-            local = window.gathered()
-            attempt.squares[0] += square(local, window.weights)
+            local = bucket.gathered()
+            attempt.squares[0] += square(local, bucket.weights)
             attempt.squares[2] += len(local)
-            change = local - window.weights if relative else local
+            change = local - bucket.weights if relative else local
             error = None
-            if window.error is not None:
-                change += window.error
-                error = window.error.clone()
+            if bucket.error is not None:
+                change += bucket.error
+                error = bucket.error.clone()
             errors.append(error)
-            boxes, views = self._own_boxes(window, change, primary=True)
+            boxes, views = self._own_boxes(bucket, change, primary=True)
             if not boxes:
                 continue
             values = packed(views).unsqueeze(0)
@@ -162,7 +162,7 @@ class ServerSteps:
             num_messages += 1
             if error is not None:  # error feedback: what the server does not get
                 rounding = (values - decoded(codec, codes, values.shape[1]))[0]
-                _, views = self._own_boxes(window, error, primary=True)
+                _, views = self._own_boxes(bucket, error, primary=True)
                 for view, value in unpacked(rounding, views):
                     view.copy_(value)
         attempt.errors = errors
@@ -199,13 +199,13 @@ class ServerSteps:
     ) -> Header:
         """Receive the global weights of the outer step in `current`, as an update if this rank has
         the weights before it; return the state that they are of, which may be a newer one."""
-        windows = list(self.state.windows(0))
+        buckets = list(self.state.buckets(0))
         for tries_left in reversed(range(_TRIES)):
             number = int(current["number"])
             form = "update" if is_update and number == attempt.number + 1 else "full"
 
             def fetch(number: int = number, form: str = form) -> list[torch.Tensor]:
-                return [self._fetched(window, number, form, deadline) for window in windows]
+                return [self._fetched(bucket, number, form, deadline) for bucket in buckets]
 
             try:
                 weights = self._ranks.agreed(fetch)
@@ -216,13 +216,13 @@ class ServerSteps:
                     raise
                 last = number - 1
                 current = self._ranks.on_main(functools.partial(self._wait, last, deadline))
-        attempt.received = [(window_weights, None) for window_weights in weights]
+        attempt.received = [(bucket_weights, None) for bucket_weights in weights]
         return current
 
-    def _fetched(self, window: Window, number: int, form: str, deadline: float) -> torch.Tensor:
-        """Return the new global weights of a window, of which this rank's own share is filled."""
-        new = window.weights.clone()
-        boxes, views = self._own_boxes(window, new, primary=False)
+    def _fetched(self, bucket: Bucket, number: int, form: str, deadline: float) -> torch.Tensor:
+        """Return the new global weights of a bucket, of which this rank's own share is filled."""
+        new = bucket.weights.clone()
+        boxes, views = self._own_boxes(bucket, new, primary=False)
         if not boxes:
             return new
         header = {"number": number, "form": form, "boxes": [box.to_json() for box, _ in boxes]}

@@ -360,7 +360,9 @@ class StreamSamples(ABC):
 
     def _read(self, pieces: Ranges, rows: Indices, out: TokenRows) -> tuple[Indices, Mask]:
         """Read tokens and mask of `pieces`; return their positions in `out`, and its flat mask."""
-        positions = rows[pieces.numbers] * (self.sequence_length + 1) + pieces.positions
+        # The row in `out` of each piece's sample, and where in the row the piece begins.
+        row_of_piece = rows[pieces.numbers]
+        positions = row_of_piece * (self.sequence_length + 1) + pieces.positions
         self.stream.read(pieces.starts, pieces.lengths, out.tokens.reshape(-1), positions)
         assert out.loss_mask is not None
         loss_mask = out.loss_mask.reshape(-1)

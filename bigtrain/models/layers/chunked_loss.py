@@ -288,8 +288,9 @@ class ChunkedLoss:
 
     @torch.no_grad()
     def _top_scores(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return scores float32 [B, T, 1 + 2 k] of the targets of `hidden` [B, T, H]; 0 without
-        a target."""
+        """Return scores float32 [B, T, 1 + 2 k] of the targets of `hidden` [B, T, H], as
+        `token_scores`: the log-probability of the target, the k greatest, and the ids of these; 0
+        without a target."""
         assert self._labels is not None
         labels, index = _targets(self._labels, hidden.device)
         rows = hidden.flatten(0, -2)

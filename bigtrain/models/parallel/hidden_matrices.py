@@ -61,9 +61,9 @@ def _weights(module: Any, is_stack: bool) -> Iterator[tuple[str, nn.Parameter, i
     if is_stack:
         parameters = module.named_parameters(recurse=False)
         stacks = [(name, p) for name, p in parameters if len(full_shape(p)) == 3]
-        # Stacks may be transposed, [experts, in, out]. Where transformers has not marked them, the
-        # widths of two stacks that follow each other with a gate show it: the second takes half of
-        # the first's outputs.
+        # Stacks are [experts, out, in], or transposed: [experts, in, out]. Where transformers has
+        # not marked them, the widths are named as if they were transposed, and are if the second
+        # stack fits the first: it takes half of the first's outputs, whose other half is the gate.
         is_transposed = bool(getattr(module, "is_transposed", None))
         if getattr(module, "is_transposed", None) is None and len(stacks) == 2:
             (_, first_in, first_out), (_, second_in, second_out) = (

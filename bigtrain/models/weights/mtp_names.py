@@ -120,17 +120,18 @@ def load_mtp_layers(
 ) -> list[str]:
     """Let transformers load `tensors` of files into the `layers` of `model`; return the
     problems."""
-    built = layers.built
+    mtp_model = layers.built
     settings = LoadStateDictConfig(
         dtype=torch.float32,
         device_map={"": "cpu"},
-        weight_mapping=built.get_weight_conversions(model),
+        weight_mapping=mtp_model.get_weight_conversions(model),
     )
     with only_errors("transformers"), without_progress():
-        info, _ = convert_and_load_state_dict_in_model(built, dict(tensors), settings, None)
-    # Missing parameters, also those that the class expects to be missing, are problems.
+        info, _ = convert_and_load_state_dict_in_model(mtp_model, dict(tensors), settings, None)
+    # Parameters of these layers only: `mtp_model` has the model's embedding and head, too. Before
+    # `drop_expected_keys`, since parameters that the class expects to be missing are problems.
     missing = info.missing_keys & layers.state_dict().keys()
-    drop_expected_keys(built, info)
+    drop_expected_keys(mtp_model, info)
     problems = [
         f"the tensors there of {NAME}.{name} have shape {list(stored_shape)}, the model's "
         f"{list(model_shape)}"

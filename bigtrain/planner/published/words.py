@@ -216,7 +216,7 @@ def billions(row: Row) -> float:
         value = float(text)
     except ValueError:
         match = re.search(
-            r"(?<![\w.])(\d+(?:\.\d+)?)\s*([bmt])\b(?!it)",
+            r"(?<![\w.])(\d+(?:\.\d+)?)\s*([bmt])\b",  # not "4bit"
             words(row, "model").replace("_", " ").replace("-", " "),
         )
         value = float(match[1]) * {"b": 1.0, "m": 1e-3, "t": 1e3}[match[2]] if match else 0.0

@@ -258,14 +258,14 @@ class Members:
 
     def pending(self) -> Counter[EventKey]:
         """Return how often each event has happened since the last outer step. What `note` was given
-        is stored first; of repeated events at each doubling, so that nobody keeps the disk busy."""
+        is added first, and a count is written to the store when it passes a power of two, so that
+        an event that repeats does not keep the disk busy."""
         with self._noted_lock:
             noted, self._noted = self._noted, Counter()
         for key, count in noted.items():
             before = self._events[key]
             if not before and len(self._events) > _MOST_EVENTS:
-                del self._events[key]
-                continue
+                continue  # a new event, and there are enough
             self._events[key] += count
             if self._events[key].bit_length() > before.bit_length():
                 try:
