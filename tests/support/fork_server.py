@@ -443,9 +443,7 @@ def main() -> None:
     # Seconds more, which DeepSpeed takes when it makes its first optimizer: torch.compile's.
     import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
 
-    # What nearly every world needs (a Llama, and names of weights as files have them), and what
-    # those with adapters take half a second to import on every rank.
-    import peft
+    # And what nearly every world needs: a Llama, and names of weights as files have them.
     import transformers.models.llama.modeling_llama  # noqa: F401
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
