@@ -258,7 +258,7 @@ def test_figures_of_tasks_are_those_of_lm_eval(inputs: Inputs, tmp_path: Path) -
         tmp_path / "run",
         f"evaluation.tasks=[{','.join(TASKS)}]",
         f"evaluation.tasks_directory={directory}",
-        "evaluation.tasks_every_steps=8",
+        "evaluation.tasks_every_steps=4",
         "evaluation.best={metric: tasks/tiny_text/bits_per_byte}",
         "checkpoint.keep_best=1",
         "logging.trackers=[tensorboard]",
@@ -267,7 +267,7 @@ def test_figures_of_tasks_are_those_of_lm_eval(inputs: Inputs, tmp_path: Path) -
     trained(*arguments, *settings, num_processes=2)
     run = tmp_path / "run"
     lines = [line for line in lines_of(run / "metrics.jsonl") if "tasks" in line]
-    assert [line["step"] for line in lines] == [8, 12]
+    assert [line["step"] for line in lines] == [4, 8, 12]
     expected = lm_eval_figures(run / "hf", directory)
     assert len(expected) == 6
     assert lines[-1]["tasks"] == pytest.approx(expected, rel=1e-5)
