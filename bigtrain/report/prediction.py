@@ -28,7 +28,7 @@ def predictions(runs: Sequence[Run]) -> dict[str, Any]:
         measured = {
             name.removesuffix("_seconds"): seconds
             for name, seconds in step_seconds.items()
-            if name != _WAITING  # a part of other parts, shown beside the stack
+            if name != _WAITING  # a part of other parts, shown next to the stack
         }
         terms = {} if prediction is None else prediction.terms
         memory_terms = {} if prediction is None else prediction.memory_terms

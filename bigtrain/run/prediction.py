@@ -147,7 +147,7 @@ def _shape_of(model: Any) -> ModelShape | None:
     )
     if shape is None or further is None:
         return shape
-    mtp_shape = model_shape(further.built.config, [], "", tied=False)
+    mtp_shape = model_shape(further.mtp_model.config, [], "", tied=False)
     return mtp_shape and replace(
         shape, attention_width=shape.attention_width + mtp_shape.attention_width
     )

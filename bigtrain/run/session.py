@@ -1,7 +1,9 @@
-"""Open resources of a launch on a rank, closed on exit, and its first writes."""
+"""Open resources of a launch on a rank, closed on exit, its check of the data, and its first
+writes."""
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -10,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from bigtrain.engine.startup.process_group import process_group
 from bigtrain.engine.startup.runtime import runtime_settings
+from bigtrain.errors import DataError
 from bigtrain.models.export.base_record import BASE, record_base
 from bigtrain.planner.run_prediction import RunPrediction
 from bigtrain.run.context import RunContext
@@ -70,6 +73,36 @@ def open_session(
                 yield context
             finally:
                 log.close()
+
+
+_NUM_SHOWN_FILES = 10
+
+
+def verify_data(context: RunContext) -> None:
+    """Compare the run's dataset files with their checksums; each rank reads a part. Collective.
+    Raises DataError on every rank, listing all corrupt files."""
+    from bigtrain.data.shards.verification import ListedShards, rank_slice
+
+    start = time.perf_counter()
+    shards = ListedShards(context.config.data)
+    share = rank_slice(shards.num_bytes.tolist(), context.world.rank, context.world.size)
+    texts_by_rank = context.long_work.on_every_rank(
+        lambda: [text for number in share for text in shards.problems(number)]
+    )
+    corrupt = sorted(text for texts in texts_by_rank for text in texts)
+    if corrupt:
+        lines = corrupt[:_NUM_SHOWN_FILES]
+        if len(corrupt) > _NUM_SHOWN_FILES:
+            lines.append(f"and {len(corrupt) - _NUM_SHOWN_FILES} more")
+        raise DataError(
+            f"{len(corrupt)} of {shards.num_files} files of the data are corrupt -> restore them, "
+            "or remove the dataset and tokenize again:\n" + "\n".join(f"  {text}" for text in lines)
+        )
+    gigabytes = shards.num_bytes.sum() / 1e9
+    context.log.info(
+        f"data verified: {shards.num_files} files, {gigabytes:.3g} GB of tokens in "
+        f"{time.perf_counter() - start:.1f} s"
+    )
 
 
 def begin_writing(

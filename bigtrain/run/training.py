@@ -7,7 +7,6 @@ closed at the end of the block in reverse order. The loop (`bigtrain.run.loop`) 
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -17,14 +16,12 @@ from signal import Signals
 import torch
 
 from bigtrain.engine.startup.mesh import open_mesh, warm_up
-from bigtrain.errors import DataError
 from bigtrain.run.callbacks import Callbacks
 from bigtrain.run.checkpointing import checkpoints
 from bigtrain.run.checkpointing.initialize import weights_source
 from bigtrain.run.checkpointing.memory_directory import remove_left_over
 from bigtrain.run.checkpointing.resume import Recovery
 from bigtrain.run.checkpointing.saver import Saver
-from bigtrain.run.context import RunContext
 from bigtrain.run.diagnostics.start_times import GROUPS, IMPORTS, WEIGHTS, StartTimes
 from bigtrain.run.diagnostics.step_clock import PartMemory
 from bigtrain.run.finish import closing_result, finish, stop_early
@@ -43,7 +40,7 @@ from bigtrain.run.segment_start import (
     with_position,
 )
 from bigtrain.run.segments import ContinueAt, Finished, Interrupted, Outcome, Segment, segment_at
-from bigtrain.run.session import begin_writing, open_session
+from bigtrain.run.session import begin_writing, open_session, verify_data
 from bigtrain.run.state import TrainState, is_over
 from bigtrain.system.stop_signals import StopSignals
 from bigtrain.system.world import World
@@ -211,33 +208,3 @@ def _end_segment(
         return ContinueAt(state.step)
     launch.callbacks.end(state, received)
     return outcome
-
-
-_NUM_SHOWN_FILES = 10
-
-
-def verify_data(context: RunContext) -> None:
-    """Compare the run's dataset files with their checksums; each rank reads a part. Collective.
-    Raises DataError on every rank, listing all corrupt files."""
-    from bigtrain.data.shards.verification import ListedShards, rank_slice
-
-    start = time.perf_counter()
-    shards = ListedShards(context.config.data)
-    share = rank_slice(shards.num_bytes.tolist(), context.world.rank, context.world.size)
-    texts_by_rank = context.long_work.on_every_rank(
-        lambda: [text for number in share for text in shards.problems(number)]
-    )
-    corrupt = sorted(text for texts in texts_by_rank for text in texts)
-    if corrupt:
-        lines = corrupt[:_NUM_SHOWN_FILES]
-        if len(corrupt) > _NUM_SHOWN_FILES:
-            lines.append(f"and {len(corrupt) - _NUM_SHOWN_FILES} more")
-        raise DataError(
-            f"{len(corrupt)} of {shards.num_files} files of the data are corrupt -> restore them, "
-            "or remove the dataset and tokenize again:\n" + "\n".join(f"  {text}" for text in lines)
-        )
-    gigabytes = shards.num_bytes.sum() / 1e9
-    context.log.info(
-        f"data verified: {shards.num_files} files, {gigabytes:.3g} GB of tokens in "
-        f"{time.perf_counter() - start:.1f} s"
-    )

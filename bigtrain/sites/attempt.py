@@ -22,11 +22,11 @@ class Attempt:
     they change meanwhile; else empty).
 
     Results: exactly one of record (of the outer step, which counts on all members), detached (why
-    this site trains alone instead) and failure (why it does not count). received: by bucket of the
-    model, the weights and momentum that this site takes from other sites, on a rank without buckets
-    empty; None if it takes none; means, errors: by bucket of the fragment, the mean of this rank's
-    share and the new rounding errors (None: unchanged). squares: sums for the metrics (change,
-    distance, elements). waited: seconds of waiting for other sites.
+    this site trains without outer steps) and failure (why it does not count). received: by
+    bucket of the model, the weights and momentum that this site takes from other sites, on a rank
+    without buckets empty; None if it takes none; means, errors: by bucket of the fragment,
+    the mean of this rank's share and the new rounding errors (None: unchanged). squares: sums for
+    the metrics (change, distance, elements). waited: seconds of waiting for other sites.
     """
 
     fragment: int | None

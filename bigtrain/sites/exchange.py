@@ -285,10 +285,10 @@ class WeightExchange:
     ) -> list[torch.Tensor]:
         """Return the means over the sites of this rank's share of each bucket of a fragment.
 
-        local, weights, errors: float32 [N] by bucket. local: the weights of this site; None stands
-        for the current masters. weights: the global weights. errors: the rounding errors so far,
-        which are overwritten with the new errors. Collective over all groups of this rank, not over
-        the site. Raises RuntimeError if a site is lost or too slow.
+        local, weights, errors: float32 [N] by bucket. local: the weights of this site, or
+        None if they are the current masters. weights: the global weights. errors: the rounding
+        errors so far, which are overwritten with the new errors. Collective over all groups of
+        this rank, not over the site. Raises RuntimeError if a site is lost or too slow.
         """
         means: dict[int, torch.Tensor] = {}
         for batch in self._batches[fragment]:

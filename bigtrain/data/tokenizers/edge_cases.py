@@ -63,7 +63,7 @@ def tokenizer_edge_cases(tokenizer_json: str) -> list[str]:
         for block in (range(0x0, 0xD800), range(0xE000, 0x20000), range(0xE0000, 0xE0200))
         for point in block[::CODE_POINT_STEP]
     ]
-    # 60 of them in a text; then every third beside a letter, a blank and a digit.
+    # 60 of them in a text; then every third next to a letter, a blank and a digit.
     for low in range(0, len(points), 60):
         row = points[low : low + 60]
         texts.append("".join(row))

@@ -38,24 +38,24 @@ class MultiTokenLayers(nn.Module):
             default_dtype = torch.get_default_dtype()
             torch.set_default_dtype(model.dtype)
             try:
-                built: Any = MtpModel(model, num_layers)
+                mtp_model: Any = MtpModel(model, num_layers)
             finally:
                 torch.set_default_dtype(default_dtype)
         except (ValueError, AttributeError, TypeError) as error:
             raise ModelError(f"transformers does not build them: {one_line(error)}") from error
-        if built.embed_tokens is not model.get_input_embeddings():
+        if mtp_model.embed_tokens is not model.get_input_embeddings():
             raise ModelError("transformers gives them an embedding of their own")
-        self.layers: nn.ModuleList = built.layers
-        if built.use_shared_post_norm:
-            self.shared_post_norm: nn.Module = built.shared_post_norm
-        # In a tuple, since `built` also has the model's embedding and head, which must keep one
+        self.layers: nn.ModuleList = mtp_model.layers
+        if mtp_model.use_shared_post_norm:
+            self.shared_post_norm: nn.Module = mtp_model.shared_post_norm
+        # In a tuple, since `mtp_model` also has the model's embedding and head, which must keep one
         # name.
-        self._built = (built,)
+        self._mtp_model = (mtp_model,)
 
     @property
-    def built(self) -> Any:
+    def mtp_model(self) -> Any:
         """transformers' model of the layers, with the embedding and head of the main model."""
-        return self._built[0]
+        return self._mtp_model[0]
 
     def hidden_states(
         self,
@@ -69,13 +69,13 @@ class MultiTokenLayers(nn.Module):
         `model`, for `input_ids` [B, T]. The last k positions of layer k have no token to embed:
         they get tokens from the beginning of the sample, and must have no label. `position_ids`
         int64 [B, T]; `options`: further arguments of a layer."""
-        follow_implementations(self.built, model)
+        follow_implementations(self.mtp_model, model)
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
         for index in range(len(self.layers)):
             depth = index + 1
             # In generation, too, layers run at the positions of the tokens that they embed.
-            hidden = self.built.forward_layer(
+            hidden = self.mtp_model.forward_layer(
                 index,
                 hidden,
                 position_ids + depth,

@@ -120,7 +120,7 @@ def load_mtp_layers(
 ) -> list[str]:
     """Let transformers load `tensors` of files into the `layers` of `model`; return the
     problems."""
-    mtp_model = layers.built
+    mtp_model = layers.mtp_model
     settings = LoadStateDictConfig(
         dtype=torch.float32,
         device_map={"": "cpu"},

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
+from bigtrain.system.processes import HostErrorLog
 from tests.support.worlds import ROOT
 
 PROGRAM = """
@@ -66,3 +69,24 @@ def test_transformers_does_not_import_torchao() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+
+
+def test_each_launch_prints_an_error_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whichever rank fails first, also after earlier launches by the same parent process."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for ranks in ([0, 1], [1, 0], [0], [1, 0], [2, 0, 1]):
+        logs = [HostErrorLog({"MASTER_PORT": "1", "RANK": str(rank)}) for rank in ranks]
+        for text in ("a shard is missing", "no space"):
+            printed = [log.is_first(text) for log in logs]
+            assert sum(printed) == 1, (ranks, text, printed)
+        assert all(log.is_any() for log in logs)
+
+
+def test_launches_of_another_port_do_not_share_errors(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for port in ("29500", "29501"):
+        log = HostErrorLog({"MASTER_PORT": port})
+        assert not log.is_any()
+        assert log.is_first("bad")
