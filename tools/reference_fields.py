@@ -55,6 +55,7 @@ UNITS = {
     "objective.undesirable_weight": "ratio",
     "objective.gamma": "reward",
     "objective.label_smoothing": "ratio",
+    "objective.sft_weight": "ratio",
     "objective.alpha": "share",
     "objective.teacher_top_k": "tokens",
     "objective.mtp_weight": "ratio",

@@ -3,7 +3,7 @@ several steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,7 +36,7 @@ from bigtrain.engine.optimizers.skip_step import (
 )
 from bigtrain.engine.optimizers.update_rule import RuleOptimizer
 from bigtrain.engine.startup.mesh import Mesh
-from bigtrain.metrics.recording import recording_if
+from bigtrain.metrics.recording import Recorded, Recorder, recording_if
 from bigtrain.objectives.losses.next_token import NextTokenLoss
 from bigtrain.settings.batch_plan import BatchPlan
 
@@ -59,6 +59,17 @@ class StepResult:
     loss_sum: torch.Tensor
     num_targets: torch.Tensor
     figures: StepStats | None = None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Loss of held-out samples: the mean in nats per token (of another objective, per unit), equal
+    bits on all ranks. num_units: tokens or units over all ranks. recorded: metrics that this rank
+    recorded in the passes, to be joined over the ranks."""
+
+    loss: float
+    num_units: int
+    recorded: Mapping[str, Recorded]
 
 
 class TrainEngine(ForwardPasses):
@@ -276,23 +287,25 @@ class TrainEngine(ForwardPasses):
         return float(total)
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[MicroBatch]) -> tuple[float, int]:
-        """Return the mean loss in nats per token (of another objective, per unit), weighted as in
-        training, and the number of tokens, over all ranks' `batches`: equal bits on all ranks.
-        Collective; every rank must bring equally many batches."""
+    def evaluate(self, batches: Iterable[MicroBatch]) -> Evaluation:
+        """Evaluate all ranks' `batches`; losses are weighted as in training. Collective; every rank
+        must bring equally many batches."""
         totals = torch.zeros(3, device=self.device, dtype=torch.float64)
+        recorder = Recorder()
         self.engine.eval()
-        for batch, moved in self.feed(self._objective.prepare(self, batches)):
-            loss = self._objective.summed_loss(self, batch, moved)[0]
-            totals[0] += loss if self.counts_samples else 0
-            totals[1] += self._count(batch)
-            totals[2] += self._count(replace(batch, weights=None))
+        with recorder.collecting():
+            for batch, moved in self.feed(self._objective.prepare(self, batches)):
+                loss = self._objective.summed_loss(self, batch, moved)[0]
+                totals[0] += loss if self.counts_samples else 0
+                totals[1] += self._count(batch)
+                totals[2] += self._count(replace(batch, weights=None))
         self.engine.train()
         dist.all_reduce(totals, group=self.mesh.replicas)
         if self.mesh.topology.tensor_size > 1:
             # Early stopping follows from it, and tensor ranks may round differently.
             dist.broadcast(totals, src=0)
-        return float(totals[0]) / (float(totals[1]) or 1), int(totals[2])
+        mean = float(totals[0]) / (float(totals[1]) or 1)
+        return Evaluation(mean, int(totals[2]), recorder.take())
 
     def close(self) -> None:
         """Remove DeepSpeed's hooks from the model."""

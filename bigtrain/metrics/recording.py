@@ -23,11 +23,12 @@ _MAX_NAMES = 256
 
 def record(name: str, value: Any, reduce: Reduction = "mean", weight: float = 1.0) -> None:
     """Record a value of the step that this rank trains; ``recorded/NAME`` of the next logged step.
+    In an evaluation: of the held-out samples; ``held_out_NAME`` of that evaluation.
 
     Call it on any rank while a run trains: in a callback, a model's forward pass, an objective.
-    Ranks need not record the same names. Elsewhere (evaluations, trials before a run, other
-    programs) it does nothing. No collective. The loss of an objective is recorded once for each
-    sample, also where several ranks compute the same; recomputation of a forward pass records
+    Ranks need not record the same names. Elsewhere (samples from prompts, trials before a run,
+    other programs) it does nothing. No collective. The loss of an objective is recorded once for
+    each sample, also where several ranks compute the same; recomputation of a forward pass records
     nothing. Ranks that divide a sample each record their part in a forward pass.
 
     value: a number, or a tensor with one element; a tensor stays on its device until a step is

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from bigtrain.objectives.kind import ObjectiveFields, ObjectiveKind
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import ClassVar
+
+from bigtrain.objectives.kind import Better, ObjectiveFields, ObjectiveKind
 from bigtrain.objectives.rows import AnswerRows, Refusal
 
 CLASSIFIED = AnswerRows(
@@ -43,3 +47,4 @@ class Classification(ObjectiveKind[ObjectiveFields]):
     unit_name = "sample"
     rows = CLASSIFIED
     scores_samples = True
+    metrics: ClassVar[Mapping[str, Better]] = MappingProxyType({"accuracy": "max"})

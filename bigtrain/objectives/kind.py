@@ -21,6 +21,8 @@ from bigtrain.settings.sections.model import ModelSection
 from bigtrain.settings.sections.running import ParallelSection
 from bigtrain.settings.sections.sites import SitesSection
 
+Better = Literal["min", "max"] | None
+"""Whether a lower or a higher value of a metric is better; None: it depends."""
 Unit = Literal["tokens", "rows", "pairs"]
 """Units over which the loss of a step is the mean: target tokens of the global batch, rows (samples
 of one document, or packed) with a target, or pairs of rows."""
@@ -64,7 +66,8 @@ class ObjectiveKind(Generic[FieldsT]):
 
     is_next_token: whether the loss is the cross-entropy of the next token only, which is needed for
     weights of tokens, for ``batch.phases`` and for metrics other than the loss. scores_samples:
-    whether the model has a head that scores a sample at its last token.
+    whether the model has a head that scores a sample at its last token. metrics: names that the
+    loss records, in training and of held-out data; None if they are not known beforehand.
     """
 
     name: ClassVar[str]
@@ -77,6 +80,7 @@ class ObjectiveKind(Generic[FieldsT]):
     decisive: ClassVar[str] = "type"
     is_next_token: ClassVar[bool] = False
     scores_samples: ClassVar[bool] = False
+    metrics: ClassVar[Mapping[str, Better] | None] = MappingProxyType({})
 
     def __init__(self, section: FieldsT) -> None:
         self.section = section
@@ -119,6 +123,10 @@ class ObjectiveKind(Generic[FieldsT]):
         unless its scores are stored."""
         needs_pass = self.needs_reference and not self.reads_scores(run)
         return self.trained_rows_per_sample if needs_pass else 0
+
+    def derived_metrics(self, recorded: Mapping[str, float]) -> dict[str, float]:
+        """Return metrics that follow from `recorded`, the values that the loss recorded."""
+        return {}
 
     def unread(self) -> list[str]:
         """Return those of `fields` that have no effect with the value of `decisive`. Raises

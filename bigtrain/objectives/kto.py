@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from bigtrain.objectives.kind import ObjectiveFields, ObjectiveKind, RunSections
+from bigtrain.objectives.kind import Better, ObjectiveFields, ObjectiveKind, RunSections
 from bigtrain.objectives.preference import ReferenceFields, StrengthFields
 from bigtrain.objectives.rows import AnswerRows, Refusal
 
@@ -60,9 +62,27 @@ class Kto(ObjectiveKind[_Fields]):
     unit_name = "answer"
     rows = RATED
 
+    metrics: ClassVar[Mapping[str, Better]] = MappingProxyType(
+        {
+            "kl": None,
+            "rewards/chosen": None,
+            "rewards/rejected": None,
+            "rewards/margins": "max",
+            "logps/chosen": None,
+            "logps/rejected": None,
+        }
+    )
+
     @property
     def needs_reference(self) -> bool:
         return True
+
+    def derived_metrics(self, recorded: Mapping[str, float]) -> dict[str, float]:
+        # As in TRL the difference of the means, for no answer has both sides.
+        sides = [recorded.get(f"rewards/{side}") for side in ("chosen", "rejected")]
+        if sides[0] is None or sides[1] is None:
+            return {}
+        return {"rewards/margins": sides[0] - sides[1]}
 
     def num_reference_rows(self, run: RunSections) -> int:
         """Return the rows in passes without gradients: the mismatched answer by the model, and both

@@ -10,12 +10,18 @@ from bigtrain.objectives.kind import ObjectiveFields, ObjectiveKind
 from bigtrain.settings.sections.base import NonNegativeFloat
 
 
-class NextTokenFields(ObjectiveFields):
-    """Fields of next_token."""
+class SmoothingFields(ObjectiveFields):
+    """Field of next_token, and of losses of preferences."""
 
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """next_token: share of each target that is divided equally over the vocabulary (arXiv
-    1512.00567), in training only"""
+    1512.00567), in training only; preference with sigmoid, robust or exo_pair: share of the pairs
+    whose preference is wrong, below 0.5"""
+
+
+class NextTokenFields(SmoothingFields):
+    """Fields of next_token."""
+
     z_loss: NonNegativeFloat = 0.0
     """next_token: weight of the squared logarithm of the softmax's denominator, which keeps the
     logits small (PaLM: 1e-4, arXiv 2204.02311), in training only"""

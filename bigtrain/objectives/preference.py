@@ -1,16 +1,43 @@
-"""Pairs of a chosen and a rejected answer: DPO, IPO, SimPO and ORPO. Pure."""
+"""Pairs of a chosen and a rejected answer: DPO and its variants, SimPO and ORPO. Pure."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from bigtrain.objectives.kind import ObjectiveFields, ObjectiveKind
+from bigtrain.objectives.kind import Better, ObjectiveFields, ObjectiveKind
+from bigtrain.objectives.next_token import SmoothingFields
 from bigtrain.objectives.rows import AnswerRows, Refusal
 from bigtrain.settings.sections.base import NonNegativeFloat
 
-PairLoss = Literal["sigmoid", "ipo", "simpo", "orpo"]
+PairLoss = Literal[
+    "sigmoid",
+    "sigmoid_norm",
+    "hinge",
+    "ipo",
+    "robust",
+    "exo_pair",
+    "nca_pair",
+    "bco_pair",
+    "sppo_hard",
+    "apo_zero",
+    "apo_down",
+    "discopop",
+    "simpo",
+    "orpo",
+]
+"""Losses of a pair, by TRL's names."""
+_WITHOUT_REFERENCE = ("simpo", "orpo")
+_SMOOTHED = ("sigmoid", "robust", "exo_pair")
+REWARD_METRICS: dict[str, Better] = {
+    "rewards/chosen": None,
+    "rewards/rejected": None,
+    "rewards/margins": "max",
+    "rewards/accuracies": "max",
+}
 
 PAIRS = AnswerRows(
     name="preference",
@@ -39,8 +66,11 @@ class PreferenceFields(ObjectiveFields):
     """Field of preference."""
 
     loss: PairLoss = "sigmoid"
-    """preference: sigmoid (DPO, arXiv 2305.18290), ipo (arXiv 2310.12036), simpo (arXiv 2405.14734)
-    or orpo (arXiv 2403.07691)"""
+    """preference: sigmoid (DPO, arXiv 2305.18290), simpo (arXiv 2405.14734), orpo (arXiv
+    2403.07691), or another loss of pairs of TRL (equations: docs/howto/objectives.md)"""
+    sft_weight: NonNegativeFloat = 0.0
+    """preference: weight of the chosen answer's mean negative log-probability per token, which is
+    added to the loss (RPO, arXiv 2404.19733; LLaMA-Factory: pref_ftx)"""
 
 
 class StrengthFields(ObjectiveFields):
@@ -67,7 +97,7 @@ class ReferenceFields(ObjectiveFields):
     start)"""
 
 
-class _Fields(PreferenceFields, StrengthFields, SimpoFields, ReferenceFields):
+class _Fields(PreferenceFields, StrengthFields, SimpoFields, ReferenceFields, SmoothingFields):
     """Settings that preference reads."""
 
 
@@ -81,11 +111,29 @@ class Preference(ObjectiveKind[_Fields]):
     loss = "bigtrain.objectives.losses.preference:PreferenceLoss"
     unit = "pairs"
     rows = PAIRS
+    metrics: ClassVar[Mapping[str, Better]] = MappingProxyType(
+        {**REWARD_METRICS, "logps/chosen": None, "logps/rejected": None}
+    )
 
     @property
     def needs_reference(self) -> bool:
-        return self.section.loss in ("sigmoid", "ipo")
+        return self.section.loss not in _WITHOUT_REFERENCE
 
     def unread(self) -> list[str]:
         unread = [] if self.section.loss == "simpo" else ["gamma"]
-        return unread if self.needs_reference else [*unread, "reference"]
+        if not self.needs_reference:
+            unread.append("reference")
+        # Chosen and rejected are exchanged with this probability, so it is below one half.
+        smoothing = self.section.label_smoothing
+        if self.section.loss not in _SMOOTHED:
+            unread.append("label_smoothing")
+        elif smoothing >= 0.5:
+            raise ValueError(
+                f"objective.label_smoothing = {smoothing}: the share of pairs whose preference is "
+                "wrong, and from a half on the rejected answers would be learned -> below 0.5"
+            )
+        elif self.section.loss == "exo_pair" and smoothing == 0:
+            raise ValueError(
+                "objective.label_smoothing = 0: exo_pair takes its logarithm -> 0.001, TRL's value"
+            )
+        return unread

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import MappingProxyType
+from typing import ClassVar
 
-from bigtrain.objectives.kind import ObjectiveFields, ObjectiveKind
-from bigtrain.objectives.preference import PAIRS
+from bigtrain.objectives.kind import Better, ObjectiveFields, ObjectiveKind
+from bigtrain.objectives.preference import PAIRS, REWARD_METRICS
 from bigtrain.settings.sections.base import NonNegativeFloat
 
 
@@ -27,5 +29,6 @@ class Reward(ObjectiveKind[RewardFields]):
     unit = "pairs"
     rows = PAIRS
     scores_samples = True
+    metrics: ClassVar[Mapping[str, Better]] = MappingProxyType(REWARD_METRICS)
     # The model scores an answer at its last token, which is therefore an input.
     sample_options = MappingProxyType({"is_complete": True})

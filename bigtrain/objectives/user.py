@@ -30,6 +30,7 @@ class UserObjective(ObjectiveKind[UserFields]):
 
     fields = UserFields
     loss = "bigtrain.objectives.losses.user:UserLoss"
+    metrics = None
 
     def __init__(self, section: UserFields) -> None:
         super().__init__(section)

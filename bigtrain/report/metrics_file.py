@@ -36,6 +36,7 @@ EXPERTS = "expert_imbalance"
 SOURCES = "held_out_sources"
 BITS = "held_out_bits_per_byte"
 TASKS = "tasks"
+HELD_OUT_METRICS = "held_out_metrics"
 """Objects of a line whose entries are series of their own, named ``OBJECT/ENTRY``."""
 MOST_OF_LAYERS, MEAN_OF_LAYERS = "busiest_layer", "mean_of_layers"
 """Series made of the entries of `EXPERTS`: a model may have a hundred layers."""
@@ -321,6 +322,7 @@ class MetricsFile:
         ]
         series.update(self._entries(source_losses, SOURCES, self.evaluations.names))
         series.update(self._entries(lines, TASKS, self.evaluations.names))
+        series.update(self._entries(lines, HELD_OUT_METRICS, self.evaluations.names))
         self.evaluations.add({"step": _column(lines, "step")}, series)
         if not np.isnan(series["held_out_loss"]).all():
             lowest = lines[int(np.nanargmin(series["held_out_loss"]))]

@@ -193,10 +193,11 @@ class Callbacks:
         rank_metrics = self._recorder.take()
         ranks = [rank_metrics] if group is None else gather_on_main(rank_metrics, group)
         try:
-            return joined(ranks) or None
+            recorded = joined(ranks)
         except ValueError as error:
             self.failure = self.failure or ExtensionError(f"{error} -> use one reduction")
             return None
+        return {**recorded, **self._context.config.objective.kind.derived_metrics(recorded)} or None
 
     def forget(self) -> None:
         """Forget recorded metrics: the run has rolled back."""

@@ -4,12 +4,14 @@ and tasks of lm-eval: `bigtrain.run.live_model`."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from bigtrain.data.loading.loader import HeldOutSource
-from bigtrain.engine.train_engine import TrainEngine
+from bigtrain.errors import ExtensionError
+from bigtrain.metrics.recording import Recorded, joined
 from bigtrain.run.reporting.metrics import HeldOutLoss
 from bigtrain.run.segment_context import SegmentContext
 from bigtrain.run.state import TrainState, after_evaluation, has_stopped
@@ -55,8 +57,10 @@ class Evaluator:
         held_out: HeldOutResult | None = None
         figures: dict[str, float] = {}
         if last or state.is_multiple_of(self._section.every_steps):
-            held_out = measure(self._context.engine, self.held_out)
-            figures |= {} if held_out is None else held_out.figures()
+            held_out = measure(self._context, self.held_out)
+            if held_out is not None:
+                figures |= held_out.figures()
+                self._require_best(figures)
             if self._prompts is not None:
                 self._prompts.log(state.step)
         tasks: dict[str, float] = {}
@@ -83,6 +87,17 @@ class Evaluator:
                 f"{best.value:.6g}, at step {best.step}"
             )
         return evaluated, figures | tasks
+
+    def _require_best(self, metrics: Mapping[str, float]) -> None:
+        """Raise ExtensionError on every rank if settings depend on a metric of held-out samples
+        that was not recorded."""
+        config, metric = self._context.config, self._section.best.metric
+        depends = config.checkpoint.keep_best > 0 or self._section.early_stopping is not None
+        if depends and config.best_held_out is not None and metric not in metrics:
+            raise ExtensionError(
+                f"evaluation.best.metric = {metric!r}: nothing recorded it in the evaluation -> "
+                f"one of {', '.join(sorted(metrics))}"
+            )
 
     def _run_tasks(self) -> dict[str, float]:
         """Return the finite metrics of lm-eval's tasks, as ``tasks/TASK/METRIC``."""
@@ -111,23 +126,40 @@ class HeldOutResult:
 
 def _figures(loss: HeldOutLoss, suffix: str) -> dict[str, float]:
     metrics = {f"held_out_loss{suffix}": loss.loss}
+    metrics |= {f"held_out_{name}{suffix}": value for name, value in loss.metrics.items()}
     metrics |= {f"held_out_perplexity{suffix}": loss.perplexity} if loss.is_entropy else {}
     if loss.bits_per_byte is not None:
         metrics[f"held_out_bits_per_byte{suffix}"] = loss.bits_per_byte
     return metrics
 
 
-def measure(engine: TrainEngine, held_out: Sequence[HeldOutSource]) -> HeldOutResult | None:
-    """Return the loss on the held-out samples, which never change, in nats per token. Collective.
-    The loss of a mixture is the mean of the source losses by the training weights; a set of weight
-    0 does not count. None if there are none, or if the loss is not finite."""
+def measure(context: SegmentContext, held_out: Sequence[HeldOutSource]) -> HeldOutResult | None:
+    """Return the loss on the held-out samples, which never change, in nats per token, and the
+    metrics that the objective records. Collective. Those of a mixture are the mean over the sources
+    by the training weights; a set of weight 0 does not count. None if there are none, or if the
+    loss is not finite. Raises ExtensionError on every rank if ranks record a name in two ways."""
     if not held_out:
         return None
+    engine, objective = context.engine, context.config.objective.kind
     sources = {}
     for source in held_out:
-        loss, tokens = engine.evaluate(source.batches)
-        bits = bits_per_byte(loss, source) if engine.computes_entropy else None
-        sources[source.name] = HeldOutLoss(loss, tokens, bits, engine.computes_entropy)
+        evaluation = engine.evaluate(source.batches)
+        metrics: dict[str, float] = {}
+        if context.config.records_metrics:
+            recorded = partial(dict[str, Recorded], evaluation.recorded)
+            try:
+                metrics = joined(context.long_work.on_every_rank(recorded))
+            except ValueError as error:
+                raise ExtensionError(f"{error} -> use one reduction") from error
+            metrics |= objective.derived_metrics(metrics)
+        sources[source.name] = HeldOutLoss(
+            evaluation.loss,
+            evaluation.num_units,
+            bits_per_byte(evaluation.loss, source) if engine.computes_entropy else None,
+            engine.computes_entropy,
+            objective.unit,
+            metrics,
+        )
     # Mean over sources, by weight w: loss = sum_i w_i loss_i / sum_i w_i.
     total = sum(source.weight for source in held_out)
     shares = {source.name: source.weight / total for source in held_out if source.weight}
@@ -136,11 +168,18 @@ def measure(engine: TrainEngine, held_out: Sequence[HeldOutSource]) -> HeldOutRe
         return None
     bits_and_shares = [(sources[name].bits_per_byte, share) for name, share in shares.items()]
     weighted_bits = [bits * share for bits, share in bits_and_shares if bits is not None]
+    # Metrics that every source has.
+    names = set.intersection(*(set(sources[name].metrics) for name in shares))
     mean_loss = HeldOutLoss(
         loss,
-        sum(sources[name].tokens for name in shares),
+        sum(sources[name].num_units for name in shares),
         sum(weighted_bits) if len(weighted_bits) == len(shares) else None,
         engine.computes_entropy,
+        objective.unit,
+        {
+            metric: sum(sources[name].metrics[metric] * share for name, share in shares.items())
+            for metric in sorted(names)
+        },
     )
     return HeldOutResult(mean_loss, sources)
 

@@ -21,7 +21,14 @@ from bigtrain.settings.sections.data import (
     SourceSection,
     TokenizerSection,
 )
-from bigtrain.settings.sections.evaluation import BestSection, EvaluationSection, HeldOutSetSection
+from bigtrain.settings.sections.evaluation import (
+    ENTROPY_METRICS,
+    HELD_OUT,
+    BestSection,
+    EvaluationSection,
+    HeldOutMetric,
+    HeldOutSetSection,
+)
 from bigtrain.settings.sections.extensions import SHIPPED_CALLBACKS, CallbackSection
 from bigtrain.settings.sections.model import (
     ModelSection,
@@ -142,6 +149,19 @@ class RunConfig(Section):
         return self
 
     @property
+    def held_out_names(self) -> list[str]:
+        """Names of the sets that may have held-out documents: sources of the data, and further
+        sets."""
+        return [*self.data.names, *(further.name for further in self.evaluation.held_out)]
+
+    @property
+    def best_held_out(self) -> HeldOutMetric | None:
+        """Metric of held-out samples by which evaluations are compared; None if it is of
+        lm-eval."""
+        recorded = self.objective.kind.metrics or {}
+        return self.evaluation.best.held_out(recorded, self.held_out_names)
+
+    @property
     def has_user_callbacks(self) -> bool:
         """Whether a callback is code of the user, which may record metrics and make requests."""
         return any(callback.type not in SHIPPED_CALLBACKS for callback in self.callbacks)
@@ -232,10 +252,36 @@ class RunConfig(Section):
                 f"evaluation.held_out: a source of the data is also called {twice[0]} -> another "
                 "name"
             )
-        set_name, set_names = self.evaluation.best.set_name, [*self.data.names, *sets]
+        return self
+
+    @model_validator(mode="after")
+    def _best_is_measured(self) -> Self:
+        best, metric, recorded = (
+            self.evaluation.best,
+            self.best_held_out,
+            self.objective.kind.metrics,
+        )
+        if metric is None:
+            return self
+        # Names that code of the user records are not known before it runs.
+        names_are_known = recorded is not None and not self.model.type
+        better = (recorded or {}).get(metric.name)
+        if names_are_known and metric.name not in (*ENTROPY_METRICS, *(recorded or ())):
+            known = ", ".join(f"{HELD_OUT}{name}" for name in ("loss", *(recorded or ())))
+            raise ValueError(
+                f"evaluation.best.metric = {best.metric!r} is not measured with objective.type = "
+                f"{self.objective.type} -> {known}"
+            )
+        if better is not None and best.mode != better:
+            side = "higher" if better == "max" else "lower"
+            raise ValueError(
+                f"evaluation.best.mode = {best.mode!r}: a {side} {best.metric} is better -> "
+                f"evaluation.best.mode={better}"
+            )
+        set_name, set_names = metric.set_name, self.held_out_names
         if set_name is not None and (set_name not in set_names or len(set_names) < 2):
             raise ValueError(
-                f"evaluation.best.metric = {self.evaluation.best.metric!r}: "
+                f"evaluation.best.metric = {best.metric!r}: "
                 + (
                     f"unknown held-out set {set_name!r} -> one of {', '.join(set_names)}"
                     if set_name not in set_names

@@ -177,11 +177,12 @@ LossOf = Callable[[Any, list[Any]], tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Plain:
-    """Loss, norm and metrics of every step, held-out losses, trained weights."""
+    """Loss, norm and metrics of every step, held-out losses and metrics, trained weights."""
 
     rows: list[dict[str, Any]]
     evaluated: list[float]
     weights: dict[str, torch.Tensor]
+    evaluated_metrics: list[dict[str, float]]
 
     @property
     def losses(self) -> list[float]:
@@ -226,6 +227,7 @@ def plain_training(
     plan = replace(plan, rows_per_sample=rows_per_sample)
     every = config.evaluation.every_steps
     rows, evaluated = [], []
+    evaluated_metrics: list[dict[str, float]] = []
     for number, parts in enumerate(steps or read_steps(tree, rows_per_sample), 1):
         loss, metrics = loss_of(model, parts)
         optimizer.zero_grad()
@@ -237,11 +239,18 @@ def plain_training(
         if every and number % every == 0:
             with torch.no_grad():
                 held_out = [
-                    float((evaluate or loss_of)(model, [*source.batches])[0])
+                    (evaluate or loss_of)(model, [*source.batches])
                     for source in open_held_out(config, plan, 0)
                 ]
-            evaluated.append(sum(held_out) / len(held_out))
-    return Plain(rows, evaluated, model.state_dict())
+            evaluated.append(float(sum(loss for loss, _ in held_out)) / len(held_out))
+            names = held_out[0][1]
+            evaluated_metrics.append(
+                {
+                    name: float(sum(metrics[name] for _, metrics in held_out)) / len(held_out)
+                    for name in names
+                }
+            )
+    return Plain(rows, evaluated, model.state_dict(), evaluated_metrics)
 
 
 def compare(
@@ -269,9 +278,15 @@ def compare(
             for each in (row.get("recorded") or {}, expected["recorded"])
         )
         assert recorded == pytest.approx(wanted, abs=2e-5, rel=1e-5)
-    held_out = [line["held_out_loss"] for line in lines if "held_out_loss" in line]
+    held_out = [line for line in lines if "held_out_loss" in line]
     if plain.evaluated:
-        assert held_out == pytest.approx(plain.evaluated, abs=1e-5, rel=1e-5)
+        losses = [line["held_out_loss"] for line in held_out]
+        assert losses == pytest.approx(plain.evaluated, abs=1e-5, rel=1e-5)
+        for line, wanted in zip(held_out, plain.evaluated_metrics, strict=True):
+            metrics = line.get("held_out_metrics", {})
+            assert metrics.keys() - {*unrecorded} == wanted.keys()
+            recorded = {name: metrics[name] for name in wanted}
+            assert recorded == pytest.approx(wanted, abs=2e-5, rel=1e-5)
     trained = bigtrain.load_state_dict(directory)
     if any("lora_" in key for key in trained):
         trained = {k: v for k, v in trained.items() if "lora_" in k or "modules_to_save" in k}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -24,6 +24,8 @@ import bigtrain
 from bigtrain.cli import main
 from bigtrain.data.shards.dataset import open_dataset
 from bigtrain.models.layers.parameters import seed_of
+from bigtrain.objectives.preference import PairLoss
+from bigtrain.run.checkpointing.listing import best_step
 from tests.parity.conftest import each_case
 from tests.parity.objective_runs import (
     ADAPTERS,
@@ -54,7 +56,8 @@ pytestmark = [pytest.mark.distributed]
 LENGTH, STEPS, BETA, KTO_BETA = 32, 6, 0.3, 0.5
 DESIRABLE, UNDESIRABLE, CENTERING = 1.0, 1.4, 0.05
 LABELS = ("low", "middle", "high")
-PAIRED = ("sigmoid", "ipo", "simpo", "orpo")
+PAIRED = get_args(PairLoss)
+SMOOTHING = 0.1
 HEADS = {"reward": 1, "classification": len(LABELS)}
 DATA = {"kto": "rated", "classification": "labeled"}
 PADDED = {"overrides": {"pad_token_id": 5}}
@@ -84,8 +87,10 @@ def objective_of(kind: str) -> dict[str, Any]:
         return {"type": "reward", "center_rewards_coefficient": CENTERING}
     if kind == "classification":
         return {"type": "classification"}
-    gamma = {"gamma": 0.4} if kind == "simpo" else {}
-    return {"type": "preference", "loss": kind, "beta": BETA, **gamma}
+    further = {"gamma": 0.4} if kind == "simpo" else {}
+    if kind in ("robust", "exo_pair"):
+        further = {"label_smoothing": SMOOTHING}
+    return {"type": "preference", "loss": kind, "beta": BETA, **further}
 
 
 def run_of(root: Path, kind: str, *, full: bool = False, **sections: Any) -> dict[str, Any]:
@@ -200,6 +205,7 @@ def kto_loss(
         "kl": kl,
         "rewards/chosen": KTO_BETA * chosen.mean(),
         "rewards/rejected": KTO_BETA * rejected.mean(),
+        "rewards/margins": KTO_BETA * (chosen.mean() - rejected.mean()),
         "logps/chosen": policy[likes].mean(),
         "logps/rejected": policy[~likes].mean(),
     }
@@ -421,3 +427,32 @@ def test_a_sum_that_a_loss_records_does_not_depend_on_the_layout(root: Path, nam
         chosen = float(log_probabilities(model, ids, labels).sum(-1)[0::2].sum())
     (row,) = steps_of(lines)
     assert row["recorded"] == {"pairs": 8, "chosen": pytest.approx(chosen, rel=1e-5)}
+
+
+def test_the_best_checkpoint_has_the_best_metric_of_the_objective(root: Path) -> None:
+    tree = run_of(root, "reward", full=True, train={"steps": 5})
+    best = {"metric": "held_out_rewards/margins", "mode": "max"}
+    tree["evaluation"] = {"every_steps": 1, "samples": 7, "best": best}
+    tree["checkpoint"] = {"every_steps": 1, "keep_last": 1, "keep_best": 1}
+    lines = train(root, "best", tree, 2)
+    margins = {
+        line["step"]: line["held_out_metrics"]["rewards/margins"]
+        for line in lines
+        if "held_out_metrics" in line
+    }
+    assert len(margins) == 5
+    assert all(line["held_out_pairs"] == 7 for line in lines if "held_out_pairs" in line)
+    assert best_step(root / "best") == max(margins, key=lambda step: margins[step])
+
+
+def test_a_best_metric_that_nothing_records_is_refused(root: Path) -> None:
+    tree = run_of(root, "simpo", full=True, train={"steps": 2})
+    tree["objective"] = {"type": "tests.parity.objective_runs:SummedPairs"}
+    tree["evaluation"] = {"every_steps": 1, "best": {"metric": "held_out_lost", "mode": "max"}}
+    tree["checkpoint"] = {"every_steps": 1, "keep_best": 1}
+    path = root / "unrecorded.yaml"
+    path.write_text(yaml.safe_dump({**tree, "output": {"directory": str(root / "unrecorded")}}))
+    codes, printed = shared_server().live(["--config", str(path)], world_size=2)
+    assert codes == [2, 2]
+    assert "evaluation.best.metric = 'held_out_lost': nothing recorded it" in printed
+    assert "held_out_chosen, held_out_loss, held_out_pairs" in printed

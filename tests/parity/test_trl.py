@@ -28,6 +28,8 @@ from tests.parity.test_objectives import (
     DESIRABLE,
     KTO_BETA,
     LENGTH,
+    PAIRED,
+    SMOOTHING,
     UNDESIRABLE,
     plain_head_model,
     root,
@@ -42,9 +44,14 @@ pytestmark = [
 ]
 
 STEPS, BATCH_SIZE = 10, 8
+OF_DPO = tuple(loss for loss in PAIRED if loss not in ("simpo", "orpo"))
+"""Losses of pairs that TRL's DPOTrainer has."""
+STIFF = ("sppo_hard", "discopop")
+"""Losses whose gradient changes so fast with the margin that large updates amplify rounding."""
 SETTINGS: dict[str, dict[str, Any]] = {
-    "sigmoid": {"beta": BETA, "loss_type": ["sigmoid"]},
-    "ipo": {"beta": BETA, "loss_type": ["ipo"]},
+    **{loss: {"beta": BETA, "loss_type": [loss]} for loss in OF_DPO},
+    "robust": {"beta": BETA, "loss_type": ["robust"], "label_smoothing": SMOOTHING},
+    "exo_pair": {"beta": BETA, "loss_type": ["exo_pair"], "label_smoothing": SMOOTHING},
     "simpo": {"beta": BETA, "loss_type": "simpo", "simpo_gamma": 0.4, "cpo_alpha": 0.0},
     "kto": {
         "beta": KTO_BETA,
@@ -54,15 +61,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "reward": {"center_rewards_coefficient": CENTERING},
 }
 TRAINERS = {
-    "sigmoid": ("trl", "DPO"),
-    "ipo": ("trl", "DPO"),
+    **dict.fromkeys(OF_DPO, ("trl", "DPO")),
     "simpo": ("trl.experimental.cpo", "CPO"),
     "kto": ("trl", "KTO"),
     "reward": ("trl", "Reward"),
 }
 REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
 METRICS = {
-    "kto": {name: name for name in ("kl", "rewards/chosen", "rewards/rejected")},
+    "kto": {name: name for name in ("kl", "rewards/chosen", "rewards/rejected", "rewards/margins")},
     "reward": {"rewards/margins": "margin", "rewards/accuracies": "accuracy"},
 }
 """Names by TRL of recorded metrics, where they are not `REWARDS`."""
@@ -72,6 +78,8 @@ def run_of(root: Path, name: str, *, full: bool, **sections: Any) -> dict[str, A
     more = {"train": {"steps": STEPS}, "evaluation": {}, **sections}
     tree = objective_run_of(root, name, full=full, **more)
     tree["optimizer"]["weight_decay"] = 0.0
+    if name in STIFF:
+        tree["optimizer"]["lr"] = 1e-4
     return tree
 
 
@@ -226,6 +234,7 @@ CASES = [
     ("sigmoid", False, "tensor sequence"),
     ("ipo", True, "stages"),
     ("ipo", False, "zero3"),
+    *((loss, True, "zero1") for loss in OF_DPO if loss not in ("sigmoid", "ipo")),
     ("simpo", True, "tensor"),
     ("kto", True, "sequence"),
     ("kto", False, "zero0"),

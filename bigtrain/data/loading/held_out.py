@@ -81,9 +81,11 @@ def check_best(
     """Check that ``evaluation.best`` has a metric, if settings depend on it: held-out documents,
     and for bits per byte their number of bytes."""
     section, stopping = config.evaluation.best, config.evaluation.early_stopping
-    if section.is_of_tasks or (config.checkpoint.keep_best == 0 and stopping is None):
+    metric = config.best_held_out
+    if metric is None or (config.checkpoint.keep_best == 0 and stopping is None):
         return []
-    if "held_out_loss" not in section.metric and not config.objective.kind.is_next_token:
+    is_of_entropy = metric.name in ("perplexity", "bits_per_byte")
+    if is_of_entropy and not config.objective.kind.is_next_token:
         rule = (
             f"is unknown for objective.type = {config.objective.type}, which is not a cross-entropy"
         )
@@ -99,18 +101,18 @@ def check_best(
     measured = {name: dataset for name, dataset in named.items() if dataset.shards("held_out")}
     names = [held_out_set.name for held_out_set in config.evaluation.held_out]
     measured |= dict(zip(names, sets, strict=True))
-    if not measured or (section.set_name is not None and section.set_name not in measured):
-        owner = "the data has" if section.set_name is None else f"{section.set_name} has"
+    if not measured or (metric.set_name is not None and metric.set_name not in measured):
+        owner = "the data has" if metric.set_name is None else f"{metric.set_name} has"
         rule = f"{owner} no held-out documents to select the best checkpoint"
         fix = f"make shards with `bigtrain tokenize --held-out`, or set {off}"
         return [Problem(key, value, rule, fix)]
-    set_names = [section.set_name] if section.set_name else measured
+    set_names = [metric.set_name] if metric.set_name else measured
     names_without_bytes = [
         name
         for name in set_names
         if tokens_per_byte(measured[name], measured_split(measured[name])) is None
     ]
-    if "bits_per_byte" in section.metric and names_without_bytes:
+    if metric.name == "bits_per_byte" and names_without_bytes:
         name = names_without_bytes[0]
         rule = f"is unknown for {name}: only some tokens of a conversation have a loss"
         return [Problem("evaluation.best.metric", section.metric, rule, "held_out_loss")]

@@ -30,10 +30,12 @@ from bigtrain.engine.train_engine import (
     BOTH_PASSES,
     COUNTING_TARGETS,
     OPTIMIZER_UPDATE,
+    Evaluation,
     StepResult,
     TrainEngine,
 )
 from bigtrain.errors import ModelError
+from bigtrain.metrics.recording import Recorder
 from bigtrain.models.layers.parameters import has_score_head
 from bigtrain.models.layers.token_loss import (
     summed_token_loss,
@@ -120,18 +122,21 @@ class PipelineTrainEngine(TrainEngine):
         return StepResult(self._loss_sum, num_targets, self._end_step())
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[MicroBatch]) -> tuple[float, int]:
+    def evaluate(self, batches: Iterable[MicroBatch]) -> Evaluation:
         """Evaluate like `TrainEngine.evaluate`; all stages of a pipeline pass equal batches."""
-        all_batches = list(self._objective.prepare(self, batches))
+        recorder = Recorder()
         totals = torch.zeros(3, device=self.device, dtype=torch.float64)
+        self._scale, self._loss_sum = 1.0, totals[0]
+        with recorder.collecting():
+            all_batches = list(self._objective.prepare(self, batches))
+            self._run_forward(self._feed(all_batches))
         totals[1] = sum(map(self._count, all_batches))
         totals[2] = sum(self._count(replace(batch, weights=None)) for batch in all_batches)
-        self._scale, self._loss_sum = 1.0, totals[0]
-        self._run_forward(self._feed(all_batches))
         if not self.reports_loss:
             totals.zero_()
         dist.all_reduce(totals)
-        return float(totals[0]) / (float(totals[1]) or 1), int(totals[2])
+        mean = float(totals[0]) / (float(totals[1]) or 1)
+        return Evaluation(mean, int(totals[2]), recorder.take())
 
     def _feed(
         self,

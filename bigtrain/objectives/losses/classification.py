@@ -6,8 +6,13 @@ import torch.nn.functional as F
 
 from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.data.shards.format import IGNORED_LABEL
-from bigtrain.metrics.recording import record
-from bigtrain.objectives.losses.passes import Factor, ObjectiveLoss, Passes, Summed
+from bigtrain.objectives.losses.passes import (
+    Factor,
+    ObjectiveLoss,
+    Passes,
+    Summed,
+    record_mean,
+)
 
 
 class ClassificationLoss(ObjectiveLoss):
@@ -21,5 +26,5 @@ class ClassificationLoss(ObjectiveLoss):
         weights = (moved.labels != IGNORED_LABEL).any(-1).float()
         losses = F.cross_entropy(scores, moved.classes, reduction="none")
         correct = (scores.detach().argmax(-1) == moved.classes).float()
-        record("accuracy", (correct * weights).mean(), weight=float(len(weights)))
+        record_mean("accuracy", correct, weights, self.count(batch.labels))
         return (losses * weights).sum(), outputs

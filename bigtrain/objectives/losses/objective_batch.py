@@ -21,7 +21,8 @@ class ObjectiveBatch:
     graph; 0 where there is no target. targets: bool [R, T]. labels: the target tokens, int64 [R,
     T]. reference: log_probabilities of the reference model, without a graph; None if the objective
     has not asked for them (``reference = True``). reference_sums: `row_sums` of the reference
-    model.
+    model. num_units: units of the loss (target tokens, rows or pairs) that are not padding, counted
+    on the host; the weight of a mean over them (``bigtrain.record(..., weight=num_units)``).
     """
 
     log_probabilities: torch.Tensor
@@ -29,6 +30,7 @@ class ObjectiveBatch:
     labels: torch.Tensor
     reference: torch.Tensor | None = None
     reference_sums: torch.Tensor | None = None
+    num_units: int = 0
 
     @cached_property
     def row_lengths(self) -> torch.Tensor:

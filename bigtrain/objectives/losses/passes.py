@@ -103,7 +103,10 @@ class LogProbabilityLoss(ObjectiveLoss):
         values, outputs = passes.log_probabilities(batch, moved)
         targets = moved.labels != IGNORED_LABEL
         with recording_if(passes.reports_loss):
-            loss = self.loss(ObjectiveBatch(values, targets, moved.labels, reference, sums))
+            num_units = self.count(batch.labels)
+            loss = self.loss(
+                ObjectiveBatch(values, targets, moved.labels, reference, sums, num_units)
+            )
         return loss, outputs
 
 
@@ -138,13 +141,22 @@ def pairs_present(labels: torch.Tensor) -> torch.Tensor:
 
 
 def record_rewards(
-    chosen_rewards: torch.Tensor, rejected_rewards: torch.Tensor, weights: torch.Tensor
+    chosen_rewards: torch.Tensor,
+    rejected_rewards: torch.Tensor,
+    present: torch.Tensor,
+    num_present: int,
 ) -> None:
-    """Record the rewards of pairs under TRL's names for preferences; `weights`: 0 for padding."""
-    for name, values in (
-        ("rewards/chosen", chosen_rewards),
-        ("rewards/rejected", rejected_rewards),
-        ("rewards/margins", chosen_rewards - rejected_rewards),
-        ("rewards/accuracies", (chosen_rewards > rejected_rewards).float()),
-    ):
-        record(name, (values * weights).mean(), weight=float(len(weights)))
+    """Record the mean rewards of pairs under TRL's names for preferences. present: bool [pairs],
+    False for padding; num_present: pairs that are not padding."""
+    record_mean("rewards/chosen", chosen_rewards, present, num_present)
+    record_mean("rewards/rejected", rejected_rewards, present, num_present)
+    record_mean("rewards/margins", chosen_rewards - rejected_rewards, present, num_present)
+    is_right = (chosen_rewards > rejected_rewards).float()
+    record_mean("rewards/accuracies", is_right, present, num_present)
+
+
+def record_mean(name: str, values: torch.Tensor, present: torch.Tensor, num_present: int) -> None:
+    """Record the mean of `values` [N] without padding; nothing if all is padding. present: bool
+    [N]; num_present: how many are True, counted on the host, which does not wait for the device."""
+    if num_present:
+        record(name, (values * present).sum() / num_present, weight=float(num_present))

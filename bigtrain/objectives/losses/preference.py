@@ -1,15 +1,163 @@
-"""Losses of pairs of answers: DPO, IPO, SimPO and ORPO."""
+"""Losses of pairs of answers: DPO and its variants, SimPO and ORPO.
+
+Every loss of `LOSSES` is a function of the rewards of pairs, [pairs] in float32, and of the
+section. A reward is the log-probability of the answer minus its log-probability under the
+reference; per token for the losses of `_PER_TOKEN`. Without a reference it is the mean
+log-probability per token. Losses with a reference are computed as in TRL 1.16
+(trl/trainer/dpo_trainer.py).
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
 
-from bigtrain.metrics.recording import record
 from bigtrain.objectives.losses.objective_batch import ObjectiveBatch
-from bigtrain.objectives.losses.passes import LogProbabilityLoss, pairs_present, record_rewards
+from bigtrain.objectives.losses.passes import (
+    LogProbabilityLoss,
+    pairs_present,
+    record_mean,
+    record_rewards,
+)
+from bigtrain.objectives.preference import PairLoss
+from bigtrain.objectives.section import ObjectiveSection
+
+PairFunction = Callable[[torch.Tensor, torch.Tensor, ObjectiveSection], torch.Tensor]
+"""Function of chosen and rejected rewards [pairs] and the section: losses [pairs]."""
+
+
+def _sigmoid(
+    chosen: torch.Tensor, rejected: torch.Tensor, section: ObjectiveSection
+) -> torch.Tensor:
+    """Return DPO's losses (arXiv 2305.18290, equation 7), -log sigma(beta (r_w - r_l)), of which
+    the share `label_smoothing` is of exchanged answers (cDPO)."""
+    margins, smoothing = section.beta * (chosen - rejected), section.label_smoothing
+    losses = -F.logsigmoid(margins)
+    if smoothing:
+        losses = (1 - smoothing) * losses - smoothing * F.logsigmoid(-margins)
+    return losses
+
+
+def _hinge(chosen: torch.Tensor, rejected: torch.Tensor, section: ObjectiveSection) -> torch.Tensor:
+    """Return the losses of SLiC (arXiv 2305.10425), max(0, 1 - beta (r_w - r_l))."""
+    return torch.relu(1 - section.beta * (chosen - rejected))
+
+
+def _ipo(chosen: torch.Tensor, rejected: torch.Tensor, section: ObjectiveSection) -> torch.Tensor:
+    """Return IPO's losses (arXiv 2310.12036, equation 17), (r_w - r_l - 1 / (2 beta))^2."""
+    return (chosen - rejected - 1 / (2 * section.beta)) ** 2
+
+
+def _robust(
+    chosen: torch.Tensor, rejected: torch.Tensor, section: ObjectiveSection
+) -> torch.Tensor:
+    """Return DPO's losses, whose mean is not biased by exchanged answers (arXiv 2403.00409)."""
+    margins, smoothing = section.beta * (chosen - rejected), section.label_smoothing
+    exchanged = smoothing * F.logsigmoid(-margins)
+    return (exchanged - (1 - smoothing) * F.logsigmoid(margins)) / (1 - 2 * smoothing)
+
+
+def _exo_pair(
+    chosen: torch.Tensor, rejected: torch.Tensor, section: ObjectiveSection
+) -> torch.Tensor:
+    """Return EXO's losses (arXiv 2402.00856, equation 16): the divergence of
+    (sigma(m), sigma(-m)) with m = beta (r_w - r_l) from (1 - smoothing, smoothing)."""
+    margins, smoothing = section.beta * (chosen - rejected), section.label_smoothing
+    of_chosen = torch.sigmoid(margins) * (F.logsigmoid(margins) - math.log1p(-smoothing))
+    of_rejected = torch.sigmoid(-margins) * (F.logsigmoid(-margins) - math.log(smoothing))
+    return of_chosen + of_rejected
+
+
+def _nca_pair(
+    chosen: torch.Tensor, rejected: torch.Tensor, section: ObjectiveSection
+) -> torch.Tensor:
+    """Return the losses of noise contrastive alignment (arXiv 2402.05369)."""
+    chosen, rejected = section.beta * chosen, section.beta * rejected
+    of_noise = F.logsigmoid(-chosen) + F.logsigmoid(-rejected)
+    return -F.logsigmoid(chosen) - 0.5 * of_noise
+
+
+def _bco_pair(
+    chosen: torch.Tensor, rejected: torch.Tensor, section: ObjectiveSection
+) -> torch.Tensor:
+    """Return the losses of a classifier of both answers (arXiv 2404.04656, without the mean of
+    rewards that is subtracted there, as in TRL)."""
+    return -F.logsigmoid(section.beta * chosen) - F.logsigmoid(-section.beta * rejected)
+
+
+def _sppo_hard(
+    chosen: torch.Tensor, rejected: torch.Tensor, section: ObjectiveSection
+) -> torch.Tensor:
+    """Return SPPO's losses (arXiv 2405.00675, equation 4.7) with probabilities 1 and 0."""
+    target = 0.5 / section.beta
+    return (chosen - target) ** 2 + (rejected + target) ** 2
+
+
+def _apo_zero(
+    chosen: torch.Tensor, rejected: torch.Tensor, section: ObjectiveSection
+) -> torch.Tensor:
+    """Return APO-zero's losses (arXiv 2408.06266, equation 7)."""
+    return 1 - torch.sigmoid(section.beta * chosen) + torch.sigmoid(section.beta * rejected)
+
+
+def _apo_down(
+    chosen: torch.Tensor, rejected: torch.Tensor, section: ObjectiveSection
+) -> torch.Tensor:
+    """Return APO-down's losses (arXiv 2408.06266, equation 8)."""
+    margins = section.beta * (chosen - rejected)
+    return torch.sigmoid(section.beta * chosen) + 1 - torch.sigmoid(margins)
+
+
+_DISCOPOP_TEMPERATURE = 0.05
+
+
+def _discopop(
+    chosen: torch.Tensor, rejected: torch.Tensor, section: ObjectiveSection
+) -> torch.Tensor:
+    """Return the losses that DiscoPOP found (arXiv 2406.08414, equation 5, with its temperature):
+    logistic and exponential, mixed by the margin."""
+    margins = section.beta * (chosen - rejected)
+    share = torch.sigmoid(margins / _DISCOPOP_TEMPERATURE)
+    return -F.logsigmoid(margins) * (1 - share) + torch.exp(-margins) * share
+
+
+def _simpo(chosen: torch.Tensor, rejected: torch.Tensor, section: ObjectiveSection) -> torch.Tensor:
+    """Return SimPO's losses (arXiv 2405.14734, equation 6), -log sigma(beta (m_w - m_l) - gamma)
+    of mean log-probabilities m."""
+    return -F.logsigmoid(section.beta * (chosen - rejected) - section.gamma)
+
+
+def _orpo(chosen: torch.Tensor, rejected: torch.Tensor, section: ObjectiveSection) -> torch.Tensor:
+    """Return ORPO's losses (arXiv 2403.07691, equations 6 and 7), -log p_w - beta log
+    sigma(log(odds_w / odds_l)), with odds = p / (1 - p) and mean log-probabilities as log p."""
+    log_odds = (chosen - _log1mexp(chosen)) - (rejected - _log1mexp(rejected))
+    return -chosen - section.beta * F.logsigmoid(log_odds)
+
+
+LOSSES: Mapping[PairLoss, PairFunction] = MappingProxyType(
+    {
+        "sigmoid": _sigmoid,
+        "sigmoid_norm": _sigmoid,  # length-normalized DPO (Tulu 3, arXiv 2411.15124)
+        "hinge": _hinge,
+        "ipo": _ipo,
+        "robust": _robust,
+        "exo_pair": _exo_pair,
+        "nca_pair": _nca_pair,
+        "bco_pair": _bco_pair,
+        "sppo_hard": _sppo_hard,
+        "apo_zero": _apo_zero,
+        "apo_down": _apo_down,
+        "discopop": _discopop,
+        "simpo": _simpo,
+        "orpo": _orpo,
+    }
+)
+_PER_TOKEN = ("sigmoid_norm", "ipo")
+"""Losses of log ratios to the reference per token; without a reference rewards are per token."""
 
 
 class PreferenceLoss(LogProbabilityLoss):
@@ -17,43 +165,29 @@ class PreferenceLoss(LogProbabilityLoss):
 
     def loss(self, batch: ObjectiveBatch) -> torch.Tensor:
         section, present = self.objective.section, pairs_present(batch.labels)
-        beta = section.beta
+        # Rewards of rows: log ratio to the reference, or without one the mean log-probability.
+        values = rewards = batch.row_means
+        if self.objective.needs_reference:
+            assert batch.reference_sums is not None
+            values = rewards = batch.row_sums - batch.reference_sums
+            if section.loss in _PER_TOKEN:
+                values = rewards / batch.row_lengths.clamp(min=1)
 
-        def margin(rows: torch.Tensor) -> torch.Tensor:
-            """Return chosen minus rejected of a value per row [R]; 0 for padding."""
-            difference = rows[0::2] - rows[1::2]
-            return torch.where(present, difference, torch.zeros_like(difference))
+        # Padding has no loss; a row of it may be next to a row with targets.
+        def side(rows: torch.Tensor, first_row: int) -> torch.Tensor:
+            return torch.where(present, rows[first_row::2], torch.zeros_like(rows[first_row::2]))
 
-        # Implicit rewards r / beta of rows: log ratio to the reference, or without a reference the
-        # mean log-probability per token.
-        rewards = batch.row_means
-        if batch.reference_sums is not None:
-            rewards = batch.row_sums - batch.reference_sums
-        if section.loss == "sigmoid":
-            # DPO (arXiv 2305.18290, equation 7): -log sigma(beta (r_w - r_l)), where r is the log
-            # ratio to the reference.
-            losses = -F.logsigmoid(beta * margin(rewards))
-        elif section.loss == "ipo":
-            # IPO (arXiv 2310.12036, equation 17): (r_w - r_l - 1 / (2 beta))^2, with r the log
-            # ratio to the reference per token, as in TRL.
-            losses = (margin(rewards / batch.row_lengths.clamp(min=1)) - 1 / (2 * beta)) ** 2
-        elif section.loss == "simpo":
-            # SimPO (arXiv 2405.14734, equation 6): -log sigma(beta (m_w - m_l) - gamma), where m is
-            # the mean log-probability per token.
-            losses = -F.logsigmoid(beta * margin(batch.row_means) - section.gamma)
-        else:
-            # ORPO (arXiv 2403.07691, equations 6 and 7): -log p_w - beta log sigma(log(odds_w /
-            # odds_l)), with odds = p / (1 - p) and the mean log-probability per token as log p.
-            log_p = batch.row_means
-            losses = -log_p[0::2] - beta * F.logsigmoid(margin(log_p - _log1mexp(log_p)))
+        losses = LOSSES[section.loss](side(values, 0), side(values, 1), section)
+        if section.sft_weight:
+            # RPO (arXiv 2404.19733, equation 1): -weight log p_w per token of the chosen answer.
+            losses = losses - section.sft_weight * batch.row_means[0::2]
 
         # Metrics and the loss are of pairs that are not padding.
-        weights = present.float()
-        rewards, sums = beta * rewards.detach(), batch.row_sums.detach()
-        record_rewards(rewards[0::2], rewards[1::2], weights)
-        for name, values in (("logps/chosen", sums[0::2]), ("logps/rejected", sums[1::2])):
-            record(name, (values * weights).mean(), weight=float(len(losses)))
-        return (losses * weights).sum()
+        rewards, sums = section.beta * rewards.detach(), batch.row_sums.detach()
+        record_rewards(rewards[0::2], rewards[1::2], present, batch.num_units)
+        record_mean("logps/chosen", sums[0::2], present, batch.num_units)
+        record_mean("logps/rejected", sums[1::2], present, batch.num_units)
+        return (losses * present.float()).sum()
 
 
 def _log1mexp(values: torch.Tensor) -> torch.Tensor:

@@ -29,6 +29,7 @@ class RewardLoss(ObjectiveLoss):
         losses = -F.logsigmoid(chosen_scores - rejected_scores)
         center = self.objective.section.center_rewards_coefficient
         losses = losses + center * (chosen_scores + rejected_scores) ** 2
-        weights = pairs_present(moved.labels).float()
-        record_rewards(chosen_scores.detach(), rejected_scores.detach(), weights)
-        return (losses * weights).sum(), outputs
+        present = pairs_present(moved.labels)
+        num_pairs = self.count(batch.labels)
+        record_rewards(chosen_scores.detach(), rejected_scores.detach(), present, num_pairs)
+        return (losses * present.float()).sum(), outputs

@@ -6,15 +6,18 @@
 ``peak_memory_gib/PHASE``. Every evaluation::
 
     {"step", "held_out_loss", "held_out_perplexity", "held_out_tokens", "held_out_bits_per_byte",
-     "held_out_sources", "tasks"}
+     "held_out_metrics", "held_out_sources", "tasks"}
 
 where "held_out_bits_per_byte" is omitted for conversations, in which only some tokens have a loss,
-and it and "held_out_perplexity" with an objective other than next_token, whose units are "tokens".
-"held_out_sources" exists if there are several: by name of the source its "loss", "perplexity",
-"tokens" and "bits_per_byte"; "held_out_loss" is then their mean by the weights of the mixture.
-Trackers receive them as ``held_out_loss/NAME``. "tasks" has the metrics of lm-eval's tasks by
-``TASK/METRIC``, after the steps in which they were run, without the other fields if only tasks were
-run; trackers receive them as ``tasks/TASK/METRIC``.
+and it and "held_out_perplexity" with an objective other than next_token, which has
+"held_out_pairs" or "held_out_rows" instead of "held_out_tokens" if these are its units.
+"held_out_metrics" are the metrics that the objective records, such as "rewards/accuracies", of the
+held-out samples; trackers receive them as ``held_out_METRIC``. "held_out_sources" exists if there
+are several: by name of the source its "loss", "perplexity", "tokens", "bits_per_byte" and
+"metrics"; "held_out_loss", likewise every metric, is then their mean by the weights of the mixture.
+Trackers receive them as ``held_out_loss/NAME`` and ``held_out_METRIC/NAME``. "tasks" has the
+metrics of lm-eval's tasks by ``TASK/METRIC``, after the steps in which they were run, without the
+other fields if only tasks were run; trackers receive them as ``tasks/TASK/METRIC``.
 
 Every outer step of a run with several sites::
 
@@ -53,7 +56,7 @@ import math
 import resource
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
@@ -175,6 +178,9 @@ class MetricsWriter:
             figures = {f"held_out_{key}": value for key, value in held_out.figures().items()}
             line |= figures
             tracked |= figures
+            if held_out.metrics:
+                line["held_out_metrics"] = dict(held_out.metrics)
+                tracked |= {f"held_out_{key}": value for key, value in held_out.metrics.items()}
             shown_loss = f"loss {held_out.loss:.4f}"
             shown_loss = loss_text(held_out.loss) if held_out.is_entropy else shown_loss
             self._tally.held_out = (step, shown_loss)
@@ -182,10 +188,14 @@ class MetricsWriter:
             if held_out.bits_per_byte is not None:
                 text += f" bits/byte {held_out.bits_per_byte:.4f}"
             if len(sources) > 1:
-                line["held_out_sources"] = {key: loss.figures() for key, loss in sources.items()}
-                tracked |= {f"held_out_loss/{key}": loss.loss for key, loss in sources.items()}
+                line["held_out_sources"] = {key: loss.entry() for key, loss in sources.items()}
+                for key, loss in sources.items():
+                    metrics = {"loss": loss.loss, **loss.metrics}
+                    tracked |= {f"held_out_{name}/{key}": value for name, value in metrics.items()}
                 losses = ", ".join(f"{key} {loss.loss:.4f}" for key, loss in sources.items())
                 text += f" ({losses})"
+            for name, value in held_out.metrics.items():
+                text += f" {name} {value:.4g}"
             self.info(text)
         if tasks:
             line["tasks"] = {name.removeprefix("tasks/"): value for name, value in tasks.items()}
@@ -309,13 +319,16 @@ def memory_gib(device_type: str) -> float:
 
 @dataclass(frozen=True)
 class HeldOutLoss:
-    """Mean `loss` in nats over `tokens` held-out targets (of another objective, its units);
-    `bits_per_byte` if known. is_entropy: whether it is a cross-entropy, which has a perplexity."""
+    """Mean `loss` in nats over `num_units` held-out targets (of another objective, its units);
+    `bits_per_byte` if known. is_entropy: whether it is a cross-entropy, which has a perplexity.
+    unit: "tokens", "rows" or "pairs". metrics: by name, what the objective recorded."""
 
     loss: float
-    tokens: int
+    num_units: int
     bits_per_byte: float | None = None
     is_entropy: bool = True
+    unit: str = "tokens"
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def perplexity(self) -> float:
@@ -323,10 +336,14 @@ class HeldOutLoss:
         return math.exp(self.loss) if self.loss < math.log(sys.float_info.max) else math.inf
 
     def figures(self) -> dict[str, float]:
-        """Return metrics by name, as in a line of metrics.jsonl."""
+        """Return metrics by name, without what the objective recorded."""
         metrics: dict[str, float] = {"loss": self.loss}
         metrics |= {"perplexity": self.perplexity} if self.is_entropy else {}
-        metrics["tokens"] = self.tokens
+        metrics[self.unit] = self.num_units
         if self.bits_per_byte is not None:
             metrics["bits_per_byte"] = self.bits_per_byte
         return metrics
+
+    def entry(self) -> dict[str, Any]:
+        """Return the metrics of a set, as in a line of metrics.jsonl."""
+        return {**self.figures(), **({"metrics": dict(self.metrics)} if self.metrics else {})}

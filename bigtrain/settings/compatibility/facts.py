@@ -184,7 +184,10 @@ class Facts(_Values):
     loss_terms: Fact[bool] = Fact(
         False,
         "objective.z_loss",
-        lambda sources: bool(sources.run.objective.label_smoothing or sources.run.objective.z_loss),
+        lambda sources: (
+            sources.run.objective.kind.is_next_token
+            and bool(sources.run.objective.label_smoothing or sources.run.objective.z_loss)
+        ),
     )
     mtp_weight: Fact[float] = _run("objective.mtp_weight", 0.0)
     grows_vocabulary: Fact[bool] = _run("model.vocabulary", False, lambda section: True)

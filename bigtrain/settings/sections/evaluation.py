@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -11,7 +13,11 @@ from bigtrain.settings.sections.base import NonNegativeFloat, NonNegativeInt, Po
 
 TASKS = "tasks"
 """Prefix of the names of metrics of lm-eval's tasks: ``tasks/TASK/METRIC``."""
-_HELD_OUT = re.compile(r"held_out_(loss|perplexity|bits_per_byte)(/.+)?")
+HELD_OUT = "held_out_"
+"""Prefix of the names of metrics of held-out samples, of all sets or of one: ``held_out_loss``,
+``held_out_loss/SET``."""
+ENTROPY_METRICS = ("loss", "perplexity", "bits_per_byte")
+"""Metrics of held-out samples of every run, the last two of the cross-entropy only."""
 _OF_TASKS = re.compile(rf"{TASKS}/[^/]+/.+")
 
 
@@ -25,12 +31,22 @@ class HeldOutSetSection(Section):
     held-out documents or, where it has none, all of them"""
 
 
+@dataclass(frozen=True)
+class HeldOutMetric:
+    """Metric of held-out samples. name: without the prefix; set_name: of the set that it is
+    measured on, None for all."""
+
+    name: str
+    set_name: str | None
+
+
 class BestSection(Section):
     """Metric by which evaluations are compared."""
 
     metric: str = "held_out_loss"
-    """held_out_loss, held_out_perplexity or held_out_bits_per_byte, with /NAME appended of that set
-    only; or tasks/TASK/METRIC, such as tasks/arc_easy/acc"""
+    """held_out_loss, held_out_perplexity or held_out_bits_per_byte; held_out_NAME of a metric that
+    the objective records, such as held_out_rewards/accuracies; with /SET appended of that set only;
+    or tasks/TASK/METRIC, such as tasks/arc_easy/acc"""
     mode: Literal["min", "max"] = "min"
     """whether lower (min) or higher (max) is better"""
 
@@ -39,11 +55,24 @@ class BestSection(Section):
         """True if the metric is one of lm-eval's."""
         return self.metric.startswith(f"{TASKS}/")
 
-    @property
-    def set_name(self) -> str | None:
-        """Set that a held-out metric is measured on; None: all."""
-        match = _HELD_OUT.fullmatch(self.metric)
-        return match[2].removeprefix("/") if match and match[2] else None
+    def held_out(
+        self, recorded: Collection[str], set_names: Collection[str]
+    ) -> HeldOutMetric | None:
+        """Return the metric of held-out samples; None for a metric of lm-eval. recorded: names that
+        the objective records, as far as they are known; set_names: of the sets."""
+        if self.is_of_tasks:
+            return None
+        text = self.metric.removeprefix(HELD_OUT)
+        for name in sorted((*ENTROPY_METRICS, *recorded), key=len, reverse=True):
+            if text == name:
+                return HeldOutMetric(name, None)
+            if text.startswith(f"{name}/"):
+                return HeldOutMetric(name, text.removeprefix(f"{name}/"))
+        # A name of code of the user, which may have a slash, too.
+        for set_name in set_names:
+            if text.endswith(f"/{set_name}"):
+                return HeldOutMetric(text.removesuffix(f"/{set_name}"), set_name)
+        return HeldOutMetric(text, None)
 
     def is_better(self, value: float, than: float, margin: float = 0.0) -> bool:
         """Return whether `value` is better than another one by more than `margin`."""
@@ -51,13 +80,15 @@ class BestSection(Section):
 
     @model_validator(mode="after")
     def _metric_is_known(self) -> Self:
-        if not (_HELD_OUT.fullmatch(self.metric) or _OF_TASKS.fullmatch(self.metric)):
+        if not (re.fullmatch(rf"{HELD_OUT}.+", self.metric) or _OF_TASKS.fullmatch(self.metric)):
             raise ValueError(
                 f"evaluation.best.metric = {self.metric!r} is not measured by a run -> "
-                "held_out_loss, held_out_perplexity or held_out_bits_per_byte (of one set: "
-                "held_out_loss/NAME), or tasks/TASK/METRIC"
+                "held_out_loss, held_out_perplexity or held_out_bits_per_byte, held_out_NAME of a "
+                "metric that the objective records (of one set: held_out_loss/SET), or "
+                "tasks/TASK/METRIC"
             )
-        if _HELD_OUT.fullmatch(self.metric) and self.mode == "max":
+        metric = self.held_out((), ())
+        if metric is not None and metric.name in ENTROPY_METRICS and self.mode == "max":
             raise ValueError(
                 f"evaluation.best.mode = 'max': a higher {self.metric} is worse -> min"
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -12,13 +12,19 @@ from torch.nn.functional import logsigmoid, softplus
 
 from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.data.shards.format import IGNORED_LABEL
+from bigtrain.metrics.recording import Recorder
 from bigtrain.objectives.losses.passes import make_objective
+from bigtrain.objectives.losses.preference import LOSSES
+from bigtrain.objectives.preference import PairLoss
 from tests.support.run_trees import run_config
 
 ROWS, TOKENS, NUM_LABELS = 8, 6, 3
 BETA, GAMMA, DESIRABLE, UNDESIRABLE, CENTERING = 0.7, 0.3, 0.8, 1.4, 0.25
 
 Loss = Callable[["GivenPasses", MicroBatch], torch.Tensor]
+Formula = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+sigma = torch.sigmoid
+SMOOTHING, SFT_WEIGHT = 0.1, 0.3
 
 
 class GivenPasses:
@@ -114,6 +120,70 @@ def orpo(passes: GivenPasses, batch: MicroBatch) -> torch.Tensor:
     return -likelihoods[0::2].log() - BETA * logsigmoid((odds[0::2] / odds[1::2]).log())
 
 
+def of_sides(formula: Formula, *, per_token: bool = False) -> Loss:
+    """Return the loss whose equation is `formula`, of the log ratios of chosen and rejected
+    answers to the reference, in float64."""
+
+    def loss(passes: GivenPasses, batch: MicroBatch) -> torch.Tensor:
+        sums, base, lengths = rows_of(passes, batch)
+        ratios = (sums - base).double() / (lengths if per_token else 1)
+        return formula(ratios[0::2], ratios[1::2])
+
+    return loss
+
+
+def exo(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+    """Equation 16 of arXiv 2402.00856: a Kullback-Leibler divergence."""
+    model = torch.stack([BETA * chosen, BETA * rejected]).log_softmax(0)
+    wanted = torch.tensor([1 - SMOOTHING, SMOOTHING], dtype=torch.float64)
+    return torch.nn.functional.kl_div(
+        wanted.log().unsqueeze(-1), model, log_target=True, reduction="none"
+    ).sum(0)
+
+
+def discopop(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+    """Equation 5 of arXiv 2406.08414."""
+    margin = BETA * (chosen - rejected)
+    share = sigma(margin / 0.05)
+    return (1 - share) * (1 + (-margin).exp()).log() + share * (-margin).exp()
+
+
+SIDES: dict[str, Loss] = {
+    "sigmoid": of_sides(
+        lambda w, r: (
+            -(1 - SMOOTHING) * sigma(BETA * (w - r)).log() - SMOOTHING * sigma(BETA * (r - w)).log()
+        )
+    ),
+    "sigmoid_norm": of_sides(lambda w, r: -sigma(BETA * (w - r)).log(), per_token=True),
+    "hinge": of_sides(lambda w, r: (1 - BETA * (w - r)).clamp(min=0)),
+    "robust": of_sides(
+        lambda w, r: (
+            (
+                SMOOTHING * sigma(BETA * (r - w)).log()
+                - (1 - SMOOTHING) * sigma(BETA * (w - r)).log()
+            )
+            / (1 - 2 * SMOOTHING)
+        )
+    ),
+    "exo_pair": of_sides(exo),
+    "nca_pair": of_sides(
+        lambda w, r: -sigma(BETA * w).log() - (sigma(-BETA * w).log() + sigma(-BETA * r).log()) / 2
+    ),
+    "bco_pair": of_sides(lambda w, r: -sigma(BETA * w).log() - sigma(-BETA * r).log()),
+    "sppo_hard": of_sides(lambda w, r: (w - 0.5 / BETA) ** 2 + (r + 0.5 / BETA) ** 2),
+    "apo_zero": of_sides(lambda w, r: sigma(-BETA * w) + sigma(BETA * r)),
+    "apo_down": of_sides(lambda w, r: sigma(BETA * w) + sigma(BETA * (r - w))),
+    "discopop": of_sides(discopop),
+}
+"""Equations of losses of log ratios to the reference."""
+
+
+def rpo(passes: GivenPasses, batch: MicroBatch) -> torch.Tensor:
+    """Equation 1 of arXiv 2404.19733."""
+    sums, _, lengths = rows_of(passes, batch)
+    return sigmoid(passes, batch) - SFT_WEIGHT * (sums / lengths)[0::2]
+
+
 def kto(passes: GivenPasses, batch: MicroBatch) -> torch.Tensor:
     """Equations 7 and 8 of arXiv 2402.01306."""
     sums, base, _ = rows_of(passes, batch)
@@ -152,8 +222,20 @@ RATED = {
 }
 
 
+SMOOTHED = {"label_smoothing": SMOOTHING}
 CASES: list[tuple[dict[str, Any], Loss, float]] = [
     (PREFERENCES, sigmoid, 0.0),
+    (PREFERENCES | {"sft_weight": SFT_WEIGHT}, rpo, 0.0),
+    *(
+        (
+            PREFERENCES
+            | {"loss": name}
+            | (SMOOTHED if name in ("sigmoid", "robust", "exo_pair") else {}),
+            loss,
+            0.0,
+        )
+        for name, loss in SIDES.items()
+    ),
     ({**PREFERENCES, "loss": "ipo"}, ipo, 0.0),
     ({**PREFERENCES, "loss": "simpo", "gamma": GAMMA}, simpo, 0.0),
     ({**PREFERENCES, "loss": "orpo"}, orpo, 0.0),
@@ -178,3 +260,41 @@ def test_a_loss_is_that_of_its_equation(
     summed, _ = objective.summed_loss(passes, batch, batch)
     assert float(summed) == pytest.approx(float(expected.sum()), rel=1e-5)
     assert objective.count(batch.labels) == len(expected)
+
+
+def test_every_loss_of_pairs_has_an_equation() -> None:
+    named = {
+        section.get("loss", "sigmoid") for section, *_ in CASES if section["type"] == "preference"
+    }
+    assert named == set(get_args(PairLoss)) == set(LOSSES)
+
+
+@pytest.mark.parametrize(("section", "loss", "divergence"), CASES)
+def test_metrics_are_means_without_padding(
+    section: dict[str, Any], loss: Loss, divergence: float
+) -> None:
+    """One pair (or answer) of four is padding."""
+    config = run_config(
+        model={"path": "base"},
+        batch={"sequence_length": TOKENS, "global_batch_size": 4},
+        objective=section,
+    )
+    passes, recorder = GivenPasses(divergence), Recorder()
+    batch, objective = batch_of(passes), make_objective(config.objective)
+    with recorder.collecting():
+        objective.summed_loss(passes, *[*objective.prepare(passes, [batch])] * 2)
+    recorded = recorder.take()
+    kind = config.objective.kind
+    metrics = {name: values.value for name, values in recorded.items()}
+    assert {*metrics, *kind.derived_metrics(metrics)} == {*(kind.metrics or ())}
+    if "rewards/margins" in recorded:
+        difference = metrics["rewards/chosen"] - metrics["rewards/rejected"]
+        assert metrics["rewards/margins"] == pytest.approx(difference, abs=1e-6)
+        assert recorded["rewards/margins"].weight == 3
+    if "logps/chosen" in recorded and "rewards/margins" in recorded:
+        sums, *_ = rows_of(passes, batch)
+        assert metrics["logps/chosen"] == pytest.approx(float(sums[0::2].mean()), rel=1e-6)
+    if "accuracy" in metrics:
+        present = (batch.labels != IGNORED_LABEL).any(-1)
+        right = (passes.rewards.argmax(-1) == batch.classes)[present]
+        assert metrics["accuracy"] == pytest.approx(float(right.float().mean()))

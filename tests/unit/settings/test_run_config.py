@@ -16,6 +16,7 @@ from bigtrain.settings.batch_plan import plan_batch
 from bigtrain.settings.loading import find_config, load_run_config, parse_yaml, recipe_names
 from bigtrain.settings.lr_schedule import learning_rate_at
 from bigtrain.settings.run_config import BatchSection, ParallelSection, RunConfig, ScheduleSection
+from bigtrain.settings.sections.evaluation import HeldOutMetric
 from bigtrain.settings.sections.optimizer import OPTIMIZERS
 from bigtrain.settings.topology import derive_topology
 from tests.support.run_trees import run_tree
@@ -426,10 +427,46 @@ def test_evaluations_that_cannot_be(tmp_path: Path, overrides: list[str], text: 
     assert text in problem
 
 
+OTHER_SET = "evaluation.held_out=[{name: law, path: a}]"
+
+
+@pytest.mark.parametrize(
+    ("objective", "metric", "mode", "answer"),
+    [
+        ("preference", "rewards/accuracies", "max", HeldOutMetric("rewards/accuracies", None)),
+        ("preference", "rewards/margins/law", "max", HeldOutMetric("rewards/margins", "law")),
+        ("preference", "rewards/chosen", "min", HeldOutMetric("rewards/chosen", None)),
+        ("preference", "rewards/accuracies", "min", "is better -> evaluation.best.mode=max"),
+        ("preference", "rewards/margins/lore", "max", "unknown held-out set 'lore' -> one of"),
+        ("preference", "kl", "min", "is not measured with objective.type = preference"),
+        ("reward", "rewards/accuracies", "max", HeldOutMetric("rewards/accuracies", None)),
+        ("reward", "logps/chosen", "max", "-> held_out_loss, held_out_rewards/chosen"),
+        ("kto", "rewards/margins", "max", HeldOutMetric("rewards/margins", None)),
+        ("classification", "accuracy/law", "max", HeldOutMetric("accuracy", "law")),
+        ("classification", "accuracy", "min", "a higher held_out_accuracy is better"),
+        ("next_token", "accuracy", "max", "is not measured with objective.type = next_token"),
+        ("tests.parity.objective_runs:SummedPairs", "a/b", "max", HeldOutMetric("a/b", None)),
+        ("tests.parity.objective_runs:SummedPairs", "a/law", "max", HeldOutMetric("a", "law")),
+    ],
+)
+def test_a_metric_that_the_objective_records(
+    tmp_path: Path, objective: str, metric: str, mode: str, answer: HeldOutMetric | str
+) -> None:
+    best = f"evaluation.best={{metric: held_out_{metric}, mode: {mode}}}"
+    overrides = [f"objective.type={objective}", OTHER_SET, best]
+    if isinstance(answer, str):
+        (problem,) = problems_of(tmp_path, make_tree(), *overrides)
+        assert answer in problem
+    else:
+        config = load_run_config(write(tmp_path, make_tree()), overrides)
+        assert config.best_held_out == answer
+
+
 def test_a_metric_of_one_set(tmp_path: Path) -> None:
     overrides = ["evaluation.held_out=[{name: law, path: a}]"]
     overrides.append("evaluation.best.metric=held_out_bits_per_byte/law")
-    best = load_run_config(write(tmp_path, make_tree()), overrides).evaluation.best
-    assert best.set_name == "law"
+    config = load_run_config(write(tmp_path, make_tree()), overrides)
+    best = config.evaluation.best
+    assert config.best_held_out == HeldOutMetric("bits_per_byte", "law")
     assert best.is_better(1.0, 1.2, margin=0.1)
     assert not best.is_better(1.0, 1.05, margin=0.1)
