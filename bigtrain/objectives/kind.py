@@ -112,9 +112,11 @@ class ObjectiveKind(Generic[FieldsT]):
 
     def reads_scores(self, run: RunSections) -> bool:
         """Return whether a run reads stored log-probabilities of the data under a reference model.
-        With adapters the reference is the model without them; in pipeline stages no reference pass
-        fits between the micro-batches."""
-        computes = run.adapters is not None and run.parallel.pipeline == 1
+        With adapters that can be turned off the reference is the model without them; in pipeline
+        stages no reference pass fits between the micro-batches."""
+        adapters = run.adapters
+        can_turn_off = adapters is not None and not adapters.changes_base
+        computes = can_turn_off and run.parallel.pipeline == 1
         is_named = getattr(self.section, "reference", None) is not None
         return self.needs_reference and (not computes or is_named)
 
@@ -142,7 +144,6 @@ class ObjectiveKind(Generic[FieldsT]):
         return [
             *self._row_problems(run.data),
             *(self._score_problems(run) if self.scores_samples else ()),
-            *(self._reference_problems(run) if self.needs_reference else ()),
         ]
 
     def _row_problems(self, data: DataSection) -> list[Problem]:
@@ -175,21 +176,5 @@ class ObjectiveKind(Generic[FieldsT]):
                 ("model.vocabulary", run.model.vocabulary, "grow the base first: bigtrain grow"),
                 ("model.type", run.model.type, "a model class of transformers"),
             )
-            if value
-        ]
-
-    def _reference_problems(self, run: RunSections) -> list[Problem]:
-        """Return the problems of adapters that change the model also when they are off."""
-        if run.adapters is None:
-            return []
-        value = getattr(self.section, self.decisive)
-        rule = (
-            "changes the model also with its adapters off, by which "
-            f"objective.{self.decisive} = {value!r} gets its reference"
-        )
-        dora, modules = run.adapters.dora, list(run.adapters.modules_to_save)
-        return [
-            Problem(f"adapters.{name}", value, rule, "omit it")
-            for name, value in (("dora", dora), ("modules_to_save", modules))
             if value
         ]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from bigtrain.objectives.kind import Better, ObjectiveFields, ObjectiveKind
 from bigtrain.objectives.next_token import SmoothingFields
@@ -32,6 +32,17 @@ PairLoss = Literal[
 """Losses of a pair, by TRL's names."""
 _WITHOUT_REFERENCE = ("simpo", "orpo")
 _SMOOTHED = ("sigmoid", "robust", "exo_pair")
+_SORTED = "sorts the margins of a batch, so that it is no mean over pairs -> sigmoid"
+_REMEDIES = {
+    "dpo": "the loss of DPO has TRL's name -> sigmoid",
+    "cdpo": "it is sigmoid with a share of wrong preferences -> sigmoid, with label_smoothing",
+    "rpo": "it adds the loss of the chosen answer -> sigmoid, with sft_weight",
+    "sft": "it has no rejected answer -> objective.type=next_token, or objective.sft_weight",
+    "aot": _SORTED,
+    "aot_pair": _SORTED,
+    "aot_unpaired": _SORTED,
+}
+"""Names of losses in other tools, with what to write here."""
 REWARD_METRICS: dict[str, Better] = {
     "rewards/chosen": None,
     "rewards/rejected": None,
@@ -71,6 +82,13 @@ class PreferenceFields(ObjectiveFields):
     sft_weight: NonNegativeFloat = 0.0
     """preference: weight of the chosen answer's mean negative log-probability per token, which is
     added to the loss (RPO, arXiv 2404.19733; LLaMA-Factory: pref_ftx)"""
+
+    @field_validator("loss", mode="before")
+    @classmethod
+    def _is_of_pairs(cls, name: object) -> object:
+        if isinstance(name, str) and (remedy := _REMEDIES.get(name)):
+            raise ValueError(f"objective.loss = {name!r}: {remedy}")
+        return name
 
 
 class StrengthFields(ObjectiveFields):

@@ -74,17 +74,30 @@ class UserObjective(ObjectiveKind[UserFields]):
             problems.append(Problem(_KEY, name, rule, "the unit of the mean: unit = 'rows'"))
         return [problem for problem in problems if problem is not None]
 
-    def _reference_problems(self, run: RunSections) -> list[Problem]:
-        """Return the problem of a reference without adapters or in pipeline stages, or of
-        adapters that change the model also when they are off."""
-        if run.adapters is not None and run.parallel.pipeline == 1:
-            return super()._reference_problems(run)
-        rule = "reference = True asks for log-probabilities without adapters, and the run has none"
-        remedy = "adapters: {type: lora}"
-        if run.adapters is not None:
+    def problems(self, run: RunSections) -> list[Problem]:
+        """Return the problems of settings of other sections, also of a reference: its
+        log-probabilities are of tokens, and only the passes of a step compute them."""
+        problems = super().problems(run)
+        if not self.needs_reference:
+            return problems
+        adapters = run.adapters
+        if adapters is None or run.parallel.pipeline > 1:
             rule = (
-                "reference = True asks for passes without adapters, which pipeline stages do not "
-                "make"
+                "reference = True asks for log-probabilities without adapters, and the run has none"
             )
-            remedy = "parallel.pipeline=1"
-        return [Problem(_KEY, self.name, rule, remedy)]
+            remedy = "adapters: {type: lora}"
+            if adapters is not None:
+                rule = (
+                    "reference = True asks for passes without adapters, which pipeline stages do "
+                    "not make"
+                )
+                remedy = "parallel.pipeline=1"
+            return [*problems, Problem(_KEY, self.name, rule, remedy)]
+        rule = (
+            "changes the model also with its adapters off, by which objective.type = "
+            f"{self.name!r} gets its reference"
+        )
+        settings = (("dora", adapters.dora), ("modules_to_save", list(adapters.modules_to_save)))
+        return problems + [
+            Problem(f"adapters.{name}", value, rule, "omit it") for name, value in settings if value
+        ]

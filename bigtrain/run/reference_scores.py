@@ -4,7 +4,8 @@ The scores equal the scores of `bigtrain score` (`bigtrain.run.scoring`) for the
 first step: computed by the run itself before it trains, or by a pass beforehand that
 ``objective.reference`` names. Either way the run directory has them, so that a resume needs no
 second model. With adapters the reference is the model without them, and nothing is stored unless
-``objective.reference`` is set.
+``objective.reference`` is set; with DoRA or ``adapters.modules_to_save``, which change more than
+can be turned off, it is the model before the first step, as without adapters.
 """
 
 from __future__ import annotations
@@ -63,9 +64,10 @@ class ReferenceScores:
         CheckpointError if a resumed run has no scores of the data."""
         sets = self.context.inputs.datasets, self.context.inputs.held_out_sets
         splits_by_dataset = wanted_splits(*sets)
-        objective = self.context.config.objective
+        objective, adapters = self.context.config.objective, self.context.config.adapters
         # With adapters off the model is what it was, also in a run that began without stages.
-        has_model = self.context.config.adapters is not None and objective.reference is None
+        can_turn_off = adapters is not None and not adapters.changes_base
+        has_model = can_turn_off and objective.reference is None
         if state.step == 0 or has_model:
             scores = self._made(splits_by_dataset)
         else:
@@ -125,7 +127,12 @@ class ReferenceScores:
 
         context.long_work.on_main_rank(remove_others)
         scored_splits = ScoredSplits(dataset, splits, request)
-        with context.engine.reference():
+        adapters = context.config.adapters
+        engine = context.engine
+        # DoRA's magnitudes may be another run's (checkpoint.initialize_from), so that without its
+        # matrices the model is neither the base nor what the run begins with.
+        changes_base = adapters is not None and adapters.changes_base
+        with engine.evaluating() if changes_base else engine.reference():
             return score_dataset(context, context.engine, scored_splits, output)
 
     def _read(

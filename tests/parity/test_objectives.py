@@ -375,6 +375,34 @@ def test_equals_a_plain_loop(root: Path, case: Case) -> None:
         assert float(abs(scores.sums("train") - scores.mismatched_sums("train")).max()) > 1
 
 
+@pytest.mark.parametrize(
+    ("kind", "adapters", "layout"),
+    [
+        ("sigmoid", {"dora": True}, "zero3"),
+        pytest.param("kto", {"dora": True}, "stages", marks=pytest.mark.slow),
+        pytest.param("sigmoid", {"modules_to_save": ["lm_head"]}, "tensor", marks=pytest.mark.slow),
+    ],
+)
+def test_adapters_that_cannot_be_turned_off_have_stored_scores(
+    root: Path, kind: str, adapters: dict[str, Any], layout: str
+) -> None:
+    """The second half reads the scores of the first."""
+    parallel = LAYOUTS[layout].sections
+    tree = run_of(root, kind, adapters=ADAPTERS | adapters, **parallel)
+    name = f"stored-{kind}-{layout}-{next(iter(adapters))}"
+    lines = train_in_two(root, name, tree, 2)
+    assert (root / name / "reference").is_dir()
+    model, base = (
+        AutoModelForCausalLM.from_pretrained(root / "base", dtype=torch.float32) for _ in range(2)
+    )
+    loss_of = partial(loss_of_pairs, kind, base.eval())
+    if kind == "kto":
+        loss_of = partial(kto_loss, root / "rated", DIVERGENCES, base.eval())
+    plain = plain_training(tree, model, loss_of, rows_per_sample=2)
+    unrecorded = ("logps/chosen", "logps/rejected") if kind in PAIRED else ()
+    compare(root / name, lines, plain, unrecorded=unrecorded)
+
+
 @pytest.mark.slow
 def test_stages_are_exported_as_transformers_reads_them(root: Path) -> None:
     layout = LAYOUTS["stages"]

@@ -71,6 +71,12 @@ class AdaptersSection(Section):
         return self.quantization != "none"
 
     @property
+    def changes_base(self) -> bool:
+        """True if the model is not its base with the adapters off: magnitudes of DoRA, and trained
+        copies of modules, remain."""
+        return self.dora or bool(self.modules_to_save)
+
+    @property
     def presets(self) -> tuple[Preset, ...]:
         """The kinds of layers among `targets`."""
         named = (self.targets,) if isinstance(self.targets, str) else self.targets

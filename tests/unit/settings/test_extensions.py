@@ -193,7 +193,21 @@ def test_an_objective_of_pairs_reads_two_rows_of_a_sample(code: Path) -> None:
         ),
         ({"objective": {"type": "kto", "undesirable_weight": 0}}, "input should be greater than 0"),
         ({"objective": {"type": "next_tokn"}}, "did you mean next_token?"),
-        ({"objective": {"type": "preference", "loss": "dpo"}}, "input should be 'sigmoid', 'ipo'"),
+        ({"objective": {"type": "preference", "loss": "dpo"}}, "has TRL's name -> sigmoid"),
+        ({"objective": {"type": "preference", "loss": "aot"}}, "is no mean over pairs -> sigmoid"),
+        ({"objective": {"type": "preference", "loss": "ip"}}, "'hinge', 'ipo', 'robust'"),
+        (
+            {"objective": {"type": "preference", "loss": "exo_pair"}},
+            "label_smoothing = 0: exo_pair takes its logarithm -> 0.001",
+        ),
+        (
+            {"objective": {"type": "preference", "label_smoothing": 0.5}},
+            "from a half on the rejected answers would be learned -> below 0.5",
+        ),
+        (
+            {"objective": {"type": "preference", "loss": "hinge", "label_smoothing": 0.1}},
+            "label_smoothing = 0.1 has no effect with objective.loss = hinge",
+        ),
     ],
     ids=lambda _: "",
 )
@@ -324,16 +338,21 @@ def test_where_samples_of_the_user_are_refused() -> None:
     assert "sites" in [problem.key for problem in caught.value.problems]
 
 
+OWN = "user_code:Own"
+
+
 @pytest.mark.parametrize(
-    ("adapters", "keys", "expected"),
+    ("name", "adapters", "keys", "expected"),
     [
-        ({"dora": True}, {}, "dora = True: changes the model also with its adapters off"),
-        ({"modules_to_save": ["lm_head"]}, {}, "['lm_head']: changes the model also with its ad"),
-        ({}, {"model_type": "mixtral", "num_local_experts": 4}, "would count in the load"),
+        (OWN, {"dora": True}, {}, "dora = True: changes the model also with its adapters off"),
+        (OWN, {"modules_to_save": ["lm_head"]}, {}, "['lm_head']: changes the model also with"),
+        *(
+            (name, {}, {"model_type": "mixtral", "num_local_experts": 4}, "would count in the load")
+            for name in ("preference", "kto", OWN)
+        ),
     ],
-    ids=["dora", "modules", "experts"],
+    ids=["dora", "modules", "preference", "kto", "own"],
 )
-@pytest.mark.parametrize("name", ["preference", "kto", "user_code:Own"])
 def test_a_reference_is_refused_by_the_fact_not_by_the_name(
     code: Path,
     adapted: dict[str, Any],
