@@ -56,6 +56,7 @@ UNITS = {
     "objective.gamma": "reward",
     "objective.label_smoothing": "ratio",
     "objective.sft_weight": "ratio",
+    "objective.temperature": "ratio",
     "objective.alpha": "share",
     "objective.teacher_top_k": "tokens",
     "objective.mtp_weight": "ratio",

@@ -23,6 +23,7 @@ from bigtrain.models.layers.document_attention import Isolation
 from bigtrain.models.layers.token_loss import (
     NO_TERMS,
     LossTerms,
+    TopTokens,
     summed_token_loss,
     token_log_probabilities,
     token_scores,
@@ -203,11 +204,11 @@ class ForwardPasses:
         return replace(batch, input_ids=ids, tokens=None)
 
     @torch.no_grad()
-    def token_scores(self, batch: MicroBatch, top_k: int = 0) -> torch.Tensor:
+    def token_scores(self, batch: MicroBatch, top: TopTokens | None = None) -> torch.Tensor:
         """Return scores of the targets of `batch` under the current weights, in evaluation mode:
-        float32 [R, T, 1 + 2 top_k], as `bigtrain.models.layers.token_loss.token_scores` returns
-        them, on the CPU. Collective over the ranks that share the sample, and with ZeRO 3 over
-        all; then every rank brings a batch, of any shape."""
+        float32 [R, T, 1 + 2 k] for k `top` tokens, on the CPU, in the order of
+        `bigtrain.models.layers.token_loss.token_scores`. Collective over the ranks that share the
+        sample, and with ZeRO 3 over all; then every rank brings a batch, of any shape."""
         self.engine.eval()
         length = batch.labels.shape[1]
         # Padding at the end, without targets, makes rows divisible by the ranks that share samples.
@@ -221,16 +222,16 @@ class ForwardPasses:
             )
         ((batch, moved),) = self.feed([batch])
         with uncompiled() if self.is_compiled else nullcontext():
-            if not top_k:
+            if top is None:
                 scores = self.log_probabilities(batch, moved)[0].unsqueeze(-1)
             elif self._computes_loss:
                 targets = self._part(batch.labels)
-                scores = self._forward(batch, moved, targets=targets, top_k=top_k).loss
+                scores = self._forward(batch, moved, targets=targets, top=top).loss
                 scores = self._complete_rows(scores)
             else:
                 labels = self._part(moved.labels)
                 logits = self._forward(batch, moved).logits.flatten(0, 1).float()
-                scores = token_scores(logits, labels.flatten(), top_k).view(*labels.shape, -1)
+                scores = token_scores(logits, labels.flatten(), top).view(*labels.shape, -1)
                 scores = self._complete_rows(scores)
         self.engine.train()
         return scores[:, :length].cpu()

@@ -23,6 +23,9 @@ class DistillationFields(ObjectiveFields):
     teacher_top_k: PositiveInt = 64
     """distillation with teacher_model: number of most probable tokens whose probabilities are
     compared one by one; the others are compared as one"""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """distillation with teacher_model: temperature T of both models' probabilities in the
+    divergence, which is multiplied by T^2 (arXiv 1503.02531)"""
     alpha: Annotated[float, Field(gt=0, le=1)] = 0.5
     """distillation: weight of the divergence from the teacher, in training only; that of the
     cross-entropy is 1 - alpha"""
@@ -49,7 +52,16 @@ class Distillation(ObjectiveKind[DistillationFields]):
                 "of `bigtrain score --config TEACHER.yaml --kind top-k --output DIR`, and "
                 "objective.teacher_model, a model that is computed in the run -> omit the other"
             )
-        return ["teacher_top_k"] if section.teacher_model is None else []
+        if section.teacher_model is not None:
+            return []
+        if section.temperature != 1:
+            # Of the further tokens only the sum of the probabilities is stored.
+            raise ValueError(
+                f"objective.temperature = {section.temperature}: stored scores are probabilities "
+                "at temperature 1 of the most probable tokens, from which those at another "
+                "temperature do not follow -> 1, or objective.teacher_model"
+            )
+        return ["teacher_top_k"]
 
     def problems(self, run: RunSections) -> list[Problem]:
         """Return the problem of a teacher that has scored complete documents, with a student that

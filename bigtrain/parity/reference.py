@@ -178,7 +178,7 @@ def _train(
     for step in range(STEPS):
         (batch,) = micro_batches(config, plan, step, 0)
         if teacher is not None:
-            batch = _taught(batch, teacher, config.objective.teacher_top_k)
+            batch = _taught(batch, teacher, config.objective)
         parts = [batch.moved(operator.itemgetter(_rows(chunk, num_rows))) for chunk in chunks[step]]
         passes = PlainPasses(model, config.objective)
         objective.prepare(passes, [batch])
@@ -232,9 +232,10 @@ def _trained(model: nn.Module, frozen: Sequence[str]) -> dict[str, nn.Parameter]
 
 
 @torch.no_grad()
-def _taught(batch: MicroBatch, teacher: Any, top_k: int) -> MicroBatch:
+def _taught(batch: MicroBatch, teacher: Any, section: ObjectiveSection) -> MicroBatch:
     """Return `batch` with the most probable tokens of the model `teacher` at each position."""
-    values, ids = _outputs(teacher, batch)[1].float().log_softmax(-1).topk(top_k)
+    logits = _outputs(teacher, batch)[1].float() / section.temperature
+    values, ids = logits.log_softmax(-1).topk(section.teacher_top_k)
     return replace(batch, teacher_values=values, teacher_ids=ids)
 
 
@@ -304,15 +305,16 @@ class PlainPasses:
         losses = F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
         # z-loss: coefficient (log sum exp logits)^2 (PaLM, arXiv 2204.02311, section 5).
         losses = losses + self._section.z_loss * logits.exp().sum(-1).log().square()
-        # Distillation: (1 - alpha) CE + alpha KL(teacher || student), on the teacher's k tokens and
-        # all other tokens as one.
+        # Distillation: (1 - alpha) CE + alpha T^2 KL(teacher || student) at temperature T, on the
+        # teacher's k tokens and all other tokens as one.
         if batch.teacher is not None:
+            temperature = self._section.temperature
             values, ids = (part[is_target] for part in batch.teacher)
-            probabilities = _with_remainder(logits.softmax(-1).gather(-1, ids))
+            softened = (logits / temperature).softmax(-1).gather(-1, ids)
             divergences = F.kl_div(
-                probabilities.log(), _with_remainder(values.exp()), reduction="none"
+                _with_remainder(softened).log(), _with_remainder(values.exp()), reduction="none"
             ).sum(-1)
-            losses = (1 - alpha) * losses + alpha * divergences
+            losses = (1 - alpha) * losses + alpha * temperature**2 * divergences
         if batch.weights is not None:
             losses = losses * batch.weights[is_target]
         return losses.sum(), outputs

@@ -19,6 +19,7 @@ from bigtrain.engine.live_teacher import LiveTeacher
 from bigtrain.engine.startup.mesh import open_mesh
 from bigtrain.engine.startup.process_group import process_group
 from bigtrain.models.configuration import load_hf_config
+from bigtrain.models.layers.token_loss import TopTokens
 from bigtrain.models.weights.import_hf import find_weights
 from bigtrain.parity.batches import RATES, micro_batches
 from bigtrain.parity.reference import layer_outputs
@@ -51,7 +52,9 @@ def train_case(case: dict[str, Any], world: World, device: torch.device) -> None
             teacher.config, teacher.engine, teacher.plan, hf_teacher, device, mesh
         )
         read_weights(frozen, find_weights(section.path, hf_teacher))
-        engine.teach = LiveTeacher(frozen, config.objective.teacher_top_k, {})
+        objective = config.objective
+        top = TopTokens(objective.teacher_top_k, temperature=objective.temperature)
+        engine.teach = LiveTeacher(frozen, top, {})
     first = micro_batches(config, run.plan, 0, coordinates.data_rank)
     outputs = layer_outputs(engine.module, lambda: engine.evaluate(first))
     layers = _sum_over_ranks(outputs if coordinates.tensor_rank == 0 else {})

@@ -68,6 +68,10 @@ def score(
 
     refuse_for_device(run.config, world.size)
     inputs = inspect_inputs(run, "sizes" if world.local_rank == 0 else "listed")
+    num_ids = min(dataset.table.tokenizer.vocab_size for dataset in inputs.datasets)
+    if kind == "top-k" and (top_k or DEFAULT_TOP_K) > num_ids:
+        rule = f"the tokenizer of the data has {num_ids} tokens"
+        raise ConfigError(Problem("--top-k", top_k or DEFAULT_TOP_K, rule, f"{num_ids} or less"))
     from bigtrain.data.loading.stored_scores import PART_TOKENS
     from bigtrain.run.score_pass import PassOptions, score_inputs
 

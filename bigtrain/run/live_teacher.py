@@ -10,6 +10,7 @@ from bigtrain.engine.build import build_engine
 from bigtrain.engine.checkpoint.snapshot import read_weights
 from bigtrain.engine.live_teacher import LiveTeacher
 from bigtrain.errors import ModelError
+from bigtrain.models.layers.token_loss import TopTokens
 from bigtrain.models.weights.checksums import read_sums
 from bigtrain.models.weights.import_hf import find_weights
 from bigtrain.run.checkpointing.initialize import verify_weights
@@ -49,7 +50,9 @@ def open_teacher(context: SegmentContext, teacher: TeacherInputs) -> Iterator[Li
         teacher.model_plan,
     )
     read_weights(engine, weights)
-    live = LiveTeacher(engine, context.config.objective.teacher_top_k, sums)
+    objective = context.config.objective
+    top = TopTokens(objective.teacher_top_k, teacher.num_ids, objective.temperature)
+    live = LiveTeacher(engine, top, sums)
     context.engine.teach = live
     yield live
     live.close()

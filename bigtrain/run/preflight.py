@@ -47,11 +47,12 @@ _NO_TEXTS = TextRecord((), 0, ())
 @dataclass(frozen=True)
 class TeacherInputs:
     """Teacher that is computed in the run: the run of the teacher (`teacher_run`), configuration
-    and plan."""
+    and plan. num_ids: tokens of the data's tokenizer, whose probabilities are compared."""
 
     run: ResolvedRun
     hf_config: Any
     model_plan: ModelPlan
+    num_ids: int
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
 
         problems, notes = check_frozen_rows(config, hf_config, datasets)
     if not problems and config.objective.teacher_model is not None:
-        teacher, problems = _inspect_teacher(run, hf_config, datasets)
+        teacher, problems = _inspect_teacher(run, datasets)
     if model_plan is None or ids is None or problems:
         raise ConfigError(problems, "the run's inputs")
     if check != "listed" and not _resumes(config):
@@ -165,11 +166,10 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
 
 
 def _inspect_teacher(
-    run: ResolvedRun, hf_config: Any, datasets: Sequence[TokenDataset]
+    run: ResolvedRun, datasets: Sequence[TokenDataset]
 ) -> tuple[TeacherInputs | None, list[Problem]]:
-    """Return the teacher in the run, whose vocabulary must have the size of the student's
-    (`hf_config`) and whose tokens must be the tokens of the data. Raises ModelError for a model
-    that cannot be found."""
+    """Return the teacher in the run, whose tokens must be the tokens of the data. Raises ModelError
+    for a model that cannot be found."""
     config, key = run.config, "objective.teacher_model"
     value = config.objective.teacher_model
     teacher = resolve_teacher(run)
@@ -180,17 +180,17 @@ def _inspect_teacher(
     except ModelError as error:
         raise ModelError(f"{key}: {error}") from error
 
-    # Distillation compares distributions over one vocabulary.
-    teacher_size, student_size = vocabulary_size(hf_teacher), vocabulary_size(hf_config)
-    if teacher_size != student_size:
-        rule = f"has a vocabulary of {teacher_size} tokens, and the student one of {student_size}"
-        return None, [Problem(key, value, rule, "a teacher with the vocabulary of the student")]
-    if config.objective.teacher_top_k > teacher_size:
-        rule = f"the vocabulary of the teacher has {teacher_size} tokens"
+    # Distillation compares distributions over the tokens of the data. Both models may have more
+    # rows, which pad their vocabularies and have no text.
+    teacher_size = vocabulary_size(hf_teacher)
+    num_ids = max((dataset.table.tokenizer.vocab_size for dataset in datasets), default=0)
+    if teacher_size < num_ids:
+        rule = f"has a vocabulary of {teacher_size} tokens, and the data's tokenizer {num_ids}"
+        return None, [Problem(key, value, rule, "a teacher with the tokenizer of the data")]
+    if config.objective.teacher_top_k > num_ids:
+        rule = f"the tokenizer of the data has {num_ids} tokens"
         name = "objective.teacher_top_k"
-        return None, [
-            Problem(name, config.objective.teacher_top_k, rule, f"{teacher_size} or less")
-        ]
+        return None, [Problem(name, config.objective.teacher_top_k, rule, f"{num_ids} or less")]
     problems: list[Problem] = []
     if teacher_config.parallel.tensor > 1:
         from bigtrain.models.equivalence.tensor_parallel import check_tensor_size
@@ -205,7 +205,7 @@ def _inspect_teacher(
         plan, problems = cached_model_plan(teacher_config, hf_teacher, teacher.plan)
     if plan is None or problems:
         return None, [of_teacher(config, problem) for problem in problems]
-    return TeacherInputs(teacher, hf_teacher, plan), []
+    return TeacherInputs(teacher, hf_teacher, plan, num_ids), []
 
 
 def check_base_weights(config: RunConfig, inputs: Inputs) -> None:

@@ -39,6 +39,7 @@ from bigtrain.data.shards.scores import (
     scores_directory,
 )
 from bigtrain.engine.train_engine import TrainEngine
+from bigtrain.models.layers.token_loss import TopTokens
 from bigtrain.models.weights.checksums import TOKEN_FILES, Sums
 from bigtrain.objectives.section import ROWS
 from bigtrain.run.checkpointing.checkpoints import MANIFEST
@@ -107,6 +108,8 @@ def score_dataset(
 
     work.on_main_rank(begin)
     rows = ROWS.get(scored.dataset.table.rows)
+    num_ids = scored.dataset.table.tokenizer.vocab_size
+    top = TopTokens(request.top_k, num_ids) if request.top_k else None
     splits: dict[Split, list[ScorePartRecord]] = {}
     longest: dict[Split, int] = {}
     for split in scored.splits:
@@ -121,7 +124,7 @@ def score_dataset(
         for part in _parts(split, samples, request):
             record = work.on_main_rank(lambda part=part: writers[0].finished(part.name))  # type: ignore[misc]
             if record is None:
-                arrays = _compute(context, engine, samples, part=part, request=request)
+                arrays = _compute(context, engine, samples, part=part, request=request, top=top)
                 if rated is not None:
                     arrays[MISMATCHED] = _mismatched_sums(context, engine, rated, part)
 
@@ -171,8 +174,9 @@ def _compute(
     *,
     part: _Part,
     request: ScoreRequest,
+    top: TopTokens | None,
 ) -> dict[str, npt.NDArray[Any]]:
-    """Return the arrays of a part, on every rank. Collective."""
+    """Return the arrays of a part, on every rank; `top`: tokens to store. Collective."""
     top_k, count = request.top_k, len(part.samples)
     num_values = part.num_tokens if request.kind != "documents" else 0
     num_top = num_values if top_k else 0
@@ -194,7 +198,7 @@ def _compute(
     lengths = samples.lengths[part.samples]
     for numbers, batch in _batches(engine, part.samples, lengths, reader.read):
         context.heartbeat.set_activity(_ACTIVITY, slow=True)
-        scores = engine.token_scores(batch, top_k).numpy()
+        scores = engine.token_scores(batch, top).numpy()
         if not counts:
             continue
         labels = batch.labels.numpy()
@@ -242,7 +246,7 @@ def _mismatched_sums(
     counts = engine.mesh.coordinates.is_first("data", *MODEL_AXES)
     for numbers, batch in _batches(engine, documents, rated.mismatched_lengths(documents), read):
         context.heartbeat.set_activity(_ACTIVITY, slow=True)
-        values = engine.token_scores(batch, 0).numpy()[: len(numbers), :, 0]
+        values = engine.token_scores(batch).numpy()[: len(numbers), :, 0]
         if counts:
             sums[numbers - part.first] = values.sum(1, dtype=np.float64)
     return _summed(sums, engine)

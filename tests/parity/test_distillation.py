@@ -29,6 +29,7 @@ from tests.parity.objective_runs import (
     run_tree,
     save_experts,
     save_llama,
+    train,
     train_in_two,
 )
 from tests.support.datasets import write_dataset
@@ -49,7 +50,20 @@ def unscored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_llama(directory / "student")
     save_experts(directory / "student", directory / "experts")
     save_llama(directory / "teacher", hidden_size=48, seed=1)
+    save_padded(directory / "teacher", directory / "padded_teacher", 24)
+    save_padded(directory / "student", directory / "padded_student", 8)
     return directory
+
+
+def save_padded(model: Path, output: Path, num_rows: int) -> None:
+    """Save a model with further rows in its vocabulary, which are as probable as the tokens."""
+    padded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    padded.resize_token_embeddings(VOCAB_SIZE + num_rows, mean_resizing=False)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(num_rows)
+        for weight in (padded.get_input_embeddings().weight, padded.get_output_embeddings().weight):
+            weight[VOCAB_SIZE:].normal_(0.0, float(weight[:VOCAB_SIZE].std()))
+    padded.save_pretrained(output)
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +108,11 @@ def coarse(logits: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
     return torch.cat([known, 1 - known.sum(-1, keepdim=True)], -1)
 
 
-def plain_loss(teacher: Any, student: Any, parts: list[Any]) -> tuple[torch.Tensor, Any]:
-    """Mean over the targets, each document by a forward pass of its own."""
+def plain_loss(
+    teacher: Any, student: Any, parts: list[Any], temperature: float = 1.0
+) -> tuple[torch.Tensor, Any]:
+    """Mean over the targets, each document by a forward pass of its own. The teacher's rows after
+    the tokenizer's tokens do not count."""
     losses = []
     for ids, labels in (document for part in parts for document in documents_in(part)):
         wanted = labels != IGNORED
@@ -104,23 +121,33 @@ def plain_loss(teacher: Any, student: Any, parts: list[Any]) -> tuple[torch.Tens
         logits = student(input_ids=ids[None], use_cache=False).logits[0][wanted]
         with torch.no_grad():
             known = teacher(input_ids=ids[None], use_cache=False).logits[0][wanted].double()
+        known = known[:, :VOCAB_SIZE] / temperature
         top = known.topk(TOP_K).indices
-        expected, probabilities = coarse(known, top), coarse(logits.double(), top)
+        probabilities = coarse(logits.double() / temperature, top)
+        expected = coarse(known, top)
         divergences = F.kl_div(probabilities.log(), expected, reduction="none").sum(-1)
+        divergences = divergences * temperature**2
         entropies = F.cross_entropy(logits, labels[wanted], reduction="none")
         losses.append(ALPHA * divergences + (1 - ALPHA) * entropies)
     return torch.cat(losses).mean(), {}
 
 
 @cache
-def plain_run(root: Path, adapted: bool, name: str = "student") -> Plain:
+def plain_run(
+    root: Path,
+    adapted: bool,
+    name: str = "student",
+    teacher_name: str = "teacher",
+    temperature: float = 1.0,
+) -> Plain:
     tree = run_of(root, **({"adapters": ADAPTERS} if adapted else {}))
     student, teacher = (
         AutoModelForCausalLM.from_pretrained(root / each, dtype=torch.float32)
-        for each in (name, "teacher")
+        for each in (name, teacher_name)
     )
     tree["objective"] = {"type": "next_token"}
-    return plain_training(tree, student, partial(plain_loss, teacher.eval()))
+    loss_of = partial(plain_loss, teacher.eval(), temperature=temperature)
+    return plain_training(tree, student, loss_of)
 
 
 @pytest.mark.parametrize(
@@ -143,6 +170,20 @@ def test_equals_a_plain_loop(root: Path, name: str, sections: dict[str, Any]) ->
     place = f"{name}-{'-'.join(sections)}"
     lines = train_in_two(root, place, tree)
     compare(root / place, lines, plain_run(root, "adapters" in sections, student))
+
+
+@pytest.mark.parametrize("student", ["student", "padded_student"])
+def test_rows_after_the_tokens_of_a_stored_teacher_do_not_count(root: Path, student: str) -> None:
+    scores = root / "padded_scores"
+    if not scores.exists():
+        top = ("--kind", "top-k", "--top-k", str(TOP_K))
+        score(root, "padded_teacher", scores, *top)
+    tree = run_of(root)
+    tree["objective"]["teacher"] = str(scores)
+    tree["model"]["path"] = str(root / student)
+    lines = train(root, f"rows-{student}", tree, 1)
+    wanted = plain_run(root, False, student, "padded_teacher")
+    compare(root / f"rows-{student}", lines, wanted)
 
 
 @pytest.mark.parametrize("num_known", [1, 5, VOCAB_SIZE - 1, VOCAB_SIZE])

@@ -69,6 +69,29 @@ def test_equals_a_plain_loop(root: Path, name: str, sections: dict[str, Any]) ->
     compare(root / place, lines, plain_run(root, "adapters" in sections))
 
 
+@pytest.mark.parametrize(
+    ("layout", "student", "teacher", "temperature", "loss"),
+    [
+        ("zero3", "padded_student", "padded_teacher", 2.5, "chunked"),
+        pytest.param("tensor", "student", "padded_teacher", 0.5, "chunked", marks=SLOW),
+        pytest.param("zero1", "padded_student", "teacher", 1.5, "plain", marks=SLOW),
+        pytest.param("sequence", "student", "teacher", 2.0, "plain", marks=SLOW),
+    ],
+)
+def test_temperatures_and_padded_vocabularies(
+    root: Path, layout: str, student: str, teacher: str, temperature: float, loss: str
+) -> None:
+    tree = live_run(root, **LAYOUTS[layout].sections)
+    more = {"teacher_model": str(root / teacher), "temperature": temperature}
+    tree["objective"] |= more
+    tree["model"] |= {"path": str(root / student), "loss": loss}
+    if loss == "plain":
+        del tree["model"]["loss_chunk_tokens"]
+    place = f"padded-{layout}"
+    lines = train_in_two(root, place, tree)
+    compare(root / place, lines, plain_run(root, False, student, teacher, temperature))
+
+
 @pytest.mark.slow
 def test_a_resumed_run_has_the_same_bits(root: Path) -> None:
     tree = live_run(root, **LAYOUTS["zero3"].sections)
@@ -118,13 +141,16 @@ def test_what_does_not_fit_is_refused(root: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     save_llama(other)
     config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps(config | {"vocab_size": VOCAB_SIZE + 1}))
+    (other / "config.json").write_text(json.dumps(config | {"vocab_size": VOCAB_SIZE - 1}))
     divided = live_run(root, parallel={"expert": 2})
     divided["model"]["path"] = str(root / "experts")
     assert key in refusal(divided)
     text = refusal(with_objective(teacher_model=str(other)))
     assert f"{key} = " in text
-    assert f"has a vocabulary of {VOCAB_SIZE + 1} tokens, and the student one of 96" in text
+    assert f"has a vocabulary of {VOCAB_SIZE - 1} tokens, and the data's tokenizer 96" in text
+    stored = run_of(root)
+    stored["objective"]["temperature"] = 2.0
+    assert "objective.temperature = 2.0: stored scores are probabilities at" in refusal(stored)
 
 
 def test_the_teacher_is_predicted(root: Path) -> None:

@@ -38,6 +38,7 @@ from bigtrain.errors import ModelError
 from bigtrain.metrics.recording import Recorder
 from bigtrain.models.layers.parameters import has_score_head
 from bigtrain.models.layers.token_loss import (
+    TopTokens,
     summed_token_loss,
     token_log_probabilities,
     token_scores,
@@ -194,12 +195,12 @@ class PipelineTrainEngine(TrainEngine):
         return result
 
     @torch.no_grad()
-    def token_scores(self, batch: MicroBatch, top_k: int = 0) -> torch.Tensor:
+    def token_scores(self, batch: MicroBatch, top: TopTokens | None = None) -> torch.Tensor:
         """Return scores like `TrainEngine.token_scores`; stages compute in turn."""
         labels = batch.labels.to(self.device)
 
         def read(logits: torch.Tensor) -> torch.Tensor:
-            scores = token_scores(logits.flatten(0, 1).float(), labels.flatten(), top_k)
+            scores = token_scores(logits.flatten(0, 1).float(), labels.flatten(), top)
             return scores.view(*labels.shape, -1)
 
         self.engine.eval()

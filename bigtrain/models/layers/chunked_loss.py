@@ -31,6 +31,7 @@ from bigtrain.models.layers.token_loss import (
     NO_TERMS,
     LossTerms,
     Teacher,
+    TopTokens,
     summed_token_loss,
     token_scores,
 )
@@ -98,7 +99,8 @@ class ChunkedLoss:
         self._inputs: dict[str, Any] = {}
         self._labels: torch.Tensor | None = None
         self._factor: torch.Tensor | None = None
-        self._per_token, self._top_k = False, 0
+        self._per_token = False
+        self._top: TopTokens | None = None
         self._teacher: Teacher | None = None
         self._weights: torch.Tensor | None = None
         self._base_outputs: Any = None
@@ -117,14 +119,14 @@ class ChunkedLoss:
         targets: torch.Tensor | None = None,
         factor: torch.Tensor | None = None,
         per_token: bool = False,
-        top_k: int = 0,
+        top: TopTokens | None = None,
         teacher: Teacher | None = None,
         further: FurtherLosses | None = None,
         weights: torch.Tensor | None = None,
         **inputs: Any,
     ) -> Any:
         """Run the model's forward method; with `targets` int64 [B, T] return a `SummedLoss`, whose
-        loss is float32 [B, T] with `per_token`, and float32 [B, T, 1 + 2 `top_k`] with `top_k`, as
+        loss is float32 [B, T] with `per_token`, and float32 [B, T, 1 + 2 k] with k `top` tokens, as
         `bigtrain.models.layers.token_loss.token_scores` returns it, then without a graph.
 
         `targets` are the labels of the tokens (already shifted), -100 for none. They may be on the
@@ -138,7 +140,7 @@ class ChunkedLoss:
         if targets is None:
             return self._plain_forward(*args, **inputs)
         self._inputs, self._labels, self._factor = inputs, targets, factor
-        self._per_token, self._top_k = per_token, top_k
+        self._per_token, self._top = per_token, top
         self._teacher, self._weights = teacher, weights
         try:
             # Instead of logits, the head computes the loss of all hidden states.
@@ -185,8 +187,8 @@ class ChunkedLoss:
             output: torch.Tensor = self._plain_head(hidden, *args, **kwargs)
             return output
         weights = list(self._head.parameters())
-        if self._top_k:
-            return self._top_scores(hidden)
+        if self._top is not None:
+            return self._top_scores(hidden, self._top)
         if self._per_token:
             return self._log_probabilities(hidden, weights)
         if not torch.is_grad_enabled():
@@ -287,7 +289,7 @@ class ChunkedLoss:
         return values
 
     @torch.no_grad()
-    def _top_scores(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _top_scores(self, hidden: torch.Tensor, top: TopTokens) -> torch.Tensor:
         """Return scores float32 [B, T, 1 + 2 k] of the targets of `hidden` [B, T, H], as
         `token_scores`: the log-probability of the target, the k greatest, and the ids of these; 0
         without a target."""
@@ -295,9 +297,9 @@ class ChunkedLoss:
         labels, index = _targets(self._labels, hidden.device)
         rows = hidden.flatten(0, -2)
         rows = rows if index is None else rows[index]
-        scores = rows.new_zeros((len(labels), 1 + 2 * self._top_k), dtype=torch.float32)
+        scores = rows.new_zeros((len(labels), 1 + 2 * top.count), dtype=torch.float32)
         for part in self._parts(len(labels)):
-            scores[part] = token_scores(self._logits(rows[part]), labels[part], self._top_k)
+            scores[part] = token_scores(self._logits(rows[part]), labels[part], top)
         if index is not None:
             all_rows = scores.new_zeros((self._labels.numel(), scores.shape[1]))
             scores = all_rows.index_copy_(0, index, scores)

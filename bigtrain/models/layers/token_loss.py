@@ -16,17 +16,31 @@ class LossTerms:
     target that is divided equally over the vocabulary (Szegedy et al. 2016, arXiv 1512.00567; as
     transformers' LabelSmoother). z_loss: weight of the squared logarithm of the softmax's
     denominator (PaLM, arXiv 2204.02311). distillation: weight w of the divergence from a teacher;
-    the cross-entropy has the weight 1 - w."""
+    the cross-entropy has the weight 1 - w. temperature: T of the teacher's and the model's
+    probabilities in the divergence, which is multiplied by T^2, so that its gradient does not
+    shrink with T (Hinton et al. 2015, arXiv 1503.02531, section 2)."""
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     distillation: float = 0.0
+    temperature: float = 1.0
 
 
 NO_TERMS = LossTerms()
 
 Teacher = tuple[torch.Tensor, torch.Tensor]
 """Log-probabilities of a teacher's k most probable tokens, float32 [N, k], and their ids, int64."""
+
+
+@dataclass(frozen=True)
+class TopTokens:
+    """Most probable tokens that a model is asked for. count: how many. num_ids: ids that are
+    compared, the first of the vocabulary: a model may have more rows than its tokenizer has tokens;
+    None for all. temperature: of the probabilities."""
+
+    count: int
+    num_ids: int | None = None
+    temperature: float = 1.0
 
 
 def summed_token_loss(
@@ -65,10 +79,14 @@ def summed_token_loss(
     if terms.z_loss:
         squares = logits.logsumexp(-1).square()
         loss = loss + terms.z_loss * (squares * (labels != IGNORED_LABEL)).sum()
-    # (1 - w) * loss + w * KL(teacher || model) (Hinton et al. 2015, arXiv 1503.02531).
+    # (1 - w) * loss + w * T^2 * KL(teacher || model) at temperature T (Hinton et al. 2015, arXiv
+    # 1503.02531).
     if teacher is not None:
-        divergences = divergence(logits, *teacher) * (labels != IGNORED_LABEL)
-        loss = (1 - terms.distillation) * loss + terms.distillation * divergences.sum()
+        temperature = terms.temperature
+        softened = logits if temperature == 1 else logits / temperature
+        divergences = divergence(softened, *teacher) * (labels != IGNORED_LABEL)
+        weight = terms.distillation * temperature**2
+        loss = (1 - terms.distillation) * loss + weight * divergences.sum()
     return loss
 
 
@@ -104,15 +122,20 @@ def token_log_probabilities(logits: torch.Tensor, labels: torch.Tensor) -> torch
     return -entropies.view(labels.shape)
 
 
-def token_scores(logits: torch.Tensor, labels: torch.Tensor, top_k: int = 0) -> torch.Tensor:
-    """Return the log-probability of every label, then the log-probabilities of the `top_k` most
-    probable tokens in falling order, then their ids: float32 [N, 1 + 2 top_k]; 0 without a label.
-    logits float32 [N, V], labels int64 [N]. Ids below 2^24 are exact in float32."""
+def token_scores(
+    logits: torch.Tensor, labels: torch.Tensor, top: TopTokens | None = None
+) -> torch.Tensor:
+    """Return the log-probability of every label, then the log-probabilities of the k most probable
+    tokens (`top`) in falling order, then their ids: float32 [N, 1 + 2 k]; 0 without a label. logits
+    float32 [N, V], labels int64 [N]. Ids below 2^24 are exact in float32."""
     assert logits.shape[-1] <= 1 << 24
     entropies = F.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="none")
     columns = [-entropies.unsqueeze(-1)]
-    if top_k:
-        values, ids = logits.topk(top_k, dim=-1)
+    if top is not None:
+        logits = logits[..., : top.num_ids]
+        if top.temperature != 1:
+            logits = logits / top.temperature
+        values, ids = logits.topk(top.count, dim=-1)
         values = values - logits.logsumexp(-1, keepdim=True)
         present = (labels != IGNORED_LABEL).unsqueeze(-1)
         columns += [values * present, (ids * present).float()]
