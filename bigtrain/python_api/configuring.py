@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bigtrain.errors import ConfigError, LaunchError, Problem
+from bigtrain.python_api.given_loss import given_loss
 from bigtrain.run.output_directory import check_output
 from bigtrain.settings.accelerate import AccelerateSettings, read_accelerate
 from bigtrain.settings.compatibility.facts import Device
@@ -167,6 +168,7 @@ def train_run(
     deepspeed_config: str | Path | None = None,
     model: type | None = None,
     data: object = None,
+    loss: object = None,
     callbacks: Sequence[object] = (),
 ) -> TrainingResult:
     """Train a run in this process to its last step, from its newest checkpoint if there is one.
@@ -179,6 +181,9 @@ def train_run(
     data: training data: a directory of shards, or a dataset of them; or an object with ``__len__``
     and ``__getitem__`` whose items are samples, with the tokenizer of the run's ``data.path``; or a
     stream of them (``__iter__``, ``state_dict``, ``load_state_dict``), from its next item on.
+    loss: the objective: a function of a `bigtrain.ObjectiveBatch` that returns the loss summed over
+    its units (target tokens, or its attribute ``unit``), an object with such a method ``loss``, or
+    a class of such objects. With several ranks from a module, since each imports it.
     callbacks: objects with methods of a callback (docs/howto/extend.md), called after those of the
     run; the run directory does not record them.
 
@@ -197,18 +202,23 @@ def train_run(
     samples, data_overrides = _samples_of(data)
     overrides = (*overrides, *data_overrides)
     world = read_world(os.environ)
-    run = resolve(
-        config, overrides, world.size, deepspeed_config, accelerate=read_accelerate(os.environ)
-    )
-    _refuse_other_group()
-    import torch
+    with given_loss(loss, world.size) as loss_overrides:
+        run = resolve(
+            config,
+            (*overrides, *loss_overrides),
+            world.size,
+            deepspeed_config,
+            accelerate=read_accelerate(os.environ),
+        )
+        _refuse_other_group()
+        import torch
 
-    with (
-        _as_before(samples),
-        torch.random.fork_rng(devices=[]),
-        StopSignals(interrupts=True) as signals,
-    ):
-        return train_resolved(run, world, signals, callbacks=callbacks, samples=samples)
+        with (
+            _as_before(samples),
+            torch.random.fork_rng(devices=[]),
+            StopSignals(interrupts=True) as signals,
+        ):
+            return train_resolved(run, world, signals, callbacks=callbacks, samples=samples)
 
 
 def train_resolved(

@@ -18,7 +18,8 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -31,9 +32,24 @@ from bigtrain.settings.sections.extensions import SHIPPED_CALLBACKS, ShippedCall
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
+_given_code: dict[str, Any] = {}
+
+
+@contextmanager
+def given_code(name: str, extension: Any) -> Iterator[None]:
+    """Let `import_named` find `extension`, an object of the calling program, as `name` inside."""
+    _given_code[name] = extension
+    try:
+        yield
+    finally:
+        del _given_code[name]
+
+
 def import_named(key: str, name: str) -> Any:
     """Return the object that `name`, ``package.module:Name``, means. `key`: the setting with it.
     Raises ConfigError if it cannot be imported; with the file and line where its module fails."""
+    if name in _given_code:
+        return _given_code[name]
     module_name, _, path = name.partition(":")
     try:
         # The working directory comes last, so that no file there hides a module of Python or of a

@@ -117,6 +117,65 @@ def world(run_yaml: str, directory: str) -> None:
     Path(directory, f"result-{os.environ['RANK']}.json").write_text(json.dumps(seen))
 
 
+CELL = """
+import bigtrain
+
+def focal(batch):
+    chances = batch.log_probabilities.exp()
+    bigtrain.record("chance", chances[batch.targets].mean())
+    return -((1 - chances) ** 2 * batch.log_probabilities).sum()
+
+class Focal:
+    unit = "tokens"
+    def __init__(self, gamma=2.0):
+        self.gamma = gamma
+    def loss(self, batch):
+        chances = batch.log_probabilities.exp()
+        return -((1 - chances) ** self.gamma * batch.log_probabilities).sum()
+
+def wrong(batch, more):
+    return more
+"""
+
+
+def losses(run_yaml: str, directory: str) -> None:
+    """A loss of a cell: a function, an object, a class and a closure train alike."""
+    cell: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(CELL, "<ipython-input-3>", "exec"), cell)
+    focal, Focal = cell["focal"], cell["Focal"]
+
+    def made(gamma: int) -> Any:
+        return lambda batch: (
+            -((1 - batch.log_probabilities.exp()) ** gamma * batch.log_probabilities).sum()
+        )
+
+    trained = []
+    for number, loss in enumerate((focal, Focal(), Focal, made(2), made(0), None)):
+        arguments = (f"output.directory={directory}/loss-{number}", "train.steps=4")
+        result = bigtrain.train_run(run_yaml, *arguments, loss=loss)
+        trained.append(result.loss)
+    changes = "checkpoint.allow_changes=[train.steps]"
+    first = f"output.directory={directory}/loss-0"
+    resumed = bigtrain.train_run(run_yaml, first, "train.steps=6", changes, loss=focal)
+    assert resumed.step == 6
+    assert trained[0] == trained[1] == trained[2] == trained[3] < trained[4]
+    assert trained[4] == pytest.approx(trained[5], rel=1e-5)
+    rows = bigtrain.read_metrics(f"{directory}/loss-0")
+    assert all(0 < row["recorded"]["chance"] < 1 for row in rows)
+    for bad, text in ((cell["wrong"], "loss is called as loss(batch)"), (3, "is no function of")):
+        with pytest.raises(bigtrain.ConfigError, match=re.escape(text)):
+            bigtrain.train_run(run_yaml, loss=bad)
+    with pytest.raises(bigtrain.ConfigError, match=r"objective\.type = 'gone:Loss'"):
+        bigtrain.train_run(run_yaml, "objective.type=gone:Loss")
+    # Several processes: only what each can import.
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for loss in (focal, Focal(), made(2)):
+        with pytest.raises(bigtrain.ConfigError, match="and 2 processes train -> put it"):
+            bigtrain.train_run(run_yaml, loss=loss)
+    print("losses done")
+
+
 def streams(run_yaml: str, directory: str) -> None:
     """A stream has its state again after a run, so that the same object trains it further, as one
     that was never interrupted; a stream with other items does not."""
@@ -147,4 +206,5 @@ def streams(run_yaml: str, directory: str) -> None:
 
 
 if __name__ == "__main__":
-    {"page": page, "trains": trains, "world": world, "streams": streams}[sys.argv[1]](*sys.argv[2:])
+    cases = (page, trains, losses, world, streams)
+    {case.__name__: case for case in cases}[sys.argv[1]](*sys.argv[2:])

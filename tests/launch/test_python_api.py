@@ -29,6 +29,10 @@ def test_a_process_is_as_before_and_trains_again(inputs: Inputs, tmp_path: Path)
     assert "trained" in run_script(1, WORKER, "trains", inputs.run_yaml, tmp_path)
 
 
+def test_a_loss_of_the_program_trains(inputs: Inputs, tmp_path: Path) -> None:
+    assert "losses done" in run_script(1, WORKER, "losses", inputs.run_yaml, tmp_path)
+
+
 @pytest.mark.slow
 def test_a_stream_trains_further_in_the_same_process(inputs: Inputs, tmp_path: Path) -> None:
     output = run_script(1, WORKER, "streams", inputs.run_yaml, tmp_path)
