@@ -35,6 +35,11 @@ class GenerateArguments:
     """nucleus to sample from (default: 0.95)"""
     seed: int = 0
     """seed of the sampling (default: 0)"""
+    compare_with: str | None = None
+    """address of an OpenAI-compatible server of the model (vLLM, SGLang, llama.cpp): compare its
+    log-probabilities of the prompt and of its most likely continuation with those of --model"""
+    served_model: str | None = None
+    """with --compare-with: name of the model there, if the server has several"""
 
 
 def run(args: GenerateArguments) -> int:
@@ -43,6 +48,10 @@ def run(args: GenerateArguments) -> int:
 
     if args.messages is not None and not args.chat:
         raise ModelError("--messages is for a conversation -> add --chat")
+    if args.compare_with is not None:
+        return _compare(args)
+    if args.served_model is not None:
+        raise ModelError("--served-model names a model of a server -> add --compare-with URL")
     how: dict[str, Any] = {
         "max_new_tokens": args.max_new_tokens,
         "temperature": args.temperature,
@@ -64,6 +73,31 @@ def run(args: GenerateArguments) -> int:
     if args.prompt is None:
         raise ModelError("--prompt is missing -> text to continue, or --chat")
     print(generate(args.model, args.prompt, **how))
+    return 0
+
+
+def _compare(args: GenerateArguments) -> int:
+    """Print how far a server's log-probabilities are from the model's. Raises ModelError if they
+    are of other weights."""
+    from bigtrain.models.served import compare_with_server
+
+    if args.chat or args.prompt is None:
+        raise ModelError("--compare-with: compares a text -> --prompt TEXT, without --chat")
+    assert args.compare_with is not None
+    comparison = compare_with_server(
+        args.model,
+        args.compare_with,
+        args.prompt,
+        max_new_tokens=args.max_new_tokens,
+        served_model=args.served_model,
+    )
+    print("\n".join(comparison.lines()))
+    if not comparison.is_same:
+        raise ModelError(
+            f"--compare-with {args.compare_with}: serves another model than {args.model} -> "
+            "adapters that it did not load, another base, or weights in less than 16 bits"
+        )
+    print("the server has the weights of the export")
     return 0
 
 

@@ -47,12 +47,12 @@ def generate(
     record, as the tokenizer begins a text. `tokenizer`: transformers' tokenizer; loaded if it is
     None. Raises ModelError for a model or tokenizer that cannot be loaded, or an empty prompt.
     """
-    tokenizer = tokenizer or _load(AutoTokenizer, model)
+    tokenizer = tokenizer or load_part(AutoTokenizer, model)
     ids = prompt_ids(tokenizer, prompt, read_record(Path(local_path(model))))
     if not ids:
         raise ModelError("--prompt: is empty; give at least one token to continue")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    network = _load_network(model).to(device)
+    network = load_network(model).to(device)
     inputs = torch.tensor([ids], device=device)
     torch.manual_seed(sampling.seed)
     output = network.generate(
@@ -96,14 +96,14 @@ class Conversation:
     ) -> None:
         """Load `model` (directory or hub name). `tokenizer`: as for `generate`. Raises ModelError
         if they cannot be loaded, or the tokenizer has no chat template."""
-        self._tokenizer = tokenizer or _load(AutoTokenizer, model)
+        self._tokenizer = tokenizer or load_part(AutoTokenizer, model)
         if not self._tokenizer.chat_template:
             raise ModelError(
                 f"--model = {model!r}: its tokenizer has no chat template -> --prompt without "
                 "--chat, or tokenize with --chat-template"
             )
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._network = _load_network(model).to(self._device)
+        self._network = load_network(model).to(self._device)
         self._max_new_tokens, self._sampling = max_new_tokens, sampling
         self._endings = _ends(self._network, self._tokenizer, model)
         torch.manual_seed(sampling.seed)
@@ -144,17 +144,21 @@ class _Written(TextStreamer):  # type: ignore[misc]
         self._write(text)
 
 
-def _load_network(model: str) -> Any:
+def load_network(model: str) -> Any:
+    """Return the causal LM of the directory or hub name `model`, with its adapters, in the dtype of
+    its files. Raises ModelError if it cannot be loaded."""
     try:
         refuse_pickles(local_path(model))
     except ValueError as error:
         raise ModelError(f"--model = {model!r}: {error}") from error
-    network = _load(AutoModelForCausalLM, model, dtype="auto", use_safetensors=True)
+    network = load_part(AutoModelForCausalLM, model, dtype="auto", use_safetensors=True)
     fit_experts(network)  # grouped products do not take every width
     return network
 
 
-def _load(factory: Any, model: str, **options: Any) -> Any:
+def load_part(factory: Any, model: str, **options: Any) -> Any:
+    """Return what transformers' `factory` loads of the directory or hub name `model`. Raises
+    ModelError with the reason if it cannot."""
     try:
         # Adapters: transformers loads them by peft.
         with without_progress(), quiet_bitsandbytes():

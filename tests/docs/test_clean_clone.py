@@ -56,6 +56,7 @@ ELSEWHERE = {
     r"^bigtrain parity ": "tests/parity/test_parity_command.py",  # minutes each
     r"^bigtrain report .*--live": "tests/docs/test_howto_report.py",  # until Ctrl-C
     r"^bigtrain outer-server |sites\.server=": "tests/launch/test_outer_server.py",  # until Ctrl-C
+    r"--compare-with http": "tests/unit/models/test_served.py",  # needs a server
     r"^bigtrain init$": "tests/unit/commands/test_init.py",  # asks
 }
 # What these name is a model of eight GPUs, a base model, an object store, data of five formats: a

@@ -1,0 +1,274 @@
+"""Comparison of a Hugging Face directory with the server that serves it: log-probabilities of the
+same tokens, from the server by OpenAI's completions protocol and from transformers.
+
+Weights that a server never received, another base, a second beginning-of-text token and prompts
+that are tokenized otherwise all change them; the texts of both may still look alike.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from bigtrain.errors import ModelError
+from bigtrain.models.generation import load_network, load_part, prompt_ids
+from bigtrain.system.storage.local_path import local_path
+from bigtrain.system.text_record import read_record
+
+_TIMEOUT_SECONDS = 600.0
+_ROUNDINGS = 4.0
+"""Difference that a server may have, in units of the export's own rounding to bfloat16: its kernels
+add in another order, and its caches may be rounded once more."""
+_LEAST_LIMIT = 0.02
+"""In nats, for exports of which rounding changes almost nothing."""
+_REQUESTS: tuple[Mapping[str, Any], ...] = (
+    {"echo": True, "return_tokens_as_token_ids": True},
+    {"echo": True},
+    {"return_tokens_as_token_ids": True},
+    {},
+)
+"""Further fields of a request, the first that a server accepts: log-probabilities of the prompt,
+too (vLLM, SGLang), and ids instead of texts of tokens (vLLM)."""
+
+
+@dataclass(frozen=True)
+class ComparedToken:
+    """Token with its log-probabilities, in nats. position: in prompt and continuation."""
+
+    position: int
+    text: str
+    served: float
+    exported: float
+
+    @property
+    def difference(self) -> float:
+        """Absolute difference, in nats."""
+        return abs(self.served - self.exported)
+
+
+@dataclass(frozen=True)
+class ServerComparison:
+    """Comparison of a server with an export. num_prompt: compared tokens of the prompt. rounding:
+    largest change of these log-probabilities if the export is computed in bfloat16; limit: largest
+    difference of a server of the same model."""
+
+    served_model: str
+    tokens: tuple[ComparedToken, ...]
+    num_prompt: int
+    rounding: float
+    limit: float
+
+    @property
+    def largest(self) -> ComparedToken:
+        """Token with the largest difference."""
+        return max(self.tokens, key=lambda token: token.difference)
+
+    @property
+    def mean_difference(self) -> float:
+        """Mean absolute difference, in nats."""
+        return sum(token.difference for token in self.tokens) / len(self.tokens)
+
+    @property
+    def is_same(self) -> bool:
+        """Whether no difference is above the limit."""
+        return self.largest.difference <= self.limit
+
+    def lines(self) -> list[str]:
+        """Return the comparison as text."""
+        token, num_new = self.largest, len(self.tokens) - self.num_prompt
+        return [
+            f"{self.served_model}: {len(self.tokens)} tokens compared, {self.num_prompt} of the "
+            f"prompt and {num_new} generated",
+            f"largest difference: {token.difference:.4g} nats, of token {token.position} "
+            f"{token.text!r}: {token.served:.4f} served, {token.exported:.4f} exported; mean "
+            f"{self.mean_difference:.4g}",
+            f"limit: {self.limit:.4g} nats; rounding the export to bfloat16 changes it by up to "
+            f"{self.rounding:.4g}",
+        ]
+
+
+@dataclass(frozen=True)
+class _Served:
+    """Tokens of a server's answer. ids: of prompt and continuation; logps: of these tokens, None
+    where the server has none. num_prompt: tokens of the prompt."""
+
+    ids: list[int]
+    logps: list[float | None]
+    num_prompt: int
+
+
+def compare_with_server(
+    model: str, url: str, prompt: str, *, max_new_tokens: int, served_model: str | None = None
+) -> ServerComparison:
+    """Compare the Hugging Face directory (or hub name) `model` with the server at `url`, an
+    OpenAI-compatible one: its most probable continuation of `prompt`, and the prompt where it
+    returns its log-probabilities. served_model: its name there, needed if the server has several.
+
+    Raises ModelError if either cannot be read, or if the server reads other tokens.
+    """
+    tokenizer = load_part(AutoTokenizer, model)
+    ids = prompt_ids(tokenizer, prompt, read_record(Path(local_path(model))))
+    if not ids:
+        raise ModelError("--prompt: is empty; give at least one token to continue")
+    base_url = url.rstrip("/").removesuffix("/v1")
+    name = served_model or _only_model(base_url)
+    served = _completion(base_url, name, ids, max_new_tokens, tokenizer)
+
+    # The export's log-probabilities of the same tokens, in float32 and rounded.
+    network = load_network(model).to("cuda" if torch.cuda.is_available() else "cpu")
+    if getattr(network, "is_quantized", False):  # it computes in its own dtype only
+        exact = rounded = _log_probabilities(network, served.ids)
+    else:
+        exact = _log_probabilities(network.float(), served.ids)
+        rounded = _log_probabilities(network.bfloat16(), served.ids)
+    pairs = zip(served.ids[1:], served.logps[1:], exact, strict=True)
+    tokens = tuple(
+        ComparedToken(position, tokenizer.decode([token_id]), logp, exact_logp)
+        for position, (token_id, logp, exact_logp) in enumerate(pairs, 1)
+        if logp is not None
+    )
+    if not tokens:
+        raise ModelError(f"{url}: returned no log-probabilities -> a server with logprobs")
+    rounding = max(abs(exact[token.position - 1] - rounded[token.position - 1]) for token in tokens)
+    num_prompt = sum(token.position < served.num_prompt for token in tokens)
+    limit = max(_ROUNDINGS * rounding, _LEAST_LIMIT)
+    return ServerComparison(f"{base_url} ({name})", tokens, num_prompt, rounding, limit)
+
+
+@torch.no_grad()
+def _log_probabilities(network: Any, ids: Sequence[int]) -> list[float]:
+    """Return the log-probability of every token of `ids` but the first, given the tokens before."""
+    inputs = torch.tensor([ids], device=network.device)
+    logps = network(input_ids=inputs).logits[0, :-1].float().log_softmax(-1)
+    values: list[float] = logps.gather(-1, inputs[0, 1:, None])[:, 0].tolist()
+    return values
+
+
+def _only_model(base_url: str) -> str:
+    """Return the name of the model that a server has. Raises ModelError if it has several."""
+    listed = _request(f"{base_url}/v1/models")
+    try:
+        names = [str(entry["id"]) for entry in listed["data"]]
+    except (TypeError, KeyError) as error:
+        rule = "is no OpenAI-compatible server: /v1/models has no list of models"
+        raise ModelError(f"--compare-with {base_url}: {rule}") from error
+    if len(names) != 1:
+        raise ModelError(
+            f"--compare-with {base_url}: it has {len(names)} models -> name one: --served-model "
+            f"{' or '.join(names) or 'NAME'}"
+        )
+    return names[0]
+
+
+def _completion(
+    base_url: str, name: str, ids: list[int], max_new_tokens: int, tokenizer: Any
+) -> _Served:
+    """Return the server's most probable continuation of `ids`, with log-probabilities. Raises
+    ModelError if the server reads other tokens than `ids`, or gives no log-probabilities."""
+    request = {
+        "model": name,
+        "prompt": ids,
+        "max_tokens": max_new_tokens,
+        "temperature": 0,
+        "logprobs": 1,
+    }
+    answer: Any = None
+    refusals: list[str] = []
+    for further in _REQUESTS:
+        try:
+            answer = _request(f"{base_url}/v1/completions", {**request, **further})
+            break
+        except _RefusedError as error:
+            refusals.append(str(error))
+    if answer is None:
+        raise ModelError(f"--compare-with {base_url}: refuses the request: {refusals[-1]}")
+    try:
+        choice = answer["choices"][0]
+        names, logps = _listed(choice["logprobs"])
+    except (TypeError, KeyError, IndexError) as error:
+        rule = "its completions have no log-probabilities of tokens (logprobs)"
+        raise ModelError(f"--compare-with {base_url}: {rule}") from error
+    new_ids = [_id_of(token, tokenizer) for token in names]
+
+    # With `echo` the answer begins with the prompt, as the server reads it.
+    echoes = further.get("echo", False) and len(new_ids) > max_new_tokens
+    if echoes and new_ids[: len(ids)] != ids:
+        raise ModelError(
+            f"--compare-with {base_url}: it reads other tokens than the export: it begins with "
+            f"{new_ids[:6]}, and the prompt with {ids[:6]} -> a server that takes the tokens of a "
+            "prompt as they are (a second beginning-of-text token?)"
+        )
+    usage = answer.get("usage") or {}
+    num_read = usage.get("prompt_tokens", len(ids))
+    if not echoes and num_read != len(ids):
+        raise ModelError(
+            f"--compare-with {base_url}: it reads {num_read} tokens, and the prompt has {len(ids)} "
+            "-> a server that takes the tokens of a prompt as they are (a second "
+            "beginning-of-text token?)"
+        )
+    if echoes:
+        return _Served(new_ids, logps, len(ids))
+    return _Served([*ids, *new_ids], [*(None for _ in ids), *logps], len(ids))
+
+
+def _listed(logprobs: Any) -> tuple[list[Any], list[float | None]]:
+    """Return the tokens and log-probabilities of an answer: lists of both (OpenAI's completions),
+    or one of objects (as in its chats; llama.cpp)."""
+    if "content" in logprobs:
+        entries = logprobs["content"]
+        return [entry.get("id", entry["token"]) for entry in entries], [
+            float(entry["logprob"]) for entry in entries
+        ]
+    return list(logprobs["tokens"]), list(logprobs["token_logprobs"])
+
+
+def _id_of(token: Any, tokenizer: Any) -> int:
+    """Return the id of a token that a server names by id, as "token_id:ID", or by its text. Raises
+    ModelError for a text that no token has, or several have."""
+    if isinstance(token, int):
+        return token
+    if match := re.fullmatch(r"token_id:(\d+)", token):
+        return int(match[1])
+    ids = tokenizer(token, add_special_tokens=False).input_ids
+    if len(ids) == 1 and tokenizer.decode(ids) == token:
+        return int(ids[0])
+    raise ModelError(
+        f"the server names a token by its text, {token!r}, which is no single token of the "
+        "export's tokenizer -> a server that returns ids (vLLM, llama.cpp), or another prompt"
+    )
+
+
+class _RefusedError(Exception):
+    """A request that a server answers with a client error."""
+
+
+def _request(address: str, body: Mapping[str, Any] | None = None) -> Any:
+    """Return the JSON of an answer; OPENAI_API_KEY authenticates, where it is set. Raises
+    _RefusedError for status 400 to 499, ModelError if the server cannot be reached, or fails."""
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"}
+    if key := os.environ.get("OPENAI_API_KEY"):
+        headers["Authorization"] = f"Bearer {key}"
+    request = urllib.request.Request(address, data, headers)
+    try:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS) as response:
+            return json.load(response)
+    except urllib.error.HTTPError as error:
+        text = (
+            f"status {error.code}: {' '.join(error.read().decode(errors='replace').split())[:300]}"
+        )
+        if 400 <= error.code < 500 and body is not None:
+            raise _RefusedError(text) from error
+        raise ModelError(f"--compare-with {address}: {text}") from error
+    except (OSError, ValueError) as error:
+        raise ModelError(f"--compare-with {address}: cannot be reached: {error}") from error
