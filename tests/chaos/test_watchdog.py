@@ -114,9 +114,10 @@ def test_a_process_held_in_c_code_is_named_and_ends(
     server: Server, run_yaml: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    # Its last look must not have been in the first step or at a save, for which the limit is long.
+    # Its last look must be long after the first step or a save, for which the limit is long.
     words = arguments(run_yaml, run, TIMEOUT, "checkpoint.every_steps=100")
-    codes, text = server.live(words, hang=hang(1, "hold", call=41), grace_seconds=60)
+    slow = {"rank": 1, "seconds": 0.01}
+    codes, text = server.live(words, hang=hang(1, "hold", call=41), slow=slow, grace_seconds=60)
     assert codes == [EXIT_HANG, 1], text
     assert f"lagging:\n  rank 1 on {HOST} does not respond" in text
     assert "Timeout (" in text  # faulthandler's, with the stack
