@@ -20,6 +20,8 @@ import sysconfig
 import time
 from pathlib import Path
 
+from bigtrain.system.next_commands import next_lines, run_lines
+
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
 PROMPT = "def read(self, "
@@ -145,6 +147,13 @@ def report(shards: Path, run: Path, seconds: float) -> None:
     say(f"{seconds:.0f} s; Hugging Face model in {run / 'hf'}, metrics in {run}/metrics.jsonl")
     if losses[-1] > unigram - 1:
         raise SystemExit("quickstart: the model did not learn more than token frequencies")
+    say(
+        next_lines(
+            f"source {shlex.quote(str(BIN / 'activate'))}",
+            *run_lines(run, run / "hf"),
+            "bigtrain init   # a run of your own: asks for the model and the data",
+        )
+    )
 
 
 def show(command: list[str]) -> None:

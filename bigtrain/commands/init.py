@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.system.arguments import Argument, File, Positive, positive_int
+from bigtrain.system.next_commands import next_lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +79,7 @@ def run(args: InitArguments) -> int:
     written = write_new_run(new_run, args.output, force=args.force)
     if new_run.names_nothing_here:
         print(f"note: {new_run.data} does not exist yet", file=sys.stderr)
-    print(f"wrote {' and '.join(map(str, written.files))}; next:")
-    for command in written.next_commands:
-        print(f"  {command}")
+    print(f"wrote {' and '.join(map(str, written.files))}; {next_lines(*written.next_commands)}")
     return 0
 
 

@@ -20,7 +20,7 @@ from bigtrain.settings.loading import recipe_names
 from bigtrain.settings.resolve import resolve_run
 from bigtrain.settings.run_config import ModelSection, RunConfig
 from bigtrain.system.files import whole_file
-from bigtrain.system.shipped_files import checkout
+from bigtrain.system.next_commands import RANKS_PER_NODE, train_line
 from bigtrain.system.storage.stores import is_address
 from bigtrain.system.units import GIB
 
@@ -249,25 +249,11 @@ def _next_commands(new_run: NewRun, output: Path, plan: Plan | None) -> Iterator
             f"bigtrain tokenize --input {shlex.quote(new_run.data)} --tokenizer "
             f"{shlex.quote(tokenizer)} --held-out 0.02 --output {shlex.quote(new_run.shards)}"
         )
-    size = 1 if plan is None else plan.cluster.num_devices
+    size, per_node = 1, RANKS_PER_NODE
+    if plan is not None:
+        size, per_node = plan.cluster.num_devices, plan.cluster.device.devices_per_node
     yield f"bigtrain check --config {quoted} --world-size {size}"
-    yield launch_line(quoted, plan)
+    yield train_line(["--config", str(output)], size, per_node)
     directory = load_config(output).output.directory
     how = "--chat" if new_run.chat else "--prompt TEXT"
     yield f"bigtrain generate --model {shlex.quote(f'{directory}/hf')} {how}"
-
-
-def launch_line(yaml_path: str, plan: Plan | None) -> str:
-    """Return the command that starts `yaml_path` on all devices of a plan, or on one rank."""
-    program = Path("bigtrain/train.py")
-    if not program.is_file():
-        program = checkout() / program
-    start = f"{program} --config {yaml_path}"
-    if plan is None:
-        return f"python {start}"
-    cluster = plan.cluster
-    nodes = -(-cluster.num_devices // cluster.device.devices_per_node)
-    if nodes > 1:
-        return f"deepspeed --hostfile HOSTFILE {start}   # a hostfile of {nodes} nodes"
-    option = "--num_accelerators" if cluster.device.is_cpu else "--num_gpus"
-    return f"deepspeed {option} {cluster.num_devices} {start}"
