@@ -43,6 +43,7 @@ def run(args: CheckArguments) -> int:
     the run's directory has another run; with `--inputs` ModelError for a model that cannot be
     found."""
     from bigtrain.python_api.configuring import checked, resolve
+    from bigtrain.run.named_files import unread_files
     from bigtrain.settings.resolve import largest_phase
 
     device = args.device
@@ -72,11 +73,15 @@ def run(args: CheckArguments) -> int:
         print(describe(resolved))
         print(*(f"# {line}" for line in predicted), sep="\n")
         return 0
+    unread = unread_files(resolved.config)
     words = ["--config", args.config, *args.overrides]
     if engine is not None:
         words[2:2] = ["--deepspeed_config", engine]
-    print(*equations(resolved), *predicted, sep="\n")
-    print(f"this run can start; {next_lines(train_line(words, size))}")
+    print(*equations(resolved), *predicted, *unread, sep="\n")
+    if not args.inputs:
+        print("not read: tokens of the data, code of the model (--inputs reads them, in seconds)")
+    verdict = "this run can start where these can be read" if unread else "this run can start"
+    print(f"{verdict}; {next_lines(train_line(words, size))}")
     return 0
 
 

@@ -28,7 +28,11 @@ class InitArguments:
     shards: Annotated[str | None, "DIR"] = None
     """directory for the shards of such text (default: shards/)"""
     chat: bool | None = None
-    """the data are conversations: pack complete ones into samples (default: text)"""
+    """the data are conversations: pack complete ones into samples (default: by the manifest of
+    shards, else text)"""
+    preference: bool | None = None
+    """the data are pairs of answers, chosen and rejected: train by DPO (default: by the manifest of
+    shards)"""
     adapters: bool | None = None
     """train LoRA adapters for the weights of --model (default: all weights)"""
     devices: Annotated[str | None, "NxDEVICE"] = None
@@ -76,11 +80,15 @@ def run(args: InitArguments) -> int:
     if new_run.names_nothing_here and (close := _similar(new_run.data)):
         rule, remedy = "does not exist", f"did you mean {close}?"
         raise ConfigError(Problem("--data", new_run.data, rule, remedy))
-    written = write_new_run(new_run, args.output, force=args.force)
+    written = write_new_run(new_run, args.output, force=args.force, say=_to_stderr)
     if new_run.names_nothing_here:
         print(f"note: {new_run.data} does not exist yet", file=sys.stderr)
     print(f"wrote {' and '.join(map(str, written.files))}; {next_lines(*written.next_commands)}")
     return 0
+
+
+def _to_stderr(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _similar(path: str) -> str | None:

@@ -111,8 +111,9 @@ def _try_inputs(resolved: ResolvedRun) -> tuple[ResolvedRun, list[str]]:
 def _try_settings(resolved: ResolvedRun) -> tuple[ResolvedRun, list[str]]:
     """Return the run, its epochs counted as steps if the data is here, and a line on the checkpoint
     that it would resume from. Raise ConfigError for a directory that cannot be a run's, for
-    checkpoints in memory that is none here, or a package that is not installed, CheckpointError
-    for a checkpoint of other settings; the data is not compared."""
+    checkpoints in memory that is none here, or a package that is not installed, ModelError for a
+    base without weights that can be read, CheckpointError for a checkpoint of other settings; the
+    data is not compared."""
     directory = Path(resolved.config.output.directory)
     problems = list(check_output(directory, is_here=False))
     if resolved.config.checkpoint.memory is not None:
@@ -120,6 +121,12 @@ def _try_settings(resolved: ResolvedRun) -> tuple[ResolvedRun, list[str]]:
 
         problems += check_memory_directory(resolved.config)
     problems += check_optimizer_package(resolved.config.optimizer)
+    config = resolved.config
+    if any(isinstance(name, str) for name in (config.model.path, config.objective.teacher_model)):
+        from bigtrain.run.named_files import check_base_files, check_weight_files
+
+        problems += check_base_files(config)
+        check_weight_files(config)
     if problems:
         raise ConfigError(problems, "the run's settings")
     counted: tuple[str, ...] = ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -12,10 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 from bigtrain.errors import ConfigError, OutputError, Problem
 from bigtrain.python_api.configuring import check, load_config
+from bigtrain.python_api.new_run_inputs import (
+    ShardFacts,
+    model_problems,
+    read_shards,
+    template_problems,
+)
 from bigtrain.run.output_directory import check_output
 from bigtrain.settings.commented_yaml import commented_yaml
 from bigtrain.settings.deepspeed.engine_config import find_deepspeed_config, read_deepspeed_config
-from bigtrain.settings.hf_config_keys import inspect_configuration
+from bigtrain.settings.hf_config_keys import (
+    TEXT_IDS,
+    inspect_configuration,
+    written_configuration,
+)
 from bigtrain.settings.loading import recipe_names
 from bigtrain.settings.resolve import resolve_run
 from bigtrain.settings.run_config import ModelSection, RunConfig
@@ -30,7 +40,9 @@ if TYPE_CHECKING:
 # Common peak learning rates of AdamW: full fine-tuning, adapters, random weights of small models.
 _LR = {"trained": 2.0e-5, "adapters": 2.0e-4, "random": 3.0e-4}
 _SEQUENCE_LENGTH = 1024
-_WARMUP_FRACTION, _SAVES = 0.03, 10
+_LONGEST_LENGTH, _LENGTH_UNIT = 8192, 64
+"""Longest default length of a sample, and the tokens of which defaults are multiples."""
+_WARMUP_FRACTION, _SAVES, _STEPS = 0.03, 10, 10
 
 
 @dataclass(frozen=True)
@@ -39,7 +51,8 @@ class NewRun:
 
     model: directory or Hub name of trained weights to start from; or new_model: configuration for a
     model with random weights, also the name of a recipe. data: token shards, or untokenized text
-    whose shards will be written to `shards`. chat: the data are conversations. adapters: train LoRA
+    whose shards will be written to `shards`. chat: the data are conversations; preference: pairs of
+    answers; of shards, their manifest determines it. adapters: train LoRA
     adapters for the model's weights. devices: such as 8xH100-80GB or 2xCPU; None: not planned, one
     rank. sequence_length: default: 1024, or the model's number of positions if smaller.
     run_directory: default: runs/NAME of the model, or runs/NAME-2 and so on if that holds other
@@ -51,6 +64,7 @@ class NewRun:
     new_model: str | None = None
     shards: str = "shards/"
     chat: bool = False
+    preference: bool = False
     adapters: bool = False
     devices: str | None = None
     steps: int = 1000
@@ -82,13 +96,21 @@ class WrittenRun:
     next_commands: tuple[str, ...]
 
 
-def write_new_run(wanted: NewRun, output: Path, *, force: bool = False) -> WrittenRun:
+def write_new_run(
+    wanted: NewRun,
+    output: Path,
+    *,
+    force: bool = False,
+    say: Callable[[str], None] = lambda text: None,
+) -> WrittenRun:
     """Write a commented run YAML, which `bigtrain check` accepts, to `output`.
 
     With `wanted.devices` it uses the fastest layout that is predicted to fit them; a DeepSpeed JSON
     for it is written next to it if none of ``ds_configs/`` matches. Replaces nothing
-    without `force`. Raises ConfigError, ModelError, OutputError; then nothing is written.
+    without `force`. say: gets a line on what could not be looked at, and on what takes seconds.
+    Raises ConfigError, DataError, ModelError, OutputError; then nothing is written.
     """
+    _check_names(wanted, say)
     sections = _sections(wanted)
     head = ["Written by `bigtrain init`. Every setting: docs/reference/configuration.md"]
     engine: dict[str, Any] | None = None
@@ -96,6 +118,7 @@ def write_new_run(wanted: NewRun, output: Path, *, force: bool = False) -> Writt
     if wanted.devices is not None:
         from bigtrain.python_api.planning import plan as plan_layouts
 
+        say(f"planning for {wanted.devices}: the model is traced, which takes some seconds once")
         try:
             plan = plan_layouts(sections, wanted.devices, varies=False)
         except ConfigError as error:
@@ -127,7 +150,7 @@ def write_new_run(wanted: NewRun, output: Path, *, force: bool = False) -> Writt
         raise ConfigError(Problem("--output", existing[0], rule, fix))
 
     # A run must accept the files: of a JSON that must be written first, its settings only.
-    text = commented_yaml(sections, head)
+    text = commented_yaml(sections, head, output.parent)
     world_size = 1 if plan is None else plan.cluster.num_devices
     if len(files) > 1:
         _write(engine_path, json.dumps(engine, indent=2) + "\n")
@@ -136,6 +159,23 @@ def write_new_run(wanted: NewRun, output: Path, *, force: bool = False) -> Writt
         check(sections, world_size=world_size)
     _write(output, text)
     return WrittenRun(tuple(files), tuple(_next_commands(wanted, output, plan)))
+
+
+def _check_names(new_run: NewRun, say: Callable[[str], None]) -> None:
+    """Raise ConfigError for a model that does not exist, and for conversations without a chat
+    template. `say` gets a note on a model that could not be looked for."""
+    problems: list[Problem] = []
+    for option, name in (("--model", new_run.model), ("--new-model", new_run.new_model)):
+        if name is None or name in recipe_names():
+            continue
+        name_problems, note = model_problems(option, name)
+        problems += name_problems
+        if note:
+            say(f"note: {note}")
+    if new_run.chat and not new_run.is_tokenized and new_run.model is not None:
+        problems += template_problems("--chat", new_run.model)
+    if problems:
+        raise ConfigError(problems, "the options of bigtrain init")
 
 
 def _sections(new_run: NewRun) -> dict[str, Any]:
@@ -154,6 +194,13 @@ def _sections(new_run: NewRun) -> dict[str, Any]:
         model = {"config": recipe.path if recipe.config is None else recipe.config}
     else:
         model = {"config": new_run.new_model}
+    # Vocabulary, rows and length of shards; text has them once it is tokenized.
+    shards = read_shards(new_run.data) if new_run.is_tokenized else None
+    if shards is not None:
+        _check_rows(new_run, shards)
+        if new_run.new_model is not None:
+            model = _with_vocabulary(model, shards.vocab_size)
+    length = new_run.sequence_length or _sequence_length(model, new_run, shards)
     # Defaults: the usual learning rate, float32 on a CPU or without `devices`, ten checkpoints.
     weights_origin = "random" if new_run.model is None else "trained"
     lr_name = "adapters" if new_run.adapters else weights_origin
@@ -163,7 +210,7 @@ def _sections(new_run: NewRun) -> dict[str, Any]:
         "model": model,
         "data": {"path": new_run.data if new_run.is_tokenized else new_run.shards},
         "batch": {
-            "sequence_length": new_run.sequence_length or _sequence_length(model),
+            "sequence_length": length,
             "global_batch_size": new_run.global_batch_size,
             "micro_batch_size": 1,
         },
@@ -179,17 +226,56 @@ def _sections(new_run: NewRun) -> dict[str, Any]:
         "logging": {"every_steps": min(10, every)},
         "output": {"directory": new_run.run_directory or _run_directory(new_run)},
     }
-    if new_run.chat:
+    rows = shards.rows if shards is not None else ("preference" if new_run.preference else None)
+    if rows is not None:
+        tree["objective"] = {"type": rows}
+    elif new_run.chat or (shards is not None and shards.is_chat):
         tree["data"]["packing"] = "best_fit"
     if new_run.adapters:
         tree["adapters"] = {"rank": 16, "alpha": 32, "targets": "all-linear"}
     return _in_order(tree)
 
 
-def _sequence_length(model: dict[str, Any]) -> int:
-    """Return the default length, or the model's number of positions if known and smaller."""
-    figures, _ = inspect_configuration(ModelSection.model_validate(model))
-    return min(_SEQUENCE_LENGTH, figures.max_position_embeddings or _SEQUENCE_LENGTH)
+def _check_rows(new_run: NewRun, shards: ShardFacts) -> None:
+    """Raise ConfigError if the options name other rows than the shards have."""
+    problems = []
+    if new_run.chat and (not shards.is_chat or shards.rows is not None):
+        rule = f"{new_run.data} has {shards.rows or 'text'}, not conversations"
+        problems.append(Problem("--chat", None, rule, "remove it, or tokenize conversations"))
+    if new_run.preference and shards.rows != "preference":
+        rule = f"{new_run.data} has no preference pairs"
+        remedy = "remove it, or bigtrain tokenize --format preference"
+        problems.append(Problem("--preference", None, rule, remedy))
+    if problems:
+        raise ConfigError(problems, "the options of bigtrain init")
+
+
+def _with_vocabulary(model: dict[str, Any], vocab_size: int) -> dict[str, Any]:
+    """Return the section `model` of a new model with `vocab_size` tokens, and without ids of
+    another tokenizer: the run takes the ids from the shards."""
+    written = written_configuration(ModelSection.model_validate(model))
+    if not written or written.get("vocab_size") == vocab_size:
+        return model
+    if isinstance(model["config"], str):
+        return {**model, "overrides": {"vocab_size": vocab_size}}
+    config = {name: value for name, value in model["config"].items() if name not in TEXT_IDS}
+    return {**model, "config": {**config, "vocab_size": vocab_size}}
+
+
+def _sequence_length(model: dict[str, Any], new_run: NewRun, shards: ShardFacts | None) -> int:
+    """Return the default length: at most the model's number of positions, if known. Of shards:
+    conversations and pairs are samples, nearly all complete; text has tokens for ten steps."""
+    dimensions, _ = inspect_configuration(ModelSection.model_validate(model))
+    longest = dimensions.max_position_embeddings or _LONGEST_LENGTH
+    if shards is None:
+        return min(_SEQUENCE_LENGTH, longest)
+    if shards.is_chat or shards.rows is not None:
+        rounded = -(-shards.long_document // _LENGTH_UNIT) * _LENGTH_UNIT
+        return min(rounded, _LONGEST_LENGTH, longest)
+    length = min(_SEQUENCE_LENGTH, longest)
+    while length > _LENGTH_UNIT and length * new_run.global_batch_size * _STEPS > shards.num_tokens:
+        length //= 2
+    return length
 
 
 def _in_order(tree: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from bigtrain.errors import ModelError
 from bigtrain.models.build import empty_model
-from bigtrain.models.configuration import GENERATION_CONFIG, auto_class, scores_samples
+from bigtrain.models.configuration import auto_class, scores_samples
 from bigtrain.models.export.verified import (
     CARD,
     Destination,
@@ -39,6 +39,7 @@ from bigtrain.models.layers.adapter_targets import find_parameters, find_saved, 
 from bigtrain.models.layers.adapters import add_adapters, file_config
 from bigtrain.models.parallel.grouped_experts import fit_experts
 from bigtrain.models.text_ids import write_stop_ids
+from bigtrain.models.weights.checksums import GENERATION_CONFIG
 from bigtrain.models.weights.export_hf import DTYPES, write_tokenizer
 from bigtrain.models.weights.import_hf import Weights
 from bigtrain.models.weights.lazy_tensors import LazyTensor

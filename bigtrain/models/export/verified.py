@@ -23,7 +23,6 @@ from transformers.utils import CONFIG_NAME
 from bigtrain.errors import ModelError, OutputError, one_line
 from bigtrain.models.build import build_model, empty_model, read_in_turn
 from bigtrain.models.configuration import (
-    GENERATION_CONFIG,
     auto_class,
     load_hf_config,
     scores_samples,
@@ -34,7 +33,7 @@ from bigtrain.models.layers.multi_token import NAME as MTP
 from bigtrain.models.parallel.grouped_experts import fit_experts
 from bigtrain.models.text_ids import write_stop_ids
 from bigtrain.models.transformers_patches import without_progress
-from bigtrain.models.weights.checksums import write_checksums
+from bigtrain.models.weights.checksums import GENERATION_CONFIG, write_checksums
 from bigtrain.models.weights.export_hf import DTYPES, MAX_SHARD_SIZE, write_model, write_tokenizer
 from bigtrain.models.weights.import_hf import find_weights
 from bigtrain.models.weights.lazy_tensors import LazyTensor

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from bigtrain.errors import ModelError
-from bigtrain.models.configuration import GENERATION_CONFIG
 from bigtrain.settings.sections.sites import ONE_SITE
 from bigtrain.system.files import file_checksum, write_whole
 
@@ -29,6 +28,7 @@ TOKENIZER_FILES = (*TOKEN_FILES, "chat_template.jinja", "chat_template.json")
 """Files of a model's directory that only its tokenizer reads."""
 
 ADAPTER_CONFIG = "adapter_config.json"
+GENERATION_CONFIG = "generation_config.json"
 
 CHECKSUMS = "checksums.json"
 MODEL_CARD = "README.md"
