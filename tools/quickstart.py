@@ -61,7 +61,7 @@ def train_command(shards: Path, run: Path, overrides: list[str]) -> list[str]:
     num_devices, dtype = devices()
     num_processes = max(n for n in range(1, num_devices + 1) if GLOBAL_BATCH_SIZE % n == 0)
     return [
-        *(str(BIN / "deepspeed"), "--num_accelerators", str(num_processes)),
+        *(str(BIN / "deepspeed"), "--quiet", "--num_accelerators", str(num_processes)),
         *("--master_port", str(free_port())),
         *(str(ROOT / "bigtrain/train.py"), "--config", "quickstart"),
         *(f"data.path={shards}", f"output.directory={run}", f"precision.dtype={dtype}"),

@@ -26,7 +26,7 @@ from transformers import (
 from transformers.utils import cached_file
 
 from bigtrain.errors import ConfigError, ModelError, Problem, first_line, one_line
-from bigtrain.models.weights.checksums import GENERATION_CONFIG
+from bigtrain.models.file_names import GENERATION_CONFIG
 from bigtrain.settings.extensions import import_named
 from bigtrain.settings.hf_config_keys import TEXT_IDS, not_causal
 from bigtrain.system.storage.local_path import local_path

@@ -25,7 +25,7 @@ from bigtrain.models.configuration import (
     text_config,
     vocabulary_size,
 )
-from bigtrain.models.weights.checksums import GENERATION_CONFIG
+from bigtrain.models.file_names import GENERATION_CONFIG
 from bigtrain.settings.hf_config_keys import (
     TEXT_IDS,
     GivenId,

@@ -237,10 +237,14 @@ def train_resolved(
     with importing():
         from bigtrain.engine.startup.device import refuse_for_device
         from bigtrain.run.checkpointing.changed_settings import refuse_other_run
+        from bigtrain.run.reporting.library_log import import_log, library_log
         from bigtrain.run.segments import inspect_segments
 
     refuse_for_device(run.config, world.size)
-    with importing():  # the model's libraries
+    # What libraries log before there is a run directory goes to its log.txt, too.
+    library_lines: list[str] = []
+    is_shown = run.config.logging.deepspeed == "shown"
+    with library_log(library_lines.append, is_shown=is_shown), importing():
         # One rank per host compares the sizes of the shards' files; other ranks read the list.
         level: Level = "sizes" if world.local_rank == 0 else "listed"
         segments, counted = inspect_segments(run, level, samples)
@@ -250,12 +254,11 @@ def train_resolved(
         if world.local_rank == 0:
             parameters = inputs.model_plan.parameters
             refuse_other_run(first.run.recorded_config, inputs.sources, parameters)
-        from bigtrain.run.reporting.library_log import import_log
-
-        with import_log(is_shown=run.config.logging.deepspeed == "shown") as said:
+        with import_log(is_shown=is_shown) as deepspeed_lines:
             from bigtrain.run.training import train_inputs
 
-    return train_inputs(segments, world, signals, said, callbacks)
+    lines = [*library_lines, *deepspeed_lines]
+    return train_inputs(segments, world, signals, lines, callbacks)
 
 
 def _name_of(model: object) -> str:

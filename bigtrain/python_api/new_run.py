@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bigtrain.errors import ConfigError, OutputError, Problem
+from bigtrain.objectives.preference import PAIRS
+from bigtrain.objectives.rows import Rows
 from bigtrain.python_api.configuring import check, load_config
 from bigtrain.python_api.new_run_inputs import (
     ShardFacts,
@@ -79,6 +81,11 @@ class NewRun:
         return (Path(self.data) / "manifest.json").is_file()
 
     @property
+    def rows(self) -> Rows | None:
+        """Rows of answers that the options name; None for documents."""
+        return PAIRS.name if self.preference else None
+
+    @property
     def names_nothing_here(self) -> bool:
         """True if `data` is a missing path on this machine."""
         is_elsewhere = is_address(self.data) or self.data == "-" or "*" in self.data
@@ -101,7 +108,7 @@ def write_new_run(
     output: Path,
     *,
     force: bool = False,
-    say: Callable[[str], None] = lambda text: None,
+    say: Callable[[str], None] | None = None,
 ) -> WrittenRun:
     """Write a commented run YAML, which `bigtrain check` accepts, to `output`.
 
@@ -110,6 +117,7 @@ def write_new_run(
     without `force`. say: gets a line on what could not be looked at, and on what takes seconds.
     Raises ConfigError, DataError, ModelError, OutputError; then nothing is written.
     """
+    say = say or (lambda text: None)
     _check_names(wanted, say)
     sections = _sections(wanted)
     head = ["Written by `bigtrain init`. Every setting: docs/reference/configuration.md"]
@@ -226,7 +234,7 @@ def _sections(new_run: NewRun) -> dict[str, Any]:
         "logging": {"every_steps": min(10, every)},
         "output": {"directory": new_run.run_directory or _run_directory(new_run)},
     }
-    rows = shards.rows if shards is not None else ("preference" if new_run.preference else None)
+    rows = new_run.rows if shards is None else shards.rows
     if rows is not None:
         tree["objective"] = {"type": rows}
     elif new_run.chat or (shards is not None and shards.is_chat):
@@ -242,9 +250,9 @@ def _check_rows(new_run: NewRun, shards: ShardFacts) -> None:
     if new_run.chat and (not shards.is_chat or shards.rows is not None):
         rule = f"{new_run.data} has {shards.rows or 'text'}, not conversations"
         problems.append(Problem("--chat", None, rule, "remove it, or tokenize conversations"))
-    if new_run.preference and shards.rows != "preference":
+    if new_run.rows not in (None, shards.rows):
         rule = f"{new_run.data} has no preference pairs"
-        remedy = "remove it, or bigtrain tokenize --format preference"
+        remedy = f"remove it, or bigtrain tokenize --format {new_run.rows}"
         problems.append(Problem("--preference", None, rule, remedy))
     if problems:
         raise ConfigError(problems, "the options of bigtrain init")
@@ -341,5 +349,6 @@ def _next_commands(new_run: NewRun, output: Path, plan: Plan | None) -> Iterator
     yield f"bigtrain check --config {quoted} --world-size {size}"
     yield train_line(["--config", str(output)], size, per_node)
     directory = load_config(output).output.directory
-    how = "--chat" if new_run.chat else "--prompt TEXT"
+    is_chat = new_run.chat or (new_run.is_tokenized and read_shards(new_run.data).has_template)
+    how = "--chat" if is_chat else "--prompt TEXT"
     yield f"bigtrain generate --model {shlex.quote(f'{directory}/hf')} {how}"

@@ -30,7 +30,7 @@ def train_line(
     if num_nodes > 1:
         return f"deepspeed --hostfile HOSTFILE {start}   # a hostfile of {num_nodes} nodes"
     if num_ranks > 1:
-        return f"deepspeed --num_accelerators {num_ranks} {start}"
+        return f"deepspeed --quiet --num_accelerators {num_ranks} {start}"
     return f"python {start}"
 
 

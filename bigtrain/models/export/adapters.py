@@ -28,6 +28,7 @@ from bigtrain.models.export.verified import (
     relative_difference,
     writing_directory,
 )
+from bigtrain.models.file_names import ADAPTER_CONFIG, GENERATION_CONFIG
 from bigtrain.models.layers.adapter_names import (
     ADAPTER,
     COPY,
@@ -39,7 +40,6 @@ from bigtrain.models.layers.adapter_targets import find_parameters, find_saved, 
 from bigtrain.models.layers.adapters import add_adapters, file_config
 from bigtrain.models.parallel.grouped_experts import fit_experts
 from bigtrain.models.text_ids import write_stop_ids
-from bigtrain.models.weights.checksums import GENERATION_CONFIG
 from bigtrain.models.weights.export_hf import DTYPES, write_tokenizer
 from bigtrain.models.weights.import_hf import Weights
 from bigtrain.models.weights.lazy_tensors import LazyTensor
@@ -47,7 +47,6 @@ from bigtrain.models.weights.quantized import bits_and_bytes, compute_plainly, m
 from bigtrain.settings.hf_config_keys import listed_ids
 from bigtrain.settings.sections.adapters import AdaptersSection
 
-ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 

@@ -29,8 +29,9 @@ from bigtrain.models.configuration import (
     QUANTIZATION_KEYS,
     scores_samples,
 )
+from bigtrain.models.file_names import GENERATION_CONFIG
 from bigtrain.models.left_overs import drop_quantization, left_over_reason
-from bigtrain.models.weights.checksums import CHECKSUMS, GENERATION_CONFIG
+from bigtrain.models.weights.checksums import CHECKSUMS
 from bigtrain.models.weights.import_hf import Weights
 from bigtrain.models.weights.lazy_tensors import LazyTensor
 from bigtrain.models.weights.older_readers import (

@@ -29,11 +29,12 @@ from bigtrain.models.configuration import (
 )
 from bigtrain.models.equivalence.parameter_plan import find_gradient_reach
 from bigtrain.models.export.base_record import BaseRecord
+from bigtrain.models.file_names import GENERATION_CONFIG
 from bigtrain.models.layers.multi_token import NAME as MTP
 from bigtrain.models.parallel.grouped_experts import fit_experts
 from bigtrain.models.text_ids import write_stop_ids
 from bigtrain.models.transformers_patches import without_progress
-from bigtrain.models.weights.checksums import GENERATION_CONFIG, write_checksums
+from bigtrain.models.weights.checksums import write_checksums
 from bigtrain.models.weights.export_hf import DTYPES, MAX_SHARD_SIZE, write_model, write_tokenizer
 from bigtrain.models.weights.import_hf import find_weights
 from bigtrain.models.weights.lazy_tensors import LazyTensor

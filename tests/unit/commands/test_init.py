@@ -37,7 +37,7 @@ def test_what_is_written_is_planned_commented_and_accepted(
     said = capsys.readouterr().out
     assert said.splitlines()[0] == "wrote run.yaml; next:"
     assert "bigtrain check --config run.yaml --world-size 2\n" in said
-    assert "deepspeed --num_accelerators 2 " in said
+    assert "deepspeed --quiet --num_accelerators 2 " in said
     assert "tokenize" not in said
     assert main(["check", "--config", "run.yaml", "--world-size", "2"]) == 0
     text = Path("run.yaml").read_text()

@@ -82,8 +82,11 @@ def test_check_ends_with_the_start_of_the_run(
     settings = [f"data.path={shards}", "batch.global_batch_size=64"]
     for more, start in (
         ([], "python"),
-        (["--world-size", "2"], "deepspeed --num_accelerators 2"),
-        (["--world-size", "8", "--deepspeed_config", "zero3"], "deepspeed --num_accelerators 8"),
+        (["--world-size", "2"], "deepspeed --quiet --num_accelerators 2"),
+        (
+            ["--world-size", "8", "--deepspeed_config", "zero3"],
+            "deepspeed --quiet --num_accelerators 8",
+        ),
         (["--world-size", "16"], "deepspeed --hostfile HOSTFILE"),
     ):
         assert main(["check", "--config", "quickstart", *more, *settings]) == 0
