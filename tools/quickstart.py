@@ -151,7 +151,7 @@ def report(shards: Path, run: Path, seconds: float) -> None:
         next_lines(
             f"source {shlex.quote(str(BIN / 'activate'))}",
             *run_lines(run, run / "hf"),
-            "bigtrain init   # a run of your own: asks for the model and the data",
+            "bigtrain start --model MODEL --data FILE   # a model and data of your own",
         )
     )
 

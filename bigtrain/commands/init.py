@@ -39,10 +39,12 @@ class InitArguments:
     """plan the layout for these: 8xH100-80GB, 2xCPU (default: one rank, not planned)"""
     steps: Positive | None = None
     """optimizer steps of the run (default: 1000)"""
+    epochs: Annotated[float | None, "E"] = None
+    """instead of --steps: times that the data is read"""
     sequence_length: Positive | None = None
     """tokens per sample (default: 1024, or the model's positions)"""
     global_batch_size: Positive | None = None
-    """samples per optimizer step (default: 64)"""
+    """samples per optimizer step (default: 64, or less for few shards)"""
     lr: Annotated[float | None, "RATE"] = None
     """peak learning rate (default: 2e-5 for trained weights, 2e-4 for adapters, 3e-4 for a new
     model)"""
@@ -104,12 +106,11 @@ def _similar(path: str) -> str | None:
 def _ask() -> dict[str, Any]:
     """Return the answers of a user at a terminal; an empty one selects the default. Raise
     ConfigError if input ends."""
-    from bigtrain.python_api.new_run import NewRun
+    from bigtrain.python_api.new_run import DEFAULT_BATCH, DEFAULT_STEPS, NewRun
     from bigtrain.settings.hf_config_keys import missing_model
     from bigtrain.settings.run_config import ModelSection
 
     try:
-        defaults = NewRun(data="")
         print("A run YAML from a few answers; press Enter to accept the default in brackets.")
         answers: dict[str, Any] = {}
         trained = _yes("Start from trained weights (no: a new model with random weights)?", True)
@@ -130,11 +131,11 @@ def _ask() -> dict[str, Any]:
         )
         if devices:
             answers["devices"] = devices
-        answers["steps"] = _count("Optimizer steps", defaults.steps)
+        answers["steps"] = _count("Optimizer steps", DEFAULT_STEPS)
         length = _count("Tokens per sample (1024, or the model's positions)", 0)
         if length:
             answers["sequence_length"] = length
-        answers["global_batch_size"] = _count("Samples per step", defaults.global_batch_size)
+        answers["global_batch_size"] = _count("Samples per step", DEFAULT_BATCH)
         return answers
     except EOFError:
         print()

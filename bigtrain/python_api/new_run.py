@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -41,7 +42,10 @@ if TYPE_CHECKING:
 
 # Common peak learning rates of AdamW: full fine-tuning, adapters, random weights of small models.
 _LR = {"trained": 2.0e-5, "adapters": 2.0e-4, "random": 3.0e-4}
+# Of DPO, which learns from differences: zephyr's and TRL's recipes (arXiv 2310.16944).
+_PREFERENCE_LR = {"trained": 5.0e-7, "adapters": 5.0e-6, "random": 5.0e-7}
 _SEQUENCE_LENGTH = 1024
+DEFAULT_STEPS, DEFAULT_BATCH = 1000, 64
 _LONGEST_LENGTH, _LENGTH_UNIT = 8192, 64
 """Longest default length of a sample, and the tokens of which defaults are multiples."""
 _WARMUP_FRACTION, _SAVES, _STEPS = 0.03, 10, 10
@@ -56,7 +60,9 @@ class NewRun:
     whose shards will be written to `shards`. chat: the data are conversations; preference: pairs of
     answers; of shards, their manifest determines it. adapters: train LoRA
     adapters for the model's weights. devices: such as 8xH100-80GB or 2xCPU; None: not planned, one
-    rank. sequence_length: default: 1024, or the model's number of positions if smaller.
+    rank. steps, or epochs: length of the run (default: 1000 steps). sequence_length: default: 1024,
+    or the model's number of positions if smaller; of shards of conversations or pairs, what nearly
+    all need. global_batch_size: default: 64; of shards, at least ten steps an epoch.
     run_directory: default: runs/NAME of the model, or runs/NAME-2 and so on if that holds other
     files.
     """
@@ -69,9 +75,10 @@ class NewRun:
     preference: bool = False
     adapters: bool = False
     devices: str | None = None
-    steps: int = 1000
+    steps: int | None = None
+    epochs: float | None = None
     sequence_length: int | None = None
-    global_batch_size: int = 64
+    global_batch_size: int | None = None
     lr: float | None = None
     run_directory: str | None = None
 
@@ -97,10 +104,12 @@ class NewRun:
 
 @dataclass(frozen=True)
 class WrittenRun:
-    """Written files, and the next command lines."""
+    """Written files, the next command lines, and the ranks of the layout."""
 
     files: tuple[Path, ...]
     next_commands: tuple[str, ...]
+    num_ranks: int
+    ranks_per_node: int
 
 
 def write_new_run(
@@ -118,7 +127,7 @@ def write_new_run(
     Raises ConfigError, DataError, ModelError, OutputError; then nothing is written.
     """
     say = say or (lambda text: None)
-    _check_names(wanted, say)
+    check_names(wanted, say)
     sections = _sections(wanted)
     head = ["Written by `bigtrain init`. Every setting: docs/reference/configuration.md"]
     engine: dict[str, Any] | None = None
@@ -166,10 +175,12 @@ def write_new_run(
     else:
         check(sections, world_size=world_size)
     _write(output, text)
-    return WrittenRun(tuple(files), tuple(_next_commands(wanted, output, plan)))
+    per_node = RANKS_PER_NODE if plan is None else plan.cluster.device.devices_per_node
+    lines = _next_commands(wanted, output, world_size, per_node)
+    return WrittenRun(tuple(files), tuple(lines), world_size, per_node)
 
 
-def _check_names(new_run: NewRun, say: Callable[[str], None]) -> None:
+def check_names(new_run: NewRun, say: Callable[[str], None]) -> None:
     """Raise ConfigError for a model that does not exist, and for conversations without a chat
     template. `say` gets a note on a model that could not be looked for."""
     problems: list[Problem] = []
@@ -186,22 +197,25 @@ def _check_names(new_run: NewRun, say: Callable[[str], None]) -> None:
         raise ConfigError(problems, "the options of bigtrain init")
 
 
-def _sections(new_run: NewRun) -> dict[str, Any]:
-    # The model: trained weights, or the configuration of a new model, also by a recipe's name.
+def _model_section(new_run: NewRun) -> dict[str, Any]:
+    """Return the section ``model``: trained weights, or the configuration of a new model, also by a
+    recipe's name. Raises ConfigError unless exactly one of them is named."""
     if (new_run.model is None) == (new_run.new_model is None):
         rule = "either trained weights or a new model is required"
         raise ConfigError(Problem("--model", new_run.model, rule, "or --new-model, but not both"))
-    model: dict[str, Any]
     if new_run.model is not None:
-        model = {"path": new_run.model}
-    elif new_run.adapters:
+        return {"path": new_run.model}
+    if new_run.adapters:
         rule = "require trained weights, and a new model has none"
         raise ConfigError(Problem("--adapters", None, rule, "--model instead of --new-model"))
-    elif new_run.new_model in recipe_names():
+    if new_run.new_model in recipe_names():
         recipe = load_config(str(new_run.new_model)).model
-        model = {"config": recipe.path if recipe.config is None else recipe.config}
-    else:
-        model = {"config": new_run.new_model}
+        return {"config": recipe.path if recipe.config is None else recipe.config}
+    return {"config": new_run.new_model}
+
+
+def _sections(new_run: NewRun) -> dict[str, Any]:
+    model = _model_section(new_run)
     # Vocabulary, rows and length of shards; text has them once it is tokenized.
     shards = read_shards(new_run.data) if new_run.is_tokenized else None
     if shards is not None:
@@ -209,24 +223,38 @@ def _sections(new_run: NewRun) -> dict[str, Any]:
         if new_run.new_model is not None:
             model = _with_vocabulary(model, shards.vocab_size)
     length = new_run.sequence_length or _sequence_length(model, new_run, shards)
+    batch_size = new_run.global_batch_size or _batch_size(new_run, length, shards)
+    # The length of the run; a number of steps decides how often it saves and evaluates.
+    if new_run.steps is not None and new_run.epochs is not None:
+        rule = "is the length of the run, and so is --steps"
+        raise ConfigError(Problem("--epochs", new_run.epochs, rule, "one of them"))
+    steps = new_run.steps or DEFAULT_STEPS
+    train: dict[str, float] = {"steps": steps}
+    if new_run.epochs is not None:
+        train = {"epochs": new_run.epochs}
+        if shards is not None:
+            samples = new_run.epochs * shards.num_samples(length)
+            steps = max(1, round(samples / batch_size))
     # Defaults: the usual learning rate, float32 on a CPU or without `devices`, ten checkpoints.
     weights_origin = "random" if new_run.model is None else "trained"
     lr_name = "adapters" if new_run.adapters else weights_origin
+    rows = new_run.rows if shards is None else shards.rows
+    rates = _PREFERENCE_LR if rows == PAIRS.name else _LR
     on_cpu = new_run.devices is None or new_run.devices.strip().lower().endswith("cpu")
-    every = max(1, new_run.steps // _SAVES)
+    every = max(1, steps // _SAVES)
     tree: dict[str, Any] = {
         "model": model,
         "data": {"path": new_run.data if new_run.is_tokenized else new_run.shards},
         "batch": {
             "sequence_length": length,
-            "global_batch_size": new_run.global_batch_size,
+            "global_batch_size": batch_size,
             "micro_batch_size": 1,
         },
-        "train": {"steps": new_run.steps},
-        "optimizer": {"lr": _LR[lr_name] if new_run.lr is None else new_run.lr},
+        "train": train,
+        "optimizer": {"lr": new_run.lr or rates[lr_name]},
         "schedule": {
             "type": "cosine",
-            "warmup_steps": min(new_run.steps, round(new_run.steps * _WARMUP_FRACTION)),
+            "warmup_steps": round(steps * _WARMUP_FRACTION),
         },
         "precision": {"dtype": "float32" if on_cpu else "bfloat16"},
         "checkpoint": {"every_steps": every},
@@ -234,7 +262,8 @@ def _sections(new_run: NewRun) -> dict[str, Any]:
         "logging": {"every_steps": min(10, every)},
         "output": {"directory": new_run.run_directory or _run_directory(new_run)},
     }
-    rows = new_run.rows if shards is None else shards.rows
+    if shards is not None and not shards.num_held_out:
+        del tree["evaluation"]
     if rows is not None:
         tree["objective"] = {"type": rows}
     elif new_run.chat or (shards is not None and shards.is_chat):
@@ -277,13 +306,26 @@ def _sequence_length(model: dict[str, Any], new_run: NewRun, shards: ShardFacts 
     longest = dimensions.max_position_embeddings or _LONGEST_LENGTH
     if shards is None:
         return min(_SEQUENCE_LENGTH, longest)
-    if shards.is_chat or shards.rows is not None:
+    if shards.are_samples:
         rounded = -(-shards.long_document // _LENGTH_UNIT) * _LENGTH_UNIT
         return min(rounded, _LONGEST_LENGTH, longest)
     length = min(_SEQUENCE_LENGTH, longest)
-    while length > _LENGTH_UNIT and length * new_run.global_batch_size * _STEPS > shards.num_tokens:
+    batch_size = new_run.global_batch_size or DEFAULT_BATCH
+    while length > _LENGTH_UNIT and length * batch_size * _STEPS > shards.num_tokens:
         length //= 2
     return length
+
+
+def _batch_size(new_run: NewRun, length: int, shards: ShardFacts | None) -> int:
+    """Return the default number of samples per step: of shards, half as often as needed for ten
+    steps an epoch; a multiple of the devices."""
+    batch_size = DEFAULT_BATCH
+    if shards is not None:
+        while batch_size > 1 and shards.num_samples(length) < batch_size * _STEPS:
+            batch_size //= 2
+    counted = re.match(r"\s*(\d+)\s*x", new_run.devices or "")
+    num_devices = 1 if counted is None else max(1, int(counted[1]))
+    return max(1, batch_size // num_devices) * num_devices
 
 
 def _in_order(tree: dict[str, Any]) -> dict[str, Any]:
@@ -334,7 +376,9 @@ def _write(path: Path, text: str) -> None:
         raise OutputError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
-def _next_commands(new_run: NewRun, output: Path, plan: Plan | None) -> Iterator[str]:
+def _next_commands(
+    new_run: NewRun, output: Path, num_ranks: int, ranks_per_node: int
+) -> Iterator[str]:
     """Yield the next commands, in order."""
     quoted = shlex.quote(str(output))
     if not new_run.is_tokenized:
@@ -343,11 +387,8 @@ def _next_commands(new_run: NewRun, output: Path, plan: Plan | None) -> Iterator
             f"bigtrain tokenize --input {shlex.quote(new_run.data)} --tokenizer "
             f"{shlex.quote(tokenizer)} --held-out 0.02 --output {shlex.quote(new_run.shards)}"
         )
-    size, per_node = 1, RANKS_PER_NODE
-    if plan is not None:
-        size, per_node = plan.cluster.num_devices, plan.cluster.device.devices_per_node
-    yield f"bigtrain check --config {quoted} --world-size {size}"
-    yield train_line(["--config", str(output)], size, per_node)
+    yield f"bigtrain check --config {quoted} --world-size {num_ranks}"
+    yield train_line(["--config", str(output)], num_ranks, ranks_per_node)
     directory = load_config(output).output.directory
     is_chat = new_run.chat or (new_run.is_tokenized and read_shards(new_run.data).has_template)
     how = "--chat" if is_chat else "--prompt TEXT"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from bigtrain.errors import DataError, Problem, first_line
 from bigtrain.objectives.rows import Rows
+from bigtrain.objectives.section import ROWS
 from bigtrain.settings.loading import recipe_names
 from bigtrain.system.hub_cache import cached_hub_file, is_hub_name
 from bigtrain.system.shipped_files import published_configuration
@@ -22,17 +23,31 @@ _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 class ShardFacts:
     """What token shards determine of a run.
 
-    vocab_size: token ids are below this. num_tokens: of the training documents. long_document:
+    vocab_size: token ids are below this. num_tokens, num_documents: of the training documents (a
+    pair is two). num_held_out: documents held out. long_document:
     tokens that 99% of the training documents do not exceed. rows: of answers or labels; None for
     documents. is_chat: conversations. has_template: their tokenizer has a chat template.
     """
 
     vocab_size: int
     num_tokens: int
+    num_documents: int
+    num_held_out: int
     long_document: int
     rows: Rows | None
     is_chat: bool
     has_template: bool
+
+    @property
+    def are_samples(self) -> bool:
+        """Whether documents, or rows of them, are samples: not parts of a stream of text."""
+        return self.is_chat or self.rows is not None
+
+    def num_samples(self, length: int) -> int:
+        """Return about how many training samples of `length` tokens there are."""
+        if self.rows is not None:
+            return self.num_documents // len(ROWS[self.rows].documents)
+        return self.num_tokens // length
 
 
 def read_shards(path: str) -> ShardFacts:
@@ -47,6 +62,8 @@ def read_shards(path: str) -> ShardFacts:
     return ShardFacts(
         manifest.tokenizer.vocab_size,
         0 if lengths is None else lengths.num_tokens,
+        0 if lengths is None else lengths.num_documents,
+        sum(shard.documents for shard in manifest.splits.get("held_out", ())),
         1 if lengths is None else lengths.quantile(0.99),
         manifest.rows,
         manifest.options.chat and manifest.options.chat_format != "tokens",

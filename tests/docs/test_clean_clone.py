@@ -57,6 +57,7 @@ ELSEWHERE = {
     r"^bigtrain report .*--live": "tests/docs/test_howto_report.py",  # until Ctrl-C
     r"^bigtrain outer-server |sites\.server=": "tests/launch/test_outer_server.py",  # until Ctrl-C
     r"^bigtrain init$": "tests/unit/commands/test_init.py",  # asks
+    r"^bigtrain start ": "tests/launch/test_start.py",  # a model of the hub
 }
 # What these name is a model of eight GPUs, a base model, an object store, data of five formats: a
 # test of its own makes that at a tiny size.
@@ -109,7 +110,7 @@ def lines(page: str) -> tuple[str, ...]:
     ):
         if language not in ("", "bash", "sh", "console") or page in DRAWINGS:
             continue
-        for line in block.replace("\\\n", " ").splitlines():
+        for line in re.sub(r" *\\\n *", " ", block).splitlines():
             for part in re.split(r" && ", re.sub(r"(^| )#.*", "", line)):
                 if part.strip():
                     commands.append(part.strip())

@@ -21,9 +21,10 @@ from bigtrain.settings.sections.extensions import SHIPPED_CALLBACKS
 from tests.launch.conftest import Inputs, inputs
 from tests.support.http_server import Receiver
 from tests.support.lives import run_forked_world, run_script
+from tests.support.pages import page_text
 from tests.support.worlds import ROOT, free_port
 
-PAGE = (ROOT / "docs/howto/extend.md").read_text(encoding="utf-8")
+PAGE = page_text("docs/howto/extend.md")
 WORKER = ROOT / "tests/launch/extension_worker.py"
 
 __all__ = ["inputs"]
