@@ -118,7 +118,7 @@ def test_the_callbacks_of_bigtrain(folder: Path) -> None:
     assert "is complete" in message
     assert any(post.path == "/v1/metrics" for post in server.posts)
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    installed = re.search(r"^pip install 'bigtrain\[(.*)\]'$", PAGE, flags=re.M)
+    installed = re.search(r"^pip install '\.\[(.*)\]'$", PAGE, flags=re.M)
     assert installed is not None
     needed = [name for name, one in SHIPPED_CALLBACKS.items() if one.modules]
     assert installed[1].split(",") == needed
