@@ -6,17 +6,21 @@ VENV := .venv
 CONSTRAINTS := constraints.txt
 EXTRAS := dev,docs,eval,float8,opentelemetry,prometheus,qlora,sites
 BIN := $(VENV)/bin
+# What a run needs, and in addition what the tests, the linters and the site need.
 STAMP := $(VENV)/.installed
+TOOLS := $(VENV)/.installed-tools
 PIP_INSTALL = pip install --quiet --no-compile -c $(CONSTRAINTS)
+INSTALL_SELF = DS_BUILD_OPS=0 $(BIN)/python -m $(PIP_INSTALL) --no-build-isolation
 
 # DeepSpeed compiles its CPU operators at their first use and looks for ninja on PATH.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-full test-shard slow-times test-oldest check format docs reference bench gpu-check gpu-proof kernel-proof operator-proof gpu-wheels test-deps image-deps clean
+.PHONY: help install install-user quickstart test test-full test-shard slow-times test-oldest check format docs reference bench gpu-check gpu-proof kernel-proof operator-proof gpu-wheels test-deps image-deps clean
 
 help:
-	@echo "make install     create .venv with the exact versions of constraints.txt"
+	@echo "make install-user  create .venv with what a run needs: EXTRAS=qlora,eval adds extras"
+	@echo "make install     the same with all extras, tests and linters, by constraints.txt"
 	@echo "make quickstart  tokenizer, shards, training, export, a sample: the main job on real text"
 	@echo "make test        tests that take seconds;  make test-full: all of them"
 	@echo "make test-shard  one shard of the slow tests, ten minutes: SHARD=3, or by the commit;  make slow-times: time them all"
@@ -34,7 +38,11 @@ help:
 	@echo "make clean       delete caches and build outputs (keeps .venv and runs/)"
 	@echo "PYTHON=$(PYTHON) is the interpreter that .venv is made from (3.11 or newer)"
 
-install: $(STAMP)
+install: $(TOOLS)
+
+install-user: USER_EXTRAS = $(if $(filter command line environment,$(origin EXTRAS)),$(EXTRAS))
+install-user: $(STAMP)
+	$(if $(USER_EXTRAS),$(INSTALL_SELF) -e '.[$(USER_EXTRAS)]')
 
 # torch and setuptools come first: DeepSpeed is a source distribution whose build looks at torch,
 # and in pip's isolated build environment that would be another torch than the one pinned.
@@ -47,8 +55,12 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m $(PIP_INSTALL) pip setuptools wheel
 	$(BIN)/python -m $(PIP_INSTALL) torch ninja numpy
-	DS_BUILD_OPS=0 $(BIN)/python -m $(PIP_INSTALL) --no-build-isolation -e '.[$(EXTRAS)]'
+	$(INSTALL_SELF) -e .
 	@$(BIN)/python -m compileall -qq -j 0 -x '/(tests?|testing|_vendor(ed)?|transformers/models|pygments/lexers|scipy|sklearn)/' $(VENV)/lib >/dev/null || true
+	@touch $@
+
+$(TOOLS): $(STAMP)
+	$(INSTALL_SELF) -e '.[$(EXTRAS)]'
 	@touch $@
 
 quickstart: $(STAMP)
@@ -65,47 +77,47 @@ SIDE_BY_SIDE := -n $(or $(TEST_PROCESSES),2) --dist loadfile --no-loadscope-reor
 # More steps and more examples of the same tests too (tests/support/tiers.py).
 test-full: export TEST_TIER = full
 
-test: $(STAMP)
+test: $(TOOLS)
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not slow"
 
-test-full: $(STAMP)
+test-full: $(TOOLS)
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE)
 
 # Successive commits take different shards (tests/support/shards.py).
 SHARD ?= $(shell git rev-parse HEAD 2>/dev/null || echo 1)
 
-test-shard: $(STAMP)
+test-shard: $(TOOLS)
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) --slow-shard $(SHARD)
 
 # One after the other: the seconds of each are to be its own. On a quiet machine.
-slow-times: $(STAMP)
+slow-times: $(TOOLS)
 	$(BIN)/python -m pytest -m slow --slow-times
 
 # In an environment of its own; torch's own index of CPU builds would spare it the CUDA libraries.
 test-oldest:
 	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt EXTRAS=dev,float8,opentelemetry,prometheus,qlora,sites
 
-check: $(STAMP)
+check: $(TOOLS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(STAMP)
+format: $(TOOLS)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 # A warning is an error: a page outside the navigation, a link that leads nowhere.
 # The variable is Material's own: without it, it advertises against MkDocs 2 at every build.
-docs: $(STAMP)
+docs: $(TOOLS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 # What the pages of docs/reference/ say is in the code.
-reference: $(STAMP)
+reference: $(TOOLS)
 	$(BIN)/python tools/reference.py
 	$(BIN)/python tools/compatibility.py --output docs/compatibility.md
 	$(BIN)/python -m bigtrain.cli schema --output bigtrain/settings/run_schema.json
 
-bench: $(STAMP)
+bench: $(TOOLS)
 	@set -e; for script in $(filter-out benchmarks/gpu_step.py benchmarks/flex_proof.py benchmarks/kernel_proof.py benchmarks/operator_proof.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script; done
 
 GPU_CHECK_MINUTES ?= 9.5
@@ -118,21 +130,21 @@ gpu-check:
 	$(PYTHON) $(GPU_CHECK) $(ARGS); else $(MAKE) install EXTRAS=gpu,$(EXTRAS); \
 	$(BIN)/python $(GPU_CHECK) $(ARGS); fi
 
-gpu-proof: $(STAMP)
+gpu-proof: $(TOOLS)
 	$(BIN)/python -m benchmarks.gpu_proof $(ARGS)
 
 # Beside .venv, where transformers and torch would find them at every start.
 KERNEL_PACKAGES := .kernel-packages
 
-kernel-proof: $(STAMP)
+kernel-proof: $(TOOLS)
 	test -d $(KERNEL_PACKAGES) || $(BIN)/python -m pip install --quiet --no-deps -c $(CONSTRAINTS) --target $(KERNEL_PACKAGES) triton==3.9.0 liger-kernel
 	PYTHONPATH=$(KERNEL_PACKAGES):. $(BIN)/python -m benchmarks.kernel_proof
 
 # 1 GB of NVIDIA's packages is fetched for their headers, and nothing else of them is kept.
-operator-proof: $(STAMP)
+operator-proof: $(TOOLS)
 	$(BIN)/python -m benchmarks.operator_proof --headers $(KERNEL_PACKAGES)/headers
 
-gpu-wheels: $(STAMP)
+gpu-wheels: $(TOOLS)
 	$(BIN)/python tools/gpu_wheels.py
 
 # What tests look for beside .venv: a browser, shells, a compiler, and the hosts of tests/cluster.

@@ -31,7 +31,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand. Returns the exit code: 0, or 2 for an error the user can fix."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = next((word for word in arguments if word in COMMANDS), None)
-    namespace = build_parser(command).parse_args(arguments)
+    parser = build_parser(command)
+    if not arguments:
+        parser.print_help()
+        return 0
+    namespace = parser.parse_args(arguments)
     try:
         return int(command_module(namespace.command).run(read_arguments(namespace)))
     except BigtrainError as error:

@@ -20,6 +20,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
+from bigtrain.models.build import empty_model  # noqa: E402
+from bigtrain.models.parallel.tensor import known_plan  # noqa: E402
 from tools.generated_file import write_or_compare  # noqa: E402
 
 TARGET = ROOT / "bigtrain" / "settings" / "hf_config_keys.json"
@@ -114,11 +116,16 @@ def _figures(config_class: Any) -> dict[str, int | None]:
     return dimensions
 
 
-def _cut_figures(config_class: Any) -> list[str]:
+def _cut_figures(config_class: Any) -> list[str] | None:
     """Return the dimensions that tensor-parallel ranks shard, by transformers' own plan; as
-    `bigtrain.models.equivalence.tensor_parallel` reads it of the model."""
+    `bigtrain.models.equivalence.tensor_parallel` reads it of the model. None: it has no plan for
+    the layers."""
     try:
-        plan = config_class().get_text_config().base_model_tp_plan or {}
+        config = config_class()
+        plan = config.get_text_config().base_model_tp_plan or {}
+        # Classes may add to the plan of the configuration.
+        if not any("*" in name for name in plan) and not known_plan(empty_model(config)):
+            return None
     except Exception:  # it refuses its own defaults
         return []
     cut = {name.rpartition(".")[2] for name, style in plan.items() if style == "colwise"}

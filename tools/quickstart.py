@@ -20,6 +20,8 @@ import sysconfig
 import time
 from pathlib import Path
 
+from bigtrain.system.next_commands import next_lines, run_lines
+
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
 PROMPT = "def read(self, "
@@ -59,7 +61,7 @@ def train_command(shards: Path, run: Path, overrides: list[str]) -> list[str]:
     num_devices, dtype = devices()
     num_processes = max(n for n in range(1, num_devices + 1) if GLOBAL_BATCH_SIZE % n == 0)
     return [
-        *(str(BIN / "deepspeed"), "--num_accelerators", str(num_processes)),
+        *(str(BIN / "deepspeed"), "--quiet", "--num_accelerators", str(num_processes)),
         *("--master_port", str(free_port())),
         *(str(ROOT / "bigtrain/train.py"), "--config", "quickstart"),
         *(f"data.path={shards}", f"output.directory={run}", f"precision.dtype={dtype}"),
@@ -145,6 +147,13 @@ def report(shards: Path, run: Path, seconds: float) -> None:
     say(f"{seconds:.0f} s; Hugging Face model in {run / 'hf'}, metrics in {run}/metrics.jsonl")
     if losses[-1] > unigram - 1:
         raise SystemExit("quickstart: the model did not learn more than token frequencies")
+    say(
+        next_lines(
+            f"source {shlex.quote(str(BIN / 'activate'))}",
+            *run_lines(run, run / "hf"),
+            "bigtrain start --model MODEL --data FILE   # a model and data of your own",
+        )
+    )
 
 
 def show(command: list[str]) -> None:

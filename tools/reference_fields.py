@@ -115,8 +115,8 @@ def fields_page() -> tuple[str, str]:
     """Return the title of the page, and the text below the line about its generation."""
     parts = [
         "Every field can also be given on the command line as `section.key=value`. A field without "
-        "a default is required. `bigtrain check --config RUN.yaml` shows the values that a run "
-        "gets. What DeepSpeed does with memory and communication is not here but in the "
+        "a default is required. `bigtrain check --config RUN.yaml --resolved` shows the values "
+        "that a run gets. What DeepSpeed does with memory and communication is not here but in the "
         "[DeepSpeed JSON](../howto/deepspeed_json.md).\n",
     ]
     own = []

@@ -1,4 +1,4 @@
-"""`bigtrain check`: print the resolved run, or all its problems."""
+"""`bigtrain check`: print whether a run can start, or all its problems."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from bigtrain.commands.arguments import Config, DeepSpeedConfig, Overrides
 from bigtrain.errors import CheckpointError, ConfigError, ModelError, Problem, one_line
+from bigtrain.system.next_commands import next_lines, train_line
 
 if TYPE_CHECKING:
     from bigtrain.settings.resolve import ResolvedRun
@@ -28,16 +29,21 @@ class CheckArguments:
     inputs: bool = False
     """also open the data and test the model's own code, like the run before its rendezvous (some
     seconds; default: the settings only)"""
+    resolved: bool = False
+    """also print all settings of the run and the DeepSpeed configuration, as YAML (default: a
+    summary)"""
     show: Annotated[str | None, "SECTION.KEY"] = None
     """print only this setting of the run, for scripts (e.g. output.directory)"""
     overrides: Overrides = ()
 
 
 def run(args: CheckArguments) -> int:
-    """Print the resolved run and its predicted time and memory. Raises ConfigError with all
-    problems, LaunchError if it cannot fit `--gpu`, CheckpointError if the run's directory has
-    another run; with `--inputs` ModelError for a model that cannot be found."""
+    """Print the batch of the run, its predicted time and memory, and the command that starts it.
+    Raises ConfigError with all problems, LaunchError if it cannot fit `--gpu`, CheckpointError if
+    the run's directory has another run; with `--inputs` ModelError for a model that cannot be
+    found."""
     from bigtrain.python_api.configuring import checked, resolve
+    from bigtrain.run.named_files import unread_files
     from bigtrain.settings.resolve import largest_phase
 
     device = args.device
@@ -58,11 +64,24 @@ def run(args: CheckArguments) -> int:
         )
     except CheckpointError:
         # The settings are valid: show them regardless of the run's directory.
-        print(describe(resolve(args.config, args.overrides, size, engine, device=device)))
+        shown = resolve(args.config, args.overrides, size, engine, device=device)
+        print(describe(shown) if args.resolved else "\n".join(equations(shown)))
         raise
     predicted = notes + prediction(largest_phase(resolved), args.gpu)
-    print(describe(resolved))
-    print(*(f"# {line}" for line in predicted), sep="\n")
+    # As YAML, lines for people are comments.
+    if args.resolved:
+        print(describe(resolved))
+        print(*(f"# {line}" for line in predicted), sep="\n")
+        return 0
+    unread = unread_files(resolved.config)
+    words = ["--config", args.config, *args.overrides]
+    if engine is not None:
+        words[2:2] = ["--deepspeed_config", engine]
+    print(*equations(resolved), *predicted, *unread, sep="\n")
+    if not args.inputs:
+        print("not read: tokens of the data, code of the model (--inputs reads them, in seconds)")
+    verdict = "this run can start where these can be read" if unread else "this run can start"
+    print(f"{verdict}; {next_lines(train_line(words, size))}")
     return 0
 
 
@@ -113,22 +132,22 @@ def describe(resolved: ResolvedRun) -> str:
     run_yaml = yaml.safe_dump(resolved.config.model_dump(mode="json"), sort_keys=False)
     engine = resolved.engine
     world_size = resolved.topology.world_size
-    # The arithmetic of the batch: one line, or a line for each phase.
-    if not resolved.phases:
-        equations = [f"# {resolved.plan.equation()}"]
-    else:
-        ends = (*resolved.config.batch.ends(), resolved.config.train.total_steps)
-        steps = zip((0, *ends), ends, resolved.phases, strict=False)
-        equations = [
-            f"# steps {a + 1} to {b}: {run.plan.equation()}" for a, b, run in steps if a < b
-        ]
     return "\n".join(
         [
             f"# The run, resolved for {world_size} rank{'s' if world_size != 1 else ''}",
             run_yaml,
-            *equations,
+            *(f"# {equation}" for equation in equations(resolved)),
             "---",
             f"# DeepSpeed configuration ({engine.source}, ZeRO {engine.zero_stage})",
             json.dumps(engine.deepspeed, indent=2),
         ]
     )
+
+
+def equations(resolved: ResolvedRun) -> list[str]:
+    """Return the arithmetic of the batch: one line, or a line for each phase."""
+    if not resolved.phases:
+        return [resolved.plan.equation()]
+    ends = (*resolved.config.batch.ends(), resolved.config.train.total_steps)
+    steps = zip((0, *ends), ends, resolved.phases, strict=False)
+    return [f"steps {a + 1} to {b}: {run.plan.equation()}" for a, b, run in steps if a < b]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 from bigtrain.system.arguments import Argument
+from bigtrain.system.next_commands import next_lines, run_lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,4 +32,8 @@ def run(args: CheckpointsArguments) -> int:
         lines = describe_adapters(args.adapters)
     for line in lines:
         print(line)
+    if args.run is not None:
+        print(next_lines(*run_lines(args.run, None)))
+    else:
+        print(next_lines("bigtrain export --run RUN --output DIRECTORY"))
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Annotated
 
 from bigtrain.errors import EXIT_USER_ERROR
 from bigtrain.system.arguments import Argument, Directory, File, Positive
+from bigtrain.system.next_commands import next_lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,4 +62,13 @@ def run(args: DoctorArguments) -> int:
     )
     print("\n".join([render(hosts, findings), *describe_unequal(hosts), *lines]))
     has_failed = any(finding.failed for finding in findings)
-    return EXIT_USER_ERROR if has_failed else 0
+    if has_failed:
+        return EXIT_USER_ERROR
+    # What the hosts are checked for: the launcher that reaches them.
+    start = "python"
+    if args.slurm:
+        start = "srun python"
+    elif args.hostfile is not None:
+        start = f"deepspeed --hostfile {shlex.quote(str(args.hostfile))}"
+    print(next_lines(f"{start} bigtrain/train.py --config RUN.yaml"))
+    return 0

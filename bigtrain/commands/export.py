@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from bigtrain.commands.arguments import NewDirectory, shard_size
+from bigtrain.system.next_commands import model_line, next_lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,4 +63,5 @@ def run(args: ExportArguments) -> int:
     )
     if exported.address is not None:
         print(f"pushed to {exported.address}")
+    print(next_lines(model_line(args.output)))
     return 0

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from bigtrain.system.arguments import Argument
+from bigtrain.system.next_commands import model_line, next_lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,4 +33,9 @@ def run(args: FetchArguments) -> int:
     print(f"{args.output}: {fetched.num_bytes:,} bytes from {address}")
     if fetched.step is not None:
         print(f"  the run resumes from step {fetched.step} with output.directory={args.output}")
+        print(next_lines(f"bigtrain checkpoints --run {shlex.quote(str(args.output))}"))
+    elif (args.output / "config.json").is_file():
+        print(next_lines(model_line(args.output)))
+    else:
+        print(next_lines(f"bigtrain inspect {shlex.quote(str(args.output))}"))
     return 0

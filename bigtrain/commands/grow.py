@@ -3,12 +3,14 @@ tokenizer."""
 
 from __future__ import annotations
 
+import shlex
 import sys
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from bigtrain.commands.arguments import NewDirectory
 from bigtrain.system.arguments import Positive
+from bigtrain.system.next_commands import next_lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,4 +48,5 @@ def run(args: GrowArguments) -> int:
         f"{args.output}: {args.model} with {growth.after} rows instead of {growth.before} "
         f"({', '.join(growth.names)}), reloaded and compared: same logits"
     )
+    print(next_lines(f"bigtrain init --model {shlex.quote(str(args.output))} --data FILE"))
     return 0

@@ -33,6 +33,7 @@ from bigtrain.launchers.hostfile import (
 )
 from bigtrain.system.arguments import Argument, File, Positive
 from bigtrain.system.files import write_new
+from bigtrain.system.next_commands import next_lines
 
 _RESOLVE_SECONDS = 10
 _LOOKUPS_AT_ONCE = 256  # threads that wait
@@ -69,6 +70,7 @@ def run(args: HostfileArguments) -> int:
     else:
         write_new(args.output, text)
         print(f"{args.output}: {len(text.splitlines())} hosts")
+        print(next_lines(f"bigtrain doctor --hostfile {shlex.quote(str(args.output))}"))
     return 0
 
 
@@ -80,6 +82,7 @@ def _check(path: Path) -> int:
     print(f"{path}: {slots} = {processes} processes")
     for line in unequal:
         print(f"  {line}")
+    print(next_lines(f"bigtrain doctor --hostfile {shlex.quote(str(path))}"))
     return 0
 
 
@@ -168,6 +171,7 @@ def _environment(path: Path, include: Sequence[str]) -> int:
         print(f"  not written (--include NAME adds one): {', '.join(selection.dropped)}")
     if path.name != NAME:
         print(f"  DeepSpeed reads it with  DS_ENV_FILE={shlex.quote(path.name)}")
-    print("  start with ssh options that end the run if a host dies:")
-    print(f"  PDSH_SSH_ARGS_APPEND={shlex.quote(KEEP_ALIVE)} deepspeed --hostfile FILE ...")
+    # With ssh options that end the run if a host dies.
+    start = "deepspeed --hostfile HOSTFILE bigtrain/train.py --config RUN.yaml"
+    print(next_lines(f"PDSH_SSH_ARGS_APPEND={shlex.quote(KEEP_ALIVE)} {start}"))
     return 0

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.system.arguments import Argument, File, Positive, positive_int
+from bigtrain.system.next_commands import next_lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,17 +28,23 @@ class InitArguments:
     shards: Annotated[str | None, "DIR"] = None
     """directory for the shards of such text (default: shards/)"""
     chat: bool | None = None
-    """the data are conversations: pack complete ones into samples (default: text)"""
+    """the data are conversations: pack complete ones into samples (default: by the manifest of
+    shards, else text)"""
+    preference: bool | None = None
+    """the data are pairs of answers, chosen and rejected: train by DPO (default: by the manifest of
+    shards)"""
     adapters: bool | None = None
     """train LoRA adapters for the weights of --model (default: all weights)"""
     devices: Annotated[str | None, "NxDEVICE"] = None
     """plan the layout for these: 8xH100-80GB, 2xCPU (default: one rank, not planned)"""
     steps: Positive | None = None
     """optimizer steps of the run (default: 1000)"""
+    epochs: Annotated[float | None, "E"] = None
+    """instead of --steps: times that the data is read"""
     sequence_length: Positive | None = None
     """tokens per sample (default: 1024, or the model's positions)"""
     global_batch_size: Positive | None = None
-    """samples per optimizer step (default: 64)"""
+    """samples per optimizer step (default: 64, or less for few shards)"""
     lr: Annotated[float | None, "RATE"] = None
     """peak learning rate (default: 2e-5 for trained weights, 2e-4 for adapters, 3e-4 for a new
     model)"""
@@ -75,13 +82,15 @@ def run(args: InitArguments) -> int:
     if new_run.names_nothing_here and (close := _similar(new_run.data)):
         rule, remedy = "does not exist", f"did you mean {close}?"
         raise ConfigError(Problem("--data", new_run.data, rule, remedy))
-    written = write_new_run(new_run, args.output, force=args.force)
+    written = write_new_run(new_run, args.output, force=args.force, say=_to_stderr)
     if new_run.names_nothing_here:
         print(f"note: {new_run.data} does not exist yet", file=sys.stderr)
-    print(f"wrote {' and '.join(map(str, written.files))}; next:")
-    for command in written.next_commands:
-        print(f"  {command}")
+    print(f"wrote {' and '.join(map(str, written.files))}; {next_lines(*written.next_commands)}")
     return 0
+
+
+def _to_stderr(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _similar(path: str) -> str | None:
@@ -97,12 +106,11 @@ def _similar(path: str) -> str | None:
 def _ask() -> dict[str, Any]:
     """Return the answers of a user at a terminal; an empty one selects the default. Raise
     ConfigError if input ends."""
-    from bigtrain.python_api.new_run import NewRun
+    from bigtrain.python_api.new_run import DEFAULT_BATCH, DEFAULT_STEPS, NewRun
     from bigtrain.settings.hf_config_keys import missing_model
     from bigtrain.settings.run_config import ModelSection
 
     try:
-        defaults = NewRun(data="")
         print("A run YAML from a few answers; press Enter to accept the default in brackets.")
         answers: dict[str, Any] = {}
         trained = _yes("Start from trained weights (no: a new model with random weights)?", True)
@@ -123,11 +131,11 @@ def _ask() -> dict[str, Any]:
         )
         if devices:
             answers["devices"] = devices
-        answers["steps"] = _count("Optimizer steps", defaults.steps)
+        answers["steps"] = _count("Optimizer steps", DEFAULT_STEPS)
         length = _count("Tokens per sample (1024, or the model's positions)", 0)
         if length:
             answers["sequence_length"] = length
-        answers["global_batch_size"] = _count("Samples per step", defaults.global_batch_size)
+        answers["global_batch_size"] = _count("Samples per step", DEFAULT_BATCH)
         return answers
     except EOFError:
         print()

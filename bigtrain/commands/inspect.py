@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from bigtrain.errors import DataError
 from bigtrain.system.arguments import Argument, File, Positive
+from bigtrain.system.next_commands import next_lines, shards_line
 
 if TYPE_CHECKING:
     from bigtrain.data.shards.inspection import Inspected
@@ -79,6 +80,8 @@ def run(args: InspectArguments) -> int:
         print(json.dumps(tree, ensure_ascii=False))
         return 0
     print("\n".join(_lines(inspected, tree)))
+    if inspected.manifest is not None and not documents:
+        print(next_lines(shards_line(inspected.path)))
     for document in documents:
         row = f" ({document['row']})" if "row" in document else ""
         print(

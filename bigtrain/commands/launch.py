@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from abc import abstractmethod
@@ -14,6 +15,7 @@ from bigtrain.commands.arguments import Config, DeepSpeedConfig, Overrides
 from bigtrain.errors import ConfigError, LaunchError, ModelError
 from bigtrain.system.arguments import Argument, File, Positive
 from bigtrain.system.files import write_new
+from bigtrain.system.next_commands import next_lines
 
 Ranks = Annotated[
     Literal["auto", "forked", "new"],
@@ -337,7 +339,8 @@ def run(args: LaunchArguments) -> int:
         print(text, end="")
         return 0
     write_new(output, text)
-    print(f"{output}: {args.start} {output}")
+    print(f"wrote {output}")
+    print(next_lines(f"{args.start} {shlex.quote(str(output))}"))
     return 0
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from bigtrain.commands.arguments import NewDirectory, shard_size
 from bigtrain.system.arguments import Argument, Positive, positive_int
+from bigtrain.system.next_commands import model_line, next_lines
 
 
 def steps(text: str) -> list[int]:
@@ -65,4 +66,5 @@ def run(args: MergeArguments) -> int:
         f"{args.output}: mean of steps {', '.join(map(str, steps))}, reloaded with transformers "
         "and compared: same logits"
     )
+    print(next_lines(model_line(args.output)))
     return 0

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import Annotated
 
 from bigtrain.system.arguments import Directory, File, Port
+from bigtrain.system.extras import install_line
 
 
 def seconds(text: str) -> float:
@@ -59,7 +60,7 @@ def run(args: OuterServerArguments) -> int:
     missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
     if missing:
         raise LaunchError(
-            f"the outer server requires {' and '.join(missing)} -> pip install 'bigtrain[sites]'"
+            f"the outer server requires {' and '.join(missing)} -> {install_line('sites')}"
         )
     from bigtrain.sites.client import read_token
     from bigtrain.sites.server.app import Place, serve

@@ -3,11 +3,13 @@ compare."""
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bigtrain.commands.arguments import Config, Overrides
 from bigtrain.system.arguments import Positive
+from bigtrain.system.next_commands import next_lines
 
 if TYPE_CHECKING:
     from bigtrain.parity.comparison import Verdict
@@ -65,4 +67,8 @@ def run(args: ParityArguments) -> int:
         "these the one closest to its rounding limit, which is 1e-5 or 4 times the distance of "
         "plain transformers from itself with its sums in another order"
     )
-    return 0 if passed else EXIT_DIFFERENT
+    if not passed:
+        return EXIT_DIFFERENT
+    words = ["--config", args.config, "--world-size", str(args.world_size), *args.overrides]
+    print(next_lines(shlex.join(["bigtrain", "check", *words])))
+    return 0

@@ -7,6 +7,7 @@ import atexit
 import gc
 import json
 import re
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from bigtrain.commands.arguments import Config, Overrides
 from bigtrain.errors import ConfigError, OutputError, Problem
-from bigtrain.system.arguments import File, Positive, Size
+from bigtrain.system.arguments import File, Positive, Size, command_words
+from bigtrain.system.next_commands import next_lines, train_line
 
 if TYPE_CHECKING:
     from bigtrain.python_api.planning import Plan
@@ -175,8 +177,6 @@ def ranked_layouts(args: PlanArguments, *, varies: bool = True) -> Plan:
 
 
 def _plan(args: PlanArguments) -> int:
-    from bigtrain.python_api.new_run import launch_line
-
     plan = ranked_layouts(args)
     if args.json:
         tree = {
@@ -222,6 +222,12 @@ def _plan(args: PlanArguments) -> int:
         path = plan.write(args.write, args.choose)
         if args.choose is None:
             print(f"line {plan.default_choice} of the table:")
-        start = launch_line(str(path), plan)
-        print(f"wrote {path} and {path.with_name('deepspeed.json')}; start it with:\n  {start}")
+        cluster = plan.cluster
+        start = train_line(
+            ["--config", str(path)], cluster.num_devices, cluster.device.devices_per_node
+        )
+        print(f"wrote {path} and {path.with_name('deepspeed.json')}; {next_lines(start)}")
+    elif not args.json:
+        words = command_words(args, write="plans/mine")
+        print(next_lines(shlex.join(["bigtrain", "plan", *words])))
     return 0

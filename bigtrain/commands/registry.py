@@ -14,6 +14,7 @@ from bigtrain.commands.arguments import EXIT_CODES
 from bigtrain.system.arguments import add_arguments
 
 COMMANDS = {
+    "start": "train a model on a file, in one command: tokenize, plan, train, export",
     "init": "write a run YAML from options or a few questions",
     "tokenizer": "train a byte-level BPE tokenizer on text, or add tokens to one",
     "tokenize": "turn text into token shards",
@@ -64,12 +65,13 @@ class CommandParser(argparse.ArgumentParser):
         match = _UNKNOWN_COMMAND.match(message)
         if match is not None:
             name = match[1]
-            if name == "train":
-                message = f"{name} is not a command: a launcher starts training -> {TRAINING}"
-            else:
-                close = difflib.get_close_matches(name, COMMANDS, n=3)
-                remedy = f"did you mean {' or '.join(close)}?" if close else "bigtrain --help"
-                message = f"unknown command {name} -> {remedy}"
+            close = difflib.get_close_matches(name, [*COMMANDS, "train"], n=3)
+            commands = [command for command in close if command != "train"]
+            remedies = [f"did you mean {' or '.join(commands)}?"] if commands else []
+            if "train" in close:
+                remedies.append(f"a launcher starts training: {TRAINING}")
+                remedies.append("bigtrain start --model MODEL --data FILE")
+            message = f"unknown command {name} -> {' or '.join(remedies) or 'bigtrain --help'}"
         if self.takes_settings:
             from bigtrain.settings.loading import with_setting_names  # imports all sections
 

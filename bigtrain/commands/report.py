@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from bigtrain.system.arguments import Argument, Directory, Port
+from bigtrain.system.next_commands import next_lines
 
 DEFAULT_PORT = 8600
 
@@ -61,4 +63,5 @@ def run(args: ReportArguments) -> int:
         f"{written.path}: {steps:,} logged step{'s' if steps != 1 else ''}, "
         f"{written.num_bytes / 2**20:.1f} MiB, in {time.monotonic() - started_at:.1f} s"
     )
+    print(next_lines(f"xdg-open {shlex.quote(str(written.path))}   # or any browser"))
     return 0

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from bigtrain.commands.arguments import Config, DeepSpeedConfig, Overrides
 from bigtrain.errors import ConfigError, Problem
-from bigtrain.system.arguments import Directory, Positive
+from bigtrain.system.arguments import Directory, Positive, command_words
+from bigtrain.system.next_commands import next_lines, train_line
 from bigtrain.system.world import read_world
 
 
@@ -64,11 +66,21 @@ def run(args: ScoreArguments) -> int:
         deepspeed_config=args.deepspeed_config,
         keep=keep,
     )
-    if read_world(os.environ).is_main:
+    world = read_world(os.environ)
+    if world.is_main:
         print(*summary(scores), sep="\n")
         if keep is not None:
             from bigtrain.data.shards.inspection import summary as summary_of
             from bigtrain.data.shards.manifest import read_manifest
 
             print(summary_of(keep.output, read_manifest(keep.output)))
+            data = f"data.path={keep.output}"
+            line = train_line(["--config", args.config, *args.overrides, data], world.size)
+        elif args.kind == "top-k":
+            teacher = f"objective.teacher={args.output}"
+            line = train_line(["--config", "STUDENT.yaml", teacher], world.size)
+        else:
+            words = command_words(args, filter="kept/", max_perplexity=50.0)
+            line = shlex.join(["bigtrain", "score", *words])
+        print(next_lines(line))
     return 0

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 from bigtrain.data.tokenize_job.options import TokenizeOptions
+from bigtrain.system.next_commands import next_lines, shards_line
 
 
 def run(args: TokenizeOptions) -> int:
@@ -23,4 +24,5 @@ def run(args: TokenizeOptions) -> int:
         elapsed_s = time.monotonic() - started_at
         tokens = result.built_tokens
         print(f"  {elapsed_s:.1f} s, {tokens:,} tokens here, {tokens / elapsed_s:,.0f} tokens/s")
+    print(next_lines(shards_line(output, str(args.tokenizer))))
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -11,7 +12,8 @@ from typing import Annotated
 from bigtrain.commands.arguments import NewDirectory, Overrides
 from bigtrain.data.tokenize_job.options import Inputs, ReadingOptions
 from bigtrain.errors import ConfigError, DataError, Problem
-from bigtrain.system.arguments import Positive
+from bigtrain.system.arguments import Positive, command_words
+from bigtrain.system.next_commands import next_lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,15 +64,17 @@ def run(args: TokenizerArguments) -> int:
 
     from bigtrain.python_api.tokenizing import train_tokenizer
 
-    reading = {field.name: getattr(args, field.name) for field in fields(ReadingOptions)}
+    reading = ReadingOptions(**{f.name: getattr(args, f.name) for f in fields(ReadingOptions)})
     num_tokens = train_tokenizer(
-        **reading, vocab_size=args.vocab_size, output=args.output, say=print
+        **vars(reading), vocab_size=args.vocab_size, output=args.output, say=print
     )
     if num_tokens < args.vocab_size:
         print(
             f"note: the text yields {num_tokens} tokens, fewer than --vocab-size {args.vocab_size}",
             file=sys.stderr,
         )
+    tokenize = ["--tokenizer", str(args.output), "--output", "shards/"]
+    print(next_lines(shlex.join(["bigtrain", "tokenize", *command_words(reading), *tokenize])))
     return 0
 
 
@@ -96,4 +100,6 @@ def _grow(output: Path, base: str, plain: Sequence[str], special: Sequence[str])
         "trained weights get rows for them by the section tokenizer of a run, or by "
         "model.vocabulary.new_rows=mean_covariance"
     )
+    tokenize = ["--input", "FILE", "--tokenizer", str(output), "--output", "shards/"]
+    print(next_lines(shlex.join(["bigtrain", "tokenize", *tokenize])))
     return 0

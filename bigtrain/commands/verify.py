@@ -8,6 +8,7 @@ from typing import Annotated
 
 from bigtrain.errors import EXIT_USER_ERROR, ConfigError, Problem
 from bigtrain.system.arguments import Argument, Directory
+from bigtrain.system.next_commands import model_line, next_lines, run_lines, shards_line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,17 +37,21 @@ def run(args: VerifyArguments) -> int:
     from bigtrain.data.shards.dataset import open_dataset
     from bigtrain.python_api.shards import verify_shards
 
+    next_line = ""
     verify_shards(*args.datasets)
     for path in args.datasets:
         splits = open_dataset(path, check="index").table.splits.values()
         num_shards, tokens = sum(map(len, splits)), sum(split.num_tokens for split in splits)
         print(f"{path}: {num_shards} shards, {tokens:,} tokens, all checksums match")
+        next_line = shards_line(path)
     if args.model is not None:
         from bigtrain.python_api.results import verify_model
 
         num_files = verify_model(args.model)
         print(f"{args.model}: {num_files} files, all checksums match")
+        next_line = model_line(args.model)
     if args.run is None:
+        print(next_lines(next_line))
         return 0
     from bigtrain.run.checkpointing import checkpoints
     from bigtrain.run.checkpointing.listing import one_site_note, verify_checkpoints
@@ -61,4 +66,6 @@ def run(args: VerifyArguments) -> int:
             site_note = one_site_note(checkpoints.read_state(directory))
     if site_note:
         print(f"{args.run}: {site_note}")
+    if all_complete:
+        print(next_lines(*run_lines(args.run, None)))
     return 0 if all_complete else EXIT_USER_ERROR

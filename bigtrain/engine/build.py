@@ -36,6 +36,7 @@ from bigtrain.engine.partitioning import (
     run_dtype,
 )
 from bigtrain.engine.startup.mesh import Mesh, ModelParallelUnit
+from bigtrain.engine.startup.printed_lines import prints_logged
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.models.build import build_model
 from bigtrain.models.equivalence.model_plan import ModelPlan, require_model_plan
@@ -154,7 +155,8 @@ def _initialize(
     set_expert_groups(mesh.expert, mesh.expert_replicas)
     has_experts = any("moe" in group and group["params"] for group in groups)
     move_buffers(model, device)  # which DeepSpeed leaves where they are under ZeRO 3
-    with engine_with_experts() if has_experts else nullcontext():
+    patches = engine_with_experts() if has_experts else nullcontext()
+    with prints_logged(), patches:
         engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=optimizer_maker(config.optimizer, model, mesh, device),

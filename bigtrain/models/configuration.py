@@ -26,6 +26,7 @@ from transformers import (
 from transformers.utils import cached_file
 
 from bigtrain.errors import ConfigError, ModelError, Problem, first_line, one_line
+from bigtrain.models.file_names import GENERATION_CONFIG
 from bigtrain.settings.extensions import import_named
 from bigtrain.settings.hf_config_keys import TEXT_IDS, not_causal
 from bigtrain.system.storage.local_path import local_path
@@ -42,7 +43,6 @@ QUANTIZATION_KEYS = (
 )
 """Keys of a configuration, or of one nested in it, on how its tensors are packed."""
 
-GENERATION_CONFIG = "generation_config.json"
 SCORER = "ForSequenceClassification"
 """End of the names of transformers' classes that score a sample at its last token."""
 MTP_MARK = "trained_mtp_layers"

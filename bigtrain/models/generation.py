@@ -17,7 +17,7 @@ from bigtrain.models.layers.adapters import quiet_bitsandbytes
 from bigtrain.models.parallel.grouped_experts import fit_experts
 from bigtrain.models.text_ids import stop_ids
 from bigtrain.models.transformers_patches import without_progress
-from bigtrain.models.weights.weight_files import refuse_pickles
+from bigtrain.models.weights.weight_paths import refuse_pickles
 from bigtrain.system.storage.local_path import local_path
 from bigtrain.system.text_record import TextRecord, read_record
 

@@ -26,10 +26,10 @@ from bigtrain.models.build import empty_model
 from bigtrain.models.text_ids import stop_ids
 from bigtrain.models.transformers_patches import only_errors
 from bigtrain.settings.run_config import EvaluationSection
+from bigtrain.system.extras import install_line
 from bigtrain.system.text_record import TextRecord
 
 KEY = "evaluation.tasks"
-_INSTALL = "pip install 'bigtrain[eval]', or leave evaluation.tasks out"
 _SEEDS = {"random": 0, "numpy": 1234, "torch": 1234, "few-shot": 1234}
 """lm-eval's own (lm_eval/defaults.py)."""
 _TEXTS_AT_ONCE = 1024
@@ -69,7 +69,14 @@ def check_tasks(section: EvaluationSection) -> list[Problem]:
         return []
     if importlib.util.find_spec("lm_eval") is None:
         rule = "needs the package lm-eval, which is not installed"
-        return [Problem(KEY, list(section.tasks), rule, _INSTALL)]
+        return [
+            Problem(
+                KEY,
+                list(section.tasks),
+                rule,
+                f"{install_line('eval')}, or leave evaluation.tasks out",
+            )
+        ]
     directory = section.tasks_directory
     if directory is not None and not Path(directory).is_dir():
         key, rule = "evaluation.tasks_directory", "no such directory"

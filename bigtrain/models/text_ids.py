@@ -21,11 +21,11 @@ from transformers.utils import CONFIG_NAME
 
 from bigtrain.errors import Problem
 from bigtrain.models.configuration import (
-    GENERATION_CONFIG,
     generation_settings,
     text_config,
     vocabulary_size,
 )
+from bigtrain.models.file_names import GENERATION_CONFIG
 from bigtrain.settings.hf_config_keys import (
     TEXT_IDS,
     GivenId,

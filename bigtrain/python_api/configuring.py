@@ -112,8 +112,9 @@ def _try_inputs(resolved: ResolvedRun) -> tuple[ResolvedRun, list[str]]:
 def _try_settings(resolved: ResolvedRun) -> tuple[ResolvedRun, list[str]]:
     """Return the run, its epochs counted as steps if the data is here, and a line on the checkpoint
     that it would resume from. Raise ConfigError for a directory that cannot be a run's, for
-    checkpoints in memory that is none here, or a package that is not installed, CheckpointError
-    for a checkpoint of other settings; the data is not compared."""
+    checkpoints in memory that is none here, or a package that is not installed, ModelError for a
+    base without weights that can be read, CheckpointError for a checkpoint of other settings; the
+    data is not compared."""
     directory = Path(resolved.config.output.directory)
     problems = list(check_output(directory, is_here=False))
     if resolved.config.checkpoint.memory is not None:
@@ -121,6 +122,12 @@ def _try_settings(resolved: ResolvedRun) -> tuple[ResolvedRun, list[str]]:
 
         problems += check_memory_directory(resolved.config)
     problems += check_optimizer_package(resolved.config.optimizer)
+    config = resolved.config
+    if any(isinstance(name, str) for name in (config.model.path, config.objective.teacher_model)):
+        from bigtrain.run.named_files import check_base_files, check_weight_files
+
+        problems += check_base_files(config)
+        check_weight_files(config)
     if problems:
         raise ConfigError(problems, "the run's settings")
     counted: tuple[str, ...] = ()
@@ -240,10 +247,14 @@ def train_resolved(
     with importing():
         from bigtrain.engine.startup.device import refuse_for_device
         from bigtrain.run.checkpointing.changed_settings import refuse_other_run
+        from bigtrain.run.reporting.library_log import import_log, library_log
         from bigtrain.run.segments import inspect_segments
 
     refuse_for_device(run.config, world.size)
-    with importing():  # the model's libraries
+    # What libraries log before there is a run directory goes to its log.txt, too.
+    library_lines: list[str] = []
+    is_shown = run.config.logging.deepspeed == "shown"
+    with library_log(library_lines.append, is_shown=is_shown), importing():
         # One rank per host compares the sizes of the shards' files; other ranks read the list.
         level: Level = "sizes" if world.local_rank == 0 else "listed"
         segments, counted = inspect_segments(run, level, samples)
@@ -253,12 +264,11 @@ def train_resolved(
         if world.local_rank == 0:
             parameters = inputs.model_plan.parameters
             refuse_other_run(first.run.recorded_config, inputs.sources, parameters)
-        from bigtrain.run.reporting.library_log import import_log
-
-        with import_log(is_shown=run.config.logging.deepspeed == "shown") as said:
+        with import_log(is_shown=is_shown) as deepspeed_lines:
             from bigtrain.run.training import train_inputs
 
-    return train_inputs(segments, world, signals, said, callbacks)
+    lines = [*library_lines, *deepspeed_lines]
+    return train_inputs(segments, world, signals, lines, callbacks)
 
 
 def _name_of(model: object) -> str:

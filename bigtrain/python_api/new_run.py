@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bigtrain.errors import ConfigError, OutputError, Problem
+from bigtrain.objectives.preference import PAIRS
+from bigtrain.objectives.rows import Rows
 from bigtrain.python_api.configuring import check, load_config
+from bigtrain.python_api.new_run_inputs import (
+    ShardFacts,
+    model_problems,
+    read_shards,
+    template_problems,
+)
 from bigtrain.run.output_directory import check_output
 from bigtrain.settings.commented_yaml import commented_yaml
 from bigtrain.settings.deepspeed.engine_config import find_deepspeed_config, read_deepspeed_config
-from bigtrain.settings.hf_config_keys import inspect_configuration
+from bigtrain.settings.hf_config_keys import (
+    TEXT_IDS,
+    inspect_configuration,
+    written_configuration,
+)
 from bigtrain.settings.loading import recipe_names
 from bigtrain.settings.resolve import resolve_run
 from bigtrain.settings.run_config import ModelSection, RunConfig
 from bigtrain.system.files import whole_file
-from bigtrain.system.shipped_files import checkout
+from bigtrain.system.next_commands import RANKS_PER_NODE, train_line
 from bigtrain.system.storage.stores import is_address
 from bigtrain.system.units import GIB
 
@@ -29,8 +42,13 @@ if TYPE_CHECKING:
 
 # Common peak learning rates of AdamW: full fine-tuning, adapters, random weights of small models.
 _LR = {"trained": 2.0e-5, "adapters": 2.0e-4, "random": 3.0e-4}
+# Of DPO, which learns from differences: zephyr's and TRL's recipes (arXiv 2310.16944).
+_PREFERENCE_LR = {"trained": 5.0e-7, "adapters": 5.0e-6, "random": 5.0e-7}
 _SEQUENCE_LENGTH = 1024
-_WARMUP_FRACTION, _SAVES = 0.03, 10
+DEFAULT_STEPS, DEFAULT_BATCH = 1000, 64
+_LONGEST_LENGTH, _LENGTH_UNIT = 8192, 64
+"""Longest default length of a sample, and the tokens of which defaults are multiples."""
+_WARMUP_FRACTION, _SAVES, _STEPS = 0.03, 10, 10
 
 
 @dataclass(frozen=True)
@@ -39,9 +57,12 @@ class NewRun:
 
     model: directory or Hub name of trained weights to start from; or new_model: configuration for a
     model with random weights, also the name of a recipe. data: token shards, or untokenized text
-    whose shards will be written to `shards`. chat: the data are conversations. adapters: train LoRA
+    whose shards will be written to `shards`. chat: the data are conversations; preference: pairs of
+    answers; of shards, their manifest determines it. adapters: train LoRA
     adapters for the model's weights. devices: such as 8xH100-80GB or 2xCPU; None: not planned, one
-    rank. sequence_length: default: 1024, or the model's number of positions if smaller.
+    rank. steps, or epochs: length of the run (default: 1000 steps). sequence_length: default: 1024,
+    or the model's number of positions if smaller; of shards of conversations or pairs, what nearly
+    all need. global_batch_size: default: 64; of shards, at least ten steps an epoch.
     run_directory: default: runs/NAME of the model, or runs/NAME-2 and so on if that holds other
     files.
     """
@@ -51,11 +72,13 @@ class NewRun:
     new_model: str | None = None
     shards: str = "shards/"
     chat: bool = False
+    preference: bool = False
     adapters: bool = False
     devices: str | None = None
-    steps: int = 1000
+    steps: int | None = None
+    epochs: float | None = None
     sequence_length: int | None = None
-    global_batch_size: int = 64
+    global_batch_size: int | None = None
     lr: float | None = None
     run_directory: str | None = None
 
@@ -63,6 +86,11 @@ class NewRun:
     def is_tokenized(self) -> bool:
         """True if `data` is a directory that `bigtrain tokenize` wrote."""
         return (Path(self.data) / "manifest.json").is_file()
+
+    @property
+    def rows(self) -> Rows | None:
+        """Rows of answers that the options name; None for documents."""
+        return PAIRS.name if self.preference else None
 
     @property
     def names_nothing_here(self) -> bool:
@@ -76,19 +104,30 @@ class NewRun:
 
 @dataclass(frozen=True)
 class WrittenRun:
-    """Written files, and the next command lines."""
+    """Written files, the next command lines, and the ranks of the layout."""
 
     files: tuple[Path, ...]
     next_commands: tuple[str, ...]
+    num_ranks: int
+    ranks_per_node: int
 
 
-def write_new_run(wanted: NewRun, output: Path, *, force: bool = False) -> WrittenRun:
+def write_new_run(
+    wanted: NewRun,
+    output: Path,
+    *,
+    force: bool = False,
+    say: Callable[[str], None] | None = None,
+) -> WrittenRun:
     """Write a commented run YAML, which `bigtrain check` accepts, to `output`.
 
     With `wanted.devices` it uses the fastest layout that is predicted to fit them; a DeepSpeed JSON
     for it is written next to it if none of ``ds_configs/`` matches. Replaces nothing
-    without `force`. Raises ConfigError, ModelError, OutputError; then nothing is written.
+    without `force`. say: gets a line on what could not be looked at, and on what takes seconds.
+    Raises ConfigError, DataError, ModelError, OutputError; then nothing is written.
     """
+    say = say or (lambda text: None)
+    check_names(wanted, say)
     sections = _sections(wanted)
     head = ["Written by `bigtrain init`. Every setting: docs/reference/configuration.md"]
     engine: dict[str, Any] | None = None
@@ -96,6 +135,7 @@ def write_new_run(wanted: NewRun, output: Path, *, force: bool = False) -> Writt
     if wanted.devices is not None:
         from bigtrain.python_api.planning import plan as plan_layouts
 
+        say(f"planning for {wanted.devices}: the model is traced, which takes some seconds once")
         try:
             plan = plan_layouts(sections, wanted.devices, varies=False)
         except ConfigError as error:
@@ -127,7 +167,7 @@ def write_new_run(wanted: NewRun, output: Path, *, force: bool = False) -> Writt
         raise ConfigError(Problem("--output", existing[0], rule, fix))
 
     # A run must accept the files: of a JSON that must be written first, its settings only.
-    text = commented_yaml(sections, head)
+    text = commented_yaml(sections, head, output.parent)
     world_size = 1 if plan is None else plan.cluster.num_devices
     if len(files) > 1:
         _write(engine_path, json.dumps(engine, indent=2) + "\n")
@@ -135,43 +175,86 @@ def write_new_run(wanted: NewRun, output: Path, *, force: bool = False) -> Writt
     else:
         check(sections, world_size=world_size)
     _write(output, text)
-    return WrittenRun(tuple(files), tuple(_next_commands(wanted, output, plan)))
+    per_node = RANKS_PER_NODE if plan is None else plan.cluster.device.devices_per_node
+    lines = _next_commands(wanted, output, world_size, per_node)
+    return WrittenRun(tuple(files), tuple(lines), world_size, per_node)
 
 
-def _sections(new_run: NewRun) -> dict[str, Any]:
-    # The model: trained weights, or the configuration of a new model, also by a recipe's name.
+def check_names(new_run: NewRun, say: Callable[[str], None]) -> None:
+    """Raise ConfigError for a model that does not exist, and for conversations without a chat
+    template. `say` gets a note on a model that could not be looked for."""
+    problems: list[Problem] = []
+    for option, name in (("--model", new_run.model), ("--new-model", new_run.new_model)):
+        if name is None or name in recipe_names():
+            continue
+        name_problems, note = model_problems(option, name)
+        problems += name_problems
+        if note:
+            say(f"note: {note}")
+    if new_run.chat and not new_run.is_tokenized and new_run.model is not None:
+        problems += template_problems("--chat", new_run.model)
+    if problems:
+        raise ConfigError(problems, "the options of bigtrain init")
+
+
+def _model_section(new_run: NewRun) -> dict[str, Any]:
+    """Return the section ``model``: trained weights, or the configuration of a new model, also by a
+    recipe's name. Raises ConfigError unless exactly one of them is named."""
     if (new_run.model is None) == (new_run.new_model is None):
         rule = "either trained weights or a new model is required"
         raise ConfigError(Problem("--model", new_run.model, rule, "or --new-model, but not both"))
-    model: dict[str, Any]
     if new_run.model is not None:
-        model = {"path": new_run.model}
-    elif new_run.adapters:
+        return {"path": new_run.model}
+    if new_run.adapters:
         rule = "require trained weights, and a new model has none"
         raise ConfigError(Problem("--adapters", None, rule, "--model instead of --new-model"))
-    elif new_run.new_model in recipe_names():
+    if new_run.new_model in recipe_names():
         recipe = load_config(str(new_run.new_model)).model
-        model = {"config": recipe.path if recipe.config is None else recipe.config}
-    else:
-        model = {"config": new_run.new_model}
+        return {"config": recipe.path if recipe.config is None else recipe.config}
+    return {"config": new_run.new_model}
+
+
+def _sections(new_run: NewRun) -> dict[str, Any]:
+    model = _model_section(new_run)
+    # Vocabulary, rows and length of shards; text has them once it is tokenized.
+    shards = read_shards(new_run.data) if new_run.is_tokenized else None
+    if shards is not None:
+        _check_rows(new_run, shards)
+        if new_run.new_model is not None:
+            model = _with_vocabulary(model, shards.vocab_size)
+    length = new_run.sequence_length or _sequence_length(model, new_run, shards)
+    batch_size = new_run.global_batch_size or _batch_size(new_run, length, shards)
+    # The length of the run; a number of steps decides how often it saves and evaluates.
+    if new_run.steps is not None and new_run.epochs is not None:
+        rule = "is the length of the run, and so is --steps"
+        raise ConfigError(Problem("--epochs", new_run.epochs, rule, "one of them"))
+    steps = new_run.steps or DEFAULT_STEPS
+    train: dict[str, float] = {"steps": steps}
+    if new_run.epochs is not None:
+        train = {"epochs": new_run.epochs}
+        if shards is not None:
+            samples = new_run.epochs * shards.num_samples(length)
+            steps = max(1, round(samples / batch_size))
     # Defaults: the usual learning rate, float32 on a CPU or without `devices`, ten checkpoints.
     weights_origin = "random" if new_run.model is None else "trained"
     lr_name = "adapters" if new_run.adapters else weights_origin
+    rows = new_run.rows if shards is None else shards.rows
+    rates = _PREFERENCE_LR if rows == PAIRS.name else _LR
     on_cpu = new_run.devices is None or new_run.devices.strip().lower().endswith("cpu")
-    every = max(1, new_run.steps // _SAVES)
+    every = max(1, steps // _SAVES)
     tree: dict[str, Any] = {
         "model": model,
         "data": {"path": new_run.data if new_run.is_tokenized else new_run.shards},
         "batch": {
-            "sequence_length": new_run.sequence_length or _sequence_length(model),
-            "global_batch_size": new_run.global_batch_size,
+            "sequence_length": length,
+            "global_batch_size": batch_size,
             "micro_batch_size": 1,
         },
-        "train": {"steps": new_run.steps},
-        "optimizer": {"lr": _LR[lr_name] if new_run.lr is None else new_run.lr},
+        "train": train,
+        "optimizer": {"lr": new_run.lr or rates[lr_name]},
         "schedule": {
             "type": "cosine",
-            "warmup_steps": min(new_run.steps, round(new_run.steps * _WARMUP_FRACTION)),
+            "warmup_steps": round(steps * _WARMUP_FRACTION),
         },
         "precision": {"dtype": "float32" if on_cpu else "bfloat16"},
         "checkpoint": {"every_steps": every},
@@ -179,17 +262,70 @@ def _sections(new_run: NewRun) -> dict[str, Any]:
         "logging": {"every_steps": min(10, every)},
         "output": {"directory": new_run.run_directory or _run_directory(new_run)},
     }
-    if new_run.chat:
+    if shards is not None and not shards.num_held_out:
+        del tree["evaluation"]
+    if rows is not None:
+        tree["objective"] = {"type": rows}
+    elif new_run.chat or (shards is not None and shards.is_chat):
         tree["data"]["packing"] = "best_fit"
     if new_run.adapters:
         tree["adapters"] = {"rank": 16, "alpha": 32, "targets": "all-linear"}
     return _in_order(tree)
 
 
-def _sequence_length(model: dict[str, Any]) -> int:
-    """Return the default length, or the model's number of positions if known and smaller."""
-    figures, _ = inspect_configuration(ModelSection.model_validate(model))
-    return min(_SEQUENCE_LENGTH, figures.max_position_embeddings or _SEQUENCE_LENGTH)
+def _check_rows(new_run: NewRun, shards: ShardFacts) -> None:
+    """Raise ConfigError if the options name other rows than the shards have."""
+    problems = []
+    if new_run.chat and (not shards.is_chat or shards.rows is not None):
+        rule = f"{new_run.data} has {shards.rows or 'text'}, not conversations"
+        problems.append(Problem("--chat", None, rule, "remove it, or tokenize conversations"))
+    if new_run.rows not in (None, shards.rows):
+        rule = f"{new_run.data} has no preference pairs"
+        remedy = f"remove it, or bigtrain tokenize --format {new_run.rows}"
+        problems.append(Problem("--preference", None, rule, remedy))
+    if problems:
+        raise ConfigError(problems, "the options of bigtrain init")
+
+
+def _with_vocabulary(model: dict[str, Any], vocab_size: int) -> dict[str, Any]:
+    """Return the section `model` of a new model with `vocab_size` tokens, and without ids of
+    another tokenizer: the run takes the ids from the shards."""
+    written = written_configuration(ModelSection.model_validate(model))
+    if not written or written.get("vocab_size") == vocab_size:
+        return model
+    if isinstance(model["config"], str):
+        return {**model, "overrides": {"vocab_size": vocab_size}}
+    config = {name: value for name, value in model["config"].items() if name not in TEXT_IDS}
+    return {**model, "config": {**config, "vocab_size": vocab_size}}
+
+
+def _sequence_length(model: dict[str, Any], new_run: NewRun, shards: ShardFacts | None) -> int:
+    """Return the default length: at most the model's number of positions, if known. Of shards:
+    conversations and pairs are samples, nearly all complete; text has tokens for ten steps."""
+    dimensions, _ = inspect_configuration(ModelSection.model_validate(model))
+    longest = dimensions.max_position_embeddings or _LONGEST_LENGTH
+    if shards is None:
+        return min(_SEQUENCE_LENGTH, longest)
+    if shards.are_samples:
+        rounded = -(-shards.long_document // _LENGTH_UNIT) * _LENGTH_UNIT
+        return min(rounded, _LONGEST_LENGTH, longest)
+    length = min(_SEQUENCE_LENGTH, longest)
+    batch_size = new_run.global_batch_size or DEFAULT_BATCH
+    while length > _LENGTH_UNIT and length * batch_size * _STEPS > shards.num_tokens:
+        length //= 2
+    return length
+
+
+def _batch_size(new_run: NewRun, length: int, shards: ShardFacts | None) -> int:
+    """Return the default number of samples per step: of shards, half as often as needed for ten
+    steps an epoch; a multiple of the devices."""
+    batch_size = DEFAULT_BATCH
+    if shards is not None:
+        while batch_size > 1 and shards.num_samples(length) < batch_size * _STEPS:
+            batch_size //= 2
+    counted = re.match(r"\s*(\d+)\s*x", new_run.devices or "")
+    num_devices = 1 if counted is None else max(1, int(counted[1]))
+    return max(1, batch_size // num_devices) * num_devices
 
 
 def _in_order(tree: dict[str, Any]) -> dict[str, Any]:
@@ -240,7 +376,9 @@ def _write(path: Path, text: str) -> None:
         raise OutputError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
-def _next_commands(new_run: NewRun, output: Path, plan: Plan | None) -> Iterator[str]:
+def _next_commands(
+    new_run: NewRun, output: Path, num_ranks: int, ranks_per_node: int
+) -> Iterator[str]:
     """Yield the next commands, in order."""
     quoted = shlex.quote(str(output))
     if not new_run.is_tokenized:
@@ -249,25 +387,9 @@ def _next_commands(new_run: NewRun, output: Path, plan: Plan | None) -> Iterator
             f"bigtrain tokenize --input {shlex.quote(new_run.data)} --tokenizer "
             f"{shlex.quote(tokenizer)} --held-out 0.02 --output {shlex.quote(new_run.shards)}"
         )
-    size = 1 if plan is None else plan.cluster.num_devices
-    yield f"bigtrain check --config {quoted} --world-size {size}"
-    yield launch_line(quoted, plan)
+    yield f"bigtrain check --config {quoted} --world-size {num_ranks}"
+    yield train_line(["--config", str(output)], num_ranks, ranks_per_node)
     directory = load_config(output).output.directory
-    how = "--chat" if new_run.chat else "--prompt TEXT"
+    is_chat = new_run.chat or (new_run.is_tokenized and read_shards(new_run.data).has_template)
+    how = "--chat" if is_chat else "--prompt TEXT"
     yield f"bigtrain generate --model {shlex.quote(f'{directory}/hf')} {how}"
-
-
-def launch_line(yaml_path: str, plan: Plan | None) -> str:
-    """Return the command that starts `yaml_path` on all devices of a plan, or on one rank."""
-    program = Path("bigtrain/train.py")
-    if not program.is_file():
-        program = checkout() / program
-    start = f"{program} --config {yaml_path}"
-    if plan is None:
-        return f"python {start}"
-    cluster = plan.cluster
-    nodes = -(-cluster.num_devices // cluster.device.devices_per_node)
-    if nodes > 1:
-        return f"deepspeed --hostfile HOSTFILE {start}   # a hostfile of {nodes} nodes"
-    option = "--num_accelerators" if cluster.device.is_cpu else "--num_gpus"
-    return f"deepspeed {option} {cluster.num_devices} {start}"

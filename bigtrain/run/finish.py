@@ -18,6 +18,7 @@ from bigtrain.run.reporting.progress import OUTPUT_REMEDY
 from bigtrain.run.run_view import TrainingResult
 from bigtrain.run.state import TrainState, is_over
 from bigtrain.system.files import writing
+from bigtrain.system.next_commands import next_lines, run_lines
 
 if TYPE_CHECKING:
     from bigtrain.run.reporting.run_copies import RunCopies
@@ -97,13 +98,20 @@ def is_complete(context: RunContext, state: TrainState) -> bool:
         return is_exported and (directory / EXPORT).is_dir()
 
     complete = context.long_work.on_main_rank(all_is_written)
-    if complete:
+    if complete and context.world.is_main:
         early = " and has stopped early" if state.step < config.train.total_steps else ""
         context.log.info(
             f"complete: the run is at step {state.step} of {config.train.total_steps}{early}; "
             "nothing to do"
         )
+        context.log.info(_next_lines(context))
     return complete
+
+
+def _next_lines(context: RunContext) -> str:
+    """Return the commands to type after the run. Reads the export's small files."""
+    export = context.directory / EXPORT if context.config.output.export else None
+    return next_lines(*run_lines(context.directory, export))
 
 
 def finish(
@@ -141,7 +149,7 @@ def finish(
                 copies.add(output)
         if copies is not None:
             summary += copies.wait(context.config.output.copy_wait_seconds)
-        return summary
+        return [*summary, _next_lines(context)]
 
     def leave_unexported(received: Signals) -> None:
         if not context.claim.is_stale():

@@ -23,9 +23,9 @@ from bigtrain.models.configuration import (
 )
 from bigtrain.models.equivalence.model_plan import ModelPlan, cached_model_plan
 from bigtrain.models.export.verified import why_not_reloaded
-from bigtrain.models.weights.checksums import changed_files, unusable_files
 from bigtrain.models.weights.export_hf import TOKENIZER_REMEDY, class_beside
 from bigtrain.models.weights.import_hf import find_weights
+from bigtrain.run.named_files import check_base_files
 from bigtrain.run.output_directory import check_output
 from bigtrain.run.reporting.metrics import check_trackers
 from bigtrain.run.text_ids import resolve_text_ids
@@ -261,8 +261,7 @@ def _check_files(config: RunConfig, hf_config: Any) -> list[Problem]:
         from bigtrain.run.shared_memory import check_memory_directory
 
         problems += check_memory_directory(config)
-    path = config.model.path
-    if path is None and config.output.export:
+    if config.model.path is None and config.output.export:
         # Transformers must read the configuration of an export, unless it is the base's.
         if (error := why_not_reloaded(hf_config)) is not None:
             name = hf_config.model_type
@@ -270,12 +269,7 @@ def _check_files(config: RunConfig, hf_config: Any) -> list[Problem]:
             rule += "weights"
             remedy = f"start from weights (model.path), or output.export=false ({error})"
             problems.append(Problem("model.config", name, rule, remedy))
-    if path is not None and Path(path).is_dir():
-        # Checksums of a base's small files, and whether an export can include them.
-        remedy = "restore them; if the change is intended, remove the list and start a new run"
-        changes = changed_files(Path(path), Path(config.output.directory))
-        problems += [Problem("model.path", path, text, remedy) for text in changes]
-        problems += [Problem("model.path", path, *fault) for fault in unusable_files(Path(path))]
+    problems += check_base_files(config)
     if config.evaluation.tasks:
         from bigtrain.models.lm_eval_tasks import check_tasks
 

@@ -18,7 +18,7 @@ from bigtrain.planner.run_prediction import RunPrediction
 from bigtrain.run.context import RunContext
 from bigtrain.run.health.fencing import RunClaim
 from bigtrain.run.health.watchdog import Watchdog
-from bigtrain.run.reporting.library_log import deepspeed_log
+from bigtrain.run.reporting.library_log import library_log
 from bigtrain.run.reporting.progress import OUTPUT_REMEDY
 from bigtrain.run.run_directory import note_start, write_run_directory
 from bigtrain.run.run_log import RunLog
@@ -65,7 +65,7 @@ def open_session(
                 is_stale=claim.is_stale,
                 hosts=joined.hosts,
             ),
-            deepspeed_log(log.to_file, is_shown=logging.deepspeed == "shown"),
+            library_log(log.to_file, is_shown=logging.deepspeed == "shown"),
         ):
             try:
                 for line in settings:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,17 +16,21 @@ import yaml
 
 from bigtrain.settings.run_config import RunConfig, Section
 from bigtrain.settings.sections.base import section_of
+from bigtrain.system.shipped_files import checkout
 
 _WIDTH = 100
 
 
-def commented_yaml(tree: Mapping[str, Any], head: Sequence[str] = ()) -> str:
+def commented_yaml(tree: Mapping[str, Any], head: Sequence[str] = (), folder: Path = Path()) -> str:
     """Return `tree`, sections of a run, as the text of a run YAML.
 
     Every section and setting has its description as a comment. The settings of a section that
-    `tree` omits are named after it. `head`: lines of the comment at the top.
+    `tree` omits are named after it. `head`: lines of the comment at the top. `folder`: of the file,
+    which names the schema by a relative path if both are in one checkout.
     """
-    lines = [f"# yaml-language-server: $schema={SHIPPED}"]
+    lines = []
+    if (checkout() / "pyproject.toml").is_file() and folder.resolve().is_relative_to(checkout()):
+        lines.append(f"# yaml-language-server: $schema={os.path.relpath(SHIPPED, folder)}")
     lines += [f"# {line}".rstrip() for line in head]
     for name, value in tree.items():
         field = RunConfig.model_fields[name]

@@ -28,6 +28,7 @@ from pydantic import ValidationError
 
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.settings.sections.extensions import SHIPPED_CALLBACKS, ShippedCallback
+from bigtrain.system.extras import install_line
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -268,7 +269,7 @@ def check_callback_class(key: str, name: str, settings: Mapping[str, Any]) -> li
             is_installed = False
         if not is_installed:
             rule = f"needs {module}, which is not installed"
-            problems.append(Problem(key, name, rule, f"pip install 'bigtrain[{name}]'"))
+            problems.append(Problem(key, name, rule, install_line(name)))
             break
     return problems
 

@@ -17,12 +17,13 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from bigtrain.errors import Problem
 from bigtrain.settings.run_config import ModelSection
+from bigtrain.system.hub_cache import cached_hub_file, is_hub_name
 from bigtrain.system.shipped_files import published_configuration
 from bigtrain.system.storage.stores import is_address
 
@@ -61,6 +62,7 @@ class ModelDimensions:
     """Dimensions of a model, known before it is built; None if unknown.
 
     cut_heads, cut_key_heads: query and key-value heads, where tensor-parallel ranks divide them.
+    has_tensor_plan: transformers has a tensor-parallel plan for its layers.
     num_experts: routed experts of a layer. num_mtp_layers: layers for multi-token prediction that
     transformers builds for the architecture.
     """
@@ -70,6 +72,7 @@ class ModelDimensions:
     max_position_embeddings: int | None = None
     cut_heads: int | None = None
     cut_key_heads: int | None = None
+    has_tensor_plan: bool | None = None
     num_experts: int | None = None
     num_mtp_layers: int | None = None
 
@@ -78,7 +81,7 @@ class ModelDimensions:
 def key_table() -> Mapping[str, Any]:
     """Return the table: ``transformers_version`` and ``model_types``, each with its ``module``,
     ``keys`` (to JSON types), ``aliases``, ``defaults`` and ``cut``, the dimensions that
-    tensor-parallel ranks shard."""
+    tensor-parallel ranks shard (null: transformers has no plan)."""
     path = Path(__file__).with_name("hf_config_keys.json")
     table: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return table
@@ -88,7 +91,7 @@ def inspect_configuration(section: ModelSection) -> tuple[ModelDimensions, list[
     """Return the dimensions of the run's model, and every problem of its model section.
 
     A hub name, which may have to be downloaded, is only known if its configuration ships with the
-    recipes.
+    recipes or is in the Hub's cache.
     """
     problems: list[Problem] = []
     written: Mapping[str, Any]
@@ -131,23 +134,28 @@ def inspect_configuration(section: ModelSection) -> tuple[ModelDimensions, list[
             problems += outside_vocabulary(entry, num_rows)
     if problems or not written:
         return ModelDimensions(), problems
-    return _figures(values, label, type_entry)
+    dimensions, problems = _figures(values, label, type_entry)
+    if section.type:  # a class of the user may have a plan of its own
+        dimensions = replace(dimensions, has_tensor_plan=None)
+    return dimensions, problems
 
 
 def written_configuration(section: ModelSection) -> dict[str, Any]:
-    """Return the model's config.json with the run's overrides; empty for a hub name that no recipe
-    has."""
+    """Return the model's config.json with the run's overrides; empty for a hub name that neither a
+    recipe nor the Hub's cache has."""
     written = section.config if isinstance(section.config, dict) else _read(section)[1]
     return {**written, **section.overrides} if written else {}
 
 
 def _read(section: ModelSection) -> tuple[str, Mapping[str, Any], list[Problem]]:
-    """Path and contents of the local configuration; empty contents where there is none."""
+    """Path and contents of the local configuration; empty contents if there is none."""
     key = "model.path" if section.path is not None else "model.config"
     source = Path(str(section.path if section.path is not None else section.config))
     path = source / "config.json" if source.is_dir() else source
     if not source.exists() and not source.is_absolute():
         path = published_configuration(str(source))
+        if not path.is_file() and is_hub_name(str(source)):
+            path = cached_hub_file(str(source), "config.json") or path
     if not path.is_file() and not source.is_dir():
         return key, {}, []
     try:
@@ -168,12 +176,7 @@ def missing_model(section: ModelSection) -> list[Problem]:
     """
     key = "model.path" if section.path is not None else "model.config"
     source = section.path if section.path is not None else section.config
-    # A hub name is NAME or OWNER/NAME.
-    if (
-        not isinstance(source, str)
-        or is_address(source)
-        or not (source.startswith((".", "/", "~")) or source.count("/") > 1)
-    ):
+    if not isinstance(source, str) or is_address(source) or is_hub_name(source):
         return []
     if Path(source).exists():
         return []
@@ -356,7 +359,7 @@ def _figures(
     aliases = text_entry["aliases"] if text_entry else {}
     defaults = type_entry["defaults"] if type_entry else {}
     problems: list[Problem] = []
-    dimensions: dict[str, int | None] = {}
+    dimensions: dict[str, Any] = {}
     for key in _AT_LEAST_ONE:
         name = next((n for n in (key, aliases.get(key)) if n in values), None)
         value = defaults.get(key) if name is None else values[name]
@@ -378,7 +381,9 @@ def _figures(
         problems.append(Problem(key, key_heads, rule, f"nearest: {nearest}"))
 
     # Heads that tensor parallelism divides, experts, and layers for multi-token prediction.
-    tp_dimensions = text_entry["cut"] if text_entry else []
+    tp_dimensions = (text_entry["cut"] or []) if text_entry else []
+    if text_entry is not None and _same_release():
+        dimensions["has_tensor_plan"] = text_entry["cut"] is not None
     if "num_attention_heads" in tp_dimensions:
         dimensions["cut_heads"] = heads
     # Not the default, which many classes derive from the number of heads.

@@ -132,6 +132,35 @@ def read_arguments(namespace: argparse.Namespace) -> Any:
     return namespace.record(**values)
 
 
+def command_words(values: Any, **changed: object) -> list[str]:
+    """Return the words that `read_arguments` reads as the dataclass `values`, without defaults.
+    changed: other values, by field."""
+    options: list[str] = []
+    positional: list[str] = []
+    for field, annotation in _written_fields(type(values)):
+        value = changed.get(field.name, getattr(values, field.name))
+        if value == field.default:
+            continue
+        argument, settings = _settings(field, annotation)
+        flag = (argument.flags or (f"--{field.name.replace('_', '-')}",))[0]
+        # A sequence has an item, or a pair, for each time that its option is written.
+        if isinstance(value, Mapping):
+            items = [f"{name}={item}" for name, item in value.items()]
+        elif isinstance(value, tuple | list):
+            items = [str(item) for item in value]
+        else:
+            items = [str(value)]
+        if argument.is_positional:
+            positional += items
+        elif value is True:
+            options.append(flag)
+        elif settings.get("action") == "append":
+            options += [word for item in items for word in (flag, item)]
+        else:
+            options += [flag, *items]
+    return [*options, *positional]
+
+
 def _written_fields(record: type) -> Iterator[tuple[Field[Any], Any]]:
     """Yield the fields that can be written on a command line: not those that hold a function."""
     annotations = get_type_hints(record, include_extras=True)

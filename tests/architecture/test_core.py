@@ -55,6 +55,7 @@ SURFACE = (
     "cli",
     "commands",
     "python_api.new_run",
+    "python_api.new_run_inputs",
     "python_api.planning",
     "python_api.results",
     "python_api.scoring",

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
+import re
+import shlex
+import subprocess
 import sys
 import tomllib
 from typing import Any
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from bigtrain.system import extras
+from bigtrain.system.extras import install_line
 from tests.architecture.test_layers import MODULES, PACKAGE, imports_of
+from tests.support.pages import page_text
 from tests.support.worlds import ROOT
 
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -101,3 +109,42 @@ def test_what_is_imported_is_required() -> None:
     required = {Requirement(text).name for text in PROJECT["project"]["dependencies"]}
     # Not imported by name: DeepSpeed runs ninja, a tracker loads tensorboard.
     assert needed - OPTIONAL == required - {"ninja", "tensorboard"}
+
+
+def test_the_table_of_extras_is_that_of_the_project() -> None:
+    page = page_text("docs/howto/install.md")
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", page, flags=re.M))
+    listed_extras = PROJECT["project"]["optional-dependencies"]
+    assert list(rows) == sorted(listed_extras)
+    for extra, texts in listed_extras.items():
+        packages = {Requirement(text).name for text in texts}
+        listed = {*rows[extra].removesuffix(" and others").split(", ")}
+        assert listed <= packages if rows[extra].endswith("and others") else listed == packages
+
+
+def test_no_text_installs_what_no_index_has() -> None:
+    """Bigtrain itself: pip would find nothing, or a package of somebody else."""
+    names = subprocess.run(
+        ["git", "grep", "-lE", r"(install|extra).*bigtrain\[", "--", "bigtrain", "docs", "*.md"],
+        cwd=ROOT, capture_output=True, text=True,
+    ).stdout.split()  # fmt: skip
+    assert names in ([], ["bigtrain/system/extras.py"])
+
+
+def test_the_line_of_an_extra_names_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a checkout, and of an installed distribution."""
+    for extra, texts in PROJECT["project"]["optional-dependencies"].items():
+        words = shlex.split(install_line(extra))
+        assert words[:2] == ["pip", "install"]
+        assert [Requirement(word).name for word in words[2:]] == [
+            Requirement(text).name for text in texts
+        ]
+    monkeypatch.setattr(extras, "checkout", lambda: ROOT / "nowhere")
+    metadata = [
+        "torch>=2.11",
+        "liger-kernel>=0.6.4; platform_system == 'Linux' and extra == 'gpu'",
+        'bitsandbytes<0.51,>=0.50.2; extra == "qlora"',
+    ]
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: metadata)
+    assert install_line("gpu") == "pip install 'liger-kernel>=0.6.4'"
+    assert install_line("qlora") == "pip install 'bitsandbytes<0.51,>=0.50.2'"

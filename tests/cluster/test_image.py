@@ -24,6 +24,7 @@ from tests.support.cluster.containers import (
     why_no_containers,
 )
 from tests.support.cluster.network import network, why_no_network
+from tests.support.pages import page_text
 from tests.support.worlds import ROOT
 
 REASON = why_no_containers() or why_no_network()
@@ -89,7 +90,7 @@ def test_a_platform_stops_and_starts_the_command_of_the_page(
     write_run(inputs, volume, volume / "run.yaml")
     for place in (volume, *volume.rglob("*")):
         os.chown(place, 1000, 1000)
-    page = (ROOT / "docs" / "howto" / "container.md").read_text()
+    page = page_text("docs/howto/container.md")
     [line] = [line for line in page.splitlines() if line.startswith("python -m bigtrain")]
     mounts, run = [bound(volume, "/data")], volume / "run"
     stopped = start(image, tmp_path / "first", line.split(), mounts=mounts)

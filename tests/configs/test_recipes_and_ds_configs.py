@@ -192,8 +192,8 @@ def test_check_prints_the_run_the_equation_and_the_deepspeed_dict(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     overrides = ["optimizer.lr=1e-4", "output.directory=new"]
-    words = ("check", "--config", "quickstart", "--world-size", "2", "--deepspeed-config", "zero2")
-    assert main([*words, *overrides]) == 0
+    words = ("check", "--config", "quickstart", "--world-size", "2", "--resolved")
+    assert main([*words, "--deepspeed-config", "zero2", *overrides]) == 0
     printed = capsys.readouterr().out
     run, engine = yaml.safe_load_all(printed)
     expected = resolve_run(load_run_config("quickstart", overrides), 2, "zero2")

@@ -16,6 +16,7 @@ import pytest
 from bigtrain.settings.loading import recipe_names
 from tests.support.chats import CHATML, chat_tokenizer, unmarked
 from tests.support.lives import run_forked_world
+from tests.support.pages import page_text
 from tests.support.worlds import ROOT
 
 SIZES: dict[str, Any] = {
@@ -51,7 +52,7 @@ def call(folder: Path, *words: str) -> str:
 
 def test_every_recipe_is_trained_somewhere() -> None:
     """Here or by the pages whose commands a test types, quickstart by `make quickstart`."""
-    page = (ROOT / "docs/howto/what_do_i_type.md").read_text(encoding="utf-8")
+    page = page_text("docs/howto/what_do_i_type.md")
     typed = set(re.findall(r"bigtrain/train\.py --config (\w+)\b(?!/)", page))
     planned = set(re.findall(r"bigtrain plan --config (\w+) .*--write", page))
     assert typed | planned | {"quickstart"} | set(RUNS) == set(recipe_names())

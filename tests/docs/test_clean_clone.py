@@ -38,6 +38,7 @@ DRAWINGS = {"docs/reference/checkpoint_format.md", "docs/architecture.md"}
 
 NOT_HERE = {
     r"^make (test|check|docs|install)\b": "installs, or runs all tests, of which this is one",
+    r"pip install .*(ninja|no-build-isolation)": "fetches packages; tests/architecture/test_wheel.py",
     r"^make gpu-(check|wheels)": "needs a GPU, or fetches wheels for one",
     r"^make operator-proof": "fetches 1 GB; tests/unit/benchmarks/test_operator_proof.py",
     r"^(\w+=\S+ )*(sbatch|srun) ": "needs Slurm; tests/cluster/test_slurm.py submits to it",
@@ -58,6 +59,7 @@ ELSEWHERE = {
     r"^bigtrain outer-server |sites\.server=": "tests/launch/test_outer_server.py",  # until Ctrl-C
     r"--compare-with http": "tests/unit/models/test_served.py",  # needs a server
     r"^bigtrain init$": "tests/unit/commands/test_init.py",  # asks
+    r"^bigtrain start ": "tests/launch/test_start.py",  # a model of the hub
 }
 # What these name is a model of eight GPUs, a base model, an object store, data of five formats: a
 # test of its own makes that at a tiny size.
@@ -110,7 +112,7 @@ def lines(page: str) -> tuple[str, ...]:
     ):
         if language not in ("", "bash", "sh", "console") or page in DRAWINGS:
             continue
-        for line in block.replace("\\\n", " ").splitlines():
+        for line in re.sub(r" *\\\n *", " ", block).splitlines():
             for part in re.split(r" && ", re.sub(r"(^| )#.*", "", line)):
                 if part.strip():
                     commands.append(part.strip())

@@ -21,12 +21,12 @@ from bigtrain.data.shards.manifest import read_manifest
 from bigtrain.settings.loading import load_run_config
 from bigtrain.system.storage.copies import fetched_copy
 from tests.support.chats import chat_tokenizer, save_chat_tokenizer, turns
+from tests.support.pages import page_text
 from tests.support.remote_servers import S3_VARIABLES, WebServer, s3_server
-from tests.support.worlds import ROOT
 
 
 def commands(page: str) -> list[str]:
-    text = (ROOT / f"docs/howto/{page}.md").read_text()
+    text = page_text(f"docs/howto/{page}.md")
     (block,) = re.findall(r"^```\n(.*?)^```", text, flags=re.M | re.S)
     return block.splitlines()
 
@@ -62,7 +62,7 @@ def test_your_own_data(
     code = [f"def f():\n    return {number}\n" for number in range(30)]
     (work / "code.jsonl").write_text("".join(json.dumps({"text": c}) + "\n" for c in code))
     (filter_source,) = re.findall(
-        r"^```python\n(.*?)^```", (ROOT / "docs/howto/your_data.md").read_text(), flags=re.M | re.S
+        r"^```python\n(.*?)^```", page_text("docs/howto/your_data.md"), flags=re.M | re.S
     )
     (work / "my_filters.py").write_text(filter_source)
     monkeypatch.setattr(sys, "path", list(sys.path))

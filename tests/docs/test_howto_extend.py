@@ -21,9 +21,10 @@ from bigtrain.settings.sections.extensions import SHIPPED_CALLBACKS
 from tests.launch.conftest import Inputs, inputs
 from tests.support.http_server import Receiver
 from tests.support.lives import run_forked_world, run_script
+from tests.support.pages import page_text
 from tests.support.worlds import ROOT, free_port
 
-PAGE = (ROOT / "docs/howto/extend.md").read_text(encoding="utf-8")
+PAGE = page_text("docs/howto/extend.md")
 WORKER = ROOT / "tests/launch/extension_worker.py"
 
 __all__ = ["inputs"]
@@ -117,7 +118,7 @@ def test_the_callbacks_of_bigtrain(folder: Path) -> None:
     assert "is complete" in message
     assert any(post.path == "/v1/metrics" for post in server.posts)
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    installed = re.search(r"^pip install 'bigtrain\[(.*)\]'$", PAGE, flags=re.M)
+    installed = re.search(r"^pip install '\.\[(.*)\]'$", PAGE, flags=re.M)
     assert installed is not None
     needed = [name for name, one in SHIPPED_CALLBACKS.items() if one.modules]
     assert installed[1].split(",") == needed

@@ -44,7 +44,7 @@ def folder(inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
 @pytest.mark.usefixtures("folder")
 def test_the_run_is_accepted(capsys: pytest.CaptureFixture[str]) -> None:
     check = ["check", "--config", "long.yaml", "--world-size"]
-    assert bigtrain([*check, str(WORLD_SIZE)]) == 0
+    assert bigtrain([*check, str(WORLD_SIZE), "--resolved"]) == 0
     assert "ring: 2" in capsys.readouterr().out
     assert bigtrain([*check, str(WORLD_SIZE), "parallel.sequence=4"]) == 2
     refused = capsys.readouterr().err
@@ -53,7 +53,7 @@ def test_the_run_is_accepted(capsys: pytest.CaptureFixture[str]) -> None:
     assert "batch.sequence_length = 64" in capsys.readouterr().err
     typed, phased = lines("bigtrain check")
     assert bigtrain([*shlex.split(phased)[1:], "--world-size", "2"]) == 0
-    assert "# steps 3 to 5: 4 samples per step" in capsys.readouterr().out
+    assert "steps 3 to 5: 4 samples per step" in capsys.readouterr().out
     assert bigtrain([*shlex.split(typed)[1:], "--world-size", str(WORLD_SIZE)]) == 0
 
 

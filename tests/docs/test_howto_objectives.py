@@ -22,9 +22,10 @@ from bigtrain.data.shards.dataset import open_dataset
 from bigtrain.errors import LaunchError
 from tests.launch.conftest import Inputs, finished_run, inputs, metrics, run_tree
 from tests.support.lives import run_script
+from tests.support.pages import page_text
 from tests.support.worlds import ROOT
 
-PAGE = (ROOT / "docs/howto/objectives.md").read_text(encoding="utf-8")
+PAGE = page_text("docs/howto/objectives.md")
 WORKER = ROOT / "tests/launch/extension_worker.py"
 
 __all__ = ["finished_run", "inputs"]

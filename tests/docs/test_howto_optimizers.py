@@ -19,10 +19,11 @@ from bigtrain.settings.run_config import ModelSection, OptimizerSection
 from bigtrain.settings.sections.optimizer import AverageSection
 from tests.launch.conftest import Inputs, inputs, run_tree
 from tests.support.lives import run_script
+from tests.support.pages import page_text
 from tests.support.worlds import ROOT
 
 __all__ = ["inputs"]
-PAGE = (ROOT / "docs/howto/optimizers.md").read_text(encoding="utf-8")
+PAGE = page_text("docs/howto/optimizers.md")
 SMALL = {"vocab_size": 64, "hidden_size": 6144, "num_hidden_layers": 1, "intermediate_size": 64}
 MODELS: dict[str, dict[str, Any]] = {
     "*.attn.c_attn.weight": {"model_type": "gpt2", "n_layer": 1, "vocab_size": 64},

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from bigtrain.cli import main
+from tests.support.pages import page_text
 from tests.support.run_directories import eventful_run, make_run, step_line
 from tests.support.worlds import ROOT
 
-PAGE = (ROOT / "docs/howto/report.md").read_text()
+PAGE = page_text("docs/howto/report.md")
 COMMAND = Path(sys.executable).parent / "bigtrain"
 
 

@@ -12,9 +12,10 @@ import yaml
 import bigtrain
 from tests.launch.conftest import Inputs, finished_run, inputs, metrics, run_tree
 from tests.support.lives import run_script
+from tests.support.pages import page_text
 from tests.support.worlds import ROOT
 
-PAGE = (ROOT / "docs/howto/scores.md").read_text(encoding="utf-8")
+PAGE = page_text("docs/howto/scores.md")
 WORKER = ROOT / "tests/launch/command_worker.py"
 
 __all__ = ["finished_run", "inputs"]

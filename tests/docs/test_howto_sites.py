@@ -9,9 +9,9 @@ import yaml
 
 from bigtrain.settings.run_config import SitesSection
 from bigtrain.sites.codecs import sent_bytes
-from tests.support.worlds import ROOT
+from tests.support.pages import page_text
 
-PAGE = (ROOT / "docs/howto/sites.md").read_text(encoding="utf-8")
+PAGE = page_text("docs/howto/sites.md")
 TEXT = " ".join(PAGE.split())
 LINES = [line for line in PAGE.splitlines() if line.startswith("bigtrain check ")]
 PARAMETERS = 1_000_000_000

@@ -8,6 +8,7 @@ from functools import cache
 
 from bigtrain.cli import build_parser
 from bigtrain.train import build_parser as train_parser
+from tests.support.pages import page_text
 from tests.support.worlds import ROOT
 
 PAGES = ["README.md", "hostfiles/README.md", "slurm/README.md"]
@@ -17,7 +18,7 @@ PAGES += sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*
 def command_lines(page: str) -> list[list[str]]:
     """Every line of the page's code blocks that starts bigtrain or train.py."""
     commands = []
-    text = (ROOT / page).read_text()
+    text = page_text(page)
     for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", text, flags=re.M | re.S):
         for line in [] if language else block.replace("\\\n", " ").splitlines():
             for part in line.split("&&"):

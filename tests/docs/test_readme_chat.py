@@ -8,12 +8,12 @@ from bigtrain.data.chat.encoder import ChatEncoder, ChatRules
 from bigtrain.data.documents.conversations import conversation_bytes
 from bigtrain.data.tokenizers.tokenizer import describe
 from tests.support.chats import chat_tokenizer
-from tests.support.worlds import ROOT
+from tests.support.pages import page_text
 
 
 def test_the_template_with_tools_and_reasoning() -> None:
     """Nothing of a conversation is dropped, and every answer is learned through its end."""
-    page = (ROOT / "docs/howto/chat.md").read_text()
+    page = page_text("docs/howto/chat.md")
     _, source = re.findall(r"^```jinja\n(.*?)^```", page, flags=re.M | re.S)
     wrapped = chat_tokenizer(source.removesuffix("\n"))
     wrapped.eos_token = "<|endoftext|>"

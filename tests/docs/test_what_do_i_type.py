@@ -22,9 +22,10 @@ from bigtrain.errors import EXIT_STOPPED
 from bigtrain.settings.loading import recipe_names
 from tests.support.chats import CHATML, chat_tokenizer, turns, unmarked
 from tests.support.lives import shared_server
+from tests.support.pages import page_text
 from tests.support.worlds import ROOT
 
-PAGE = (ROOT / "docs/howto/what_do_i_type.md").read_text(encoding="utf-8")
+PAGE = page_text("docs/howto/what_do_i_type.md")
 SIZES: dict[str, Any] = {
     "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2,

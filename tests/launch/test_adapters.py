@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from bigtrain.cli import main as bigtrain
 from bigtrain.run.checkpointing import checkpoints
 from tests.launch.conftest import Inputs, metrics, snapshot, train
-from tests.support.worlds import ROOT
+from tests.support.pages import page_text
 
 pytestmark = [
     pytest.mark.distributed,
@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
 ]
 
-PAGE = (ROOT / "docs/howto/adapters.md").read_text(encoding="utf-8")
+PAGE = page_text("docs/howto/adapters.md")
 BLOCKS = re.findall(r"^```\w*\n(.*?)^```", PAGE, flags=re.M | re.S)
 YAML, COMMANDS, _PLAN, LISTED, PYTHON = BLOCKS[:5]
 TRAIN, EXPORT, MERGE = (shlex.split(line) for line in COMMANDS.splitlines())
@@ -106,7 +106,7 @@ def test_runs_are_listed_by_their_base(
 ) -> None:
     assert LISTED.split() == "bigtrain checkpoints --adapters runs/".split()
     assert bigtrain(["checkpoints", "--adapters", str(adapted.parent)]) == 0
-    _, row, its_base = capsys.readouterr().out.splitlines()
+    _, row, its_base, *_ = capsys.readouterr().out.splitlines()
     assert row.split()[:3] == ["A", adapted.name, str(STEPS)]
     assert its_base == f"base A: {base}"
 

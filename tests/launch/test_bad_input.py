@@ -112,7 +112,7 @@ def test_check_and_run_refuse_with_one_text(
 
 
 def test_check_accepts_the_run_itself(inputs: Inputs, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["check", "seed=4", "--config", str(inputs.run_yaml), "train.steps=5"]
+    words = ["check", "seed=4", "--config", str(inputs.run_yaml), "train.steps=5", "--resolved"]
     assert bigtrain([*words, "--world-size", "2", "optimizer.lr=1.0e-3"]) == 0
     shown = capsys.readouterr().out
     for line in ("seed: 4", "steps: 5", "lr: 0.001"):

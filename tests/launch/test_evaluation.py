@@ -21,6 +21,7 @@ from bigtrain.data.shards.manifest import read_manifest
 from bigtrain.run.checkpointing import checkpoints
 from tests.launch.conftest import STEPS, Inputs, metrics, tokenize, train, trained, write_documents
 from tests.support.lives import run_script
+from tests.support.pages import page_text
 from tests.support.worlds import ROOT
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
@@ -306,7 +307,7 @@ def test_a_missing_task_is_refused_before_anything_exists(inputs: Inputs, tmp_pa
 @pytest.mark.slow
 def test_the_page_as_it_stands(inputs: Inputs, tmp_path: Path) -> None:
     pytest.importorskip("lm_eval")
-    page = (ROOT / "docs/howto/evaluation.md").read_text(encoding="utf-8")
+    page = page_text("docs/howto/evaluation.md")
     command, content = re.findall(r"^```\w*\n(.*?)^```", page, flags=re.M | re.S)
     assert shlex.split(command)[:3] == ["python", "bigtrain/train.py", "--config"]
     (tmp_path / "shards").symlink_to(inputs.shards)

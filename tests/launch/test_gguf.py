@@ -13,9 +13,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.support.worlds import ROOT
+from tests.support.pages import page_text
 
-PAGE = (ROOT / "docs/howto/llama_cpp.md").read_text(encoding="utf-8")
+PAGE = page_text("docs/howto/llama_cpp.md")
 (SCRIPT,) = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.M | re.S)
 COMMAND = PAGE.rpartition("python to_gguf.py ")[2].partition("\n")[0].split()
 

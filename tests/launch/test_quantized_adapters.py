@@ -20,7 +20,7 @@ from bigtrain.cli import main as bigtrain
 from bigtrain.run.checkpointing import checkpoints
 from tests.launch.conftest import Inputs, metrics, snapshot, train
 from tests.launch.test_adapters import YAML
-from tests.support.worlds import ROOT
+from tests.support.pages import page_text
 
 pytest.importorskip("bitsandbytes")
 pytestmark = [
@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
 ]
 
-PAGE = (ROOT / "docs/howto/adapters.md").read_text(encoding="utf-8")
+PAGE = page_text("docs/howto/adapters.md")
 SECTION = PAGE.partition("\n## A base in 4 bits")[2].partition("\n## ")[0]
 COMMANDS, PYTHON, *_ = re.findall(r"^```\w*\n(.*?)^```", SECTION, flags=re.M | re.S)
 TRAIN, EXPORT, MERGE = (shlex.split(line) for line in COMMANDS.splitlines())

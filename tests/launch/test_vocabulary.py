@@ -21,11 +21,11 @@ from bigtrain.settings.loading import load_run_config
 from tests.launch.conftest import VOCAB_SIZE, Inputs, metrics, snapshot, train, trained
 from tests.parity.plain import plain_training
 from tests.parity.test_vocabulary import resized
-from tests.support.worlds import ROOT
+from tests.support.pages import page_text
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
-PAGE = (ROOT / "docs/howto/vocabulary.md").read_text(encoding="utf-8")
+PAGE = page_text("docs/howto/vocabulary.md")
 COMMANDS, YAML, SAME, GROW = re.findall(r"^```\w*\n(.*?)^```", PAGE, flags=re.M | re.S)
 ADD, TOKENIZE, TRAIN = (shlex.split(line) for line in COMMANDS.splitlines())
 SPECIAL, PLAIN = ["<|im_start|>", "<|im_end|>"], "東京"

@@ -8,8 +8,8 @@ from tests.support.worlds import ROOT
 
 
 def page_text(name: str) -> str:
-    """Return `name`: such as ``docs/howto/chat.md``."""
-    return (ROOT / name).read_text(encoding="utf-8")
+    """Return `name`: such as ``docs/howto/chat.md``, with continued command lines as one line."""
+    return re.sub(r" *\\\n *", " ", (ROOT / name).read_text(encoding="utf-8"))
 
 
 def page_files(text: str) -> dict[str, str]:

@@ -21,6 +21,7 @@ from typing import Any
 import orjson
 import xxhash
 
+from bigtrain.system.hub_cache import cached_hub_file
 from bigtrain.system.storage.local_path import local_path
 from bigtrain.system.storage.stores import WEIGHT_SUFFIXES
 from bigtrain.system.user_cache import cache_get, cache_put, key_of, package_fingerprints, source_of
@@ -171,17 +172,6 @@ def _with_changes(content: bytes, changes: dict[str, Any]) -> str:
         return orjson.dumps(changed(orjson.loads(content))).decode("utf-8")
     except (orjson.JSONDecodeError, TypeError):  # halves of surrogate pairs, very large numbers
         return json.dumps(changed(json.loads(content)))
-
-
-def cached_hub_file(name: str, file: str) -> Path | None:
-    """Return a file of a Hub repository in the local cache; None if it is not there."""
-    from huggingface_hub import try_to_load_from_cache
-
-    try:
-        cached = try_to_load_from_cache(name, file)
-    except ValueError:  # not a valid name
-        return None
-    return Path(cached) if isinstance(cached, str) else None
 
 
 SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")

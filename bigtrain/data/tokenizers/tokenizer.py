@@ -22,7 +22,6 @@ from bigtrain.data.shards.manifest import BeginningOfText
 from bigtrain.data.tokenizers.cache import (
     HUB_TIMEOUT_S,
     CachedTokenizer,
-    cached_hub_file,
     fingerprint,
     get_cached_tokenizer,
     put_cached_tokenizer,
@@ -33,6 +32,7 @@ from bigtrain.data.tokenizers.own_file import FILE as OWN_FILE
 from bigtrain.data.tokenizers.own_file import as_in_file, without_class
 from bigtrain.data.tokenizers.transformers_patches import decodes_plainly, template_syntax_tree
 from bigtrain.errors import DataError, first_line, without_secrets
+from bigtrain.system.hub_cache import cached_hub_file
 from bigtrain.system.storage.local_path import local_path
 from bigtrain.system.storage.stores import is_address
 

@@ -35,6 +35,7 @@ from bigtrain.engine.partitioning import (
 from bigtrain.engine.pipeline.engine import PipelineTrainEngine
 from bigtrain.engine.pipeline.stage_module import StageModule, StagesModule
 from bigtrain.engine.startup.mesh import Mesh
+from bigtrain.engine.startup.printed_lines import prints_logged
 from bigtrain.models.build import WHOLE, build_model
 from bigtrain.models.equivalence.model_plan import ModelPlan
 from bigtrain.models.parallel.sharding import Shard, shard_of, tag_shard
@@ -79,9 +80,8 @@ def build_pipeline_engine(
     _fill_groups(pipeline, decay_groups, mesh, device)
     _mark_copies(stage)
     has_experts = any("moe" in group and group["params"] for group in decay_groups)
-    # DeepSpeed prints a table of its stages.
     patches = engine_with_experts() if has_experts else nullcontext()
-    with redirect_stdout(io.StringIO()), patches:
+    with prints_logged(), patches:
         engine, *_ = deepspeed.initialize(
             model=pipeline,
             optimizer=optimizer_maker(config.optimizer, stage.model, mesh, device),

@@ -38,6 +38,7 @@ from bigtrain.models.layers.token_loss import IGNORED_LABEL
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.settings.sections.model import chunk_tokens
+from bigtrain.system.extras import install_line
 
 
 def choose_loss(
@@ -92,7 +93,7 @@ def choose_loss(
             alternative += " with objective.mtp_weight=0"
         problems.append(Problem("model.loss", section.loss, rule, f"model.loss={alternative}"))
     elif loss_type == "liger" and importlib.util.find_spec("liger_kernel") is None:
-        remedy = "pip install 'bigtrain[gpu]', or set model.loss=chunked"
+        remedy = f"{install_line('gpu')}, or set model.loss=chunked"
         problems.append(Problem("model.loss", "liger", "liger-kernel is not installed", remedy))
     return loss_plan, problems
 

@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from bigtrain.errors import ModelError
 from bigtrain.models.build import empty_model
-from bigtrain.models.configuration import GENERATION_CONFIG, auto_class, scores_samples
+from bigtrain.models.configuration import auto_class, scores_samples
 from bigtrain.models.export.verified import (
     CARD,
     Destination,
@@ -28,6 +28,7 @@ from bigtrain.models.export.verified import (
     relative_difference,
     writing_directory,
 )
+from bigtrain.models.file_names import ADAPTER_CONFIG, GENERATION_CONFIG
 from bigtrain.models.layers.adapter_names import (
     ADAPTER,
     COPY,
@@ -46,7 +47,6 @@ from bigtrain.models.weights.quantized import bits_and_bytes, compute_plainly, m
 from bigtrain.settings.hf_config_keys import listed_ids
 from bigtrain.settings.sections.adapters import AdaptersSection
 
-ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 

@@ -25,11 +25,11 @@ from transformers.utils import CONFIG_NAME
 
 from bigtrain.errors import ModelError
 from bigtrain.models.configuration import (
-    GENERATION_CONFIG,
     MTP_MARK,
     QUANTIZATION_KEYS,
     scores_samples,
 )
+from bigtrain.models.file_names import GENERATION_CONFIG
 from bigtrain.models.left_overs import drop_quantization, left_over_reason
 from bigtrain.models.weights.checksums import CHECKSUMS
 from bigtrain.models.weights.import_hf import Weights

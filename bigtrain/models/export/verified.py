@@ -23,13 +23,13 @@ from transformers.utils import CONFIG_NAME
 from bigtrain.errors import ModelError, OutputError, one_line
 from bigtrain.models.build import build_model, empty_model, read_in_turn
 from bigtrain.models.configuration import (
-    GENERATION_CONFIG,
     auto_class,
     load_hf_config,
     scores_samples,
 )
 from bigtrain.models.equivalence.parameter_plan import find_gradient_reach
 from bigtrain.models.export.base_record import BaseRecord
+from bigtrain.models.file_names import GENERATION_CONFIG
 from bigtrain.models.layers.multi_token import NAME as MTP
 from bigtrain.models.parallel.grouped_experts import fit_experts
 from bigtrain.models.text_ids import write_stop_ids

@@ -25,6 +25,7 @@ from bigtrain.models.layers.parameters import decoder_layers
 from bigtrain.models.layers.plans import NO_FLOAT8, Float8Plan
 from bigtrain.models.torch_patches import shadow
 from bigtrain.settings.sections.model import Float8
+from bigtrain.system.extras import install_line
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Activations [..., in] and a weight [out, in] -> [..., out]."""
@@ -70,7 +71,7 @@ def product_of(layer: Any) -> Product:
 def check_float8(recipe: Float8) -> list[Problem]:
     """Return problems of a `recipe` other than none with this installation and its GPU, if any."""
     if importlib.util.find_spec("torchao") is None:
-        remedy = "pip install 'bigtrain[float8]', or precision.float8=none"
+        remedy = f"{install_line('float8')}, or precision.float8=none"
         return [Problem("precision.float8", recipe, "torchao is not installed", remedy)]
     if not torch.cuda.is_available():
         return []

@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from bigtrain.errors import Problem
+from bigtrain.system.extras import install_line
 
 _OPTIONS = {
     "rope": True,
@@ -27,7 +28,7 @@ def check_kernels(hf_config: PreTrainedConfig, kernels: str) -> list[Problem]:
     """Return problems with ``model.kernels`` other than none for models of `hf_config`. Builds
     nothing."""
     if importlib.util.find_spec("liger_kernel") is None:
-        remedy = "pip install 'bigtrain[gpu]', or set model.kernels=none"
+        remedy = f"{install_line('gpu')}, or set model.kernels=none"
         return [Problem("model.kernels", kernels, "liger-kernel is not installed", remedy)]
     patches = _patches()
     if hf_config.model_type in patches:

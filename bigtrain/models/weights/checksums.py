@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bigtrain.errors import ModelError
-from bigtrain.models.configuration import GENERATION_CONFIG
+from bigtrain.models.file_names import ADAPTER_CONFIG, GENERATION_CONFIG
 from bigtrain.settings.sections.sites import ONE_SITE
 from bigtrain.system.files import file_checksum, write_whole
 
@@ -28,7 +28,6 @@ TOKEN_FILES = (
 TOKENIZER_FILES = (*TOKEN_FILES, "chat_template.jinja", "chat_template.json")
 """Files of a model's directory that only its tokenizer reads."""
 
-ADAPTER_CONFIG = "adapter_config.json"
 
 CHECKSUMS = "checksums.json"
 MODEL_CARD = "README.md"

@@ -34,13 +34,13 @@ from bigtrain.models.weights.lazy_tensors import (
     narrowed,
 )
 from bigtrain.models.weights.weight_files import (
-    REWRITE,
     StoredTensor,
     UnreadableError,
     find_file,
     stored_tensors_of,
     weight_files,
 )
+from bigtrain.models.weights.weight_paths import REWRITE
 from bigtrain.system.storage.local_path import local_path
 
 _SHOWN = 5

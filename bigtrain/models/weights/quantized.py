@@ -24,6 +24,7 @@ from bigtrain.models.weights.lazy_tensors import LazyTensor, Offsets, allocate, 
 from bigtrain.models.weights.packed import is_quantized
 from bigtrain.planner.model_costs import BLOCK_SIZE
 from bigtrain.settings.sections.adapters import AdaptersSection
+from bigtrain.system.extras import install_line
 
 
 def check_quantization(section: AdaptersSection | None) -> list[Problem]:
@@ -32,7 +33,7 @@ def check_quantization(section: AdaptersSection | None) -> list[Problem]:
     if section is None or not section.is_quantized or importlib.util.find_spec("bitsandbytes"):
         return []
     rule = "bitsandbytes is not installed"
-    remedy = f"pip install 'bigtrain[qlora]', or {QUANTIZED_KEY}=none"
+    remedy = f"{install_line('qlora')}, or {QUANTIZED_KEY}=none"
     return [Problem(QUANTIZED_KEY, section.quantization, rule, remedy)]
 
 

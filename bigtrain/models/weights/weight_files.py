@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +13,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig
 from transformers.modeling_utils import str_to_torch_dtype
-from transformers.utils import (
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
-    WEIGHTS_INDEX_NAME,
-    WEIGHTS_NAME,
-    cached_file,
-)
+from transformers.utils import cached_file
 
 from bigtrain.errors import one_line
 from bigtrain.models.weights.lazy_tensors import BLOCK_BYTES, LazyTensor, Offsets, blocks, narrowed
+from bigtrain.models.weights.weight_paths import weight_paths
 from bigtrain.system.boxes import Box
-
-REWRITE = (
-    'python -c "from transformers import AutoModelForCausalLM as M; '
-    "M.from_pretrained({source!r}, dtype='auto').save_pretrained('converted')\""
-)
 
 
 def stored_tensors(file: Path) -> dict[str, LazyTensor]:
@@ -131,52 +121,8 @@ class StoredTensor:
 def weight_files(source: str, hf_config: PreTrainedConfig) -> list[Path]:
     """Return the files with weights, in the order transformers looks for them. Raises
     ValueError."""
-    named = getattr(hf_config, "transformers_weights", None)
-    names = (named,) if named else (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
-    path = next(filter(None, (find_file(source, name) for name in names)), None)
-    if path is None:
-        refuse_pickles(source)
-        raise ValueError(f"holds none of {', '.join(names)}")
-    if not path.name.endswith(".index.json"):
-        _refuse_pickle(source, path)
-        # transformers would ignore an index of other files next to a file with all weights.
-        index = path.with_name(SAFE_WEIGHTS_INDEX_NAME)
-        if path.name == SAFE_WEIGHTS_NAME and index.is_file():
-            indexed = set(json.loads(index.read_text())["weight_map"].values())
-            if other_files := sorted(indexed - {path.name}):
-                raise ValueError(
-                    f"{path} holds all weights, and {index} names {len(other_files)} other files "
-                    f"for them, {other_files[0]} first -> remove {path.name}, or the index and its "
-                    "files"
-                )
-        return [path]
-    shards = sorted(set(json.loads(path.read_text())["weight_map"].values()))
-    paths = []
-    for name in shards:
-        shard = find_file(source, name)
-        if shard is None:
-            raise ValueError(f"{path}: names the file {name}, which is missing")
-        paths.append(shard)
-    for path in paths:
-        _refuse_pickle(source, path)
-    return paths
-
-
-def refuse_pickles(directory: str) -> None:
-    """Raise ValueError for a directory whose weights are only in a pickle."""
-    files = {path.name for path in Path(directory).glob("*")}
-    if not files & {SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME}:
-        for name in files & {WEIGHTS_NAME, WEIGHTS_INDEX_NAME}:
-            _refuse_pickle(directory, Path(directory, name))
-
-
-def _refuse_pickle(source: str, path: Path) -> None:
-    """Raise ValueError for a pickle, which may run code when it is read."""
-    if path.suffix != ".safetensors":
-        raise ValueError(
-            f"{path} is a pickle, which can run code when it is read -> convert it, if you trust "
-            f"where it comes from: {REWRITE.format(source=source)}"
-        )
+    listed = getattr(hf_config, "transformers_weights", None)
+    return weight_paths(source, listed, partial(find_file, source))
 
 
 def find_file(source: str, name: str) -> Path | None:

@@ -10,8 +10,9 @@ import torch
 
 from bigtrain.engine.checkpoint.lazy import open_weights
 from bigtrain.errors import CheckpointError, ConfigError, ModelError, Problem
-from bigtrain.models.configuration import GENERATION_CONFIG, load_hf_config
+from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.export.verified import Destination, Probe, probe_of
+from bigtrain.models.file_names import GENERATION_CONFIG
 from bigtrain.models.weights.export_hf import MAX_SHARD_SIZE
 from bigtrain.models.weights.lazy_tensors import LazyTensor, Offsets
 from bigtrain.run.checkpointing import checkpoints

@@ -14,9 +14,10 @@ import yaml
 from bigtrain import __version__
 from bigtrain.engine.checkpoint.lazy import open_weights
 from bigtrain.errors import CheckpointError, ModelError
-from bigtrain.models.configuration import GENERATION_CONFIG, load_hf_config, with_mtp_layers
+from bigtrain.models.configuration import load_hf_config, with_mtp_layers
 from bigtrain.models.export.base_record import BaseRecord
 from bigtrain.models.export.verified import Destination, Probe, export_model, probe_of
+from bigtrain.models.file_names import GENERATION_CONFIG
 from bigtrain.models.weights.export_hf import MAX_SHARD_SIZE
 from bigtrain.models.weights.import_hf import Weights, find_weights
 from bigtrain.run.checkpointing import checkpoints

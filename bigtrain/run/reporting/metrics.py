@@ -5,8 +5,8 @@
 ``FIELD/ENTRY`` (``breakdown/data_seconds``), those of "peak_memory_gib_by_phase" as
 ``peak_memory_gib/PHASE``. Every evaluation::
 
-    {"step", "held_out_loss", "held_out_perplexity", "held_out_tokens", "held_out_bits_per_byte",
-     "held_out_metrics", "held_out_sources", "tasks"}
+    {"step", "held_out_loss", "held_out_perplexity", "held_out_tokens",
+     "held_out_bits_per_byte", "held_out_metrics", "held_out_sources", "tasks"}
 
 where "held_out_bits_per_byte" is omitted for conversations, in which only some tokens have a loss,
 and it and "held_out_perplexity" with an objective other than next_token, which has
@@ -31,13 +31,13 @@ its weights to the mean of all sites. Trackers receive them as ``outer_step/NAME
 
 And every event, with the samples of the run that it concerns::
 
-    {"step", "event": "skipped", "first_sample", "num_samples", "reason", "loss", "grad_norm",
-     "consecutive"}
+    {"step", "event": "skipped", "first_sample", "num_samples", "reason", "loss",
+     "grad_norm", "consecutive"}
     {"step", "event": "rolled_back", "first_sample", "num_samples", "to_step"}
-    {"step", "event": "replicas_differed", "first_sample", "num_samples", "to_step", "ranks",
-     "is_known"}
-    {"step", "event": "straggler", "first_sample", "num_samples", "rank", "host", "work_seconds",
-     "median_seconds"}
+    {"step", "event": "replicas_differed", "first_sample", "num_samples", "to_step",
+     "ranks", "is_known"}
+    {"step", "event": "straggler", "first_sample", "num_samples", "rank", "host",
+     "work_seconds", "median_seconds"}
     {"step", "event": "site_alone" | "site_left_out" | "site_returned" | "message_refused",
      "first_sample", "num_samples", "who", "reason", "outer_step", "count"}
 

@@ -136,7 +136,7 @@ class Facts(_Values):
     (whether libaio is installed) are unknown on a login node. `source` names the DeepSpeed JSON in
     problems; `accelerate`: the answers to accelerate configure the engine, without a JSON.
     `cut_heads` and `cut_key_heads`: the heads that the model's tensor-parallel plan divides among
-    ranks.
+    ranks; `has_tensor_plan`: whether transformers has a plan.
     """
 
     tensor_size: Fact[int] = _run("parallel.tensor", 1)
@@ -218,6 +218,7 @@ class Facts(_Values):
     attention_heads: Fact[int | None] = _model("num_attention_heads")
     cut_heads: Fact[int | None] = _model("cut_heads")
     cut_key_heads: Fact[int | None] = _model("cut_key_heads")
+    has_tensor_plan: Fact[int | None] = _model("has_tensor_plan")
     num_layers: Fact[int | None] = _model("num_hidden_layers")
     num_experts: Fact[int | None] = _model("num_experts")
     max_positions: Fact[int | None] = _model("max_position_embeddings")

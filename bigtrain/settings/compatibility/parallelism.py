@@ -252,6 +252,14 @@ EXPERT_PARALLEL: Mapping[str, Rule] = {
 }
 
 MODEL: Mapping[str, Rule] = {
+    "tensor parallelism of a model without a plan": Rule(
+        (has.TENSOR,),
+        "transformers has no tensor-parallel plan for the layers of this architecture",
+        fix="parallel.tensor=1, and ZeRO 3 for models too large for one device",
+        when=lambda run: run.has_tensor_plan is not None and not run.has_tensor_plan,
+        example=Facts(world_size=2, tensor_size=2, has_tensor_plan=False),
+        instead=lambda run: Facts(tensor_size=1),
+    ),
     "heads that do not divide among tensor-parallel ranks": Rule(
         (has.TENSOR,),
         lambda run: f"does not divide the model's {_cut_heads(run)} into complete heads",

@@ -16,6 +16,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from bigtrain.errors import Problem
 from bigtrain.settings.sections.base import PositiveInt, Section
+from bigtrain.system.extras import install_line
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def check_optimizer_package(section: OptimizerSection) -> list[Problem]:
     package = section.facts.package
     if package is None or importlib.util.find_spec(package[0]):
         return []
-    remedy = f"pip install 'bigtrain[{package[1]}]', or optimizer.type=adamw"
+    remedy = f"{install_line(package[1])}, or optimizer.type=adamw"
     return [Problem("optimizer.type", section.type, f"{package[0]} is not installed", remedy)]
 
 

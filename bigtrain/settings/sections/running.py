@@ -150,8 +150,8 @@ class LoggingSection(Section):
     project: str = "bigtrain"
     """project name given to the trackers"""
     deepspeed: Literal["file", "shown"] = "file"
-    """DeepSpeed's own log lines; file: only in log.txt, except errors; shown: also on standard
-    output"""
+    """log lines and warnings of DeepSpeed and other libraries; file: only in log.txt, except
+    errors; shown: also where they print them"""
 
 
 class ProfileSection(Section):

@@ -60,7 +60,7 @@ def test_data_without_its_tokenizer_is_refused(
     data = write_dataset(tmp_path / "shards", vocab_size=50)
     path = run_yaml(tmp_path, data, {"model_type": "llama"})
     assert main(["check", "--config", path, "--inputs"]) == 0
-    assert "# data: 1 opened, model: llama" in capsys.readouterr().out
+    assert "data: 1 opened, model: llama" in capsys.readouterr().out
     (data / "tokenizer").rmdir()
     assert main(["check", "--config", path, "--inputs"]) == 2
     assert "has no directory tokenizer" in capsys.readouterr().err
@@ -77,7 +77,7 @@ def test_a_checkpoint_of_other_settings_is_refused_as_the_run_refuses_it(
     assert main(["check", "--config", path, *more]) == 2
     assert "optimizer.lr: 0.002 there, 0.001 now" in capsys.readouterr().err
     assert main(["check", "--config", path, "optimizer.lr=2e-3"]) == 0
-    assert "# resumes from" in capsys.readouterr().out
+    assert "resumes from" in capsys.readouterr().out
 
 
 def test_a_directory_that_takes_no_files_is_named_with_its_reason() -> None:

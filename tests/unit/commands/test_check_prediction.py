@@ -73,7 +73,7 @@ def test_what_cannot_fit_is_refused_as_the_run_refuses_it(
     assert "80.0 GiB 76.0 are usable -> use bigtrain plan for a layout that fits" in error
     assert main([*command, *large, "engine.refuse_too_large=false"]) == 0
     out = capsys.readouterr().out
-    assert "# the run is predicted to need" in out
+    assert "the run is predicted to need" in out
 
 
 def test_a_model_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

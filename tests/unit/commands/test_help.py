@@ -125,7 +125,8 @@ def test_a_reader_that_has_seen_enough_costs_no_traceback() -> None:
 
 def test_what_is_no_command(capsys: pytest.CaptureFixture[str]) -> None:
     for name, words in (
-        ("train", "a launcher starts training -> deepspeed bigtrain/train.py"),
+        ("train", "a launcher starts training: deepspeed bigtrain/train.py"),
+        ("trian", "a launcher starts training: deepspeed bigtrain/train.py"),
         ("tokenise", "unknown command tokenise -> did you mean tokenize"),
         ("xyz", "unknown command xyz -> bigtrain --help"),
     ):
@@ -133,3 +134,11 @@ def test_what_is_no_command(capsys: pytest.CaptureFixture[str]) -> None:
             main([name])
         assert ended.value.code == 2
         assert words in capsys.readouterr().err
+
+
+def test_without_arguments_it_is_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    shown = capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert shown == capsys.readouterr().out

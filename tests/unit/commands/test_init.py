@@ -10,9 +10,14 @@ import pytest
 import yaml
 
 from bigtrain.cli import main
-from bigtrain.settings.commented_yaml import SHIPPED
+from bigtrain.python_api.new_run_inputs import read_shards
+from bigtrain.settings.commented_yaml import SHIPPED, commented_yaml
+from bigtrain.settings.hf_config_keys import given_ids, written_configuration
 from bigtrain.settings.loading import load_run_config
 from bigtrain.settings.run_config import RunConfig
+from tests.support.datasets import write_dataset
+from tests.support.pairs import write_pairs
+from tests.support.worlds import ROOT
 
 SMALL = ["--steps", "100", "--sequence-length", "256", "--global-batch-size", "8"]
 
@@ -26,18 +31,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_what_is_written_is_planned_commented_and_accepted(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (folder / "shards").mkdir()
-    (folder / "shards/manifest.json").write_text("{}")
+    write_dataset(folder / "shards", vocab_size=50)
     given = ["--new-model", "quickstart", "--data", "shards", "--devices", "2xCPU"]
     assert main(["init", *given, *SMALL, "--run-directory", "runs/one"]) == 0
     said = capsys.readouterr().out
     assert said.splitlines()[0] == "wrote run.yaml; next:"
     assert "bigtrain check --config run.yaml --world-size 2\n" in said
-    assert "deepspeed --num_accelerators 2 " in said
+    assert "deepspeed --quiet --num_accelerators 2 " in said
     assert "tokenize" not in said
     assert main(["check", "--config", "run.yaml", "--world-size", "2"]) == 0
     text = Path("run.yaml").read_text()
-    assert text.startswith(f"# yaml-language-server: $schema={SHIPPED}\n")
+    assert text.startswith("# Written by `bigtrain init`")
+    assert str(ROOT) not in text
     assert "predicted, not measured: " in text
     run = load_run_config("run.yaml")
     assert (run.train.steps, run.output.directory, run.data.path) == (100, "runs/one", "shards")
@@ -51,8 +56,7 @@ def test_what_is_written_is_planned_commented_and_accepted(
 def test_the_default_directory_can_be_that_of_a_run(folder: Path) -> None:
     """runs/quickstart is what `make quickstart` leaves: shards, a tokenizer and a run below it."""
     given = ["init", "--new-model", "quickstart", "--data", "shards", "--force"]
-    (folder / "shards").mkdir()
-    (folder / "shards/manifest.json").write_text("{}")
+    write_dataset(folder / "shards", vocab_size=50)
     expected = ["runs/quickstart", "runs/quickstart-2", "runs/quickstart-3", "runs/quickstart-3"]
     for number, directory in enumerate(expected):
         assert main([*given, *SMALL]) == 0
@@ -106,6 +110,14 @@ def test_a_file_that_exists_is_replaced_by_force_alone(
             "--devices = '2xCPU': cannot",
         ),
         (["--new-model", "./nowhere", "--data", "d"], "no such directory"),
+        (
+            ["--new-model", "quickstrat", "--data", "d"],
+            "--new-model = 'quickstrat': is not here, and not in the Hub's cache -> did you mean "
+            "quickstart?",
+        ),
+        (["--new-model", "llama3_8B", "--data", "d"], "did you mean llama3_8b?"),
+        (["--model", "missing/", "--data", "d"], "--model = 'missing/': no such directory"),
+        (["--model", "models/mine/hf", "--data", "d"], "no such directory"),
     ],
 )
 def test_what_is_missing_or_wrong_is_one_error_and_no_file(
@@ -176,3 +188,97 @@ def test_a_person_is_asked_at_a_terminal(folder: Path) -> None:
     run = load_run_config(str(folder / "run.yaml"))
     assert (run.train.steps, run.batch.global_batch_size) == (50, 8)
     assert run.model.config["model_type"] == "llama"
+
+
+def test_a_folder_with_a_similar_name_is_meant(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "models/tuned").mkdir(parents=True)
+    assert main(["init", "--model", "models/tunde", "--data", "d"]) == 2
+    assert "did you mean models/tuned?" in capsys.readouterr().err
+    # A name that the Hub may have is written, with a note where the Hub cannot be asked.
+    assert main(["init", "--model", "owner/name", "--data", "owner/rows"]) == 0
+    assert "note: owner/name is not here, and the Hub cannot be asked" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("recipe", ["quickstart", "llama3_8b", "gpt2_124m"])
+def test_vocabulary_ids_and_length_are_those_of_the_shards(
+    folder: Path, capsys: pytest.CaptureFixture[str], recipe: str
+) -> None:
+    """Of any recipe: what is written trains on them, without another override."""
+    shards = write_dataset(folder / "shards", vocab_size=50)
+    facts = read_shards(str(shards))
+    given = ["--new-model", recipe, "--data", "shards", "--global-batch-size", "2"]
+    assert main(["init", *given]) == 0
+    run = load_run_config("run.yaml")
+    written = written_configuration(run.model)
+    assert written["vocab_size"] == facts.vocab_size == 50
+    assert given_ids(run.model) == []
+    assert run.batch.sequence_length == 64
+    inputs = ["--inputs"] if recipe == "quickstart" else []
+    assert main(["check", "--config", "run.yaml", *inputs]) == 0
+    assert "this run can start; next:" in capsys.readouterr().out
+
+
+def test_rows_of_shards_decide_the_objective(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_pairs(folder / "pairs", vocab_size=50)
+    given = ["init", "--new-model", "quickstart", "--data", "pairs", "--force"]
+    for more in ([], ["--preference"]):
+        assert main([*given, *more]) == 0
+        run = load_run_config("run.yaml")
+        assert (run.objective.type, run.data.packing) == ("preference", "concatenate")
+        longest = read_shards("pairs").long_document
+        assert longest <= run.batch.sequence_length < longest + 64
+    assert main([*given, "--chat"]) == 2
+    assert "--chat: pairs has preference, not conversations" in capsys.readouterr().err
+    write_dataset(folder / "text", vocab_size=50)
+    for option, words in (
+        ("--chat", "text has text, not conversations"),
+        ("--preference", "text has no preference pairs"),
+    ):
+        data = ["--data", "text", option]
+        assert main(["init", "--new-model", "quickstart", "--force", *data]) == 2
+        assert words in capsys.readouterr().err
+
+
+def test_conversations_need_a_chat_template(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a directory, and of a name in the Hub's cache; unknown elsewhere."""
+    base = folder / "base"
+    base.mkdir()
+    (base / "config.json").write_text('{"model_type": "llama"}')
+    (base / "model.safetensors").touch()
+    (base / "tokenizer_config.json").write_text("{}")
+    given = ["init", "--model", "base", "--data", "chats.jsonl", "--chat", "--force"]
+    assert main(given) == 2
+    assert "--chat: the tokenizer of base has no chat template -> " in capsys.readouterr().err
+    assert not (folder / "run.yaml").exists()
+    for name, text in (
+        ("tokenizer_config.json", '{"chat_template": "{{ messages }}"}'),
+        ("chat_template.jinja", "{{ messages }}"),
+    ):
+        (base / "tokenizer_config.json").write_text("{}")
+        (base / name).write_text(text)
+        assert main(given) == 0
+
+
+def test_tracing_is_announced(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_dataset(folder / "shards", vocab_size=50)
+    given = ["--new-model", "quickstart", "--data", "shards", *SMALL]
+    assert main(["init", *given]) == 0
+    assert "traced" not in capsys.readouterr().err
+    assert main(["init", *given, "--devices", "2xCPU", "--force"]) == 0
+    assert "planning for 2xCPU: the model is traced" in capsys.readouterr().err
+
+
+def test_the_schema_is_named_by_a_relative_path(folder: Path) -> None:
+    """In a checkout; a path of this machine is of no use in a file that is shared."""
+    tree = {"train": {"steps": 1}}
+    assert "$schema" not in commented_yaml(tree, (), folder)
+    (line, *_) = commented_yaml(tree, (), ROOT / "runs" / "mine").splitlines()
+    name = line.removeprefix("# yaml-language-server: $schema=")
+    assert not name.startswith("/")
+    assert (ROOT / "runs" / "mine" / name).resolve() == SHIPPED

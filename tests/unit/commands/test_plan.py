@@ -77,8 +77,8 @@ def test_what_is_written_is_a_run(
     output = capsys.readouterr().out
     tree, end = json.JSONDecoder().raw_decode(output)
     assert (
-        f"deepspeed --num_gpus 8 bigtrain/train.py --config {tmp_path}/best/run.yaml"
-        in (output[end:])
+        "deepspeed --quiet --num_accelerators 8 bigtrain/train.py --config "
+        f"{tmp_path}/best/run.yaml" in output[end:]
     )
     layout = tree["layouts"][choose - 1]["layout"]
     resolved = resolve_run_files(str(tmp_path / "best" / "run.yaml"), [], 8)

@@ -34,7 +34,8 @@ def test_the_page_is_written_into_the_run(
     before = {path.name for path in run_directory.iterdir()}
     assert report("--run", run_directory) == 0
     assert re.fullmatch(
-        rf"{run_directory}/report\.html: 2 logged steps, 0\.1 MiB, in \d+\.\d s\n",
+        rf"{run_directory}/report\.html: 2 logged steps, 0\.1 MiB, in \d+\.\d s\n"
+        rf"next:\n  xdg-open {run_directory}/report\.html   # or any browser\n",
         capsys.readouterr().out,
     )
     assert {path.name for path in run_directory.iterdir()} == {*before, "report.html"}

@@ -103,4 +103,4 @@ def test_refuses_a_gpu_without_the_products_and_a_missing_library(
     assert not check_float8("tensorwise")
     monkeypatch.setattr(float8.importlib.util, "find_spec", lambda name: None)
     [problem] = check_float8("tensorwise")
-    assert "bigtrain[float8]" in problem.remedy
+    assert "torchao" in problem.remedy

@@ -24,7 +24,7 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
     (problem,) = check_tasks(section_of())
     assert "needs the package lm-eval, which is not installed" in str(problem)
-    assert "pip install 'bigtrain[eval]'" in str(problem)
+    assert "pip install 'lm-eval" in str(problem)
     assert check_tasks(EvaluationSection()) == []
 
 

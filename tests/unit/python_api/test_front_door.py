@@ -17,6 +17,7 @@ import bigtrain
 from bigtrain.data.tokenize_job.options import TokenizeOptions, TrainTokenizerOptions
 from bigtrain.errors import ConfigError, DataError
 from bigtrain.system.arguments import field_texts
+from tests.support.pages import page_text
 from tests.support.worlds import ROOT
 
 
@@ -121,7 +122,7 @@ def test_every_command_has_a_function_or_a_reason() -> None:
     """By the table of the page on Python: as many rows as commands, and names that are there."""
     from bigtrain.cli import COMMANDS
 
-    page = (ROOT / "docs/howto/python.md").read_text(encoding="utf-8")
+    page = page_text("docs/howto/python.md")
     rows = dict(re.findall(r"^\| `bigtrain ([\w-]+)` \| (.+) \|$", page, flags=re.M))
     assert rows.keys() == COMMANDS.keys()
     named: set[str] = set()

@@ -89,9 +89,9 @@ def test_check_shows_the_steps_that_the_run_takes(
     samples = count_samples(config, open_dataset(tmp_path / "shards"), "train")
     steps = -(-(3 * samples) // 8)
     for more in ([], ["--inputs"]):
-        assert main(["check", "--config", str(path), *more]) == 0
+        assert main(["check", "--config", str(path), "--resolved", *more]) == 0
         said = capsys.readouterr().out
-        assert f"# train.epochs = 1.5 of {samples} samples (the training split) is" in said
+        assert f"train.epochs = 1.5 of {samples} samples (the training split) is" in said
         assert f"  steps: {steps}\n" in said
     assert main(["check", "--config", str(path), "--show", "train.steps"]) == 0
     assert capsys.readouterr().out == f"{steps}\n"

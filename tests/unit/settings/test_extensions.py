@@ -16,6 +16,7 @@ from bigtrain.planner.run_prediction import layout_of
 from bigtrain.settings.loading import load_run_config, parse_run_config
 from bigtrain.settings.lr_schedule import learning_rate_at
 from bigtrain.settings.resolve import resolve_run
+from bigtrain.system.extras import install_line
 from tests.support.run_trees import llama, run_tree
 
 RUN = run_tree(
@@ -292,7 +293,7 @@ def test_a_callback_whose_library_is_not_installed(
     with pytest.raises(ConfigError) as caught:
         resolved(callbacks=[{"type": name}])
     rule = f"callbacks.0.type = '{name}': needs {module}, which is not installed"
-    assert f"{rule} -> pip install 'bigtrain[{name}]'" in str(caught.value)
+    assert f"{rule} -> {install_line(name)}" in str(caught.value)
 
 
 def test_only_callbacks_of_the_user_may_record_metrics() -> None:

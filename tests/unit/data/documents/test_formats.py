@@ -23,7 +23,7 @@ from bigtrain.data.tokenizers.training import train_tokenizer
 from bigtrain.errors import DataError
 from bigtrain.python_api.tokenizing import build_tokens
 from bigtrain.system.arguments import field_texts
-from tests.support.worlds import ROOT
+from tests.support.pages import page_text
 
 
 class ColumnsReader(TableReader):
@@ -53,7 +53,7 @@ class ColumnsReader(TableReader):
 
 def test_help_and_docs_list_every_suffix() -> None:
     text = field_texts(TokenizeOptions)["inputs"]
-    page = (ROOT / "docs/howto/your_data.md").read_text(encoding="utf-8")
+    page = page_text("docs/howto/your_data.md")
     for suffix in (*formats.ROW_SUFFIXES, *COMPRESSION_SUFFIXES):
         assert suffix in re.findall(r"\.\w+", text), suffix
         assert f"`{suffix}`" in page, suffix

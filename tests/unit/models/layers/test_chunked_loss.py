@@ -184,8 +184,8 @@ def test_liger_is_refused_where_it_would_be_wrong_or_is_missing() -> None:
     for model_type in ("llama", "gemma2"):  # it knows caps
         (problem,) = choice(model_type, loss="liger")[2]
         assert problem == (
-            "model.loss = 'liger': liger-kernel is not installed -> pip install 'bigtrain[gpu]', "
-            "or set model.loss=chunked"
+            "model.loss = 'liger': liger-kernel is not installed -> pip install "
+            "'liger-kernel>=0.6.4', or set model.loss=chunked"
         )
 
 

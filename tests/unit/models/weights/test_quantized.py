@@ -285,5 +285,5 @@ def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     (problem,) = check_quantization(NF4)
     assert str(problem) == (
         "adapters.quantization = 'nf4': bitsandbytes is not installed -> "
-        "pip install 'bigtrain[qlora]', or adapters.quantization=none"
+        "pip install 'bitsandbytes>=0.50.2,<0.51', or adapters.quantization=none"
     )

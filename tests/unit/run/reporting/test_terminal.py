@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import re
 import sys
+import warnings
 from pathlib import Path
 
 import pexpect
 import pytest
 
-from bigtrain.run.reporting.library_log import deepspeed_log, import_log
+from bigtrain.engine.startup.printed_lines import prints_logged
+from bigtrain.run.reporting.library_log import import_log, library_log
 from tests.support.worlds import ROOT
 
 RUN = """
@@ -66,7 +68,7 @@ def test_deepspeeds_log_goes_into_the_file_and_is_shown_on_request(
     try:
         with import_log(is_shown=shown) as said:
             logger.warning("no accelerator")
-        with deepspeed_log(lines.append, is_shown=shown):
+        with library_log(lines.append, is_shown=shown):
             logger.info("step=0\nlr=1")
             logger.warning("careful")
             logger.error("broken")
@@ -85,3 +87,70 @@ def test_deepspeeds_log_goes_into_the_file_and_is_shown_on_request(
     out = capsys.readouterr().out.split("\n")
     everything = ["no accelerator", "step=0", "lr=1", "careful", "broken", "after", ""]
     assert out == (everything if shown else ["broken", "after", ""])
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_logs_and_warnings_of_other_libraries_go_into_the_file(
+    capsys: pytest.CaptureFixture[str], shown: bool
+) -> None:
+    """Of a library with a handler of its own, and of one without; the user's are shown."""
+    with_handler, without = logging.getLogger("transformers"), logging.getLogger("torchao.ops")
+    before = (list(with_handler.handlers), with_handler.propagate)
+    handler = logging.StreamHandler(sys.stderr)
+    with_handler.handlers[:], with_handler.propagate = [handler], False
+    installed = f"{sys.prefix}/lib/site-packages/peft/x.py"
+    lines: list[str] = []
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            warnings.showwarning = shown_warning
+            with library_log(lines.append, is_shown=shown):
+                logging.getLogger("transformers.models").warning("slow path")
+                without.warning("no kernel")
+                without.error("broken kernel")
+                logging.getLogger("mine").warning("mine")
+                warnings.warn_explicit("old", FutureWarning, installed, 7)
+                warnings.warn_explicit("old", FutureWarning, "/home/me/x.py", 7)
+        assert with_handler.handlers == [handler]
+        assert logging.getLogger("torchao").handlers == []
+        assert logging.getLogger("torchao").propagate
+    finally:
+        with_handler.handlers[:], with_handler.propagate = before
+    expected = [
+        "transformers warning: slow path",
+        "torchao warning: no kernel",
+        "torchao error: broken kernel",
+    ]
+    if not shown:
+        expected.append(f"FutureWarning: old ({installed}:7)")
+    assert lines == expected
+    err = capsys.readouterr().err
+    assert ("slow path" in err) == shown
+    assert "no kernel" not in err
+    assert ("broken kernel" in err) != shown  # pytest's own handler has what is propagated
+    assert "warning of /home/me/x.py" in err
+    assert (f"warning of {installed}" in err) == shown
+
+
+def shown_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object
+) -> None:
+    print(f"warning of {filename}", file=sys.stderr)
+
+
+def test_prints_of_an_engine_go_to_deepspeeds_log(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also before an error."""
+    logger, lines = logging.getLogger("DeepSpeed"), list[str]()
+    with library_log(lines.append, is_shown=False):
+        with prints_logged():
+            print("MA 0.5 GB \n\nCPU Virtual Memory")
+        with pytest.raises(ZeroDivisionError), prints_logged():
+            _prints_and_fails()
+    assert logger.level != logging.INFO
+    assert lines == ["DeepSpeed: MA 0.5 GB", "DeepSpeed: CPU Virtual Memory", "DeepSpeed: begin"]
+    assert capsys.readouterr().out == ""
+
+
+def _prints_and_fails() -> None:
+    print("begin")
+    raise ZeroDivisionError

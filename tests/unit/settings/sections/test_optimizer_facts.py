@@ -46,7 +46,7 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     (problem,) = check_optimizer_package(section)
     assert str(problem) == (
         "optimizer.type = 'adamw_8bit': bitsandbytes is not installed -> "
-        "pip install 'bigtrain[adamw8bit]', or optimizer.type=adamw"
+        "pip install 'bitsandbytes>=0.50.2,<0.51', or optimizer.type=adamw"
     )
 
 

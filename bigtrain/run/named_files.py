@@ -1,0 +1,93 @@
+"""Files and directories that a run's settings name: which are not on this machine, and what the run
+refuses of a base model's directory. Imports no torch: `bigtrain check` uses it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from bigtrain.errors import ModelError, Problem, one_line
+from bigtrain.models.weights.checksums import changed_files, unusable_files
+from bigtrain.models.weights.weight_paths import weight_paths
+from bigtrain.settings.run_config import RunConfig
+from bigtrain.system.hub_cache import cached_hub_file, is_hub_name
+from bigtrain.system.storage.stores import is_address
+
+
+def unread_files(config: RunConfig) -> list[str]:
+    """Return a line for each model or dataset that `config` names and that is not on this machine,
+    so that nothing can be checked of it."""
+    models, data = dict(_named_models(config)), dict(_named_data(config))
+    lines = []
+    for key, name in {**models, **data}.items():
+        if is_address(name) or Path(name).exists():
+            continue
+        reason = "does not exist here"
+        if key in models and is_hub_name(name):
+            if cached_hub_file(name, "config.json") is not None:
+                continue
+            reason = "is neither a directory here nor in the Hub's cache; the run asks the Hub"
+        lines.append(f"not read: {key} = {name}: {reason}")
+    return lines
+
+
+def _named_models(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield key and name of each model that the run reads."""
+    if config.model.path is not None:
+        yield "model.path", config.model.path
+    elif isinstance(config.model.config, str):
+        yield "model.config", config.model.config
+    if config.objective.teacher_model is not None:
+        yield "objective.teacher_model", config.objective.teacher_model
+    if config.checkpoint.initialize_from is not None:
+        yield "checkpoint.initialize_from", config.checkpoint.initialize_from
+
+
+def _named_data(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield key and name of each dataset, and of stored scores, that the run reads."""
+    if config.data.path is not None:
+        yield "data.path", config.data.path
+    for number, source in enumerate(config.data.sources):
+        yield f"data.sources.{number}.path", source.path
+    for number, held_out_set in enumerate(config.evaluation.held_out):
+        yield f"evaluation.held_out.{number}.path", held_out_set.path
+    for key in ("reference", "teacher"):
+        name = getattr(config.objective, key)
+        if name is not None:
+            yield f"objective.{key}", name
+
+
+def check_base_files(config: RunConfig) -> list[Problem]:
+    """Check the small files of the base's directory: their checksums, and whether an export can
+    include them."""
+    path = config.model.path
+    if path is None or not Path(path).is_dir():
+        return []
+    remedy = "restore them; if the change is intended, remove the list and start a new run"
+    changes = changed_files(Path(path), Path(config.output.directory))
+    problems = [Problem("model.path", path, text, remedy) for text in changes]
+    return problems + [Problem("model.path", path, *fault) for fault in unusable_files(Path(path))]
+
+
+def check_weight_files(config: RunConfig) -> None:
+    """Raise ModelError, as the run does, for a directory of a base, or of a teacher, that has no
+    weights that can be read, unless the run resumes and reads none."""
+    resumes = any(Path(config.output.directory, "checkpoints").glob("step-*"))
+    names = {"objective.teacher_model": config.objective.teacher_model}
+    if not resumes:
+        names["model.path"] = config.model.path
+    for key, name in names.items():
+        if name is None or not Path(name).is_dir():
+            continue
+        folder = Path(name)
+
+        def find_file(file: str, folder: Path = folder) -> Path | None:
+            path = folder / file
+            return path if path.is_file() else None
+
+        try:
+            tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            weight_paths(name, tree.get("transformers_weights"), find_file)
+        except (OSError, ValueError, KeyError) as error:
+            raise ModelError(f"{key} = {name!r}: {one_line(error, None)}") from error

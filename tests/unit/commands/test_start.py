@@ -1,0 +1,175 @@
+"""`bigtrain start`: what it writes, what it refuses, and how it continues; without the training."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bigtrain.cli import main
+from bigtrain.commands import start
+from bigtrain.settings.loading import load_run_config
+from tests.support.chats import save_chat_tokenizer, turns
+from tests.support.datasets import write_dataset
+
+CHATS = [{"messages": turns(f"what is {n} plus 1?", f"it is {n + 1}")} for n in range(60)]
+PAIRS = [{"prompt": f"is {n} even?", "chosen": "yes", "rejected": "who knows"} for n in range(60)]
+TEXTS = [{"text": f"a text about {n} and more, and about {n + 1}"} for n in range(60)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A base model, and rows of three formats."""
+    monkeypatch.chdir(tmp_path)
+    save_chat_tokenizer(tmp_path / "base")
+    config = {
+        "model_type": "llama", "vocab_size": 512, "hidden_size": 16, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "intermediate_size": 32, "max_position_embeddings": 256,
+    }  # fmt: skip
+    (tmp_path / "base/config.json").write_text(json.dumps(config))
+    (tmp_path / "base/model.safetensors").touch()
+    for name, rows in (("chats", CHATS), ("pairs", PAIRS), ("texts", TEXTS)):
+        text = "\n".join(map(json.dumps, rows))
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    return tmp_path
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The arguments of each training, which ends with the exit code that is its last word."""
+    calls: list[list[str]] = []
+
+    def train(words: list[str], num_ranks: int) -> int:
+        calls.append([*words, str(num_ranks)])
+        return 75 if len(calls) == 1 else 0
+
+    monkeypatch.setattr(start, "_train", train)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("data", "more", "expected"),
+    [
+        ("chats", [], {"packing": "best_fit", "objective": "next_token", "lr": 2e-5}),
+        ("chats", ["--chat"], {"packing": "best_fit", "objective": "next_token", "lr": 2e-5}),
+        (
+            "pairs",
+            ["--adapters"],
+            {"packing": "concatenate", "objective": "preference", "lr": 5e-6},
+        ),
+        ("texts", ["--text"], {"packing": "concatenate", "objective": "next_token", "lr": 2e-5}),
+    ],
+)
+def test_the_format_decides_the_run(
+    folder: Path,
+    trained: list[list[str]],
+    capsys: pytest.CaptureFixture[str],
+    data: str,
+    more: list[str],
+    expected: dict[str, Any],
+) -> None:
+    command = ["start", "--model", "base", "--data", f"{data}.jsonl", *more]
+    assert main(command) == 75
+    said = capsys.readouterr()
+    assert "$ bigtrain tokenize --input" in said.out
+    assert said.err.endswith(
+        f"stopped and saved; the same command continues; next:\n  bigtrain {' '.join(command)}\n"
+    )
+    place = Path(f"runs/base-{data}")
+    run = load_run_config(str(place / "run.yaml"))
+    found = {
+        "packing": run.data.packing, "objective": run.objective.type, "lr": run.optimizer.lr
+    }  # fmt: skip
+    assert found == expected
+    assert (run.adapters is None) == ("--adapters" not in more)
+    assert (run.train.epochs, run.output.directory) == (1.0, str(place / "run"))
+    assert run.batch.sequence_length <= 256
+    # What the user changes is kept, and the shards are not made again.
+    text = (place / "run.yaml").read_text().replace("epochs: 1.0", "epochs: 2.0")
+    (place / "run.yaml").write_text(text)
+    manifest = (place / "shards/manifest.json").stat().st_mtime_ns
+    assert main(command) == 0
+    assert f"{place}/run.yaml: used as it is" in capsys.readouterr().out
+    assert (place / "run.yaml").read_text() == text
+    assert (place / "shards/manifest.json").stat().st_mtime_ns == manifest
+    assert trained == [["--config", str(place / "run.yaml"), "1"]] * 2
+
+
+def test_a_start_that_was_interrupted_before_the_run_yaml(
+    folder: Path, trained: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    command = ["start", "--model", "base", "--data", "texts.jsonl"]
+    with monkeypatch.context() as patched:
+        patched.setattr(start, "_tokenize", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            main(command)
+    with monkeypatch.context() as patched:
+        patched.setattr(start, "_write_run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            main(command)
+    assert not Path("runs/base-texts/run.yaml").exists()
+    assert main(command) == 75
+    assert len(trained) == 1
+
+
+def test_other_options_and_other_files_are_refused(
+    folder: Path, trained: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["start", "--model", "base", "--data", "texts.jsonl"]
+    main(command)
+    capsys.readouterr()
+    assert main([*command, "--epochs", "3"]) == 2
+    said = capsys.readouterr().err
+    assert "was started with other options: --model base --data texts.jsonl -> " in said
+    Path("mine").mkdir()
+    Path("mine/notes.txt").touch()
+    assert main([*command, "--output", "mine"]) == 2
+    assert "--output = 'mine': holds files of something else" in capsys.readouterr().err
+    assert len(trained) == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--model", "missing/", "--data", "chats.jsonl"], "--model = 'missing/': no such"),
+        (["--model", "base", "--data", "chat.jsonl"], "--data = 'chat.jsonl': does not exist"),
+        (["--model", "base", "--data", "texts.jsonl", "--chat"], "--chat: "),
+        (["--model", "base", "--data", "pairs.jsonl", "--chat"], "rows of --format preference"),
+        (["--model", "plain", "--data", "chats.jsonl", "--chat"], "has no chat template"),
+        (["--model", "base", "--data", "chats.jsonl", "--preference"], "no key 'chosen'"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_before_anything_is_tokenized(
+    folder: Path,
+    trained: list[list[str]],
+    capsys: pytest.CaptureFixture[str],
+    more: list[str],
+    words: str,
+) -> None:
+    shutil.copytree("base", "plain")
+    Path("plain/chat_template.jinja").unlink()
+    assert main(["start", *more]) == 2
+    assert words in capsys.readouterr().err
+    assert trained == []
+    assert not list(folder.glob("runs/*/run.yaml"))
+    # Corrected options are not those of another start.
+    assert main(["start", "--model", "base", "--data", "chats.jsonl"]) == 75
+
+
+def test_shards_are_used_and_several_machines_are_named(
+    folder: Path, trained: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_dataset(folder / "shards", vocab_size=512)
+    command = ["start", "--model", "base", "--data", "shards", "--devices", "16xH100-80GB"]
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert "tokenize" not in said
+    assert "next:\n  deepspeed --hostfile HOSTFILE " in said
+    assert trained == []
+    assert load_run_config("runs/base-shards/run.yaml").precision.dtype == "bfloat16"
