@@ -86,7 +86,8 @@ def checked(
         missing += [of_teacher(resolved.config, problem) for problem in teacher_problems]
     if missing:
         raise ConfigError(missing, str(config) if isinstance(config, str | Path) else "the run")
-    return _try_inputs(resolved) if inputs else _try_settings(resolved)
+    resolved, notes = _try_inputs(resolved) if inputs else _try_settings(resolved)
+    return resolved, [*resolved.engine.notes, *notes]
 
 
 def _try_inputs(resolved: ResolvedRun) -> tuple[ResolvedRun, list[str]]:
