@@ -375,6 +375,9 @@ def _render_engine(draft: _Draft) -> list[Problem]:
     if draft.accelerate is not None:
         problems += draft.accelerate.contradictions(config, draft.plan, tree, label)
     draft.engine, engine_problems = render(config, draft.plan, tree, label)
+    if draft.accelerate is not None and draft.engine is not None:
+        answers = draft.accelerate.notes(config, draft.plan, tree, label)
+        draft.engine = replace(draft.engine, notes=(*answers, *draft.engine.notes))
     facts = read_facts(config, tree, draft.model) | Facts(
         world_size=draft.world_size,
         device=draft.device,

@@ -225,7 +225,7 @@ def render(
             source=source,
             not_tried=tuple(not_tried(raw, config.precision.dtype)),
             notes=tuple(
-                f"{source}: {key} {reason} and is not passed to DeepSpeed"
+                f"{source}: {key} {reason}; not passed to DeepSpeed"
                 for key, reason in omitted.items()
             ),
         ),
