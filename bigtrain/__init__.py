@@ -52,7 +52,12 @@ if TYPE_CHECKING:
         write_report,
     )
     from bigtrain.python_api.scoring import PerplexityFilter, score
-    from bigtrain.python_api.shards import describe_shards, read_documents, verify_shards
+    from bigtrain.python_api.shards import (
+        describe_shards,
+        make_manifest,
+        read_documents,
+        verify_shards,
+    )
     from bigtrain.python_api.tokenizing import tokenize, train_tokenizer
     from bigtrain.run.checkpointing.listing import ListedCheckpoint
     from bigtrain.run.run_view import RunView, TrainingResult
@@ -67,7 +72,12 @@ _HOMES = {
     "bigtrain.data.shards.dataset": ("open_dataset", "TokenDataset"),
     "bigtrain.data.shards.scores": ("Scores", "open_scores"),
     "bigtrain.python_api.scoring": ("score", "PerplexityFilter"),
-    "bigtrain.python_api.shards": ("describe_shards", "read_documents", "verify_shards"),
+    "bigtrain.python_api.shards": (
+        "describe_shards",
+        "make_manifest",
+        "read_documents",
+        "verify_shards",
+    ),
     "bigtrain.python_api.results": (
         "add_tokens",
         "grow_model",
@@ -140,6 +150,7 @@ __all__ = [
     "list_checkpoints",
     "load_config",
     "load_state_dict",
+    "make_manifest",
     "merge_run",
     "open_conversation",
     "open_dataset",

@@ -18,6 +18,7 @@ COMMANDS = {
     "tokenizer": "train a byte-level BPE tokenizer on text, or add tokens to one",
     "tokenize": "turn text into token shards",
     "inspect": "show the contents of token shards",
+    "manifest": "make Megatron's .bin/.idx files a dataset to train on, without copying them",
     "check": "resolve and check a run without starting it",
     "plan": "find the layouts that fit a number of devices, and their speed",
     "parity": "compare every legal topology of N ranks with a single-process run",
