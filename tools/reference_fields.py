@@ -92,6 +92,7 @@ UNITS = {
     "sites.outer.lr": "ratio",
     "sites.outer.momentum": "ratio",
     "sites.shares": "relative numbers of samples",
+    "schedule.cycles": "cycles",
     "train.epochs": "epochs",
     "train.steps": "optimizer steps",
     "watchdog.straggler_factor": "ratio",

@@ -37,7 +37,7 @@ def with_steps(
         rule = "the number of the training samples is not known, so an epoch has no length"
         raise ConfigError(Problem("train.epochs", config.train.epochs, rule, "train.steps=N"))
     steps, line = count_steps(config, samples)
-    warmup = config.schedule.warmup_steps
+    warmup = config.schedule.count_warmup_steps(steps)
     if warmup > steps:
         rule = f"more than the run's steps; {line}"
         raise ConfigError(Problem("schedule.warmup_steps", warmup, rule, f"{steps} or less"))

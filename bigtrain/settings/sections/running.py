@@ -3,6 +3,7 @@ and learning rate."""
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from typing import Annotated, Any, Literal, Self, get_args
@@ -320,6 +321,12 @@ class ScheduleSection(Section):
     total steps, which returns the factor of optimizer.lr for all steps"""
     warmup_steps: NonNegativeInt = 0
     """optimizer steps from zero to the peak"""
+    warmup_ratio: Fraction | None = None
+    """instead of warmup_steps: the warm-up as a fraction of the run's steps, rounded up to full
+    steps"""
+    cycles: PositiveInt = 1
+    """cosine: times that the rate falls from the peak to the minimum, beginning at the peak again
+    (restarts)"""
     decay_steps: PositiveInt | None = None
     """cosine and linear: steps after warm-up until the minimum (default: the rest of the run); wsd:
     length of the final decay (default: a tenth of the run)"""
@@ -332,6 +339,27 @@ class ScheduleSection(Section):
     @classmethod
     def _is_known(cls, name: object) -> object:
         return known_or_imported(name, get_args(KnownSchedule))
+
+    def count_warmup_steps(self, total_steps: int) -> int:
+        """Return the steps of the warm-up of a run of `total_steps`: a ratio as transformers rounds
+        it (`TrainingArguments.get_warmup_steps`)."""
+        if self.warmup_ratio is None:
+            return self.warmup_steps
+        return math.ceil(total_steps * self.warmup_ratio)
+
+    @model_validator(mode="after")
+    def _has_one_warmup(self) -> Self:
+        if self.warmup_ratio is not None and self.warmup_steps:
+            raise ValueError(
+                f"schedule.warmup_ratio = {self.warmup_ratio:g} gives the warm-up, too, and "
+                f"schedule.warmup_steps = {self.warmup_steps} -> keep one of them"
+            )
+        if self.cycles != 1 and self.type != "cosine":
+            raise ValueError(
+                f"schedule.cycles = {self.cycles} has no effect with schedule.type = "
+                f"{self.type!r} -> type: cosine, or omit it"
+            )
+        return self
 
     @model_validator(mode="after")
     def _has_an_effect(self) -> Self:
@@ -346,6 +374,8 @@ class ScheduleSection(Section):
             f"schedule.{name} = {value}"
             for name, value, unset in (
                 ("warmup_steps", self.warmup_steps, 0),
+                ("warmup_ratio", self.warmup_ratio, None),
+                ("cycles", self.cycles, 1),
                 ("decay_steps", self.decay_steps, None),
                 ("min_lr_ratio", self.min_lr_ratio, 0.1),
             )
