@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from bigtrain.metrics.recording import record
     from bigtrain.objectives.losses.objective_batch import ObjectiveBatch
     from bigtrain.python_api.configuring import check, load_config, train_run
+    from bigtrain.python_api.converting import Converted, convert
     from bigtrain.python_api.new_run import NewRun, write_new_run
     from bigtrain.python_api.planning import Plan, plan
     from bigtrain.python_api.results import (
@@ -94,6 +95,7 @@ _HOMES = {
         "write_report",
         "fetch",
     ),
+    "bigtrain.python_api.converting": ("convert", "Converted"),
     "bigtrain.python_api.new_run": ("write_new_run", "NewRun"),
     "bigtrain.settings.commented_yaml": ("run_schema",),
     "bigtrain.python_api.configuring": ("load_config", "check", "train_run"),
@@ -122,6 +124,7 @@ __all__ = [
     "BigtrainError",
     "CheckpointError",
     "ConfigError",
+    "Converted",
     "DataError",
     "ExtensionError",
     "LaunchError",
@@ -142,6 +145,7 @@ __all__ = [
     "__version__",
     "add_tokens",
     "check",
+    "convert",
     "describe_shards",
     "export_run",
     "fetch",

@@ -15,6 +15,8 @@ from bigtrain.system.arguments import add_arguments
 
 COMMANDS = {
     "init": "write a run YAML from options or a few questions",
+    "convert": "write a run YAML from a configuration of Axolotl, LLaMA-Factory, TRL, HF Trainer, "
+    "GPT-NeoX or Megatron-LM",
     "tokenizer": "train a byte-level BPE tokenizer on text, or add tokens to one",
     "tokenize": "turn text into token shards",
     "inspect": "show the contents of token shards",
