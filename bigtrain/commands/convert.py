@@ -14,9 +14,10 @@ from bigtrain.system.arguments import Argument, File, Positive
 class ConvertArguments:
     """Command line of `bigtrain convert`."""
 
-    file: Annotated[tuple[Path, ...], "FILE", Argument(nargs="+")]
-    """YAML or JSON of Axolotl, LLaMA-Factory, HF TrainingArguments, TRL, GPT-NeoX or Megatron-LM;
-    of several files a key counts in the last one"""
+    file: Annotated[Path, "FILE", Argument("file")]
+    """YAML or JSON of Axolotl, LLaMA-Factory, HF TrainingArguments, TRL, GPT-NeoX or Megatron-LM"""
+    also: Annotated[tuple[Path, ...], "FILE", Argument(nargs="+")] = ()
+    """further files of the same run, as GPT-NeoX takes several; a key counts in the last one"""
     world_size: Positive | None = None
     """devices that the file was run with, from which the global batch follows (default: only files
     that have the global batch)"""
@@ -42,7 +43,8 @@ def run(args: ConvertArguments) -> int:
     from bigtrain.python_api.converting import convert
 
     converted = convert(
-        *args.file,
+        args.file,
+        *args.also,
         overrides=args.overrides,
         world_size=args.world_size,
         trainer=args.trainer,

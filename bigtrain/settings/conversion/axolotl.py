@@ -19,6 +19,7 @@ from bigtrain.settings.conversion.common import (
     tokenize_command,
 )
 from bigtrain.settings.conversion.draft import Draft, is_unset
+from bigtrain.settings.conversion.methods import METHODS, set_objective
 from bigtrain.settings.conversion.tables import Table, note, only, read, refused, rows, sets
 from bigtrain.settings.conversion.trainer import set_adapters
 
@@ -181,8 +182,6 @@ TABLE: Table = {
     ),
 }
 
-_LOSSES = {"dpo": "sigmoid", "ipo": "ipo", "simpo": "simpo", "orpo": "orpo"}
-
 
 def fill(draft: Draft, task: str | None) -> None:
     """Set the settings that follow from several keys."""
@@ -298,27 +297,15 @@ def _set_log(draft: Draft) -> None:
 
 
 def _set_objective(draft: Draft) -> None:
-    kind = draft.value("rl")
+    name = "reward" if draft.value("reward_model") else draft.value("rl")
     if draft.value("process_reward_model"):
         draft.refuse("process_reward_model", "rewards of steps are not a kind of objective")
-    elif draft.value("reward_model"):
-        draft.set("objective.type", "reward")
-        coefficient = draft.number("center_rewards_coefficient", 0.0)
-        draft.set("objective.center_rewards_coefficient", coefficient)
-    elif kind in _LOSSES:
-        draft.set("objective.type", "preference")
-        draft.set("objective.loss", _LOSSES[kind])
-        beta = draft.number("rl_beta", draft.number("dpo_beta", draft.number("orpo_alpha", 0.1)))
-        draft.set("objective.beta", beta)
-        if kind == "simpo":
-            draft.set("objective.gamma", draft.number("simpo_gamma", 0.5))
-    elif kind == "kto":
-        draft.set("objective.type", "kto")
-        draft.set("objective.beta", draft.number("rl_beta", 0.1))
-        for name in ("desirable_weight", "undesirable_weight"):
-            draft.set(f"objective.{name}", draft.number(f"kto_{name}", 1.0))
-    elif kind is not None:
+    elif name is not None and name not in METHODS:
         draft.refuse("rl", "is not a kind of objective")
+    elif name is not None:
+        beta = draft.number("rl_beta", draft.number("dpo_beta", draft.number("orpo_alpha", 0.1)))
+        weights = ("kto_desirable_weight", "kto_undesirable_weight")
+        set_objective(draft, METHODS[name], beta, weights)
 
 
 def _set_rows(draft: Draft) -> None:
@@ -383,7 +370,8 @@ def _row_options(draft: Draft, key: str, entry: Mapping[str, Any], *, is_text: b
         field = entry.get("field_messages", "messages")
         if "objective" not in draft.run:
             options += ["--format", "messages"]
-            options += [] if field == "messages" else ["--key", f"messages={field}"]
+            if field != "messages":
+                options += ["--key", f"messages={field}"]
         return options
     if f"{key}.type" not in draft.omitted:
         draft.refuse(

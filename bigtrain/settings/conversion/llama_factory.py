@@ -8,6 +8,7 @@ from typing import Any
 
 from bigtrain.settings.conversion.common import set_data, set_packing, tokenize_command
 from bigtrain.settings.conversion.draft import Draft
+from bigtrain.settings.conversion.methods import METHODS, set_objective
 from bigtrain.settings.conversion.tables import Table, note, only, read, refused, rows, sets
 from bigtrain.settings.conversion.trainer import TABLE as TRAINER_TABLE
 from bigtrain.settings.conversion.trainer import set_adapters, set_training
@@ -86,7 +87,7 @@ TABLE: Table = {
 }
 TABLE = {**TABLE, **rows("fp8", refused("its float8 is another one than precision.float8"))}
 
-_STAGES = {"sft": None, "pt": None, "dpo": "preference", "kto": "kto", "rm": "reward"}
+_STAGES = ("pt", "sft", "dpo", "kto", "rm")
 _ATTENTION = {
     "fa2": "flash_attention_2",
     "sdpa": "sdpa",
@@ -113,24 +114,17 @@ def fill(draft: Draft, task: str | None) -> None:
 
 
 def _set_objective(draft: Draft, stage: str) -> None:
-    objective = _STAGES[stage]
-    if objective is None:
-        return
-    draft.set("objective.type", objective)
-    if objective == "reward":
-        return
-    draft.set("objective.beta", draft.number("pref_beta", 0.1))
-    if objective == "kto":
-        for key, name in (("chosen", "desirable"), ("rejected", "undesirable")):
-            draft.set(f"objective.{name}_weight", draft.number(f"kto_{key}_weight", 1.0))
-        return
+    method = METHODS[stage]
     loss = draft.value("pref_loss", "sigmoid")
-    if loss not in ("sigmoid", "ipo", "simpo", "orpo"):
-        draft.refuse("pref_loss", "is not a loss of pairs of bigtrain: sigmoid, ipo, simpo, orpo")
-        return
-    draft.set("objective.loss", loss)
-    if loss == "simpo":
-        draft.set("objective.gamma", draft.number("simpo_gamma", 0.5))
+    if method is METHODS["dpo"] and loss != method.loss:
+        if loss in ("ipo", "simpo", "orpo"):
+            method = METHODS[loss]
+        else:
+            draft.refuse(
+                "pref_loss", "is not a loss of pairs of bigtrain: sigmoid, ipo, simpo, orpo"
+            )
+    weights = ("kto_chosen_weight", "kto_rejected_weight")
+    set_objective(draft, method, draft.number("pref_beta", 0.1), weights)
 
 
 def _set_adapters(draft: Draft) -> None:
@@ -185,12 +179,12 @@ def _set_rows(draft: Draft, stage: str) -> None:
 
 
 def _row_options(draft: Draft, stage: str) -> list[str]:
-    options = {"dpo": ["--format", "preference"], "rm": ["--format", "preference"]}.get(stage, [])
-    options += ["--format", "kto"] if stage == "kto" else []
-    options += ["--text-key", "text"] if stage == "pt" else []
+    options = [*METHODS[stage].rows]
     held_out = draft.number("val_size", 0)
-    options += ["--held-out", str(held_out)] if 0 < held_out < 1 else []
-    options += ["--learn", "last"] if draft.value("mask_history") else []
+    if 0 < held_out < 1:
+        options += ["--held-out", str(held_out)]
+    if draft.value("mask_history"):
+        options += ["--learn", "last"]
     template = draft.value("template")
     if template is not None and stage != "pt":
         draft.refuse(

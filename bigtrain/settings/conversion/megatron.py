@@ -144,6 +144,10 @@ MEGATRON_TABLE: Table = {
         _FASTER,
     ),
     **rows(
+        "use_checkpoint_opt_param_scheduler log_throughput no_mmap_bin_files wandb_entity "
+        "wandb_exp_name wandb_save_dir dist_ckpt_optim_fully_reshardable no_rope_fusion "
+        "use_tp_pp_dp_mapping no_ckpt_fully_parallel_save cross_entropy_loss_fusion "
+        "cross_entropy_fusion_impl tp_comm_overlap calculate_per_token_loss "
         "timing_log_level log_params_norm log_num_zeros_in_grad log_validation_ppl_to_tensorboard "
         "log_timers_to_tensorboard log_memory_to_tensorboard deterministic_mode dist_ckpt_format "
         "ckpt_format data_cache_path use_checkpoint_args no_load_optim no_load_rng exit_interval "
@@ -160,6 +164,10 @@ MEGATRON_TABLE: Table = {
 }
 
 
+_OF_TESTS = ("ENV_VARS", "TEST_TYPE", "METRICS", "BEFORE_SCRIPT", "AFTER_SCRIPT", "LAUNCHER")
+"""Keys of the YAMLs of Megatron-LM's functional tests that are not arguments."""
+
+
 def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a file: names with underscores and without dashes before them, those
     below MODEL_ARGS, language_model and model_parallel at the top."""
@@ -169,7 +177,7 @@ def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
             value, Mapping
         ):
             arguments.update(flat(value))
-        elif name not in ("ENV_VARS", "TEST_TYPE", "METRICS", "BEFORE_SCRIPT", "AFTER_SCRIPT"):
+        elif name not in _OF_TESTS:
             arguments[str(name).lstrip("-").replace("-", "_")] = value
     return arguments
 
@@ -293,7 +301,9 @@ def _set_neox_batch(draft: Draft) -> None:
 def _set_model(draft: Draft, *, uses_rms: bool) -> None:
     """Set ``model.config`` for the two families that Hugging Face has: GPT-NeoX with layer norms
     and GELU, and Llama with RMS norms and SwiGLU. Anything between is a problem."""
-    if draft.value("load"):
+    if draft.value("load") and draft.value("load") == draft.value("save"):
+        draft.notes.append("load, which is save: the same command resumes")
+    elif draft.value("load"):
         draft.refuse(
             "load",
             "a checkpoint of Megatron or GPT-NeoX is not read: convert it to Hugging Face's "

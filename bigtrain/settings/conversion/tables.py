@@ -10,7 +10,7 @@ RowKind = Literal["sets", "read", "note", "only", "refused"]
 
 
 @dataclass(frozen=True)
-class Row:
+class KeyRow:
     """Meaning of a key.
 
     kind: ``sets`` the setting `path` of the run to the value, or to that of `values`; ``read`` with
@@ -38,34 +38,34 @@ class Row:
         return by_kind[self.kind]
 
 
-Table = Mapping[str, Row]
+Table = Mapping[str, KeyRow]
 
 
-def sets(path: str, values: Mapping[Any, Any] | None = None) -> Row:
+def sets(path: str, values: Mapping[Any, Any] | None = None) -> KeyRow:
     """Return the row of a key that is a setting of the run."""
-    return Row("sets", path=path, values=values or {})
+    return KeyRow("sets", path=path, values=values or {})
 
 
-def read(text: str) -> Row:
+def read(text: str) -> KeyRow:
     """Return the row of a key that decides settings together with other keys."""
-    return Row("read", text)
+    return KeyRow("read", text)
 
 
-def note(text: str) -> Row:
+def note(text: str) -> KeyRow:
     """Return the row of a key without counterpart, which does not change the mathematics."""
-    return Row("note", text)
+    return KeyRow("note", text)
 
 
-def only(allowed: tuple[Any, ...], text: str) -> Row:
+def only(allowed: tuple[Any, ...], text: str) -> KeyRow:
     """Return the row of a key of which only some values are what a run does."""
-    return Row("only", text, allowed=allowed)
+    return KeyRow("only", text, allowed=allowed)
 
 
-def refused(text: str) -> Row:
+def refused(text: str) -> KeyRow:
     """Return the row of a key without counterpart, which changes the mathematics."""
-    return Row("refused", text)
+    return KeyRow("refused", text)
 
 
-def rows(names: str, row: Row) -> dict[str, Row]:
+def rows(names: str, row: KeyRow) -> dict[str, KeyRow]:
     """Return a table in which each of the `names`, divided by spaces, has the same row."""
     return dict.fromkeys(names.split(), row)

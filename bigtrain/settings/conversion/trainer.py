@@ -24,6 +24,7 @@ from bigtrain.settings.conversion.common import (
     tokenize_command,
 )
 from bigtrain.settings.conversion.draft import Draft
+from bigtrain.settings.conversion.methods import METHODS, set_objective
 from bigtrain.settings.conversion.tables import Table, note, only, read, refused, rows, sets
 
 NAME = "HF Trainer and TRL"
@@ -162,13 +163,13 @@ TABLE: Table = {
     "temperature": _REINFORCEMENT,
 }
 
-_TASKS: Mapping[str, dict[str, Any]] = {
-    "sft": {"learning_rate": 2e-5, "max_length": 1024, "bf16": True},
-    "dpo": {"learning_rate": 1e-6, "max_length": 1024, "bf16": True},
-    "orpo": {"learning_rate": 1e-6, "max_length": 1024, "bf16": True},
-    "kto": {"learning_rate": 1e-6, "max_length": 1024, "bf16": True},
-    "reward": {"learning_rate": 1e-4, "max_length": 1024, "bf16": True},
-}
+_TASKS: Mapping[str, dict[str, Any]] = dict(
+    sft={"learning_rate": 2e-5, "max_length": 1024, "bf16": True},
+    dpo={"learning_rate": 1e-6, "max_length": 1024, "bf16": True},
+    orpo={"learning_rate": 1e-6, "max_length": 1024, "bf16": True},
+    kto={"learning_rate": 1e-6, "max_length": 1024, "bf16": True},
+    reward={"learning_rate": 1e-4, "max_length": 1024, "bf16": True},
+)
 """Defaults of TRL's trainers that differ from those of TrainingArguments."""
 TASKS = tuple(_TASKS)
 
@@ -266,28 +267,15 @@ def _set_objective(draft: Draft, task: str) -> None:
             alpha=draft.number("lora_alpha", 32),
             targets=draft.value("lora_target_modules", "all-linear"),
         )
-    if task == "sft":
-        return
-    if task == "reward":
-        draft.set("objective.type", "reward")
-        coefficient = draft.number("center_rewards_coefficient", 0.0)
-        draft.set("objective.center_rewards_coefficient", coefficient)
-        return
-    draft.set("objective.type", "kto" if task == "kto" else "preference")
-    draft.set("objective.beta", draft.number("beta", 0.1))
-    if task == "kto":
-        for name in ("desirable_weight", "undesirable_weight"):
-            draft.set(f"objective.{name}", draft.number(name, 1.0))
-        return
-    if task == "orpo":
-        draft.set("objective.loss", "orpo")
-        return
-    loss = draft.value("loss_type", "sigmoid")
+    method = METHODS[task]
+    loss = draft.value("loss_type")
     loss = loss[0] if isinstance(loss, list) and len(loss) == 1 else loss
-    if loss not in ("sigmoid", "ipo"):
-        draft.refuse("loss_type", "is not a loss of DPO that bigtrain has: sigmoid, ipo")
-        return
-    draft.set("objective.loss", loss)
+    if method is METHODS["dpo"] and loss not in (None, "sigmoid"):
+        method = METHODS["ipo"]
+        if loss != method.loss:
+            draft.refuse("loss_type", "is not a loss of DPO that bigtrain has: sigmoid, ipo")
+    weights = ("desirable_weight", "undesirable_weight")
+    set_objective(draft, method, draft.number("beta", 0.1), weights)
 
 
 def set_adapters(draft: Draft, *, rank: float, alpha: float, targets: object) -> None:
@@ -310,7 +298,7 @@ def _set_rows(draft: Draft, task: str, default_length: int) -> None:
     """Set sequence length, packing, and the commands that make the data."""
     length = draft.number("max_length", draft.number("max_seq_length", default_length))
     draft.set("batch.sequence_length", int(length))
-    if task == "sft":
+    if METHODS[task].objective is None:
         set_packing(draft, "packing", packs=bool(draft.value("packing")), length="max_length")
         if draft.value("packing_strategy") == "wrapped":
             draft.set("data.packing", "concatenate")
@@ -326,9 +314,7 @@ def _set_rows(draft: Draft, task: str, default_length: int) -> None:
                 "the assistant's",
                 "--omit assistant_only_loss learns answers only",
             )
-    options = ["--format", "kto"] if task == "kto" else []
-    if task in ("dpo", "orpo", "reward"):
-        options = ["--format", "preference"]
+    options = [*METHODS[task].rows]
     if draft.value("chat_template"):
         options += ["--chat-template", "template.jinja"]
         draft.notes.append("chat_template: write its text into template.jinja")
@@ -364,7 +350,10 @@ def _sources(draft: Draft) -> list[dict[str, Any]]:
         listed = [(name, draft.value("dataset_config"), split, {})]
     sources = []
     for name, config, split, _ in listed:
-        options = [] if config in (None, "default") else ["--dataset-config", str(config)]
-        options += [] if split == "train" else ["--dataset-split", str(split)]
+        options = []
+        if config not in (None, "default"):
+            options += ["--dataset-config", str(config)]
+        if split != "train":
+            options += ["--dataset-split", str(split)]
         sources.append({"name": str(name), "options": options})
     return sources
