@@ -200,3 +200,62 @@ def test_a_llama_of_megatron_is_a_llama(tmp_path: Path) -> None:
     assert conversion.config.schedule.min_lr_ratio == pytest.approx(0.1)
     assert conversion.config.parallel.tensor == 2
     assert conversion.commands == ["bigtrain manifest data/c4_text_document --tokenizer TOKENIZER"]
+
+
+AXOLOTL: dict[str, Any] = {
+    "base_model": "org/model",
+    "datasets": [{"path": "org/chats", "type": "chat_template"}],
+    "sequence_len": 512,
+    "sample_packing": True,
+    "learning_rate": 1e-4,
+    "warmup_steps": 5,
+    "max_steps": 40,
+    "output_dir": "runs/ax",
+}
+FACTORY: dict[str, Any] = {
+    "model_name_or_path": "org/model",
+    "stage": "pt",
+    "finetuning_type": "full",
+    "dataset": "wiki",
+    "cutoff_len": 256,
+    "output_dir": "runs/lf",
+}
+
+
+@pytest.mark.parametrize(
+    ("keys", "changes", "path", "value"),
+    [
+        (SFT, {"adam_beta1": 0.8}, "optimizer.betas", [0.8, 0.999]),
+        (SFT, {"adam_beta2": 0.95}, "optimizer.betas", [0.9, 0.95]),
+        (SFT, {"adam_epsilon": "1e-6"}, "optimizer.eps", 1e-6),
+        (SFT, {"max_grad_norm": 0.3}, "optimizer.clip_norm", 0.3),
+        (SFT, {"bf16": False}, "precision.dtype", "float32"),
+        (SFT, {"fp16": True, "bf16": False}, "precision.dtype", "float16"),
+        (SFT, {"seed": 7}, "seed", 7),
+        (SFT, {"save_steps": 25}, "checkpoint.every_steps", 25),
+        (SFT, {"packing_strategy": "wrapped"}, "data.packing", "concatenate"),
+        (SFT, {"lr_scheduler_type": "cosine_with_restarts"}, "schedule.type", "cosine"),
+        (SFT, {"use_peft": True, "lora_r": 4}, "adapters.rank", 4),
+        (SFT, {"load_in_4bit": True}, "adapters.quantization", "nf4"),
+        (AXOLOTL, {"adam_beta2": 0.95}, "optimizer.betas", [0.9, 0.95]),
+        (AXOLOTL, {"bf16": "auto"}, "precision.dtype", "bfloat16"),
+        (AXOLOTL, {"lr_scheduler": "linear"}, "schedule.type", "linear"),
+        (AXOLOTL, {"cosine_min_lr_ratio": 0.2}, "schedule.min_lr_ratio", 0.2),
+        (AXOLOTL, {"micro_batch_size": 3}, "batch.global_batch_size", 12),
+        (AXOLOTL, {"tensor_parallel_size": 2, "micro_batch_size": 3}, "batch.global_batch_size", 6),
+        (AXOLOTL, {"gradient_checkpointing": True}, "model.gradient_checkpointing", "full"),
+        (AXOLOTL, {"rl": "simpo", "simpo_gamma": 1.5}, "objective.gamma", 1.5),
+        (FACTORY, {"weight_decay": 0.1}, "optimizer.weight_decay", 0.1),
+        (FACTORY, {"finetuning_type": "lora", "lora_rank": 4}, "adapters.alpha", 8.0),
+        (FACTORY, {"finetuning_type": "lora", "lora_target": "q_proj,v_proj"}, "adapters.targets",
+         ["q_proj", "v_proj"]),
+        (FACTORY, {"stage": "dpo", "pref_loss": "orpo"}, "objective.loss", "orpo"),
+    ],
+)  # fmt: skip
+def test_a_value_arrives_at_its_setting(
+    tmp_path: Path, keys: dict[str, Any], changes: dict[str, Any], path: str, value: object
+) -> None:
+    found: Any = convert([write(tmp_path, {**keys, **changes})], world_size=4).tree
+    for name in path.split("."):
+        found = found[name]
+    assert found == value
