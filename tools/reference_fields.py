@@ -24,6 +24,8 @@ UNITS = {
     "batch.phases.global_batch_size": "samples",
     "batch.phases.micro_batch_size": "samples",
     "batch.phases.steps": "steps",
+    "checkpoint.every_epochs": "epochs",
+    "evaluation.every_epochs": "epochs",
     "checkpoint.keep_best": "checkpoints",
     "checkpoint.keep_last": "checkpoints",
     "checkpoint.max_failures": "saves",

@@ -124,11 +124,11 @@ def _try_settings(resolved: ResolvedRun) -> tuple[ResolvedRun, list[str]]:
     if problems:
         raise ConfigError(problems, "the run's settings")
     counted: tuple[str, ...] = ()
-    if resolved.config.train.epochs is not None:
+    if resolved.config.epoch_settings:
         from bigtrain.run.length import with_steps_if_known
 
         resolved, counted = with_steps_if_known(resolved)
-    is_counted = resolved.config.train.epochs is None
+    is_counted = not resolved.config.epoch_settings
     if not is_counted or not (directory / "checkpoints").exists():
         return resolved, [*counted]  # without the import of numpy
     from bigtrain.run.checkpointing.changed_settings import refuse_other_run

@@ -158,10 +158,10 @@ TABLE: Table = {
     "save_steps": read("`checkpoint.every_steps`"),
     "eval_steps": read("`evaluation.every_steps`"),
     "save_total_limit": sets("checkpoint.keep_last"),
-    **rows(
-        "saves_per_epoch evals_per_epoch save_strategy eval_strategy early_stopping_patience",
-        read("steps of an epoch: see the line"),
-    ),
+    "saves_per_epoch": read("`checkpoint.every_epochs`, 1 divided by it"),
+    "evals_per_epoch": read("`evaluation.every_epochs`, 1 divided by it"),
+    **rows("save_strategy eval_strategy", note("the numbers of steps or of an epoch decide it")),
+    "early_stopping_patience": read("see the line"),
     "loss_watchdog_threshold": note("guard.spike_sigma skips bad steps"),
     "loss_watchdog_patience": note("guard.max_consecutive"),
     "seed": read("`seed`"),
@@ -283,13 +283,9 @@ def _set_log(draft: Draft) -> None:
         draft.set("logging.trackers", ["tensorboard"])
     for key, path in (("save_steps", "checkpoint"), ("eval_steps", "evaluation")):
         set_steps(draft, key, f"{path}.every_steps")
-    for key in ("saves_per_epoch", "evals_per_epoch"):
-        section = "checkpoint" if key.startswith("saves") else "evaluation"
+    for key, section in (("saves_per_epoch", "checkpoint"), ("evals_per_epoch", "evaluation")):
         if draft.value(key):
-            text = (
-                f"{key} = {draft.value(key)}: {section}.every_steps=N, from the steps of an epoch"
-            )
-            draft.notes.append(text)
+            draft.set(f"{section}.every_epochs", 1 / draft.number(key))
     if draft.value("early_stopping_patience"):
         draft.notes.append(
             "early_stopping_patience: evaluation.early_stopping.patience, with every_steps"

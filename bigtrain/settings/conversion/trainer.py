@@ -105,10 +105,13 @@ TABLE: Table = {
     "report_to": read("`logging.trackers`"),
     "wandb_project": sets("logging.project"),
     "save_steps": read("`checkpoint.every_steps`, if saves are by steps"),
-    "save_strategy": read("`checkpoint.every_steps`"),
+    "save_strategy": read("`checkpoint.every_steps`, or every_epochs"),
     "save_total_limit": read("`checkpoint.keep_last`"),
     "eval_steps": read("`evaluation.every_steps`, if evaluations are by steps"),
-    **rows("eval_strategy evaluation_strategy do_eval", read("`evaluation.every_steps`")),
+    **rows(
+        "eval_strategy evaluation_strategy do_eval",
+        read("`evaluation.every_steps`, or every_epochs"),
+    ),
     "max_samples": refused("the first rows of the data: cut the file"),
     # Without a counterpart, and without an effect on the mathematics.
     **rows("torch_dtype dtype", note("weights are read in the dtype of precision.dtype")),
@@ -243,9 +246,7 @@ def _set_saves(draft: Draft) -> None:
     if draft.value("save_strategy", "steps") in ("steps", "best"):
         set_steps(draft, "save_steps", "checkpoint.every_steps")
     elif draft.value("save_strategy") == "epoch":
-        draft.notes.append(
-            "save_strategy = 'epoch': checkpoint.every_steps=N, the steps of an epoch"
-        )
+        draft.set("checkpoint.every_epochs", 1.0)
     limit = draft.number("save_total_limit")
     if limit:
         draft.set("checkpoint.keep_last", int(limit))
@@ -253,9 +254,7 @@ def _set_saves(draft: Draft) -> None:
     if strategy == "steps":
         set_steps(draft, "eval_steps", "evaluation.every_steps")
     elif strategy == "epoch":
-        draft.notes.append(
-            "eval_strategy = 'epoch': evaluation.every_steps=N, the steps of an epoch"
-        )
+        draft.set("evaluation.every_epochs", 1.0)
 
 
 def _set_objective(draft: Draft, task: str) -> None:

@@ -12,10 +12,12 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from bigtrain.settings.degrees import MODEL_DEGREES, ModelDegrees
 from bigtrain.settings.sections.base import (
+    Epochs,
     Fraction,
     NonNegativeInt,
     PositiveInt,
     Section,
+    refuse_two_units,
 )
 from bigtrain.settings.sections.extensions import (
     CodeSettings,
@@ -115,6 +117,9 @@ class CheckpointSection(Section):
 
     every_steps: PositiveInt | None = None
     """optimizer steps between saves; default: only at the end"""
+    every_epochs: Epochs | None = None
+    """instead of every_steps: epochs between saves, such as 1 or 0.25, counted as the nearest
+    number of steps before the run starts"""
     keep_last: PositiveInt = 2
     """newest complete checkpoints kept"""
     keep_every_steps: PositiveInt | None = None
@@ -138,6 +143,11 @@ class CheckpointSection(Section):
     """settings that may differ from the checkpoint's when a run resumes: sections or keys, such as
     data, batch.sequence_length, optimizer.lr; with changed data each source continues at its
     position, and nothing is read twice in its epoch"""
+
+    @model_validator(mode="after")
+    def _saves_by_one_unit(self) -> Self:
+        refuse_two_units("checkpoint", self.every_steps, self.every_epochs)
+        return self
 
 
 class LoggingSection(Section):
