@@ -183,6 +183,10 @@ TABLE: Table = {
 }
 
 
+_TEMPLATES = ("chatml", "llama3")
+"""Templates of Axolotl that write what one of `bigtrain.data.chat.named_templates` does."""
+
+
 def fill(draft: Draft, task: str | None) -> None:
     """Set the settings that follow from several keys."""
     draft.set("optimizer.lr", draft.number("learning_rate"))
@@ -319,8 +323,10 @@ def _set_rows(draft: Draft) -> None:
     _check_template(draft)
     held_out = draft.number("val_set_size", 0)
     options = []
+    if draft.value("chat_template") in _TEMPLATES:
+        options += ["--chat-template", draft.value("chat_template")]
     if 0 < held_out < 1:
-        options = ["--held-out", str(held_out)]
+        options += ["--held-out", str(held_out)]
     elif held_out >= 1:
         draft.notes.append(f"val_set_size = {held_out:g} rows: --held-out takes a share of them")
     key = "pretraining_dataset" if draft.value("pretraining_dataset") else "datasets"
@@ -342,7 +348,7 @@ def _check_template(draft: Draft) -> None:
     template = draft.value("chat_template")
     if draft.value("chat_template_jinja"):
         draft.notes.append("chat_template_jinja: write its text into template.jinja")
-    elif template not in (None, "tokenizer_default", "tokenizer_default_fallback_chatml"):
+    elif template not in (None, "tokenizer_default", *_TEMPLATES):
         draft.refuse(
             "chat_template",
             "is a template of Axolotl's own, and a run takes the tokenizer's, or a file",

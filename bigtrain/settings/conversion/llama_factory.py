@@ -88,6 +88,8 @@ TABLE: Table = {
 TABLE = {**TABLE, **rows("fp8", refused("its float8 is another one than precision.float8"))}
 
 _STAGES = ("pt", "sft", "dpo", "kto", "rm")
+_TEMPLATES = {"chatml": "chatml", "qwen3_nothink": "chatml", "llama3": "llama3", "phi4": "phi4"}
+"""Templates of LLaMA-Factory that write what one of `bigtrain.data.chat.named_templates` does."""
 _ATTENTION = {
     "fa2": "flash_attention_2",
     "sdpa": "sdpa",
@@ -186,7 +188,12 @@ def _row_options(draft: Draft, stage: str) -> list[str]:
     if draft.value("mask_history"):
         options += ["--learn", "last"]
     template = draft.value("template")
-    if template is not None and stage != "pt":
+    if template in _TEMPLATES and stage != "pt":
+        options += ["--chat-template", _TEMPLATES[template]]
+        draft.notes.append(
+            f"template = {template!r}: LLaMA-Factory also learns the newline after an answer's end"
+        )
+    elif template is not None and stage != "pt":
         draft.refuse(
             "template",
             "is a template of LLaMA-Factory's own, and a run takes the tokenizer's, or a file",
