@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from bigtrain.metrics.recording import record
     from bigtrain.objectives.losses.objective_batch import ObjectiveBatch
     from bigtrain.python_api.configuring import check, load_config, train_run
+    from bigtrain.python_api.converting import Converted, convert
     from bigtrain.python_api.new_run import NewRun, write_new_run
     from bigtrain.python_api.planning import Plan, plan
     from bigtrain.python_api.results import (
@@ -52,7 +53,12 @@ if TYPE_CHECKING:
         write_report,
     )
     from bigtrain.python_api.scoring import PerplexityFilter, score
-    from bigtrain.python_api.shards import describe_shards, read_documents, verify_shards
+    from bigtrain.python_api.shards import (
+        describe_shards,
+        make_manifest,
+        read_documents,
+        verify_shards,
+    )
     from bigtrain.python_api.tokenizing import tokenize, train_tokenizer
     from bigtrain.run.checkpointing.listing import ListedCheckpoint
     from bigtrain.run.run_view import RunView, TrainingResult
@@ -67,7 +73,12 @@ _HOMES = {
     "bigtrain.data.shards.dataset": ("open_dataset", "TokenDataset"),
     "bigtrain.data.shards.scores": ("Scores", "open_scores"),
     "bigtrain.python_api.scoring": ("score", "PerplexityFilter"),
-    "bigtrain.python_api.shards": ("describe_shards", "read_documents", "verify_shards"),
+    "bigtrain.python_api.shards": (
+        "describe_shards",
+        "make_manifest",
+        "read_documents",
+        "verify_shards",
+    ),
     "bigtrain.python_api.results": (
         "add_tokens",
         "grow_model",
@@ -84,6 +95,7 @@ _HOMES = {
         "write_report",
         "fetch",
     ),
+    "bigtrain.python_api.converting": ("convert", "Converted"),
     "bigtrain.python_api.new_run": ("write_new_run", "NewRun"),
     "bigtrain.settings.commented_yaml": ("run_schema",),
     "bigtrain.python_api.configuring": ("load_config", "check", "train_run"),
@@ -112,6 +124,7 @@ __all__ = [
     "BigtrainError",
     "CheckpointError",
     "ConfigError",
+    "Converted",
     "DataError",
     "ExtensionError",
     "LaunchError",
@@ -132,6 +145,7 @@ __all__ = [
     "__version__",
     "add_tokens",
     "check",
+    "convert",
     "describe_shards",
     "export_run",
     "fetch",
@@ -140,6 +154,7 @@ __all__ = [
     "list_checkpoints",
     "load_config",
     "load_state_dict",
+    "make_manifest",
     "merge_run",
     "open_conversation",
     "open_dataset",

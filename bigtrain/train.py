@@ -18,6 +18,11 @@ if __name__ == "__main__":
     # names such as `settings`; put the checkout there instead.
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
+    # One line for a Python without bigtrain's packages, until the imports below are done.
+    from bigtrain.system.missing_package import report_missing_package
+
+    sys.excepthook = report_missing_package
+
 from bigtrain.system.processes import HostErrorLog, exit_process, importing
 from bigtrain.system.stop_signals import StopSignals, ask_for_restart
 
@@ -62,6 +67,8 @@ def build_parser() -> argparse.ArgumentParser:
         help="DeepSpeed JSON, or the name of one in ds_configs/ (default: the run's)",
     )
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+    # DeepSpeed's own flag, which its scripts are started with; every run here is under DeepSpeed.
+    parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument(
         "overrides",
         nargs="*",
@@ -130,4 +137,5 @@ def _exit_before_start(directory: Path, world: World, received: Signals) -> None
 
 
 if __name__ == "__main__":
+    sys.excepthook = sys.__excepthook__
     exit_process(main(signals=_signals))

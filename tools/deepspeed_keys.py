@@ -65,6 +65,7 @@ def build_table() -> dict[str, Any]:
     """Return the key table of the installed DeepSpeed, ready for JSON."""
     import deepspeed
     from deepspeed.runtime import config as ds
+    from deepspeed.runtime import precision_config as precision
     from deepspeed.utils.config import TIMERS, TIMERS_THROUGHPUT, DeepSpeedThroughputTimerConfig
 
     plain_blocks = ("flops_profiler", "aio", "data_types")
@@ -90,6 +91,10 @@ def build_table() -> dict[str, Any]:
             ds.LEGACY_FUSION: {"types": ["boolean"]},
         }
     }
+    # A block that DeepSpeed also reads under its former name.
+    former_blocks = {precision.BFLOAT16_OLD: precision.BFLOAT16}
+    for former_name in former_blocks:
+        del keys[former_name]
     removed = dict(ds._REMOVED_TOP_LEVEL_CONFIG_KEYS)
     for name, message in ds._REMOVED_ZERO_CONFIG_KEYS.items():
         removed[f"zero_optimization.{name}"] = message
@@ -97,6 +102,7 @@ def build_table() -> dict[str, Any]:
         "deepspeed_version": deepspeed.__version__,
         "keys": {name: keys[name] for name in sorted(keys) if name not in removed},
         "removed": {name: " ".join(removed[name].split()) for name in sorted(removed)},
+        "former_blocks": former_blocks,
     }
 
 
@@ -131,6 +137,9 @@ def _node_of_model(model: type[BaseModel]) -> dict[str, Any]:
         for name, field in model.model_fields.items()
         if not field.exclude
     }
+    for name, field in model.model_fields.items():
+        if field.alias and field.alias != name and not field.exclude:
+            fields[field.alias]["field"] = name  # DeepSpeed takes both (populate_by_name)
     for node in fields.values():
         newer = model.model_fields.get(node.get("deprecated", ""))
         if newer and newer.alias:
@@ -147,7 +156,19 @@ def _node_of_field(field: FieldInfo) -> dict[str, Any]:
     extra = field.json_schema_extra
     if isinstance(extra, dict) and extra.get("deprecated"):
         node["deprecated"] = extra.get("new_param", "")
+        if extra.get("set_new_param", True) and node["deprecated"]:
+            node["becomes"] = {
+                json.dumps(value): _replacement(extra, value) for value in (False, True)
+            }
     return node
+
+
+def _replacement(extra: dict[str, Any], value: bool) -> Any:
+    """Return the value that the newer key gets where the deprecated one has `value`."""
+    replacement = extra.get("new_param_fn", lambda unchanged: unchanged)(value)
+    if isinstance(replacement, BaseModel):
+        return replacement.model_dump(mode="json", exclude_unset=True)
+    return replacement
 
 
 def _node_of_annotation(annotation: Any) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 python tools/reference.py [--output docs/reference]
 
-One page each for the fields of the run YAML, DeepSpeed keys, the commands, the keys of rows, the
-exit codes and errors, and the fields of metrics.jsonl. Imports no torch.
+One page each for the fields of the run YAML, DeepSpeed keys, keys of other trainers, the commands,
+the keys of rows, the exit codes and errors, and the fields of metrics.jsonl. Imports no torch.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from bigtrain.metrics.step_metrics import Breakdown, StepMetrics  # noqa: E402
 from bigtrain.run.reporting import metrics  # noqa: E402
 from bigtrain.train import build_parser as train_parser  # noqa: E402
 from tools.markdown import markdown_cell, sentence  # noqa: E402
+from tools.reference_convert import convert_page  # noqa: E402
 from tools.reference_deepspeed import deepspeed_keys_page  # noqa: E402
 from tools.reference_fields import fields_page  # noqa: E402
 from tools.reference_python import python_page  # noqa: E402
@@ -59,6 +60,9 @@ def pages() -> dict[str, str]:
         "deepspeed_keys.md": _WRITTEN.format(
             source="`bigtrain/settings/deepspeed/accepted.py`"
         ).join(deepspeed_keys_page()),
+        "convert.md": _WRITTEN.format(source="`bigtrain/settings/conversion/`").join(
+            convert_page()
+        ),
         "row_keys.md": _row_keys(),
         "python.md": _WRITTEN.format(source="the functions").join(python_page()),
     }

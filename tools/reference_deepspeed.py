@@ -16,7 +16,8 @@ saves, resumes on another topology and exports, and is equal to plain PyTorch; t
 engines of that test, and the values that each is trained with (those of several keys at once in
 parentheses). With bfloat16, offloading, expert, pipeline and sequence parallelism it trains as many
 of them at once as the run accepts. **owned**: the run sets it, and another value is refused.
-**untested**: no test has trained with it, and the run logs that once.
+**untested**: no test has trained with it, and the run logs that once. In the blocks of DeepSpeed
+a key may also have its field name (`max_live_parameters` is `stage3_max_live_parameters`).
 
 | key | values | proof | trained with | note |
 |---|---|---|---|---|

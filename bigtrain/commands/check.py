@@ -52,7 +52,7 @@ def run(args: CheckArguments) -> int:
     size, engine = args.world_size, args.deepspeed_config
     if args.show is not None:
         resolved = resolve(args.config, args.overrides, size, engine, device=device)
-        if resolved.config.train.epochs is not None:
+        if resolved.config.epoch_settings:
             from bigtrain.run.length import with_steps_if_known
 
             resolved, _ = with_steps_if_known(resolved)

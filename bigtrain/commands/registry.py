@@ -16,9 +16,12 @@ from bigtrain.system.arguments import add_arguments
 COMMANDS = {
     "start": "train a model on a file, in one command: tokenize, plan, train, export",
     "init": "write a run YAML from options or a few questions",
+    "convert": "write a run YAML from a configuration of Axolotl, LLaMA-Factory, TRL, HF Trainer, "
+    "GPT-NeoX or Megatron-LM",
     "tokenizer": "train a byte-level BPE tokenizer on text, or add tokens to one",
     "tokenize": "turn text into token shards",
     "inspect": "show the contents of token shards",
+    "manifest": "make Megatron's .bin/.idx files a dataset to train on, without copying them",
     "check": "resolve and check a run without starting it",
     "plan": "find the layouts that fit a number of devices, and their speed",
     "parity": "compare every legal topology of N ranks with a single-process run",

@@ -87,7 +87,8 @@ def checked(
         missing += [of_teacher(resolved.config, problem) for problem in teacher_problems]
     if missing:
         raise ConfigError(missing, str(config) if isinstance(config, str | Path) else "the run")
-    return _try_inputs(resolved) if inputs else _try_settings(resolved)
+    resolved, notes = _try_inputs(resolved) if inputs else _try_settings(resolved)
+    return resolved, [*resolved.engine.notes, *notes]
 
 
 def _try_inputs(resolved: ResolvedRun) -> tuple[ResolvedRun, list[str]]:
@@ -131,11 +132,11 @@ def _try_settings(resolved: ResolvedRun) -> tuple[ResolvedRun, list[str]]:
     if problems:
         raise ConfigError(problems, "the run's settings")
     counted: tuple[str, ...] = ()
-    if resolved.config.train.epochs is not None:
+    if resolved.config.epoch_settings:
         from bigtrain.run.length import with_steps_if_known
 
         resolved, counted = with_steps_if_known(resolved)
-    is_counted = resolved.config.train.epochs is None
+    is_counted = not resolved.config.epoch_settings
     if not is_counted or not (directory / "checkpoints").exists():
         return resolved, [*counted]  # without the import of numpy
     from bigtrain.run.checkpointing.changed_settings import refuse_other_run

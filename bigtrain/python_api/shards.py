@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 from bigtrain.errors import DataError
 
 if TYPE_CHECKING:
+    from bigtrain.data.shards.dataset import TokenDataset
     from bigtrain.data.shards.inspection import Inspected
+    from bigtrain.data.shards.manifest import Split
 
 
 def describe_shards(path: str | Path) -> dict[str, Any]:
@@ -90,6 +92,39 @@ def documents_of(
             weights = shard.document_weights(within)[:max_tokens]
             documents[-1]["runs"] = runs_of(shown_tokens, learned, weights, decoder)
     return documents
+
+
+def make_manifest(
+    shards: Sequence[str | Path],
+    tokenizer: str | Path,
+    *,
+    held_out: Sequence[str | Path] = (),
+    end_of_document: str | None = None,
+    without_end_of_document: bool = False,
+) -> TokenDataset:
+    """Make .bin/.idx pairs of Megatron or GPT-NeoX a dataset, without copying them: write the
+    manifest, the tokenizer and checksums into their directory. Return the dataset.
+
+    shards, held_out: pairs of one directory, to train on and to evaluate with. tokenizer: directory
+    or Hub name of the tokenizer that made them. end_of_document: token that ends documents
+    (default: the tokenizer's end-of-sequence token); without_end_of_document: they end without one.
+    Reads every token. Raises DataError.
+    """
+    from bigtrain.data.shards.dataset import open_dataset
+    from bigtrain.data.tokenize_job.megatron import write_megatron_manifest
+    from bigtrain.data.tokenizers.tokenizer import load_tokenizer
+
+    if end_of_document is not None and without_end_of_document:
+        raise DataError(
+            f"--end-of-document {end_of_document} and --without-end-of-document contradict each "
+            "other -> one of them"
+        )
+    splits: dict[Split, list[Path]] = {"train": [Path(shard) for shard in shards]}
+    if held_out:
+        splits["held_out"] = [Path(shard) for shard in held_out]
+    loaded = load_tokenizer(str(tokenizer)).with_end_of_document(end_of_document)
+    write_megatron_manifest(splits, loaded, documents_end=not without_end_of_document)
+    return open_dataset(splits["train"][0].parent)
 
 
 def verify_shards(*datasets: str | Path) -> None:

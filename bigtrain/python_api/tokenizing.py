@@ -66,10 +66,14 @@ def tokenize(options: TokenizeOptions) -> TokenDataset:
 
 def build_tokens(options: TokenizeOptions) -> BuildResult:
     """Build token shards for `bigtrain tokenize` and `tokenize`; return the result."""
+    from bigtrain.data.chat.named_templates import find_chat_template
     from bigtrain.data.tokenize_job.job import build_dataset
     from bigtrain.data.tokenize_job.progress import announce
     from bigtrain.data.tokenize_job.request import BuildRequest, find_worker_rank
 
+    template = None
+    if options.chat_template is not None:
+        template = find_chat_template(options.chat_template)
     announce("finding the inputs")
     reading = read_options(options)
     return build_dataset(
@@ -78,7 +82,7 @@ def build_tokens(options: TokenizeOptions) -> BuildResult:
             _record_of(reading, options),
             str(options.tokenizer),
             Path(options.output),
-            chat_template=None if options.chat_template is None else Path(options.chat_template),
+            chat_template=template,
             encoder=options.encoder,
             workers=options.workers,
             share=find_worker_rank(os.environ, options.rank, options.world_size),

@@ -120,6 +120,8 @@ def _log_plan(context: RunContext, inputs: Inputs, engine: TrainEngine) -> None:
             f"{settings.source}: not covered by bigtrain's tests: "
             f"{', '.join(settings.not_tried)} (docs/reference/deepspeed_keys.md)"
         )
+    for note in settings.notes:
+        log.info(note)
     placement = [topology.describe(), *topology.crossings(context.hosts)]
     plan = inputs.model_plan.lines(context.plan.accumulation)
     for line in (*placement, *plan, *inputs.notes):

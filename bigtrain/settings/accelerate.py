@@ -3,7 +3,8 @@
 accelerate 1.15 (utils/launch.py, prepare_deepspeed_cmd_env) passes the answers about DeepSpeed to
 the program as ``ACCELERATE_*``. Here they become the engine configuration, or are compared with the
 DeepSpeed JSON that was named. If the run YAML does not set a value that it owns, the answer is
-used; if it does, the two must agree. Pure.
+used; if it does, the two must agree, unless the answer is the wizard's default: then the run's
+value is used, and a line says so. Pure.
 """
 
 from __future__ import annotations
@@ -26,6 +27,15 @@ _OTHER_ENGINES = {
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
 }
 
+_WIZARD_DEFAULTS: Mapping[str, object] = {
+    f"{SOURCE}: gradient_accumulation_steps": 1,
+    f"{SOURCE}: mixed_precision": "no",
+    f"{SOURCE}: zero_optimization.stage": 2,
+    f"{SOURCE}: zero_optimization.offload_optimizer.device": "none",
+    f"{SOURCE}: zero_optimization.offload_param.device": "none",
+}
+"""Answers that a user gets by pressing Enter (accelerate 1.15, commands/config/cluster.py)."""
+
 _DYNAMO = {
     "BACKEND": "inductor",
     "MODE": "default",
@@ -41,7 +51,8 @@ class AccelerateSettings:
 
     tree: the answers as a DeepSpeed JSON. config_file: the DeepSpeed JSON that was named instead;
     then the tree is empty. mixed_precision: None if it was not answered. compiles: whether torch
-    dynamo was chosen. on_engine: whether DeepSpeed was chosen.
+    dynamo was chosen. on_engine: whether DeepSpeed was chosen. accumulates_once: whether the
+    accumulation is 1, which is also the wizard's default, and is not in the tree.
     """
 
     tree: Mapping[str, Any]
@@ -49,6 +60,7 @@ class AccelerateSettings:
     mixed_precision: str | None
     compiles: bool = False
     on_engine: bool = True
+    accumulates_once: bool = False
 
     def fill(self, config: RunConfig) -> RunConfig:
         """Return `config` with precision, clipping and compilation as answered where it does not
@@ -104,8 +116,31 @@ class AccelerateSettings:
     def contradictions(
         self, config: RunConfig, plan: BatchPlan | None, raw: Mapping[str, Any], source: str
     ) -> list[Problem]:
-        """Return problems where the answers differ from the run or from the JSON `raw`."""
+        """Return problems where the answers differ from the run or from the JSON `raw`, and are not
+        the wizard's defaults."""
+        differences = self._differences(config, plan, raw, source)
+        return [problem for problem in differences if not _is_default(problem)]
+
+    def notes(
+        self, config: RunConfig, plan: BatchPlan | None, raw: Mapping[str, Any], source: str
+    ) -> list[str]:
+        """Return lines on answers that the run or the JSON `raw` replaces, since they are the
+        wizard's defaults."""
+        return [
+            f"{problem.key} = {problem.value} is the wizard's default and counts as not answered: "
+            f"it {problem.rule}"
+            for problem in self._differences(config, plan, raw, source)
+            if _is_default(problem)
+        ]
+
+    def _differences(
+        self, config: RunConfig, plan: BatchPlan | None, raw: Mapping[str, Any], source: str
+    ) -> list[Problem]:
         problems = []
+        if self.accumulates_once and plan is not None and plan.accumulation != 1:
+            key = f"{SOURCE}: gradient_accumulation_steps"
+            rule = f"contradicts the accumulation of the run, which owns it: {plan.accumulation}"
+            problems.append(Problem(key, 1, rule))
         dtype = _DTYPES.get(self.mixed_precision or "")
         if self.mixed_precision is not None and dtype != config.precision.dtype:
             answer = next(
@@ -124,7 +159,7 @@ class AccelerateSettings:
             rule = "contradicts model.compile = off of the run, which owns it"
             remedy = "answer no, or set model.compile=on"
             problems.append(Problem(f"{SOURCE}: torch dynamo", "yes", rule, remedy))
-        if raw is self.tree:  # rendering it finds the remaining contradictions
+        if raw is self.tree:  # rendering it finds the remaining differences
             return problems
 
         # Answers must agree with the run, where it owns them, and with the JSON that it is started
@@ -145,6 +180,11 @@ class AccelerateSettings:
                 remedy = f"answer as {source} sets it, or omit the DeepSpeed JSON"
                 problems.append(Problem(f"{SOURCE}: {key}", answer, rule, remedy))
         return problems
+
+
+def _is_default(problem: Problem) -> bool:
+    """Return whether the answer that a problem is about is the wizard's default."""
+    return problem.key in _WIZARD_DEFAULTS and _WIZARD_DEFAULTS[problem.key] == problem.value
 
 
 def read_accelerate(environment: Mapping[str, str]) -> AccelerateSettings | None:
@@ -179,11 +219,16 @@ def read_accelerate(environment: Mapping[str, str]) -> AccelerateSettings | None
     # "no" is also the value where the question was not asked.
     answered = precision != "no" or "mixed_precision" in fields
     file = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    tree = _tree(environment) if file == "none" else {}
+    accumulates_once = tree.get("gradient_accumulation_steps") == 1
+    if accumulates_once:
+        del tree["gradient_accumulation_steps"]
     return AccelerateSettings(
-        tree=_tree(environment) if file == "none" else {},
+        tree=tree,
         config_file=None if file == "none" else file,
         mixed_precision=precision if answered else None,
         compiles=compiles,
+        accumulates_once=accumulates_once,
     )
 
 

@@ -139,13 +139,16 @@ def _check_phases(config: RunConfig) -> list[Problem]:
     """Check what does not go with ``batch.phases``."""
     steps, needed = config.train.steps, config.batch.ends()[-1]
     rules: list[tuple[bool, str, object, str, str]] = [
-        (
-            steps is None,
-            "train.epochs",
-            config.train.epochs,
-            "steps of batch.phases read different numbers of samples, so an epoch cannot be "
-            "counted in steps",
-            "train.steps=N train.epochs=null",
+        *(
+            (
+                True,
+                key,
+                epochs,
+                "steps of batch.phases read different numbers of samples, so an epoch cannot be "
+                "counted in steps",
+                f"{key.replace('epochs', 'steps')}=N {key}=null",
+            )
+            for key, epochs in config.epoch_settings.items()
         ),
         (
             steps is not None and steps < needed,
@@ -375,6 +378,9 @@ def _render_engine(draft: _Draft) -> list[Problem]:
     if draft.accelerate is not None:
         problems += draft.accelerate.contradictions(config, draft.plan, tree, label)
     draft.engine, engine_problems = render(config, draft.plan, tree, label)
+    if draft.accelerate is not None and draft.engine is not None:
+        answers = draft.accelerate.notes(config, draft.plan, tree, label)
+        draft.engine = replace(draft.engine, notes=(*answers, *draft.engine.notes))
     facts = read_facts(config, tree, draft.model) | Facts(
         world_size=draft.world_size,
         device=draft.device,

@@ -214,6 +214,15 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _best_is_known(self) -> Self:
+        epochs = self.checkpoint.every_epochs
+        if self.checkpoint.keep_best and epochs is not None:
+            evaluated_epochs = self.evaluation.every_epochs
+            if evaluated_epochs != epochs or self.evaluation.best.is_of_tasks:
+                raise ValueError(
+                    f"checkpoint.keep_best = {self.checkpoint.keep_best} needs an evaluation at "
+                    f"every checkpoint: evaluation.every_epochs = {evaluated_epochs} must be "
+                    f"checkpoint.every_epochs = {epochs:g}"
+                )
         if self.checkpoint.keep_best == 0 or self.checkpoint.every_steps is None:
             return self
         every, evaluated = self.checkpoint.every_steps, self.evaluation.best_every_steps
@@ -342,6 +351,17 @@ class RunConfig(Section):
             )
         return self
 
+    @property
+    def epoch_settings(self) -> dict[str, float]:
+        """Settings in epochs, which are counted as steps before the run starts
+        (`bigtrain.run.length`), by key."""
+        by_key = {
+            "train.epochs": self.train.epochs,
+            "checkpoint.every_epochs": self.checkpoint.every_epochs,
+            "evaluation.every_epochs": self.evaluation.every_epochs,
+        }
+        return {key: epochs for key, epochs in by_key.items() if epochs is not None}
+
     @model_validator(mode="after")
     def _epochs_are_of_datasets(self) -> Self:
         weighted_keys = [
@@ -349,10 +369,12 @@ class RunConfig(Section):
             for number, source in enumerate(self.data.sources)
             if source.weight is not None
         ]
-        if self.train.epochs is not None and weighted_keys:
-            raise ValueError(
-                f"train.epochs = {self.train.epochs:g}: sources with weights end their epochs at "
-                "different steps, so the run's epoch is undefined -> train.steps=N; or "
-                f"{weighted_keys[0]}.epochs instead of weight, for every source"
-            )
+        for key, epochs in self.epoch_settings.items():
+            if weighted_keys:
+                in_steps = key.replace("epochs", "steps")
+                raise ValueError(
+                    f"{key} = {epochs:g}: sources with weights end their epochs at different "
+                    f"steps, so the run's epoch is undefined -> {in_steps}=N; or "
+                    f"{weighted_keys[0]}.epochs instead of weight, for every source"
+                )
         return self

@@ -13,12 +13,15 @@ def check_stream(config: RunConfig, samples: object) -> list[Problem]:
     if not is_stream(samples):
         return []
     rules: tuple[tuple[bool, str, object, str, str], ...] = (
-        (
-            config.train.epochs is not None,
-            "train.epochs",
-            config.train.epochs,
-            "a stream of samples has no length, so an epoch cannot be counted in steps",
-            "train.steps=N train.epochs=null",
+        *(
+            (
+                True,
+                key,
+                epochs,
+                "a stream of samples has no length, so an epoch cannot be counted in steps",
+                f"{key.replace('epochs', 'steps')}=N {key}=null",
+            )
+            for key, epochs in config.epoch_settings.items()
         ),
         (
             config.data.workers > 1,

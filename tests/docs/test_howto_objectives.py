@@ -121,7 +121,7 @@ def test_the_preference_run_of_the_page(inputs: Inputs, folder: Path, finished_r
     assert rows[10]["rewards/margins"] > rows[5]["rewards/margins"] > 0
     sets = metrics(folder / "runs/preference", "held_out_sources")[10]
     assert sets.keys() == {"pairs", "others"}
-    assert sets["pairs"].keys() == {"loss", "tokens"}
+    assert sets["pairs"].keys() == {"loss", "pairs", "metrics"}
     assert sets["pairs"] == sets["others"]
     losses = metrics(folder / "runs/preference")
     assert losses[10] < losses[5]
@@ -185,7 +185,8 @@ def test_the_kto_run_of_the_page(inputs: Inputs, folder: Path, finished_run: Pat
     run_script(int(size), WORKER, folder, *arguments)
     rows = metrics(folder / "runs/kto", "recorded")
     assert list(rows) == [5, 10]
-    names = {"kl", "rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected"}
+    names = {"kl", "logps/chosen", "logps/rejected"}
+    names |= {f"rewards/{name}" for name in ("chosen", "rejected", "margins")}
     assert rows[10].keys() == names
     assert rows[10]["rewards/chosen"] > rows[10]["rewards/rejected"]
     losses = metrics(folder / "runs/kto")

@@ -120,7 +120,8 @@ class TokenizeOptions(ReadingOptions):
     """names of the labels of --format classification in the order of their numbers; a row has a
     name or a number, from 0"""
     chat_template: Annotated[Path | str | None, "FILE"] = None
-    """Jinja file to render conversations with instead of the tokenizer's own"""
+    """Jinja file to render conversations with instead of the tokenizer's own; or chatml, llama3 or
+    phi4, templates of bigtrain's for tokenizers that have their control tokens"""
     max_unrendered: Annotated[int, count, "N"] = 0
     """parts of conversations (content of a message, tool call, tool definition, reasoning) that the
     chat template may drop; reasoning that it drops of earlier turns by design is counted, and

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from bigtrain.data.chat.named_templates import check_control_tokens
 from bigtrain.data.documents.chat_formats import FORMATS
 from bigtrain.data.documents.files import Selection
 from bigtrain.data.documents.reader import ReadOptions
@@ -178,6 +179,8 @@ class BuildRequest:
         if not self.options.chat or self.options.chat_format == "tokens":
             return None
         try:
+            if self.chat_template is not None:
+                check_control_tokens(self.chat_template, tokenizer)
             return tokenizer.chat_template(self.chat_template)
         except NoChatTemplate:
             if FORMATS[self.options.chat_format].needs_template:

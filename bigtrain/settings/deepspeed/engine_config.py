@@ -22,12 +22,21 @@ from bigtrain.settings.deepspeed.accepted import (
     leaves,
     not_tried,
 )
-from bigtrain.settings.deepspeed.keys import AUTO, check_keys, suggestion, value_at, with_integers
+from bigtrain.settings.deepspeed.keys import (
+    AUTO,
+    check_keys,
+    numbers_and_switches,
+    suggestion,
+    value_at,
+    with_integers,
+)
 from bigtrain.settings.deepspeed.ownership import (
     check_refused_blocks,
+    has_other_optimizer,
     optimizer_is_torch,
     owned_values,
 )
+from bigtrain.settings.deepspeed.spellings import omitted_keys, with_known_names, without_keys
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.system.shipped_files import ds_configs
 from bigtrain.system.units import DEEPSPEED_DTYPES
@@ -38,16 +47,12 @@ _NEVER_PRINT_STEPS = 1_000_000_000
 # Elements. DeepSpeed's 5e8 would reserve 2 GB where gradients are reduced in float32.
 _AUTO_BUCKET_SIZE = 50_000_000
 
-# "auto" here means a size that Hugging Face derives from the model; None: DeepSpeed's own default.
+# "auto" here means a size that Hugging Face derives from the model; None: DeepSpeed's own default,
+# which DeepSpeed takes for "auto" in its blocks (runtime/config_utils.py:53).
 _AUTO_SIZES: dict[str, int | None] = {
+    **dict.fromkeys(numbers_and_switches("zero_optimization")),
     "zero_optimization.reduce_bucket_size": _AUTO_BUCKET_SIZE,
     "zero_optimization.allgather_bucket_size": _AUTO_BUCKET_SIZE,
-    "zero_optimization.sub_group_size": None,
-    "zero_optimization.stage3_prefetch_bucket_size": None,
-    "zero_optimization.stage3_param_persistence_threshold": None,
-    "zero_optimization.stage3_max_live_parameters": None,
-    "zero_optimization.stage3_max_reuse_distance": None,
-    "zero_optimization.overlap_comm": None,
     "zero_force_ds_cpu_optimizer": None,
     "communication_data_type": None,
     "data_types.keep_in_fp32_modules": None,
@@ -68,7 +73,7 @@ class EngineConfig:
 
     ``deepspeed`` is the dictionary for ``deepspeed.initialize``; ``offload_*`` is "cpu", "nvme" or
     None; ``source`` is the JSON it was read from; ``not_tried`` are its keys whose values no test
-    has trained with.
+    has trained with; ``notes`` are lines on keys that are not passed to DeepSpeed.
     """
 
     deepspeed: dict[str, Any]
@@ -77,6 +82,7 @@ class EngineConfig:
     offload_param: str | None
     source: str
     not_tried: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def deepspeed_config_names() -> list[str]:
@@ -117,8 +123,8 @@ def label_of(path: Path) -> str:
 
 
 def read_deepspeed_config(path: Path) -> dict[str, Any]:
-    """Return the JSON object in `path`. Raises ConfigError with line and column if it is
-    invalid."""
+    """Return the JSON object in `path`, with the names of docs/reference/deepspeed_keys.md. Raises
+    ConfigError with line and column if it is invalid."""
     label = label_of(path)
     try:
         tree = json.loads(
@@ -137,7 +143,7 @@ def read_deepspeed_config(path: Path) -> dict[str, Any]:
         raise ConfigError(
             Problem(label, tree, "must hold one object", 'begin with {"zero_optimization": ...}')
         )
-    return tree
+    return with_known_names(tree, label)
 
 
 def _object_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -157,12 +163,22 @@ def check_file_alone(raw: Mapping[str, Any], source: str) -> list[Problem]:
     """Return problems of a DeepSpeed JSON that do not depend on the run: unknown keys, illegal
     values, blocks that bigtrain does not allow, values that nothing has been compared with."""
     keys = frozenset(row.key for row in ROWS)
+    raw = without_keys(raw, {key for key, _ in omitted_keys(raw, REFUSED_BLOCKS)})
     problems = [
-        *check_keys(raw, source, lambda path: suggestion(path, keys)),
-        *check_refused_blocks(raw, source, lambda path: suggestion(path, keys)),
+        problem
+        for problem in check_keys(raw, source, lambda path: suggestion(path, keys))
+        if not _is_refused(problem.key.removeprefix(f"{source}: "))
     ]
+    problems += check_refused_blocks(raw, source, lambda path: suggestion(path, keys))
     named = {problem.key.removeprefix(f"{source}: ") for problem in problems}
+    if has_other_optimizer(raw):
+        named.add("optimizer.params")
     return [*problems, *check_values(raw, source, named)]
+
+
+def _is_refused(path: str) -> bool:
+    """Return whether a dotted key is a refused block, or in one."""
+    return any(f"{path}.".startswith(f"{block}.") for block in REFUSED_BLOCKS)
 
 
 def render(
@@ -175,20 +191,24 @@ def render(
     without the tensor-parallel degree; micro-batch size and accumulation imply it.
     """
     problems = check_file_alone(raw, source)
+    omitted = dict(omitted_keys(raw, REFUSED_BLOCKS))
+    raw = without_keys(raw, set(omitted))
     tree = with_integers(raw)
     stage = zero_stage_of(raw)
 
     # Values that the run owns must agree, and every "auto" must have a value.
     owned = owned_values(config, plan, raw, stage)
+    is_replaced = has_other_optimizer(raw)
     for value in owned:
+        if is_replaced and value.key.startswith("optimizer.params."):
+            continue
         contradiction = value.contradiction(raw, source)
         if contradiction is not None:
             problems.append(contradiction)
     known_autos = {value.key for value in owned} | set(_AUTO_SIZES) | _ALWAYS_OWNED
     for path, value in leaves(tree):
         # A key that must be removed needs no value.
-        is_refused = any(f"{path}.".startswith(f"{block}.") for block in REFUSED_BLOCKS)
-        if value == AUTO and path not in known_autos and not is_refused:
+        if value == AUTO and path not in known_autos and not _is_refused(path):
             rule = "cannot be resolved: the run has no such value"
             remedy = "give a value, or omit it for DeepSpeed's default"
             problems.append(Problem(f"{source}: {path}", AUTO, rule, remedy))
@@ -204,6 +224,10 @@ def render(
             offload_param=offload_device(raw, "offload_param"),
             source=source,
             not_tried=tuple(not_tried(raw, config.precision.dtype)),
+            notes=tuple(
+                f"{source}: {key} {reason}; not passed to DeepSpeed"
+                for key, reason in omitted.items()
+            ),
         ),
         [],
     )

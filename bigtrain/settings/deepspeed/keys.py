@@ -55,6 +55,20 @@ def key_table() -> Mapping[str, Any]:
     return table
 
 
+def numbers_and_switches(block: str) -> list[str]:
+    """Return the dotted keys in a top-level block, and in its blocks, whose values are numbers,
+    true or false."""
+    levels: list[tuple[str, Mapping[str, Any]]] = [(block, key_table()["keys"][block]["keys"])]
+    keys = []
+    for parent, nodes in levels:  # which grows by the blocks that are found
+        for name, node in nodes.items():
+            if "keys" in node:
+                levels.append((f"{parent}.{name}", node["keys"]))
+            elif {"integer", "number", "boolean"} & {*node.get("types", ())}:
+                keys.append(f"{parent}.{name}")
+    return keys
+
+
 def check_keys(
     tree: Mapping[str, Any], source: str, suggest: Callable[[str], str]
 ) -> Iterator[Problem]:

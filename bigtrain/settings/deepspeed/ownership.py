@@ -14,6 +14,7 @@ from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.deepspeed.accepted import REFUSED_BLOCKS
 from bigtrain.settings.deepspeed.keys import AUTO, value_at
 from bigtrain.settings.run_config import RunConfig
+from bigtrain.settings.sections.optimizer import OPTIMIZERS
 
 _ABSENT = object()
 
@@ -33,7 +34,13 @@ OPTIMIZER_PARAMETERS: Mapping[str, str] = {
     "foreach": "torch's loop over lists of tensors",
     "adam_w_mode": "decoupled weight decay",
     "fp32_optimizer_states": "float32 moments",
+    "bias_correction": "moments divided by 1 - beta^t",
+    "amsgrad": "off",
 }
+
+_ADAM_NAMES = ("adamw", "adam")
+"""Names of AdamW in a DeepSpeed JSON: "Adam" is AdamW too, unless adam_w_mode is false (deepspeed
+0.19.8, runtime/engine.py:2489)."""
 
 _KERNELS = ("torch_adam", "fused", "foreach")
 """Parameters that choose how AdamW is computed, not what it computes."""
@@ -146,9 +153,10 @@ def _owned_optimizer(config: RunConfig, raw: Mapping[str, Any]) -> list[Owned]:
     is_placeholder = (
         isinstance(name, str)
         and isinstance(params, Mapping)
-        and name.lower() == "adamw"
+        and name.lower() in _ADAM_NAMES
         and all(value == AUTO for key, value in params.items() if key not in _KERNELS)
     )
+    is_adamw = optimizer.type == "adamw" and isinstance(name, str) and name.lower() in _ADAM_NAMES
     return [
         *optimizer_keys,
         Owned("gradient_clipping", "optimizer.clip_norm", optimizer.clip_norm, optimizer.clip_norm),
@@ -156,7 +164,7 @@ def _owned_optimizer(config: RunConfig, raw: Mapping[str, Any]) -> list[Owned]:
             "optimizer.type",
             "optimizer.type",
             optimizer.type,
-            "AdamW" if is_placeholder else optimizer.type,
+            name if is_placeholder or is_adamw else optimizer.type,
             spelling="AdamW" if optimizer.type == "adamw" else optimizer.type,
         ),
         Owned("optimizer.params.lr", "optimizer.lr", optimizer.lr, optimizer.lr),
@@ -169,6 +177,8 @@ def _owned_optimizer(config: RunConfig, raw: Mapping[str, Any]) -> list[Owned]:
             optimizer.weight_decay,
         ),
         Owned("optimizer.params.adam_w_mode", "optimizer.type", optimizer.type, True),
+        Owned("optimizer.params.bias_correction", "optimizer.type", optimizer.type, True, False),
+        Owned("optimizer.params.amsgrad", "optimizer.type", optimizer.type, False, False),
         Owned("optimizer.params.fp32_optimizer_states", masters, "float32", True, False),
     ]
 
@@ -220,17 +230,27 @@ def check_refused_blocks(
         key = f"{source}: communication_data_type"
         problems.append(Problem(key, dtype, "must be one of fp32, bf16, fp16"))
     params = value_at(raw, "optimizer.params", {})
-    if not isinstance(params, Mapping):
+    if not isinstance(params, Mapping) or has_other_optimizer(raw):
         return problems
     for name, value in params.items():
         key = f"{source}: optimizer.params.{name}"
-        if name not in OPTIMIZER_PARAMETERS:
+        if name == "max_grad_norm":
+            rule = "is refused by DeepSpeed as a parameter of an optimizer"
+            problems.append(Problem(key, value, rule, "write gradient_clipping in its place"))
+        elif name not in OPTIMIZER_PARAMETERS:
             remedy = suggest(f"optimizer.params.{name}")
             problems.append(Problem(key, value, "unknown parameter of AdamW", remedy))
         elif name in _KERNELS and not isinstance(value, bool):
             problems.append(Problem(key, value, "must be true or false"))
     problems.extend(_optimizer_conflicts(raw, params, source))
     return problems
+
+
+def has_other_optimizer(raw: Mapping[str, Any]) -> bool:
+    """Return whether the JSON has an optimizer that no run has, such as "OneBitAdam": it
+    contradicts the run's, so its parameters need no problems of their own."""
+    name = value_at(raw, "optimizer.type", AUTO)
+    return isinstance(name, str) and name.lower() not in (*_ADAM_NAMES, AUTO, *OPTIMIZERS)
 
 
 def _optimizer_conflicts(

@@ -19,6 +19,7 @@ PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0.0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Epochs = Annotated[float, Field(gt=0.0)]
 
 
 class Section(BaseModel):
@@ -67,6 +68,15 @@ class Section(BaseModel):
         annotation = cls.model_fields[str(info.field_name)].annotation
         _refuse_secrets(value, in_dictionaries=section_within(annotation) is None)
         return value
+
+
+def refuse_two_units(section: str, steps: int | None, epochs: float | None) -> None:
+    """Raise ValueError for a distance that is given in steps and in epochs."""
+    if steps is not None and epochs is not None:
+        raise ValueError(
+            f"{section}.every_epochs = {epochs:g} and {section}.every_steps = {steps} are the same "
+            "distance in two units -> keep one of them"
+        )
 
 
 def section_of(annotation: Any) -> type[Section] | None:

@@ -9,7 +9,14 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from bigtrain.settings.sections.base import NonNegativeFloat, NonNegativeInt, PositiveInt, Section
+from bigtrain.settings.sections.base import (
+    Epochs,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    Section,
+    refuse_two_units,
+)
 
 TASKS = "tasks"
 """Prefix of the names of metrics of lm-eval's tasks: ``tasks/TASK/METRIC``."""
@@ -110,6 +117,9 @@ class EvaluationSection(Section):
 
     every_steps: PositiveInt | None = None
     """optimizer steps between evaluations (held-out loss, prompts); default: only at the end"""
+    every_epochs: Epochs | None = None
+    """instead of every_steps: epochs between evaluations, such as 1 or 0.25, counted as the nearest
+    number of steps before the run starts"""
     samples: PositiveInt = 256
     """held-out samples per evaluation, always the same ones; of each source"""
     held_out: tuple[HeldOutSetSection, ...] = ()
@@ -170,7 +180,10 @@ class EvaluationSection(Section):
 
     @model_validator(mode="after")
     def _stops_by_what_is_measured(self) -> Self:
-        if self.early_stopping is not None and self.best_every_steps is None:
+        refuse_two_units("evaluation", self.every_steps, self.every_epochs)
+        is_counted_later = self.every_epochs is not None and not self.best.is_of_tasks
+        never_measured = self.best_every_steps is None and not is_counted_later
+        if self.early_stopping is not None and never_measured:
             raise ValueError(
                 f"evaluation.early_stopping depends on {self.best.metric}, which is measured only "
                 f"at the end -> set {self.best_every_key}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from bigtrain.settings.sections.base import NonNegativeFloat, PositiveInt, Section
 from bigtrain.settings.sections.extensions import ImportedName
@@ -141,6 +141,9 @@ class MoeSection(Section):
     they are"""
 
 
+SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
 class PrecisionSection(Section):
     """Number formats."""
 
@@ -160,3 +163,9 @@ class PrecisionSection(Section):
     mxfp8: one per 32 elements (a prototype of torchao's)"""
     initial_loss_scale_power: Annotated[int, Field(ge=0, le=32)] = 16
     """float16 only: dynamic loss scaling starts at 2 to this power"""
+
+    @field_validator("dtype", "gradient_dtype", mode="before")
+    @classmethod
+    def _short_names_are_read(cls, name: object) -> object:
+        """Read bf16, fp16 and fp32 as the dtypes that they are short for."""
+        return SHORT_DTYPES.get(name, name) if isinstance(name, str) else name

@@ -3,6 +3,7 @@ and learning rate."""
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from typing import Annotated, Any, Literal, Self, get_args
@@ -11,10 +12,12 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from bigtrain.settings.degrees import MODEL_DEGREES, ModelDegrees
 from bigtrain.settings.sections.base import (
+    Epochs,
     Fraction,
     NonNegativeInt,
     PositiveInt,
     Section,
+    refuse_two_units,
 )
 from bigtrain.settings.sections.extensions import (
     CodeSettings,
@@ -114,6 +117,9 @@ class CheckpointSection(Section):
 
     every_steps: PositiveInt | None = None
     """optimizer steps between saves; default: only at the end"""
+    every_epochs: Epochs | None = None
+    """instead of every_steps: epochs between saves, such as 1 or 0.25, counted as the nearest
+    number of steps before the run starts"""
     keep_last: PositiveInt = 2
     """newest complete checkpoints kept"""
     keep_every_steps: PositiveInt | None = None
@@ -137,6 +143,11 @@ class CheckpointSection(Section):
     """settings that may differ from the checkpoint's when a run resumes: sections or keys, such as
     data, batch.sequence_length, optimizer.lr; with changed data each source continues at its
     position, and nothing is read twice in its epoch"""
+
+    @model_validator(mode="after")
+    def _saves_by_one_unit(self) -> Self:
+        refuse_two_units("checkpoint", self.every_steps, self.every_epochs)
+        return self
 
 
 class LoggingSection(Section):
@@ -320,6 +331,12 @@ class ScheduleSection(Section):
     total steps, which returns the factor of optimizer.lr for all steps"""
     warmup_steps: NonNegativeInt = 0
     """optimizer steps from zero to the peak"""
+    warmup_ratio: Fraction | None = None
+    """instead of warmup_steps: the warm-up as a fraction of the run's steps, rounded up to full
+    steps"""
+    cycles: PositiveInt = 1
+    """cosine: times that the rate falls from the peak to the minimum, beginning at the peak again
+    (restarts)"""
     decay_steps: PositiveInt | None = None
     """cosine and linear: steps after warm-up until the minimum (default: the rest of the run); wsd:
     length of the final decay (default: a tenth of the run)"""
@@ -332,6 +349,27 @@ class ScheduleSection(Section):
     @classmethod
     def _is_known(cls, name: object) -> object:
         return known_or_imported(name, get_args(KnownSchedule))
+
+    def count_warmup_steps(self, total_steps: int) -> int:
+        """Return the steps of the warm-up of a run of `total_steps`: a ratio as transformers rounds
+        it (`TrainingArguments.get_warmup_steps`)."""
+        if self.warmup_ratio is None:
+            return self.warmup_steps
+        return math.ceil(total_steps * self.warmup_ratio)
+
+    @model_validator(mode="after")
+    def _has_one_warmup(self) -> Self:
+        if self.warmup_ratio is not None and self.warmup_steps:
+            raise ValueError(
+                f"schedule.warmup_ratio = {self.warmup_ratio:g} gives the warm-up, too, and "
+                f"schedule.warmup_steps = {self.warmup_steps} -> keep one of them"
+            )
+        if self.cycles != 1 and self.type != "cosine":
+            raise ValueError(
+                f"schedule.cycles = {self.cycles} has no effect with schedule.type = "
+                f"{self.type!r} -> type: cosine, or omit it"
+            )
+        return self
 
     @model_validator(mode="after")
     def _has_an_effect(self) -> Self:
@@ -346,6 +384,8 @@ class ScheduleSection(Section):
             f"schedule.{name} = {value}"
             for name, value, unset in (
                 ("warmup_steps", self.warmup_steps, 0),
+                ("warmup_ratio", self.warmup_ratio, None),
+                ("cycles", self.cycles, 1),
                 ("decay_steps", self.decay_steps, None),
                 ("min_lr_ratio", self.min_lr_ratio, 0.1),
             )

@@ -83,7 +83,7 @@ def test_check_shows_the_steps_that_the_run_takes(
     path.write_text(yaml.safe_dump(tree(tmp_path, {"epochs": 1.5}, data=data)))
     if packing == "best_fit":
         assert main(["check", "--config", str(path)]) == 0
-        assert UNKNOWN.format(1.5) in capsys.readouterr().out
+        assert UNKNOWN.format("train.epochs", 1.5) in capsys.readouterr().out
     write_dataset(tmp_path / "shards", vocab_size=50)
     config = parse_run_config(tree(tmp_path, {"epochs": 1.5}, data=data))
     samples = count_samples(config, open_dataset(tmp_path / "shards"), "train")
@@ -117,6 +117,75 @@ def test_a_counted_run_is_one_of_steps(tmp_path: Path) -> None:
     # A checkpoint has the steps, and a resume compares them: of grown data they are others.
     by_steps = parse_run_config(tree(tmp_path, {"steps": steps}))
     assert mathematics(counted.config) == mathematics(by_steps)
+
+
+@pytest.mark.parametrize("train", [{"epochs": 2}, {"steps": 7}])
+def test_saves_and_evaluations_by_epochs_are_counted(train: dict[str, Any], tmp_path: Path) -> None:
+    write_dataset(tmp_path / "shards", vocab_size=50)
+    dataset = open_dataset(tmp_path / "shards")
+    sections = {"checkpoint": {"every_epochs": 1}, "evaluation": {"every_epochs": 0.25}}
+    config = parse_run_config(tree(tmp_path, train, **sections))
+    per_epoch = count_samples(config, dataset, "train") / config.batch.samples_per_step
+    run, lines = with_steps(resolve_run(config, 1), [dataset])
+    assert run.config.checkpoint.every_steps == round(per_epoch)
+    assert run.config.evaluation.every_steps == round(per_epoch / 4)
+    assert run.config.epoch_settings == {}
+    assert f"evaluation.every_epochs = 0.25 of {per_epoch:,.10g} steps is" in "\n".join(lines)
+    assert run.config.train.total_steps == train.get("steps", run.config.train.steps)
+    # At least one step.
+    tiny = {"checkpoint": {"every_epochs": 1e-6}}
+    run, _ = with_steps(resolve_run(parse_run_config(tree(tmp_path, train, **tiny)), 1), [dataset])
+    assert run.config.checkpoint.every_steps == 1
+
+
+@pytest.mark.parametrize(
+    ("sections", "why"),
+    [
+        (
+            {"checkpoint": {"every_epochs": 1, "every_steps": 5}},
+            "checkpoint.every_epochs = 1 and checkpoint.every_steps = 5 are the same distance",
+        ),
+        (
+            {"evaluation": {"every_epochs": 0.5, "every_steps": 5}},
+            "evaluation.every_epochs = 0.5 and evaluation.every_steps = 5 are the same distance",
+        ),
+        ({"checkpoint": {"every_epochs": 0}}, "input should be greater than 0"),
+        (
+            {"checkpoint": {"every_epochs": 1, "keep_best": 1}, "evaluation": {"every_epochs": 2}},
+            "evaluation.every_epochs = 2.0 must be checkpoint.every_epochs = 1",
+        ),
+        (
+            {
+                "checkpoint": {"every_epochs": 1},
+                "data": {"sources": [{"path": "a", "weight": 1.0}]},
+            },
+            "checkpoint.every_epochs = 1: sources with weights end their epochs",
+        ),
+        (
+            {"evaluation": {"early_stopping": {"patience": 2}}},
+            "evaluation.early_stopping depends on held_out_loss",
+        ),
+    ],
+)
+def test_distances_in_epochs_that_contradict_themselves(
+    sections: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_run_config(tree(tmp_path, {"steps": 9}, **sections))
+    assert why in str(caught.value)
+
+
+def test_early_stopping_goes_with_evaluations_by_epochs(tmp_path: Path) -> None:
+    section = {"every_epochs": 1, "early_stopping": {"patience": 2}}
+    parse_run_config(tree(tmp_path, {"steps": 9}, evaluation=section))
+
+
+def test_phases_have_no_epochs(tmp_path: Path) -> None:
+    batch = {"sequence_length": 8, "global_batch_size": 4, "phases": [{"steps": 2}]}
+    sections = {"batch": batch, "checkpoint": {"every_epochs": 1}}
+    config = parse_run_config(tree(tmp_path, {"steps": 9}, **sections))
+    with pytest.raises(ConfigError, match=r"checkpoint.every_epochs = 1.0: steps of batch.phases"):
+        resolve_run(config, 1)
 
 
 def test_a_schedule_of_the_user_is_checked_for_every_counted_step(

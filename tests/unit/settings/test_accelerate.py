@@ -8,6 +8,7 @@ import pytest
 
 from bigtrain.errors import ConfigError, LaunchError
 from bigtrain.settings.accelerate import read_accelerate
+from bigtrain.settings.loading import load_run_config, recipe_names
 from bigtrain.settings.resolve import ResolvedRun, resolve_run
 from bigtrain.settings.run_config import RunConfig
 from tests.support.run_trees import run_config as run_of_four
@@ -90,8 +91,8 @@ def test_what_nobody_was_asked_for_is_no_answer() -> None:
     ("sections", "said"),
     [
         (
-            {"precision": {"dtype": "bfloat16"}},
-            "accelerate config: mixed_precision = 'no': contradicts precision.dtype = bfloat16",
+            {"precision": {"dtype": "float32"}},
+            "accelerate config: mixed_precision = 'bf16': contradicts precision.dtype = float32",
         ),
         (
             {"optimizer": {"clip_norm": 1.0}},
@@ -109,9 +110,55 @@ def test_what_nobody_was_asked_for_is_no_answer() -> None:
     ],
 )
 def test_contradictions_name_both(sections: dict[str, dict[str, Any]], said: str) -> None:
-    problem = refused(run_config(**sections), ANSWERED)
+    answers = ANSWERED
+    if "precision" in sections:
+        answers = {**ANSWERED, "ACCELERATE_MIXED_PRECISION": "bf16"}
+    problem = refused(run_config(**sections), answers)
     assert problem.startswith(said)
     assert " -> " in problem
+
+
+DEFAULTS = {
+    "ACCELERATE_USE_DEEPSPEED": "true",
+    "ACCELERATE_MIXED_PRECISION": "no",
+    "ACCELERATE_CONFIG_DS_FIELDS": "zero_stage,gradient_accumulation_steps,mixed_precision",
+    f"{DEEPSPEED}ZERO_STAGE": "2",
+    f"{DEEPSPEED}OFFLOAD_OPTIMIZER_DEVICE": "none",
+    f"{DEEPSPEED}OFFLOAD_PARAM_DEVICE": "none",
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1",
+}
+
+
+@pytest.mark.parametrize("recipe", recipe_names())
+def test_the_wizard_s_defaults_start_every_recipe_as_it_is(recipe: str) -> None:
+    degrees = [f"parallel.{name}=1" for name in ("tensor", "pipeline", "sequence", "expert")]
+    config = load_run_config(recipe, degrees)
+    run = resolve(config, DEFAULTS)
+    plain = resolve_run(config, 2)
+    assert (run.config, run.plan) == (plain.config, plain.plan)
+    assert run.engine.deepspeed == plain.engine.deepspeed
+    said = {
+        note.partition(" = ")[0].removeprefix("accelerate config: ") for note in run.engine.notes
+    }
+    expected = {
+        "gradient_accumulation_steps": plain.plan.accumulation != 1,
+        "mixed_precision": config.precision.dtype != "float32",
+        "zero_optimization.stage": plain.engine.zero_stage != 2,
+        "zero_optimization.offload_optimizer.device": plain.engine.offload_optimizer is not None,
+        "zero_optimization.offload_param.device": plain.engine.offload_param is not None,
+    }
+    assert said == {key for key, is_said in expected.items() if is_said}
+
+
+def test_the_wizard_s_defaults_are_the_engine_of_a_silent_run() -> None:
+    run = resolve(run_config(batch={"micro_batch_size": 2}), DEFAULTS)
+    assert (run.engine.zero_stage, run.config.precision.dtype) == (2, "float32")
+    assert run.plan.accumulation == 4
+    assert run.engine.notes == (
+        "accelerate config: gradient_accumulation_steps = 1 is the wizard's default and counts as "
+        "not answered: it contradicts the accumulation of the run, which owns it: 4",
+    )
+    assert resolve(run_config(batch={"micro_batch_size": 8}), DEFAULTS).engine.notes == ()
 
 
 def test_two_files_are_one_too_many() -> None:

@@ -10,12 +10,19 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from bigtrain.errors import ConfigError
 from bigtrain.settings.batch_plan import plan_batch
 from bigtrain.settings.loading import find_config, load_run_config, parse_yaml, recipe_names
 from bigtrain.settings.lr_schedule import learning_rate_at
-from bigtrain.settings.run_config import BatchSection, ParallelSection, RunConfig, ScheduleSection
+from bigtrain.settings.run_config import (
+    BatchSection,
+    ParallelSection,
+    PrecisionSection,
+    RunConfig,
+    ScheduleSection,
+)
 from bigtrain.settings.sections.evaluation import HeldOutMetric
 from bigtrain.settings.sections.optimizer import OPTIMIZERS
 from bigtrain.settings.topology import derive_topology
@@ -130,7 +137,7 @@ def test_all_problems_of_a_file_are_reported_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("value", "meant"),
-    [("fp16", "float16"), ("bf16", "bfloat16"), ("FP32", "float32"), ("floot16", "float16")],
+    [("half", "float16"), ("bfloat", "bfloat16"), ("FP32", "float32"), ("floot16", "float16")],
 )
 def test_a_value_under_another_name_is_meant(value: str, meant: str) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -346,6 +353,65 @@ def test_rates_by_hand(
     kind: str, total: int, settings: dict[str, Any], expected: list[float]
 ) -> None:
     assert rates(total, type=kind, **settings) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("total", [1, 10, 30, 70, 999])
+@pytest.mark.parametrize("ratio", [0.0, 0.03, 0.1, 0.5, 1.0])
+def test_a_ratio_warms_up_for_as_many_steps_as_in_transformers(
+    total: int, ratio: float, tmp_path: Path
+) -> None:
+    from transformers import TrainingArguments
+
+    arguments = TrainingArguments(output_dir=str(tmp_path), warmup_steps=ratio, use_cpu=True)
+    # transformers takes 1 for one step.
+    expected = total if ratio == 1.0 else arguments.get_warmup_steps(total)
+    assert rates(total, warmup_ratio=ratio) == rates(total, warmup_steps=expected)
+
+
+@pytest.mark.parametrize(
+    ("cycles", "total", "warmup"), [(1, 9, 0), (2, 20, 4), (3, 49, 7), (5, 7, 0)]
+)
+def test_restarts_are_those_of_transformers_one_step_earlier(
+    cycles: int, total: int, warmup: int
+) -> None:
+    """transformers' step s + 1 is step s here: the first step is above zero, the last one is at the
+    minimum. Where a cycle ends, transformers is at the peak of the next one already."""
+    import torch
+    from transformers import get_cosine_with_hard_restarts_schedule_with_warmup as make
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule = make(optimizer, warmup, total, num_cycles=cycles)
+    expected = []
+    for _ in range(total):
+        optimizer.step()
+        schedule.step()
+        expected.append(schedule.get_last_lr()[0])
+    ours = rates(total, type="cosine", cycles=cycles, warmup_steps=warmup, min_lr_ratio=0.0)
+    ends = {warmup - 1 + k * (total - warmup) // cycles for k in range(1, cycles + 1)}
+    for step in range(total):
+        is_end = step in ends and (step - warmup + 1) * cycles % (total - warmup) == 0
+        assert ours[step] == pytest.approx(0.0 if is_end else expected[step], abs=1e-12), step
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"warmup_ratio": 0.1, "warmup_steps": 5}, "schedule.warmup_ratio = 0.1 gives the warm-up"),
+        ({"type": "linear", "cycles": 2}, "schedule.cycles = 2 has no effect with schedule.type"),
+        ({"warmup_ratio": 1.5}, "less than or equal to 1"),
+        ({"cycles": 0}, "greater than or equal to 1"),
+    ],
+)
+def test_schedules_that_contradict_themselves(settings: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValidationError, match=problem):
+        ScheduleSection(**settings)
+
+
+@pytest.mark.parametrize(("short", "name"), [("bf16", "bfloat16"), ("fp16", "float16")])
+def test_short_names_of_dtypes_are_read(short: str, name: str) -> None:
+    precision = PrecisionSection(dtype=short, gradient_dtype="fp32")  # type: ignore[arg-type]
+    assert precision.model_dump()["dtype"] == name
+    assert precision.gradient_dtype == "float32"
 
 
 @given(st.sampled_from(["cosine", "linear", "constant", "wsd"]), st.integers(1, 60), st.data())

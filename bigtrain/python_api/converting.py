@@ -1,0 +1,79 @@
+"""Run YAMLs from the configurations of other trainers: `bigtrain convert`."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bigtrain.errors import ConfigError, OutputError, Problem
+from bigtrain.settings.commented_yaml import commented_yaml
+from bigtrain.settings.conversion.convert import convert as convert_files
+from bigtrain.settings.resolve import resolve_run
+from bigtrain.settings.run_config import RunConfig
+from bigtrain.system.files import write_whole
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A written run YAML. trainer: whose file it was. notes: keys without a setting, and
+    differences that remain. next_commands: that make the data, check the run and start it."""
+
+    trainer: str
+    config: RunConfig
+    notes: Sequence[str]
+    next_commands: Sequence[str]
+
+
+def convert(
+    *files: str | Path,
+    overrides: Sequence[str] = (),
+    world_size: int | None = None,
+    trainer: str | None = None,
+    task: str | None = None,
+    omit: Sequence[str] = (),
+    output: str | Path = "run.yaml",
+    force: bool = False,
+) -> Converted:
+    """Write the run YAML of another trainer's configuration: Axolotl, LLaMA-Factory, HF
+    TrainingArguments, TRL, GPT-NeoX, Megatron-LM.
+
+    files: YAML or JSON; of several files a key counts in the last one. overrides: settings of the
+    run, as ``section.key=value``. world_size: devices that the file was run with. trainer: whose
+    file it is, as ``--from`` (default: as its keys say). task: trainer of TRL: sft, dpo, orpo,
+    kto, reward. omit: keys to do without. force: replace `output`.
+
+    Raises ConfigError with every key that is unknown, or that changes the mathematics and has no
+    counterpart, and for a run that is refused; OutputError.
+    """
+    path = Path(output)
+    if path.exists() and not force:
+        rule = "exists, and may have been edited"
+        fix = "another --output, or --force to replace it"
+        raise ConfigError(Problem("--output", str(path), rule, fix))
+    converted = convert_files(
+        [Path(file) for file in files],
+        world_size=world_size,
+        trainer_name=trainer,
+        task=task,
+        omitted=omit,
+        overrides=overrides,
+    )
+    resolve_run(converted.config, world_size or 1)
+    names = ", ".join(str(file) for file in files)
+    head = [
+        f"From {names}, a file of {converted.trainer}, by bigtrain convert.",
+        *(f"- {note}" for note in converted.notes),
+    ]
+    try:
+        write_whole(path, commented_yaml(converted.tree, head).encode())
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be written: {error.strerror or error}") from error
+    size, quoted = world_size or 1, shlex.quote(str(path))
+    next_commands = [
+        *converted.commands,
+        f"bigtrain check --config {quoted} --world-size {size}",
+        f"deepspeed --num_gpus {size} bigtrain/train.py --config {quoted}",
+    ]
+    return Converted(converted.trainer, converted.config, converted.notes, next_commands)

@@ -1,0 +1,394 @@
+"""Axolotl's YAML. Pure. Defaults are those of Axolotl 0.13 (utils/schemas/)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from bigtrain.settings.conversion.common import (
+    set_adam,
+    set_batch,
+    set_data,
+    set_dtype,
+    set_engine,
+    set_length,
+    set_optimizer,
+    set_packing,
+    set_schedule,
+    set_steps,
+    tokenize_command,
+)
+from bigtrain.settings.conversion.draft import Draft, is_unset
+from bigtrain.settings.conversion.methods import METHODS, set_objective
+from bigtrain.settings.conversion.tables import Table, note, only, read, refused, rows, sets
+from bigtrain.settings.conversion.trainer import set_adapters
+
+NAME = "Axolotl"
+_SAME = note("the same results by other kernels; see model.kernels and model.loss")
+_ELSEWHERE = note("is of the program, not of the training")
+
+TABLE: Table = {
+    "base_model": sets("model.path"),
+    "base_model_config": note("the configuration is the base model's"),
+    **rows(
+        "model_type tokenizer_type tokenizer_config processor_type is_llama_derived_model "
+        "is_mistral_derived_model is_falcon_derived_model is_qwen_derived_model cls_model_config "
+        "tokenizer_use_fast tokenizer_legacy tokenizer_use_mistral_common",
+        note("the directory of the model decides its classes"),
+    ),
+    "trust_remote_code": note("code of the hub is never run; a model that needs it is refused"),
+    "revision_of_model": refused("a run reads the model's main branch, or a directory"),
+    "adapter": read("`adapters`: lora, qlora"),
+    "lora_r": read("`adapters.rank`"),
+    "lora_alpha": read("`adapters.alpha`"),
+    "lora_dropout": read("`adapters.dropout`"),
+    **rows("lora_target_modules lora_target_linear", read("`adapters.targets`")),
+    "lora_target_parameters": read("`adapters.target_parameters`"),
+    "lora_modules_to_save": read("`adapters.modules_to_save`"),
+    "peft_use_rslora": read("`adapters.rslora`"),
+    "peft_use_dora": read("`adapters.dora`"),
+    "load_in_4bit": read("`adapters.quantization`, double_quantization true"),
+    "load_in_8bit": refused("a base in 8 bits is not implemented"),
+    "lora_model_dir": refused("adapters begin from zero"),
+    "lora_fan_in_fan_out": note("the layer's class decides it"),
+    "loraplus_lr_ratio": refused("another learning rate for B (LoRA+) is not implemented"),
+    "relora_steps": refused("merging adapters during the run (ReLoRA) is not implemented"),
+    **rows("gptq quantize_moe_experts qat", refused("this quantization is not implemented")),
+    "learning_rate": read("`optimizer.lr`"),
+    "eta_min": refused("lr_scheduler_kwargs has the least learning rate"),
+    "optimizer": read("`optimizer.type`"),
+    **rows("optim_args optim_target_modules lr_groups", refused("options of another optimizer")),
+    "weight_decay": read("`optimizer.weight_decay`"),
+    **rows("adam_beta1 adam_beta2", read("`optimizer.betas`")),
+    "adam_epsilon": read("`optimizer.eps`"),
+    "max_grad_norm": read("`optimizer.clip_norm`"),
+    "lr_scheduler": read("`schedule.type`"),
+    "lr_scheduler_kwargs": read("`schedule.min_lr_ratio`, `schedule.cycles`"),
+    "cosine_min_lr_ratio": read("`schedule.min_lr_ratio`"),
+    "cosine_constant_lr_ratio": refused("a constant rate at the end is not implemented"),
+    "lr_quadratic_warmup": refused("the warm-up is linear"),
+    "warmup_steps": read("`schedule.warmup_steps`"),
+    "warmup_ratio": read("`schedule.warmup_ratio`"),
+    "micro_batch_size": read("`batch.micro_batch_size`, `batch.global_batch_size`"),
+    "gradient_accumulation_steps": read("`batch.global_batch_size`"),
+    "batch_size": refused("gives the accumulation in another way: gradient_accumulation_steps"),
+    "num_epochs": read("`train.epochs`"),
+    "max_steps": read("`train.steps`"),
+    "sequence_len": sets("batch.sequence_length"),
+    "sample_packing": read("`data.packing`"),
+    **rows(
+        "pad_to_sequence_len eval_sample_packing eval_batch_size eval_table_size group_by_length "
+        "sample_packing_eff_est sample_packing_sequentially sample_packing_bin_size "
+        "sample_packing_group_size max_packed_sequence_len",
+        note("packs are padded to the sequence length, in the order of data.packing"),
+    ),
+    **rows("bf16 bfloat16", read("`precision.dtype`")),
+    **rows("fp16 float16", read("`precision.dtype`")),
+    "tf32": sets("precision.tf32", {True: True, False: False}),
+    "fp8": refused("Axolotl's float8 is another one than precision.float8"),
+    "gradient_checkpointing": read(
+        "`model.gradient_checkpointing`; offload: also `model.activation_offload`"
+    ),
+    "activation_offloading": read("`model.activation_offload`"),
+    "gradient_checkpointing_kwargs": note("recomputation gives the same gradients"),
+    **rows(
+        "attn_implementation flash_attention sdp_attention eager_attention flex_attention "
+        "xformers_attention",
+        read("`model.attention`"),
+    ),
+    "torch_compile": read("`model.compile`"),
+    **rows(
+        "plugins liger_rms_norm liger_rope liger_glu_activation liger_swiglu liger_layer_norm "
+        "liger_fused_linear_cross_entropy liger_rms_norm_gated flash_attn_cross_entropy "
+        "flash_attn_rms_norm flash_attn_fuse_qkv flash_attn_fuse_mlp lora_mlp_kernel "
+        "lora_qkv_kernel lora_o_kernel use_kernels unsloth_cross_entropy_loss flash_optimum "
+        "fused_attn_kernel experts_implementation use_scattermoe use_sonicmoe "
+        "flex_attn_compile_kwargs gemma4_hybrid_attn_impl llama4_linearized_experts",
+        _SAME,
+    ),
+    "deepspeed": read("`engine.deepspeed_config`, a path"),
+    **rows(
+        "fsdp fsdp_config fsdp_version", note("ZeRO takes its place: engine.deepspeed_config=zero3")
+    ),
+    "tensor_parallel_size": read("`parallel.tensor`"),
+    "context_parallel_size": read("`parallel.sequence`"),
+    "sequence_parallel_degree": read("`parallel.sequence`"),
+    "expert_parallel_size": read("`parallel.expert`"),
+    **rows(
+        "dp_shard_size dp_replicate_size", note("the data-parallel size is the rest of the world")
+    ),
+    "heads_k_stride": note("of ring attention; results are the same"),
+    "ring_attn_func": note("of ring attention; results are the same"),
+    "datasets": read("the `tokenize` lines"),
+    "pretraining_dataset": read("the `tokenize` lines"),
+    "test_datasets": note("tokenize them, and name them in evaluation.held_out"),
+    "val_set_size": read("`tokenize --held-out`"),
+    "chat_template": read("`tokenize --chat-template`; tokenizer_default: nothing"),
+    "chat_template_jinja": read("a file for `tokenize --chat-template`"),
+    "train_on_inputs": only((False,), "a run learns answers only"),
+    "roles_to_train": read("only assistant"),
+    "eot_tokens": note("ends of turns are found in the template"),
+    "default_system_message": refused("a system message is a part of the rows"),
+    "special_tokens": read("only pad_token: padding is never learned"),
+    "tokens": refused(
+        "added tokens: `bigtrain tokenizer --config` and tokenizer.add_special_tokens"
+    ),
+    "added_tokens_overrides": refused("changes the tokenizer: change its directory"),
+    "resize_token_embeddings_to_32x": refused("more rows: model.vocabulary.pad_to_multiple_of=32"),
+    "overrides_of_model_config": sets("model.overrides"),
+    "model_config": sets("model.overrides"),
+    "unfrozen_parameters": refused("model.frozen names what is not trained, by shell patterns"),
+    "excess_length_strategy": note("see the line on rows that are too long"),
+    "shuffle_merged_datasets": only((True,), "samples are always shuffled"),
+    "rl": read("`objective`: dpo, ipo, simpo, orpo, kto"),
+    **rows(
+        "rl_beta dpo_beta simpo_gamma kto_desirable_weight kto_undesirable_weight orpo_alpha",
+        read("`objective`"),
+    ),
+    **rows("reward_model process_reward_model", read("`objective`: reward")),
+    "center_rewards_coefficient": read("`objective.center_rewards_coefficient`"),
+    "dpo_label_smoothing": refused("label smoothing of pairs is not implemented"),
+    **rows("trl ebft num_labels vllm", refused("this training is not a kind of objective")),
+    "neftune_noise_alpha": refused("noise on embeddings (NEFTune) is not implemented"),
+    "noisy_embedding_alpha": refused("noise on embeddings (NEFTune) is not implemented"),
+    "output_dir": sets("output.directory"),
+    "logging_steps": read("`logging.every_steps`"),
+    "wandb_project": read("`logging.trackers`, `logging.project`"),
+    "use_tensorboard": read("`logging.trackers`"),
+    "save_steps": read("`checkpoint.every_steps`"),
+    "eval_steps": read("`evaluation.every_steps`"),
+    "save_total_limit": sets("checkpoint.keep_last"),
+    "saves_per_epoch": read("`checkpoint.every_epochs`, 1 divided by it"),
+    "evals_per_epoch": read("`evaluation.every_epochs`, 1 divided by it"),
+    **rows("save_strategy eval_strategy", note("the numbers of steps or of an epoch decide it")),
+    "early_stopping_patience": read("see the line"),
+    "loss_watchdog_threshold": note("guard.spike_sigma skips bad steps"),
+    "loss_watchdog_patience": note("guard.max_consecutive"),
+    "seed": read("`seed`"),
+    "resume_from_checkpoint": note("the same command resumes"),
+    "auto_resume_from_checkpoints": note("the same command resumes"),
+    "save_only_model": note("a run resumes from complete checkpoints"),
+    "remove_unused_columns": _ELSEWHERE,
+    **rows(
+        "dataset_prepared_path wandb_entity wandb_watch wandb_name wandb_run_id wandb_log_model "
+        "strict hub_model_id hub_strategy push_dataset_to_hub hf_use_auth_token debug local_rank "
+        "dataset_processes ddp_find_unused_parameters ddp_timeout torchdistx_path device_map "
+        "experimental_skip_move_to_device skip_prepare_dataset save_safetensors gptq_groupsize "
+        "gptq_model_v1 save_first_step trackio_project_name trackio_run_name trackio_space_id "
+        "use_mlflow mlflow_experiment_name dataloader_num_workers dataloader_pin_memory "
+        "dataloader_prefetch_factor comet_project_name gc_steps include_tokens_per_second "
+        "profiler_steps",
+        _ELSEWHERE,
+    ),
+}
+
+
+_TEMPLATES = ("chatml", "llama3")
+"""Templates of Axolotl that write what one of `bigtrain.data.chat.named_templates` does."""
+
+
+def fill(draft: Draft, task: str | None) -> None:
+    """Set the settings that follow from several keys."""
+    draft.set("optimizer.lr", draft.number("learning_rate"))
+    set_optimizer(draft, "optimizer", "adamw_torch_fused")
+    set_adam(draft, ("adam_beta1", "adam_beta2"), "adam_epsilon")
+    draft.set("optimizer.weight_decay", draft.number("weight_decay", 0.0))
+    draft.set("optimizer.clip_norm", draft.number("max_grad_norm", 1.0))
+    options = draft.mapping("lr_scheduler_kwargs")
+    name = draft.value("lr_scheduler", "cosine")
+    set_schedule(draft, "lr_scheduler", "cosine", options)
+    if name == "cosine" and draft.value("cosine_min_lr_ratio") is not None:
+        draft.set("schedule.min_lr_ratio", draft.number("cosine_min_lr_ratio"))
+    if draft.value("warmup_steps") is None and draft.value("warmup_ratio") is None:
+        rule = "without it Axolotl warms up for min(3 % of the steps, 100)"
+        draft.refuse("warmup_ratio", rule, "warmup_steps: N or warmup_ratio: R in the file")
+    degrees = _set_degrees(draft)
+    set_batch(draft, ("micro_batch_size", 1), ("gradient_accumulation_steps", 1), degrees)
+    set_length(draft, ("num_epochs", 1.0), "max_steps")
+    set_dtype(draft, default="bfloat16" if draft.value("bfloat16") else "float32")
+    _set_model(draft)
+    _set_log(draft)
+    _set_objective(draft)
+    _set_rows(draft)
+
+
+def _set_degrees(draft: Draft) -> int:
+    """Set the parallel degrees. Return the ranks that share a copy of the model's samples."""
+    total = 1
+    for key, name in (
+        ("tensor_parallel_size", "tensor"),
+        ("context_parallel_size", "sequence"),
+        ("sequence_parallel_degree", "sequence"),
+        ("expert_parallel_size", "expert"),
+    ):
+        size = int(draft.number(key, 1))
+        if size > 1:
+            draft.set(f"parallel.{name}", size)
+            total *= 1 if name == "expert" else size
+    return total
+
+
+def _set_model(draft: Draft) -> None:
+    """Set recomputation, attention, compilation, engine and adapters."""
+    recompute = draft.value("gradient_checkpointing")
+    if recompute or draft.value("activation_offloading"):
+        draft.set("model.gradient_checkpointing", "full")
+    if recompute == "offload" or draft.value("activation_offloading"):
+        draft.set("model.activation_offload", True)
+    attention = draft.value("attn_implementation")
+    for key, known in (
+        ("flash_attention", "flash_attention_2"),
+        ("sdp_attention", "sdpa"),
+        ("eager_attention", "eager"),
+        ("flex_attention", "flex_attention"),
+    ):
+        attention = known if draft.value(key) is True else attention
+    if attention in ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"):
+        draft.set("model.attention", attention)
+    if draft.value("torch_compile"):
+        draft.set("model.compile", "on")
+    if draft.value("deepspeed"):
+        set_engine(draft, "deepspeed")
+    elif draft.value("fsdp") or draft.value("fsdp_config"):
+        draft.set("engine.deepspeed_config", "zero3")
+    adapter = draft.value("adapter")
+    if adapter in ("lora", "qlora"):
+        targets = draft.value("lora_target_modules", [])
+        if draft.value("lora_target_linear") or targets == "all-linear":
+            targets = "all-linear"
+        if isinstance(targets, str) and targets != "all-linear":
+            rule = "is a regular expression, and adapters.targets are shell patterns"
+            draft.refuse("lora_target_modules", rule, "a list of names of modules in the file")
+            targets = "all-linear"
+        rank, alpha = draft.number("lora_r", 8), draft.number("lora_alpha", 16)
+        set_adapters(draft, rank=rank, alpha=alpha, targets=targets or "all-linear")
+        if not targets:
+            draft.refuse(
+                "lora_target_modules", "is missing", "lora_target_linear: true in the file"
+            )
+        if draft.value("load_in_4bit"):
+            draft.set("adapters.double_quantization", True)
+        if draft.value("lora_target_parameters"):
+            draft.set("adapters.target_parameters", draft.value("lora_target_parameters"))
+        for key, name in (("peft_use_rslora", "rslora"), ("peft_use_dora", "dora")):
+            if draft.value(key):
+                draft.set(f"adapters.{name}", True)
+    elif adapter is not None:
+        draft.refuse("adapter", "is not a kind of adapter of bigtrain: lora, qlora")
+
+
+def _set_log(draft: Draft) -> None:
+    draft.set("logging.every_steps", max(1, int(draft.number("logging_steps", 500))))
+    draft.set("seed", int(draft.number("seed", 42)))
+    if draft.value("wandb_project"):
+        draft.set("logging.trackers", ["wandb"])
+        draft.set("logging.project", draft.value("wandb_project"))
+    elif draft.value("use_tensorboard"):
+        draft.set("logging.trackers", ["tensorboard"])
+    for key, path in (("save_steps", "checkpoint"), ("eval_steps", "evaluation")):
+        set_steps(draft, key, f"{path}.every_steps")
+    for key, section in (("saves_per_epoch", "checkpoint"), ("evals_per_epoch", "evaluation")):
+        if draft.value(key):
+            draft.set(f"{section}.every_epochs", 1 / draft.number(key))
+    if draft.value("early_stopping_patience"):
+        draft.notes.append(
+            "early_stopping_patience: evaluation.early_stopping.patience, with every_steps"
+        )
+
+
+def _set_objective(draft: Draft) -> None:
+    name = "reward" if draft.value("reward_model") else draft.value("rl")
+    if draft.value("process_reward_model"):
+        draft.refuse("process_reward_model", "rewards of steps are not a kind of objective")
+    elif name is not None and name not in METHODS:
+        draft.refuse("rl", "is not a kind of objective")
+    elif name is not None:
+        beta = draft.number("rl_beta", draft.number("dpo_beta", draft.number("orpo_alpha", 0.1)))
+        weights = ("kto_desirable_weight", "kto_undesirable_weight")
+        set_objective(draft, METHODS[name], beta, weights)
+
+
+def _set_rows(draft: Draft) -> None:
+    """Set packing, and the commands that make the data."""
+    pairs = "objective" in draft.run
+    if not pairs:
+        packs = bool(draft.value("sample_packing"))
+        set_packing(draft, "sample_packing", packs=packs, length="sequence_len")
+    special = draft.value("special_tokens", {})
+    if isinstance(special, Mapping) and {*special} - {"pad_token"}:
+        draft.refuse(
+            "special_tokens",
+            "changes the tokenizer's control tokens: set them in the tokenizer's directory",
+        )
+    _check_template(draft)
+    held_out = draft.number("val_set_size", 0)
+    options = []
+    if draft.value("chat_template") in _TEMPLATES:
+        options += ["--chat-template", draft.value("chat_template")]
+    if 0 < held_out < 1:
+        options += ["--held-out", str(held_out)]
+    elif held_out >= 1:
+        draft.notes.append(f"val_set_size = {held_out:g} rows: --held-out takes a share of them")
+    key = "pretraining_dataset" if draft.value("pretraining_dataset") else "datasets"
+    datasets = draft.value(key, [])
+    datasets = [datasets] if isinstance(datasets, (str, Mapping)) else list(datasets)
+    outputs = [f"shards-{number}/" for number in range(len(datasets))]
+    outputs = ["shards/"] if len(datasets) == 1 else outputs
+    commands = []
+    for number, (dataset, output) in enumerate(zip(datasets, outputs, strict=True)):
+        entry = dataset if isinstance(dataset, Mapping) else {"path": dataset}
+        path = str(entry.get("path", "DATA"))
+        row_options = _row_options(draft, f"{key}.{number}", entry, is_text=key != "datasets")
+        tokenizer = str(draft.value("base_model", "TOKENIZER"))
+        commands.append(tokenize_command(path, tokenizer, [*row_options, *options], output))
+    set_data(draft, commands, outputs)
+
+
+def _check_template(draft: Draft) -> None:
+    template = draft.value("chat_template")
+    if draft.value("chat_template_jinja"):
+        draft.notes.append("chat_template_jinja: write its text into template.jinja")
+    elif template not in (None, "tokenizer_default", *_TEMPLATES):
+        draft.refuse(
+            "chat_template",
+            "is a template of Axolotl's own, and a run takes the tokenizer's, or a file",
+            "--omit chat_template takes the tokenizer's; or tokenize --chat-template FILE",
+        )
+
+
+def _row_options(draft: Draft, key: str, entry: Mapping[str, Any], *, is_text: bool) -> list[str]:
+    """Return the options of `tokenize` for a dataset; a problem for rows whose texts Axolotl writes
+    itself. key: of the dataset in problems, such as datasets.0."""
+    options = []
+    if entry.get("name"):
+        options += ["--dataset-config", str(entry["name"])]
+    if entry.get("split") not in (None, "train"):
+        options += ["--dataset-split", str(entry["split"])]
+    row_type = entry.get("type")
+    if is_text or row_type in ("completion", "pretrain"):
+        field = entry.get("field") or entry.get("text_column") or "text"
+        return [*options, "--text-key", str(field)]
+    if isinstance(row_type, str) and row_type.split(".")[0] == "chat_template":
+        field = entry.get("field_messages", "messages")
+        if "objective" not in draft.run:
+            options += ["--format", "messages"]
+            if field != "messages":
+                options += ["--key", f"messages={field}"]
+        return options
+    if f"{key}.type" not in draft.omitted:
+        draft.refuse(
+            f"{key}.type",
+            f"{row_type}: Axolotl writes prompts of its own around such rows, and a run renders "
+            "them "
+            "by the chat template",
+            f"--omit {key}.type renders them by the template",
+        )
+    known = {"alpaca": "alpaca", "sharegpt": "sharegpt"}
+    head = str(row_type).split(":")[0].split(".")[0]
+    return [*options, "--format", known[head]] if head in known else options
+
+
+def is_axolotl(keys: Mapping[str, Any]) -> bool:
+    """Return whether a file is Axolotl's."""
+    own = {"datasets", "sequence_len", "micro_batch_size", "pretraining_dataset"}
+    return "base_model" in keys and bool(own & keys.keys()) and not is_unset(keys["base_model"])

@@ -1,0 +1,193 @@
+"""What several trainers have in common: batch, precision, schedule, adapters, commands. Pure."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bigtrain.settings.conversion.draft import Draft, is_unset
+
+# Names of optimizers of HF Trainer that are one of bigtrain's, with the same update. Not torchao's
+# adamw_torch_8bit, whose blocks are other ones, nor adamw_anyprecision with its bfloat16 moments.
+OPTIMIZERS = {
+    **dict.fromkeys(("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf"), "adamw"),
+    **dict.fromkeys(("adamw_apex_fused", "paged_adamw", "paged_adamw_32bit"), "adamw"),
+    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), "adamw_8bit"),
+    **dict.fromkeys(("lion_32bit", "paged_lion_32bit"), "lion"),
+}
+
+
+def set_optimizer(draft: Draft, key: str, default: str) -> None:
+    """Set ``optimizer.type`` from the name of HF Trainer under `key`."""
+    name = draft.value(key, default)
+    if name not in OPTIMIZERS:
+        rule = f"is not an optimizer of bigtrain with the same update ({', '.join(OPTIMIZERS)})"
+        draft.refuse(key, rule, f"--omit {key} takes {default}")
+        return
+    draft.set("optimizer.type", OPTIMIZERS[name])
+
+
+def set_adam(draft: Draft, betas: Sequence[str], eps: str) -> None:
+    """Set betas and eps, whose defaults in HF Trainer are 0.9, 0.999 and 1e-8."""
+    if draft.run["optimizer"].get("type") == "lion":
+        draft.set("optimizer.betas", [draft.number(betas[0], 0.9), draft.number(betas[1], 0.999)])
+        return
+    draft.set("optimizer.betas", [draft.number(betas[0], 0.9), draft.number(betas[1], 0.999)])
+    draft.set("optimizer.eps", draft.number(eps, 1e-8))
+
+
+def set_schedule(draft: Draft, key: str, default: str, options: Mapping[str, Any]) -> None:
+    """Set the schedule from the name of HF Trainer under `key`. options: keywords of the schedule
+    (lr_scheduler_kwargs)."""
+    name, options = draft.value(key, default), dict(options)
+    floor = {"min_lr_ratio": 0.0}
+    known: dict[str, dict[str, Any]] = {
+        "linear": {"type": "linear", **floor},
+        "cosine": {"type": "cosine", **floor},
+        "constant": {"type": "constant"},
+        "constant_with_warmup": {"type": "constant"},
+    }
+    if name == "cosine_with_min_lr" and "min_lr_rate" in options:
+        known[name] = {"type": "cosine", "min_lr_ratio": options.pop("min_lr_rate")}
+    if name == "cosine_with_min_lr" and "min_lr" in options:
+        ratio = float(options.pop("min_lr")) / draft.run["optimizer"]["lr"]
+        known[name] = {"type": "cosine", "min_lr_ratio": ratio}
+    if name == "cosine_with_restarts":
+        known[name] = {"type": "cosine", **floor, "cycles": options.pop("num_cycles", 1)}
+    if name == "cosine" and options.get("num_cycles") == 0.5:
+        options.pop("num_cycles")  # the default: half a wave
+    if name not in known or options:
+        extra = f" with {options}" if options else ""
+        draft.refuse(
+            key, f"{name}{extra} is not a schedule of bigtrain", "schedule.type=NAME:FUNCTION"
+        )
+        return
+    for setting, value in known[name].items():
+        draft.set(f"schedule.{setting}", value)
+    warmup_steps, ratio = draft.number("warmup_steps", 0), draft.number("warmup_ratio", 0)
+    if 0 < warmup_steps < 1:  # transformers 5 takes a ratio here
+        warmup_steps, ratio = 0, warmup_steps
+    if name == "constant" and (warmup_steps or ratio):
+        draft.notes.append(f"{key} = 'constant' has no warm-up, so the file's warm-up is not used")
+    elif warmup_steps:
+        draft.set("schedule.warmup_steps", int(warmup_steps))
+    elif ratio:
+        draft.set("schedule.warmup_ratio", ratio)
+    draft.notes.append(
+        "the warm-up begins above zero, and the decay ends at its minimum: step s here has the "
+        "learning rate of step s + 1 of transformers"
+    )
+
+
+def set_batch(
+    draft: Draft, micro: tuple[str, int], accumulation: tuple[str, int], model_ranks: int = 1
+) -> None:
+    """Set the batch from the samples of a device and the accumulation, keys with their defaults.
+    model_ranks: ranks that share a copy of the model."""
+    micro_batch_size = draft.number(*micro)
+    steps = draft.number(*accumulation)
+    draft.set("batch.micro_batch_size", micro_batch_size)
+    if draft.world_size is None:
+        draft.refuse(
+            micro[0],
+            f"the global batch is {micro_batch_size} x {steps} x the number of devices that share "
+            "the data, and the file does not have this number",
+            "--world-size N, the devices that the file was run with",
+        )
+        return
+    data_size = max(1, draft.world_size // model_ranks)
+    draft.set("batch.global_batch_size", int(micro_batch_size * steps * data_size))
+
+
+def set_length(draft: Draft, epochs: tuple[str, float], steps: str) -> None:
+    """Set the length of the run: steps if the file has them, else epochs."""
+    max_steps = draft.number(steps, -1)
+    if max_steps > 0:
+        draft.set("train.steps", int(max_steps))
+    else:
+        draft.set("train.epochs", float(draft.number(*epochs)))
+
+
+def set_dtype(draft: Draft, *, default: str) -> None:
+    """Set ``precision.dtype`` from bf16 and fp16 of HF Trainer."""
+    if draft.value("bf16") in (True, "auto", "full"):
+        dtype = "bfloat16"
+    elif draft.value("fp16") is True:
+        dtype = "float16"
+    else:
+        given = draft.value("bf16") is False or draft.value("fp16") is False
+        dtype = "float32" if given else default
+    draft.set("precision.dtype", dtype)
+
+
+def set_engine(draft: Draft, key: str) -> None:
+    """Set the DeepSpeed JSON that a file names; a line for one that is not here, since the engine
+    does not change the mathematics."""
+    path = draft.value(key)
+    if path is None:
+        return
+    if isinstance(path, str) and Path(path).is_file():
+        draft.set("engine.deepspeed_config", path)
+    else:
+        text = (
+            "is not a file here, and the run has its default, zero1: engine.deepspeed_config=PATH"
+        )
+        draft.notes.append(f"{key} = {str(path)[:60]!r}: {text}")
+
+
+def set_trackers(draft: Draft, names: object) -> None:
+    """Set the trackers that bigtrain has, and list others."""
+    listed = names if isinstance(names, list) else [names]
+    known = [name for name in listed if name in ("tensorboard", "wandb", "mlflow", "comet_ml")]
+    if known:
+        draft.set("logging.trackers", known)
+    for name in listed:
+        if name not in known and not is_unset(name):
+            draft.notes.append(f"report_to = {name!r}: is not one of bigtrain's trackers")
+
+
+def set_steps(draft: Draft, key: str, path: str) -> None:
+    """Set a number of steps between saves or evaluations; list a share of the run."""
+    every = draft.number(key)
+    if every is None:
+        return
+    if every >= 1:
+        draft.set(path, int(every))
+    else:
+        draft.notes.append(f"{key} = {every}: a share of the run has no counterpart -> {path}=N")
+
+
+def tokenize_command(source: str, tokenizer: str, options: Sequence[str], output: str) -> str:
+    """Return a line that makes shards of `source`."""
+    words = ["--input", source, "--tokenizer", tokenizer, *options, "--output", output]
+    return f"bigtrain tokenize {shlex.join(words)}"
+
+
+def set_data(draft: Draft, commands: Sequence[str], outputs: Sequence[str]) -> None:
+    """Set the data: one dataset, or several that are each read once per epoch."""
+    draft.commands += commands
+    if len(outputs) == 1:
+        draft.set("data.path", outputs[0])
+    elif outputs:
+        draft.set("data.sources", [{"path": output, "epochs": 1.0} for output in outputs])
+
+
+def set_packing(draft: Draft, key: str, *, packs: bool, length: str) -> None:
+    """Set how rows become samples: packed and isolated. Without packing a row is a sample of a
+    batch, which a run of next_token does not have."""
+    draft.set("data.packing", "best_fit")
+    draft.set("data.long_documents", "truncate")
+    if not packs and key not in draft.omitted:
+        draft.refuse(
+            key,
+            f"{draft.trainer} makes a sample of each row, and a run packs several rows into "
+            "one, so "
+            "that a step has more rows",
+            f"--omit {key} accepts packed rows; fewer samples in batch.global_batch_size keep the "
+            "rows of a step about the same",
+        )
+    draft.notes.append(
+        f"rows longer than {length} are truncated here; other trainers may drop them"
+    )

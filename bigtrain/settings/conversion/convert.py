@@ -1,0 +1,171 @@
+"""Conversion of a file of another trainer to a run YAML (`bigtrain convert`). Pure but for reading.
+
+Every key is used, listed, or refused: a run that another trainer would not compute is written only
+if the user omits the key by name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bigtrain.errors import ConfigError, Problem
+from bigtrain.settings.conversion import axolotl, llama_factory, megatron, trainer
+from bigtrain.settings.conversion.draft import Draft
+from bigtrain.settings.conversion.tables import Table
+from bigtrain.settings.loading import apply_overrides, parse_run_config, parse_yaml
+from bigtrain.settings.run_config import RunConfig
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """Another trainer: its table of keys, the test of a file, and the meaning of several keys."""
+
+    name: str
+    table: Table
+    owns: Callable[[Mapping[str, Any]], bool]
+    fill: Callable[[Draft, str | None], None]
+    flat: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
+
+
+TRAINERS: Mapping[str, Trainer] = {
+    "axolotl": Trainer(axolotl.NAME, axolotl.TABLE, axolotl.is_axolotl, axolotl.fill),
+    "llama-factory": Trainer(
+        llama_factory.NAME,
+        llama_factory.TABLE,
+        llama_factory.is_llama_factory,
+        llama_factory.fill,
+    ),
+    "gpt-neox": Trainer(
+        megatron.NEOX_NAME,
+        megatron.NEOX_TABLE,
+        megatron.is_neox,
+        megatron.fill_neox,
+        megatron.flat,
+    ),
+    "megatron": Trainer(
+        megatron.MEGATRON_NAME,
+        megatron.MEGATRON_TABLE,
+        megatron.is_megatron,
+        megatron.fill_megatron,
+        megatron.flat,
+    ),
+    "trainer": Trainer(
+        trainer.NAME,
+        trainer.TABLE,
+        lambda keys: "learning_rate" in keys or "per_device_train_batch_size" in keys,
+        trainer.fill,
+    ),
+}
+"""Trainers by ``--from``, in the order in which a file is compared with them."""
+
+
+_NOT_CONVERTED: Mapping[tuple[str, ...], str] = {
+    ("train_dataset", "model_class", "dist_config"): "has keys of LLaMA-Factory's new trainer (v1)",
+    ("reward_funcs", "num_generations", "use_vllm"): "is of reinforcement learning",
+    ("trl", "ebft", "vllm"): "is of reinforcement learning",
+    ("train_impl", "dataset_impl", "pos_train_data_paths"): "is of GPT-NeoX's post-training",
+}
+"""Keys of files that are refused as a whole, and what they are."""
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A run of another trainer's file. tree: sections of the run YAML. commands: that make the
+    data. notes: keys without counterpart, and differences."""
+
+    trainer: str
+    tree: dict[str, Any]
+    config: RunConfig
+    commands: Sequence[str]
+    notes: Sequence[str]
+
+
+def convert(
+    files: Sequence[Path],
+    *,
+    world_size: int | None = None,
+    trainer_name: str | None = None,
+    task: str | None = None,
+    omitted: Collection[str] = (),
+    overrides: Sequence[str] = (),
+) -> Conversion:
+    """Return the run of `files`, later ones of which replace keys of earlier ones.
+
+    world_size: ranks, where the file has the batch of a device. trainer_name: of `TRAINERS`; None:
+    as the keys say. task: trainer of TRL. omitted: keys to do without. overrides: settings of the
+    run, as ``section.key=value``. Raises ConfigError with every key that is unknown, or changes the
+    mathematics and has no counterpart, and for a run that bigtrain refuses.
+    """
+    label = ", ".join(map(str, files))
+    tree: dict[str, Any] = {}
+    for file in files:
+        tree.update(read_tree(file))
+    source = find_trainer(tree, label, trainer_name)
+    keys = source.flat(tree)
+    draft = Draft(source.name, keys, {*omitted}, world_size)
+    unknown = [key for key in omitted if key not in keys and "." not in key]
+    draft.problems += [
+        Problem(f"--omit {key}", None, "the file has no such key", "a key of the file")
+        for key in unknown
+        if key not in source.table
+    ]
+    # The rows of the table, then what several keys mean together.
+    draft.apply(source.table)
+    draft.run.setdefault("optimizer", {})
+    source.fill(draft, task)
+    apply_overrides(draft.run, overrides)
+    if draft.problems:
+        raise ConfigError([*draft.problems, *_all_omitted(draft)], label)
+    config = parse_run_config(draft.run)
+    return Conversion(source.name, draft.run, config, draft.commands, draft.notes)
+
+
+def _all_omitted(draft: Draft) -> list[Problem]:
+    """Return the line with which a user does without every key that can be omitted, if there are
+    several."""
+    keys = [p.key for p in draft.problems if f"--omit {p.key} " in f"{p.remedy} "]
+    if len(keys) < 2:
+        return []
+    words = " ".join(dict.fromkeys((*draft.omitted, *keys)))
+    return [Problem("all of these", None, "a run without them is another one", f"--omit {words}")]
+
+
+def find_trainer(tree: Mapping[str, Any], label: str, name: str | None) -> Trainer:
+    """Return the trainer of a file, by name or by its keys. Raises ConfigError."""
+    for own_keys, reason in _NOT_CONVERTED.items():
+        if found := sorted({*own_keys} & tree.keys()):
+            rule = f"{reason}, which is not converted"
+            raise ConfigError(Problem(label, found[0], rule, "write the run by `bigtrain init`"))
+    if name is not None:
+        return TRAINERS[name]
+    for candidate in TRAINERS.values():
+        if candidate.owns(candidate.flat(tree)):
+            return candidate
+    names = ", ".join(candidate.name for candidate in TRAINERS.values())
+    raise ConfigError(
+        Problem(label, None, f"is not a file of {names}", f"--from {' or '.join(TRAINERS)}")
+    )
+
+
+def read_tree(path: Path) -> dict[str, Any]:
+    """Return the keys of a YAML or JSON file. Raises ConfigError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(Problem(str(path), None, f"cannot be read: {error}")) from error
+    tree = json.loads(text) if _is_json(text) else parse_yaml(text, str(path))
+    if not isinstance(tree, dict):
+        raise ConfigError(Problem(str(path), None, "must hold keys and values"))
+    return tree
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,114 @@
+"""Run YAML that is being made of another trainer's keys. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from bigtrain.errors import Problem
+from bigtrain.settings.conversion.tables import Table
+
+OMIT = "--omit {} accepts a run without it"
+
+
+def is_unset(value: object) -> bool:
+    """Return whether a value asks for nothing: null, false, 0, or empty."""
+    return value is None or value is False or value in (0, "", "none", "no") or value in ([], {})
+
+
+def as_number(value: Any) -> Any:
+    """Return the number of a text that is one, such as 1e-5, which YAML reads as a text; any other
+    value as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return float(value)
+    except ValueError:
+        return value
+
+
+@dataclass
+class Draft:
+    """Settings of a run, commands before it, and what has no counterpart.
+
+    keys: of the other trainer's file. omitted: keys that the user does without. world_size: ranks;
+    None if it was not given. run: sections of the run. commands: that make the data. notes: lines
+    on keys without counterpart, and on differences. problems: what changes the mathematics and has
+    no counterpart, or is not known.
+    """
+
+    trainer: str
+    keys: Mapping[str, Any]
+    omitted: Collection[str]
+    world_size: int | None
+    run: dict[str, Any] = field(default_factory=dict)
+    commands: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+    def value(self, key: str, default: Any = None) -> Any:
+        """Return the value of a key of the file; `default` where it is absent, null or omitted."""
+        value = None if key in self.omitted else self.keys.get(key)
+        return default if value is None else value
+
+    def set(self, path: str, value: Any) -> None:
+        """Set a setting of the run, by its dotted key."""
+        *parents, name = path.split(".")
+        section = self.run
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[name] = value
+
+    def refuse(self, key: str, rule: str, fix: str = "") -> None:
+        """Add the problem of a key of the file."""
+        self.problems.append(Problem(key, self.keys.get(key), rule, fix or OMIT.format(key)))
+
+    def number(self, key: str, default: float | None = None) -> Any:
+        """Return the number of a key, which YAML may have read as a text (1e-5); a problem for what
+        is not one."""
+        value = as_number(self.value(key, default))
+        if isinstance(value, (int, float)) or value is None:
+            return value
+        self.refuse(key, "is not a number", "write the number")
+        return default
+
+    def mapping(self, key: str) -> dict[str, Any]:
+        """Return the keys and values of a key; empty where it is absent, a problem for a value of
+        another type."""
+        value = self.value(key, {})
+        if isinstance(value, Mapping):
+            return dict(value)
+        self.refuse(key, "must hold keys and values", "write {key: value}")
+        return {}
+
+    def apply(self, table: Table) -> None:
+        """Go through the keys of the file by a table; a key that it does not have is a problem."""
+        for key, value in self.keys.items():
+            if key in self.omitted:
+                self.notes.append(f"{key} = {value!r}: omitted, as --omit asks")
+            elif key not in table:
+                if not is_unset(value):
+                    rule = f"is not a key of {self.trainer} that bigtrain knows"
+                    self.refuse(key, rule)
+            else:
+                self._apply_row(key, value, table)
+
+    def _apply_row(self, key: str, value: Any, table: Table) -> None:
+        row = table[key]
+        if value is None or row.kind == "read":
+            return
+        if row.kind == "sets":
+            is_known = isinstance(value, (str, int, float)) and value in row.values
+            if row.values and not is_known:
+                choices = ", ".join(map(str, row.values))
+                self.refuse(key, f"has no counterpart; these have one: {choices}")
+                return
+            self.set(row.path, row.values[value] if row.values else as_number(value))
+        elif row.kind == "only" and value not in row.allowed:
+            self.refuse(key, row.text)
+        elif row.kind == "refused" and not is_unset(value):
+            self.refuse(key, row.text)
+        elif row.kind == "note" and not is_unset(value):
+            shown = repr(value)
+            self.notes.append(f"{key} = {shown[:60]}: {row.text}")

@@ -1,0 +1,207 @@
+"""LLaMA-Factory's YAML: keys of HF TrainingArguments and its own. Pure. Defaults are those of
+LLaMA-Factory 0.9.4 (hparams/)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from bigtrain.settings.conversion.common import set_data, set_packing, tokenize_command
+from bigtrain.settings.conversion.draft import Draft
+from bigtrain.settings.conversion.methods import METHODS, set_objective
+from bigtrain.settings.conversion.tables import Table, note, only, read, refused, rows, sets
+from bigtrain.settings.conversion.trainer import TABLE as TRAINER_TABLE
+from bigtrain.settings.conversion.trainer import set_adapters, set_training
+
+NAME = "LLaMA-Factory"
+_OTHER_METHOD = refused("this method of fine-tuning is not implemented")
+
+TABLE: Table = {
+    **TRAINER_TABLE,
+    "stage": read("`objective`: pt, sft, dpo, kto, rm"),
+    "finetuning_type": read("`adapters` for lora"),
+    "lora_rank": read("`adapters.rank`"),
+    "lora_target": read("`adapters.targets`"),
+    "additional_target": read("`adapters.modules_to_save`"),
+    "use_rslora": read("`adapters.rslora`"),
+    "use_dora": read("`adapters.dora`"),
+    "loraplus_lr_ratio": refused("another learning rate for B (LoRA+) is not implemented"),
+    **rows("pissa_init pissa_iter pissa_convert", refused("PiSSA is not implemented")),
+    "adapter_name_or_path": refused("adapters begin from zero"),
+    "quantization_bit": read("`adapters.quantization`: 4"),
+    "quantization_method": only(("bnb", "bitsandbytes"), "only bitsandbytes is implemented"),
+    "double_quantization": read("`adapters.double_quantization`"),
+    "quantization_type": read("`adapters.quantization`"),
+    "upcast_layernorm": refused("normalization layers in float32 are not implemented"),
+    **rows(
+        "oft_rank oft_block_size oft_target freeze_trainable_layers freeze_trainable_modules "
+        "freeze_extra_modules use_galore galore_layerwise galore_target galore_rank galore_scale "
+        "use_apollo apollo_layerwise apollo_target apollo_rank apollo_scale apollo_scale_type "
+        "use_badam badam_mode badam_switch_mode badam_switch_interval badam_verbose use_llama_pro "
+        "use_adam_mini mixture_of_depths use_muon use_dft_loss use_eaft_loss use_asft_loss "
+        "eaft_alpha "
+        "asft_alpha shift_attn use_kt kt_optimize_rule",
+        _OTHER_METHOD,
+    ),
+    **rows(
+        "pref_beta pref_loss simpo_gamma kto_chosen_weight kto_rejected_weight", read("`objective`")
+    ),
+    "pref_ftx": refused("a further loss of the chosen answer is not implemented"),
+    "dpo_label_smoothing": refused("label smoothing of pairs is not implemented"),
+    "ref_model": refused("the reference is the model that the run starts from"),
+    "dataset": read("the `tokenize` lines: names of data/dataset_info.json"),
+    "dataset_dir": note("dataset_info.json there has the files of the datasets"),
+    "eval_dataset": note("tokenize it, and name it in evaluation.held_out"),
+    "val_size": read("`tokenize --held-out`"),
+    "template": read("`tokenize --chat-template`"),
+    "cutoff_len": sets("batch.sequence_length"),
+    "max_samples": refused("the first rows of each dataset: cut the file"),
+    "packing": read("`data.packing`"),
+    "neat_packing": read("`data.packing`: packed and isolated"),
+    "train_on_prompt": only((False,), "a run learns answers only"),
+    "mask_history": read("`tokenize --learn last`"),
+    "mix_strategy": only(("concat",), "interleaving repeats or drops rows"),
+    "interleave_probs": refused("data.sources with weights mixes datasets"),
+    "streaming": note("shards are read in the order of data.samples"),
+    "default_system": refused("a system message is a part of the rows"),
+    "enable_thinking": refused("the template decides it: --chat-template FILE"),
+    "new_special_tokens": refused("`bigtrain tokenizer --config`, tokenizer.add_special_tokens"),
+    "resize_vocab": refused("model.vocabulary, with tokenizer.add_special_tokens"),
+    "flash_attn": read("`model.attention`"),
+    "use_unsloth": note("the same results by other kernels"),
+    "enable_liger_kernel": note("the same results by other kernels: model.kernels=liger"),
+    "disable_gradient_checkpointing": read("`model.gradient_checkpointing`, on by default"),
+    "pure_bf16": refused("masters are float32"),
+    "rope_scaling": refused("model.overrides sets the model's rope parameters"),
+    "freeze_vision_tower": note("of models with images"),
+    "freeze_multi_modal_projector": note("of models with images"),
+    **rows("image_max_pixels video_max_pixels", note("of models with images")),
+    **rows(
+        "plot_loss overwrite_cache preprocessing_num_workers tokenized_path use_swanlab "
+        "swanlab_project swanlab_run_name predict_with_generate max_new_tokens top_p infer_backend "
+        "ray_run_name ray_storage_path ray_num_workers resources_per_worker placement_strategy "
+        "ray_init_kwargs do_eval do_predict fp8 fp8_backend fp8_enable_fsdp_float8_all_gather "
+        "cache_dir use_fast_tokenizer hf_hub_token export_dir preprocessing_batch_size",
+        note("is of the program, not of the training"),
+    ),
+}
+TABLE = {**TABLE, **rows("fp8", refused("its float8 is another one than precision.float8"))}
+
+_STAGES = ("pt", "sft", "dpo", "kto", "rm")
+_TEMPLATES = {"chatml": "chatml", "qwen3_nothink": "chatml", "llama3": "llama3", "phi4": "phi4"}
+"""Templates of LLaMA-Factory that write what one of `bigtrain.data.chat.named_templates` does."""
+_ATTENTION = {
+    "fa2": "flash_attention_2",
+    "sdpa": "sdpa",
+    "disabled": "eager",
+    "fa3": "flash_attention_3",
+}
+
+
+def fill(draft: Draft, task: str | None) -> None:
+    """Set the settings that follow from several keys."""
+    stage = draft.value("stage", "sft")
+    if stage not in _STAGES:
+        draft.refuse("stage", f"is not a kind of objective: {', '.join(_STAGES)}", "another stage")
+        return
+    set_training(draft, {"learning_rate": 5e-5})
+    if not draft.value("disable_gradient_checkpointing"):
+        draft.set("model.gradient_checkpointing", "full")
+    attention = draft.value("flash_attn")
+    if attention in _ATTENTION:
+        draft.set("model.attention", _ATTENTION[attention])
+    _set_objective(draft, stage)
+    _set_adapters(draft)
+    _set_rows(draft, stage)
+
+
+def _set_objective(draft: Draft, stage: str) -> None:
+    method = METHODS[stage]
+    loss = draft.value("pref_loss", "sigmoid")
+    if method is METHODS["dpo"] and loss != method.loss:
+        if loss in ("ipo", "simpo", "orpo"):
+            method = METHODS[loss]
+        else:
+            draft.refuse(
+                "pref_loss", "is not a loss of pairs of bigtrain: sigmoid, ipo, simpo, orpo"
+            )
+    weights = ("kto_chosen_weight", "kto_rejected_weight")
+    set_objective(draft, method, draft.number("pref_beta", 0.1), weights)
+
+
+def _set_adapters(draft: Draft) -> None:
+    method = draft.value("finetuning_type", "lora")
+    if method == "full":
+        return
+    if method != "lora":
+        draft.refuse("finetuning_type", "is not implemented: lora, full")
+        return
+    rank = draft.number("lora_rank", 8)
+    names = draft.value("lora_target", "all")
+    targets = "all-linear" if names == "all" else [name.strip() for name in str(names).split(",")]
+    set_adapters(draft, rank=rank, alpha=draft.number("lora_alpha", 2 * rank), targets=targets)
+    draft.set("adapters.dropout", draft.number("lora_dropout", 0.0))
+    if draft.value("additional_target"):
+        modules = [name.strip() for name in str(draft.value("additional_target")).split(",")]
+        draft.set("adapters.modules_to_save", modules)
+    bits = draft.value("quantization_bit")
+    if bits == 4:
+        draft.set("adapters.quantization", draft.value("quantization_type", "nf4"))
+        draft.set("adapters.double_quantization", draft.value("double_quantization", True))
+    elif bits is not None:
+        draft.refuse("quantization_bit", "a base in 8 bits is not implemented: 4")
+
+
+def _set_rows(draft: Draft, stage: str) -> None:
+    """Set packing, and the commands that make the data."""
+    if "batch" not in draft.run or "sequence_length" not in draft.run["batch"]:
+        draft.set("batch.sequence_length", 2048)
+    if stage == "pt":
+        draft.set("data.packing", "concatenate")
+    elif stage == "sft":
+        packs = bool(draft.value("neat_packing") or draft.value("packing"))
+        set_packing(draft, "packing", packs=packs, length="cutoff_len")
+        if draft.value("packing") and not draft.value("neat_packing"):
+            draft.refuse(
+                "neat_packing", "false: rows of a pack see each other", "neat_packing: true"
+            )
+    options = _row_options(draft, stage)
+    names = [name.strip() for name in str(draft.value("dataset", "DATA")).split(",")]
+    outputs = ["shards/"] if len(names) == 1 else [f"shards-{name}/" for name in names]
+    tokenizer = str(draft.value("model_name_or_path", "TOKENIZER"))
+    commands = [
+        tokenize_command(f"FILE_OF_{name}", tokenizer, options, output)
+        for name, output in zip(names, outputs, strict=True)
+    ]
+    draft.notes.append(
+        "dataset: data/dataset_info.json has the file, or the Hub's name, of each FILE_OF_...; its "
+        "columns are --key NAME=COLUMN"
+    )
+    set_data(draft, commands, outputs)
+
+
+def _row_options(draft: Draft, stage: str) -> list[str]:
+    options = [*METHODS[stage].rows]
+    held_out = draft.number("val_size", 0)
+    if 0 < held_out < 1:
+        options += ["--held-out", str(held_out)]
+    if draft.value("mask_history"):
+        options += ["--learn", "last"]
+    template = draft.value("template")
+    if template in _TEMPLATES and stage != "pt":
+        options += ["--chat-template", _TEMPLATES[template]]
+        draft.notes.append(
+            f"template = {template!r}: LLaMA-Factory also learns the newline after an answer's end"
+        )
+    elif template is not None and stage != "pt":
+        draft.refuse(
+            "template",
+            "is a template of LLaMA-Factory's own, and a run takes the tokenizer's, or a file",
+            "--omit template takes the tokenizer's; or tokenize --chat-template FILE",
+        )
+    return options
+
+
+def is_llama_factory(keys: Mapping[str, Any]) -> bool:
+    """Return whether a file is LLaMA-Factory's."""
+    return bool({"stage", "finetuning_type", "cutoff_len"} & keys.keys()) and "model" not in keys

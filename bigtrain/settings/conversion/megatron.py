@@ -1,0 +1,437 @@
+"""Arguments of GPT-NeoX and of Megatron-LM, as YAML or JSON. Pure.
+
+A file of GPT-NeoX is often one of several that are given together: ``bigtrain convert`` takes them
+all, and later ones win. Defaults are those of GPT-NeoX 2.0 (neox_args.py) and of Megatron-LM
+(megatron/training/arguments.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from bigtrain.settings.conversion.draft import Draft, as_number
+from bigtrain.settings.conversion.tables import Table, note, only, read, refused, rows, sets
+
+NEOX_NAME, MEGATRON_NAME = "GPT-NeoX", "Megatron-LM"
+_MODEL = read("`model.config`")
+_FASTER = note("the same results, faster or with less memory")
+_PROGRAM = note("is of the program, not of the training")
+_INITIALIZATION = refused(
+    "initial weights are drawn with one standard deviation (initializer_range)"
+)
+
+_SHARED: Table = {
+    **rows(
+        "num_layers hidden_size num_attention_heads max_position_embeddings intermediate_size "
+        "ffn_hidden_size norm normalization swiglu activation position_embedding_type pos_emb "
+        "rotary_pct rotary_percent rotary_emb_base rotary_base num_kv_heads num_query_groups "
+        "group_query_attention mlp_multiple_of untie_embeddings_and_output_weights no_weight_tying "
+        "gpt_j_residual rms_norm_epsilon layernorm_epsilon norm_epsilon vocab_size hidden_dropout "
+        "attention_dropout disable_bias_linear add_bias_linear use_bias_in_norms "
+        "use_bias_in_attn_linear use_bias_in_mlp init_method_std kv_channels",
+        _MODEL,
+    ),
+    "seq_length": sets("batch.sequence_length"),
+    "train_iters": sets("train.steps"),
+    **rows("lr min_lr", read("`optimizer.lr`, `schedule.min_lr_ratio`")),
+    "lr_decay_style": read("`schedule.type`"),
+    "lr_decay_iters": read("`schedule.decay_steps`"),
+    "weight_decay": read("`optimizer.weight_decay`"),
+    "seed": sets("seed"),
+    "eval_interval": sets("evaluation.every_steps"),
+    "eval_iters": read("`evaluation.samples`, batches"),
+    "log_interval": sets("logging.every_steps"),
+    **rows("data_path train_data_paths valid_data_paths", read("the `manifest` line")),
+    "test_data_paths": note("tests are not a part of a run"),
+    "split": note("of one file: `manifest --held-out` takes another one"),
+    "save": sets("output.directory"),
+    **rows(
+        "tokenizer_type vocab_file merge_file tokenizer_model",
+        note("name the tokenizer's directory in the `manifest` line"),
+    ),
+    "make_vocab_size_divisible_by": note("rows beyond the tokenizer's: model.config.vocab_size"),
+    "distributed_backend": _PROGRAM,
+    "num_workers": note("data.workers sets the reader threads"),
+    **rows(
+        "tensorboard_dir log_dir wandb_project wandb_group wandb_team use_wandb wandb_host "
+        "tensorboard_queue_size",
+        note("logging.trackers names trackers"),
+    ),
+    "load": read("absent, or refused: checkpoints of Megatron are not read"),
+    "finetune": read("refused with load"),
+}
+
+NEOX_TABLE: Table = {
+    **_SHARED,
+    "optimizer": read("`optimizer.type` (Adam is AdamW there), `optimizer.lr`, betas, eps"),
+    "gradient_clipping": read("`optimizer.clip_norm`"),
+    "warmup": read("`schedule.warmup_ratio`"),
+    "train_batch_size": read("`batch.global_batch_size`"),
+    "train_micro_batch_size_per_gpu": read("`batch.micro_batch_size`"),
+    "gradient_accumulation_steps": read("`batch.global_batch_size`"),
+    "model_parallel_size": read("`parallel.tensor`"),
+    "pipe_parallel_size": read("`parallel.pipeline`; 0 and 1 are one stage"),
+    "zero_optimization": read("`engine.deepspeed_config`: the stage's JSON"),
+    **rows("fp16 bf16 precision", read("`precision.dtype`")),
+    "data_types": read("`precision.gradient_dtype`"),
+    "checkpoint_activations": read("`model.gradient_checkpointing`"),
+    "checkpoint_factor": sets("checkpoint.every_steps"),
+    "keep_last_n_checkpoints": sets("checkpoint.keep_last"),
+    "extra_save_iters": note("checkpoints are at multiples of checkpoint.every_steps"),
+    **rows("init_method output_layer_init_method", _INITIALIZATION),
+    "attention_config": read("only flash and global"),
+    "rope_fusion": _FASTER,
+    **rows(
+        "scaled_upper_triang_masked_softmax_fusion scaled_masked_softmax_fusion layernorm_fusion "
+        "rmsnorm_fusion partition_activations synchronize_each_layer checkpoint_num_layers "
+        "output_layer_parallelism fp32_allreduce use_flashattn_swiglu mlp_type "
+        "contiguous_checkpointing checkpoint_in_cpu pipe_partition_size expert_interval",
+        _FASTER,
+    ),
+    "bias_gelu_fusion": only((False,), "its GELU is the tanh approximation"),
+    **rows(
+        "data_impl steps_per_print wall_clock_breakdown hostfile launcher comment include "
+        "checkpoint_validation_with_forward_pass log_grad_norm log_optimizer_states print "
+        "checkpoint user_script num_gpus deepspeed_slurm autotuning_run profile profile_step_start "
+        "profile_step_stop memory_profiling memory_profiling_path use_comet comet_workspace "
+        "comet_project comet_experiment_name comet_tags comet_others use_tensorboard "
+        "log_param_norm test_data_weights train_data_weights valid_data_weights",
+        _PROGRAM,
+    ),
+    **rows(
+        "train_impl dataset_impl kto_fp32 dpo_beta kto_beta pack_impl pos_train_data_paths "
+        "moe_num_experts "
+        "num_experts sparsity_config soft_prompt_tuning mup_width_scale use_mup "
+        "mamba_selective_scan_fusion gmlp_attn_dim te_columnparallel te_layernorm_mlp te_mha",
+        refused("is not converted; write the run YAML by `bigtrain init`"),
+    ),
+}
+
+MEGATRON_TABLE: Table = {
+    **_SHARED,
+    "optimizer": read("`optimizer.type`: adam is AdamW"),
+    **rows("adam_beta1 adam_beta2", read("`optimizer.betas`")),
+    "adam_eps": read("`optimizer.eps`"),
+    "clip_grad": read("`optimizer.clip_norm`"),
+    "lr_warmup_fraction": read("`schedule.warmup_ratio`"),
+    "lr_warmup_iters": read("`schedule.warmup_steps`"),
+    "lr_warmup_samples": refused("in samples: divide them by the global batch"),
+    "train_samples": refused("in samples: train_iters, these divided by the global batch"),
+    "lr_decay_samples": refused("in samples: lr_decay_iters"),
+    "global_batch_size": sets("batch.global_batch_size"),
+    "micro_batch_size": sets("batch.micro_batch_size"),
+    "rampup_batch_size": refused("batch.phases has other batches at the start"),
+    "tensor_model_parallel_size": sets("parallel.tensor"),
+    "pipeline_model_parallel_size": sets("parallel.pipeline"),
+    "context_parallel_size": sets("parallel.sequence"),
+    "sequence_parallel": _FASTER,
+    "use_distributed_optimizer": note("ZeRO 1: engine.deepspeed_config=zero1"),
+    **rows("bf16 fp16", read("`precision.dtype`")),
+    **rows("recompute_activations recompute_granularity", read("`model.gradient_checkpointing`")),
+    "save_interval": sets("checkpoint.every_steps"),
+    "eod_mask_loss": sets("data.mask_end_of_document", {True: True, False: False}),
+    "reset_attention_mask": read("`data.document_boundaries`, together with reset_position_ids"),
+    "reset_position_ids": read("`data.document_boundaries`"),
+    **rows("valid_data_path test_data_path", note("pairs for `manifest --held-out`")),
+    **rows(
+        "use_flash_attn attention_backend transformer_impl overlap_grad_reduce "
+        "overlap_param_gather use_mcore_models no_gradient_accumulation_fusion "
+        "attention_softmax_in_fp32 accumulate_allreduce_grads_in_fp32 recompute_method "
+        "recompute_num_layers no_masked_softmax_fusion bias_swiglu_fusion apply_rope_fusion "
+        "no_async_tensor_model_parallel_allreduce manual_gc distribute_saved_activations "
+        "virtual_pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage",
+        _FASTER,
+    ),
+    **rows(
+        "use_checkpoint_opt_param_scheduler log_throughput no_mmap_bin_files wandb_entity "
+        "wandb_exp_name wandb_save_dir dist_ckpt_optim_fully_reshardable no_rope_fusion "
+        "use_tp_pp_dp_mapping no_ckpt_fully_parallel_save cross_entropy_loss_fusion "
+        "cross_entropy_fusion_impl tp_comm_overlap calculate_per_token_loss "
+        "timing_log_level log_params_norm log_num_zeros_in_grad log_validation_ppl_to_tensorboard "
+        "log_timers_to_tensorboard log_memory_to_tensorboard deterministic_mode dist_ckpt_format "
+        "ckpt_format data_cache_path use_checkpoint_args no_load_optim no_load_rng exit_interval "
+        "ckpt_fully_parallel_load async_save use_persistent_ckpt_worker auto_detect_ckpt_format "
+        "save_retain_interval dist_ckpt_strictness distributed_timeout_minutes "
+        "tensorboard_log_interval",
+        _PROGRAM,
+    ),
+    **rows(
+        "num_experts moe_router_topk multi_latent_attention mtp_num_layers qk_layernorm fp8_format "
+        "fp8 squared_relu use_rope_scaling rope_scaling_factor spec init_model_with_meta_device",
+        refused("is not converted; write model.config, or start from a Hugging Face configuration"),
+    ),
+}
+
+
+_OF_TESTS = ("ENV_VARS", "TEST_TYPE", "METRICS", "BEFORE_SCRIPT", "AFTER_SCRIPT", "LAUNCHER")
+"""Keys of the YAMLs of Megatron-LM's functional tests that are not arguments."""
+
+
+def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a file: names with underscores and without dashes before them, those
+    below MODEL_ARGS, language_model and model_parallel at the top."""
+    arguments: dict[str, Any] = {}
+    for name, value in tree.items():
+        if name in ("MODEL_ARGS", "language_model", "model_parallel") and isinstance(
+            value, Mapping
+        ):
+            arguments.update(flat(value))
+        elif name not in _OF_TESTS:
+            arguments[str(name).lstrip("-").replace("-", "_")] = value
+    return arguments
+
+
+def fill_neox(draft: Draft, task: str | None) -> None:
+    """Set the settings that follow from several keys of GPT-NeoX."""
+    optimizer = draft.mapping("optimizer")
+    params = {name: as_number(value) for name, value in optimizer.get("params", {}).items()}
+    if str(optimizer.get("type", "Adam")).lower() not in ("adam", "adamw"):
+        draft.refuse("optimizer", f"{optimizer.get('type')} is not converted", "type: Adam")
+    lr = params.get("lr", draft.number("lr", 0.0))
+    _set_optimizer(draft, lr, params.get("betas", [0.9, 0.999]), params.get("eps", 1e-8))
+    draft.set("optimizer.clip_norm", draft.number("gradient_clipping", 1.0))
+    steps, warmup = int(draft.number("train_iters", 0)), draft.number("warmup", 0.01)
+    decay_iters = int(draft.number("lr_decay_iters", steps))
+    warmup_steps = int(decay_iters * warmup)
+    if warmup_steps:
+        draft.set("schedule.warmup_steps", warmup_steps)
+    _set_schedule(draft, lr, steps, decay_iters, warmup_steps)
+    _set_neox_batch(draft)
+    # Formats and engine.
+    fp16, bf16 = draft.mapping("fp16"), draft.mapping("bf16")
+    precision = draft.value("precision")
+    dtype = "float16" if fp16.get("enabled") or precision == "fp16" else "float32"
+    if bf16.get("enabled") or precision == "bfloat16" or fp16.get("type") == "bfloat16":
+        dtype = "bfloat16"
+    draft.set("precision.dtype", dtype)
+    if dtype == "float16" and "initial_scale_power" in fp16:
+        draft.set("precision.initial_loss_scale_power", fp16["initial_scale_power"])
+    gradients = draft.mapping("data_types").get("grad_accum_dtype")
+    if gradients in ("fp32", "bf16") and dtype == "bfloat16":
+        draft.set("precision.gradient_dtype", gradients)
+    zero = draft.mapping("zero_optimization")
+    draft.set("engine.deepspeed_config", f"zero{zero.get('stage', 0)}")
+    if draft.value("checkpoint_activations"):
+        draft.set("model.gradient_checkpointing", "full")
+    attention = str(draft.value("attention_config", "global"))
+    if any(name in attention for name in ("mamba", "rwkv", "gmlp", "sparse", "local", "bigbird")):
+        draft.refuse("attention_config", "only flash and global attention are converted")
+    _set_model(draft, uses_rms=draft.value("norm", "layernorm") == "rmsnorm")
+    _set_data(draft)
+
+
+def fill_megatron(draft: Draft, task: str | None) -> None:
+    """Set the settings that follow from several arguments of Megatron-LM."""
+    lr = float(draft.number("lr", 0.0))
+    betas = [draft.number("adam_beta1", 0.9), draft.number("adam_beta2", 0.999)]
+    if draft.value("optimizer", "adam") != "adam":
+        draft.refuse("optimizer", "is not converted: adam")
+    _set_optimizer(draft, lr, betas, float(draft.number("adam_eps", 1e-8)))
+    draft.set("optimizer.clip_norm", draft.number("clip_grad", 1.0))
+    steps = int(draft.number("train_iters", 0))
+    decay_iters = int(draft.number("lr_decay_iters", steps))
+    warmup_steps = int(draft.number("lr_warmup_iters", 0))
+    if draft.value("lr_warmup_fraction"):
+        warmup_steps = int(draft.number("lr_warmup_fraction") * decay_iters)
+    if warmup_steps:
+        draft.set("schedule.warmup_steps", warmup_steps)
+    _set_schedule(draft, lr, steps, decay_iters, warmup_steps)
+    dtype = "bfloat16" if draft.value("bf16") else "float32"
+    draft.set("precision.dtype", "float16" if draft.value("fp16") else dtype)
+    if draft.value("recompute_activations") or draft.value("recompute_granularity") == "full":
+        draft.set("model.gradient_checkpointing", "full")
+    resets = [bool(draft.value(name)) for name in ("reset_position_ids", "reset_attention_mask")]
+    if all(resets):
+        draft.set("data.document_boundaries", "isolate")
+    elif any(resets):
+        key = "reset_position_ids" if resets[0] else "reset_attention_mask"
+        draft.refuse(key, "positions and attention are isolated together, or not at all")
+    _set_model(draft, uses_rms=draft.value("normalization", "LayerNorm") == "RMSNorm")
+    _set_data(draft)
+
+
+def _set_optimizer(draft: Draft, lr: float, betas: list[float], eps: float) -> None:
+    if not lr:
+        draft.refuse("lr", "is missing", "the learning rate in the file, or another file with it")
+        lr = 1.0
+    draft.set("optimizer.type", "adamw")
+    draft.set("optimizer.lr", lr)
+    draft.set("optimizer.betas", betas)
+    draft.set("optimizer.eps", eps)
+    draft.set("optimizer.weight_decay", draft.number("weight_decay", 0.01))
+
+
+def _set_schedule(draft: Draft, lr: float, steps: int, decay_iters: int, warmup_steps: int) -> None:
+    style = draft.value("lr_decay_style", "linear")
+    if style not in ("cosine", "linear", "constant"):
+        draft.refuse("lr_decay_style", "is not converted: cosine, linear, constant")
+        return
+    draft.set("schedule.type", style)
+    if style == "constant":
+        return
+    draft.set("schedule.min_lr_ratio", draft.number("min_lr", 0.0) / (lr or 1.0))
+    if decay_iters != steps:
+        draft.set("schedule.decay_steps", max(1, decay_iters - warmup_steps))
+
+
+def _set_neox_batch(draft: Draft) -> None:
+    tensor = int(draft.number("model_parallel_size", 1))
+    pipeline = max(1, int(draft.number("pipe_parallel_size", 0)))
+    for size, name in ((tensor, "tensor"), (pipeline, "pipeline")):
+        if size > 1:
+            draft.set(f"parallel.{name}", size)
+    micro_batch_size = int(draft.number("train_micro_batch_size_per_gpu", 1))
+    draft.set("batch.micro_batch_size", micro_batch_size)
+    if draft.value("train_batch_size") is not None:
+        draft.set("batch.global_batch_size", int(draft.number("train_batch_size")))
+    elif draft.world_size is None:
+        draft.refuse(
+            "train_micro_batch_size_per_gpu",
+            "the global batch is this x gradient_accumulation_steps x the data-parallel size, and "
+            "the file does not have the number of devices",
+            "--world-size N, the devices that the file was run with",
+        )
+    else:
+        accumulation = int(draft.number("gradient_accumulation_steps", 1))
+        data_size = max(1, draft.world_size // (tensor * pipeline))
+        draft.set("batch.global_batch_size", micro_batch_size * accumulation * data_size)
+
+
+def _set_model(draft: Draft, *, uses_rms: bool) -> None:
+    """Set ``model.config`` for the two families that Hugging Face has: GPT-NeoX with layer norms
+    and GELU, and Llama with RMS norms and SwiGLU. Anything between is a problem."""
+    if draft.value("load") and draft.value("load") == draft.value("save"):
+        draft.notes.append("load, which is save: the same command resumes")
+    elif draft.value("load"):
+        draft.refuse(
+            "load",
+            "a checkpoint of Megatron or GPT-NeoX is not read: convert it to Hugging Face's "
+            "format, and set model.path",
+        )
+    sizes = {
+        "num_hidden_layers": int(draft.number("num_layers", 0)),
+        "hidden_size": int(draft.number("hidden_size", 0)),
+        "num_attention_heads": int(draft.number("num_attention_heads", 0)),
+        "max_position_embeddings": int(
+            draft.number("max_position_embeddings", draft.number("seq_length", 0))
+        ),
+    }
+    for name, size in sizes.items():
+        if not size:
+            key = "num_layers" if name == "num_hidden_layers" else name
+            draft.refuse(key, "is missing", "the number in the file, or another file with it")
+            return
+    position = draft.value("pos_emb", draft.value("position_embedding_type", "learned"))
+    if position not in ("rotary", "rope"):
+        draft.refuse("pos_emb", f"{position} positions are not converted: rotary", "model.config")
+        return
+    is_gated = bool(draft.value("swiglu")) or draft.value("activation", "gelu") in (
+        "swiglu",
+        "silu",
+    )
+    if uses_rms != is_gated:
+        draft.refuse(
+            "norm",
+            "RMS norms go with SwiGLU (llama) and layer norms with GELU (gpt_neox) in Hugging "
+            "Face's models, and this mixes them",
+            "model.config, with a model_type that has both",
+        )
+        return
+    vocabulary = draft.number("vocab_size")
+    config: dict[str, Any] = {"model_type": "llama" if uses_rms else "gpt_neox", **sizes}
+    if vocabulary is None:
+        draft.notes.append(
+            "vocab_size: model.config.vocab_size=N, the rows of the tokenizer and padding"
+        )
+    else:
+        config["vocab_size"] = int(vocabulary)
+    # NeoX ties embedding and head unless told otherwise; so does Megatron.
+    untied = draft.value("no_weight_tying") or draft.value("untie_embeddings_and_output_weights")
+    config["tie_word_embeddings"] = not untied
+    base = draft.number("rotary_emb_base", draft.number("rotary_base", 10000))
+    share = draft.number("rotary_pct", draft.number("rotary_percent", 1.0))
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": float(base)}
+    if uses_rms:
+        _complete_llama(draft, config, share)
+    else:
+        config["rope_parameters"]["partial_rotary_factor"] = float(share)
+        config["intermediate_size"] = int(
+            draft.number(
+                "intermediate_size", draft.number("ffn_hidden_size", 4 * sizes["hidden_size"])
+            )
+        )
+        config["use_parallel_residual"] = bool(draft.value("gpt_j_residual", False))
+        config["hidden_act"] = "gelu"
+        config["layer_norm_eps"] = draft.number("layernorm_epsilon", 1e-5)
+        config["hidden_dropout"] = draft.number("hidden_dropout", 0.0)
+        config["attention_dropout"] = draft.number("attention_dropout", 0.0)
+        if draft.trainer == MEGATRON_NAME:
+            draft.refuse(
+                "normalization",
+                "a GPT of Megatron has fused projections of its own order",
+                "model.config",
+            )
+    draft.set("model.config", config)
+
+
+def _complete_llama(draft: Draft, config: dict[str, Any], share: float) -> None:
+    hidden_size = config["hidden_size"]
+    if share != 1:
+        draft.refuse("rotary_pct", "a llama rotates all of a head: 1", "model.config")
+    for key in (
+        "use_bias_in_norms",
+        "use_bias_in_attn_linear",
+        "use_bias_in_mlp",
+        "add_bias_linear",
+    ):
+        if draft.value(key):
+            draft.refuse(key, "a llama has no biases: false", "model.config")
+    if draft.trainer == NEOX_NAME:
+        # A gated MLP of GPT-NeoX has a third of the size for each projection, rounded up
+        # (megatron/model/transformer.py, ffn_dim_in).
+        multiple = int(draft.number("mlp_multiple_of", 1))
+        third = int(draft.number("intermediate_size", 4 * hidden_size) * 2 / 3) // 2
+        config["intermediate_size"] = -(-third // multiple) * multiple
+    else:
+        given = draft.number("ffn_hidden_size")
+        default = int(4 * hidden_size * 2 / 3) // 64 * 64
+        config["intermediate_size"] = int(given or default)
+    heads = draft.number(
+        "num_kv_heads", draft.number("num_query_groups", config["num_attention_heads"])
+    )
+    config["num_key_value_heads"] = int(heads)
+    epsilon = draft.number("rms_norm_epsilon", draft.number("norm_epsilon", 1e-5))
+    config["rms_norm_eps"] = float(epsilon)
+    config["attention_dropout"] = draft.number("attention_dropout", 0.0)
+    if draft.number("hidden_dropout", 0.0):
+        draft.refuse("hidden_dropout", "a llama has no dropout of hidden states: 0", "model.config")
+
+
+def _set_data(draft: Draft) -> None:
+    """Set the data, and the command that makes a dataset of it."""
+    paths = draft.value("train_data_paths", draft.value("data_path", "DATA/text_document"))
+    paths = paths if isinstance(paths, list) else str(paths).split()
+    held_out = draft.value("valid_data_paths")
+    words = ["bigtrain manifest", *map(str, paths), "--tokenizer TOKENIZER"]
+    if isinstance(held_out, list):
+        words += ["--held-out", *map(str, held_out)]
+    draft.commands.append(" ".join(words))
+    draft.set("data.path", str(paths[0]).rpartition("/")[0] or ".")
+    if "output" not in draft.run:
+        draft.set("output.directory", "runs/converted")
+    iterations = draft.number("eval_iters")
+    if iterations and "global_batch_size" in draft.run.get("batch", {}):
+        draft.set("evaluation.samples", int(iterations * draft.run["batch"]["global_batch_size"]))
+
+
+def is_neox(arguments: Mapping[str, Any]) -> bool:
+    """Return whether arguments are GPT-NeoX's."""
+    own = {"pipe_parallel_size", "train_micro_batch_size_per_gpu", "pos_emb", "no_weight_tying"}
+    return bool(own & arguments.keys())
+
+
+def is_megatron(arguments: Mapping[str, Any]) -> bool:
+    """Return whether arguments are Megatron-LM's."""
+    own = {"tensor_model_parallel_size", "micro_batch_size", "lr_warmup_fraction", "train_iters"}
+    return bool(own & arguments.keys()) and "num_layers" in arguments

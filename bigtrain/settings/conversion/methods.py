@@ -1,0 +1,56 @@
+"""Methods of other trainers, and the objective and rows that each is here. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from bigtrain.settings.conversion.draft import Draft
+
+
+@dataclass(frozen=True)
+class Method:
+    """Method of training. objective: ``objective.type``; None: the next token. loss: of pairs.
+    has_beta, has_weights, is_centered: settings of the objective. rows: ``tokenize --format``."""
+
+    objective: str | None = None
+    loss: str | None = None
+    has_beta: bool = False
+    has_weights: bool = False
+    is_centered: bool = False
+    rows: Sequence[str] = ()
+
+
+_PAIRS = ("--format", "preference")
+METHODS: Mapping[str, Method] = dict(
+    sft=Method(),
+    pt=Method(rows=("--text-key", "text")),
+    dpo=Method("preference", "sigmoid", has_beta=True, rows=_PAIRS),
+    ipo=Method("preference", "ipo", has_beta=True, rows=_PAIRS),
+    simpo=Method("preference", "simpo", has_beta=True, rows=_PAIRS),
+    orpo=Method("preference", "orpo", has_beta=True, rows=_PAIRS),
+    kto=Method("kto", has_beta=True, has_weights=True, rows=("--format", "kto")),
+    reward=Method("reward", is_centered=True, rows=_PAIRS),
+)
+"""Methods by the names that TRL, Axolotl and LLaMA-Factory have for them."""
+METHODS = {**METHODS, "rm": METHODS["reward"]}
+
+
+def set_objective(draft: Draft, method: Method, beta: float, weights: Sequence[str]) -> None:
+    """Set the objective of a method. beta: of the file. weights: keys of the weights of desirable
+    and undesirable answers."""
+    if method.objective is None:
+        return
+    draft.set("objective.type", method.objective)
+    if method.loss is not None:
+        draft.set("objective.loss", method.loss)
+    if method.has_beta:
+        draft.set("objective.beta", beta)
+    if method.has_weights:
+        draft.set("objective.desirable_weight", draft.number(weights[0], 1.0))
+        draft.set("objective.undesirable_weight", draft.number(weights[1], 1.0))
+    if method.loss == "simpo":
+        draft.set("objective.gamma", draft.number("simpo_gamma", 0.5))
+    if method.is_centered:
+        coefficient = draft.number("center_rewards_coefficient", 0.0)
+        draft.set("objective.center_rewards_coefficient", coefficient)

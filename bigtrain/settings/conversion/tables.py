@@ -1,0 +1,71 @@
+"""Rows of a table of keys: the meaning of a key of another trainer for a run. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+RowKind = Literal["sets", "read", "note", "only", "refused"]
+
+
+@dataclass(frozen=True)
+class KeyRow:
+    """Meaning of a key.
+
+    kind: ``sets`` the setting `path` of the run to the value, or to that of `values`; ``read`` with
+    other keys, as `text` says; ``note``: no counterpart, and the mathematics is the same without;
+    ``only``: `allowed` values need no setting, any other one changes the mathematics; ``refused``:
+    any value but null, false, 0 and an empty one changes the mathematics.
+    """
+
+    kind: RowKind
+    text: str = ""
+    path: str = ""
+    values: Mapping[Any, Any] = field(default_factory=dict)
+    allowed: tuple[Any, ...] = ()
+
+    def describe(self) -> str:
+        """Return the cell of the row in the table of docs/reference/convert.md."""
+        values = ", ".join(f"{name} is {value}" for name, value in self.values.items())
+        by_kind = {
+            "sets": f"`{self.path}`" + (f" ({values})" if values else ""),
+            "read": self.text,
+            "note": f"no counterpart: {self.text}",
+            "only": f"only {' or '.join(map(str, self.allowed))}: {self.text}",
+            "refused": f"refused: {self.text}",
+        }
+        return by_kind[self.kind]
+
+
+Table = Mapping[str, KeyRow]
+
+
+def sets(path: str, values: Mapping[Any, Any] | None = None) -> KeyRow:
+    """Return the row of a key that is a setting of the run."""
+    return KeyRow("sets", path=path, values=values or {})
+
+
+def read(text: str) -> KeyRow:
+    """Return the row of a key that decides settings together with other keys."""
+    return KeyRow("read", text)
+
+
+def note(text: str) -> KeyRow:
+    """Return the row of a key without counterpart, which does not change the mathematics."""
+    return KeyRow("note", text)
+
+
+def only(allowed: tuple[Any, ...], text: str) -> KeyRow:
+    """Return the row of a key of which only some values are what a run does."""
+    return KeyRow("only", text, allowed=allowed)
+
+
+def refused(text: str) -> KeyRow:
+    """Return the row of a key without counterpart, which changes the mathematics."""
+    return KeyRow("refused", text)
+
+
+def rows(names: str, row: KeyRow) -> dict[str, KeyRow]:
+    """Return a table in which each of the `names`, divided by spaces, has the same row."""
+    return dict.fromkeys(names.split(), row)

@@ -1,0 +1,358 @@
+"""HF TrainingArguments, and the configurations of TRL's trainers, as JSON or YAML. Pure.
+
+Defaults are those of transformers 5.23 (training_args.py) and TRL 0.26 (SFTConfig, DPOConfig,
+KTOConfig, RewardConfig), where their classes differ from bigtrain's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from bigtrain.settings.conversion.common import (
+    set_adam,
+    set_batch,
+    set_data,
+    set_dtype,
+    set_engine,
+    set_length,
+    set_optimizer,
+    set_packing,
+    set_schedule,
+    set_steps,
+    set_trackers,
+    tokenize_command,
+)
+from bigtrain.settings.conversion.draft import Draft
+from bigtrain.settings.conversion.methods import METHODS, set_objective
+from bigtrain.settings.conversion.tables import Table, note, only, read, refused, rows, sets
+
+NAME = "HF Trainer and TRL"
+_ELSEWHERE = "is of the program, not of the training"
+_DATA = read("the `tokenize` line")
+_REINFORCEMENT = refused("reinforcement learning (GRPO, PPO, RLOO) is not a kind of objective")
+
+TABLE: Table = {
+    # Model and adapters.
+    "model_name_or_path": sets("model.path"),
+    "attn_implementation": read("`model.attention`"),
+    "gradient_checkpointing": read("`model.gradient_checkpointing`"),
+    "use_peft": read("`adapters`"),
+    "lora_r": read("`adapters.rank`"),
+    "lora_alpha": read("`adapters.alpha`"),
+    "lora_dropout": read("`adapters.dropout`"),
+    "lora_target_modules": read("`adapters.targets`"),
+    "lora_modules_to_save": read("`adapters.modules_to_save`"),
+    "use_rslora": read("`adapters.rslora`"),
+    "use_dora": read("`adapters.dora`"),
+    "load_in_4bit": read("`adapters.quantization`"),
+    "bnb_4bit_quant_type": read("`adapters.quantization`"),
+    "use_bnb_nested_quant": read("`adapters.double_quantization`"),
+    "load_in_8bit": refused("a base in 8 bits is not implemented"),
+    # Optimizer, schedule, batch, length.
+    "learning_rate": read("`optimizer.lr`"),
+    "optim": read("`optimizer.type`"),
+    "weight_decay": read("`optimizer.weight_decay`"),
+    "adam_beta1": read("`optimizer.betas`"),
+    "adam_beta2": read("`optimizer.betas`"),
+    "adam_epsilon": read("`optimizer.eps`"),
+    "max_grad_norm": read("`optimizer.clip_norm`"),
+    "lr_scheduler_type": read("`schedule.type`"),
+    "lr_scheduler_kwargs": read("`schedule.min_lr_ratio`, `schedule.cycles`"),
+    "warmup_steps": read("`schedule.warmup_steps`"),
+    "warmup_ratio": read("`schedule.warmup_ratio`"),
+    "per_device_train_batch_size": read("`batch.micro_batch_size`, `batch.global_batch_size`"),
+    "gradient_accumulation_steps": read("`batch.global_batch_size`"),
+    "num_train_epochs": read("`train.epochs`"),
+    "max_steps": read("`train.steps`, if more than 0"),
+    "bf16": read("`precision.dtype`"),
+    "fp16": read("`precision.dtype`"),
+    "tf32": sets("precision.tf32", {True: True, False: False}),
+    "seed": sets("seed"),
+    "label_smoothing_factor": sets("objective.label_smoothing"),
+    "neftune_noise_alpha": refused("noise on embeddings (NEFTune) is not implemented"),
+    "deepspeed": read("`engine.deepspeed_config`, a path"),
+    # Objectives.
+    **rows("beta loss_type desirable_weight undesirable_weight simpo_gamma", read("`objective`")),
+    "center_rewards_coefficient": read("`objective.center_rewards_coefficient`"),
+    "label_smoothing": refused("label smoothing of pairs is not implemented"),
+    "rpo_alpha": refused("a further loss of the chosen answer is not implemented"),
+    "ref_model": refused("the reference is the model that the run starts from"),
+    "max_prompt_length": note(
+        "prompts are not cut; tokenize --max-prompt-tokens drops rows with longer ones"
+    ),
+    # Data.
+    "max_length": read("`batch.sequence_length`"),
+    "max_seq_length": read("`batch.sequence_length`, the older name of max_length"),
+    "packing": read("`data.packing`"),
+    "packing_strategy": read("`data.packing`"),
+    "padding_free": note("samples are packed and isolated"),
+    "assistant_only_loss": read("answers alone are learned from conversations"),
+    "completion_only_loss": only((True,), "a prompt would be learned too"),
+    **rows(
+        "dataset_name dataset_config dataset_train_split dataset_splits dataset_mixer "
+        "dataset_mixture dataset_configs dataset_text_field",
+        _DATA,
+    ),
+    **rows("dataset_test_split eval_dataset", note("evaluation is on `tokenize --held-out`")),
+    "dataset_kwargs": note("of TRL's own preparation of the data"),
+    "chat_template": read("a file for `tokenize --chat-template`"),
+    "eos_token": refused("the tokenizer's directory decides the end of sequences"),
+    "system_prompt": refused("a system message is a part of the rows"),
+    # Saves, evaluations, log.
+    "output_dir": sets("output.directory"),
+    "logging_steps": read("`logging.every_steps`"),
+    "report_to": read("`logging.trackers`"),
+    "wandb_project": sets("logging.project"),
+    "save_steps": read("`checkpoint.every_steps`, if saves are by steps"),
+    "save_strategy": read("`checkpoint.every_steps`, or every_epochs"),
+    "save_total_limit": read("`checkpoint.keep_last`"),
+    "eval_steps": read("`evaluation.every_steps`, if evaluations are by steps"),
+    **rows(
+        "eval_strategy evaluation_strategy do_eval",
+        read("`evaluation.every_steps`, or every_epochs"),
+    ),
+    "max_samples": refused("the first rows of the data: cut the file"),
+    # Without a counterpart, and without an effect on the mathematics.
+    **rows("torch_dtype dtype", note("weights are read in the dtype of precision.dtype")),
+    **rows(
+        "push_to_hub hub_model_id hub_strategy hub_private_repo hub_model_revision hub_always_push "
+        "hub_token push_to_hub_model_id",
+        note("an export is uploaded with `hf upload`"),
+    ),
+    **rows(
+        "dataset_num_proc preprocessing_num_workers",
+        note("tokenize takes all cores; --workers N"),
+    ),
+    **rows(
+        "dataloader_num_workers dataloader_pin_memory dataloader_drop_last "
+        "dataloader_persistent_workers dataloader_prefetch_factor",
+        note("data.workers sets the reader threads"),
+    ),
+    **rows(
+        "do_train do_predict overwrite_output_dir log_level logging_strategy logging_first_step "
+        "run_name disable_tqdm remove_unused_columns ddp_timeout ddp_find_unused_parameters "
+        "wandb_entity wandb_group wandb_run_group callbacks benchmarks logging_dir local_rank "
+        "save_safetensors load_best_model_at_end metric_for_best_model greater_is_better "
+        "log_on_each_node save_on_each_node",
+        note(_ELSEWHERE),
+    ),
+    **rows(
+        "save_only_model resume_from_checkpoint", note("a run resumes from complete checkpoints")
+    ),
+    **rows("fsdp fsdp_config", note("ZeRO 3 takes its place: engine.deepspeed_config=zero3")),
+    **rows(
+        "per_device_eval_batch_size eval_accumulation_steps",
+        note("an evaluation has the micro-batch of the run"),
+    ),
+    **rows("eval_on_start prediction_loss_only", note("evaluations measure the held-out loss")),
+    "average_tokens_across_devices": only((True,), "the loss is the mean over the tokens of all"),
+    "gradient_checkpointing_kwargs": note("recomputation gives the same gradients"),
+    "group_by_length": refused("the order of samples by length is not implemented"),
+    "use_liger_kernel": note("the same results; model.kernels=liger and model.loss=liger"),
+    "torch_compile": read("`model.compile`"),
+    "auto_find_batch_size": refused("the micro-batch is a setting"),
+    "trust_remote_code": note("code of the hub is never run; a model that needs it is refused"),
+    "model_revision": read("only main: a run reads the model's main branch, or a directory"),
+    "use_cache": note("is of generation"),
+    "precompute_ref_log_probs": note("`bigtrain score` stores them"),
+    **rows(
+        "num_generations reward_funcs reward_weights use_vllm max_completion_length "
+        "num_iterations vllm_device vllm_gpu_memory_utilization scale_rewards kl_coef "
+        "dataset_prompt_column mask_truncated_completions",
+        _REINFORCEMENT,
+    ),
+    **rows("optim_args optim_target_modules", refused("options of another optimizer")),
+    "temperature": _REINFORCEMENT,
+}
+
+_TASKS: Mapping[str, dict[str, Any]] = dict(
+    sft={"learning_rate": 2e-5, "max_length": 1024, "bf16": True},
+    dpo={"learning_rate": 1e-6, "max_length": 1024, "bf16": True},
+    orpo={"learning_rate": 1e-6, "max_length": 1024, "bf16": True},
+    kto={"learning_rate": 1e-6, "max_length": 1024, "bf16": True},
+    reward={"learning_rate": 1e-4, "max_length": 1024, "bf16": True},
+)
+"""Defaults of TRL's trainers that differ from those of TrainingArguments."""
+TASKS = tuple(_TASKS)
+
+
+def task_of(keys: Mapping[str, Any]) -> str | None:
+    """Return the trainer of TRL that a file is for, by keys that only it has; None if there are
+    none. Configurations of DPO, ORPO and others have the same keys."""
+    if "desirable_weight" in keys or "undesirable_weight" in keys:
+        return "kto"
+    if "center_rewards_coefficient" in keys:
+        return "reward"
+    sft = {"packing", "max_seq_length", "assistant_only_loss", "dataset_text_field"}
+    return "sft" if sft & keys.keys() else None
+
+
+def fill(draft: Draft, task: str | None) -> None:
+    """Set the settings that follow from several keys. task: of `TASKS`; None: as the keys say."""
+    task = task or task_of(draft.keys)
+    if task is None:
+        draft.refuse(
+            "the trainer",
+            "several trainers of TRL have all keys of the file, and compute something else from "
+            "them",
+            f"--task {' or '.join(TASKS)}",
+        )
+        return
+    defaults = _TASKS[task]
+    used = [f"{key} = {value}" for key, value in defaults.items() if draft.value(key) is None]
+    if used:
+        draft.notes.append(f"defaults of TRL's trainer ({task}): {', '.join(used)}")
+    set_training(draft, defaults)
+    _set_objective(draft, task)
+    _set_rows(draft, task, defaults["max_length"])
+
+
+def set_training(draft: Draft, defaults: Mapping[str, Any]) -> None:
+    """Set optimizer, schedule, batch, length, precision, saves and log as TrainingArguments do.
+    Shared with LLaMA-Factory, whose keys are the same."""
+    draft.set("optimizer.lr", draft.number("learning_rate", defaults["learning_rate"]))
+    set_optimizer(draft, "optim", "adamw_torch")
+    set_adam(draft, ("adam_beta1", "adam_beta2"), "adam_epsilon")
+    draft.set("optimizer.weight_decay", draft.number("weight_decay", 0.0))
+    draft.set("optimizer.clip_norm", draft.number("max_grad_norm", 1.0))
+    set_schedule(draft, "lr_scheduler_type", "linear", draft.mapping("lr_scheduler_kwargs"))
+    set_batch(draft, ("per_device_train_batch_size", 8), ("gradient_accumulation_steps", 1))
+    set_length(draft, ("num_train_epochs", 3.0), "max_steps")
+    set_dtype(draft, default="bfloat16" if defaults.get("bf16") else "float32")
+    if draft.value("gradient_checkpointing"):
+        draft.set("model.gradient_checkpointing", "full")
+    attention = draft.value("attn_implementation")
+    if attention in ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"):
+        draft.set("model.attention", attention)
+    elif attention is not None:
+        draft.notes.append(
+            f"attn_implementation = {attention!r}: model.attention=auto, the same sum"
+        )
+    if draft.value("torch_compile"):
+        draft.set("model.compile", "on")
+    if draft.value("model_revision", "main") != "main":
+        draft.refuse("model_revision", "a run reads the model's main branch, or a directory")
+    set_engine(draft, "deepspeed")
+    draft.set("logging.every_steps", max(1, int(draft.number("logging_steps", 500))))
+    if "seed" not in draft.run:
+        draft.set("seed", 42)
+    if draft.value("report_to") is not None:
+        set_trackers(draft, draft.value("report_to"))
+    _set_saves(draft)
+
+
+def _set_saves(draft: Draft) -> None:
+    if draft.value("save_strategy", "steps") in ("steps", "best"):
+        set_steps(draft, "save_steps", "checkpoint.every_steps")
+    elif draft.value("save_strategy") == "epoch":
+        draft.set("checkpoint.every_epochs", 1.0)
+    limit = draft.number("save_total_limit")
+    if limit:
+        draft.set("checkpoint.keep_last", int(limit))
+    strategy = draft.value("eval_strategy", draft.value("evaluation_strategy", "no"))
+    if strategy == "steps":
+        set_steps(draft, "eval_steps", "evaluation.every_steps")
+    elif strategy == "epoch":
+        draft.set("evaluation.every_epochs", 1.0)
+
+
+def _set_objective(draft: Draft, task: str) -> None:
+    """Set adapters and the objective of a trainer of TRL."""
+    if draft.value("use_peft") or draft.value("load_in_4bit"):
+        set_adapters(
+            draft,
+            rank=draft.number("lora_r", 16),
+            alpha=draft.number("lora_alpha", 32),
+            targets=draft.value("lora_target_modules", "all-linear"),
+        )
+    method = METHODS[task]
+    loss = draft.value("loss_type")
+    loss = loss[0] if isinstance(loss, list) and len(loss) == 1 else loss
+    if method is METHODS["dpo"] and loss not in (None, "sigmoid"):
+        method = METHODS["ipo"]
+        if loss != method.loss:
+            draft.refuse("loss_type", "is not a loss of DPO that bigtrain has: sigmoid, ipo")
+    weights = ("desirable_weight", "undesirable_weight")
+    set_objective(draft, method, draft.number("beta", 0.1), weights)
+
+
+def set_adapters(draft: Draft, *, rank: float, alpha: float, targets: object) -> None:
+    """Set the adapters from the keys that TRL, Axolotl and LLaMA-Factory share."""
+    draft.set("adapters.rank", int(rank))
+    draft.set("adapters.alpha", float(alpha))
+    draft.set("adapters.dropout", draft.number("lora_dropout", 0.05))
+    draft.set("adapters.targets", targets)
+    if draft.value("load_in_4bit"):
+        draft.set("adapters.quantization", draft.value("bnb_4bit_quant_type", "nf4"))
+        draft.set("adapters.double_quantization", bool(draft.value("use_bnb_nested_quant", False)))
+    if draft.value("lora_modules_to_save"):
+        draft.set("adapters.modules_to_save", draft.value("lora_modules_to_save"))
+    for key, name in (("use_rslora", "rslora"), ("use_dora", "dora")):
+        if draft.value(key):
+            draft.set(f"adapters.{name}", True)
+
+
+def _set_rows(draft: Draft, task: str, default_length: int) -> None:
+    """Set sequence length, packing, and the commands that make the data."""
+    length = draft.number("max_length", draft.number("max_seq_length", default_length))
+    draft.set("batch.sequence_length", int(length))
+    if METHODS[task].objective is None:
+        set_packing(draft, "packing", packs=bool(draft.value("packing")), length="max_length")
+        if draft.value("packing_strategy") == "wrapped":
+            draft.set("data.packing", "concatenate")
+            draft.run["data"].pop("long_documents")
+        learns_answers = (
+            draft.value("assistant_only_loss") or "assistant_only_loss" in draft.omitted
+        )
+        if not learns_answers:
+            draft.refuse(
+                "assistant_only_loss",
+                "false, the default, also learns the user's messages of conversations; a run "
+                "learns "
+                "the assistant's",
+                "--omit assistant_only_loss learns answers only",
+            )
+    options = [*METHODS[task].rows]
+    if draft.value("chat_template"):
+        options += ["--chat-template", "template.jinja"]
+        draft.notes.append("chat_template: write its text into template.jinja")
+    tokenizer = str(draft.value("model_name_or_path", "TOKENIZER"))
+    sources = _sources(draft)
+    outputs = [f"shards-{number}/" for number in range(len(sources))]
+    outputs = ["shards/"] if len(sources) == 1 else outputs
+    commands = [
+        tokenize_command(source["name"], tokenizer, [*source["options"], *options], output)
+        for source, output in zip(sources, outputs, strict=True)
+    ]
+    set_data(draft, commands, outputs)
+
+
+def _sources(draft: Draft) -> list[dict[str, Any]]:
+    """Return name and options of each dataset of the file."""
+    mixture = draft.value("dataset_mixture")
+    if isinstance(mixture, Mapping):
+        listed = [
+            (entry.get("id"), entry.get("config"), entry.get("split", "train"), entry)
+            for entry in mixture.get("datasets", [])
+        ]
+        for name, _, _, entry in listed:
+            if entry.get("weight", 1.0) != 1.0:
+                rule = f"takes {entry['weight']} of the rows of {name}"
+                draft.refuse("dataset_mixture", rule, "cut the rows, and weight: 1.0 in the file")
+    elif isinstance(draft.value("dataset_mixer"), Mapping):
+        splits = draft.value("dataset_splits", ["train"])
+        listed = [(name, None, splits[0], {}) for name in draft.value("dataset_mixer")]
+    else:
+        name = draft.value("dataset_name", "DATA")
+        split = draft.value("dataset_train_split", "train")
+        listed = [(name, draft.value("dataset_config"), split, {})]
+    sources = []
+    for name, config, split, _ in listed:
+        options = []
+        if config not in (None, "default"):
+            options += ["--dataset-config", str(config)]
+        if split != "train":
+            options += ["--dataset-split", str(split)]
+        sources.append({"name": str(name), "options": options})
+    return sources

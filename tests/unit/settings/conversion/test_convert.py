@@ -1,0 +1,261 @@
+"""`bigtrain convert`: trainers are told apart, tables are complete, and nothing is guessed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from bigtrain.cli import main
+from bigtrain.errors import ConfigError
+from bigtrain.settings.commented_yaml import setting_names
+from bigtrain.settings.conversion.convert import TRAINERS, convert
+from bigtrain.settings.loading import load_run_config
+
+SFT: dict[str, Any] = {
+    "model_name_or_path": "org/model",
+    "output_dir": "runs/sft",
+    "learning_rate": "2e-5",
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 4,
+    "packing": True,
+    "assistant_only_loss": True,
+    "dataset_name": "org/chats",
+    "max_length": 512,
+    "max_steps": 30,
+    "warmup_ratio": 0.1,
+}
+DPO: dict[str, Any] = {
+    "model_name_or_path": "org/model",
+    "output_dir": "runs/dpo",
+    "beta": 0.2,
+    "learning_rate": 1e-6,
+    "max_length": 256,
+}
+
+
+def write(directory: Path, keys: dict[str, Any], name: str = "found.yaml") -> Path:
+    path = directory / name
+    path.write_text(yaml.safe_dump(keys), encoding="utf-8")
+    return path
+
+
+def problems(directory: Path, keys: dict[str, Any], **options: Any) -> dict[str, str]:
+    """Return rule and fix of each problem of a file, by key."""
+    with pytest.raises(ConfigError) as caught:
+        convert([write(directory, keys)], **{"world_size": 4, **options})
+    return {p.key: f"{p.rule} -> {p.remedy}" for p in caught.value.problems}
+
+
+def test_the_command_writes_a_run_and_its_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, {**SFT, "push_to_hub": True})
+    words = ["convert", "found.yaml", "--world-size", "4", "optimizer.weight_decay=0.01"]
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    assert "bigtrain tokenize --input org/chats --tokenizer org/model --output shards/" in printed
+    assert "bigtrain check --config run.yaml --world-size 4" in printed
+    assert "push_to_hub = True: an export is uploaded with `hf upload`" in printed
+    config = load_run_config("run.yaml")
+    assert (config.optimizer.lr, config.optimizer.weight_decay) == (2e-5, 0.01)
+    assert (config.batch.global_batch_size, config.batch.sequence_length) == (32, 512)
+    assert config.schedule.warmup_ratio == 0.1
+    assert config.precision.dtype == "bfloat16"
+    # It is the user's from then on.
+    assert main(words) == 2
+    assert "run.yaml: exists, and may have been edited" in capsys.readouterr().err.replace("'", "")
+
+
+def test_json_is_read_like_yaml(tmp_path: Path) -> None:
+    path = tmp_path / "args.json"
+    path.write_text(json.dumps(SFT))
+    by_json = convert([path], world_size=4)
+    assert by_json.tree == convert([write(tmp_path, SFT)], world_size=4).tree
+
+
+def test_a_later_file_wins(tmp_path: Path) -> None:
+    first, second = write(tmp_path, SFT), write(tmp_path, {"max_length": 64}, "second.yaml")
+    assert convert([first, second], world_size=4).config.batch.sequence_length == 64
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_every_row_names_a_setting_or_a_reason(name: str) -> None:
+    settings = set(setting_names())
+    for key, row in TRAINERS[name].table.items():
+        assert row.describe(), key
+        if row.kind == "sets":
+            assert any(f"{name}.".startswith(f"{row.path}.") for name in settings), key
+        else:
+            assert row.text, key
+
+
+@pytest.mark.parametrize(
+    ("keys", "options", "key", "text"),
+    [
+        (
+            {**SFT, "neftune_noise_alpha": 5},
+            {},
+            "neftune_noise_alpha",
+            "--omit neftune_noise_alpha",
+        ),
+        (
+            {**SFT, "invented": 1},
+            {},
+            "invented",
+            "is not a key of HF Trainer and TRL that bigtrain",
+        ),
+        ({**SFT, "packing": False}, {}, "packing", "--omit packing accepts packed rows"),
+        ({**SFT, "optim": "rmsprop"}, {}, "optim", "is not an optimizer of bigtrain"),
+        ({**SFT, "lr_scheduler_type": "polynomial"}, {}, "lr_scheduler_type", "is not a schedule"),
+        ({**SFT, "learning_rate": "fast"}, {}, "learning_rate", "is not a number"),
+        (SFT, {"world_size": None}, "per_device_train_batch_size", "--world-size N"),
+        (DPO, {}, "the trainer", "--task sft or dpo or orpo or kto or reward"),
+        ({**DPO, "loss_type": "hinge"}, {"task": "dpo"}, "loss_type", "is not a loss of DPO"),
+    ],
+)
+def test_nothing_is_guessed(
+    tmp_path: Path, keys: dict[str, Any], options: dict[str, Any], key: str, text: str
+) -> None:
+    assert text in problems(tmp_path, keys, **options)[key]
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        ({"hello": 1}, "is not a file of Axolotl, LLaMA-Factory"),
+        ({"model": "m", "train_dataset": "d", "cutoff_len": 8}, "LLaMA-Factory's new trainer (v1)"),
+        ({**DPO, "num_generations": 8}, "is of reinforcement learning, which is not converted"),
+        ({"num_layers": 2, "train_impl": "dpo"}, "is of GPT-NeoX's post-training"),
+    ],
+)
+def test_other_files_are_refused_as_a_whole(
+    tmp_path: Path, keys: dict[str, Any], text: str
+) -> None:
+    [(_, problem)] = problems(tmp_path, keys).items()
+    assert text in problem
+
+
+def test_all_keys_can_be_omitted_with_one_line(tmp_path: Path) -> None:
+    keys = {**SFT, "packing": False, "neftune_noise_alpha": 5, "label_smoothing": 0.1}
+    found = problems(tmp_path, keys)
+    words = found["all of these"].rpartition("--omit ")[2].split()
+    assert set(words) == {"packing", "neftune_noise_alpha", "label_smoothing"}
+    conversion = convert([write(tmp_path, keys)], world_size=4, omitted=words)
+    assert "neftune_noise_alpha = 5: omitted, as --omit asks" in conversion.notes
+
+
+@pytest.mark.parametrize(
+    ("task", "objective"),
+    [
+        ("dpo", {"type": "preference", "loss": "sigmoid", "beta": 0.2}),
+        ("orpo", {"type": "preference", "loss": "orpo", "beta": 0.2}),
+        ("kto", {"type": "kto", "beta": 0.2, "desirable_weight": 1.0, "undesirable_weight": 1.0}),
+        ("reward", {"type": "reward", "center_rewards_coefficient": 0.0}),
+    ],
+)
+def test_a_task_is_its_objective(tmp_path: Path, task: str, objective: dict[str, Any]) -> None:
+    conversion = convert([write(tmp_path, DPO)], world_size=4, task=task)
+    assert conversion.tree["objective"] == objective
+
+
+def test_a_llama_of_megatron_is_a_llama(tmp_path: Path) -> None:
+    arguments = {
+        "--num-layers": 2,
+        "--hidden-size": 64,
+        "--num-attention-heads": 4,
+        "--group-query-attention": True,
+        "--num-query-groups": 2,
+        "--ffn-hidden-size": 160,
+        "--seq-length": 32,
+        "--max-position-embeddings": 32,
+        "--normalization": "RMSNorm",
+        "--swiglu": True,
+        "--position-embedding-type": "rope",
+        "--rotary-base": 500000,
+        "--untie-embeddings-and-output-weights": True,
+        "--disable-bias-linear": True,
+        "--micro-batch-size": 1,
+        "--global-batch-size": 8,
+        "--train-iters": 50,
+        "--lr": 3e-4,
+        "--min-lr": 3e-5,
+        "--lr-decay-style": "cosine",
+        "--lr-warmup-iters": 5,
+        "--weight-decay": 0.1,
+        "--clip-grad": 1.0,
+        "--bf16": True,
+        "--tensor-model-parallel-size": 2,
+        "--data-path": "data/c4_text_document",
+    }
+    conversion = convert([write(tmp_path, {"MODEL_ARGS": arguments})])
+    model = conversion.tree["model"]["config"]
+    assert model["model_type"] == "llama"
+    assert (model["intermediate_size"], model["num_key_value_heads"]) == (160, 2)
+    assert model["rope_parameters"]["rope_theta"] == 500000.0
+    assert conversion.config.schedule.min_lr_ratio == pytest.approx(0.1)
+    assert conversion.config.parallel.tensor == 2
+    assert conversion.commands == ["bigtrain manifest data/c4_text_document --tokenizer TOKENIZER"]
+
+
+AXOLOTL: dict[str, Any] = {
+    "base_model": "org/model",
+    "datasets": [{"path": "org/chats", "type": "chat_template"}],
+    "sequence_len": 512,
+    "sample_packing": True,
+    "learning_rate": 1e-4,
+    "warmup_steps": 5,
+    "max_steps": 40,
+    "output_dir": "runs/ax",
+}
+FACTORY: dict[str, Any] = {
+    "model_name_or_path": "org/model",
+    "stage": "pt",
+    "finetuning_type": "full",
+    "dataset": "wiki",
+    "cutoff_len": 256,
+    "output_dir": "runs/lf",
+}
+
+
+@pytest.mark.parametrize(
+    ("keys", "changes", "path", "value"),
+    [
+        (SFT, {"adam_beta1": 0.8}, "optimizer.betas", [0.8, 0.999]),
+        (SFT, {"adam_beta2": 0.95}, "optimizer.betas", [0.9, 0.95]),
+        (SFT, {"adam_epsilon": "1e-6"}, "optimizer.eps", 1e-6),
+        (SFT, {"max_grad_norm": 0.3}, "optimizer.clip_norm", 0.3),
+        (SFT, {"bf16": False}, "precision.dtype", "float32"),
+        (SFT, {"fp16": True, "bf16": False}, "precision.dtype", "float16"),
+        (SFT, {"seed": 7}, "seed", 7),
+        (SFT, {"save_steps": 25}, "checkpoint.every_steps", 25),
+        (SFT, {"packing_strategy": "wrapped"}, "data.packing", "concatenate"),
+        (SFT, {"lr_scheduler_type": "cosine_with_restarts"}, "schedule.type", "cosine"),
+        (SFT, {"use_peft": True, "lora_r": 4}, "adapters.rank", 4),
+        (SFT, {"load_in_4bit": True}, "adapters.quantization", "nf4"),
+        (AXOLOTL, {"adam_beta2": 0.95}, "optimizer.betas", [0.9, 0.95]),
+        (AXOLOTL, {"bf16": "auto"}, "precision.dtype", "bfloat16"),
+        (AXOLOTL, {"lr_scheduler": "linear"}, "schedule.type", "linear"),
+        (AXOLOTL, {"cosine_min_lr_ratio": 0.2}, "schedule.min_lr_ratio", 0.2),
+        (AXOLOTL, {"micro_batch_size": 3}, "batch.global_batch_size", 12),
+        (AXOLOTL, {"tensor_parallel_size": 2, "micro_batch_size": 3}, "batch.global_batch_size", 6),
+        (AXOLOTL, {"gradient_checkpointing": True}, "model.gradient_checkpointing", "full"),
+        (AXOLOTL, {"rl": "simpo", "simpo_gamma": 1.5}, "objective.gamma", 1.5),
+        (FACTORY, {"weight_decay": 0.1}, "optimizer.weight_decay", 0.1),
+        (FACTORY, {"finetuning_type": "lora", "lora_rank": 4}, "adapters.alpha", 8.0),
+        (FACTORY, {"finetuning_type": "lora", "lora_target": "q_proj,v_proj"}, "adapters.targets",
+         ["q_proj", "v_proj"]),
+        (FACTORY, {"stage": "dpo", "pref_loss": "orpo"}, "objective.loss", "orpo"),
+    ],
+)  # fmt: skip
+def test_a_value_arrives_at_its_setting(
+    tmp_path: Path, keys: dict[str, Any], changes: dict[str, Any], path: str, value: object
+) -> None:
+    found: Any = convert([write(tmp_path, {**keys, **changes})], world_size=4).tree
+    for name in path.split("."):
+        found = found[name]
+    assert found == value
