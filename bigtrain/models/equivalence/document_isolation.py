@@ -130,7 +130,7 @@ def _first_that_isolates(
 def _difference(model: PreTrainedModel, isolation: Isolation) -> str:
     """Describe how packed documents differ from separate ones; empty if they do not."""
     # Documents longer than what a recurrent layer computes together, which begin inside of it.
-    chunk = _longest_chunk(model)
+    chunk = longest_chunk(model)
     document_tokens = [
         [length + chunk * (length > 8) for length in row] for row in _DOCUMENT_TOKENS
     ]
@@ -172,7 +172,7 @@ def _difference(model: PreTrainedModel, isolation: Isolation) -> str:
 
 
 @torch.no_grad()
-def _longest_chunk(model: PreTrainedModel) -> int:
+def longest_chunk(model: PreTrainedModel) -> int:
     """Return the largest number of tokens that a recurrent layer of `model` computes together, 0
     without one."""
     chunks = [0]

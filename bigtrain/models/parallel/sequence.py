@@ -35,6 +35,12 @@ from bigtrain.models.layers.document_attention import (
     require_causal_window,
 )
 from bigtrain.models.layers.document_masks import document_numbers
+from bigtrain.models.layers.recurrence.functions import (
+    layers_with_functions,
+    replace_functions,
+    run_by_document,
+)
+from bigtrain.models.layers.recurrence.pieces import current_documents
 from bigtrain.models.layers.rotary import choose_by_document, document_lengths
 from bigtrain.models.parallel.ring_attention import ring_attention
 from bigtrain.models.parallel.ring_plan import RingPlan, tokens_of
@@ -82,9 +88,29 @@ class SequenceParallel:
         decoder: Module = model.get_decoder()
         self._hook = decoder.register_forward_hook(self._all_router_logits)
         self._undo_rotary = choose_by_document(model, self._document_lengths)
+        self._undo_functions: Callable[[], None] | None = None
+        if any(layers_with_functions(model)):
+            self._undo_functions = self._pass_states(model)
+
+    def _pass_states(self, model: PreTrainedModel) -> Callable[[], None]:
+        """Let recurrent layers continue the states of other ranks; returns an undo function."""
+        from bigtrain.models.parallel.state_passing import StatePassing
+
+        ranks = range(self.size)
+        passing = StatePassing(
+            self.exchange.everyone,
+            lambda length: [tokens_of(length, *self._sizes, rank) for rank in ranks],
+        )
+        return replace_functions(
+            model,
+            lambda call: passing.run(call) if self._exchanging else run_by_document(call),
+            lambda: not self._exchanging and current_documents() is None,
+        )
 
     def close(self) -> None:
-        """Restore the model's attention and rotary embeddings."""
+        """Restore the model's attention, rotary embeddings and recurrent layers."""
+        if self._undo_functions is not None:
+            self._undo_functions()
         self._undo_rotary()
         self._hook.remove()
         self._model.set_attn_implementation(self._base)

@@ -101,16 +101,17 @@ class Call:
         value = self.rest.get("chunk_size", default.default if default else 0)
         return value if isinstance(value, int) else 0
 
-    def output(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the output for `tensors` [n, width, ...]: [n, width, ...]."""
-        output, _ = self._compute(tensors, {})
+    def output(self, tensors: Mapping[str, torch.Tensor], **changes: Any) -> torch.Tensor:
+        """Return the output for `tensors` [n, width, ...]: [n, width, ...]. `changes`: of the other
+        arguments."""
+        output, _ = self._compute(tensors, changes)
         return output
 
     def output_and_state(
         self, tensors: Mapping[str, torch.Tensor], **changes: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output for `tensors` [n, width, ...], and the state after their last token [n,
-        ...]. `changes`: of the other arguments."""
+        ...]. `changes`: as for `output`."""
         options = dict.fromkeys(self.function.state_options, True)
         return self._compute(tensors, options | changes)
 

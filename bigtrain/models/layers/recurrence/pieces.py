@@ -64,6 +64,13 @@ class SampleDocuments:
         default_factory=dict
     )
 
+    def edges_by_sample(self) -> list[list[int]]:
+        """Return the starts of the documents of each sample, and its end."""
+        length = self.positions.shape[1]
+        starts = self.positions == 0
+        starts[:, 0] = True
+        return [[*row.nonzero().flatten().tolist(), length] for row in starts]
+
     def numbers_on(self, device: torch.device) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Return the tokens of each batch of documents, and the place of each token among the
         tokens of the batches, int64 [B * T]. Copied to `device` once."""

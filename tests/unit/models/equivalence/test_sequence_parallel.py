@@ -103,7 +103,7 @@ def test_a_ring_divides_any_attention(model_type: str, size: int, ring_size: int
 @pytest.mark.parametrize(
     ("model_type", "reason", "changes"),
     [
-        ("jamba", "outside attention", {}),
+        ("minimax", "outside attention", {"num_local_experts": 4, "head_dim": 16}),
         ("llama", "dropout", {"attention_dropout": 0.1}),
     ],
 )
@@ -128,7 +128,7 @@ def test_heads_are_divided_among_tensor_parallel_processes_first() -> None:
     ("model_type", "reason"),
     [
         ("bloom", "cannot be replaced"),
-        pytest.param("qwen3_next", "outside attention", marks=pytest.mark.slow),
+        pytest.param("xlstm", "xlstm", marks=pytest.mark.slow),
         ("roberta", "roberta"),  # it counts positions from its padding token on
     ],
 )
