@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Literal
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -28,6 +29,7 @@ from bigtrain.models.layers.document_attention import (
     Isolation,
 )
 from bigtrain.models.layers.document_masks import document_attention
+from bigtrain.models.layers.position_embeddings import position_embeddings
 from bigtrain.models.layers.recurrence.functions import (
     Call,
     layers_with_functions,
@@ -85,28 +87,29 @@ def find_isolation(
         implementation = attention_name(model)
         if implementation not in ("sdpa", "eager"):
             return MASKED, f"its attention is {implementation}"
-        restarts = any(layers_with_functions(model))
         # A compiled graph would be specialized to the lengths, and recompiled for other lengths.
         methods: list[Literal["lengths", "documents", "masks"]] = ["masks"]
         if attention.startswith("flash"):
             methods = ["lengths"]
         elif attention in ("auto", "sdpa", "eager") and not compiled:
             methods = ["documents", "masks"]
-        isolation, reason = _first_that_isolates(
-            model, [Isolation(method, restarts) for method in methods]
-        )
+        restarts = any(layers_with_functions(model))
+        plain = [Isolation(method, restarts) for method in methods]
+        isolation, reason = _first_that_isolates(model, plain)
         if not reason:
             return isolation, ""
-        # Other modules than attention and known functions may mix tokens.
-        from bigtrain.models.equivalence.token_mixing import mixing_classes
+        # The model may count positions itself, and other modules than attention and known functions
+        # may mix tokens.
+        changes: dict[str, Any] = {"positions": any(position_embeddings(model))}
+        if not changes["positions"]:
+            from bigtrain.models.equivalence.token_mixing import mixing_classes
 
-        modules = mixing_classes(model)
-        if modules:
-            found, still = _first_that_isolates(
-                model, [Isolation(method, restarts, modules) for method in methods]
-            )
-            if not still:
-                return found, ""
+            changes = {"modules": mixing_classes(model)}
+        if any(changes.values()):
+            changed = [replace(isolation, **changes) for isolation in plain]
+            isolation, remaining = _first_that_isolates(model, changed)
+            if not remaining:
+                return isolation, ""
         return MASKED, reason
     except MODEL_FAILURES as error:
         return MASKED, f"its proxy model could not be tested: {failure_text(error)}"

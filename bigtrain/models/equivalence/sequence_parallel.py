@@ -34,6 +34,7 @@ from bigtrain.models.equivalence.trial import (
     run_forward,
 )
 from bigtrain.models.layers.document_attention import IMPLEMENTATIONS, Isolation
+from bigtrain.models.layers.position_embeddings import position_embeddings
 from bigtrain.models.layers.recurrence.functions import layers_with_functions
 from bigtrain.models.layers.recurrence.pieces import SampleDocuments, documents_in_samples
 from bigtrain.models.parallel.sequence import SequenceParallel
@@ -161,8 +162,9 @@ def _run_isolated(
     """Return the results of full samples with isolated documents, computed as in a run: by document
     where the attention supports it (some models make no masks from positions), else by masks."""
     restarts = any(layers_with_functions(model))
-    by_document = Isolation("documents", restarts)
-    masked = Isolation("masks", restarts)
+    counts = any(position_embeddings(model))
+    by_document = Isolation("documents", restarts, counts)
+    masked = Isolation("masks", restarts, counts)
     isolations = (by_document, masked) if attention_name(model) in IMPLEMENTATIONS else (masked,)
     for isolation in isolations:
         undo = isolation.install(model)

@@ -73,6 +73,10 @@ def _mask(name: str, **arguments: Any) -> Any:
     if sizes is None:
         build: Callable[..., Any] = ALL_MASK_ATTENTION_FUNCTIONS[name]
         return build(**arguments)
+    # Some models make a mask of padding that they are not given; reading it waits for the device.
+    mask = arguments.get("attention_mask")
+    if mask is not None and bool(mask.all()):
+        arguments["attention_mask"] = None
     refusal = (
         "documents of a sample cannot be kept apart: {} -> set data.document_boundaries=ignore"
     )
@@ -185,12 +189,14 @@ class Isolation:
     (`bigtrain.models.layers.document_attention`). lengths: flash attention's arguments.
 
     restarts: whether recurrent layers and convolutions start afresh at each document
-    (`bigtrain.models.layers.recurrence`). modules: classes of modules that mix tokens in another
-    way, and are called for each document.
+    (`bigtrain.models.layers.recurrence`). positions: whether positions that the model counts
+    itself do (`bigtrain.models.layers.position_embeddings`). modules: classes of modules that mix
+    tokens in another way, and are called for each document.
     """
 
     method: Literal["none", "masks", "documents", "lengths"]
     restarts: bool = False
+    positions: bool = False
     modules: tuple[str, ...] = ()
 
     @property
@@ -206,6 +212,8 @@ class Isolation:
         parts = [how[self.method]]
         if self.restarts:
             parts.append("states and convolutions of recurrent layers start afresh at each")
+        if self.positions:
+            parts.append("positions that the model counts itself begin at 0 in each")
         if self.modules:
             parts.append(f"{', '.join(self.modules)} run for each separately")
         return f"documents of a sample are kept apart: {'; '.join(parts)}"
@@ -223,6 +231,11 @@ class Isolation:
                 from bigtrain.models.layers.recurrence.restarts import restart_at_documents
 
                 undo.callback(restart_at_documents(model, self.modules))
+            if self.positions:
+                from bigtrain.models.layers.position_embeddings import embed_positions
+                from bigtrain.models.layers.recurrence.pieces import current_positions
+
+                undo.callback(embed_positions(model, current_positions))
             return undo.pop_all().close
 
     @contextmanager
@@ -235,7 +248,7 @@ class Isolation:
             stack.enter_context(document_boundaries(packed=packed))
             if position_ids is not None and by_document:
                 stack.enter_context(per_document_attention(position_ids))
-            if self.restarts or self.modules:
+            if self.restarts or self.positions or self.modules:
                 from bigtrain.models.layers.recurrence.pieces import (
                     SampleDocuments,
                     documents_in_samples,

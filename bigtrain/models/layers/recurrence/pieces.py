@@ -93,6 +93,12 @@ def current_documents() -> SampleDocuments | None:
     return _DOCUMENTS.get()
 
 
+def current_positions() -> torch.Tensor | None:
+    """Return the positions of `current_documents`, int64 [B, T] on the host."""
+    documents = current_documents()
+    return None if documents is None else documents.positions
+
+
 @contextmanager
 def documents_in_samples(documents: SampleDocuments | None) -> Iterator[None]:
     """Inside, recurrent layers start afresh at each of `documents`."""
