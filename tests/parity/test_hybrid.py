@@ -92,7 +92,6 @@ CASES = [
     hybrid(4, "zero3", "jamba", sequence={"ulysses": 2, "ring": 2}, more=RECOMPUTE),
     hybrid(4, "zero2", "qwen3_5", sequence=2, accumulation=2, more=RECOMPUTE),
     hybrid(4, "zero1", "qwen3_5", sequence=2, tensor=2),
-    hybrid(4, "zero1", "jamba", sequence=2, pipeline=2),
 ]
 
 
