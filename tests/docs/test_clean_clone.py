@@ -69,6 +69,7 @@ PAGES_ELSEWHERE = {
     "docs/howto/extend.md": "tests/docs/test_howto_extend.py",
     "docs/howto/objectives.md": "tests/docs/test_howto_objectives.py",
     "docs/howto/scores.md": "tests/docs/test_howto_scores.py",
+    "docs/howto/hybrid.md": "tests/docs/test_howto_hybrid.py",
     "docs/howto/long_samples.md": "tests/docs/test_howto_long_samples.py",
     "docs/howto/container.md": "tests/cluster/test_image.py",
     "docs/howto/llama_cpp.md": "tests/launch/test_gguf.py",
