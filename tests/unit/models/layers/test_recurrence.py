@@ -13,9 +13,11 @@ from bigtrain.models.build import _set_gradient_checkpointing
 from bigtrain.models.equivalence.document_isolation import find_isolation
 from bigtrain.models.equivalence.proxy_model import rescale_weights
 from bigtrain.models.layers.document_masks import edges_of_documents
+from bigtrain.models.layers.parameter_roles import split_by_decay
 from bigtrain.models.layers.recurrence import functions, pieces
 from bigtrain.models.layers.recurrence.functions import layers_with_functions
 from bigtrain.models.layers.recurrence.pieces import SampleDocuments, batches_of
+from bigtrain.models.parallel.hidden_matrices import hidden_matrices
 from bigtrain.settings.run_config import ModelSection
 from tests.unit.models.layers.test_chunked_loss import gradients
 
@@ -261,3 +263,31 @@ def test_documents_are_copied_to_a_device_once() -> None:
     batches, places = documents.numbers_on(device)
     tokens = torch.cat([batch.flatten() for batch in batches])
     assert tokens[places].tolist() == list(range(10))
+
+
+NOT_DECAYED = {
+    "qwen3_5_text": {"A_log", "dt_bias"},
+    "kimi_linear": {"A_log", "dt_bias"},
+    "mamba2": {"A_log", "dt_bias", "D"},
+    "bamba": {"A_log", "dt_bias", "D"},
+    "nemotron_h": {"A_log", "dt_bias", "D"},
+    "falcon_mamba": {"A_log", "D", "dt_proj.bias"},
+    "jamba": {"A_log", "D", "dt_proj.bias"},
+    "recurrent_gemma": {"recurrent_param", "recurrent_gate_bias"},
+    "rwkv": {"time_decay", "time_first"},
+}
+"""Decays, time steps and skips. Mamba's published code marks A_log, D and the bias of time steps by
+``_no_weight_decay`` (state-spaces/mamba, mamba_simple.py and mamba2.py), also in Nemotron-H's
+training by Megatron-LM (megatron/core/ssm/mamba_mixer.py)."""
+
+
+@pytest.mark.parametrize("model_type", NOT_DECAYED)
+def test_decays_have_no_weight_decay_and_are_not_matrices(model_type: str) -> None:
+    model = hybrid(model_type)
+    kept = {id(p) for p in split_by_decay(model, decay_embeddings=True).no_decay}
+    names = {name: id(parameter) for name, parameter in model.named_parameters()}
+    states = {n for n in names if n.endswith(tuple(f".{e}" for e in NOT_DECAYED[model_type]))}
+    assert len(states) >= len(NOT_DECAYED[model_type])
+    assert {name for name in states if names[name] not in kept} == set()
+    convolutions = {name for name in names if "conv" in name}
+    assert hidden_matrices(model).keys().isdisjoint(states | convolutions)
