@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,10 +27,19 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from bigtrain.errors import ModelError, Problem
+from bigtrain.models.equivalence.document_isolation import find_isolation
 from bigtrain.models.equivalence.pipeline_stages import plan_stages, run_in_turn, stage_trial
 from bigtrain.models.equivalence.sequence_parallel import check_sequence_parallel
 from bigtrain.models.equivalence.tensor_parallel import check_tensor_plan, check_tensor_size
-from bigtrain.models.equivalence.trial import GRADIENT, LOSS, OUTPUT, Tolerance
+from bigtrain.models.equivalence.trial import (
+    GRADIENT,
+    LOSS,
+    OUTPUT,
+    Tolerance,
+    Values,
+    first_difference,
+    pop_gradients,
+)
 from bigtrain.models.parallel.grouped_experts import fit_experts
 from bigtrain.models.parallel.sequence import SequenceParallel
 from bigtrain.models.parallel.sequence_exchange import GroupExchange, SequenceExchange
@@ -44,7 +54,8 @@ from tools.trial_training import TrialModel, sum_gradients, train
 
 KIND = "architectures"
 """Of facts in the cache (`bigtrain.system.user_cache`): outcomes by column."""
-PP_2, PP_4, TP_2, TP_2_PP_2, SP_2, EP_2, EP_2_PP_2 = COLUMNS = (
+DOCUMENTS, PP_2, PP_4, TP_2, TP_2_PP_2, SP_2, EP_2, EP_2_PP_2 = COLUMNS = (
+    "documents",
     "PP 2",
     "PP 4",
     "TP 2",
@@ -56,6 +67,7 @@ PP_2, PP_4, TP_2, TP_2_PP_2, SP_2, EP_2, EP_2_PP_2 = COLUMNS = (
 PROCESSES = 2
 
 _GRADIENT = 1e-6  # of the largest gradient
+_DOCUMENT = 1e-5  # of the largest gradient: products of other shapes add up in other orders
 _LOSS, _WEIGHT = 1e-4, 1e-3  # relative; of the largest change of any weight
 _SILENCE_SECONDS = 60  # of a collective in which some process does not take part
 Outcome = tuple[str, str]
@@ -90,7 +102,7 @@ class Trial(TrialModel):
     ) -> dict[str, Outcome]:
         """Outcomes of `columns`; `begin` is called with those that are tested next."""
         outcomes: dict[str, Outcome] = {}
-        local = {PP_2, PP_4, SP_2} & {*columns, *_needed(columns)}
+        local = {DOCUMENTS, PP_2, PP_4, SP_2} & {*columns, *_needed(columns)}
         if local:
             begin(sorted(local & set(columns)) or columns)
             outcomes |= self._alone(local)
@@ -117,6 +129,8 @@ class Trial(TrialModel):
         """Run the trials of one process, divided among them."""
         first, rank = dist.get_process_group_ranks(self.group)[0], dist.get_rank(self.group)
         own: dict[str, Outcome] = {}
+        if rank == first and DOCUMENTS in columns:
+            own[DOCUMENTS] = _outcome(self._documents)
         if rank == first and PP_2 in columns:
             own[PP_2] = _outcome(lambda: self._stages(2))
         if rank != first and PP_4 in columns:
@@ -150,6 +164,34 @@ class Trial(TrialModel):
         difference = trial.difference(model)
         if difference is not None:
             raise _Wrong(f"the {difference.where} differs ({difference.size})")
+
+    def _documents(self) -> None:
+        """Compare isolated documents with documents in samples of their own: the loss and every
+        gradient. Not collective."""
+        ids = self.objective.ids
+        isolation, reason = find_isolation(self.config, self.attention, ids.shape[1])
+        if reason:
+            raise _Refused(reason)
+        model = copy.deepcopy(self.pristine)
+        lengths = ((13, 1, ids.shape[1] - 14), (2, ids.shape[1] - 5, 3))
+        separate = [
+            torch.cat([model(input_ids=x[None], use_cache=False).logits for x in row.split(n)], 1)
+            for row, n in zip(ids, lengths, strict=True)
+        ]
+        alone = self._results(model, torch.cat(separate))
+        positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+        isolation.install(model)
+        with isolation.document_mask(positions):
+            logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        tolerances = {LOSS: Tolerance(relative=_LOSS), GRADIENT: Tolerance(common=_DOCUMENT)}
+        difference = first_difference(alone, self._results(model, logits), tolerances)
+        if difference is not None:
+            raise _Wrong(f"the {difference.where} differs ({difference.size})")
+
+    def _results(self, model: PreTrainedModel, logits: torch.Tensor) -> dict[str, Values]:
+        loss = self.objective(SimpleNamespace(logits=logits))
+        loss.backward()
+        return {LOSS: {"loss": loss.detach()}, GRADIENT: pop_gradients(model)}
 
     @cached_property
     def reference(self) -> _Trained:
@@ -251,7 +293,11 @@ class Trial(TrialModel):
 
     def _sequence(self) -> None:
         model = copy.deepcopy(self.pristine)
-        sequence = SequenceParallel(model, SequenceExchange.of_ulysses(GroupExchange(self.group)))
+        ranks = dist.get_process_group_ranks(self.group)
+        own = [dist.new_group([rank]) for rank in ranks][dist.get_rank(self.group)]
+        everyone = GroupExchange(self.group)
+        exchange = SequenceExchange(everyone, everyone, GroupExchange(own))
+        sequence = SequenceParallel(model, exchange)
         labels = sequence.part(self.objective.labels)
 
         def step() -> float:

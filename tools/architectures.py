@@ -3,8 +3,9 @@
     python tools/architectures.py [--output docs/architectures.md]
     python tools/architectures.py --only llama,gpt2 --column "PP 2"
 
-*exact*: tiny models compute what the plain model of transformers does in one process. In 2 and in 4
-stages (PP), recomputing layers: the same logits to the last bit and every gradient. Split over 2
+*exact*: tiny models compute what the plain model of transformers does in one process. With isolated
+documents (documents): the loss and every gradient of documents in samples of their own. In 2 and in
+4 stages (PP), recomputing layers: the same logits to the last bit and every gradient. Split over 2
 processes (TP), over 2 processes and into 2 stages (TP x PP), with samples split over 2 processes
 (SP), or with experts divided over 2 processes that have a sample each (EP), without and in 2
 stages: the same losses of three AdamW steps and all weights after them. *refused*: `bigtrain`
@@ -37,7 +38,7 @@ if str(ROOT) not in sys.path:
 from bigtrain.system.local_world import free_port  # noqa: E402
 from bigtrain.system.user_cache import cache_get, key_of, package_fingerprints, source_of  # noqa: E402
 
-COLUMNS = ("PP 2", "PP 4", "TP 2", "TP 2 x PP 2", "SP 2", "EP 2", "EP 2 x PP 2")
+COLUMNS = ("documents", "PP 2", "PP 4", "TP 2", "TP 2 x PP 2", "SP 2", "EP 2", "EP 2 x PP 2")
 WORKER = ROOT / "tools" / "architecture_trials.py"
 PARTS = [WORKER.with_name(name) for name in ("expert_trials.py", "trial_training.py")]
 HANGS_AFTER_SECONDS = 300.0

@@ -167,6 +167,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         "layer_types": _DROP,
     },
     "inkling2_text": {"n_layers_per_attn_res_block": 2},
+    "lfm2": {"layer_types": ["conv", "full_attention", "full_attention", "conv"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "full_attention", "conv"]},
     "longcat_flash": {"zero_expert_num": 2, "num_hidden_layers": 2 * LAYERS, "head_dim": 8},
     "minicpm3": {"logits_scaling": _DROP},

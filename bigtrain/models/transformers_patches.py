@@ -4,11 +4,12 @@ need are in `bigtrain.data.tokenizers.transformers_patches`."""
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel, masking_utils
 from transformers.distributed.parallel_utils import _get_parameter_plan
 from transformers.integrations import moe
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import output_capturing
 from transformers.utils.logging import (
     disable_progress_bar,
@@ -157,6 +159,28 @@ def takes_any_width(rows: torch.Tensor, stacks: torch.Tensor, ends: torch.Tensor
     """Return whether transformers computes this grouped product without torch's, expert by expert.
     `_can_use_grouped_mm` (integrations/moe.py:250): on old GPUs and within torch.compile."""
     return not moe._can_use_grouped_mm(rows, stacks, ends)
+
+
+def functions_called(module: nn.Module, names: Iterable[str]) -> set[str]:
+    """Return the functions out of `names` that the forward method of `module` looks up in the file
+    of its class, as layers do with the functions of
+    `bigtrain.models.layers.recurrence.functions`, which are CUDA kernels where these are installed
+    (integrations/hub_kernels.py:990, `use_kernel_func_from_hub_with_fallback`). Empty for layers
+    that are recomputed as a whole, whose forward method is wrapped (modeling_layers.py:85)."""
+    forward: Any = inspect.unwrap(type(module).forward)
+    if isinstance(module, GradientCheckpointingLayer) or not hasattr(forward, "__code__"):
+        return set()
+    found = set(forward.__code__.co_names).intersection(names)
+    return {name for name in found if callable(forward.__globals__.get(name))}
+
+
+def with_functions(module: nn.Module, replaced: Mapping[str, Callable[[Any], Any]]) -> Any:
+    """Return the forward method of `module` with other functions of its file: each of `replaced` is
+    given the file's function. Without the decorators of the class's method: accelerate's hooks
+    (integrations/accelerate.py:987, `force_accelerate_hooks`), which bigtrain does not use."""
+    forward: Any = inspect.unwrap(type(module).forward)
+    functions = {name: replace(forward.__globals__[name]) for name, replace in replaced.items()}
+    return MethodType(_with_globals(forward, **functions), module)
 
 
 def _with_globals(function: Any, **names: Any) -> Any:

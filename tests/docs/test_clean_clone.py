@@ -38,7 +38,8 @@ DRAWINGS = {"docs/reference/checkpoint_format.md", "docs/architecture.md"}
 
 NOT_HERE = {
     r"^make (test|check|docs|install)\b": "installs, or runs all tests, of which this is one",
-    r"pip install .*(ninja|no-build-isolation)": "fetches packages; tests/architecture/test_wheel.py",
+    r"pip install .*(ninja|no-build-isolation)": "fetches packages; "
+    "tests/architecture/test_wheel.py",
     r"^make gpu-(check|wheels)": "needs a GPU, or fetches wheels for one",
     r"^make operator-proof": "fetches 1 GB; tests/unit/benchmarks/test_operator_proof.py",
     r"^(\w+=\S+ )*(sbatch|srun) ": "needs Slurm; tests/cluster/test_slurm.py submits to it",
@@ -72,6 +73,7 @@ PAGES_ELSEWHERE = {
     "docs/howto/extend.md": "tests/docs/test_howto_extend.py",
     "docs/howto/objectives.md": "tests/docs/test_howto_objectives.py",
     "docs/howto/scores.md": "tests/docs/test_howto_scores.py",
+    "docs/howto/hybrid.md": "tests/docs/test_howto_hybrid.py",
     "docs/howto/long_samples.md": "tests/docs/test_howto_long_samples.py",
     "docs/howto/container.md": "tests/cluster/test_image.py",
     "docs/howto/llama_cpp.md": "tests/launch/test_gguf.py",

@@ -4,6 +4,11 @@ lists it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, Literal
+
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -11,20 +16,25 @@ from bigtrain.errors import ModelError, Problem
 from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
     build_proxy_model,
+    check_runs,
     failure_text,
     proxy_tokens,
     rescale_weights,
 )
-from bigtrain.models.equivalence.reductions import with_heads
+from bigtrain.models.equivalence.reductions import smaller, with_heads
 from bigtrain.models.equivalence.trial import OUTPUT, Results, Tolerance, Trial, run_forward
 from bigtrain.models.layers.document_attention import (
     MASKED,
     NOT_ISOLATED,
     Isolation,
-    attend_by_document,
 )
 from bigtrain.models.layers.document_masks import document_attention
-from bigtrain.models.layers.rotary import choose_by_document
+from bigtrain.models.layers.position_embeddings import position_embeddings
+from bigtrain.models.layers.recurrence.functions import (
+    Call,
+    layers_with_functions,
+    replace_functions,
+)
 from bigtrain.models.transformers_patches import attention_name
 from bigtrain.settings.run_config import RunConfig
 
@@ -67,38 +77,70 @@ def find_isolation(
     try:
         # A CPU lacks GPU kernels, but masks and lengths come from the same code on both.
         model = build_proxy_model(
-            hf_config, attention, [with_heads(2)], sequence_length=sequence_length
+            hf_config,
+            attention,
+            smaller(with_heads(2)),
+            check_runs,
+            sequence_length=sequence_length,
         )
         rescale_weights(model).eval()
         implementation = attention_name(model)
         if implementation not in ("sdpa", "eager"):
             return MASKED, f"its attention is {implementation}"
-        if attention.startswith("flash"):
-            lengths = Isolation("lengths")
-            with document_attention(model):
-                return lengths, _difference(model, lengths)
         # A compiled graph would be specialized to the lengths, and recompiled for other lengths.
-        if attention in ("auto", "sdpa", "eager") and not compiled:
-            documents = Isolation("documents")
-            undo = attend_by_document(model)
-            try:
-                reason = _difference(model, documents)
-            except (ModelError, *MODEL_FAILURES) as error:
-                reason = str(error)
-            if not reason:
-                return documents, ""
-            undo()
-        return MASKED, _difference(model, MASKED)
+        methods: list[Literal["lengths", "documents", "masks"]] = ["masks"]
+        if attention.startswith("flash"):
+            methods = ["lengths"]
+        elif attention in ("auto", "sdpa", "eager") and not compiled:
+            methods = ["documents", "masks"]
+        restarts = any(layers_with_functions(model))
+        plain = [Isolation(method, restarts) for method in methods]
+        isolation, reason = _first_that_isolates(model, plain)
+        if not reason:
+            return isolation, ""
+        # The model may count positions itself, and other modules than attention and known functions
+        # may mix tokens.
+        changes: dict[str, Any] = {"positions": any(position_embeddings(model))}
+        if not changes["positions"]:
+            from bigtrain.models.equivalence.token_mixing import mixing_classes
+
+            changes = {"modules": mixing_classes(model)}
+        if any(changes.values()):
+            changed = [replace(isolation, **changes) for isolation in plain]
+            isolation, remaining = _first_that_isolates(model, changed)
+            if not remaining:
+                return isolation, ""
+        return MASKED, reason
     except MODEL_FAILURES as error:
         return MASKED, f"its proxy model could not be tested: {failure_text(error)}"
 
 
+def _first_that_isolates(
+    model: PreTrainedModel, isolations: Sequence[Isolation]
+) -> tuple[Isolation, str]:
+    """Return the first of `isolations` that keeps documents apart, and an empty text; without one
+    the last, and why it does not."""
+    *earlier, last = isolations
+    for isolation in earlier:
+        try:
+            if not _difference(model, isolation):
+                return isolation, ""
+        except (ModelError, *MODEL_FAILURES):
+            continue
+    return last, _difference(model, last)
+
+
 def _difference(model: PreTrainedModel, isolation: Isolation) -> str:
     """Describe how packed documents differ from separate ones; empty if they do not."""
+    # Documents longer than what a recurrent layer computes together, which begin inside of it.
+    chunk = longest_chunk(model)
+    document_tokens = [
+        [length + chunk * (length > 8) for length in row] for row in _DOCUMENT_TOKENS
+    ]
     # Documents in samples of their own, packed with isolation, and as a control without isolation.
-    ids = proxy_tokens(model, sum(_DOCUMENT_TOKENS[0]))
+    ids = proxy_tokens(model, sum(document_tokens[0]))
     positions = torch.stack(
-        [torch.cat([torch.arange(length) for length in lengths]) for lengths in _DOCUMENT_TOKENS]
+        [torch.cat([torch.arange(length) for length in lengths]) for lengths in document_tokens]
     )
 
     def separate(model: PreTrainedModel) -> Results:
@@ -106,21 +148,21 @@ def _difference(model: PreTrainedModel, isolation: Isolation) -> str:
             torch.cat(
                 [
                     run_forward(model, input_ids=document[None])[OUTPUT]["logits"][0]
-                    for document in row.split(list(lengths))
+                    for document in row.split(lengths)
                 ]
             )
-            for row, lengths in zip(ids, _DOCUMENT_TOKENS, strict=True)
+            for row, lengths in zip(ids, document_tokens, strict=True)
         ]
         return {OUTPUT: {"logits": torch.stack(rows)}}
 
     def packed(model: PreTrainedModel) -> Results:
         arguments = isolation.arguments(positions)
-        undo = choose_by_document(model)
-        try:
-            with isolation.document_mask(positions):
-                return run_forward(model, input_ids=ids, position_ids=positions, **arguments)
-        finally:
-            undo()
+        with ExitStack() as undo:
+            if isolation.method == "lengths":
+                undo.enter_context(document_attention(model))
+            undo.callback(isolation.install(model))
+            undo.enter_context(isolation.document_mask(positions))
+            return run_forward(model, input_ids=ids, position_ids=positions, **arguments)
 
     trial = Trial(separate, packed, TOLERANCES, lambda model: run_forward(model, input_ids=ids))
     difference = trial.difference(model)
@@ -130,3 +172,20 @@ def _difference(model: PreTrainedModel, isolation: Isolation) -> str:
         f"packed documents are not isolated: their {difference.where} differ from those of the "
         f"separate documents ({difference.size})"
     )
+
+
+@torch.no_grad()
+def longest_chunk(model: PreTrainedModel) -> int:
+    """Return the largest number of tokens that a recurrent layer of `model` computes together, 0
+    without one."""
+    chunks = [0]
+
+    def note(call: Call) -> None:
+        chunks.append(call.chunk)
+
+    undo = replace_functions(model, note)
+    try:
+        run_forward(model, input_ids=proxy_tokens(model))
+    finally:
+        undo()
+    return max(chunks)

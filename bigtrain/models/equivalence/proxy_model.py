@@ -95,6 +95,13 @@ def build_proxy_model(
 
 
 @torch.no_grad()
+def check_runs(model: PreTrainedModel) -> None:
+    """Raise what the code of `model` raises for a sample: a constructor does not check all sizes.
+    For `build_proxy_model`."""
+    model(input_ids=proxy_tokens(model), use_cache=False)
+
+
+@torch.no_grad()
 def rescale_weights(model: PreTrainedModel) -> PreTrainedModel:
     """Scale the matrices of `model` to preserve the norm of their inputs; return `model`. With
     initial weights, small layers hardly change the residual stream and attention is almost uniform:

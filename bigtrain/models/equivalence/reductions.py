@@ -28,6 +28,15 @@ _INNER_WIDTHS = (
     "shared_expert_intermediate_size",
 )
 _KEY_HEADS = ("num_key_value_heads", "kv_n_heads")
+_HEAD_SIZE = 16
+"""Of heads whose size nothing else depends on."""
+_EXPANSIONS = ("mamba_expand", "expand")
+_RECURRENT_HEADS = (
+    ("mamba_n_heads", "mamba_d_head", "mamba_n_groups"),
+    ("num_heads", "head_dim", "n_groups"),
+    ("n_mamba_heads", "mamba_headdim", "mamba_ngroups"),
+)
+"""Keys of a recurrent layer's heads, their size and the groups of heads that share a state."""
 
 Change = Callable[[Any], None]
 BuiltT = TypeVar("BuiltT")
@@ -100,6 +109,9 @@ def with_heads(
     configuration has them; None for half as many with grouped-query attention."""
 
     def change(config: Any) -> None:
+        if getattr(config, "num_attention_heads", None) is None:  # recurrent layers only
+            _narrow(config, heads * (head_size or _HEAD_SIZE))
+            return
         key_heads, size = key_value_heads, head_size
         # Values of single layers hide the configuration's own values, which are changed first.
         layer_values: dict[str, dict[str, Any]] = {}
@@ -114,8 +126,13 @@ def with_heads(
             size = head_dim or config.hidden_size // config.num_attention_heads
         elif head_dim:
             config.head_dim = size
-        if getattr(config, "linear_num_heads", None):  # linear attention, slow without kernels
-            config.linear_num_heads = heads
+        _fewer_linear_heads(config, heads)
+        if getattr(config, "attention_hidden_size", None):  # wider than the hidden states
+            factor = config.attention_hidden_size // config.hidden_size
+            size = config.hidden_size // config.num_attention_heads
+            config.attention_hidden_size = heads * size * factor
+            config.head_dim = size * factor
+        _fit_recurrent_heads(config, heads * size)
         config.hidden_size = heads * size
         config.num_attention_heads = heads
         # Sub-configurations of attention and experts repeat the widths and heads.
@@ -145,6 +162,46 @@ def with_heads(
             }
 
     return change
+
+
+def _narrow(config: Any, hidden_size: int) -> None:
+    """Change the widths of a model without attention, in proportion to the hidden size."""
+    _fit_recurrent_heads(config, hidden_size)
+    for name in ("intermediate_size", "attention_hidden_size", "embedding_dim"):
+        width = getattr(config, name, None)
+        if isinstance(width, int):
+            setattr(config, name, width * hidden_size // config.hidden_size)
+    config.hidden_size = hidden_size
+
+
+def _fewer_linear_heads(config: Any, heads: int) -> None:
+    """Change linear attention, which is slow without kernels, to `heads` small heads; as many value
+    heads share a key head as before."""
+    if getattr(config, "linear_num_heads", None):
+        config.linear_num_heads = heads
+    key_heads = getattr(config, "linear_num_key_heads", None)
+    if key_heads:
+        config.linear_num_value_heads = heads * (config.linear_num_value_heads // key_heads)
+        config.linear_num_key_heads = heads
+    for name in ("linear_head_dim", "linear_key_head_dim", "linear_value_head_dim"):
+        if getattr(config, name, None):
+            setattr(config, name, min(_HEAD_SIZE, getattr(config, name)))
+
+
+def _fit_recurrent_heads(config: Any, hidden_size: int) -> None:
+    """Change the heads of recurrent layers that share a multiple of the hidden size to share the
+    same multiple of `hidden_size`, as their constructors demand."""
+    for expansion in (getattr(config, name, None) for name in _EXPANSIONS):
+        for heads_name, size_name, groups_name in _RECURRENT_HEADS:
+            heads, size = getattr(config, heads_name, None), getattr(config, size_name, None)
+            if not isinstance(heads, int) or not isinstance(size, int) or expansion is None:
+                continue
+            if heads * size == int(expansion * config.hidden_size):
+                width = int(expansion * hidden_size)
+                groups: int = getattr(config, groups_name, None) or 1
+                num_heads = groups * max(1, width // (size * groups))
+                setattr(config, heads_name, num_heads)
+                setattr(config, size_name, width // num_heads)
 
 
 def _parts(config: Any) -> list[Any]:

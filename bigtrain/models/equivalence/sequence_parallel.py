@@ -13,14 +13,16 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from bigtrain.errors import BigtrainError, ModelError, Problem
 from bigtrain.models.configuration import scores_samples, text_config
+from bigtrain.models.equivalence.document_isolation import longest_chunk
 from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
     build_proxy_model,
+    check_runs,
     failure_text,
     proxy_tokens,
     rescale_weights,
 )
-from bigtrain.models.equivalence.reductions import with_heads
+from bigtrain.models.equivalence.reductions import smaller, with_heads
 from bigtrain.models.equivalence.trial import (
     LOSS,
     OUTPUT,
@@ -31,13 +33,10 @@ from bigtrain.models.equivalence.trial import (
     Values,
     run_forward,
 )
-from bigtrain.models.layers.document_attention import (
-    IMPLEMENTATIONS,
-    attend_by_document,
-    per_document_attention,
-)
-from bigtrain.models.layers.document_masks import document_boundaries
-from bigtrain.models.layers.rotary import choose_by_document
+from bigtrain.models.layers.document_attention import IMPLEMENTATIONS, Isolation
+from bigtrain.models.layers.position_embeddings import position_embeddings
+from bigtrain.models.layers.recurrence.functions import layers_with_functions
+from bigtrain.models.layers.recurrence.pieces import SampleDocuments, documents_in_samples
 from bigtrain.models.parallel.sequence import SequenceParallel
 from bigtrain.models.parallel.sequence_exchange import SequenceExchange
 from bigtrain.models.transformers_patches import attention_name
@@ -48,6 +47,8 @@ TOLERANCES = {OUTPUT: Tolerance(relative=1e-4), LOSS: Tolerance(relative=1e-4)}
 """Far above float32 rounding, far below what one wrong token does."""
 
 _TOKENS_OF_PART = 8
+_MOST_TOKENS = 1024
+"""Of samples whose parts are longer than what a recurrent layer computes together."""
 
 
 def check_sequence_parallel(
@@ -86,12 +87,14 @@ def check_sequence_parallel(
         model = build_proxy_model(
             hf_config,
             attention,
-            [with_heads(2 * size // ring_size)],
+            smaller(with_heads(2 * size // ring_size)),
+            check_runs,
             sequence_length=sequence_length,
             tokens=size * _TOKENS_OF_PART,
         )
         rescale_weights(model).eval()
-        difference = _trial(model, size, ring_size, isolate=isolate).difference(model)
+        trial = _trial(model, size, ring_size, isolate=isolate)
+        difference = trial.difference(model)
         if ring_size > 1:
             # A ring raises ModelError for attention dropout, which the trial in evaluation mode
             # does not have.
@@ -116,7 +119,9 @@ def check_sequence_parallel(
 def _trial(model: PreTrainedModel, size: int, ring_size: int, *, isolate: bool) -> Trial:
     """Compare full samples with `size` parts that exchange tokens; the control is parts that do not
     exchange tokens."""
-    length = size * _TOKENS_OF_PART
+    part = _TOKENS_OF_PART + longest_chunk(model)
+    part = part if part * size <= _MOST_TOKENS else _TOKENS_OF_PART
+    length = size * part
     ids = proxy_tokens(model, length)
     positions = torch.arange(length).expand(2, length)
     if isolate:
@@ -134,11 +139,11 @@ def _trial(model: PreTrainedModel, size: int, ring_size: int, *, isolate: bool) 
         return {OUTPUT: results[OUTPUT], LOSS: losses}
 
     def without_exchange(model: PreTrainedModel) -> dict[str, Values]:
-        parts = zip(ids.split(_TOKENS_OF_PART, 1), positions.split(_TOKENS_OF_PART, 1), strict=True)
+        parts = zip(ids.split(part, 1), positions.split(part, 1), strict=True)
         return _joined(
             [
-                run_forward(model, input_ids=part, position_ids=part_positions)
-                for part, part_positions in parts
+                run_forward(model, input_ids=part_ids, position_ids=part_positions)
+                for part_ids, part_positions in parts
             ]
         )
 
@@ -156,17 +161,22 @@ def _run_isolated(
 ) -> dict[str, Values]:
     """Return the results of full samples with isolated documents, computed as in a run: by document
     where the attention supports it (some models make no masks from positions), else by masks."""
-    undo_rotary = choose_by_document(model)
-    undo = attend_by_document(model) if attention_name(model) in IMPLEMENTATIONS else undo_rotary
-    try:
-        with per_document_attention(positions), document_boundaries(packed=False):
-            return run_forward(model, input_ids=ids, position_ids=positions)
-    except ModelError:
-        undo()
-        return run_forward(model, input_ids=ids, position_ids=positions)
-    finally:
-        undo()
-        undo_rotary()
+    restarts = any(layers_with_functions(model))
+    counts = any(position_embeddings(model))
+    by_document = Isolation("documents", restarts, counts)
+    masked = Isolation("masks", restarts, counts)
+    isolations = (by_document, masked) if attention_name(model) in IMPLEMENTATIONS else (masked,)
+    for isolation in isolations:
+        undo = isolation.install(model)
+        try:
+            with isolation.document_mask(positions):
+                return run_forward(model, input_ids=ids, position_ids=positions)
+        except ModelError:
+            if isolation is masked:
+                raise
+        finally:
+            undo()
+    raise AssertionError
 
 
 def run_in_parts(
@@ -187,9 +197,10 @@ def run_in_parts(
     )
     sequence = SequenceParallel(model, exchange)
     length = ids.shape[1]
+    documents = None if positions is None else SampleDocuments(positions)
 
     def compute(rank: int) -> tuple[list[tuple[int, int]], dict[str, Values]]:
-        with threads.as_rank(rank):
+        with threads.as_rank(rank), documents_in_samples(documents):
             return sequence.places(length), run_forward(model, **sequence.inputs(ids, positions))
 
     try:

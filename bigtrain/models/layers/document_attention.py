@@ -8,7 +8,7 @@ a list of lengths, and layers pass it on to `AttentionInterface`, also when they
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -73,6 +73,10 @@ def _mask(name: str, **arguments: Any) -> Any:
     if sizes is None:
         build: Callable[..., Any] = ALL_MASK_ATTENTION_FUNCTIONS[name]
         return build(**arguments)
+    # Some models make a mask of padding that they are not given; reading it waits for the device.
+    mask = arguments.get("attention_mask")
+    if mask is not None and bool(mask.all()):
+        arguments["attention_mask"] = None
     refusal = (
         "documents of a sample cannot be kept apart: {} -> set data.document_boundaries=ignore"
     )
@@ -182,9 +186,18 @@ def attention_of(name: str, module: Any) -> Callable[..., Any]:
 class Isolation:
     """Method by which a model isolates documents. none: not at all. masks: transformers computes
     masks from positions. documents: attention runs for each document separately, without a mask
-    (`bigtrain.models.layers.document_attention`). lengths: flash attention's arguments."""
+    (`bigtrain.models.layers.document_attention`). lengths: flash attention's arguments.
+
+    restarts: whether recurrent layers and convolutions start afresh at each document
+    (`bigtrain.models.layers.recurrence`). positions: whether positions that the model counts
+    itself do (`bigtrain.models.layers.position_embeddings`). modules: classes of modules that mix
+    tokens in another way, and are called for each document.
+    """
 
     method: Literal["none", "masks", "documents", "lengths"]
+    restarts: bool = False
+    positions: bool = False
+    modules: tuple[str, ...] = ()
 
     @property
     def reason(self) -> str:
@@ -194,31 +207,56 @@ class Isolation:
             "documents": "attention runs for each separately, without masks",
             "lengths": "by the lengths that flash attention takes",
         }
-        return (
-            f"documents of a sample are kept apart: {how[self.method]}"
-            if self.method in how
-            else ""
-        )
+        if self.method not in how:
+            return ""
+        parts = [how[self.method]]
+        if self.restarts:
+            parts.append("states and convolutions of recurrent layers start afresh at each")
+        if self.positions:
+            parts.append("positions that the model counts itself begin at 0 in each")
+        if self.modules:
+            parts.append(f"{', '.join(self.modules)} run for each separately")
+        return f"documents of a sample are kept apart: {'; '.join(parts)}"
 
-    def install(self, model: PreTrainedModel) -> None:
-        """Make `model` isolate documents in this way."""
-        if self.method != "none":
-            from bigtrain.models.layers.rotary import choose_by_document
+    def install(self, model: PreTrainedModel) -> Callable[[], None]:
+        """Make `model` isolate documents in this way; returns an undo function."""
+        with ExitStack() as undo:
+            if self.method != "none":
+                from bigtrain.models.layers.rotary import choose_by_document
 
-            choose_by_document(model)
-        if self.method == "documents":
-            attend_by_document(model)
+                undo.callback(choose_by_document(model))
+            if self.method == "documents":
+                undo.callback(attend_by_document(model))
+            if self.restarts or self.modules:
+                from bigtrain.models.layers.recurrence.restarts import restart_at_documents
+
+                undo.callback(restart_at_documents(model, self.modules))
+            if self.positions:
+                from bigtrain.models.layers.position_embeddings import embed_positions
+                from bigtrain.models.layers.recurrence.pieces import current_positions
+
+                undo.callback(embed_positions(model, current_positions))
+            return undo.pop_all().close
 
     @contextmanager
     def document_mask(self, position_ids: torch.Tensor | None) -> Iterator[None]:
         """Enter around every forward pass: `position_ids` [B, T] on the host, full samples; None
         if each sample is one document."""
-        if position_ids is None or self.method != "documents":
-            with document_boundaries(packed=position_ids is not None):
-                yield
-        else:
-            with document_boundaries(packed=False), per_document_attention(position_ids):
-                yield
+        by_document = position_ids is not None and self.method == "documents"
+        packed = position_ids is not None and not by_document
+        with ExitStack() as stack:
+            stack.enter_context(document_boundaries(packed=packed))
+            if position_ids is not None and by_document:
+                stack.enter_context(per_document_attention(position_ids))
+            if self.restarts or self.positions or self.modules:
+                from bigtrain.models.layers.recurrence.pieces import (
+                    SampleDocuments,
+                    documents_in_samples,
+                )
+
+                documents = None if position_ids is None else SampleDocuments(position_ids)
+                stack.enter_context(documents_in_samples(documents))
+            yield
 
     def arguments(self, position_ids: torch.Tensor | None) -> dict[str, Any]:
         """Return arguments for the model in addition to positions; tensors are on the host."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import count
 from typing import Any, cast
 
@@ -35,6 +36,13 @@ from bigtrain.models.layers.document_attention import (
     require_causal_window,
 )
 from bigtrain.models.layers.document_masks import document_numbers
+from bigtrain.models.layers.position_embeddings import embed_positions
+from bigtrain.models.layers.recurrence.functions import (
+    layers_with_functions,
+    replace_functions,
+    run_by_document,
+)
+from bigtrain.models.layers.recurrence.pieces import current_documents, current_positions
 from bigtrain.models.layers.rotary import choose_by_document, document_lengths
 from bigtrain.models.parallel.ring_attention import ring_attention
 from bigtrain.models.parallel.ring_plan import RingPlan, tokens_of
@@ -66,6 +74,8 @@ class SequenceParallel:
         self._edges: list[list[int]] = []
         self._plans: dict[tuple[int, int | None], RingPlan] = {}
         self._exchanging = True
+        # A thread of the check has its own.
+        self._own_positions = ContextVar[torch.Tensor | None]("own_positions", default=None)
         # The registries are global to the process: a student and its teacher each need a name.
         number = next(number for number in count() if number not in _numbers_in_use)
         self._name = IMPLEMENTATION.format(number)
@@ -82,9 +92,31 @@ class SequenceParallel:
         decoder: Module = model.get_decoder()
         self._hook = decoder.register_forward_hook(self._all_router_logits)
         self._undo_rotary = choose_by_document(model, self._document_lengths)
+        self._undo_positions = embed_positions(model, self._part_of_positions)
+        self._undo_functions: Callable[[], None] | None = None
+        if any(layers_with_functions(model)):
+            self._undo_functions = self._pass_states(model)
+
+    def _pass_states(self, model: PreTrainedModel) -> Callable[[], None]:
+        """Let recurrent layers continue the states of other ranks; returns an undo function."""
+        from bigtrain.models.parallel.state_passing import StatePassing
+
+        ranks = range(self.size)
+        passing = StatePassing(
+            self.exchange.everyone,
+            lambda length: [tokens_of(length, *self._sizes, rank) for rank in ranks],
+        )
+        return replace_functions(
+            model,
+            lambda call: passing.run(call) if self._exchanging else run_by_document(call),
+            lambda: not self._exchanging and current_documents() is None,
+        )
 
     def close(self) -> None:
-        """Restore the model's attention and rotary embeddings."""
+        """Restore the model's attention, rotary embeddings and recurrent layers."""
+        if self._undo_functions is not None:
+            self._undo_functions()
+        self._undo_positions()
         self._undo_rotary()
         self._hook.remove()
         self._model.set_attn_implementation(self._base)
@@ -147,10 +179,11 @@ class SequenceParallel:
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)
             position_ids = position_ids.expand_as(input_ids)
-        ids = self.part(input_ids)
+        ids, positions = self.part(input_ids), self.part(position_ids)
+        self._own_positions.set(positions)
         return {
             "input_ids": ids,
-            "position_ids": self.part(position_ids),
+            "position_ids": positions,
             # Without it transformers looks for documents in the positions of a part.
             "attention_mask": torch.ones_like(ids),
         }
@@ -171,6 +204,12 @@ class SequenceParallel:
         if self._positions is None:
             return torch.full_like(position_ids, position_ids.shape[1] * self.size)
         return self.part(document_lengths(self._positions))
+
+    def _part_of_positions(self) -> torch.Tensor | None:
+        """Return the positions of this rank's tokens [B, t], for models that count themselves."""
+        if not self._exchanging:
+            return current_positions()
+        return self._own_positions.get()
 
     def _attention(
         self,

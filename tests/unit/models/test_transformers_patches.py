@@ -27,9 +27,14 @@ from transformers import (
 )
 from transformers.distributed import parallel_utils
 from transformers.integrations import moe
+from transformers.models.bamba import modeling_bamba
+from transformers.models.jamba import modeling_jamba
+from transformers.models.kimi_linear import modeling_kimi_linear
+from transformers.models.qwen3_next import modeling_qwen3_next
 from transformers.utils import logging, output_capturing
 
 from bigtrain.models import transformers_patches as patches
+from bigtrain.models.layers.recurrence.functions import FUNCTIONS
 from tests.support.contracts import Contract, has, public_functions, reads, sets, takes, title
 
 SMALL = {
@@ -129,6 +134,30 @@ def names_attention() -> bool:
     return patches.attention_name(model) == "eager"
 
 
+def replaces_functions() -> bool:
+    """A layer computes by a function of its file that is replaced for this layer only."""
+    model = AutoModelForCausalLM.from_config(
+        Mamba2Config(
+            vocab_size=8,
+            hidden_size=8,
+            num_heads=2,
+            head_dim=8,
+            num_hidden_layers=2,
+            n_groups=1,
+            state_size=4,
+        )
+    ).eval()
+    layers = [block.mixer for block in model.backbone.layers]
+    name, calls = "mamba2_chunk_scan", []
+    forward = patches.with_functions(
+        layers[0], {name: lambda function: lambda *a, **k: calls.append(name) or function(*a, **k)}
+    )
+    states = torch.ones(1, 3, 8)
+    is_same = torch.equal(forward(states), layers[0](states))
+    layers[1](states)
+    return patches.functions_called(layers[0], [name]) == {name} and is_same and len(calls) == 1
+
+
 def follows() -> bool:
     model = empty(DeepseekV3Config(**SMALL, n_routed_experts=2))
     follower = modeling_layers.MtpModel(model, 1)
@@ -211,6 +240,28 @@ CONTRACTS = [
             == "layer_idx last_hidden_states position_ids mtp_cache input_ids inputs_embeds "
             "kwargs".split()
         ),
+    ),
+    *(
+        Contract(
+            patches.functions_called,
+            f"{name} has other parameters with tokens, or no {option}",
+            lambda file=file, name=name, option=option: (
+                {*FUNCTIONS[name].tokens, option} - {"z"}
+                <= {*inspect.signature(getattr(file, name)).parameters, "z"}
+            ),
+        )
+        for file, name, option in (
+            (modeling_qwen3_next, "causal_conv1d_fn", "weight"),
+            (modeling_qwen3_next, "torch_chunk_gated_delta_rule", "initial_state"),
+            (modeling_kimi_linear, "chunk_kimi_delta_attention", "initial_state"),
+            (modeling_bamba, "mamba2_chunk_scan", "initial_states"),
+            (modeling_jamba, "mamba_selective_scan", "return_last_state"),
+        )
+    ),
+    Contract(
+        patches.with_functions,
+        "recurrent layers do not look up their functions in their file any more",
+        replaces_functions,
     ),
     Contract(
         patches.follow_implementations,

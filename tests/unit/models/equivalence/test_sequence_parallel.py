@@ -88,6 +88,23 @@ def test_attention_in_the_registry_divides(model_type: str, *, isolate: bool) ->
     assert problems(model_type, isolate=isolate) == []
 
 
+@pytest.mark.parametrize("model_type", ["bart", pytest.param("marian", marks=pytest.mark.slow)])
+def test_positions_that_a_model_counts_itself_are_of_full_samples(model_type: str) -> None:
+    sizes = {"d_model": 64, "decoder_layers": 2, "decoder_attention_heads": 4, "is_decoder": True}
+    assert problems(model_type, **sizes, decoder_ffn_dim=64, max_position_embeddings=64) == []
+
+
+@pytest.mark.parametrize("isolate", [False, True])
+@pytest.mark.parametrize("model_type", ["lfm2_moe", "falcon_h1"])
+def test_states_pass_between_ranks(model_type: str, *, isolate: bool) -> None:
+    changes: dict[str, Any] = {"layer_types": ["conv", "full_attention"]}
+    if model_type == "falcon_h1":
+        changes = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
+    else:
+        changes |= {"num_experts": 4, "num_experts_per_tok": 2, "num_dense_layers": 1}
+    assert problems(model_type, isolate=isolate, **changes) == []
+
+
 @pytest.mark.parametrize(
     ("model_type", "size", "ring_size"),
     [
@@ -103,7 +120,7 @@ def test_a_ring_divides_any_attention(model_type: str, size: int, ring_size: int
 @pytest.mark.parametrize(
     ("model_type", "reason", "changes"),
     [
-        ("jamba", "outside attention", {}),
+        ("minimax", "outside attention", {"num_local_experts": 4, "head_dim": 16}),
         ("llama", "dropout", {"attention_dropout": 0.1}),
     ],
 )
@@ -128,7 +145,7 @@ def test_heads_are_divided_among_tensor_parallel_processes_first() -> None:
     ("model_type", "reason"),
     [
         ("bloom", "cannot be replaced"),
-        pytest.param("qwen3_next", "outside attention", marks=pytest.mark.slow),
+        pytest.param("xlstm", "xlstm", marks=pytest.mark.slow),
         ("roberta", "roberta"),  # it counts positions from its padding token on
     ],
 )

@@ -122,9 +122,7 @@ def test_the_trial_sees_it(attention: str, monkeypatch: pytest.MonkeyPatch) -> N
     config.max_position_embeddings, config.original_max_position_embeddings = 8192, 4096
     config.rope_parameters["original_max_position_embeddings"] = 4096
     assert find_isolation(config, attention, 8192)[1] == ""
-    monkeypatch.setattr(
-        "bigtrain.models.equivalence.document_isolation.choose_by_document", lambda _: lambda: None
-    )
+    monkeypatch.setattr("bigtrain.models.layers.rotary.choose_by_document", lambda _: lambda: None)
     assert (
         "their logits differ from those of the separate"
         in find_isolation(config, attention, 8192)[1]

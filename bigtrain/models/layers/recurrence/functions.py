@@ -1,0 +1,186 @@
+"""Functions of transformers that mix tokens outside attention, and what is called instead of them.
+
+Layers look these functions up in their architecture's file when they run. A copy of the layer's
+forward method that looks up other functions leaves weights, names and everything else as they are,
+and the same name may be a CUDA kernel (`bigtrain.models.transformers_patches`). The kernels' own
+arguments for documents (``cu_seqlens``, ``seq_idx``) are not used: half of transformers' layers
+drop them, or pass them to the convolution or to the recurrence only.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from bigtrain.models.layers.recurrence.pieces import by_document, current_documents
+from bigtrain.models.torch_patches import shadow, unshadow
+from bigtrain.models.transformers_patches import functions_called, with_functions
+
+Run = Callable[["Call"], torch.Tensor | None]
+"""Computes a call: returns its output [B * T, ...], or None to leave it to the original."""
+
+CONVOLUTION, MATRIX, SCALAR, VECTOR = "convolution", "matrix", "scalar", "vector"
+"""Kinds of functions: without a state, and with a state that a token multiplies by a matrix, by a
+number for each head, and elementwise."""
+
+
+@dataclass(frozen=True)
+class TokenFunction:
+    """A function that mixes tokens. tokens: the dimension of tokens of its parameters, all [B, ...]
+    with batch first. output: of its output. state_options: what makes it return its last state."""
+
+    kind: str
+    tokens: Mapping[str, int]
+    output: int
+    state_options: tuple[str, ...] = ()
+
+
+_DELTA_RULE = TokenFunction(
+    MATRIX, dict.fromkeys(("query", "key", "value", "g", "beta"), 1), 1, ("output_final_state",)
+)
+FUNCTIONS = {
+    "causal_conv1d_fn": TokenFunction(CONVOLUTION, {"hidden_states": 2}, 2),
+    "torch_chunk_gated_delta_rule": _DELTA_RULE,
+    "chunk_kimi_delta_attention": _DELTA_RULE,
+    "mamba2_chunk_scan": TokenFunction(
+        SCALAR,
+        dict.fromkeys(("hidden_states", "dt", "B", "C", "z"), 1),
+        1,
+        ("return_final_states",),
+    ),
+    "mamba_selective_scan": TokenFunction(
+        VECTOR, dict.fromkeys(("hidden_states", "dt", "B", "C", "z"), 2), 2, ("return_last_state",)
+    ),
+}
+"""By name in transformers' files (5.23)."""
+
+_FUSED = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
+"""Kernels that contain convolution and scan. They return None where they are not installed, and the
+layer calls the functions above."""
+
+_MARKS = ("cu_seqlens", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+"""Arguments that mark documents."""
+
+
+class Call:
+    """A call of a `TokenFunction`. tensors: arguments with tokens, [B * T, ...] by parameter. rest:
+    other arguments. shape: B and T."""
+
+    def __init__(
+        self, function: TokenFunction, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.function = function
+        self._original = original
+        names = list(inspect.signature(original).parameters)
+        self._positional = names[: len(args)]
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        self.rest = {
+            name: value
+            for name, value in arguments.items()
+            if name not in function.tokens and name not in _MARKS
+        }
+        tokens_second = {
+            name: arguments[name].movedim(dim, 1)
+            for name, dim in function.tokens.items()
+            if arguments.get(name) is not None
+        }
+        first = next(iter(tokens_second.values()))
+        self.shape = first.shape[0], first.shape[1]
+        self.tensors = {name: x.flatten(0, 1) for name, x in tokens_second.items()}
+
+    @property
+    def chunk(self) -> int:
+        """Tokens that the function computes together; 0 for one that computes token by token."""
+        default = inspect.signature(self._original).parameters.get("chunk_size")
+        value = self.rest.get("chunk_size", default.default if default else 0)
+        return value if isinstance(value, int) else 0
+
+    def output(self, tensors: Mapping[str, torch.Tensor], **changes: Any) -> torch.Tensor:
+        """Return the output for `tensors` [n, width, ...]: [n, width, ...]. `changes`: of the other
+        arguments."""
+        output, _ = self._compute(tensors, changes)
+        return output
+
+    def output_and_state(
+        self, tensors: Mapping[str, torch.Tensor], **changes: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the output for `tensors` [n, width, ...], and the state after their last token [n,
+        ...]. `changes`: as for `output`."""
+        options = dict.fromkeys(self.function.state_options, True)
+        return self._compute(tensors, options | changes)
+
+    def _compute(
+        self, tensors: Mapping[str, torch.Tensor], changes: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        dims = self.function.tokens
+        arguments = self.rest | changes
+        arguments |= {name: x.movedim(1, dims[name]) for name, x in tensors.items()}
+        positional = [arguments.pop(name) for name in self._positional if name in arguments]
+        result = self._original(*positional, **arguments)
+        output, state = result if isinstance(result, tuple) else (result, None)
+        return output.movedim(self.function.output, 1), state
+
+    def restored(self, output: torch.Tensor) -> Any:
+        """Return `output` [B * T, ...] as the function returns it."""
+        whole = output.unflatten(0, self.shape).movedim(1, self.function.output)
+        return (whole, None) if self.function.kind == MATRIX else whole
+
+
+def run_by_document(call: Call) -> torch.Tensor | None:
+    """Compute each of the current documents from nothing."""
+    documents = current_documents()
+    if documents is None:
+        return None
+    (output,) = by_document(lambda tensors: [call.output(tensors)], call.tensors, documents)
+    return output
+
+
+def layers_with_functions(model: nn.Module) -> Iterator[tuple[str, nn.Module, set[str]]]:
+    """Yield the layers of `model` that call functions of `FUNCTIONS`: their names, and the names of
+    the functions."""
+    for name, module in model.named_modules():
+        called = functions_called(module, (*FUNCTIONS, *_FUSED))
+        if called & FUNCTIONS.keys():
+            yield name, module, called
+
+
+def replace_functions(
+    model: nn.Module, run: Run, fuses: Callable[[], bool] = lambda: current_documents() is None
+) -> Callable[[], None]:
+    """Make the layers of `model` compute their functions by `run`; returns an undo function. A
+    later call replaces an earlier one. `fuses`: whether a layer may use a kernel that contains
+    several functions."""
+    changed = []
+    for _, module, called in layers_with_functions(model):
+        functions: dict[str, Callable[[Any], Any]] = {
+            name: partial(_replaced, FUNCTIONS[name], run) for name in called & FUNCTIONS.keys()
+        }
+        functions |= {name: partial(_unfused, fuses) for name in called.intersection(_FUSED)}
+        shadow(module, "forward", with_functions(module, functions))
+        changed.append(module)
+
+    def undo() -> None:
+        for module in changed:
+            unshadow(module, "forward")
+
+    return undo
+
+
+def _replaced(function: TokenFunction, run: Run, original: Any) -> Any:
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        call = Call(function, original, args, kwargs)
+        output = run(call)
+        return original(*args, **kwargs) if output is None else call.restored(output)
+
+    # A graph would be compiled anew for other documents.
+    return torch.compiler.disable(compute)
+
+
+def _unfused(fuses: Callable[[], bool], original: Any) -> Any:
+    return lambda *args, **kwargs: original(*args, **kwargs) if fuses() else None

@@ -1,0 +1,148 @@
+"""Pieces of documents, and functions of tokens that run on each piece.
+
+A recurrence starts from nothing at each document if it is called for each document. Pieces of
+similar lengths are calls of one batch, padded at their ends, where a causal function passes nothing
+on: a sample of T tokens takes at most log2(T) + 1 calls, on less than twice as many tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from bigtrain.models.layers.document_masks import edges_of_documents
+
+Tensors = Mapping[str, torch.Tensor]
+"""Tensors of tokens by a function's parameters: [tokens, ...]."""
+
+
+@dataclass(frozen=True)
+class PieceBatch:
+    """Pieces that a function computes together. starts, lengths: of each piece, in the flattened
+    tokens of the samples."""
+
+    starts: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def width(self) -> int:
+        """Tokens of the longest piece, and of the others with their padding."""
+        return max(self.lengths)
+
+    def tokens(self) -> torch.Tensor:
+        """Return the number of each token, int64 [pieces, width]. The padding repeats the last
+        token of its piece."""
+        offsets = torch.arange(self.width)
+        last = torch.tensor(self.lengths)[:, None] - 1
+        return torch.tensor(self.starts)[:, None] + offsets.minimum(last)
+
+    def is_token(self) -> torch.Tensor:
+        """Return what is not padding: bool [pieces, width]."""
+        return torch.arange(self.width) < torch.tensor(self.lengths)[:, None]
+
+
+def batches_of(starts: Sequence[int], lengths: Sequence[int]) -> list[PieceBatch]:
+    """Return pieces in batches of similar lengths: none is twice as long as another one."""
+    by_width: dict[int, list[tuple[int, int]]] = {}
+    for start, length in zip(starts, lengths, strict=True):
+        by_width.setdefault(length.bit_length(), []).append((start, length))
+    return [PieceBatch(*map(tuple, zip(*pieces, strict=True))) for pieces in by_width.values()]
+
+
+@dataclass
+class SampleDocuments:
+    """Documents of the samples of a micro-batch. positions: int64 [B, T] on the host, counted from
+    0 in each document."""
+
+    positions: torch.Tensor
+    _tokens: dict[torch.device, tuple[list[torch.Tensor], torch.Tensor]] = field(
+        default_factory=dict
+    )
+
+    def edges_by_sample(self) -> list[list[int]]:
+        """Return the starts of the documents of each sample, and its end."""
+        length = self.positions.shape[1]
+        starts = self.positions == 0
+        starts[:, 0] = True
+        return [[*row.nonzero().flatten().tolist(), length] for row in starts]
+
+    def numbers_on(self, device: torch.device) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Return the tokens of each batch of documents, and the place of each token among the
+        tokens of the batches, int64 [B * T]. Copied to `device` once."""
+        if device not in self._tokens:
+            edges = edges_of_documents(self.positions)
+            batches = batches_of(edges[:-1].tolist(), edges.diff().tolist())
+            order = torch.cat([batch.tokens()[batch.is_token()] for batch in batches])
+            filled = torch.cat([batch.is_token().flatten() for batch in batches])
+            places = filled.nonzero().flatten()[order.argsort()]
+            tokens = [batch.tokens().to(device, non_blocking=True) for batch in batches]
+            self._tokens[device] = tokens, places.to(device, non_blocking=True)
+        return self._tokens[device]
+
+
+_DOCUMENTS: ContextVar[SampleDocuments | None] = ContextVar("documents", default=None)
+
+
+def current_documents() -> SampleDocuments | None:
+    """Return the documents of the forward pass that is running; None: each sample is one."""
+    return _DOCUMENTS.get()
+
+
+def current_positions() -> torch.Tensor | None:
+    """Return the positions of `current_documents`, int64 [B, T] on the host."""
+    documents = current_documents()
+    return None if documents is None else documents.positions
+
+
+@contextmanager
+def documents_in_samples(documents: SampleDocuments | None) -> Iterator[None]:
+    """Inside, recurrent layers start afresh at each of `documents`."""
+    token = _DOCUMENTS.set(documents)
+    try:
+        yield
+    finally:
+        _DOCUMENTS.reset(token)
+
+
+def keep_documents(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `checkpoint`, a function such as `torch.utils.checkpoint.checkpoint`, whose layers
+    have the documents of their forward pass when they are computed again. That happens in the
+    backward pass, when the samples of another forward pass may have been the last."""
+
+    def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        documents = current_documents()
+
+        def with_documents(*args: Any, **kwargs: Any) -> Any:
+            with documents_in_samples(documents):
+                return function(*args, **kwargs)
+
+        return checkpoint(with_documents, *args, **kwargs)
+
+    return run
+
+
+def by_document(
+    function: Callable[[dict[str, torch.Tensor]], Sequence[torch.Tensor]],
+    tensors: Tensors,
+    documents: SampleDocuments,
+) -> list[torch.Tensor]:
+    """Return what `function` returns for each document: [B * T, ...], of `tensors` [B * T, ...].
+    `function` takes and returns tensors [pieces, width, ...]."""
+    device = next(iter(tensors.values())).device
+    batches, places = documents.numbers_on(device)
+    outputs = [
+        function(
+            {
+                name: x.index_select(0, tokens.flatten()).unflatten(0, tokens.shape)
+                for name, x in tensors.items()
+            }
+        )
+        for tokens in batches
+    ]
+    joined = (torch.cat([x.flatten(0, 1) for x in parts]) for parts in zip(*outputs, strict=True))
+    return [x.index_select(0, places) for x in joined]

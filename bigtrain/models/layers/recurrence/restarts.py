@@ -1,0 +1,111 @@
+"""Recurrent layers that start afresh at each document, and modules that are called for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from bigtrain.errors import ModelError
+from bigtrain.models.layers.recurrence.functions import replace_functions, run_by_document
+from bigtrain.models.layers.recurrence.pieces import (
+    by_document,
+    current_documents,
+    documents_in_samples,
+    keep_documents,
+)
+from bigtrain.models.torch_patches import shadow, unshadow
+from bigtrain.models.transformers_patches import replace_checkpoint
+
+
+def restart_at_documents(model: nn.Module, modules: Iterable[str] = ()) -> Callable[[], None]:
+    """Make the states and convolutions of `model` start afresh at each of `current_documents`, also
+    when layers are recomputed; returns an undo function. `modules`: classes of modules that are
+    called for each document. Recomputation keeps the documents of its forward pass also after the
+    undo function."""
+    with ExitStack() as undo:
+        undo.callback(replace_functions(model, run_by_document))
+        undo.callback(_call_by_document(model, set(modules)))
+        for layer in model.modules():
+            if isinstance(layer, GradientCheckpointingLayer) and layer.gradient_checkpointing:
+                replace_checkpoint(layer, keep_documents)
+        return undo.pop_all().close
+
+
+def _call_by_document(model: nn.Module, classes: set[str]) -> Callable[[], None]:
+    changed = [module for module in model.modules() if type(module).__name__ in classes]
+    for module in changed:
+        forward = vars(module).get("forward") or partial(type(module).forward, module)
+        # A graph would be compiled anew for other documents.
+        for_each = torch.compiler.disable(partial(_forward, module, forward))
+        shadow(module, "forward", for_each)
+
+    def undo() -> None:
+        for module in changed:
+            unshadow(module, "forward")
+
+    return undo
+
+
+Rebuild = Callable[[Sequence[torch.Tensor]], Any]
+"""Makes values with other tensors of tokens, in the order in which these were found."""
+
+
+def _forward(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `forward` for each document. Arguments and results with tokens are tensors [B, T, ...],
+    or [1, T, ...] for all samples; other tensors of the results, such as states, become None."""
+    documents = current_documents()
+    if documents is None:
+        return forward(*args, **kwargs)
+    shape = documents.positions.shape
+    given, rebuild = tensors_of_tokens((args, kwargs), shape)
+    if not given:
+        raise ModelError(f"{type(module).__name__} is given no values of tokens")
+    rebuild_output: Rebuild = tuple
+
+    def call(pieces: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        nonlocal rebuild_output
+        piece_args, piece_kwargs = rebuild(list(pieces.values()))
+        with documents_in_samples(None):
+            output = forward(*piece_args, **piece_kwargs)
+        piece_shape = next(iter(pieces.values())).shape[:2]
+        tensors, rebuild_output = tensors_of_tokens(output, piece_shape, keep_rest=False)
+        return tensors
+
+    flat = {str(number): x.flatten(0, 1) for number, x in enumerate(given)}
+    outputs = by_document(call, flat, documents)
+    return rebuild_output([x.unflatten(0, shape) for x in outputs])
+
+
+def tensors_of_tokens(
+    values: Any, shape: torch.Size, *, keep_rest: bool = True
+) -> tuple[list[torch.Tensor], Rebuild]:
+    """Return the tensors of tokens in `values` [B, T, ...], and a function that makes `values` of
+    others. `shape`: B and T. `keep_rest`: whether other tensors stay, or become None. Raises
+    ModelError for a tensor with tokens in another dimension, such as a mask."""
+    found: list[torch.Tensor] = []
+
+    def visit(value: Any) -> Rebuild:
+        if torch.is_tensor(value):
+            if value.ndim >= 2 and value.shape[1] == shape[1] and value.shape[0] in (1, shape[0]):
+                number = len(found)
+                found.append(value.expand(shape[0], *value.shape[1:]))
+                return lambda tensors: tensors[number]
+            if keep_rest and shape[1] in value.shape:
+                raise ModelError(f"a tensor {list(value.shape)} has tokens in another dimension")
+            return lambda _: value if keep_rest else None
+        if isinstance(value, tuple | list):
+            parts = [visit(part) for part in value]
+            return lambda tensors: tuple(part(tensors) for part in parts)
+        if isinstance(value, dict):
+            items = {key: visit(part) for key, part in value.items()}
+            return lambda tensors: {key: part(tensors) for key, part in items.items()}
+        return lambda _: value
+
+    rebuild = visit(values)
+    return found, rebuild

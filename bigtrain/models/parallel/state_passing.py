@@ -1,0 +1,228 @@
+"""Recurrent layers of sequence-parallel ranks: states pass from rank to rank, and convolutions get
+the tokens before.
+
+Every rank computes its tokens from nothing, all ranks exchange a state and a factor for each span
+in one all-gather, whose bytes do not depend on the number of tokens, and every rank corrects the
+outputs of the documents that it continues (`bigtrain.models.parallel.transfers`).
+
+The backward pass of an all-gather is an all-to-all, which every rank must take part in: what a rank
+computes passes through the all-gather, whether or not the rank uses what it received.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from bigtrain.models.layers.recurrence.functions import CONVOLUTION, Call
+from bigtrain.models.layers.recurrence.pieces import batches_of, current_documents
+from bigtrain.models.parallel.ring_attention import Exchange
+from bigtrain.models.parallel.ring_plan import Range
+from bigtrain.models.parallel.span_plan import SpanPiece, SpanPlan
+from bigtrain.models.parallel.transfers import (
+    Transfer,
+    advance,
+    factor_shape,
+    from_nothing,
+    transfer,
+)
+
+KeyT = TypeVar("KeyT")
+
+
+class StatePassing:
+    """Computes the functions of recurrent layers on the tokens of a rank of `exchange`. places:
+    every rank's ranges in a sample of a length. All calls are collective."""
+
+    def __init__(
+        self, exchange: Exchange, places: Callable[[int], Sequence[Sequence[Range]]]
+    ) -> None:
+        self._exchange = exchange
+        self._places = places
+
+    def run(self, call: Call) -> torch.Tensor:
+        """Return the output of `call` for this rank's tokens: [B * t, ...]."""
+        num_samples, num_tokens = call.shape
+        length = num_tokens * self._exchange.size
+        documents = current_documents()
+        edges = [[0, length]] * num_samples if documents is None else documents.edges_by_sample()
+        plan = SpanPlan(self._places(length), edges)
+        outputs = _Outputs(call)
+        if not plan.crosses:  # known to every rank: none exchanges
+            outputs.compute_separate(plan.pieces(self._exchange.rank))
+            return outputs.joined()
+        if call.function.kind == CONVOLUTION:
+            return self._convolve(call, plan, outputs)
+        return self._scan(call, plan, outputs)
+
+    def _convolve(self, call: Call, plan: SpanPlan, outputs: _Outputs) -> torch.Tensor:
+        """Prepend the tokens before to the pieces that continue a document."""
+        pieces = plan.pieces(self._exchange.rank)
+        num_before: int = call.rest["weight"].shape[-1] - 1
+        # The last inputs of every span: [B, spans, kernel size - 1, C], or all of shorter spans.
+        ((name, x),) = call.tensors.items()
+        ends = [piece.start + piece.length for piece in pieces if piece.is_last]
+        span_tokens = min(stop - start for start, stop in plan.places[0])
+        tail = min(num_before, span_tokens)
+        tokens = torch.tensor([range(end - tail, end) for end in ends], device=x.device)
+        tails = x.index_select(0, tokens.flatten()).unflatten(0, (call.shape[0], -1, tail))
+        gathered, x = gather(self._exchange, tails, x)
+        call.tensors[name] = x
+        outputs.compute_separate([piece for piece in pieces if not piece.depth])
+
+        # Pieces with equally many tokens before them are computed together.
+        heads = [piece for piece in pieces if piece.depth]
+        order = plan.order
+        for (num_halo, _), group in _grouped(
+            heads, lambda piece: (min(num_before, piece.depth), piece.length)
+        ):
+            halos = []
+            for piece in group:
+                place = order.index((self._exchange.rank, piece.span))
+                before = [gathered[rank, piece.row, span] for rank, span in order[:place]]
+                halos.append(torch.cat(before)[-num_halo:])
+            given = outputs.tensors_of(group)
+            given[name] = torch.cat([torch.stack(halos), given[name]], 1)
+            outputs.add(group, call.output(given)[:, num_halo:])
+        return outputs.joined()
+
+    def _scan(self, call: Call, plan: SpanPlan, outputs: _Outputs) -> torch.Tensor:
+        """Compute all pieces from nothing, and correct those that continue a document."""
+        kind, rank = call.function.kind, self._exchange.rank
+        pieces = plan.pieces(rank)
+        num_spans = len(plan.places[rank])
+        states: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor | None]] = {}
+        corrections: list[tuple[list[SpanPiece], Transfer]] = []
+        for _, group in _grouped([p for p in pieces if p.depth], lambda piece: piece.length):
+            moved = transfer(call, outputs.tensors_of(group))
+            outputs.add(group, moved.output)
+            corrections.append((group, moved))
+            for piece, state, factor in zip(group, moved.state, moved.factor, strict=True):
+                if piece.is_last:
+                    states[piece.row, piece.span] = state, factor
+        last = [piece for piece in pieces if piece.is_last and not piece.depth]
+        for _, group in _grouped(last, lambda piece: piece.length):
+            output, group_states = from_nothing(call, outputs.tensors_of(group))
+            outputs.add(group, output)
+            states |= {(p.row, p.span): (s, None) for p, s in zip(group, group_states, strict=True)}
+        outputs.compute_separate([p for p in pieces if not p.depth and not p.is_last])
+
+        # State and factor of every span, which is 0 where a document begins in it.
+        state = next(iter(states.values()))[0]
+        shape = factor_shape(kind, state[None])
+        zero = state.new_zeros(shape)
+        packed = torch.stack(
+            [
+                torch.cat([s.flatten(), (zero if a is None else a).flatten()])
+                for s, a in (
+                    states[row, n] for row in range(call.shape[0]) for n in range(num_spans)
+                )
+            ]
+        ).unflatten(0, (call.shape[0], num_spans))
+        gathered, joined = gather(self._exchange, packed, outputs.joined())
+
+        # The state at the start of each span of this rank: [B, ...].
+        incoming: dict[int, torch.Tensor] = {}
+        current: torch.Tensor | None = None
+        for span_rank, number in plan.order:
+            if span_rank == rank and current is not None:
+                incoming[number] = current
+            sent_state, sent_factor = gathered[span_rank, :, number].split(
+                (state.numel(), zero.numel()), 1
+            )
+            sent_state = sent_state.unflatten(1, state.shape)
+            if current is None:
+                current = sent_state
+            else:
+                current = advance(kind, sent_factor.unflatten(1, shape), current) + sent_state
+        for group, moved in corrections:
+            start = torch.stack([incoming[piece.span][piece.row] for piece in group])
+            added = moved.correction(start).flatten(0, 1).to(joined.dtype)
+            joined = joined.index_add(0, outputs.tokens_of(group).flatten(), added)
+        return joined
+
+
+class _Outputs:
+    """Outputs of a call's pieces, in any order."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._device = next(iter(call.tensors.values())).device
+        self._tokens: list[torch.Tensor] = []
+        self._outputs: list[torch.Tensor] = []
+
+    def tokens_of(self, pieces: Sequence[SpanPiece]) -> torch.Tensor:
+        """Return the numbers of the tokens of equally long pieces: int64 [pieces, length]."""
+        rows = [range(piece.start, piece.start + piece.length) for piece in pieces]
+        return torch.tensor(rows, device=self._device)
+
+    def tensors_of(self, pieces: Sequence[SpanPiece]) -> dict[str, torch.Tensor]:
+        """Return the arguments of equally long pieces, [pieces, length, ...]."""
+        return self._take(self.tokens_of(pieces))
+
+    def _take(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {
+            name: x.index_select(0, tokens.flatten()).unflatten(0, tokens.shape)
+            for name, x in self._call.tensors.items()
+        }
+
+    def add(self, pieces: Sequence[SpanPiece], output: torch.Tensor) -> None:
+        """Add the output [pieces, length, ...] of equally long pieces."""
+        self._tokens.append(self.tokens_of(pieces).flatten())
+        self._outputs.append(output.flatten(0, 1))
+
+    def compute_separate(self, pieces: Sequence[SpanPiece]) -> None:
+        """Compute pieces that no other piece depends on, from nothing."""
+        starts, lengths = [p.start for p in pieces], [p.length for p in pieces]
+        for batch in batches_of(starts, lengths):
+            tokens, is_token = batch.tokens().to(self._device), batch.is_token().to(self._device)
+            output = self._call.output(self._take(tokens)).flatten(0, 1)
+            filled = is_token.flatten().nonzero().flatten()
+            self._tokens.append(tokens[is_token])
+            self._outputs.append(output.index_select(0, filled))
+
+    def joined(self) -> torch.Tensor:
+        """Return the outputs in the order of the tokens: [B * t, ...]."""
+        order = torch.cat(self._tokens).argsort()
+        return torch.cat(self._outputs).index_select(0, order)
+
+
+def _grouped(
+    pieces: Iterable[SpanPiece], key: Callable[[SpanPiece], KeyT]
+) -> Iterable[tuple[KeyT, list[SpanPiece]]]:
+    groups: dict[KeyT, list[SpanPiece]] = {}
+    for piece in pieces:
+        groups.setdefault(key(piece), []).append(piece)
+    return groups.items()
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        leaf: torch.Tensor,
+        exchange: Exchange,
+        values: torch.Tensor,
+        through: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.exchange = exchange
+        copies = values.detach().expand(exchange.size, *values.shape).contiguous()
+        return exchange.all_to_all(copies), through.view_as(through)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        received = ctx.exchange.all_to_all(gradients[0].contiguous())
+        return None, None, received.sum(0), gradients[1]
+
+
+def gather(
+    exchange: Exchange, values: torch.Tensor, through: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the `values` of every rank, [ranks, ...], and `through` unchanged. Collective, and so
+    is the backward pass, which runs on every rank whose loss depends on `through`, also if all
+    parameters before it are frozen."""
+    leaf = torch.zeros((), device=values.device, requires_grad=True)
+    gathered, passed = _Gather.apply(leaf, exchange, values, through)  # type: ignore[no-untyped-call]
+    return gathered, passed

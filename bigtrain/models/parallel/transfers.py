@@ -1,0 +1,172 @@
+"""What a state that a recurrence starts from adds to its outputs and to its last state.
+
+All recurrences are linear in their state: ``S_out = A S_in + S_zero`` and ``y = y_zero + R S_in``,
+where the index zero means a start from nothing. So ranks compute from nothing at once, and correct
+their outputs when the states of earlier ranks are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from bigtrain.models.layers.recurrence.functions import MATRIX, SCALAR, Call
+
+Correction = Callable[[torch.Tensor], torch.Tensor]
+"""From the state at the start [n, ...] to what it adds to the output [n, width, ...]."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Pieces of a recurrence from nothing. output: [n, width, ...]. state: the last one, [n, ...].
+    factor: A, a matrix [n, H, K, K], a number for each head [n, H, 1, 1] or like `state`."""
+
+    output: torch.Tensor
+    state: torch.Tensor
+    factor: torch.Tensor
+    correction: Correction
+
+
+def from_nothing(call: Call, tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output of pieces `tensors` [n, width, ...], and the state after them, float32."""
+    if call.function.kind in (MATRIX, SCALAR):
+        output, state = call.output_and_state(tensors)
+        return output, state.float()
+    scan = _VectorScan(call, tensors)
+    return scan.gated(scan.zero_output), scan.state
+
+
+def transfer(call: Call, tensors: dict[str, torch.Tensor]) -> Transfer:
+    """Return what pieces `tensors` [n, width, ...] that continue a document compute from
+    nothing."""
+    if call.function.kind == MATRIX:
+        return _matrix_transfer(call, tensors)
+    if call.function.kind == SCALAR:
+        return _scalar_transfer(call, tensors)
+    scan = _VectorScan(call, tensors)
+    return Transfer(scan.gated(scan.zero_output), scan.state, scan.factor, scan.correction)
+
+
+def factor_shape(kind: str, state: torch.Tensor) -> tuple[int, ...]:
+    """Return the shape of `Transfer.factor` without n, for a state [n, ...]."""
+    shape = tuple(state.shape[1:])
+    if kind == MATRIX:
+        return (*shape[:2], shape[1])
+    return (shape[0], 1, 1) if kind == SCALAR else shape
+
+
+def advance(kind: str, factor: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    """Return A S."""
+    return factor @ state if kind == MATRIX else factor * state
+
+
+def _matrix_transfer(call: Call, tensors: dict[str, torch.Tensor]) -> Transfer:
+    """Gated delta rule: ``S_t = a_t (I - b_t k_t k_t^T) S_{t-1} + b_t k_t v_t^T``, ``o_t = S_t^T
+    q_t``. As many value columns as a key has, all zero, start from the identity: they end as A, and
+    give ``r_t = A_t^T q_t`` on the way, with an unchanged function."""
+    value, key_size = tensors["value"], tensors["key"].shape[-1]
+    n, _, heads, value_size = value.shape
+    wide = {**tensors, "value": F.pad(value, (0, key_size))}
+    start = torch.eye(key_size, device=value.device, dtype=torch.float32)
+    start = F.pad(start, (value_size, 0)).expand(n, heads, -1, -1).contiguous()
+    output, state = call.output_and_state(wide, initial_state=start)
+    output, read = output.split((value_size, key_size), -1)
+    state, factor = state.float().split((value_size, key_size), -1)
+    return Transfer(
+        output,
+        state,
+        factor,
+        lambda incoming: torch.einsum("nwhk,nhkv->nwhv", read.float(), incoming),
+    )
+
+
+def _scalar_transfer(call: Call, tensors: dict[str, torch.Tensor]) -> Transfer:
+    """Mamba 2: ``S_t = exp(dt_t A) S_{t-1} + dt_t x_t B_t^T``, with a number A for each head, and
+    ``y_t = S_t C_t + D x_t``."""
+    output, state = call.output_and_state(tensors)
+    options = call.rest
+    steps = tensors["dt"].float()
+    if options.get("dt_bias") is not None:
+        steps = steps + options["dt_bias"]
+    if options.get("dt_softplus"):
+        steps = F.softplus(steps)
+    steps = steps.clamp(*options.get("dt_limit", (0.0, float("inf"))))
+    decay = (steps * options["A"].float()).cumsum(1).exp()  # [n, width, H]
+    groups = tensors["C"].shape[2]
+    read = tensors["C"].float()  # [n, width, G, N]
+
+    def correction(incoming: torch.Tensor) -> torch.Tensor:
+        grouped = incoming.unflatten(1, (groups, -1))  # heads of a group share C
+        added = torch.einsum("nwgs,nghps->nwghp", read, grouped).flatten(2, 3)
+        output: torch.Tensor = added * decay[..., None]
+        return output
+
+    return Transfer(output, state.float(), decay[:, -1, :, None, None], correction)
+
+
+class _VectorScan:
+    """Mamba 1: ``S_t = exp(dt_t A) S_{t-1} + dt_t u_t B_t^T`` elementwise, ``y_t = (S_t C_t + D
+    u_t) silu(z_t)``.
+
+    The function takes no state to start from, and the CUDA kernel's last state has no gradient. So
+    N tokens more, with dt = 0 and ``C = e_n``, read the state as ordinary outputs, and N tokens
+    before the others, with ``B = e_n``, write it. Memory grows with the tokens only.
+    """
+
+    def __init__(self, call: Call, tensors: dict[str, torch.Tensor]) -> None:
+        self._call = call
+        self._gate = tensors.get("z")
+        self._dtype = tensors["hidden_states"].dtype
+        options = call.rest
+        steps = tensors["dt"].float()
+        if options.get("delta_bias") is not None:
+            steps = steps + options["delta_bias"].float()
+        self._steps = F.softplus(steps) if options.get("delta_softplus") else steps
+        self._decay = options["A"].float()  # [D, N]
+        self._inputs = tensors["hidden_states"].float()
+        self._write, self._read = tensors["B"].float(), tensors["C"].float()  # [n, width, N]
+        num_states, width = self._decay.shape[1], steps.shape[1]
+        unit = torch.eye(num_states, device=steps.device)
+        self._unit = unit.expand(len(steps), -1, -1)
+
+        def more(x: torch.Tensor) -> torch.Tensor:
+            return F.pad(x, (0, 0, 0, num_states))
+
+        read = torch.cat([self._read, self._unit], 1)
+        output = self._scan(more(self._inputs), more(self._steps), more(self._write), read)
+        self.zero_output = output[:, :width]
+        self.state = output[:, width:].transpose(1, 2)  # [n, D, N]
+        self.factor = torch.exp(self._steps.sum(1)[..., None] * self._decay)
+
+    def _scan(self, *tensors: torch.Tensor) -> torch.Tensor:
+        given = dict(zip(("hidden_states", "dt", "B", "C"), tensors, strict=True))
+        plain: dict[str, Any] = {"delta_bias": None, "delta_softplus": False, "z": None}
+        return self._call.output(given, **plain)
+
+    def gated(self, output: torch.Tensor) -> torch.Tensor:
+        if self._gate is not None:
+            output = output * F.silu(self._gate.float())
+        return output.to(self._dtype)
+
+    def correction(self, incoming: torch.Tensor) -> torch.Tensor:
+        """See `Transfer`. Writing token n decays by the tokens that write after it, which is undone
+        in what it writes; steps are so short that this is at most a factor of e."""
+        num_states = self._decay.shape[1]
+        step = 1 / (num_states * self._decay.detach().abs().max().clamp_min(1e-6))
+        later = torch.arange(num_states - 1, -1, -1, device=incoming.device)
+        written = incoming * torch.exp(-step * self._decay * later) / step
+
+        def after(x: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+            return torch.cat([first, x], 1)
+
+        output = self._scan(
+            after(torch.zeros_like(self._inputs), written.transpose(1, 2)),
+            after(self._steps, step.expand_as(written.transpose(1, 2))),
+            after(self._write, self._unit),
+            after(self._read, torch.zeros_like(self._unit)),
+        )
+        return self.gated(output[:, num_states:])
