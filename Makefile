@@ -16,7 +16,7 @@ INSTALL_SELF = DS_BUILD_OPS=0 $(BIN)/python -m $(PIP_INSTALL) --no-build-isolati
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-user quickstart test test-full test-shard slow-times test-oldest check format docs reference bench gpu-check gpu-proof kernel-proof operator-proof gpu-wheels test-deps image-deps clean
+.PHONY: help install install-user quickstart test test-full test-shard slow-times test-oldest check format docs reference bench gpu-check gpu-proof gpu-roofline kernel-proof operator-proof gpu-wheels test-deps image-deps clean
 
 help:
 	@echo "make install-user  create .venv with what a run needs: EXTRAS=qlora,eval adds extras"
@@ -32,6 +32,7 @@ help:
 	@echo "make bench       run every benchmark of benchmarks/ but the GPU's"
 	@echo "make gpu-check   check a GPU machine in under ten minutes, figures included"
 	@echo "make gpu-proof   trace GPU steps without a GPU, in minutes"
+	@echo "make gpu-roofline  price steps on an H100 kernel by kernel, without a GPU"
 	@echo "make kernel-proof  run and compile Triton kernels without a GPU"
 	@echo "make operator-proof  compile DeepSpeed's CUDA operators without a GPU (needs nvcc)"
 	@echo "make gpu-wheels  fill .gpu-wheels/ for a GPU machine that has its own torch and no network"
@@ -136,8 +137,13 @@ gpu-proof: $(TOOLS)
 # Beside .venv, where transformers and torch would find them at every start.
 KERNEL_PACKAGES := .kernel-packages
 
-kernel-proof: $(TOOLS)
-	test -d $(KERNEL_PACKAGES) || $(BIN)/python -m pip install --quiet --no-deps -c $(CONSTRAINTS) --target $(KERNEL_PACKAGES) triton==3.9.0 liger-kernel
+$(KERNEL_PACKAGES):
+	$(BIN)/python -m pip install --quiet --no-deps -c $(CONSTRAINTS) --target $(KERNEL_PACKAGES) triton==3.9.0 liger-kernel
+
+gpu-roofline: $(TOOLS) $(KERNEL_PACKAGES)
+	PYTHONPATH=$(KERNEL_PACKAGES):. $(BIN)/python -m benchmarks.gpu_roofline $(ARGS)
+
+kernel-proof: $(TOOLS) $(KERNEL_PACKAGES)
 	PYTHONPATH=$(KERNEL_PACKAGES):. $(BIN)/python -m benchmarks.kernel_proof
 
 # 1 GB of NVIDIA's packages is fetched for their headers, and nothing else of them is kept.

@@ -265,6 +265,8 @@ def _attend(
 
     if query.device.type != "cuda":
         return None
+    if torch.is_autocast_enabled("cuda"):
+        query, key, value = (x.to(torch.get_autocast_dtype("cuda")) for x in (query, key, value))
     aten = torch.ops.aten
     if attn_mask is None and query.dtype in (torch.float16, torch.bfloat16):
         flash = aten._scaled_dot_product_flash_attention

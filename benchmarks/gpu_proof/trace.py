@@ -100,8 +100,7 @@ class Tracer(TorchDispatchMode):
         if func is aten.nonzero.default:  # all elements, since none is known
             if _is_on_device(args[0]):
                 self.waited("size of a result")
-            shape = (args[0].numel(), args[0].dim())
-            return torch.zeros(shape, dtype=torch.int64, device=args[0].device)
+            return assumed_places(args[0])
         if func.namespace == "c10d":
             self._exchange(func, args)
         result = func(*args, **kwargs)
@@ -110,14 +109,9 @@ class Tracer(TorchDispatchMode):
         return result
 
     def _value(self, tensor: torch.Tensor) -> Any:
-        constant = getattr(tensor, "constant", None)
         if _is_on_device(tensor):
             self.waited("item")
-        if constant is not None:
-            return constant.item()
-        if tensor.dtype in (torch.bool, torch.uint8):
-            return 0
-        return 1.0 if tensor.dtype.is_floating_point else 1
+        return assumed_value(tensor)
 
     def read_list(self, tensor: torch.Tensor, total: int) -> Any:
         """Stand in for `Tensor.tolist` of counts [..., n], each row of which adds up to `total`."""
@@ -161,6 +155,23 @@ class Tracer(TorchDispatchMode):
 
     def _release(self, num_bytes: int) -> None:
         self._live -= num_bytes
+
+
+def assumed_value(tensor: torch.Tensor) -> Any:
+    """Return what the host reads from a fake tensor of one element: its constant if it has one, or
+    0 of a flag (bool, uint8), else 1."""
+    constant = getattr(tensor, "constant", None)
+    if constant is not None:
+        return constant.item()
+    if tensor.dtype in (torch.bool, torch.uint8):
+        return 0
+    return 1.0 if tensor.dtype.is_floating_point else 1
+
+
+def assumed_places(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the result of `nonzero` of a fake tensor: as many places as it has elements."""
+    shape = (tensor.numel(), tensor.dim())
+    return torch.zeros(shape, dtype=torch.int64, device=tensor.device)
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:

@@ -37,6 +37,7 @@ from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
 from torch.distributed import distributed_c10d
 
 from bigtrain.engine.deepspeed_patches import (
+    bf16_update,
     flat_gradients,
     host_time,
     optimizers,
@@ -196,6 +197,14 @@ _REDUCTION = {
     "_release_ipg_buffers": "e344b6e31fec",
 }
 
+# What `bf16_update` does instead.
+_BF16_UPDATE = {
+    "_update_hp_grad": "026f6bb3edea",
+    "clear_hp_grads": "82cb16a0c5b9",
+    "step": "9b21d4a28f87",
+    "update_lp_params": "128911db918a",
+}
+
 CONTRACTS = [
     # step
     reads(
@@ -237,6 +246,18 @@ CONTRACTS = [
         step.take_norms_at_once,
         lambda: DeepSpeedZeroOptimizer.get_grad_norm_direct,
         "72af0993ad8c",
+    ),
+    # bf16_update
+    *(
+        is_as_read(
+            bf16_update.shorten_bf16_update, lambda n=name: getattr(BF16_Optimizer, n), digest
+        )
+        for name, digest in _BF16_UPDATE.items()
+    ),
+    is_as_read(
+        bf16_update.shorten_bf16_update,
+        lambda: runtime_utils.clip_tensors_by_global_norm,
+        "7acb1d957631",
     ),
     # zero12_reduction
     *(

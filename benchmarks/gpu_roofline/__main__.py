@@ -1,0 +1,167 @@
+"""Price optimizer steps on an H100 that is not here, kernel by kernel and by part, and compare the
+prices with the steps that were measured on one."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_proof.fake_cuda import why_not
+from benchmarks.gpu_roofline.kernel import PARTS, Kernel
+from benchmarks.gpu_roofline.pricing import H100, Roofline, Shape, price
+from benchmarks.gpu_roofline.rows import FURTHER, MEASURED, Row
+from benchmarks.support.points import SIZES
+
+ROOT = Path(__file__).resolve().parents[2]
+UPDATE_PARTS = ("gradients", "optimizer", "exchange")
+LIMIT = 0.1
+"""Largest relative error of a predicted step that was measured."""
+
+
+def _answer(module: str, argument: dict[str, Any], *options: str) -> Any:
+    """Return the JSON that `module`, in a process of its own, prints for `argument`."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    result = subprocess.run(
+        [sys.executable, "-m", module, json.dumps(argument), *options],
+        cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if result.returncode != 0:
+        raise RuntimeError(f"{module} failed:\n{result.stderr[-2000:]}")
+    return json.loads(result.stdout)
+
+
+@cache
+def _fused(micro_batch_size: int, size: str) -> list[Kernel]:
+    """Return the kernels that Inductor generates for a decoder layer, of both passes."""
+    point = {**asdict(MEASURED[0].point), "size": size, "micro_batch_size": micro_batch_size}
+    schedules = _answer("benchmarks.gpu_roofline.fused_layer", point)
+    update = schedules.pop("update")
+    # Masters, gradients, moments and factors are read, parameters only written: 30 bytes.
+    if update != [{"loads": 5, "stores": 4}]:
+        raise RuntimeError(f"the update is not the one kernel that the trace counts: {update}")
+    return [
+        Kernel("inductor", part_of_fused(kernel["operations"]), kernel["num_bytes"],
+               is_in_layer=True, is_backward=way == "backward")
+        for way, kernels in schedules.items() for kernel in kernels
+    ]  # fmt: skip
+
+
+def part_of_fused(operations: Sequence[str]) -> str:
+    """Return the part of a fused kernel by the operations that only one part has."""
+    names = {operation.split(".")[1] for operation in operations}
+    if names & {"rsqrt", "pow", "mean"}:
+        return "norms"
+    if names & {"exp", "sigmoid", "silu", "tanh", "erf"}:
+        return "activations"
+    if names & {"neg", "cat", "slice", "slice_scatter"}:
+        return "rotary"
+    return "norms" if "sum" in names else "residuals"
+
+
+def kernels_of(row: Row) -> list[Kernel]:
+    """Return the kernels of a step of `row`. Of compiled layers, Inductor's instead of those that
+    the trace shows."""
+    point = asdict(replace(row.point, compile="off"))
+    options = ["--before"] if row.measured else []
+    traced = _answer("benchmarks.gpu_roofline.traced_step", point, *options)
+    kernels = [
+        Kernel(**{**kernel, "product": kernel["product"] and tuple(kernel["product"])})
+        for kernel in traced
+    ]
+    if row.point.compile != "on":
+        return kernels
+    times = SIZES[row.point.size]["num_hidden_layers"] * row.point.accumulation
+    outside = [kernel for kernel in kernels if not kernel.is_in_layer or kernel.flops]
+    return outside + times * _fused(row.point.micro_batch_size, row.point.size)
+
+
+def shape_of(row: Row) -> Shape:
+    """Return what the least of a step of `row` follows from."""
+    size = SIZES[row.point.size]
+    hidden, wide, vocabulary = (
+        size[key] for key in ("hidden_size", "intermediate_size", "vocab_size")
+    )
+    num_heads = size["num_attention_heads"]
+    key_width = hidden // num_heads * size.get("num_key_value_heads", num_heads)
+    layers = size["num_hidden_layers"]
+    per_layer = 2 * hidden * hidden + 2 * hidden * key_width + 3 * hidden * wide + 2 * hidden
+    return Shape(
+        num_parameters=layers * per_layer + vocabulary * hidden + hidden,
+        num_tokens=row.tokens,
+        num_passes=row.point.accumulation,
+        hidden=hidden,
+        intermediate=wide,
+        num_layers=layers,
+        query_width=hidden,
+        key_width=key_width,
+        vocabulary=vocabulary,
+    )
+
+
+def table(priced: dict[str, tuple[Row, Roofline]]) -> str:
+    """Return the parts of every step in ms, its bytes per parameter, and its rate."""
+    names = list(priced)
+    lines = ["| ms of a step | " + " | ".join(names) + " | least |"]
+    lines.append("|---" * (len(names) + 2) + "|")
+    last = priced[names[-1]][1]
+    for part in PARTS:
+        cells = [f"{roofline.parts[part].seconds * 1e3:.1f}" for _, roofline in priced.values()]
+        least = last.parts[part].least_seconds * 1e3
+        lines.append(f"| {part} | " + " | ".join(cells) + f" | {least:.1f} |")
+    idle = [f"{roofline.idle_seconds * 1e3:.1f}" for _, roofline in priced.values()]
+    lines.append("| idle | " + " | ".join(idle) + " | 0.0 |")
+    steps = [f"**{roofline.seconds * 1e3:.0f}**" for _, roofline in priced.values()]
+    lines.append("| step | " + " | ".join(steps) + f" | {last.least_seconds * 1e3:.0f} |")
+    update = []
+    for row, roofline in priced.values():
+        moved = sum(
+            roofline.parts[part].num_bytes for part in ("gradients", "optimizer", "exchange")
+        )
+        update.append(f"{moved / shape_of(row).num_parameters:.0f}")
+    lines.append("| bytes of the update per parameter | " + " | ".join(update) + " | 30 |")
+    rates, measured = [], []
+    for row, roofline in priced.values():
+        rate = row.tokens / roofline.seconds
+        rates.append(f"{rate:,.0f}")
+        measured.append("" if row.measured is None else
+                        f"{row.measured:,.0f} ({rate / row.measured - 1:+.1%})")  # fmt: skip
+    least_rate = priced[names[-1]][0].tokens / last.least_seconds
+    lines.append("| tokens/s | " + " | ".join(rates) + f" | {least_rate:,.0f} |")
+    lines.append("| measured | " + " | ".join(measured) + " | |")
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Price the steps whose name contains a text. Returns the exit code: 1 if a measured step is
+    predicted more than `LIMIT` off."""
+    parser = argparse.ArgumentParser(prog="gpu_roofline", description=__doc__)
+    parser.add_argument("--only", default="", help="steps whose name contains this text")
+    args = parser.parse_args(argv)
+    if reason := why_not():
+        print(f"gpu_roofline: {reason}", file=sys.stderr)
+        return 2
+    priced = {}
+    for row in (*MEASURED, *FURTHER):
+        if args.only in row.name:
+            priced[row.name] = (row, price(kernels_of(row), H100, shape_of(row)))
+            print(f"{row.name}: {priced[row.name][1].seconds * 1e3:.0f} ms", flush=True)
+    print(f"\nOn one {H100.name}:\n\n{table(priced)}", end="")
+    far = [
+        row.name for row, roofline in priced.values()
+        if row.measured and abs(row.tokens / roofline.seconds / row.measured - 1) > LIMIT
+    ]  # fmt: skip
+    for name in far:
+        print(f"gpu_roofline: {name} is predicted more than {LIMIT:.0%} off", file=sys.stderr)
+    return 1 if far else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""Steps that were measured on an H100 (docs/benchmarks.md, "On one H100"), and their settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from benchmarks.support.points import Point
+
+_CHUNK_256_MIB = 2**28 // (4 * 128256)
+_POINT = Point(
+    size="1b", zero_stage=1, accumulation=1, micro_batch_size=4, dtype="bf16", rounds=3,
+    steps_per_round=4, threads=1, contenders=("bigtrain",), loss="auto",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """A step to price. measured: tokens per second on one H100, None where nobody measured it.
+    num_ranks: that share the step's data."""
+
+    name: str
+    point: Point
+    measured: float | None = None
+    num_ranks: int = 1
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step of one rank."""
+        length = self.point.sequence_length or 4096
+        return self.point.micro_batch_size * self.point.accumulation * length
+
+
+def _plain(contender: str) -> Point:
+    return replace(_POINT, contenders=(contender,), loss="plain")
+
+
+_SMALL_CHUNKS = replace(_POINT, loss_chunk_tokens=_CHUNK_256_MIB)
+
+MEASURED = (
+    Row("bare loop", _plain("bare"), 40_854),
+    Row("HF Trainer", _plain("hf"), 40_091),
+    Row("chunks of 256 MiB", _SMALL_CHUNKS, 38_580),
+    Row("chunks of 1 GiB", _POINT, 41_344),
+    Row("256 MiB, Liger's layers", replace(_SMALL_CHUNKS, kernels="liger"), 46_701),
+    Row("256 MiB, compiled layers", replace(_SMALL_CHUNKS, compile="on"), 46_779),
+)
+FURTHER = (
+    Row("today, 1 GiB", _POINT),
+    Row("today, Liger's layers", replace(_POINT, kernels="liger")),
+    Row("today, compiled layers", replace(_POINT, compile="on")),
+    Row("today, compiled, 8 passes", replace(_POINT, compile="on", accumulation=8)),
+)

@@ -1,0 +1,107 @@
+"""AdamW in one kernel that also clips, and writes the 16-bit parameters: 30 bytes of memory traffic
+for each parameter, where clipping (8), torch's fused AdamW (28) and a copy (6) take 42."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def update(
+    master: torch.Tensor,
+    gradient: torch.Tensor,
+    mean: torch.Tensor,
+    square: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    factors: torch.Tensor,
+    betas: tuple[float, float],
+    eps: float,
+) -> None:
+    """Update in place what is 1-D and equally long. factors: of the gradient, of the master's
+    decay, of the step size, and the square root of the second moment's correction: float32 [4].
+
+    The order of operations is that of torch 2.13's fused kernel
+    (aten/src/ATen/native/cuda/fused_adam_utils.cuh, `adam_math`).
+    """
+    gradient_factor, decay, step_size, root = factors.unbind()
+    clipped = gradient * gradient_factor
+    decayed = master * decay
+    new_mean = betas[0] * mean + (1 - betas[0]) * clipped
+    new_square = betas[1] * square + (1 - betas[1]) * clipped * clipped
+    new_master = decayed - step_size * new_mean / (new_square.sqrt() / root + eps)
+    mean.copy_(new_mean)
+    square.copy_(new_square)
+    master.copy_(new_master)
+    weights.copy_(new_master)
+
+
+def compile_update() -> Callable[..., None]:
+    """Return the update, which is compiled at its first call for each size of a master."""
+    return torch.compile(update, dynamic=False, fullgraph=True)
+
+
+class FusedAdamW:
+    """Replaces `step` of a torch AdamW whose groups have one flat master each, and keeps its state.
+
+    gradient_factor: float32 [], that gradients are multiplied by in the update; None for 1.
+    has_written: set when `step` has written the parameters.
+    """
+
+    def __init__(self, optimizer: torch.optim.AdamW, weights: list[torch.Tensor]) -> None:
+        """weights: 16-bit parameters of the groups' masters, 1-D."""
+        self._optimizer = optimizer
+        self._weights = weights
+        self._compiled = compile_update()
+        self.gradient_factor: torch.Tensor | None = None
+        self.has_written = False
+
+    @staticmethod
+    def supports(optimizer: Any) -> bool:
+        """Whether `optimizer` is torch's AdamW as DeepSpeed makes it, and Triton can compile."""
+        return (
+            type(optimizer) is torch.optim.AdamW
+            and importlib.util.find_spec("triton") is not None
+            and all(
+                len(group["params"]) == 1 and not (group["amsgrad"] or group["maximize"])
+                for group in optimizer.param_groups
+            )
+        )
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Update every group's master and its 16-bit parameters."""
+        assert closure is None
+        for group, weights in zip(self._optimizer.param_groups, self._weights, strict=True):
+            (master,) = group["params"]
+            if master.grad is None:
+                continue
+            state = self._optimizer.state[master]
+            if not state:  # as torch's own begins
+                state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
+                state["exp_avg"] = torch.zeros_like(master)
+                state["exp_avg_sq"] = torch.zeros_like(master)
+            state["step"] += 1
+            self._compiled(
+                master,
+                master.grad,
+                state["exp_avg"],
+                state["exp_avg_sq"],
+                weights,
+                factors=self._factors(group, state["step"]),
+                betas=group["betas"],
+                eps=group["eps"],
+            )
+        self.has_written = True
+
+    def _factors(self, group: dict[str, Any], step: torch.Tensor) -> torch.Tensor:
+        """Return what the update multiplies by, computed on the device in float64, float32 [4]."""
+        count, lr = step.double(), float(group["lr"])
+        first, second = (1 - beta**count for beta in group["betas"])
+        one = torch.ones_like(count)
+        factor = one if self.gradient_factor is None else self.gradient_factor.double()
+        decay = one * (1 - lr * group["weight_decay"])
+        return torch.stack([factor, decay, lr / first, second.sqrt()]).float()

@@ -1,0 +1,144 @@
+"""Kernels of a step are counted and priced as they are; a step that was measured is predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from benchmarks.gpu_proof.fake_cuda import why_not
+from benchmarks.gpu_roofline.__main__ import LIMIT, kernels_of, part_of_fused, shape_of
+from benchmarks.gpu_roofline.kernel import Kernel
+from benchmarks.gpu_roofline.pricing import H100, price, seconds_of
+from benchmarks.gpu_roofline.recorder import KernelRecorder
+from benchmarks.gpu_roofline.rows import MEASURED
+from benchmarks.gpu_roofline.triton_launches import loads_and_stores
+
+REASON = why_not()
+MIB = 1 << 20
+
+
+def on_device(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="cuda")
+
+
+def recorded(compute: Callable[[], object]) -> list[Kernel]:
+    recorder = KernelRecorder()
+    with recorder:
+        compute()
+    return recorder.kernels
+
+
+# Operation, and how often the 4 MiB of a float32 tensor of MIB elements are moved.
+MOVED: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], object], float]] = {
+    "a sum reads two and writes one": (lambda a, b: a + b, 3),
+    "in place": (lambda a, b: a.add_(b), 3),
+    "zeros are only written": (lambda a, b: a.zero_(), 1),
+    "out is only written": (lambda a, b: torch.add(a, b, out=b), 3),
+    "a cast to 16 bits": (lambda a, b: a.bfloat16(), 1.5),
+    "a view moves nothing": (lambda a, b: a.view(1024, -1).t(), 0),
+    "empty memory": (lambda a, b: torch.empty_like(a), 0),
+    "expanded is read once": (lambda a, b: on_device(1).expand(MIB) + b, 2 + 1 / MIB),
+    "lists": (lambda a, b: torch._foreach_mul_([a, b], 2.0), 4),
+    "softmax over wide rows": (lambda a, b: a.view(2, -1).log_softmax(1), 4),
+}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_bytes_of_an_operation(name: str) -> None:
+    compute, times = MOVED[name]
+    with FakeTensorMode():
+        a, b = on_device(MIB), on_device(MIB)
+        kernels = recorded(lambda: compute(a, b))
+    assert sum(kernel.num_bytes for kernel in kernels) == 4 * MIB * times
+
+
+def test_parts_of_modules() -> None:
+    class RMSNorm(nn.Module):
+        def forward(self, x: Any) -> Any:
+            return x * 2
+
+    class Linear(nn.Module):
+        def forward(self, x: Any) -> Any:
+            return x @ on_device(8, 8)
+
+    class MLP(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up_proj = Linear()
+
+        def forward(self, x: Any) -> Any:
+            return self.up_proj(x) * 2
+
+    with FakeTensorMode():
+        model = nn.ModuleDict({"layers": nn.ModuleList([nn.Sequential(RMSNorm(), MLP())])})
+        recorder = KernelRecorder()
+        recorder.watch(model)
+        with recorder, torch.no_grad():
+            model["layers"][0](on_device(4, 8))  # type: ignore[index]
+    assert [kernel.part for kernel in recorder.kernels] == ["norms", "products", "activations"]
+    assert recorder.kernels[1].product == (4, 8, 8, 1)
+
+
+SOURCES = {
+    "a = tl.load(x + i)\ntl.store(y + i, a)": ({"x"}, {"y"}),
+    "p = x + i\nv = tl.load(p)\ntl.store(p, v)": ({"x"}, {"x"}),
+    "x += i\nq = x + 1\ntl.store(q, 0)": (set(), {"x"}),
+    "for i in range(3):\n    v = tl.load(y + i)\n    tl.store(x + v, v)": ({"y"}, {"x"}),
+    "v = tl.load(y)\nw = v + 1\ntl.store(x + w, w)": ({"y"}, {"x"}),
+}
+
+
+@pytest.mark.parametrize("body", SOURCES)
+def test_what_a_triton_kernel_loads_and_stores(body: str) -> None:
+    lines = "\n".join(f"    {line}" for line in body.splitlines())
+    loaded, stored = loads_and_stores(f"def kernel(x, y, i):\n{lines}\n")
+    assert (loaded - {"i"}, stored - {"i"}) == SOURCES[body]
+
+
+def product(rows: int, depth: int, columns: int) -> Kernel:
+    flops = 2 * rows * depth * columns
+    return Kernel("mm", "products", 0, flops, (rows, depth, columns, 1))
+
+
+def test_prices() -> None:
+    launch = H100.launch_seconds
+    # The product whose rate was measured takes what it took.
+    large = product(8192, 8192, 8192)
+    assert seconds_of(large, H100) == pytest.approx(large.flops / 731e12 + launch)
+    # One tile more than a wave takes a second wave.
+    wave = seconds_of(product(128 * 132, 8192, 256), H100) - launch
+    longer = seconds_of(product(128 * 133, 8192, 256), H100) - launch
+    assert longer == pytest.approx(2 * wave)
+    copy = Kernel("copy_", "optimizer", 2_884_000_000)
+    assert seconds_of(copy, H100) == pytest.approx(1e-3 + launch)
+    sums = Kernel("allreduce_", "exchange", 0, exchanged_bytes=10**9, num_ranks=1)
+    assert seconds_of(sums, H100) == launch
+    eight = Kernel("allreduce_", "exchange", 0, exchanged_bytes=10**9, num_ranks=8)
+    assert seconds_of(eight, H100) == pytest.approx(2 * 7 / 8 / 450 + H100.latency_seconds)
+
+
+@pytest.mark.parametrize(
+    ("operations", "part"),
+    [
+        (["aten.mean.dim", "aten.mul.Tensor", "aten.rsqrt.default"], "norms"),
+        (["aten.exp.default", "aten.mul.Tensor"], "activations"),
+        (["aten.cat.default", "aten.neg.default"], "rotary"),
+        (["aten.add.Tensor"], "residuals"),
+    ],
+)
+def test_parts_of_fused_kernels(operations: list[str], part: str) -> None:
+    assert part_of_fused(operations) == part
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(REASON is not None, reason=REASON or "")
+def test_a_measured_step_is_predicted() -> None:
+    (before,) = (row for row in MEASURED if row.name == "chunks of 1 GiB")
+    roofline = price(kernels_of(before), H100, shape_of(before))
+    assert before.measured is not None
+    assert before.tokens / roofline.seconds == pytest.approx(before.measured, rel=LIMIT)
