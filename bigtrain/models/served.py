@@ -90,8 +90,8 @@ class ServerComparison:
             f"{self.served_model}: {len(self.tokens)} tokens compared, {self.num_prompt} of the "
             f"prompt and {num_new} generated",
             f"largest difference: {token.difference:.4g} nats, of token {token.position} "
-            f"{token.text!r}: {token.served:.4f} served, {token.exported:.4f} exported; mean "
-            f"{self.mean_difference:.4g}",
+            f"{token.text!r}: {token.served:.4f} served, {token.exported:.4f} exported;",
+            f"mean {self.mean_difference:.4g}",
             f"limit: {self.limit:.4g} nats; rounding the export to bfloat16 changes it by up to "
             f"{self.rounding:.4g}",
         ]

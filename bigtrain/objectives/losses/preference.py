@@ -31,111 +31,130 @@ PairFunction = Callable[[torch.Tensor, torch.Tensor, ObjectiveSection], torch.Te
 
 
 def _sigmoid(
-    chosen: torch.Tensor, rejected: torch.Tensor, section: ObjectiveSection
+    chosen_rewards: torch.Tensor, rejected_rewards: torch.Tensor, section: ObjectiveSection
 ) -> torch.Tensor:
     """Return DPO's losses (arXiv 2305.18290, equation 7), -log sigma(beta (r_w - r_l)), of which
     the share `label_smoothing` is of exchanged answers (cDPO)."""
-    margins, smoothing = section.beta * (chosen - rejected), section.label_smoothing
+    margins, smoothing = section.beta * (chosen_rewards - rejected_rewards), section.label_smoothing
     losses = -F.logsigmoid(margins)
     if smoothing:
         losses = (1 - smoothing) * losses - smoothing * F.logsigmoid(-margins)
     return losses
 
 
-def _hinge(chosen: torch.Tensor, rejected: torch.Tensor, section: ObjectiveSection) -> torch.Tensor:
+def _hinge(
+    chosen_rewards: torch.Tensor, rejected_rewards: torch.Tensor, section: ObjectiveSection
+) -> torch.Tensor:
     """Return the losses of SLiC (arXiv 2305.10425), max(0, 1 - beta (r_w - r_l))."""
-    return torch.relu(1 - section.beta * (chosen - rejected))
+    return torch.relu(1 - section.beta * (chosen_rewards - rejected_rewards))
 
 
-def _ipo(chosen: torch.Tensor, rejected: torch.Tensor, section: ObjectiveSection) -> torch.Tensor:
+def _ipo(
+    chosen_rewards: torch.Tensor, rejected_rewards: torch.Tensor, section: ObjectiveSection
+) -> torch.Tensor:
     """Return IPO's losses (arXiv 2310.12036, equation 17), (r_w - r_l - 1 / (2 beta))^2."""
-    return (chosen - rejected - 1 / (2 * section.beta)) ** 2
+    return (chosen_rewards - rejected_rewards - 1 / (2 * section.beta)) ** 2
 
 
 def _robust(
-    chosen: torch.Tensor, rejected: torch.Tensor, section: ObjectiveSection
+    chosen_rewards: torch.Tensor, rejected_rewards: torch.Tensor, section: ObjectiveSection
 ) -> torch.Tensor:
     """Return DPO's losses, whose mean is not biased by exchanged answers (arXiv 2403.00409)."""
-    margins, smoothing = section.beta * (chosen - rejected), section.label_smoothing
+    margins, smoothing = section.beta * (chosen_rewards - rejected_rewards), section.label_smoothing
     exchanged = smoothing * F.logsigmoid(-margins)
     return (exchanged - (1 - smoothing) * F.logsigmoid(margins)) / (1 - 2 * smoothing)
 
 
 def _exo_pair(
-    chosen: torch.Tensor, rejected: torch.Tensor, section: ObjectiveSection
+    chosen_rewards: torch.Tensor, rejected_rewards: torch.Tensor, section: ObjectiveSection
 ) -> torch.Tensor:
     """Return EXO's losses (arXiv 2402.00856, equation 16): the divergence of
     (sigma(m), sigma(-m)) with m = beta (r_w - r_l) from (1 - smoothing, smoothing)."""
-    margins, smoothing = section.beta * (chosen - rejected), section.label_smoothing
-    of_chosen = torch.sigmoid(margins) * (F.logsigmoid(margins) - math.log1p(-smoothing))
-    of_rejected = torch.sigmoid(-margins) * (F.logsigmoid(-margins) - math.log(smoothing))
-    return of_chosen + of_rejected
+    margins, smoothing = section.beta * (chosen_rewards - rejected_rewards), section.label_smoothing
+    chosen_term = torch.sigmoid(margins) * (F.logsigmoid(margins) - math.log1p(-smoothing))
+    rejected_term = torch.sigmoid(-margins) * (F.logsigmoid(-margins) - math.log(smoothing))
+    return chosen_term + rejected_term
 
 
 def _nca_pair(
-    chosen: torch.Tensor, rejected: torch.Tensor, section: ObjectiveSection
+    chosen_rewards: torch.Tensor, rejected_rewards: torch.Tensor, section: ObjectiveSection
 ) -> torch.Tensor:
     """Return the losses of noise contrastive alignment (arXiv 2402.05369)."""
-    chosen, rejected = section.beta * chosen, section.beta * rejected
-    of_noise = F.logsigmoid(-chosen) + F.logsigmoid(-rejected)
-    return -F.logsigmoid(chosen) - 0.5 * of_noise
+    chosen_rewards, rejected_rewards = (
+        section.beta * chosen_rewards,
+        section.beta * rejected_rewards,
+    )
+    noise_terms = F.logsigmoid(-chosen_rewards) + F.logsigmoid(-rejected_rewards)
+    return -F.logsigmoid(chosen_rewards) - 0.5 * noise_terms
 
 
 def _bco_pair(
-    chosen: torch.Tensor, rejected: torch.Tensor, section: ObjectiveSection
+    chosen_rewards: torch.Tensor, rejected_rewards: torch.Tensor, section: ObjectiveSection
 ) -> torch.Tensor:
     """Return the losses of a classifier of both answers (arXiv 2404.04656, without the mean of
     rewards that is subtracted there, as in TRL)."""
-    return -F.logsigmoid(section.beta * chosen) - F.logsigmoid(-section.beta * rejected)
+    return -F.logsigmoid(section.beta * chosen_rewards) - F.logsigmoid(
+        -section.beta * rejected_rewards
+    )
 
 
 def _sppo_hard(
-    chosen: torch.Tensor, rejected: torch.Tensor, section: ObjectiveSection
+    chosen_rewards: torch.Tensor, rejected_rewards: torch.Tensor, section: ObjectiveSection
 ) -> torch.Tensor:
     """Return SPPO's losses (arXiv 2405.00675, equation 4.7) with probabilities 1 and 0."""
     target = 0.5 / section.beta
-    return (chosen - target) ** 2 + (rejected + target) ** 2
+    return (chosen_rewards - target) ** 2 + (rejected_rewards + target) ** 2
 
 
 def _apo_zero(
-    chosen: torch.Tensor, rejected: torch.Tensor, section: ObjectiveSection
+    chosen_rewards: torch.Tensor, rejected_rewards: torch.Tensor, section: ObjectiveSection
 ) -> torch.Tensor:
     """Return APO-zero's losses (arXiv 2408.06266, equation 7)."""
-    return 1 - torch.sigmoid(section.beta * chosen) + torch.sigmoid(section.beta * rejected)
+    return (
+        1
+        - torch.sigmoid(section.beta * chosen_rewards)
+        + torch.sigmoid(section.beta * rejected_rewards)
+    )
 
 
 def _apo_down(
-    chosen: torch.Tensor, rejected: torch.Tensor, section: ObjectiveSection
+    chosen_rewards: torch.Tensor, rejected_rewards: torch.Tensor, section: ObjectiveSection
 ) -> torch.Tensor:
     """Return APO-down's losses (arXiv 2408.06266, equation 8)."""
-    margins = section.beta * (chosen - rejected)
-    return torch.sigmoid(section.beta * chosen) + 1 - torch.sigmoid(margins)
+    margins = section.beta * (chosen_rewards - rejected_rewards)
+    return torch.sigmoid(section.beta * chosen_rewards) + 1 - torch.sigmoid(margins)
 
 
 _DISCOPOP_TEMPERATURE = 0.05
 
 
 def _discopop(
-    chosen: torch.Tensor, rejected: torch.Tensor, section: ObjectiveSection
+    chosen_rewards: torch.Tensor, rejected_rewards: torch.Tensor, section: ObjectiveSection
 ) -> torch.Tensor:
     """Return the losses that DiscoPOP found (arXiv 2406.08414, equation 5, with its temperature):
     logistic and exponential, mixed by the margin."""
-    margins = section.beta * (chosen - rejected)
+    margins = section.beta * (chosen_rewards - rejected_rewards)
     share = torch.sigmoid(margins / _DISCOPOP_TEMPERATURE)
     return -F.logsigmoid(margins) * (1 - share) + torch.exp(-margins) * share
 
 
-def _simpo(chosen: torch.Tensor, rejected: torch.Tensor, section: ObjectiveSection) -> torch.Tensor:
+def _simpo(
+    chosen_rewards: torch.Tensor, rejected_rewards: torch.Tensor, section: ObjectiveSection
+) -> torch.Tensor:
     """Return SimPO's losses (arXiv 2405.14734, equation 6), -log sigma(beta (m_w - m_l) - gamma)
     of mean log-probabilities m."""
-    return -F.logsigmoid(section.beta * (chosen - rejected) - section.gamma)
+    return -F.logsigmoid(section.beta * (chosen_rewards - rejected_rewards) - section.gamma)
 
 
-def _orpo(chosen: torch.Tensor, rejected: torch.Tensor, section: ObjectiveSection) -> torch.Tensor:
+def _orpo(
+    chosen_rewards: torch.Tensor, rejected_rewards: torch.Tensor, section: ObjectiveSection
+) -> torch.Tensor:
     """Return ORPO's losses (arXiv 2403.07691, equations 6 and 7), -log p_w - beta log
     sigma(log(odds_w / odds_l)), with odds = p / (1 - p) and mean log-probabilities as log p."""
-    log_odds = (chosen - _log1mexp(chosen)) - (rejected - _log1mexp(rejected))
-    return -chosen - section.beta * F.logsigmoid(log_odds)
+    log_odds = (chosen_rewards - _log1mexp(chosen_rewards)) - (
+        rejected_rewards - _log1mexp(rejected_rewards)
+    )
+    return -chosen_rewards - section.beta * F.logsigmoid(log_odds)
 
 
 LOSSES: Mapping[PairLoss, PairFunction] = MappingProxyType(
