@@ -163,7 +163,7 @@ def takes_any_width(rows: torch.Tensor, stacks: torch.Tensor, ends: torch.Tensor
 
 def functions_called(module: nn.Module, names: Iterable[str]) -> set[str]:
     """Return the functions out of `names` that the forward method of `module` looks up in the file
-    of its class, as layers do with the functions of
+    of its class or in its class, as layers do with the functions of
     `bigtrain.models.layers.recurrence.functions`, which are CUDA kernels where these are installed
     (integrations/hub_kernels.py:990, `use_kernel_func_from_hub_with_fallback`). Empty for layers
     that are recomputed as a whole, whose forward method is wrapped (modeling_layers.py:85)."""
@@ -171,15 +171,21 @@ def functions_called(module: nn.Module, names: Iterable[str]) -> set[str]:
     if isinstance(module, GradientCheckpointingLayer) or not hasattr(forward, "__code__"):
         return set()
     found = set(forward.__code__.co_names).intersection(names)
-    return {name for name in found if callable(forward.__globals__.get(name))}
+    places = (forward.__globals__, {name: getattr(type(module), name, None) for name in found})
+    return {name for name in found if any(callable(place.get(name)) for place in places)}
 
 
 def with_functions(module: nn.Module, replaced: Mapping[str, Callable[[Any], Any]]) -> Any:
     """Return the forward method of `module` with other functions of its file: each of `replaced` is
-    given the file's function. Without the decorators of the class's method: accelerate's hooks
-    (integrations/accelerate.py:987, `force_accelerate_hooks`), which bigtrain does not use."""
+    given the file's function, and methods are left out. Without the decorators of the class's
+    method: accelerate's hooks (integrations/accelerate.py:987, `force_accelerate_hooks`), which
+    bigtrain does not use."""
     forward: Any = inspect.unwrap(type(module).forward)
-    functions = {name: replace(forward.__globals__[name]) for name, replace in replaced.items()}
+    functions = {
+        name: replace(forward.__globals__[name])
+        for name, replace in replaced.items()
+        if name in forward.__globals__
+    }
     return MethodType(_with_globals(forward, **functions), module)
 
 

@@ -128,7 +128,8 @@ class LayerCosts:
     `num_parameters_expert` are not counted in the two before. `adapters`: products with trained
     weights in addition to the layer's own, which are then frozen; `others`: other elements of
     adapters that are trained or kept. `packed`: the 4-bit part of the parameters. `mlp`: the part
-    that can be computed in tiles.
+    that can be computed in tiles. `passes_states`: whether ranks that share a sample pass its
+    recurrent states on.
     """
 
     num_parameters_whole: int
@@ -147,6 +148,7 @@ class LayerCosts:
     others: ExtraAdapterParameters = ExtraAdapterParameters()
     packed: QuantizedWeights = QuantizedWeights()
     mlp: MlpCosts = MlpCosts()
+    passes_states: bool = False
 
     def __hash__(self) -> int:
         return self._hash

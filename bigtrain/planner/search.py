@@ -383,13 +383,13 @@ def _degrees(request: SearchSpace, world_size: int, devices_per_node: int) -> It
     """Yield parallel degrees that pass the compatibility rules and divide the batch.
 
     A run checks plans on a proxy model. A trace shows beforehand: a model without a plan
-    is not divided by tensor parallelism, and if a layer mixes tokens without attention
-    (state spaces), ranks cannot divide a sample. Sequence parallelism is Ulysses, and a ring of as
-    few ranks as the heads need, or one with Ulysses inside of nodes.
+    is not divided by tensor parallelism, and if a layer has neither attention nor a recurrence
+    whose state passes from rank to rank, ranks cannot divide a sample. Sequence parallelism is
+    Ulysses, and a ring of as few ranks as the heads need, or one with Ulysses inside of nodes.
     """
     layer_types = request.model.kinds
     has_plan = any(layer.num_parameters_cut for layer in layer_types)
-    attends = all(layer.attention is not None for layer in layer_types)
+    divides = all(layer.attention is not None or layer.passes_states for layer in layer_types)
     shapes: list[Degrees] = []
     for t in _divisors(world_size):
         if t > 1 and not has_plan:
@@ -398,7 +398,7 @@ def _degrees(request: SearchSpace, world_size: int, devices_per_node: int) -> It
             if p > len(request.model.layers):
                 continue
             for s in _divisors(world_size // t // p):
-                if (s > 1 and not attends) or request.base.sequence_length % s:
+                if (s > 1 and not divides) or request.base.sequence_length % s:
                     continue
                 sizes = ModelDegrees(tensor_size=t, pipeline_size=p, sequence_size=s)
                 degrees = Degrees.of_world(world_size, sizes)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from bigtrain.models.layers.recurrence.functions import MATRIX, SCALAR, Call
+from bigtrain.models.layers.recurrence.functions import CHANNELS, MATRIX, SCALAR, Call
 
 Correction = Callable[[torch.Tensor], torch.Tensor]
 """From the state at the start [n, ...] to what it adds to the output [n, width, ...]."""
@@ -33,7 +33,7 @@ class Transfer:
 
 def from_nothing(call: Call, tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output of pieces `tensors` [n, width, ...], and the state after them, float32."""
-    if call.function.kind in (MATRIX, SCALAR):
+    if call.function.kind in (MATRIX, SCALAR, CHANNELS):
         output, state = call.output_and_state(tensors)
         return output, state.float()
     scan = _VectorScan(call, tensors)
@@ -47,6 +47,8 @@ def transfer(call: Call, tensors: dict[str, torch.Tensor]) -> Transfer:
         return _matrix_transfer(call, tensors)
     if call.function.kind == SCALAR:
         return _scalar_transfer(call, tensors)
+    if call.function.kind == CHANNELS:
+        return _channels_transfer(call, tensors)
     scan = _VectorScan(call, tensors)
     return Transfer(scan.gated(scan.zero_output), scan.state, scan.factor, scan.correction)
 
@@ -106,6 +108,20 @@ def _scalar_transfer(call: Call, tensors: dict[str, torch.Tensor]) -> Transfer:
         return output
 
     return Transfer(output, state.float(), decay[:, -1, :, None, None], correction)
+
+
+def _channels_transfer(call: Call, tensors: dict[str, torch.Tensor]) -> Transfer:
+    """RG-LRU: ``S_t = a_t S_{t-1} + x_t``, ``y_t = S_t``. Without inputs, states that start from 1
+    are the products of the factors."""
+    output, state = call.output_and_state(tensors)
+    inputs = torch.zeros_like(tensors["hidden_states"], dtype=torch.float32)
+    ones = torch.ones_like(state, dtype=torch.float32)
+    factors, factor = call.output_and_state(
+        {**tensors, "hidden_states": inputs}, recurrent_states=ones
+    )
+    return Transfer(
+        output, state.float(), factor.float(), lambda incoming: factors * incoming[:, None]
+    )
 
 
 class _VectorScan:

@@ -39,6 +39,7 @@ from bigtrain.models.layers.document_masks import document_boundaries
 from bigtrain.models.layers.multi_token import MultiTokenLayers, add_mtp_layers, mtp_layers
 from bigtrain.models.layers.parameter_roles import parameter_roles
 from bigtrain.models.layers.parameters import listed_layers
+from bigtrain.models.layers.recurrence.functions import layers_with_functions
 from bigtrain.models.layers.tiled_mlp import find_mlps
 from bigtrain.models.parallel.stage_layout import tensors_in
 from bigtrain.models.parallel.tensor import known_plan
@@ -101,6 +102,7 @@ class _Layer:
     num_expert: int = 0
     num_tensors: int = 0
     mlp: _Mlp = field(default_factory=_Mlp)
+    passes_states: bool = False
 
     def costs(self, tokens: int) -> LayerCosts:
         mlp = self.mlp
@@ -129,6 +131,7 @@ class _Layer:
                 mlp.moved / max(1.0, self.moved_replicated + self.moved_divided),
                 mlp.num_kernels,
             ),
+            passes_states=self.passes_states,
         )
 
 
@@ -430,6 +433,7 @@ def _collected(
                 sums.num_divided += parameter.numel()
             else:
                 sums.num_replicated += parameter.numel()
+        sums.passes_states = any(layers_with_functions(layer))
         costs = sums.costs(tokens)
         if costs not in distinct_costs:
             distinct_costs.append(costs)

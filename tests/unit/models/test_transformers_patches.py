@@ -31,6 +31,7 @@ from transformers.models.bamba import modeling_bamba
 from transformers.models.jamba import modeling_jamba
 from transformers.models.kimi_linear import modeling_kimi_linear
 from transformers.models.qwen3_next import modeling_qwen3_next
+from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaRglru
 from transformers.utils import logging, output_capturing
 
 from bigtrain.models import transformers_patches as patches
@@ -256,6 +257,7 @@ CONTRACTS = [
             (modeling_kimi_linear, "chunk_kimi_delta_attention", "initial_state"),
             (modeling_bamba, "mamba2_chunk_scan", "initial_states"),
             (modeling_jamba, "mamba_selective_scan", "return_last_state"),
+            (RecurrentGemmaRglru, "_rnn_scan", "recurrent_states"),
         )
     ),
     Contract(

@@ -72,14 +72,17 @@ def test_every_layout_is_legal_and_covers_the_run(num_devices: int) -> None:
 
 
 def test_what_a_trial_would_refuse_is_not_planned() -> None:
-    """State spaces mix tokens without attention; a model without a plan of its own is not cut."""
+    """A layer that mixes tokens in an unknown way divides no sample; a model without a plan of its
+    own is not cut."""
     (layer,) = SMALL.kinds
     state_space = replace(layer, attention=None)
+    passing = replace(state_space, passes_states=True)
     whole = replace(
         layer, num_parameters_whole=layer.num_parameters, num_parameters_cut=0, num_tensors=9
     )
     for kinds, order, degrees in (
         ((layer, state_space), (0, 1) * 16, ({1, 2, 4, 8}, {1})),
+        ((layer, passing), (0, 1) * 16, ({1, 2, 4, 8}, {1, 2, 4, 8})),
         ((whole,), (0,) * 32, ({1}, {1, 2, 4, 8})),
     ):
         model = replace(SMALL, kinds=kinds, layers=order)

@@ -26,8 +26,9 @@ Run = Callable[["Call"], torch.Tensor | None]
 """Computes a call: returns its output [B * T, ...], or None to leave it to the original."""
 
 CONVOLUTION, MATRIX, SCALAR, VECTOR = "convolution", "matrix", "scalar", "vector"
+CHANNELS = "channels"
 """Kinds of functions: without a state, and with a state that a token multiplies by a matrix, by a
-number for each head, and elementwise."""
+number for each head, and elementwise: without a state to start from, and with one."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,13 @@ FUNCTIONS = {
     "mamba_selective_scan": TokenFunction(
         VECTOR, dict.fromkeys(("hidden_states", "dt", "B", "C", "z"), 2), 2, ("return_last_state",)
     ),
+    "_rnn_scan": TokenFunction(
+        CHANNELS, dict.fromkeys(("hidden_states", "recurrent_gate", "reset"), 1), 1
+    ),
 }
-"""By name in transformers' files (5.23)."""
+"""By name in transformers' files (5.23), or of a method."""
+
+_CONVOLUTION_MODULE = TokenFunction(CONVOLUTION, {"hidden_states": 2}, 2)
 
 _FUSED = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
 """Kernels that contain convolution and scan. They return None where they are not installed, and the
@@ -129,7 +135,7 @@ class Call:
     def restored(self, output: torch.Tensor) -> Any:
         """Return `output` [B * T, ...] as the function returns it."""
         whole = output.unflatten(0, self.shape).movedim(1, self.function.output)
-        return (whole, None) if self.function.kind == MATRIX else whole
+        return (whole, None) if self.function.kind in (MATRIX, CHANNELS) else whole
 
 
 def run_by_document(call: Call) -> torch.Tensor | None:
@@ -156,20 +162,45 @@ def replace_functions(
     """Make the layers of `model` compute their functions by `run`; returns an undo function. A
     later call replaces an earlier one. `fuses`: whether a layer may use a kernel that contains
     several functions."""
-    changed = []
+    changed: list[tuple[nn.Module, str]] = []
+
+    def replace(module: nn.Module, name: str, value: Any) -> None:
+        shadow(module, name, value)
+        changed.append((module, name))
+
     for _, module, called in layers_with_functions(model):
         functions: dict[str, Callable[[Any], Any]] = {
             name: partial(_replaced, FUNCTIONS[name], run) for name in called & FUNCTIONS.keys()
         }
         functions |= {name: partial(_unfused, fuses) for name in called.intersection(_FUSED)}
-        shadow(module, "forward", with_functions(module, functions))
-        changed.append(module)
+        replace(module, "forward", with_functions(module, functions))
+        for name in called & FUNCTIONS.keys():
+            if hasattr(type(module), name):
+                replace(module, name, functions[name](getattr(type(module), name).__get__(module)))
+    for module in model.modules():
+        if isinstance(module, nn.Conv1d) and _is_causal(module):
+            replace(module, "forward", _convolution(module, run))
 
     def undo() -> None:
-        for module in changed:
-            unshadow(module, "forward")
+        for module, name in changed:
+            unshadow(module, name)
 
     return undo
+
+
+def _is_causal(module: nn.Conv1d) -> bool:
+    """Whether the layer that calls `module` omits what it returns after the last token."""
+    (kernel_size,) = module.kernel_size
+    is_plain = module.stride == module.dilation == (1,)
+    return is_plain and kernel_size > 1 and module.padding == (kernel_size - 1,)
+
+
+def _convolution(module: nn.Conv1d, run: Run) -> Callable[[torch.Tensor], Any]:
+    def original(hidden_states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return nn.Conv1d.forward(module, hidden_states)[..., : hidden_states.shape[-1]]
+
+    compute = _replaced(_CONVOLUTION_MODULE, run, original)
+    return lambda hidden_states: compute(hidden_states, weight=module.weight)
 
 
 def _replaced(function: TokenFunction, run: Run, original: Any) -> Any:

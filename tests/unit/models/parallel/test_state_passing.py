@@ -27,7 +27,7 @@ LAYOUTS = {
     "borders": ((40, 39, 42, 39), (1, 38, 2, 118, 1)),
     "one token each": ((1,) * T, (2,) * (T // 2)),
 }
-FAMILIES = ("qwen3_5_text", "kimi_linear", "bamba", "jamba", "lfm2")
+FAMILIES = ("qwen3_5_text", "kimi_linear", "bamba", "jamba", "lfm2", "recurrent_gemma")
 """A family for each kind of function."""
 
 
@@ -166,3 +166,13 @@ def test_pieces_of_a_zigzag_ring() -> None:
     found = [(p.row, p.span, p.start, p.length, p.depth, p.is_last) for p in plan.pieces(1)]
     assert found[:3] == [(0, 0, 0, 2, 4, False), (0, 0, 2, 2, 0, True), (0, 1, 4, 4, 2, True)]
     assert [p.depth for p in plan.pieces(1)[3:]] == [0, 0]
+
+
+def test_frozen_parameters_hold_up_no_rank() -> None:
+    """Only the decay of the first layer has a gradient, so that no rank's input has one."""
+    model = hybrid("qwen3_5_text").requires_grad_(False)
+    decay = model.get_parameter("model.layers.0.linear_attn.A_log").requires_grad_(True)
+    wanted, found = whole_and_divided(model, LAYOUTS["borders"], 2, 1)
+    assert float(decay.detach().abs().max()) > 0
+    assert set(found) == {"logits", "model.layers.0.linear_attn.A_log"}
+    assert max(errors(wanted, found).values()) < 2e-5
