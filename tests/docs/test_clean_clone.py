@@ -38,7 +38,7 @@ DRAWINGS = {"docs/reference/checkpoint_format.md", "docs/architecture.md"}
 
 NOT_HERE = {
     r"^make (test|check|docs|install)\b": "installs, or runs all tests, of which this is one",
-    r"pip install .*(ninja|no-build-isolation)": "fetches packages; tests/architecture/test_wheel.py",
+    r"pip install .*(ninja|no-build-isolation)": "downloads; tests/architecture/test_wheel.py",
     r"^make gpu-(check|wheels)": "needs a GPU, or fetches wheels for one",
     r"^make operator-proof": "fetches 1 GB; tests/unit/benchmarks/test_operator_proof.py",
     r"^(\w+=\S+ )*(sbatch|srun) ": "needs Slurm; tests/cluster/test_slurm.py submits to it",
