@@ -157,10 +157,11 @@ def _prints_and_fails() -> None:
     raise ZeroDivisionError
 
 
-def test_a_warning_without_a_handler_is_not_printed() -> None:
-    """As Python itself prints it, where no program has set up its logging; an error is."""
+@pytest.mark.parametrize("setup", ["", "logging.basicConfig(format='%(message)s')\n"])
+def test_a_warning_without_a_handler_is_not_printed(setup: str) -> None:
+    """Neither by Python itself nor by a program's handler; an error is."""
     code = (
-        "import logging\n"
+        f"import logging\n{setup}"
         "from bigtrain.run.reporting.library_log import library_log\n"
         "lines = []\n"
         "with library_log(lines.append, is_shown=False):\n"
