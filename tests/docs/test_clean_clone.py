@@ -38,8 +38,7 @@ DRAWINGS = {"docs/reference/checkpoint_format.md", "docs/architecture.md"}
 
 NOT_HERE = {
     r"^make (test|check|docs|install)\b": "installs, or runs all tests, of which this is one",
-    r"pip install .*(ninja|no-build-isolation)": "fetches packages; "
-    "tests/architecture/test_wheel.py",
+    r"pip install .*(ninja|no-build-isolation)": "downloads; tests/architecture/test_wheel.py",
     r"^make gpu-(check|wheels)": "needs a GPU, or fetches wheels for one",
     r"^make operator-proof": "fetches 1 GB; tests/unit/benchmarks/test_operator_proof.py",
     r"^(\w+=\S+ )*(sbatch|srun) ": "needs Slurm; tests/cluster/test_slurm.py submits to it",
@@ -58,7 +57,6 @@ ELSEWHERE = {
     r"^bigtrain parity ": "tests/parity/test_parity_command.py",  # minutes each
     r"^bigtrain report .*--live": "tests/docs/test_howto_report.py",  # until Ctrl-C
     r"^bigtrain outer-server |sites\.server=": "tests/launch/test_outer_server.py",  # until Ctrl-C
-    r"--compare-with http": "tests/unit/models/test_served.py",  # needs a server
     r"^bigtrain init$": "tests/unit/commands/test_init.py",  # asks
     r"^bigtrain start ": "tests/launch/test_start.py",  # a model of the hub
 }
@@ -73,7 +71,6 @@ PAGES_ELSEWHERE = {
     "docs/howto/extend.md": "tests/docs/test_howto_extend.py",
     "docs/howto/objectives.md": "tests/docs/test_howto_objectives.py",
     "docs/howto/scores.md": "tests/docs/test_howto_scores.py",
-    "docs/howto/hybrid.md": "tests/docs/test_howto_hybrid.py",
     "docs/howto/long_samples.md": "tests/docs/test_howto_long_samples.py",
     "docs/howto/container.md": "tests/cluster/test_image.py",
     "docs/howto/llama_cpp.md": "tests/launch/test_gguf.py",

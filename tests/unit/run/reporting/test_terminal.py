@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -154,3 +155,21 @@ def test_prints_of_an_engine_go_to_deepspeeds_log(capsys: pytest.CaptureFixture[
 def _prints_and_fails() -> None:
     print("begin")
     raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("setup", ["", "logging.basicConfig(format='%(message)s')\n"])
+def test_a_warning_without_a_handler_is_not_printed(setup: str) -> None:
+    """Neither by Python itself nor by a program's handler; an error is."""
+    code = (
+        f"import logging\n{setup}"
+        "from bigtrain.run.reporting.library_log import library_log\n"
+        "lines = []\n"
+        "with library_log(lines.append, is_shown=False):\n"
+        "    logging.getLogger('torchao.ops').warning('no kernel')\n"
+        "    logging.getLogger('torchao.ops').error('broken')\n"
+        "logging.getLogger('torchao.ops').warning('after')\n"
+        "print(lines)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "['torchao warning: no kernel', 'torchao error: broken']\n"
+    assert done.stderr.splitlines() == ["broken", "after"]
