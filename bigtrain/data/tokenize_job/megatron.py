@@ -110,16 +110,23 @@ def write_megatron_manifest(
         options=OptionsRecord(),
         splits={split: tuple(scan.record for scan in part) for split, part in scans.items()},
     )
-    # The manifest comes last: without it there is no dataset.
+    _write(directory, manifest, tokenizer, blocks)
+    return manifest
+
+
+def _write(
+    directory: Path, manifest: Manifest, tokenizer: Tokenizer, blocks: Mapping[str, bytes]
+) -> None:
+    """Write the files of the dataset; the manifest comes last, since without it there is none."""
     try:
         for name, content in blocks.items():
             write_whole(directory / f"{name}.{SUFFIX}", content)
-        if not kept_tokenizer.exists():
+        if not (directory / TOKENIZER_DIRECTORY).exists():
             draft = directory / f".{TOKENIZER_DIRECTORY}.{os.getpid()}"
             draft.mkdir()
             tokenizer.save(draft)
             sync_tree(draft)
-            draft.rename(kept_tokenizer)
+            draft.rename(directory / TOKENIZER_DIRECTORY)
         write_manifest(directory, manifest)
     except OSError as error:
         raise DataError(
@@ -127,7 +134,6 @@ def write_megatron_manifest(
             "the pairs: give the directory write permission and space, or link the pairs into "
             "another one"
         ) from error
-    return manifest
 
 
 def _prefix(path: Path) -> Path:

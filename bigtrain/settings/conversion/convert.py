@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bigtrain.errors import ConfigError, Problem
-from bigtrain.settings.conversion import axolotl, llama_factory, megatron, trainer
+from bigtrain.settings.conversion import axolotl, llama_factory, megatron, megatron_keys, trainer
 from bigtrain.settings.conversion.draft import Draft
 from bigtrain.settings.conversion.tables import Table
 from bigtrain.settings.loading import apply_overrides, parse_run_config, parse_yaml
@@ -40,15 +40,15 @@ TRAINERS: Mapping[str, Trainer] = {
         llama_factory.fill,
     ),
     "gpt-neox": Trainer(
-        megatron.NEOX_NAME,
-        megatron.NEOX_TABLE,
+        megatron_keys.NEOX_NAME,
+        megatron_keys.NEOX_TABLE,
         megatron.is_neox,
         megatron.fill_neox,
         megatron.flat,
     ),
     "megatron": Trainer(
-        megatron.MEGATRON_NAME,
-        megatron.MEGATRON_TABLE,
+        megatron_keys.MEGATRON_NAME,
+        megatron_keys.MEGATRON_TABLE,
         megatron.is_megatron,
         megatron.fill_megatron,
         megatron.flat,

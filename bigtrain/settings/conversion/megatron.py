@@ -11,158 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bigtrain.settings.conversion.draft import Draft, as_number
-from bigtrain.settings.conversion.tables import Table, note, only, read, refused, rows, sets
-
-NEOX_NAME, MEGATRON_NAME = "GPT-NeoX", "Megatron-LM"
-_MODEL = read("`model.config`")
-_FASTER = note("the same results, faster or with less memory")
-_PROGRAM = note("is of the program, not of the training")
-_INITIALIZATION = refused(
-    "initial weights are drawn with one standard deviation (initializer_range)"
-)
-
-_SHARED: Table = {
-    **rows(
-        "num_layers hidden_size num_attention_heads max_position_embeddings intermediate_size "
-        "ffn_hidden_size norm normalization swiglu activation position_embedding_type pos_emb "
-        "rotary_pct rotary_percent rotary_emb_base rotary_base num_kv_heads num_query_groups "
-        "group_query_attention mlp_multiple_of untie_embeddings_and_output_weights no_weight_tying "
-        "gpt_j_residual rms_norm_epsilon layernorm_epsilon norm_epsilon vocab_size hidden_dropout "
-        "attention_dropout disable_bias_linear add_bias_linear use_bias_in_norms "
-        "use_bias_in_attn_linear use_bias_in_mlp init_method_std kv_channels",
-        _MODEL,
-    ),
-    "seq_length": sets("batch.sequence_length"),
-    "train_iters": sets("train.steps"),
-    **rows("lr min_lr", read("`optimizer.lr`, `schedule.min_lr_ratio`")),
-    "lr_decay_style": read("`schedule.type`"),
-    "lr_decay_iters": read("`schedule.decay_steps`"),
-    "weight_decay": read("`optimizer.weight_decay`"),
-    "seed": sets("seed"),
-    "eval_interval": sets("evaluation.every_steps"),
-    "eval_iters": read("`evaluation.samples`, batches"),
-    "log_interval": sets("logging.every_steps"),
-    **rows("data_path train_data_paths valid_data_paths", read("the `manifest` line")),
-    "test_data_paths": note("tests are not a part of a run"),
-    "split": note("of one file: `manifest --held-out` takes another one"),
-    "save": sets("output.directory"),
-    **rows(
-        "tokenizer_type vocab_file merge_file tokenizer_model",
-        note("name the tokenizer's directory in the `manifest` line"),
-    ),
-    "make_vocab_size_divisible_by": note("rows beyond the tokenizer's: model.config.vocab_size"),
-    "distributed_backend": _PROGRAM,
-    "num_workers": note("data.workers sets the reader threads"),
-    **rows(
-        "tensorboard_dir log_dir wandb_project wandb_group wandb_team use_wandb wandb_host "
-        "tensorboard_queue_size",
-        note("logging.trackers names trackers"),
-    ),
-    "load": read("absent, or refused: checkpoints of Megatron are not read"),
-    "finetune": read("refused with load"),
-}
-
-NEOX_TABLE: Table = {
-    **_SHARED,
-    "optimizer": read("`optimizer.type` (Adam is AdamW there), `optimizer.lr`, betas, eps"),
-    "gradient_clipping": read("`optimizer.clip_norm`"),
-    "warmup": read("`schedule.warmup_ratio`"),
-    "train_batch_size": read("`batch.global_batch_size`"),
-    "train_micro_batch_size_per_gpu": read("`batch.micro_batch_size`"),
-    "gradient_accumulation_steps": read("`batch.global_batch_size`"),
-    "model_parallel_size": read("`parallel.tensor`"),
-    "pipe_parallel_size": read("`parallel.pipeline`; 0 and 1 are one stage"),
-    "zero_optimization": read("`engine.deepspeed_config`: the stage's JSON"),
-    **rows("fp16 bf16 precision", read("`precision.dtype`")),
-    "data_types": read("`precision.gradient_dtype`"),
-    "checkpoint_activations": read("`model.gradient_checkpointing`"),
-    "checkpoint_factor": sets("checkpoint.every_steps"),
-    "keep_last_n_checkpoints": sets("checkpoint.keep_last"),
-    "extra_save_iters": note("checkpoints are at multiples of checkpoint.every_steps"),
-    **rows("init_method output_layer_init_method", _INITIALIZATION),
-    "attention_config": read("only flash and global"),
-    "rope_fusion": _FASTER,
-    **rows(
-        "scaled_upper_triang_masked_softmax_fusion scaled_masked_softmax_fusion layernorm_fusion "
-        "rmsnorm_fusion partition_activations synchronize_each_layer checkpoint_num_layers "
-        "output_layer_parallelism fp32_allreduce use_flashattn_swiglu mlp_type "
-        "contiguous_checkpointing checkpoint_in_cpu pipe_partition_size expert_interval",
-        _FASTER,
-    ),
-    "bias_gelu_fusion": only((False,), "its GELU is the tanh approximation"),
-    **rows(
-        "data_impl steps_per_print wall_clock_breakdown hostfile launcher comment include "
-        "checkpoint_validation_with_forward_pass log_grad_norm log_optimizer_states print "
-        "checkpoint user_script num_gpus deepspeed_slurm autotuning_run profile profile_step_start "
-        "profile_step_stop memory_profiling memory_profiling_path use_comet comet_workspace "
-        "comet_project comet_experiment_name comet_tags comet_others use_tensorboard "
-        "log_param_norm test_data_weights train_data_weights valid_data_weights",
-        _PROGRAM,
-    ),
-    **rows(
-        "train_impl dataset_impl kto_fp32 dpo_beta kto_beta pack_impl pos_train_data_paths "
-        "moe_num_experts "
-        "num_experts sparsity_config soft_prompt_tuning mup_width_scale use_mup "
-        "mamba_selective_scan_fusion gmlp_attn_dim te_columnparallel te_layernorm_mlp te_mha",
-        refused("is not converted; write the run YAML by `bigtrain init`"),
-    ),
-}
-
-MEGATRON_TABLE: Table = {
-    **_SHARED,
-    "optimizer": read("`optimizer.type`: adam is AdamW"),
-    **rows("adam_beta1 adam_beta2", read("`optimizer.betas`")),
-    "adam_eps": read("`optimizer.eps`"),
-    "clip_grad": read("`optimizer.clip_norm`"),
-    "lr_warmup_fraction": read("`schedule.warmup_ratio`"),
-    "lr_warmup_iters": read("`schedule.warmup_steps`"),
-    "lr_warmup_samples": refused("in samples: divide them by the global batch"),
-    "train_samples": refused("in samples: train_iters, these divided by the global batch"),
-    "lr_decay_samples": refused("in samples: lr_decay_iters"),
-    "global_batch_size": sets("batch.global_batch_size"),
-    "micro_batch_size": sets("batch.micro_batch_size"),
-    "rampup_batch_size": refused("batch.phases has other batches at the start"),
-    "tensor_model_parallel_size": sets("parallel.tensor"),
-    "pipeline_model_parallel_size": sets("parallel.pipeline"),
-    "context_parallel_size": sets("parallel.sequence"),
-    "sequence_parallel": _FASTER,
-    "use_distributed_optimizer": note("ZeRO 1: engine.deepspeed_config=zero1"),
-    **rows("bf16 fp16", read("`precision.dtype`")),
-    **rows("recompute_activations recompute_granularity", read("`model.gradient_checkpointing`")),
-    "save_interval": sets("checkpoint.every_steps"),
-    "eod_mask_loss": sets("data.mask_end_of_document", {True: True, False: False}),
-    "reset_attention_mask": read("`data.document_boundaries`, together with reset_position_ids"),
-    "reset_position_ids": read("`data.document_boundaries`"),
-    **rows("valid_data_path test_data_path", note("pairs for `manifest --held-out`")),
-    **rows(
-        "use_flash_attn attention_backend transformer_impl overlap_grad_reduce "
-        "overlap_param_gather use_mcore_models no_gradient_accumulation_fusion "
-        "attention_softmax_in_fp32 accumulate_allreduce_grads_in_fp32 recompute_method "
-        "recompute_num_layers no_masked_softmax_fusion bias_swiglu_fusion apply_rope_fusion "
-        "no_async_tensor_model_parallel_allreduce manual_gc distribute_saved_activations "
-        "virtual_pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage",
-        _FASTER,
-    ),
-    **rows(
-        "use_checkpoint_opt_param_scheduler log_throughput no_mmap_bin_files wandb_entity "
-        "wandb_exp_name wandb_save_dir dist_ckpt_optim_fully_reshardable no_rope_fusion "
-        "use_tp_pp_dp_mapping no_ckpt_fully_parallel_save cross_entropy_loss_fusion "
-        "cross_entropy_fusion_impl tp_comm_overlap calculate_per_token_loss "
-        "timing_log_level log_params_norm log_num_zeros_in_grad log_validation_ppl_to_tensorboard "
-        "log_timers_to_tensorboard log_memory_to_tensorboard deterministic_mode dist_ckpt_format "
-        "ckpt_format data_cache_path use_checkpoint_args no_load_optim no_load_rng exit_interval "
-        "ckpt_fully_parallel_load async_save use_persistent_ckpt_worker auto_detect_ckpt_format "
-        "save_retain_interval dist_ckpt_strictness distributed_timeout_minutes "
-        "tensorboard_log_interval",
-        _PROGRAM,
-    ),
-    **rows(
-        "num_experts moe_router_topk multi_latent_attention mtp_num_layers qk_layernorm fp8_format "
-        "fp8 squared_relu use_rope_scaling rope_scaling_factor spec init_model_with_meta_device",
-        refused("is not converted; write model.config, or start from a Hugging Face configuration"),
-    ),
-}
-
+from bigtrain.settings.conversion.megatron_keys import MEGATRON_NAME, NEOX_NAME
 
 _OF_TESTS = ("ENV_VARS", "TEST_TYPE", "METRICS", "BEFORE_SCRIPT", "AFTER_SCRIPT", "LAUNCHER")
 """Keys of the YAMLs of Megatron-LM's functional tests that are not arguments."""
@@ -355,24 +204,28 @@ def _set_model(draft: Draft, *, uses_rms: bool) -> None:
     if uses_rms:
         _complete_llama(draft, config, share)
     else:
-        config["rope_parameters"]["partial_rotary_factor"] = float(share)
-        config["intermediate_size"] = int(
-            draft.number(
-                "intermediate_size", draft.number("ffn_hidden_size", 4 * sizes["hidden_size"])
-            )
-        )
-        config["use_parallel_residual"] = bool(draft.value("gpt_j_residual", False))
-        config["hidden_act"] = "gelu"
-        config["layer_norm_eps"] = draft.number("layernorm_epsilon", 1e-5)
-        config["hidden_dropout"] = draft.number("hidden_dropout", 0.0)
-        config["attention_dropout"] = draft.number("attention_dropout", 0.0)
-        if draft.trainer == MEGATRON_NAME:
-            draft.refuse(
-                "normalization",
-                "a GPT of Megatron has fused projections of its own order",
-                "model.config",
-            )
+        _complete_neox(draft, config, share)
     draft.set("model.config", config)
+
+
+def _complete_neox(draft: Draft, config: dict[str, Any], share: float) -> None:
+    config["rope_parameters"]["partial_rotary_factor"] = float(share)
+    config["intermediate_size"] = int(
+        draft.number(
+            "intermediate_size", draft.number("ffn_hidden_size", 4 * config["hidden_size"])
+        )
+    )
+    config["use_parallel_residual"] = bool(draft.value("gpt_j_residual", False))
+    config["hidden_act"] = "gelu"
+    config["layer_norm_eps"] = draft.number("layernorm_epsilon", 1e-5)
+    config["hidden_dropout"] = draft.number("hidden_dropout", 0.0)
+    config["attention_dropout"] = draft.number("attention_dropout", 0.0)
+    if draft.trainer == MEGATRON_NAME:
+        draft.refuse(
+            "normalization",
+            "a GPT of Megatron has fused projections of its own order",
+            "model.config",
+        )
 
 
 def _complete_llama(draft: Draft, config: dict[str, Any], share: float) -> None:

@@ -14,6 +14,7 @@ import pytest
 import bigtrain
 from bigtrain.cli import main
 from bigtrain.data.shards.manifest import read_manifest
+from bigtrain.data.tokenize_job import megatron
 from bigtrain.data.tokenizers.tokenizer import load_tokenizer
 from bigtrain.errors import DataError
 from tests.support.chats import trained_tokenizer
@@ -202,8 +203,13 @@ def odd_name(corpus: Path, end: int) -> list[Path]:
     ],
 )
 def test_what_does_not_fit_is_refused_and_nothing_is_written(
-    corpus: Path, tokenizer: Path, make: Callable[[Path, int], Any], problem: str
+    corpus: Path,
+    tokenizer: Path,
+    make: Callable[[Path, int], Any],
+    problem: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(megatron, "READ_BYTES", 4)  # positions are counted over several reads
     shards = make(corpus, load_tokenizer(str(tokenizer)).end_of_document_id)
     before = files_of(corpus.parent)
     with pytest.raises(DataError, match=problem):
