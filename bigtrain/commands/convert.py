@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from bigtrain.commands.arguments import Overrides
 from bigtrain.system.arguments import Argument, File, Positive
+from bigtrain.system.next_commands import next_lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +58,5 @@ def run(args: ConvertArguments) -> int:
     if converted.notes:
         print("without a setting of its own:")
         print(*(f"  {note}" for note in converted.notes), sep="\n")
-    print("next:")
-    print(*(f"  {command}" for command in converted.next_commands), sep="\n")
+    print(next_lines(*converted.next_commands))
     return 0

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from bigtrain.system.arguments import Argument
+from bigtrain.system.next_commands import next_lines, shards_line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,5 +41,5 @@ def run(args: ManifestArguments) -> int:
     print(summary(dataset.path, dataset.manifest))
     [first] = read_documents(dataset.path, [0], max_tokens=32)
     print(f"document 0 begins: {first['text']!r}")
-    print(f"train on it: data.path={dataset.path}")
+    print(next_lines(shards_line(dataset.path, args.tokenizer)))
     return 0

@@ -71,7 +71,7 @@ def test_a_pair_is_a_dataset_where_it_is(
     words = ["manifest", f"{corpus}.bin", "--tokenizer", str(tokenizer), "--held-out"]
     assert main([*words, str(corpus.with_name("valid"))]) == 0
     printed = capsys.readouterr().out
-    assert f"train on it: data.path={corpus.parent}" in printed
+    assert f"--data {corpus.parent}" in printed
     dataset = open_verified(corpus.parent)
     assert dataset.table.has_blocks
     assert (len(dataset), dataset.table.num_tokens("train")) == (6, 21)
