@@ -21,12 +21,12 @@ CONTROL_TOKENS: Mapping[str, Sequence[str]] = {
 
 def find_chat_template(name_or_file: str | Path) -> Path:
     """Return the file of a chat template: a path, or a name of `CONTROL_TOKENS`. Raises DataError
-    if it is neither."""
+    for a word that is neither; a path of a file is not read here."""
     path = Path(name_or_file)
-    if path.is_file():
-        return path
-    if str(name_or_file) in CONTROL_TOKENS:
+    if str(name_or_file) in CONTROL_TOKENS and not path.is_file():
         return Path(__file__).with_name(f"{name_or_file}.jinja")
+    if path.suffix or path.name != str(name_or_file) or path.is_file():
+        return path
     names = ", ".join(CONTROL_TOKENS)
     raise DataError(
         f"--chat-template {name_or_file}: neither a file nor the name of a template -> {names}"
