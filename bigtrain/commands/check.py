@@ -64,8 +64,8 @@ def run(args: CheckArguments) -> int:
         )
     except CheckpointError:
         # The settings are valid: show them regardless of the run's directory.
-        shown = resolve(args.config, args.overrides, size, engine, device=device)
-        print(describe(shown) if args.resolved else "\n".join(equations(shown)))
+        resolved = resolve(args.config, args.overrides, size, engine, device=device)
+        print(describe(resolved) if args.resolved else "\n".join(equations(resolved)))
         raise
     predicted = notes + prediction(largest_phase(resolved), args.gpu)
     # As YAML, lines for people are comments.

@@ -97,9 +97,13 @@ def run(args: StartArguments) -> int:
     # The run trains and exports, and ends with the commands that use its model.
     code = _train(words, started.num_ranks)
     if code:
-        done = "stopped and saved" if code == EXIT_STOPPED else f"ended with exit code {code}"
-        again = shlex.join(["bigtrain", "start", *command_words(args)])
-        print(f"{done}; the same command continues; {next_lines(again)}", file=sys.stderr)
+        end_text = f"ended with exit code {code}"
+        if code == EXIT_STOPPED:
+            end_text = "stopped and saved"
+        same_command = shlex.join(["bigtrain", "start", *command_words(args)])
+        print(
+            f"{end_text}; the same command continues; {next_lines(same_command)}", file=sys.stderr
+        )
     return code
 
 

@@ -192,9 +192,9 @@ def _scan(shard: TokenShard, tokenizer: Tokenizer, blocks: dict[str, bytes]) -> 
             digest.update(content)
             hasher.update(memoryview(content))
             tokens = np.frombuffer(content, shard.dtype)
-            outside = (tokens < 0) | (tokens >= tokenizer.vocab_size)
-            if outside.any():
-                first = int(np.argmax(outside))
+            is_unknown = (tokens < 0) | (tokens >= tokenizer.vocab_size)
+            if is_unknown.any():
+                first = int(np.argmax(is_unknown))
                 raise DataError(
                     f"{shard.bin_path}: token {position + first:,} is {int(tokens[first])}, and "
                     f"tokenizer {tokenizer.name} has {tokenizer.vocab_size:,} ids -> name the "
@@ -242,13 +242,14 @@ def _check_document_ends(scans: Sequence[_Scan], tokenizer: Tokenizer, documents
     documents do not end with one, if some do."""
     last_ids = sum((scan.last_ids for scan in scans), Counter[int]())
     total = last_ids.total()
-    ended = last_ids[tokenizer.end_of_document_id]
+    num_ended = last_ids[tokenizer.end_of_document_id]
     name = tokenizer.text_ends()[1]
-    if documents_end == (ended == total) or (not documents_end and not ended):
+    if documents_end == (num_ended == total) or (not documents_end and not num_ended):
         return
     if not documents_end:
         raise DataError(
-            f"{ended:,} of {total:,} documents end with {name} ({tokenizer.end_of_document_id}) -> "
+            f"{num_ended:,} of {total:,} documents end with {name} "
+            f"({tokenizer.end_of_document_id}) -> "
             "omit --without-end-of-document"
         )
     token_id, count = last_ids.most_common(1)[0]
@@ -256,7 +257,7 @@ def _check_document_ends(scans: Sequence[_Scan], tokenizer: Tokenizer, documents
     if count == total:
         fix = f"--end-of-document '{tokenizer.decode([token_id])}', with which all of them end"
     raise DataError(
-        f"{total - ended:,} of {total:,} documents do not end with {name} "
+        f"{total - num_ended:,} of {total:,} documents do not end with {name} "
         f"({tokenizer.end_of_document_id}), the end of documents of {tokenizer.name}; {count:,} "
         f"end with token {token_id} -> {fix}"
     )
