@@ -87,8 +87,10 @@ def test_faults_are_found(traced: dict[str, Traced]) -> None:
 CHANGES = {
     "item in the loop": (["| waits | 2 x item, ", "| waits in evaluation | 2 x item, "], []),
     "another group of the same size": (
-        ["| allreduce, ranks 0, 3 | 1 int64", "| allreduce in evaluation, ranks 0, 3 | 3 float64"],
-        ["| allreduce, ranks 0, 2 | 1 int64", "| allreduce in evaluation, ranks 0, 2 | 3 float64"],
+        ["| allreduce, ranks 0, 3 | 2 float64", "| allreduce, ranks 0, 3 | 1 int64",
+         "| allreduce in evaluation, ranks 0, 3 | 3 float64"],
+        ["| allreduce, ranks 0, 2 | 2 float64", "| allreduce, ranks 0, 2 | 1 int64",
+         "| allreduce in evaluation, ranks 0, 2 | 3 float64"],
     ),
     "no wait in the feed": (
         [], ["| streams | 2 x event.wait, ", "| streams in evaluation | 2 x event.wait, "],
