@@ -85,14 +85,17 @@ def section(case: Case, traced: dict[str, Any]) -> str:
 
 
 def table(case: Case, traced: dict[str, Any]) -> str:
-    """Return the table of a case: what a step exchanges, and where the host waits."""
+    """Return the table of a case: what a step, its logging and an evaluation of two batches
+    exchange, where the host waits, and where streams wait for each other."""
     ranks = "1 rank" if case.world_size == 1 else f"{case.world_size} ranks"
     lines = [f"| {case.name}: per step of one of {ranks} | |", "|---|---|"]
-    for operation, size, dtype, count in traced["step"]["exchanged"]:
-        lines.append(f"| {operation}, groups of {size} | {count:,} {dtype} |")
-    for name, label in (("step", "waits"), ("logged", "waits if logged")):
-        for place, count in traced[name]["waits"].items():
-            lines.append(f"| {label} | {count} x {place} |")
+    for name, suffix in (("step", ""), ("logged", " if logged"), ("evaluation", " in evaluation")):
+        record = traced[name]
+        for operation, group, dtype, count in record["exchanged"]:
+            lines.append(f"| {operation}{suffix}, {group} | {count:,} {dtype} |")
+        for kind, label in (("waits", "waits"), ("orders", "streams")):
+            for place, count in record[kind].items():
+                lines.append(f"| {label}{suffix} | {count} x {place} |")
     return "\n".join(lines) + "\n"
 
 

@@ -66,6 +66,8 @@ NOT_FOLLOWED = {
     "memory under tensor parallelism": "fake tensors keep what is set to another's storage",
     "flex attention, torch.compile": "they compile kernels",
     "asynchronous save, generation": "they read values that do not exist",
+    "other objectives than the cross-entropy": "no case has their samples",
+    "numbers copied to the device with a kernel": "they are arguments of its launch",
 }
 """What fake tensors cannot follow, and why."""
 
@@ -91,6 +93,16 @@ CASES = (
     Case("zero 1, LoRA", base=True, changes=_with(adapters={"rank": 8})),
     Case("zero 3, LoRA", "zero3", base=True, changes=_with(adapters={"rank": 8})),
     Case("zero 1, isolated documents", isolated=True),
+    Case("zero 1, ring 2", changes=_with(parallel={"sequence": {"ring": 2}})),
+    Case("zero 3, MLPs in tiles", "zero3",
+         changes=_with(model={"gradient_checkpointing": "full", "tiled_mlp": 2})),
+    Case("zero 1, activations in host memory", follows_memory=False,
+         changes=_with(model={"gradient_checkpointing": "full", "activation_offload": True})),
+    Case("zero 1, average of the weights", changes=_with(optimizer={"ema": {"decay": 0.99}})),
+    Case("zero 1, Adafactor", changes=_with(optimizer={"type": "adafactor"})),
+    Case("zero 1, Lion", changes=_with(optimizer={"type": "lion"})),
+    Case("zero 1, AdamW in 8 bits", changes=_with(optimizer={"type": "adamw_8bit"})),
+    Case("zero 1, float8", changes=_with(precision={"float8": "tensorwise"})),
     Case("zero 3, 512 ranks", "zero3", world_size=512,
          changes=_with(batch={"global_batch_size": 1024})),
 )  # fmt: skip

@@ -73,31 +73,39 @@ def _compiled(torch_folder: Path) -> Path:
 
 
 class _Stream:
-    def __init__(self, on_wait: Callable[[str], None], **_: Any) -> None:
+    def __init__(self, on_wait: Callable[[str], None], on_order: Callable[[str], None]) -> None:
         import torch
 
-        self._on_wait = on_wait
+        self._on_wait, self._on_order = on_wait, on_order
         self.device = torch.device("cuda", 0)
         self.cuda_stream = self.stream_id = self.device_index = 0
 
-    def wait_stream(self, stream: Any) -> None: ...
-    def wait_event(self, event: Any) -> None: ...
+    def wait_stream(self, stream: Any) -> None:
+        self._on_order("stream.wait_stream")
+
+    def wait_event(self, event: Any) -> None:
+        self._on_order("stream.wait_event")
+
     def synchronize(self) -> None:
         self._on_wait("stream.synchronize")
 
     def record_event(self, event: Any = None) -> Any:
-        return event or _Event(self._on_wait)
+        return event or _Event(self._on_wait, self._on_order)
 
     def query(self) -> bool:
         return True
 
 
 class _Event:
-    def __init__(self, on_wait: Callable[[str], None], **_: Any) -> None:
-        self._on_wait = on_wait
+    def __init__(self, on_wait: Callable[[str], None], on_order: Callable[[str], None]) -> None:
+        self._on_wait, self._on_order = on_wait, on_order
 
-    def record(self, stream: Any = None) -> None: ...
-    def wait(self, stream: Any = None) -> None: ...
+    def record(self, stream: Any = None) -> None:
+        self._on_order("event.record")
+
+    def wait(self, stream: Any = None) -> None:
+        self._on_order("event.wait")
+
     def synchronize(self) -> None:
         self._on_wait("event.synchronize")
 
@@ -108,16 +116,20 @@ class _Event:
         return 1.0
 
 
-def stand_in_for_cuda(on_wait: Callable[[str], None]) -> None:
-    """Replace what of `torch.cuda` needs a driver, for the rest of this process."""
+def stand_in_for_cuda(
+    on_wait: Callable[[str], None], on_order: Callable[[str], None] = lambda _: None
+) -> None:
+    """Replace what of `torch.cuda` needs a driver, for the rest of this process. `on_order` is
+    called where a stream waits for another, or an event is recorded for one to wait for."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     cuda: Any = torch.cuda
-    current = _Stream(on_wait)
+    current = _Stream(on_wait, on_order)
     # Classes, since callers subclass and annotate with them.
-    cuda.Stream = type("Stream", (_Stream,), {"__init__": _init_without_device(_Stream, on_wait)})
-    cuda.Event = type("Event", (_Event,), {"__init__": _init_without_device(_Event, on_wait)})
+    for name, parent in (("Stream", _Stream), ("Event", _Event)):
+        init = _init_without_device(parent, on_wait, on_order)
+        setattr(cuda, name, type(name, (parent,), {"__init__": init}))
     properties = SimpleNamespace(
         total_memory=MEMORY_BYTES, name=NAME, major=9, minor=0, multi_processor_count=132
     )
@@ -157,9 +169,11 @@ def stand_in_for_cuda(on_wait: Callable[[str], None]) -> None:
     mode.avoid_device_init = property(lambda _: True)
 
 
-def _init_without_device(parent: Any, on_wait: Callable[[str], None]) -> Callable[..., None]:
+def _init_without_device(
+    parent: Any, on_wait: Callable[[str], None], on_order: Callable[[str], None]
+) -> Callable[..., None]:
     def init(self: Any, *_: Any, **__: Any) -> None:
-        parent.__init__(self, on_wait)
+        parent.__init__(self, on_wait, on_order)
 
     return init
 

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.gpu_proof.cases import EXPERT_ROWS, LLAMA, Case
 from benchmarks.gpu_proof.fake_cuda import fake_cuda_tensors, stand_in_for_cuda
-from benchmarks.gpu_proof.trace import Collective, Record, Tracer
+from benchmarks.gpu_proof.trace import Collective, Record, Tracer, ranks_text
 from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.engine.build import build_engine
 from bigtrain.engine.startup.mesh import open_mesh
@@ -42,7 +42,7 @@ PEAK_ERROR = 0.2
 @dataclass
 class Traced:
     """Result of a case. step: the second optimizer step, without logging. logged: reading its loss
-    and norm. evaluation: of one batch. predicted: bytes of tensors at the peak by the planner.
+    and norm. evaluation: of two batches. predicted: bytes of tensors at the peak by the planner.
     gradient_bytes: of a gradient, by the planner. num_reduced: gradients to reduce in a step."""
 
     step: Record
@@ -105,7 +105,56 @@ def _reduction_in_16_bits(engine: TrainEngine) -> None:
     dist.all_reduce = all_reduce
 
 
+def _count_on_the_cpu(engine: TrainEngine) -> None:
+    def count(micro_batches: Any) -> torch.Tensor:
+        total = torch.tensor(sum(batch.labels.numel() for batch in micro_batches))
+        dist.all_reduce(total, group=engine.mesh.replicas)
+        return total.to(engine.device)
+
+    engine._count_targets = count  # type: ignore[method-assign]
+
+
+def _another_group(engine: TrainEngine) -> None:
+    """Of as many ranks as the right one."""
+    others = [rank ^ 1 for rank in dist.get_process_group_ranks(engine.mesh.replicas)]
+    wrong = dist.new_group([dist.get_rank(), *others[1:]])
+    reduce, right = dist.all_reduce, engine.mesh.replicas
+
+    def all_reduce(tensor: torch.Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
+        return reduce(tensor, *args, group=wrong if group is right else group, **kwargs)
+
+    dist.all_reduce = all_reduce
+
+
+def _no_wait_in_the_feed(engine: TrainEngine) -> None:
+    engine.feed._when_copied = lambda batch, copied: (batch, copied.batch)  # type: ignore[method-assign]
+
+
+def _copy_that_blocks(engine: TrainEngine) -> None:
+    def copy(module: Any, args: Any) -> None:
+        torch.tensor([1.0, 2.0]).to(engine.device)
+
+    engine.module.model.layers[0].register_forward_pre_hook(copy)
+
+
+def _item_for_each_evaluated_batch(engine: TrainEngine) -> None:
+    loss_of = engine._objective.summed_loss
+
+    def summed_loss(passes: Any, batch: Any, moved: Any, *args: Any) -> Any:
+        result = loss_of(passes, batch, moved, *args)
+        if not engine.module.training:
+            float(result[0])
+        return result
+
+    engine._objective.summed_loss = summed_loss  # type: ignore[method-assign]
+
+
 FAULTS = {
+    "count on the CPU": _count_on_the_cpu,
+    "another group of the same size": _another_group,
+    "no wait in the feed": _no_wait_in_the_feed,
+    "copy that blocks": _copy_that_blocks,
+    "item for each evaluated batch": _item_for_each_evaluated_batch,
     "mask on the CPU": _mask_on_the_cpu,
     "item in the loop": _item_in_the_loop,
     "reduction in 16 bits": _reduction_in_16_bits,
@@ -118,7 +167,7 @@ def trace_case(case: Case, fault: str = "") -> Traced:
     such as RuntimeError for tensors on two devices."""
     os.environ |= {"RANK": str(case.rank), "WORLD_SIZE": str(case.world_size), "LOCAL_RANK": "0"}
     tracer = Tracer()
-    stand_in_for_cuda(tracer.waited)
+    stand_in_for_cuda(tracer.waited, tracer.ordered)
     dist.init_process_group("fake", rank=case.rank, world_size=case.world_size, store=FakeStore())
     deepspeed.init_distributed(dist_backend="nccl", auto_mpi_discovery=False, verbose=False)
     config = RunConfig.model_validate(_settings(case))
@@ -136,16 +185,18 @@ def trace_case(case: Case, fault: str = "") -> Traced:
         _skip_comparison_of_ranks()
         if fault:
             FAULTS[fault](engine)
-        engine.train_step(_batches(case, run), 1e-4)
+        # Every run has a guard, which asks before each update.
+        engine.train_step(_batches(case, run), 1e-4, lambda _: True)
         tracer.reset()
-        result = engine.train_step(_batches(case, run), 1e-4)
+        result = engine.train_step(_batches(case, run), 1e-4, lambda _: True)
         step = tracer.record
         tracer.reset()
         engine.step_loss(result)
         engine.gradient_norm()
         logged = tracer.record
         tracer.reset()
-        engine.evaluate(_batches(case, run)[:1])
+        # Of two batches: what is done for each is done twice.
+        engine.evaluate(_batches(case, run)[:2])
         times = run.plan.accumulation if run.engine.zero_stage >= 2 else 1
         num_reduced = times * _num_trained(engine)
         return Traced(step, logged, tracer.record, predicted, gradient_bytes, num_reduced)
@@ -209,10 +260,11 @@ def as_json(case: Case, traced: Traced) -> str:
         exchanged = sorted(record.by_kind().items(), key=lambda item: str(item[0]))
         records[name] = {
             "waits": dict(sorted(record.waits.items())),
+            "orders": dict(sorted(record.orders.items())),
             "peak": record.peak,
             "exchanged": [
-                [operation, size, str(dtype).removeprefix("torch."), count]
-                for (operation, size, dtype), count in exchanged
+                [operation, ranks_text(ranks), str(dtype).removeprefix("torch."), count]
+                for (operation, ranks, dtype), count in exchanged
             ],
         }
     facts = {"predicted": traced.predicted, "num_reduced": traced.num_reduced}

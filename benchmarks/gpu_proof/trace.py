@@ -25,7 +25,7 @@ class Collective:
     larger side, their dtype, and the place that asked for it."""
 
     operation: str
-    group_size: int
+    ranks: tuple[int, ...]
     num_elements: int
     dtype: torch.dtype
     place: str
@@ -37,18 +37,20 @@ class Collective:
 
 @dataclass
 class Record:
-    """What was traced. waits: how often the host waits for the device, by "kind, place". peak: the
-    most bytes of tensors on the device at once."""
+    """What was traced. waits: how often the host waits for the device, by "kind, place". orders:
+    how often one stream waits for another, likewise. peak: the most bytes of tensors on the device
+    at once."""
 
     waits: Counter[str] = field(default_factory=Counter)
+    orders: Counter[str] = field(default_factory=Counter)
     collectives: list[Collective] = field(default_factory=list)
     peak: int = 0
 
-    def by_kind(self) -> dict[tuple[str, int, torch.dtype], int]:
-        """Return the elements exchanged by operation, group size and dtype."""
-        sums: Counter[tuple[str, int, torch.dtype]] = Counter()
+    def by_kind(self) -> dict[tuple[str, tuple[int, ...], torch.dtype], int]:
+        """Return the elements exchanged by operation, ranks of the group and dtype."""
+        sums: Counter[tuple[str, tuple[int, ...], torch.dtype]] = Counter()
         for each in self.collectives:
-            sums[each.operation, each.group_size, each.dtype] += each.num_elements
+            sums[each.operation, each.ranks, each.dtype] += each.num_elements
         return dict(sums)
 
 
@@ -87,16 +89,31 @@ class Tracer(TorchDispatchMode):
         """Record that the host waits for the device, here."""
         self.record.waits[f"{kind}, {_place()}"] += 1
 
+    def ordered(self, kind: str) -> None:
+        """Record that a stream waits for another, here."""
+        self.record.orders[f"{kind}, {_place()}"] += 1
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         aten = torch.ops.aten
         if func is aten._local_scalar_dense.default:
             return self._value(args[0])
+        if func is aten.equal.default:  # as ranks that compare what they have are to find
+            if _is_on_device(args[0]):
+                self.waited("equal")
+            return True
         if func is aten._to_copy.default and _leaves_device(args[0], kwargs):
             self.waited("copy to the host")
         if func is aten.copy_.default and _is_on_device(args[1]) and not _is_on_device(args[0]):
             if not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False)):
                 self.waited("copy to the host")
+        if func is aten._to_copy.default and _reaches_device(args[0], kwargs):
+            self.waited("copy to the device")
+        if func is aten.copy_.default and _is_on_device(args[0]) and not _is_on_device(args[1]):
+            # A number of the host's travels with the kernel.
+            blocks = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+            if blocks and args[1].dim() > 0:
+                self.waited("copy to the device")
         if func is aten.nonzero.default:  # all elements, since none is known
             if _is_on_device(args[0]):
                 self.waited("size of a result")
@@ -127,18 +144,21 @@ class Tracer(TorchDispatchMode):
         tensors = list(_tensors(args))
         if not tensors:
             return
+        if not all(map(_is_on_device, tensors)) and "barrier" not in func.name():
+            # As NCCL does.
+            raise RuntimeError(f"{func.name()} of a tensor on the CPU, {_place()}")
         groups = [value for value in args if isinstance(value, torch.ScriptObject)]
-        size = dist.get_world_size()
+        ranks = tuple(range(dist.get_world_size()))
         for value in groups:
             try:
-                size = dist.ProcessGroup.unbox(value).size()
+                ranks = tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(value)))
                 break
             except (RuntimeError, AttributeError):
                 continue
         widest = max(tensors, key=torch.Tensor.numel)
         name = func.name().removeprefix("c10d::").strip("_")
         self.record.collectives.append(
-            Collective(name, size, widest.numel(), widest.dtype, _place())
+            Collective(name, ranks, widest.numel(), widest.dtype, _place())
         )
 
     def _count(self, tensor: torch.Tensor) -> None:
@@ -186,3 +206,22 @@ def _leaves_device(tensor: torch.Tensor, kwargs: dict[str, Any]) -> bool:
     target = kwargs.get("device")
     leaves = target is not None and torch.device(target).type == "cpu" and _is_on_device(tensor)
     return leaves and not kwargs.get("non_blocking", False)
+
+
+def _reaches_device(tensor: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+    """Whether a copy blocks the host, which only one that may not block does not."""
+    target = kwargs.get("device")
+    if target is None or torch.device(target).type != "cuda" or _is_on_device(tensor):
+        return False
+    return not kwargs.get("non_blocking", False)
+
+
+def ranks_text(ranks: tuple[int, ...]) -> str:
+    """Return the ranks of a group in words: ``ranks 0 to 3``, ``ranks 0, 2``, ``rank 0``."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    step = ranks[1] - ranks[0]
+    if len(ranks) > 2 and ranks == tuple(range(ranks[0], ranks[-1] + 1, step)):
+        by = "" if step == 1 else f" by {step}"
+        return f"ranks {ranks[0]} to {ranks[-1]}{by}"
+    return f"ranks {', '.join(map(str, ranks))}"

@@ -113,6 +113,7 @@ def _record_update(recorder: KernelRecorder) -> None:
         recorder.add_launch("fused AdamW", update_bytes(*tensors))
 
     fused_adamw.compile_update = lambda: launched
+    fused_adamw.trial_problem = lambda _: None  # which compares values
 
 
 def _bigtrain(contestant: Contestant) -> Callable[[], object]:

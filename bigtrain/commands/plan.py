@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from bigtrain.commands.arguments import Config, Overrides
+from bigtrain.commands.arguments import Config
 from bigtrain.errors import ConfigError, OutputError, Problem
-from bigtrain.system.arguments import File, Positive, Size, command_words
+from bigtrain.system.arguments import Argument, File, Positive, Size, command_words
 from bigtrain.system.next_commands import next_lines, train_line
 
 if TYPE_CHECKING:
@@ -64,7 +64,19 @@ class PlanArguments:
     """instead: measure this machine in about a minute and write --output, for --hardware"""
     output: File | None = None
     """of --evaluate: rows with predictions, as CSV; of --calibrate: measurements"""
-    overrides: Overrides = ()
+    overrides: Annotated[
+        tuple[str, ...],
+        "section.key=value",
+        Argument(
+            "overrides",
+            nargs="*",
+            help="settings of the run to change; parallel.tensor, parallel.pipeline, "
+            "parallel.sequence, parallel.expert, batch.micro_batch_size, "
+            "model.gradient_checkpointing, model.activation_offload, model.tiled_mlp and "
+            "engine.deepspeed_config, which a plan otherwise chooses, hold every layout to their "
+            "value (default: none)",
+        ),
+    ] = ()
 
 
 def run(args: PlanArguments) -> int:

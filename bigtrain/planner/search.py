@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bigtrain.planner.layout import Layout, Recompute
@@ -101,7 +101,7 @@ class Candidate:
 class SearchSpace:
     """Parameters that determine the layouts of a run. `facts`: facts of the run, for the rules.
     `base`: what all layouts have in common. `varies`: whether loss and buckets may differ from a
-    run's defaults."""
+    run's defaults. `required`: fields of a layout that are not searched, with their values."""
 
     model: ModelCosts
     facts: Facts
@@ -111,6 +111,11 @@ class SearchSpace:
     loss_chunk_tokens: int | None
     zero_stages: Sequence[int] = (0, 1, 2, 3)
     varies: bool = False
+    required: Mapping[str, Any] = field(default_factory=dict)
+
+    def allows(self, fields: Mapping[str, Any]) -> bool:
+        """Return whether a layout may have `fields`."""
+        return all(self.required.get(name, value) == value for name, value in fields.items())
 
 
 @dataclass(frozen=True)
@@ -230,6 +235,9 @@ def _with_variant_note(candidate: Candidate, usual: Layout) -> Candidate:
 def _variants(layout: Layout, request: SearchSpace) -> Iterator[Layout]:
     """Yield `layout` with each other size of buckets and kind of loss."""
     losses = [layout.loss_chunk_tokens]
+    buckets = [request.base.reduce_bucket_elements]
+    if "reduce_bucket_elements" not in request.required:
+        buckets += BUCKETS
     if request.loss == "auto" and not request.model.num_further_losses:
         losses.append(
             chunk_tokens(request.model.vocabulary_size, request.loss_chunk_tokens)
@@ -237,7 +245,7 @@ def _variants(layout: Layout, request: SearchSpace) -> Iterator[Layout]:
             else None
         )
     for loss in losses:
-        for bucket in (request.base.reduce_bucket_elements, *BUCKETS):
+        for bucket in buckets:
             variant = replace(
                 layout,
                 loss_chunk_tokens=loss,
@@ -268,9 +276,12 @@ def _of_degrees(
     micro_sizes = [
         (micro, per_rank // micro)
         for micro in _divisors(per_rank)
-        if micro <= 64 and per_rank // micro >= least_accumulation
+        if micro <= 64
+        and per_rank // micro >= least_accumulation
+        and request.allows({"micro_batch_size": micro})
     ]
-    first = request.base.changed(**degrees.degrees(), zero_stage=degrees.zero_stage)
+    sizes = {**degrees.degrees(), "zero_stage": degrees.zero_stage}
+    first = request.base.changed(**{**request.required, **sizes})
     for index, (micro, accumulation) in enumerate(micro_sizes):
         layout = first.changed(
             micro_batch_size=micro,
@@ -340,6 +351,9 @@ def _recomputed(
             too_large.add(recompute)
         return candidate
 
+    if "recompute" in request.required:
+        yield assess(request.model, layout, cluster, engine)
+        return
     full = layout.changed(recompute="full")
     plain, everything = fits("none", layout), fits("full", full)
     if plain is not None:
@@ -411,8 +425,10 @@ def _degrees(request: SearchSpace, world_size: int, devices_per_node: int) -> It
                     for expert_size in _divisors(shared_size)
                 ]
     for zero_stage in request.zero_stages:
+        if not request.allows({"zero_stage": zero_stage}):
+            continue
         for degrees in shapes:
-            if is_legal(request.facts, zero_stage, degrees):
+            if request.allows(degrees.degrees()) and is_legal(request.facts, zero_stage, degrees):
                 yield _Degrees(zero_stage=zero_stage, **degrees.degrees())
 
 
@@ -420,6 +436,8 @@ def _rings(
     request: SearchSpace, tensor_size: int, sequence_size: int, devices_per_node: int
 ) -> list[int]:
     """Return the sizes of the ring to search among `sequence_size` ranks."""
+    if "ring_size" in request.required:
+        return [request.required["ring_size"]]
     heads = request.facts.attention_heads
     heads_per_rank = sequence_size if heads is None else heads // math.gcd(heads, tensor_size)
     needed = sequence_size // math.gcd(sequence_size, heads_per_rank)
@@ -468,7 +486,22 @@ def _savings(degrees: _Degrees, request: SearchSpace) -> list[dict[str, Any]]:
     if degrees.zero_stage == 3 and legal(offloaded):
         everything = {**optimizer, "offload_parameters": True}
         options += [{**everything, **changes} for changes in (full, *layer_savings)]
-    return options
+    return [changes for changes in options if request.allows(changes)]
+
+
+def legal_values(request: SearchSpace, cluster: Cluster, name: str) -> list[Any]:
+    """Return the values of the required field `name` that layouts with the other required fields
+    have, of a degree, the ZeRO stage or the micro-batch; none of other fields."""
+    required = {key: value for key, value in request.required.items() if key != name}
+    if name == "sequence_size":
+        required.pop("ring_size", None)
+    free, values = replace(request, required=required), set()
+    for degrees in _degrees(free, cluster.num_devices, cluster.device.devices_per_node):
+        if name == "micro_batch_size":
+            values |= set(_divisors(request.global_batch_size // degrees.data_size))
+        elif hasattr(degrees, name):
+            values.add(getattr(degrees, name))
+    return sorted(values)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Plan:
     """Layouts of a run on a cluster: those that fit, fastest first, and other assessed ones,
-    of `num_others` that do not. `remark`: note on the model's costs, or empty."""
+    of `num_others` that do not. `remark`: note on the model's costs, or empty. `chooses_engine`:
+    whether the DeepSpeed JSON follows from the layout; else an override names it."""
 
     config: RunConfig
     cluster: Cluster
@@ -35,6 +37,7 @@ class Plan:
     fitting: list[Candidate]
     others: list[Candidate]
     num_others: int
+    chooses_engine: bool = True
 
     def table(self, top: int = 10) -> str:
         """Return the `top` fastest layouts, with memory and time of the first by terms, as text."""
@@ -66,7 +69,8 @@ class Plan:
             rule = f"{len(self.fitting)} layouts fit"
             raise ConfigError(Problem("--choose", choose, rule, f"1 to {len(self.fitting)}"))
         layout = self.fitting[choose - 1].layout
-        return run_and_engine(self.config, layout, self.model.vocabulary_size)
+        named = None if self.chooses_engine else self.config.engine.deepspeed_config
+        return run_and_engine(self.config, layout, self.model.vocabulary_size, named)
 
     def write(self, directory: str | Path, choose: int | None = None) -> Path:
         """Write ``run.yaml`` and ``deepspeed.json`` of line `choose` into `directory`, and return
@@ -110,10 +114,12 @@ def plan(
     defaults. longest: for the longest sample that fits, instead of the run's length and batch,
     which the plan's configuration then has.
 
-    Traces a model that was never planned before, which imports torch. Raises ConfigError if
-    nothing fits, ModelError for an unknown model.
+    An override of a setting that a plan chooses (`bigtrain.planner.constraints.FIELDS`) holds all
+    layouts to its value. Traces a model that was never planned before, which imports torch. Raises
+    ConfigError if nothing fits or no layout has such a value, ModelError for an unknown model.
     """
     from bigtrain.models.tracing.traced_costs import model_costs
+    from bigtrain.planner.constraints import required_fields
     from bigtrain.planner.plan_text import nothing_fits
     from bigtrain.planner.search import longest_sample, search
     from bigtrain.planner.tables.engines import engine_named
@@ -124,7 +130,8 @@ def plan(
     )
     loaded = load_config(config, *overrides)
     model, remark = model_costs(loaded)
-    request = replace(_request(loaded, cluster, model), varies=varies)
+    required = required_fields(loaded, overrides)
+    request = replace(_request(loaded, cluster, model, required), varies=varies)
     engine = engine_named("deepspeed")
     if measured is not None:
         engine = engine.with_measured(measured)
@@ -142,14 +149,17 @@ def plan(
     else:
         ranking = search(request, cluster, engine)
     if not ranking.fitting and not ranking.others:
-        raise ConfigError(_no_layout(loaded, cluster))
+        raise ConfigError(_unmet(request, cluster, overrides) or _no_layout(loaded, cluster))
     if not ranking.fitting:
         rule, remedy = nothing_fits(ranking.others, cluster)
         raise ConfigError(Problem("--gpus", devices, rule, remedy))
     if loaded.objective.teacher_model is not None:
         teacher_remark = "without those of the teacher (objective.teacher_model)"
         remark = "; ".join(filter(None, (remark, teacher_remark)))
-    return Plan(loaded, cluster, model, remark, ranking.fitting, ranking.others, ranking.num_others)
+    return Plan(
+        loaded, cluster, model, remark, ranking.fitting, ranking.others, ranking.num_others,
+        chooses_engine="zero_stage" not in required,
+    )  # fmt: skip
 
 
 def _cluster(
@@ -190,7 +200,9 @@ def _cluster(
     return Cluster(device, number, float(host_memory_bytes)), measured
 
 
-def _request(config: RunConfig, cluster: Cluster, model: Any) -> SearchSpace:
+def _request(
+    config: RunConfig, cluster: Cluster, model: Any, required: Mapping[str, Any]
+) -> SearchSpace:
     from bigtrain.planner.layout import Layout
     from bigtrain.planner.run_prediction import optimizer_costs
     from bigtrain.planner.search import SearchSpace
@@ -208,6 +220,11 @@ def _request(config: RunConfig, cluster: Cluster, model: Any) -> SearchSpace:
     facts = read_facts(config, raw, figures) | Facts(
         torch_adam=True, world_size=cluster.num_devices, device=device, async_io=True
     )
+    # What an override requires holds for every layout, so it is a fact of the run.
+    if required.get("offload_optimizer"):
+        facts |= Facts(offload_optimizer="cpu")
+    if required.get("offload_parameters"):
+        facts |= Facts(offload_param="cpu")
     gradients = gradient_dtype_of(config, 1) or config.precision.dtype
     memory = config.checkpoint.memory
     bucket_elements = int(raw["zero_optimization"]["reduce_bucket_size"])
@@ -232,7 +249,25 @@ def _request(config: RunConfig, cluster: Cluster, model: Any) -> SearchSpace:
         global_batch_size=config.batch.samples_per_step,
         loss=config.model.loss,
         loss_chunk_tokens=config.model.loss_chunk_tokens,
+        required=required,
     )
+
+
+def _unmet(request: SearchSpace, cluster: Cluster, overrides: Sequence[str]) -> list[Problem]:
+    """Return the overrides without any of which there would be layouts, with the values that the
+    others leave to them."""
+    from bigtrain.planner.constraints import FIELDS, settings_of
+    from bigtrain.planner.search import legal_values
+
+    problems = []
+    for setting in settings_of(overrides):
+        name = FIELDS[setting][0]
+        values = legal_values(request, cluster, name)
+        if values and request.required[name] not in values:
+            rule = f"no layout on {cluster.num_devices} devices has this value"
+            remedy = f"possible with the other settings: {', '.join(map(str, values))}"
+            problems.append(Problem(setting, request.required[name], rule, remedy))
+    return problems
 
 
 def _no_layout(config: RunConfig, cluster: Cluster) -> Problem:
@@ -245,26 +280,33 @@ def _no_layout(config: RunConfig, cluster: Cluster) -> Problem:
 
 
 def _deepspeed_json(zero_stage: int, offload: str) -> dict[str, Any]:
+    return _named_json(f"zero{zero_stage}{offload}")
+
+
+def _named_json(name: str) -> dict[str, Any]:
     from bigtrain.settings.deepspeed.engine_config import (
         find_deepspeed_config,
         read_deepspeed_config,
     )
 
-    return read_deepspeed_config(find_deepspeed_config(f"zero{zero_stage}{offload}"))
+    return read_deepspeed_config(find_deepspeed_config(name))
 
 
 def run_and_engine(
-    config: RunConfig, layout: Layout, vocabulary_size: int
+    config: RunConfig, layout: Layout, vocabulary_size: int, engine: str | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the run YAML and the DeepSpeed JSON of `config` in another layout, as trees. The loss
-    is written if it differs from the default of a run in that layout."""
+    is written if it differs from the default of a run in that layout. engine: the DeepSpeed JSON to
+    start from, by name or path; None for the shipped one of the layout."""
     from bigtrain.planner.run_prediction import auto_loss_chunk
 
     offload = "_offload" if layout.offload_optimizer else ""
     # No JSON is shipped for ZeRO 1 with an offloaded optimizer: it is ZeRO 2's with another stage.
     raw = _deepspeed_json(2 if offload and layout.zero_stage == 1 else layout.zero_stage, offload)
     raw["zero_optimization"]["stage"] = layout.zero_stage
-    if layout.offload_optimizer and not layout.offload_parameters:
+    if engine is not None:
+        raw = _named_json(engine)
+    elif layout.offload_optimizer and not layout.offload_parameters:
         raw["zero_optimization"].pop("offload_param", None)
 
     # Settings of the layout, if they differ from the run's or from a default.
@@ -285,7 +327,7 @@ def run_and_engine(
             tree["model"]["loss_chunk_tokens"] = layout.loss_chunk_tokens
 
     # Buckets, where the JSON has them.
-    zero = raw["zero_optimization"]
+    zero = raw.get("zero_optimization", {})
     sizes = {
         "reduce_bucket_size": layout.reduce_bucket_elements,
         "allgather_bucket_size": layout.gather_bucket_elements,

@@ -54,6 +54,7 @@ NOT_HERE = {
 }
 ELSEWHERE = {
     r"^make gpu-proof": "tests/unit/benchmarks/test_gpu_proof.py",  # minutes
+    r"^make gpu-roofline": "tests/unit/benchmarks/test_gpu_roofline.py",  # minutes
     r"^bigtrain parity ": "tests/parity/test_parity_command.py",  # minutes each
     r"^bigtrain report .*--live": "tests/docs/test_howto_report.py",  # until Ctrl-C
     r"^bigtrain outer-server |sites\.server=": "tests/launch/test_outer_server.py",  # until Ctrl-C

@@ -4,10 +4,13 @@ for each parameter, where clipping (8), torch's fused AdamW (28) and a copy (6) 
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+log = logging.getLogger(__name__)
 
 
 def update(
@@ -44,6 +47,32 @@ def compile_update() -> Callable[..., None]:
     return torch.compile(update, dynamic=False, fullgraph=True)
 
 
+def trial_problem(device: torch.device) -> str | None:
+    """Return what is wrong with the compiled update on `device`, or None: it is compiled, and
+    compared with the same update without a compiler, on a few numbers."""
+    generator = torch.Generator().manual_seed(0)
+    states = [torch.rand(512, generator=generator).to(device) for _ in range(4)]
+    factors = torch.tensor([0.5, 0.99, 1e-3, 0.7], device=device)
+    results = []
+    try:
+        for compute in (update, compile_update()):
+            tensors = [state.clone() for state in states]
+            tensors.append(torch.zeros(512, device=device, dtype=torch.bfloat16))
+            compute(*tensors, factors=factors, betas=(0.9, 0.95), eps=1e-8)
+            results.append([tensor.float().cpu() for tensor in tensors])
+    except Exception as error:  # of a compiler, which may be any
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+    plain, compiled = results
+    for name, a, b in zip(_NAMES, plain, compiled, strict=True):
+        # A rounding of bfloat16 may go the other way.
+        if not torch.allclose(a, b, rtol=2**-8 if name == "weights" else 1e-5, atol=1e-7):
+            return f"{name} differ by {float((a - b).abs().max()):.2g}"
+    return None
+
+
+_NAMES = ("masters", "gradients", "means", "squares", "weights")
+
+
 class FusedAdamW:
     """Replaces `step` of a torch AdamW whose groups have one flat master each, and keeps its state.
 
@@ -61,15 +90,18 @@ class FusedAdamW:
 
     @staticmethod
     def supports(optimizer: Any) -> bool:
-        """Whether `optimizer` is torch's AdamW as DeepSpeed makes it, and Triton can compile."""
-        return (
-            type(optimizer) is torch.optim.AdamW
-            and importlib.util.find_spec("triton") is not None
-            and all(
-                len(group["params"]) == 1 and not (group["amsgrad"] or group["maximize"])
-                for group in optimizer.param_groups
-            )
+        """Whether `optimizer` is torch's AdamW as DeepSpeed makes it, and the update can be
+        compiled; logs a warning where it can not."""
+        is_plain = type(optimizer) is torch.optim.AdamW and all(
+            len(group["params"]) == 1 and not (group["amsgrad"] or group["maximize"])
+            for group in optimizer.param_groups
         )
+        if not is_plain or importlib.util.find_spec("triton") is None:
+            return False
+        problem = trial_problem(optimizer.param_groups[0]["params"][0].device)
+        if problem is not None:
+            log.warning("AdamW is not compiled, and takes longer: %s", problem)
+        return problem is None
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:

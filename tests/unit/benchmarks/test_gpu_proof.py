@@ -15,14 +15,25 @@ pytestmark = pytest.mark.skipif(REASON is not None, reason=REASON or "")
 
 BY_NAME = {case.name: case for case in CASES}
 CORE = ("zero 1", "zero 3, tensor 2", "zero 1, experts 2")
-FAULTS = ("mask on the CPU", "item in the loop", "reduction in 16 bits")
+# By the case that they are planted in.
+FAULTS = {
+    "mask on the CPU": "zero 1",
+    "item in the loop": "zero 1",
+    "reduction in 16 bits": "zero 1",
+    "count on the CPU": "zero 1",
+    "another group of the same size": "zero 3, tensor 2",
+    "no wait in the feed": "zero 1",
+    "copy that blocks": "zero 1",
+    "item for each evaluated batch": "zero 1",
+}
 Traced = dict[str, Any] | str
 
 
 @pytest.fixture(scope="module")
 def traced() -> dict[str, Traced]:
     """What the core cases did by name, and the first of them by the fault planted in it."""
-    wanted = [(BY_NAME[name], "") for name in CORE] + [(BY_NAME[CORE[0]], name) for name in FAULTS]
+    wanted = [(BY_NAME[name], "") for name in CORE]
+    wanted += [(BY_NAME[case], fault) for fault, case in FAULTS.items()]
     answers = [answer for _, answer in trace_apart(wanted)]
     return dict(zip((*CORE, *FAULTS), answers, strict=True))
 
@@ -62,15 +73,48 @@ def test_faults_are_found(traced: dict[str, Traced]) -> None:
     assert isinstance(error, str)
     assert "cuda:0" in error
     assert "cpu" in error
-    spoiled = traced["item in the loop"]
-    assert not isinstance(spoiled, str), spoiled
-    page = PAGE.read_text()
-    lines = table(BY_NAME[CORE[0]], spoiled).splitlines()
-    (new,) = [line for line in lines if line not in page]
-    assert new.startswith("| waits | 2 x item, ")
-    assert "models/layers/chunked_loss.py:_run_base -> transformers/" in new
+    error = traced["count on the CPU"]
+    assert isinstance(error, str)
+    assert "c10d::allreduce_ of a tensor on the CPU" in error
     spoiled = traced["reduction in 16 bits"]
     assert not isinstance(spoiled, str), spoiled
     (problem,) = spoiled["problems"]
     assert "gradients in torch.bfloat16" in problem
     assert "the planner counts 4 bytes each" in problem
+
+
+# What a fault adds to the page's table, and what it takes away.
+CHANGES = {
+    "item in the loop": (["| waits | 2 x item, ", "| waits in evaluation | 2 x item, "], []),
+    "another group of the same size": (
+        ["| allreduce, ranks 0, 3 | 2 float64", "| allreduce, ranks 0, 3 | 1 int64",
+         "| allreduce in evaluation, ranks 0, 3 | 3 float64"],
+        ["| allreduce, ranks 0, 2 | 2 float64", "| allreduce, ranks 0, 2 | 1 int64",
+         "| allreduce in evaluation, ranks 0, 2 | 3 float64"],
+    ),
+    "no wait in the feed": (
+        [], ["| streams | 2 x event.wait, ", "| streams in evaluation | 2 x event.wait, "],
+    ),
+    "copy that blocks": (
+        ["| waits | 2 x copy to the device, ", "| waits in evaluation | 2 x copy to the device, "],
+        [],
+    ),
+    "item for each evaluated batch": (
+        ["| waits in evaluation | 5 x item, "], ["| waits in evaluation | 3 x item, "],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", CHANGES)
+def test_faults_change_the_table(fault: str, traced: dict[str, Traced]) -> None:
+    right, spoiled = traced[FAULTS[fault]], traced[fault]
+    assert not isinstance(right, str), right
+    assert not isinstance(spoiled, str), spoiled
+    case = BY_NAME[FAULTS[fault]]
+    before, after = table(case, right).splitlines(), table(case, spoiled).splitlines()
+    added = [line for line in after if line not in before]
+    gone = [line for line in before if line not in after]
+    for lines, expected in zip((added, gone), CHANGES[fault], strict=True):
+        assert len(lines) == len(expected), lines
+        assert all(line.startswith(text) for line, text in zip(lines, expected, strict=True)), lines

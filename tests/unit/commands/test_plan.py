@@ -12,13 +12,15 @@ import pytest
 import yaml
 
 from bigtrain.cli import main
+from bigtrain.errors import ConfigError
+from bigtrain.planner.constraints import FIELDS
 from bigtrain.planner.layout import Layout
 from bigtrain.planner.memory import MemoryUse
 from bigtrain.planner.plan_text import default_choice, parameter_count
 from bigtrain.planner.search import Candidate, Cluster
 from bigtrain.planner.tables.engines import cpu_engine
 from bigtrain.planner.tables.hardware import find_device
-from bigtrain.python_api.planning import run_and_engine
+from bigtrain.python_api.planning import plan, run_and_engine
 from bigtrain.settings.resolve import resolve_run_files
 from tests.support.worlds import ROOT
 
@@ -237,3 +239,85 @@ def test_what_is_written_leaves_the_error_of_predictions_as_reserve() -> None:
 )
 def test_counts_of_parameters_are_read_by_people(number: float, text: str) -> None:
     assert parameter_count(number) == text
+
+
+HELD = {
+    "parallel.tensor=2": {"tensor_size": 2},
+    "parallel.pipeline=2": {"pipeline_size": 2},
+    "parallel.sequence=2": {"sequence_size": 2, "ring_size": 1},
+    "parallel.sequence={ulysses: 2, ring: 2}": {"sequence_size": 4, "ring_size": 2},
+    "parallel={tensor: 2}": {"tensor_size": 2, "pipeline_size": 1, "sequence_size": 1},
+    "batch.micro_batch_size=4": {"micro_batch_size": 4},
+    "model.gradient_checkpointing=full": {"recompute": "full", "recompute_every": 1},
+    "model.gradient_checkpointing=2": {"recompute": "full", "recompute_every": 2},
+    "model.gradient_checkpointing=none": {"recompute": "none"},
+    "model.tiled_mlp=4": {"tiled_mlp": 4},
+    "model.activation_offload=false": {"offload_activations": False},
+    "batch.micro_batch_size=null": {},
+    "engine.deepspeed_config=zero3": {"zero_stage": 3, "offload_optimizer": False},
+    "engine.deepspeed_config=zero2_offload": {
+        "zero_stage": 2, "offload_optimizer": True, "offload_parameters": False,
+    },
+    "engine.deepspeed_config=zero3_offload": {
+        "zero_stage": 3, "offload_optimizer": True, "offload_parameters": True,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("override", HELD)
+def test_an_override_of_the_layout_holds_all_layouts(
+    config: Path, override: str, tmp_path: Path
+) -> None:
+    planned = plan(config, "8xH100-80GB", override)
+    assert planned.fitting
+    for candidate in [*planned.fitting, *planned.others]:
+        layout = vars(candidate.layout)
+        assert {name: layout[name] for name in HELD[override]} == HELD[override]
+    # What is written has it too, and a run accepts it with the override as without.
+    path = planned.write(tmp_path / "planned", 1)
+    written = resolve_run_files(str(path), (), 8)
+    assert written.config == resolve_run_files(str(path), override_of_run(override), 8).config
+    if override.startswith("engine."):
+        name = override.partition("=")[2]
+        shipped = json.loads((ROOT / "ds_configs" / f"{name}.json").read_text())
+        raw = json.loads(path.with_name("deepspeed.json").read_text())
+        assert raw["zero_optimization"] == shipped["zero_optimization"]
+
+
+def override_of_run(override: str) -> list[str]:
+    """The override, but for the name of the JSON, which was written elsewhere."""
+    return [] if override.startswith("engine.") else [override]
+
+
+def test_the_help_names_every_setting_that_holds_layouts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert {override.partition("=")[0] for override in HELD} <= {*FIELDS, "parallel"}
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    words = " ".join(capsys.readouterr().out.split()).replace("- ", "-")
+    for setting in FIELDS:
+        assert setting in words
+
+
+def test_a_run_yaml_without_overrides_does_not_hold_the_layouts(config: Path) -> None:
+    tree = {**RUN, "parallel": {"tensor": 2}, "engine": {"deepspeed_config": "zero3"}}
+    config.write_text(yaml.safe_dump(tree))
+    layouts = [candidate.layout for candidate in plan(config, "8xH100-80GB").fitting]
+    assert {layout.zero_stage for layout in layouts} == {0, 1, 2, 3}
+    assert {layout.tensor_size for layout in layouts} > {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("parallel.tensor=3", "parallel.tensor = 3: no layout on 8 devices has this value -> "
+         "possible with the other settings: 1, 2"),
+        ("batch.micro_batch_size=3", "batch.micro_batch_size = 3: no layout on 8 devices has this "
+         "value -> possible with the other settings: 1, 2, 4, 8, 16, 32"),
+    ],
+)  # fmt: skip
+def test_an_override_that_no_layout_has_is_refused(config: Path, override: str, told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan(config, "8xH100-80GB", override)
+    assert told in str(caught.value)

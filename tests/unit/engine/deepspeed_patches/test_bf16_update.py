@@ -75,3 +75,33 @@ def test_adamw_in_one_kernel_is_torchs(clip: float, monkeypatch: pytest.MonkeyPa
     for number, (a, b) in enumerate(zip(tensors, theirs, strict=True)):
         # The parameters, last, are in bfloat16: half a unit in the last place of 8 bits.
         torch.testing.assert_close(a, b, rtol=2e-6 if number < 16 else 2**-8, atol=2e-7)
+
+
+def spoiled(change: Callable[..., None]) -> Callable[..., None]:
+    def compute(*tensors: torch.Tensor, **options: Any) -> None:
+        fused_adamw.update(*tensors, **options)
+        change(*tensors)
+
+    return compute
+
+
+def fails(*_: torch.Tensor, **__: Any) -> None:
+    raise RuntimeError("no C compiler\nand so on")
+
+
+COMPILED: dict[str, tuple[Callable[..., None], str | None]] = {
+    "right": (fused_adamw.update, None),
+    "a compiler that fails": (fails, "RuntimeError: no C compiler"),
+    "masters": (spoiled(lambda *tensors: tensors[0].add_(1e-3)), "masters differ by 0.001"),
+    "gradients": (spoiled(lambda *tensors: tensors[1].mul_(0.5)), "gradients differ by 0.5"),
+    "weights": (spoiled(lambda *tensors: tensors[4].zero_()), "weights differ by 0.99"),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_compiled_update_that_is_not_right_is_found(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute, problem = COMPILED[name]
+    monkeypatch.setattr(fused_adamw, "compile_update", lambda: compute)
+    assert fused_adamw.trial_problem(torch.device("cpu")) == problem
