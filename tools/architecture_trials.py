@@ -173,7 +173,8 @@ class Trial(TrialModel):
         if reason:
             raise _Refused(reason)
         model = copy.deepcopy(self.pristine)
-        lengths = ((13, 1, ids.shape[1] - 14), (2, ids.shape[1] - 5, 3))
+        # Shorter than the budget of sparse attention, whose scores have ties in tiny models.
+        lengths = ((13, 1, 10, 8), (2, 15, 12, 3))
         separate = [
             torch.cat([model(input_ids=x[None], use_cache=False).logits for x in row.split(n)], 1)
             for row, n in zip(ids, lengths, strict=True)

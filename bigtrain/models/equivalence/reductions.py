@@ -165,9 +165,12 @@ def with_heads(
 
 
 def _narrow(config: Any, hidden_size: int) -> None:
-    """Change the widths of a model without attention, in proportion to the hidden size."""
+    """Change the widths of a model without attention, in proportion to the hidden size. Raises
+    ValueError for xLSTM, whose head sizes do not follow."""
+    if hasattr(config, "embedding_dim"):
+        raise ValueError("its head sizes do not follow its width")
     _fit_recurrent_heads(config, hidden_size)
-    for name in ("intermediate_size", "attention_hidden_size", "embedding_dim"):
+    for name in ("intermediate_size", "attention_hidden_size"):
         width = getattr(config, name, None)
         if isinstance(width, int):
             setattr(config, name, width * hidden_size // config.hidden_size)
