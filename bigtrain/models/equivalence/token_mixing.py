@@ -36,14 +36,14 @@ def mixing_classes(model: PreTrainedModel) -> tuple[str, ...]:
             while True:
                 undo = restart_at_documents(model, classes)
                 try:
-                    found = _smallest_that_mix(model)
+                    mixing_classes = _smallest_that_mix(model)
                 finally:
                     undo()
-                if not found:
+                if not mixing_classes:
                     return classes
-                if found <= set(classes):
+                if mixing_classes <= set(classes):
                     return ()
-                classes = tuple(sorted({*classes, *found}))
+                classes = tuple(sorted({*classes, *mixing_classes}))
     except (ModelError, *MODEL_FAILURES):
         return ()
 
@@ -99,14 +99,14 @@ def _smallest_that_mix(model: PreTrainedModel) -> set[str]:
 def _mixes(module: nn.Module, shape: torch.Size, args: Any, kwargs: Any) -> bool:
     """Return whether results of `module` for the second document depend on the first one."""
     try:
-        given, rebuild = tensors_of_tokens((args, kwargs), shape)
+        token_tensors, rebuild = tensors_of_tokens((args, kwargs), shape)
     except ModelError:
         return False  # a module that contains it may be called for each document
-    if not any(x.is_floating_point() for x in given):
+    if not any(x.is_floating_point() for x in token_tensors):
         return False
     results = []
     for factor in (1.0, -0.5):
-        changed = [x.clone() for x in given]
+        changed = [x.clone() for x in token_tensors]
         for x in changed:
             if x.is_floating_point():
                 x[:, :_CUT] *= factor

@@ -43,11 +43,11 @@ def embed_positions(model: nn.Module, positions: Positions) -> Callable[[], None
 
 def _forward(module: Any, positions: Positions, *args: Any, **kwargs: Any) -> torch.Tensor:
     embed = partial(type(module).forward, module)
-    given, wanted = kwargs.get(_NAME), positions()
-    if wanted is None or (given is not None and given.ndim > 1):
+    given_positions, sample_positions = kwargs.get(_NAME), positions()
+    if sample_positions is None or (given_positions is not None and given_positions.ndim > 1):
         output: torch.Tensor = embed(*args, **kwargs)
         return output
-    wanted = wanted.to(module.weight.device, non_blocking=True)
+    sample_positions = sample_positions.to(module.weight.device, non_blocking=True)
     # Classes expect the positions of one sample: some add a dimension.
-    rows = [embed(*args, **{**kwargs, _NAME: row}) for row in wanted]
-    return torch.stack([row.reshape(wanted.shape[1], -1) for row in rows])
+    rows = [embed(*args, **{**kwargs, _NAME: row}) for row in sample_positions]
+    return torch.stack([row.reshape(sample_positions.shape[1], -1) for row in rows])

@@ -80,17 +80,17 @@ class StatePassing:
         ):
             halos = []
             for piece in group:
-                place = order.index((self._exchange.rank, piece.span))
-                before = [gathered[rank, piece.row, span] for rank, span in order[:place]]
+                index_of_rank = order.index((self._exchange.rank, piece.span))
+                before = [gathered[rank, piece.row, span] for rank, span in order[:index_of_rank]]
                 halos.append(torch.cat(before)[-num_halo:])
-            given = outputs.tensors_of(group)
-            given[name] = torch.cat([torch.stack(halos), given[name]], 1)
-            outputs.add(group, call.output(given)[:, num_halo:])
+            tensors_with_halo = outputs.tensors_of(group)
+            tensors_with_halo[name] = torch.cat([torch.stack(halos), tensors_with_halo[name]], 1)
+            outputs.add(group, call.output(tensors_with_halo)[:, num_halo:])
         return outputs.joined()
 
     def _scan(self, call: Call, plan: SpanPlan, outputs: _Outputs) -> torch.Tensor:
         """Compute all pieces from nothing, and correct those that continue a document."""
-        kind, rank = call.function.kind, self._exchange.rank
+        factor_kind, rank = call.function.kind, self._exchange.rank
         pieces = plan.pieces(rank)
         num_spans = len(plan.places[rank])
         states: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor | None]] = {}
@@ -111,7 +111,7 @@ class StatePassing:
 
         # State and factor of every span, which is 0 where a document begins in it.
         state = next(iter(states.values()))[0]
-        shape = factor_shape(kind, state[None])
+        shape = factor_shape(factor_kind, state[None])
         zero = state.new_zeros(shape)
         packed = torch.stack(
             [
@@ -136,7 +136,9 @@ class StatePassing:
             if current is None:
                 current = sent_state
             else:
-                current = advance(kind, sent_factor.unflatten(1, shape), current) + sent_state
+                current = (
+                    advance(factor_kind, sent_factor.unflatten(1, shape), current) + sent_state
+                )
         for group, moved in corrections:
             start = torch.stack([incoming[piece.span][piece.row] for piece in group])
             added = moved.correction(start).flatten(0, 1).to(joined.dtype)

@@ -53,17 +53,17 @@ def transfer(call: Call, tensors: dict[str, torch.Tensor]) -> Transfer:
     return Transfer(scan.gated(scan.zero_output), scan.state, scan.factor, scan.correction)
 
 
-def factor_shape(kind: str, state: torch.Tensor) -> tuple[int, ...]:
+def factor_shape(factor_kind: str, state: torch.Tensor) -> tuple[int, ...]:
     """Return the shape of `Transfer.factor` without n, for a state [n, ...]."""
     shape = tuple(state.shape[1:])
-    if kind == MATRIX:
+    if factor_kind == MATRIX:
         return (*shape[:2], shape[1])
-    return (shape[0], 1, 1) if kind == SCALAR else shape
+    return (shape[0], 1, 1) if factor_kind == SCALAR else shape
 
 
-def advance(kind: str, factor: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+def advance(factor_kind: str, factor: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
     """Return A S."""
-    return factor @ state if kind == MATRIX else factor * state
+    return factor @ state if factor_kind == MATRIX else factor * state
 
 
 def _matrix_transfer(call: Call, tensors: dict[str, torch.Tensor]) -> Transfer:
@@ -159,9 +159,9 @@ class _VectorScan:
         self.factor = torch.exp(self._steps.sum(1)[..., None] * self._decay)
 
     def _scan(self, *tensors: torch.Tensor) -> torch.Tensor:
-        given = dict(zip(("hidden_states", "dt", "B", "C"), tensors, strict=True))
+        named_tensors = dict(zip(("hidden_states", "dt", "B", "C"), tensors, strict=True))
         plain: dict[str, Any] = {"delta_bias": None, "delta_softplus": False, "z": None}
-        return self._call.output(given, **plain)
+        return self._call.output(named_tensors, **plain)
 
     def gated(self, output: torch.Tensor) -> torch.Tensor:
         if self._gate is not None:

@@ -134,8 +134,8 @@ class Call:
 
     def restored(self, output: torch.Tensor) -> Any:
         """Return `output` [B * T, ...] as the function returns it."""
-        whole = output.unflatten(0, self.shape).movedim(1, self.function.output)
-        return (whole, None) if self.function.kind in (MATRIX, CHANNELS) else whole
+        output_rows = output.unflatten(0, self.shape).movedim(1, self.function.output)
+        return (output_rows, None) if self.function.kind in (MATRIX, CHANNELS) else output_rows
 
 
 def run_by_document(call: Call) -> torch.Tensor | None:
@@ -151,9 +151,9 @@ def layers_with_functions(model: nn.Module) -> Iterator[tuple[str, nn.Module, se
     """Yield the layers of `model` that call functions of `FUNCTIONS`: their names, and the names of
     the functions."""
     for name, module in model.named_modules():
-        called = functions_called(module, (*FUNCTIONS, *_FUSED))
-        if called & FUNCTIONS.keys():
-            yield name, module, called
+        called_names = functions_called(module, (*FUNCTIONS, *_FUSED))
+        if called_names & FUNCTIONS.keys():
+            yield name, module, called_names
 
 
 def replace_functions(
@@ -168,13 +168,14 @@ def replace_functions(
         shadow(module, name, value)
         changed.append((module, name))
 
-    for _, module, called in layers_with_functions(model):
+    for _, module, called_names in layers_with_functions(model):
         functions: dict[str, Callable[[Any], Any]] = {
-            name: partial(_replaced, FUNCTIONS[name], run) for name in called & FUNCTIONS.keys()
+            name: partial(_replaced, FUNCTIONS[name], run)
+            for name in called_names & FUNCTIONS.keys()
         }
-        functions |= {name: partial(_unfused, fuses) for name in called.intersection(_FUSED)}
+        functions |= {name: partial(_unfused, fuses) for name in called_names.intersection(_FUSED)}
         replace(module, "forward", with_functions(module, functions))
-        for name in called & FUNCTIONS.keys():
+        for name in called_names & FUNCTIONS.keys():
             if hasattr(type(module), name):
                 replace(module, name, functions[name](getattr(type(module), name).__get__(module)))
     for module in model.modules():

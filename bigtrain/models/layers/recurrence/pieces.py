@@ -48,10 +48,12 @@ class PieceBatch:
 
 def batches_of(starts: Sequence[int], lengths: Sequence[int]) -> list[PieceBatch]:
     """Return pieces in batches of similar lengths: none is twice as long as another one."""
-    by_width: dict[int, list[tuple[int, int]]] = {}
+    pieces_by_width: dict[int, list[tuple[int, int]]] = {}
     for start, length in zip(starts, lengths, strict=True):
-        by_width.setdefault(length.bit_length(), []).append((start, length))
-    return [PieceBatch(*map(tuple, zip(*pieces, strict=True))) for pieces in by_width.values()]
+        pieces_by_width.setdefault(length.bit_length(), []).append((start, length))
+    return [
+        PieceBatch(*map(tuple, zip(*pieces, strict=True))) for pieces in pieces_by_width.values()
+    ]
 
 
 @dataclass
@@ -79,9 +81,9 @@ class SampleDocuments:
             batches = batches_of(edges[:-1].tolist(), edges.diff().tolist())
             order = torch.cat([batch.tokens()[batch.is_token()] for batch in batches])
             filled = torch.cat([batch.is_token().flatten() for batch in batches])
-            places = filled.nonzero().flatten()[order.argsort()]
+            token_places = filled.nonzero().flatten()[order.argsort()]
             tokens = [batch.tokens().to(device, non_blocking=True) for batch in batches]
-            self._tokens[device] = tokens, places.to(device, non_blocking=True)
+            self._tokens[device] = tokens, token_places.to(device, non_blocking=True)
         return self._tokens[device]
 
 
@@ -134,7 +136,7 @@ def by_document(
     """Return what `function` returns for each document: [B * T, ...], of `tensors` [B * T, ...].
     `function` takes and returns tensors [pieces, width, ...]."""
     device = next(iter(tensors.values())).device
-    batches, places = documents.numbers_on(device)
+    batches, token_places = documents.numbers_on(device)
     outputs = [
         function(
             {
@@ -145,4 +147,4 @@ def by_document(
         for tokens in batches
     ]
     joined = (torch.cat([x.flatten(0, 1) for x in parts]) for parts in zip(*outputs, strict=True))
-    return [x.index_select(0, places) for x in joined]
+    return [x.index_select(0, token_places) for x in joined]

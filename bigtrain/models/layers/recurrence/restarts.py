@@ -63,8 +63,8 @@ def _forward(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwarg
     if documents is None:
         return forward(*args, **kwargs)
     shape = documents.positions.shape
-    given, rebuild = tensors_of_tokens((args, kwargs), shape)
-    if not given:
+    token_tensors, rebuild = tensors_of_tokens((args, kwargs), shape)
+    if not token_tensors:
         raise ModelError(f"{type(module).__name__} is given no values of tokens")
     rebuild_output: Rebuild = tuple
 
@@ -77,7 +77,7 @@ def _forward(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwarg
         tensors, rebuild_output = tensors_of_tokens(output, piece_shape, keep_rest=False)
         return tensors
 
-    flat = {str(number): x.flatten(0, 1) for number, x in enumerate(given)}
+    flat = {str(number): x.flatten(0, 1) for number, x in enumerate(token_tensors)}
     outputs = by_document(call, flat, documents)
     return rebuild_output([x.unflatten(0, shape) for x in outputs])
 
@@ -88,13 +88,13 @@ def tensors_of_tokens(
     """Return the tensors of tokens in `values` [B, T, ...], and a function that makes `values` of
     others. `shape`: B and T. `keep_rest`: whether other tensors stay, or become None. Raises
     ModelError for a tensor with tokens in another dimension, such as a mask."""
-    found: list[torch.Tensor] = []
+    tensors_found: list[torch.Tensor] = []
 
     def visit(value: Any) -> Rebuild:
         if torch.is_tensor(value):
             if value.ndim >= 2 and value.shape[1] == shape[1] and value.shape[0] in (1, shape[0]):
-                number = len(found)
-                found.append(value.expand(shape[0], *value.shape[1:]))
+                number = len(tensors_found)
+                tensors_found.append(value.expand(shape[0], *value.shape[1:]))
                 return lambda tensors: tensors[number]
             if keep_rest and shape[1] in value.shape:
                 raise ModelError(f"a tensor {list(value.shape)} has tokens in another dimension")
@@ -108,4 +108,4 @@ def tensors_of_tokens(
         return lambda _: value
 
     rebuild = visit(values)
-    return found, rebuild
+    return tensors_found, rebuild
