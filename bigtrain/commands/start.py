@@ -53,7 +53,7 @@ class StartArguments:
 
 @dataclass(frozen=True)
 class StartRecord:
-    """Record of a start: its options, the ranks (0: not planned yet), and those of each node."""
+    """Record of a start: its options, the ranks (0: not planned yet), and the ranks of a node."""
 
     options: list[str]
     num_ranks: int = 0
@@ -68,8 +68,8 @@ class StartRecord:
 
 
 def run(args: StartArguments) -> int:
-    """Tokenize, write the run YAML, train and export; return the exit code of the run. The same
-    command continues. Raises BigtrainError."""
+    """Tokenize, write the run YAML, train and export; return the exit code of the run. This command
+    continues it. Raises BigtrainError."""
     directory = args.output or Path("runs") / f"{_stem(args.model)}-{_stem(args.data)}"
     started = _read_record(directory, command_words(args))
     new_run = _checked_run(args, directory)

@@ -59,7 +59,7 @@ class ComparedToken:
 @dataclass(frozen=True)
 class ServerComparison:
     """Comparison of a server with an export. num_prompt: compared tokens of the prompt. rounding:
-    largest change of these log-probabilities if the export is computed in bfloat16; limit: largest
+    largest change of the log-probabilities if the export is computed in bfloat16; limit: largest
     difference of a server of the same model."""
 
     served_model: str
@@ -99,7 +99,7 @@ class ServerComparison:
 
 @dataclass(frozen=True)
 class _Served:
-    """Tokens of a server's answer. ids: of prompt and continuation; logps: of these tokens, None
+    """Tokens of a server's answer. ids: of prompt and continuation; logps: of the tokens, None
     where the server has none. num_prompt: tokens of the prompt."""
 
     ids: list[int]
@@ -126,7 +126,7 @@ def compare_with_server(
 
     # The export's log-probabilities of the same tokens, in float32 and rounded.
     network = load_network(model).to("cuda" if torch.cuda.is_available() else "cpu")
-    if getattr(network, "is_quantized", False):  # it computes in its own dtype only
+    if getattr(network, "is_quantized", False):  # it computes in that dtype only
         exact = rounded = _log_probabilities(network, served.ids)
     else:
         exact = _log_probabilities(network.float(), served.ids)
@@ -222,7 +222,7 @@ def _completion(
 
 
 def _listed(logprobs: Any) -> tuple[list[Any], list[float | None]]:
-    """Return the tokens and log-probabilities of an answer: lists of both (OpenAI's completions),
+    """Return the tokens and log-probabilities of an answer: two lists (OpenAI's completions),
     or one of objects (as in its chats; llama.cpp)."""
     if "content" in logprobs:
         entries = logprobs["content"]

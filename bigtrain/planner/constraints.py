@@ -33,7 +33,7 @@ the plan chooses them, whatever the run YAML has."""
 
 def settings_of(overrides: Iterable[str]) -> list[str]:
     """Return the keys of `FIELDS` that ``section.key=value`` strings set; a section set as a whole
-    sets all of its keys."""
+    sets all keys of the section."""
     paths = [override.partition("=")[0] for override in overrides]
     names = [f"{path}." for path in paths]
     return [

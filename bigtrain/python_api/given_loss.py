@@ -18,7 +18,7 @@ _KEY = "loss"
 def given_loss(loss: object, world_size: int) -> Iterator[tuple[str, ...]]:
     """Let runs inside find `loss`; yield the settings that name it.
 
-    loss: a function of a batch, an object with a method ``loss``, or a class of such objects.
+    loss: a function of a batch, an object with a method ``loss``, or a class with that method.
     Raises ConfigError for anything else, and with `world_size` > 1 for what the other processes
     cannot import.
     """

@@ -12,7 +12,7 @@ def report_missing_package(
     error_type: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     """Print one line on a package that cannot be imported, and exit with 2: the program was started
-    outside of its environment. As `sys.excepthook` during imports; any other error, and a missing
+    outside of the environment. As `sys.excepthook` during imports; any other error, and a missing
     module of bigtrain itself, keeps its traceback."""
     package = getattr(error, "name", None) or ""
     if not issubclass(error_type, ModuleNotFoundError) or package.startswith("bigtrain"):

@@ -64,7 +64,7 @@ def write_megatron_manifest(
     pairs, which is a dataset then.
 
     shards: by split, paths of pairs with or without ``.bin`` or ``.idx``, all in one directory.
-    tokenizer: the one that made them. documents_end: every document ends with the tokenizer's end
+    tokenizer: made the tokens. documents_end: every document ends with the tokenizer's end
     of documents (``preprocess_data.py --append-eod``); false: none does. Raises DataError if a file
     is missing or inconsistent, a token is not in the vocabulary, documents end otherwise, or the
     directory is a dataset already.

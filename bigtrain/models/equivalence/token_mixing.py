@@ -28,7 +28,7 @@ _TOLERANCE = 1e-5
 @torch.no_grad()
 def mixing_classes(model: PreTrainedModel) -> tuple[str, ...]:
     """Return classes of modules of `model` that have to be called for each document, so that tokens
-    of different documents are mixed nowhere outside attention: the smallest such modules. Empty if
+    of different documents are mixed nowhere outside attention: the smallest modules. Empty if
     there are none, or if no set of modules suffices."""
     classes: tuple[str, ...] = ()
     try:

@@ -16,7 +16,7 @@ from bigtrain.models.parallel.ring_plan import Range
 @dataclass(frozen=True)
 class SpanPiece:
     """Tokens of one document in a span. start: in the flattened tokens of the rank. depth: tokens
-    of its document in earlier spans. is_last: whether the span ends with it."""
+    of the document in earlier spans. is_last: whether the span ends with it."""
 
     row: int
     span: int
@@ -53,7 +53,7 @@ class SpanPlan:
         return any(start not in edges for edges in map(set, self.edges) for start in starts)
 
     def pieces(self, rank: int) -> list[SpanPiece]:
-        """Return the pieces of a rank, in the order of its tokens."""
+        """Return the pieces of a rank, in the order of the tokens."""
         tokens_of_row = sum(stop - start for start, stop in self.places[rank])
         pieces = []
         for row, edges in enumerate(self.edges):

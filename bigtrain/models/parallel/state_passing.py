@@ -89,7 +89,7 @@ class StatePassing:
         return outputs.joined()
 
     def _scan(self, call: Call, plan: SpanPlan, outputs: _Outputs) -> torch.Tensor:
-        """Compute all pieces from nothing, and correct those that continue a document."""
+        """Compute all pieces from nothing, and correct the pieces that continue a document."""
         factor_kind, rank = call.function.kind, self._exchange.rank
         pieces = plan.pieces(rank)
         num_spans = len(plan.places[rank])

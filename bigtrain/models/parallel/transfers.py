@@ -130,7 +130,7 @@ class _VectorScan:
 
     The function takes no state to start from, and the CUDA kernel's last state has no gradient. So
     N tokens more, with dt = 0 and ``C = e_n``, read the state as ordinary outputs, and N tokens
-    before the others, with ``B = e_n``, write it. Memory grows with the tokens only.
+    before the tokens of the piece, with ``B = e_n``, write it. Memory grows with the tokens only.
     """
 
     def __init__(self, call: Call, tensors: dict[str, torch.Tensor]) -> None:

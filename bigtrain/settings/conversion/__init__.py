@@ -1,6 +1,6 @@
 """Run YAMLs from the configurations of other trainers (`bigtrain convert`). Pure.
 
-`draft.py` has the record that a table of keys fills, `tables.py` the meaning of a row of such a
+`draft.py` has the record that a table of keys fills, `tables.py` the meaning of a row of a
 table. A module for each trainer has its table, its defaults, and the meaning of several keys; start
 with `trainer.py` (HF TrainingArguments and TRL). `convert.py` finds the trainer of a file, and
 makes the run.

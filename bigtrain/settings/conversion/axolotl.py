@@ -1,4 +1,4 @@
-"""Axolotl's YAML. Pure. Defaults are those of Axolotl 0.13 (utils/schemas/)."""
+"""Axolotl's YAML. Pure. Defaults are taken from Axolotl 0.13 (utils/schemas/)."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def is_unset(value: object) -> bool:
 
 
 def as_number(value: Any) -> Any:
-    """Return the number of a text that is one, such as 1e-5, which YAML reads as a text; any other
+    """Return the number of a text such as 1e-5, which YAML reads as a text; any other
     value as it is."""
     if not isinstance(value, str):
         return value

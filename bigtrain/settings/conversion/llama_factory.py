@@ -1,4 +1,4 @@
-"""LLaMA-Factory's YAML: keys of HF TrainingArguments and its own. Pure. Defaults are those of
+"""LLaMA-Factory's YAML: keys of HF TrainingArguments and its own. Pure. Defaults are taken from
 LLaMA-Factory 0.9.4 (hparams/)."""
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Arguments of GPT-NeoX and of Megatron-LM, as YAML or JSON. Pure.
 
 A file of GPT-NeoX is often one of several that are given together: ``bigtrain convert`` takes them
-all, and later ones win. Defaults are those of GPT-NeoX 2.0 (neox_args.py) and of Megatron-LM
+all, and later ones win. Defaults are taken from GPT-NeoX 2.0 (neox_args.py) and of Megatron-LM
 (megatron/training/arguments.py).
 """
 

@@ -1,6 +1,6 @@
 """HF TrainingArguments, and the configurations of TRL's trainers, as JSON or YAML. Pure.
 
-Defaults are those of transformers 5.23 (training_args.py) and TRL 0.26 (SFTConfig, DPOConfig,
+Defaults are taken from transformers 5.23 (training_args.py) and TRL 0.26 (SFTConfig, DPOConfig,
 KTOConfig, RewardConfig), where their classes differ from bigtrain's.
 """
 

@@ -94,7 +94,7 @@ def is_off(block: object) -> bool:
 
 
 def is_scheduler_of_run(scheduler: object) -> bool:
-    """Return whether a ``scheduler`` block has no values of its own: each is "auto", or what the
+    """Return whether a ``scheduler`` block has no values: each is "auto", or what the
     run's schedules do anyway (a linear warm-up from zero)."""
     params = value_at(scheduler, "params")
     return (

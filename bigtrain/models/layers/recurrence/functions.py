@@ -33,8 +33,8 @@ number for each head, and elementwise: without a state to start from, and with o
 
 @dataclass(frozen=True)
 class TokenFunction:
-    """A function that mixes tokens. tokens: the dimension of tokens of its parameters, all [B, ...]
-    with batch first. output: of its output. state_options: what makes it return its last state."""
+    """A function that mixes tokens. tokens: the dimension of tokens of the parameters, all [B, ...]
+    with batch first. output: of the result. state_options: what makes it return its last state."""
 
     kind: str
     tokens: Mapping[str, int]

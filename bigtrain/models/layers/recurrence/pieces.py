@@ -23,7 +23,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class PieceBatch:
-    """Pieces that a function computes together. starts, lengths: of each piece, in the flattened
+    """Pieces that a function computes together. starts, lengths: of the pieces, in the flattened
     tokens of the samples."""
 
     starts: tuple[int, ...]
@@ -31,12 +31,12 @@ class PieceBatch:
 
     @property
     def width(self) -> int:
-        """Tokens of the longest piece, and of the others with their padding."""
+        """Tokens of the longest piece, and of the shorter pieces with their padding."""
         return max(self.lengths)
 
     def tokens(self) -> torch.Tensor:
         """Return the number of each token, int64 [pieces, width]. The padding repeats the last
-        token of its piece."""
+        token of the piece."""
         offsets = torch.arange(self.width)
         last = torch.tensor(self.lengths)[:, None] - 1
         return torch.tensor(self.starts)[:, None] + offsets.minimum(last)
@@ -47,7 +47,7 @@ class PieceBatch:
 
 
 def batches_of(starts: Sequence[int], lengths: Sequence[int]) -> list[PieceBatch]:
-    """Return pieces in batches of similar lengths: none is twice as long as another one."""
+    """Return pieces in batches of similar lengths: none is twice as long as another piece."""
     pieces_by_width: dict[int, list[tuple[int, int]]] = {}
     for start, length in zip(starts, lengths, strict=True):
         pieces_by_width.setdefault(length.bit_length(), []).append((start, length))
@@ -113,7 +113,7 @@ def documents_in_samples(documents: SampleDocuments | None) -> Iterator[None]:
 
 def keep_documents(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
     """Return `checkpoint`, a function such as `torch.utils.checkpoint.checkpoint`, whose layers
-    have the documents of their forward pass when they are computed again. That happens in the
+    have the documents of the forward pass when they are computed again. That happens in the
     backward pass, when the samples of another forward pass may have been the last."""
 
     def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -26,7 +26,7 @@ from bigtrain.models.transformers_patches import replace_checkpoint
 def restart_at_documents(model: nn.Module, modules: Iterable[str] = ()) -> Callable[[], None]:
     """Make the states and convolutions of `model` start afresh at each of `current_documents`, also
     when layers are recomputed; returns an undo function. `modules`: classes of modules that are
-    called for each document. Recomputation keeps the documents of its forward pass also after the
+    called for each document. Recomputation keeps the documents of the forward pass also after the
     undo function."""
     with ExitStack() as undo:
         undo.callback(replace_functions(model, run_by_document))
@@ -58,7 +58,7 @@ Rebuild = Callable[[Sequence[torch.Tensor]], Any]
 
 def _forward(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call `forward` for each document. Arguments and results with tokens are tensors [B, T, ...],
-    or [1, T, ...] for all samples; other tensors of the results, such as states, become None."""
+    or [1, T, ...] for all samples; other tensors of the results (states) become None."""
     documents = current_documents()
     if documents is None:
         return forward(*args, **kwargs)
