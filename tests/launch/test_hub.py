@@ -129,7 +129,7 @@ def test_what_was_verified_is_what_is_sent(
     with served(Hub()) as hub:
         code, out, error = exported(finished_run, hub, "--push-to-hub", NAME, "--private")
     assert code == 0, error
-    verified, pushed = out.splitlines()[-2:]
+    verified, pushed = out.partition("\nnext:")[0].splitlines()[-2:]
     assert "same logits" in verified
     assert pushed == f"pushed to {hub.address}/{NAME}"
     here = {str(p.relative_to(tmp_path / "hf")): p for p in (tmp_path / "hf").rglob("*")}

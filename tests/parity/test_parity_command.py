@@ -75,7 +75,7 @@ def test_an_architecture_without_a_plan_is_refused_at_that_degree_alone(tmp_path
     run = run_config(Path("unread"), {"config": ARCHITECTURES["gpt2"]}, micro_batch_size=1)
     small = shrink(RunConfig.model_validate(run), 2, tmp_path / "model")
     refusals = {point.name: point.refusal for point in points(small, 2)}
-    assert "gpt2" in str(refusals["zero1, data 1, tensor 2"])
+    assert "no tensor-parallel plan" in str(refusals["zero1, data 1, tensor 2"])
     assert refusals["pipeline_zero1, data 1, pipeline 2"] is None
 
 

@@ -253,7 +253,6 @@ HELD = {
     "model.gradient_checkpointing=none": {"recompute": "none"},
     "model.tiled_mlp=4": {"tiled_mlp": 4},
     "model.activation_offload=false": {"offload_activations": False},
-    "batch.micro_batch_size=null": {},
     "engine.deepspeed_config=zero3": {"zero_stage": 3, "offload_optimizer": False},
     "engine.deepspeed_config=zero2_offload": {
         "zero_stage": 2, "offload_optimizer": True, "offload_parameters": False,
