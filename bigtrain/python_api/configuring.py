@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bigtrain.errors import ConfigError, LaunchError, Problem
-from bigtrain.python_api.given_loss import given_loss
 from bigtrain.run.output_directory import check_output
 from bigtrain.settings.accelerate import AccelerateSettings, read_accelerate
 from bigtrain.settings.compatibility.facts import Device
@@ -204,6 +203,8 @@ def train_run(
     Raises ConfigError, DataError, ModelError, CheckpointError, OutputError, TrainingError,
     ExtensionError, LaunchError: each is a BigtrainError.
     """
+    from bigtrain.python_api.given_loss import given_loss
+
     _check_callbacks(callbacks)
     if model is not None:
         overrides = (*overrides, f"model.type={_name_of(model)}")

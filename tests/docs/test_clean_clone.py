@@ -58,6 +58,8 @@ ELSEWHERE = {
     r"^bigtrain parity ": "tests/parity/test_parity_command.py",  # minutes each
     r"^bigtrain report .*--live": "tests/docs/test_howto_report.py",  # until Ctrl-C
     r"^bigtrain outer-server |sites\.server=": "tests/launch/test_outer_server.py",  # until Ctrl-C
+    r"--compare-with http": "tests/unit/models/test_served.py",  # needs a server
+    r"^bigtrain manifest data/": "tests/unit/data/tokenize_job/test_megatron.py",  # their files
     r"^bigtrain init$": "tests/unit/commands/test_init.py",  # asks
     r"^bigtrain start ": "tests/launch/test_start.py",  # a model of the hub
 }
@@ -75,6 +77,8 @@ PAGES_ELSEWHERE = {
     "docs/howto/long_samples.md": "tests/docs/test_howto_long_samples.py",
     "docs/howto/container.md": "tests/cluster/test_image.py",
     "docs/howto/llama_cpp.md": "tests/launch/test_gguf.py",
+    "docs/howto/hybrid.md": "tests/docs/test_howto_hybrid.py",
+    "docs/howto/convert.md": "tests/unit/settings/conversion/test_public_files.py",
 }
 
 

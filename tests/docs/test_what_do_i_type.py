@@ -89,9 +89,9 @@ def tiny(words: list[str]) -> list[str]:
 def train(folder: Path, words: list[str], code: int = 0, **more: Any) -> str:
     """Start train.py with a command's arguments on two forked ranks, for DeepSpeed's launcher on
     eight GPUs."""
-    assert words[:4] == ["deepspeed", "--num_gpus", "8", "bigtrain/train.py"]
+    assert words[:5] == ["deepspeed", "--quiet", "--num_gpus", "8", "bigtrain/train.py"]
     worker = str(ROOT / "tests/launch/extension_worker.py")
-    script = [worker, str(folder), *tiny(words)[4:]]
+    script = [worker, str(folder), *tiny(words)[5:]]
     codes, said = shared_server().live([], script=script, **more)
     assert codes == [code, code], said
     return said

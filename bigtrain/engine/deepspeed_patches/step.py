@@ -20,7 +20,6 @@ from deepspeed.runtime.zero.utils import get_norm_dtype
 from deepspeed.utils import nvtx
 from torch import nn
 
-from bigtrain.engine.deepspeed_patches.bf16_update import shorten_bf16_update
 from bigtrain.engine.deepspeed_patches.flat_gradients import FlatGradients
 from bigtrain.engine.deepspeed_patches.host_time import HostTime
 from bigtrain.engine.deepspeed_patches.zero12_reduction import replace_reduction
@@ -35,7 +34,10 @@ def skip_redundant_work(engine: Any, replicas: dist.ProcessGroup, host_time: Hos
     if dist.get_world_size(replicas) == 1:
         _skip_lone_reduction(engine)
     skip_overflow_check(engine.optimizer)
-    shorten_bf16_update(engine.optimizer)
+    if hasattr(engine.optimizer, "_update_hp_grad"):  # bfloat16 under ZeRO 1
+        from bigtrain.engine.deepspeed_patches.bf16_update import shorten_bf16_update
+
+        shorten_bf16_update(engine.optimizer)
     skip_redundant_work_of_zero12(engine.optimizer, host_time)
     speed_up_hooks(engine.module)
     if hasattr(engine.optimizer, "parameter_offload"):  # ZeRO 3
