@@ -3,20 +3,17 @@ tokens changes with its inputs of earlier ones, while every token attends to its
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from bigtrain.errors import ModelError
 from bigtrain.models.equivalence.proxy_model import MODEL_FAILURES, proxy_tokens
-from bigtrain.models.layers.document_masks import document_boundaries
+from bigtrain.models.layers.document_masks import attention_by, document_boundaries
 from bigtrain.models.layers.recurrence.pieces import SampleDocuments, documents_in_samples
 from bigtrain.models.layers.recurrence.restarts import restart_at_documents, tensors_of_tokens
-from bigtrain.models.transformers_patches import attention_name
 
 _NAME = "bigtrain_self_only"
 _TOKENS, _CUT = 13, 7
@@ -32,32 +29,20 @@ def mixing_classes(model: PreTrainedModel) -> tuple[str, ...]:
     there are none, or if no set of modules suffices."""
     classes: tuple[str, ...] = ()
     try:
-        with _attending_to_itself(model):
+        with attention_by(model, _NAME, _own_value):
             while True:
                 undo = restart_at_documents(model, classes)
                 try:
-                    mixing_classes = _smallest_that_mix(model)
+                    smallest_classes = _smallest_that_mix(model)
                 finally:
                     undo()
-                if not mixing_classes:
+                if not smallest_classes:
                     return classes
-                if mixing_classes <= set(classes):
+                if smallest_classes <= set(classes):
                     return ()
-                classes = tuple(sorted({*classes, *mixing_classes}))
+                classes = tuple(sorted({*classes, *smallest_classes}))
     except (ModelError, *MODEL_FAILURES):
         return ()
-
-
-@contextmanager
-def _attending_to_itself(model: PreTrainedModel) -> Iterator[None]:
-    before = attention_name(model)
-    AttentionInterface.register(_NAME, _own_value)
-    AttentionMaskInterface.register(_NAME, lambda *_, **__: None)
-    model.set_attn_implementation(_NAME)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
 
 
 def _own_value(

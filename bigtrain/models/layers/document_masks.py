@@ -63,10 +63,18 @@ def document_attention(model: PreTrainedModel) -> Iterator[None]:
     """Inside, `model` attends as flash attention does with cumulative lengths, on any device. Slow,
     with gradients: for tests of a model where flash attention cannot run. A layer that ignores the
     lengths sees all earlier tokens."""
+    with attention_by(model, _NAME, _attend):
+        yield
+
+
+@contextmanager
+def attention_by(model: PreTrainedModel, name: str, attend: Callable[..., Any]) -> Iterator[None]:
+    """Inside, `model` attends by `attend`, a function of transformers' attention interface, and
+    makes no masks. `name`: under which `attend` is registered."""
     before = attention_name(model)
-    AttentionInterface.register(_NAME, _attend)
-    AttentionMaskInterface.register(_NAME, lambda *_, **__: None)
-    model.set_attn_implementation(_NAME)
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, lambda *_, **__: None)
+    model.set_attn_implementation(name)
     try:
         yield
     finally:

@@ -68,10 +68,7 @@ class SampleDocuments:
 
     def edges_by_sample(self) -> list[list[int]]:
         """Return the starts of the documents of each sample, and its end."""
-        length = self.positions.shape[1]
-        starts = self.positions == 0
-        starts[:, 0] = True
-        return [[*row.nonzero().flatten().tolist(), length] for row in starts]
+        return [edges_of_documents(row[None]).tolist() for row in self.positions]
 
     def numbers_on(self, device: torch.device) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Return the tokens of each batch of documents, and the place of each token among the
