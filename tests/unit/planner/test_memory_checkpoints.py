@@ -109,7 +109,8 @@ def test_a_plan_tells_them(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this machine has no /dev/shm")
-def test_check_tells_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_tells_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["check", "--config", "quickstart", "--world-size", "16", "--gpu", "H100"]
+    command.append(f"output.directory={tmp_path / 'run'}")
     assert main([*command, *MEMORY]) == 0
     assert "a checkpoint in memory every 2 steps blocks training for" in capsys.readouterr().out
