@@ -54,6 +54,14 @@ LINTERS = {"mypy", "ruff", "types-PyYAML", "types-tqdm", "liger-kernel"}
 LINTERS |= {"mkdocs", "mkdocs-material"}
 
 
+# What the top level holds; anything else there was committed by mistake.
+TOP_LEVEL = {
+    ".ci", ".dockerignore", ".gitignore", "AGENTS.md", "CONTRIBUTING.md", "Dockerfile", "LICENSE",
+    "Makefile", "README.md", "benchmarks", "bigtrain", "constraints-oldest.txt", "constraints.txt",
+    "docs", "ds_configs", "hostfiles", "mkdocs.yml", "pyproject.toml", "slurm", "tests", "tools",
+}  # fmt: skip
+
+
 def pins(file: str = "constraints.txt") -> dict[str, str]:
     lines = (ROOT / file).read_text(encoding="utf-8").splitlines()
     pairs = [line.split("==") for line in lines if line and not line.startswith("#")]
@@ -148,3 +156,10 @@ def test_the_line_of_an_extra_names_its_packages(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: metadata)
     assert install_line("gpu") == "pip install 'liger-kernel>=0.6.4'"
     assert install_line("qlora") == "pip install 'bitsandbytes<0.51,>=0.50.2'"
+
+
+def test_the_top_level_holds_what_is_named_here() -> None:
+    """A log or a note that a command left there is not taken into a commit."""
+    command = ["git", "ls-files", "-z", "--cached"]
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert {name.split("/")[0] for name in filter(None, names.split("\0"))} == TOP_LEVEL
