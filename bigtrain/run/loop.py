@@ -79,8 +79,8 @@ class Loop:
 
     roll_back: restores the engine from before the bad steps that end at a state. utilization: model
     FLOPs utilization at tokens per second. start_times: of this launch, logged after its first
-    step. memory_saver: of checkpoints in memory, if any. replicas: compares what ranks hold alike,
-    if asked. with_position: adds the position of the data to a state that is saved."""
+    step. memory_saver: of checkpoints in memory, if any. replica_watch: compares what ranks hold
+    alike, if asked. with_position: adds the position of the data to a state that is saved."""
 
     context: RunContext
     engine: TrainEngine
@@ -94,7 +94,7 @@ class Loop:
     utilization: Callable[[float], float | None] = lambda _: None
     start_times: StartTimes | None = None
     memory_saver: MemorySaver | None = None
-    replicas: ReplicaWatch | None = None
+    replica_watch: ReplicaWatch | None = None
     with_position: Callable[[TrainState], TrainState] = lambda state: state
 
     def __post_init__(self) -> None:
@@ -127,8 +127,8 @@ class Loop:
                 lr = learning_rate_at(state.step, config.optimizer.lr, config.schedule, total)
                 result = self._train(state, lr, until)
                 # Silent errors: go back to before the step at which replicas were last alike.
-                if self.replicas is not None:
-                    restored = self.replicas.compare(state)
+                if self.replica_watch is not None:
+                    restored = self.replica_watch.compare(state)
                     if restored is not None:
                         state = restored
                         self.batches.restart(state.stream)
@@ -176,8 +176,8 @@ class Loop:
             micro_batches = self.batches.step(state.samples)
         self._guard.begin(state)
         policy = self._guard.skip_policy
-        if self.replicas is not None:
-            policy = self.replicas.policy(state, policy)
+        if self.replica_watch is not None:
+            policy = self.replica_watch.policy(state, policy)
         self._profiler.before(step)
         with (
             explained(self.context, self.engine),

@@ -160,11 +160,11 @@ def _train_segment(launch: Launch, segment: Segment) -> Outcome:
             else:
                 saver.save(state, {})
         recovery = Recovery(context, saver, memory_saver, segment.begin)
-        replicas = None
+        replica_watch = None
         if config.guard.compare_every_steps is not None:
             from bigtrain.run.diagnostics.replica_watch import ReplicaWatch
 
-            replicas = ReplicaWatch(context, state, recovery.restore_alike)
+            replica_watch = ReplicaWatch(context, state, recovery.restore_alike)
         loop = Loop(
             context,
             context.engine,
@@ -178,7 +178,7 @@ def _train_segment(launch: Launch, segment: Segment) -> Outcome:
             utilization=utilization_of(context, inputs.hf_config),
             start_times=start_times,
             memory_saver=memory_saver,
-            replicas=replicas,
+            replica_watch=replica_watch,
             with_position=partial(with_position, context, batches),
         )
         state, received = loop.run(state, segment.end)

@@ -155,7 +155,7 @@ def _stages_module(module: StageModule, mesh: Mesh) -> StagesModule:
 def _mark_copies(stage: Stage) -> None:
     """If several stages hold a parameter, let only the first count it in norms and checkpoints."""
     parameters: dict[str, Any] = dict(stage.model.named_parameters())
-    for name, holders in stage.replicas.items():
+    for name, holders in stage.stages_by_shared_name.items():
         if stage.index in holders[1:]:
             parameter = parameters[name]
             shard = shard_of(parameter) or Shard(tuple(parameter.shape), primary=True)
@@ -187,10 +187,13 @@ def _replica_groups(stage: Stage, mesh: Mesh) -> dict[str, dist.ProcessGroup]:
     """Return the group of ranks to sum over for each parameter that several stages hold."""
     pipelines = mesh.topology.groups("pipeline")
     new_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    for holders in dict.fromkeys(stage.replicas.values()):
+    for holders in dict.fromkeys(stage.stages_by_shared_name.values()):
         group, _ = dist.new_subgroups_by_enumeration(
             [[ranks[index] for index in holders] for ranks in pipelines]
         )
         new_groups[holders] = group
-    replicas = stage.replicas.items()
-    return {name: new_groups[holders] for name, holders in replicas if stage.index in holders}
+    return {
+        name: new_groups[holders]
+        for name, holders in stage.stages_by_shared_name.items()
+        if stage.index in holders
+    }

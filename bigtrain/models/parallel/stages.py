@@ -141,7 +141,9 @@ class Stage(nn.Module):
         self.needs_tokens = self.is_first or finds_end or layout.tokens_everywhere
         # Gradients of parameters on more than one stage must be summed.
         stages_by_name = stages_of_parameters(model, layout, cuts)
-        self.replicas = {n: stages for n, stages in stages_by_name.items() if len(stages) > 1}
+        self.stages_by_shared_name = {
+            name: stages for name, stages in stages_by_name.items() if len(stages) > 1
+        }
         for name, parameter in model.named_parameters():
             # Weights in 4 bits are integers.
             if not parameter.is_floating_point() and not name.startswith(f"{layout.layers}."):

@@ -473,6 +473,17 @@ CONTRACTS = [
         lambda: DeepSpeedZeroOptimizer_Stage3._get_param_partition_rank,
         "self param",
     ),
+    # ZeRO 3 takes the norm itself, and goes by the same mark.
+    reads(
+        step.is_model_parallel,
+        lambda: DeepSpeedZeroOptimizer_Stage3,
+        "counts_every_rank or is_model_parallel_parameter(p) or (self.model_parallel_rank == 0)",
+    ),
+    reads(
+        step.is_model_parallel,
+        lambda: DeepSpeedZeroOptimizer_Stage3,
+        "self.get_grad_norm_direct(self.averaged_gradients[i], self.fp16_groups[i])",
+    ),
     reads(
         step.is_model_parallel,
         lambda: runtime_utils.is_model_parallel_parameter,
