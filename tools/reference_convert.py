@@ -18,9 +18,12 @@ def convert_page() -> tuple[str, str]:
     """Return the parts of the page before and after the line that names its source."""
     parts = [_HEAD]
     for trainer in TRAINERS.values():
-        is_shared = trainer.table is not TRAINER_TABLE
+        # LLaMA-Factory's files have all keys of HF Trainer.
+        is_shared = (
+            trainer.table is not TRAINER_TABLE and trainer.table.keys() >= TRAINER_TABLE.keys()
+        )
         parts.append(f"## {trainer.name}\n")
-        if is_shared and "per_device_train_batch_size" in trainer.table:
+        if is_shared:
             parts.append("The keys of [HF Trainer and TRL](#hf-trainer-and-trl), and:\n")
         rows = [
             f"| `{key}` | {markdown_cell(row.describe())} |"

@@ -43,14 +43,16 @@ def run(args: ConvertArguments) -> int:
     OutputError."""
     from bigtrain.python_api.converting import convert
 
+    # A setting after `--omit KEY` is still a setting: no key of a file has an equals sign.
+    settings_after_omit = [word for word in args.omit if "=" in word]
     converted = convert(
         args.file,
         *args.also,
-        overrides=args.overrides,
+        overrides=[*args.overrides, *settings_after_omit],
         world_size=args.world_size,
         trainer=args.trainer,
         task=args.task,
-        omit=args.omit,
+        omit=[word for word in args.omit if "=" not in word],
         output=args.output,
         force=args.force,
     )

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from bigtrain.errors import EXIT_STOPPED, ConfigError, Problem
+from bigtrain.errors import EXIT_STOPPED, EXIT_USER_ERROR, ConfigError, Problem
 from bigtrain.system.arguments import Argument, Directory, Positive, command_words
 from bigtrain.system.next_commands import next_lines, train_line
 
@@ -97,13 +97,14 @@ def run(args: StartArguments) -> int:
     # The run trains and exports, and ends with the commands that use its model.
     code = _train(words, started.num_ranks)
     if code:
-        end_text = f"ended with exit code {code}"
+        end_text = f"ended with exit code {code}; the same command continues"
         if code == EXIT_STOPPED:
-            end_text = "stopped and saved"
+            end_text = "stopped and saved; the same command continues"
+        elif code == EXIT_USER_ERROR:
+            end_text = f"refused; once that is mended, in {run_yaml} or in the data, the same "
+            end_text += "command continues"
         same_command = shlex.join(["bigtrain", "start", *command_words(args)])
-        print(
-            f"{end_text}; the same command continues; {next_lines(same_command)}", file=sys.stderr
-        )
+        print(f"{end_text}; {next_lines(same_command)}", file=sys.stderr)
     return code
 
 

@@ -13,6 +13,7 @@ from bigtrain.settings.conversion.convert import convert as convert_files
 from bigtrain.settings.resolve import resolve_run
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.system.files import write_whole
+from bigtrain.system.next_commands import train_line
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,6 @@ def convert(
     next_commands = [
         *converted.commands,
         f"bigtrain check --config {quoted} --world-size {size}",
-        f"deepspeed --num_gpus {size} bigtrain/train.py --config {quoted}",
+        train_line(["--config", str(path)], size),
     ]
     return Converted(converted.trainer, converted.config, converted.notes, next_commands)

@@ -306,8 +306,11 @@ def _check_method(run: ResolvedRun, hf_config: Any) -> list[Problem]:
     return problems
 
 
-def _check_export(hf_config: Any, dataset: TokenDataset) -> Sequence[Problem]:
-    """Check that transformers will read the data's tokenizer next to the exported model."""
+def _check_export(
+    model_path: str | None, hf_config: Any, dataset: TokenDataset
+) -> Sequence[Problem]:
+    """Check that transformers will read the data's tokenizer next to the exported model.
+    model_path: `model.path`, whose own tokenizer may have this fault."""
     file = dataset.tokenizer_path / "tokenizer.json"
     texts: list[str] = []
     if file.is_file():
@@ -321,7 +324,14 @@ def _check_export(hf_config: Any, dataset: TokenDataset) -> Sequence[Problem]:
         f"next to a {hf_config.model_type}, transformers reads its tokenizer as a {name}, which "
         "produces different tokens, so the export would be unusable"
     )
-    remedy = f"{TOKENIZER_REMEDY}; without an export: output.export=false"
+    remedy = TOKENIZER_REMEDY
+    if model_path is not None:
+        original = Path(model_path) / "tokenizer.json"
+        if original.is_file() and original.read_bytes() == file.read_bytes():
+            rule += f"; {model_path} itself has this fault"
+            remedy = "a model with a tokenizer of its family, or a model_type that takes any"
+            remedy += ", such as llama or qwen3"
+    remedy += "; without an export: output.export=false"
     return [Problem("data.path", str(dataset.path), rule, remedy)]
 
 

@@ -151,5 +151,8 @@ def derive_topology(
             f"must be a multiple of parallel.{' x '.join(factors)} = "
             f"{' x '.join(map(str, factors.values()))} = {inner}"
         )
-        return None, [Problem("world size", world_size, rule, f"start {nearest} processes")]
+        # A checkpoint does not depend on the degrees.
+        smaller = " ".join(f"parallel.{name}=1" for name, size in factors.items() if size > 1)
+        remedy = f"start {nearest} processes, or set {smaller}, which resumes the same checkpoints"
+        return None, [Problem("world size", world_size, rule, remedy)]
     return Topology.of_world(world_size, degrees), []

@@ -42,7 +42,7 @@ def conversation_bytes(messages: object, tools: object = None, *, last_only: boo
         if not isinstance(message.get("role"), str):
             keys = ", ".join(sorted(map(str, message))) or "none"
             near = {"from", "value"} <= message.keys()
-            fix = " -> --format sharegpt --key conversations=messages" if near else ""
+            fix = " -> --format sharegpt (--key conversations=KEY for another key)" if near else ""
             raise ConversationError(
                 f"message {number} has no role that is text; keys here: {keys}{fix}"
             )

@@ -40,10 +40,16 @@ def as_in_file(tokenizer: Any, path: Path, **options: Any) -> tuple[Any, str]:
             f"that tokenizer_config.json names ({difference}) and without it ({still}) -> save the "
             "tokenizer again with PreTrainedTokenizerFast"
         )
-    return rebuilt, (
+    note = (
         f"transformers' class {type(tokenizer).__name__} does not follow {path} ({difference}): "
         "the file is used unchanged"
     )
+    if (path.parent / "config.json").is_file():
+        note += (
+            ", while transformers and programs that serve this model use that class and get other "
+            "tokens, so a run with this model refuses to export it"
+        )
+    return rebuilt, note
 
 
 def without_class(path: Path, named: Any = None, **options: Any) -> Any:

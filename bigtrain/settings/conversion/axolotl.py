@@ -147,7 +147,7 @@ TABLE: Table = {
     ),
     **rows("reward_model process_reward_model", read("`objective`: reward")),
     "center_rewards_coefficient": read("`objective.center_rewards_coefficient`"),
-    "dpo_label_smoothing": refused("label smoothing of pairs is not implemented"),
+    "dpo_label_smoothing": read("`objective.label_smoothing`"),
     **rows("trl ebft num_labels vllm", refused("this training is not a kind of objective")),
     "neftune_noise_alpha": refused("noise on embeddings (NEFTune) is not implemented"),
     "noisy_embedding_alpha": refused("noise on embeddings (NEFTune) is not implemented"),
@@ -369,23 +369,43 @@ def _row_options(draft: Draft, key: str, entry: Mapping[str, Any], *, is_text: b
         field = entry.get("field") or entry.get("text_column") or "text"
         return [*options, "--text-key", str(field)]
     if isinstance(row_type, str) and row_type.split(".")[0] == "chat_template":
-        field = entry.get("field_messages", "messages")
-        if "objective" not in draft.run:
-            options += ["--format", "messages"]
-            if field != "messages":
-                options += ["--key", f"messages={field}"]
-        return options
+        return (
+            options if "objective" in draft.run else [*options, *_chat_options(draft, key, entry)]
+        )
     if f"{key}.type" not in draft.omitted:
         draft.refuse(
             f"{key}.type",
             f"{row_type}: Axolotl writes prompts of its own around such rows, and a run renders "
-            "them "
-            "by the chat template",
+            "them by the chat template",
             f"--omit {key}.type renders them by the template",
         )
     known = {"alpaca": "alpaca", "sharegpt": "sharegpt"}
     head = str(row_type).split(":")[0].split(".")[0]
     return [*options, "--format", known[head]] if head in known else options
+
+
+def _chat_options(draft: Draft, key: str, entry: Mapping[str, Any]) -> list[str]:
+    """Return the options of `tokenize` for conversations; a problem for names of a message's parts
+    that no format of `tokenize` has."""
+    field = entry.get("field_messages", "messages")
+    names = entry.get("message_property_mappings") or {}
+    role = names.get("role", entry.get("message_field_role", "role"))
+    content = names.get("content", entry.get("message_field_content", "content"))
+    if (role, content) == ("from", "value"):
+        conversations = [] if field == "conversations" else ["--key", f"conversations={field}"]
+        return ["--format", "sharegpt", *conversations]
+    if (role, content) != ("role", "content"):
+        draft.refuse(
+            f"{key}.message_property_mappings",
+            f"messages with {role} and {content}: `tokenize` reads role and content, or from and "
+            "value",
+            "rename them in the data",
+        )
+    return [
+        "--format",
+        "messages",
+        *([] if field == "messages" else ["--key", f"messages={field}"]),
+    ]
 
 
 def is_axolotl(keys: Mapping[str, Any]) -> bool:

@@ -114,6 +114,8 @@ def set_dtype(draft: Draft, *, default: str) -> None:
     """Set ``precision.dtype`` from bf16 and fp16 of HF Trainer."""
     if draft.value("bf16") in (True, "auto", "full"):
         dtype = "bfloat16"
+        if draft.value("bf16") == "auto":
+            draft.notes.append("bf16 = 'auto': precision.dtype=bfloat16, on every device")
     elif draft.value("fp16") is True:
         dtype = "float16"
     else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,15 @@ from bigtrain.settings.run_config import RunConfig
 
 @dataclass(frozen=True)
 class Trainer:
-    """Another trainer: its table of keys, the test of a file, and the meaning of several keys."""
+    """Another trainer: its table of keys, the test of a file, the meaning of several keys, and the
+    defaults of keys that a file need not have."""
 
     name: str
     table: Table
     owns: Callable[[Mapping[str, Any]], bool]
     fill: Callable[[Draft, str | None], None]
     flat: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 TRAINERS: Mapping[str, Trainer] = {
@@ -45,6 +47,7 @@ TRAINERS: Mapping[str, Trainer] = {
         megatron.is_neox,
         megatron.fill_neox,
         megatron.flat,
+        megatron_keys.NEOX_DEFAULTS,
     ),
     "megatron": Trainer(
         megatron_keys.MEGATRON_NAME,
@@ -52,6 +55,7 @@ TRAINERS: Mapping[str, Trainer] = {
         megatron.is_megatron,
         megatron.fill_megatron,
         megatron.flat,
+        megatron_keys.MEGATRON_DEFAULTS,
     ),
     "trainer": Trainer(
         trainer.NAME,
@@ -106,12 +110,12 @@ def convert(
         tree.update(read_tree(file))
     source = find_trainer(tree, label, trainer_name)
     keys = source.flat(tree)
-    draft = Draft(source.name, keys, {*omitted}, world_size)
-    unknown = [key for key in omitted if key not in keys and "." not in key]
+    given_settings = [override.partition("=")[0] for override in overrides]
+    draft = Draft(source.name, keys, {*omitted}, world_size, source.defaults, given_settings)
     draft.problems += [
         Problem(f"--omit {key}", None, "the file has no such key", "a key of the file")
-        for key in unknown
-        if key not in source.table
+        for key in omitted
+        if key.partition(".")[0] not in keys and key not in source.table
     ]
     # The rows of the table, then what several keys mean together.
     draft.apply(source.table)

@@ -33,24 +33,28 @@ class Draft:
     """Settings of a run, commands before it, and what has no counterpart.
 
     keys: of the other trainer's file. omitted: keys that the user does without. world_size: ranks;
-    None if it was not given. run: sections of the run. commands: that make the data. notes: lines
-    on keys without counterpart, and on differences. problems: what changes the mathematics and has
-    no counterpart, or is not known.
+    None if it was not given. defaults: of keys, in the other trainer. given_settings: dotted keys
+    of the run that the user sets. run: sections of the run. commands: that make the data. notes:
+    lines on keys without counterpart, and on differences. problems: what changes the mathematics
+    and has no counterpart, or is not known.
     """
 
     trainer: str
     keys: Mapping[str, Any]
     omitted: Collection[str]
     world_size: int | None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    given_settings: Collection[str] = ()
     run: dict[str, Any] = field(default_factory=dict)
     commands: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
 
     def value(self, key: str, default: Any = None) -> Any:
-        """Return the value of a key of the file; `default` where it is absent, null or omitted."""
+        """Return the value of a key of the file. Where it is absent, null or omitted: the other
+        trainer's default, or `default`."""
         value = None if key in self.omitted else self.keys.get(key)
-        return default if value is None else value
+        return self.defaults.get(key, default) if value is None else value
 
     def set(self, path: str, value: Any) -> None:
         """Set a setting of the run, by its dotted key."""

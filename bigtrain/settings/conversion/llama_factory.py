@@ -4,6 +4,7 @@ LLaMA-Factory 0.9.4 (hparams/)."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from bigtrain.settings.conversion.common import set_data, set_packing, tokenize_command
@@ -46,8 +47,8 @@ TABLE: Table = {
     **rows(
         "pref_beta pref_loss simpo_gamma kto_chosen_weight kto_rejected_weight", read("`objective`")
     ),
-    "pref_ftx": refused("a further loss of the chosen answer is not implemented"),
-    "dpo_label_smoothing": refused("label smoothing of pairs is not implemented"),
+    "pref_ftx": read("`objective.sft_weight`"),
+    "dpo_label_smoothing": read("`objective.label_smoothing`"),
     "ref_model": refused("the reference is the model that the run starts from"),
     "dataset": read("the `tokenize` lines: names of data/dataset_info.json"),
     "dataset_dir": note("dataset_info.json there has the files of the datasets"),
@@ -121,9 +122,11 @@ def _set_objective(draft: Draft, stage: str) -> None:
     if method is METHODS["dpo"] and loss != method.loss:
         if loss in ("ipo", "simpo", "orpo"):
             method = METHODS[loss]
+        elif loss == "hinge":
+            method = replace(method, loss=loss)
         else:
             draft.refuse(
-                "pref_loss", "is not a loss of pairs of bigtrain: sigmoid, ipo, simpo, orpo"
+                "pref_loss", "is not a loss of pairs of bigtrain: sigmoid, hinge, ipo, simpo, orpo"
             )
     weights = ("kto_chosen_weight", "kto_rejected_weight")
     set_objective(draft, method, draft.number("pref_beta", 0.1), weights)

@@ -1,8 +1,7 @@
 """Arguments of GPT-NeoX and of Megatron-LM, as YAML or JSON. Pure.
 
 A file of GPT-NeoX is often one of several that are given together: ``bigtrain convert`` takes them
-all, and later ones win. Defaults are taken from GPT-NeoX 2.0 (neox_args.py) and of Megatron-LM
-(megatron/training/arguments.py).
+all, and later ones win. Models and vocabularies: `megatron_model.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from bigtrain.settings.conversion.draft import Draft, as_number
-from bigtrain.settings.conversion.megatron_keys import MEGATRON_NAME, NEOX_NAME
+from bigtrain.settings.conversion.megatron_keys import NEOX_NAME
+from bigtrain.settings.conversion.megatron_model import set_model, tokenizer_directory
 
 _OF_TESTS = ("ENV_VARS", "TEST_TYPE", "METRICS", "BEFORE_SCRIPT", "AFTER_SCRIPT", "LAUNCHER")
 """Keys of the YAMLs of Megatron-LM's functional tests that are not arguments."""
@@ -45,6 +45,10 @@ def fill_neox(draft: Draft, task: str | None) -> None:
     warmup_steps = int(decay_iters * warmup)
     if warmup_steps:
         draft.set("schedule.warmup_steps", warmup_steps)
+    if warmup_steps != decay_iters * warmup:
+        draft.notes.append(
+            f"warmup = {warmup:g}: {decay_iters * warmup:g} steps are {warmup_steps}, as there"
+        )
     _set_schedule(draft, lr, steps, decay_iters, warmup_steps)
     _set_neox_batch(draft)
     # Formats and engine.
@@ -61,12 +65,21 @@ def fill_neox(draft: Draft, task: str | None) -> None:
         draft.set("precision.gradient_dtype", gradients)
     zero = draft.mapping("zero_optimization")
     draft.set("engine.deepspeed_config", f"zero{zero.get('stage', 0)}")
+    if len(zero) > 1:
+        draft.notes.append(
+            f"zero_optimization: its stage is used, by ds_configs/zero{zero.get('stage', 0)}.json; "
+            "bucket sizes and overlap are the JSON's, with the same results"
+        )
+    if draft.value("keep_last_n_checkpoints") is None:
+        draft.notes.append(
+            "keep_last_n_checkpoints: GPT-NeoX keeps all checkpoints; here checkpoint.keep_last=2"
+        )
     if draft.value("checkpoint_activations"):
         draft.set("model.gradient_checkpointing", "full")
     attention = str(draft.value("attention_config", "global"))
     if any(name in attention for name in ("mamba", "rwkv", "gmlp", "sparse", "local", "bigbird")):
         draft.refuse("attention_config", "only flash and global attention are converted")
-    _set_model(draft, uses_rms=draft.value("norm", "layernorm") == "rmsnorm")
+    set_model(draft, uses_rms=draft.value("norm") == "rmsnorm")
     _set_data(draft)
 
 
@@ -96,7 +109,7 @@ def fill_megatron(draft: Draft, task: str | None) -> None:
     elif any(resets):
         key = "reset_position_ids" if resets[0] else "reset_attention_mask"
         draft.refuse(key, "positions and attention are isolated together, or not at all")
-    _set_model(draft, uses_rms=draft.value("normalization", "LayerNorm") == "RMSNorm")
+    set_model(draft, uses_rms=draft.value("normalization", "LayerNorm") == "RMSNorm")
     _set_data(draft)
 
 
@@ -108,10 +121,15 @@ def _set_optimizer(draft: Draft, lr: float, betas: list[float], eps: float) -> N
     draft.set("optimizer.lr", lr)
     draft.set("optimizer.betas", betas)
     draft.set("optimizer.eps", eps)
-    draft.set("optimizer.weight_decay", draft.number("weight_decay", 0.01))
+    draft.set("optimizer.weight_decay", draft.number("weight_decay"))
+    draft.set("seed", int(draft.number("seed")))
 
 
 def _set_schedule(draft: Draft, lr: float, steps: int, decay_iters: int, warmup_steps: int) -> None:
+    """Set the schedule. After warmup, with progress p in [0, 1] over the decay steps:
+    cosine: min_lr + (lr - min_lr) (1 + cos(pi p)) / 2, as here. linear: Megatron-LM's line ends at
+    min_lr; GPT-NeoX's at 0, cut off at min_lr, which it reaches after (1 - min_lr / lr) of them.
+    Sources: GPT-NeoX megatron/learning_rates.py, Megatron-LM core/optimizer_param_scheduler.py."""
     style = draft.value("lr_decay_style", "linear")
     if style not in ("cosine", "linear", "constant"):
         draft.refuse("lr_decay_style", "is not converted: cosine, linear, constant")
@@ -119,9 +137,24 @@ def _set_schedule(draft: Draft, lr: float, steps: int, decay_iters: int, warmup_
     draft.set("schedule.type", style)
     if style == "constant":
         return
-    draft.set("schedule.min_lr_ratio", draft.number("min_lr", 0.0) / (lr or 1.0))
-    if decay_iters != steps:
-        draft.set("schedule.decay_steps", max(1, decay_iters - warmup_steps))
+    min_lr_ratio = draft.number("min_lr", 0.0) / (lr or 1.0)
+    draft.set("schedule.min_lr_ratio", min_lr_ratio)
+    decay_steps = max(1, decay_iters - warmup_steps)
+    is_cut_off = style == "linear" and bool(min_lr_ratio) and draft.trainer == NEOX_NAME
+    if is_cut_off:
+        exact_steps = decay_steps * (1 - min_lr_ratio)
+        decay_steps = max(1, round(exact_steps))
+        draft.notes.append(
+            f"min_lr: GPT-NeoX's line to 0 is cut off at min_lr, after {exact_steps:g} steps of "
+            f"decay: schedule.decay_steps={decay_steps}"
+        )
+    elif style == "cosine" and min_lr_ratio and draft.trainer == NEOX_NAME:
+        draft.notes.append(
+            "min_lr: the cosine ends at min_lr, as in GPT-NeoX since #1106; before, its cosine to "
+            "0 was cut off there"
+        )
+    if decay_iters != steps or is_cut_off:
+        draft.set("schedule.decay_steps", decay_steps)
 
 
 def _set_neox_batch(draft: Draft) -> None:
@@ -147,129 +180,26 @@ def _set_neox_batch(draft: Draft) -> None:
         draft.set("batch.global_batch_size", micro_batch_size * accumulation * data_size)
 
 
-def _set_model(draft: Draft, *, uses_rms: bool) -> None:
-    """Set ``model.config`` for the two families that Hugging Face has: GPT-NeoX with layer norms
-    and GELU, and Llama with RMS norms and SwiGLU. Anything between is a problem."""
-    if draft.value("load") and draft.value("load") == draft.value("save"):
-        draft.notes.append("load, which is save: the same command resumes")
-    elif draft.value("load"):
-        draft.refuse(
-            "load",
-            "a checkpoint of Megatron or GPT-NeoX is not read: convert it to Hugging Face's "
-            "format, and set model.path",
-        )
-    sizes = {
-        "num_hidden_layers": int(draft.number("num_layers", 0)),
-        "hidden_size": int(draft.number("hidden_size", 0)),
-        "num_attention_heads": int(draft.number("num_attention_heads", 0)),
-        "max_position_embeddings": int(
-            draft.number("max_position_embeddings", draft.number("seq_length", 0))
-        ),
-    }
-    for name, size in sizes.items():
-        if not size:
-            key = "num_layers" if name == "num_hidden_layers" else name
-            draft.refuse(key, "is missing", "the number in the file, or another file with it")
-            return
-    position = draft.value("pos_emb", draft.value("position_embedding_type", "learned"))
-    if position not in ("rotary", "rope"):
-        draft.refuse("pos_emb", f"{position} positions are not converted: rotary", "model.config")
-        return
-    is_gated = bool(draft.value("swiglu")) or draft.value("activation", "gelu") in (
-        "swiglu",
-        "silu",
-    )
-    if uses_rms != is_gated:
-        draft.refuse(
-            "norm",
-            "RMS norms go with SwiGLU (llama) and layer norms with GELU (gpt_neox) in Hugging "
-            "Face's models, and this mixes them",
-            "model.config, with a model_type that has both",
-        )
-        return
-    vocabulary = draft.number("vocab_size")
-    config: dict[str, Any] = {"model_type": "llama" if uses_rms else "gpt_neox", **sizes}
-    if vocabulary is None:
-        draft.notes.append(
-            "vocab_size: model.config.vocab_size=N, the rows of the tokenizer and padding"
-        )
-    else:
-        config["vocab_size"] = int(vocabulary)
-    # NeoX ties embedding and head unless told otherwise; so does Megatron.
-    untied = draft.value("no_weight_tying") or draft.value("untie_embeddings_and_output_weights")
-    config["tie_word_embeddings"] = not untied
-    base = draft.number("rotary_emb_base", draft.number("rotary_base", 10000))
-    share = draft.number("rotary_pct", draft.number("rotary_percent", 1.0))
-    config["rope_parameters"] = {"rope_type": "default", "rope_theta": float(base)}
-    if uses_rms:
-        _complete_llama(draft, config, share)
-    else:
-        _complete_neox(draft, config, share)
-    draft.set("model.config", config)
-
-
-def _complete_neox(draft: Draft, config: dict[str, Any], share: float) -> None:
-    config["rope_parameters"]["partial_rotary_factor"] = float(share)
-    config["intermediate_size"] = int(
-        draft.number(
-            "intermediate_size", draft.number("ffn_hidden_size", 4 * config["hidden_size"])
-        )
-    )
-    config["use_parallel_residual"] = bool(draft.value("gpt_j_residual", False))
-    config["hidden_act"] = "gelu"
-    config["layer_norm_eps"] = draft.number("layernorm_epsilon", 1e-5)
-    config["hidden_dropout"] = draft.number("hidden_dropout", 0.0)
-    config["attention_dropout"] = draft.number("attention_dropout", 0.0)
-    if draft.trainer == MEGATRON_NAME:
-        draft.refuse(
-            "normalization",
-            "a GPT of Megatron has fused projections of its own order",
-            "model.config",
-        )
-
-
-def _complete_llama(draft: Draft, config: dict[str, Any], share: float) -> None:
-    hidden_size = config["hidden_size"]
-    if share != 1:
-        draft.refuse("rotary_pct", "a llama rotates all of a head: 1", "model.config")
-    for key in (
-        "use_bias_in_norms",
-        "use_bias_in_attn_linear",
-        "use_bias_in_mlp",
-        "add_bias_linear",
-    ):
-        if draft.value(key):
-            draft.refuse(key, "a llama has no biases: false", "model.config")
-    if draft.trainer == NEOX_NAME:
-        # A gated MLP of GPT-NeoX has a third of the size for each projection, rounded up
-        # (megatron/model/transformer.py, ffn_dim_in).
-        multiple = int(draft.number("mlp_multiple_of", 1))
-        third = int(draft.number("intermediate_size", 4 * hidden_size) * 2 / 3) // 2
-        config["intermediate_size"] = -(-third // multiple) * multiple
-    else:
-        given = draft.number("ffn_hidden_size")
-        default = int(4 * hidden_size * 2 / 3) // 64 * 64
-        config["intermediate_size"] = int(given or default)
-    heads = draft.number(
-        "num_kv_heads", draft.number("num_query_groups", config["num_attention_heads"])
-    )
-    config["num_key_value_heads"] = int(heads)
-    epsilon = draft.number("rms_norm_epsilon", draft.number("norm_epsilon", 1e-5))
-    config["rms_norm_eps"] = float(epsilon)
-    config["attention_dropout"] = draft.number("attention_dropout", 0.0)
-    if draft.number("hidden_dropout", 0.0):
-        draft.refuse("hidden_dropout", "a llama has no dropout of hidden states: 0", "model.config")
-
-
 def _set_data(draft: Draft) -> None:
     """Set the data, and the command that makes a dataset of it."""
     paths = draft.value("train_data_paths", draft.value("data_path", "DATA/text_document"))
     paths = paths if isinstance(paths, list) else str(paths).split()
     held_out = draft.value("valid_data_paths")
-    words = ["bigtrain manifest", *map(str, paths), "--tokenizer TOKENIZER"]
+    tokenizer = tokenizer_directory(draft)
+    words = ["bigtrain manifest", *map(str, paths), f"--tokenizer {tokenizer}"]
     if isinstance(held_out, list):
         words += ["--held-out", *map(str, held_out)]
     draft.commands.append(" ".join(words))
+    draft.notes.append(
+        "data without .bin and .idx files, such as the JSONL that they were made of: `bigtrain "
+        f"tokenize --input FILE.jsonl --tokenizer {tokenizer} --output shards/` in place of "
+        "`manifest`, and data.path=shards/"
+    )
+    if draft.value("split") and not isinstance(held_out, list):
+        draft.notes.append(
+            f"split = {draft.value('split')}: no part of the data is held out, unless `manifest "
+            "--held-out` names files or `tokenize --held-out` a share"
+        )
     draft.set("data.path", str(paths[0]).rpartition("/")[0] or ".")
     if "output" not in draft.run:
         draft.set("output.directory", "runs/converted")

@@ -2,15 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from bigtrain.settings.conversion.tables import Table, note, only, read, refused, rows, sets
 
 NEOX_NAME, MEGATRON_NAME = "GPT-NeoX", "Megatron-LM"
 _MODEL = read("`model.config`")
 _FASTER = note("the same results, faster or with less memory")
 _PROGRAM = note("is of the program, not of the training")
-_INITIALIZATION = refused(
-    "initial weights are drawn with one standard deviation (initializer_range)"
-)
+_INITIALIZATION_TEXT = "initial weights are drawn with one standard deviation (initializer_range)"
+
+NEOX_DEFAULTS: Mapping[str, Any] = {
+    "weight_decay": 0.1,
+    "seed": 1234,
+    "norm": "layernorm",
+    "activation": "gelu",
+    "layernorm_epsilon": 1e-5,
+    "rms_norm_epsilon": 1e-8,
+    "use_bias_in_norms": True,
+    "use_bias_in_attn_linear": True,
+    "use_bias_in_mlp": True,
+    "make_vocab_size_divisible_by": 128,
+    "init_method": "normal",
+    "output_layer_init_method": "scaled_normal",
+    "split": "969, 30, 1",
+}
+"""Defaults of GPT-NeoX (megatron/neox_arguments/neox_args.py at ea7aefd8)."""
+
+MEGATRON_DEFAULTS: Mapping[str, Any] = {
+    "weight_decay": 0.01,
+    "seed": 1234,
+    "hidden_dropout": 0.1,
+    "attention_dropout": 0.1,
+    "add_bias_linear": True,
+    "norm_epsilon": 1e-5,
+    "make_vocab_size_divisible_by": 128,
+    "output_layer_init_method": "scaled_normal",
+}
+"""Defaults of Megatron-LM (megatron/training/arguments.py and megatron/core/transformer/
+transformer_config.py at d98e8a64)."""
 
 _SHARED: Table = {
     **rows(
@@ -33,15 +64,15 @@ _SHARED: Table = {
     "eval_interval": sets("evaluation.every_steps"),
     "eval_iters": read("`evaluation.samples`, batches"),
     "log_interval": sets("logging.every_steps"),
-    **rows("data_path train_data_paths valid_data_paths", read("the `manifest` line")),
+    **rows("data_path train_data_paths valid_data_paths", read("the line that makes the data")),
     "test_data_paths": note("tests are not a part of a run"),
     "split": note("of one file: `manifest --held-out` takes another one"),
     "save": sets("output.directory"),
     **rows(
         "tokenizer_type vocab_file merge_file tokenizer_model",
-        note("name the tokenizer's directory in the `manifest` line"),
+        note("name the tokenizer's directory in the line that makes the data"),
     ),
-    "make_vocab_size_divisible_by": note("rows beyond the tokenizer's: model.config.vocab_size"),
+    "make_vocab_size_divisible_by": read("`model.config.vocab_size`"),
     "distributed_backend": _PROGRAM,
     "num_workers": note("data.workers sets the reader threads"),
     **rows(
@@ -70,7 +101,8 @@ NEOX_TABLE: Table = {
     "checkpoint_factor": sets("checkpoint.every_steps"),
     "keep_last_n_checkpoints": sets("checkpoint.keep_last"),
     "extra_save_iters": note("checkpoints are at multiples of checkpoint.every_steps"),
-    **rows("init_method output_layer_init_method", _INITIALIZATION),
+    "init_method": only(("normal",), _INITIALIZATION_TEXT),
+    "output_layer_init_method": only(("normal",), _INITIALIZATION_TEXT),
     "attention_config": read("only flash and global"),
     "rope_fusion": _FASTER,
     **rows(
@@ -80,7 +112,7 @@ NEOX_TABLE: Table = {
         "contiguous_checkpointing checkpoint_in_cpu pipe_partition_size expert_interval",
         _FASTER,
     ),
-    "bias_gelu_fusion": only((False,), "its GELU is the tanh approximation"),
+    "bias_gelu_fusion": read("`model.config.hidden_act`: its GELU is the tanh approximation"),
     **rows(
         "data_impl steps_per_print wall_clock_breakdown hostfile launcher comment include "
         "checkpoint_validation_with_forward_pass log_grad_norm log_optimizer_states print "

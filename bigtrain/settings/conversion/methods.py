@@ -35,15 +35,30 @@ METHODS: Mapping[str, Method] = dict(
 """Methods by the names that TRL, Axolotl and LLaMA-Factory have for them."""
 METHODS = {**METHODS, "rm": METHODS["reward"]}
 
+_TERMS_OF_PAIRS: Mapping[str, str] = {
+    "label_smoothing": "label_smoothing",
+    "dpo_label_smoothing": "label_smoothing",
+    "pref_ftx": "sft_weight",
+}
+"""Keys of terms that losses of pairs have, and settings of the objective. LLaMA-Factory's pref_ftx
+weighs the mean over the answer's tokens, as here (train/dpo/trainer.py, `sft_loss`)."""
+
 
 def set_objective(draft: Draft, method: Method, beta: float, weights: Sequence[str]) -> None:
     """Set the objective of a method. beta: of the file. weights: keys of the weights of desirable
     and undesirable answers."""
+    if method.loss is None:
+        for key in _TERMS_OF_PAIRS:
+            if draft.value(key):
+                draft.refuse(key, "is a term of losses of pairs, and this run has none")
     if method.objective is None:
         return
     draft.set("objective.type", method.objective)
     if method.loss is not None:
         draft.set("objective.loss", method.loss)
+        for key, name in _TERMS_OF_PAIRS.items():
+            if draft.value(key):
+                draft.set(f"objective.{name}", draft.number(key))
     if method.has_beta:
         draft.set("objective.beta", beta)
     if method.has_weights:

@@ -7,8 +7,10 @@ KTOConfig, RewardConfig), where their classes differ from bigtrain's.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, get_args
 
+from bigtrain.objectives.preference import PairLoss
 from bigtrain.settings.conversion.common import (
     set_adam,
     set_batch,
@@ -31,6 +33,9 @@ NAME = "HF Trainer and TRL"
 _ELSEWHERE = "is of the program, not of the training"
 _DATA = read("the `tokenize` line")
 _REINFORCEMENT = refused("reinforcement learning (GRPO, PPO, RLOO) is not a kind of objective")
+
+# TRL has trainers of their own for CPO (simpo) and ORPO.
+_DPO_LOSSES = [name for name in get_args(PairLoss) if name not in ("simpo", "orpo")]
 
 TABLE: Table = {
     # Model and adapters.
@@ -75,8 +80,11 @@ TABLE: Table = {
     # Objectives.
     **rows("beta loss_type desirable_weight undesirable_weight simpo_gamma", read("`objective`")),
     "center_rewards_coefficient": read("`objective.center_rewards_coefficient`"),
-    "label_smoothing": refused("label smoothing of pairs is not implemented"),
-    "rpo_alpha": refused("a further loss of the chosen answer is not implemented"),
+    "label_smoothing": read("`objective.label_smoothing`"),
+    "rpo_alpha": refused(
+        "weighs the mean over the tokens of all chosen answers; objective.sft_weight weighs the "
+        "mean over each answer's"
+    ),
     "ref_model": refused("the reference is the model that the run starts from"),
     "max_prompt_length": note(
         "prompts are not cut; tokenize --max-prompt-tokens drops rows with longer ones"
@@ -255,6 +263,12 @@ def _set_saves(draft: Draft) -> None:
         set_steps(draft, "eval_steps", "evaluation.every_steps")
     elif strategy == "epoch":
         draft.set("evaluation.every_epochs", 1.0)
+    if strategy in ("steps", "epoch") and not draft.value("val_size"):
+        draft.notes.append(
+            f"eval_strategy = {strategy}: there the test split is evaluated; here data that is "
+            "held out: add `--held-out 0.05` to the tokenize line, or tokenize the test split "
+            "and name it in evaluation.held_out"
+        )
 
 
 def _set_objective(draft: Draft, task: str) -> None:
@@ -269,10 +283,11 @@ def _set_objective(draft: Draft, task: str) -> None:
     method = METHODS[task]
     loss = draft.value("loss_type")
     loss = loss[0] if isinstance(loss, list) and len(loss) == 1 else loss
-    if method is METHODS["dpo"] and loss not in (None, "sigmoid"):
-        method = METHODS["ipo"]
-        if loss != method.loss:
-            draft.refuse("loss_type", "is not a loss of DPO that bigtrain has: sigmoid, ipo")
+    if method is METHODS["dpo"] and loss is not None:
+        method = replace(method, loss=loss)
+        if loss not in _DPO_LOSSES:
+            choices = ", ".join(_DPO_LOSSES)
+            draft.refuse("loss_type", f"is not a loss of DPO that bigtrain has: {choices}")
     weights = ("desirable_weight", "undesirable_weight")
     set_objective(draft, method, draft.number("beta", 0.1), weights)
 

@@ -272,7 +272,7 @@ def test_a_world_is_divided_by_the_degrees_or_told_the_nearest_that_is() -> None
     assert topology is None
     assert str(problem) == (
         "world size = 6: must be a multiple of parallel.tensor x pipeline x sequence = 4 x 1 x 1 = "
-        "4 -> start 4 or 8 processes"
+        "4 -> start 4 or 8 processes, or set parallel.tensor=1, which resumes the same checkpoints"
     )
 
 

@@ -115,7 +115,8 @@ def test_every_row_names_a_setting_or_a_reason(name: str) -> None:
         ({**SFT, "learning_rate": "fast"}, {}, "learning_rate", "is not a number"),
         (SFT, {"world_size": None}, "per_device_train_batch_size", "--world-size N"),
         (DPO, {}, "the trainer", "--task sft or dpo or orpo or kto or reward"),
-        ({**DPO, "loss_type": "hinge"}, {"task": "dpo"}, "loss_type", "is not a loss of DPO"),
+        ({**DPO, "loss_type": "aot"}, {"task": "dpo"}, "loss_type", "is not a loss of DPO"),
+        ({**DPO, "rpo_alpha": 1.0}, {"task": "dpo"}, "rpo_alpha", "objective.sft_weight weighs"),
     ],
 )
 def test_nothing_is_guessed(
@@ -163,36 +164,82 @@ def test_a_task_is_its_objective(tmp_path: Path, task: str, objective: dict[str,
     assert conversion.tree["objective"] == objective
 
 
+MEGATRON: dict[str, Any] = {
+    "--num-layers": 2,
+    "--hidden-size": 64,
+    "--num-attention-heads": 4,
+    "--group-query-attention": True,
+    "--num-query-groups": 2,
+    "--ffn-hidden-size": 160,
+    "--seq-length": 32,
+    "--max-position-embeddings": 32,
+    "--normalization": "RMSNorm",
+    "--swiglu": True,
+    "--position-embedding-type": "rope",
+    "--rotary-base": 500000,
+    "--untie-embeddings-and-output-weights": True,
+    "--disable-bias-linear": True,
+    "--micro-batch-size": 1,
+    "--global-batch-size": 8,
+    "--train-iters": 50,
+    "--lr": 3e-4,
+    "--min-lr": 3e-5,
+    "--lr-decay-style": "cosine",
+    "--lr-warmup-iters": 5,
+    "--weight-decay": 0.1,
+    "--clip-grad": 1.0,
+    "--bf16": True,
+    "--tensor-model-parallel-size": 2,
+    "--data-path": "data/c4_text_document",
+    "--hidden-dropout": 0,
+    "--attention-dropout": 0,
+    "--vocab-size": 1000,
+}
+
+
+def test_a_loss_of_pairs_is_its_name(tmp_path: Path) -> None:
+    keys = {**DPO, "loss_type": "robust", "label_smoothing": 0.2}
+    conversion = convert([write(tmp_path, keys)], world_size=4, task="dpo")
+    expected = {"type": "preference", "loss": "robust", "label_smoothing": 0.2, "beta": 0.2}
+    assert conversion.tree["objective"] == expected
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ({}, "--format messages"),
+        ({"field_messages": "turns"}, "--format messages --key messages=turns"),
+        (
+            {
+                "field_messages": "conversations",
+                "message_property_mappings": {"role": "from", "content": "value"},
+            },
+            "--format sharegpt",
+        ),
+        (
+            {"message_field_role": "from", "message_field_content": "value"},
+            "--format sharegpt --key conversations=messages",
+        ),
+    ],
+)
+def test_chats_of_axolotl_name_their_parts(
+    tmp_path: Path, entry: dict[str, Any], words: str
+) -> None:
+    dataset = {"path": "org/chats", "type": "chat_template", **entry}
+    [line] = convert([write(tmp_path, {**AXOLOTL, "datasets": [dataset]})], world_size=4).commands
+    assert f"--tokenizer org/model {words} --output" in line
+    dataset["message_property_mappings"] = {"role": "speaker", "content": "text"}
+    found = problems(tmp_path, {**AXOLOTL, "datasets": [dataset]})
+    assert "datasets.0.message_property_mappings" in found
+
+
+def test_an_evaluation_names_what_it_measures(tmp_path: Path) -> None:
+    conversion = convert([write(tmp_path, {**SFT, "eval_strategy": "steps"})], world_size=4)
+    assert any("--held-out 0.05" in note for note in conversion.notes)
+
+
 def test_a_llama_of_megatron_is_a_llama(tmp_path: Path) -> None:
-    arguments = {
-        "--num-layers": 2,
-        "--hidden-size": 64,
-        "--num-attention-heads": 4,
-        "--group-query-attention": True,
-        "--num-query-groups": 2,
-        "--ffn-hidden-size": 160,
-        "--seq-length": 32,
-        "--max-position-embeddings": 32,
-        "--normalization": "RMSNorm",
-        "--swiglu": True,
-        "--position-embedding-type": "rope",
-        "--rotary-base": 500000,
-        "--untie-embeddings-and-output-weights": True,
-        "--disable-bias-linear": True,
-        "--micro-batch-size": 1,
-        "--global-batch-size": 8,
-        "--train-iters": 50,
-        "--lr": 3e-4,
-        "--min-lr": 3e-5,
-        "--lr-decay-style": "cosine",
-        "--lr-warmup-iters": 5,
-        "--weight-decay": 0.1,
-        "--clip-grad": 1.0,
-        "--bf16": True,
-        "--tensor-model-parallel-size": 2,
-        "--data-path": "data/c4_text_document",
-    }
-    conversion = convert([write(tmp_path, {"MODEL_ARGS": arguments})])
+    conversion = convert([write(tmp_path, {"MODEL_ARGS": MEGATRON})])
     model = conversion.tree["model"]["config"]
     assert model["model_type"] == "llama"
     assert (model["intermediate_size"], model["num_key_value_heads"]) == (160, 2)
@@ -200,6 +247,98 @@ def test_a_llama_of_megatron_is_a_llama(tmp_path: Path) -> None:
     assert conversion.config.schedule.min_lr_ratio == pytest.approx(0.1)
     assert conversion.config.parallel.tensor == 2
     assert conversion.commands == ["bigtrain manifest data/c4_text_document --tokenizer TOKENIZER"]
+
+
+NEOX: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "seq_length": 32,
+    "max_position_embeddings": 32,
+    "pos_emb": "rotary",
+    "no_weight_tying": True,
+    "vocab_size": 256,
+    "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+    "train_micro_batch_size_per_gpu": 2,
+    "train_iters": 100,
+    "data_path": "data/pile_text_document",
+}
+GATED = {"norm": "rmsnorm", "activation": "swiglu"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "changes", "path", "value"),
+    [
+        # What a file does not have is the other trainer's default.
+        (NEOX, {}, "optimizer.weight_decay", 0.1),
+        (NEOX, {}, "seed", 1234),
+        (NEOX, GATED, "model.config.rms_norm_eps", 1e-8),
+        (NEOX, GATED, "model.config.mlp_bias", True),
+        (NEOX, {}, "model.config.attention_bias", True),
+        (NEOX, {"use_bias_in_attn_linear": False}, "model.config.attention_bias", False),
+        (MEGATRON, {"--weight-decay": None}, "optimizer.weight_decay", 0.01),
+        (MEGATRON, {"--disable-bias-linear": None}, "model.config.mlp_bias", True),
+        (MEGATRON, {}, "model.config.attention_bias", False),
+        # What it has arrives.
+        (NEOX, {"init_method_std": 0.01}, "model.config.initializer_range", 0.01),
+        (NEOX, {"bias_gelu_fusion": True}, "model.config.hidden_act", "gelu_pytorch_tanh"),
+        (NEOX, {"activation": "relu"}, "model.config.hidden_act", "relu"),
+        (MEGATRON, {"--kv-channels": 32}, "model.config.head_dim", 32),
+        # The line to 0 that is cut off at a fifth: 99 steps after warmup, 79 of decay.
+        (NEOX, {"min_lr": 2e-4}, "schedule.decay_steps", 79),
+    ],
+)
+def test_arguments_of_megatron_arrive_at_their_settings(
+    tmp_path: Path, keys: dict[str, Any], changes: dict[str, Any], path: str, value: object
+) -> None:
+    found: Any = convert([write(tmp_path, {**keys, **changes})], world_size=2).tree
+    for name in path.split("."):
+        found = found[name]
+    assert found == value
+
+
+@pytest.mark.parametrize(
+    ("keys", "key"),
+    [
+        ({**NEOX, "use_bias_in_mlp": False}, "use_bias_in_mlp"),
+        ({**NEOX, "activation": "geglu"}, "activation"),
+        ({**NEOX, "vocab_size": None}, "vocab_size"),
+        ({**NEOX, "init_method": "small_init"}, "init_method"),
+        ({**MEGATRON, "--attention-dropout": 0, "--hidden-dropout": None}, "hidden_dropout"),
+    ],
+)
+def test_a_model_that_would_be_another_one_is_refused(
+    tmp_path: Path, keys: dict[str, Any], key: str
+) -> None:
+    assert problems(tmp_path, keys).keys() == {key}
+
+
+def test_differences_that_no_key_names_are_listed(tmp_path: Path) -> None:
+    notes = "\n".join(convert([write(tmp_path, {**NEOX, "warmup": 0.015})], world_size=2).notes)
+    for start in ("output_layer_init_method:", "warmup = 0.015: 1.5 steps are 1", "split = 969"):
+        assert start in notes
+    assert "keep_last_n_checkpoints: GPT-NeoX keeps all" in notes
+
+
+def test_rows_of_the_embedding_follow_from_the_tokenizer(tmp_path: Path) -> None:
+    tokenizer = {
+        "model": {"vocab": {"a": 0, "b": 299}},
+        "added_tokens": [{"id": 300, "content": "<end>"}],
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    keys = {**NEOX, "vocab_size": None, "vocab_file": str(tmp_path / "tokenizer.json")}
+    sizes = {"model_parallel_size": 2, "make_vocab_size_divisible_by": 64}
+    conversion = convert([write(tmp_path, {**keys, **sizes})], world_size=2)
+    assert conversion.tree["model"]["config"]["vocab_size"] == 384
+    assert f"--tokenizer {tmp_path}" in conversion.commands[0]
+
+
+def test_a_setting_after_omit_is_a_setting(tmp_path: Path) -> None:
+    file, run_yaml = write(tmp_path, {**NEOX, "init_method": "small_init"}), tmp_path / "run.yaml"
+    words = ["convert", str(file), "--world-size", "2", "--output", str(run_yaml)]
+    assert main([*words, "--omit", "init_method", "optimizer.lr=0.5", "seed=7"]) == 0
+    config = load_run_config(str(run_yaml))
+    assert (config.optimizer.lr, config.seed) == (0.5, 7)
 
 
 AXOLOTL: dict[str, Any] = {
@@ -250,6 +389,9 @@ FACTORY: dict[str, Any] = {
         (FACTORY, {"finetuning_type": "lora", "lora_target": "q_proj,v_proj"}, "adapters.targets",
          ["q_proj", "v_proj"]),
         (FACTORY, {"stage": "dpo", "pref_loss": "orpo"}, "objective.loss", "orpo"),
+        (FACTORY, {"stage": "dpo", "pref_ftx": 0.3}, "objective.sft_weight", 0.3),
+        (FACTORY, {"stage": "dpo", "dpo_label_smoothing": 0.1}, "objective.label_smoothing", 0.1),
+        (AXOLOTL, {"rl": "dpo", "dpo_label_smoothing": 0.1}, "objective.label_smoothing", 0.1),
     ],
 )  # fmt: skip
 def test_a_value_arrives_at_its_setting(
