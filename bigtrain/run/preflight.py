@@ -121,7 +121,7 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
         if check != "listed":
             problems += _check_tokenizer(config, datasets[0])
             if config.output.export:
-                problems += _check_export(hf_config, datasets[0])
+                problems += _check_export(config.model.path, hf_config, datasets[0])
         if config.model.vocabulary is not None:
             from bigtrain.models.weights.vocabulary import grown_configuration
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from bigtrain.cli import main as bigtrain
 from tests.launch.conftest import Inputs, train
@@ -118,3 +119,13 @@ def test_a_tokenizer_that_no_export_could_hold_is_refused_before_the_run(
     assert done.code == 2
     assert "Qwen2Tokenizer" in done.output
     assert bigtrain(["check", "--inputs", *words, "output.export=false"]) == 0
+    # The folder of a model may have this fault itself: its own tokenizer is no remedy then.
+    base = tmp_path / "base"
+    Qwen2ForCausalLM(Qwen2Config(**tree)).save_pretrained(base)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(inputs.shards / "tokenizer" / name, base / name)
+    from_base = [*words[:2], *FROM_BASE, f"model.path={base}", words[-1]]
+    capsys.readouterr()
+    assert bigtrain(["check", "--inputs", *from_base]) == 2
+    refused = capsys.readouterr().err
+    assert f"{base} itself has this fault -> a model with a tokenizer of its family" in refused
