@@ -332,8 +332,8 @@ def pair_notes(config: RunConfig, datasets: Sequence[TokenDataset]) -> tuple[str
     notes = []
     for dataset in datasets:
         answers = open_answers(config, dataset, "train")
-        if answers and answers.truncation_note:
-            notes.append(f"{dataset.path}: {answers.truncation_note}")
+        if answers and answers.length_note:
+            notes.append(f"{dataset.path}: {answers.length_note}")
     return tuple(notes)
 
 

@@ -56,9 +56,9 @@ class PaddedSamples(StreamSamples):
 class DocumentSamples(PaddedSamples):
     """Documents of `stream`, or pieces of documents. documents, offsets, lengths: int64 [samples]:
     the document of a sample, its first token in that document, and its number of tokens. `longer`:
-    what is done with documents that are longer than a sample. `truncation_note`: how truncation
-    changes the documents, empty if it does not. `is_complete`, and further errors: see
-    `fitted_lengths`. Raises DataError if there are no documents."""
+    what is done with documents that are longer than a sample. `length_note`: how truncation
+    changes the documents, or that rows are mostly padding; empty if neither. `is_complete`, and
+    further errors: see `fitted_lengths`. Raises DataError if there are no documents."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class DocumentSamples(PaddedSamples):
             raise DataError("it has no documents -> tokenize some")
         begins = np.cumsum(lengths) - lengths
         self.longest = int(lengths.max())
-        self.document_lengths, self.truncation_note = lengths, ""
+        self.document_lengths, self.length_note = lengths, ""
         # Pieces overlap by one token, so that each has up to `sequence_length` targets.
         if longer == "divide":
             counts = np.maximum(lengths > 0, -(-(lengths - 1) // sequence_length))
@@ -85,7 +85,7 @@ class DocumentSamples(PaddedSamples):
             self.lengths = np.minimum(remaining_lengths, sequence_length + 1)
         else:
             is_truncated = longer == "truncate"
-            fitted, self.truncation_note = fitted_lengths(
+            fitted, self.length_note = fitted_lengths(
                 stream, lengths, sequence_length, truncates=is_truncated, is_complete=is_complete
             )
             self.documents, self.lengths = np.arange(len(lengths)), fitted
@@ -113,8 +113,8 @@ class ClassifiedSamples(DocumentSamples):
 
 class PairSamples(PaddedSamples):
     """Pairs of the documents of `stream`. `sequence_length` is the length of a row with both
-    documents. `truncates`: longer documents are truncated at the end; `truncation_note`: how that
-    changes them, empty if it does not. `is_complete`: for a model that scores a document at its
+    documents. `truncates`: longer documents are truncated at the end; `length_note`: as of
+    `DocumentSamples`. `is_complete`: for a model that scores a document at its
     last token, see `fitted_lengths`. Raises DataError if the number of documents is 0 or odd, and
     as `fitted_lengths`."""
 
@@ -135,7 +135,7 @@ class PairSamples(PaddedSamples):
         self._half = sequence_length + 1
         self._begins = np.cumsum(lengths) - lengths
         self._is_complete = is_complete
-        self._lengths, self.truncation_note = fitted_lengths(
+        self._lengths, self.length_note = fitted_lengths(
             stream, lengths, sequence_length, truncates=truncates, is_complete=is_complete
         )
         super().__init__(stream, 2 * self._half - 1, len(lengths) // 2)
@@ -167,7 +167,8 @@ def fitted_lengths(
     truncates: bool,
     is_complete: bool = False,
 ) -> tuple[Indices, str]:
-    """Return the tokens of every document that fit a sample, and a line on what is lost. Raises
+    """Return the tokens of every document that fit a sample, and a line on what is lost, or on
+    rows that are mostly padding. Raises
     DataError for documents that are longer and not truncated, or have no target after truncation.
     `is_complete`: the model reads the last token too, which otherwise is only a target. A document
     is then marked by as many targets as it has tokens."""
@@ -175,7 +176,9 @@ def fitted_lengths(
     width = sequence_length + num_labels_after
     longer = np.flatnonzero(lengths > width)
     if not len(longer):
-        return lengths, ""
+        return lengths, _shorter_rows(
+            int(lengths.max(initial=0)) - num_labels_after, sequence_length
+        )
     if not truncates:
         raise DataError(
             f"{len(longer)} of {len(lengths)} documents are longer than a "
@@ -186,12 +189,12 @@ def fitted_lengths(
     # Describe how much truncation drops, and refuse documents that lose all targets.
     fitted = np.minimum(lengths, width)
     share = 1 - fitted.sum() / lengths.sum()
-    truncation_note = (
+    length_note = (
         f"{len(longer)} of {len(lengths)} answers are truncated, which loses {share:.2%} "
         "of the tokens"
     )
     if not stream.is_masked:  # every token is a target
-        return fitted, truncation_note
+        return fitted, length_note
     begins = np.cumsum(lengths) - lengths
     unanswered = []
     for document in longer.tolist():
@@ -208,4 +211,18 @@ def fitted_lengths(
             f"batch.sequence_length, or tokenize with --max-prompt-tokens {width - 1}, which drops "
             "and counts them"
         )
-    return fitted, truncation_note
+    return fitted, length_note
+
+
+def _shorter_rows(longest: int, sequence_length: int) -> str:
+    """Return a line on rows at least half of which is padding in every document; else an empty one.
+    longest: tokens of the longest document that are inputs."""
+    step = 64 if longest > 64 else 8
+    shorter_length = max(step, -(-longest // step) * step)
+    if shorter_length > sequence_length // 2:
+        return ""
+    return (
+        f"the longest document has {longest} tokens, and rows are padded to batch.sequence_length "
+        f"= {sequence_length}: batch.sequence_length={shorter_length} gives the same losses with "
+        "less work"
+    )

@@ -20,7 +20,7 @@ from bigtrain.errors import DataError
 class RatedSamples(PaddedSamples):
     """Rated answers of `stream`, with mismatched answers. `sequence_length` is the length of a row
     with both. labels: uint8 [samples], 1 if the answer is desirable. `truncates`: longer documents
-    are truncated at the end; `truncation_note`: how that changes them, empty if it does not.
+    are truncated at the end; `length_note`: how that changes them, empty if it does not.
     Mismatched rows are truncated. Raises DataError if there are fewer than two answers, and as
     `fitted_lengths`."""
 
@@ -34,7 +34,7 @@ class RatedSamples(PaddedSamples):
             )
         self._half = sequence_length + 1
         self._begins = np.cumsum(lengths) - lengths
-        self._lengths, self.truncation_note = fitted_lengths(
+        self._lengths, self.length_note = fitted_lengths(
             stream, lengths, sequence_length, truncates=truncates
         )
         parts: list[npt.NDArray[np.uint8]] = [shard.labels for shard in stream.shards]

@@ -328,10 +328,10 @@ def split_stream(dataset: TokenDataset, split: Split) -> TokenStream:
 
 class StreamSamples(ABC):
     """Base of the samples of a stream. A sample consists of ranges of the stream's tokens.
-    truncation_note: how truncation of long documents changes them, empty if it does not. labels:
+    length_note: how truncation of long documents changes them, empty if it does not. labels:
     uint8 [samples], if samples have labels."""
 
-    truncation_note = ""
+    length_note = ""
     labels: npt.NDArray[np.uint8] | None = None
 
     def __init__(

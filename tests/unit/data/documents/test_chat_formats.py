@@ -67,7 +67,11 @@ def test_prompts_and_completions() -> None:
         ("messages", {"conversations": TURNS}, "no key 'messages'.*-> --format sharegpt"),
         ("sharegpt", {"messages": MESSAGES}, "no key 'conversations'.*-> --format messages"),
         ("messages", {"instruction": "a", "output": "b"}, "-> --format alpaca"),
-        ("messages", {"messages": TURNS}, "message 1 has no role.*-> --format sharegpt \\(--key co"),
+        (
+            "messages",
+            {"messages": TURNS},
+            "message 1 has no role.*-> --format sharegpt \\(--key co",
+        ),
         ("messages", {"conversation": TURNS}, "-> --format sharegpt --key conversations=conversat"),
         ("messages", {"question": "a", "answer": "b"}, "--format alpaca --key instruction=que"),
         ("messages", {"instruction": "a", "response": "b"}, "-> --format alpaca --key output=resp"),

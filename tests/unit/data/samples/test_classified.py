@@ -27,7 +27,7 @@ def test_rows_are_complete_documents_with_their_labels(tmp_path: Path) -> None:
         ClassifiedSamples(stream, longest - 1)
     for length, truncates in ((longest, False), (longest + 3, False), (9, True)):
         samples = ClassifiedSamples(stream, length, truncates=truncates)
-        assert bool(samples.truncation_note) == truncates
+        assert bool(samples.length_note) == truncates
         numbers = np.array([5, 0, samples.num_samples - 1, 20])
         batch = BatchReader(samples, BatchOptions()).read(numbers, 5)
         counts = (batch.labels != -100).sum(-1).tolist()

@@ -42,7 +42,7 @@ def expected_row(dataset: TokenDataset, document: int, length: int) -> list[int]
 def test_rows_are_the_documents_chosen_then_rejected(dataset: TokenDataset) -> None:
     samples = PairSamples(split_stream(dataset, "train"), LENGTH)
     assert samples.num_samples == len(dataset) // 2
-    assert samples.truncation_note == ""
+    assert samples.length_note == ""
     numbers = [5, 0, samples.num_samples - 1]
     documents = [document for number in numbers for document in (2 * number, 2 * number + 1)]
     expected = [expected_row(dataset, document, LENGTH) for document in documents]
@@ -74,7 +74,7 @@ def test_longer_answers_are_refused_or_truncated(dataset: TokenDataset) -> None:
     PairSamples(stream, longest - 1)
     samples = PairSamples(stream, longest - 4, truncates=True)
     count = sum(length > longest - 3 for length in lengths)
-    assert samples.truncation_note.startswith(f"{count} of {len(lengths)} answers are truncated")
+    assert samples.length_note.startswith(f"{count} of {len(lengths)} answers are truncated")
     number = lengths.index(longest) // 2
     rows = rows_of(dataset, samples, [number])
     assert rows == [expected_row(dataset, 2 * number + n, longest - 4) for n in (0, 1)]
@@ -98,3 +98,15 @@ def test_an_odd_number_of_documents(tmp_path: Path) -> None:
     path = write_dataset(tmp_path / "odd", vocab_size=64, num_documents=31)
     with pytest.raises(DataError, match="31 documents are not pairs"):
         PairSamples(split_stream(open_dataset(path), "train"), 64)
+
+
+def test_rows_that_are_mostly_padding_name_the_shorter_length(dataset: TokenDataset) -> None:
+    """The named length holds every document, and half of the rows' length is no more than that."""
+    stream = split_stream(dataset, "train")
+    longest = max(len(document["input_ids"]) for document in dataset) - 1
+    shorter = -(-longest // 8) * 8
+    note = PairSamples(stream, 2 * shorter).length_note
+    assert f"the longest document has {longest} tokens" in note
+    assert f"batch.sequence_length={shorter} gives the same losses" in note
+    PairSamples(stream, shorter)
+    assert PairSamples(stream, 2 * shorter - 1).length_note == ""

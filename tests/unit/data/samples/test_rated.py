@@ -50,7 +50,7 @@ def expected_rows(dataset: TokenDataset, number: int, length: int) -> list[list[
 def test_rows_are_the_answer_and_the_one_before_it(dataset: TokenDataset, length: int) -> None:
     samples = RatedSamples(split_stream(dataset, "train"), length, truncates=True)
     assert samples.num_samples == len(dataset) == 32
-    assert bool(samples.truncation_note) == (length < LENGTH)
+    assert bool(samples.length_note) == (length < LENGTH)
     reader = BatchReader(samples, BatchOptions())
     several, ones = [20, 0, 21, 31, 5], [[number] for number in range(32)]
     for numbers in [several, *ones]:
