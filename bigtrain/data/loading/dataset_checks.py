@@ -326,8 +326,8 @@ def check_answers(config: RunConfig, datasets: Sequence[TokenDataset]) -> list[P
 
 
 def pair_notes(config: RunConfig, datasets: Sequence[TokenDataset]) -> tuple[str, ...]:
-    """Return a line on each dataset of answers if some answers are truncated."""
-    if not config.objective.kind.rows or config.data.long_documents != "truncate":
+    """Return a line on each dataset of answers if some answers are truncated, or all are short."""
+    if not config.objective.kind.rows:
         return ()
     notes = []
     for dataset in datasets:
