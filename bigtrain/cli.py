@@ -8,6 +8,7 @@ that ``bigtrain --help`` takes no longer than Python's own start.
 from __future__ import annotations
 
 import gc
+import logging
 import select
 import sys
 from collections.abc import Sequence
@@ -20,6 +21,11 @@ from bigtrain.system.processes import exit_process
 
 GC_THRESHOLD = 50_000
 """New objects between two garbage collections; Python's own default is 700."""
+
+
+_IMPORT_NOISE = {"torchao": logging.ERROR, "torch.utils._pytree": logging.ERROR}
+"""Loggers that warn, while torchao is imported, of kernels for other devices and of its own use of
+torch; levels at which they are shown. A run writes them to its log.txt."""
 
 
 # As a shell tells the end of other programs by these signals.
@@ -55,6 +61,8 @@ def program() -> NoReturn:
     # Commands make millions of objects with hardly a reference cycle, and import large libraries;
     # with Python's own threshold the collector would traverse them again and again.
     gc.set_threshold(GC_THRESHOLD, 10, 10)
+    for name, level in _IMPORT_NOISE.items():
+        logging.getLogger(name).setLevel(level)
     try:
         code = main()
     except KeyboardInterrupt:

@@ -142,3 +142,18 @@ def test_without_arguments_it_is_the_help(capsys: pytest.CaptureFixture[str]) ->
     with pytest.raises(SystemExit):
         main(["--help"])
     assert shown == capsys.readouterr().out
+
+
+def test_importing_torchao_says_nothing() -> None:
+    """Its warnings of kernels for other devices are no part of what `export` and `generate` say."""
+    pytest.importorskip("torchao")
+    code = (
+        "import sys; sys.argv[1:] = ['--version']\n"
+        "from bigtrain import cli\n"
+        "cli.exit_process = lambda code: None\n"
+        "try: cli.program()\n"
+        "except SystemExit: pass\n"
+        "import torchao.quantization"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
