@@ -7,14 +7,17 @@ all, and later ones win. Defaults are taken from GPT-NeoX 2.0 (neox_args.py) and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from bigtrain.settings.conversion.draft import Draft, as_number
-from bigtrain.settings.conversion.megatron_keys import MEGATRON_NAME, NEOX_NAME
+from bigtrain.settings.conversion.megatron_keys import INITIALIZATION, MEGATRON_NAME, NEOX_NAME
 
 _OF_TESTS = ("ENV_VARS", "TEST_TYPE", "METRICS", "BEFORE_SCRIPT", "AFTER_SCRIPT", "LAUNCHER")
 """Keys of the YAMLs of Megatron-LM's functional tests that are not arguments."""
+_ACTIVATIONS = {"gelu": "gelu", "relu": "relu", "silu": "silu", "swish": "silu", "mish": "mish"}
+"""Activations of GPT-NeoX without a gate, by their names in transformers."""
 
 
 def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -175,10 +178,7 @@ def _set_model(draft: Draft, *, uses_rms: bool) -> None:
     if position not in ("rotary", "rope"):
         draft.refuse("pos_emb", f"{position} positions are not converted: rotary", "model.config")
         return
-    is_gated = bool(draft.value("swiglu")) or draft.value("activation", "gelu") in (
-        "swiglu",
-        "silu",
-    )
+    is_gated = bool(draft.value("swiglu")) or draft.value("activation", "gelu") == "swiglu"
     if uses_rms != is_gated:
         draft.refuse(
             "norm",
@@ -187,8 +187,13 @@ def _set_model(draft: Draft, *, uses_rms: bool) -> None:
             "model.config, with a model_type that has both",
         )
         return
-    vocabulary = draft.number("vocab_size")
-    config: dict[str, Any] = {"model_type": "llama" if uses_rms else "gpt_neox", **sizes}
+    vocabulary = draft.number("padded_vocab_size", draft.number("vocab_size"))
+    model_type = "llama" if uses_rms else "gpt_neox"
+    if draft.value("add_qkv_bias") and uses_rms:
+        model_type = "qwen2"  # a llama whose projections of queries, keys and values have biases
+    elif draft.value("add_qkv_bias"):
+        draft.refuse("add_qkv_bias", "goes with RMS norms and SwiGLU (qwen2)", "model.config")
+    config: dict[str, Any] = {"model_type": model_type, **sizes}
     if vocabulary is None:
         draft.notes.append(
             "vocab_size: model.config.vocab_size=N, the rows of the tokenizer and padding"
@@ -198,6 +203,7 @@ def _set_model(draft: Draft, *, uses_rms: bool) -> None:
     # NeoX ties embedding and head unless told otherwise; so does Megatron.
     untied = draft.value("no_weight_tying") or draft.value("untie_embeddings_and_output_weights")
     config["tie_word_embeddings"] = not untied
+    config["initializer_range"] = _initializer_range(draft, sizes["hidden_size"])
     base = draft.number("rotary_emb_base", draft.number("rotary_base", 10000))
     share = draft.number("rotary_pct", draft.number("rotary_percent", 1.0))
     config["rope_parameters"] = {"rope_type": "default", "rope_theta": float(base)}
@@ -208,6 +214,27 @@ def _set_model(draft: Draft, *, uses_rms: bool) -> None:
     draft.set("model.config", config)
 
 
+def _initializer_range(draft: Draft, hidden_size: int) -> float:
+    """Return the standard deviation of the initial weights. Outputs of attention and MLP have
+    another one in both trainers: by default this is listed, and a value of the file is refused."""
+    method = draft.value("init_method", "normal")
+    standard_deviation = float(draft.number("init_method_std", 0.02))
+    if method == "small_init":  # megatron/model/init_functions.py, small_init_init_method
+        standard_deviation = math.sqrt(2 / (5 * hidden_size))
+    elif method != "normal":
+        draft.refuse("init_method", INITIALIZATION)
+    if "output_layer_init_method" not in draft.omitted:
+        outputs = draft.value("output_layer_init_method", "scaled_normal")
+        if outputs == "scaled_normal":
+            draft.notes.append(
+                "output_layer_init_method = 'scaled_normal': initial weights of the outputs of "
+                "attention and MLP have initializer_range, not init_method_std / sqrt(2 num_layers)"
+            )
+        elif outputs != "normal" or method != "normal":
+            draft.refuse("output_layer_init_method", INITIALIZATION)
+    return standard_deviation
+
+
 def _complete_neox(draft: Draft, config: dict[str, Any], share: float) -> None:
     config["rope_parameters"]["partial_rotary_factor"] = float(share)
     config["intermediate_size"] = int(
@@ -216,7 +243,14 @@ def _complete_neox(draft: Draft, config: dict[str, Any], share: float) -> None:
         )
     )
     config["use_parallel_residual"] = bool(draft.value("gpt_j_residual", False))
-    config["hidden_act"] = "gelu"
+    activation = str(draft.value("activation", "gelu"))
+    if activation == "gelu" and draft.value("bias_gelu_fusion"):
+        # Its kernel is the tanh approximation (megatron/model/activations.py, bias_gelu).
+        config["hidden_act"] = "gelu_pytorch_tanh"
+    elif activation in _ACTIVATIONS:
+        config["hidden_act"] = _ACTIVATIONS[activation]
+    else:
+        draft.refuse("activation", f"is not converted: {', '.join(_ACTIVATIONS)}", "model.config")
     config["layer_norm_eps"] = draft.number("layernorm_epsilon", 1e-5)
     config["hidden_dropout"] = draft.number("hidden_dropout", 0.0)
     config["attention_dropout"] = draft.number("attention_dropout", 0.0)
@@ -250,10 +284,10 @@ def _complete_llama(draft: Draft, config: dict[str, Any], share: float) -> None:
         given = draft.number("ffn_hidden_size")
         default = int(4 * hidden_size * 2 / 3) // 64 * 64
         config["intermediate_size"] = int(given or default)
-    heads = draft.number(
-        "num_kv_heads", draft.number("num_query_groups", config["num_attention_heads"])
-    )
-    config["num_key_value_heads"] = int(heads)
+    key_heads = draft.number("num_kv_heads", config["num_attention_heads"])
+    if draft.trainer == MEGATRON_NAME and draft.value("group_query_attention"):
+        key_heads = draft.number("num_query_groups", 1)
+    config["num_key_value_heads"] = int(key_heads)
     epsilon = draft.number("rms_norm_epsilon", draft.number("norm_epsilon", 1e-5))
     config["rms_norm_eps"] = float(epsilon)
     config["attention_dropout"] = draft.number("attention_dropout", 0.0)
@@ -287,4 +321,5 @@ def is_neox(arguments: Mapping[str, Any]) -> bool:
 def is_megatron(arguments: Mapping[str, Any]) -> bool:
     """Return whether arguments are Megatron-LM's."""
     own = {"tensor_model_parallel_size", "micro_batch_size", "lr_warmup_fraction", "train_iters"}
+    own |= {"normalization", "num_query_groups"}  # of a file with the model's arguments only
     return bool(own & arguments.keys()) and "num_layers" in arguments

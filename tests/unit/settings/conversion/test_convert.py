@@ -259,3 +259,74 @@ def test_a_value_arrives_at_its_setting(
     for name in path.split("."):
         found = found[name]
     assert found == value
+
+
+NEOX: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "seq_length": 32,
+    "pos_emb": "rotary",
+    "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+    "lr_decay_style": "cosine",
+    "train_iters": 10,
+    "train_micro_batch_size_per_gpu": 2,
+}
+MEGATRON: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "seq_length": 32,
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "lr": 1e-3,
+    "lr_decay_style": "cosine",
+    "train_iters": 10,
+    "micro_batch_size": 2,
+    "global_batch_size": 8,
+}
+
+
+@pytest.mark.parametrize(
+    ("keys", "model"),
+    [
+        (NEOX, {"model_type": "gpt_neox", "hidden_act": "gelu", "initializer_range": 0.02}),
+        ({**NEOX, "bias_gelu_fusion": True}, {"hidden_act": "gelu_pytorch_tanh"}),
+        ({**NEOX, "activation": "relu", "bias_gelu_fusion": True}, {"hidden_act": "relu"}),
+        ({**NEOX, "init_method_std": 0.008}, {"initializer_range": 0.008}),
+        (MEGATRON, {"model_type": "llama", "num_key_value_heads": 4}),
+        ({**MEGATRON, "num_query_groups": 2}, {"num_key_value_heads": 4}),
+        (
+            {**MEGATRON, "num_query_groups": 2, "group_query_attention": True},
+            {"num_key_value_heads": 2},
+        ),
+        (
+            {**MEGATRON, "add_qkv_bias": True, "padded_vocab_size": 128},
+            {"model_type": "qwen2", "vocab_size": 128},
+        ),
+    ],
+)
+def test_a_model_has_the_keys_of_its_arguments(
+    keys: dict[str, Any], model: dict[str, Any], tmp_path: Path
+) -> None:
+    conversion = convert([write(tmp_path, keys)], world_size=4)
+    assert isinstance(conversion.config.model.config, dict)
+    assert model.items() <= conversion.config.model.config.items()
+    assert any("output_layer_init_method = 'scaled_normal'" in line for line in conversion.notes)
+
+
+@pytest.mark.parametrize(
+    ("keys", "key"),
+    [
+        ({**NEOX, "activation": "softsign"}, "activation"),
+        ({**NEOX, "norm": "rmsnorm", "activation": "silu"}, "norm"),  # silu has no gate there
+        ({**NEOX, "init_method": "xavier_normal"}, "init_method"),
+        ({**NEOX, "output_layer_init_method": "wang_init"}, "output_layer_init_method"),
+        ({**MEGATRON, "init_method": "orthogonal"}, "init_method"),
+    ],
+)
+def test_a_model_that_would_be_another_one_is_refused(
+    keys: dict[str, Any], key: str, tmp_path: Path
+) -> None:
+    assert key in problems(tmp_path, keys)

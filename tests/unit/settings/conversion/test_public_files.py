@@ -112,7 +112,7 @@ def factors_of_transformers(keys: Mapping[str, Any], default: str, directory: Pa
     return factors
 
 
-OF_TRAINER = [name for name in RUNNING if not name.startswith("EleutherAI")]
+OF_TRAINER = [name for name in RUNNING if not name.startswith(("EleutherAI", "NVIDIA"))]
 
 
 @pytest.mark.parametrize("name", OF_TRAINER)
@@ -159,9 +159,17 @@ def test_a_neox_file_has_its_model_and_its_first_learning_rates(name: str, tmp_p
     assert isinstance(model, dict)
     assert model["num_hidden_layers"] == keys["num_layers"]
     assert model["hidden_size"] == keys["hidden_size"]
-    assert model["use_parallel_residual"] == keys.get("gpt_j_residual", False)
     assert model["tie_word_embeddings"] == (not keys.get("no_weight_tying", False))
-    assert model["rope_parameters"]["partial_rotary_factor"] == keys.get("rotary_pct", 1.0)
+    if keys.get("norm") == "rmsnorm":
+        assert model["model_type"] == "llama"
+        assert model["num_key_value_heads"] == keys.get("num_kv_heads", keys["num_attention_heads"])
+    else:
+        assert model["use_parallel_residual"] == keys.get("gpt_j_residual", False)
+        assert model["rope_parameters"]["partial_rotary_factor"] == keys.get("rotary_pct", 1.0)
+        fused = keys.get("bias_gelu_fusion", False)
+        assert model["hidden_act"] == ("gelu_pytorch_tanh" if fused else "gelu")
+    if keys.get("init_method") == "small_init":
+        assert model["initializer_range"] == pytest.approx((0.4 / keys["hidden_size"]) ** 0.5)
     total = config.train.total_steps
     assert total == keys["train_iters"]
     warmup = config.schedule.count_warmup_steps(total)
