@@ -16,7 +16,7 @@ INSTALL_SELF = DS_BUILD_OPS=0 $(BIN)/python -m $(PIP_INSTALL) --no-build-isolati
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-user quickstart test test-full test-shard slow-times test-oldest check format docs reference bench gpu-check gpu-proof gpu-roofline kernel-proof operator-proof gpu-wheels test-deps image-deps clean
+.PHONY: help install install-user quickstart test test-full test-shard slow-times test-oldest check format docs docs-serve reference bench gpu-check gpu-proof gpu-roofline kernel-proof operator-proof gpu-wheels test-deps image-deps clean
 
 help:
 	@echo "make install-user  create .venv with what a run needs: EXTRAS=qlora,eval adds extras"
@@ -26,7 +26,8 @@ help:
 	@echo "make test-shard  one shard of the slow tests, ten minutes: SHARD=3, or by the commit;  make slow-times: time them all"
 	@echo "make test-oldest the tests that take seconds, with the lowest versions of pyproject.toml (6 GB)"
 	@echo "make check       ruff and mypy;  make format: let ruff rewrite the files"
-	@echo "make docs        build the site of docs/ into site/;  make reference: write docs/reference/ and the YAML's schema anew"
+	@echo "make docs        build the site of docs/ into site/;  make reference: write docs/reference/ and the YAML's schema again"
+	@echo "make docs-serve  the same site with search, on http://127.0.0.1:8000 (DOCS_PORT=8000)"
 	@echo "make test-deps   Chromium, fish, sshd, Slurm for the tests (Debian, as root); without them some skip"
 	@echo "make image-deps  buildah, debootstrap and runc for tests/cluster/test_image.py, likewise"
 	@echo "make bench       run every benchmark of benchmarks/ but the GPU's"
@@ -111,6 +112,12 @@ format: $(TOOLS)
 # The variable is Material's own: without it, it advertises against MkDocs 2 at every build.
 docs: $(TOOLS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+# As files the site has no search: browsers do not let a page read the index there.
+DOCS_PORT ?= 8000
+
+docs-serve: $(TOOLS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve --dev-addr 127.0.0.1:$(DOCS_PORT)
 
 # What the pages of docs/reference/ say is in the code.
 reference: $(TOOLS)

@@ -165,7 +165,7 @@ def page(outcomes: Outcomes) -> str:
     import torch
     import transformers
 
-    from tools.parameter_table import section
+    from tools.parameter_table import FOOTER, section
 
     notes: dict[str, int] = {}
 
@@ -185,10 +185,9 @@ def page(outcomes: Outcomes) -> str:
     lines = [
         "# Architectures",
         "",
-        "Written by `python tools/architectures.py --output docs/architectures.md` with",
-        f"transformers {transformers.__version__} and torch {torch.__version__.split('+')[0]}:",
-        f"{len(rows)} of the {len(outcomes)} model types of causal LMs;",
-        f"{len(left_out)} are skipped, with the reasons at the end.",
+        f"Tried with transformers {transformers.__version__} and torch "
+        f"{torch.__version__.split('+')[0]}: {len(rows)} of the {len(outcomes)} model types of "
+        f"causal LMs. {len(left_out)} are skipped; their reasons are below the table.",
         "",
         legend,
         "",
@@ -215,6 +214,8 @@ def page(outcomes: Outcomes) -> str:
         ),
         "",
         *section(),
+        FOOTER,
+        "",
     ]
     return "\n".join(lines)
 

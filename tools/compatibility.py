@@ -6,6 +6,7 @@ python tools/compatibility.py --output docs/compatibility.md
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
 from bigtrain.settings.compatibility.check import RULES  # noqa: E402
-from bigtrain.settings.compatibility.facts import Facts  # noqa: E402
+from bigtrain.settings.compatibility.facts import FACTS, Facts  # noqa: E402
 from bigtrain.settings.compatibility.rule import Rule  # noqa: E402
 from tools.compatibility_traps import TRAPS, Trap  # noqa: E402
 
@@ -23,18 +24,16 @@ __all__ = ["TRAPS", "page"]
 _HEAD = """\
 # What cannot run
 
-Written by `python tools/compatibility.py --output docs/compatibility.md` from
-`bigtrain/settings/compatibility/` and `tools/compatibility_traps/`. Every run refuses these
-combinations before there is a process group, and `bigtrain check` those that it can know: of a
-device with `--device` only, never a missing libaio, and the heads that tensor-parallel ranks divide
-as transformers' plan for the model's type has them, without the defaults of key-value heads.
-Each has a test made from its example
-(`tests/unit/settings/compatibility/test_compatibility.py`). A leading `ds:` is
-a key of the DeepSpeed JSON, any other of the run. The last column is what the rule itself
-changes of the example; an error names other ways too.
+Every run refuses these combinations before there is a process group. `bigtrain check` refuses
+those that it can know: a device only with `--device`, a missing libaio never. It reads the heads
+that tensor-parallel ranks divide from transformers' plan for the type of the model.
 
-| rule | key | reason | example | nearest that runs |
-|---|---|---|---|---|
+The key in parentheses is the one that the error names. A leading `ds:` is a key of the DeepSpeed
+JSON, any other key is of the run. The last column is what the rule itself changes of the example;
+an error names other ways too.
+
+| rule | example | nearest that runs |
+|---|---|---|
 """
 
 _FOUND = """
@@ -57,12 +56,45 @@ handling here.
 |---|---|---|---|---|
 """
 
+_WRITTEN = """
+Written by `python tools/compatibility.py --output docs/compatibility.md` from
+`bigtrain/settings/compatibility/` and `tools/compatibility_traps/`. Each rule has a test made from
+its example (`tests/unit/settings/compatibility/test_compatibility.py`).
+"""
+
+_MODEL_KEYS = {
+    "attention_heads": "num_attention_heads",
+    "cut_heads": "num_attention_heads",
+    "cut_key_heads": "num_key_value_heads",
+    "num_layers": "num_hidden_layers",
+    "max_positions": "max_position_embeddings",
+    "num_experts": "num_experts",
+}
+"""Keys of a model's config.json by the facts that are read from it."""
+_SWITCHES = {
+    "num_mtp_layers": ("layers for multi-token prediction", "no such layers in the model"),
+    "has_tensor_plan": ("a tensor-parallel plan", "no tensor-parallel plan"),
+    "async_io": ("libaio", "no libaio"),
+    "accelerate": ("engine settings of accelerate", "a DeepSpeed JSON"),
+    "isolates": ("`data.document_boundaries=isolate`", "`data.document_boundaries=ignore`"),
+    "pipeline_block": ("a block `ds:pipeline`", "no block `ds:pipeline`"),
+    "freezes": ("`model.frozen` or `adapters`", "no `model.frozen`, no `adapters`"),
+    "loss_terms": ("`objective.z_loss` or `objective.label_smoothing`", "`objective.z_loss=0`"),
+    "needs_reference": ("an objective with a reference", "`objective.type=next_token`"),
+    "scores_samples": ("a score head", "`objective.type=next_token`"),
+    "stored_reference": ("`objective.reference`", "no `objective.reference`"),
+    "grows_vocabulary": ("`model.vocabulary`", "no `model.vocabulary`"),
+    "stops_early": ("`evaluation.early_stopping`", "no `evaluation.early_stopping`"),
+    "bias_updates": ("`moe.bias_update_rate` above 0", "`moe.bias_update_rate=0`"),
+}
+"""Facts that are true or false without being a key of their own: as users set or see them."""
+
 
 def page() -> str:
     """Return the text of docs/compatibility.md."""
     rules = "\n".join(_row(name, rule) for name, rule in RULES.items())
     traps = "\n".join(_trap(trap) for trap in TRAPS)
-    return f"{_HEAD}{rules}\n{_FOUND}{traps}\n"
+    return f"{_HEAD}{rules}\n{_FOUND}{traps}\n{_WRITTEN}"
 
 
 def _row(name: str, rule: Rule) -> str:
@@ -70,16 +102,33 @@ def _row(name: str, rule: Rule) -> str:
     nearest = rule.nearest(example)
     # Also the defaults that the last column changes.
     facts = dict(_differences(Facts(), example)) | dict(_differences(nearest, example))
-    said = [f"`{name}={value!r}`" for name, value in facts.items()]
-    instead = [f"`{name}={value!r}`" for name, value in _differences(example, nearest)]
-    cells = (
-        name,
-        f"`{rule.features[0].fact.key}`",
-        rule.problem(example).rule,
-        ", ".join(said),
-        ", ".join(instead),
-    )
+    said = [setting(name, value) for name, value in facts.items()]
+    instead = [setting(name, value) for name, value in _differences(example, nearest)]
+    key = rule.features[0].fact.key
+    title = f"**{name}** (`{key}`): {rule.problem(example).rule}"
+    cells = (title, ", ".join(said), ", ".join(instead))
     return f"| {' | '.join(cells)} |"
+
+
+def setting(name: str, value: object) -> str:
+    """Return a fact with this value as a user sets it, or sees it in the model or the machine."""
+    if name in _SWITCHES:
+        return _SWITCHES[name][0 if value else 1]
+    if name == "world_size":
+        return f"{value} rank{'s' if value != 1 else ''}"
+    if name == "device":
+        return f"`--device {value}`"
+    if name == "pipeline_settings":
+        assert isinstance(value, tuple)
+        names = " and ".join(f"`ds:pipeline.{key}`" for key in value)
+        return names or "nothing else in `ds:pipeline`"
+    if name in _MODEL_KEYS:
+        key = _MODEL_KEYS[name]
+        return f"`{key}={value}` of the model" if value else f"a model without `{key}`"
+    if name == "num_sites" and not value:
+        return "no `sites`"
+    text = value if isinstance(value, str) else json.dumps(value)
+    return f"`{FACTS[name].key}={text}`"
 
 
 def _differences(before: Facts, after: Facts) -> Iterator[tuple[str, object]]:

@@ -22,6 +22,7 @@ if str(ROOT) not in sys.path:
 SEQUENCE_LENGTH = 1024
 """Of the samples in which gradients are looked for."""
 TITLE = "## Weight decay and Muon"
+FOOTER = "Written by `python tools/architectures.py --output docs/architectures.md`."
 COLUMNS = (
     "Muon takes, decays",
     "Muon leaves to AdamW, decays",
@@ -30,14 +31,14 @@ COLUMNS = (
     "no gradient from text",
 )
 _EXPLANATION = (
-    "Written by `python tools/parameter_table.py --output docs/architectures.md`. By the roles in "
-    "`bigtrain/models/layers/parameter_roles.py`: weight decay falls on the weights of products "
-    "(linear layers, experts, routers, convolutions, the head) and, with "
-    "`optimizer.decay_embeddings`, on tables of embeddings; not on norms, biases, states of "
-    "recurrent layers, scales, sinks and whatever else there is. `optimizer.type: muon` takes the "
-    "first column and leaves the rest to AdamW. Names are the last parts of the model's. What "
-    "transformers keeps in float32, and what gets no gradient from text, which is not trained, is "
-    "shown by modules where all of one is meant."
+    "Weight decay falls on the weights of products: linear layers, experts, routers, convolutions "
+    "and the head. With `optimizer.decay_embeddings` it falls on embeddings, too. It does not fall "
+    "on norms, biases, states of recurrent layers, scales and sinks. `optimizer.type: muon` takes "
+    "the first column and leaves the rest to AdamW. The table has the last parts of the "
+    "parameters' names. The last two columns name a module where they mean all of its parameters. "
+    "What gets no gradient from text is not trained. This table is written by "
+    "`python tools/parameter_table.py --output docs/architectures.md` from the roles in "
+    "`bigtrain/models/layers/parameter_roles.py`."
 )
 
 
@@ -131,8 +132,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", type=Path, required=True, help="the page to rewrite")
     args = parser.parse_args()
-    before, _, _ = args.output.read_text(encoding="utf-8").partition(TITLE)
-    args.output.write_text(before + "\n".join(section()), encoding="utf-8")
+    before, _, own_text = args.output.read_text(encoding="utf-8").partition(TITLE)
+    footer = own_text[own_text.index(FOOTER) :] if FOOTER in own_text else ""
+    args.output.write_text(before + "\n".join([*section(), footer]), encoding="utf-8")
     return 0
 
 

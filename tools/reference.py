@@ -36,7 +36,7 @@ from tools.reference_fields import fields_page  # noqa: E402
 from tools.reference_python import python_page  # noqa: E402
 
 OUTPUT = ROOT / "docs" / "reference"
-_WRITTEN = "Written by `python tools/reference.py` from {source}; do not edit this page.\n"
+_WRITTEN = "\nWritten by `python tools/reference.py` from {source}; do not edit this page.\n"
 
 # Advice to the user by exit code.
 _START_AGAIN = {
@@ -50,21 +50,25 @@ _START_AGAIN = {
 
 def pages() -> dict[str, str]:
     """Return the text of every page, by the name of its file."""
-    return {
-        "configuration.md": _WRITTEN.format(
-            source="`bigtrain/settings/run_config.py` and `bigtrain/settings/sections/`"
-        ).join(fields_page()),
-        "commands.md": _commands(),
-        "exit_codes.md": _exit_codes(),
-        "metrics.md": _metrics(),
-        "deepspeed_keys.md": _WRITTEN.format(
-            source="`bigtrain/settings/deepspeed/accepted.py`"
-        ).join(deepspeed_keys_page()),
-        "convert.md": _WRITTEN.format(source="`bigtrain/settings/conversion/`").join(
-            convert_page()
+    texts = {
+        "configuration.md": (
+            fields_page(),
+            "`bigtrain/settings/run_config.py` and `bigtrain/settings/sections/`",
         ),
-        "row_keys.md": _row_keys(),
-        "python.md": _WRITTEN.format(source="the functions").join(python_page()),
+        "commands.md": (_commands(), "`bigtrain/commands/` and `bigtrain/train.py`"),
+        "exit_codes.md": (_exit_codes(), "`bigtrain/errors.py`"),
+        "metrics.md": (
+            _metrics(),
+            "`bigtrain/metrics/step_metrics.py` and `bigtrain/run/reporting/metrics.py`",
+        ),
+        "deepspeed_keys.md": (deepspeed_keys_page(), "`bigtrain/settings/deepspeed/accepted.py`"),
+        "convert.md": (convert_page(), "`bigtrain/settings/conversion/`"),
+        "row_keys.md": (_row_keys(), "`bigtrain/data/documents/row_keys.py`"),
+        "python.md": (python_page(), "the functions"),
+    }
+    return {
+        name: f"{text.rstrip()}\n{_WRITTEN.format(source=source)}"
+        for name, (text, source) in texts.items()
     }
 
 
@@ -74,7 +78,6 @@ def pages() -> dict[str, str]:
 def _commands() -> str:
     parts = [
         "# Commands\n",
-        _WRITTEN.format(source="`bigtrain/commands/` and `bigtrain/train.py`"),
         "`bigtrain COMMAND --help` prints the same. [Exit codes](exit_codes.md) have their own "
         "page.\n",
         "| command | what it does |\n|---|---|",
@@ -141,7 +144,6 @@ def _row_keys() -> str:
     """Return the page of the keys that other tools read in a row, and what is done with each."""
     parts = [
         "# Keys of a row\n",
-        _WRITTEN.format(source="`bigtrain/data/documents/row_keys.py`"),
         "Each key that TRL, Axolotl, LLaMA-Factory, ms-swift and transformers read in a row, in "
         "the [formats](../howto/your_data.md) of `bigtrain tokenize --format`. A key that changes "
         "what is learned is used or refused. Values that change nothing (`null`, empty, a weight "
@@ -165,7 +167,6 @@ def _row_keys() -> str:
 def _exit_codes() -> str:
     parts = [
         "# Exit codes\n",
-        _WRITTEN.format(source="`bigtrain/errors.py`"),
         "| exit code | name | meaning | start it again? |\n|---|---|---|---|",
         "| 0 | | complete | |",
         "| 1 | | a bug, or a process that the watchdog could only end from C | yes |",
@@ -213,9 +214,6 @@ def _error_rows(error: type[errors.BigtrainError]) -> Iterator[str]:
 def _metrics() -> str:
     parts = [
         "# Metrics\n",
-        _WRITTEN.format(
-            source="`bigtrain/metrics/step_metrics.py` and `bigtrain/run/reporting/metrics.py`"
-        ),
         "## A logged step\n",
         "| field | type | meaning |\n|---|---|---|",
     ]

@@ -14,8 +14,8 @@ it. A key that is not here is refused too.
 """
 
 
-def convert_page() -> tuple[str, str]:
-    """Return the parts of the page before and after the line that names its source."""
+def convert_page() -> str:
+    """Return the page, without the line that names its source."""
     parts = [_HEAD]
     for trainer in TRAINERS.values():
         # LLaMA-Factory's files have all keys of HF Trainer.
@@ -31,4 +31,4 @@ def convert_page() -> tuple[str, str]:
             if not (is_shared and TRAINER_TABLE.get(key) == row)
         ]
         parts.append("| key | here |\n|---|---|\n" + "\n".join(rows) + "\n")
-    return "# Keys of other trainers\n\n", "\n" + "\n".join(parts)
+    return "# Keys of other trainers\n\n" + "\n".join(parts)

@@ -24,12 +24,12 @@ a key may also have its field name (`max_live_parameters` is `stage3_max_live_pa
 """
 
 
-def deepspeed_keys_page() -> tuple[str, str]:
-    """Return the parts of the page before and after the line that names its source."""
+def deepspeed_keys_page() -> str:
+    """Return the page, without the line that names its source."""
     rows = "\n".join(map(_row, sorted(ROWS, key=lambda row: row.key)))
     refused = "\n".join(_refused())
     tail = f"## Refused\n\n| key | reason | fix |\n|---|---|---|\n{refused}\n"
-    return "# DeepSpeed keys\n\n", f"\n{_HEAD}{rows}\n\n{tail}"
+    return f"# DeepSpeed keys\n\n{_HEAD}{rows}\n\n{tail}"
 
 
 def _row(row: Row) -> str:

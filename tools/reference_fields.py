@@ -114,8 +114,8 @@ _SUFFIXES = {
 }
 
 
-def fields_page() -> tuple[str, str]:
-    """Return the title of the page, and the text below the line about its generation."""
+def fields_page() -> str:
+    """Return the page, without the line that names its source."""
     parts = [
         "Every field can also be given on the command line as `section.key=value`. A field without "
         "a default is required. `bigtrain check --config RUN.yaml --resolved` shows the values "
@@ -130,7 +130,7 @@ def fields_page() -> tuple[str, str]:
         else:
             parts += _section(name, section)
     parts += ["## Without a section\n", _field_table("", RunConfig, own)]
-    return "# Run YAML\n\n", "\n" + "\n".join(parts)
+    return "# Run YAML\n\n" + "\n".join(parts)
 
 
 def _section(name: str, section: type[Section]) -> list[str]:

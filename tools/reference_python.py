@@ -24,8 +24,8 @@ _CLASSES = [
 _ERRORS = [name for name in bigtrain._HOME if bigtrain._HOME[name] == "bigtrain.errors"]
 
 
-def python_page() -> tuple[str, str]:
-    """Return the title of the page, and the text below the line about its generation."""
+def python_page() -> str:
+    """Return the page, without the line that names its source."""
     parts = [
         "\n[Use it from Python](../howto/python.md) has an example of each.\n",
         "## Functions\n",
@@ -41,7 +41,7 @@ def python_page() -> tuple[str, str]:
         f"{', '.join(f'`bigtrain.{name}`' for name in _ERRORS)}: see "
         "[exit codes and errors](exit_codes.md).\n",
     ]
-    return "# Python\n\n", "\n".join(parts)
+    return "# Python\n\n" + "\n".join(parts)
 
 
 def _function(name: str, function: Any) -> Iterator[str]:

@@ -15,10 +15,15 @@ from bigtrain.report.run_files import Run, finite
 NOT_KNOWN = "\u2013"
 """A dash."""
 Rows = list[tuple[str, str]]
+_TIME_LEFT_INDEX = 2
+"""After the steps and the last loss."""
+_PACE_POINTS = 50
+"""Points of the curves, from the newest back, whose pace gives the time left."""
 
 
-def headline(run: Run) -> Rows:
-    """Return the summary statistics of a run: name and text."""
+def headline(run: Run, is_live: bool = False) -> Rows:
+    """Return the summary statistics of a run: name and text. `is_live`: of a page that is served
+    while the run may still train; it has the time left, too."""
     metrics, prediction = run.metrics, run.files.prediction
     last = metrics.last or {}
     best = metrics.best or {}
@@ -28,7 +33,7 @@ def headline(run: Run) -> Rows:
     total_steps = "" if run.total_steps is None else f" of {run.total_steps:,}"
     rows: Rows = [
         ("Steps", f"{last.get('step', 0):,}{total_steps}"),
-        ("Loss at the end", number(finite(last.get("loss")), 4)),
+        ("Last loss", number(finite(last.get("loss")), 4)),
         ("Best held-out loss", best_text),
         ("Tokens", count(last.get("tokens"))),
         ("Samples", count(last.get("samples"))),
@@ -37,6 +42,8 @@ def headline(run: Run) -> Rows:
         ("Model FLOPs utilization, mean", percent(mean(run, "model_flops_utilization"))),
         ("Peak memory", _with_unit(peak(run, "memory_gib"), "GiB", 2)),
     ]
+    if is_live:
+        rows.insert(_TIME_LEFT_INDEX, ("Time left", duration(seconds_left(run))))
     if prediction is not None:
         rows += [
             ("Throughput, predicted", _with_unit(prediction.tokens_per_second, "tokens/s", 0)),
@@ -96,6 +103,23 @@ def training_hours(run: Run) -> float:
     """Return the hours of the logged steps, without startup and rolled-back steps."""
     hours = run.metrics.steps.reduced().last["hours"]
     return float(hours[-1]) if len(hours) else 0.0
+
+
+def seconds_left(run: Run) -> float:
+    """Return the seconds that the steps left take at the pace of the newest logged steps, without
+    evaluations and checkpoints; infinite if the run's length or pace is not known."""
+    reduced = run.metrics.steps.reduced()
+    steps, hours = reduced.last["step"], reduced.last["hours"]
+    if run.total_steps is None or not len(steps):
+        return math.inf
+    first = max(0, len(steps) - 1 - _PACE_POINTS)
+    if steps[-1] > steps[first]:
+        seconds_per_step = (hours[-1] - hours[first]) * 3600 / (steps[-1] - steps[first])
+    else:
+        step_seconds = finite((run.metrics.last or {}).get("step_seconds"))
+        seconds_per_step = math.inf if step_seconds is None else step_seconds
+    num_steps_left = max(0, run.total_steps - int(steps[-1]))
+    return float(num_steps_left * seconds_per_step) if num_steps_left else 0.0
 
 
 def mean(run: Run, name: str) -> float | None:

@@ -57,7 +57,7 @@ class LivePage:
             answer = {
                 "charts": charts_data(self._runs),
                 "runs": list(map(run_data, self._runs, marks, since)),
-                "sections": sections_html(self._runs, marks),
+                "sections": sections_html(self._runs, marks, is_live=True),
                 **self._live(),
             }
             return json.dumps(answer, allow_nan=False).encode()

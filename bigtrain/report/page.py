@@ -61,13 +61,15 @@ def page_html(runs: Sequence[Run], live: Mapping[str, Any] | None = None) -> str
         data=json_in_html(data),
         library=library,
         program=program,
-        sections=sections_html(runs, marks),
+        sections=sections_html(runs, marks, is_live=live is not None),
     )
     # JSON may contain lone surrogates, which UTF-8 cannot encode.
     return html.encode(errors="replace").decode()
 
 
-def sections_html(runs: Sequence[Run], marks: Sequence[Sequence[Marks]]) -> dict[str, str]:
+def sections_html(
+    runs: Sequence[Run], marks: Sequence[Sequence[Marks]], *, is_live: bool
+) -> dict[str, str]:
     """Return the page's sections other than its charts, by name; a live page gets them on each
     update."""
     # The titles of the charts for which no run has values, as words within a sentence.
@@ -85,7 +87,7 @@ def sections_html(runs: Sequence[Run], marks: Sequence[Sequence[Marks]]) -> dict
     }
     # The summary statistics by name, with a text for each run, which may lack it.
     columns = [
-        dict([*headline(run), *incidents(run, run_marks)])
+        dict([*headline(run, is_live), *incidents(run, run_marks)])
         for run, run_marks in zip(runs, marks, strict=True)
     ]
     statistics = dict.fromkeys(name for column in columns for name in column)

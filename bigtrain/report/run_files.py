@@ -291,18 +291,26 @@ def open_runs(directories: Sequence[Path], final: bool = True) -> list[Run]:
     max_buckets = MAX_BUCKETS
     while max_buckets > _FEWEST_BUCKETS and max_buckets * len(directories) > 2 * MAX_BUCKETS:
         max_buckets //= 2
+    files = [read_run_files(directory) for directory in directories]
+    paths = list(directory_by_path)
+    names = _names(paths) if len(paths) > 1 else [_configured_name(paths[0], files[0].config)]
     runs = [
-        Run(
-            name,
-            directory,
-            MetricsFile(directory / "metrics.jsonl", max_buckets),
-            read_run_files(directory),
-        )
-        for name, directory in zip(_names(list(directory_by_path)), directories, strict=True)
+        Run(name, directory, MetricsFile(directory / "metrics.jsonl", max_buckets), run_files)
+        for name, directory, run_files in zip(names, directories, files, strict=True)
     ]
     for run in runs:
         run.metrics.read(final)
     return runs
+
+
+def _configured_name(path: Path, config: Mapping[str, Any] | None) -> str:
+    """Return `output.directory` as the user set it, such as ``runs/quickstart/run``; the last part
+    of the directory's path if the directory was moved or copied since, or has no settings."""
+    output = (config or {}).get("output")
+    directory = output.get("directory") if isinstance(output, dict) else None
+    if not isinstance(directory, str) or Path(directory).name != path.name:
+        return path.name
+    return directory.rstrip("/")
 
 
 def _names(paths: Sequence[Path]) -> list[str]:

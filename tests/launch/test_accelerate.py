@@ -60,3 +60,51 @@ def test_answers_run_as_they_are(
     losses = metrics(tmp_path / "run")
     assert list(losses) == list(range(1, STEPS + 1))
     assert losses == pytest.approx(metrics(finished_run), abs=1e-5)
+
+
+ENTER = {
+    # The first row of the menu, on a machine without GPUs.
+    "Which type of machine": 0,
+    "Do you want to use DeepSpeed": "no",
+    "What GPU(s)": "all",
+    "enable numa efficiency": "no",
+}
+"""Further answers, where a user presses Enter at every question."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("answers", "batch", "accumulation"),
+    [
+        ({"should be used for distributed training": "1"}, {}, 4),
+        ({"should be used for distributed training": "2"}, {"micro_batch_size": 1}, 4),
+        (ENTER, {"micro_batch_size": 1}, 8),
+    ],
+    ids=["one process", "two processes", "enter at every question"],
+)
+def test_the_wizard_s_defaults_start_a_run_as_it_is(
+    inputs: Inputs,
+    home: Path,
+    finished_run: Path,
+    tmp_path: Path,
+    answers: dict[str, str | int],
+    batch: dict[str, int],
+    accumulation: int,
+) -> None:
+    """Accumulation 1 and ZeRO 2 are what Enter answers, so a run's own values count."""
+    config_file = answer(tmp_path / "accelerate.yaml", answers)
+    tree: dict[str, Any] = run_tree(inputs.shards, tmp_path / "run")
+    tree["batch"] |= batch
+    tree["output"]["export"] = False
+    run_yaml = tmp_path / "run.yaml"
+    run_yaml.write_text(yaml.safe_dump(tree))
+    finished = launched(config_file, run_yaml, home)
+    assert finished.code == 0, finished.output
+    assert "Traceback" not in finished.output
+    rendered = json.loads((tmp_path / "run" / "deepspeed.json").read_text())
+    assert rendered["gradient_accumulation_steps"] == accumulation
+    assert rendered["zero_optimization"]["stage"] == 0
+    assert metrics(tmp_path / "run") == pytest.approx(metrics(finished_run), abs=1e-5)
+    if answers is not ENTER:
+        said = (tmp_path / "run" / "log.txt").read_text()
+        assert "gradient_accumulation_steps = 1 is the wizard's default and counts as" in said

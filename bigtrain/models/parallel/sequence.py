@@ -24,7 +24,9 @@ from torch.nn import Module
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
-    packed_sequence_compatibility_function,
+    and_masks,
+    packed_sequence_mask_function,
+    remap_positions_for_packed_sequence,
 )
 
 from bigtrain.errors import ModelError, one_line
@@ -303,8 +305,10 @@ class SequenceParallel:
             attention_mask = None
             # transformers finds documents in the positions, of which the model has only a part.
             if self._documents is not None and self._base not in IMPLEMENTATIONS.values():
-                mask_function = packed_sequence_compatibility_function(
-                    mask_function, self._positions, self._documents
+                assert mask_function is not None
+                mask_function = and_masks(
+                    packed_sequence_mask_function(self._documents),
+                    remap_positions_for_packed_sequence(mask_function, self._positions),
                 )
                 kwargs["allow_is_causal_skip"] = False
         return build(

@@ -217,4 +217,5 @@ def is_neox(arguments: Mapping[str, Any]) -> bool:
 def is_megatron(arguments: Mapping[str, Any]) -> bool:
     """Return whether arguments are Megatron-LM's."""
     own = {"tensor_model_parallel_size", "micro_batch_size", "lr_warmup_fraction", "train_iters"}
+    own |= {"normalization", "num_query_groups"}  # of a file with the model's arguments only
     return bool(own & arguments.keys()) and "num_layers" in arguments

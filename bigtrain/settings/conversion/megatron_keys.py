@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from bigtrain.settings.conversion.tables import Table, note, only, read, refused, rows, sets
+from bigtrain.settings.conversion.tables import Table, note, read, refused, rows, sets
 
 NEOX_NAME, MEGATRON_NAME = "GPT-NeoX", "Megatron-LM"
 _MODEL = read("`model.config`")
 _FASTER = note("the same results, faster or with less memory")
 _PROGRAM = note("is of the program, not of the training")
-_INITIALIZATION_TEXT = "initial weights are drawn with one standard deviation (initializer_range)"
+INITIALIZATION = "initial weights are drawn with one standard deviation (initializer_range)"
 
 NEOX_DEFAULTS: Mapping[str, Any] = {
     "weight_decay": 0.1,
@@ -51,9 +51,12 @@ _SHARED: Table = {
         "group_query_attention mlp_multiple_of untie_embeddings_and_output_weights no_weight_tying "
         "gpt_j_residual rms_norm_epsilon layernorm_epsilon norm_epsilon vocab_size hidden_dropout "
         "attention_dropout disable_bias_linear add_bias_linear use_bias_in_norms "
-        "use_bias_in_attn_linear use_bias_in_mlp init_method_std kv_channels",
+        "use_bias_in_attn_linear use_bias_in_mlp init_method_std kv_channels padded_vocab_size "
+        "add_qkv_bias",
         _MODEL,
     ),
+    "init_method": read("normal and small_init: `model.config.initializer_range`"),
+    "output_layer_init_method": read("normal, or scaled_normal, which is listed"),
     "seq_length": sets("batch.sequence_length"),
     "train_iters": sets("train.steps"),
     **rows("lr min_lr", read("`optimizer.lr`, `schedule.min_lr_ratio`")),
@@ -101,8 +104,6 @@ NEOX_TABLE: Table = {
     "checkpoint_factor": sets("checkpoint.every_steps"),
     "keep_last_n_checkpoints": sets("checkpoint.keep_last"),
     "extra_save_iters": note("checkpoints are at multiples of checkpoint.every_steps"),
-    "init_method": only(("normal",), _INITIALIZATION_TEXT),
-    "output_layer_init_method": only(("normal",), _INITIALIZATION_TEXT),
     "attention_config": read("only flash and global"),
     "rope_fusion": _FASTER,
     **rows(
@@ -112,7 +113,24 @@ NEOX_TABLE: Table = {
         "contiguous_checkpointing checkpoint_in_cpu pipe_partition_size expert_interval",
         _FASTER,
     ),
-    "bias_gelu_fusion": read("`model.config.hidden_act`: its GELU is the tanh approximation"),
+    "bias_gelu_fusion": read("`model.config.hidden_act`: gelu_pytorch_tanh"),
+    "override_lr_scheduler": note(
+        "a resume that changes the schedule needs checkpoint.allow_changes"
+    ),
+    "use_checkpoint_lr_scheduler": note("a resume keeps the schedule of the run"),
+    "sliding_window_width": refused(
+        "attention within a window: model.config of a mistral has sliding_window, one more"
+    ),
+    "use_bnb_optimizer": refused("optimizer.type=adamw_8bit is bitsandbytes' AdamW in 8 bits"),
+    "deepspeed_extra_args": refused("keys of DeepSpeed: engine.deepspeed_config names a JSON"),
+    "attention_type": refused("is not an argument of GPT-NeoX 2.0: attention_config"),
+    "warmup_iters": refused("is not an argument of GPT-NeoX 2.0: warmup, a share of the steps"),
+    "decay_lr_to": refused("is not an argument of GPT-NeoX 2.0: min_lr"),
+    **rows(
+        "te_fp8_format te_fp8_wgrad te_fp8_amax_history_len te_fp8_amax_compute_algo "
+        "te_fp8_margin fp8",
+        refused("Transformer Engine's float8: precision.float8 has another scaling"),
+    ),
     **rows(
         "data_impl steps_per_print wall_clock_breakdown hostfile launcher comment include "
         "checkpoint_validation_with_forward_pass log_grad_norm log_optimizer_states print "
@@ -126,7 +144,9 @@ NEOX_TABLE: Table = {
         "train_impl dataset_impl kto_fp32 dpo_beta kto_beta pack_impl pos_train_data_paths "
         "moe_num_experts "
         "num_experts sparsity_config soft_prompt_tuning mup_width_scale use_mup "
-        "mamba_selective_scan_fusion gmlp_attn_dim te_columnparallel te_layernorm_mlp te_mha",
+        "mamba_selective_scan_fusion mamba_causal_conv_fusion mamba_inner_func_fusion "
+        "mamba_use_bias_in_conv mamba_use_bias_in_linears gmlp_attn_dim te_columnparallel "
+        "te_layernorm_mlp te_mha",
         refused("is not converted; write the run YAML by `bigtrain init`"),
     ),
 }

@@ -6,11 +6,12 @@ Pure but for reading a tokenizer's file. Defaults: `NEOX_DEFAULTS` and `MEGATRON
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 from bigtrain.settings.conversion.draft import Draft
-from bigtrain.settings.conversion.megatron_keys import MEGATRON_NAME, NEOX_NAME
+from bigtrain.settings.conversion.megatron_keys import INITIALIZATION, MEGATRON_NAME, NEOX_NAME
 
 _PLAIN_ACTIVATIONS = {
     "gelu": "gelu",
@@ -64,9 +65,14 @@ def set_model(draft: Draft, *, uses_rms: bool) -> None:
             "model.config, with a model_type that has both",
         )
         return
-    config: dict[str, Any] = {"model_type": "llama" if uses_rms else "gpt_neox", **sizes}
+    model_type = "llama" if uses_rms else "gpt_neox"
+    if draft.value("add_qkv_bias") and uses_rms:
+        model_type = "qwen2"  # a llama whose projections of queries, keys and values have biases
+    elif draft.value("add_qkv_bias"):
+        draft.refuse("add_qkv_bias", "goes with RMS norms and SwiGLU (qwen2)", "model.config")
+    config: dict[str, Any] = {"model_type": model_type, **sizes}
     config["vocab_size"] = _vocabulary_rows(draft)
-    _set_initial_weights(draft, config)
+    config["initializer_range"] = _initializer_range(draft, sizes["hidden_size"])
     # NeoX ties embedding and head unless told otherwise; so does Megatron.
     untied = draft.value("no_weight_tying") or draft.value("untie_embeddings_and_output_weights")
     config["tie_word_embeddings"] = not untied
@@ -80,16 +86,25 @@ def set_model(draft: Draft, *, uses_rms: bool) -> None:
     draft.set("model.config", config)
 
 
-def _set_initial_weights(draft: Draft, config: dict[str, Any]) -> None:
-    """Set the deviation of initial weights, and list what is drawn otherwise there."""
-    if (deviation := draft.number("init_method_std")) is not None:
-        config["initializer_range"] = float(deviation)
-    if "output_layer_init_method" not in draft.keys:
-        draft.notes.append(
-            f"output_layer_init_method: {draft.trainer}'s default draws output projections with "
-            "init_method_std / sqrt(2 num_layers); here all weights are drawn with one standard "
-            "deviation (initializer_range)"
-        )
+def _initializer_range(draft: Draft, hidden_size: int) -> float:
+    """Return the standard deviation of the initial weights. Outputs of attention and MLP have
+    another one in both trainers: by default this is listed, and a value of the file is refused."""
+    method = draft.value("init_method", "normal")
+    standard_deviation = float(draft.number("init_method_std", 0.02))
+    if method == "small_init":  # megatron/model/init_functions.py, small_init_init_method
+        standard_deviation = math.sqrt(2 / (5 * hidden_size))
+    elif method != "normal":
+        draft.refuse("init_method", INITIALIZATION)
+    if "output_layer_init_method" not in draft.omitted:
+        outputs = draft.value("output_layer_init_method", "scaled_normal")
+        if outputs == "scaled_normal":
+            draft.notes.append(
+                "output_layer_init_method = 'scaled_normal': initial weights of the outputs of "
+                "attention and MLP have initializer_range, not init_method_std / sqrt(2 num_layers)"
+            )
+        elif outputs != "normal" or method != "normal":
+            draft.refuse("output_layer_init_method", INITIALIZATION)
+    return standard_deviation
 
 
 def _vocabulary_rows(draft: Draft) -> int:
@@ -97,7 +112,7 @@ def _vocabulary_rows(draft: Draft) -> int:
     multiple of make_vocab_size_divisible_by x tensor-parallel size (GPT-NeoX
     megatron/tokenizer/tokenizer.py, `_vocab_size_with_padding`). A problem if neither is known and
     the user does not set it; then 0."""
-    rows = draft.number("vocab_size")
+    rows = draft.number("padded_vocab_size", draft.number("vocab_size"))
     if rows is not None:
         return int(rows)
     if "model.config.vocab_size" in draft.given_settings:
@@ -175,8 +190,13 @@ def _complete_llama(draft: Draft, config: dict[str, Any], share: float) -> None:
     if share != 1:
         draft.refuse("rotary_pct", "a llama rotates all of a head: 1", "model.config")
     has_biases = bool(draft.value("add_bias_linear")) and not draft.value("disable_bias_linear")
-    config["attention_bias"] = bool(draft.value("use_bias_in_attn_linear", has_biases))
-    config["mlp_bias"] = bool(draft.value("use_bias_in_mlp", has_biases))
+    if config["model_type"] == "llama":
+        config["attention_bias"] = bool(draft.value("use_bias_in_attn_linear", has_biases))
+        config["mlp_bias"] = bool(draft.value("use_bias_in_mlp", has_biases))
+    elif has_biases:
+        draft.refuse(
+            "add_bias_linear", "a qwen2 has the biases of add_qkv_bias only: false", "model.config"
+        )
     if draft.trainer == NEOX_NAME:
         # A gated MLP of GPT-NeoX has a third of the size for each projection, rounded up
         # (megatron/model/transformer.py, ffn_dim_in).
@@ -187,10 +207,10 @@ def _complete_llama(draft: Draft, config: dict[str, Any], share: float) -> None:
         given = draft.number("ffn_hidden_size")
         default = int(4 * hidden_size * 2 / 3) // 64 * 64
         config["intermediate_size"] = int(given or default)
-    heads = draft.number(
-        "num_kv_heads", draft.number("num_query_groups", config["num_attention_heads"])
-    )
-    config["num_key_value_heads"] = int(heads)
+    key_heads = draft.number("num_kv_heads", config["num_attention_heads"])
+    if draft.trainer == MEGATRON_NAME and draft.value("group_query_attention"):
+        key_heads = draft.number("num_query_groups", 1)
+    config["num_key_value_heads"] = int(key_heads)
     if (head_size := draft.number("kv_channels")) is not None:
         config["head_dim"] = int(head_size)
     epsilon = draft.number("rms_norm_epsilon", draft.number("norm_epsilon", 1e-5))

@@ -71,6 +71,29 @@ def test_the_headline_of_a_run(tmp_path: Path) -> None:
     assert said["Peak memory, predicted"] == "2.50 GiB"
     assert said["Throughput, predicted"] == NOT_KNOWN
     assert said["Training time"] == "1.5 s"
+    assert said["Last loss"] == number(lines[2]["loss"], 4)
+    assert "Time left" not in said  # a file is read at any time
+
+
+@pytest.mark.parametrize(
+    ("steps", "seconds", "total", "text"),
+    [
+        ([1, 2, 3], [0.5, 0.5, 0.5], 1001, "8 min 19 s"),
+        ([10], [0.5], 1000, "8 min 15 s"),
+        ([1, 2, 3], [0.5, 0.5, 0.5], 3, "0.0 s"),
+        ([1, 2, 3], [0.5, 0.5, 0.5], None, NOT_KNOWN),
+        ([], [], 1000, NOT_KNOWN),
+        # The pace of the newest points: a slow first step does not count.
+        (list(range(1, 102)), [900.0] + [1.0] * 100, 161, "1 min 00 s"),
+    ],
+)
+def test_a_live_page_has_the_time_left(
+    tmp_path: Path, steps: list[int], seconds: list[float], total: int | None, text: str
+) -> None:
+    lines = [step_line(n, step_seconds=s) for n, s in zip(steps, seconds, strict=True)]
+    config = {"train": {"steps": total}}
+    [run] = open_runs([make_run(tmp_path / "run", lines, config=config)])
+    assert dict(headline(run, is_live=True))["Time left"] == text
 
 
 def test_a_mean_leaves_gaps_out(tmp_path: Path) -> None:

@@ -30,6 +30,23 @@ def test_names_are_short_and_differ(
     assert [run.name for run in open_runs(places)] == names
 
 
+@pytest.mark.parametrize(
+    ("output", "name"),
+    [
+        ({"directory": "runs/mine/run"}, "runs/mine/run"),
+        ({"directory": "/data/runs/run/"}, "/data/runs/run"),
+        ({"directory": "runs/before_it_was_moved"}, "run"),
+        ({"directory": 3}, "run"),
+        ("none", "run"),
+    ],
+)
+def test_the_only_run_has_the_name_that_its_user_set(
+    tmp_path: Path, output: object, name: str
+) -> None:
+    [run] = open_runs([make_run(tmp_path / "run", [step_line(1)], config={"output": output})])
+    assert run.name == name
+
+
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for place, words in (

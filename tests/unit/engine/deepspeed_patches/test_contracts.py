@@ -233,7 +233,7 @@ CONTRACTS = [
     ),
     reads(
         step.speed_up_hooks,
-        lambda: torch.autograd.Function.apply.__func__,
+        lambda: torch.autograd.function,
         "inspect.signature(func)",
     ),
     takes(step.speed_up_hooks, lambda: LinearFunctionForZeroStage3.forward, *_LINEAR),

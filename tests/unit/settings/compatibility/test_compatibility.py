@@ -160,6 +160,54 @@ def test_the_page_is_what_the_tool_writes() -> None:
     assert written == tool().page(), "run tools/compatibility.py --output docs/compatibility.md"
 
 
+def test_examples_are_settings_that_a_user_can_type() -> None:
+    """Not the names of facts, such as ``cut_heads=8``."""
+    typed = {"--device cpu", "ds:pipeline.partition", "ds:pipeline.stages"}  # any key is refused
+    typed |= {"ds:optimizer.params.torch_adam", *tool()._MODEL_KEYS.values()}
+    for name, rule in RULES.items():
+        example = rule.violation()
+        differences = [*tool()._differences(Facts(), example)]
+        differences += tool()._differences(example, rule.nearest(example))
+        for fact, value in differences:
+            written = tool().setting(fact, value)
+            assert not (fact in written and "_" in fact and fact not in FACTS[fact].key), written
+            for code in re.findall(r"`([^`]+)`", written):
+                key = code.partition("=")[0]
+                assert key in typed or is_a_setting(key), f"{name}: {code}"
+
+
+def is_a_setting(key: str) -> bool:
+    """Whether the run, or with ``ds:`` the DeepSpeed JSON, has this key."""
+    path = key.removeprefix("ds:").split(".")
+    if key.startswith("ds:"):
+        keys = key_table()["keys"]
+        for part in path:
+            keys = keys.get("keys", keys) if part not in keys else keys
+            if part not in keys:
+                return False
+            keys = keys[part]
+        return True
+    schema = RunConfig.model_json_schema()
+    sections = [schema]
+    for part in path:
+        fields = {k: v for section in sections for k, v in section.get("properties", {}).items()}
+        if part not in fields:
+            return False
+        kinds = [fields[part], *fields[part].get("anyOf", ())]
+        names = [kind["$ref"].split("/")[-1] for kind in kinds if "$ref" in kind]
+        sections = [schema["$defs"][name] for name in names]
+    return True
+
+
+def test_texts_of_rules_name_no_internal_value() -> None:
+    internal = {n for n, fact in FACTS.items() if "_" in n and n not in fact.key.split(".")}
+    internal -= {"num_experts"}  # a key of a model's config.json
+    for name, rule in RULES.items():
+        problem = rule.problem(rule.violation())
+        for word in re.findall(r"\w+", f"{name} {problem}"):
+            assert word not in internal, f"{name}: {word}"
+
+
 def test_every_trap_is_refused_or_made_right_and_tested() -> None:
     traps = tool().TRAPS
     for trap in traps:

@@ -303,7 +303,12 @@ def test_arguments_of_megatron_arrive_at_their_settings(
         ({**NEOX, "use_bias_in_mlp": False}, "use_bias_in_mlp"),
         ({**NEOX, "activation": "geglu"}, "activation"),
         ({**NEOX, "vocab_size": None}, "vocab_size"),
-        ({**NEOX, "init_method": "small_init"}, "init_method"),
+        ({**NEOX, "activation": "softsign"}, "activation"),
+        ({**NEOX, **GATED, "activation": "silu"}, "norm"),  # silu has no gate there
+        ({**NEOX, "init_method": "xavier_normal"}, "init_method"),
+        ({**NEOX, "output_layer_init_method": "wang_init"}, "output_layer_init_method"),
+        ({**MEGATRON, "--init-method": "orthogonal"}, "init_method"),
+        ({**MEGATRON, "--add-qkv-bias": True, "--disable-bias-linear": None}, "add_bias_linear"),
         ({**MEGATRON, "--attention-dropout": 0, "--hidden-dropout": None}, "hidden_dropout"),
     ],
 )
@@ -315,7 +320,11 @@ def test_a_model_that_would_be_another_one_is_refused(
 
 def test_differences_that_no_key_names_are_listed(tmp_path: Path) -> None:
     notes = "\n".join(convert([write(tmp_path, {**NEOX, "warmup": 0.015})], world_size=2).notes)
-    for start in ("output_layer_init_method:", "warmup = 0.015: 1.5 steps are 1", "split = 969"):
+    for start in (
+        "output_layer_init_method = 'scaled",
+        "warmup = 0.015: 1.5 steps are 1",
+        "split = 969",
+    ):
         assert start in notes
     assert "keep_last_n_checkpoints: GPT-NeoX keeps all" in notes
 
@@ -334,7 +343,7 @@ def test_rows_of_the_embedding_follow_from_the_tokenizer(tmp_path: Path) -> None
 
 
 def test_a_setting_after_omit_is_a_setting(tmp_path: Path) -> None:
-    file, run_yaml = write(tmp_path, {**NEOX, "init_method": "small_init"}), tmp_path / "run.yaml"
+    file, run_yaml = write(tmp_path, {**NEOX, "init_method": "orthogonal"}), tmp_path / "run.yaml"
     words = ["convert", str(file), "--world-size", "2", "--output", str(run_yaml)]
     assert main([*words, "--omit", "init_method", "optimizer.lr=0.5", "seed=7"]) == 0
     config = load_run_config(str(run_yaml))
@@ -401,3 +410,26 @@ def test_a_value_arrives_at_its_setting(
     for name in path.split("."):
         found = found[name]
     assert found == value
+
+
+@pytest.mark.parametrize(
+    ("keys", "model"),
+    [
+        (NEOX, {"model_type": "gpt_neox", "hidden_act": "gelu", "initializer_range": 0.02}),
+        ({**NEOX, "activation": "relu", "bias_gelu_fusion": True}, {"hidden_act": "relu"}),
+        ({**NEOX, "init_method": "small_init"}, {"initializer_range": (0.4 / 64) ** 0.5}),
+        (MEGATRON, {"model_type": "llama", "num_key_value_heads": 2}),
+        ({**MEGATRON, "--group-query-attention": None}, {"num_key_value_heads": 4}),
+        (
+            {**MEGATRON, "--add-qkv-bias": True, "--padded-vocab-size": 1024},
+            {"model_type": "qwen2", "vocab_size": 1024},
+        ),
+    ],
+)
+def test_a_model_has_the_keys_of_its_arguments(
+    keys: dict[str, Any], model: dict[str, Any], tmp_path: Path
+) -> None:
+    conversion = convert([write(tmp_path, keys)], world_size=4)
+    assert isinstance(conversion.config.model.config, dict)
+    assert model.items() <= conversion.config.model.config.items()
+    assert any("output_layer_init_method = 'scaled_normal'" in line for line in conversion.notes)

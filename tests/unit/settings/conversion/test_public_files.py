@@ -34,13 +34,15 @@ def converted(name: str, directory: Path, omitted: list[str]) -> Conversion:
     path = directory / "found.yaml"
     path.write_text(yaml.safe_dump(FILES[name]["keys"], sort_keys=False), encoding="utf-8")
     task = FILES[name].get("task")
-    is_neox = name.startswith("EleutherAI")
+    has_rows = not name.startswith(("EleutherAI", "NVIDIA")) or any(
+        key.endswith("vocab_size") for key in FILES[name]["keys"]
+    )
     conversion = convert(
         [path],
         world_size=WORLD_SIZE,
         task=task,
         omitted=omitted,
-        overrides=["model.config.vocab_size=50432"] if is_neox else [],
+        overrides=[] if has_rows else ["model.config.vocab_size=50432"],
     )
     resolve_run(conversion.config, WORLD_SIZE)
     return conversion
@@ -120,7 +122,7 @@ def factors_of_transformers(keys: Mapping[str, Any], default: str, directory: Pa
     return factors
 
 
-OF_TRAINER = [name for name in RUNNING if not name.startswith("EleutherAI")]
+OF_TRAINER = [name for name in RUNNING if not name.startswith(("EleutherAI", "NVIDIA"))]
 
 
 @pytest.mark.parametrize("name", OF_TRAINER)
@@ -169,9 +171,17 @@ def test_a_neox_file_has_its_model_and_its_first_learning_rates(name: str, tmp_p
     assert isinstance(model, dict)
     assert model["num_hidden_layers"] == keys["num_layers"]
     assert model["hidden_size"] == keys["hidden_size"]
-    assert model["use_parallel_residual"] == keys.get("gpt_j_residual", False)
     assert model["tie_word_embeddings"] == (not keys.get("no_weight_tying", False))
-    assert model["rope_parameters"]["partial_rotary_factor"] == keys.get("rotary_pct", 1.0)
+    if keys.get("norm") == "rmsnorm":
+        assert model["model_type"] == "llama"
+        assert model["num_key_value_heads"] == keys.get("num_kv_heads", keys["num_attention_heads"])
+    else:
+        assert model["use_parallel_residual"] == keys.get("gpt_j_residual", False)
+        assert model["rope_parameters"]["partial_rotary_factor"] == keys.get("rotary_pct", 1.0)
+        fused = keys.get("bias_gelu_fusion", False)
+        assert model["hidden_act"] == ("gelu_pytorch_tanh" if fused else "gelu")
+    if keys.get("init_method") == "small_init":
+        assert model["initializer_range"] == pytest.approx((0.4 / keys["hidden_size"]) ** 0.5)
     total = config.train.total_steps
     assert total == keys["train_iters"]
     warmup = config.schedule.count_warmup_steps(total)
