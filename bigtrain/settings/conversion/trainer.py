@@ -206,6 +206,7 @@ def fill(draft: Draft, task: str | None) -> None:
             "them",
             f"--task {' or '.join(TASKS)}",
         )
+        set_training(draft, _TASKS["sft"])  # for the problems of keys that all trainers have
         return
     defaults = _TASKS[task]
     used = [f"{key} = {value}" for key, value in defaults.items() if draft.value(key) is None]

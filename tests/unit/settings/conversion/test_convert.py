@@ -141,6 +141,11 @@ def test_other_files_are_refused_as_a_whole(
     assert text in problem
 
 
+def test_a_missing_task_hides_no_other_problem(tmp_path: Path) -> None:
+    found = problems(tmp_path, DPO, world_size=None)
+    assert found.keys() == {"the trainer", "per_device_train_batch_size"}
+
+
 def test_all_keys_can_be_omitted_with_one_line(tmp_path: Path) -> None:
     keys = {**SFT, "packing": False, "neftune_noise_alpha": 5, "label_smoothing": 0.1}
     found = problems(tmp_path, keys)
