@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bigtrain.data.loading.dataset_checks import check_datasets, open_checked, pair_notes
-from bigtrain.data.loading.held_out import check_best, open_held_out_datasets
+from bigtrain.data.loading.held_out import check_best, evaluation_notes, open_held_out_datasets
 from bigtrain.data.samples.packing_plan import PackingReport, packing_reports
 from bigtrain.data.samples.phases import SourcePhase, data_hash, identify_sources
 from bigtrain.data.shards.dataset import Level, TokenDataset
@@ -150,6 +150,7 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
     if check != "listed" and not _resumes(config):
         notes += filter(None, (beginning_note(config, dataset) for dataset in datasets))
         notes += pair_notes(config, datasets)
+        notes += evaluation_notes(config, datasets, held_out_sets)
     return Inputs(
         hf_config,
         data_hash(config.data, datasets),

@@ -7,6 +7,7 @@ import pytest
 
 from bigtrain.data.loading.held_out import (
     check_best,
+    evaluation_notes,
     measured_split,
     open_held_out_datasets,
     tokens_per_byte,
@@ -99,3 +100,32 @@ def test_the_best_needs_figures(tmp_path: Path) -> None:
     assert "data has no held-out documents" in of_data
     (unknown,) = check("held_out_bits_per_byte", [law])
     assert "is unknown for law: only some tokens of a conversation have a loss" in unknown
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "has_held_out", "noted_keys"),
+    [
+        ({"held_out": []}, False, ["evaluation.every_steps"]),
+        (
+            {"held_out": [], "every_steps": None, "every_epochs": 0.5},
+            False,
+            ["evaluation.every_epochs"],
+        ),
+        ({}, False, []),
+        ({"held_out": []}, True, []),
+        ({"held_out": [], "prompts": ["A"]}, False, []),
+        ({"held_out": [], "every_steps": None}, False, []),
+    ],
+)
+def test_evaluations_that_measure_nothing_are_named(
+    tmp_path: Path, evaluation: dict[str, Any], has_held_out: bool, noted_keys: list[str]
+) -> None:
+    data = write_dataset(tmp_path / "data", vocab_size=VOCAB_SIZE)
+    if not has_held_out:
+        without_held_out(data)
+    write_dataset(tmp_path / "law", vocab_size=VOCAB_SIZE)
+    config = config_of(tmp_path, evaluation=evaluation)
+    datasets = [open_dataset(data)]
+    sets, _ = open_held_out_datasets(config, datasets)
+    notes = evaluation_notes(config, datasets, sets)
+    assert [note.split(" = ")[0] for note in notes] == noted_keys
