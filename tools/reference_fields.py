@@ -47,6 +47,7 @@ UNITS = {
     "guard.spike_sigma": "standard deviations",
     "guard.window": "optimizer steps",
     "model.gradient_checkpointing": "layers",
+    "model.neftune_noise_alpha": "ratio",
     "model.tiled_mlp": "tiles",
     "model.vocabulary.pad_to_multiple_of": "rows",
     "moe.bias_update_rate": "score per optimizer step",

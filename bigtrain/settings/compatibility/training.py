@@ -219,6 +219,14 @@ MULTI_TOKEN_PREDICTION: Mapping[str, Rule] = {
         has.EXPERTS, _NO_EXPERTS, example=_ZERO_1
     ),
     "multi-token prediction with adapters": _LOOP.lacks(has.ADAPTERS),
+    "multi-token prediction with noise on embeddings": _LOOP.lacks(
+        Feature(
+            Facts.noise_alpha,
+            5.0,
+            "model.neftune_noise_alpha=null",
+            clause="with noise on embeddings",
+        )
+    ),
     "multi-token prediction with float16": _LOOP.lacks(has.FLOAT16),
     "multi-token prediction with float8": _LOOP.lacks(has.FLOAT8),
     "multi-token prediction with Liger's loss": _LOOP.lacks(has.LIGER_LOSS),
