@@ -13,6 +13,8 @@ PRESETS: tuple[Preset, ...] = ("attention", "mlp")
 """Kinds of layers that `targets` may name instead of patterns."""
 
 _ELSEWHERE = {
+    "init_lora_weights": "init",
+    "pissa_init": "init: pissa",
     "load_in_4bit": "quantization: nf4",
     "quantization_bit": "quantization: nf4",
     "quantize_base": "quantization: nf4",
@@ -46,11 +48,18 @@ class AdaptersSection(Section):
     (those of that kind in every decoder layer, by its modules; mlp also every expert of a stack,
     and no router); or a list of such kinds and of shell patterns of module names or of their last
     parts, such as [attention], [q_proj, v_proj] or [model.layers.?.self_attn.*]"""
+    init: Literal["lora", "pissa"] = "lora"
+    """initial values; lora: A random, B zero; pissa: the principal components of the weights, which
+    are taken out of the frozen weights (Meng et al. 2024, arXiv 2404.02948; peft's
+    init_lora_weights="pissa")"""
     rslora: bool = False
     """scale the product by alpha / sqrt(rank) (Kalajdzievski 2023, arXiv 2312.03732)"""
     dora: bool = False
     """train magnitude and direction of the weights separately (DoRA, Liu et al. 2024, arXiv
     2402.09353)"""
+    loraplus_lr_ratio: Annotated[float, Field(gt=0)] | None = None
+    """LoRA+ (Hayou et al. 2024, arXiv 2402.12354): the learning rate of the matrices B (and of
+    trained vectors) is optimizer.lr times this, often 16; null: 1"""
     modules_to_save: tuple[str, ...] = ()
     """modules of which a full copy is trained with the adapters and saved with them (peft's
     modules_to_save): shell patterns as in targets, such as [lm_head] or [norm]"""
@@ -73,8 +82,8 @@ class AdaptersSection(Section):
     @property
     def changes_base(self) -> bool:
         """True if the model is not its base with the adapters off: magnitudes of DoRA, and trained
-        copies of modules, remain."""
-        return self.dora or bool(self.modules_to_save)
+        copies of modules, remain, and weights without their principal components (PiSSA)."""
+        return self.dora or bool(self.modules_to_save) or self.init == "pissa"
 
     @property
     def presets(self) -> tuple[Preset, ...]:
@@ -118,6 +127,21 @@ class AdaptersSection(Section):
                 f"adapters.target_parameters: peft has no {name} for stacked weights -> "
                 f"adapters.{name}={off}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _initial_values_are_of_weights(self) -> Self:
+        excluded = (
+            ("dora", self.dora, "has not been compared with plain peft", "false"),
+            ("quantization", self.is_quantized, "peft decomposes no quantized weight", "none"),
+            ("target_parameters", self.target_parameters, "peft decomposes no stack", "[]"),
+        )
+        for name, is_set, rule, off in excluded:
+            if self.init == "pissa" and is_set:
+                raise ValueError(
+                    f"adapters.init = 'pissa' with adapters.{name}: {rule} -> adapters.init=lora, "
+                    f"or adapters.{name}={off}"
+                )
         return self
 
     @model_validator(mode="after")

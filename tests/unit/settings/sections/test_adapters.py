@@ -56,6 +56,19 @@ def test_a_base_with_experts_is_not_in_4_bits(tmp_path: Path) -> None:
         ({"bnb_4bit_compute_dtype": "bfloat16"}, "another name here -> compute_dtype"),
         ({"use_bnb_nested_quant": True}, "another name here -> double_quantization"),
         ({"load_in_8bit": True}, r"a base in 8 bits \(LLM.int8\) is not implemented"),
+        (
+            {"init_lora_weights": "pissa"},
+            "adapters.init_lora_weights has another name here -> init",
+        ),
+        (
+            {"init": "pissa", "dora": True},
+            "adapters.init = 'pissa' with adapters.dora: .*dora=false",
+        ),
+        (
+            {"init": "pissa"} | QLORA,
+            "peft decomposes no quantized weight -> adapters.init=lora, or",
+        ),
+        ({"init": "pissa"} | STACKS, r"decomposes no stack -> .*adapters.target_parameters=\[\]"),
         ({"quantization": "int8"}, "'none', 'nf4' or 'fp4'"),
         ({"compute_dtype": "bfloat16"}, "adapters.compute_dtype has no meaning without"),
         ({"double_quantization": False}, "adapters.double_quantization has no meaning without"),
