@@ -18,6 +18,7 @@ from tools.markdown import markdown_cell, sentence
 UNITS = {
     "adapters.alpha": "ratio",
     "adapters.dropout": "ratio",
+    "adapters.llm_int8_threshold": "magnitude",
     "adapters.rank": "features",
     "batch.global_batch_size": "samples",
     "batch.micro_batch_size": "samples",

@@ -46,6 +46,7 @@ def comparable_adapters(model: Any, section: AdaptersSection, notes: list[str]) 
         "quantization": "none",
         "double_quantization": True,
         "compute_dtype": None,
+        "llm_int8_threshold": 6.0,
         "dropout": 0.0,
     }
     for key, name, missing in (

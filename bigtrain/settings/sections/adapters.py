@@ -13,6 +13,7 @@ PRESETS: tuple[Preset, ...] = ("attention", "mlp")
 """Kinds of layers that `targets` may name instead of patterns."""
 
 _ELSEWHERE = {
+    "load_in_8bit": "quantization: int8",
     "init_lora_weights": "init",
     "pissa_init": "init: pissa",
     "load_in_4bit": "quantization: nf4",
@@ -64,20 +65,33 @@ class AdaptersSection(Section):
     """modules of which a full copy is trained with the adapters and saved with them (peft's
     modules_to_save): shell patterns as in targets, such as [lm_head] or [norm]"""
 
-    quantization: Literal["none", "nf4", "fp4"] = "none"
+    quantization: Literal["none", "nf4", "fp4", "int8"] = "none"
     """keep the weights of the model's linear layers, but for the head, in 4 bits (QLoRA, Dettmers
     et al. 2023, arXiv 2305.14314), by bitsandbytes: nf4 (NormalFloat) or fp4; every 64 weights have
-    a scale"""
+    a scale; or in 8 bits: int8 (LLM.int8, Dettmers et al. 2022, arXiv 2208.07339), with a scale for
+    each output"""
     double_quantization: bool = True
-    """of quantization: keep the scales in 8 bits, not in 32"""
+    """of nf4 and fp4: keep the scales in 8 bits, not in 32"""
     compute_dtype: Literal["float32", "bfloat16"] | None = None
-    """of quantization: the dtype to which weights are dequantized and in which products are
+    """of nf4 and fp4: the dtype to which weights are dequantized and in which products are
     computed; absent: precision.dtype"""
+    llm_int8_threshold: Annotated[float, Field(ge=0)] = 6.0
+    """of int8: inputs of a layer that are larger than this are multiplied without quantization
+    (where bitsandbytes quantizes inputs: on CUDA, and in evaluation)"""
 
     @property
     def is_quantized(self) -> bool:
-        """True if the base is kept in 4 bits."""
+        """True if the base is kept in 4 or 8 bits."""
         return self.quantization != "none"
+
+    @property
+    def packing(self) -> Literal["float32_scales", "8bit_scales", "int8"] | None:
+        """How bitsandbytes stores a quantized weight; None for a base that is not quantized."""
+        if self.quantization == "int8":
+            return "int8"
+        if self.quantization == "none":
+            return None
+        return "8bit_scales" if self.double_quantization else "float32_scales"
 
     @property
     def changes_base(self) -> bool:
@@ -107,11 +121,6 @@ class AdaptersSection(Section):
     def _keys_are_ours(cls, values: object) -> object:
         if not isinstance(values, dict):
             return values
-        if "load_in_8bit" in values:
-            raise ValueError(
-                "adapters.load_in_8bit: a base in 8 bits (LLM.int8) is not implemented -> "
-                "quantization: nf4, or omit it"
-            )
         if foreign_keys := _ELSEWHERE.keys() & values.keys():
             key = min(foreign_keys)
             raise ValueError(f"adapters.{key} has another name here -> {_ELSEWHERE[key]}")
@@ -148,13 +157,24 @@ class AdaptersSection(Section):
     def _quantization_is_of_layers(self) -> Self:
         if self.is_quantized and self.target_parameters:
             raise ValueError(
-                "adapters.target_parameters: stacked weights cannot be kept in 4 bits -> "
+                "adapters.target_parameters: stacked weights cannot be quantized -> "
                 "adapters.quantization=none"
             )
-        if not self.is_quantized and (self.compute_dtype or not self.double_quantization):
+        if self.quantization == "int8" and self.dora:
+            raise ValueError(
+                "adapters.dora has not been compared with plain peft on a base in 8 bits -> "
+                "adapters.dora=false, or adapters.quantization=nf4"
+            )
+        if self.quantization != "int8" and self.llm_int8_threshold != 6.0:
+            raise ValueError(
+                "adapters.llm_int8_threshold has no meaning without adapters.quantization=int8 -> "
+                "omit it"
+            )
+        has_4_bits = self.quantization in ("nf4", "fp4")
+        if not has_4_bits and (self.compute_dtype or not self.double_quantization):
             name = "compute_dtype" if self.compute_dtype else "double_quantization"
             raise ValueError(
-                f"adapters.{name} has no meaning without adapters.quantization -> omit it, or "
-                "adapters.quantization=nf4"
+                f"adapters.{name} has no meaning without adapters.quantization=nf4 (or fp4) -> "
+                "omit it"
             )
         return self
