@@ -18,6 +18,7 @@ from tools.markdown import markdown_cell, sentence
 UNITS = {
     "adapters.alpha": "ratio",
     "adapters.dropout": "ratio",
+    "adapters.llm_int8_threshold": "magnitude",
     "adapters.rank": "features",
     "batch.global_batch_size": "samples",
     "batch.micro_batch_size": "samples",
@@ -47,6 +48,7 @@ UNITS = {
     "guard.spike_sigma": "standard deviations",
     "guard.window": "optimizer steps",
     "model.gradient_checkpointing": "layers",
+    "model.neftune_noise_alpha": "ratio",
     "model.tiled_mlp": "tiles",
     "model.vocabulary.pad_to_multiple_of": "rows",
     "moe.bias_update_rate": "score per optimizer step",

@@ -103,7 +103,11 @@ def build_engine(
     exact = ExactParameters(model, model_plan.parameters.float32_names, device)
     compiled = apply_layer_options(model, config, engine_config, device, model_plan.tiles)
     groups = parameter_groups(
-        model, config.optimizer, mesh.topology.expert_size, model_plan.parameters.untrained
+        model,
+        config.optimizer,
+        mesh.topology.expert_size,
+        model_plan.parameters.untrained,
+        None if config.adapters is None else config.adapters.loraplus_lr_ratio,
     )
     engine = _initialize(model, groups, config, engine_config, device=device, mesh=mesh)
     # Patches of the engine that save host time, and measure it.

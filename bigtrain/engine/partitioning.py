@@ -154,10 +154,16 @@ def apply_layer_options(
     device: torch.device,
     tiles: TilePlan,
 ) -> bool:
-    """Apply the run's kernels, tiles, activation offload and compilation to a complete `model`
-    (split into its stage, filled, loss installed); return whether its layers are compiled. Raises
-    ModelError if decoder layers of transformers' kind are needed and there are none."""
+    """Apply the run's noise on embeddings, kernels, tiles, activation offload and compilation to a
+    complete `model` (split into its stage, filled, loss installed); return whether its layers are
+    compiled. Raises ModelError if decoder layers of transformers' kind are needed and there are
+    none."""
     section = config.model
+    if section.neftune_noise_alpha is not None:
+        from bigtrain.models.layers.embedding_noise import add_embedding_noise
+
+        parts = config.parallel.degrees.sequence_size
+        add_embedding_noise(model, section.neftune_noise_alpha, parts)
     if section.kernels == "liger":
         from bigtrain.models.layers.kernels import apply_kernels
 

@@ -46,6 +46,7 @@ def comparable_adapters(model: Any, section: AdaptersSection, notes: list[str]) 
         "quantization": "none",
         "double_quantization": True,
         "compute_dtype": None,
+        "llm_int8_threshold": 6.0,
         "dropout": 0.0,
     }
     for key, name, missing in (
@@ -78,6 +79,7 @@ def with_adapters(model: Any, section: AdaptersSection, seed: int) -> Any:
             r=section.rank,
             lora_alpha=section.alpha,
             use_rslora=section.rslora,
+            init_lora_weights="pissa" if section.init == "pissa" else True,
             use_dora=section.dora,
             target_modules=names,
             target_parameters=find_parameters(model, section).names or None,
@@ -89,7 +91,7 @@ def with_adapters(model: Any, section: AdaptersSection, seed: int) -> Any:
             adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
         inner: Any = adapted.base_model.model
         for name, module in inner.named_modules():
-            if isinstance(module, LoraLayer):
+            if isinstance(module, LoraLayer) and section.init == "lora":
                 digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
                 torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
                 layer: Any = module

@@ -34,9 +34,19 @@ def plain_optimizer(
     parameters: Mapping[str, nn.Parameter],
     masters: Mapping[str, torch.Tensor],
     section: OptimizerSection,
+    loraplus_lr_ratio: float | None = None,
 ) -> PlainOptimizer:
     """Return the optimizer that updates `masters`, of `parameters` by name. Set the learning rate
-    in its groups. Weight decay follows their roles."""
+    in its groups. Weight decay follows their roles. `loraplus_lr_ratio`: see `AdaptersSection`."""
+    if loraplus_lr_ratio is not None:
+        fast = {n: p for n, p in parameters.items() if ".lora_B." in n or p.ndim == 1}
+        slow = {name: p for name, p in parameters.items() if name not in fast}
+        return CombinedOptimizer(
+            [
+                (plain_optimizer(model, slow, masters, section), 1.0),
+                (plain_optimizer(model, fast, masters, section), loraplus_lr_ratio),
+            ]
+        )
     matrix_names = {} if section.facts.beside is None else hidden_matrices(model)
     roles = parameter_roles(model)
     decay, no_decay = [], []

@@ -208,6 +208,11 @@ def _left_out(config: RunConfig) -> list[str]:
         )
         if value not in (off, "auto")
     ]
+    if section.neftune_noise_alpha is not None:
+        notes.append(
+            f"model.neftune_noise_alpha = {section.neftune_noise_alpha:g} is off here, like all "
+            "dropout: each rank draws other noise"
+        )
     if config.objective.mtp_weight:
         notes.append(
             "objective.mtp_weight: layers for multi-token prediction are not compared here, only "

@@ -135,7 +135,8 @@ def _plain_model(config: RunConfig, dtype: torch.dtype) -> _PlainModel:
         name: values.get(base_name(name), parameter).detach().float().clone()
         for name, parameter in parameters.items()
     }
-    optimizer = plain_optimizer(model, parameters, masters, config.optimizer)
+    ratio = None if config.adapters is None else config.adapters.loraplus_lr_ratio
+    optimizer = plain_optimizer(model, parameters, masters, config.optimizer, ratio)
     return _PlainModel(model, parameters, masters, optimizer, terms)
 
 

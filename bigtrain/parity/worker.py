@@ -16,6 +16,8 @@ from bigtrain.engine.build import build_engine
 from bigtrain.engine.checkpoint.snapshot import read_weights, save_engine
 from bigtrain.engine.deepspeed_patches.startup import destroyed_groups
 from bigtrain.engine.live_teacher import LiveTeacher
+from bigtrain.engine.principal_adapters import begin_principal_adapters
+from bigtrain.engine.startup.long_work import on_every_rank
 from bigtrain.engine.startup.mesh import open_mesh
 from bigtrain.engine.startup.process_group import process_group
 from bigtrain.models.configuration import load_hf_config
@@ -42,7 +44,12 @@ def train_case(case: dict[str, Any], world: World, device: torch.device) -> None
     hf_config = load_hf_config(config.model)
     engine = build_engine(config, run.engine, run.plan, hf_config, device, mesh)
     assert config.model.path is not None
-    read_weights(engine, find_weights(config.model.path, hf_config))
+    weights = find_weights(config.model.path, hf_config)
+    read_weights(engine, weights)
+    if config.adapters is not None and config.adapters.init == "pissa":
+        begin_principal_adapters(
+            engine, config, hf_config, weights, is_new=True, gather=on_every_rank
+        )
     teacher = resolve_teacher(run)
     if teacher is not None:
         section = teacher.config.model

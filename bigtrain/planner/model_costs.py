@@ -52,16 +52,23 @@ class Attention:
     window: int | None = None
 
 
-def packed_bytes(num_weights: int, *, double: bool) -> int:
-    """Return the bytes of a 4-bit matrix as bitsandbytes 0.50 stores it: weights, scales and code
-    tables.
+Packing = Literal["float32_scales", "8bit_scales", "int8"]
+"""How bitsandbytes stores a weight: in 4 bits with scales of either kind, or LLM.int8's."""
 
-    Dettmers et al. 2023 (arXiv 2305.14314), section 3: every block of weights has a scale in
+
+def packed_bytes(num_outputs: int, num_inputs: int, packing: Packing) -> int:
+    """Return the bytes of a matrix as bitsandbytes 0.50 stores it: weights, scales and code tables.
+
+    Dettmers et al. 2023 (arXiv 2305.14314), section 3: every block of 4-bit weights has a scale in
     float32; doubly quantized, a scale is 8 bits, and every block of scales has one in float32.
+    LLM.int8 (arXiv 2208.07339): a float32 scale per output.
     """
+    num_weights = num_outputs * num_inputs
+    if packing == "int8":
+        return num_weights + 4 * num_outputs
     blocks = -(-num_weights // BLOCK_SIZE)
     num_bytes = -(-num_weights // 2) + _CODE_BYTES
-    if not double:
+    if packing == "float32_scales":
         return num_bytes + 4 * blocks
     return (
         num_bytes + blocks + 4 * -(-blocks // _SCALE_BLOCK_SIZE) + _SCALE_CODE_BYTES + _OFFSET_BYTES
@@ -70,17 +77,18 @@ def packed_bytes(num_weights: int, *, double: bool) -> int:
 
 @dataclass(frozen=True)
 class QuantizedWeights:
-    """Weights of a layer stored in 4 bits: their number, their bytes including scales, and the size
-    of the largest matrix, which is dequantized for its products."""
+    """Quantized weights of a layer: their number, their bytes including scales, and the size of the
+    largest matrix, which is dequantized for its products."""
 
     num_weights: int = 0
     num_bytes: int = 0
     largest: int = 0
 
     @staticmethod
-    def of(sizes: Sequence[int], *, double: bool) -> QuantizedWeights:
-        """Build the costs of matrices with these numbers of weights."""
-        num_bytes = sum(packed_bytes(size, double=double) for size in sizes)
+    def of(shapes: Sequence[tuple[int, int]], packing: Packing) -> QuantizedWeights:
+        """Build the costs of matrices with these numbers of outputs and inputs."""
+        num_bytes = sum(packed_bytes(*shape, packing) for shape in shapes)
+        sizes = [num_outputs * num_inputs for num_outputs, num_inputs in shapes]
         return QuantizedWeights(sum(sizes), num_bytes, max(sizes, default=0))
 
 
@@ -293,21 +301,21 @@ def adapter_of(product: Matmul, rank: int) -> tuple[Matmul, Matmul]:
     return down, up
 
 
-def of_all_linear(model: ModelCosts, rank: int, double: bool | None = None) -> AdapterCosts:
-    """Return the costs of adapters on every dense product of every layer. `double`: None for
-    unquantized weights, else whether the 4-bit weights are doubly quantized."""
+def of_all_linear(model: ModelCosts, rank: int, packing: Packing | None = None) -> AdapterCosts:
+    """Return the costs of adapters on every dense product of every layer. `packing`: None for
+    unquantized weights."""
     adapters_by_type = [
         tuple(part for m in layer.matmuls if m.num_groups == 1 for part in adapter_of(m, rank))
         for layer in model.kinds
     ]
     products = tuple(adapters_by_type[layer_type] for layer_type in model.layers)
     packed: tuple[QuantizedWeights, ...] = ()
-    if double is not None:
+    if packing is not None:
         packed_by_type = []
         for layer in model.kinds:
             dense = [matmul for matmul in layer.matmuls if matmul.num_groups == 1]
-            sizes = [m.in_size * m.out_size for m in dense for _ in range(m.count)]
-            packed_by_type.append(QuantizedWeights.of(sizes, double=double))
+            shapes = [(m.out_size, m.in_size) for m in dense for _ in range(m.count)]
+            packed_by_type.append(QuantizedWeights.of(shapes, packing))
         packed = tuple(packed_by_type[layer_type] for layer_type in model.layers)
     return AdapterCosts(products, (ExtraAdapterParameters(),) * len(products), packed=packed)
 

@@ -208,6 +208,18 @@ def resume(
         if state.step == 0 and not has_adapters:
             context = with_initial_weights()
 
+        if context.config.adapters is not None and context.config.adapters.init == "pissa":
+            from bigtrain.engine.principal_adapters import begin_principal_adapters
+
+            assert context.base is not None
+            begin_principal_adapters(
+                context.engine,
+                context.config,
+                context.inputs.hf_config,
+                context.base.weights,
+                is_new=state.step == 0,
+                gather=context.long_work.on_every_rank,
+            )
         # Everything that can refuse the run comes before any rank writes.
         batches, held_out = _open_data(context, state)
         evaluator = Evaluator(context, held_out)

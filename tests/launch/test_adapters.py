@@ -198,3 +198,31 @@ def test_another_base_is_refused(adapted: Path, inputs: Inputs, base: Path, tmp_
     assert "has adapters of a base other than the current model.path" in finished.output
     assert "config.json: " in finished.output
     assert snapshot(run) == before
+
+
+@pytest.mark.slow
+def test_principal_adapters_resume_and_fit_the_base(
+    inputs: Inputs, base: Path, tmp_path: Path
+) -> None:
+    """The export at the end is compared with the trained model's logits by plain peft on the base;
+    a resumed run has the same bytes, and another kind of initial values is refused."""
+    run, again = tmp_path / "whole" / "run", tmp_path / "again" / "run"
+    kind = ("adapters.init=pissa", "adapters.loraplus_lr_ratio=4")
+    finished = start(inputs, base, run, "zero3", 2, *kind)
+    assert finished.code == 0, finished.output
+    config = json.loads((run / "hf" / "adapter_config.json").read_text())
+    assert (config["r"], config["init_lora_weights"]) == (8, True)
+    again.parent.mkdir()
+    shutil.copytree(run, again)
+    checkpoints.remove(checkpoints.checkpoint_path(again, STEPS))
+    shutil.rmtree(again / "hf")
+    finished = start(inputs, base, again, "zero3", 2, "checkpoint.allow_changes=[adapters.init]")
+    assert finished.code != 0
+    assert "adapters.init" in finished.output
+    finished = start(inputs, base, again, "zero3", 2, *kind)
+    assert finished.code == 0, finished.output
+    assert f"resumed at step {SAVED} " in finished.output
+    for name in FILES:
+        assert (again / "hf" / name).read_bytes() == (run / "hf" / name).read_bytes()
+    words = ["export", "--run", str(run), "--merge", "--output", str(tmp_path / "merged")]
+    assert bigtrain(words) == 0

@@ -169,3 +169,19 @@ def test_goes_on_with_one_process(
     )
     for name, tensor in expected.items():
         assert_close(weights_by_name[name], tensor, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_base_in_8_bits_is_exported_and_merged(
+    inputs: Inputs, base: Path, tmp_path: Path
+) -> None:
+    """Plain peft gives the trained model's logits on the base in 8 bits."""
+    run = tmp_path / "run"
+    finished = start(inputs, base, run, 2, "adapters.quantization=int8")
+    assert finished.code == 0, finished.output
+    assert "reloaded and compared: same logits" in finished.output
+    assert "inputs will be cast" not in finished.output
+    config = json.loads((run / "config.json").read_text())
+    assert "int8" in json.dumps(config)
+    words = ["export", "--run", str(run), "--merge", "--output", str(tmp_path / "merged")]
+    assert bigtrain(words) == 0

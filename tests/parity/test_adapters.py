@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,14 @@ from tests.parity.conftest import (
     llama,
     train_cases,
 )
-from tests.parity.plain import Spread, Training, orders, plain_training
+from tests.parity.plain import (
+    NEVER_DECAYED,
+    Spread,
+    Training,
+    decay_groups,
+    orders,
+    plain_training,
+)
 from tests.support.comparison import assert_same_steps
 from tests.support.resumes import Layout, Pair, Resumes, each_pair, layout
 
@@ -157,6 +165,10 @@ LEFT = ["q_proj", "k_proj", "v_proj", "gate_proj", "down_proj"]
 COPIED: dict[str, dict[str, Any]] = {"adapters": {"modules_to_save": COPIES, "targets": LEFT}}
 BOTH: dict[str, dict[str, Any]] = {"adapters": {**COPIED["adapters"], "dora": True}}
 ALL: dict[str, dict[str, Any]] = {"adapters": {**BOTH["adapters"], "dropout": 0.3}}
+PLUS: dict[str, dict[str, Any]] = {
+    "adapters": {"loraplus_lr_ratio": 8.0},
+    "optimizer": {"lr": 2e-3, "weight_decay": 0.1},
+}
 TENSOR, STAGES, SEQUENCE = {"tensor": 2}, {"pipeline": 2}, {"sequence": 2}
 
 CASES = [
@@ -165,6 +177,14 @@ CASES = [
     Case(2, "zero0", "llama", 1, TENSOR, DROPOUT | RECOMPUTE),
     Case(2, "zero3", "shared_moe", 2, TENSOR, slow=False),
     Case(2, "zero3", "odd", sections=SAVED | CHUNKS),
+    # With another learning rate of B.
+    Case(2, "zero1", "odd", sections=PLUS, slow=False),
+    Case(2, "zero0", sections=PLUS),
+    Case(2, "zero2_offload", "gpt2", 4, sections=PLUS),
+    Case(
+        2, "zero3", "odd", 2, TENSOR, PLUS | {"adapters": {**PLUS["adapters"], **BOTH["adapters"]}}
+    ),
+    Case(2, "zero1", "qwen3_moe", 2, STAGES, PLUS),
     # Every kind of adapters with stages of ZeRO and offload.
     Case(1, "zero0"),
     Case(1, "zero3", accumulation=1, sections=DROPOUT | RECOMPUTE),
@@ -278,6 +298,45 @@ def adapted(model: Any, case: Case) -> Any:
     return made.to(next(model.parameters()).dtype)
 
 
+RATIO = "loraplus_lr_ratio"
+
+
+def plain_adamw(groups: list[dict[str, Any]], section: dict[str, Any]) -> Any:
+    eps = section.get("eps", 1e-8)
+    return torch.optim.AdamW(groups, lr=section["lr"], betas=(0.9, 0.95), eps=eps)
+
+
+def loraplus(
+    masters: dict[str, torch.Tensor],
+    section: Any,
+    ratio: float | None,
+    make: Callable[[list[dict[str, Any]], dict[str, Any]], Any] = plain_adamw,
+) -> Any:
+    """The optimizer that `make` makes; with a ratio, with the learning rates of peft's LoRA+."""
+    exempt = [master for name, master in masters.items() if re.search(NEVER_DECAYED, name)]
+    groups = decay_groups(masters.values(), section, exempt)
+    if ratio is None:
+        return make(groups, section)
+    is_fast = {id(m) for name, m in masters.items() if ".lora_B." in name or m.ndim == 1}
+    groups = [
+        {
+            **group,
+            "params": [p for p in group["params"] if (id(p) in is_fast) == (factor != 1.0)],
+            "ratio": factor,
+        }
+        for group in groups
+        for factor in (1.0, ratio)
+    ]
+    optimizer = make([group for group in groups if group["params"]], section)
+
+    def multiply(stepped: Any, *_: object) -> None:
+        for group in stepped.param_groups:
+            group["lr"] *= group["ratio"]
+
+    optimizer.register_step_pre_hook(multiply)
+    return optimizer
+
+
 def plain_run(case: Case, data: Path, base: Path, **options: Any) -> Training:
     training = plain_training(
         data,
@@ -285,6 +344,7 @@ def plain_run(case: Case, data: Path, base: Path, **options: Any) -> Training:
         config_of(case, data, base),
         adapt=lambda model: adapted(model, case),
         frozen=r"(?!.*\.(lora_|modules_to_save\.))",
+        optimizer_of=partial(loraplus, ratio=case.sections.get("adapters", {}).get(RATIO)),
         **options,
     )
     weights = {n.removeprefix("base_model.model."): w for n, w in training.weights.items()}

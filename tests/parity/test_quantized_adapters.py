@@ -42,6 +42,10 @@ def fp4(**more: Any) -> dict[str, dict[str, Any]]:
     return {"adapters": {"quantization": "fp4", "double_quantization": False, **more}}
 
 
+def int8(**more: Any) -> dict[str, dict[str, Any]]:
+    return {"adapters": {"quantization": "int8", **more}}
+
+
 RESTORED = Case(1, "zero0", accumulation=1, sections=nf4() | RECOMPUTE, slow=False)
 SAVED = Case(2, "zero2", accumulation=2, sections=nf4() | RECOMPUTE, slow=False)
 CASES = [
@@ -58,6 +62,11 @@ CASES = [
     Case(2, "zero2_offload", "llama", 1, sections=fp4(dora=True)),
     Case(2, "zero2", "gpt2", 2, {"sequence": 2}, nf4(double_quantization=False)),
     Case(1, "zero2_offload", "gpt2", 4, sections=nf4(double_quantization=False)),
+    Case(2, "zero2", sections=int8() | RECOMPUTE, slow=False),
+    Case(1, "zero0", "gpt2", 4, sections=int8(rslora=True)),
+    Case(2, "zero2_offload", "llama", 1, sections=int8(loraplus_lr_ratio=1.0)),
+    Case(2, "zero1", "gpt2", 2, {"pipeline": 2}, int8()),
+    Case(2, "zero1", "llama", 2, {"sequence": 2}, int8(llm_int8_threshold=0.0)),
     *(
         Case(4, "zero1", model, 2, {"pipeline": 2}, nf4() | RECOMPUTE)
         for model in ("gpt2", "first")
@@ -93,7 +102,9 @@ def plain_run(case: Case, data: Path, base: Path, **options: Any) -> Training:
         config_of(case, data, base),
         adapt=lambda model: adapted(model, case),
         frozen=r"(?!.*\.lora_)",
-        quantization=BitsAndBytesConfig(
+        quantization=BitsAndBytesConfig(load_in_8bit=True)
+        if asked["quantization"] == "int8"
+        else BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type=asked["quantization"],
             bnb_4bit_use_double_quant=asked.get("double_quantization", True),

@@ -36,7 +36,8 @@ from bigtrain.engine.checkpoint.snapshot import read_weights, restore_engine, sa
 from bigtrain.engine.deepspeed_patches.optimizers import inner_optimizer
 from bigtrain.engine.deepspeed_patches.startup import destroyed_groups
 from bigtrain.engine.optimizers.skip_step import StepStats
-from bigtrain.engine.startup.long_work import on_main_rank
+from bigtrain.engine.principal_adapters import begin_principal_adapters
+from bigtrain.engine.startup.long_work import on_every_rank, on_main_rank
 from bigtrain.engine.startup.mesh import open_mesh
 from bigtrain.engine.startup.process_group import process_group
 from bigtrain.engine.train_engine import TrainEngine
@@ -108,11 +109,20 @@ def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[s
     loads: list[dict[str, Any]] = []
     calls: dict[str, dict[str, int]] = {}
     outer_steps: list[dict[str, Any]] = []
-    keep_weights(engine, case, 0, world)
     first, scalars = case.get("first_step", 0), {}
     if first:
         scalars = json.loads(Path(case["restore_from"], "scalars.json").read_text())
         restore_engine(engine, Path(case["restore_from"], "tensors"), scalars)
+    if config.adapters is not None and config.adapters.init == "pissa":
+        begin_principal_adapters(
+            engine,
+            config,
+            hf_config,
+            weights_of(config, hf_config, growth),
+            is_new=not first,
+            gather=on_every_rank,
+        )
+    keep_weights(engine, case, 0, world)
     if outer is not None:
         assert config.sites is not None
         number = first // config.sites.steps_between

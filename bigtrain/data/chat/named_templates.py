@@ -15,8 +15,20 @@ CONTROL_TOKENS: Mapping[str, Sequence[str]] = {
     "chatml": ("<|im_start|>", "<|im_end|>"),
     "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     "phi4": ("<|im_start|>", "<|im_sep|>", "<|im_end|>"),
+    "phi3": ("<|user|>", "<|assistant|>", "<|end|>"),
+    "qwen2_5": ("<|im_start|>", "<|im_end|>"),
+    "qwen3": ("<|im_start|>", "<|im_end|>"),
+    "gemma3": ("<start_of_turn>", "<end_of_turn>"),
+    "deepseek3": ("<\uff5cUser\uff5c>", "<\uff5cAssistant\uff5c>"),
+    "deepseek": (),
+    "llama2": (),
+    "mistral": (),
+    "zephyr": (),
+    "vicuna": (),
+    "alpaca": (),
 }
-"""Control tokens that a template writes, which the tokenizer must have, by the template's name."""
+"""Control tokens that a template writes, which the tokenizer must have, by the template's name; in
+addition to the tokenizer's end-of-sequence and beginning-of-text tokens."""
 
 
 def find_chat_template(name_or_file: str | Path) -> Path:

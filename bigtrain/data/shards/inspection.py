@@ -269,6 +269,8 @@ def summary(output: Path, manifest: Manifest, *, with_unread: bool = True) -> st
             f"  filter:   {manifest.options.text_filter.name} dropped {sum(reasons.values()):,} "
             f"documents" + (f": {reasons_text}" if reasons_text else "")
         )
+    if manifest.options.max_samples is not None:
+        lines.append(f"  samples:  the first {manifest.options.max_samples:,} of the inputs")
     if manifest.options.max_prompt_tokens is not None:
         dropped = (manifest.filtered or {}).get(LONG_PROMPT, 0)
         lines.append(

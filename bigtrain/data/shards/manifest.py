@@ -237,6 +237,8 @@ class OptionsRecord(Record):
     """token that ends documents; absent: the end-of-sequence token"""
     max_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
     """rows with more tokens before the first learned one are dropped; absent: none"""
+    max_samples: Annotated[int, Field(ge=1)] | None = None
+    """the first documents, or rows, of the inputs that are tokenized; absent: all"""
     max_unrendered: Count = 0
     """parts of conversations that the chat template may drop"""
     fill_in_middle: FillInMiddleRecord | None = None

@@ -136,7 +136,11 @@ class _Build:
                 },
             ),
         ]
-        self.units = plan_units(self.sources, self.reading, options.shard_bytes, identity)
+        # The first samples are known only to the process that reads all inputs in their order.
+        is_one = options.max_samples is not None
+        self.units = plan_units(
+            self.sources, self.reading, options.shard_bytes, identity, is_one=is_one
+        )
         self.plan = plan_key(self.units)
         self.encoders: EncoderQueue | None = None
         self.built_tokens = 0
@@ -271,6 +275,7 @@ class _Build:
             if self.request.options.chat or self.request.options.parse_special_tokens
             else SpelledTokens(encoders.reference.tokenizer_json),
             max_prompt_tokens=self.request.options.max_prompt_tokens,
+            max_samples=self.request.options.max_samples,
         )
         work = Round(missing_units, self.request.share, job, self.workspace)
         workers = self._workers(missing_units)

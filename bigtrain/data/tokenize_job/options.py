@@ -120,12 +120,17 @@ class TokenizeOptions(ReadingOptions):
     """names of the labels of --format classification in the order of their numbers; a row has a
     name or a number, from 0"""
     chat_template: Annotated[Path | str | None, "FILE"] = None
-    """Jinja file to render conversations with instead of the tokenizer's own; or chatml, llama3 or
-    phi4, templates of bigtrain's for tokenizers that have their control tokens"""
+    """Jinja file to render conversations with instead of the tokenizer's own; or the name of one
+    of bigtrain's templates: chatml, llama3, phi4, phi3, qwen2_5, qwen3, gemma3, deepseek3,
+    deepseek, llama2, mistral, zephyr, vicuna or alpaca; the tokenizer must have its control
+    tokens"""
     max_unrendered: Annotated[int, count, "N"] = 0
     """parts of conversations (content of a message, tool call, tool definition, reasoning) that the
     chat template may drop; reasoning that it drops of earlier turns by design is counted, and
     allowed in any case (default: 0)"""
+    max_samples: Positive | None = None
+    """tokenize the first N documents (rows) of the inputs, in their order, by one process;
+    those that --filter drops are not counted (default: all)"""
     max_prompt_tokens: Positive | None = None
     """drop and count rows with more tokens before the first learned one, which would leave no room
     for an answer in a sample; of a pair both answers (default: none)"""

@@ -76,7 +76,8 @@ class Job:
     encoder of conversations; `rows`: kind of rows with more than a conversation; `labels`: names of
     labels; `fim`: transformation of documents of plain text; `spelled`: counter of control
     tokens that plain text spells, None if it is encoded as control tokens; `max_prompt_tokens`:
-    rows with more tokens before the first target are dropped."""
+    rows with more tokens before the first target are dropped; `max_samples`: number of documents,
+    or rows, that are encoded."""
 
     encoder: Encoder
     reference: Encoder
@@ -92,6 +93,7 @@ class Job:
     fim: FillInMiddle | None = None
     spelled: SpelledTokens | None = None
     max_prompt_tokens: int | None = None
+    max_samples: int | None = None
 
     def run(self, contents: list[bytes], checks: Checks) -> Batch:
         """Encode `contents`. Raise EncoderError if the encoder is wrong or fails."""
@@ -301,15 +303,23 @@ class _UnitReader:
     def _blocks(self) -> Iterator[list[bytes]]:
         counts = self.counts
         before = counts.num_bytes
+        num_wanted = self.job.max_samples
         for part in self.unit.parts:
             reader = part_reader(part, self.job.reading, self.rejects)
             counts.path, counts.part_bytes = part.source.path, part.num_bytes
             for documents in reader.blocks():
                 counts.part_done = min(reader.bytes_done, part.num_bytes)
                 counts.num_bytes = before + counts.part_done
+                places = reader.places
+                if num_wanted is not None:
+                    # The remaining documents are read, too: checksums are of the full inputs.
+                    documents, places = documents[:num_wanted], places[:num_wanted]
+                    num_wanted -= len(documents)
+                    if not documents:
+                        continue
                 if self.job.chat is not None:
                     part_number = len(self.finished_parts)
-                    self._positions.extend((part_number, position) for position in reader.places)
+                    self._positions.extend((part_number, position) for position in places)
                 yield documents
             before += part.num_bytes
             counts.num_bytes, counts.part_done = before, part.num_bytes

@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -258,12 +258,17 @@ class Unit:
 
 
 def plan_units(
-    sources: Sequence[Source], options: ReadOptions, shard_bytes: int, identity: Sequence[object]
+    sources: Sequence[Source],
+    options: ReadOptions,
+    shard_bytes: int,
+    identity: Sequence[object],
+    *,
+    is_one: bool = False,
 ) -> list[Unit]:
     """Return the units of `sources`, in the order of the input, of at most about `shard_bytes`
-    each. `identity`: further inputs to a unit's bytes, tokenizer and options, as JSON values.
-    Reads footers of parquet and arrow files larger than `shard_bytes`; raises DataError for corrupt
-    ones."""
+    each, or a single unit if `is_one`. `identity`: further inputs to a unit's bytes, tokenizer and
+    options, as JSON values. Reads footers of parquet and arrow files larger than `shard_bytes`;
+    raises DataError for corrupt ones."""
     common = [
         UNIT_FORMAT,
         *identity,
@@ -272,7 +277,9 @@ def plan_units(
         options.selection.dataset_config,
         options.selection.dataset_split,
     ]
-    groups = _groups(sources, options, shard_bytes)
+    groups: Iterable[list[SourcePart]] = [[unsplit(source) for source in sources]]
+    if not is_one:
+        groups = _groups(sources, options, shard_bytes)
     units = []
     for parts in groups:
         described = [

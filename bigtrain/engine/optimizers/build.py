@@ -15,6 +15,7 @@ from bigtrain.engine.deepspeed_patches.optimizers import inner_optimizer
 from bigtrain.engine.optimizers.masters import master_parts
 from bigtrain.engine.optimizers.update_rule import RuleInputs, RuleOptimizer, UpdateRule
 from bigtrain.engine.startup.mesh import Mesh
+from bigtrain.models.layers.adapter_names import learns_faster
 from bigtrain.models.layers.parameter_roles import adapted_weight, split_by_decay
 from bigtrain.models.layers.parameters import parameter_of
 from bigtrain.models.parallel.sharding import full_shape, is_expert
@@ -60,11 +61,13 @@ def parameter_groups(
     section: OptimizerSection,
     expert_size: int,
     untrained: Collection[str] = (),
+    loraplus_lr_ratio: float | None = None,
 ) -> list[dict[str, Any]]:
     """Return groups with and without weight decay, in this order, and of hidden matrices if the
     optimizer updates only hidden matrices, or of small parameters if it updates no small
-    parameters; then groups of experts, one per group so far, if `expert_size` ranks divide experts.
-    Any group may be empty. `untrained`: as in `split_by_decay`."""
+    parameters; then groups with the learning rate of LoRA+, one per group so far, if
+    `loraplus_lr_ratio` is set; then groups of experts, one per group so far, if `expert_size` ranks
+    divide experts. Any group may be empty. `untrained`: as in `split_by_decay`."""
     split = split_by_decay(model, decay_embeddings=section.decay_embeddings, untrained=untrained)
     groups: list[dict[str, Any]] = [
         {"params": split.decay, "weight_decay": section.weight_decay, "name": "decay"},
@@ -105,6 +108,15 @@ def parameter_groups(
             group["params"] = [p for p in group["params"] if id(p) not in small_ids]
             row = {"params": small, "name": f"small_{group['name']}", "rule": section.facts.small}
             groups.append({**group, **row})
+    if loraplus_lr_ratio is not None:
+        # LoRA+ (Hayou et al. 2024, arXiv 2402.12354): B and vectors learn faster than A.
+        names_by_id = {id(parameter): name for name, parameter in model.named_parameters()}
+        for group in groups[:]:
+            fast = [p for p in group["params"] if learns_faster(names_by_id[id(p)], full_shape(p))]
+            fast_ids = {id(parameter) for parameter in fast}
+            group["params"] = [p for p in group["params"] if id(p) not in fast_ids]
+            row = {"params": fast, "name": f"loraplus_{group['name']}"}
+            groups.append({**group, **row, "lr_ratio": loraplus_lr_ratio})
     # Experts that ranks divide: DeepSpeed reduces their gradients over other groups of ranks.
     if expert_size > 1:
         expert_group_name = name_of_experts(expert_size)

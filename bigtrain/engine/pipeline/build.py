@@ -74,7 +74,11 @@ def build_pipeline_engine(
     # Parameter groups, equal on all stages.
     expert_size = mesh.topology.expert_size
     decay_groups = parameter_groups(
-        stage.model, config.optimizer, expert_size, model_plan.parameters.untrained
+        stage.model,
+        config.optimizer,
+        expert_size,
+        model_plan.parameters.untrained,
+        None if config.adapters is None else config.adapters.loraplus_lr_ratio,
     )
     set_expert_groups(mesh.expert, mesh.expert_replicas)
     _fill_groups(pipeline, decay_groups, mesh, device)

@@ -98,6 +98,15 @@ def on_main_rank(work: Callable[[], Result], group: dist.ProcessGroup | None = N
     return result
 
 
+def on_every_rank(work: Callable[[], Result]) -> list[Result]:
+    """Run `work` on every rank; returns all results in rank order, or raises the first error, on
+    every rank. Collective, as `on_main_rank`."""
+    outcomes: list[Any] = [None] * dist.get_world_size()
+    result, error = _attempt(work)
+    dist.all_gather_object(outcomes, (result, _picklable_error(error)))
+    return _unwrap(outcomes)
+
+
 def on_all_ranks(
     work: Callable[[], Result],
     group: dist.ProcessGroup | None = None,

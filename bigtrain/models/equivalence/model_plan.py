@@ -134,6 +134,11 @@ def try_model(
         problems += check_scoring(hf_config, attention, length, key)
     if config.model.frozen:
         problems += check_frozen(empty_model(hf_config), config.model.frozen)
+    if config.model.neftune_noise_alpha is not None:
+        from bigtrain.models.equivalence.embedding_noise import check_embedding_noise
+
+        alpha = config.model.neftune_noise_alpha
+        problems += check_embedding_noise(hf_config, alpha, attention, length)
     if config.adapters is not None:
         from bigtrain.models.layers.adapter_checks import check_adapters
 

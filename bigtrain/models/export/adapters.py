@@ -38,6 +38,7 @@ from bigtrain.models.layers.adapter_names import (
 )
 from bigtrain.models.layers.adapter_targets import find_parameters, find_saved, find_targets
 from bigtrain.models.layers.adapters import add_adapters, file_config
+from bigtrain.models.layers.principal_adapters import INITIAL, matrices_on_base
 from bigtrain.models.parallel.grouped_experts import fit_experts
 from bigtrain.models.text_ids import write_stop_ids
 from bigtrain.models.weights.export_hf import DTYPES, write_tokenizer
@@ -131,10 +132,14 @@ def probe_beside(
 
 
 def adapter_state(weights: Mapping[str, torch.Tensor], dtype: str) -> dict[str, torch.Tensor]:
-    """Return the adapters among a run's `weights`, by their names in peft's files, in memory."""
+    """Return the adapters among a run's `weights`, by their names in peft's files, in memory. They
+    are adapters of the base's own weights: PiSSA's have twice the rank (`matrices_on_base`)."""
     tensors = {}
     for name, tensor in sorted(weights.items()):
         if f".{ADAPTER}." in name:  # a checkpoint holds the base's buffers as well
+            layer, is_matrix, leaf = name.partition(".lora_")
+            if is_matrix and f"{layer}.{INITIAL['lora_A']}" in weights:
+                tensor = matrices_on_base(weights, layer)[f"lora_{leaf[0]}"]
             tensor = tensor.read() if isinstance(tensor, LazyTensor) else tensor.detach()
             tensors[peft_name(name)] = tensor.to(DTYPES[dtype]).contiguous()
     return tensors
@@ -163,9 +168,10 @@ def merged_weights(
             raise ModelError(f"the checkpoint holds no adapter {name}") from error
 
     for name in find_targets(model, section).names:
-        down = trained(f"{name}.lora_A.{ADAPTER}.weight")
-        up = trained(f"{name}.lora_B.{ADAPTER}.weight")
-        product = (up @ down) * section.scale
+        for matrix in INITIAL:
+            trained(f"{name}.{matrix}.{ADAPTER}.weight")
+        matrices = matrices_on_base(weights, name)
+        product = (matrices["lora_B"] @ matrices["lora_A"]) * section.scale
         transposed = isinstance(model.get_submodule(name), Conv1D)
         if transposed:
             product = product.T

@@ -43,6 +43,9 @@ def _check_stacks(model: PreTrainedModel, section: AdaptersSection) -> list[Prob
         leaf_names = ", ".join(_leaf_names(find_parameters(model, all_stacks).names))
         remedy = f"some of: {leaf_names}" if leaf_names else "remove it: the model has none"
         return [Problem(PARAMETERS_KEY, pattern, rule, remedy) for pattern in unmatched]
+    if stacked and section.init == "pissa":
+        rule = "are the stacked weights of experts here, and peft decomposes no stack"
+        return [Problem(KEY, "mlp", rule, "adapters.init=lora, or targets without mlp")]
     if stacked and not section.target_parameters and (section.dora or section.dropout):
         name, off = ("dora", "false") if section.dora else ("dropout", "0")
         rule = f"are the stacked weights of experts here, and peft has no {name} for those"
@@ -62,6 +65,11 @@ def _check_support(model: PreTrainedModel, section: AdaptersSection) -> list[Pro
             accepted = ", ".join(name for name in leaf_names if name not in refused)
             rule = "peft refuses adapters next to Mamba, whose kernels read only these weights"
             return [Problem(KEY, ", ".join(sorted(refused)), rule, f"some of: {accepted}")]
+    ranks = {name: min(model.get_submodule(name).weight.shape) for name in names}
+    if section.init == "pissa" and any(section.rank > rank for rank in ranks.values()):
+        name, largest = min(ranks.items(), key=lambda item: item[1])
+        rule = f"{name} has only {largest} principal components (adapters.init = 'pissa')"
+        return [Problem("adapters.rank", section.rank, rule, f"adapters.rank={largest} or less")]
     if section.dora and (expert_names := layers_taken_for_experts(model, names)):
         leaf_text = " and ".join(_leaf_names(expert_names))
         rule = f"peft takes {leaf_text} of this architecture for experts', and has no dora"

@@ -7,7 +7,7 @@ matrices are `q_proj.lora_A.default.weight` and `q_proj.lora_B.default.weight`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -55,6 +55,12 @@ def peft_name(name: str) -> str:
     if name.endswith(MAGNITUDE):
         name = name.removesuffix(".weight") + "."
     return f"base_model.model.{name.replace(COPY, '.')}".replace(f".{ADAPTER}.", ".").rstrip(".")
+
+
+def learns_faster(name: str, shape: Sequence[int]) -> bool:
+    """Return whether LoRA+ updates the trained parameter `name` of this shape with its higher
+    learning rate: matrices B and vectors, by peft's rule (0.21, optimizers/loraplus.py)."""
+    return f".lora_B.{ADAPTER}." in name or len(shape) == 1
 
 
 def has_adapters(model: nn.Module) -> bool:

@@ -18,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from bigtrain.models.layers.adapter_names import ADAPTER, parameter_layers
 from bigtrain.models.layers.adapter_targets import find_parameters, find_saved, find_targets
 from bigtrain.models.layers.parameters import has_score_head, local_shape
+from bigtrain.models.layers.principal_adapters import add_initial_values
 from bigtrain.models.torch_patches import shadowed
 from bigtrain.models.transformers_patches import (
     mark_initialized,
@@ -71,6 +72,10 @@ def file_config(model: PreTrainedModel, section: AdaptersSection) -> LoraConfig:
             *(f"{name}.weight" for name in expert_names),
         ]
         config.lora_dropout = 0.0
+    if section.init == "pissa":
+        # The matrices of `matrices_on_base` have twice the rank, and the product the same scale.
+        config.r *= 2
+        config.lora_alpha *= 2**0.5 if section.rslora else 2
     converted: LoraConfig = config
     return converted
 
@@ -122,6 +127,8 @@ def add_adapters(
             for parameter, tensor in zip(parameters, tensors, strict=True):
                 parameter.data = torch.ones(tensor.shape, dtype=torch.float32)
             layer.reset_lora_parameters(ADAPTER, True)
+            if section.init == "pissa":  # whose values come with the base's weights
+                add_initial_values(layer)
             for parameter, tensor in zip(parameters, tensors, strict=True):
                 tensor.copy_(parameter.data)
                 parameter.data = tensor

@@ -95,15 +95,18 @@ def _packed(
     model: PreTrainedModel, section: AdaptersSection, prefixes: list[str]
 ) -> tuple[QuantizedWeights, ...]:
     """Return costs of the decoder layers; linear layers outside count as not quantized."""
-    sizes: dict[str, list[int]] = {prefix: [] for prefix in prefixes}
+    assert section.packing is not None
+    shapes: dict[str, list[tuple[int, int]]] = {prefix: [] for prefix in prefixes}
     for name in quantized_layers(model):
-        sizes_of_layer = next(
-            (layer_sizes for prefix, layer_sizes in sizes.items() if name.startswith(prefix)), None
-        )
-        if sizes_of_layer is not None:
-            sizes_of_layer.append(model.get_submodule(name).weight.numel())
-    double = section.double_quantization
-    return tuple(QuantizedWeights.of(layer_sizes, double=double) for layer_sizes in sizes.values())
+        prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), None)
+        if prefix is not None:
+            layer = model.get_submodule(name)
+            rows, columns = layer.weight.shape
+            is_transposed = isinstance(layer, Conv1D)
+            shapes[prefix].append((columns, rows) if is_transposed else (rows, columns))
+    return tuple(
+        QuantizedWeights.of(layer_shapes, section.packing) for layer_shapes in shapes.values()
+    )
 
 
 def _product(model: PreTrainedModel, name: str, plan: Plan) -> Matmul:

@@ -87,8 +87,7 @@ def _adapter_costs(
 ) -> AdapterCosts:
     is_simple = not (section.target_parameters or section.modules_to_save or section.dora)
     if not traces and is_simple and section.targets == "all-linear":
-        double = section.double_quantization if section.is_quantized else None
-        return of_all_linear(costs, section.rank, double)
+        return of_all_linear(costs, section.rank, section.packing)
     values = written_configuration(config.model)
     key = _key(config, values, None, section) if values else None
     stored = cache_get(KIND, key) if key is not None else None

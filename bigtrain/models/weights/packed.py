@@ -1,4 +1,4 @@
-"""4-bit weights of a model: tests for quantized layers and parameters, and the packed tensors."""
+"""Quantized weights of a model: which layers and parameters are, and the packed tensors."""
 
 from __future__ import annotations
 
@@ -15,16 +15,21 @@ def is_quantized(module: object) -> bool:
 
 
 def is_packed(parameter: object) -> bool:
-    """Return whether `parameter` is the packed weight of a quantized layer: one byte for two
+    """Return whether `parameter` is the packed weight of a quantized layer: one byte for one or two
     weights, not to be read, written or saved as a weight."""
     return hasattr(parameter, "bnb_quantized")
 
 
 def packed_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
     """Yield all packed weights, with their scales and the values of codes."""
-    for layer in filter(is_quantized, model.modules()):
-        weight: Any = layer.weight
+    for module in filter(is_quantized, model.modules()):
+        layer: Any = module
+        weight = layer.weight
         yield weight.data
+        if not hasattr(weight, "quant_state"):  # LLM.int8
+            if layer.state.SCB is not None:
+                yield layer.state.SCB
+            continue
         for state in (weight.quant_state, getattr(weight.quant_state, "state2", None)):
             if state is not None:
                 parts = (state.absmax, state.code, state.offset)

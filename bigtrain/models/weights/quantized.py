@@ -1,10 +1,12 @@
-"""A frozen base whose linear layers hold their weights in 4 bits (QLoRA), by bitsandbytes (0.50).
-Layers are replaced before there is an engine and hold nothing until their weights are read: nothing
-casts, moves or sends packed weights, and no rank ever holds more than one weight in full."""
+"""A frozen base whose linear layers hold their weights in 4 bits (QLoRA) or 8 bits (LLM.int8), by
+bitsandbytes (0.50). Layers are replaced before there is an engine and hold nothing until their
+weights are read: nothing casts, moves or sends packed weights, and no rank ever holds more than one
+weight in full."""
 
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -47,39 +49,58 @@ def quantize_layers(model: PreTrainedModel, section: AdaptersSection, dtype: tor
         is_transposed = isinstance(layer, Conv1D)
         shape = layer.weight.shape
         num_outputs, num_inputs = reversed(shape) if is_transposed else shape
-        with torch.device("meta"):
-            quantized: Any = library.nn.Linear4bit(
-                num_inputs,
-                num_outputs,
-                bias=False,
-                compute_dtype=layer.weight.dtype,  # of the adapters that peft makes next to it
+        quantized: Any
+        if section.quantization == "int8":
+            with torch.device("meta"):
+                quantized = library.nn.Linear8bitLt(
+                    num_inputs,
+                    num_outputs,
+                    bias=False,
+                    has_fp16_weights=False,
+                    threshold=section.llm_int8_threshold,
+                )
+            quantized.compute_dtype = layer.weight.dtype  # of the adapters that peft makes
+            quantized.weight = library.nn.Int8Params(
+                torch.empty(0, dtype=torch.int8), requires_grad=False
+            )
+            quantized.weight.bnb_quantized = True
+        else:
+            with torch.device("meta"):
+                quantized = library.nn.Linear4bit(
+                    num_inputs,
+                    num_outputs,
+                    bias=False,
+                    compute_dtype=layer.weight.dtype,  # of the adapters that peft makes next to it
+                    compress_statistics=section.double_quantization,
+                    quant_type=section.quantization,
+                )
+            quantized.weight = library.nn.Params4bit(
+                torch.empty(0, dtype=torch.uint8),
+                requires_grad=False,
+                blocksize=BLOCK_SIZE,
                 compress_statistics=section.double_quantization,
                 quant_type=section.quantization,
+                module=quantized,
+                bnb_quantized=True,  # else `to` would quantize what it holds
             )
         quantized.bias = layer.bias
         quantized.quantized_from, quantized.is_transposed = dtype, is_transposed
-        quantized.weight = library.nn.Params4bit(
-            torch.empty(0, dtype=torch.uint8),
-            requires_grad=False,
-            blocksize=BLOCK_SIZE,
-            compress_statistics=section.double_quantization,
-            quant_type=section.quantization,
-            module=quantized,
-            bnb_quantized=True,  # else `to` would quantize what it holds
-        )
         model.set_submodule(name, quantized)
     compute_plainly(model)
     # Transformers sets it, and peft chooses its layers by.
-    model.is_loaded_in_4bit = True
+    bits = "8bit" if section.quantization == "int8" else "4bit"
+    setattr(model, f"is_loaded_in_{bits}", True)
 
 
 def compute_plainly(model: nn.Module) -> None:
-    """Make 4-bit layers compute as the run sets on every CPU.
+    """Make quantized layers compute as the run sets on every CPU, without a warning in each product
+    that LLM.int8 casts its inputs to float16.
 
     On a CPU with AVX-512 BF16 they would pack their weights a second time in the first pass without
     gradients, compute in bfloat16 from then on, and give no gradients any more (bitsandbytes
     0.50.2, nn/modules.py, `Linear4bit.forward`; autograd/_functions.py, `matmul_4bit`).
     """
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
     for module in model.modules():
         layer: Any = module
         if hasattr(layer, "support_avx512bf16_for_cpu"):
@@ -89,6 +110,8 @@ def compute_plainly(model: nn.Module) -> None:
 def bits_and_bytes(section: AdaptersSection, dtype: torch.dtype) -> BitsAndBytesConfig:
     """Return the option with which `from_pretrained` quantizes like a run in `dtype`."""
     import_bitsandbytes()  # which transformers imports
+    if section.quantization == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=section.llm_int8_threshold)
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type=section.quantization,
@@ -103,6 +126,11 @@ def fill_with_zeros(model: nn.Module, device: torch.device | str = "cpu") -> Non
     read."""
     for module in filter(is_quantized, model.modules()):
         layer: Any = module
+        if _is_int8(layer):
+            shape = (layer.out_features, layer.in_features)
+            zeros = torch.zeros(shape, dtype=torch.int8, device=device)
+            _put_int8(layer, zeros, torch.zeros(layer.out_features, device=device))
+            continue
         size = layer.out_features * layer.in_features
         with torch.device(device):
             state = import_bitsandbytes().functional.QuantState(
@@ -123,6 +151,9 @@ def finish_layers(model: nn.Module, section: AdaptersSection) -> None:
     for module in filter(is_quantized, model.modules()):
         layer: Any = module
         layer.compute_dtype = layer.quantized_from
+        if _is_int8(layer):
+            _put_int8(layer, torch.empty(0, dtype=torch.int8), None)
+            continue
         if section.compute_dtype is not None:
             layer.compute_dtype = getattr(torch, section.compute_dtype)
         _put(layer, torch.empty(0, dtype=torch.uint8), None)
@@ -140,6 +171,12 @@ def read_quantized(model: nn.Module, weights: Weights, device: torch.device) -> 
         full = allocate(tuple(weights.tensors[source].shape), layer.quantized_from)
         weights.fill(source, (0, 0), full)
         full = (full.T if layer.is_transposed else full).contiguous().to(device)
+        if _is_int8(layer):
+            # As bitsandbytes' layer does: of weights that are rounded to float16.
+            half = full.to(torch.float16)
+            codes, scales, _ = import_bitsandbytes().functional.int8_vectorwise_quant(half)
+            _put_int8(layer, codes, scales)
+            continue
         packed, state = import_bitsandbytes().functional.quantize_4bit(
             full,
             blocksize=BLOCK_SIZE,
@@ -155,9 +192,23 @@ def _put(layer: Any, packed: torch.Tensor, state: Any) -> None:
     layer.weight.quant_state = layer.quant_state = state
 
 
+def _is_int8(layer: Any) -> bool:
+    """Return whether a quantized layer is LLM.int8's."""
+    return hasattr(layer, "state")
+
+
+def _put_int8(layer: Any, codes: torch.Tensor, scales: torch.Tensor | None) -> None:
+    layer.weight.data = codes
+    layer.state.CB = None if scales is None else codes
+    layer.state.SCB = scales
+
+
 @torch.no_grad()
 def dequantized(layer: Any) -> torch.Tensor:
     """Return the dequantized weight of a layer, as used in its products [out, in]."""
+    if _is_int8(layer):
+        codes: torch.Tensor = layer.state.CB.to(torch.float32)
+        return codes.mul_(layer.state.SCB.unsqueeze(1).mul(1.0 / 127.0))
     full: torch.Tensor = import_bitsandbytes().functional.dequantize_4bit(
         layer.weight.data, layer.weight.quant_state
     )

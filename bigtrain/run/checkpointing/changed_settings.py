@@ -44,7 +44,7 @@ _SHAPES = ("model.config", "model.type", "model.overrides", "model.path", "model
 """Settings that may give tensors other shapes, into which no checkpoint can be read."""
 _TRAINED = (
     "model.frozen objective.type objective.mtp_weight adapters adapters.rank adapters.targets "
-    "adapters.target_parameters adapters.modules_to_save adapters.dora"
+    "adapters.target_parameters adapters.modules_to_save adapters.dora adapters.init"
 ).split()
 """Settings by which other tensors may be trained, of which a checkpoint has no values or states."""
 

@@ -193,6 +193,7 @@ class Facts(_Values):
     grows_vocabulary: Fact[bool] = _run("model.vocabulary", False, lambda section: True)
     needs_reference: Fact[bool] = Fact(False, "objective.type", _needs_reference)
     stored_reference: Fact[bool] = _run("objective.reference", False, lambda name: True)
+    noise_alpha: Fact[float | None] = _run("model.neftune_noise_alpha", None)
     loss: Fact[str] = _run("model.loss", "auto")
     kernels: Fact[str] = _run("model.kernels", "none")
     compiles: Fact[str] = _run("model.compile", "off")

@@ -101,8 +101,13 @@ ADAPTERS: Mapping[str, Rule] = {
         instead=Facts(prefetch_size=1),
     ),
     "adapters with another optimizer": _PEFT.lacks(
-        has.OWN_OPTIMIZER,
-        "optimizer.type=adamw and optimizer.state_dtype=float32; states of adapters are small",
+        replace(
+            has.OWN_OPTIMIZER,
+            when=lambda run: run.own_optimizer is not None and run.optimizer != "adamw_8bit",
+            clause="under any optimizer but AdamW with states in float32 or 8 bits",
+        ),
+        "optimizer.type=adamw and optimizer.state_dtype=float32 (states of adapters are small), or "
+        "optimizer.type=adamw_8bit",
         example=Facts(optimizer="lion"),
     ),
     "adapters in float16": _PEFT.lacks(has.FLOAT16),
@@ -115,13 +120,18 @@ ADAPTERS: Mapping[str, Rule] = {
         (has.FOUR_BIT_BASE, has.ZERO_3),
         "bitsandbytes stores the scales of packed weights outside the parameter, so ZeRO 3 would "
         "shard the weights and not their scales",
-        fix="ds_configs/zero2.json, where each rank holds the base (about half a byte a weight)",
+        fix="ds_configs/zero2.json, where each rank holds the base (about half a byte a weight in "
+        "4 bits, a byte in 8)",
         instead=Facts(zero_stage=2),
     ),
     "a base in 4 bits with tensor parallelism": Rule(
         (has.FOUR_BIT_BASE, has.TENSOR),
-        "every 64 consecutive weights share a scale: the blocks of a shard would differ from those "
-        "of the full weight, and so would its values",
+        lambda run: (
+            "bitsandbytes' layers in 8 bits have not been compared in parts"
+            if run.quantization == "int8"
+            else "every 64 consecutive weights share a scale: the blocks of a shard would differ "
+            "from those of the full weight, and so would its values"
+        ),
         fix="parallel.tensor=1",
         example=Facts(world_size=2),
         instead=Facts(tensor_size=1),
@@ -219,6 +229,14 @@ MULTI_TOKEN_PREDICTION: Mapping[str, Rule] = {
         has.EXPERTS, _NO_EXPERTS, example=_ZERO_1
     ),
     "multi-token prediction with adapters": _LOOP.lacks(has.ADAPTERS),
+    "multi-token prediction with noise on embeddings": _LOOP.lacks(
+        Feature(
+            Facts.noise_alpha,
+            5.0,
+            "model.neftune_noise_alpha=null",
+            clause="with noise on embeddings",
+        )
+    ),
     "multi-token prediction with float16": _LOOP.lacks(has.FLOAT16),
     "multi-token prediction with float8": _LOOP.lacks(has.FLOAT8),
     "multi-token prediction with Liger's loss": _LOOP.lacks(has.LIGER_LOSS),

@@ -13,6 +13,9 @@ PRESETS: tuple[Preset, ...] = ("attention", "mlp")
 """Kinds of layers that `targets` may name instead of patterns."""
 
 _ELSEWHERE = {
+    "load_in_8bit": "quantization: int8",
+    "init_lora_weights": "init",
+    "pissa_init": "init: pissa",
     "load_in_4bit": "quantization: nf4",
     "quantization_bit": "quantization: nf4",
     "quantize_base": "quantization: nf4",
@@ -46,35 +49,55 @@ class AdaptersSection(Section):
     (those of that kind in every decoder layer, by its modules; mlp also every expert of a stack,
     and no router); or a list of such kinds and of shell patterns of module names or of their last
     parts, such as [attention], [q_proj, v_proj] or [model.layers.?.self_attn.*]"""
+    init: Literal["lora", "pissa"] = "lora"
+    """initial values; lora: A random, B zero; pissa: the principal components of the weights, which
+    are taken out of the frozen weights (Meng et al. 2024, arXiv 2404.02948; peft's
+    init_lora_weights="pissa")"""
     rslora: bool = False
     """scale the product by alpha / sqrt(rank) (Kalajdzievski 2023, arXiv 2312.03732)"""
     dora: bool = False
     """train magnitude and direction of the weights separately (DoRA, Liu et al. 2024, arXiv
     2402.09353)"""
+    loraplus_lr_ratio: Annotated[float, Field(gt=0)] | None = None
+    """LoRA+ (Hayou et al. 2024, arXiv 2402.12354): the learning rate of the matrices B (and of
+    trained vectors) is optimizer.lr times this, often 16; null: 1"""
     modules_to_save: tuple[str, ...] = ()
     """modules of which a full copy is trained with the adapters and saved with them (peft's
     modules_to_save): shell patterns as in targets, such as [lm_head] or [norm]"""
 
-    quantization: Literal["none", "nf4", "fp4"] = "none"
+    quantization: Literal["none", "nf4", "fp4", "int8"] = "none"
     """keep the weights of the model's linear layers, but for the head, in 4 bits (QLoRA, Dettmers
     et al. 2023, arXiv 2305.14314), by bitsandbytes: nf4 (NormalFloat) or fp4; every 64 weights have
-    a scale"""
+    a scale; or in 8 bits: int8 (LLM.int8, Dettmers et al. 2022, arXiv 2208.07339), with a scale for
+    each output"""
     double_quantization: bool = True
-    """of quantization: keep the scales in 8 bits, not in 32"""
+    """of nf4 and fp4: keep the scales in 8 bits, not in 32"""
     compute_dtype: Literal["float32", "bfloat16"] | None = None
-    """of quantization: the dtype to which weights are dequantized and in which products are
+    """of nf4 and fp4: the dtype to which weights are dequantized and in which products are
     computed; absent: precision.dtype"""
+    llm_int8_threshold: Annotated[float, Field(ge=0)] = 6.0
+    """of int8: inputs of a layer that are larger than this are multiplied without quantization
+    (where bitsandbytes quantizes inputs: on CUDA, and in evaluation)"""
 
     @property
     def is_quantized(self) -> bool:
-        """True if the base is kept in 4 bits."""
+        """True if the base is kept in 4 or 8 bits."""
         return self.quantization != "none"
+
+    @property
+    def packing(self) -> Literal["float32_scales", "8bit_scales", "int8"] | None:
+        """How bitsandbytes stores a quantized weight; None for a base that is not quantized."""
+        if self.quantization == "int8":
+            return "int8"
+        if self.quantization == "none":
+            return None
+        return "8bit_scales" if self.double_quantization else "float32_scales"
 
     @property
     def changes_base(self) -> bool:
         """True if the model is not its base with the adapters off: magnitudes of DoRA, and trained
-        copies of modules, remain."""
-        return self.dora or bool(self.modules_to_save)
+        copies of modules, remain, and weights without their principal components (PiSSA)."""
+        return self.dora or bool(self.modules_to_save) or self.init == "pissa"
 
     @property
     def presets(self) -> tuple[Preset, ...]:
@@ -98,11 +121,6 @@ class AdaptersSection(Section):
     def _keys_are_ours(cls, values: object) -> object:
         if not isinstance(values, dict):
             return values
-        if "load_in_8bit" in values:
-            raise ValueError(
-                "adapters.load_in_8bit: a base in 8 bits (LLM.int8) is not implemented -> "
-                "quantization: nf4, or omit it"
-            )
         if foreign_keys := _ELSEWHERE.keys() & values.keys():
             key = min(foreign_keys)
             raise ValueError(f"adapters.{key} has another name here -> {_ELSEWHERE[key]}")
@@ -121,16 +139,42 @@ class AdaptersSection(Section):
         return self
 
     @model_validator(mode="after")
+    def _initial_values_are_of_weights(self) -> Self:
+        excluded = (
+            ("dora", self.dora, "has not been compared with plain peft", "false"),
+            ("quantization", self.is_quantized, "peft decomposes no quantized weight", "none"),
+            ("target_parameters", self.target_parameters, "peft decomposes no stack", "[]"),
+        )
+        for name, is_set, rule, off in excluded:
+            if self.init == "pissa" and is_set:
+                raise ValueError(
+                    f"adapters.init = 'pissa' with adapters.{name}: {rule} -> adapters.init=lora, "
+                    f"or adapters.{name}={off}"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _quantization_is_of_layers(self) -> Self:
         if self.is_quantized and self.target_parameters:
             raise ValueError(
-                "adapters.target_parameters: stacked weights cannot be kept in 4 bits -> "
+                "adapters.target_parameters: stacked weights cannot be quantized -> "
                 "adapters.quantization=none"
             )
-        if not self.is_quantized and (self.compute_dtype or not self.double_quantization):
+        if self.quantization == "int8" and self.dora:
+            raise ValueError(
+                "adapters.dora has not been compared with plain peft on a base in 8 bits -> "
+                "adapters.dora=false, or adapters.quantization=nf4"
+            )
+        if self.quantization != "int8" and self.llm_int8_threshold != 6.0:
+            raise ValueError(
+                "adapters.llm_int8_threshold has no meaning without adapters.quantization=int8 -> "
+                "omit it"
+            )
+        has_4_bits = self.quantization in ("nf4", "fp4")
+        if not has_4_bits and (self.compute_dtype or not self.double_quantization):
             name = "compute_dtype" if self.compute_dtype else "double_quantization"
             raise ValueError(
-                f"adapters.{name} has no meaning without adapters.quantization -> omit it, or "
-                "adapters.quantization=nf4"
+                f"adapters.{name} has no meaning without adapters.quantization=nf4 (or fp4) -> "
+                "omit it"
             )
         return self

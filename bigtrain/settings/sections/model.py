@@ -74,6 +74,11 @@ class ModelSection(Section):
     """parameters that are not trained: shell patterns of their names, such as model.embed_tokens.*;
     exported as stored in the files of path"""
 
+    neftune_noise_alpha: Annotated[float, Field(gt=0)] | None = None
+    """add noise to the embeddings in training (NEFTune, Jain et al. 2023, arXiv 2310.05914):
+    uniform in +-alpha / sqrt(tokens of a sample * embedding size), as transformers' trainers; often
+    5; null: no noise"""
+
     loss: Literal["auto", "plain", "chunked", "liger"] = "auto"
     """how the cross-entropy is computed, with the same result; plain: from all logits of a
     micro-batch; chunked: some tokens at a time, so that the full logits never exist; liger: by its

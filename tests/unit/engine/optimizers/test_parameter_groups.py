@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from peft.optimizers import create_loraplus_optimizer
 
 from bigtrain.engine.optimizers.build import parameter_groups
 from bigtrain.models.build import build_model
@@ -12,7 +14,7 @@ from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.equivalence.parameter_plan import find_gradient_reach
 from bigtrain.settings.run_config import AdaptersSection, ModelSection, OptimizerSection
 from bigtrain.settings.sections.optimizer import OPTIMIZERS
-from tests.parity.conftest import COMPOSITE
+from tests.parity.conftest import COMPOSITE, llama
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +25,26 @@ def adapted() -> tuple[Any, tuple[str, ...]]:
     adapters = AdaptersSection(rank=2, targets=["*_proj"])
     untrained = find_gradient_reach(hf_config, 32).absent or ()
     return build_model(section, hf_config, seed=0, adapters=adapters), untrained
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adamw_8bit"])
+def test_loraplus_groups_are_those_of_peft(kind: str) -> None:
+    """peft's own optimizer, of a model with vectors and a copied norm and head."""
+    section = ModelSection(config=llama(tie_word_embeddings=False))
+    adapters = AdaptersSection(
+        rank=2, targets=["*_proj"], dora=True, modules_to_save=["norm", "lm_head"]
+    )
+    model: Any = build_model(section, load_hf_config(section), seed=0, adapters=adapters)
+    optimizer = OptimizerSection(type=kind, lr=1e-3, weight_decay=0.1)
+    groups = parameter_groups(model, optimizer, 1, (), 16.0)
+    ratios = {
+        id(parameter): group.get("lr_ratio", 1.0)
+        for group in groups
+        for parameter in group["params"]
+    }
+    theirs = create_loraplus_optimizer(model, torch.optim.AdamW, lr=1.0, loraplus_lr_ratio=16.0)
+    assert ratios == {id(p): group["lr"] for group in theirs.param_groups for p in group["params"]}
+    assert set(ratios.values()) == {1.0, 16.0}
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)

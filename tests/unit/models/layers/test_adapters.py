@@ -285,3 +285,20 @@ def test_copies_around_adapters_are_refused() -> None:
     section = AdaptersSection(targets=("q_proj",), modules_to_save=("self_attn",))
     (problem,) = check_adapters(model, section)
     assert problem.rule == "model.layers.0.self_attn.q_proj has an adapter as well"
+
+
+@pytest.mark.parametrize(
+    ("base", "values", "words"),
+    [
+        (llama(), {"rank": 17}, "adapters.rank = 17: model.layers.0.self_attn.k_proj has only 16"),
+        (ARCHITECTURES["qwen3_moe"], {"targets": "mlp"}, "and peft decomposes no stack"),
+    ],
+)
+def test_weights_that_have_no_principal_adapters(
+    base: dict[str, Any], values: dict[str, Any], words: str
+) -> None:
+    model = empty_model(load_hf_config(ModelSection(config=base)))
+    section = AdaptersSection.model_validate({"init": "pissa", "rank": 2, **values})
+    (problem,) = check_adapters(model, section)
+    assert words in str(problem)
+    assert check_adapters(model, section.model_copy(update={"init": "lora"})) == []

@@ -16,6 +16,7 @@ from bigtrain.models.build import build_model, empty_model
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.equivalence.pipeline_stages import plan_stages
 from bigtrain.models.layers.adapter_checks import check_adapters
+from bigtrain.models.layers.adapter_names import base_name
 from bigtrain.models.layers.adapter_targets import quantized_layers
 from bigtrain.models.parallel.adapter_costs import adapter_costs
 from bigtrain.models.parallel.stages import Stage
@@ -43,6 +44,7 @@ library = pytest.importorskip("bitsandbytes")
 CPU = torch.device("cpu")
 NF4 = AdaptersSection(rank=4, quantization="nf4")
 FP4 = AdaptersSection(rank=4, quantization="fp4", double_quantization=False)
+INT8 = AdaptersSection(rank=4, quantization="int8")
 MODELS = {
     # 32 columns: blocks of 64 are two rows; of 24 x 40 the last one is not full.
     "llama": llama(num_hidden_layers=2, attention_bias=True),
@@ -132,7 +134,7 @@ def test_values_are_those_of_the_paper(bases: dict[str, Path]) -> None:
         assert torch.allclose(values, expected, rtol=0, atol=1e-6), name
 
 
-@pytest.mark.parametrize("section", [FP4, NF4.model_copy(update={"dora": True})])
+@pytest.mark.parametrize("section", [FP4, INT8, NF4.model_copy(update={"dora": True})])
 def test_nothing_is_there_to_be_sent_or_cast_before_it_is_read(
     section: AdaptersSection, bases: dict[str, Path]
 ) -> None:
@@ -140,7 +142,7 @@ def test_nothing_is_there_to_be_sent_or_cast_before_it_is_read(
     model = built(bases["llama"], section)
     packed = [p for p in model.parameters() if is_packed(p)]
     assert len(packed) == 2 * 7
-    assert all(p.numel() == 0 and p.dtype == torch.uint8 for p in packed)
+    assert all(p.numel() == 0 and p.dtype in (torch.uint8, torch.int8) for p in packed)
     assert packed_bytes(model) == 0
     model.to(CPU)
     model.bfloat16()
@@ -152,6 +154,22 @@ def test_nothing_is_there_to_be_sent_or_cast_before_it_is_read(
     assert packed_bytes(model) == num_bytes
     for name, weight in before.items():
         assert torch.equal(dequantized(model.get_submodule(name)), weight)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_8_bits_are_those_of_transformers(name: str, bases: dict[str, Path]) -> None:
+    """Codes and scales have the bits that `from_pretrained` makes, of Conv1D too."""
+    model = filled(bases[name], INT8)
+    options: dict[str, Any] = {"quantization_config": bits_and_bytes(INT8, torch.float32)}
+    theirs: Any = AutoModelForCausalLM.from_pretrained(bases[name], device_map="cpu", **options)
+    layers = {n: m for n, m in model.named_modules() if is_quantized(m)}
+    assert layers
+    for layer_name, module in layers.items():
+        layer: Any = module
+        expected = theirs.get_submodule(base_name(f"{layer_name}.").rstrip("."))
+        assert torch.equal(layer.weight.data, expected.weight.data), layer_name
+        assert torch.equal(layer.state.SCB, expected.weight.SCB), layer_name
+        assert layer.state.threshold == expected.state.threshold == 6.0
 
 
 def test_magnitudes_are_of_what_is_packed(bases: dict[str, Path]) -> None:
@@ -167,7 +185,9 @@ def test_magnitudes_are_of_what_is_packed(bases: dict[str, Path]) -> None:
     assert torch.equal(part, expected[3:8])
 
 
-@pytest.mark.parametrize(("name", "section"), [("llama", FP4), ("gpt2", NF4)])
+@pytest.mark.parametrize(
+    ("name", "section"), [("llama", FP4), ("gpt2", NF4), ("gpt2", INT8), ("llama", INT8)]
+)
 def test_bytes_are_predicted(name: str, section: AdaptersSection, bases: dict[str, Path]) -> None:
     model = filled(bases[name], section)
     costs = adapter_costs(empty_model(model.config), section)
@@ -175,7 +195,7 @@ def test_bytes_are_predicted(name: str, section: AdaptersSection, bases: dict[st
     adapted_costs = with_adapters(traced, costs)
     assert adapted_costs.packed.num_bytes == packed_bytes(model)
     # Nearly the same without the model.
-    closed = with_adapters(traced, of_all_linear(traced, 4, double=section.double_quantization))
+    closed = with_adapters(traced, of_all_linear(traced, 4, section.packing))
     assert closed.packed.num_weights == adapted_costs.packed.num_weights
     if name == "llama":
         assert closed.packed.num_bytes == adapted_costs.packed.num_bytes

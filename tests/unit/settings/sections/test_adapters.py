@@ -44,7 +44,7 @@ def test_a_base_with_experts_is_not_in_4_bits(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MOE))
     with pytest.raises(ConfigError, match="the experts' weights are stacked, and bitsandbytes"):
         resolve("zero2", 1, QLORA | {"targets": "attention"}, str(tmp_path))
-    with pytest.raises(ValueError, match="stacked weights cannot be kept in 4 bits"):
+    with pytest.raises(ValueError, match="stacked weights cannot be quantized"):
         AdaptersSection.model_validate(QLORA | STACKS)
 
 
@@ -55,8 +55,24 @@ def test_a_base_with_experts_is_not_in_4_bits(tmp_path: Path) -> None:
         ({"quantization_bit": 4}, "another name here -> quantization: nf4"),
         ({"bnb_4bit_compute_dtype": "bfloat16"}, "another name here -> compute_dtype"),
         ({"use_bnb_nested_quant": True}, "another name here -> double_quantization"),
-        ({"load_in_8bit": True}, r"a base in 8 bits \(LLM.int8\) is not implemented"),
-        ({"quantization": "int8"}, "'none', 'nf4' or 'fp4'"),
+        ({"load_in_8bit": True}, "another name here -> quantization: int8"),
+        ({"quantization": "int8", "dora": True}, "dora has not been compared .* 8 bits -> "),
+        ({"quantization": "int8", "compute_dtype": "bfloat16"}, "compute_dtype has no meaning"),
+        ({"llm_int8_threshold": 5.0}, "llm_int8_threshold has no meaning without"),
+        (
+            {"init_lora_weights": "pissa"},
+            "adapters.init_lora_weights has another name here -> init",
+        ),
+        (
+            {"init": "pissa", "dora": True},
+            "adapters.init = 'pissa' with adapters.dora: .*dora=false",
+        ),
+        (
+            {"init": "pissa"} | QLORA,
+            "peft decomposes no quantized weight -> adapters.init=lora, or",
+        ),
+        ({"init": "pissa"} | STACKS, r"decomposes no stack -> .*adapters.target_parameters=\[\]"),
+        ({"quantization": "int4"}, "'none', 'nf4', 'fp4' or 'int8'"),
         ({"compute_dtype": "bfloat16"}, "adapters.compute_dtype has no meaning without"),
         ({"double_quantization": False}, "adapters.double_quantization has no meaning without"),
         (QLORA | {"compute_dtype": "float16"}, "'float32' or 'bfloat16'"),
