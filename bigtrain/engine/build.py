@@ -62,9 +62,8 @@ def build_engine(
 ) -> TrainEngine:
     """Build the run's model and hand it to DeepSpeed. Collective over all ranks.
 
-    ZeRO-3 models are partitioned while they are built. `model_plan`: the result of
-    `inspect_inputs`; made here if not given. Pretrained weights are uninitialized until the caller
-    reads or restores them. Raises ModelError for a tensor-parallel plan that cannot be carried out.
+    `model_plan`: the result of `inspect_inputs`; made here if not given. Pretrained weights are
+    uninitialized until the caller reads or restores them. Raises ModelError for a tensor-parallel plan that cannot be carried out.
     """
     model_plan = model_plan or require_model_plan(config, hf_config, plan)
     if model_plan.stages is not None:
@@ -95,8 +94,8 @@ def build_engine(
     model_plan.isolation.install(model)
     sequence = _divide_sequences(model, mesh) if mesh.topology.sequence_size > 1 else None
     computes_loss = model_plan.loss.install(model, loss_terms(config.objective)) is not None
-    multi_token, layers = None, mtp_layers(model)
-    if layers is not None:
+    multi_token = None
+    if (layers := mtp_layers(model)) is not None:
         from bigtrain.engine.multi_token import MultiTokenLoss
 
         multi_token = MultiTokenLoss(model, layers, config.objective.mtp_weight, device)
@@ -111,8 +110,7 @@ def build_engine(
     )
     engine = _initialize(model, groups, config, engine_config, device=device, mesh=mesh)
     # Patches of the engine that save host time, and measure it.
-    host_time = HostTime()
-    skip_redundant_work(engine, mesh.replicas, host_time)
+    skip_redundant_work(engine, mesh.replicas, host_time := HostTime())
     time_reductions(engine, host_time)
     return TrainEngine(
         engine,

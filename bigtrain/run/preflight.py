@@ -148,9 +148,7 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
     if model_plan is None or ids is None or problems:
         raise ConfigError(problems, "the run's inputs")
     if check != "listed" and not _resumes(config):
-        notes += filter(None, (beginning_note(config, dataset) for dataset in datasets))
-        notes += pair_notes(config, datasets)
-        notes += evaluation_notes(config, datasets, held_out_sets)
+        notes += _data_notes(config, datasets, held_out_sets)
     return Inputs(
         hf_config,
         data_hash(config.data, datasets),
@@ -334,6 +332,19 @@ def _check_export(
             remedy += ", such as llama or qwen3"
     remedy += "; without an export: output.export=false"
     return [Problem("data.path", str(dataset.path), rule, remedy)]
+
+
+def _data_notes(
+    config: RunConfig, datasets: Sequence[TokenDataset], held_out_sets: Sequence[TokenDataset]
+) -> list[str]:
+    """Return lines on data that is legal and rarely meant: how texts begin, rows that are cut or
+    mostly padding, evaluations without data."""
+    beginnings = [beginning_note(config, dataset) for dataset in datasets]
+    return [
+        *filter(None, beginnings),
+        *pair_notes(config, datasets),
+        *evaluation_notes(config, datasets, held_out_sets),
+    ]
 
 
 def _check_positions(sequence_length: int, hf_config: Any) -> Sequence[Problem]:
