@@ -63,8 +63,8 @@ def build_engine(
     """Build the run's model and hand it to DeepSpeed. Collective over all ranks.
 
     `model_plan`: the result of `inspect_inputs`; made here if not given. Pretrained weights are
-    uninitialized until the caller reads or restores them. Raises ModelError for a tensor-parallel plan that cannot be carried out.
-    """
+    uninitialized until the caller reads or restores them. Raises ModelError for a tensor-parallel
+    plan that cannot be carried out."""
     model_plan = model_plan or require_model_plan(config, hf_config, plan)
     if model_plan.stages is not None:
         from bigtrain.engine.pipeline.build import build_pipeline_engine
