@@ -27,9 +27,7 @@ class Section(BaseModel):
     describes it in the reference, the schema and commented YAML."""
 
     # The schema of a section is built with that of the run, not at its definition, too.
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
 
     @classmethod
     def descriptions(cls) -> dict[str, str]:
