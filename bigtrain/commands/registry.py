@@ -79,7 +79,12 @@ class CommandParser(argparse.ArgumentParser):
             from bigtrain.settings.loading import with_setting_names  # imports all sections
 
             message = with_setting_names(message)
-        super().error(message)
+        self.exit(2, f"{self.prog}: error: {with_fix(message, self._named_command())}\n")
+
+    def _named_command(self) -> argparse.ArgumentParser:
+        """Return the parser of the command that was typed: this one, or its only loaded one."""
+        loaded = [parser for parser in self.commands.values() if len(parser._actions) > 1]
+        return loaded[0] if len(loaded) == 1 else self
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         if self._intermixing or self._subparsers is not None:
@@ -89,6 +94,17 @@ class CommandParser(argparse.ArgumentParser):
             return self.parse_known_intermixed_args(args, namespace)
         finally:
             self._intermixing = False
+
+
+def with_fix(message: str, parser: argparse.ArgumentParser) -> str:
+    """Return an error of argparse with what to do: a similar option, or the help."""
+    if " -> " in message or "; a setting of the run is written" in message:
+        return message
+    options = [option for action in parser._actions for option in action.option_strings]
+    unknown = message.partition("unrecognized arguments: ")[2].split()
+    close = [name for word in unknown for name in difflib.get_close_matches(word, options, n=1)]
+    suggestion = f"did you mean {close[0]}? " if close else ""
+    return f"{message} -> {suggestion}{parser.prog} --help"
 
 
 def build_parser(*loaded: str | None) -> CommandParser:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from bigtrain.errors import EXIT_STOPPED, EXIT_USER_ERROR, ConfigError, Problem
+from bigtrain.errors import EXIT_STOPPED, EXIT_USER_ERROR, BigtrainError, ConfigError, Problem
 from bigtrain.system.arguments import Argument, Directory, Positive, command_words
 from bigtrain.system.next_commands import next_lines, train_line
 
@@ -80,7 +80,11 @@ def run(args: StartArguments) -> int:
         shards = Path(new_run.data)
     else:
         shards = directory / SHARDS
-        _tokenize(args, shards)
+        try:
+            _tokenize(args, shards)
+        except BigtrainError:
+            _remove_if_unused(directory)
+            raise
 
     # The run YAML: written once, and the user's from then on.
     run_yaml = directory / RUN_YAML
@@ -106,6 +110,13 @@ def run(args: StartArguments) -> int:
         same_command = shlex.join(["bigtrain", "start", *command_words(args)])
         print(f"{end_text}; {next_lines(same_command)}", file=sys.stderr)
     return code
+
+
+def _remove_if_unused(directory: Path) -> None:
+    """Remove the directory of a start that has written nothing but its record."""
+    if [entry.name for entry in directory.iterdir()] == [RECORD]:
+        (directory / RECORD).unlink()
+        directory.rmdir()
 
 
 def _stem(name: str) -> str:
@@ -147,7 +158,19 @@ def _checked_run(args: StartArguments, directory: Path) -> NewRun:
     )
     if new_run.names_nothing_here:
         raise ConfigError(Problem("--data", args.data, "does not exist", "a file that exists"))
+    if args.devices is not None:
+        from bigtrain.planner.tables.hardware import find_device
+
+        number, _, device = args.devices.partition("x")
+        if not number.isdigit() or not device:
+            rule = "is not a number of devices and their name"
+            raise ConfigError(Problem("--devices", args.devices, rule, "write e.g. 8xH100-80GB"))
+        find_device(device, "--devices")
     check_names(new_run, _to_stderr)
+    if Path(args.model).is_dir() and not new_run.is_tokenized:
+        from bigtrain.data.tokenizers.tokenizer import load_tokenizer
+
+        load_tokenizer(args.model)  # a wrong directory is refused before anything is written
     return new_run
 
 

@@ -140,7 +140,8 @@ def check_on_every_number(request: NodesRequest) -> None:
         fewer = f"--nodes {fitting[0]}" + (f"-{last}" if last > fitting[0] else "")
         remedy = f"{remedy}, or {fewer}" if remedy else fewer
         problems.append(Problem("--nodes", nodes, rule, remedy))
-    source = f"{first.source}, on {number} nodes x {processes_per_node} processes"
+    source = f"{number} nodes x {processes_per_node} processes"
+    source = f"{first.source}, on {source}" if first.source else source
     raise ConfigError(problems, source) from first
 
 

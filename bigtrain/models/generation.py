@@ -182,4 +182,5 @@ def load_part(factory: Any, model: str, **options: Any) -> Any:
             reason = one_line(error, None)
         else:
             reason = "it has no config.json, so it is not a Hugging Face directory"
-        raise ModelError(f"--model = {model!r}: cannot be loaded: {reason}") from error
+        fix = "" if " -> " in reason else " -> an export's directory (RUN/hf), or a Hub name"
+        raise ModelError(f"--model = {model!r}: cannot be loaded: {reason}{fix}") from error

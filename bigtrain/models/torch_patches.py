@@ -159,7 +159,7 @@ COLLECTIVES = (
     "allreduce", "allreduce_coalesced", "all_gather_single", "all_gather_single_coalesced",
     "allgather", "allgather_coalesced", "reduce_scatter", "reduce_scatter_single",
     "reduce_scatter_single_coalesced", "alltoall", "all_to_all_single", "broadcast", "reduce",
-    "gather", "scatter", "send", "recv", "recv_anysource", "barrier",
+    "gather", "gather_single", "scatter", "send", "recv", "recv_anysource", "barrier",
     # Five methods by their names in torch 2.11.
     "_allgather_base", "allgather_into_tensor_coalesced", "_reduce_scatter_base",
     "reduce_scatter_tensor_coalesced", "alltoall_base",

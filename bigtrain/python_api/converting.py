@@ -49,6 +49,9 @@ def convert(
     counterpart, and for a run that is refused; OutputError.
     """
     path = Path(output)
+    if missing := [str(file) for file in files if not Path(file).is_file()]:
+        rule, fix = "no such file", "the path of the other trainer's file"
+        raise ConfigError([Problem(name, None, rule, fix) for name in missing])
     if path.exists() and not force:
         rule = "exists, and may have been edited"
         fix = "another --output, or --force to replace it"

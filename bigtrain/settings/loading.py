@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import difflib
 import functools
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -52,8 +53,17 @@ _ALSO_KNOWN_AS = {
     **dict.fromkeys(("fp32", "float", "single", "32"), "float32"),
     **dict.fromkeys(("bf16", "bfloat"), "bfloat16"),
     **dict.fromkeys(("fp16", "half", "16"), "float16"),
+    **dict.fromkeys(("dpo", "ipo", "simpo", "orpo", "cpo", "apo"), "preference"),
+    **dict.fromkeys(("sft", "clm", "causal_lm", "pretrain", "pretraining", "lm"), "next_token"),
+    **dict.fromkeys(("rm", "reward_model", "reward_modeling"), "reward"),
+    **dict.fromkeys(("flash", "flash_attn", "flash_attention", "fa2"), "flash_attention_2"),
+    "fa3": "flash_attention_3",
 }
 """Values under the names that other programs use for them."""
+
+
+_SHOWN_COLUMNS = 80
+"""Of a line that cannot be read, in its error."""
 
 
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
@@ -84,16 +94,17 @@ def find_config(name_or_path: str) -> Path:
     recipe = recipes() / f"{name_or_path}.yaml"
     if recipe.is_file():
         return recipe
-    close = difflib.get_close_matches(name_or_path, recipe_names(), n=1)
+    # Files with similar names in the same directory, then recipes.
+    similar_files: list[str] = []
+    if path.suffix and path.parent.is_dir() and not path.is_dir():
+        names = [file.name for file in path.parent.iterdir() if file.is_file()]
+        similar_files = difflib.get_close_matches(path.name, names, n=1, cutoff=0.8)
+    close = [str(path.parent / name) for name in similar_files]
+    close += difflib.get_close_matches(name_or_path, recipe_names(), n=1)
     remedy = f"did you mean {close[0]}? " if close else ""
-    raise ConfigError(
-        Problem(
-            "--config",
-            name_or_path,
-            "neither a file nor the name of a recipe",
-            f"{remedy}recipes: {', '.join(recipe_names()) or 'none'}",
-        )
-    )
+    rule = "is a directory" if path.is_dir() else "neither a file nor the name of a recipe"
+    fix = f"{remedy}a YAML file, or a recipe: {', '.join(recipe_names()) or 'none'}"
+    raise ConfigError(Problem("--config", name_or_path, rule, fix))
 
 
 def parse_yaml(text: str, source: str) -> Any:
@@ -113,7 +124,8 @@ def parse_yaml(text: str, source: str) -> Any:
             context = getattr(error, "context", None)
             position = f" line {number + 1}, column {mark.column + 1}"
             rule = f"{context}: {reason}" if context else str(reason)
-            rule = f"{rule}: {lines[number].strip()!r}"
+            line = lines[number].strip()
+            rule = f"{rule}: {line[:_SHOWN_COLUMNS]!r}{'...' * (len(line) > _SHOWN_COLUMNS)}"
         remedy = "correct the value" if "\n" not in text else "correct the line"
         raise ConfigError(
             Problem(f"YAML of {source}{position}", None, rule, remedy), source
@@ -123,13 +135,16 @@ def parse_yaml(text: str, source: str) -> Any:
 def apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> list[Problem]:
     """Write `section.key=value` strings into `tree`, in order; the value is read as YAML."""
     problems = []
-    for override in overrides:
+    words = list(overrides)
+    for number, override in enumerate(words):
         path, separator, text = override.partition("=")
         keys = path.split(".")
         if not separator or not all(keys) or is_address(path):
-            problems.append(
-                Problem(override, None, "is not an override", "write section.key=value")
-            )
+            if override.startswith("=") and number and "=" not in words[number - 1]:
+                continue  # a value after a space, of which the word before says so
+            following = words[number + 1] if number + 1 < len(words) else ""
+            fix = _what_was_meant(override, following)
+            problems.append(Problem(override, None, "is not an override", fix))
             continue
         try:
             value = parse_yaml(text, override)
@@ -146,6 +161,17 @@ def apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> list[Prob
             node = child
         node[keys[-1]] = value
     return problems
+
+
+def _what_was_meant(word: str, following: str) -> str:
+    """Return the fix for a word that is not an override."""
+    if following.startswith("=") and "=" not in word:
+        return f"write {word}{following}, without spaces"
+    if word.endswith((".yaml", ".yml")):
+        return f"--config {word}"
+    if word.endswith(".json"):
+        return f"--deepspeed_config {word}"
+    return "write section.key=value"
 
 
 def load_run_config(name_or_path: str, overrides: Sequence[str] = ()) -> RunConfig:
@@ -220,8 +246,21 @@ def _problem_of(detail: Any) -> Problem:
         nearest = _ALSO_KNOWN_AS.get(name)
         if nearest not in choices:
             nearest = close[0] if close else None
-        remedy = f"did you mean {nearest}?" if nearest else remedy
+        remedy = f"did you mean {nearest}?" if nearest else "write one of these"
+    for words, plain in _PLAIN_RULES:
+        rule = re.sub(words, plain, rule)
     return Problem(key, value, rule[:1].lower() + rule[1:], remedy)
+
+
+_PLAIN_RULES = (
+    (r"Input should be a valid dictionary or instance of \w+", "must be a section with settings"),
+    (r"Input should be a valid tuple", "must be a list"),
+    (r"Input should be a valid number, unable to parse string as a number", "must be a number"),
+    (r"Input should be a valid integer, unable to parse .*", "must be a whole number"),
+    (r"Input should be a valid integer, got a number .*", "must be a whole number"),
+    (r"Tuple should have at (most|least) (\d+) items? after validation, not", r"must have \2, not"),
+)
+"""Texts of pydantic in the words of a YAML's reader."""
 
 
 def _what_to_write(detail: Any, key: str) -> str:
@@ -239,6 +278,14 @@ def _what_to_write(detail: Any, key: str) -> str:
         return f"write its settings: {', '.join(f'{key}.{name}=VALUE' for name in fields)}"
     if error_type == "tuple_type":
         return f"write a list: {key}=[a, b]"
+    if error_type in ("too_long", "too_short"):
+        length = bounds.get("max_length", bounds.get("min_length"))
+        return f"write {length} values in a list: {key}=[a, b]"
+    if error_type == "int_from_float":
+        below = math.floor(detail["input"])
+        return f"nearest: {below} or {below + 1}"
+    if error_type.startswith(("int_", "float_")):
+        return f"write a number: {key}={'1' if error_type.startswith('int_') else '0.1'}"
     if error_type in ("greater_than_equal", "less_than_equal"):
         return f"nearest: {bounds.get('ge', bounds.get('le'))}"
     if error_type in ("greater_than", "less_than"):
@@ -257,7 +304,9 @@ def _suggestion(location: Sequence[str]) -> str:
     if field_name is None:
         homes = [section for section in _fields_at(()) if name in _fields_at((section,))]
         close = difflib.get_close_matches(name, _fields_at(parent), n=1, cutoff=0.5)
-        if close:
+        if homes and not parent:  # a setting without its section
+            field_name = " or ".join(f"{section}.{name}" for section in homes)
+        elif close:
             field_name = ".".join((*parent, close[0]))
         elif len(homes) == 1:
             field_name = f"{homes[0]}.{name}"

@@ -409,6 +409,9 @@ _CHECKS: tuple[Callable[[_Draft], list[Problem]], ...] = (
 
 def _resolve_draft(draft: _Draft) -> ResolvedRun:
     problems = [problem for check in _CHECKS for problem in check(draft)]
+    # A degree that the model refuses is the mistake, whatever the number of ranks.
+    if any(problem.key.startswith("parallel.") for problem in problems):
+        problems = [problem for problem in problems if problem.key != "world size"]
     config, json = draft.config, draft.json
     assert json is not None
     # The teacher's run copies settings from this one, so its problems would repeat theirs.

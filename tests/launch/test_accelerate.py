@@ -66,6 +66,7 @@ ENTER = {
     # The first row of the menu, on a machine without GPUs.
     "Which type of machine": 0,
     "Do you want to use DeepSpeed": "no",
+    "run your training on CPU only": "no",
     "What GPU(s)": "all",
     "enable numa efficiency": "no",
 }

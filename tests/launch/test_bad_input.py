@@ -48,7 +48,7 @@ BROKEN: dict[str, tuple[list[str], int, tuple[str, ...]]] = {
     "positions": (["batch.sequence_length=128"], 1, ("max_position_embeddings = 64", "at most 64")),
     "no layers": (["model.overrides={num_hidden_layers: 0}"], 1, ("= 0: must be at least 1",)),
     "misspelt override": (["model.overrides={hidden_sise: 64}"], 1, ("did you mean",)),
-    "huge": (["parallel.sequence=100000000"], 1, ("world size = 1: must be a multiple",)),
+    "huge": (["parallel.sequence=100000000"], 1, ("does not divide its",)),
     "huge world": (["parallel.sequence=100000000"], 100000000, ("does not divide its",)),
     "huge batch": (["batch.global_batch_size=1000000000039"], 7, ("must be a multiple",)),
     "true": (["train.steps=true"], 1, ("True: must be a number, not true or false",)),

@@ -7,6 +7,7 @@ An input may be an address (`bigtrain.system.storage.stores`), or ``-`` for stan
 
 from __future__ import annotations
 
+import difflib
 import glob
 import json
 import logging
@@ -102,7 +103,10 @@ def _find(name: str, selection: Selection) -> list[Source]:
     if glob.has_magic(name):
         return _find_by_glob(name, selection)
     if name.endswith((*BY_SUFFIX, *COMPRESSION_SUFFIXES)) or not HUB_NAME.fullmatch(name):
-        raise DataError(f"--input {name}: no such file, folder or glob")
+        neighbours = os.listdir(path.parent) if path.parent.is_dir() else []
+        close = difflib.get_close_matches(path.name, neighbours, n=1)
+        fix = f"did you mean {path.parent / close[0]}?" if close else "a path from this directory"
+        raise DataError(f"--input {name}: no such file, folder or glob -> {fix}")
 
     # Any other name may be a dataset on the Hub.
     from huggingface_hub import HfApi
@@ -112,7 +116,7 @@ def _find(name: str, selection: Selection) -> list[Source]:
     except Exception as error:  # the client's transport errors differ between its versions
         raise DataError(
             f"--input {name}: no such file, folder or glob, and no such dataset on the "
-            f"Hugging Face Hub ({first_line(error)})"
+            f"Hugging Face Hub ({first_line(error)}) -> a path, or the name of a dataset"
         ) from error
     return [Source(HubDatasetReader, SourceRecord(path=name, revision=revision))]
 

@@ -180,7 +180,8 @@ class Commit:
                 f"the input has no training tokens: {manifest.num_documents('train')} "
                 f"training documents, {manifest.num_documents('held_out')} held-out documents with "
                 f"{manifest.num_tokens('held_out')} tokens, {manifest.skipped_documents} skipped, "
-                f"{sum((manifest.filtered or {}).values())} dropped by the filter"
+                f"{sum((manifest.filtered or {}).values())} dropped by the filter "
+                "-> files with text, or another --text-key, --held-out or filter"
             )
         return manifest
 

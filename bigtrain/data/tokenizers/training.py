@@ -29,7 +29,7 @@ def train_tokenizer(batches: Iterable[Sequence[str]], vocab_size: int) -> Tokeni
     if vocab_size < MIN_VOCAB_SIZE:
         raise DataError(
             f"--vocab-size {vocab_size} is too small: 256 bytes and {END_OF_DOCUMENT} need "
-            f"{MIN_VOCAB_SIZE}"
+            f"{MIN_VOCAB_SIZE} -> {MIN_VOCAB_SIZE} or more"
         )
     from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
     from tokenizers import Tokenizer as Backend

@@ -29,7 +29,8 @@ def weight_paths(
     path = next(filter(None, map(find_file, names)), None)
     if path is None:
         refuse_pickles(source)
-        raise ValueError(f"holds none of {', '.join(names)}")
+        fix = "a directory with weights, or a Hub name"
+        raise ValueError(f"holds none of {', '.join(names)} -> {fix}")
     if not path.name.endswith(".index.json"):
         _refuse_pickle(source, path)
         # transformers would ignore an index of other files next to a file with all weights.

@@ -335,6 +335,13 @@ def usable(
             warn(skipped_message(step, reason))
 
 
+def without_checkpoint(run_directory: Path, rule: str) -> str:
+    """Return the message about a directory without a checkpoint, such as a mistyped one."""
+    if not run_directory.is_dir():
+        return f"{run_directory}: no such directory -> name a run's output.directory"
+    return f"{run_directory}: {rule} -> name a run's output.directory, after its first save"
+
+
 def skipped_message(step: int, reason: str) -> str:
     """Return the message about a corrupt checkpoint that is replaced by an older one."""
     return f"skipping corrupt checkpoint at step {step}: {reason}"
@@ -361,6 +368,8 @@ def find(
     reasons: list[str] = []
     newest = next(usable(run_directory, reasons.append, contents), None)
     if newest is None:
+        if not reasons:
+            raise CheckpointError(without_checkpoint(run_directory, "has no usable checkpoint"))
         raise CheckpointError(
             f"{run_directory}: has no usable checkpoint" + "".join(f"; {r}" for r in reasons)
         )

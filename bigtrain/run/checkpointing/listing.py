@@ -150,7 +150,7 @@ def best_step(run_directory: Path) -> int:
 def _steps(run_directory: Path) -> list[int]:
     steps = checkpoints.list_steps(run_directory)
     if not steps:
-        raise CheckpointError(f"{run_directory}: has no checkpoint")
+        raise CheckpointError(checkpoints.without_checkpoint(run_directory, "has no checkpoint"))
     return steps
 
 

@@ -26,7 +26,8 @@ class Section(BaseModel):
     """Base of every section: frozen, no unknown keys, no NaN or infinity. The text below a field
     describes it in the reference, the schema and commented YAML."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    # The schema of a section is built with that of the run, not at its definition, too.
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
 
     @classmethod
     def descriptions(cls) -> dict[str, str]:

@@ -79,8 +79,10 @@ class DataSection(Section):
     @model_validator(mode="after")
     def _one_kind_of_share(self) -> Self:
         if (self.path is None) == (not self.sources):
+            fix = "add one of them" if self.path is None else "data.path=null, or data.sources=[]"
             raise ValueError(
-                "exactly one of data.path (one dataset) and data.sources (a mixture) must be set"
+                "exactly one of data.path (one dataset) and data.sources (a mixture) must be set "
+                f"-> {fix}"
             )
         share_kinds = {(s.weight is not None, s.epochs is not None) for s in self.sources}
         if share_kinds and share_kinds not in ({(True, False)}, {(False, True)}):

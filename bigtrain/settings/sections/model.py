@@ -115,9 +115,11 @@ class ModelSection(Section):
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         if (self.path is None) == (self.config is None):
+            is_missing = self.path is None
+            fix = "add one of them" if is_missing else "model.config=null, or model.path=null"
             raise ValueError(
                 "exactly one of model.path (trained weights) and model.config (random weights) "
-                "must be set"
+                f"must be set -> {fix}"
             )
         if self.vocabulary is not None and self.path is None:
             raise ValueError(

@@ -202,8 +202,8 @@ class OutputSection(Section):
             raise ValueError("must name the directory of the run, such as runs/mine")
         if directory.startswith("~") or re.search(r"\$(\w|\{)", directory):
             raise ValueError(
-                "must be written out: ~ and variables are expanded by a shell, not in a file; "
-                f"here they are {os.path.expandvars(os.path.expanduser(directory))!r}"
+                "must be written out: ~ and variables are expanded by a shell, not in a file -> "
+                f"output.directory={os.path.expandvars(os.path.expanduser(directory))}"
             )
         if is_address(directory):
             raise ValueError(

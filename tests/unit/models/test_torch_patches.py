@@ -181,7 +181,8 @@ def collectives_called() -> set[str]:
     return collectives
 
 
-_NO_COLLECTIVES = {"_start_coalescing", "_end_coalescing", "_get_backend", "rank", "size"}
+_NO_COLLECTIVES = {"_start_coalescing", "_end_coalescing", "_get_backend", "rank", "set_timeout"}
+_NO_COLLECTIVES |= {"size"}
 
 
 def knows_backward() -> bool:

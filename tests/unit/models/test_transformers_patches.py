@@ -198,12 +198,9 @@ def asks_for_documents() -> bool:
 
     config = LlamaConfig(**SMALL, attn_implementation="sdpa")
     with patches.packed_sequences_found_by(find):
+        # By position: the argument that is None has another name in transformers 5.24.
         masking_utils.create_causal_mask(
-            config=config,
-            inputs_embeds=torch.zeros(1, 4, 8),
-            attention_mask=None,
-            past_key_values=None,
-            position_ids=torch.arange(4)[None],
+            config, torch.zeros(1, 4, 8), None, None, torch.arange(4)[None]
         )
     return len(asked) == 1
 

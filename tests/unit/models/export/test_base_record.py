@@ -26,7 +26,7 @@ from bigtrain.models.left_overs import drop_quantization
 from bigtrain.models.weights.checksums import CHECKSUMS, corrupt_weights
 from bigtrain.models.weights.import_hf import find_weights
 from bigtrain.models.weights.older_readers import legacy_rope, rewrite_config
-from bigtrain.settings.hf_config_keys import inspect_configuration
+from bigtrain.settings.hf_config_keys import inspect_configuration, key_table
 from bigtrain.settings.run_config import ModelSection
 from tests.support.tiny_bases import (
     BASES,
@@ -420,10 +420,13 @@ def test_models_without_a_causal_class_are_refused_in_one_sentence(
     """By the settings alone, as `check` does, and where the configuration is loaded."""
     CONFIG_MAPPING[model_type]().save_pretrained(tmp_path)
     section = ModelSection(path=str(tmp_path))
-    (problem,) = inspect_configuration(section)[1]
-    assert problem.key == "model.path"
-    assert f"model_type {model_type!r}" in problem.rule
-    assert "AutoModelForCausalLM has no class for it" in problem.rule
+    problems = inspect_configuration(section)[1]
+    # The settings have a table of one release, and leave others to where the model is loaded.
+    if transformers.__version__ == key_table()["transformers_version"]:
+        (problem,) = problems
+        assert problem.key == "model.path"
+        assert f"model_type {model_type!r}" in problem.rule
+        assert "AutoModelForCausalLM has no class for it" in problem.rule
     with pytest.raises(ModelError, match="has no class for it"):
         load_hf_config(section)
 
