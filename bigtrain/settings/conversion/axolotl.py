@@ -1,4 +1,5 @@
-"""Axolotl's YAML. Pure. Defaults are taken from Axolotl 0.13 (utils/schemas/)."""
+"""Axolotl's YAML. Pure. Defaults are those of Axolotl of July 2026 (utils/schemas/,
+core/builders/)."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from bigtrain.settings.conversion.common import (
     set_dtype,
     set_engine,
     set_length,
+    set_noise,
     set_optimizer,
     set_packing,
     set_schedule,
@@ -48,10 +50,12 @@ TABLE: Table = {
     "peft_use_rslora": read("`adapters.rslora`"),
     "peft_use_dora": read("`adapters.dora`"),
     "load_in_4bit": read("`adapters.quantization`, double_quantization true"),
-    "load_in_8bit": refused("a base in 8 bits is not implemented"),
+    "load_in_8bit": read("`adapters.quantization`: int8"),
+    "peft_init_lora_weights": read("`adapters.init`: pissa"),
     "lora_model_dir": refused("adapters begin from zero"),
     "lora_fan_in_fan_out": note("the layer's class decides it"),
-    "loraplus_lr_ratio": refused("another learning rate for B (LoRA+) is not implemented"),
+    "loraplus_lr_ratio": read("`adapters.loraplus_lr_ratio`; Axolotl then has no weight decay"),
+    "loraplus_lr_embedding": note("embeddings have no adapters"),
     "relora_steps": refused("merging adapters during the run (ReLoRA) is not implemented"),
     **rows("gptq quantize_moe_experts qat", refused("this quantization is not implemented")),
     "learning_rate": read("`optimizer.lr`"),
@@ -84,7 +88,7 @@ TABLE: Table = {
     ),
     **rows("bf16 bfloat16", read("`precision.dtype`")),
     **rows("fp16 float16", read("`precision.dtype`")),
-    "tf32": sets("precision.tf32", {True: True, False: False}),
+    "tf32": sets("precision.tf32", {True: True, False: False, "auto": True}),
     "fp8": refused("Axolotl's float8 is another one than precision.float8"),
     "gradient_checkpointing": read(
         "`model.gradient_checkpointing`; offload: also `model.activation_offload`"
@@ -149,8 +153,8 @@ TABLE: Table = {
     "center_rewards_coefficient": read("`objective.center_rewards_coefficient`"),
     "dpo_label_smoothing": read("`objective.label_smoothing`"),
     **rows("trl ebft num_labels vllm", refused("this training is not a kind of objective")),
-    "neftune_noise_alpha": refused("noise on embeddings (NEFTune) is not implemented"),
-    "noisy_embedding_alpha": refused("noise on embeddings (NEFTune) is not implemented"),
+    "neftune_noise_alpha": read("`model.neftune_noise_alpha`"),
+    "noisy_embedding_alpha": read("`model.neftune_noise_alpha`"),
     "output_dir": sets("output.directory"),
     "logging_steps": read("`logging.every_steps`"),
     "wandb_project": read("`logging.trackers`, `logging.project`"),
@@ -183,7 +187,14 @@ TABLE: Table = {
 }
 
 
-_TEMPLATES = ("chatml", "llama3")
+_TEMPLATES = {
+    "chatml": "chatml",
+    "llama3": "llama3",
+    "gemma3": "gemma3",
+    "gemma3n": "gemma3",
+    "phi_35": "phi3",
+    "qwen_25": "qwen2_5",
+}
 """Templates of Axolotl that write what one of `bigtrain.data.chat.named_templates` does."""
 
 
@@ -205,7 +216,15 @@ def fill(draft: Draft, task: str | None) -> None:
     degrees = _set_degrees(draft)
     set_batch(draft, ("micro_batch_size", 1), ("gradient_accumulation_steps", 1), degrees)
     set_length(draft, ("num_epochs", 1.0), "max_steps")
-    set_dtype(draft, default="bfloat16" if draft.value("bfloat16") else "float32")
+    # bf16 is auto by default, and then true where fp16 is not.
+    if draft.value("fp16") is True and draft.value("bf16") in (None, "auto"):
+        draft.set("precision.dtype", "float16")
+    elif draft.value("bf16") is None:
+        draft.set("precision.dtype", "bfloat16")
+    else:
+        set_dtype(draft, default="float32")
+    draft.run.setdefault("batch", {}).setdefault("sequence_length", 512)
+    set_noise(draft, "neftune_noise_alpha", "noisy_embedding_alpha")
     _set_model(draft)
     _set_log(draft)
     _set_objective(draft)
@@ -260,8 +279,25 @@ def _set_model(draft: Draft) -> None:
             rule = "is a regular expression, and adapters.targets are shell patterns"
             draft.refuse("lora_target_modules", rule, "a list of names of modules in the file")
             targets = "all-linear"
+        for key in ("lora_r", "lora_alpha"):
+            if draft.number(key) is None:
+                draft.refuse(key, "is missing, and Axolotl has no default", f"{key}: N in the file")
         rank, alpha = draft.number("lora_r", 8), draft.number("lora_alpha", 16)
-        set_adapters(draft, rank=rank, alpha=alpha, targets=targets or "all-linear")
+        set_adapters(
+            draft,
+            rank=rank,
+            alpha=alpha,
+            targets=targets or "all-linear",
+            dropout=draft.number("lora_dropout", 0.0),
+        )
+        if draft.value("loraplus_lr_ratio") and draft.number("weight_decay", 0.0):
+            draft.set("optimizer.weight_decay", 0.0)
+            draft.notes.append("weight_decay: Axolotl's optimizer of LoRA+ does not decay")
+        initial = draft.value("peft_init_lora_weights", True)
+        if initial == "pissa":
+            draft.set("adapters.init", "pissa")
+        elif initial is not True:
+            draft.refuse("peft_init_lora_weights", "is not implemented: true, pissa")
         if not targets:
             draft.refuse(
                 "lora_target_modules", "is missing", "lora_target_linear: true in the file"
@@ -290,6 +326,9 @@ def _set_log(draft: Draft) -> None:
     for key, section in (("saves_per_epoch", "checkpoint"), ("evals_per_epoch", "evaluation")):
         if draft.value(key):
             draft.set(f"{section}.every_epochs", 1 / draft.number(key))
+    has_epochs = draft.number("max_steps", -1) <= 0
+    if has_epochs and not draft.value("saves_per_epoch") and draft.value("save_steps") is None:
+        draft.set("checkpoint.every_epochs", 1.0)
     if draft.value("early_stopping_patience"):
         draft.notes.append(
             "early_stopping_patience: evaluation.early_stopping.patience, with every_steps"
@@ -324,7 +363,7 @@ def _set_rows(draft: Draft) -> None:
     held_out = draft.number("val_set_size", 0)
     options = []
     if draft.value("chat_template") in _TEMPLATES:
-        options += ["--chat-template", draft.value("chat_template")]
+        options += ["--chat-template", _TEMPLATES[draft.value("chat_template")]]
     if 0 < held_out < 1:
         options += ["--held-out", str(held_out)]
     elif held_out >= 1:

@@ -124,6 +124,13 @@ def set_dtype(draft: Draft, *, default: str) -> None:
     draft.set("precision.dtype", dtype)
 
 
+def set_noise(draft: Draft, *keys: str) -> None:
+    """Set the noise on embeddings from the first of `keys` that the file has; 0 adds none."""
+    alphas = [draft.number(key) for key in keys if draft.value(key)]
+    if alphas:
+        draft.set("model.neftune_noise_alpha", alphas[0])
+
+
 def set_engine(draft: Draft, key: str) -> None:
     """Set the DeepSpeed JSON that a file names; a line for one that is not here, since the engine
     does not change the mathematics."""

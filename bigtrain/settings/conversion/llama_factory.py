@@ -1,5 +1,5 @@
 """LLaMA-Factory's YAML: keys of HF TrainingArguments and its own. Pure. Defaults are taken from
-LLaMA-Factory 0.9.4 (hparams/)."""
+LLaMA-Factory (hparams/, data/template.py) of August 2026."""
 
 from __future__ import annotations
 
@@ -26,10 +26,13 @@ TABLE: Table = {
     "additional_target": read("`adapters.modules_to_save`"),
     "use_rslora": read("`adapters.rslora`"),
     "use_dora": read("`adapters.dora`"),
-    "loraplus_lr_ratio": refused("another learning rate for B (LoRA+) is not implemented"),
-    **rows("pissa_init pissa_iter pissa_convert", refused("PiSSA is not implemented")),
+    "loraplus_lr_ratio": read("`adapters.loraplus_lr_ratio`"),
+    "loraplus_lr_embedding": note("embeddings have no adapters"),
+    "pissa_init": read("`adapters.init`: pissa"),
+    "pissa_iter": read("only -1: the exact decomposition"),
+    "pissa_convert": note("an export of adapters always fits the base itself"),
     "adapter_name_or_path": refused("adapters begin from zero"),
-    "quantization_bit": read("`adapters.quantization`: 4"),
+    "quantization_bit": read("`adapters.quantization`: 4, 8"),
     "quantization_method": only(("bnb", "bitsandbytes"), "only bitsandbytes is implemented"),
     "double_quantization": read("`adapters.double_quantization`"),
     "quantization_type": read("`adapters.quantization`"),
@@ -56,7 +59,7 @@ TABLE: Table = {
     "val_size": read("`tokenize --held-out`"),
     "template": read("`tokenize --chat-template`"),
     "cutoff_len": sets("batch.sequence_length"),
-    "max_samples": refused("the first rows of each dataset: cut the file"),
+    "max_samples": read("`tokenize --max-samples`, of each dataset"),
     "packing": read("`data.packing`"),
     "neat_packing": read("`data.packing`: packed and isolated"),
     "train_on_prompt": only((False,), "a run learns answers only"),
@@ -65,7 +68,7 @@ TABLE: Table = {
     "interleave_probs": refused("data.sources with weights mixes datasets"),
     "streaming": note("shards are read in the order of data.samples"),
     "default_system": refused("a system message is a part of the rows"),
-    "enable_thinking": refused("the template decides it: --chat-template FILE"),
+    "enable_thinking": only((True,), "the template decides it: --chat-template FILE"),
     "new_special_tokens": refused("`bigtrain tokenizer --config`, tokenizer.add_special_tokens"),
     "resize_vocab": refused("model.vocabulary, with tokenizer.add_special_tokens"),
     "flash_attn": read("`model.attention`"),
@@ -89,8 +92,22 @@ TABLE: Table = {
 TABLE = {**TABLE, **rows("fp8", refused("its float8 is another one than precision.float8"))}
 
 _STAGES = ("pt", "sft", "dpo", "kto", "rm")
-_TEMPLATES = {"chatml": "chatml", "qwen3_nothink": "chatml", "llama3": "llama3", "phi4": "phi4"}
+_TEMPLATES = {
+    "chatml": "chatml",
+    "qwen3_nothink": "chatml",
+    "qwen": "qwen2_5",
+    "qwen3": "qwen3",
+    "phi": "phi3",
+    "gemma": "gemma3",
+    **{
+        name: name
+        for name in "llama3 phi4 gemma3 mistral llama2 zephyr vicuna alpaca deepseek "
+        "deepseek3".split()
+    },
+}
 """Templates of LLaMA-Factory that write what one of `bigtrain.data.chat.named_templates` does."""
+_LEARN_NEWLINES = ("chatml", "qwen3_nothink", "qwen", "qwen3", "phi", "gemma", "gemma3", "alpaca")
+"""Templates of which LLaMA-Factory also learns newlines after an answer's end."""
 _ATTENTION = {
     "fa2": "flash_attention_2",
     "sdpa": "sdpa",
@@ -106,6 +123,10 @@ def fill(draft: Draft, task: str | None) -> None:
         draft.refuse("stage", f"is not a kind of objective: {', '.join(_STAGES)}", "another stage")
         return
     set_training(draft, {"learning_rate": 5e-5})
+    is_mixed = any(draft.value(key) for key in ("bf16", "fp16")) or "bf16" in draft.omitted
+    if not is_mixed and "pure_bf16" not in draft.keys:
+        rule = "without bf16 and fp16 LLaMA-Factory trains the weights in the dtype of their files"
+        draft.refuse("bf16", rule, "bf16: true in the file, or --omit bf16: float32")
     if not draft.value("disable_gradient_checkpointing"):
         draft.set("model.gradient_checkpointing", "full")
     attention = draft.value("flash_attn")
@@ -142,8 +163,19 @@ def _set_adapters(draft: Draft) -> None:
     rank = draft.number("lora_rank", 8)
     names = draft.value("lora_target", "all")
     targets = "all-linear" if names == "all" else [name.strip() for name in str(names).split(",")]
-    set_adapters(draft, rank=rank, alpha=draft.number("lora_alpha", 2 * rank), targets=targets)
-    draft.set("adapters.dropout", draft.number("lora_dropout", 0.0))
+    set_adapters(
+        draft,
+        rank=rank,
+        alpha=draft.number("lora_alpha", 2 * rank),
+        targets=targets,
+        dropout=draft.number("lora_dropout", 0.0),
+    )
+    if draft.value("pissa_init"):
+        draft.set("adapters.init", "pissa")
+        if draft.number("pissa_iter", 16) != -1 and "pissa_iter" not in draft.omitted:
+            rule = "16, the default, or another number decomposes weights by random vectors"
+            fix = "pissa_iter: -1 in the file, or --omit pissa_iter: the exact decomposition"
+            draft.refuse("pissa_iter", rule, fix)
     if draft.value("additional_target"):
         modules = [name.strip() for name in str(draft.value("additional_target")).split(",")]
         draft.set("adapters.modules_to_save", modules)
@@ -151,8 +183,10 @@ def _set_adapters(draft: Draft) -> None:
     if bits == 4:
         draft.set("adapters.quantization", draft.value("quantization_type", "nf4"))
         draft.set("adapters.double_quantization", draft.value("double_quantization", True))
+    elif bits == 8:
+        draft.set("adapters.quantization", "int8")
     elif bits is not None:
-        draft.refuse("quantization_bit", "a base in 8 bits is not implemented: 4")
+        draft.refuse("quantization_bit", "is not implemented: 4, 8")
 
 
 def _set_rows(draft: Draft, stage: str) -> None:
@@ -190,12 +224,16 @@ def _row_options(draft: Draft, stage: str) -> list[str]:
         options += ["--held-out", str(held_out)]
     if draft.value("mask_history"):
         options += ["--learn", "last"]
+    if draft.value("max_samples"):
+        options += ["--max-samples", str(int(draft.number("max_samples")))]
     template = draft.value("template")
     if template in _TEMPLATES and stage != "pt":
         options += ["--chat-template", _TEMPLATES[template]]
-        draft.notes.append(
-            f"template = {template!r}: LLaMA-Factory also learns the newline after an answer's end"
-        )
+        if template in _LEARN_NEWLINES:
+            draft.notes.append(
+                f"template = {template!r}: LLaMA-Factory also learns the newline after an answer's "
+                "end"
+            )
     elif template is not None and stage != "pt":
         draft.refuse(
             "template",

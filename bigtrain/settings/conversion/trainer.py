@@ -1,7 +1,7 @@
 """HF TrainingArguments, and the configurations of TRL's trainers, as JSON or YAML. Pure.
 
-Defaults are taken from transformers 5.23 (training_args.py) and TRL 0.26 (SFTConfig, DPOConfig,
-KTOConfig, RewardConfig), where their classes differ from bigtrain's.
+Defaults are those of transformers 5.23 (training_args.py) and TRL 1.16 (SFTConfig, DPOConfig,
+KTOConfig, RewardConfig, ModelConfig), with which a test compares them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from bigtrain.settings.conversion.common import (
     set_dtype,
     set_engine,
     set_length,
+    set_noise,
     set_optimizer,
     set_packing,
     set_schedule,
@@ -47,13 +48,14 @@ TABLE: Table = {
     "lora_alpha": read("`adapters.alpha`"),
     "lora_dropout": read("`adapters.dropout`"),
     "lora_target_modules": read("`adapters.targets`"),
+    "lora_target_parameters": read("`adapters.target_parameters`"),
     "lora_modules_to_save": read("`adapters.modules_to_save`"),
     "use_rslora": read("`adapters.rslora`"),
     "use_dora": read("`adapters.dora`"),
     "load_in_4bit": read("`adapters.quantization`"),
     "bnb_4bit_quant_type": read("`adapters.quantization`"),
     "use_bnb_nested_quant": read("`adapters.double_quantization`"),
-    "load_in_8bit": refused("a base in 8 bits is not implemented"),
+    "load_in_8bit": read("`adapters.quantization`: int8"),
     # Optimizer, schedule, batch, length.
     "learning_rate": read("`optimizer.lr`"),
     "optim": read("`optimizer.type`"),
@@ -75,7 +77,7 @@ TABLE: Table = {
     "tf32": sets("precision.tf32", {True: True, False: False}),
     "seed": sets("seed"),
     "label_smoothing_factor": sets("objective.label_smoothing"),
-    "neftune_noise_alpha": refused("noise on embeddings (NEFTune) is not implemented"),
+    "neftune_noise_alpha": read("`model.neftune_noise_alpha`"),
     "deepspeed": read("`engine.deepspeed_config`, a path"),
     # Objectives.
     **rows("beta loss_type desirable_weight undesirable_weight simpo_gamma", read("`objective`")),
@@ -156,6 +158,7 @@ TABLE: Table = {
     **rows("eval_on_start prediction_loss_only", note("evaluations measure the held-out loss")),
     "average_tokens_across_devices": only((True,), "the loss is the mean over the tokens of all"),
     "gradient_checkpointing_kwargs": note("recomputation gives the same gradients"),
+    "train_sampling_strategy": only(("random",), "samples are always shuffled"),
     "group_by_length": refused("the order of samples by length is not implemented"),
     "use_liger_kernel": note("the same results; model.kernels=liger and model.loss=liger"),
     "torch_compile": read("`model.compile`"),
@@ -174,14 +177,21 @@ TABLE: Table = {
     "temperature": _REINFORCEMENT,
 }
 
+_SHARED: Mapping[str, Any] = {
+    "max_length": 1024,
+    "bf16": True,
+    "gradient_checkpointing": True,
+    "logging_steps": 10,
+}
 _TASKS: Mapping[str, dict[str, Any]] = dict(
-    sft={"learning_rate": 2e-5, "max_length": 1024, "bf16": True},
-    dpo={"learning_rate": 1e-6, "max_length": 1024, "bf16": True},
-    orpo={"learning_rate": 1e-6, "max_length": 1024, "bf16": True},
-    kto={"learning_rate": 1e-6, "max_length": 1024, "bf16": True},
-    reward={"learning_rate": 1e-4, "max_length": 1024, "bf16": True},
+    sft={"learning_rate": 2e-5, **_SHARED},
+    dpo={"learning_rate": 1e-6, **_SHARED},
+    orpo={"learning_rate": 1e-6, **_SHARED},
+    kto={"learning_rate": 1e-6, **_SHARED},
+    reward={"learning_rate": 1e-4, **_SHARED},
 )
-"""Defaults of TRL's trainers that differ from those of TrainingArguments."""
+"""Defaults of TRL's trainers that differ from those of TrainingArguments. bf16: where fp16 is not
+set."""
 TASKS = tuple(_TASKS)
 
 
@@ -212,6 +222,8 @@ def fill(draft: Draft, task: str | None) -> None:
     used = [f"{key} = {value}" for key, value in defaults.items() if draft.value(key) is None]
     if used:
         draft.notes.append(f"defaults of TRL's trainer ({task}): {', '.join(used)}")
+    if task == "kto" and draft.value("train_sampling_strategy") is None:
+        draft.notes.append("TRL's KTO reads rows in their order by default; samples are shuffled")
     set_training(draft, defaults)
     _set_objective(draft, task)
     _set_rows(draft, task, defaults["max_length"])
@@ -229,7 +241,7 @@ def set_training(draft: Draft, defaults: Mapping[str, Any]) -> None:
     set_batch(draft, ("per_device_train_batch_size", 8), ("gradient_accumulation_steps", 1))
     set_length(draft, ("num_train_epochs", 3.0), "max_steps")
     set_dtype(draft, default="bfloat16" if defaults.get("bf16") else "float32")
-    if draft.value("gradient_checkpointing"):
+    if draft.value("gradient_checkpointing", defaults.get("gradient_checkpointing")):
         draft.set("model.gradient_checkpointing", "full")
     attention = draft.value("attn_implementation")
     if attention in ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"):
@@ -243,7 +255,11 @@ def set_training(draft: Draft, defaults: Mapping[str, Any]) -> None:
     if draft.value("model_revision", "main") != "main":
         draft.refuse("model_revision", "a run reads the model's main branch, or a directory")
     set_engine(draft, "deepspeed")
-    draft.set("logging.every_steps", max(1, int(draft.number("logging_steps", 500))))
+    set_noise(draft, "neftune_noise_alpha")
+    draft.set(
+        "logging.every_steps",
+        max(1, int(draft.number("logging_steps", defaults.get("logging_steps", 500)))),
+    )
     if "seed" not in draft.run:
         draft.set("seed", 42)
     if draft.value("report_to") is not None:
@@ -274,13 +290,22 @@ def _set_saves(draft: Draft) -> None:
 
 def _set_objective(draft: Draft, task: str) -> None:
     """Set adapters and the objective of a trainer of TRL."""
-    if draft.value("use_peft") or draft.value("load_in_4bit"):
+    if draft.value("use_peft") or draft.value("load_in_4bit") or draft.value("load_in_8bit"):
+        targets = draft.value("lora_target_modules")
+        if targets is None and not draft.value("lora_target_parameters"):
+            rule = "is missing, and peft then chooses layers by a table of architectures"
+            fix = "lora_target_modules: all-linear, or names of modules, in the file"
+            draft.refuse("lora_target_modules", rule, fix)
         set_adapters(
             draft,
             rank=draft.number("lora_r", 16),
             alpha=draft.number("lora_alpha", 32),
-            targets=draft.value("lora_target_modules", "all-linear"),
+            targets=targets or "all-linear",
+            dropout=draft.number("lora_dropout", 0.05),
         )
+        if draft.value("lora_target_parameters"):
+            draft.set("adapters.target_parameters", draft.value("lora_target_parameters"))
+            draft.set("adapters.targets", targets or [])
     method = METHODS[task]
     loss = draft.value("loss_type")
     loss = loss[0] if isinstance(loss, list) and len(loss) == 1 else loss
@@ -293,15 +318,21 @@ def _set_objective(draft: Draft, task: str) -> None:
     set_objective(draft, method, draft.number("beta", 0.1), weights)
 
 
-def set_adapters(draft: Draft, *, rank: float, alpha: float, targets: object) -> None:
+def set_adapters(
+    draft: Draft, *, rank: float, alpha: float, targets: object, dropout: float
+) -> None:
     """Set the adapters from the keys that TRL, Axolotl and LLaMA-Factory share."""
     draft.set("adapters.rank", int(rank))
     draft.set("adapters.alpha", float(alpha))
-    draft.set("adapters.dropout", draft.number("lora_dropout", 0.05))
+    draft.set("adapters.dropout", dropout)
     draft.set("adapters.targets", targets)
     if draft.value("load_in_4bit"):
         draft.set("adapters.quantization", draft.value("bnb_4bit_quant_type", "nf4"))
         draft.set("adapters.double_quantization", bool(draft.value("use_bnb_nested_quant", False)))
+    elif draft.value("load_in_8bit"):
+        draft.set("adapters.quantization", "int8")
+    if draft.value("loraplus_lr_ratio"):
+        draft.set("adapters.loraplus_lr_ratio", draft.number("loraplus_lr_ratio"))
     if draft.value("lora_modules_to_save"):
         draft.set("adapters.modules_to_save", draft.value("lora_modules_to_save"))
     for key, name in (("use_rslora", "rslora"), ("use_dora", "dora")):

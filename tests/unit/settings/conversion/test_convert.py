@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,9 @@ import yaml
 from bigtrain.cli import main
 from bigtrain.errors import ConfigError
 from bigtrain.settings.commented_yaml import setting_names
+from bigtrain.settings.conversion.common import OPTIMIZERS
 from bigtrain.settings.conversion.convert import TRAINERS, convert
+from bigtrain.settings.conversion.trainer import TASKS
 from bigtrain.settings.loading import load_run_config
 
 SFT: dict[str, Any] = {
@@ -98,10 +102,10 @@ def test_every_row_names_a_setting_or_a_reason(name: str) -> None:
     ("keys", "options", "key", "text"),
     [
         (
-            {**SFT, "neftune_noise_alpha": 5},
+            {**SFT, "group_by_length": True},
             {},
-            "neftune_noise_alpha",
-            "--omit neftune_noise_alpha",
+            "group_by_length",
+            "--omit group_by_length",
         ),
         (
             {**SFT, "invented": 1},
@@ -117,6 +121,8 @@ def test_every_row_names_a_setting_or_a_reason(name: str) -> None:
         (DPO, {}, "the trainer", "--task sft or dpo or orpo or kto or reward"),
         ({**DPO, "loss_type": "aot"}, {"task": "dpo"}, "loss_type", "is not a loss of DPO"),
         ({**DPO, "rpo_alpha": 1.0}, {"task": "dpo"}, "rpo_alpha", "objective.sft_weight weighs"),
+        ({**SFT, "use_peft": True}, {}, "lora_target_modules", "by a table of architectures"),
+        ({**SFT, "train_sampling_strategy": "sequential"}, {}, "train_sampling_strategy", "always"),
     ],
 )
 def test_nothing_is_guessed(
@@ -147,12 +153,12 @@ def test_a_missing_task_hides_no_other_problem(tmp_path: Path) -> None:
 
 
 def test_all_keys_can_be_omitted_with_one_line(tmp_path: Path) -> None:
-    keys = {**SFT, "packing": False, "neftune_noise_alpha": 5, "label_smoothing": 0.1}
+    keys = {**SFT, "packing": False, "group_by_length": True, "label_smoothing": 0.1}
     found = problems(tmp_path, keys)
     words = found["all of these"].rpartition("--omit ")[2].split()
-    assert set(words) == {"packing", "neftune_noise_alpha", "label_smoothing"}
+    assert set(words) == {"packing", "group_by_length", "label_smoothing"}
     conversion = convert([write(tmp_path, keys)], world_size=4, omitted=words)
-    assert "neftune_noise_alpha = 5: omitted, as --omit asks" in conversion.notes
+    assert "group_by_length = True: omitted, as --omit asks" in conversion.notes
 
 
 @pytest.mark.parametrize(
@@ -371,8 +377,12 @@ FACTORY: dict[str, Any] = {
     "finetuning_type": "full",
     "dataset": "wiki",
     "cutoff_len": 256,
+    "bf16": True,
     "output_dir": "runs/lf",
 }
+LORA = {"use_peft": True, "lora_target_modules": "all-linear"}
+AXOLOTL_LORA = {"adapter": "lora", "lora_r": 8, "lora_alpha": 16, "lora_target_linear": True}
+FACTORY_LORA = {"finetuning_type": "lora"}
 
 
 @pytest.mark.parametrize(
@@ -388,8 +398,28 @@ FACTORY: dict[str, Any] = {
         (SFT, {"save_steps": 25}, "checkpoint.every_steps", 25),
         (SFT, {"packing_strategy": "wrapped"}, "data.packing", "concatenate"),
         (SFT, {"lr_scheduler_type": "cosine_with_restarts"}, "schedule.type", "cosine"),
-        (SFT, {"use_peft": True, "lora_r": 4}, "adapters.rank", 4),
-        (SFT, {"load_in_4bit": True}, "adapters.quantization", "nf4"),
+        (SFT, {**LORA, "lora_r": 4}, "adapters.rank", 4),
+        (SFT, LORA, "adapters.dropout", 0.05),
+        (SFT, {**LORA, "load_in_4bit": True}, "adapters.quantization", "nf4"),
+        (SFT, {**LORA, "load_in_8bit": True}, "adapters.quantization", "int8"),
+        (SFT, {"neftune_noise_alpha": 5}, "model.neftune_noise_alpha", 5),
+        (SFT, {**LORA, "optim": "adamw_bnb_8bit"}, "optimizer.type", "adamw_8bit"),
+        (SFT, {}, "model.gradient_checkpointing", "full"),
+        (AXOLOTL, {"neftune_noise_alpha": "7.5"}, "model.neftune_noise_alpha", 7.5),
+        (AXOLOTL, {}, "precision.dtype", "bfloat16"),
+        (AXOLOTL, {"fp16": True}, "precision.dtype", "float16"),
+        (AXOLOTL, {"bf16": False}, "precision.dtype", "float32"),
+        (AXOLOTL, AXOLOTL_LORA, "adapters.dropout", 0.0),
+        (AXOLOTL, {**AXOLOTL_LORA, "load_in_8bit": True}, "adapters.quantization", "int8"),
+        (AXOLOTL, {**AXOLOTL_LORA, "peft_init_lora_weights": "pissa"}, "adapters.init", "pissa"),
+        (AXOLOTL, {**AXOLOTL_LORA, "loraplus_lr_ratio": 16, "weight_decay": 0.1},
+         "optimizer.weight_decay", 0.0),
+        (AXOLOTL, {**AXOLOTL_LORA, "loraplus_lr_ratio": 16}, "adapters.loraplus_lr_ratio", 16),
+        (FACTORY, {**FACTORY_LORA, "loraplus_lr_ratio": 16.0, "weight_decay": 0.1},
+         "optimizer.weight_decay", 0.1),
+        (FACTORY, {**FACTORY_LORA, "pissa_init": True, "pissa_iter": -1}, "adapters.init", "pissa"),
+        (FACTORY, {**FACTORY_LORA, "quantization_bit": 8}, "adapters.quantization", "int8"),
+        (FACTORY, {"neftune_noise_alpha": 5}, "model.neftune_noise_alpha", 5),
         (AXOLOTL, {"adam_beta2": 0.95}, "optimizer.betas", [0.9, 0.95]),
         (AXOLOTL, {"bf16": "auto"}, "precision.dtype", "bfloat16"),
         (AXOLOTL, {"lr_scheduler": "linear"}, "schedule.type", "linear"),
@@ -438,3 +468,84 @@ def test_a_model_has_the_keys_of_its_arguments(
     assert isinstance(conversion.config.model.config, dict)
     assert model.items() <= conversion.config.model.config.items()
     assert any("output_layer_init_method = 'scaled_normal'" in line for line in conversion.notes)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"max_samples": 1000}, "--max-samples 1000"),
+        ({"template": "qwen"}, "--chat-template qwen2_5"),
+        ({"template": "gemma"}, "--chat-template gemma3"),
+        ({"template": "mistral"}, "--chat-template mistral"),
+    ],
+)
+def test_options_of_llama_factory_s_rows(tmp_path: Path, keys: dict[str, Any], words: str) -> None:
+    found = {**FACTORY, "stage": "sft", "neat_packing": True, **keys}
+    (command,) = convert([write(tmp_path, found)], world_size=4).commands
+    assert words in command
+
+
+@pytest.mark.parametrize(
+    ("keys", "key", "text"),
+    [
+        ({**FACTORY, "bf16": False}, "bf16", "trains the weights in the dtype of their files"),
+        (FACTORY | FACTORY_LORA | {"pissa_init": True}, "pissa_iter", "-1 in the file"),
+        (FACTORY | FACTORY_LORA | {"quantization_bit": 3}, "quantization_bit", "4, 8"),
+        (AXOLOTL | AXOLOTL_LORA | {"lora_r": None}, "lora_r", "Axolotl has no default"),
+        (AXOLOTL | AXOLOTL_LORA | {"peft_init_lora_weights": "olora"}, "peft_init_lora_weights",
+         "true, pissa"),
+    ],
+)  # fmt: skip
+def test_values_without_counterpart_are_refused(
+    tmp_path: Path, keys: dict[str, Any], key: str, text: str
+) -> None:
+    assert text in problems(tmp_path, keys)[key]
+
+
+@pytest.mark.filterwarnings("ignore:You are importing from 'trl.experimental'")
+@pytest.mark.parametrize("task", TASKS)
+def test_defaults_are_those_of_trl(task: str, tmp_path: Path) -> None:
+    """Of the installed TRL and transformers: a file with a model and a directory only."""
+    trl = pytest.importorskip("trl")
+    module = importlib.import_module("trl.experimental.orpo") if task == "orpo" else trl
+    name = {"sft": "SFT", "dpo": "DPO", "orpo": "ORPO", "kto": "KTO", "reward": "Reward"}[task]
+    fields = dataclasses.fields(getattr(module, f"{name}Config"))
+    theirs = {field.name: field.default for field in fields}
+    keys = {"model_name_or_path": "org/model", "output_dir": "out", "learning_rate": None}
+    omitted = ["packing", "assistant_only_loss"] if task == "sft" else []
+    run: Any = convert(
+        [write(tmp_path, keys)], world_size=1, task=task, trainer_name="trainer", omitted=omitted
+    ).tree
+    assert run["optimizer"]["lr"] == theirs["learning_rate"]
+    assert run["optimizer"]["weight_decay"] == theirs["weight_decay"]
+    assert run["optimizer"]["clip_norm"] == theirs["max_grad_norm"]
+    betas = [theirs["adam_beta1"], theirs["adam_beta2"]]
+    assert (run["optimizer"]["betas"], run["optimizer"]["eps"]) == (betas, theirs["adam_epsilon"])
+    assert OPTIMIZERS[theirs["optim"]] == run["optimizer"]["type"]
+    assert theirs["lr_scheduler_type"] == run["schedule"]["type"] == "linear"
+    assert theirs["warmup_steps"] == 0
+    assert "warmup_steps" not in run["schedule"]
+    assert run["batch"]["micro_batch_size"] == theirs["per_device_train_batch_size"]
+    assert theirs["gradient_accumulation_steps"] == 1
+    assert run["train"]["epochs"] == theirs["num_train_epochs"]
+    assert run["batch"]["sequence_length"] == theirs["max_length"]
+    assert (run["model"]["gradient_checkpointing"] == "full") == theirs["gradient_checkpointing"]
+    assert run["logging"]["every_steps"] == theirs["logging_steps"]
+    assert run["seed"] == theirs["seed"]
+    # None is true where fp16 is false (SFTConfig.__post_init__).
+    assert (theirs["bf16"], run["precision"]["dtype"]) == (None, "bfloat16")
+    if task in ("dpo", "orpo", "kto"):
+        assert run["objective"]["beta"] == theirs["beta"]
+
+
+def test_defaults_of_adapters_are_those_of_trl(tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl")
+    theirs = {field.name: field.default for field in dataclasses.fields(trl.ModelConfig)}
+    keys = {**SFT, **LORA, "load_in_4bit": True}
+    adapters = convert([write(tmp_path, keys)], world_size=1).tree["adapters"]
+    assert adapters["rank"] == theirs["lora_r"]
+    assert adapters["alpha"] == theirs["lora_alpha"]
+    assert adapters["dropout"] == theirs["lora_dropout"]
+    assert adapters["quantization"] == theirs["bnb_4bit_quant_type"]
+    assert adapters["double_quantization"] == theirs["use_bnb_nested_quant"]
+    assert theirs["lora_target_modules"] is None
