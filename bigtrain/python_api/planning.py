@@ -70,7 +70,7 @@ class Plan:
             raise ConfigError(Problem("--choose", choose, rule, f"1 to {len(self.fitting)}"))
         layout = self.fitting[choose - 1].layout
         named = None if self.chooses_engine else self.config.engine.deepspeed_config
-        return run_and_engine(self.config, layout, self.model.vocabulary_size, named)
+        return run_and_engine(self.config, layout, self.model, named)
 
     def write(self, directory: str | Path, choose: int | None = None) -> Path:
         """Write ``run.yaml`` and ``deepspeed.json`` of line `choose` into `directory`, and return
@@ -208,6 +208,7 @@ def _request(
     from bigtrain.planner.search import SearchSpace
     from bigtrain.settings.compatibility.facts import Facts, read_facts
     from bigtrain.settings.deepspeed.engine_config import gradient_dtype_of
+    from bigtrain.settings.fast_path import ANY_CUDA, CPU
     from bigtrain.settings.hf_config_keys import inspect_configuration
     from bigtrain.system.units import DTYPE_BYTES
 
@@ -239,6 +240,8 @@ def _request(
             gather_bucket_elements=bucket_elements,
             overlap_communication=False,
             tiled_mlp=config.model.tiled_mlp,
+            fused_loss=config.model.loss == "liger",
+            float8=config.precision.float8 != "none",
             optimizer=optimizer_costs(config.optimizer),
             copies_states=config.checkpoint.asynchronous,
             memory_every_steps=None if memory is None else memory.every_steps,
@@ -247,8 +250,8 @@ def _request(
             num_reference_rows=config.objective.kind.num_reference_rows(config),
         ),
         global_batch_size=config.batch.samples_per_step,
-        loss=config.model.loss,
-        loss_chunk_tokens=config.model.loss_chunk_tokens,
+        section=config.model,
+        machine=CPU if cluster.device.is_cpu else ANY_CUDA,
         required=required,
     )
 
@@ -293,7 +296,7 @@ def _named_json(name: str) -> dict[str, Any]:
 
 
 def run_and_engine(
-    config: RunConfig, layout: Layout, vocabulary_size: int, engine: str | None = None
+    config: RunConfig, layout: Layout, model: ModelCosts, engine: str | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the run YAML and the DeepSpeed JSON of `config` in another layout, as trees. The loss
     is written if it differs from the default of a run in that layout. engine: the DeepSpeed JSON to
@@ -319,9 +322,7 @@ def run_and_engine(
     if layout.tiled_mlp != config.model.tiled_mlp:
         tree["model"]["tiled_mlp"] = layout.tiled_mlp
     section, tokens = config.model, layout.tokens_per_micro_batch
-    if layout.loss_chunk_tokens != auto_loss_chunk(
-        section.loss, section.loss_chunk_tokens, vocabulary_size, tokens
-    ):
+    if layout.loss_chunk_tokens != auto_loss_chunk(section, model, tokens):
         tree["model"]["loss"] = "plain" if layout.loss_chunk_tokens is None else "chunked"
         if layout.loss_chunk_tokens is not None:
             tree["model"]["loss_chunk_tokens"] = layout.loss_chunk_tokens
@@ -346,10 +347,8 @@ def predicted_run(resolved: ResolvedRun, device: Accelerator | None) -> tuple[Ru
 
     measured = cpu_engine() if device is not None and device.is_cpu else None
     model, remark = model_costs(resolved.config, traces=device is not None)
-    section, plan = resolved.config.model, resolved.plan
-    tokens = plan.micro_batch_tokens
-    tokens //= resolved.topology.sequence_size
-    chunk = auto_loss_chunk(section.loss, section.loss_chunk_tokens, model.vocabulary_size, tokens)
+    tokens = resolved.plan.micro_batch_tokens // resolved.topology.sequence_size
+    chunk = auto_loss_chunk(resolved.config.model, model, tokens)
     prediction = predict_run(resolved, model, chunk, device, measured)
     if (teacher := resolve_teacher(resolved)) is not None:
         costs, _ = model_costs(teacher.config, traces=device is not None)

@@ -194,8 +194,8 @@ class Facts(_Values):
     needs_reference: Fact[bool] = Fact(False, "objective.type", _needs_reference)
     stored_reference: Fact[bool] = _run("objective.reference", False, lambda name: True)
     loss: Fact[str] = _run("model.loss", "auto")
-    kernels: Fact[str] = _run("model.kernels", "none")
-    compiles: Fact[str] = _run("model.compile", "off")
+    kernels: Fact[str] = _run("model.kernels", "auto")
+    compiles: Fact[str] = _run("model.compile", "auto")
     activation_offload: Fact[bool] = _run("model.activation_offload", False)
     tiled_mlp: Fact[int | str] = _run("model.tiled_mlp", "off")
     freezes: Fact[bool] = Fact(
