@@ -441,21 +441,7 @@ def closed_form(shape: DenseShape, element_bytes: int = 2) -> ModelCosts:
             num_kernels=5 if shape.gated else 3,
         ),
     )
-    # Fused, a norm reads and writes the hidden states, the second one with the residual, which is
-    # read and written once more; rotary embeddings their queries and keys, activations their parts.
-    layer = replace(
-        layer,
-        fused=FusedCosts(
-            layer.saved_bytes_whole,
-            layer.saved_bytes_cut,
-            18.0 * hidden * scale,
-            ((4.0 * (queries + keys) if shape.gated else 0.0) + (2 * ups + 2.0) * inner) * scale,
-            layer.mlp.saved_bytes_whole,
-            layer.mlp.saved_bytes_cut,
-            0.5,
-            16 if shape.gated else 12,
-        ),
-    )
+    layer = replace(layer, fused=_fused_form(shape, layer, scale))
     table = shape.vocabulary_size * hidden
     return ModelCosts(
         hidden_size=hidden,
@@ -468,6 +454,26 @@ def closed_form(shape: DenseShape, element_bytes: int = 2) -> ModelCosts:
         num_other_parameters=hidden + shape.num_positions * hidden,
         element_bytes=element_bytes,
         saved_bytes_outside=6.0 * hidden * scale,
+    )
+
+
+def _fused_form(shape: DenseShape, layer: LayerCosts, scale: float) -> FusedCosts:
+    """Return the costs of `layer` of `shape` with fused operations. A norm reads and writes the
+    hidden states, the second one with the residual, which is read and written once more; rotary
+    embeddings their queries and keys, activations their inputs and outputs. What is kept are the
+    bytes of the closed form, which are those of fused kernels."""
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    head = shape.head_size or hidden // shape.num_heads
+    rotary = 4.0 * head * (shape.num_heads + shape.num_key_value_heads) if shape.gated else 0.0
+    return FusedCosts(
+        saved_bytes_whole=layer.saved_bytes_whole,
+        saved_bytes_cut=layer.saved_bytes_cut,
+        moved_bytes_whole=18.0 * hidden * scale,
+        moved_bytes_cut=(rotary + (6.0 if shape.gated else 4.0) * inner) * scale,
+        mlp_saved_whole=layer.mlp.saved_bytes_whole,
+        mlp_saved_cut=layer.mlp.saved_bytes_cut,
+        mlp_moved=0.5,
+        num_kernels=16 if shape.gated else 12,
     )
 
 

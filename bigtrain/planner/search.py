@@ -25,7 +25,7 @@ from bigtrain.planner.tables.hardware import Device
 from bigtrain.settings.compatibility.check import is_violated
 from bigtrain.settings.compatibility.facts import Facts
 from bigtrain.settings.degrees import Degrees, ModelDegrees
-from bigtrain.settings.fast_path import Machine, choose_fast_path
+from bigtrain.settings.fast_path import LayerMachine, choose_fast_path
 from bigtrain.settings.sections.model import ModelSection, chunk_tokens
 
 
@@ -110,7 +110,7 @@ class SearchSpace:
     base: Layout
     global_batch_size: int
     section: ModelSection
-    machine: Machine
+    machine: LayerMachine
     zero_stages: Sequence[int] = (0, 1, 2, 3)
     varies: bool = False
     required: Mapping[str, Any] = field(default_factory=dict)

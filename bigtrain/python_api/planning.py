@@ -105,6 +105,7 @@ def plan(
     hardware: str | Path | None = None,
     varies: bool = True,
     longest: bool = False,
+    writes: bool = False,
 ) -> Plan:
     """Return the layouts of a run on `devices`, such as ``8xH100-80GB`` or ``4xCPU``.
 
@@ -112,14 +113,15 @@ def plan(
     network_bits_per_second: per device (default: of the device's usual node). hardware: a file of
     ``bigtrain plan --calibrate``. varies: also with loss and buckets that differ from a run's
     defaults. longest: for the longest sample that fits, instead of the run's length and batch,
-    which the plan's configuration then has.
+    which the plan's configuration then has. writes: the plan will be written, with overrides that
+    change nothing in it; they are refused otherwise.
 
     An override of a setting that a plan chooses (`bigtrain.planner.constraints.FIELDS`) holds all
     layouts to its value. Traces a model that was never planned before, which imports torch. Raises
     ConfigError if nothing fits or no layout has such a value, ModelError for an unknown model.
     """
     from bigtrain.models.tracing.traced_costs import model_costs
-    from bigtrain.planner.constraints import required_fields
+    from bigtrain.planner.constraints import required_fields, unused_settings
     from bigtrain.planner.plan_text import nothing_fits
     from bigtrain.planner.search import longest_sample, search
     from bigtrain.planner.tables.engines import engine_named
@@ -129,6 +131,8 @@ def plan(
         devices, nodes_of, host_memory_bytes, network_bits_per_second, hardware
     )
     loaded = load_config(config, *overrides)
+    if not writes and (problems := unused_settings(overrides)):
+        raise ConfigError(problems, "the plan")
     model, remark = model_costs(loaded)
     required = required_fields(loaded, overrides)
     request = replace(_request(loaded, cluster, model, required), varies=varies)

@@ -20,7 +20,7 @@ TRITON, LIGER = "triton", "liger_kernel"
 
 
 @dataclass(frozen=True)
-class Machine:
+class LayerMachine:
     """What a run's layers may use: whether its devices are CUDA's, and the packages that are
     installed there (`TRITON`, `LIGER`). liger_models: model types that Liger has kernels for."""
 
@@ -29,8 +29,8 @@ class Machine:
     liger_models: frozenset[str] = frozenset()
 
 
-CPU = Machine(is_cuda=False)
-ANY_CUDA = Machine(is_cuda=True, packages=frozenset((TRITON,)))
+CPU = LayerMachine(is_cuda=False)
+ANY_CUDA = LayerMachine(is_cuda=True, packages=frozenset((TRITON,)))
 """A CUDA device that is not here: torch for CUDA brings Triton, and nobody knows of Liger."""
 
 
@@ -62,7 +62,7 @@ class FastPath:
 
 
 def choose_fast_path(
-    section: ModelSection, facts: Facts, machine: Machine, model_type: str = ""
+    section: ModelSection, facts: Facts, machine: LayerMachine, model_type: str = ""
 ) -> FastPath:
     """Return how the layers of a run with `section` and `facts` compute on `machine`. Explicit
     settings stay."""
@@ -83,7 +83,7 @@ def choose_fast_path(
     return FastPath("liger" if is_liger else "none", compiles, tuple(refused))
 
 
-def _why_not_compiled(facts: Facts, machine: Machine) -> str:
+def _why_not_compiled(facts: Facts, machine: LayerMachine) -> str:
     if TRITON not in machine.packages:
         return "Triton is not installed"
     if facts.num_experts:
@@ -95,7 +95,7 @@ def _why_not_compiled(facts: Facts, machine: Machine) -> str:
     return ""
 
 
-def _why_not_liger(facts: Facts, machine: Machine, model_type: str) -> str:
+def _why_not_liger(facts: Facts, machine: LayerMachine, model_type: str) -> str:
     if LIGER not in machine.packages:
         return "liger-kernel is not installed"
     if model_type not in machine.liger_models:

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from bigtrain.errors import Problem
 from bigtrain.settings.compatibility.facts import Facts, read_facts
 from bigtrain.settings.deepspeed.engine_config import EngineConfig
-from bigtrain.settings.fast_path import CPU, LIGER, TRITON, FastPath, Machine, choose_fast_path
+from bigtrain.settings.fast_path import CPU, LIGER, TRITON, FastPath, LayerMachine, choose_fast_path
 from bigtrain.settings.hf_config_keys import EXPERTS, number_of
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.system.extras import install_line
@@ -44,12 +44,12 @@ def check_kernels(hf_config: PreTrainedConfig, kernels: str) -> list[Problem]:
     return [Problem("model.kernels", kernels, rule, "model.kernels=none")]
 
 
-def machine_of(device_type: str) -> Machine:
+def machine_of(device_type: str) -> LayerMachine:
     """Return what the layers of a run on this machine's devices may use."""
     if device_type != "cuda":
         return CPU
     packages = frozenset(n for n in (TRITON, LIGER) if importlib.util.find_spec(n) is not None)
-    return Machine(True, packages, frozenset(_patches()) if LIGER in packages else frozenset())
+    return LayerMachine(True, packages, frozenset(_patches()) if LIGER in packages else frozenset())
 
 
 def fast_path_of(

@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 
 from bigtrain.settings.compatibility.facts import Facts
-from bigtrain.settings.fast_path import ANY_CUDA, CPU, LIGER, TRITON, Machine, choose_fast_path
+from bigtrain.settings.fast_path import ANY_CUDA, CPU, LIGER, TRITON, LayerMachine, choose_fast_path
 from bigtrain.settings.run_config import ModelSection
 
 CUDA = Facts(device="cuda", world_size=2)
-BOTH = Machine(True, frozenset((TRITON, LIGER)), frozenset(("llama", "qwen3_moe")))
-ONLY_LIGER = Machine(True, frozenset((LIGER,)), BOTH.liger_models)
-NOTHING = Machine(is_cuda=True)
+BOTH = LayerMachine(True, frozenset((TRITON, LIGER)), frozenset(("llama", "qwen3_moe")))
+ONLY_LIGER = LayerMachine(True, frozenset((LIGER,)), BOTH.liger_models)
+NOTHING = LayerMachine(is_cuda=True)
 
 # Section, facts, machine, model type; kernels, compiles; the refusals in the log's line.
-Choice = tuple[dict[str, Any], Facts, Machine, str, tuple[str, bool], tuple[str, ...]]
+Choice = tuple[dict[str, Any], Facts, LayerMachine, str, tuple[str, bool], tuple[str, ...]]
 CHOICES: dict[str, Choice] = {
     "the default": ({}, CUDA, BOTH, "llama", ("none", True), ()),
     "a GPU elsewhere": ({}, CUDA, ANY_CUDA, "", ("none", True), ()),
