@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from bigtrain.errors import ConfigError, OutputError, Problem
 from bigtrain.python_api.configuring import Config, load_config
+from bigtrain.python_api.proposals import Proposal, offloads, proposal_lines, proposals
 from bigtrain.settings.run_config import ParallelSection, RunConfig
 
 if TYPE_CHECKING:
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 class Plan:
     """Layouts of a run on a cluster: those that fit, fastest first, and other assessed ones,
     of `num_others` that do not. `remark`: note on the model's costs, or empty. `chooses_engine`:
-    whether the DeepSpeed JSON follows from the layout; else an override names it."""
+    whether the DeepSpeed JSON follows from the layout; else an override names it. `proposals`:
+    other runs that fit without offload, where this one does not."""
 
     config: RunConfig
     cluster: Cluster
@@ -38,12 +40,16 @@ class Plan:
     others: list[Candidate]
     num_others: int
     chooses_engine: bool = True
+    proposals: Sequence[Proposal] = ()
 
     def table(self, top: int = 10) -> str:
         """Return the `top` fastest layouts, with memory and time of the first by terms, as text."""
         from bigtrain.planner.plan_text import plan_table
 
-        return plan_table(self.fitting, self.cluster, top)
+        lines = [plan_table(self.fitting, self.cluster, top)]
+        if self.proposals:
+            lines += ["", *proposal_lines(self.proposals, self.cluster.num_devices)]
+        return "\n".join(lines)
 
     def layouts(self) -> list[dict[str, Any]]:
         """Return all layouts with memory (bytes) and time (seconds) by terms; those that fit
@@ -154,15 +160,24 @@ def plan(
         ranking = search(request, cluster, engine)
     if not ranking.fitting and not ranking.others:
         raise ConfigError(_unmet(request, cluster, overrides) or _no_layout(loaded, cluster))
+    found: list[Proposal] = []
+    if not longest and not any(not offloads(candidate) for candidate in ranking.fitting):
+
+        def request_of(changed: RunConfig) -> SearchSpace:
+            return _request(changed, cluster, model_costs(changed)[0], required)
+
+        found = proposals(loaded, cluster, engine, request_of)
     if not ranking.fitting:
         rule, remedy = nothing_fits(ranking.others, cluster)
+        if found:
+            remedy += "; or " + "\n    ".join(proposal_lines(found, cluster.num_devices))
         raise ConfigError(Problem("--gpus", devices, rule, remedy))
     if loaded.objective.teacher_model is not None:
         teacher_remark = "without those of the teacher (objective.teacher_model)"
         remark = "; ".join(filter(None, (remark, teacher_remark)))
     return Plan(
         loaded, cluster, model, remark, ranking.fitting, ranking.others, ranking.num_others,
-        chooses_engine="zero_stage" not in required,
+        chooses_engine="zero_stage" not in required, proposals=found,
     )  # fmt: skip
 
 

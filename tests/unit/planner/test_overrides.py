@@ -75,7 +75,9 @@ OTHER: dict[str, tuple[str, dict[str, Any]]] = {
     "adapters.modules_to_save": ("[embed_tokens]", ADAPTERS),
     "adapters.dora": ("true", ADAPTERS),
     "adapters.quantization": ("nf4", ADAPTERS),
-    "adapters.double_quantization": ("false", {**BASE, "adapters": {"rank": 8, "quantization": "nf4"}}),
+    "adapters.double_quantization": (
+        "false", {**BASE, "adapters": {"rank": 8, "quantization": "nf4"}},
+    ),
     "objective.type": ("preference", {}),
     "objective.loss": ("simpo", PAIRS),
     "objective.reference": ("scores", PAIRS),
@@ -84,7 +86,7 @@ OTHER: dict[str, tuple[str, dict[str, Any]]] = {
     "checkpoint.asynchronous": ("false", {}),
     "checkpoint.memory": ("{every_steps: 5, copies: 0}", {}),
     "moe.bias_update_rate": ("0.001", {}),
-    "guard.compare_every_steps": ("7", {"guard": {"compare_every_steps": None}}),
+    "guard.compare_every_steps": ("7", {"checkpoint": {"every_steps": 7, "keep_last": 4}}),
 }  # fmt: skip
 """Another value of every used setting, and the sections of a run that may have it."""
 NOT_TRIED = {
