@@ -133,7 +133,7 @@ def table(steps: Sequence[Priced]) -> str:
     lines.append(
         "| utilization | " + " | ".join(f"{step.utilization:.1%}" for step in steps) + " |"
     )
-    reasons = [reason for step in steps if (reason := step.reason())]
+    reasons = list(filter(None, (step.reason() for step in steps)))
     if reasons:
         lines += ["", f"Below {AIM:.0%}:", "", *reasons]
     return "\n".join(lines) + "\n"
