@@ -197,15 +197,15 @@ def network_bits(notes: str) -> float | None:
 
 def offloads(row: Row) -> frozenset[str]:
     """Return what is in main memory: "activations", "optimizer", "parameters"."""
-    said = words(row, "zero", "notes")
+    said = re.sub(r"\b(no|without) (\w+ )?offload\w*", "", words(row, "zero", "notes"))
     found = set()
-    activations = r"(?<!no )(activations? (cpu )?offload\w*|offload\w* (of )?(the )?activations?)"
+    activations = r"(activations? (cpu )?offload\w*|offload\w* (of )?(the )?activations?)"
     if re.search(activations, said):
         found.add("activations")
     said = re.sub(activations, "", said)
     if re.search(r"param\w* offload|infinity", said):
         found.add("parameters")
-    if re.search(r"(?<!no )offload", said):
+    if "offload" in said:
         found.add("optimizer")
     return frozenset(found)
 
