@@ -1,8 +1,8 @@
-"""Write the layout that `bigtrain plan` ranks first into every recipe that names its hardware.
+"""Write the layout that `bigtrain plan --write` takes into every recipe that names its hardware.
 
 A recipe asks for it with one comment, which stays::
 
-    # Layout: the first of `bigtrain plan --config NAME --gpus 8xH100-80GB`.
+    # Layout: what `bigtrain plan --config NAME --gpus 8xH100-80GB --write DIR` takes.
 
 The plan's prediction is in the comment lines below, its settings are in the keys of `KEYS`. With
 ``--check`` nothing is written, and the exit code is 1 where a recipe differs from the plan. Hub
@@ -19,13 +19,15 @@ import sys
 from pathlib import Path
 
 from bigtrain.commands.plan import PlanArguments, ranked_layouts
-from bigtrain.errors import BigtrainError, ModelError
+from bigtrain.errors import BigtrainError, LaunchError, ModelError
 from bigtrain.planner.search import Candidate, Cluster
 from bigtrain.system.shipped_files import recipes
 
 GIB = 2.0**30
 ASKS = re.compile(
-    r"^# Layout: the first of `bigtrain plan --config (\S+) --gpus (\S+)`\.\n((?:# .*\n)*)", re.M
+    r"^# Layout: what `bigtrain plan --config (\S+) --gpus (\S+) --write DIR` takes\.\n"
+    r"((?:# .*\n)*)",
+    re.M,
 )
 KEYS = ("micro_batch_size", "gradient_checkpointing", "parallel", "deepspeed_config")
 OF_LONG_SAMPLES = {"activation_offload": "false", "tiled_mlp": "'off'"}
@@ -80,8 +82,10 @@ def with_layout(text: str) -> str:
             f"the plan of {name} is by a closed form, not of the traced model: {plan.remark} -> "
             "correct the model's configuration in bigtrain/recipes/configs/"
         )
-    best = plan.fitting[0]
-    asks = f"# Layout: the first of `bigtrain plan --config {name} --gpus {gpus}`.\n"
+    best = plan.fitting[plan.default_choice - 1]
+    if best.is_tight(plan.cluster):
+        raise LaunchError(f"every layout of {name} on {gpus} is tight -> give it other hardware")
+    asks = f"# Layout: what `bigtrain plan --config {name} --gpus {gpus} --write DIR` takes.\n"
     text = ASKS.sub(lambda _: asks + prediction(best, plan.cluster), text, count=1)
     for key, value in settings_of(best).items():
         if OF_LONG_SAMPLES.get(key) == value and f" {key}:" not in text:

@@ -1,117 +1,67 @@
 """Seconds of recorded kernels on a device, by part of the step, and the least that each part could
 take. Pure.
 
-No rate here is fitted to the rows that `rows` compares with. Those that were measured or published
-name their source; the others are stated, with their reason.
+Products, copies, attention and collectives have the planner's prices, with the rates that were
+measured on a device (`measured` in bigtrain/planner/tables/hardware.json, with their sources). None
+is fitted to the rows that `rows` compares with.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from benchmarks.gpu_roofline.kernel import PARTS, Kernel
+from bigtrain.planner.seconds.communication import Group
+from bigtrain.planner.seconds.kernels import attention_shares, matmul_seconds, memory_seconds
+from bigtrain.planner.tables.engines import engine_named
+from bigtrain.planner.tables.hardware import Device, find_device
+
+_H100 = find_device("H100-80GB")
+assert _H100.measured_reach is not None
+H100 = replace(_H100, reach=_H100.measured_reach)
+"""The device with the rates that were measured on one, as the planner prices with them."""
+HOST_SECONDS = engine_named("deepspeed").kernel_host_seconds
+"""Of the host, to launch a kernel."""
 
 
-@dataclass(frozen=True)
-class Rates:
-    """Measured rates of a device. product_flops: of a product of 8192 x 8192 matrices in 16 bits;
-    float32_flops: in float32. memory_bandwidth: bytes per second, read and written, of a copy.
-    num_units: multiprocessors. attention: FLOPs per second of flash attention as torch's
-    sdpa computes it, forward and backward, by head size; best_attention: of the best published
-    kernel. launch_seconds: of the device between two kernels; host_seconds: of the
-    host for an operation. network_bandwidth: bytes per second and rank; latency_seconds: of a
-    collective."""
-
-    name: str
-    product_flops: float
-    float32_flops: float
-    memory_bandwidth: float
-    num_units: int
-    attention: dict[int, tuple[float, float]] = field(default_factory=dict)
-    best_attention: dict[int, tuple[float, float]] = field(default_factory=dict)
-    tile_depth: int = 256
-    launch_seconds: float = 2e-6
-    host_seconds: float = 6e-6
-    network_bandwidth: float = 450e9
-    latency_seconds: float = 2e-5
-
-
-H100 = Rates(
-    "H100",
-    # docs/benchmarks.md, "On one H100".
-    product_flops=731e12,
-    float32_flops=51e12,
-    memory_bandwidth=2.884e12,
-    num_units=132,
-    # At 4,096 tokens. Forward: with a causal mask, figure 5 of arXiv 2407.08608. Backward: figure 6
-    # there, without a mask, times the forward's ratio with and without: 417 x 363 / 408, and so on.
-    # cuDNN's, which torch takes on compute capability 9.0 with cuDNN above 9.15.
-    attention={64: (363e12, 371e12), 128: (518e12, 424e12)},
-    best_attention={64: (420e12, 400e12), 128: (579e12, 492e12)},  # FlashAttention-3
-)
-_TILE_ROWS, _TILE_COLUMNS = 128, 256
-"""Of cuBLAS's largest tile on sm_90."""
-_LEAST_DEPTH = 512
-"""Inner size that is still divided over multiprocessors (split-K)."""
-
-
-def seconds_of(kernel: Kernel, rates: Rates) -> float:
-    """Return the seconds that the device takes for `kernel`, launch included."""
+def seconds_of(kernel: Kernel, device: Device, *, is_best: bool = False) -> float:
+    """Return the seconds that `device` takes for `kernel`, launch included. is_best: attention by
+    the best published kernel instead of torch's."""
     if kernel.part == "exchange":
-        return _exchange_seconds(kernel, rates)
-    moving = kernel.num_bytes / rates.memory_bandwidth
+        return _exchange_seconds(kernel, device)
+    moving = memory_seconds(device, kernel.num_bytes)
     computing = 0.0
     if kernel.product is not None:
-        computing = _product_seconds(kernel, rates)
+        rows, depth, columns, count = kernel.product
+        one = matmul_seconds(device, rows, depth, columns, kernel.element_bytes)
+        computing = count * (one - device.reach.kernel_seconds)
     elif kernel.part == "attention" and kernel.flops:
-        forward, backward = rates.attention[_nearest(kernel.head_size, rates.attention)]
-        computing = kernel.flops / (backward if kernel.is_backward else forward)
+        best = replace(device.reach, attention_by_head=device.reach.best_attention_by_head)
+        shares = attention_shares(
+            replace(device, reach=best) if is_best else device, kernel.head_size
+        )
+        share = shares.backward if kernel.is_backward else shares.forward
+        computing = kernel.flops / (device.peak_flops * share)
     elif kernel.flops:
-        computing = kernel.flops / rates.product_flops
-    return max(moving, computing) + rates.launch_seconds
+        computing = kernel.flops / product_flops(device)
+    return max(moving, computing) + device.reach.kernel_seconds
 
 
-def _nearest(head_size: int, table: dict[int, tuple[float, float]]) -> int:
-    return min(table, key=lambda size: abs(size - head_size))
+def product_flops(device: Device) -> float:
+    """Return the FLOPs per second of the largest product that was measured, of 8192 x 8192 in 16
+    bits."""
+    return 2 * 8192**3 / matmul_seconds(device, 8192, 8192, 8192, 2)
 
 
-def _product_seconds(kernel: Kernel, rates: Rates) -> float:
-    """Waves of tiles: a last, partly filled wave takes as long as a full one, and each tile costs
-    `tile_depth` elements of the inner dimension for its beginning and end. The measured rate is
-    that of 8192 x 8192, whose own losses are taken out first."""
-    assert kernel.product is not None
-    rows, depth, columns, count = kernel.product
-    peak = rates.product_flops if kernel.element_bytes <= 2 else rates.float32_flops
-    return (
-        count
-        * _tiled(rows, depth, columns, rates)
-        / _tiled(8192, 8192, 8192, rates)
-        * (2 * 8192**3 / peak)
-    )
-
-
-def _tiled(rows: int, depth: int, columns: int, rates: Rates) -> float:
-    """Return the work of the busiest multiprocessor, in elements of the inner dimension; the better
-    of the tile and the turned tile."""
-    least = math.inf
-    for tile_rows, tile_columns in ((_TILE_ROWS, _TILE_COLUMNS), (_TILE_COLUMNS, _TILE_ROWS)):
-        num_tiles = math.ceil(rows / tile_rows) * math.ceil(columns / tile_columns)
-        num_splits = max(1, min(rates.num_units // num_tiles, depth // _LEAST_DEPTH))
-        num_waves = math.ceil(num_tiles / rates.num_units)
-        least = min(least, num_waves * (depth / num_splits + rates.tile_depth))
-    return least
-
-
-def _exchange_seconds(kernel: Kernel, rates: Rates) -> float:
+def _exchange_seconds(kernel: Kernel, device: Device) -> float:
     """Return the seconds of a collective by a ring; with one rank NCCL copies nothing in place."""
-    n = kernel.num_ranks
-    if n == 1:
-        return rates.launch_seconds
-    passes = 2 if "allreduce" in kernel.name else 1
-    sent = passes * (n - 1) / n * kernel.exchanged_bytes
-    return rates.latency_seconds + sent / rates.network_bandwidth
+    if kernel.num_ranks == 1:
+        return device.reach.kernel_seconds
+    group = Group(kernel.num_ranks, min(kernel.num_ranks, device.devices_per_node))
+    if "allreduce" in kernel.name:
+        return group.all_reduce(device, kernel.exchanged_bytes)
+    return group.all_gather(device, kernel.exchanged_bytes)
 
 
 @dataclass
@@ -184,26 +134,25 @@ class Roofline:
         return sum(part.least_seconds for part in self.parts.values())
 
 
-def price(kernels: Sequence[Kernel], rates: Rates, shape: Shape) -> Roofline:
+def price(kernels: Sequence[Kernel], device: Device, shape: Shape) -> Roofline:
     """Return the price of a step of `kernels`."""
     parts = {name: PartPrice() for name in PARTS}
     for kernel in kernels:
         part = parts[kernel.part]
         part.num_kernels += 1
         part.num_bytes += kernel.num_bytes
-        part.seconds += seconds_of(kernel, rates)
+        part.seconds += seconds_of(kernel, device)
     for name, num_bytes in least_bytes(shape).items():
-        parts[name].least_seconds = num_bytes / rates.memory_bandwidth
-    parts["products"].least_seconds = _flops(kernels, "products") / rates.product_flops
-    best = replace(rates, attention=rates.best_attention)
+        parts[name].least_seconds = memory_seconds(device, num_bytes)
+    parts["products"].least_seconds = _flops(kernels, "products") / product_flops(device)
     parts["attention"].least_seconds = sum(
-        seconds_of(k, best) for k in kernels if k.part == "attention" and k.flops
+        seconds_of(k, device, is_best=True) for k in kernels if k.part == "attention" and k.flops
     )
     parts["exchange"].least_seconds = sum(
-        seconds_of(k, rates) for k in kernels if k.part == "exchange" and k.num_ranks > 1
+        seconds_of(k, device) for k in kernels if k.part == "exchange" and k.num_ranks > 1
     )
     device_seconds = sum(part.seconds for part in parts.values())
-    host_seconds = rates.host_seconds * len(kernels)
+    host_seconds = HOST_SECONDS * len(kernels)
     return Roofline(parts, max(0.0, host_seconds - device_seconds))
 
 

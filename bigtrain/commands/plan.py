@@ -74,7 +74,7 @@ class PlanArguments:
             "parallel.sequence, parallel.expert, batch.micro_batch_size, "
             "model.gradient_checkpointing, model.activation_offload, model.tiled_mlp and "
             "engine.deepspeed_config, which a plan otherwise chooses, hold every layout to their "
-            "value (default: none)",
+            "value; one that changes nothing in a plan is an error without --write (default: none)",
         ),
     ] = ()
 
@@ -185,6 +185,7 @@ def ranked_layouts(args: PlanArguments, *, varies: bool = True) -> Plan:
         hardware=args.hardware,
         varies=varies,
         longest=args.longest,
+        writes=args.write is not None,
     )
 
 

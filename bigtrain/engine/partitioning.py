@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, cast
+from typing import Any
 
 import deepspeed
 import torch
@@ -21,10 +21,10 @@ from bigtrain.engine.deepspeed_patches.partitions import PartitioningInit, parti
 from bigtrain.engine.startup.mesh import Mesh, ModelParallelUnit
 from bigtrain.models.build import WHOLE, Partitioning
 from bigtrain.models.layers.adapter_names import borrowed_parameters, has_adapters
-from bigtrain.models.layers.compilation import compile_layers, is_compiled
+from bigtrain.models.layers.compilation import compile_layers
+from bigtrain.models.layers.kernels import apply_kernels, fast_path_of
 from bigtrain.models.layers.plans import TilePlan
 from bigtrain.models.parallel.sharding import cut_parameter, is_expert
-from bigtrain.settings.compatibility.facts import read_facts
 from bigtrain.settings.deepspeed.engine_config import EngineConfig
 from bigtrain.settings.run_config import RunConfig
 
@@ -164,18 +164,15 @@ def apply_layer_options(
 
         parts = config.parallel.degrees.sequence_size
         add_embedding_noise(model, section.neftune_noise_alpha, parts)
-    if section.kernels == "liger":
-        from bigtrain.models.layers.kernels import apply_kernels
-
+    fast_path = fast_path_of(config, engine_config, model.config, device.type)
+    if fast_path.kernels == "liger":
         apply_kernels(model)
     tiles.install(model)
     if section.activation_offload:
         from bigtrain.models.layers.activation_offload import offload_checkpoints
 
         offload_checkpoints(model, device.type)
-    facts = read_facts(config, engine_config.deepspeed, None)
-    device_type = cast(Literal["cpu", "cuda"], device.type)
-    if not is_compiled(section.compile, device_type, allowed=facts.may_compile):
+    if not fast_path.compiles:
         return False
     compile_layers(model)
     return True

@@ -1,10 +1,13 @@
-"""Settings of a layout that a plan is held to, because its overrides set them. Pure."""
+"""Settings that a plan uses of its overrides: those of a layout, to which it is held, and those on
+which costs and legal layouts depend. Pure."""
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from bigtrain.errors import Problem
 from bigtrain.settings.deepspeed.engine_config import (
     find_deepspeed_config,
     offload_device,
@@ -29,6 +32,46 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 """Settings that a plan chooses, and the fields of a `Layout` that each decides. Without an override
 the plan chooses them, whatever the run YAML has."""
+
+
+USED = (
+    *FIELDS,
+    # The model, and how its layers compute.
+    "model.path", "model.config", "model.type", "model.overrides", "model.vocabulary",
+    "model.attention", "model.frozen", "model.loss", "model.loss_chunk_tokens", "model.kernels",
+    "model.compile", "precision.dtype", "precision.gradient_dtype", "precision.float8",
+    # Samples of a step, and what they are.
+    "batch.sequence_length", "batch.global_batch_size", "batch.global_tokens",
+    "data.document_boundaries", "data.packing",
+    # What is trained, and what a rank keeps of it.
+    "optimizer.type", "optimizer.state_dtype", "optimizer.muon.ns_steps", "optimizer.muon.ns_dtype",
+    "optimizer.ema", "adapters.type", "adapters.rank", "adapters.targets",
+    "adapters.target_parameters", "adapters.modules_to_save", "adapters.dora",
+    "adapters.quantization", "adapters.double_quantization",
+    "objective.type", "objective.loss", "objective.mtp_weight", "objective.reference",
+    "objective.teacher_model", "objective.z_loss", "objective.label_smoothing",
+    "checkpoint.asynchronous", "checkpoint.memory", "moe.bias_update_rate", "sites.count",
+    "sites.fragments", "guard.compare_every_steps", "evaluation.early_stopping",
+)  # fmt: skip
+"""Settings on which a plan depends: those that it chooses, and those that decide which layouts are
+legal, what they cost, or what it remarks."""
+
+
+def unused_settings(overrides: Iterable[str]) -> list[Problem]:
+    """Return a problem for every ``section.key=value`` string that sets nothing that a plan uses; a
+    part of a used setting counts, and a section with one."""
+    problems = []
+    for override in overrides:
+        path, _, value = override.partition("=")
+        names = f"{path}."
+        if any(f"{key}.".startswith(names) or names.startswith(f"{key}.") for key in USED):
+            continue
+        same_section = [key for key in USED if key.partition(".")[0] == path.partition(".")[0]]
+        (nearest,) = difflib.get_close_matches(path, same_section or USED, n=1, cutoff=0.0)
+        rule = "changes nothing in a plan"
+        remedy = f"omit it, or --write, which keeps it; the nearest that a plan uses is {nearest}"
+        problems.append(Problem(path, value, rule, remedy))
+    return problems
 
 
 def settings_of(overrides: Iterable[str]) -> list[str]:

@@ -68,6 +68,8 @@ class Layout(Degrees):
     "full" recomputes every n-th layer. `offload_activations`: the inputs of recomputed layers are
     in main memory. `rows_per_sample`: 2 for pairs of answers; `num_reference_rows`: rows of forward
     passes without gradients for each sample. `tiled_mlp`: as ``model.tiled_mlp``.
+    `fused_layers`: elementwise operations of the layers are fused (compiled, or Liger's kernels);
+    `fused_loss`: so are those of the loss; `float8`: products of the layers are in 8 bits.
     `num_virtual_stages`: per rank, of interleaved pipelines. `copies_states`: a checkpoint is
     written from a copy in main memory while training continues. `memory_every_steps`: between
     checkpoints in memory of the hosts, None without; `partner_copies`: copies per checkpoint on
@@ -86,6 +88,9 @@ class Layout(Degrees):
     offload_activations: bool = False
     loss_chunk_tokens: int | None = None
     tiled_mlp: Literal["auto", "off"] | int = "off"
+    fused_layers: bool = False
+    fused_loss: bool = False
+    float8: bool = False
     tensor_sequence: bool = False
     num_virtual_stages: int = 1
     parameter_bytes: int = 2

@@ -109,6 +109,8 @@ def usable_memory(memory_bytes: float, margin: float = MARGIN) -> float:
 def peak_memory(model: ModelCosts, layout: Layout, engine: Engine) -> MemoryUse:
     """Return the memory of the fullest rank. Of identical stages the first has the
     most micro-batches in flight."""
+    if layout.fused_layers:
+        model = model.with_fused_operations
     stages = stages_of(model, layout.pipeline_size, engine.balances_stages)
     uses = [_stage_memory(stage, model, layout, engine) for stage in stages]
     return max(uses, key=lambda use: use.total)
@@ -439,14 +441,16 @@ def _loss_bytes(model: ModelCosts, layout: Layout, engine: Engine, hidden_bytes:
         if not model.is_frozen or model.others_outside.trained(1):
             # Gradients of the head are added up over the chunks.
             head_elements = model.vocabulary_size * model.hidden_size / layout.tensor_size
-            head_sum_bytes = 8.0 * head_elements
+            # In float32, beside the sum so far; Liger's kernel adds in place, in 16 bits.
+            head_sum_bytes = (model.element_bytes if layout.fused_loss else 8.0) * head_elements
     num_logits = num_tokens * model.vocabulary_size
     if not engine.is_deepspeed:
         logit_bytes = engine.logit_bytes_cut / layout.tensor_size + engine.logit_bytes_whole
         return _LossBytes(head_sum_bytes + num_logits * logit_bytes, 0.0)
-    # Logits, their logarithms, and their gradients; float32 except for 16-bit logits. Every
-    # tensor-parallel rank has all columns, in addition to its shard and the gather buffer.
-    logits_bytes = num_logits * (model.element_bytes + 12.0)
+    # Logits, their logarithms, and their gradients; float32 except for 16-bit logits, and in the
+    # logits' place where the loss is fused. Every tensor-parallel rank has all columns, in addition
+    # to its shard and the gather buffer.
+    logits_bytes = num_logits * (model.element_bytes + (0.0 if layout.fused_loss else 12.0))
     if layout.tensor_size > 1:
         logits_bytes += num_logits * model.element_bytes * (1 + 1 / layout.tensor_size)
     if is_chunked:

@@ -127,6 +127,21 @@ class MlpCosts:
 
 
 @dataclass(frozen=True)
+class FusedCosts:
+    """What a layer saves and moves, per token, and how many kernels it launches, if its elementwise
+    operations are fused (`bigtrain.models.tracing.fusion`). `mlp_moved`: share of the MLPs."""
+
+    saved_bytes_whole: float
+    saved_bytes_cut: float
+    moved_bytes_whole: float
+    moved_bytes_cut: float
+    mlp_saved_whole: float
+    mlp_saved_cut: float
+    mlp_moved: float
+    num_kernels: int
+
+
+@dataclass(frozen=True)
 class LayerCosts:
     """Costs of a decoder layer; bytes are per token.
 
@@ -137,7 +152,7 @@ class LayerCosts:
     weights in addition to the layer's own, which are then frozen; `others`: other elements of
     adapters that are trained or kept. `packed`: the 4-bit part of the parameters. `mlp`: the part
     that can be computed in tiles. `passes_states`: whether ranks that share a sample pass its
-    recurrent states on.
+    recurrent states on. `fused`: its costs with fused operations; None if they are not known.
     """
 
     num_parameters_whole: int
@@ -157,6 +172,7 @@ class LayerCosts:
     packed: QuantizedWeights = QuantizedWeights()
     mlp: MlpCosts = MlpCosts()
     passes_states: bool = False
+    fused: FusedCosts | None = None
 
     def __hash__(self) -> int:
         return self._hash
@@ -172,6 +188,27 @@ class LayerCosts:
             for a in self.adapters
         )
         return self.others.trained(tensor_size) + sum(sizes)
+
+    def with_fused_operations(self) -> LayerCosts:
+        """Return the costs of the layer with fused elementwise operations; the same if they are not
+        known."""
+        fused = self.fused
+        if fused is None:
+            return self
+        return replace(
+            self,
+            saved_bytes_whole=fused.saved_bytes_whole,
+            saved_bytes_cut=fused.saved_bytes_cut,
+            moved_bytes_whole=fused.moved_bytes_whole,
+            moved_bytes_cut=fused.moved_bytes_cut,
+            num_kernels=fused.num_kernels,
+            mlp=replace(
+                self.mlp,
+                saved_bytes_whole=fused.mlp_saved_whole,
+                saved_bytes_cut=fused.mlp_saved_cut,
+                moved=fused.mlp_moved,
+            ),
+        )
 
     @functools.cached_property
     def num_parameters(self) -> int:
@@ -241,6 +278,12 @@ class ModelCosts:
             sum(packed.num_bytes for packed in packed_layers),
             max((packed.largest for packed in packed_layers), default=0),
         )
+
+    @functools.cached_property
+    def with_fused_operations(self) -> ModelCosts:
+        """Costs of the model whose layers have fused elementwise operations."""
+        kinds = tuple(layer.with_fused_operations() for layer in self.kinds)
+        return replace(self, kinds=kinds)
 
     def with_layers(self, layers: Sequence[LayerCosts]) -> ModelCosts:
         """Return the costs with `layers` instead of its own, of which equal ones are one kind."""
@@ -406,6 +449,7 @@ def closed_form(shape: DenseShape, element_bytes: int = 2) -> ModelCosts:
             num_kernels=5 if shape.gated else 3,
         ),
     )
+    layer = replace(layer, fused=_fused_form(shape, layer, scale))
     table = shape.vocabulary_size * hidden
     return ModelCosts(
         hidden_size=hidden,
@@ -418,6 +462,26 @@ def closed_form(shape: DenseShape, element_bytes: int = 2) -> ModelCosts:
         num_other_parameters=hidden + shape.num_positions * hidden,
         element_bytes=element_bytes,
         saved_bytes_outside=6.0 * hidden * scale,
+    )
+
+
+def _fused_form(shape: DenseShape, layer: LayerCosts, scale: float) -> FusedCosts:
+    """Return the costs of `layer` of `shape` with fused operations. A norm reads and writes the
+    hidden states, the second one with the residual, which is read and written once more; rotary
+    embeddings their queries and keys, activations their inputs and outputs. What is kept are the
+    bytes of the closed form, which are those of fused kernels."""
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    head = shape.head_size or hidden // shape.num_heads
+    rotary = 4.0 * head * (shape.num_heads + shape.num_key_value_heads) if shape.gated else 0.0
+    return FusedCosts(
+        saved_bytes_whole=layer.saved_bytes_whole,
+        saved_bytes_cut=layer.saved_bytes_cut,
+        moved_bytes_whole=18.0 * hidden * scale,
+        moved_bytes_cut=(rotary + (6.0 if shape.gated else 4.0) * inner) * scale,
+        mlp_saved_whole=layer.mlp.saved_bytes_whole,
+        mlp_saved_cut=layer.mlp.saved_bytes_cut,
+        mlp_moved=0.5,
+        num_kernels=16 if shape.gated else 12,
     )
 
 

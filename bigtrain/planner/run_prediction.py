@@ -14,10 +14,13 @@ from bigtrain.planner.memory import MemoryUse, peak_memory, usable_memory
 from bigtrain.planner.model_costs import ModelCosts
 from bigtrain.planner.tables.engines import MeasuredEngine, engine_named
 from bigtrain.planner.tables.hardware import Device
+from bigtrain.settings.compatibility.facts import read_facts
 from bigtrain.settings.deepspeed.engine_config import offload_device
 from bigtrain.settings.deepspeed.keys import value_at
+from bigtrain.settings.fast_path import ANY_CUDA, CPU, FastPath, choose_fast_path
+from bigtrain.settings.hf_config_keys import inspect_configuration
 from bigtrain.settings.resolve import ResolvedRun
-from bigtrain.settings.run_config import OptimizerSection
+from bigtrain.settings.run_config import ModelSection, OptimizerSection
 from bigtrain.settings.sections.model import chunk_tokens
 from bigtrain.system.units import DTYPE_BYTES, GIB
 
@@ -94,13 +97,17 @@ def predict_run(
     *,
     is_cpu: bool = False,
     has_partners: bool = True,
+    fast_path: FastPath | None = None,
 ) -> RunPrediction:
     """Predict memory and, if `device` is known, time of `run` with `model`. `measured`: the engine
     on the CPUs that `device` was calibrated on; `is_cpu`: the run is on CPUs, known or not;
-    `has_partners`: it has several hosts."""
-    layout = layout_of(run, loss_chunk_tokens, has_partners=has_partners)
+    `has_partners`: it has several hosts; `fast_path`: how its layers compute, by default on a
+    device of this kind that is not here."""
     engine = engine_named("deepspeed")
     is_cpu = is_cpu or (device is not None and device.is_cpu)
+    if fast_path is None:
+        fast_path = fast_path_elsewhere(run, is_cpu=is_cpu)
+    layout = layout_of(run, loss_chunk_tokens, has_partners=has_partners, fast_path=fast_path)
     if measured is not None:
         engine = engine.with_measured(measured)
     elif is_cpu:
@@ -169,11 +176,24 @@ def refuse_too_large(prediction: RunPrediction, memory_bytes: float, *, refuses:
     return text
 
 
+def fast_path_elsewhere(run: ResolvedRun, *, is_cpu: bool) -> FastPath:
+    """Return how the layers of `run` compute on a machine that is not here: with what torch brings
+    along."""
+    dimensions, _ = inspect_configuration(run.config.model)
+    facts = read_facts(run.config, run.engine.deepspeed, dimensions)
+    return choose_fast_path(run.config.model, facts, CPU if is_cpu else ANY_CUDA)
+
+
 def layout_of(
-    run: ResolvedRun, loss_chunk_tokens: int | None = None, *, has_partners: bool = True
+    run: ResolvedRun,
+    loss_chunk_tokens: int | None = None,
+    *,
+    has_partners: bool = True,
+    fast_path: FastPath | None = None,
 ) -> Layout:
-    """Return the layout of `run`. `loss_chunk_tokens`: the chunk that model.loss = auto resolved
-    to; `has_partners`: hosts have others to keep copies of checkpoints in memory."""
+    """Return the layout of `run`. `loss_chunk_tokens`: tokens whose logits exist at a time, None
+    for all; `has_partners`: hosts have others to keep copies of checkpoints in memory; `fast_path`:
+    how its layers compute, by default by single kernels."""
     config, topology = run.config, run.topology
     memory_checkpoints = config.checkpoint.memory
     zero = run.engine.deepspeed.get("zero_optimization", {})
@@ -194,7 +214,10 @@ def layout_of(
         offload_optimizer=offload_device(run.engine.deepspeed, "offload_optimizer") is not None,
         offload_parameters=offload_device(run.engine.deepspeed, "offload_param") is not None,
         offload_activations=config.model.activation_offload,
-        loss_chunk_tokens=config.model.loss_chunk_tokens or loss_chunk_tokens,
+        loss_chunk_tokens=loss_chunk_tokens,
+        fused_layers=fast_path is not None and fast_path.fuses_layers,
+        fused_loss=config.model.loss == "liger",
+        float8=config.precision.float8 != "none",
         tiled_mlp=config.model.tiled_mlp,
         parameter_bytes=DTYPE_BYTES[dtype],
         gradient_bytes=DTYPE_BYTES.get(str(gradients), DTYPE_BYTES[dtype]),
@@ -221,12 +244,19 @@ def optimizer_costs(section: OptimizerSection) -> OptimizerCosts:
     )
 
 
-def auto_loss_chunk(
-    loss: str, loss_chunk_tokens: int | None, vocabulary_size: int, num_tokens: int
-) -> int | None:
+def auto_loss_chunk(section: ModelSection, model: ModelCosts, num_tokens: int) -> int | None:
     """Return how many of the `num_tokens` of a rank's micro-batch have logits at a time, by the
     rule of a run; None if all do."""
-    if loss == "plain":
+    if section.loss == "plain":
         return None
-    chunk = chunk_tokens(vocabulary_size, loss_chunk_tokens)
+    chunk = chunk_tokens(model.vocabulary_size, section.loss_chunk_tokens)
+    if section.loss == "liger":
+        chunk = _liger_chunk_tokens(num_tokens, model.vocabulary_size, model.hidden_size)
     return chunk if num_tokens > chunk else None
+
+
+def _liger_chunk_tokens(num_tokens: int, vocabulary_size: int, hidden_size: int) -> int:
+    """Return the tokens of a chunk of Liger's fused loss: logits as large as the hidden states,
+    rounded up to a power of two (liger_kernel/ops/fused_linear_cross_entropy.py, 0.8.5)."""
+    tokens = -(-num_tokens // -(-vocabulary_size // hidden_size))
+    return 1 << max(0, tokens - 1).bit_length()

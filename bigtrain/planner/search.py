@@ -25,7 +25,8 @@ from bigtrain.planner.tables.hardware import Device
 from bigtrain.settings.compatibility.check import is_violated
 from bigtrain.settings.compatibility.facts import Facts
 from bigtrain.settings.degrees import Degrees, ModelDegrees
-from bigtrain.settings.sections.model import chunk_tokens
+from bigtrain.settings.fast_path import LayerMachine, choose_fast_path
+from bigtrain.settings.sections.model import ModelSection, chunk_tokens
 
 
 @dataclass(frozen=True)
@@ -101,14 +102,15 @@ class Candidate:
 class SearchSpace:
     """Parameters that determine the layouts of a run. `facts`: facts of the run, for the rules.
     `base`: what all layouts have in common. `varies`: whether loss and buckets may differ from a
-    run's defaults. `required`: fields of a layout that are not searched, with their values."""
+    run's defaults. `section`, `machine`: decide
+    loss and kernels. `required`: fields of a layout that are not searched, with their values."""
 
     model: ModelCosts
     facts: Facts
     base: Layout
     global_batch_size: int
-    loss: str
-    loss_chunk_tokens: int | None
+    section: ModelSection
+    machine: LayerMachine
     zero_stages: Sequence[int] = (0, 1, 2, 3)
     varies: bool = False
     required: Mapping[str, Any] = field(default_factory=dict)
@@ -116,6 +118,15 @@ class SearchSpace:
     def allows(self, fields: Mapping[str, Any]) -> bool:
         """Return whether a layout may have `fields`."""
         return all(self.required.get(name, value) == value for name, value in fields.items())
+
+    def with_kernels(self, layout: Layout) -> Layout:
+        """Return `layout` with fused layers if a run of it fuses them."""
+        sizes = layout.model_degrees()
+        facts = _facts_of(self.facts, layout.zero_stage, layout.world_size, sizes) | Facts(
+            tiled_mlp=layout.tiled_mlp, activation_offload=layout.offload_activations
+        )
+        fuses = choose_fast_path(self.section, facts, self.machine).fuses_layers
+        return layout.changed(fused_layers=fuses)
 
 
 @dataclass(frozen=True)
@@ -238,9 +249,9 @@ def _variants(layout: Layout, request: SearchSpace) -> Iterator[Layout]:
     buckets = [request.base.reduce_bucket_elements]
     if "reduce_bucket_elements" not in request.required:
         buckets += BUCKETS
-    if request.loss == "auto" and not request.model.num_further_losses:
+    if request.section.loss == "auto" and not request.model.num_further_losses:
         losses.append(
-            chunk_tokens(request.model.vocabulary_size, request.loss_chunk_tokens)
+            chunk_tokens(request.model.vocabulary_size, request.section.loss_chunk_tokens)
             if layout.loss_chunk_tokens is None
             else None
         )
@@ -281,15 +292,14 @@ def _of_degrees(
         and request.allows({"micro_batch_size": micro})
     ]
     sizes = {**degrees.degrees(), "zero_stage": degrees.zero_stage}
-    first = request.base.changed(**{**request.required, **sizes})
+    first = request.with_kernels(request.base.changed(**{**request.required, **sizes}))
     for index, (micro, accumulation) in enumerate(micro_sizes):
         layout = first.changed(
             micro_batch_size=micro,
             num_accumulation=accumulation,
             loss_chunk_tokens=auto_loss_chunk(
-                request.loss,
-                request.loss_chunk_tokens,
-                request.model.vocabulary_size,
+                request.section,
+                request.model,
                 micro * request.base.sequence_length // degrees.sequence_size,
             ),
         )
@@ -323,7 +333,7 @@ def _smaller(
     layout: Layout, savings: Sequence[dict[str, Any]], request: SearchSpace
 ) -> list[Layout]:
     """Return `layout` with each of `savings`; with tiles only where there is more than one."""
-    changed = [layout.changed(**changes) for changes in savings]
+    changed = [request.with_kernels(layout.changed(**changes)) for changes in savings]
     width = request.model.hidden_size
     return [
         smaller_layout
@@ -450,15 +460,17 @@ def _rings(
 def is_legal(facts: Facts, zero_stage: int, degrees: Degrees) -> bool:
     """Return whether a run with `degrees` would be accepted."""
     sizes: dict[str, Any] = degrees.model_degrees()
-    return not is_violated(
-        facts
-        | Facts(
-            zero_stage=zero_stage,
-            world_size=degrees.world_size,
-            **sizes,
-            pipeline_block=False,
-            pipeline_settings=(),
-        )
+    return not is_violated(_facts_of(facts, zero_stage, degrees.world_size, sizes))
+
+
+def _facts_of(facts: Facts, zero_stage: int, world_size: int, sizes: Mapping[str, Any]) -> Facts:
+    """Return the facts of a run in a layout of these degrees."""
+    return facts | Facts(
+        zero_stage=zero_stage,
+        world_size=world_size,
+        **sizes,
+        pipeline_block=False,
+        pipeline_settings=(),
     )
 
 

@@ -11,7 +11,7 @@ stages for one micro-batch is the bubble (1F1B: Narayanan et al. 2021, arXiv 210
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from bigtrain.planner.layout import Layout
 from bigtrain.planner.memory_checkpoints import memory_checkpoint_costs
@@ -79,7 +79,13 @@ def step_time(
     model: ModelCosts, layout: Layout, device: Device, engine: Engine, *, gain: float = 1.0
 ) -> StepTime:
     """Return the seconds of an optimizer step of `model`; `gain`: speed-up of products in a faster
-    number format."""
+    number format, in addition to `Layout.float8`."""
+    if engine.is_deepspeed and device.measured_reach is not None:
+        device = replace(device, reach=device.measured_reach)
+    if layout.float8:
+        gain *= device.float8_gain * engine.float8
+    if layout.fused_layers:
+        model = model.with_fused_operations
     # All other engines have their pipelines outermost: expert- and data-parallel ranks side by
     # side on a node, stages on different ones.
     groups = groups_of(layout, device.devices_per_node, pipeline_outermost=not engine.is_deepspeed)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from bigtrain.errors import ConfigError, OutputError, Problem
 from bigtrain.python_api.configuring import Config, load_config
+from bigtrain.python_api.proposals import Proposal, offloads, proposal_lines, proposals
 from bigtrain.settings.run_config import ParallelSection, RunConfig
 
 if TYPE_CHECKING:
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 class Plan:
     """Layouts of a run on a cluster: those that fit, fastest first, and other assessed ones,
     of `num_others` that do not. `remark`: note on the model's costs, or empty. `chooses_engine`:
-    whether the DeepSpeed JSON follows from the layout; else an override names it."""
+    whether the DeepSpeed JSON follows from the layout; else an override names it. `proposals`:
+    other runs that fit without offload, where this one does not."""
 
     config: RunConfig
     cluster: Cluster
@@ -38,12 +40,16 @@ class Plan:
     others: list[Candidate]
     num_others: int
     chooses_engine: bool = True
+    proposals: Sequence[Proposal] = ()
 
     def table(self, top: int = 10) -> str:
         """Return the `top` fastest layouts, with memory and time of the first by terms, as text."""
         from bigtrain.planner.plan_text import plan_table
 
-        return plan_table(self.fitting, self.cluster, top)
+        lines = [plan_table(self.fitting, self.cluster, top)]
+        if self.proposals:
+            lines += ["", *proposal_lines(self.proposals, self.cluster.num_devices)]
+        return "\n".join(lines)
 
     def layouts(self) -> list[dict[str, Any]]:
         """Return all layouts with memory (bytes) and time (seconds) by terms; those that fit
@@ -70,7 +76,7 @@ class Plan:
             raise ConfigError(Problem("--choose", choose, rule, f"1 to {len(self.fitting)}"))
         layout = self.fitting[choose - 1].layout
         named = None if self.chooses_engine else self.config.engine.deepspeed_config
-        return run_and_engine(self.config, layout, self.model.vocabulary_size, named)
+        return run_and_engine(self.config, layout, self.model, named)
 
     def write(self, directory: str | Path, choose: int | None = None) -> Path:
         """Write ``run.yaml`` and ``deepspeed.json`` of line `choose` into `directory`, and return
@@ -105,6 +111,7 @@ def plan(
     hardware: str | Path | None = None,
     varies: bool = True,
     longest: bool = False,
+    writes: bool = False,
 ) -> Plan:
     """Return the layouts of a run on `devices`, such as ``8xH100-80GB`` or ``4xCPU``.
 
@@ -112,14 +119,15 @@ def plan(
     network_bits_per_second: per device (default: of the device's usual node). hardware: a file of
     ``bigtrain plan --calibrate``. varies: also with loss and buckets that differ from a run's
     defaults. longest: for the longest sample that fits, instead of the run's length and batch,
-    which the plan's configuration then has.
+    which the plan's configuration then has. writes: the plan will be written, with overrides that
+    change nothing in it; they are refused otherwise.
 
     An override of a setting that a plan chooses (`bigtrain.planner.constraints.FIELDS`) holds all
     layouts to its value. Traces a model that was never planned before, which imports torch. Raises
     ConfigError if nothing fits or no layout has such a value, ModelError for an unknown model.
     """
     from bigtrain.models.tracing.traced_costs import model_costs
-    from bigtrain.planner.constraints import required_fields
+    from bigtrain.planner.constraints import required_fields, unused_settings
     from bigtrain.planner.plan_text import nothing_fits
     from bigtrain.planner.search import longest_sample, search
     from bigtrain.planner.tables.engines import engine_named
@@ -129,6 +137,8 @@ def plan(
         devices, nodes_of, host_memory_bytes, network_bits_per_second, hardware
     )
     loaded = load_config(config, *overrides)
+    if not writes and (problems := unused_settings(overrides)):
+        raise ConfigError(problems, "the plan")
     model, remark = model_costs(loaded)
     required = required_fields(loaded, overrides)
     request = replace(_request(loaded, cluster, model, required), varies=varies)
@@ -150,15 +160,24 @@ def plan(
         ranking = search(request, cluster, engine)
     if not ranking.fitting and not ranking.others:
         raise ConfigError(_unmet(request, cluster, overrides) or _no_layout(loaded, cluster))
+    found: list[Proposal] = []
+    if not longest and not any(not offloads(candidate) for candidate in ranking.fitting):
+
+        def request_of(changed: RunConfig) -> SearchSpace:
+            return _request(changed, cluster, model_costs(changed)[0], required)
+
+        found = proposals(loaded, cluster, engine, request_of)
     if not ranking.fitting:
         rule, remedy = nothing_fits(ranking.others, cluster)
+        if found:
+            remedy += "; or " + "\n    ".join(proposal_lines(found, cluster.num_devices))
         raise ConfigError(Problem("--gpus", devices, rule, remedy))
     if loaded.objective.teacher_model is not None:
         teacher_remark = "without those of the teacher (objective.teacher_model)"
         remark = "; ".join(filter(None, (remark, teacher_remark)))
     return Plan(
         loaded, cluster, model, remark, ranking.fitting, ranking.others, ranking.num_others,
-        chooses_engine="zero_stage" not in required,
+        chooses_engine="zero_stage" not in required, proposals=found,
     )  # fmt: skip
 
 
@@ -208,6 +227,7 @@ def _request(
     from bigtrain.planner.search import SearchSpace
     from bigtrain.settings.compatibility.facts import Facts, read_facts
     from bigtrain.settings.deepspeed.engine_config import gradient_dtype_of
+    from bigtrain.settings.fast_path import ANY_CUDA, CPU
     from bigtrain.settings.hf_config_keys import inspect_configuration
     from bigtrain.system.units import DTYPE_BYTES
 
@@ -239,6 +259,8 @@ def _request(
             gather_bucket_elements=bucket_elements,
             overlap_communication=False,
             tiled_mlp=config.model.tiled_mlp,
+            fused_loss=config.model.loss == "liger",
+            float8=config.precision.float8 != "none",
             optimizer=optimizer_costs(config.optimizer),
             copies_states=config.checkpoint.asynchronous,
             memory_every_steps=None if memory is None else memory.every_steps,
@@ -247,8 +269,8 @@ def _request(
             num_reference_rows=config.objective.kind.num_reference_rows(config),
         ),
         global_batch_size=config.batch.samples_per_step,
-        loss=config.model.loss,
-        loss_chunk_tokens=config.model.loss_chunk_tokens,
+        section=config.model,
+        machine=CPU if cluster.device.is_cpu else ANY_CUDA,
         required=required,
     )
 
@@ -293,7 +315,7 @@ def _named_json(name: str) -> dict[str, Any]:
 
 
 def run_and_engine(
-    config: RunConfig, layout: Layout, vocabulary_size: int, engine: str | None = None
+    config: RunConfig, layout: Layout, model: ModelCosts, engine: str | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the run YAML and the DeepSpeed JSON of `config` in another layout, as trees. The loss
     is written if it differs from the default of a run in that layout. engine: the DeepSpeed JSON to
@@ -319,9 +341,7 @@ def run_and_engine(
     if layout.tiled_mlp != config.model.tiled_mlp:
         tree["model"]["tiled_mlp"] = layout.tiled_mlp
     section, tokens = config.model, layout.tokens_per_micro_batch
-    if layout.loss_chunk_tokens != auto_loss_chunk(
-        section.loss, section.loss_chunk_tokens, vocabulary_size, tokens
-    ):
+    if layout.loss_chunk_tokens != auto_loss_chunk(section, model, tokens):
         tree["model"]["loss"] = "plain" if layout.loss_chunk_tokens is None else "chunked"
         if layout.loss_chunk_tokens is not None:
             tree["model"]["loss_chunk_tokens"] = layout.loss_chunk_tokens
@@ -346,10 +366,8 @@ def predicted_run(resolved: ResolvedRun, device: Accelerator | None) -> tuple[Ru
 
     measured = cpu_engine() if device is not None and device.is_cpu else None
     model, remark = model_costs(resolved.config, traces=device is not None)
-    section, plan = resolved.config.model, resolved.plan
-    tokens = plan.micro_batch_tokens
-    tokens //= resolved.topology.sequence_size
-    chunk = auto_loss_chunk(section.loss, section.loss_chunk_tokens, model.vocabulary_size, tokens)
+    tokens = resolved.plan.micro_batch_tokens // resolved.topology.sequence_size
+    chunk = auto_loss_chunk(resolved.config.model, model, tokens)
     prediction = predict_run(resolved, model, chunk, device, measured)
     if (teacher := resolve_teacher(resolved)) is not None:
         costs, _ = model_costs(teacher.config, traces=device is not None)

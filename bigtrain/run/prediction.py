@@ -12,11 +12,13 @@ import torch
 
 from bigtrain.errors import ConfigError, ModelError, one_line
 from bigtrain.models.build import empty_model
+from bigtrain.models.layers.kernels import fast_path_of
 from bigtrain.models.layers.multi_token import mtp_layers
 from bigtrain.models.layers.plans import LossPlan
 from bigtrain.models.tracing.traced_costs import model_costs
 from bigtrain.planner.run_prediction import (
     RunPrediction,
+    auto_loss_chunk,
     predict_run,
     refuse_too_large,
     with_teacher,
@@ -24,6 +26,7 @@ from bigtrain.planner.run_prediction import (
 from bigtrain.planner.tables.engines import MeasuredEngine, kept_calibration
 from bigtrain.planner.tables.hardware import Device, find_device
 from bigtrain.run.context import RunContext
+from bigtrain.run.layer_choice import layer_lines
 from bigtrain.run.preflight import Inputs
 from bigtrain.settings.resolve import ResolvedRun, resolve_teacher
 
@@ -32,7 +35,8 @@ if TYPE_CHECKING:
 
 
 def log_prediction(context: RunContext, inputs: Inputs) -> RunPrediction | None:
-    """Log the predicted time and memory; refuse a run that cannot fit its device. Collective."""
+    """Log how the layers compute, and the predicted time and memory; refuse a run that cannot fit
+    its device. Collective."""
 
     section, has_partners = context.config.checkpoint.memory, False
     if section is not None:
@@ -42,6 +46,8 @@ def log_prediction(context: RunContext, inputs: Inputs) -> RunPrediction | None:
         has_partners = Partners.of(context.hosts) is not None
 
     def find() -> RunPrediction | None:
+        for line in layer_lines(context.run, inputs.hf_config, context.device.type):
+            context.log.info(line)
         prediction, reason = predict(
             context.run,
             inputs.hf_config,
@@ -78,7 +84,9 @@ def predict(
         model, _ = model_costs(run.config, hf_config)
     except (ConfigError, ModelError) as error:
         return None, one_line(error, None)
-    chunk = loss.chunk_tokens if loss.kind == "chunked" else None
+    section, num_tokens = run.config.model, run.plan.micro_batch_tokens
+    num_tokens //= run.topology.sequence_size
+    chunk = None if loss.kind == "plain" else auto_loss_chunk(section, model, num_tokens)
     is_cpu = device.type == "cpu"
     # A GPU of the tables, or this machine's CPUs if they are calibrated.
     device_rates: Device | None = None
@@ -89,8 +97,9 @@ def predict(
         with suppress(ConfigError):
             device_rates = find_device(torch.cuda.get_device_name(device))
     prediction = predict_run(
-        run, model, chunk, device_rates, measured, is_cpu=is_cpu, has_partners=has_partners
-    )
+        run, model, chunk, device_rates, measured, is_cpu=is_cpu, has_partners=has_partners,
+        fast_path=fast_path_of(run.config, run.engine, hf_config, device.type),
+    )  # fmt: skip
     if (teacher := resolve_teacher(run)) is not None:
         teacher_costs, _ = model_costs(teacher.config)
         prediction = with_teacher(prediction, teacher, teacher_costs, device_rates, measured)

@@ -284,7 +284,7 @@ def _check_method(run: ResolvedRun, hf_config: Any) -> list[Problem]:
         from bigtrain.models.equivalence.tensor_parallel import check_tensor_size
 
         problems += check_tensor_size(hf_config, config.parallel.tensor, config.adapters)
-    if config.model.kernels != "none":
+    if config.model.kernels == "liger":
         from bigtrain.models.layers.kernels import check_kernels
 
         problems += check_kernels(hf_config, config.model.kernels)

@@ -20,7 +20,9 @@ import torch
 
 import bigtrain
 from bigtrain.models.configuration import save_configuration
+from bigtrain.models.layers.kernels import fast_path_of
 from bigtrain.models.weights.checksums import BASE_MODEL, Sums, write_sums
+from bigtrain.run.layer_choice import KEY
 from bigtrain.run.preflight import Inputs
 from bigtrain.settings.degrees import AXES
 from bigtrain.settings.resolve import ResolvedRun
@@ -82,6 +84,7 @@ def describe_environment(
             host: [rank for rank, name in enumerate(hosts) if name == host]
             for host in dict.fromkeys(hosts)
         },
+        KEY: fast_path_of(run.config, run.engine, inputs.hf_config, device.type).words,
         "batch": run.plan.equation(),
         "packing": [report.to_json() for report in inputs.packing],
     }

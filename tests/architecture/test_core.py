@@ -57,6 +57,7 @@ SURFACE = (
     "python_api.new_run",
     "python_api.new_run_inputs",
     "python_api.planning",
+    "python_api.proposals",
     "python_api.results",
     "python_api.scoring",
     "python_api.shards",

@@ -5,14 +5,17 @@ A user's own setting always wins: an environment variable or a field of the run 
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import torch
+from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
 
 from bigtrain.engine.startup.device import device_kind
+from bigtrain.errors import one_line
 from bigtrain.models.torch_patches import set_allocator
 from bigtrain.settings.resolve import ResolvedRun
 from bigtrain.system.machine import (
@@ -68,8 +71,12 @@ def runtime_settings(
         cores = f", bound to {len(share.cores)} cores" if share.cores is not None else ""
         host_text = f" of {local_world_size(environment)} processes here" if cores else ""
         lines.append(f"each{host_text} has {torch.get_num_threads()} CPU threads{cores}")
+    kernels: AbstractContextManager[list[str]] = nullcontext([])
+    if device_kind() == "cuda":
+        kernels = fast_attention(run.config.model.attention)
     try:
-        yield lines
+        with kernels as attention_lines:
+            yield [*lines, *attention_lines]
     finally:
         torch.set_num_threads(threads_before)
         if cores_before is not None:
@@ -78,6 +85,36 @@ def runtime_settings(
         torch.set_float32_matmul_precision(precision_before)
         for name in added:
             environment.pop(name, None)
+
+
+@contextmanager
+def fast_attention(attention: str) -> Iterator[list[str]]:
+    """Inside, sdpa computes by FlashAttention 3 where its package and a Hopper GPU are there
+    (`activate_flash_attention_impl`, torch 2.11), before cuDNN's kernels, which are slower there
+    (docs/benchmarks.md). Yields a line that says so, or why not."""
+    if attention not in ("auto", "sdpa"):
+        yield []
+        return
+    reason = ""
+    if torch.cuda.get_device_capability()[0] != 9:
+        reason = "it needs a Hopper GPU"
+    elif importlib.util.find_spec("flash_attn_interface") is None:
+        reason = "flash_attn_interface is not installed"
+    if reason:
+        yield [f"attention: torch's own kernels (not FlashAttention 3: {reason})"]
+        return
+    try:
+        activate_flash_attention_impl("FA3")
+    except (ImportError, ValueError, RuntimeError) as error:
+        yield [f"attention: torch's own kernels (not FlashAttention 3: {one_line(error, None)})"]
+        return
+    has_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield ["attention: FlashAttention 3, by torch's sdpa"]
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(has_cudnn)
+        restore_flash_attention_impl(_raise_warn=False)
 
 
 def _cpu_share(run: ResolvedRun, world: World, environment: MutableMapping[str, str]) -> CpuShare:

@@ -54,7 +54,7 @@ def plan_isolation(
         hf_config,
         config.model.attention,
         config.batch.sequence_length,
-        compiled=config.model.compile != "off",
+        compiled=config.model.compile == "on",
     )
     if not reason:
         return isolation, []

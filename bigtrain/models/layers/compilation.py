@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -19,13 +19,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from bigtrain.errors import ModelError
 from bigtrain.models.layers.parameters import decoder_layers
 from bigtrain.models.torch_patches import shadow
-
-
-def is_compiled(
-    setting: Literal["auto", "on", "off"], device: Literal["cpu", "cuda"], *, allowed: bool
-) -> bool:
-    """Return whether layers are compiled: ``auto`` does on CUDA, where it is `allowed`."""
-    return setting == "on" or (setting == "auto" and device == "cuda" and allowed)
 
 
 def compile_layers(model: PreTrainedModel) -> int:

@@ -11,6 +11,11 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from bigtrain.errors import Problem
+from bigtrain.settings.compatibility.facts import Facts, read_facts
+from bigtrain.settings.deepspeed.engine_config import EngineConfig
+from bigtrain.settings.fast_path import CPU, LIGER, TRITON, FastPath, LayerMachine, choose_fast_path
+from bigtrain.settings.hf_config_keys import EXPERTS, number_of
+from bigtrain.settings.run_config import RunConfig
 from bigtrain.system.extras import install_line
 
 _OPTIONS = {
@@ -37,6 +42,23 @@ def check_kernels(hf_config: PreTrainedConfig, kernels: str) -> list[Problem]:
         sorted(patches)
     )
     return [Problem("model.kernels", kernels, rule, "model.kernels=none")]
+
+
+def machine_of(device_type: str) -> LayerMachine:
+    """Return what the layers of a run on this machine's devices may use."""
+    if device_type != "cuda":
+        return CPU
+    packages = frozenset(n for n in (TRITON, LIGER) if importlib.util.find_spec(n) is not None)
+    return LayerMachine(True, packages, frozenset(_patches()) if LIGER in packages else frozenset())
+
+
+def fast_path_of(
+    config: RunConfig, engine: EngineConfig, hf_config: PreTrainedConfig, device_type: str
+) -> FastPath:
+    """Return how the layers of a run compute on this machine's devices."""
+    num_experts = number_of(hf_config.get_text_config().to_dict(), EXPERTS)
+    facts = read_facts(config, engine.deepspeed, None) | Facts(num_experts=num_experts)
+    return choose_fast_path(config.model, facts, machine_of(device_type), str(hf_config.model_type))
 
 
 def apply_kernels(model: PreTrainedModel) -> None:

@@ -44,8 +44,16 @@ from bigtrain.models.layers.tiled_mlp import find_mlps
 from bigtrain.models.parallel.stage_layout import tensors_in
 from bigtrain.models.parallel.tensor import known_plan
 from bigtrain.models.torch_patches import OperatorMode, shadow, storage_of, unshadow
+from bigtrain.models.tracing.fusion import Dataflow
 from bigtrain.models.transformers_patches import modules_of_experts
-from bigtrain.planner.model_costs import Attention, LayerCosts, Matmul, MlpCosts, ModelCosts
+from bigtrain.planner.model_costs import (
+    Attention,
+    FusedCosts,
+    LayerCosts,
+    Matmul,
+    MlpCosts,
+    ModelCosts,
+)
 
 _NAME = "bigtrain_traced"
 Side = Literal["in", "out"] | None
@@ -103,9 +111,11 @@ class _Layer:
     num_tensors: int = 0
     mlp: _Mlp = field(default_factory=_Mlp)
     passes_states: bool = False
+    dataflow: Dataflow = field(default_factory=Dataflow)
+    constants: set[int] = field(default_factory=set)
 
     def costs(self, tokens: int) -> LayerCosts:
-        mlp = self.mlp
+        mlp, fused = self.mlp, self.dataflow.sums(self.constants)
         products = sum(m.in_size * m.out_size * m.share for m in self.matmuls)
         return LayerCosts(
             num_parameters_whole=self.num_replicated,
@@ -132,6 +142,16 @@ class _Layer:
                 mlp.num_kernels,
             ),
             passes_states=self.passes_states,
+            fused=FusedCosts(
+                fused.saved_replicated / tokens,
+                fused.saved_divided / tokens,
+                fused.moved_replicated / tokens,
+                fused.moved_divided / tokens,
+                fused.mlp_saved_replicated / tokens,
+                fused.mlp_saved_divided / tokens,
+                fused.mlp_moved / max(1.0, fused.moved_replicated + fused.moved_divided),
+                fused.num_kernels,
+            ),
         )
 
 
@@ -153,7 +173,8 @@ class _Tracer(OperatorMode):
         # Tensors made before the layers and used by all (rotary embeddings), which no layer saves.
         # They stay alive, or their addresses would be reused.
         self._outside: list[torch.Tensor] = []
-        self._shared: set[int] = set()
+        self._inside: list[torch.Tensor] = []
+        self.shared: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.name() == "aten::_grouped_mm":
@@ -167,7 +188,7 @@ class _Tracer(OperatorMode):
         else:
             created = list(tensors_in(result))
             self._outside += created
-            self._shared.update(
+            self.shared.update(
                 storage_of(t) for t in created if t.dim() and t.shape[-1] != self.hidden_size
             )
         return result
@@ -183,6 +204,15 @@ class _Tracer(OperatorMode):
         self.current.num_kernels += 1
         if self.mlp is not None:
             self.mlp.num_kernels += 1
+        self._inside += (*inputs, *outputs)
+        self.current.dataflow.add(
+            name,
+            {storage_of(t): t.numel() * t.element_size() for t in inputs},
+            {storage_of(t): t.numel() * t.element_size() for t in outputs},
+            is_product=name in _PRODUCTS,
+            is_divided=self.is_divided,
+            is_in_mlp=self.mlp is not None,
+        )
         # A matrix product, with a weight or between activations.
         if name in _PRODUCTS:
             output = outputs[0]
@@ -227,7 +257,7 @@ class _Tracer(OperatorMode):
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             key = storage_of(tensor)
-            if key in self.parameter_storages or key in self._shared or key in self._saved:
+            if key in self.parameter_storages or key in self.shared or key in self._saved:
                 return tensor
             if self.current is None:
                 if tensor.is_floating_point() and tensor.shape[-1:] == (self.hidden_size,):
@@ -238,6 +268,7 @@ class _Tracer(OperatorMode):
             size = tensor.untyped_storage().nbytes()
             is_divided = self.is_divided and self.side != "out"
             mlp = None if key in self.mlp_inputs else self.mlp
+            self.current.dataflow.save(key, size, is_divided=is_divided, is_in_mlp=mlp is not None)
             for sums in (self.current, mlp):
                 if sums is not None and is_divided:
                     sums.saved_divided += size
@@ -433,6 +464,7 @@ def _collected(
                 sums.num_divided += parameter.numel()
             else:
                 sums.num_replicated += parameter.numel()
+        sums.constants = tracer.parameter_storages | tracer.shared
         sums.passes_states = any(layers_with_functions(layer))
         costs = sums.costs(tokens)
         if costs not in distinct_costs:

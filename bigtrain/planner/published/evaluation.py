@@ -30,11 +30,13 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class RowPrediction:
-    """Prediction for one row: tokens/s per device, and GiB; `refused`: why there is none."""
+    """Prediction for one row: tokens/s per device, and GiB; `refused`: why there is none;
+    `guessed`: what of its model's shape was guessed, so that it is in no mean."""
 
     tokens_per_second: float | None
     peak_gib: float | None
     refused: str = ""
+    guessed: str = ""
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
@@ -106,13 +108,15 @@ def predict(row: Mapping[str, str]) -> RowPrediction:
         peak_bytes = use.allocated
     elif re.search(r"\(reserved\)|max_memory_reserved|peak.?reserved", notes):
         peak_bytes = use.allocated * run.engine.reserved
-    return RowPrediction(tokens / seconds / run.layout.world_size, peak_bytes / GIB)
+    rate = tokens / seconds / run.layout.world_size
+    return RowPrediction(rate, peak_bytes / GIB, guessed=run.guessed)
 
 
 @dataclass(frozen=True)
 class SourceErrors:
     """Relative errors over the rows of a source: of tokens/s, of memory, of a baseline that
-    predicts a constant utilization; and the rank correlation of the source's layouts."""
+    predicts a constant utilization; and the rank correlation of the source's layouts. Rows whose
+    shape was guessed (`num_guessed`) are in none of them."""
 
     source: str
     num_rows: int
@@ -124,6 +128,7 @@ class SourceErrors:
     memory_worst: float
     rank_correlation: float | None
     num_refused: int
+    num_guessed: int = 0
 
 
 def summarize(
@@ -139,7 +144,8 @@ def summarize(
 _Pairs = Sequence[tuple[Mapping[str, str], RowPrediction]]
 
 
-def _of_source(name: str, pairs: _Pairs) -> SourceErrors:
+def _of_source(name: str, all_pairs: _Pairs) -> SourceErrors:
+    pairs = [pair for pair in all_pairs if not pair[1].guessed]
     measured_rows = []
     for row, p in pairs:
         if p.tokens_per_second is not None:
@@ -155,7 +161,7 @@ def _of_source(name: str, pairs: _Pairs) -> SourceErrors:
                 memory_errors.append(abs(p.peak_gib / peak_gib - 1))
     return SourceErrors(
         source=name,
-        num_rows=len(pairs),
+        num_rows=len(all_pairs),
         mean=_mean(errors),
         worst=max(errors, default=math.nan),
         baseline=_mean(_baseline_errors([(row, measured) for row, _, measured in measured_rows])),
@@ -164,6 +170,7 @@ def _of_source(name: str, pairs: _Pairs) -> SourceErrors:
         memory_worst=max(memory_errors, default=math.nan),
         rank_correlation=_rank_correlation(measured_rows),
         num_refused=sum(1 for _, p in pairs if p.tokens_per_second is None),
+        num_guessed=len(all_pairs) - len(pairs),
     )
 
 
@@ -228,7 +235,7 @@ def write_rows(
     path: Path, rows: Sequence[Mapping[str, str]], predictions: Sequence[RowPrediction]
 ) -> None:
     """Write every row with its prediction, or the reason for none. Raises OSError."""
-    added = ("predicted_tokens_per_s_per_gpu", "predicted_peak_gib", "refused")
+    added = ("predicted_tokens_per_s_per_gpu", "predicted_peak_gib", "refused", "guessed")
     columns = tuple(rows[0]) if rows else COLUMNS
     names = [name for name in columns if name not in added]
     with path.open("w", newline="", encoding="utf-8") as file:
@@ -237,7 +244,8 @@ def write_rows(
         for row, p in zip(rows, predictions, strict=True):
             tokens = "" if p.tokens_per_second is None else f"{p.tokens_per_second:.6g}"
             peak = "" if p.peak_gib is None else f"{p.peak_gib:.4g}"
-            writer.writerow({**row, added[0]: tokens, added[1]: peak, added[2]: p.refused})
+            values = (tokens, peak, p.refused, p.guessed)
+            writer.writerow({**row, **dict(zip(added, values, strict=True))})
 
 
 def error_table(errors: Sequence[SourceErrors]) -> str:
@@ -253,6 +261,8 @@ def error_table(errors: Sequence[SourceErrors]) -> str:
         if error.memory_rows:
             memory = [f"{error.memory_mean:.1%}", f"{error.memory_worst:.1%}"]
         refused = f" ({error.num_refused} refused)" if error.num_refused else ""
+        if error.num_guessed:
+            refused += f" ({error.num_guessed} of a guessed shape, not in the means)"
         lines.append(
             f"| {error.source} | {error.num_rows}{refused} | {_percent(error.mean)} "
             f"| {_percent(error.worst)} | {_percent(error.baseline)} | {rank} "

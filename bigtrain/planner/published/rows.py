@@ -33,12 +33,15 @@ from bigtrain.planner.published.words import (
     degree,
     engine_name,
     has_float32_gradients,
+    has_fused_loss,
     has_value,
     is_float4,
     is_float8,
     is_single_precision,
+    loss_chunks,
     network_bits,
     number,
+    offloads,
     recompute,
     sequence_length,
     virtual_stages,
@@ -54,13 +57,15 @@ _GATED = r"llama|mistral|mixtral|qwen|gemma|deepseek|olmo|swiglu|gpt.?oss|kimi|g
 
 @dataclass(frozen=True)
 class RowRun:
-    """Run that a row describes."""
+    """Run that a row describes. guessed: what of the model's shape no column and no table of models
+    has, so that the prediction is of another model; empty if there is nothing."""
 
     model: ModelCosts
     layout: Layout
     device: Device
     engine: Engine
     gain: float
+    guessed: str = ""
 
 
 def run_of(row: Row) -> RowRun:
@@ -80,7 +85,23 @@ def run_of(row: Row) -> RowRun:
         gain *= device.float4_gain
     model = _model(row, engine, 4 if single else 2)
     layout = _layout(row, engine, model, 4 if single else 2)
-    return _with_batch(row, RowRun(model, layout, device, engine, gain))
+    return _with_batch(row, RowRun(model, layout, device, engine, gain, guessed_shape(row)))
+
+
+def guessed_shape(row: Row) -> str:
+    """Return what of the shape of a row's model is neither in its columns nor known by the model's
+    name, and decides most of its costs."""
+    if known_figures(row["model"]):
+        return ""
+    missing = [name for name in ("layers", "hidden") if not has_value(row, name)]
+    if missing:
+        return f"{' and '.join(missing)}, by the number of parameters"
+    said = words(row, "model", "notes")
+    if re.search(r"\bmoe\b|experts|\b\d+x\d+(\.\d+)?b\b|-a\d", said) and not re.search(
+        r"\d+\s*(routed\s*)?experts|\b\d+x\d", said
+    ):
+        return "the number of experts"
+    return ""
 
 
 def _model(row: Row, engine: Engine, element_bytes: int) -> ModelCosts:
@@ -188,7 +209,7 @@ def _layout(row: Row, engine: Engine, model: ModelCosts, element_bytes: int) -> 
     ep = degree(row, "ep")
     if ep == 1 and "deepep" in notes.lower():
         ep = math.gcd(model.num_experts, dp * cp)  # a library for nothing but that
-    said = words(row, "zero", "notes")
+    moved = offloads(row)
     zero = zero_stage(row, engine.name)
     recompute_name, every = recompute(row, engine.name)
     return Layout(
@@ -208,8 +229,10 @@ def _layout(row: Row, engine: Engine, model: ModelCosts, element_bytes: int) -> 
         num_virtual_stages=virtual_stages(notes),
         parameter_bytes=element_bytes,
         gradient_bytes=4 if element_bytes == 4 or has_float32_gradients(row) else 2,
-        offload_optimizer=zero > 0 and re.search(r"(?<!no )offload", said) is not None,
-        offload_parameters=zero == 3 and re.search(r"param\w* offload|infinity", said) is not None,
+        offload_optimizer=zero > 0 and "optimizer" in moved,
+        offload_parameters=zero == 3 and "parameters" in moved,
+        offload_activations="activations" in moved and recompute_name == "full",
+        fused_loss=has_fused_loss(row),
     )
 
 
@@ -261,6 +284,10 @@ def _with_batch(row: Row, run: RowRun) -> RowRun:
         num_accumulation = math.ceil(batch // dp / micro)
         micro = math.ceil(batch // dp / num_accumulation)  # of uneven ones the mean
     layout = replace(layout, micro_batch_size=micro, num_accumulation=num_accumulation)
+    chunks = loss_chunks(row)
+    if chunks is not None:
+        chunk_tokens = max(1, layout.tokens_per_micro_batch // chunks)
+        layout = replace(layout, loss_chunk_tokens=chunk_tokens)
     if not has_value(row, "recompute") and words(row, "recompute").strip() != "none":
         # The page does not state it: the least recomputation that fits memory (+10 %).
         choices = [layout]

@@ -73,10 +73,15 @@ def degree(row: Row, name: str) -> int:
 
 
 def engine_name(row: Row) -> str:
-    """Return the engine that the page names; compiled FSDP is a separate engine. Default: Megatron
-    with tensor or pipeline parallelism, else DeepSpeed."""
+    """Return the engine that the page names, in its notes before its source; compiled FSDP is a
+    separate engine. Default: Megatron with tensor or pipeline parallelism, else DeepSpeed."""
     said = words(row, "notes", "source")
-    engine = next((name for pattern, name in _ENGINES if re.search(pattern, said)), None)
+    # A stage of ZeRO or "FSDP" in the notes is how the engine that the source names divides states.
+    notes = re.sub(r"zero[- ]?[0-3]\b|(megatron[- ])?\bfsdp\w*", "", words(row, "notes"))
+    named = (
+        name for text in (notes, said) for pattern, name in _ENGINES if re.search(pattern, text)
+    )
+    engine = next(named, None)
     if engine is None:
         # Tables that name their FSDP in the column of stages.
         engine = "fsdp" if re.search(r"fsdp|shard", words(row, "zero")) else "deepspeed"
@@ -188,6 +193,40 @@ def network_bits(notes: str) -> float | None:
     if node_rate is None:
         return None
     return float(node_rate[1]) * {"G": 1e9, "T": 1e12}[node_rate[2]]
+
+
+def offloads(row: Row) -> frozenset[str]:
+    """Return what is in main memory: "activations", "optimizer", "parameters"."""
+    said = re.sub(r"\b(no|without) (\w+ )?offload\w*", "", words(row, "zero", "notes"))
+    found = set()
+    activations = r"(activations? (cpu )?offload\w*|offload\w* (of )?(the )?activations?)"
+    if re.search(activations, said):
+        found.add("activations")
+    said = re.sub(activations, "", said)
+    if re.search(r"param\w* offload|infinity", said):
+        found.add("parameters")
+    if "offload" in said:
+        found.add("optimizer")
+    return frozenset(found)
+
+
+def loss_chunks(row: Row) -> int | None:
+    """Return in how many chunks a page says that its loss is computed, 8 if it does not say; None
+    if it says nothing of chunks."""
+    said = words(row, "notes")
+    if not re.search(r"(?<!no )(?<!without )chunk\w* (cross.?entropy|loss|ce\b|lm.?head)", said):
+        return None
+    stated = re.search(r"([1-9]\d*) chunks", said)
+    return int(stated[1]) if stated else _USUAL_CHUNKS
+
+
+_USUAL_CHUNKS = 8  # torchtune's and torchtitan's
+
+
+def has_fused_loss(row: Row) -> bool:
+    """Return whether head and loss are one kernel (Liger's, or Cut Cross-Entropy)."""
+    pattern = r"fused.?linear.?(cross|ce\b)|\bflce\b|cut.?cross.?entropy|\bcce\b|liger.{0,20}loss"
+    return re.search(pattern, words(row, "notes")) is not None
 
 
 def virtual_stages(notes: str) -> int:

@@ -18,6 +18,7 @@ _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (64, 128, 0.7))
 """Rows, columns, and speed relative to the best tile (smaller tiles reuse loaded data less)."""
 
 
+_NUM_LARGEST = 2  # tiles of the largest size: one, and the same turned
 _ALIGNED = 8  # 16-bit elements: 16 bytes, the load size of tensor-core kernels
 _UNALIGNED = 22.0
 """Slowdown of products of unaligned heads, which such kernels do not support: 10 of A100's 312
@@ -43,7 +44,8 @@ def matmul_seconds(
         return max(computing_seconds, moving_seconds) + device.reach.kernel_seconds
     # The fastest tile: waves of as many tiles as the device has multiprocessors.
     fastest_seconds = math.inf
-    for tile_rows, tile_columns, speed in _TILES:
+    tiles = _TILES[:_NUM_LARGEST] if device.reach.has_one_tile else _TILES
+    for tile_rows, tile_columns, speed in tiles:
         num_tiles = math.ceil(rows / tile_rows) * math.ceil(out_size / tile_columns)
         num_waves = math.ceil(num_tiles / device.num_units)
         # If tiles are few, several multiprocessors share the inner dimension of a tile (split-K).
@@ -113,11 +115,19 @@ def weight_seconds(device: Device, matmul: Matmul, share: RankShare, gain: float
     )
 
 
-def cast_bytes(matmul: Matmul, share: RankShare) -> PassCosts:
+_UNFUSED_CAST_BYTES = 33
+"""Bytes that torchao moves to cast an element of 16 bits without compilation: absolute values and
+their maximum (2 + 2 + 2), in float32 the element (2 + 4), scaled (4 + 4) and clamped (4 + 4), in 8
+bits (4 + 1), and that transposed (1 + 1)."""
+
+
+def cast_bytes(matmul: Matmul, share: RankShare, *, is_fused: bool = True) -> PassCosts:
     """Return the bytes moved for an 8-bit product: its input and the gradient of its output are
-    read and written twice in 8 bits, plain and transposed. Weights are cast once per step."""
+    read and written twice in 8 bits, plain and transposed; not `is_fused`: by torchao's single
+    operations. Weights are cast once per step."""
     product = _local_product(matmul, share)
-    bytes_per_column = (share.element_bytes + 2) * product.rows * product.times
+    per_element = share.element_bytes + 2 if is_fused else _UNFUSED_CAST_BYTES
+    bytes_per_column = per_element * product.rows * product.times
     return PassCosts(bytes_per_column * product.in_size, bytes_per_column * product.out_size)
 
 
@@ -146,8 +156,9 @@ def attention_seconds(
     flops = 2.0 * num_scores * (attention.head_size + attention.value_size)
     peak = device.peak_flops * device.matmul_factor
     if score_passes is None:
-        seconds = flops / 2 / (peak * device.reach.attention * speed)
-        return PassCosts(seconds, 2.5 * seconds)
+        share = attention_shares(device, attention.head_size)
+        seconds = flops / 2 / (peak * speed)
+        return PassCosts(seconds / share.forward, 2.5 * seconds / share.backward)
     pass_seconds = 2.0 * num_scores / (device.memory_bandwidth * device.reach.memory)
     seconds = flops / (peak * device.reach.matmul)
     if max(attention.head_size % _ALIGNED, attention.value_size % _ALIGNED):
@@ -156,6 +167,16 @@ def attention_seconds(
     return PassCosts(
         seconds + forward_passes * pass_seconds, 2 * seconds + backward_passes * pass_seconds
     )
+
+
+def attention_shares(device: Device, head_size: int) -> PassCosts:
+    """Return the shares of the peak that fused attention reaches in both passes: as measured for
+    the nearest head size, or else the device's."""
+    measured = device.reach.attention_by_head
+    if not measured:
+        return PassCosts(device.reach.attention, device.reach.attention)
+    _, forward, backward = min(measured, key=lambda shares: abs(shares[0] - head_size))
+    return PassCosts(forward, backward)
 
 
 def memory_seconds(device: Device, num_bytes: float) -> float:

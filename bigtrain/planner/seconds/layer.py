@@ -195,6 +195,7 @@ class _PassKey(NamedTuple):
     product_gain: float
     score_passes: tuple[float, float] | None
     is_deepspeed: bool
+    casts_fused: bool
 
     @property
     def num_tokens(self) -> int:
@@ -239,6 +240,7 @@ def _pass_key(
         product_gain=machine.product_gain,
         score_passes=engine.score_passes,
         is_deepspeed=engine.is_deepspeed,
+        casts_fused=layout.fused_layers or not engine.is_deepspeed,
     )
 
 
@@ -257,7 +259,7 @@ def _passes(key: _PassKey) -> _LayerPasses:
         forward.matmul += seconds.forward
         backward.matmul += seconds.backward * backward_share
         if key.product_gain > 1:
-            num_bytes = cast_bytes(matmul, share)
+            num_bytes = cast_bytes(matmul, share, is_fused=key.casts_fused)
             forward.memory_bound += memory_seconds(device, num_bytes.forward)
             backward.memory_bound += memory_seconds(device, num_bytes.backward)
 

@@ -17,6 +17,12 @@ ADAMW_HOST_BYTES = 28
 and writes the master and two moments."""
 
 
+FUSED_LOSS_BYTES = 8.0
+"""Bytes of a logit that a fused cross-entropy moves: it reads 16-bit logits for the sum of their
+exponentials, reads them again, and writes the gradient in their place; the sum reads them twice
+where a row is too wide for one block."""
+
+
 def head_work(model: ModelCosts, layout: Layout, machine: TimedMachine) -> Work:
     """Return the work of logits and losses of a micro-batch, forward and backward. Heads stay in 16
     bits."""
@@ -26,16 +32,19 @@ def head_work(model: ModelCosts, layout: Layout, machine: TimedMachine) -> Work:
     hidden_size, num_columns = model.hidden_size, model.vocabulary_size // layout.tensor_size
     work = Work(host=engine.step_seconds)
 
-    # Logits, gradient of the hidden states, gradient of the head.
-    for rows, in_size, out_size in (
-        (num_tokens, hidden_size, num_columns),
-        (num_tokens, num_columns, hidden_size),
-        (hidden_size, num_tokens, num_columns),
-    ):
-        seconds = matmul_seconds(
-            device, rows, in_size, out_size, element_bytes, gain=engine.products
-        )
-        work.matmul += num_losses * seconds
+    # Logits, gradient of the hidden states, gradient of the head, of every chunk.
+    chunk_tokens = layout.loss_chunk_tokens or num_tokens
+    num_full, last_tokens = divmod(num_tokens, chunk_tokens)
+    for num_rows, num_equal in ((chunk_tokens, num_full), (last_tokens, 1)):
+        for rows, in_size, out_size in (
+            (num_rows, hidden_size, num_columns),
+            (num_rows, num_columns, hidden_size),
+            (hidden_size, num_rows, num_columns),
+        ):
+            seconds = matmul_seconds(
+                device, rows, in_size, out_size, element_bytes, gain=engine.products
+            )
+            work.matmul += num_losses * num_equal * seconds
 
     if layout.tensor_size > 1:
         tensor = machine.groups.tensor
@@ -46,14 +55,16 @@ def head_work(model: ModelCosts, layout: Layout, machine: TimedMachine) -> Work:
         else:
             work.tensor += tensor.all_reduce(device, 12 * num_tokens)
 
-    moved_bytes = engine.loss_bytes * num_tokens * num_columns
+    loss_bytes = FUSED_LOSS_BYTES if layout.fused_loss else engine.loss_bytes
+    moved_bytes = loss_bytes * num_tokens * num_columns
     trains_head = not model.is_frozen or model.others_outside.trained(1) > 0
     if layout.loss_chunk_tokens is not None and trains_head:
         # After each chunk the chunk's gradient of the head is read and added to a sum in float32
-        # (writing the gradient is a part of the product).
+        # (writing the gradient is a part of the product), or in 16 bits inside of the product.
         num_chunks = math.ceil(num_tokens / layout.loss_chunk_tokens)
         head_parameters = model.vocabulary_size // layout.tensor_size * hidden_size
-        moved_bytes += (num_chunks - 1) * head_parameters * (8 + element_bytes)
+        bytes_of_sum = 2 * element_bytes if layout.fused_loss else 8 + element_bytes
+        moved_bytes += (num_chunks - 1) * head_parameters * bytes_of_sum
     work.memory_bound = num_losses * memory_seconds(device, moved_bytes)
     return work
 
@@ -111,7 +122,13 @@ def optimizer_seconds(
         num_dense = num_updated - num_expert
         num_updated = num_dense / layout.partition_size + num_expert / layout.expert_replicas
     if not layout.offload_optimizer:
-        return UpdateSeconds(memory_seconds(device, machine.engine.optimizer_bytes * num_updated))
+        moved_bytes = machine.engine.optimizer_bytes * num_updated
+        if machine.engine.is_deepspeed:
+            # The gradient of each further micro-batch is added to a sum.
+            num_summed = sizes.trained if layout.zero_stage < 2 else num_updated
+            bytes_of_sum = 2 * layout.gradient_bytes + layout.parameter_bytes
+            moved_bytes += (layout.num_accumulation - 1) * bytes_of_sum * num_summed
+        return UpdateSeconds(memory_seconds(device, moved_bytes))
     # Gradients go to main memory, parameters to the device.
     transfer_bytes = num_updated * (layout.gradient_bytes + layout.parameter_bytes)
     rank_bandwidth = device.host_memory_bandwidth / device.devices_per_node

@@ -29,7 +29,10 @@ class Reach:
     the memory bandwidth; `link`, `network`: of the bandwidths. `matmul_depth`: cost of a tile's
     prologue and epilogue, in elements of the inner dimension. `kernel_seconds`: minimum of a
     kernel; latency of a collective: `start_seconds`, plus `link_seconds` for each further rank of
-    a node and `network_seconds` for each further node.
+    a node and `network_seconds` for each further node. `has_one_tile`: products are in the largest
+    tile only. `attention_by_head`: where it was measured,
+    shares of the peak by head size, forward and backward, instead of `attention`;
+    `best_attention_by_head`: of the best published kernels.
     """
 
     matmul: float
@@ -42,6 +45,9 @@ class Reach:
     start_seconds: float
     link_seconds: float
     network_seconds: float
+    has_one_tile: bool = False
+    attention_by_head: tuple[tuple[int, float, float], ...] = ()
+    best_attention_by_head: tuple[tuple[int, float, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,8 @@ class Device:
     product in 8 bits over that in 16, `float4_gain` in 4 bits over that in 8; `matmul_factor`:
     share of the peak that its best product reaches, over the share of the device whose `reach` is
     used. `num_cores`: of a CPU, cores that the ranks of a node share; 0 if every rank has a core,
-    or more."""
+    or more. `measured_reach`: what bigtrain's own kernels were measured to reach, None where nobody
+    measured; `reach` is fitted to older programs."""
 
     name: str
     peak_flops: float
@@ -74,6 +81,7 @@ class Device:
     matmul_factor: float = 1.0
     is_cpu: bool = False
     num_cores: int = 0
+    measured_reach: Reach | None = None
 
     def __hash__(self) -> int:
         """Return a hash that is computed once: a search looks kernels up hundreds of thousands of
@@ -111,7 +119,13 @@ def find_device(name: str, option: str = "--gpus") -> Device:
     columns = _table()["devices"][entry]
     value = {key: item["value"] for key, item in columns["figures"].items()}
     reach = Reach(**_table()["reach"][columns["reach"]])
-    return Device(name=entry, reach=reach, **value)
+    measured = None
+    if "measured" in columns:
+        rates = {k: v for k, v in _table()["measured"][columns["measured"]].items() if k != "about"}
+        for key in ("attention_by_head", "best_attention_by_head"):
+            rates[key] = tuple(tuple(shares) for shares in rates[key])
+        measured = replace(reach, **rates)
+    return Device(name=entry, reach=reach, measured_reach=measured, **value)
 
 
 _WORDS_BESIDE = (

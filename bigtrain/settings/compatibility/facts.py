@@ -195,8 +195,8 @@ class Facts(_Values):
     stored_reference: Fact[bool] = _run("objective.reference", False, lambda name: True)
     noise_alpha: Fact[float | None] = _run("model.neftune_noise_alpha", None)
     loss: Fact[str] = _run("model.loss", "auto")
-    kernels: Fact[str] = _run("model.kernels", "none")
-    compiles: Fact[str] = _run("model.compile", "off")
+    kernels: Fact[str] = _run("model.kernels", "auto")
+    compiles: Fact[str] = _run("model.compile", "auto")
     activation_offload: Fact[bool] = _run("model.activation_offload", False)
     tiled_mlp: Fact[int | str] = _run("model.tiled_mlp", "off")
     freezes: Fact[bool] = Fact(

@@ -63,8 +63,12 @@ LIGER_LOSS = Feature(
     nearest=Facts(loss="chunked"),
     clause="under Liger's loss",
 )
-LIGER_KERNELS = Feature(Facts.kernels, "liger", clause="under Liger's kernels")
-COMPILED = Feature(Facts.compiles, "auto", clause="in compiled layers")
+LIGER_KERNELS = Feature(
+    Facts.kernels, "liger", "model.kernels=none", is_exact=True, clause="under Liger's kernels"
+)
+COMPILED = Feature(
+    Facts.compiles, "on", "model.compile=off", is_exact=True, clause="in compiled layers"
+)
 ACTIVATION_OFFLOAD = Feature(
     Facts.activation_offload, True, clause="where activations leave the device"
 )

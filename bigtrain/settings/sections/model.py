@@ -14,12 +14,19 @@ Float8 = Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"]
 _CHUNK_BYTES = 2**30
 """Float32 logits of a chunk. Each chunk costs an addition of the head's full gradient: on an H100,
 Llama 3.2 1B trains 9% faster than with chunks of 256 MiB, and takes 2.3 GiB more."""
+_TILE_TOKENS = 256
+"""Rows of the largest tile of a product on GPUs: 2,093 tokens of a vocabulary of 128,256 are 144
+tiles of the hidden states' gradient, 12 more than an H100 computes at a time; 2,048 are 128, which
+take half the time, 3% of a step of Llama 3.2 1B (`make gpu-roofline`)."""
 
 
 def chunk_tokens(vocabulary_size: int, loss_chunk_tokens: int | None) -> int:
-    """Return the tokens of a chunk of the loss: `ModelSection.loss_chunk_tokens`, or its
-    default."""
-    return loss_chunk_tokens or max(1, _CHUNK_BYTES // (4 * vocabulary_size))
+    """Return the tokens of a chunk of the loss: `ModelSection.loss_chunk_tokens`, or its default,
+    a multiple of `_TILE_TOKENS` where a chunk is larger."""
+    if loss_chunk_tokens is not None:
+        return loss_chunk_tokens
+    num_tokens = max(1, _CHUNK_BYTES // (4 * vocabulary_size))
+    return num_tokens - num_tokens % _TILE_TOKENS if num_tokens > _TILE_TOKENS else num_tokens
 
 
 def auto_tiles(num_tokens: int, hidden_size: int) -> int:
@@ -84,7 +91,8 @@ class ModelSection(Section):
     micro-batch; chunked: some tokens at a time, so that the full logits never exist; liger: by its
     fused kernel (CUDA); auto: chunked where the logits are larger than one chunk"""
     loss_chunk_tokens: PositiveInt | None = None
-    """tokens whose logits exist at a time; default: as many as take 1 GiB in float32"""
+    """tokens whose logits exist at a time; default: as many as take 1 GiB in float32,
+    in 256s"""
 
     tiled_mlp: Literal["auto", "off"] | PositiveInt = "off"
     """compute the MLP of each layer, experts too, in tiles of tokens, and again in the backward
@@ -93,12 +101,13 @@ class ModelSection(Section):
     at most as many tokens as the hidden size, and off where that is one tile or tiles compute
     something else; off: at once. Dropout inside an MLP draws other masks than at once"""
 
-    kernels: Literal["none", "liger"] = "none"
+    kernels: Literal["auto", "none", "liger"] = "auto"
     """fused RMSNorm, RoPE and SwiGLU; liger: those of liger-kernel, for the architectures it knows
-    (CUDA)"""
-    compile: Literal["auto", "on", "off"] = "off"
+    (CUDA); auto: liger with CUDA where layers are not compiled and it is installed, known to have
+    the architecture and allowed; none on CPU"""
+    compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile of the decoder layers, one compilation for all of them; auto: on with CUDA
-    where it is allowed, off on CPU"""
+    where it is allowed, for models without experts whose documents are not isolated, off on CPU"""
     activation_offload: bool = False
     """keep what recomputation starts from, the inputs of checkpointed layers, in host memory
     (CUDA); for long sequences"""

@@ -16,6 +16,7 @@ from bigtrain.errors import ConfigError
 from bigtrain.planner.constraints import FIELDS
 from bigtrain.planner.layout import Layout
 from bigtrain.planner.memory import MemoryUse
+from bigtrain.planner.model_costs import DenseShape, closed_form
 from bigtrain.planner.plan_text import default_choice, parameter_count
 from bigtrain.planner.search import Candidate, Cluster
 from bigtrain.planner.tables.engines import cpu_engine
@@ -98,19 +99,20 @@ def test_loss_and_buckets_of_a_layout_are_written(config: Path) -> None:
     run = load_run_config(str(config), [])
     usual = Layout(data_size=8, zero_stage=2, sequence_length=64, reduce_bucket_elements=50_000_000,
                    gather_bucket_elements=50_000_000)  # fmt: skip
-    tree, raw = run_and_engine(run, usual, 1024)
+    model = closed_form(DenseShape(4, 64, 4, 2, 128, 1024))
+    tree, raw = run_and_engine(run, usual, model)
     assert "loss" not in tree["model"]
     assert raw["zero_optimization"]["reduce_bucket_size"] == 50_000_000
     other = replace(usual, loss_chunk_tokens=16, reduce_bucket_elements=7, gather_bucket_elements=8)
-    tree, raw = run_and_engine(run, other, 1024)
+    tree, raw = run_and_engine(run, other, model)
     assert (tree["model"]["loss"], tree["model"]["loss_chunk_tokens"]) == ("chunked", 16)
     assert raw["zero_optimization"]["reduce_bucket_size"] == 7
     assert raw["zero_optimization"]["allgather_bucket_size"] == 8
     wide = replace(usual, micro_batch_size=4)  # `auto` would take chunks of 512 tokens
-    tree, _ = run_and_engine(run, wide, 131072)
+    tree, _ = run_and_engine(run, wide, replace(model, vocabulary_size=131072))
     assert "loss" not in tree["model"] or tree["model"]["loss"] == "plain"
     offloaded = replace(usual, zero_stage=1, offload_optimizer=True)
-    _, raw = run_and_engine(run, offloaded, 1024)
+    _, raw = run_and_engine(run, offloaded, model)
     zero = raw["zero_optimization"]
     assert (zero["stage"], zero["offload_optimizer"]["device"]) == (1, "cpu")
 

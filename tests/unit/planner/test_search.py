@@ -20,6 +20,8 @@ from bigtrain.planner.tables.engines import Engine, engine_named
 from bigtrain.planner.tables.hardware import find_device
 from bigtrain.settings.compatibility.check import check_compatibility
 from bigtrain.settings.compatibility.facts import Facts
+from bigtrain.settings.fast_path import ANY_CUDA
+from bigtrain.settings.run_config import ModelSection
 
 ENGINE = engine_named("deepspeed")
 FACTS = Facts(
@@ -33,7 +35,8 @@ BASE = Layout(
     reduce_bucket_elements=50_000_000,
     gather_bucket_elements=50_000_000,
 )
-REQUEST = SearchSpace(SMALL, FACTS, BASE, 64, "auto", None)
+SECTION = ModelSection(config={"model_type": "llama"})
+REQUEST = SearchSpace(SMALL, FACTS, BASE, 64, SECTION, ANY_CUDA)
 
 
 def cluster(num_devices: int, name: str = "H100", host_memory: float = 1e12) -> Cluster:
@@ -209,7 +212,7 @@ def test_loss_and_buckets_are_varied_where_that_is_faster_or_lets_something_fit(
 ) -> None:
     # Many ranks and a small batch: each bucket is a collective that waits for the slowest node.
     base = BASE.changed(gradient_bytes=2)
-    request = replace(REQUEST, global_batch_size=1024, loss="auto", base=base)
+    request = replace(REQUEST, global_batch_size=1024, base=base)
     many = cluster(512, "A100-80GB")
     usual = whole_search(request, many, ENGINE).fitting
     varied = whole_search(replace(request, varies=True), many, ENGINE).fitting
@@ -287,7 +290,7 @@ def long_samples(length: int, **facts: Any) -> SearchSpace:
         model=model,
         facts=known,
         base=BASE.changed(sequence_length=length),
-        loss="chunked",
+        section=SECTION.model_copy(update={"loss": "chunked"}),
         global_batch_size=1,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ def run(directory: Path, **more: Any) -> Any:
         config=SimpleNamespace(
             output=SimpleNamespace(directory=str(directory)),
             precision=SimpleNamespace(tf32=values["tf32"]),
+            model=SimpleNamespace(attention="auto"),
             engine=SimpleNamespace(
                 cpu_threads=values["cpu_threads"], bind_cores=values["bind_cores"]
             ),
@@ -37,6 +39,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """As on a machine with a GPU; returns what its allocator is given."""
     given: list[str] = []
     monkeypatch.setattr(runtime, "device_kind", lambda: "cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(runtime, "set_allocator", given.append)
     return given
 
@@ -86,7 +89,7 @@ def test_an_optimizer_in_host_memory_gets_threads_and_cores(
     settings = runtime.runtime_settings(run(tmp_path, offload="cpu"), World(1, 2, 1), torchrun)
     with settings as lines:
         assert torch.get_num_threads() == 4
-        assert lines[-1] == "each of 2 processes here has 4 CPU threads, bound to 4 cores"
+        assert "each of 2 processes here has 4 CPU threads, bound to 4 cores" in lines
     assert bound == [{4, 5, 6, 7}, set(range(8))]
     assert torch.get_num_threads() == threads
 
@@ -97,3 +100,31 @@ def test_a_cpu_is_left_as_it_was(tmp_path: Path) -> None:
         assert lines == []
         assert torch.get_num_threads() == 1
     assert environment == {"OMP_NUM_THREADS": "1"}
+
+
+CAPABILITY: dict[str, tuple[tuple[int, int], bool, str, str]] = {
+    "an H100 with its package": ((9, 0), True, "auto", "attention: FlashAttention 3"),
+    "an H100 without": ((9, 0), False, "sdpa", "flash_attn_interface is not installed"),
+    "an A100": ((8, 0), True, "auto", "needs a Hopper GPU"),
+    "attention of the user's": ((9, 0), True, "flex_attention", ""),
+}
+
+
+@pytest.mark.parametrize("name", CAPABILITY)
+def test_flash_attention_3_is_taken_where_it_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    capability, is_installed, attention, text = CAPABILITY[name]
+    active: list[str] = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: object() if is_installed else None
+    )
+    monkeypatch.setattr(runtime, "activate_flash_attention_impl", active.append)
+    monkeypatch.setattr(runtime, "restore_flash_attention_impl", lambda _raise_warn: active.clear())
+    has_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+    with runtime.fast_attention(attention) as lines:
+        assert [text in line for line in lines] == ([True] if text else [])
+        takes = capability[0] == 9 and is_installed and bool(text)
+        assert active == (["FA3"] if takes else [])
+        assert torch.backends.cuda.cudnn_sdp_enabled() is (has_cudnn and not takes)
+    assert active == []
+    assert torch.backends.cuda.cudnn_sdp_enabled() is has_cudnn

@@ -12,7 +12,6 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from bigtrain.errors import ModelError
 from bigtrain.models.layers.compilation import (
     compile_layers,
-    is_compiled,
     uncompiled,
 )
 from tests.unit.models.layers.test_chunked_loss import COMMON, gradients
@@ -65,14 +64,6 @@ def test_nothing_is_compiled_after_step_2() -> None:
     with uncompiled(), torch.no_grad():
         models[1](input_ids=ids[:, :5])
     assert counters["stats"]["unique_graphs"] == 1
-
-
-def test_auto_compiles_on_cuda_where_it_may() -> None:
-    assert is_compiled("auto", "cuda", allowed=True)
-    assert not is_compiled("auto", "cuda", allowed=False)
-    assert not is_compiled("auto", "cpu", allowed=True)
-    assert is_compiled("on", "cpu", allowed=True)
-    assert not is_compiled("off", "cuda", allowed=True)
 
 
 def test_models_without_layers_of_transformers_kind_are_refused() -> None:

@@ -145,3 +145,22 @@ def test_rows_may_have_measured_speed_or_memory_alone(tmp_path: Path) -> None:
     assert wrong.refused == "tokens_per_s_per_gpu = 'fast' is not a positive number"
     assert predict({**both, "tokens_per_s_per_gpu": ""}).refused == ""
     assert "nan" not in error_table(summarize([{**both, "tokens_per_s_per_gpu": ""}], [wrong]))
+
+
+def test_a_guessed_shape_is_named_and_in_no_mean(tmp_path: Path) -> None:
+    """Of a model of which only the size is known, and of a mixture without its experts."""
+    size = {**ROW, "model": "Unheard-7B", "layers": "", "hidden": "", "heads": "", "ffn": ""}
+    mixture = {**ROW, "model": "Unheard-MoE", "notes": "moe"}
+    rows = [ROW, size, mixture, {**mixture, "notes": "moe of 8 experts"}]
+    told = [predict(row) for row in rows]
+    words = ["", "layers and hidden, by the number of parameters", "the number of experts", ""]
+    assert [prediction.guessed for prediction in told] == words
+    (errors,) = summarize(rows, told)
+    (without,) = summarize([rows[0], rows[3]], [told[0], told[3]])
+    assert (errors.num_rows, errors.num_guessed) == (4, 2)
+    assert (errors.mean, errors.worst) == (without.mean, without.worst)
+    assert "(2 of a guessed shape, not in the means)" in error_table([errors])
+    path = tmp_path / "out.csv"
+    write_rows(path, rows, told)
+    written = csv.DictReader(path.read_text().splitlines())
+    assert [row["guessed"] for row in written] == words

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from bigtrain.errors import ConfigError
+from bigtrain.planner.memory import peak_memory
 from bigtrain.planner.published.evaluation import error_table, predict, read_rows, summarize
 from bigtrain.planner.published.known_models import known_figures
 from bigtrain.planner.published.rows import run_of
+from bigtrain.planner.published.words import engine_name
 from bigtrain.planner.step_time import step_time
 from bigtrain.planner.tables.hardware import find_device
 from tests.support.worlds import ROOT
@@ -232,3 +234,39 @@ def test_other_published_rows_are_predicted_better_than_by_one_utilization(
     assert errors.num_refused == 0
     assert errors.mean < most
     assert errors.mean < max(errors.baseline / 2, 0.06)
+
+
+@pytest.mark.parametrize(
+    ("source", "notes", "engine"),
+    [
+        ("NeMo performance summary", "torchtitan, compile", "fsdp_compiled"),
+        ("torchtitan benchmarks", "Megatron-DeepSpeed on the same node", "megatron_deepspeed"),
+        ("NeMo AutoModel", "FSDP2, TE", "automodel"),
+        ("Megatron-Bridge", "Megatron FSDP", "megatron_core"),
+        ("LLM Foundry", "ZeRO-3", "fsdp"),
+        ("a table", "ZeRO-3", "deepspeed"),
+    ],
+)
+def test_an_engine_in_the_notes_wins_over_a_word_in_the_source(
+    source: str, notes: str, engine: str
+) -> None:
+    """Unless the note is how that engine divides states."""
+    assert engine_name({**NAMED, "source": source, "notes": notes}) == engine
+
+
+def test_offload_of_activations_and_a_loss_in_chunks_are_read() -> None:
+    row = {**NAMED, "model": "Llama-3-8B", "zero": "3", "global_batch": "64", "micro_batch": "1",
+           "recompute": "full"}  # fmt: skip
+    plain = run_of(row).layout
+    moved = run_of({**row, "notes": "activation offload, no optimizer offload"}).layout
+    assert (moved.offload_activations, moved.offload_optimizer) == (True, False)
+    both = run_of({**row, "notes": "cpu offload, offloaded activations"}).layout
+    assert (both.offload_activations, both.offload_optimizer) == (True, True)
+    assert (plain.loss_chunk_tokens, plain.fused_loss) == (None, False)
+    assert run_of({**row, "notes": "chunked loss"}).layout.loss_chunk_tokens == 4096 // 8
+    four = run_of({**row, "notes": "chunked cross-entropy, 4 chunks"})
+    assert four.layout.loss_chunk_tokens == 1024
+    assert peak_memory(four.model, four.layout, four.engine).loss < (
+        peak_memory(four.model, plain, four.engine).loss
+    )
+    assert run_of({**row, "notes": "fused linear cross-entropy"}).layout.fused_loss

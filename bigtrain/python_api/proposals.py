@@ -1,0 +1,100 @@
+"""Changes of a run with which it fits without offload, where a plan finds nothing but offload, or
+nothing: smaller states of the optimizer, and adapters of a frozen base.
+
+They change the mathematics, so that a plan shows them and never takes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from bigtrain.errors import ConfigError, ModelError
+from bigtrain.settings.loading import parse_run_config
+from bigtrain.settings.run_config import RunConfig
+from bigtrain.system.units import GIB
+
+if TYPE_CHECKING:
+    from bigtrain.planner.search import Candidate, Cluster, SearchSpace
+    from bigtrain.planner.tables.engines import Engine
+
+STATES = (
+    ("optimizer.type=adamw_8bit", "AdamW with moments in 8 bits"),
+    ("optimizer.state_dtype=bfloat16", "AdamW with moments in bfloat16"),
+)
+ADAPTERS = (
+    ("adapters={rank: 16, targets: all-linear}", "LoRA: adapters of a frozen base"),
+    (
+        "adapters={rank: 16, targets: all-linear, quantization: nf4}",
+        "QLoRA: adapters of a base in 4 bits",
+    ),
+)
+"""Overrides, and what each makes of the mathematics."""
+
+
+SMALL_CHUNKS = "model.loss_chunk_tokens=256"
+"""Where the default chunks of the loss, which are faster, leave no room."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """The fastest layout of a run with `override`, which changes the mathematics to `meaning`."""
+
+    override: str
+    meaning: str
+    candidate: Candidate
+
+    def line(self, num_devices: int) -> str:
+        """Return the override, its meaning, and the layout with its costs."""
+        best = self.candidate
+        rate = best.tokens_per_second / num_devices
+        return (
+            f"{self.override}: {self.meaning}; {best.describe()}, "
+            f"{best.memory.total / GIB:.1f} GiB, {rate:,.0f} tokens/s/GPU"
+        )
+
+
+def proposals(
+    config: RunConfig,
+    cluster: Cluster,
+    engine: Engine,
+    request_of: Callable[[RunConfig], SearchSpace],
+) -> list[Proposal]:
+    """Return the changes of `config` with which a layout fits that is neither tight nor offloads,
+    smallest change first. request_of: the search for another run. A change that the run's other
+    settings do not allow is left out."""
+    from bigtrain.planner.search import search
+
+    changes: Sequence[tuple[str, str]] = STATES if config.optimizer.type == "adamw" else ()
+    if config.adapters is None and config.model.path is not None:
+        changes = (*changes, *ADAPTERS)
+    tree = config.model_dump(mode="json", exclude_unset=True)
+    found = []
+    for change, meaning in changes:
+        for further in ((), (SMALL_CHUNKS,)):
+            overrides = (change, *further)
+            try:
+                request = request_of(parse_run_config(tree, overrides))
+            except (ConfigError, ModelError):
+                break
+            fitting = search(request, cluster, engine).fitting
+            usable = (c for c in fitting if not (offloads(c) or c.is_tight(cluster)))
+            best = next(usable, None)
+            if best is not None:
+                found.append(Proposal(" ".join(overrides), meaning, best))
+                break
+    return found
+
+
+def offloads(candidate: Candidate) -> bool:
+    """Return whether a layout has states or parameters in main memory."""
+    return candidate.layout.offload_optimizer or candidate.layout.offload_parameters
+
+
+def proposal_lines(found: Sequence[Proposal], num_devices: int) -> list[str]:
+    """Return lines on `found`, which say that a plan does not take them; none without."""
+    if not found:
+        return []
+    head = "without offload this fits, and trains something else, so that no plan takes it:"
+    return [head, *(f"  {proposal.line(num_devices)}" for proposal in found)]

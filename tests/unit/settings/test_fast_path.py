@@ -1,0 +1,60 @@
+"""What `auto` chooses for the layers on CUDA is a function of facts; explicit settings stay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from bigtrain.settings.compatibility.facts import Facts
+from bigtrain.settings.fast_path import ANY_CUDA, CPU, LIGER, TRITON, LayerMachine, choose_fast_path
+from bigtrain.settings.run_config import ModelSection
+
+CUDA = Facts(device="cuda", world_size=2)
+BOTH = LayerMachine(True, frozenset((TRITON, LIGER)), frozenset(("llama", "qwen3_moe")))
+ONLY_LIGER = LayerMachine(True, frozenset((LIGER,)), BOTH.liger_models)
+NOTHING = LayerMachine(is_cuda=True)
+
+# Section, facts, machine, model type; kernels, compiles; the refusals in the log's line.
+Choice = tuple[dict[str, Any], Facts, LayerMachine, str, tuple[str, bool], tuple[str, ...]]
+CHOICES: dict[str, Choice] = {
+    "the default": ({}, CUDA, BOTH, "llama", ("none", True), ()),
+    "a GPU elsewhere": ({}, CUDA, ANY_CUDA, "", ("none", True), ()),
+    "a CPU": ({}, Facts(device="cpu"), CPU, "llama", ("none", False), ()),
+    "compiled on a CPU": ({"compile": "on"}, Facts(), CPU, "llama", ("none", True), ()),
+    "without Triton": ({}, CUDA, ONLY_LIGER, "llama", ("liger", False), ("Triton",)),
+    "with neither": (
+        {}, CUDA, NOTHING, "llama", ("none", False), ("Triton is not", "liger-kernel is not"),
+    ),
+    "ZeRO 3": ({}, CUDA | Facts(zero_stage=3), BOTH, "llama", ("liger", False), ("settings",)),
+    "tensor parallelism": (
+        {}, CUDA | Facts(tensor_size=2), BOTH, "llama", ("none", False),
+        ("compiled: the run's other", "Liger's kernels: the run's other"),
+    ),
+    "experts": ({}, CUDA | Facts(num_experts=8), BOTH, "qwen3_moe", ("liger", False), ("count",)),
+    "experts that Liger does not know": (
+        {}, CUDA | Facts(num_experts=8), BOTH, "other_moe", ("none", False), ("count", "other_moe"),
+    ),
+    "isolated documents": (
+        {}, CUDA | Facts(isolates=True), BOTH, "llama", ("liger", False), ("isolated",),
+    ),
+    "adapters": (
+        {}, CUDA | Facts(adapters="lora"), BOTH, "llama", ("none", False), ("settings", "settings"),
+    ),
+    "off": ({"compile": "off"}, CUDA, BOTH, "llama", ("liger", False), ()),
+    "both off": ({"compile": "off", "kernels": "none"}, CUDA, BOTH, "llama", ("none", False), ()),
+    "Liger's": ({"kernels": "liger"}, CUDA, BOTH, "llama", ("liger", False), ()),
+    "both on": ({"compile": "on", "kernels": "liger"}, CUDA, BOTH, "llama", ("liger", True), ()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_choices(name: str) -> None:
+    values, facts, machine, model_type, expected, refusals = CHOICES[name]
+    section = ModelSection(config={"model_type": "llama"}, **values)
+    chosen = choose_fast_path(section, facts, machine, model_type)
+    assert (chosen.kernels, chosen.compiles) == expected
+    assert chosen.fuses_layers is (expected != ("none", False))
+    assert len(chosen.refused) == len(refusals)
+    for text in refusals:
+        assert text in chosen.line()
