@@ -13,12 +13,15 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from bigtrain.errors import ModelError
 from bigtrain.models.layers.parameters import decoder_layers
 from bigtrain.models.torch_patches import shadow
+
+_COMPILED = "bigtrain_compiled"
 
 
 def is_compiled(
@@ -42,7 +45,13 @@ def compile_layers(model: PreTrainedModel) -> int:
     for layer in layers:
         # Shapes depend on the micro-batch only: the same in every step.
         shadow(layer, "forward", torch.compile(layer.forward, dynamic=False))
+        shadow(layer, _COMPILED, True)
     return len(layers)
+
+
+def compiled_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the layers of `model` whose forward method is compiled."""
+    return [module for module in model.modules() if _COMPILED in vars(module)]
 
 
 @contextmanager

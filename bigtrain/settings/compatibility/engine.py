@@ -241,11 +241,19 @@ PERFORMANCE: Mapping[str, Rule] = {
     ),
     "compiled layers whose forward exchanges": Rule(
         (Feature(Facts.compiles, "on", is_exact=True),),
-        "ZeRO 3, parallel.tensor, parallel.sequence, parallel.expert, moe.bias_update_rate, "
+        "parallel.tensor, parallel.sequence, parallel.expert, moe.bias_update_rate, "
         "model.activation_offload and model.tiled_mlp run inside the layers and would break their "
         "graphs",
-        fix="model.compile=off, or ZeRO 2 at most without them",
-        when=lambda run: not run.may_compile,
-        example=Facts(zero_stage=3),
+        fix="model.compile=off, or none of them",
+        when=lambda run: not run.may_compile and not run.gathers_inside_layers,
+        example=Facts(zero_stage=1, sequence_size=2, world_size=2),
+    ),
+    "compiled layers that gather inside": Rule(
+        (Feature(Facts.compiles, "on", is_exact=True),),
+        "ZeRO++ and parameters on NVMe keep DeepSpeed's hooks on every module of a layer, which "
+        "would break its graph",
+        fix="model.compile=off, or ds_configs/zero3.json",
+        when=lambda run: run.gathers_inside_layers,
+        example=Facts(zero_stage=3, partition_size=2, world_size=4),
     ),
 }

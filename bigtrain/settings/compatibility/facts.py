@@ -244,13 +244,20 @@ class Facts(_Values):
     @property
     def may_compile(self) -> bool:
         """Whether the decoder layers only compute: no gathers, collectives or copies inside
-        them."""
+        them. ZeRO 3 gathers a compiled layer's parameters before the layer is called."""
         return (
-            self.zero_stage < 3
-            and self.tensor_size == self.sequence_size == self.expert_size == 1
+            self.tensor_size == self.sequence_size == self.expert_size == 1
+            and not self.gathers_inside_layers
             and not self.activation_offload
             and self.tiled_mlp == "off"
             and not self.bias_updates
+        )
+
+    @property
+    def gathers_inside_layers(self) -> bool:
+        """Whether ZeRO 3 keeps DeepSpeed's own hooks on every module, which gather it."""
+        return self.zero_stage == 3 and (
+            self.quantized_weights or self.partition_size > 1 or self.offload_param == "nvme"
         )
 
     @property
