@@ -171,5 +171,9 @@ def apply_layer_options(
     device_type = cast(Literal["cpu", "cuda"], device.type)
     if not is_compiled(section.compile, device_type, allowed=facts.may_compile):
         return False
-    compile_layers(model)
+    if section.tiled_mlp != "off":
+        from bigtrain.models.layers.tiled_mlp import compile_tiles
+
+        compile_tiles(model)
+    compile_layers(model, divided=facts.divides_layers)
     return True

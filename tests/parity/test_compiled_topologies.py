@@ -19,10 +19,26 @@ from tests.parity.conftest import ARCHITECTURES, STEPS, each_case, llama
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
 
+TENSOR, SEQUENCE, EXPERT = ({axis: 2} for axis in ("tensor", "sequence", "expert"))
+RING = {"sequence": {"ring": 2}}
+FULL = {"gradient_checkpointing": "full"}
+TILES = {"tiled_mlp": 5}
+MLP = ("an MLP is computed in tiles",)
+ATTENTION, EXPERTS = ("ranks exchange tokens or heads",), ("ranks exchange tokens of experts",)
 _SMALL = {"num_hidden_layers": 2}
 MODELS: dict[str, dict[str, Any]] = {
     **ARCHITECTURES,
     "llama": llama(**_SMALL),
+    # Other widths on each rank, and biases.
+    "odd": llama(
+        intermediate_size=63,
+        tie_word_embeddings=False,
+        attention_bias=True,
+        mlp_bias=True,
+        **_SMALL,
+    ),
+    "qwen3": llama(model_type="qwen3", head_dim=8, **_SMALL),
+    "phi3": llama(model_type="phi3", pad_token_id=0, **_SMALL),
 }
 
 FROZEN = ["model.embed_tokens.weight", "*.1.*"]
@@ -49,6 +65,39 @@ CASES = [
     Compiled(2, "zero3", "qwen3_moe", sections=compiled(gradient_checkpointing="full")),
     # Of frozen layers the backward pass is another one.
     Compiled(2, "zero3_offload", sections=compiled(frozen=FROZEN), graphs=2),
+    # Exchanges of tensor parallelism are operators in the graph.
+    Compiled(2, "zero1", degrees=TENSOR, sections=compiled(), slow=False),
+    Compiled(2, "zero3", "qwen3", 1, TENSOR, compiled(gradient_checkpointing="full")),
+    Compiled(2, "zero2", "odd", degrees=TENSOR, sections=compiled(**CHUNKS["model"])),
+    Compiled(2, "zero0", "phi3", degrees=TENSOR, sections=compiled()),
+    Compiled(2, "zero1", "qwen3_moe", degrees=TENSOR, sections=compiled()),
+    Compiled(4, "zero1", "odd", 1, {"tensor": 4}, compiled()),
+    Compiled(4, "zero3", "qwen3", 1, TENSOR, compiled()),
+    # Attention of ranks that share samples is between two graphs.
+    Compiled(
+        *(2, "zero3", "llama", 1, SEQUENCE, compiled(**FULL)),
+        slow=False,
+        graphs=2,
+        breaks=ATTENTION,
+    ),
+    Compiled(2, "zero1", "llama", 1, SEQUENCE, compiled(), graphs=2, breaks=ATTENTION),
+    Compiled(2, "zero3", "llama", 1, RING, compiled(**FULL), graphs=2, breaks=ATTENTION),
+    Compiled(2, "zero3", "qwen3", 1, SEQUENCE, compiled(**FULL), graphs=2, breaks=ATTENTION),
+    Compiled(4, "zero2", "odd", 1, SEQUENCE | TENSOR, compiled(), graphs=2, breaks=ATTENTION),
+    # Experts of ranks that divide them are between two graphs.
+    Compiled(2, "zero1", "qwen3_moe", 1, EXPERT, compiled(), slow=False, graphs=2, breaks=EXPERTS),
+    Compiled(2, "zero3", "qwen3_moe", 1, EXPERT, compiled(**FULL), graphs=2, breaks=EXPERTS),
+    Compiled(4, "zero1", "qwen3_moe", 1, EXPERT | TENSOR, compiled(), graphs=2, breaks=EXPERTS),
+    Compiled(
+        *(2, "zero2", "qwen3_moe", 1, EXPERT | SEQUENCE, compiled()),
+        graphs=3,
+        breaks=EXPERTS + ATTENTION,
+    ),
+    # An MLP in tiles is between two graphs. A tile has four: of two lengths, with and without a
+    # backward pass.
+    Compiled(2, "zero1", sections=compiled(**TILES), slow=False, graphs=6, breaks=MLP),
+    Compiled(2, "zero3", sections=compiled(**TILES, **FULL), graphs=6, breaks=MLP),
+    Compiled(2, "zero1", degrees=TENSOR, sections=compiled(**TILES), graphs=6, breaks=MLP),
 ]
 
 

@@ -239,14 +239,9 @@ PERFORMANCE: Mapping[str, Rule] = {
     "offloaded activations on CPU": Rule(
         (has.ACTIVATION_OFFLOAD, has.CPU), "activations are in host memory already"
     ),
-    "compiled layers whose forward exchanges": Rule(
-        (Feature(Facts.compiles, "on", is_exact=True),),
-        "parallel.tensor, parallel.sequence, parallel.expert, moe.bias_update_rate, "
-        "model.activation_offload and model.tiled_mlp run inside the layers and would break their "
-        "graphs",
-        fix="model.compile=off, or none of them",
-        when=lambda run: not run.may_compile and not run.gathers_inside_layers,
-        example=Facts(zero_stage=1, sequence_size=2, world_size=2),
+    "compiled layers with biases of experts": Rule(
+        (Feature(Facts.compiles, "on", is_exact=True), has.BIAS_UPDATES),
+        "tokens of experts are counted where the layer runs, and a graph is compiled once",
     ),
     "compiled layers that gather inside": Rule(
         (Feature(Facts.compiles, "on", is_exact=True),),

@@ -243,15 +243,16 @@ class Facts(_Values):
 
     @property
     def may_compile(self) -> bool:
-        """Whether the decoder layers only compute: no gathers, collectives or copies inside
-        them. ZeRO 3 gathers a compiled layer's parameters before the layer is called."""
-        return (
-            self.tensor_size == self.sequence_size == self.expert_size == 1
-            and not self.gathers_inside_layers
-            and not self.activation_offload
-            and self.tiled_mlp == "off"
-            and not self.bias_updates
-        )
+        """Whether decoder layers can be compiled, in one graph or in parts. ZeRO 3 gathers a
+        compiled layer's parameters before the layer is called."""
+        return not self.gathers_inside_layers and not self.bias_updates
+
+    @property
+    def divides_layers(self) -> bool:
+        """Whether a compiled layer has parts that no graph can contain: the exchanges of sequence
+        and expert parallelism, the division of MLPs into tiles, copies to host memory."""
+        is_divided = self.sequence_size > 1 or self.expert_size > 1
+        return is_divided or self.tiled_mlp != "off" or self.activation_offload
 
     @property
     def gathers_inside_layers(self) -> bool:
