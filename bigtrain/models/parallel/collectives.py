@@ -108,8 +108,10 @@ class _SumGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
         ctx.group = group
-        if torch.compiler.is_compiling():  # a graph keeps no Python objects alive
-            return x.view_as(x)
+        if torch.compiler.is_compiling():
+            # No view: torch makes views among the outputs of a graph again outside of it, without
+            # this function's backward pass. Inductor writes no copy that it does not need.
+            return x.clone()
         # A tensor with the memory of `x`, but no view: a view would reference `x`, which references
         # it (`sum_gradient`): a cycle through C++ that is never collected.
         memory = x.untyped_storage(), x.storage_offset(), x.shape, x.stride()
