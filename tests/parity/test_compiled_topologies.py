@@ -108,9 +108,10 @@ CASES = [
     ),
     # Projections of one input are on both sides of attention.
     Compiled(4, "zero1", "phi", 1, SEQUENCE | TENSOR, compiled(), graphs=2, breaks=ATTENTION),
+    # One graph of the dense layer, two of the layer with experts.
     Compiled(
         *(4, "zero1", "shared_moe", 1, EXPERT | TENSOR, compiled(**FULL)),
-        graphs=4,
+        graphs=3,
         breaks=EXPERTS,
     ),
     Compiled(2, "pipeline_zero1", degrees={"pipeline": 2}, sections=compiled(**FULL)),
