@@ -3,6 +3,8 @@
 run      `python bigtrain/train.py` of one step on a tiny model, until its first step is logged
 imports  a Python that imports torch, deepspeed and transformers' model and nothing else
 help     `bigtrain --help`; python: a Python that does nothing
+With --compile also a run with model.compile=on: `compiled` with an empty cache of torch's compiler,
+`cached` with what that run has left there.
 
 They take turns, a complete process each; the medians and their ratios are printed, and as JSON.
 """
@@ -56,14 +58,16 @@ def write_run(directory: Path) -> Path:
     return path
 
 
-def seconds_to_first_step(run: Path, directory: Path, environment: dict[str, str]) -> float:
-    """Until metrics.jsonl has a line; the run is then ended."""
+def seconds_to_first_step(
+    run: Path, directory: Path, environment: dict[str, str], *settings: str
+) -> float:
+    """Until metrics.jsonl has a line; the run, with these `settings`, is then ended."""
     command = [sys.executable, str(ROOT / "bigtrain" / "train.py"), "--config", str(run)]
     metrics = directory / "metrics.jsonl"
     with (directory.parent / "output.txt").open("w") as output:
         begun = time.perf_counter()
         process = subprocess.Popen(
-            [*command, f"output.directory={directory}"],
+            [*command, f"output.directory={directory}", *settings],
             stdout=output,
             stderr=output,
             env=environment,
@@ -91,6 +95,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5, help="counted rounds; one before warms up")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--compile", action="store_true", help="also with compiled layers")
     args = parser.parse_args()
     environment = {
         **os.environ,
@@ -110,15 +115,24 @@ def main() -> None:
                 "help": seconds_of([sys.executable, "-m", "bigtrain.cli", "--help"], environment),
                 "python": seconds_of([sys.executable, "-c", ""], environment),
             }
+            if args.compile:
+                cache = {"TORCHINDUCTOR_CACHE_DIR": str(place.parent / "cache")}
+                for key in ("compiled", "cached"):
+                    measured[key] = seconds_to_first_step(
+                        run, place.with_name(key), environment | cache, "model.compile=on"
+                    )
             if turn:
                 for key, value in measured.items():
-                    seconds[key].append(value)
+                    seconds.setdefault(key, []).append(value)
     medians = {key: statistics.median(values) for key, values in seconds.items()}
     ratios = statistics.median(
         a / b for a, b in zip(seconds["run"], seconds["imports"], strict=True)
     )
     print(f"command to first step {medians['run']:.2f} s = {ratios:.2f} x the imports' ", end="")
     print(f"{medians['imports']:.2f} s")
+    if args.compile:
+        print(f"with compiled layers {medians['compiled']:.2f} s, ", end="")
+        print(f"with a warm cache {medians['cached']:.2f} s")
     print(f"bigtrain --help {medians['help']:.3f} s, bare python {medians['python']:.3f} s")
     print(json.dumps({"seconds": medians, "run_over_imports": ratios}, indent=2))
 

@@ -40,6 +40,7 @@ from bigtrain.engine.startup.printed_lines import prints_logged
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.models.build import build_model
 from bigtrain.models.equivalence.model_plan import ModelPlan, require_model_plan
+from bigtrain.models.layers.compilation import compiled_layers
 from bigtrain.models.layers.multi_token import mtp_layers
 from bigtrain.objectives.losses.next_token import loss_terms
 from bigtrain.objectives.losses.passes import make_objective
@@ -110,7 +111,8 @@ def build_engine(
     )
     engine = _initialize(model, groups, config, engine_config, device=device, mesh=mesh)
     # Patches of the engine that save host time, and measure it.
-    skip_redundant_work(engine, mesh.replicas, host_time := HostTime())
+    host_time = HostTime()
+    skip_redundant_work(engine, mesh.replicas, host_time, compiled_layers(model))
     time_reductions(engine, host_time)
     return TrainEngine(
         engine,

@@ -25,6 +25,7 @@ from bigtrain.models.layers.compilation import compile_layers
 from bigtrain.models.layers.kernels import apply_kernels, fast_path_of
 from bigtrain.models.layers.plans import TilePlan
 from bigtrain.models.parallel.sharding import cut_parameter, is_expert
+from bigtrain.settings.compatibility.facts import read_facts
 from bigtrain.settings.deepspeed.engine_config import EngineConfig
 from bigtrain.settings.run_config import RunConfig
 
@@ -174,5 +175,10 @@ def apply_layer_options(
         offload_checkpoints(model, device.type)
     if not fast_path.compiles:
         return False
-    compile_layers(model)
+    if section.tiled_mlp != "off":
+        from bigtrain.models.layers.tiled_mlp import compile_tiles
+
+        compile_tiles(model)
+    facts = read_facts(config, engine_config.deepspeed, None)
+    compile_layers(model, divided=facts.divides_layers)
     return True

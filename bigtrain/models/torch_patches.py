@@ -125,6 +125,16 @@ def has_buffers_alone(module: nn.Module) -> bool:
     return bool(module._buffers and not module._parameters)
 
 
+# --- compiled graphs ---
+
+
+def divide_graphs_in_callees() -> None:
+    """Let a function that a graph cannot contain divide the graph of its outermost caller in two,
+    instead of a graph for each caller on the way there. Process-wide; torch/_dynamo/config.py,
+    `nested_graph_breaks`, which is off by default and has no public name."""
+    torch._dynamo.config.nested_graph_breaks = True
+
+
 # --- the process ---
 
 
@@ -235,6 +245,13 @@ def default_store() -> dist.Store:
     torch/distributed/distributed_c10d.py:1433, `_get_default_store`. It has no public way, since
     the code that opens the group passes the store; here that is `deepspeed.init_distributed`."""
     return dist.distributed_c10d._get_default_store()
+
+
+def named_group(name: str) -> dist.ProcessGroup:
+    """Return the process group of this `group_name`, by which operators of a graph name it.
+    torch/distributed/distributed_c10d.py, `_resolve_process_group`, as torch's functional
+    collectives do (torch/distributed/_functional_collectives.py)."""
+    return dist.distributed_c10d._resolve_process_group(dist.GroupName(name))
 
 
 def gloo_group(

@@ -9,6 +9,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -250,6 +251,30 @@ def replace_checkpoint(layer: Any, wrap: Callable[[Checkpoint], Checkpoint]) -> 
     `_gradient_checkpointing_func` (modeling_layers.py:120), which `gradient_checkpointing_enable`
     sets on every layer; it takes arguments of torch's function and no other function."""
     layer._gradient_checkpointing_func = wrap(layer._gradient_checkpointing_func)
+
+
+def forward_without_recomputation(layer: Any) -> Callable[..., Any] | None:
+    """Return the forward method of a `layer` without the recomputation that transformers 5.23 puts
+    inside it (modeling_layers.py:86, `forward_with_checkpointing`); None of an older transformers,
+    whose layers recompute around their forward method."""
+    forward: Any = type(layer).forward
+    if forward.__code__.co_name != "forward_with_checkpointing":
+        return None
+    bound: Callable[..., Any] = forward.__wrapped__.__get__(layer)
+    return bound
+
+
+def recomputed(layer: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `forward` of `layer` with the recomputation of `forward_with_checkpointing`
+    (modeling_layers.py:120) around it: with `_gradient_checkpointing_func` while the layer
+    trains, if `gradient_checkpointing` is on."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if layer.gradient_checkpointing and layer.training:
+            return layer._gradient_checkpointing_func(partial(forward, **kwargs), *args)
+        return forward(*args, **kwargs)
+
+    return run
 
 
 def collected_outputs() -> dict[str, Any] | None:

@@ -74,6 +74,9 @@ from tests.parity.routing import Choices, checksum
 
 
 def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[str, Any]:
+    torch._dynamo.reset()
+    counters.clear()
+    torch.compiler.set_default_backend(case.get("compile_backend", "inductor"))
     if "optimizer_module" in case:
         import_module(case["optimizer_module"]).register()
     config = RunConfig.model_validate(case["config"])
@@ -172,6 +175,7 @@ def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[s
         "norms": norms,
         "accumulation": run.plan.accumulation,
         "graphs": graphs,
+        "graph_breaks": dict(counters["graph_break"]),
         "loads": loads,
         "calls": calls,
         "outer_steps": outer_steps,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any
@@ -27,10 +27,16 @@ from bigtrain.engine.deepspeed_patches.zero12_reduction import replace_reduction
 _HOOK_FUNCTIONS = ("pre_bwd_fn", "post_bwd_fn")
 
 
-def skip_redundant_work(engine: Any, replicas: dist.ProcessGroup, host_time: HostTime) -> None:
+def skip_redundant_work(
+    engine: Any,
+    replicas: dist.ProcessGroup,
+    host_time: HostTime,
+    compiled_layers: Collection[nn.Module] = frozenset(),
+) -> None:
     """Skip work of DeepSpeed that changes no number. Call once, after `deepspeed.initialize`.
     `replicas`: the ranks that gradients are averaged over. `host_time` counts the time of ZeRO's
-    hooks and reductions from then on."""
+    hooks and reductions from then on. compiled_layers: modules of which ZeRO 3 gathers all
+    parameters before the forward method is called."""
     if dist.get_world_size(replicas) == 1:
         _skip_lone_reduction(engine)
     skip_overflow_check(engine.optimizer)
@@ -43,7 +49,7 @@ def skip_redundant_work(engine: Any, replicas: dist.ProcessGroup, host_time: Hos
     if hasattr(engine.optimizer, "parameter_offload"):  # ZeRO 3
         from bigtrain.engine.deepspeed_patches.zero3_hooks import replace_hooks
 
-        replace_hooks(engine.optimizer, host_time)
+        replace_hooks(engine.optimizer, host_time, compiled_layers)
 
 
 def skip_redundant_work_of_zero12(optimizer: Any, host_time: HostTime) -> None:

@@ -16,17 +16,19 @@ parameter and step: 0.65 ms before, 0.27 after; two ranks 0.69 and 0.32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from functools import cache
 from time import perf_counter
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, free_param
 from deepspeed.runtime.zero.partitioned_param_coordinator import ZeRoTraceMode
 from deepspeed.runtime.zero.utils import apply_to_tensors_only
-from deepspeed.utils import z3_leaf_module
+from deepspeed.utils import set_z3_leaf_module, z3_leaf_module
 from torch import nn
 
 from bigtrain.engine.deepspeed_patches.host_time import HostTime
@@ -49,10 +51,15 @@ _STEP = _PRIVATE + "step_id"
 _STREAM = _PRIVATE + "allgather_stream"
 
 
-def replace_hooks(optimizer: Any, host_time: HostTime) -> bool:
+def replace_hooks(
+    optimizer: Any, host_time: HostTime, units: Collection[nn.Module] = frozenset()
+) -> bool:
     """Replace the hooks of ZeRO-3's `optimizer`; returns False for one that they do not support.
     `host_time` counts their time. Each replaces two of DeepSpeed's, under the handle of the first,
     so that `DeepSpeedZeRoOffload.destroy` removes them and the order among other hooks stays.
+
+    units: modules that are gathered and released as one, and whose submodules get no hooks, such as
+    compiled layers, whose graph a hook inside would break.
 
     Price: 0.38 ms of the host per tensor and step x 291 = 111 ms, 37% of 300 ms.
     """
@@ -70,12 +77,20 @@ def replace_hooks(optimizer: Any, host_time: HostTime) -> bool:
         return False
     modules = list(_in_order_of_registration(offload.module))
     assert len(offload.forward_hooks) == len(offload.backward_hooks) == 2 * len(modules)
+    for unit in units:
+        set_z3_leaf_module(unit, True)  # DeepSpeed's coordinator then takes all its parameters
+        _trace_torch_linear()
+    hooked_modules = set(_in_order_of_registration(offload.module))
     coordinator = _Coordinator(offload)
     # A module with two parents has both hooks twice, and one counter of inputs.
     hooks: dict[nn.Module, _ModuleHooks] = {}
     for number, module in enumerate(modules):
         fetch, release = offload.forward_hooks[2 * number : 2 * number + 2]
         before_backward, after_backward = offload.backward_hooks[2 * number : 2 * number + 2]
+        if module not in hooked_modules:
+            for handle in (fetch, release, before_backward, after_backward):
+                handle.remove()
+            continue
         if module not in hooks:
             deepspeed_hook = release.hooks_dict_ref()[release.id]
             hooks[module] = _ModuleHooks(module, coordinator, deepspeed_hook, host_time)
@@ -86,6 +101,22 @@ def replace_hooks(optimizer: Any, host_time: HostTime) -> bool:
     cut = offload.module.register_forward_pre_hook(_ModuleStackReset(), prepend=True)
     offload.forward_hooks.append(cut)
     return True
+
+
+@cache
+def _trace_torch_linear() -> None:
+    """Let graphs contain torch's linear product instead of the `LinearFunctionForZeroStage3` that
+    DeepSpeed 0.19.8 calls for it (runtime/zero/linear.py), whose backward pass reads the state of a
+    parameter while a graph is traced. What it saves memory for, a graph does not need: the memory
+    of a parameter in a graph is released with the parameter."""
+
+    def linear(
+        input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        product: torch.Tensor = torch.ops.aten.linear.default(input, weight, bias)
+        return product
+
+    torch.compiler.substitute_in_graph(zero3_linear_wrap)(linear)
 
 
 def has_own_hooks(optimizer: Any) -> bool:
@@ -102,8 +133,9 @@ def has_own_hooks(optimizer: Any) -> bool:
 
 
 def _in_order_of_registration(module: nn.Module) -> Iterator[nn.Module]:
-    for child in module.children():
-        yield from _in_order_of_registration(child)
+    if not z3_leaf_module(module):
+        for child in module.children():
+            yield from _in_order_of_registration(child)
     yield module
 
 
@@ -132,7 +164,7 @@ class _ModuleHooks:
         self._coordinator = coordinator
         self._deepspeed_release = deepspeed_release
         self._time = host_time
-        self._params: tuple[Any, ...] = tuple(module.parameters(recurse=False))
+        self._params: tuple[Any, ...] = tuple(module.parameters(recurse=z3_leaf_module(module)))
         self._ds_id: int = vars(module)["ds_id"]
         # Inputs of the last pass whose gradients are still to come.
         self._remaining = 0

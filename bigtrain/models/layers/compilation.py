@@ -8,22 +8,29 @@ of the graph, while recomputation is inside.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from bigtrain.errors import ModelError
 from bigtrain.models.layers.parameters import decoder_layers
-from bigtrain.models.torch_patches import shadow
+from bigtrain.models.torch_patches import divide_graphs_in_callees, shadow
+from bigtrain.models.transformers_patches import forward_without_recomputation, recomputed
+
+_COMPILED = "bigtrain_compiled"
 
 
-def compile_layers(model: PreTrainedModel) -> int:
+def compile_layers(model: PreTrainedModel, *, divided: bool = False) -> int:
     """Make the decoder layers of `model` compile at their first call; returns their number. Raises
-    ModelError for a model without decoder layers."""
+    ModelError for a model without decoder layers. divided: whether something inside the layers or
+    their recomputation stays outside of the graphs; a layer has a graph before and one after it."""
+    if divided:
+        divide_graphs_in_callees()
     layers: list[Any] = [
         layer for _, layer in decoder_layers(model) if isinstance(layer, GradientCheckpointingLayer)
     ]
@@ -33,9 +40,30 @@ def compile_layers(model: PreTrainedModel) -> int:
             "kind -> model.compile=off"
         )
     for layer in layers:
+        # Recomputation is inside the graph, unless it calls what no graph can contain.
+        inner_forward = forward_without_recomputation(layer) if divided else None
         # Shapes depend on the micro-batch only: the same in every step.
-        shadow(layer, "forward", torch.compile(layer.forward, dynamic=False))
+        forward = torch.compile(_with_own_input(inner_forward or layer.forward), dynamic=False)
+        shadow(layer, "forward", recomputed(layer, forward) if inner_forward else forward)
+        shadow(layer, _COMPILED, True)
     return len(layers)
+
+
+def compiled_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the layers of `model` whose forward method is compiled."""
+    return [module for module in model.modules() if _COMPILED in vars(module)]
+
+
+def _with_own_input(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `forward` of a view of the hidden states. Tensor parallelism stores what is made of a
+    tensor on the tensor (`bigtrain.models.parallel.collectives.sum_gradient`): on a graph's own
+    tensor it ends with the graph, on an input it would reference the input and never be freed."""
+
+    def forward_of_view(*args: Any, **kwargs: Any) -> Any:
+        views = (args[0].view_as(args[0]), *args[1:]) if args else args
+        return forward(*views, **kwargs)
+
+    return forward_of_view
 
 
 @contextmanager

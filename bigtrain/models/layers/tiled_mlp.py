@@ -25,6 +25,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from transformers import PreTrainedModel
 
 from bigtrain.errors import ModelError
+from bigtrain.models.experts import exchange_of
 from bigtrain.models.layers.adapter_targets import layers_of, stacked_weights
 from bigtrain.models.layers.gradient_parts import GradientSum, substituted
 from bigtrain.models.layers.parameter_roles import ParameterRole, Role, parameter_roles
@@ -71,6 +72,13 @@ def tiled_modules(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if _TILES in vars(module)]
 
 
+def compile_tiles(model: nn.Module) -> None:
+    """Make the tiles of `model` compile at their first call."""
+    for module in tiled_modules(model):
+        tiles: Tiles = vars(module)[_TILES]
+        tiles.compile()
+
+
 def parameters_inside(module: nn.Module) -> list[nn.Parameter]:
     """Return the parameters of submodules of `module`, which `module` uses directly if tiled."""
     direct_ids = {id(parameter) for parameter in module.parameters(recurse=False)}
@@ -89,8 +97,17 @@ class Tiles:
         self._module = module
         self._tile_tokens = tile_tokens
         self._plain_forward: Callable[..., Any] = module.forward
+        self._tile_forward = self._plain_forward
         shadow(module, _TILES, self)
         shadow(module, "forward", self.forward)
+
+    def compile(self) -> None:
+        """Compile the computation of a tile; the division into tiles stays outside of graphs."""
+        forward = torch.compiler.disable(self.forward, reason="an MLP is computed in tiles")
+        shadow(self._module, "forward", forward)
+        # Experts that ranks divide exchange tokens, which no graph can contain.
+        if exchange_of(self._module) is None:
+            self._tile_forward = torch.compile(self._plain_forward, dynamic=False)
 
     def remove(self) -> None:
         """Restore the module's forward method."""
@@ -99,7 +116,7 @@ class Tiles:
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Call the module's forward method for each tile."""
-        call, tensors = _Call.from_arguments(self._plain_forward, args, kwargs)
+        call, tensors = _Call.from_arguments(self._tile_forward, args, kwargs)
         if not torch.is_grad_enabled():
             return self.compute(call, tensors)
         count, weights = len(tensors), self._trained()

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from bigtrain.models.torch_patches import version_of
+from bigtrain.models.torch_patches import named_group, version_of
 
 Group = dist.ProcessGroup
 _ATTRIBUTE = "bigtrain_sum_gradient"
@@ -53,16 +53,65 @@ class GroupRows:
 
 
 def summed(tensor: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return the sum over `group`, as a new tensor. Collective."""
+    """Return the sum over `group`, as a new tensor. Collective. In a compiled graph one operator
+    that calls this function."""
+    if torch.compiler.is_compiling():
+        total: torch.Tensor = sum_of_group(tensor, group.group_name)
+        return total
     total = tensor.detach().clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
+
+
+def gathered(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    """Return the equally large tensors of all ranks of `group`, joined along the last dimension.
+    Collective. In a compiled graph one operator that calls this function."""
+    if torch.compiler.is_compiling():
+        joined: torch.Tensor = join_of_group(tensor, group.group_name)
+        return joined
+    local = tensor.contiguous()
+    parts = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, local, group=group)
+    return torch.cat(parts, -1)
+
+
+# --- collectives as operators of compiled graphs, which name a group by a string ---
+
+
+@torch.library.custom_op("bigtrain::sum_of_group", mutates_args=())
+def sum_of_group(tensor: torch.Tensor, group_name: str) -> torch.Tensor:
+    """Return `summed` over the group of this name. Collective."""
+    return summed(tensor, named_group(group_name))
+
+
+@sum_of_group.register_fake
+def _sum_shape(tensor: torch.Tensor, group_name: str) -> torch.Tensor:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("bigtrain::join_of_group", mutates_args=())
+def join_of_group(tensor: torch.Tensor, group_name: str) -> torch.Tensor:
+    """Return `gathered` over the group of this name. Collective."""
+    return gathered(tensor, named_group(group_name))
+
+
+@join_of_group.register_fake
+def _join_shape(tensor: torch.Tensor, group_name: str) -> torch.Tensor:
+    size = dist.get_world_size(named_group(group_name))
+    return tensor.new_empty((*tensor.shape[:-1], size * tensor.shape[-1]))
+
+
+# --- with gradients ---
 
 
 class _SumGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
         ctx.group = group
+        if torch.compiler.is_compiling():
+            # No view: torch makes views among the outputs of a graph again outside of it, without
+            # this function's backward pass. Inductor writes no copy that it does not need.
+            return x.clone()
         # A tensor with the memory of `x`, but no view: a view would reference `x`, which references
         # it (`sum_gradient`): a cycle through C++ that is never collected.
         memory = x.untyped_storage(), x.storage_offset(), x.shape, x.stride()
@@ -87,10 +136,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, size: int, group: Group) -> torch.Tensor:
         ctx.width, ctx.rank = x.shape[-1], dist.get_rank(group)
-        local = x.contiguous()
-        parts = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, local, group=group)
-        return torch.cat(parts, -1)[..., :size]
+        return gathered(x, group)[..., :size]
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -133,9 +179,10 @@ def sum_gradient(x: Any, group: Group) -> Any:
     before a single all-reduce."""
     if not (torch.is_tensor(x) and x.requires_grad and torch.is_grad_enabled()):
         return x
-    # Stored on `x` for later callers, until `x` is written to.
+    # Stored on `x` for later callers, until `x` is written to. A graph has no versions: there
+    # torch rewrites what is written in place.
     stored: Any = getattr(x, _ATTRIBUTE, None)
-    version = version_of(x)
+    version = 0 if torch.compiler.is_compiling() else version_of(x)
     if stored is None or stored[:2] != (group, version):
         stored = (group, version, _SumGradient.apply(x, group))  # type: ignore[no-untyped-call]
         setattr(x, _ATTRIBUTE, stored)

@@ -32,6 +32,7 @@ from bigtrain.models.torch_patches import shadow, shadowed
 from bigtrain.models.transformers_patches import expanded_plan
 
 _MODULE, _STACK = "ep_dispatch_experts", "grouped_gemm"
+_REASON = "ranks exchange tokens of experts"
 _ARGUMENTS = ("self", "hidden_states", "top_k_index", "top_k_weights")
 
 
@@ -131,7 +132,9 @@ def shard_experts(
                 parameter.register_hook(partial(summed, group=tensor))
         dispatch = _Dispatch(module, experts.num_experts, exchange)
         shadow(module, EXCHANGE, exchange)
-        shadow(module, "forward", dispatch if tensor is None else _Sliced(dispatch, tensor))
+        forward = dispatch if tensor is None else _Sliced(dispatch, tensor)
+        # A compiled layer is divided here: how many rows are exchanged is known when it runs.
+        shadow(module, "forward", torch.compiler.disable(forward.__call__, reason=_REASON))
 
 
 def check_divides(experts: Experts, size: int) -> None:

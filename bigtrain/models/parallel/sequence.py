@@ -81,7 +81,9 @@ class SequenceParallel:
         # The registries are global to the process: a student and its teacher each need a name.
         number = next(number for number in count() if number not in _numbers_in_use)
         self._name = IMPLEMENTATION.format(number)
-        AttentionInterface.register(self._name, self._attention)
+        # A compiled layer is divided here: exchanges and plans of rings stay outside its graphs.
+        attention = torch.compiler.disable(self._attention, reason="ranks exchange tokens or heads")
+        AttentionInterface.register(self._name, attention)
         AttentionMaskInterface.register(self._name, self._mask)
         try:
             model.set_attn_implementation(self._name)

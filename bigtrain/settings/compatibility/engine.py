@@ -239,13 +239,16 @@ PERFORMANCE: Mapping[str, Rule] = {
     "offloaded activations on CPU": Rule(
         (has.ACTIVATION_OFFLOAD, has.CPU), "activations are in host memory already"
     ),
-    "compiled layers whose forward exchanges": Rule(
+    "compiled layers with biases of experts": Rule(
+        (Feature(Facts.compiles, "on", is_exact=True), has.BIAS_UPDATES),
+        "tokens of experts are counted where the layer runs, and a graph is compiled once",
+    ),
+    "compiled layers that gather inside": Rule(
         (Feature(Facts.compiles, "on", is_exact=True),),
-        "ZeRO 3, parallel.tensor, parallel.sequence, parallel.expert, moe.bias_update_rate, "
-        "model.activation_offload and model.tiled_mlp run inside the layers and would break their "
-        "graphs",
-        fix="model.compile=off, or ZeRO 2 at most without them",
-        when=lambda run: not run.may_compile,
-        example=Facts(zero_stage=3),
+        "ZeRO++ and parameters on NVMe keep DeepSpeed's hooks on every module of a layer, which "
+        "would break its graph",
+        fix="model.compile=off, or ds_configs/zero3.json",
+        when=lambda run: run.gathers_inside_layers,
+        example=Facts(zero_stage=3, partition_size=2, world_size=4),
     ),
 }

@@ -243,15 +243,17 @@ class Facts(_Values):
         return replicas_in_world(self, self.world_size)
 
     @property
-    def may_compile(self) -> bool:
-        """Whether the decoder layers only compute: no gathers, collectives or copies inside
-        them."""
-        return (
-            self.zero_stage < 3
-            and self.tensor_size == self.sequence_size == self.expert_size == 1
-            and not self.activation_offload
-            and self.tiled_mlp == "off"
-            and not self.bias_updates
+    def divides_layers(self) -> bool:
+        """Whether a compiled layer has parts that no graph can contain: the exchanges of sequence
+        and expert parallelism, the division of MLPs into tiles, copies to host memory."""
+        is_divided = self.sequence_size > 1 or self.expert_size > 1
+        return is_divided or self.tiled_mlp != "off" or self.activation_offload
+
+    @property
+    def gathers_inside_layers(self) -> bool:
+        """Whether ZeRO 3 keeps DeepSpeed's own hooks on every module, which gather it."""
+        return self.zero_stage == 3 and (
+            self.quantized_weights or self.partition_size > 1 or self.offload_param == "nvme"
         )
 
     @property

@@ -312,6 +312,12 @@ CONTRACTS = [
     ),
     has(torch_patches.default_store, lambda: dist.distributed_c10d, "_get_default_store"),
     takes(torch_patches.default_store, lambda: dist.distributed_c10d._get_default_store),
+    has(
+        torch_patches.divide_graphs_in_callees,
+        lambda: torch._dynamo.config,
+        "nested_graph_breaks",
+    ),
+    has(torch_patches.named_group, lambda: dist.distributed_c10d, "_resolve_process_group"),
     Contract(
         torch_patches.gloo_group,
         "torch.distributed.ProcessGroupGloo takes no _Options with _timeout and _devices any more",

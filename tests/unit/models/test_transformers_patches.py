@@ -328,6 +328,16 @@ CONTRACTS = [
         "return self._gradient_checkpointing_func(partial(forward, self, **kwargs), *args)",
     ),
     has(patches.collected_outputs, lambda: output_capturing, "_active_collector"),
+    *(
+        reads(
+            patch,
+            lambda: modeling_layers,
+            "forward_with_checkpointing",
+            "if self.gradient_checkpointing and self.training and is_outermost:",
+            "return self._gradient_checkpointing_func(partial(forward, self, **kwargs), *args)",
+        )
+        for patch in (patches.forward_without_recomputation, patches.recomputed)
+    ),
     Contract(
         patches.collected_outputs,
         "_active_collector is not empty outside of forward passes any more",

@@ -25,14 +25,14 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero import partition_parameters, partitioned_param_coordinator
-from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
+from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3, zero3_linear_wrap
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import Init
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer, GradPartitionBufferGroup
 from deepspeed.runtime.zero.utils import apply_to_tensors_only
-from deepspeed.utils import groups, mixed_precision_linkage, nvtx
+from deepspeed.utils import groups, mixed_precision_linkage, nvtx, set_z3_leaf_module
 from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
 from torch.distributed import distributed_c10d
 
@@ -320,6 +320,8 @@ CONTRACTS = [
     takes(
         zero3_hooks.replace_hooks, lambda: apply_to_tensors_only, "function value warning_msg_fn"
     ),
+    reads(zero3_hooks.replace_hooks, lambda: set_z3_leaf_module, "model._z3_leaf = flag"),
+    takes(zero3_hooks.replace_hooks, lambda: zero3_linear_wrap, "input weight bias"),
     takes(step.replace_clipping, lambda: DeepSpeedEngine.clip_fp32_gradients, "self"),
     reads(
         step.replace_clipping,

@@ -10,6 +10,7 @@ from torch._dynamo.utils import counters
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from bigtrain.errors import ModelError
+from bigtrain.models.layers.activation_offload import HostCopies, offload_checkpoints
 from bigtrain.models.layers.compilation import (
     compile_layers,
     uncompiled,
@@ -64,6 +65,38 @@ def test_nothing_is_compiled_after_step_2() -> None:
     with uncompiled(), torch.no_grad():
         models[1](input_ids=ids[:, :5])
     assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_activations_are_in_other_memory_around_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    previous_backend = torch.compiler.get_default_backend()
+    torch.compiler.set_default_backend("aot_eager_decomp_partition")
+    models = [model_of("llama"), model_of("llama")]
+    for model in models:
+        recompute(model.train())
+    assert offload_checkpoints(models[1], "cpu") == LAYERS
+    compile_layers(models[1], divided=True)
+    copied: list[torch.Tensor] = []
+    pack = HostCopies.pack
+    monkeypatch.setattr(
+        HostCopies, "pack", lambda copies, tensor: copied.append(tensor) or pack(copies, tensor)
+    )
+    for _ in range(2):
+        ids = torch.randint(1, 97, (2, 16), generator=torch.Generator().manual_seed(0))
+        expected, computed = (
+            gradients(m, m(input_ids=ids, labels=ids, use_cache=False).loss) for m in models
+        )
+        for name, gradient in expected.items():
+            assert torch.allclose(computed[name], gradient, rtol=0, atol=1e-5), name
+    torch.compiler.set_default_backend(previous_backend)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+    # Of each layer and step the hidden states, and no tensor that the graph saves for itself.
+    hidden = [tensor for tensor in copied if tensor.shape == (2, 16, COMMON["hidden_size"])]
+    assert len(hidden) == 2 * LAYERS
 
 
 def test_models_without_layers_of_transformers_kind_are_refused() -> None:

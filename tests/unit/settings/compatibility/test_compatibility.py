@@ -57,7 +57,8 @@ LEGAL: list[dict[str, Any]] = [
     {"loss": "liger", "kernels": "liger", "activation_offload": True, "device": "cuda"},
     {"zero_stage": 2, "compiles": "on", "device": "cpu"},
     {"zero_stage": 1, "pipeline_size": 2, "compiles": "on"},
-    {**ZERO3, "compiles": "auto", "device": "cuda"},
+    {**ZERO3, "compiles": "on", "device": "cpu"},
+    {**ZERO3, "partition_size": 2, "world_size": 4, "compiles": "auto", "device": "cuda"},
 ]
 
 

@@ -1,0 +1,178 @@
+"""Compiled layers train as a plain loop under every topology, from graphs that are compiled in the
+first step only.
+
+Fast cases are compiled for aot_eager, which traces and divides the passes as Inductor does; the
+slow cases by Inductor, in C++.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.parity.cases import CHUNKS, EPS, Case, PlainRuns
+from tests.parity.conftest import (
+    ARCHITECTURES,
+    SHARED_MOE,
+    STEPS,
+    each_case,
+    llama,
+    run_config,
+)
+from tests.support.resumes import Layout, Pair, Resumes, each_pair, layout
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
+
+TENSOR, SEQUENCE, EXPERT = ({axis: 2} for axis in ("tensor", "sequence", "expert"))
+RING = {"sequence": {"ring": 2}}
+FULL = {"gradient_checkpointing": "full"}
+TILES = {"tiled_mlp": 5}
+MLP = ("an MLP is computed in tiles",)
+ATTENTION, EXPERTS = ("ranks exchange tokens or heads",), ("ranks exchange tokens of experts",)
+_SMALL = {"num_hidden_layers": 2}
+MODELS: dict[str, dict[str, Any]] = {
+    **ARCHITECTURES,
+    "llama": llama(**_SMALL),
+    # Other widths on each rank, and biases.
+    "odd": llama(
+        intermediate_size=63,
+        tie_word_embeddings=False,
+        attention_bias=True,
+        mlp_bias=True,
+        **_SMALL,
+    ),
+    "qwen3": llama(model_type="qwen3", head_dim=8, **_SMALL),
+    "phi3": llama(model_type="phi3", pad_token_id=0, **_SMALL),
+    "phi": llama(
+        model_type="phi", num_key_value_heads=4, tie_word_embeddings=False, pad_token_id=0, **_SMALL
+    ),
+    "shared_moe": SHARED_MOE,
+}
+
+FAST_BACKEND = "aot_eager_decomp_partition"
+FROZEN = ["model.embed_tokens.weight", "*.1.*"]
+
+
+@dataclass(frozen=True)
+class Compiled(Case):
+    """A case with compiled layers, which all share `graphs` graphs. breaks: reasons for which a
+    layer is not one graph, by a part of their text."""
+
+    graphs: int = 1
+    breaks: tuple[str, ...] = ()
+
+
+def compiled(**model: Any) -> Mapping[str, Mapping[str, Any]]:
+    return {**EPS, "model": {"compile": "on", **model}}
+
+
+CASES = [
+    # ZeRO 3 gathers a layer's parameters before the layer is called.
+    Compiled(2, "zero3", sections=compiled(), slow=False),
+    Compiled(2, "zero3", sections=compiled(gradient_checkpointing="full", **CHUNKS["model"])),
+    Compiled(2, "zero3", "gpt2", sections=compiled()),
+    Compiled(2, "zero3", "qwen3_moe", sections=compiled(gradient_checkpointing="full")),
+    # Of frozen layers the backward pass is another one.
+    Compiled(2, "zero3_offload", sections=compiled(frozen=FROZEN), graphs=2),
+    # Exchanges of tensor parallelism are operators in the graph.
+    Compiled(2, "zero1", degrees=TENSOR, sections=compiled(), slow=False),
+    Compiled(2, "zero3", "qwen3", 1, TENSOR, compiled(gradient_checkpointing="full")),
+    Compiled(2, "zero2", "odd", degrees=TENSOR, sections=compiled(**CHUNKS["model"])),
+    Compiled(2, "zero0", "phi3", degrees=TENSOR, sections=compiled()),
+    Compiled(2, "zero1", "qwen3_moe", degrees=TENSOR, sections=compiled()),
+    Compiled(4, "zero1", "odd", 1, {"tensor": 4}, compiled()),
+    Compiled(4, "zero3", "qwen3", 1, TENSOR, compiled()),
+    # Attention of ranks that share samples is between two graphs.
+    Compiled(
+        *(2, "zero3", "llama", 1, SEQUENCE, compiled(**FULL)),
+        slow=False,
+        graphs=2,
+        breaks=ATTENTION,
+    ),
+    Compiled(2, "zero1", "llama", 1, SEQUENCE, compiled(), graphs=2, breaks=ATTENTION),
+    Compiled(2, "zero3", "llama", 1, RING, compiled(**FULL), graphs=2, breaks=ATTENTION),
+    Compiled(2, "zero3", "qwen3", 1, SEQUENCE, compiled(**FULL), graphs=2, breaks=ATTENTION),
+    Compiled(4, "zero2", "odd", 1, SEQUENCE | TENSOR, compiled(), graphs=2, breaks=ATTENTION),
+    # Experts of ranks that divide them are between two graphs.
+    Compiled(2, "zero1", "qwen3_moe", 1, EXPERT, compiled(), slow=False, graphs=2, breaks=EXPERTS),
+    Compiled(2, "zero3", "qwen3_moe", 1, EXPERT, compiled(**FULL), graphs=2, breaks=EXPERTS),
+    Compiled(4, "zero1", "qwen3_moe", 1, EXPERT | TENSOR, compiled(), graphs=2, breaks=EXPERTS),
+    Compiled(
+        *(2, "zero2", "qwen3_moe", 1, EXPERT | SEQUENCE, compiled()),
+        graphs=3,
+        breaks=EXPERTS + ATTENTION,
+    ),
+    # Projections of one input are on both sides of attention.
+    Compiled(4, "zero1", "phi", 1, SEQUENCE | TENSOR, compiled(), graphs=2, breaks=ATTENTION),
+    # One graph of the dense layer, two of the layer with experts.
+    Compiled(
+        *(4, "zero1", "shared_moe", 1, EXPERT | TENSOR, compiled(**FULL)),
+        graphs=3,
+        breaks=EXPERTS,
+    ),
+    Compiled(2, "pipeline_zero1", degrees={"pipeline": 2}, sections=compiled(**FULL)),
+    # An MLP in tiles is between two graphs. A tile has four: of two lengths, with and without a
+    # backward pass.
+    Compiled(2, "zero1", sections=compiled(**TILES), slow=False, graphs=6, breaks=MLP),
+    Compiled(2, "zero3", sections=compiled(**TILES, **FULL), graphs=6, breaks=MLP),
+    Compiled(2, "zero1", degrees=TENSOR, sections=compiled(**TILES), graphs=6, breaks=MLP),
+]
+
+
+@pytest.fixture(scope="module")
+def runs(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> PlainRuns:
+    def job_of(case: Case) -> dict[str, Any]:
+        return {"compile_backend": "inductor" if case.slow else FAST_BACKEND}
+
+    def plain_of(case: Case) -> dict[str, Any]:
+        is_frozen = "frozen" in case.sections["model"]
+        return {"frozen": r"model\.embed_tokens|.*\.1\."} if is_frozen else {}
+
+    directory = tmp_path_factory.mktemp("compiled")
+    return PlainRuns(directory, dataset, MODELS, CASES, plain_of=plain_of, job_of=job_of)
+
+
+@each_case(CASES)
+def test_equals_plain_training(case: Compiled, runs: PlainRuns) -> None:
+    result, _ = runs.check(case)
+    assert result["graphs"] == [case.graphs] * STEPS
+    assert len(result["graph_breaks"]) == len(case.breaks)
+    for text in case.breaks:
+        assert any(text in reason for reason in result["graph_breaks"])
+
+
+ON, OFF = "compiled", "uncompiled"
+PAIRS = [
+    Pair(layout(2, "zero3", ON), layout(2, "zero1", OFF), slow=False),
+    Pair(layout(2, "zero1", OFF, tensor=2), layout(2, "zero3", ON)),
+    Pair(layout(2, "zero1", ON, sequence=2), layout(2, "zero1", ON, tensor=2)),
+]
+
+
+@pytest.fixture(scope="module")
+def resumes(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Resumes:
+    def job_of(place: Layout) -> dict[str, Any]:
+        config = run_config(
+            dataset,
+            {"config": MODELS["llama"], "compile": "on" if place.variant == ON else "off"},
+            micro_batch_size=8 // place.num_replicas // 2,
+            parallel=dict(place.degrees),
+        )
+        return {
+            "config": config | {"optimizer": config["optimizer"] | EPS["optimizer"]},
+            "deepspeed_config": place.engine,
+        } | {"compile_backend": FAST_BACKEND}
+
+    directory = tmp_path_factory.mktemp("resumes")
+    return Resumes(directory, PAIRS, job_of, stop=STEPS // 2, end=STEPS)
+
+
+@each_pair(PAIRS)
+def test_checkpoints_are_those_of_uncompiled_layers(pair: Pair, resumes: Resumes) -> None:
+    """Names and values are the same, and a run continues with or without compiled layers."""
+    saved = resumes.check(pair)
+    assert "master/model.layers.0.mlp.up_proj.weight" in saved
