@@ -119,6 +119,12 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "xlnet": {"max_position_embeddings": _DROP},
     "xmod": {"default_language": "en_XX", "languages": ["en_XX"]},
     "zaya": {"num_experts_per_tok": 1},
+    # Its hybrid layers are counted by this name only.
+    "zamba2": {
+        "layer_types": _DROP,
+        "layers_block_type": ["linear_attention", "hybrid", "hybrid", "linear_attention"],
+        "mamba_ngroups": 2,
+    },
     "roc_bert": {
         "pronunciation_vocab_size": 32,
         "shape_vocab_size": 32,
