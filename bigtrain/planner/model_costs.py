@@ -129,7 +129,8 @@ class LayerCosts:
     weights in addition to the layer's own, which are then frozen; `others`: other elements of
     adapters that are trained or kept. `packed`: the 4-bit part of the parameters. `mlp`: the part
     that can be computed in tiles. `passes_states`: whether ranks that share a sample pass its
-    recurrent states on.
+    recurrent states on. `state_columns`: columns of float32 that such ranks compute in addition to
+    the values of the gated delta rule.
     """
 
     num_parameters_whole: int
@@ -149,6 +150,7 @@ class LayerCosts:
     packed: QuantizedWeights = QuantizedWeights()
     mlp: MlpCosts = MlpCosts()
     passes_states: bool = False
+    state_columns: int = 0
 
     def __hash__(self) -> int:
         return self._hash
