@@ -19,7 +19,7 @@ from transformers import CONFIG_MAPPING
 from bigtrain.engine.startup.process_group import process_group
 from bigtrain.errors import ModelError
 from bigtrain.models.equivalence.tensor_parallel import check_tensor_plan
-from bigtrain.models.parallel import recurrent_layers
+from bigtrain.models.parallel import recurrent_divisions, recurrent_layers
 from bigtrain.models.torch_patches import shadowed
 from bigtrain.settings.run_config import AdaptersSection
 from bigtrain.system.world import read_world
@@ -51,14 +51,18 @@ def configs() -> dict[str, Any]:
 
 
 ADAPTED = ("phi3", "gemma", "minicpm3")
-MUTATIONS: dict[str, tuple[str, dict[str, Any]]] = {
+MUTATIONS: dict[str, tuple[str, Any, dict[str, Any]]] = {
     # A fused projection divided as one; a norm of a rank's channels; a rank's gradient of B and C.
-    "fused": ("qwen3_5_text", {"ranges_of": lambda p, rank, size: _even(sum(p), rank, size)}),
-    "local_norm": ("bamba", {"_over_ranks": lambda forward, *_: forward}),
-    "local_gradient": ("bamba", {"sum_gradient": lambda x, group: x}),
-    "local_time_steps": ("jamba", {"_PARTIAL_GRADIENT": "replicate"}),
+    "fused": (
+        "qwen3_5_text",
+        recurrent_divisions,
+        {"ranges_of": lambda parts, rank, size: _even(sum(parts), rank, size)},
+    ),
+    "local_norm": ("bamba", recurrent_layers, {"_over_ranks": lambda forward, *_: forward}),
+    "local_gradient": ("bamba", recurrent_layers, {"sum_gradient": lambda x, group: x}),
+    "local_time_steps": ("jamba", recurrent_divisions, {"_PARTIAL_GRADIENT": "replicate"}),
 }
-"""A model type, and what is replaced in the division of its recurrent layers."""
+"""A model type, and what is replaced in a module of the division of recurrent layers."""
 
 
 def _even(rows: int, rank: int, size: int) -> tuple[tuple[int, int], ...]:
@@ -86,7 +90,7 @@ if __name__ == "__main__":
                 said[name] = said_of(config, dist.group.WORLD, joined.device, adapters)
             # Every process of a run would say it.
             assert not [w for w in warned if "requires_grad" in str(w.message)], name
-        for name, (model_type, replaced) in MUTATIONS.items():
-            with shadowed(recurrent_layers, replaced):
+        for name, (model_type, module, replaced) in MUTATIONS.items():
+            with shadowed(module, replaced):
                 said[name] = said_of(hybrid_config(model_type), dist.group.WORLD, joined.device)
     Path(f"{sys.argv[1]}.{world.rank}").write_text(json.dumps(said))

@@ -179,10 +179,11 @@ class _Outputs:
         """Compute pieces that no other piece depends on, from nothing."""
         starts, lengths = [p.start for p in pieces], [p.length for p in pieces]
         for batch in batches_of(starts, lengths):
-            tokens, is_token = batch.tokens().to(self._device), batch.is_token().to(self._device)
-            output = self._call.output(self._take(tokens)).flatten(0, 1)
-            filled = is_token.flatten().nonzero().flatten()
-            self._tokens.append(tokens[is_token])
+            # Chosen on the host: a device would have to count them first.
+            tokens, is_token = batch.tokens(), batch.is_token()
+            filled = is_token.flatten().nonzero().flatten().to(self._device)
+            output = self._call.output(self._take(tokens.to(self._device))).flatten(0, 1)
+            self._tokens.append(tokens[is_token].to(self._device))
             self._outputs.append(output.index_select(0, filled))
 
     def joined(self) -> torch.Tensor:

@@ -38,18 +38,18 @@ from bigtrain.models.parallel.collectives import (
     summed,
 )
 from bigtrain.models.parallel.grouped_experts import GROUPED_UNIT
-from bigtrain.models.parallel.recurrent_layers import (
+from bigtrain.models.parallel.recurrent_divisions import (
     COLWISE,
     LAYER,
     NORM,
     ROWWISE,
     ROWWISE_TO_SHARES,
     STYLES,
-    divide_layer,
     leaf_of,
     recurrent_divisions,
     recurrent_plan,
 )
+from bigtrain.models.parallel.recurrent_layers import divide_layer
 from bigtrain.models.parallel.sharding import (
     Shard,
     even_ranges,

@@ -42,7 +42,7 @@ from bigtrain.models.layers.parameter_roles import parameter_roles
 from bigtrain.models.layers.parameters import listed_layers
 from bigtrain.models.layers.recurrence.functions import FUNCTIONS, MATRIX, layers_with_functions
 from bigtrain.models.layers.tiled_mlp import find_mlps
-from bigtrain.models.parallel.recurrent_layers import COLWISE, ROWWISE, ROWWISE_TO_SHARES
+from bigtrain.models.parallel.recurrent_divisions import COLWISE, ROWWISE, ROWWISE_TO_SHARES
 from bigtrain.models.parallel.stage_layout import tensors_in
 from bigtrain.models.parallel.tensor import known_plan
 from bigtrain.models.torch_patches import OperatorMode, shadow, storage_of, unshadow

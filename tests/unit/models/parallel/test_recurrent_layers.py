@@ -12,7 +12,7 @@ from bigtrain.errors import ModelError
 from bigtrain.models.build import empty_model
 from bigtrain.models.equivalence.tensor_parallel import check_tensor_size
 from bigtrain.models.layers.recurrence.functions import layers_with_functions
-from bigtrain.models.parallel.recurrent_layers import LAYER, recurrent_divisions
+from bigtrain.models.parallel.recurrent_divisions import LAYER, recurrent_divisions
 from bigtrain.models.parallel.sharding import Shard
 from bigtrain.models.parallel.tensor import _shard_of_style, _styled_parameters, tensor_plan
 from bigtrain.settings.run_config import AdaptersSection
