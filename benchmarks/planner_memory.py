@@ -2,12 +2,14 @@
 
     python benchmarks/planner_memory.py [--world-size 2] [--only llama]
     python benchmarks/planner_memory.py --world-size 4 --lengths 16384,65536,262144
+    python benchmarks/planner_memory.py --world-size 4 --lengths 16384,32768,65536 --model qwen3_5
 
 Small models of eight architectures in real processes on CPUs, ZeRO 0 to 3, every kind of
 parallelism, recomputation, chunked loss, offload (to the memory where the rest is too), 16 and 32
 bit: for each the fullest rank's peak in a step, by torch's profile of every allocation
 (`benchmarks/support/memory_worker.py`). With `--lengths`: one sample of each of these lengths,
-divided among the ranks in every kind of sequence parallelism (hours for 262144 on two cores).
+divided among the ranks in every kind of sequence parallelism (hours for 262144 on two cores), or
+computed by one rank, and the seconds of a step.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -101,28 +103,42 @@ MORE: dict[str, tuple[str, ...]] = {
     "mistral": (*USUAL, *CUT, "zero3 offload"),
 }
 
-# A model whose attention at 262,144 tokens two cores compute in minutes.
-LONG: dict[str, Any] = {"model_type": "llama", "vocab_size": 2048, "hidden_size": 64,
-        "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 16}  # fmt: skip
+# Models whose attention at 262,144 tokens two cores compute in minutes.
+LONG: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", "vocab_size": 2048, "hidden_size": 64,
+              "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 16},
+}  # fmt: skip
+LONG["qwen3_5"] = LONG["llama"] | {
+    "model_type": "qwen3_5_text", "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+}  # fmt: skip
+LONG["bamba"] = LONG["llama"] | {
+    "model_type": "bamba", "attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 32,
+    "mamba_d_state": 16, "mamba_chunk_size": 64,
+}  # fmt: skip
 KINDS: dict[str, dict[str, int]] = {
     "ulysses 4": {"ulysses": 4},
     "ring 4": {"ring": 4},
     "ulysses 2, ring 2": {"ulysses": 2, "ring": 2},
 }
+ONE_RANK = {"one rank": {"ulysses": 1}}
 
 
 def long_cases(
-    directory: Path, only: str, bucket: int, lengths: Sequence[int], num_heads: int
+    directory: Path, args: argparse.Namespace, kinds: Mapping[str, Mapping[str, int]]
 ) -> list[dict[str, Any]]:
-    """Return a case of each length and kind that `num_heads` allow, the models written below
+    """Return a case of each length and kind that the heads allow, the models written below
     `directory`."""
-    specs, engine = [], _with_bucket(directory, "zero3", bucket)
+    specs: list[dict[str, Any]] = []
+    engine = _with_bucket(directory, "zero3", args.bucket)
+    only, lengths, num_heads = args.only, args.lengths, args.heads
     for length in lengths:
         where = directory / f"long{length}"
-        heads = {"num_attention_heads": num_heads, "num_key_value_heads": num_heads}
-        config = AutoConfig.for_model(**LONG, **heads, max_position_embeddings=length)
+        heads: dict[str, Any] = {"num_attention_heads": num_heads, "num_key_value_heads": num_heads}
+        config = AutoConfig.for_model(**LONG[args.model], **heads, max_position_embeddings=length)
         AutoModelForCausalLM.from_config(config).save_pretrained(where)
-        for name, kind in KINDS.items():
+        for name, kind in kinds.items():
             title = f"{length} {name}"
             if only in title and num_heads % kind.get("ulysses", 1) == 0:
                 model = {"path": str(where), "attention": "sdpa", "loss": "chunked",
@@ -213,11 +229,13 @@ def main() -> None:
         "--bucket", type=int, default=200_000, help="elements of DeepSpeed's buckets"
     )
     parser.add_argument("--lengths", type=_numbers, default=[], help="tokens of long samples")
+    parser.add_argument("--model", choices=LONG, default="llama", help="for long samples")
     parser.add_argument("--heads", type=int, default=4, help="of the model for long samples")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         if args.lengths:
-            todo = long_cases(Path(name), args.only, args.bucket, args.lengths, args.heads)
+            kinds = KINDS if args.world_size > 1 else ONE_RANK
+            todo = long_cases(Path(name), args, kinds)
         else:
             todo = cases(Path(name), args.only, args.bucket)
         (Path(name) / "cases.json").write_text(json.dumps(todo))
@@ -235,7 +253,8 @@ def main() -> None:
             terms = ", ".join(f"{k} {v / MIB:.2f}" for k, v in told.items() if v and k != "context")
             print(
                 f"{case['title']:22} measured {measured / MIB:7.2f} MiB (resting "
-                f"{ranks[0]['resting'] / MIB:.2f}), predicted {errors[-1]:+6.1%}: {terms}"
+                f"{ranks[0]['resting'] / MIB:.2f}), {ranks[0]['seconds']:.1f} s a step, predicted "
+                f"{errors[-1]:+6.1%}: {terms}"
             )
     mean, worst = sum(map(abs, errors)) / len(errors), max(map(abs, errors))
     print(f"{len(errors)} layouts: mean error {mean:.1%}, worst {worst:.1%}")

@@ -101,7 +101,11 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
         "ffn_config": {"moe_num_experts": 4, "moe_top_k": 2, "ffn_hidden_size": 64},
     },
-    "falcon_h1": {"mamba_d_ssm": 128},
+    "falcon_h1": {
+        "mamba_d_ssm": 128,
+        "mamba_rms_norm": True,
+        "ssm_multipliers": [0.5, 0.75, 1.25, 1.5, 2.0],
+    },
     "mamba2": {"num_heads": 4, "head_dim": 32, "expand": 2, "n_groups": 1, "chunk_size": 16},
     "mpt": {"attn_pdrop": 0},
     "prophetnet": {
@@ -119,6 +123,12 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "xlnet": {"max_position_embeddings": _DROP},
     "xmod": {"default_language": "en_XX", "languages": ["en_XX"]},
     "zaya": {"num_experts_per_tok": 1},
+    # Its hybrid layers are counted by this name only.
+    "zamba2": {
+        "layer_types": _DROP,
+        "layers_block_type": ["linear_attention", "hybrid", "hybrid", "linear_attention"],
+        "mamba_ngroups": 2,
+    },
     "roc_bert": {
         "pronunciation_vocab_size": 32,
         "shape_vocab_size": 32,

@@ -18,6 +18,17 @@ GLM4_MOE = {
     **LLAMA, "model_type": "glm4_moe", "n_routed_experts": 4, "num_experts_per_tok": 2,
     "moe_intermediate_size": 768, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
 }  # fmt: skip
+# Half of the layers have a state: the gated delta rule, and Mamba 2.
+QWEN3_5 = {
+    **LLAMA, "model_type": "qwen3_5_text", "head_dim": 64,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+    "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+}  # fmt: skip
+BAMBA = {
+    **LLAMA, "model_type": "bamba", "attn_layer_indices": [1, 3], "mamba_n_heads": 16,
+    "mamba_d_head": 64, "mamba_d_state": 64, "mamba_chunk_size": 128,
+}  # fmt: skip
 # Rows that a rank sends to experts, as if the router were balanced: micro-batch x tokens x chosen.
 EXPERT_ROWS = 2 * 1024 * MIXTRAL["num_experts_per_tok"]
 _RUN: dict[str, Any] = {
@@ -103,6 +114,17 @@ CASES = (
     Case("zero 1, Lion", changes=_with(optimizer={"type": "lion"})),
     Case("zero 1, AdamW in 8 bits", changes=_with(optimizer={"type": "adamw_8bit"})),
     Case("zero 1, float8", changes=_with(precision={"float8": "tensorwise"})),
+    Case("zero 1, gated delta rule", changes=_with(model={"config": QWEN3_5})),
+    Case("zero 3, gated delta rule, recomputed layers", "zero3",
+         changes=_with(model={"config": QWEN3_5, "gradient_checkpointing": "full"})),
+    Case("zero 1, gated delta rule, tensor 2", follows_memory=False,
+         changes=_with(model={"config": QWEN3_5}, parallel={"tensor": 2})),
+    Case("zero 1, gated delta rule, sequence 2",
+         changes=_with(model={"config": QWEN3_5}, parallel={"sequence": 2})),
+    Case("zero 1, Mamba 2, isolated documents", isolated=True,
+         changes=_with(model={"config": BAMBA})),
+    Case("zero 1, Mamba 2, tensor 2", follows_memory=False,
+         changes=_with(model={"config": BAMBA}, parallel={"tensor": 2})),
     Case("zero 3, 512 ranks", "zero3", world_size=512,
          changes=_with(batch={"global_batch_size": 1024})),
 )  # fmt: skip

@@ -8,6 +8,7 @@ import gc
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ MARK = "bigtrain measured step"
 
 
 def measure(case: dict[str, Any], world: World, device: torch.device) -> dict[str, float]:
-    """Peak and resting bytes of this rank. Collective."""
+    """Peak and resting bytes of this rank, and the seconds of the step. Collective."""
     config = RunConfig.model_validate(case["config"])
     run = resolve_run(config, world.size, case["engine"], "cpu")
     mesh = open_mesh(run.topology, world.rank)
@@ -52,9 +53,11 @@ def measure(case: dict[str, Any], world: World, device: torch.device) -> dict[st
         for _ in range(case.get("warm_up", WARM_UP)):
             engine.train_step(batches, 1e-4)
         with record_function(MARK):
+            since = time.perf_counter()
             engine.train_step(batches, 1e-4)
+            step_seconds = time.perf_counter() - since
     engine.close()
-    return peak_of(seen)
+    return {**peak_of(seen), "seconds": step_seconds}
 
 
 def batches_of(config: RunConfig, plan: BatchPlan) -> list[MicroBatch]:

@@ -5,8 +5,9 @@ appendix B. Forward and backward pass of a token cost ``6 N + 12 L H Q T`` FLOPs
 that are multiplied with (2 FLOPs forward, 4 backward), ``L`` layers, ``H`` heads of size ``Q``, and
 sequences of ``T`` tokens. As in the paper, recomputed activations do not count (that would be
 hardware utilization), and attention counts in full though a causal mask lets kernels skip half of
-it, so that values are comparable with published ones. Layers without softmax attention make the
-second term an upper bound.
+it, so that values are comparable with published ones. Layers with a recurrence have its FLOPs
+instead of the second term (`bigtrain.planner.scans`), three times the forward pass; lightning
+attention and RG-LRU, whose FLOPs are not known there, count as attention, an upper bound.
 
 Pure: imports no torch.
 """
@@ -20,6 +21,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from bigtrain.planner.scans import has_attention, has_scan, scan_of
 from bigtrain.settings.hf_config_keys import CHOSEN_EXPERTS, EXPERTS, number_of
 
 
@@ -28,11 +30,13 @@ class ModelShape:
     """Model dimensions that determine the FLOPs of a token.
 
     `num_matmul_parameters`: parameters each token is multiplied with; `attention_width`: query
-    heads times their size, summed over the layers.
+    heads times their size, summed over the layers; `scan_flops`: of the recurrences of all layers,
+    in a token's forward pass.
     """
 
     num_matmul_parameters: int
     attention_width: int
+    scan_flops: int = 0
 
 
 def flops_per_token(shape: ModelShape, sequence_length: int, *, frozen: bool = False) -> int:
@@ -43,7 +47,8 @@ def flops_per_token(shape: ModelShape, sequence_length: int, *, frozen: bool = F
     adapters' own FLOPs are comparatively few and are ignored.
     """
     attention = shape.attention_width * sequence_length
-    return (4 if frozen else 6) * shape.num_matmul_parameters + 12 * attention
+    products = (4 if frozen else 6) * shape.num_matmul_parameters
+    return products + 12 * attention + 3 * shape.scan_flops
 
 
 def model_shape(
@@ -72,8 +77,16 @@ def model_shape(
     layers = (
         [layer_configs[n] for n in range(num_layers)] if layer_configs else [config] * num_layers
     )
-    widths = []
-    for layer in layers:
+    layer_types = getattr(config, "layer_types", None) or []
+    if len(layer_types) != num_layers:
+        layer_types = [None] * num_layers
+    scan = scan_of(config)
+    widths, scan_flops = [], 0
+    for layer, layer_type in zip(layers, layer_types, strict=True):
+        if scan is not None and has_scan(layer_type):
+            scan_flops += scan.flops()
+        if not has_attention(layer_type) and (scan is not None or not has_scan(layer_type)):
+            continue
         width = _attention_width(layer)
         if width is None:
             return None
@@ -91,7 +104,7 @@ def model_shape(
         if num_used is None or num_all is None:
             return None
         num_expert = num_expert * num_used // num_all
-    return ModelShape(num_dense + num_expert, sum(widths))
+    return ModelShape(num_dense + num_expert, sum(widths), scan_flops)
 
 
 def _attention_width(layer: object) -> int | None:

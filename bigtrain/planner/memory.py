@@ -235,8 +235,16 @@ def _layer_bytes(layer: LayerCosts, model: ModelCosts, layout: Layout, engine: E
             * layout.sequence_length
             / (t * layout.sequence_size)
         )
+    if layout.sequence_size > 1:
+        per_token += 4.0 * _SAVED_PER_COLUMN * layer.state_columns / t
     summed = layer.others.summed / t * model.element_bytes
     return engine.saved * per_token * layout.tokens_per_micro_batch + summed
+
+
+_SAVED_PER_COLUMN = 5
+"""Tensors that are as wide as the values and that the gated delta rule saves: values, their product
+with the inverse of the triangular system, what is written to the state, the output, and what the
+correction reads (models/parallel/transfers.py)."""
 
 
 def _mlp_bytes(layer: LayerCosts, layout: Layout) -> float:

@@ -152,7 +152,9 @@ class LayerCosts:
     weights in addition to the layer's own, which are then frozen; `others`: other elements of
     adapters that are trained or kept. `packed`: the 4-bit part of the parameters. `mlp`: the part
     that can be computed in tiles. `passes_states`: whether ranks that share a sample pass its
-    recurrent states on. `fused`: its costs with fused operations; None if they are not known.
+    recurrent states on. `state_columns`: columns of float32 that such ranks compute in addition to
+    the values of the gated delta rule. `fused`: its costs with fused
+    operations; None if they are not known.
     """
 
     num_parameters_whole: int
@@ -173,6 +175,7 @@ class LayerCosts:
     mlp: MlpCosts = MlpCosts()
     passes_states: bool = False
     fused: FusedCosts | None = None
+    state_columns: int = 0
 
     def __hash__(self) -> int:
         return self._hash

@@ -29,9 +29,11 @@ def folder(inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
 
 @pytest.mark.usefixtures("folder")
 def test_the_run_is_accepted(capsys: pytest.CaptureFixture[str]) -> None:
-    _, check = page_blocks(PAGE)
+    _, check, plan = page_blocks(PAGE)
     assert bigtrain(shlex.split(check)[1:]) == 0
     assert "this run can start" in capsys.readouterr().out
+    assert bigtrain(shlex.split(plan)[1:]) == 0
+    assert "ZeRO" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -19,8 +19,11 @@ from transformers import CONFIG_MAPPING
 from bigtrain.engine.startup.process_group import process_group
 from bigtrain.errors import ModelError
 from bigtrain.models.equivalence.tensor_parallel import check_tensor_plan
+from bigtrain.models.parallel import recurrent_divisions, recurrent_layers
+from bigtrain.models.torch_patches import shadowed
 from bigtrain.settings.run_config import AdaptersSection
 from bigtrain.system.world import read_world
+from tests.support.hybrids import HYBRIDS, hybrid_config
 
 
 def configs() -> dict[str, Any]:
@@ -43,10 +46,36 @@ def configs() -> dict[str, Any]:
         "phi3": CONFIG_MAPPING["phi3"](),
         "gemma": CONFIG_MAPPING["gemma"](num_key_value_heads=1),
         "minicpm3": CONFIG_MAPPING["minicpm3"](),
+        **{name: hybrid_config(name) for name in HYBRIDS},
     }
 
 
 ADAPTED = ("phi3", "gemma", "minicpm3")
+MUTATIONS: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    # A fused projection divided as one; a norm of a rank's channels; a rank's gradient of B and C.
+    "fused": (
+        "qwen3_5_text",
+        recurrent_divisions,
+        {"ranges_of": lambda parts, rank, size: _even(sum(parts), rank, size)},
+    ),
+    "local_norm": ("bamba", recurrent_layers, {"_over_ranks": lambda forward, *_: forward}),
+    "local_gradient": ("bamba", recurrent_layers, {"sum_gradient": lambda x, group: x}),
+    "local_time_steps": ("jamba", recurrent_divisions, {"_PARTIAL_GRADIENT": "replicate"}),
+}
+"""A model type, and what is replaced in a module of the division of recurrent layers."""
+
+
+def _even(rows: int, rank: int, size: int) -> tuple[tuple[int, int], ...]:
+    return ((rows * rank // size, rows * (rank + 1) // size),)
+
+
+def said_of(config: Any, group: Any, device: Any, adapters: Any = None) -> str:
+    """Return what the check says to a configuration; nothing if its plan is right."""
+    try:
+        check_tensor_plan(config, "auto", 32, group, device, adapters=adapters)
+    except ModelError as error:
+        return str(error)
+    return ""
 
 
 if __name__ == "__main__":
@@ -57,13 +86,11 @@ if __name__ == "__main__":
         for name, config in configs().items():
             with warnings.catch_warnings(record=True) as warned:
                 warnings.simplefilter("always", UserWarning)
-                try:
-                    adapters = AdaptersSection(dropout=0.1) if name in ADAPTED else None
-                    group = dist.group.WORLD
-                    check_tensor_plan(config, "auto", 32, group, joined.device, adapters=adapters)
-                    said[name] = ""
-                except ModelError as error:
-                    said[name] = str(error)
+                adapters = AdaptersSection(dropout=0.1) if name in ADAPTED else None
+                said[name] = said_of(config, dist.group.WORLD, joined.device, adapters)
             # Every process of a run would say it.
             assert not [w for w in warned if "requires_grad" in str(w.message)], name
+        for name, (model_type, module, replaced) in MUTATIONS.items():
+            with shadowed(module, replaced):
+                said[name] = said_of(hybrid_config(model_type), dist.group.WORLD, joined.device)
     Path(f"{sys.argv[1]}.{world.rank}").write_text(json.dumps(said))

@@ -6,6 +6,7 @@ such, layers that peft takes for experts', fused or odd projections, layers with
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from peft.tuners.lora import LoraLayer
 from bigtrain.models.build import empty_model
 from bigtrain.models.layers.adapters import file_config
 from bigtrain.settings.run_config import AdaptersSection
-from tests.parity.cases import LOSS, NORM, WEIGHTS, Case
+from tests.parity.cases import ISOLATED, LOSS, NORM, WEIGHTS, Case
 from tests.parity.conftest import STEPS, train_cases
 from tests.parity.plain import plain_training
 from tests.parity.test_adapters import config_of, pytestmark, seed_of
@@ -33,6 +34,16 @@ CUT += ["hunyuan_v1_moe", "minimax", "jamba", "lfm2_moe", "kimi_linear", "granit
 WHOLE = ["gpt_oss", "falcon", "bloom", "jetmoe"]
 CASES = {name: Case(2, "zero3", degrees={"tensor": 2}, sections=LARGER_EPS) for name in CUT}
 CASES |= {name: Case(2, "zero3", sections=LARGER_EPS) for name in WHOLE}
+# On the projections of recurrent layers, with documents that share the samples of two ranks.
+RECURRENT = {"qwen3_5_text": "zero3", "bamba": "zero1", "lfm2": "zero2"}
+CASES |= {
+    name: Case(2, engine, degrees={"sequence": 2}, sections=LARGER_EPS | ISOLATED)
+    for name, engine in RECURRENT.items()
+}
+
+
+def section_of(name: str) -> dict[str, Any]:
+    return SECTION | ({"targets": "all-linear"} if name in RECURRENT else {})
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +59,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def config(name: str, data: Path, base: Path) -> dict[str, Any]:
-    return config_of(CASES[name], data, base, adapters=SECTION)
+    return config_of(CASES[name], data, base, adapters=section_of(name))
 
 
 @pytest.fixture(scope="module")
@@ -68,9 +79,9 @@ def trained(
     return {n: results_by_case[n] | {"weights": torch.load(place / f"{n}.pt")} for n in jobs}
 
 
-def adapted(model: Any) -> Any:
+def adapted(section: dict[str, Any], model: Any) -> Any:
     """Plain peft's, of the configuration that an exported directory would have."""
-    told: Any = file_config(empty_model(model.config), AdaptersSection.model_validate(SECTION))
+    told: Any = file_config(empty_model(model.config), AdaptersSection.model_validate(section))
     config = LoraConfig(
         r=told.r,
         lora_alpha=told.lora_alpha,
@@ -96,7 +107,7 @@ def test_equals_plain_peft(
         dataset,
         bases[name],
         config(name, dataset, bases[name]),
-        adapt=adapted,
+        adapt=partial(adapted, section_of(name)),
         frozen=r"(?!.*\.lora_)",
     )
     assert result["losses"] == pytest.approx(expected.losses, abs=LOSS["float32"])

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import transformers
 
+from tests.parity.plan_worker import MUTATIONS
+from tests.support.hybrids import HYBRIDS
 from tests.support.lives import run_forked_world, run_script
 from tests.support.worlds import ROOT
 from tools import architectures
@@ -144,3 +146,13 @@ def test_wrong_plans_are_named_on_every_process(tmp_path: Path) -> None:
     assert "self_attn.k_norm.weight differs from the unsharded model" in said["without_sum"]
     assert "it fails with RuntimeError" in said["uncut"]
     assert "-> parallel.tensor=1" in said["uncut"]
+    assert [said[name] for name in HYBRIDS] == [""] * len(HYBRIDS)
+    wrong = {
+        name: said[name].partition("model, ")[2].partition(" differs")[0] for name in MUTATIONS
+    }
+    assert wrong == {
+        "fused": "loss",
+        "local_norm": "loss",
+        "local_gradient": "gradient of model.layers.0.mamba.conv1d.weight",
+        "local_time_steps": "gradient of model.layers.0.mamba.b_layernorm.weight",
+    }

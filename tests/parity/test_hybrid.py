@@ -11,52 +11,18 @@ import pytest
 
 from tests.parity.cases import EPS, RECOMPUTE, Case, PlainRuns
 from tests.parity.conftest import VOCAB_SIZE, each_case
+from tests.support.hybrids import HYBRIDS
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
 
 LENGTH, SAMPLES = 48, 4
 ISOLATED, CONCATENATED = "isolated", "concatenated"
-COMMON = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": False,
-}
 MODELS: dict[str, dict[str, Any]] = {
-    "qwen3_5": COMMON
-    | {
-        "model_type": "qwen3_5_text",
-        "head_dim": 8,
-        "layer_types": ["linear_attention", "full_attention"],
-        "linear_num_value_heads": 4,
-        "linear_num_key_heads": 2,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-    },
-    "bamba": COMMON
-    | {
-        "model_type": "bamba",
-        "attn_layer_indices": [1],
-        "mamba_n_heads": 4,
-        "mamba_d_head": 16,
-        "mamba_d_state": 8,
-        "mamba_chunk_size": 8,
-        "mamba_n_groups": 1,
-    },
-    "jamba": COMMON
-    | {
-        "model_type": "jamba",
-        "num_experts": 1,
-        "num_experts_per_tok": 1,
-        "mamba_d_state": 4,
-        "mamba_dt_rank": 4,
-        "attn_layer_offset": 1,
-        "attn_layer_period": 2,
-    },
-    "lfm2": COMMON | {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
+    name: HYBRIDS[model_type] | {"vocab_size": VOCAB_SIZE}
+    for name, model_type in {
+        "qwen3_5": "qwen3_5_text",
+        **{name: name for name in ("bamba", "jamba", "lfm2", "kimi_linear", "recurrent_gemma")},
+    }.items()
 }
 
 
@@ -92,6 +58,20 @@ CASES = [
     hybrid(4, "zero3", "jamba", sequence={"ulysses": 2, "ring": 2}, more=RECOMPUTE),
     hybrid(4, "zero2", "qwen3_5", sequence=2, accumulation=2, more=RECOMPUTE),
     hybrid(4, "zero1", "qwen3_5", sequence=2, tensor=2),
+    # Heads of recurrent layers divided: ranks share a group of Mamba 2 and the norm of its heads.
+    hybrid(2, "zero0", "bamba", tensor=2, more=RECOMPUTE, accumulation=2),
+    hybrid(2, "zero3", "bamba", tensor=2, slow=False),
+    hybrid(2, "zero2", "jamba", tensor=2, more=RECOMPUTE),
+    hybrid(2, "zero1", "lfm2", tensor=2, data=CONCATENATED),
+    hybrid(2, "zero1", "kimi_linear", tensor=2),
+    hybrid(2, "zero2", "recurrent_gemma", tensor=2),
+    hybrid(2, "zero3", "qwen3_5", tensor=2, more=RECOMPUTE, accumulation=2),
+    hybrid(4, "zero3", "bamba", tensor=2),
+    hybrid(4, "zero1", "bamba", tensor=4),
+    hybrid(4, "zero2", "bamba", tensor=2, sequence=RING),
+    hybrid(4, "zero1", "bamba", tensor=2, pipeline=2, accumulation=2),
+    hybrid(4, "zero1", "qwen3_5", tensor=2, pipeline=2, accumulation=2),
+    hybrid(4, "zero3", "jamba", tensor=2, sequence=2),
 ]
 
 

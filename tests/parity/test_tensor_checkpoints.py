@@ -16,7 +16,8 @@ from bigtrain.engine.checkpoint.io import read_full_masters
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.export.verified import Destination, Probe, export_model
 from bigtrain.settings.run_config import ModelSection
-from tests.parity.conftest import ARCHITECTURES, llama, run_config
+from tests.parity.conftest import ARCHITECTURES, VOCAB_SIZE, llama, run_config
+from tests.support.hybrids import HYBRIDS
 from tests.support.resumes import Layout, Pair, Resumes, each_pair, layout
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
@@ -27,6 +28,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "odd": llama(intermediate_size=63, attention_bias=True, attention_dropout=0.1),
     "odd_experts": ARCHITECTURES["qwen3_moe"] | {"moe_intermediate_size": 24},
     "experts": ARCHITECTURES["qwen3_moe"],
+    # Projections of several parts, by key heads and by z, x, B, C and dt.
+    **{name: HYBRIDS[name] | {"vocab_size": VOCAB_SIZE} for name in ("qwen3_next", "bamba")},
 }
 BFLOAT16 = "bfloat16"
 
@@ -94,9 +97,17 @@ ODD_16 = alike("odd", BFLOAT16, (2, "zero0", TENSOR), (1, "zero3", {}))
 ODD_EXPERTS = alike(
     "odd_experts", "float32", (2, "zero3", TENSOR), (1, "zero2", {}), (4, "zero1", TENSOR)
 )
+RECURRENT = [
+    alike(name, "float32", (2, "zero1", TENSOR), (1, "zero0", {}), (2, "zero3", TENSOR))
+    for name in ("qwen3_next", "bamba")
+]
 PAIRS = [
     *FAST,
-    *(pair for of in (OF_EXPERTS, EXPERTS_16, ODD, ODD_16, ODD_EXPERTS) for pair in chain(of)),
+    *(
+        pair
+        for of in (OF_EXPERTS, EXPERTS_16, ODD, ODD_16, ODD_EXPERTS, *RECURRENT)
+        for pair in chain(of)
+    ),
     *(
         Pair(place, place)
         for place in (OF_EXPERTS[5], OF_EXPERTS[7], OF_EXPERTS[9], EXPERTS_16[0], EXPERTS_16[2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -110,7 +111,7 @@ def with_heads(
 
     def change(config: Any) -> None:
         if getattr(config, "num_attention_heads", None) is None:  # recurrent layers only
-            _narrow(config, heads * (head_size or _HEAD_SIZE))
+            _narrow(config, heads, heads * (head_size or _HEAD_SIZE))
             return
         key_heads, size = key_value_heads, head_size
         # Values of single layers hide the configuration's own values, which are changed first.
@@ -132,7 +133,7 @@ def with_heads(
             size = config.hidden_size // config.num_attention_heads
             config.attention_hidden_size = heads * size * factor
             config.head_dim = size * factor
-        _fit_recurrent_heads(config, heads * size)
+        _fit_recurrent_heads(config, heads, heads * size)
         config.hidden_size = heads * size
         config.num_attention_heads = heads
         # Sub-configurations of attention and experts repeat the widths and heads.
@@ -164,12 +165,12 @@ def with_heads(
     return change
 
 
-def _narrow(config: Any, hidden_size: int) -> None:
+def _narrow(config: Any, heads: int, hidden_size: int) -> None:
     """Change the widths of a model without attention, in proportion to the hidden size. Raises
     ValueError for xLSTM, whose head sizes do not follow."""
     if hasattr(config, "embedding_dim"):
         raise ValueError("its head sizes do not follow its width")
-    _fit_recurrent_heads(config, hidden_size)
+    _fit_recurrent_heads(config, heads, hidden_size)
     for name in ("intermediate_size", "attention_hidden_size"):
         width = getattr(config, name, None)
         if isinstance(width, int):
@@ -191,9 +192,10 @@ def _fewer_linear_heads(config: Any, heads: int) -> None:
             setattr(config, name, min(_HEAD_SIZE, getattr(config, name)))
 
 
-def _fit_recurrent_heads(config: Any, hidden_size: int) -> None:
+def _fit_recurrent_heads(config: Any, divisor: int, hidden_size: int) -> None:
     """Change the heads of recurrent layers that share a multiple of the hidden size to share the
-    same multiple of `hidden_size`, as their constructors demand."""
+    same multiple of `hidden_size`, as their constructors demand: a multiple of `divisor` heads,
+    which as many ranks can divide, and of the groups."""
     for expansion in (getattr(config, name, None) for name in _EXPANSIONS):
         for heads_name, size_name, groups_name in _RECURRENT_HEADS:
             heads, size = getattr(config, heads_name, None), getattr(config, size_name, None)
@@ -201,8 +203,8 @@ def _fit_recurrent_heads(config: Any, hidden_size: int) -> None:
                 continue
             if heads * size == int(expansion * config.hidden_size):
                 width = int(expansion * hidden_size)
-                groups: int = getattr(config, groups_name, None) or 1
-                num_heads = groups * max(1, width // (size * groups))
+                unit = math.lcm(getattr(config, groups_name, None) or 1, divisor)
+                num_heads = unit * max(1, width // (size * unit))
                 setattr(config, heads_name, num_heads)
                 setattr(config, size_name, width // num_heads)
 

@@ -74,10 +74,11 @@ def check_tensor_plan(
         # The fewest heads and key-value heads that `size` ranks divide like the model's heads.
         config = text_config(hf_config)
         heads = key_heads = size
-        real_key_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        if real_key_heads < size:
+        real_heads = getattr(config, "num_attention_heads", None)
+        real_key_heads = getattr(config, "num_key_value_heads", None) or real_heads
+        if real_key_heads is not None and real_key_heads < size:
             key_heads = real_key_heads
-        elif real_key_heads != config.num_attention_heads:
+        elif real_key_heads != real_heads:
             heads = 2 * size
         small_heads = with_heads(heads, key_heads, head_size=16)
         reductions = smaller(small_heads, with_heads(heads, key_heads))
@@ -105,7 +106,7 @@ def check_tensor_plan(
     if failure is not None:
         verdict = "cannot be carried out" if failure.startswith(_FAILS) else "is wrong"
         raise ModelError(
-            f"parallel.tensor = {size}: the tensor-parallel plan that transformers has for "
+            f"parallel.tensor = {size}: the tensor-parallel plan for "
             f"model_type {model_type} {verdict}: on a proxy model, {failure} -> parallel.tensor=1, "
             "and ZeRO 3 for models too large for one device"
         )
@@ -156,7 +157,8 @@ def check_tensor_size(
         model = empty_model(hf_config)
     except (ValueError, ImportError) as error:
         raise ModelError(f"model.config: {error}") from error
-    plan = tensor_plan(model)
+    adapted = [] if adapters is None else list(find_targets(model, adapters).names)
+    plan = tensor_plan(model, adapted)
     # An attention head is on one rank; key-value heads may be shared.
     config = text_config(hf_config)
     cut = {name.rpartition(".")[2] for name, style in plan.items() if style == "colwise"}
@@ -171,8 +173,7 @@ def check_tensor_size(
     )
     if adapters is not None:
         # Adapters support only some styles of a plan.
-        names, _ = find_targets(model, adapters)
-        styles = {name: plan.get(name, "replicate") for name in names}
+        styles = {name: plan.get(name, "replicate") for name in adapted}
         problems += [
             Problem(
                 "adapters.targets",

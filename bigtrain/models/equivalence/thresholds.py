@@ -398,7 +398,8 @@ def _first_difference(first_model: Any, second_model: Any) -> int:
     # With causal attention the shortest sample ends at the first other logit of a long sample.
     a, b = _logits(first_model, _LONG), _logits(second_model, _LONG)
     differs = ((a - b).abs() > _TOLERANCE * b.abs().max()).any(-1)[0].tolist()
-    guess = differs.index(True) if True in differs else _LONG
+    # Where the first token sees the tokens after it, its logits may be the first to differ.
+    guess = max(1, differs.index(True)) if True in differs else _LONG
     return _shortest(lambda length: not _are_same(first_model, second_model, length), guess)
 
 

@@ -186,6 +186,11 @@ def training_results(model: PreTrainedModel, seed: int = 0) -> dict[str, Values]
     else:
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
     loss.backward()
+    # A state that a layer keeps (RG-LRU) keeps the graph, and with it the shapes of parameters.
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if torch.is_tensor(value) and value.grad_fn is not None:
+                setattr(module, name, value.detach())
     return {LOSS: {"loss": loss.detach()}, GRADIENT: pop_gradients(model)}
 
 

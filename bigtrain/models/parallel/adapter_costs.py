@@ -33,7 +33,8 @@ _GATHERED = ("colwise_gather_output", "colwise_rep")
 def adapter_costs(model: PreTrainedModel, section: AdaptersSection) -> AdapterCosts:
     """Return costs of the adapters that a run would add to `model`, which may be on the meta
     device."""
-    plan = known_plan(model)
+    targets = find_targets(model, section).names
+    plan = known_plan(model, targets)
     text = text_config(model.config)
     count = getattr(text, "num_hidden_layers", None)
     prefixes = [f"{name}." for name, _ in listed_layers(model, count)]
@@ -56,7 +57,7 @@ def adapter_costs(model: PreTrainedModel, section: AdaptersSection) -> AdapterCo
         return parameter_counts[index]
 
     # Linear layers; DoRA trains a length for each output.
-    for name in find_targets(model, section).names:
+    for name in targets:
         product = _product(model, name, plan)
         lengths = product.out_size * section.dora
         is_cut = product.cut == "out" and plan.get(name) not in _GATHERED

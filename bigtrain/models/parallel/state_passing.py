@@ -66,7 +66,8 @@ class StatePassing:
         ends = [piece.start + piece.length for piece in pieces if piece.is_last]
         span_tokens = min(stop - start for start, stop in plan.places[0])
         tail = min(num_before, span_tokens)
-        tokens = torch.tensor([range(end - tail, end) for end in ends], device=x.device)
+        tokens = torch.tensor([range(end - tail, end) for end in ends])
+        tokens = tokens.to(x.device, non_blocking=True)
         tails = x.index_select(0, tokens.flatten()).unflatten(0, (call.shape[0], -1, tail))
         gathered, x = gather(self._exchange, tails, x)
         call.tensors[name] = x
@@ -158,7 +159,7 @@ class _Outputs:
     def tokens_of(self, pieces: Sequence[SpanPiece]) -> torch.Tensor:
         """Return the numbers of the tokens of equally long pieces: int64 [pieces, length]."""
         rows = [range(piece.start, piece.start + piece.length) for piece in pieces]
-        return torch.tensor(rows, device=self._device)
+        return torch.tensor(rows).to(self._device, non_blocking=True)
 
     def tensors_of(self, pieces: Sequence[SpanPiece]) -> dict[str, torch.Tensor]:
         """Return the arguments of equally long pieces, [pieces, length, ...]."""
@@ -179,10 +180,18 @@ class _Outputs:
         """Compute pieces that no other piece depends on, from nothing."""
         starts, lengths = [p.start for p in pieces], [p.length for p in pieces]
         for batch in batches_of(starts, lengths):
-            tokens, is_token = batch.tokens().to(self._device), batch.is_token().to(self._device)
+            # Made on the host: a device would have to count the tokens first.
+            tokens = batch.tokens().to(self._device, non_blocking=True)
             output = self._call.output(self._take(tokens)).flatten(0, 1)
-            filled = is_token.flatten().nonzero().flatten()
-            self._tokens.append(tokens[is_token])
+            spans = list(zip(batch.starts, batch.lengths, strict=True))
+            numbers = torch.cat([torch.arange(start, start + length) for start, length in spans])
+            filled = torch.cat(
+                [
+                    torch.arange(row * batch.width, row * batch.width + length)
+                    for row, (_, length) in enumerate(spans)
+                ]
+            ).to(self._device, non_blocking=True)
+            self._tokens.append(numbers.to(self._device, non_blocking=True))
             self._outputs.append(output.index_select(0, filled))
 
     def joined(self) -> torch.Tensor:

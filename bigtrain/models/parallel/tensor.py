@@ -9,7 +9,7 @@ a plan is right.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -38,6 +38,18 @@ from bigtrain.models.parallel.collectives import (
     summed,
 )
 from bigtrain.models.parallel.grouped_experts import GROUPED_UNIT
+from bigtrain.models.parallel.recurrent_divisions import (
+    COLWISE,
+    LAYER,
+    NORM,
+    ROWWISE,
+    ROWWISE_TO_SHARES,
+    STYLES,
+    leaf_of,
+    recurrent_divisions,
+    recurrent_plan,
+)
+from bigtrain.models.parallel.recurrent_layers import divide_layer
 from bigtrain.models.parallel.sharding import (
     Shard,
     even_ranges,
@@ -70,10 +82,11 @@ ADAPTED = _COLWISE | _ROWWISE | {"mla_kv_a_proj", "replicate"}
 """Styles of layers that can have adapters."""
 
 
-def tensor_plan(model: PreTrainedModel) -> Plan:
+def tensor_plan(model: PreTrainedModel, adapted: Collection[str] = ()) -> Plan:
     """Return the style of every module and parameter by concrete name, parameters before their
-    module. Call it before a pipeline stage removes layers. Raises ModelError for an architecture
-    without a plan."""
+    module. Call it before a pipeline stage removes layers. `adapted`: names of layers that will get
+    adapters: recurrent layers with adapters are not divided by heads. Raises ModelError for an
+    architecture without a plan."""
     rules = dict(model.tp_plan or {})
     plan = expanded_plan(model, rules)
     if has_adapters(model):
@@ -82,6 +95,7 @@ def tensor_plan(model: PreTrainedModel) -> Plan:
         styles = {name: style_of(rules, name, is_parameter=True) for name in names}
         styles |= {n: style_of(rules, n, is_parameter=False) for n in computing_modules(model)}
         plan = {**{n: style for n, style in styles.items() if style is not None}, **plan}
+    plan |= recurrent_plan(model, adapted)
     # If only the head or only the embedding that is tied to the head has a rule, both get one.
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if head is not None and embedding is not None and head.weight is embedding.weight:
@@ -104,10 +118,10 @@ def tensor_plan(model: PreTrainedModel) -> Plan:
     return plan
 
 
-def known_plan(model: PreTrainedModel) -> Plan:
+def known_plan(model: PreTrainedModel, adapted: Collection[str] = ()) -> Plan:
     """Return `tensor_plan`; empty for an architecture without one."""
     try:
-        return tensor_plan(model)
+        return tensor_plan(model, adapted)
     except ModelError:
         return {}
 
@@ -147,6 +161,9 @@ def shard_model(model: PreTrainedModel, plan: Plan, group: Group) -> None:
             parameter.register_hook(_sum_of_holders(shard, group))
     if has_adapters(model):
         cut_stacked_adapters(model, group)
+    for name, layer, division in list(recurrent_divisions(model)):
+        if plan.get(name) == LAYER:
+            divide_layer(layer, division, group)
     for name, style in plan.items():
         if name not in modules or getattr(modules[name], "is_placeholder", False):
             continue
@@ -194,6 +211,9 @@ def _shard_of_style(
     full_shard = Shard(shape, primary=rank == 0)
     if style in _UNSHARDED or not shape:
         return full_shard
+    if style in STYLES:
+        leaf, division = leaf_of(model, name)
+        return division.shard(leaf, shape, rank, size)
     is_bias = name.rpartition(".")[2].endswith("bias")
     if style in ("embedding_rowwise", "embedding_colwise"):
         dim = 0 if style == "embedding_rowwise" else 1
@@ -326,14 +346,17 @@ def _wrapped(model: Any, name: str, module: Any, style: str, group: Group) -> An
         return lambda x, *a, **k: gather_last(
             forward(sum_gradient(x, group), *a, **k), full_width, group
         )
-    if style in _COLWISE:
+    if style in _COLWISE or style == COLWISE:
         return lambda x, *a, **k: forward(sum_gradient(x, group), *a, **k)
     if style in _SPLIT_INPUT:
         inner = _rowwise(name, module, forward, group)
         span = _shard(module.weight).ranges[0]
         return lambda x, *a, **k: inner(split_last(x, span, group), *a, **k)
-    if style in _ROWWISE:
+    if style in _ROWWISE or style == ROWWISE:
         return _rowwise(name, module, forward, group)
+    if style == ROWWISE_TO_SHARES:
+        inner = _rowwise(name, module, forward, group)
+        return lambda x: sum_gradient(inner(x), group)
     if style == "embedding_rowwise":
         return _vocabulary_parallel(module, forward, group)
     if style == "embedding_colwise":
@@ -349,7 +372,7 @@ def _wrapped(model: Any, name: str, module: Any, style: str, group: Group) -> An
         return _compressed_key_value(forward, rope, group)
     if style == "all_reduce":
         return lambda *a, **k: sum_partial(forward(*a, **k), group)
-    if style not in _UNSHARDED:
+    if style not in _UNSHARDED and style not in (LAYER, NORM):  # divided by `divide_layer`
         raise ModelError(f"parallel.tensor: {name}: unknown style {style!r} in the model's plan")
     return None
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -39,8 +40,9 @@ from bigtrain.models.layers.document_masks import document_boundaries
 from bigtrain.models.layers.multi_token import MultiTokenLayers, add_mtp_layers, mtp_layers
 from bigtrain.models.layers.parameter_roles import parameter_roles
 from bigtrain.models.layers.parameters import listed_layers
-from bigtrain.models.layers.recurrence.functions import layers_with_functions
+from bigtrain.models.layers.recurrence.functions import FUNCTIONS, MATRIX, layers_with_functions
 from bigtrain.models.layers.tiled_mlp import find_mlps
+from bigtrain.models.parallel.recurrent_divisions import COLWISE, ROWWISE, ROWWISE_TO_SHARES
 from bigtrain.models.parallel.stage_layout import tensors_in
 from bigtrain.models.parallel.tensor import known_plan
 from bigtrain.models.torch_patches import OperatorMode, shadow, storage_of, unshadow
@@ -54,6 +56,7 @@ from bigtrain.planner.model_costs import (
     MlpCosts,
     ModelCosts,
 )
+from bigtrain.planner.scans import DeltaRule, scan_of
 
 _NAME = "bigtrain_traced"
 Side = Literal["in", "out"] | None
@@ -113,6 +116,7 @@ class _Layer:
     passes_states: bool = False
     dataflow: Dataflow = field(default_factory=Dataflow)
     constants: set[int] = field(default_factory=set)
+    state_columns: int = 0
 
     def costs(self, tokens: int) -> LayerCosts:
         mlp, fused = self.mlp, self.dataflow.sums(self.constants)
@@ -152,6 +156,7 @@ class _Layer:
                 fused.mlp_moved / max(1.0, fused.moved_replicated + fused.moved_divided),
                 fused.num_kernels,
             ),
+            state_columns=self.state_columns,
         )
 
 
@@ -312,6 +317,10 @@ def _trace(hf_config: PreTrainedConfig, dtype: torch.dtype, sequence_length: int
             except (ValueError, ImportError):
                 model = AutoModelForCausalLM.from_config(config, dtype=dtype)
             add_mtp_layers(model, config)
+        # Recurrent layers pad samples to multiples of their chunks.
+        chunks = {getattr(module, "chunk_size", 0) for module in model.modules()} - {0}
+        sequence_length = math.lcm(sequence_length, *(n for n in chunks if isinstance(n, int)))
+        tracer.tokens = sequence_length
         ids = torch.zeros(1, sequence_length, dtype=torch.int64)
     model.tie_weights()  # what no_init_weights also skips
     model.train()
@@ -420,10 +429,13 @@ def _division_hooks(model: PreTrainedModel, tracer: _Tracer) -> Iterator[Any]:
     closes = _sets(tracer, side=None, is_divided=False)
     for name, module in model.named_modules():
         style = plan.get(name, "")
-        if style in ("colwise", "packed_colwise"):
+        if style in ("colwise", "packed_colwise", COLWISE):
             yield module.register_forward_pre_hook(_sets(tracer, side="out"))
             yield module.register_forward_hook(opens)
-        elif style in ("rowwise", "packed_rowwise"):
+        elif style == ROWWISE_TO_SHARES:
+            yield module.register_forward_pre_hook(_sets(tracer, side="in"))
+            yield module.register_forward_hook(opens)
+        elif style in ("rowwise", "packed_rowwise", ROWWISE):
             yield module.register_forward_pre_hook(_sets(tracer, side="in"))
             yield module.register_forward_hook(closes)
         elif module in experts or style == "moe_tp_experts":
@@ -446,7 +458,7 @@ def _collected(
     tokens: int,
     dtype: torch.dtype,
 ) -> ModelCosts:
-    plan = known_plan(model)
+    plan, scan = known_plan(model), scan_of(text_config(model.config))
     names = {module: name for name, module in model.named_modules()}
     stacked = {name for name, entry in parameter_roles(model).items() if entry.is_stacked}
     distinct_costs: list[LayerCosts] = []
@@ -465,7 +477,12 @@ def _collected(
             else:
                 sums.num_replicated += parameter.numel()
         sums.constants = tracer.parameter_storages | tracer.shared
-        sums.passes_states = any(layers_with_functions(layer))
+        functions = {name for _, _, names in layers_with_functions(layer) for name in names}
+        sums.passes_states = bool(functions)
+        if isinstance(scan, DeltaRule) and any(
+            FUNCTIONS[n].kind == MATRIX for n in functions & FUNCTIONS.keys()
+        ):
+            sums.state_columns = scan.heads * scan.key_size
         costs = sums.costs(tokens)
         if costs not in distinct_costs:
             distinct_costs.append(costs)

@@ -174,7 +174,7 @@ def test_names_of_weights_are_those_of_transformers() -> None:
     )
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "opt", "falcon", "bloom", "mamba"])
+@pytest.mark.parametrize("model_type", ["gpt2", "opt", "falcon", "bloom", "rwkv"])
 def test_a_model_without_a_tensor_parallel_plan_is_refused(
     model_type: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -25,6 +25,10 @@ from bigtrain.models.transformers_patches import functions_called, with_function
 Run = Callable[["Call"], torch.Tensor | None]
 """Computes a call: returns its output [B * T, ...], or None to leave it to the original."""
 
+Prepare = Callable[[dict[str, Any]], dict[str, Any]]
+"""From the arguments of a layer's call, by name, to the arguments of the function."""
+_PREPARE = "bigtrain_prepare"
+
 CONVOLUTION, MATRIX, SCALAR, VECTOR = "convolution", "matrix", "scalar", "vector"
 CHANNELS = "channels"
 """Kinds of functions: without a state, and with a state that a token multiplies by a matrix, by a
@@ -169,15 +173,8 @@ def replace_functions(
         changed.append((module, name))
 
     for _, module, called_names in layers_with_functions(model):
-        functions: dict[str, Callable[[Any], Any]] = {
-            name: partial(_replaced, FUNCTIONS[name], run)
-            for name in called_names & FUNCTIONS.keys()
-        }
-        functions |= {name: partial(_unfused, fuses) for name in called_names.intersection(_FUSED)}
-        replace(module, "forward", with_functions(module, functions))
-        for name in called_names & FUNCTIONS.keys():
-            if hasattr(type(module), name):
-                replace(module, name, functions[name](getattr(type(module), name).__get__(module)))
+        for name, value in _replacements(module, called_names, run, fuses).items():
+            replace(module, name, value)
     for module in model.modules():
         if isinstance(module, nn.Conv1d) and _is_causal(module):
             replace(module, "forward", _convolution(module, run))
@@ -185,8 +182,38 @@ def replace_functions(
     def undo() -> None:
         for module, name in changed:
             unshadow(module, name)
+        for module in {module for module, _ in changed if hasattr(module, _PREPARE)}:
+            divide_functions(module, getattr(module, _PREPARE))
 
     return undo
+
+
+def divide_functions(layer: nn.Module, prepare: Prepare) -> None:
+    """Make `layer`, which computes some of its heads, pass the arguments of its functions through
+    `prepare`, also when `replace_functions` replaces them, and use no kernel that contains other
+    parts of the layer."""
+    shadow(layer, _PREPARE, prepare)
+    called_names = functions_called(layer, (*FUNCTIONS, *_FUSED))
+    if called_names:
+        replacements = _replacements(layer, called_names, lambda call: None, lambda: False)
+        for name, value in replacements.items():
+            shadow(layer, name, value)
+
+
+def _replacements(
+    module: nn.Module, called_names: set[str], run: Run, fuses: Callable[[], bool]
+) -> dict[str, Any]:
+    """Return the methods of a layer that computes its functions by `run`, by name."""
+    prepare: Prepare | None = getattr(module, _PREPARE, None)
+    names = called_names & FUNCTIONS.keys()
+    functions: dict[str, Callable[[Any], Any]] = {
+        name: partial(_replaced, FUNCTIONS[name], run, prepare=prepare) for name in names
+    }
+    may_fuse = fuses if prepare is None else lambda: False
+    functions |= {name: partial(_unfused, may_fuse) for name in called_names.intersection(_FUSED)}
+    methods = {name: getattr(type(module), name) for name in names if hasattr(type(module), name)}
+    bound = {name: functions[name](method.__get__(module)) for name, method in methods.items()}
+    return {"forward": with_functions(module, functions), **bound}
 
 
 def _is_causal(module: nn.Conv1d) -> bool:
@@ -204,8 +231,14 @@ def _convolution(module: nn.Conv1d, run: Run) -> Callable[[torch.Tensor], Any]:
     return lambda hidden_states: compute(hidden_states, weight=module.weight)
 
 
-def _replaced(function: TokenFunction, run: Run, original: Any) -> Any:
+def _replaced(
+    function: TokenFunction, run: Run, original: Any, prepare: Prepare | None = None
+) -> Any:
     def compute(*args: Any, **kwargs: Any) -> Any:
+        if prepare is not None and function.kind != CONVOLUTION:
+            names = list(inspect.signature(original).parameters)
+            kwargs = prepare(dict(zip(names, args, strict=False)) | kwargs)
+            args = tuple(kwargs.pop(name) for name in names[: len(args)])
         call = Call(function, original, args, kwargs)
         output = run(call)
         return original(*args, **kwargs) if output is None else call.restored(output)

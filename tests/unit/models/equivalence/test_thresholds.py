@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -229,3 +230,19 @@ def test_documents_on_both_sides() -> None:
     assert positions.shape == (4, 16)
     longest = [int(row.max()) + 1 for row in positions]
     assert longest == [11, 5, 11, 5]
+
+
+def test_a_first_token_that_sees_later_tokens_may_differ_first() -> None:
+    """No sample of no tokens is computed (prophetnet's logits depend on later tokens)."""
+
+    class Acausal(torch.nn.Module):
+        def __init__(self, factor: int) -> None:
+            super().__init__()
+            self.factor = factor
+
+        def forward(self, input_ids: torch.Tensor, use_cache: bool) -> Any:
+            assert input_ids.numel()
+            logits = input_ids.float()[..., None] + self.factor * input_ids.sum()
+            return SimpleNamespace(logits=logits)
+
+    assert thresholds._first_difference(Acausal(1), Acausal(2)) == 1

@@ -1,0 +1,366 @@
+"""Division of recurrent layers among tensor-parallel ranks: each rank computes some of the heads.
+
+transformers' plans leave these layers unsharded, or gather what their projections return. Here the
+projections, convolutions, decays and gates are divided by heads (by channels, where a layer has no
+heads). A projection of several parts, such as z, x, B, C and dt of Mamba 2, is divided part by
+part. Layers are known by the functions that they call (`recurrence.functions`) and by the names of
+their parameters in transformers' files (5.23); a layer with any further parameter is not divided.
+`bigtrain.models.equivalence.tensor_parallel` compares the division with the unsharded model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from bigtrain.errors import ModelError
+from bigtrain.models.layers.recurrence.functions import (
+    CHANNELS,
+    CONVOLUTION,
+    FUNCTIONS,
+    MATRIX,
+    SCALAR,
+    VECTOR,
+    layers_with_functions,
+)
+from bigtrain.models.parallel.sharding import Shard
+from bigtrain.models.transformers_patches import functions_called
+
+COLWISE, ROWWISE = "recurrent_colwise", "recurrent_rowwise"
+ROWWISE_TO_SHARES = "recurrent_rowwise_to_shares"
+NORM, LAYER = "recurrent_norm", "recurrent_layer"
+"""Styles of modules and parameters in a plan. ROWWISE_TO_SHARES: the sum of partial products, of
+which every rank's heads read all (``x_proj`` of Mamba 1)."""
+STYLES = frozenset({COLWISE, ROWWISE, ROWWISE_TO_SHARES, NORM, LAYER})
+_PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """How a parameter is divided. parts: sizes along `dim`, each divided evenly."""
+
+    style: str
+    parts: tuple[int, ...]
+    dim: int = 0
+
+
+@dataclass(frozen=True)
+class Division:
+    """The division of one layer.
+
+    leaves: by the name of a parameter in the layer. partial: parameters that every rank has, with a
+    part of the gradient. whole: unsharded parameters with the full gradient. heads: what has to be
+    a multiple of the degree, by the layer's attribute. groups: heads that share B and C (Mamba 2),
+    which may be fewer than ranks. local: attributes of a rank's layer and its modules, by degree.
+    norm: the module that normalizes over channels of several ranks, if there are fewer groups.
+    """
+
+    leaves: Mapping[str, Leaf]
+    heads: Mapping[str, int]
+    local: Callable[[int], Mapping[str, int]]
+    partial: tuple[str, ...] = ()
+    whole: tuple[str, ...] = ()
+    groups: int = 0
+    norm: str = ""
+    buffers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def problem(self, size: int) -> str:
+        """Return why `size` ranks cannot divide the layer; empty if they can."""
+        for attribute, count in self.heads.items():
+            if count % size:
+                return f"{attribute} = {count} is not a multiple of {size}"
+        if self.groups and self.groups % size and size % self.groups:
+            return f"n_groups = {self.groups} and {size} ranks: neither is a multiple of the other"
+        for name, leaf in self.leaves.items():
+            indivisible = [part for part in leaf.parts if part % size]
+            if indivisible:
+                return f"{name} has {indivisible[0]} rows of one kind, not a multiple of {size}"
+        return ""
+
+    def shard(self, name: str, shape: tuple[int, ...], rank: int, size: int) -> Shard:
+        """Return the shard of parameter `name` on `rank`. Raises ModelError if `size` ranks cannot
+        divide the layer."""
+        reason = self.problem(size)
+        if reason:
+            nearest = max(n for n in range(1, size) if not self.problem(n))
+            raise ModelError(
+                f"parallel.tensor = {size}: a recurrent layer cannot be divided: {reason} -> "
+                f"nearest: {nearest}"
+            )
+        leaf = self.leaves[name]
+        ranges = ranges_of(leaf.parts, rank, size)
+        return Shard(shape, leaf.dim, ranges, sum(leaf.parts) // size, primary=True)
+
+
+def ranges_of(parts: tuple[int, ...], rank: int, size: int) -> tuple[tuple[int, int], ...]:
+    """Return the rows [start, stop) of `rank`, one range for each of `parts`."""
+    starts = [sum(parts[:number]) for number in range(len(parts))]
+    return tuple(
+        (start + part * rank // size, start + part * (rank + 1) // size)
+        for start, part in zip(starts, parts, strict=True)
+    )
+
+
+# --- layers ---
+
+
+def _linear(style: str, name: str, parts: tuple[int, ...]) -> dict[str, Leaf]:
+    """Return the leaves of a linear layer or a convolution."""
+    if style == COLWISE:
+        return {f"{name}.weight": Leaf(style, parts), f"{name}.bias": Leaf(style, parts)}
+    return {f"{name}.weight": Leaf(style, parts, dim=1)}
+
+
+def _channels(name: str, count: int) -> dict[str, int]:
+    return dict.fromkeys((f"{name}.in_channels", f"{name}.out_channels", f"{name}.groups"), count)
+
+
+def _mamba2(layer: Any) -> Division:
+    """Bamba, Granite 4, Nemotron-H, Falcon-H1, Mamba 2, Zamba2. Ranks that share a group hold parts
+    of its states in B and C, and exchange them after the convolution."""
+    inner, heads = layer.intermediate_size, layer.num_heads
+    groups, states = layer.n_groups, layer.n_groups * layer.ssm_state_size
+    projected = (inner, inner, states, states, heads)
+    per_head = {name: Leaf(COLWISE, (heads,)) for name in ("A_log", "D", "dt_bias")}
+
+    def local(size: int) -> dict[str, int]:
+        local_groups = max(1, groups // size)
+        return {
+            "num_heads": heads // size,
+            "intermediate_size": inner // size,
+            "n_groups": local_groups,
+            "ssm_state_size": states // size // local_groups,
+            "conv_dim": layer.conv_dim // size,
+            "norm.group_size": inner // size // local_groups,
+            "norm.n_groups": local_groups,
+            **_channels("conv1d", layer.conv_dim // size),
+        }
+
+    return Division(
+        leaves={
+            **_linear(COLWISE, "in_proj", projected),
+            **_linear(COLWISE, "conv1d", (inner, states, states)),
+            **_linear(ROWWISE, "out_proj", (inner,)),
+            **per_head,
+            "norm.weight": Leaf(COLWISE, (inner,)),
+        },
+        heads={"num_heads": heads},
+        local=local,
+        whole=("out_proj.bias",),
+        groups=groups,
+        norm="norm",
+        buffers={"mup_vector": projected},
+    )
+
+
+def _delta_rule(layer: Any) -> Division:
+    """Qwen3-Next, Qwen3.5, OLMo hybrid: key heads, each with as many value heads."""
+    key, value, heads = layer.key_dim, layer.value_dim, layer.num_v_heads
+    rows = {
+        "in_proj_qkv": (key, key, value),
+        "in_proj_qkvz": (2 * key + 2 * value,),  # by key heads
+        "in_proj_ba": (2 * heads,),
+        "conv1d": (key, key, value),
+        **dict.fromkeys(("q_proj", "k_proj"), (key,)),
+        **dict.fromkeys(("in_proj_z", "v_proj", "g_proj"), (value,)),
+        **dict.fromkeys(("in_proj_a", "in_proj_b", "a_proj", "b_proj"), (heads,)),
+    }
+    leaves = {name: Leaf(COLWISE, (heads,)) for name in ("A_log", "dt_bias")}
+    for name, parts in rows.items():
+        leaves |= _linear(COLWISE, name, parts)
+    for name in ("out_proj", "o_proj"):
+        leaves |= _linear(ROWWISE, name, (value,))
+
+    def local(size: int) -> dict[str, int]:
+        names = ("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv_dim")
+        divided = {name: getattr(layer, name) // size for name in names}
+        return divided | _channels("conv1d", divided["conv_dim"])
+
+    return Division(
+        leaves,
+        heads={"num_k_heads": layer.num_k_heads, "num_v_heads": heads},
+        local=local,
+        partial=("norm.weight", "o_norm.weight"),
+    )
+
+
+def _kimi_delta_rule(layer: Any) -> Division:
+    """Kimi Linear: a decay for each channel, from a product of two small matrices."""
+    width, heads = layer.qkv_dim, layer.num_heads
+    leaves = {
+        "forget_gate.A_log": Leaf(COLWISE, (heads,), dim=2),
+        "forget_gate.dt_bias": Leaf(COLWISE, (width,)),
+        **_linear(COLWISE, "conv1d", (width,) * 3),
+        **_linear(COLWISE, "b_proj", (heads,)),
+        **_linear(ROWWISE, "o_proj", (width,)),
+    }
+    for name in ("q_proj", "k_proj", "v_proj", "g_b_proj", "forget_gate.f_b_proj"):
+        leaves |= _linear(COLWISE, name, (width,))
+
+    def local(size: int) -> dict[str, int]:
+        divided = {"num_heads": heads // size, "qkv_dim": width // size}
+        gate = {f"forget_gate.{name}": value for name, value in divided.items()}
+        conv_dim = layer.conv_dim // size
+        return {**divided, **gate, "conv_dim": conv_dim, **_channels("conv1d", conv_dim)}
+
+    return Division(
+        leaves,
+        heads={"num_heads": heads},
+        local=local,
+        partial=("o_norm.weight",),
+        whole=("g_a_proj.weight", "forget_gate.f_a_proj.weight"),
+    )
+
+
+def _mamba1(layer: Any) -> Division:
+    """Mamba, Falcon Mamba, Jamba: by channels. B, C and the time steps are computed from all
+    channels, and read by all."""
+    inner = layer.intermediate_size
+    return Division(
+        leaves={
+            **_linear(COLWISE, "in_proj", (inner, inner)),
+            **_linear(COLWISE, "conv1d", (inner,)),
+            **_linear(ROWWISE_TO_SHARES, "x_proj", (inner,)),
+            **_linear(COLWISE, "dt_proj", (inner,)),
+            **_linear(ROWWISE, "out_proj", (inner,)),
+            "A_log": Leaf(COLWISE, (inner,)),
+            "D": Leaf(COLWISE, (inner,)),
+        },
+        heads={"intermediate_size": inner},
+        local=lambda size: {
+            "intermediate_size": inner // size,
+            **_channels("conv1d", inner // size),
+        },
+        partial=tuple(f"{name}_layernorm.weight" for name in ("dt", "b", "c")),
+        whole=("out_proj.bias",),
+    )
+
+
+def _short_convolution(layer: Any) -> Division:
+    """LFM2 and 3: ``C * conv(B * x)``, by channels."""
+    width = layer.conv.in_channels
+    return Division(
+        leaves={
+            **_linear(COLWISE, "in_proj", (width,) * 3),
+            **_linear(COLWISE, "conv", (width,)),
+            **_linear(ROWWISE, "out_proj", (width,)),
+        },
+        heads={"conv.in_channels": width},
+        local=lambda size: _channels("conv", width // size),
+        whole=("out_proj.bias",),
+    )
+
+
+def _rg_lru(block: Any) -> Division:
+    """RecurrentGemma: by blocks of channels with a matrix of gates each, which are called heads."""
+    width, heads = block.lru_width, block.rg_lru.num_attention_heads
+    gates = (f"rg_lru.{gate}_gate" for gate in ("input", "recurrent"))
+    return Division(
+        leaves={
+            **_linear(COLWISE, "linear_x", (width,)),
+            **_linear(COLWISE, "linear_y", (width,)),
+            **_linear(COLWISE, "conv_1d", (width,)),
+            **_linear(ROWWISE, "linear_out", (width,)),
+            "rg_lru.recurrent_param": Leaf(COLWISE, (width,)),
+            **{f"{gate}_{end}": Leaf(COLWISE, (heads,)) for gate in gates for end in _GATE_ENDS},
+        },
+        heads={"rg_lru.num_attention_heads": heads},
+        local=lambda size: {
+            "lru_width": width // size,
+            "rg_lru.num_attention_heads": heads // size,
+            **_channels("conv_1d", width // size),
+        },
+        whole=("linear_out.bias",),
+    )
+
+
+_GATE_ENDS = ("weight", "bias")
+
+
+def division_of(layer: nn.Module, called_names: set[str]) -> Division | None:
+    """Return how `layer`, which calls functions of `FUNCTIONS`, is divided; None if it cannot be.
+    The layer is unsharded; for a function that is called in a part of a layer (`_rnn_scan`), the
+    layer."""
+    kinds = {FUNCTIONS[name].kind for name in called_names & FUNCTIONS.keys()} - {CONVOLUTION}
+    makers: dict[frozenset[str], Callable[[Any], Division]] = {
+        frozenset({SCALAR}): _mamba2,
+        frozenset({MATRIX}): _delta_rule,
+        frozenset({VECTOR}): _mamba1,
+        frozenset({CHANNELS}): _rg_lru,
+        frozenset(): _short_convolution,
+    }
+    make = makers.get(frozenset(kinds))
+    if "chunk_kimi_delta_attention" in called_names:
+        make = _kimi_delta_rule
+    if make is None:
+        return None
+    try:
+        division = make(layer)
+    except AttributeError:  # a layer of another kind
+        return None
+    known = {*division.leaves, *division.partial, *division.whole}
+    shapes = {name: tuple(parameter.shape) for name, parameter in layer.named_parameters()}
+    fits = all(
+        shapes[name][leaf.dim] == sum(leaf.parts)
+        for name, leaf in division.leaves.items()
+        if name in shapes
+    )
+    return division if fits and shapes.keys() <= known else None
+
+
+_CALLED_IN_PARTS = {"_rnn_scan"}
+
+
+def recurrent_divisions(model: nn.Module) -> Iterator[tuple[str, nn.Module, Division]]:
+    """Yield the layers of an unsharded `model` that can be divided, with their names."""
+    for name, module, called_names in layers_with_functions(model):
+        layer_name = name.rpartition(".")[0] if called_names & _CALLED_IN_PARTS else name
+        layer = module if layer_name == name else model.get_submodule(layer_name)
+        division = division_of(layer, called_names)
+        if division is not None:
+            yield layer_name, layer, division
+
+
+def leaf_of(model: nn.Module, name: str) -> tuple[str, Division]:
+    """Return the name in its recurrent layer of parameter `name` of an unsharded `model`, and the
+    layer's division."""
+    parts = name.split(".")
+    for count in range(len(parts) - 1, 0, -1):
+        layer = model.get_submodule(".".join(parts[:count]))
+        children = {
+            child
+            for module in layer.children()
+            for child in functions_called(module, _CALLED_IN_PARTS)
+        }
+        called_names = functions_called(layer, FUNCTIONS) - _CALLED_IN_PARTS | children
+        division = division_of(layer, called_names) if called_names else None
+        if division is not None:
+            return ".".join(parts[count:]), division
+    raise AssertionError(name)
+
+
+def recurrent_plan(model: nn.Module, adapted: Collection[str] = ()) -> dict[str, str]:
+    """Return the styles of the parameters and modules of the recurrent layers of `model`, which
+    replace what transformers' plan has for these layers. Without layers that have adapters, or one
+    of whose modules is `adapted`."""
+    plan: dict[str, str] = {}
+    for name, layer, division in recurrent_divisions(model):
+        if any(module.startswith(f"{name}.") for module in adapted):
+            continue
+        for leaf, _ in layer.named_parameters():
+            if leaf in division.leaves:
+                plan[f"{name}.{leaf}"] = division.leaves[leaf].style
+            else:
+                is_partial = leaf in division.partial
+                plan[f"{name}.{leaf}"] = _PARTIAL_GRADIENT if is_partial else "replicate"
+        for leaf, module in layer.named_modules():
+            if isinstance(module, nn.Linear):
+                entry = division.leaves.get(f"{leaf}.weight")
+                plan[f"{name}.{leaf}"] = "replicate" if entry is None else entry.style
+        if division.norm and isinstance(getattr(layer, division.norm, None), nn.Module):
+            plan[f"{name}.{division.norm}"] = NORM
+        plan[name] = LAYER
+    return plan
