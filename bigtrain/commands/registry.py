@@ -63,6 +63,7 @@ class CommandParser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.commands: dict[str, argparse.ArgumentParser] = {}
+        self.named_command: argparse.ArgumentParser | None = None  # whose arguments are loaded
 
     def error(self, message: str) -> NoReturn:
         match = _UNKNOWN_COMMAND.match(message)
@@ -75,16 +76,16 @@ class CommandParser(argparse.ArgumentParser):
                 remedies.append(f"a launcher starts training: {TRAINING}")
                 remedies.append("bigtrain start --model MODEL --data FILE")
             message = f"unknown command {name} -> {' or '.join(remedies) or 'bigtrain --help'}"
-        if self.takes_settings:
+        command = self.named_command or self
+        if option := similar_option(message, command):
+            message = f"{message} -> did you mean {option}?"
+        elif self.takes_settings:
             from bigtrain.settings.loading import with_setting_names  # imports all sections
 
             message = with_setting_names(message)
-        self.exit(2, f"{self.prog}: error: {with_fix(message, self._named_command())}\n")
-
-    def _named_command(self) -> argparse.ArgumentParser:
-        """Return the parser of the command that was typed: this one, or its only loaded one."""
-        loaded = [parser for parser in self.commands.values() if len(parser._actions) > 1]
-        return loaded[0] if len(loaded) == 1 else self
+        if " -> " not in message and "is written" not in message:
+            message = f"{message} -> {command.prog} --help"
+        self.exit(2, f"{self.prog}: error: {message}\n")  # without the usage: one line
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         if self._intermixing or self._subparsers is not None:
@@ -96,15 +97,12 @@ class CommandParser(argparse.ArgumentParser):
             self._intermixing = False
 
 
-def with_fix(message: str, parser: argparse.ArgumentParser) -> str:
-    """Return an error of argparse with what to do: a similar option, or the help."""
-    if " -> " in message or "; a setting of the run is written" in message:
-        return message
-    options = [option for action in parser._actions for option in action.option_strings]
+def similar_option(message: str, parser: argparse.ArgumentParser) -> str | None:
+    """Return the option of `parser` that an unknown one in an error of argparse may mean."""
     unknown = message.partition("unrecognized arguments: ")[2].split()
-    close = [name for word in unknown for name in difflib.get_close_matches(word, options, n=1)]
-    suggestion = f"did you mean {close[0]}? " if close else ""
-    return f"{message} -> {suggestion}{parser.prog} --help"
+    options = re.findall(r"--[\w-]+", parser.format_usage())
+    matches = [difflib.get_close_matches(word, options, n=1, cutoff=0.75) for word in unknown]
+    return next((match[0] for match in matches if match), None)
 
 
 def build_parser(*loaded: str | None) -> CommandParser:
@@ -124,6 +122,7 @@ def build_parser(*loaded: str | None) -> CommandParser:
         parser.commands[name] = subparser
         if name in loaded:
             _add_arguments(subparser, name)
+            parser.named_command = subparser
             parser.takes_settings = subparser.format_usage().rstrip().endswith(SETTINGS)
     return parser
 

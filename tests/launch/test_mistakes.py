@@ -96,7 +96,8 @@ MISTAKES: dict[str, tuple[str, ...]] = {
         "has no tokenizer (tokenizer.json or tokenizer_config.json) -> train one",
     ),
     "tokenize --input texts.jsonl --output s": ("required: --tokenizer -> ", "tokenize --help"),
-    "tokenize --inputs texts.jsonl --tokenizer tokenizer --output s": ("--help",),
+    "tokenize --inputs texts.jsonl --tokenizer tokenizer --output s": ("required: --input",),
+    "check --config run.yaml --worldsize 2": ("did you mean --world-size?",),
     "tokenize --input empty.jsonl --tokenizer tokenizer --output s": (
         "the input has no training tokens",
         "-> files with text",

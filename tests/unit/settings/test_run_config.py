@@ -65,7 +65,7 @@ def test_a_run_is_frozen() -> None:
 def test_missing_file_and_unreadable_yaml(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="neither a file nor the name of a recipe"):
         load_run_config(str(tmp_path / "none.yaml"))
-    with pytest.raises(ConfigError, match=r"did you mean quickstart\? recipes: .*quickstart"):
+    with pytest.raises(ConfigError, match=r"did you mean quickstart\? .* recipe: .*quickstart"):
         find_config("quikstart")
     (text,) = problems_of(tmp_path, "- 1")
     assert "the file must hold sections" in text
@@ -210,7 +210,7 @@ def test_names_that_only_a_shell_expands_are_refused(
     (problem,) = problems_of(tmp_path, make_tree(), f"output.directory={name}")
     assert "expanded by a shell, not in a file" in problem
     written = {"~/runs/a": "/home/me/runs/a", "$HOME/a": "/home/me/a"}
-    assert repr(written.get(name, "runs/7")) in problem
+    assert problem.endswith(f"-> output.directory={written.get(name, 'runs/7')}")
     load_run_config(write(tmp_path, make_tree()), ["output.directory=runs/a~b-5$"])
 
 

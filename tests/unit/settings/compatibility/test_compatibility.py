@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import re
 from types import ModuleType
@@ -164,7 +165,10 @@ def test_the_page_is_what_the_tool_writes() -> None:
 def test_examples_are_settings_that_a_user_can_type() -> None:
     """Not the names of facts, such as ``cut_heads=8``."""
     typed = {"--device cpu", "ds:pipeline.partition", "ds:pipeline.stages"}  # any key is refused
-    typed |= {"ds:optimizer.params.torch_adam", *tool()._MODEL_KEYS.values()}
+    typed |= {"ds:optimizer.params.torch_adam"}
+    # Keys of a model's config.json.
+    typed |= {"num_attention_heads", "num_key_value_heads", "num_hidden_layers"}
+    typed |= {"max_position_embeddings", "num_experts"}
     for name, rule in RULES.items():
         example = rule.violation()
         differences = [*tool()._differences(Facts(), example)]
@@ -174,6 +178,11 @@ def test_examples_are_settings_that_a_user_can_type() -> None:
             for code in re.findall(r"`([^`]+)`", written):
                 key = code.partition("=")[0]
                 assert key in typed or is_a_setting(key), f"{name}: {code}"
+
+
+@functools.cache
+def run_schema() -> Any:
+    return RunConfig.model_json_schema()
 
 
 def is_a_setting(key: str) -> bool:
@@ -187,7 +196,7 @@ def is_a_setting(key: str) -> bool:
                 return False
             keys = keys[part]
         return True
-    schema = RunConfig.model_json_schema()
+    schema = run_schema()
     sections = [schema]
     for part in path:
         fields = {k: v for section in sections for k, v in section.get("properties", {}).items()}
@@ -200,8 +209,9 @@ def is_a_setting(key: str) -> bool:
 
 
 def test_texts_of_rules_name_no_internal_value() -> None:
-    internal = {n for n, fact in FACTS.items() if "_" in n and n not in fact.key.split(".")}
-    internal -= {"num_experts"}  # a key of a model's config.json
+    keys = {name: re.split(r"[.:]", fact.key) for name, fact in FACTS.items()}
+    internal = {name for name, parts in keys.items() if "_" in name and name not in parts}
+    internal -= {"num_experts", "num_mtp_layers"}  # keys of a model's config.json
     for name, rule in RULES.items():
         problem = rule.problem(rule.violation())
         for word in re.findall(r"\w+", f"{name} {problem}"):
