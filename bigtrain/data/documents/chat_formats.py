@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from bigtrain.data.documents.alpaca_prompts import ALPACA_KEYS, PROMPTS
 from bigtrain.data.documents.conversations import from_text
 from bigtrain.data.documents.key_rules import KeyRules, text_rules
 from bigtrain.data.documents.row_format import (
@@ -166,6 +167,19 @@ FORMATS: Mapping[str, ChatFormat] = {
             (),
             has_roles=False,
             needs_template=True,
+        ),
+        *(
+            ChatFormat(
+                name,
+                ALPACA_KEYS,
+                frozenset({"instruction", "output"}),
+                make,
+                (),
+                noun="an instruction",
+                is_detected=False,
+                has_roles=False,
+            )
+            for name, make in PROMPTS.items()
         ),
         *(
             ChatFormat(

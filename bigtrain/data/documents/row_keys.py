@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+from bigtrain.data.documents.alpaca_prompts import ALPACA_KEYS, PROMPTS
 from bigtrain.data.documents.conversations import from_text
 from bigtrain.objectives.section import ROWS
 
@@ -87,7 +88,8 @@ class RowKey:
     is_named: bool = False
 
 
-SFT = ("messages", "sharegpt", "alpaca", "prompt-completion")
+PROMPTED = tuple(PROMPTS)
+SFT = ("messages", "sharegpt", "alpaca", "prompt-completion", *PROMPTED)
 OBJECTIVE_ROWS = tuple(rows.name for rows in ROWS.values())
 ANSWERS = tuple(rows.name for rows in ROWS.values() if not rows.has_classes)
 CHATS = (*SFT, *OBJECTIVE_ROWS)
@@ -110,6 +112,20 @@ ROW_KEYS: tuple[RowKey, ...] = (
         "Axolotl, LLaMA-Factory, ms-swift",
         "used",
         "question, its context, answer, and earlier pairs of both",
+    ),
+    RowKey(
+        ALPACA_KEYS,
+        PROMPTED,
+        "Axolotl",
+        "used",
+        "question, its context and answer, in a prompt of plain text",
+    ),
+    RowKey(
+        ("system", "history"),
+        PROMPTED,
+        "Axolotl, LLaMA-Factory, ms-swift",
+        "refused",
+        "its {name} would not be read -> --format alpaca; or --ignore-key {name}",
     ),
     RowKey(
         ("system",),
@@ -233,7 +249,7 @@ ROW_KEYS: tuple[RowKey, ...] = (
     ),
     RowKey(
         ("tools",),
-        ("alpaca",),
+        ("alpaca", *PROMPTED),
         "LLaMA-Factory, ms-swift",
         "refused",
         "its {name} would not be read -> messages with tools: --format messages; or "
@@ -241,7 +257,7 @@ ROW_KEYS: tuple[RowKey, ...] = (
     ),
     RowKey(
         ("functions",),
-        ("sharegpt", "alpaca", "prompt-completion", *OBJECTIVE_ROWS),
+        ("sharegpt", "alpaca", "prompt-completion", *PROMPTED, *OBJECTIVE_ROWS),
         "OpenAI's former format",
         "refused",
         "its {name} would not be read -> tools; or --ignore-key {name}",
@@ -263,7 +279,7 @@ ROW_KEYS: tuple[RowKey, ...] = (
     ),
     RowKey(
         ("rejected_response", "rejected_messages", "rejected_tools"),
-        ("alpaca", "prompt-completion", *OBJECTIVE_ROWS),
+        ("alpaca", "prompt-completion", *PROMPTED, *OBJECTIVE_ROWS),
         "ms-swift",
         "refused",
         "it has {name}, the worse answer of a pair, which would not be read -> a key rejected "
@@ -286,7 +302,7 @@ ROW_KEYS: tuple[RowKey, ...] = (
     ),
     RowKey(
         ("kto_tag",),
-        ("alpaca", "prompt-completion", *OBJECTIVE_ROWS),
+        ("alpaca", "prompt-completion", *PROMPTED, *OBJECTIVE_ROWS),
         "LLaMA-Factory",
         "refused",
         "it has {name}, a rating of the answer, which would not be read -> --format kto "

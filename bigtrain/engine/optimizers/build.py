@@ -19,7 +19,7 @@ from bigtrain.models.layers.adapter_names import learns_faster
 from bigtrain.models.layers.parameter_roles import adapted_weight, split_by_decay
 from bigtrain.models.layers.parameters import parameter_of
 from bigtrain.models.parallel.sharding import full_shape, is_expert
-from bigtrain.settings.run_config import OptimizerSection
+from bigtrain.settings.run_config import AdaptersSection, OptimizerSection
 from bigtrain.settings.sections.optimizer import facts_of_optimizer
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -61,12 +61,12 @@ def parameter_groups(
     section: OptimizerSection,
     expert_size: int,
     untrained: Collection[str] = (),
-    loraplus_lr_ratio: float | None = None,
+    adapters: AdaptersSection | None = None,
 ) -> list[dict[str, Any]]:
     """Return groups with and without weight decay, in this order, and of hidden matrices if the
     optimizer updates only hidden matrices, or of small parameters if it updates no small
     parameters; then groups with the learning rate of LoRA+, one per group so far, if
-    `loraplus_lr_ratio` is set; then groups of experts, one per group so far, if `expert_size` ranks
+    `adapters` has its ratio; then groups of experts, one per group so far, if `expert_size` ranks
     divide experts. Any group may be empty. `untrained`: as in `split_by_decay`."""
     split = split_by_decay(model, decay_embeddings=section.decay_embeddings, untrained=untrained)
     groups: list[dict[str, Any]] = [
@@ -108,7 +108,7 @@ def parameter_groups(
             group["params"] = [p for p in group["params"] if id(p) not in small_ids]
             row = {"params": small, "name": f"small_{group['name']}", "rule": section.facts.small}
             groups.append({**group, **row})
-    if loraplus_lr_ratio is not None:
+    if adapters is not None and adapters.loraplus_lr_ratio is not None:
         # LoRA+ (Hayou et al. 2024, arXiv 2402.12354): B and vectors learn faster than A.
         names_by_id = {id(parameter): name for name, parameter in model.named_parameters()}
         for group in groups[:]:
@@ -116,7 +116,7 @@ def parameter_groups(
             fast_ids = {id(parameter) for parameter in fast}
             group["params"] = [p for p in group["params"] if id(p) not in fast_ids]
             row = {"params": fast, "name": f"loraplus_{group['name']}"}
-            groups.append({**group, **row, "lr_ratio": loraplus_lr_ratio})
+            groups.append({**group, **row, "lr_ratio": adapters.loraplus_lr_ratio})
     # Experts that ranks divide: DeepSpeed reduces their gradients over other groups of ranks.
     if expert_size > 1:
         expert_group_name = name_of_experts(expert_size)

@@ -73,12 +73,9 @@ def build_pipeline_engine(
     pipeline = _stages_module(module, mesh)
     # Parameter groups, equal on all stages.
     expert_size = mesh.topology.expert_size
+    untrained = model_plan.parameters.untrained
     decay_groups = parameter_groups(
-        stage.model,
-        config.optimizer,
-        expert_size,
-        model_plan.parameters.untrained,
-        None if config.adapters is None else config.adapters.loraplus_lr_ratio,
+        stage.model, config.optimizer, expert_size, untrained, config.adapters
     )
     set_expert_groups(mesh.expert, mesh.expert_replicas)
     _fill_groups(pipeline, decay_groups, mesh, device)

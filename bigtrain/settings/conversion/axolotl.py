@@ -198,6 +198,16 @@ _TEMPLATES = {
 """Templates of Axolotl that write what one of `bigtrain.data.chat.named_templates` does."""
 
 
+_ALPACA = {
+    **dict.fromkeys(("alpaca", "alpaca:instruct", "alpaca_instruct"), "alpaca-instruct"),
+    "alpaca_instruct.load": "alpaca-instruct",
+    **dict.fromkeys(("alpaca:chat", "alpaca_chat", "alpaca_chat.load"), "alpaca-chat"),
+    "alpaca_instruct.load_no_prompt": "alpaca-instruct-bare",
+    "alpaca_chat.load_no_prompt": "alpaca-chat-bare",
+}
+"""``tokenize --format`` of Axolotl's types of instructions."""
+
+
 def fill(draft: Draft, task: str | None) -> None:
     """Set the settings that follow from several keys."""
     draft.set("optimizer.lr", draft.number("learning_rate"))
@@ -411,7 +421,15 @@ def _row_options(draft: Draft, key: str, entry: Mapping[str, Any], *, is_text: b
         return (
             options if "objective" in draft.run else [*options, *_chat_options(draft, key, entry)]
         )
-    if f"{key}.type" not in draft.omitted:
+    is_omitted = f"{key}.type" in draft.omitted
+    if isinstance(row_type, str) and row_type in _ALPACA and not is_omitted:
+        draft.notes.append(
+            f"{key}.type = {row_type!r}: a prompt and its answer are tokenized together, so that a "
+            "token may contain the end of the one and the start of the other; Axolotl tokenizes "
+            "them apart"
+        )
+        return [*options, "--format", _ALPACA[row_type]]
+    if not is_omitted:
         draft.refuse(
             f"{key}.type",
             f"{row_type}: Axolotl writes prompts of its own around such rows, and a run renders "

@@ -187,7 +187,7 @@ _TASKS: Mapping[str, dict[str, Any]] = dict(
     sft={"learning_rate": 2e-5, **_SHARED},
     dpo={"learning_rate": 1e-6, **_SHARED},
     orpo={"learning_rate": 1e-6, **_SHARED},
-    kto={"learning_rate": 1e-6, **_SHARED},
+    kto={"learning_rate": 1e-6, "train_sampling_strategy": "sequential", **_SHARED},
     reward={"learning_rate": 1e-4, **_SHARED},
 )
 """Defaults of TRL's trainers that differ from those of TrainingArguments. bf16: where fp16 is not
@@ -222,8 +222,8 @@ def fill(draft: Draft, task: str | None) -> None:
     used = [f"{key} = {value}" for key, value in defaults.items() if draft.value(key) is None]
     if used:
         draft.notes.append(f"defaults of TRL's trainer ({task}): {', '.join(used)}")
-    if task == "kto" and draft.value("train_sampling_strategy") is None:
-        draft.notes.append("TRL's KTO reads rows in their order by default; samples are shuffled")
+    if "train_sampling_strategy" in defaults and draft.value("train_sampling_strategy") is None:
+        draft.notes.append("TRL reads these rows in their order by default; here they are shuffled")
     set_training(draft, defaults)
     _set_objective(draft, task)
     _set_rows(draft, task, defaults["max_length"])

@@ -51,6 +51,44 @@ def test_all_formats_give_the_same_conversation(name: str) -> None:
     assert near.name == name
 
 
+TASK = "Below is an instruction that describes a task"
+REQUEST = "appropriately completes the request."
+PAIRED = f"{TASK}, paired with an input that provides further context. Write a response that "
+ALONE = f"{TASK}. Write a response that "
+# As `AlpacaPrompter` and `UnpromptedPrompter` of Axolotl write them, with and without an input.
+ALPACA_PROMPTS = {
+    "alpaca-instruct": (
+        f"{PAIRED}{REQUEST}\n\n### Instruction:\nAdd {{}}.\n\n### Input:\n1 2\n\n### Response:\n",
+        f"{ALONE}{REQUEST}\n\n### Instruction:\nAdd {{}}.\n\n### Response:\n",
+    ),
+    "alpaca-chat": (
+        f"SYSTEM: {PAIRED}{REQUEST}\nUSER: Add {{}}.\n1 2\nASSISTANT:",
+        f"SYSTEM: {ALONE}{REQUEST}\nUSER: Add {{}}.\nASSISTANT:",
+    ),
+    "alpaca-instruct-bare": (
+        "### Instruction:\nAdd {}.\n\n### Input:\n1 2\n\n### Response:\n",
+        "### Instruction:\nAdd {}.\n\n### Response:\n",
+    ),
+    "alpaca-chat-bare": ("USER: Add {}.\n1 2\nASSISTANT:", "USER: Add {}.\nASSISTANT:"),
+}
+
+
+@pytest.mark.parametrize("name", ALPACA_PROMPTS)
+def test_prompts_of_axolotl(name: str) -> None:
+    row = {"instruction": "Add {}.", "output": "3"}
+    for prompt, more in zip(ALPACA_PROMPTS[name], ({"input": "1 2"}, {"input": ""}), strict=True):
+        assert document(name, {**row, **more}) == {"prompt": prompt, "completion": "3"}
+    assert document(name, row) == document(name, {**row, "input": ""})
+    for wrong, words in (
+        ({"input": 1}, "its input is not text"),
+        ({"output": ""}, "its output is empty"),
+        ({"system": "Be short."}, "system would not be read -> --format alpaca"),
+        ({"history": [["a", "b"]]}, "history would not be read -> --format alpaca"),
+    ):
+        with pytest.raises(ConversationError, match=words):
+            document(name, {**row, **wrong})
+
+
 def test_prompts_and_completions() -> None:
     strings = {"prompt": "2 + 2", "completion": "4"}
     assert document("prompt-completion", strings) == strings

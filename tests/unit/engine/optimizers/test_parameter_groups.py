@@ -32,11 +32,15 @@ def test_loraplus_groups_are_those_of_peft(kind: str) -> None:
     """peft's own optimizer, of a model with vectors and a copied norm and head."""
     section = ModelSection(config=llama(tie_word_embeddings=False))
     adapters = AdaptersSection(
-        rank=2, targets=["*_proj"], dora=True, modules_to_save=["norm", "lm_head"]
+        rank=2,
+        targets=["*_proj"],
+        dora=True,
+        modules_to_save=["norm", "lm_head"],
+        loraplus_lr_ratio=16.0,
     )
     model: Any = build_model(section, load_hf_config(section), seed=0, adapters=adapters)
     optimizer = OptimizerSection(type=kind, lr=1e-3, weight_decay=0.1)
-    groups = parameter_groups(model, optimizer, 1, (), 16.0)
+    groups = parameter_groups(model, optimizer, 1, (), adapters)
     ratios = {
         id(parameter): group.get("lr_ratio", 1.0)
         for group in groups

@@ -486,6 +486,23 @@ def test_options_of_llama_factory_s_rows(tmp_path: Path, keys: dict[str, Any], w
 
 
 @pytest.mark.parametrize(
+    ("row_type", "words"),
+    [
+        ("alpaca", "--format alpaca-instruct "),
+        ("alpaca_chat.load_no_prompt", "--format alpaca-chat-bare "),
+        ("chat_template", "--format messages "),
+    ],
+)
+def test_prompts_of_axolotl_are_formats(tmp_path: Path, row_type: str, words: str) -> None:
+    found = {**AXOLOTL, "datasets": [{"path": "org/rows", "type": row_type}]}
+    (command,) = convert([write(tmp_path, found)], world_size=4).commands
+    assert words in command
+    if row_type == "alpaca":  # without its type: by the template
+        conversion = convert([write(tmp_path, found)], world_size=4, omitted=["datasets.0.type"])
+        assert "--format alpaca " in conversion.commands[0]
+
+
+@pytest.mark.parametrize(
     ("keys", "key", "text"),
     [
         ({**FACTORY, "bf16": False}, "bf16", "trains the weights in the dtype of their files"),
