@@ -114,7 +114,8 @@ CASES = [
         graphs=3,
         breaks=EXPERTS,
     ),
-    Compiled(2, "pipeline_zero1", degrees={"pipeline": 2}, sections=compiled(**FULL)),
+    # A stage compiles one graph more than a model without stages, in its first step too.
+    Compiled(2, "pipeline_zero1", degrees={"pipeline": 2}, sections=compiled(**FULL), graphs=2),
     # An MLP in tiles is between two graphs. A tile has four: of two lengths, with and without a
     # backward pass.
     Compiled(2, "zero1", sections=compiled(**TILES), slow=False, graphs=6, breaks=MLP),
