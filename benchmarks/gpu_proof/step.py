@@ -29,6 +29,7 @@ from bigtrain.engine.startup.mesh import open_mesh
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.equivalence.model_plan import choose
+from bigtrain.models.layers.kernels import fast_path_of
 from bigtrain.models.layers.plans import LossPlan
 from bigtrain.models.tracing.traced_costs import model_costs
 from bigtrain.planner.run_prediction import layout_of, predict_run
@@ -223,7 +224,8 @@ def _predicted(run: ResolvedRun, hf_config: Any, loss: LossPlan) -> tuple[float,
     """Return the planner's bytes at the peak, and of one gradient."""
     model, _ = model_costs(run.config, hf_config)
     chunk = loss.chunk_tokens if loss.kind == "chunked" else None
-    memory = predict_run(run, model, chunk, None).memory
+    fast_path = fast_path_of(run.config, run.engine, hf_config, "cuda")
+    memory = predict_run(run, model, chunk, None, fast_path=fast_path).memory
     return float(memory.allocated), layout_of(run, chunk).gradient_bytes
 
 

@@ -160,24 +160,26 @@ def plan(
         ranking = search(request, cluster, engine)
     if not ranking.fitting and not ranking.others:
         raise ConfigError(_unmet(request, cluster, overrides) or _no_layout(loaded, cluster))
-    found: list[Proposal] = []
+    fitting_proposals: list[Proposal] = []
     if not longest and not any(not offloads(candidate) for candidate in ranking.fitting):
 
         def request_of(changed: RunConfig) -> SearchSpace:
             return _request(changed, cluster, model_costs(changed)[0], required)
 
-        found = proposals(loaded, cluster, engine, request_of)
+        fitting_proposals = proposals(loaded, cluster, engine, request_of)
     if not ranking.fitting:
         rule, remedy = nothing_fits(ranking.others, cluster)
-        if found:
-            remedy += "; or " + "\n    ".join(proposal_lines(found, cluster.num_devices))
+        if fitting_proposals:
+            remedy += "; or " + "\n    ".join(
+                proposal_lines(fitting_proposals, cluster.num_devices)
+            )
         raise ConfigError(Problem("--gpus", devices, rule, remedy))
     if loaded.objective.teacher_model is not None:
         teacher_remark = "without those of the teacher (objective.teacher_model)"
         remark = "; ".join(filter(None, (remark, teacher_remark)))
     return Plan(
         loaded, cluster, model, remark, ranking.fitting, ranking.others, ranking.num_others,
-        chooses_engine="zero_stage" not in required, proposals=found,
+        chooses_engine="zero_stage" not in required, proposals=fitting_proposals,
     )  # fmt: skip
 
 

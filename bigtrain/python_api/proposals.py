@@ -70,7 +70,7 @@ def proposals(
     if config.adapters is None and config.model.path is not None:
         changes = (*changes, *ADAPTERS)
     tree = config.model_dump(mode="json", exclude_unset=True)
-    found = []
+    fitting_proposals = []
     for change, meaning in changes:
         for further in ((), (SMALL_CHUNKS,)):
             overrides = (change, *further)
@@ -82,9 +82,9 @@ def proposals(
             usable = (c for c in fitting if not (offloads(c) or c.is_tight(cluster)))
             best = next(usable, None)
             if best is not None:
-                found.append(Proposal(" ".join(overrides), meaning, best))
+                fitting_proposals.append(Proposal(" ".join(overrides), meaning, best))
                 break
-    return found
+    return fitting_proposals
 
 
 def offloads(candidate: Candidate) -> bool:
@@ -92,9 +92,9 @@ def offloads(candidate: Candidate) -> bool:
     return candidate.layout.offload_optimizer or candidate.layout.offload_parameters
 
 
-def proposal_lines(found: Sequence[Proposal], num_devices: int) -> list[str]:
-    """Return lines on `found`, which say that a plan does not take them; none without."""
-    if not found:
+def proposal_lines(fitting_proposals: Sequence[Proposal], num_devices: int) -> list[str]:
+    """Return lines on the proposals, which say that a plan does not take them; none without."""
+    if not fitting_proposals:
         return []
     head = "without offload this fits, and trains something else, so that no plan takes it:"
-    return [head, *(f"  {proposal.line(num_devices)}" for proposal in found)]
+    return [head, *(f"  {proposal.line(num_devices)}" for proposal in fitting_proposals)]

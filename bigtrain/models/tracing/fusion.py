@@ -105,10 +105,10 @@ class Dataflow:
             for operation in self.operations if operation.is_fused
             for key in operation.output_bytes
         }  # fmt: skip
-        in_memory = self._in_memory(made_at)
+        stored_keys = self._in_memory(made_at)
         moved = {True: 0.0, False: 0.0}
         mlp_moved, num_kernels = 0.0, 0
-        seen: set[tuple[int, int, str]] = set()
+        counted_keys: set[tuple[int, int, str]] = set()
         for operation in self.operations:
             if operation.is_product:
                 num_kernels += bool(operation.input_bytes)
@@ -116,26 +116,26 @@ class Dataflow:
             # Every fused kernel reads and writes a tensor once, however many operations use it.
             passed = [("in", item) for item in operation.input_bytes.items()]
             passed += [("out", item) for item in operation.output_bytes.items()]
-            for way, (key, size) in passed:
+            for direction, (key, size) in passed:
                 is_made_here = made_at.get(key) == operation.level
                 is_inside = operation.is_fused and (
-                    key not in in_memory if way == "out" else is_made_here
+                    key not in stored_keys if direction == "out" else is_made_here
                 )
-                if is_inside or (operation.level, key, way) in seen:
+                if is_inside or (operation.level, key, direction) in counted_keys:
                     continue
-                seen.add((operation.level, key, way))
+                counted_keys.add((operation.level, key, direction))
                 moved[operation.is_divided] += size
                 mlp_moved += size * operation.is_in_mlp
-                num_kernels += way == "out"
-        kept = self._kept(in_memory, constants)
-        of_mlp = [saved for saved in kept if saved.is_in_mlp]
+                num_kernels += direction == "out"
+        kept_tensors = self._kept(stored_keys, constants)
+        mlp_tensors = [saved for saved in kept_tensors if saved.is_in_mlp]
         return FusedSums(
             moved_replicated=moved[False],
             moved_divided=moved[True],
-            saved_replicated=sum(s.num_bytes for s in kept if not s.is_divided),
-            saved_divided=sum(s.num_bytes for s in kept if s.is_divided),
-            mlp_saved_replicated=sum(s.num_bytes for s in of_mlp if not s.is_divided),
-            mlp_saved_divided=sum(s.num_bytes for s in of_mlp if s.is_divided),
+            saved_replicated=sum(s.num_bytes for s in kept_tensors if not s.is_divided),
+            saved_divided=sum(s.num_bytes for s in kept_tensors if s.is_divided),
+            mlp_saved_replicated=sum(s.num_bytes for s in mlp_tensors if not s.is_divided),
+            mlp_saved_divided=sum(s.num_bytes for s in mlp_tensors if s.is_divided),
             mlp_moved=mlp_moved,
             num_kernels=num_kernels,
         )
@@ -143,31 +143,33 @@ class Dataflow:
     def _in_memory(self, made_at: Mapping[int, int]) -> set[int]:
         """Return the storages that are in memory between kernels: made or read by operations that
         are not fused, read at another level than they are made at, or read by none."""
-        in_memory, read = set[int](), set[int]()
+        stored_keys, read = set[int](), set[int]()
         for operation in self.operations:
             if not operation.is_fused:
-                in_memory |= {*operation.input_bytes, *operation.output_bytes}
+                stored_keys |= {*operation.input_bytes, *operation.output_bytes}
             for key in operation.input_bytes:
                 read.add(key)
                 if made_at.get(key) != operation.level:
-                    in_memory.add(key)
-        return in_memory | (set(made_at) - read)
+                    stored_keys.add(key)
+        return stored_keys | (set(made_at) - read)
 
-    def _kept(self, in_memory: set[int], constants: set[int]) -> list[_Saved]:
+    def _kept(self, stored_keys: set[int], constants: set[int]) -> list[_Saved]:
         """Return what autograd keeps, every tensor once."""
-        sources = self._sources(in_memory)
-        kept: dict[int, _Saved] = {}
+        sources = self._sources(stored_keys)
+        kept_tensors: dict[int, _Saved] = {}
         for key, saved in self._saved.items():
-            if key in in_memory:
-                kept[key] = saved
+            if key in stored_keys:
+                kept_tensors[key] = saved
                 continue
             for source in sources.get(key, {key}) - constants:
                 size = self._sizes.get(source, saved.num_bytes)
-                known = self._saved.get(source)
-                kept.setdefault(source, known or _Saved(size, saved.is_divided, saved.is_in_mlp))
-        return list(kept.values())
+                saved_source = self._saved.get(source)
+                kept_tensors.setdefault(
+                    source, saved_source or _Saved(size, saved.is_divided, saved.is_in_mlp)
+                )
+        return list(kept_tensors.values())
 
-    def _sources(self, in_memory: set[int]) -> Mapping[int, set[int]]:
+    def _sources(self, stored_keys: set[int]) -> Mapping[int, set[int]]:
         """Return the tensors in memory that each tensor inside of a kernel is computed from."""
         sources: defaultdict[int, set[int]] = defaultdict(set)
         for operation in self.operations:
@@ -175,8 +177,8 @@ class Dataflow:
                 continue
             read = set[int]()
             for key in operation.input_bytes:
-                read |= {key} if key in in_memory else sources.get(key, {key})
+                read |= {key} if key in stored_keys else sources.get(key, {key})
             for key in operation.output_bytes:
-                if key not in in_memory:
+                if key not in stored_keys:
                     sources[key] |= read
         return sources

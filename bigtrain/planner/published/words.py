@@ -198,16 +198,16 @@ def network_bits(notes: str) -> float | None:
 def offloads(row: Row) -> frozenset[str]:
     """Return what is in main memory: "activations", "optimizer", "parameters"."""
     said = re.sub(r"\b(no|without) (\w+ )?offload\w*", "", words(row, "zero", "notes"))
-    found = set()
+    offloaded_parts = set()
     activations = r"(activations? (cpu )?offload\w*|offload\w* (of )?(the )?activations?)"
     if re.search(activations, said):
-        found.add("activations")
+        offloaded_parts.add("activations")
     said = re.sub(activations, "", said)
     if re.search(r"param\w* offload|infinity", said):
-        found.add("parameters")
+        offloaded_parts.add("parameters")
     if "offload" in said:
-        found.add("optimizer")
-    return frozenset(found)
+        offloaded_parts.add("optimizer")
+    return frozenset(offloaded_parts)
 
 
 def loss_chunks(row: Row) -> int | None:

@@ -217,7 +217,7 @@ def test_torch_dynamo_compiles_the_layers() -> None:
     problem = refused(run_config(model=model), answers)
     assert problem.startswith("accelerate config: torch dynamo = 'yes': contradicts model.compile")
     unasked = resolve(run_config(), dynamo_answers("--dynamo_backend=no"))
-    assert unasked.config.model.compile == "off"
+    assert unasked.config.model.compile == "auto"
 
 
 @pytest.mark.parametrize(
