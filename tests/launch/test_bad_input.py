@@ -374,7 +374,7 @@ def test_export(refused_command: Refused, finished_run: Path, tmp_path: Path) ->
         return refused_command("export", "--run", run, "--output", output, *more)
 
     nowhere, hf = tmp_path / "nowhere", tmp_path / "hf"
-    assert f"{nowhere}: has no usable checkpoint" in refuse(nowhere, hf)
+    assert f"{nowhere}: no such directory -> name a run's output.directory" in refuse(nowhere, hf)
     assert "no checkpoint of step 4; steps: 8, 12" in refuse(finished_run, hf, "--step", "4")
     (tmp_path / "file").write_text("mine")
     output = tmp_path / "file" / "hf"

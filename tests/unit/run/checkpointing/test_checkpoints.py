@@ -255,7 +255,7 @@ def test_find_names_what_there_is(tmp_path: Path) -> None:
     assert checkpoints.find(tmp_path, 10) == checkpoints.checkpoint_path(tmp_path, 10)
     with pytest.raises(CheckpointError, match="no checkpoint of step 15; steps: 10, 20"):
         checkpoints.find(tmp_path, 15)
-    with pytest.raises(CheckpointError, match=r"nowhere: has no usable checkpoint$"):
+    with pytest.raises(CheckpointError, match=r"nowhere: no such directory -> name a run"):
         checkpoints.find(tmp_path / "nowhere", None)
     (checkpoints.checkpoint_path(tmp_path, 20) / "state.json").unlink()
     with pytest.raises(CheckpointError, match=r"checkpoint of step 20 is corrupt: .*state\.json"):

@@ -96,7 +96,7 @@ def test_what_is_not_there(run: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "no checkpoint of step 15; steps: 10, 20, 30, 40" in capsys.readouterr().err
     for command in ("checkpoints", "verify"):
         assert main([command, "--run", str(run / "nowhere")]) == 2
-        assert f"{run / 'nowhere'}: has no checkpoint" in capsys.readouterr().err
+        assert f"{run / 'nowhere'}: no such directory -> name a run" in capsys.readouterr().err
 
 
 def test_no_torch_is_imported() -> None:
