@@ -41,7 +41,7 @@ def begin_principal_adapters(
     is_new: bool,
     gather: GatherWork,
 ) -> None:
-    """Subtract the initial product of each adapter from the frozen weight that the engine has read.
+    """Subtract the initial product of every adapter from the frozen weight that the engine read.
 
     `is_new`: the adapters get their initial values first, from decompositions of the base's
     `weights` in the run's dtype; otherwise a checkpoint has restored the values. Collective. Call
@@ -54,7 +54,7 @@ def begin_principal_adapters(
     }
     layers = principal_layers(engine.module)
     if is_new:
-        # The layers of all stages are dealt to all ranks, one layer each at a time.
+        # The layers of every stage are dealt to all ranks, one layer each at a time.
         model = empty_model(hf_config)
         names = find_targets(model, section).names
         rank, num_ranks = dist.get_rank(), dist.get_world_size()

@@ -129,7 +129,7 @@ def has_buffers_alone(module: nn.Module) -> bool:
 
 
 def divide_graphs_in_callees() -> None:
-    """Let a function that a graph cannot contain divide the graph of its outermost caller in two,
+    """Let a function that a graph cannot contain divide the graph of the outermost caller in two,
     instead of a graph for each caller on the way there. Process-wide; torch/_dynamo/config.py,
     `nested_graph_breaks`, which is off by default and has no public name."""
     torch._dynamo.config.nested_graph_breaks = True

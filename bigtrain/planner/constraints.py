@@ -43,7 +43,7 @@ USED = (
     # Samples of a step, and what they are.
     "batch.sequence_length", "batch.global_batch_size", "batch.global_tokens",
     "data.document_boundaries", "data.packing",
-    # What is trained, and what a rank keeps of it.
+    # What is trained, and what a rank keeps.
     "optimizer.type", "optimizer.state_dtype", "optimizer.muon.ns_steps", "optimizer.muon.ns_dtype",
     "optimizer.ema", "adapters.type", "adapters.rank", "adapters.targets",
     "adapters.target_parameters", "adapters.modules_to_save", "adapters.dora",

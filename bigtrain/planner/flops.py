@@ -30,7 +30,7 @@ class ModelShape:
     """Model dimensions that determine the FLOPs of a token.
 
     `num_matmul_parameters`: parameters each token is multiplied with; `attention_width`: query
-    heads times their size, summed over the layers; `scan_flops`: of the recurrences of all layers,
+    heads times their size, summed over the layers; `scan_flops`: of the recurrences of every layer,
     in a token's forward pass.
     """
 

@@ -152,7 +152,7 @@ class LayerCosts:
     weights in addition to the layer's own, which are then frozen; `others`: other elements of
     adapters that are trained or kept. `packed`: the 4-bit part of the parameters. `mlp`: the part
     that can be computed in tiles. `passes_states`: whether ranks that share a sample pass its
-    recurrent states on. `state_columns`: columns of float32 that such ranks compute in addition to
+    recurrent states on. `state_columns`: columns of float32 that these ranks compute in addition to
     the values of the gated delta rule. `fused`: its costs with fused
     operations; None if they are not known.
     """

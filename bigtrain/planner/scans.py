@@ -12,8 +12,8 @@ multiplication and addition:
 - Mamba 2, heads ``P`` wide with ``N`` states: scores ``C B^T`` (``2 C N``), their product with the
   inputs (``2 C P``), and what writes and reads the state (``4 N P``). Dao and Gu 2024 (arXiv
   2405.21060), section 6.
-- Mamba 1, channels with ``N`` states: a decay, an input and an output of each (``6 N``). Gu and Dao
-  2023 (arXiv 2312.00752), algorithm 2.
+- Mamba 1, channels with ``N`` states: a decay, an input and an output of every state (``6 N``). Gu
+  and Dao 2023 (arXiv 2312.00752), algorithm 2.
 
 Pure: imports no torch.
 """
@@ -76,7 +76,7 @@ class SelectiveScan:
 
 def scan_of(config: object) -> DeltaRule | StateSpace | SelectiveScan | None:
     """Return the recurrence of a model's recurrent layers, by the keys of its configuration; None
-    if it has none of these."""
+    if it has no recurrent layers."""
     heads = number_of(config, ["linear_num_value_heads", "linear_num_heads"])
     if heads is not None:
         keys = number_of(config, ["linear_key_head_dim", "linear_head_dim"])

@@ -120,7 +120,7 @@ class SearchSpace:
         return all(self.required.get(name, value) == value for name, value in fields.items())
 
     def with_kernels(self, layout: Layout) -> Layout:
-        """Return `layout` with fused layers if a run of it fuses them."""
+        """Return `layout` with fused layers if a run with the layout fuses them."""
         sizes = layout.model_degrees()
         facts = _facts_of(self.facts, layout.zero_stage, layout.world_size, sizes) | Facts(
             tiled_mlp=layout.tiled_mlp, activation_offload=layout.offload_activations
@@ -464,7 +464,7 @@ def is_legal(facts: Facts, zero_stage: int, degrees: Degrees) -> bool:
 
 
 def _facts_of(facts: Facts, zero_stage: int, world_size: int, sizes: Mapping[str, Any]) -> Facts:
-    """Return the facts of a run in a layout of these degrees."""
+    """Return the facts of a run in a layout with the degrees."""
     return facts | Facts(
         zero_stage=zero_stage,
         world_size=world_size,

@@ -304,8 +304,8 @@ def open_runs(directories: Sequence[Path], final: bool = True) -> list[Run]:
 
 
 def _configured_name(path: Path, config: Mapping[str, Any] | None) -> str:
-    """Return `output.directory` as the user set it, such as ``runs/quickstart/run``; the last part
-    of the directory's path if the directory was moved or copied since, or has no settings."""
+    """Return `output.directory` as the user set it, for example ``runs/quickstart/run``; the last
+    part of the directory's path if the directory was moved or copied since, or has no settings."""
     output = (config or {}).get("output")
     directory = output.get("directory") if isinstance(output, dict) else None
     if not isinstance(directory, str) or Path(directory).name != path.name:

@@ -94,7 +94,7 @@ def find_config(name_or_path: str) -> Path:
     recipe = recipes() / f"{name_or_path}.yaml"
     if recipe.is_file():
         return recipe
-    # Files with similar names in the same directory, then recipes.
+    # Files with similar names in that directory, then recipes.
     similar_files: list[str] = []
     if path.suffix and path.parent.is_dir() and not path.is_dir():
         names = [file.name for file in path.parent.iterdir() if file.is_file()]

@@ -113,7 +113,7 @@ class ClassifiedSamples(DocumentSamples):
 
 class PairSamples(PaddedSamples):
     """Pairs of the documents of `stream`. `sequence_length` is the length of a row with both
-    documents. `truncates`: longer documents are truncated at the end; `length_note`: as of
+    documents. `truncates`: longer documents are truncated at the end; `length_note`: see
     `DocumentSamples`. `is_complete`: for a model that scores a document at its
     last token, see `fitted_lengths`. Raises DataError if the number of documents is 0 or odd, and
     as `fitted_lengths`."""

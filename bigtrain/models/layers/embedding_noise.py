@@ -23,8 +23,8 @@ def add_embedding_noise(model: PreTrainedModel, alpha: float, num_parts: int = 1
     """Make the embedding of `model` add uniform noise to its output [B, T, H] in training mode.
 
     The noise is drawn from the device's default generator in the order of the micro-batches.
-    `num_parts`: ranks that divide the tokens of a sample; each draws the noise of its own tokens,
-    and T counts the tokens of all ranks. Ranks that hold parts of the embedding must have equal
+    `num_parts`: ranks that divide the tokens of a sample; each draws the noise of its part,
+    and T counts the tokens of every rank. Ranks that hold parts of the embedding must have equal
     generators.
     """
 

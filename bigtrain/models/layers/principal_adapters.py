@@ -39,7 +39,7 @@ def principal_matrices(weight: torch.Tensor, rank: int, scale: float) -> dict[st
 
 
 def initial_product(layer: Any) -> torch.Tensor:
-    """Return scale B_0 A_0 of peft's `layer`, float32, in the layout of its weight."""
+    """Return scale B_0 A_0 of peft's `layer`, float32, in the layout of the weight."""
     down, up = (
         getattr(layer, INITIAL[matrix]).view(torch.float32) for matrix in ("lora_A", "lora_B")
     )

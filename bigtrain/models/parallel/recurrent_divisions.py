@@ -2,7 +2,7 @@
 
 transformers' plans leave these layers unsharded, or gather what their projections return. Here the
 projections, convolutions, decays and gates are divided by heads (by channels, where a layer has no
-heads). A projection of several parts, such as z, x, B, C and dt of Mamba 2, is divided part by
+heads). A projection of several parts, for example z, x, B, C and dt of Mamba 2, is divided part by
 part. Layers are known by the functions that they call (`recurrence.functions`) and by the names of
 their parameters in transformers' files (5.23); a layer with any further parameter is not divided.
 `bigtrain.models.equivalence.tensor_parallel` compares the division with the unsharded model.
@@ -49,7 +49,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Division:
-    """The division of one layer.
+    """The division of a layer.
 
     leaves: by the name of a parameter in the layer. partial: parameters that every rank has, with a
     part of the gradient. whole: unsharded parameters with the full gradient. heads: what has to be
@@ -120,7 +120,7 @@ def _channels(name: str, count: int) -> dict[str, int]:
 
 def _mamba2(layer: Any) -> Division:
     """Bamba, Granite 4, Nemotron-H, Falcon-H1, Mamba 2, Zamba2. Ranks that share a group hold parts
-    of its states in B and C, and exchange them after the convolution."""
+    of the states in B and C, and exchange them after the convolution."""
     inner, heads = layer.intermediate_size, layer.num_heads
     groups, states = layer.n_groups, layer.n_groups * layer.ssm_state_size
     projected = (inner, inner, states, states, heads)

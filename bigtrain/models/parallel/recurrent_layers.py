@@ -48,7 +48,7 @@ def divide_layer(layer: nn.Module, division: Division, group: Group) -> None:
 
 def _gather_states(groups: int, group: Group, arguments: dict[str, Any]) -> dict[str, Any]:
     """Give ``B`` and ``C`` [B, T, 1, N / holders] of a scan all states of this rank's group, from
-    the ranks that hold parts of it: [B, T, 1, N]."""
+    the ranks that hold parts of the states: [B, T, 1, N]."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     gathered = {}
     for name in ("B", "C"):
@@ -60,7 +60,7 @@ def _gather_states(groups: int, group: Group, arguments: dict[str, Any]) -> dict
 
 
 def _over_ranks(forward: Any, groups: int, group: Group) -> Any:
-    """Return the forward pass of a norm whose means are over the channels of all ranks that share
+    """Return the forward pass of a norm whose means are over the channels of every rank that shares
     one of `groups`."""
 
     def normalize(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -73,7 +73,7 @@ def _over_ranks(forward: Any, groups: int, group: Group) -> Any:
 
 
 class _MeanOverRanks(TorchFunctionMode):
-    """Makes means over a rank's channels the means over the channels of its group of heads, of
+    """Makes means over a rank's channels the means over the channels of the group of heads, of
     which every rank has equally many."""
 
     def __init__(self, groups: int, group: Group) -> None:

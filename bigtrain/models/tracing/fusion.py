@@ -26,8 +26,8 @@ _EMPTY = {"empty", "empty_like", "new_empty", "new_empty_strided", "empty_stride
 
 @dataclass(frozen=True)
 class FusedSums:
-    """Bytes of a layer, and how many kernels it launches in the forward pass: of all
-    tensor-parallel ranks (replicated), and those that the ranks divide."""
+    """Bytes of a layer, and how many kernels it launches in the forward pass: of every
+    tensor-parallel rank (replicated), and of the part that the ranks divide."""
 
     moved_replicated: float
     moved_divided: float
@@ -80,7 +80,7 @@ class Dataflow:
         is_divided: bool,
         is_in_mlp: bool,
     ) -> None:
-        """Add an operation with the bytes of its tensors."""
+        """Add an operation with the bytes of the tensors."""
         is_product = is_product or name in _EMPTY
         is_fused = not is_product and name not in _SEPARATE
         level = max((self._levels.get(key, 0) for key in input_bytes), default=0)

@@ -317,7 +317,7 @@ def _trace(hf_config: PreTrainedConfig, dtype: torch.dtype, sequence_length: int
             except (ValueError, ImportError):
                 model = AutoModelForCausalLM.from_config(config, dtype=dtype)
             add_mtp_layers(model, config)
-        # Recurrent layers pad samples to multiples of their chunks.
+        # Recurrent layers pad samples to multiples of the chunk.
         chunks = {getattr(module, "chunk_size", 0) for module in model.modules()} - {0}
         sequence_length = math.lcm(sequence_length, *(n for n in chunks if isinstance(n, int)))
         tracer.tokens = sequence_length

@@ -31,7 +31,7 @@ COLUMNS = (
 @dataclass(frozen=True)
 class RowPrediction:
     """Prediction for one row: tokens/s per device, and GiB; `refused`: why there is none;
-    `guessed`: what of its model's shape was guessed, so that it is in no mean."""
+    `guessed`: what of the model's shape was guessed, so that it is in no mean."""
 
     tokens_per_second: float | None
     peak_gib: float | None

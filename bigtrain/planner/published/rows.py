@@ -90,7 +90,7 @@ def run_of(row: Row) -> RowRun:
 
 def guessed_shape(row: Row) -> str:
     """Return what of the shape of a row's model is neither in its columns nor known by the model's
-    name, and decides most of its costs."""
+    name, and decides most of the costs."""
     if known_figures(row["model"]):
         return ""
     missing = [name for name in ("layers", "hidden") if not has_value(row, name)]

@@ -124,7 +124,7 @@ def optimizer_seconds(
     if not layout.offload_optimizer:
         moved_bytes = machine.engine.optimizer_bytes * num_updated
         if machine.engine.is_deepspeed:
-            # The gradient of each further micro-batch is added to a sum.
+            # The gradient of every further micro-batch is added to a sum.
             num_summed = sizes.trained if layout.zero_stage < 2 else num_updated
             bytes_of_sum = 2 * layout.gradient_bytes + layout.parameter_bytes
             moved_bytes += (layout.num_accumulation - 1) * bytes_of_sum * num_summed

@@ -336,7 +336,7 @@ def usable(
 
 
 def without_checkpoint(run_directory: Path, rule: str) -> str:
-    """Return the message about a directory without a checkpoint, such as a mistyped one."""
+    """Return the message about a directory without a checkpoint, for example a mistyped one."""
     if not run_directory.is_dir():
         return f"{run_directory}: no such directory -> name a run's output.directory"
     return f"{run_directory}: {rule} -> name a run's output.directory, after its first save"

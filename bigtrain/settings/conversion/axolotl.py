@@ -1,4 +1,4 @@
-"""Axolotl's YAML. Pure. Defaults are those of Axolotl of July 2026 (utils/schemas/,
+"""Axolotl's YAML. Pure. Defaults are taken from Axolotl of July 2026 (utils/schemas/,
 core/builders/)."""
 
 from __future__ import annotations

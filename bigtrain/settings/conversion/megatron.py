@@ -128,8 +128,9 @@ def _set_optimizer(draft: Draft, lr: float, betas: list[float], eps: float) -> N
 def _set_schedule(draft: Draft, lr: float, steps: int, decay_iters: int, warmup_steps: int) -> None:
     """Set the schedule. After warmup, with progress p in [0, 1] over the decay steps:
     cosine: min_lr + (lr - min_lr) (1 + cos(pi p)) / 2, as here. linear: Megatron-LM's line ends at
-    min_lr; GPT-NeoX's at 0, cut off at min_lr, which it reaches after (1 - min_lr / lr) of them.
-    Sources: GPT-NeoX megatron/learning_rates.py, Megatron-LM core/optimizer_param_scheduler.py."""
+    min_lr; GPT-NeoX's at 0, cut off at min_lr, which it reaches after (1 - min_lr / lr) of the
+    decay steps. Sources: GPT-NeoX megatron/learning_rates.py, Megatron-LM
+    core/optimizer_param_scheduler.py."""
     style = draft.value("lr_decay_style", "linear")
     if style not in ("cosine", "linear", "constant"):
         draft.refuse("lr_decay_style", "is not converted: cosine, linear, constant")

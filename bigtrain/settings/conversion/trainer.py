@@ -1,6 +1,6 @@
 """HF TrainingArguments, and the configurations of TRL's trainers, as JSON or YAML. Pure.
 
-Defaults are those of transformers 5.23 (training_args.py) and TRL 1.16 (SFTConfig, DPOConfig,
+Defaults are taken from transformers 5.23 (training_args.py) and TRL 1.16 (SFTConfig, DPOConfig,
 KTOConfig, RewardConfig, ModelConfig), with which a test compares them.
 """
 
@@ -35,7 +35,7 @@ _ELSEWHERE = "is of the program, not of the training"
 _DATA = read("the `tokenize` line")
 _REINFORCEMENT = refused("reinforcement learning (GRPO, PPO, RLOO) is not a kind of objective")
 
-# TRL has trainers of their own for CPO (simpo) and ORPO.
+# TRL has separate trainers for CPO (simpo) and ORPO.
 _DPO_LOSSES = [name for name in get_args(PairLoss) if name not in ("simpo", "orpo")]
 
 TABLE: Table = {

@@ -26,7 +26,7 @@ class Section(BaseModel):
     """Base of every section: frozen, no unknown keys, no NaN or infinity. The text below a field
     describes it in the reference, the schema and commented YAML."""
 
-    # The schema of a section is built with that of the run, not at its definition, too.
+    # The schema of a section is built with the schema of the run, not at its definition, too.
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
 
     @classmethod

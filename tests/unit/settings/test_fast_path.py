@@ -26,10 +26,15 @@ CHOICES: dict[str, Choice] = {
     "with neither": (
         {}, CUDA, NOTHING, "llama", ("none", False), ("Triton is not", "liger-kernel is not"),
     ),
-    "ZeRO 3": ({}, CUDA | Facts(zero_stage=3), BOTH, "llama", ("liger", False), ("settings",)),
-    "tensor parallelism": (
-        {}, CUDA | Facts(tensor_size=2), BOTH, "llama", ("none", False),
-        ("compiled: the run's other", "Liger's kernels: the run's other"),
+    "ZeRO 3": ({}, CUDA | Facts(zero_stage=3), BOTH, "llama", ("none", True), ()),
+    "ZeRO++": (
+        {}, CUDA | Facts(zero_stage=3, partition_size=2, world_size=4), BOTH, "llama",
+        ("liger", False), ("settings",),
+    ),
+    "tensor parallelism": ({}, CUDA | Facts(tensor_size=2), BOTH, "llama", ("none", True), ()),
+    "tensor parallelism without Triton": (
+        {}, CUDA | Facts(tensor_size=2), ONLY_LIGER, "llama", ("none", False),
+        ("compiled: Triton", "Liger's kernels: the run's other"),
     ),
     "experts": ({}, CUDA | Facts(num_experts=8), BOTH, "qwen3_moe", ("liger", False), ("count",)),
     "experts that Liger does not know": (

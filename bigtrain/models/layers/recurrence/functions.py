@@ -189,7 +189,7 @@ def replace_functions(
 
 
 def divide_functions(layer: nn.Module, prepare: Prepare) -> None:
-    """Make `layer`, which computes some of its heads, pass the arguments of its functions through
+    """Make `layer`, which computes some heads, pass the arguments of its functions through
     `prepare`, also when `replace_functions` replaces them, and use no kernel that contains other
     parts of the layer."""
     shadow(layer, _PREPARE, prepare)
