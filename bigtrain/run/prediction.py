@@ -84,9 +84,11 @@ def predict(
         model, _ = model_costs(run.config, hf_config)
     except (ConfigError, ModelError) as error:
         return None, one_line(error, None)
-    section, num_tokens = run.config.model, run.plan.micro_batch_tokens
-    num_tokens //= run.topology.sequence_size
-    chunk = None if loss.kind == "plain" else auto_loss_chunk(section, model, num_tokens)
+    # Liger's kernel chooses its chunks itself.
+    chunk = loss.chunk_tokens if loss.kind == "chunked" else None
+    if loss.kind == "liger":
+        num_tokens = run.plan.micro_batch_tokens // run.topology.sequence_size
+        chunk = auto_loss_chunk(run.config.model, model, num_tokens)
     is_cpu = device.type == "cpu"
     # A GPU of the tables, or this machine's CPUs if they are calibrated.
     device_rates: Device | None = None

@@ -31,8 +31,9 @@ def test_status_counts_the_architectures_of_their_table() -> None:
     num_exact, num_planned = cells.count("exact"), len(cells) - cells.count(f"refused ({note})")
     status = (DOCS / "status.md").read_text(encoding="utf-8")
     expected = (
-        f"transformers has a plan for {num_planned} architectures. {num_exact} of them are exact; "
-        f"a run refuses the other {num_planned - num_exact}"
+        f"{num_planned} architectures can be divided, by transformers' plan or by bigtrain's for "
+        f"recurrent layers. {num_exact} of them are exact; a run refuses the other "
+        f"{num_planned - num_exact}"
     )
     assert expected in status
 
