@@ -35,7 +35,8 @@ def check_output(directory: Path, *, is_here: bool = True) -> Sequence[Problem]:
     """Refuse a directory of something else than a run, and one that cannot be written to; leave
     nothing behind. is_here: whether the run starts on this host; elsewhere others may be
     writable."""
-    rule, remedy = _owner(directory), f"a directory of its own, such as {directory / 'run'}"
+    parent = directory.parent if directory.is_file() else directory
+    rule, remedy = _owner(directory), f"a directory of its own, such as {parent / 'run'}"
     if rule is None and is_here:
         rule, remedy = why_not_creatable(directory), "choose another one"
     return [] if rule is None else [Problem(KEY, str(directory), rule, remedy)]
@@ -50,7 +51,7 @@ def _owner(directory: Path) -> str | None:
         if resolved == Path.home().resolve():
             return "is a home directory"
     if not directory.is_dir():
-        return None
+        return "is a file" if directory.exists() else None
     with os.scandir(directory) as entries:
         is_file_by_name = {entry.name: entry.is_file() for entry in entries}
     repository = next((name for name in _REPOSITORIES if name in is_file_by_name), None)

@@ -87,18 +87,13 @@ CASES = [
     Compiled(4, "zero1", "odd", 1, {"tensor": 4}, compiled()),
     Compiled(4, "zero3", "qwen3", 1, TENSOR, compiled()),
     # Attention of ranks that share samples is between two graphs.
-    Compiled(
-        *(2, "zero3", "llama", 1, SEQUENCE, compiled(**FULL)),
-        slow=False,
-        graphs=2,
-        breaks=ATTENTION,
-    ),
+    Compiled(2, "zero3", "llama", 1, SEQUENCE, compiled(**FULL), graphs=2, breaks=ATTENTION),
     Compiled(2, "zero1", "llama", 1, SEQUENCE, compiled(), graphs=2, breaks=ATTENTION),
     Compiled(2, "zero3", "llama", 1, RING, compiled(**FULL), graphs=2, breaks=ATTENTION),
     Compiled(2, "zero3", "qwen3", 1, SEQUENCE, compiled(**FULL), graphs=2, breaks=ATTENTION),
     Compiled(4, "zero2", "odd", 1, SEQUENCE | TENSOR, compiled(), graphs=2, breaks=ATTENTION),
     # Experts of ranks that divide them are between two graphs.
-    Compiled(2, "zero1", "qwen3_moe", 1, EXPERT, compiled(), slow=False, graphs=2, breaks=EXPERTS),
+    Compiled(2, "zero1", "qwen3_moe", 1, EXPERT, compiled(), graphs=2, breaks=EXPERTS),
     Compiled(2, "zero3", "qwen3_moe", 1, EXPERT, compiled(**FULL), graphs=2, breaks=EXPERTS),
     Compiled(4, "zero1", "qwen3_moe", 1, EXPERT | TENSOR, compiled(), graphs=2, breaks=EXPERTS),
     Compiled(

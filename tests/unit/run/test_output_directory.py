@@ -107,3 +107,12 @@ def test_check_refuses_it_with_and_without_inputs(tmp_path: Path, *, inputs: boo
     settings = f"data.path={data}", f"output.directory={directory}", "batch.sequence_length=8"
     with pytest.raises(ConfigError, match=r"holds files of something else than a run: thesis\.pdf"):
         check("quickstart", *settings, inputs=inputs)
+
+
+@pytest.mark.parametrize("inputs", [False, True])
+def test_a_file_is_no_directory(tmp_path: Path, *, inputs: bool) -> None:
+    (tmp_path / "run").write_text("")
+    data = write_dataset(tmp_path / "shards", vocab_size=4096)
+    settings = f"data.path={data}", f"output.directory={tmp_path}/run", "batch.sequence_length=8"
+    with pytest.raises(ConfigError, match=f"is a file -> .*, such as {tmp_path}/run$"):
+        check("quickstart", *settings, inputs=inputs)
