@@ -449,7 +449,7 @@ def _loss_bytes(model: ModelCosts, layout: Layout, engine: Engine, hidden_bytes:
         if not model.is_frozen or model.others_outside.trained(1):
             # Gradients of the head are added up over the chunks.
             head_elements = model.vocabulary_size * model.hidden_size / layout.tensor_size
-            # In float32, beside the sum so far; Liger's kernel adds in place, in 16 bits.
+            # A chunk's gradient in float32 and the sum; Liger's kernel has only a sum in 16 bits.
             head_sum_bytes = (model.element_bytes if layout.fused_loss else 8.0) * head_elements
     num_logits = num_tokens * model.vocabulary_size
     if not engine.is_deepspeed:

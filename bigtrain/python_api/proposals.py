@@ -93,7 +93,8 @@ def offloads(candidate: Candidate) -> bool:
 
 
 def proposal_lines(fitting_proposals: Sequence[Proposal], num_devices: int) -> list[str]:
-    """Return lines on the proposals, which say that a plan does not take them; none without."""
+    """Return lines on the proposals, and on why a plan does not take them; no lines without
+    proposals."""
     if not fitting_proposals:
         return []
     head = "without offload this fits, and trains something else, so that no plan takes it:"

@@ -18,8 +18,8 @@ KEY = "layers"
 
 def layer_lines(run: ResolvedRun, hf_config: Any, device_type: str) -> list[str]:
     """Return lines on how the layers of `run` compute; none on a CPU, where nothing is chosen. A
-    run that an earlier launch has trained differently is told: its numbers agree up to
-    rounding."""
+    line names the change if an earlier launch of the run computed them otherwise: the numbers agree
+    up to rounding."""
     if device_type != "cuda":
         return []
     path = fast_path_of(run.config, run.engine, hf_config, device_type)

@@ -50,7 +50,7 @@ class FastPath:
 
     @property
     def words(self) -> str:
-        """What is used."""
+        """The kernels that are used, for a log line."""
         if self.kernels == "liger":
             return "by Liger's kernels" + (", compiled" if self.compiles else "")
         return "compiled" if self.compiles else "by single kernels"

@@ -63,7 +63,7 @@ _ALSO_KNOWN_AS = {
 
 
 _SHOWN_COLUMNS = 80
-"""Of a line that cannot be read, in its error."""
+"""Columns that an error shows of a line that cannot be read."""
 
 
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
@@ -141,7 +141,7 @@ def apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> list[Prob
         keys = path.split(".")
         if not separator or not all(keys) or is_address(path):
             if override.startswith("=") and number and "=" not in words[number - 1]:
-                continue  # a value after a space, of which the word before says so
+                continue  # a value after a space: the problem of the word before names it
             following = words[number + 1] if number + 1 < len(words) else ""
             fix = _what_was_meant(override, following)
             problems.append(Problem(override, None, "is not an override", fix))

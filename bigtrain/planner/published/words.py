@@ -211,8 +211,8 @@ def offloads(row: Row) -> frozenset[str]:
 
 
 def loss_chunks(row: Row) -> int | None:
-    """Return in how many chunks a page says that its loss is computed, 8 if it does not say; None
-    if it says nothing of chunks."""
+    """Return the number of chunks of the loss in a row's notes: 8 for chunks without a number, None
+    without chunks."""
     said = words(row, "notes")
     if not re.search(r"(?<!no )(?<!without )chunk\w* (cross.?entropy|loss|ce\b|lm.?head)", said):
         return None
