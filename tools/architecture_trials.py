@@ -252,7 +252,7 @@ class Trial(TrialModel):
 
         def step() -> float:
             outputs = run_in_turn(stages, self.objective.ids, None, self.objective)
-            for name, holders in stages[0].replicas.items():
+            for name, holders in stages[0].stages_by_shared_name.items():
                 sum_gradients([held[index][name] for index in holders])
             return float(self.objective(outputs).detach())
 

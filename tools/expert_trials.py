@@ -54,7 +54,7 @@ def losses_in_stages(trial: TrialModel, plan: StagePlan) -> tuple[list[float], l
 
     def step() -> float:
         outputs = run_in_turn(stages, ids, None, lambda o: trial.objective(o, labels, 2))
-        for name, holders in stages[0].replicas.items():
+        for name, holders in stages[0].stages_by_shared_name.items():
             sum_gradients([held[index][name] for index in holders])
         parameters = [p for own in held for p in own.values()]
         return _sum(trial, trial.objective(outputs, labels, 2), parameters)
