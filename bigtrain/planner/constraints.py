@@ -62,10 +62,9 @@ def unused_settings(overrides: Iterable[str]) -> list[Problem]:
     part of a used setting counts, and a section with one."""
     problems = []
     for override in overrides:
-        path, _, value = override.partition("=")
-        names = f"{path}."
-        if any(f"{key}.".startswith(names) or names.startswith(f"{key}.") for key in USED):
+        if settings_of([override], USED):
             continue
+        path, _, value = override.partition("=")
         same_section = [key for key in USED if key.partition(".")[0] == path.partition(".")[0]]
         (nearest,) = difflib.get_close_matches(path, same_section or USED, n=1, cutoff=0.0)
         rule = "changes nothing in a plan"
@@ -74,15 +73,17 @@ def unused_settings(overrides: Iterable[str]) -> list[Problem]:
     return problems
 
 
-def settings_of(overrides: Iterable[str]) -> list[str]:
-    """Return the keys of `FIELDS` that ``section.key=value`` strings set; a section set as a whole
-    sets all keys of the section."""
-    paths = [override.partition("=")[0] for override in overrides]
-    names = [f"{path}." for path in paths]
+def settings_of(overrides: Iterable[str], settings: Iterable[str] = FIELDS) -> list[str]:
+    """Return the keys of `settings` that ``section.key=value`` strings set, as a whole or in part;
+    a section that is set sets all of its keys."""
+    prefixes = [override.partition("=")[0] + "." for override in overrides]
     return [
         setting
-        for setting in FIELDS
-        if any(f"{setting}.".startswith(name) or name.startswith(f"{setting}.") for name in names)
+        for setting in settings
+        if any(
+            f"{setting}.".startswith(prefix) or prefix.startswith(f"{setting}.")
+            for prefix in prefixes
+        )
     ]
 
 

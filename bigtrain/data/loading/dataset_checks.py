@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from bigtrain.data.samples.packing_plan import plan_of
@@ -60,10 +61,18 @@ def _unlike_first(
     ]
 
 
+@dataclass
+class Findings:
+    """Problems of datasets, and notes on what is legal and rarely meant."""
+
+    problems: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
 def check_datasets(
     config: RunConfig, datasets: Sequence[TokenDataset], model_vocab_size: int | None = None
-) -> list[Problem]:
-    """Return the problems of `datasets`, the datasets of ``config.data.mixture``, for this run.
+) -> Findings:
+    """Return what is found in `datasets`, the datasets of ``config.data.mixture``, for this run.
     `model_vocab_size`: rows of the model's embedding, before ``model.vocabulary`` grows it, if the
     caller knows them; by default `known_vocab_size`. Reads headers and sizes of the shards, and
     loads a tokenizer only if data.tokenizer names one."""
@@ -71,11 +80,13 @@ def check_datasets(
     try:
         problems = check_length(config, datasets)
     except DataError as error:  # from an index that packing reads
-        return [Problem("data.packing", config.data.packing, str(error))]
+        return Findings([Problem("data.packing", config.data.packing, str(error))])
     problems += check_given_stream(config, datasets)
     problems += check_same_directory(config)
     problems += check_tokenizer_files(config)
-    problems += check_rows(config, tables) or check_answers(config, datasets)
+    row_problems = check_rows(config, tables)
+    answers = Findings(row_problems) if row_problems else check_answers(config, datasets)
+    problems += answers.problems
     problems += check_weights(config, tables)
     problems += check_masks(config, tables) + check_same_tokenizer(config, tables)
     problems += check_same_beginnings(config, tables) + check_same_templates(config, tables)
@@ -96,7 +107,8 @@ def check_datasets(
         try:
             tokenizer = load_tokenizer(name)
         except DataError as error:
-            return [*problems, Problem("data.tokenizer", name, str(error))]
+            problems.append(Problem("data.tokenizer", name, str(error)))
+            return Findings(problems, answers.notes)
         if tokenizer.hash != listed.hash:
             rule = (
                 f"a different tokenizer than that of the shards ({listed.name}, "
@@ -104,7 +116,7 @@ def check_datasets(
             )
             fix = "remove data.tokenizer, or tokenize again with it"
             problems.append(Problem("data.tokenizer", name, rule, fix))
-    return problems
+    return Findings(problems, answers.notes)
 
 
 def check_given_stream(config: RunConfig, datasets: Sequence[TokenDataset]) -> list[Problem]:
@@ -313,28 +325,20 @@ def ignored_weights(
     return None
 
 
-def check_answers(config: RunConfig, datasets: Sequence[TokenDataset]) -> list[Problem]:
-    """Check that every answer fits a row. Reads the index of every shard."""
-    problems = []
+def check_answers(config: RunConfig, datasets: Sequence[TokenDataset]) -> Findings:
+    """Check that every answer fits a row, and note whether training answers are truncated or all
+    are short. Reads the index of every shard."""
+    findings = Findings()
     for number, dataset in enumerate(datasets if config.objective.kind.rows else ()):
         for split in dataset.table.splits:
             try:
-                open_answers(config, dataset, split)
+                answers = open_answers(config, dataset, split)
             except DataError as error:
-                problems.append(_problem(config, number, f"{split}: {error}"))
-    return problems
-
-
-def pair_notes(config: RunConfig, datasets: Sequence[TokenDataset]) -> tuple[str, ...]:
-    """Return a line on each dataset of answers if some answers are truncated, or all are short."""
-    if not config.objective.kind.rows:
-        return ()
-    notes = []
-    for dataset in datasets:
-        answers = open_answers(config, dataset, "train")
-        if answers and answers.length_note:
-            notes.append(f"{dataset.path}: {answers.length_note}")
-    return tuple(notes)
+                findings.problems.append(_problem(config, number, f"{split}: {error}"))
+                continue
+            if split == "train" and answers and answers.length_note:
+                findings.notes.append(f"{dataset.path}: {answers.length_note}")
+    return findings
 
 
 def open_answers(config: RunConfig, dataset: TokenDataset, split: Split) -> StreamSamples | None:

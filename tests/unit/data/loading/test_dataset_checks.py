@@ -29,7 +29,7 @@ def config_for(path: Path, *, vocab_size: int = 50, **sections: Any) -> RunConfi
 
 def texts(config: RunConfig, *arguments: int) -> list[str]:
     datasets, problems = open_checked(config)
-    all_problems = check_datasets(config, datasets, *arguments) if datasets else problems
+    all_problems = check_datasets(config, datasets, *arguments).problems if datasets else problems
     return [str(problem) for problem in all_problems]
 
 

@@ -44,7 +44,7 @@ def hash_of(config: RunConfig) -> str:
 
 def problems_of(data: dict[str, Any]) -> list[Problem]:
     config = config_for(data)
-    return check_datasets(config, open_sources(config.data))
+    return check_datasets(config, open_sources(config.data)).problems
 
 
 @pytest.fixture(scope="module")
@@ -240,7 +240,7 @@ def test_identity(plain: Path, masked: Path, tmp_path: Path) -> None:
 
 def test_conversations_that_would_see_each_other_are_refused(masked: Path, plain: Path) -> None:
     concatenated = config_for({"path": str(masked), "packing": "concatenate"})
-    (problem,) = check_datasets(concatenated, open_sources(concatenated.data))
+    (problem,) = check_datasets(concatenated, open_sources(concatenated.data)).problems
     assert str(problem) == (
         f"data.packing = 'concatenate': conversations ({masked}) would be split wherever a sample "
         "is full, and see each other -> set data.packing=best_fit (or at least "
@@ -252,7 +252,7 @@ def test_conversations_that_would_see_each_other_are_refused(masked: Path, plain
 
 def test_too_few_documents(plain: Path) -> None:
     config = config_for({"path": str(plain)}, global_batch_size=1000)
-    (problem,) = check_datasets(config, open_sources(config.data))
+    (problem,) = check_datasets(config, open_sources(config.data)).problems
     assert "too short for one global batch" in str(problem)
     (report, *_) = packing_reports(config, open_sources(config.data))
     assert f"are {report.plan.num_packs} samples of 48 tokens" in str(problem)

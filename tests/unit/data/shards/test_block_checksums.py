@@ -116,7 +116,7 @@ def test_zeroed_index_block_is_found_before_a_process_group(copy: Path) -> None:
     content[4096:8192] = bytes(4096)
     path.write_bytes(content)
     config = run_of(copy, "packed")
-    (problem,) = check_datasets(config, open_sources(config.data))
+    (problem,) = check_datasets(config, open_sources(config.data)).problems
     assert f"{path} is corrupt: the checksum of bytes 0 to {len(content)} is" in str(problem)
 
 
