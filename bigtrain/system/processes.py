@@ -12,6 +12,7 @@ import gc
 import hashlib
 import importlib.abc
 import importlib.util
+import itertools
 import os
 import shutil
 import sys
@@ -142,12 +143,15 @@ class HostErrorLog:
             self._folder.mkdir(mode=0o700, exist_ok=True)
             if not self._is_ours():
                 return True
-            note = self._folder / hashlib.sha256(text.encode()).hexdigest()
-            note_of_rank = note.with_name(f"{note.name}-{self._rank}")
-            if note_of_rank.exists() or not self._is_of_this_launch(note, _START_SECONDS):
-                # From an earlier launch by the same parent.
-                for earlier in self._folder.glob(f"{note.name}*"):
-                    earlier.unlink(missing_ok=True)
+            # Notes of earlier launches by the same parent stay: a rank that removed them could
+            # remove what another rank of this launch has just written.
+            digest = hashlib.sha256(text.encode()).hexdigest()
+            for number in itertools.count():
+                note = self._folder / f"{digest}-{number}"
+                note_of_rank = note.with_name(f"{note.name}-{self._rank}")
+                is_earlier = note.exists() and not self._is_of_this_launch(note, _START_SECONDS)
+                if not (is_earlier or note_of_rank.exists()):
+                    break
             note_of_rank.touch()
             note.touch(exist_ok=False)
         except FileExistsError:

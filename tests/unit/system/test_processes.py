@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -80,6 +83,49 @@ def test_each_launch_prints_an_error_once(monkeypatch: pytest.MonkeyPatch, tmp_p
             printed = [log.is_first(text) for log in logs]
             assert sum(printed) == 1, (ranks, text, printed)
         assert all(log.is_any() for log in logs)
+
+
+class _Interrupted:
+    """A method of `Path` after `num_calls` of which, by any of these methods, a function runs."""
+
+    def __init__(self, num_calls: int, function: Callable[[], None]) -> None:
+        self.calls_left, self._function = num_calls, function
+
+    def wrap(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*arguments: Any, **options: Any) -> Any:
+            result = method(*arguments, **options)
+            self.calls_left -= 1
+            if self.calls_left == 0:
+                self._function()
+            return result
+
+        return wrapped
+
+
+@pytest.mark.parametrize("num_earlier", [0, 1, 2])
+@pytest.mark.parametrize("num_calls", range(1, 10))
+def test_one_of_two_ranks_reports_however_they_interleave(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, num_calls: int, num_earlier: int
+) -> None:
+    """Rank 1 reports the error of rank 0 after each of rank 0's looks at files, also where
+    launches by the same parent had it before."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    logs = [HostErrorLog({"MASTER_PORT": "1", "RANK": str(rank)}) for rank in (0, 1)]
+    for _ in range(num_earlier):
+        for log in logs:
+            log.is_first("no space")
+        for note in tmp_path.glob("*/*"):
+            os.utime(note, (0, 0))
+    printed: list[bool] = []
+    interruption = _Interrupted(num_calls, lambda: printed.append(logs[1].is_first("no space")))
+    for name in ("exists", "stat", "touch", "unlink", "mkdir"):
+        monkeypatch.setattr(Path, name, interruption.wrap(getattr(Path, name)))
+    printed.append(logs[0].is_first("no space"))
+    monkeypatch.undo()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    if interruption.calls_left > 0:
+        printed.append(logs[1].is_first("no space"))
+    assert sum(printed) == 1
 
 
 def test_launches_of_another_port_do_not_share_errors(
