@@ -22,6 +22,10 @@ sys.path[:0] = [str(ROOT)]
 
 from bigtrain.models.build import empty_model  # noqa: E402
 from bigtrain.models.parallel.tensor import known_plan  # noqa: E402
+from bigtrain.settings.hf_config_keys import (  # noqa: E402
+    HEAD_PROJECTIONS,
+    KEY_HEAD_PROJECTIONS,
+)
 from tools.generated_file import write_or_compare  # noqa: E402
 
 TARGET = ROOT / "bigtrain" / "settings" / "hf_config_keys.json"
@@ -129,8 +133,8 @@ def _cut_figures(config_class: Any) -> list[str] | None:
     except Exception:  # it refuses its own defaults
         return []
     cut = {name.rpartition(".")[2] for name, style in plan.items() if style == "colwise"}
-    heads = ["num_attention_heads"] if cut & {"q_proj", "query_key_value"} else []
-    return heads + (["num_key_value_heads"] if "k_proj" in cut else [])
+    heads = ["num_attention_heads"] if cut & HEAD_PROJECTIONS else []
+    return heads + (["num_key_value_heads"] if cut & KEY_HEAD_PROJECTIONS else [])
 
 
 if __name__ == "__main__":

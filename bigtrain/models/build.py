@@ -25,12 +25,12 @@ from bigtrain.models.configuration import auto_class, scores_samples
 from bigtrain.models.layers.multi_token import add_mtp_layers
 from bigtrain.models.layers.parameters import freeze, freeze_named, seed_of
 from bigtrain.models.layers.plans import NO_FLOAT8, Float8Plan
-from bigtrain.models.parallel.grouped_experts import fit_experts
 from bigtrain.models.torch_patches import has_buffers_alone
 from bigtrain.models.transformers_patches import (
     computed_in_float32,
     initialize_module,
     mark_initialized,
+    modules_of_experts,
 )
 from bigtrain.models.weights.import_hf import Weights, find_weights
 from bigtrain.models.weights.lazy_tensors import allocate
@@ -124,7 +124,10 @@ def build_model(
         _make_room(model, partitioning)
         if weights == "read":
             find_weights(section.path, hf_config, seed=seed).fill_model(model)
-    fit_experts(model)
+    if any(modules_of_experts(model)):
+        from bigtrain.models.parallel.grouped_experts import fit_experts
+
+        fit_experts(model)
     model.config.use_cache = False
     return model
 

@@ -279,7 +279,6 @@ def _of_degrees(
     """Add the layouts of `degrees` to `ranking`; return how many were not assessed."""
     too_large: set[Recompute | int] = set()
     roomy, skipped = False, 0
-    savings = _savings(degrees, request)
     # Micro-batch sizes, ascending, and their accumulation steps. With more stages than
     # micro-batches a pipeline is mostly bubble.
     per_rank = request.global_batch_size // degrees.data_size
@@ -292,7 +291,13 @@ def _of_degrees(
         and request.allows({"micro_batch_size": micro})
     ]
     sizes = {**degrees.degrees(), "zero_stage": degrees.zero_stage}
-    first = request.with_kernels(request.base.changed(**{**request.required, **sizes}))
+    base = request.base.changed(**{**request.required, **sizes})
+    # Which kernels a layout has does not depend on its micro-batch.
+    first = request.with_kernels(base)
+    savings = [
+        {**changes, "fused_layers": request.with_kernels(base.changed(**changes)).fused_layers}
+        for changes in _savings(degrees, request)
+    ]
     for index, (micro, accumulation) in enumerate(micro_sizes):
         layout = first.changed(
             micro_batch_size=micro,
@@ -333,7 +338,7 @@ def _smaller(
     layout: Layout, savings: Sequence[dict[str, Any]], request: SearchSpace
 ) -> list[Layout]:
     """Return `layout` with each of `savings`; with tiles only where there is more than one."""
-    changed = [request.with_kernels(layout.changed(**changes)) for changes in savings]
+    changed = [layout.changed(**changes) for changes in savings]
     width = request.model.hidden_size
     return [
         smaller_layout

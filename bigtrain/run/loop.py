@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from signal import Signals
 from typing import Protocol
 
+import torch
+
 from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.data.samples.sample_stream import StreamPosition
 from bigtrain.engine.optimizers.skip_step import SkipPolicy
@@ -16,7 +18,6 @@ from bigtrain.engine.train_engine import RecentLosses, StepResult, TrainEngine
 from bigtrain.metrics.step_metrics import StepMetrics
 from bigtrain.run.callbacks import Callbacks
 from bigtrain.run.context import RunContext
-from bigtrain.run.diagnostics.out_of_memory import explained
 from bigtrain.run.diagnostics.profiling import Profiler
 from bigtrain.run.diagnostics.start_times import FIRST_STEP, StartTimes
 from bigtrain.run.diagnostics.step_clock import PartMemory, StepClock, StepTimes
@@ -179,12 +180,16 @@ class Loop:
         if self.replica_watch is not None:
             policy = self.replica_watch.policy(state, policy)
         self._profiler.before(step)
-        with (
-            explained(self.context, self.engine),
-            self.callbacks.recording(),
-            self.engine.first_gradients.compared(self.context.log.info),
-        ):
-            result = self.engine.train_step(micro_batches, lr, policy, observe=is_logged)
+        try:
+            with (
+                self.callbacks.recording(),
+                self.engine.first_gradients.compared(self.context.log.info),
+            ):
+                result = self.engine.train_step(micro_batches, lr, policy, observe=is_logged)
+        except torch.OutOfMemoryError as error:
+            from bigtrain.run.diagnostics.out_of_memory import explained
+
+            raise explained(error, self.context, self.engine) from error
         self._clock.count_step()
         return result
 

@@ -26,8 +26,8 @@ from bigtrain.planner.run_prediction import (
 from bigtrain.planner.tables.engines import MeasuredEngine, kept_calibration
 from bigtrain.planner.tables.hardware import Device, find_device
 from bigtrain.run.context import RunContext
-from bigtrain.run.layer_choice import layer_lines
 from bigtrain.run.preflight import Inputs
+from bigtrain.run.run_directory import layer_lines
 from bigtrain.settings.resolve import ResolvedRun, resolve_teacher
 
 if TYPE_CHECKING:

@@ -118,9 +118,8 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
 
     # The data, for the vocabulary of this model.
     if datasets:
-        data_findings = check_datasets(config, datasets, vocabulary_size(hf_config))
-        problems += data_findings.problems
-        data_notes += data_findings.notes
+        findings = check_datasets(config, datasets, vocabulary_size(hf_config))
+        problems, data_notes = problems + findings.problems, findings.notes
         if check != "listed":
             problems += _check_tokenizer(config, datasets[0])
             if config.output.export:
@@ -151,11 +150,9 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
     if model_plan is None or ids is None or problems:
         raise ConfigError(problems, "the run's inputs")
     if check != "listed" and not _resumes(config):
-        # On data that is legal and rarely meant: how texts begin, rows that are cut or mostly
-        # padding, evaluations without data.
-        beginnings = [beginning_note(config, dataset) for dataset in datasets]
-        notes += [*filter(None, beginnings), *data_notes]
-        notes += evaluation_notes(config, datasets, held_out_sets)
+        # On data that is legal and rarely meant.
+        notes += [note for dataset in datasets if (note := beginning_note(config, dataset))]
+        notes += [*data_notes, *evaluation_notes(config, datasets, held_out_sets)]
     return Inputs(
         hf_config,
         data_hash(config.data, datasets),

@@ -12,6 +12,7 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,6 @@ import bigtrain
 from bigtrain.models.configuration import save_configuration
 from bigtrain.models.layers.kernels import fast_path_of
 from bigtrain.models.weights.checksums import BASE_MODEL, Sums, write_sums
-from bigtrain.run.layer_choice import KEY
 from bigtrain.run.preflight import Inputs
 from bigtrain.settings.degrees import AXES
 from bigtrain.settings.resolve import ResolvedRun
@@ -35,6 +35,8 @@ TEACHER_MODEL = "teacher_model.json"
 MODEL_CONFIG = "model_config"
 """Folder of a run directory with the model's Hugging Face configuration, as it was loaded, and its
 generation settings."""
+LAYERS = "layers"
+"""Key of ``environment.json``: how the layers of the launch compute."""
 
 _PACKAGES = (
     "torch", "deepspeed", "transformers", "peft", "accelerate", "datasets", "numpy", "bitsandbytes",
@@ -84,10 +86,33 @@ def describe_environment(
             host: [rank for rank, name in enumerate(hosts) if name == host]
             for host in dict.fromkeys(hosts)
         },
-        KEY: fast_path_of(run.config, run.engine, inputs.hf_config, device.type).words,
+        LAYERS: fast_path_of(run.config, run.engine, inputs.hf_config, device.type).words,
         "batch": run.plan.equation(),
         "packing": [report.to_json() for report in inputs.packing],
     }
+
+
+def layer_lines(run: ResolvedRun, hf_config: Any, device_type: str) -> list[str]:
+    """Return lines on how the layers of `run` compute; none on a CPU, where nothing is chosen. A
+    line names the change if an earlier launch of the run computed them otherwise: the numbers agree
+    up to rounding."""
+    if device_type != "cuda":
+        return []
+    path = fast_path_of(run.config, run.engine, hf_config, device_type)
+    lines = [path.line()]
+    directory = Path(run.config.output.directory)
+    if any((directory / "checkpoints").glob("step-*")):
+        with suppress(OSError, ValueError, KeyError):
+            before = json.loads((directory / "environment.json").read_text(encoding="utf-8"))[
+                LAYERS
+            ]
+            if before != path.words:
+                lines.append(
+                    f"layers were {before} in the launch before: rounding differs from here on; "
+                    f"model.compile={'on' if 'compiled' in before else 'off'} and "
+                    f"model.kernels={'liger' if 'Liger' in before else 'none'} keep it"
+                )
+    return lines
 
 
 def _git_commit() -> str | None:

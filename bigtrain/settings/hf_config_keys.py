@@ -49,6 +49,10 @@ CHOSEN_EXPERTS = (
 )
 """Names that architectures have for the number of experts that a token is routed to."""
 _MTP_LAYERS = "num_mtp_layers"
+HEAD_PROJECTIONS = frozenset(("q_proj", "query_key_value", "q_b_proj", "kv_b_proj"))
+"""Projections to all query heads, where tensor parallelism divides their outputs; the last two of
+attention with low-rank queries and key-values."""
+KEY_HEAD_PROJECTIONS = frozenset(("k_proj",))
 _AT_LEAST_ONE = (*_FIGURES, "vocab_size", "hidden_size", "intermediate_size")
 TEXT_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Keys with the ids of tokens that begin and end texts, and pad them."""

@@ -19,6 +19,7 @@ import pytest
 
 from bigtrain.cli import main
 from bigtrain.errors import EXIT_STOPPED
+from bigtrain.planner.constraints import USED, settings_of
 from bigtrain.settings.loading import recipe_names
 from tests.support.chats import CHATML, chat_tokenizer, turns, unmarked
 from tests.support.lives import shared_server
@@ -77,6 +78,8 @@ def test_a_stopped_run_is_resumed_by_the_same_command() -> None:
 def tiny(words: list[str]) -> list[str]:
     """A command of the page for two processes of this machine and a tiny model."""
     more = MORE.get(option(words, "--config") or "", [])
+    if words[:2] == ["bigtrain", "plan"] and "--write" not in words:  # refuses unused settings
+        more = [override for override in more if settings_of([override], USED)]
     if words[:2] == ["bigtrain", "check"]:
         place = words.index("--world-size") + 1
         words = [*words[:place], "2", *words[place + 1 :]]

@@ -133,11 +133,9 @@ def resumes(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Resumes:
 
 @each_pair(PAIRS)
 def test_goes_on(pair: Pair, resumes: Resumes) -> None:
-    wrote, read = pair.wrote, pair.read
-    # "odd" has dropout, which differs with the data rank.
-    is_close = wrote.dtype == "float32" and (
-        wrote.variant != "odd" or wrote.num_replicas == read.num_replicas == 1
-    )
+    wrote = pair.wrote
+    # "odd" has dropout of attention, whose masks differ with the ranks that divide the heads.
+    is_close = wrote.dtype == "float32" and wrote.variant != "odd"
     saved = resumes.check(pair, exact=1e-5 if is_close else None)
     assert any(key.startswith("exp_avg_sq/") for key in saved)
     if "experts" in wrote.variant:

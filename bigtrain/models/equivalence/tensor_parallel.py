@@ -38,6 +38,7 @@ from bigtrain.models.parallel.sharding import cut_parameter, shard_of
 from bigtrain.models.parallel.tensor import ADAPTED, check_shards, shard_model, tensor_plan
 from bigtrain.settings.compatibility.check import check_model
 from bigtrain.settings.compatibility.facts import Facts
+from bigtrain.settings.hf_config_keys import HEAD_PROJECTIONS, KEY_HEAD_PROJECTIONS
 from bigtrain.settings.sections.adapters import AdaptersSection
 
 _FAILS = "it fails with"
@@ -162,8 +163,8 @@ def check_tensor_size(
     # An attention head is on one rank; key-value heads may be shared.
     config = text_config(hf_config)
     cut = {name.rpartition(".")[2] for name, style in plan.items() if style == "colwise"}
-    heads = config.num_attention_heads if cut & {"q_proj", "query_key_value"} else None
-    key_heads = getattr(config, "num_key_value_heads", None) if "k_proj" in cut else None
+    heads = config.num_attention_heads if cut & HEAD_PROJECTIONS else None
+    key_heads = getattr(config, "num_key_value_heads", None) if cut & KEY_HEAD_PROJECTIONS else None
     problems = check_model(
         Facts(
             tensor_size=tensor_size,

@@ -3,8 +3,6 @@ the allocator in the run's directory (viewer: https://docs.pytorch.org/memory_vi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,30 +105,28 @@ def remedies(config: RunConfig, zero_stage: int, memory: MeasuredMemory) -> list
     return settings or ["more devices, or a smaller model"]
 
 
-@contextmanager
-def explained(context: RunContext, engine: TrainEngine) -> Iterator[None]:
-    """Turn CUDA's out-of-memory error into a LaunchError with memory use and suggestions."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        # Measured before any tensor of the step is freed: the traceback holds its activations.
-        device = context.device
-        allocated = torch.cuda.memory_allocated(device)
-        total = torch.cuda.get_device_properties(device).total_memory
-        memory = memory_use(engine.module, engine.engine.optimizer, allocated, total)
+def explained(
+    error: torch.OutOfMemoryError, context: RunContext, engine: TrainEngine
+) -> LaunchError:
+    """Return CUDA's out-of-memory error with memory use and suggestions. Call it before any tensor
+    of the step is freed: the traceback of `error` holds the activations."""
+    device = context.device
+    allocated = torch.cuda.memory_allocated(device)
+    total = torch.cuda.get_device_properties(device).total_memory
+    memory = memory_use(engine.module, engine.engine.optimizer, allocated, total)
 
-        # The allocator's history shows which allocations the step made.
-        directory = context.directory / DIRECTORY
-        path = directory / f"out_of_memory_rank_{context.world.rank}.pickle"
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            dump_memory_snapshot(str(path))
-            written = f"; snapshot: {path}"
-        except (OSError, RuntimeError):
-            written = ""
-        config, stage = context.config, context.run.engine.zero_stage
-        reason = str(error).strip().splitlines()[0]
-        raise LaunchError(
-            f"rank {context.world.rank} ran out of device memory ({reason}): "
-            f"{memory.describe()}{written} -> {', or '.join(remedies(config, stage, memory))}"
-        ) from error
+    # The allocator's history shows which allocations the step made.
+    directory = context.directory / DIRECTORY
+    path = directory / f"out_of_memory_rank_{context.world.rank}.pickle"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        dump_memory_snapshot(str(path))
+        written = f"; snapshot: {path}"
+    except (OSError, RuntimeError):
+        written = ""
+    config, stage = context.config, context.run.engine.zero_stage
+    reason = str(error).strip().splitlines()[0]
+    return LaunchError(
+        f"rank {context.world.rank} ran out of device memory ({reason}): "
+        f"{memory.describe()}{written} -> {', or '.join(remedies(config, stage, memory))}"
+    )

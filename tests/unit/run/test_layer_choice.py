@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
-from bigtrain.run.layer_choice import KEY, layer_lines
+from bigtrain.run.run_directory import LAYERS, layer_lines
 from bigtrain.settings.loading import parse_run_config
 from bigtrain.settings.resolve import resolve_run
 from tests.support.run_trees import run_tree
@@ -34,7 +34,7 @@ def test_another_choice_than_the_launch_before_is_said(
     run = resolve_run(parse_run_config(tree), 1)
     if saved:
         (tmp_path / "checkpoints" / "step-2").mkdir(parents=True)
-    record = {} if before is None else {KEY: before}
+    record = {} if before is None else {LAYERS: before}
     (tmp_path / "environment.json").write_text(json.dumps(record))
     first, *rest = layer_lines(run, LlamaConfig(), "cuda")
     assert first == "layers: by single kernels"

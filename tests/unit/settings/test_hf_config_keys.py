@@ -151,7 +151,9 @@ def test_local_configuration_is_read_with_overrides(tmp_path: Path) -> None:
     assert "model.overrides.n_position = 128: model_type gpt2 has no such key" in str(problem)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "gpt_neox"])
+@pytest.mark.parametrize(
+    "model_type", ["llama", "qwen3_moe", "gpt_neox", "minicpm3", "glm4_moe_lite", "longcat_flash"]
+)
 @pytest.mark.parametrize(("heads", "key_heads"), [(4, 2), (6, 3)])
 def test_check_knows_the_heads_that_the_run_divides(
     model_type: str, heads: int, key_heads: int
@@ -163,6 +165,7 @@ def test_check_knows_the_heads_that_the_run_divides(
     section = ModelSection(config=config)
     dimensions, problems = inspect_configuration(section)
     assert problems == []
+    assert dimensions.cut_heads == heads
     for size in (2, 3):
         facts = Facts(
             tensor_size=size, cut_heads=dimensions.cut_heads, cut_key_heads=dimensions.cut_key_heads
