@@ -18,7 +18,6 @@ from transformers.initialization import no_init_weights
 from bigtrain.models.build import empty_model
 from bigtrain.models.configuration import auto_class, num_counted_mtp_layers, num_trained_mtp_layers
 from bigtrain.models.experts import auxiliary_loss, selection_biases
-from bigtrain.models.layers.adapter_targets import find_parameters, find_saved, find_targets
 from bigtrain.models.layers.document_masks import document_boundaries
 from bigtrain.models.layers.parameter_roles import collapsed, parameter_roles
 from bigtrain.models.layers.parameters import freeze, freeze_named
@@ -142,6 +141,8 @@ def _listed(title: str, names: Collection[str], patterns: Sequence[str]) -> str:
 
 def _adapted_weights(model: PreTrainedModel, section: AdaptersSection) -> set[str]:
     """Return the names of the weights that get adapters, or that are trained as copies."""
+    from bigtrain.models.layers.adapter_targets import find_parameters, find_saved, find_targets
+
     copies = {
         f"{module}.{name}"
         for module in find_saved(model, section).names
