@@ -153,8 +153,10 @@ class LayerCosts:
     adapters that are trained or kept. `packed`: the 4-bit part of the parameters. `mlp`: the part
     that can be computed in tiles. `passes_states`: whether ranks that share a sample pass its
     recurrent states on. `state_columns`: columns of float32 that these ranks compute in addition to
-    the values of the gated delta rule. `fused`: its costs with fused
-    operations; None if they are not known.
+    the values of the gated delta rule. `num_equal_parts`: number that the tensor-parallel ranks
+    have to divide, and `num_groups`: groups of heads that share what they read, which the ranks
+    divide or share; 0 without recurrence. `fused`: its costs with fused operations; None if they
+    are not known.
     """
 
     num_parameters_whole: int
@@ -176,6 +178,8 @@ class LayerCosts:
     passes_states: bool = False
     fused: FusedCosts | None = None
     state_columns: int = 0
+    num_equal_parts: int = 0
+    num_groups: int = 0
 
     def __hash__(self) -> int:
         return self._hash
@@ -183,6 +187,12 @@ class LayerCosts:
     @functools.cached_property
     def _hash(self) -> int:
         return hash(tuple(getattr(self, entry.name) for entry in fields(self)))
+
+    def divides_among(self, tensor_size: int) -> bool:
+        """Return whether so many ranks can divide the layer's recurrence, if it has one."""
+        sizes = (self.num_groups, tensor_size)
+        shares = not self.num_groups or not max(sizes) % min(sizes)
+        return self.num_equal_parts % tensor_size == 0 and shares
 
     def num_adapter_parameters(self, tensor_size: int) -> float:
         """Return the trained elements of the adapters on each of `tensor_size` ranks."""

@@ -421,7 +421,7 @@ def _degrees(request: SearchSpace, world_size: int, devices_per_node: int) -> It
     divides = all(layer.attention is not None or layer.passes_states for layer in layer_types)
     shapes: list[Degrees] = []
     for t in _divisors(world_size):
-        if t > 1 and not has_plan:
+        if t > 1 and not (has_plan and all(layer.divides_among(t) for layer in layer_types)):
             continue
         for p in _divisors(world_size // t):
             if p > len(request.model.layers):

@@ -10,6 +10,7 @@ their parameters in transformers' files (5.23); a layer with any further paramet
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,6 +67,12 @@ class Division:
     groups: int = 0
     norm: str = ""
     buffers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def num_equal_parts(self) -> int:
+        """Number that a size has to divide, so that ranks get complete heads and equal parts."""
+        parts = [part for leaf in self.leaves.values() for part in leaf.parts]
+        return math.gcd(*self.heads.values(), *parts)
 
     def problem(self, size: int) -> str:
         """Return why `size` ranks cannot divide the layer; empty if they can."""

@@ -42,7 +42,12 @@ from bigtrain.models.layers.parameter_roles import parameter_roles
 from bigtrain.models.layers.parameters import listed_layers
 from bigtrain.models.layers.recurrence.functions import FUNCTIONS, MATRIX, layers_with_functions
 from bigtrain.models.layers.tiled_mlp import find_mlps
-from bigtrain.models.parallel.recurrent_divisions import COLWISE, ROWWISE, ROWWISE_TO_SHARES
+from bigtrain.models.parallel.recurrent_divisions import (
+    COLWISE,
+    ROWWISE,
+    ROWWISE_TO_SHARES,
+    recurrent_divisions,
+)
 from bigtrain.models.parallel.stage_layout import tensors_in
 from bigtrain.models.parallel.tensor import known_plan
 from bigtrain.models.torch_patches import OperatorMode, shadow, storage_of, unshadow
@@ -117,6 +122,8 @@ class _Layer:
     dataflow: Dataflow = field(default_factory=Dataflow)
     constants: set[int] = field(default_factory=set)
     state_columns: int = 0
+    num_equal_parts: int = 0
+    num_groups: int = 0
 
     def costs(self, tokens: int) -> LayerCosts:
         mlp, fused = self.mlp, self.dataflow.sums(self.constants)
@@ -146,6 +153,8 @@ class _Layer:
                 mlp.num_kernels,
             ),
             passes_states=self.passes_states,
+            num_equal_parts=self.num_equal_parts,
+            num_groups=self.num_groups,
             fused=FusedCosts(
                 fused.saved_replicated / tokens,
                 fused.saved_divided / tokens,
@@ -461,6 +470,7 @@ def _collected(
     plan, scan = known_plan(model), scan_of(text_config(model.config))
     names = {module: name for name, module in model.named_modules()}
     stacked = {name for name, entry in parameter_roles(model).items() if entry.is_stacked}
+    divisions = {name: division for name, _, division in recurrent_divisions(model)}
     distinct_costs: list[LayerCosts] = []
     order: list[int] = []
     for index, layer in enumerate(layers):
@@ -479,6 +489,10 @@ def _collected(
         sums.constants = tracer.parameter_storages | tracer.shared
         functions = {name for _, _, names in layers_with_functions(layer) for name in names}
         sums.passes_states = bool(functions)
+        for name, division in divisions.items():
+            if f"{name}.".startswith(f"{names[layer]}."):
+                sums.num_equal_parts = math.gcd(sums.num_equal_parts, division.num_equal_parts)
+                sums.num_groups = division.groups
         if isinstance(scan, DeltaRule) and any(
             FUNCTIONS[n].kind == MATRIX for n in functions & FUNCTIONS.keys()
         ):

@@ -80,12 +80,16 @@ def test_what_a_trial_would_refuse_is_not_planned() -> None:
     (layer,) = SMALL.kinds
     state_space = replace(layer, attention=None)
     passing = replace(state_space, passes_states=True)
+    recurrent = replace(passing, num_equal_parts=4)
+    grouped = replace(passing, num_equal_parts=24, num_groups=3)
     whole = replace(
         layer, num_parameters_whole=layer.num_parameters, num_parameters_cut=0, num_tensors=9
     )
     for kinds, order, degrees in (
         ((layer, state_space), (0, 1) * 16, ({1, 2, 4, 8}, {1})),
         ((layer, passing), (0, 1) * 16, ({1, 2, 4, 8}, {1, 2, 4, 8})),
+        ((layer, recurrent), (0, 1) * 16, ({1, 2, 4}, {1, 2, 4, 8})),
+        ((grouped,), (0,) * 32, ({1}, {1, 2, 4, 8})),
         ((whole,), (0,) * 32, ({1}, {1, 2, 4, 8})),
     ):
         model = replace(SMALL, kinds=kinds, layers=order)
