@@ -43,13 +43,13 @@ class ExpertLoadStats:
 
 class ExpertLoad:
     """Counts for an engine's `model`. The constructor is collective over `mesh.pipeline`.
-    is_compiled: then nothing is counted (`ExpertCounts`)."""
+    is_compiled: whether the model's layers are compiled."""
 
     def __init__(
         self, model: nn.Module, mesh: Mesh, device: torch.device, *, is_compiled: bool
     ) -> None:
         self._mesh, self._device = mesh, device
-        self.counts = ExpertCounts(nn.Module() if is_compiled else model)
+        self.counts = ExpertCounts(model, is_compiled=is_compiled)
         stages: list[Any] = [self.counts.num_experts]
         if mesh.topology.pipeline_size > 1:
             stages = [None] * mesh.topology.pipeline_size

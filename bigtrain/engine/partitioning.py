@@ -25,6 +25,7 @@ from bigtrain.models.layers.compilation import compile_layers
 from bigtrain.models.layers.kernels import apply_kernels, fast_path_of
 from bigtrain.models.layers.plans import TilePlan
 from bigtrain.models.parallel.sharding import cut_parameter, is_expert
+from bigtrain.models.transformers_patches import modules_of_experts
 from bigtrain.settings.compatibility.facts import read_facts
 from bigtrain.settings.deepspeed.engine_config import EngineConfig
 from bigtrain.settings.run_config import RunConfig
@@ -180,5 +181,6 @@ def apply_layer_options(
 
         compile_tiles(model)
     facts = read_facts(config, engine_config.deepspeed, None)
-    compile_layers(model, divided=facts.divides_layers)
+    counts_tokens = any(True for _ in modules_of_experts(model))
+    compile_layers(model, divided=facts.divides_layers or counts_tokens)
     return True

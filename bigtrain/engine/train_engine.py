@@ -304,8 +304,9 @@ class TrainEngine(ForwardPasses):
         if self.mesh.topology.tensor_size > 1:
             # Early stopping follows from it, and tensor ranks may round differently.
             dist.broadcast(totals, src=0)
-        mean = float(totals[0]) / (float(totals[1]) or 1)
-        return Evaluation(mean, int(totals[2]), recorder.take())
+        # The host waits for the device here only, once for all batches.
+        loss_sum, weight, num_units = totals.tolist()
+        return Evaluation(loss_sum / (weight or 1), int(num_units), recorder.take())
 
     def close(self) -> None:
         """Remove DeepSpeed's hooks from the model."""

@@ -5,20 +5,23 @@ means over all tokens and layers: it is not a sum over parts."""
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from bigtrain.errors import ModelError
 from bigtrain.models.layers.parameters import local_shape
-from bigtrain.models.torch_patches import is_in_backward, own_parameter
+from bigtrain.models.torch_patches import is_in_backward, own_parameter, shadow
 from bigtrain.models.transformers_patches import collected_outputs, modules_of_experts
 
 KEY = "router_logits"
+COUNTED, EXCHANGED = "tokens of experts are counted", "ranks exchange tokens of experts"
+"""Reasons for which a compiled layer with experts is divided in two graphs."""
 
 
 def recorded() -> list[torch.Tensor] | None:
@@ -102,24 +105,31 @@ def z_loss(logits: tuple[torch.Tensor, ...]) -> torch.Tensor:
 
 
 class ExpertCounts:
-    """Counts by hooks on the experts modules of `model` that transformers' decorator marks.
+    """Counts at the experts modules of `model` that transformers' decorator marks.
 
     Counts every token of a training forward pass once: nothing before `begin`, in evaluation mode,
-    or when the backward pass recomputes a layer. Does not wait for the device. Not for compiled
-    layers: the counting would become a part of the graphs.
+    or when the backward pass recomputes a layer. Does not wait for the device.
+
+    is_compiled: the layers are compiled. Then the counting, which differs from step to step, is
+    between two graphs: in `forward`, since a hook would divide the graphs of its callers too.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, is_compiled: bool = False) -> None:
         names = {module: name for name, module in model.named_modules()}
         modules: dict[str, Any] = {names[module]: module for module in modules_of_experts(model)}
         self.modules: dict[str, Any] = modules
         self.num_experts = {name: int(module.num_experts) for name, module in modules.items()}
         self._counts: dict[str, torch.Tensor] = {}
         self._is_counting = False
-        self._hooks = [
-            module.register_forward_pre_hook(partial(self._note, name), with_kwargs=True)
-            for name, module in modules.items()
-        ]
+        self._hooks: list[RemovableHandle] = []
+        self._counted: list[nn.Module] = []
+        for name, module in modules.items():
+            note = partial(self._note, name)
+            if is_compiled:
+                shadow(module, "forward", _noting(note, module))
+                self._counted.append(module)
+            else:
+                self._hooks.append(module.register_forward_pre_hook(note, with_kwargs=True))
 
     def begin(self, *, counting: bool) -> None:
         """Reset the counts; `counting`: whether to count from here on."""
@@ -135,9 +145,11 @@ class ExpertCounts:
         return counted[:-1]
 
     def close(self) -> None:
-        """Remove the hooks."""
+        """Stop counting."""
         for hook in self._hooks:
             hook.remove()
+        for module in self._counted:
+            shadow(module, "forward", vars(module)["forward"].__wrapped__)
 
     @torch.no_grad()
     def _note(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -154,6 +166,26 @@ class ExpertCounts:
         # Not `bincount`, whose output length makes the host wait.
         slots = expert_ids.clamp(max=last).long()
         counts.scatter_add_(0, slots, torch.ones_like(slots))
+
+
+def _noting(note: Callable[..., None], module: nn.Module) -> Callable[..., torch.Tensor]:
+    """Return the forward method of a `module` of experts in a compiled layer, with its arguments
+    passed to `note` outside of the graphs."""
+    forward: Callable[..., torch.Tensor] = module.forward
+
+    is_divided = exchange_of(module) is not None
+    if not is_divided:  # else all of it is outside already
+        note = torch.compiler.disable(note, reason=COUNTED)
+
+    def note_and_compute(*args: Any, **kwargs: Any) -> torch.Tensor:
+        note(module, args, kwargs)
+        return forward(*args, **kwargs)
+
+    counted: Any = note_and_compute
+    if is_divided:
+        counted = torch.compiler.disable(note_and_compute, reason=EXCHANGED)
+    counted.__wrapped__ = forward
+    return counted  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)

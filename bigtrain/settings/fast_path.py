@@ -86,8 +86,6 @@ def choose_fast_path(
 def _why_not_compiled(facts: Facts, machine: LayerMachine) -> str:
     if TRITON not in machine.packages:
         return "Triton is not installed"
-    if facts.num_experts:
-        return "compiled layers do not count the tokens of experts"
     if facts.isolates:
         return "documents are isolated by parts of each sample, whose lengths change"
     if is_violated(facts | Facts(compiles="on")) and not is_violated(facts):

@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from bigtrain.data.tokenizers.training import train_tokenizer
+from bigtrain.engine.checkpoint.lazy import open_weights
+from bigtrain.models.configuration import load_hf_config
+from bigtrain.models.export.verified import Destination, Probe, export_model
+from bigtrain.settings.run_config import ModelSection
 from tests.parity.cases import CHUNKS, EPS, Case, PlainRuns
 from tests.parity.conftest import (
     ARCHITECTURES,
@@ -22,6 +29,7 @@ from tests.parity.conftest import (
     each_case,
     llama,
     run_config,
+    train_cases,
 )
 from tests.support.resumes import Layout, Pair, Resumes, each_pair, layout
 
@@ -33,6 +41,7 @@ FULL = {"gradient_checkpointing": "full"}
 TILES = {"tiled_mlp": 5}
 MLP = ("an MLP is computed in tiles",)
 ATTENTION, EXPERTS = ("ranks exchange tokens or heads",), ("ranks exchange tokens of experts",)
+COUNTS = ("tokens of experts are counted",)
 _SMALL = {"num_hidden_layers": 2}
 MODELS: dict[str, dict[str, Any]] = {
     **ARCHITECTURES,
@@ -75,7 +84,9 @@ CASES = [
     Compiled(2, "zero3", sections=compiled(), slow=False),
     Compiled(2, "zero3", sections=compiled(gradient_checkpointing="full", **CHUNKS["model"])),
     Compiled(2, "zero3", "gpt2", sections=compiled()),
-    Compiled(2, "zero3", "qwen3_moe", sections=compiled(gradient_checkpointing="full")),
+    # Tokens of experts are counted between two graphs.
+    Compiled(2, "zero1", "qwen3_moe", sections=compiled(), slow=False, graphs=2, breaks=COUNTS),
+    Compiled(2, "zero3", "qwen3_moe", sections=compiled(**FULL), graphs=2, breaks=COUNTS),
     # Of frozen layers the backward pass is another one.
     Compiled(2, "zero3_offload", sections=compiled(frozen=FROZEN), graphs=2),
     # Exchanges of tensor parallelism are operators in the graph.
@@ -83,7 +94,7 @@ CASES = [
     Compiled(2, "zero3", "qwen3", 1, TENSOR, compiled(gradient_checkpointing="full")),
     Compiled(2, "zero2", "odd", degrees=TENSOR, sections=compiled(**CHUNKS["model"])),
     Compiled(2, "zero0", "phi3", degrees=TENSOR, sections=compiled()),
-    Compiled(2, "zero1", "qwen3_moe", degrees=TENSOR, sections=compiled()),
+    Compiled(2, "zero1", "qwen3_moe", 2, TENSOR, compiled(), graphs=2, breaks=COUNTS),
     Compiled(4, "zero1", "odd", 1, {"tensor": 4}, compiled()),
     Compiled(4, "zero3", "qwen3", 1, TENSOR, compiled()),
     # Attention of ranks that share samples is between two graphs.
@@ -172,3 +183,37 @@ def test_checkpoints_are_those_of_uncompiled_layers(pair: Pair, resumes: Resumes
     """Names and values are the same, and a run continues with or without compiled layers."""
     saved = resumes.check(pair)
     assert "master/model.layers.0.mlp.up_proj.weight" in saved
+
+
+def test_exports_are_those_of_uncompiled_layers(dataset: Path, tmp_path: Path) -> None:
+    """Names and values; the export compares the logits of the reloaded files with those of the
+    compiled model after its last step."""
+    train_tokenizer(iter([["the theme of the thesis"]]), 260).save(tmp_path / "tokenizer")
+    ids = Probe.make_input(97, 16)
+    jobs = {}
+    for variant, compile_ in ((ON, "on"), (OFF, "off")):
+        model = {"config": MODELS["llama"], "compile": compile_}
+        config = run_config(dataset, model, micro_batch_size=4)
+        jobs[variant] = {
+            "config": config | {"optimizer": config["optimizer"] | EPS["optimizer"]},
+            "deepspeed_config": "zero3",
+            "compile_backend": FAST_BACKEND,
+            "save_at": STEPS,
+            "save_to": str(tmp_path / variant),
+            "probe": ids.tolist(),
+        }
+    results = train_cases(2, jobs, tmp_path)
+    assert results[ON]["graphs"] == [1] * STEPS
+    hf_config = load_hf_config(ModelSection(config=MODELS["llama"]))
+    exported = {}
+    for variant, result in results.items():
+        output = tmp_path / f"{variant}-hf"
+        probe = Probe(ids, torch.tensor(result["logits"]), "float32")
+        destination = Destination(output, tmp_path / "tokenizer", "float32")
+        export_model(
+            open_weights(tmp_path / variant / "tensors"), hf_config, destination, probe=probe
+        )
+        exported[variant] = load_file(output / "model.safetensors")
+    assert exported[ON].keys() == exported[OFF].keys()
+    for name, value in exported[ON].items():
+        assert torch.allclose(value, exported[OFF][name], rtol=0, atol=1e-5), name

@@ -119,7 +119,7 @@ class PipelineTrainEngine(TrainEngine):
         data = self._feed(micro_batches, factor_of_loss, self._router_losses.of)
         self._skip_policy, self._num_targets = self._recording(skip_policy), num_targets
         self._reset_step_counters(observe)
-        self.engine.train_batch(data_iter=iter(data))
+        self.engine.train_batch(data_iter=data)
         return StepResult(self._loss_sum, num_targets, self._end_step())
 
     @torch.no_grad()
@@ -130,36 +130,44 @@ class PipelineTrainEngine(TrainEngine):
         self._scale, self._loss_sum = 1.0, totals[0]
         with recorder.collecting():
             all_batches = list(self._objective.prepare(self, batches))
-            self._run_forward(self._feed(all_batches))
+            self._run_forward(self._feed(all_batches), len(all_batches))
         totals[1] = sum(map(self._count, all_batches))
         totals[2] = sum(self._count(replace(batch, weights=None)) for batch in all_batches)
         if not self.reports_loss:
             totals.zero_()
         dist.all_reduce(totals)
-        mean = float(totals[0]) / (float(totals[1]) or 1)
-        return Evaluation(mean, int(totals[2]), recorder.take())
+        # The host waits for the device here only, once for all batches.
+        loss_sum, weight, num_units = totals.tolist()
+        return Evaluation(loss_sum / (weight or 1), int(num_units), recorder.take())
 
     def _feed(
         self,
         batches: Sequence[MicroBatch],
         factor: torch.Tensor | None = None,
         added: Callable[[Any], torch.Tensor | None] | None = None,
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Set the micro-batches of the next forward passes, and return the tensors that DeepSpeed
-        loads. The stages compute the rows of a micro-batch that the objective trains."""
+        loads, on the device: its own copies would wait for it. The stages compute the rows of a
+        micro-batch that the objective trains."""
         passed = [self._objective.trained(batch) for batch in batches]
         if self._scores_samples:
             passed = [self._padded(batch) for batch in passed]
         self._samples = iter(batches)
         self._stage.feed(passed, factor, added)
-        return [(batch.input_ids, batch.labels) for batch in passed]
+        return self._loaded(passed)
 
-    def _run_forward(self, data: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def _loaded(self, batches: Sequence[MicroBatch]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for batch in batches:
+            yield self._to_device(batch.input_ids), self._to_device(batch.labels)
+
+    def _run_forward(
+        self, data: Iterator[tuple[torch.Tensor, torch.Tensor]], num_batches: int
+    ) -> None:
         """Run the forward passes that have been fed, in evaluation mode."""
         # DeepSpeed sends shapes once; evaluation may have other shapes than training.
         self.engine.reset_activation_shape()
         self.engine.eval_batch(
-            iter(data), reduce_output=None, bcast_loss=False, num_micro_batches=len(data)
+            data, reduce_output=None, bcast_loss=False, num_micro_batches=num_batches
         )
         self.engine.reset_activation_shape()
         self.engine.train()
@@ -172,7 +180,7 @@ class PipelineTrainEngine(TrainEngine):
         all_batches = list(batches)
         self._sums = []
         self._stage.feed(all_batches)
-        self._run_forward([(batch.input_ids, batch.labels) for batch in all_batches])
+        self._run_forward(self._loaded(all_batches), len(all_batches))
         sums, self._sums = self._sums, None
         for batch, batch_sums in zip(all_batches, sums, strict=False):
             yield batch, batch.moved(self._to_device), batch_sums

@@ -25,14 +25,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from bigtrain.errors import ModelError
-from bigtrain.models.experts import EXCHANGE
+from bigtrain.models.experts import EXCHANGE, EXCHANGED
 from bigtrain.models.parallel.collectives import Group, RowExchange, exchange_rows, summed
 from bigtrain.models.parallel.sharding import Shard, even_ranges, full_shape, tag_shard
 from bigtrain.models.torch_patches import shadow, shadowed
 from bigtrain.models.transformers_patches import expanded_plan
 
 _MODULE, _STACK = "ep_dispatch_experts", "grouped_gemm"
-_REASON = "ranks exchange tokens of experts"
 _ARGUMENTS = ("self", "hidden_states", "top_k_index", "top_k_weights")
 
 
@@ -134,7 +133,7 @@ def shard_experts(
         shadow(module, EXCHANGE, exchange)
         forward = dispatch if tensor is None else _Sliced(dispatch, tensor)
         # A compiled layer is divided here: how many rows are exchanged is known when it runs.
-        shadow(module, "forward", torch.compiler.disable(forward.__call__, reason=_REASON))
+        shadow(module, "forward", torch.compiler.disable(forward.__call__, reason=EXCHANGED))
 
 
 def check_divides(experts: Experts, size: int) -> None:

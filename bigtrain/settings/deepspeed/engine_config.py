@@ -277,11 +277,19 @@ def _assemble(
         tree["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
         zero.setdefault("reduce_bucket_size", _AUTO_BUCKET_SIZE)
 
+    # DeepSpeed times the throughput that it prints every ``steps_per_print`` steps. By default it
+    # waits for the device twice in each micro-batch for it, from the third step on (utils/timer.py,
+    # `ThroughputTimer`), and once in each evaluated one, also where it never prints.
+    is_timed = "steps_per_print" in tree or "timers" in tree
+    timers = tree.pop("timers", {})
+    throughput = {"enabled": is_timed, "synchronized": False, **timers.get("throughput", {})}
+
     # Batch, optimizer and number formats of the run.
     defaults = {"steps_per_print": _NEVER_PRINT_STEPS, "wall_clock_breakdown": False}
     rendered: dict[str, Any] = {
         **defaults,
         **tree,
+        "timers": {**timers, "throughput": throughput},
         "train_micro_batch_size_per_gpu": plan.micro_batch_size,
         "gradient_accumulation_steps": plan.accumulation,
         # Always written: DeepSpeed's default is 1.0, not off.

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, MixtralConfig
 
-from bigtrain.models.experts import ExpertCounts
+from bigtrain.models.experts import COUNTED, ExpertCounts
+from bigtrain.models.layers.compilation import compile_layers
 
 NAME = "model.layers.0.mlp.experts"
 CPU = torch.device("cpu")
@@ -50,6 +52,41 @@ def test_each_token_counts_once_for_each_of_its_experts(recompute: bool) -> None
     assert torch.equal(counts.of(NAME, CPU), 2 * expected)
     counts.begin(counting=True)
     assert not counts.of(NAME, CPU).any()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("recompute", [False, True])
+def test_compiled_layers_count_between_two_graphs(recompute: bool) -> None:
+    """The same tokens, and the same gradients; nothing is compiled after the first step."""
+    torch._dynamo.reset()
+    counters.clear()
+    previous_backend = torch.compiler.get_default_backend()
+    torch.compiler.set_default_backend("aot_eager_decomp_partition")
+    models = [model_of(), model_of()]
+    for model in models:
+        if recompute:
+            model.activation_checkpointing_enable({"use_reentrant": False})
+    compile_layers(models[1], divided=True)
+    plain, compiled = ExpertCounts(models[0]), ExpertCounts(models[1], is_compiled=True)
+    try:
+        for is_counting in (True, False, True):
+            for model, counts in zip(models, (plain, compiled), strict=True):
+                counts.begin(counting=is_counting)
+                model.zero_grad()
+                run(model)
+            assert bool(plain.of(NAME, CPU).any()) is is_counting
+            assert torch.equal(compiled.of(NAME, CPU), plain.of(NAME, CPU))
+            for ours, theirs in zip(models[1].parameters(), models[0].parameters(), strict=True):
+                assert torch.allclose(ours.grad, theirs.grad, rtol=0, atol=1e-6)
+            assert counters["stats"]["unique_graphs"] == 2
+    finally:
+        torch.compiler.set_default_backend(previous_backend)
+    (reason,) = counters["graph_break"]
+    assert COUNTED in reason
+    compiled.close()
+    run(models[1])
+    assert torch.equal(compiled.of(NAME, CPU), plain.of(NAME, CPU))
 
 
 def choices_of(model: Any) -> torch.Tensor:

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, MixtralConfig
 
 from bigtrain.models.tracing.fusion import Dataflow, FusedSums
 from bigtrain.models.tracing.meta_trace import trace_model
-from bigtrain.planner.model_costs import DenseShape, closed_form
+from bigtrain.planner.layout import Layout
+from bigtrain.planner.model_costs import DenseShape, LayerCosts, closed_form
 
 
 def add(flow: Dataflow, name: str, inputs: str, outputs: str) -> None:
@@ -95,3 +96,36 @@ def test_a_layer_is_counted_as_by_hand() -> None:
     assert traced.saved_bytes_whole + traced.saved_bytes_cut > 1.3 * saved
     (by_hand,) = closed_form(shape).with_fused_operations.kinds
     assert by_hand.moved_bytes_whole + by_hand.moved_bytes_cut == moved
+
+
+def total(layer: LayerCosts) -> float:
+    return layer.moved_bytes_whole + layer.moved_bytes_cut
+
+
+def test_experts_that_ranks_divide_are_not_fused() -> None:
+    """They are between the graphs of a compiled layer; all around them is fused."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"intermediate_size": 96, "vocab_size": 96, "num_hidden_layers": 2}
+    config = MixtralConfig(**sizes, num_local_experts=4, num_experts_per_tok=2)
+    model = trace_model(config, torch.bfloat16, 128)
+    (single,) = model.kinds
+    assert single.mlp.num_parameters_expert > 0
+    layout = Layout(data_size=2, fused_layers=True)
+    (fused,), (outside,) = (
+        model.fused_as(layout.changed(expert_size=size)).kinds for size in (1, 2)
+    )
+    of_experts = single.mlp.moved * total(single)
+    assert total(outside) - of_experts == pytest.approx(total(fused) * (1 - fused.mlp.moved))
+    assert outside.mlp.moved * total(outside) == pytest.approx(of_experts)
+    assert total(fused) < total(outside) < total(single)
+    saved_by_experts = single.mlp.saved_bytes_whole + single.mlp.saved_bytes_cut
+    saved_by_fused = fused.mlp.saved_bytes_whole + fused.mlp.saved_bytes_cut
+    assert outside.saved_bytes_whole + outside.saved_bytes_cut == pytest.approx(
+        fused.saved_bytes_whole + fused.saved_bytes_cut - saved_by_fused + saved_by_experts
+    )
+    assert fused.num_kernels < outside.num_kernels <= single.num_kernels
+    # Without fused layers nothing is; a dense model is fused as a unit.
+    assert model.fused_as(layout.changed(fused_layers=False)) is model
+    dense = closed_form(DenseShape(2, 64, 4, 2, 160, 96))
+    divided = dense.fused_as(layout.changed(expert_size=2))
+    assert divided.kinds == dense.fused_as(layout).kinds

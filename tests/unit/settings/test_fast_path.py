@@ -36,9 +36,10 @@ CHOICES: dict[str, Choice] = {
         {}, CUDA | Facts(tensor_size=2), ONLY_LIGER, "llama", ("none", False),
         ("compiled: Triton", "Liger's kernels: the run's other"),
     ),
-    "experts": ({}, CUDA | Facts(num_experts=8), BOTH, "qwen3_moe", ("liger", False), ("count",)),
+    "experts": ({}, CUDA | Facts(num_experts=8), BOTH, "qwen3_moe", ("none", True), ()),
     "experts that Liger does not know": (
-        {}, CUDA | Facts(num_experts=8), BOTH, "other_moe", ("none", False), ("count", "other_moe"),
+        {}, CUDA | Facts(num_experts=8), ONLY_LIGER, "other_moe", ("none", False),
+        ("Triton", "other_moe"),
     ),
     "isolated documents": (
         {}, CUDA | Facts(isolates=True), BOTH, "llama", ("liger", False), ("isolated",),

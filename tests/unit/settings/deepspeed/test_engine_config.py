@@ -263,6 +263,7 @@ def test_empty_json_is_zero_0_with_everything_the_run_owns() -> None:
     assert rendered({}) == {
         "steps_per_print": 1_000_000_000,
         "wall_clock_breakdown": False,
+        "timers": {"throughput": {"enabled": False, "synchronized": False}},
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 4,
         "gradient_clipping": 1.0,
@@ -271,6 +272,24 @@ def test_empty_json_is_zero_0_with_everything_the_run_owns() -> None:
     }
     # DeepSpeed's own default is on.
     assert rendered({}, optimizer={"clip_norm": 0.0})["gradient_clipping"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("raw", "throughput"),
+    [
+        ({}, {"enabled": False, "synchronized": False}),
+        # What DeepSpeed prints is timed, without waiting for the device.
+        ({"steps_per_print": 10}, {"enabled": True, "synchronized": False}),
+        # Values of the JSON stay.
+        (tree_of("timers.throughput.enabled", False), {"enabled": False, "synchronized": False}),
+        (tree_of("timers.throughput.enabled", True), {"enabled": True, "synchronized": False}),
+        (tree_of("timers.throughput.synchronized", True), {"enabled": True, "synchronized": True}),
+    ],
+)
+def test_deepspeed_waits_for_the_device_for_its_throughput_only_if_told_to(
+    raw: dict[str, Any], throughput: dict[str, bool]
+) -> None:
+    assert rendered(raw)["timers"] == {"throughput": throughput}
 
 
 def test_zero_3_has_no_leaf_modules() -> None:
