@@ -176,6 +176,16 @@ def functions_called(module: nn.Module, names: Iterable[str]) -> set[str]:
     return {name for name in found if any(callable(place.get(name)) for place in places)}
 
 
+def uses_kernel(function: Callable[..., Any]) -> bool:
+    """Return whether `function` of an architecture's file, or a method of a layer, may be computed
+    by a kernel here, not by the torch code of the file. A function that may be one has a wrapper
+    (integrations/hub_kernels.py:1028), whose variable says whether a kernel is installed."""
+    if not hasattr(function, "__wrapped__"):
+        return False
+    wrapper_variables = inspect.getclosurevars(function).nonlocals
+    return bool(wrapper_variables.get("is_new_implementation", True))
+
+
 def with_functions(module: nn.Module, replaced: Mapping[str, Callable[[Any], Any]]) -> Any:
     """Return the forward method of `module` with other functions of its file: each of `replaced` is
     given the file's function, and methods are left out. Without the decorators of the class's

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 
 import pytest
@@ -256,6 +257,15 @@ CONTRACTS = [
             (modeling_jamba, "mamba_selective_scan", "return_last_state"),
             (RecurrentGemmaRglru, "_rnn_scan", "recurrent_states"),
         )
+    ),
+    Contract(
+        patches.uses_kernel,
+        "the wrapper of a function that may be a kernel does not say whether it is one any more",
+        lambda: (
+            not patches.uses_kernel(modeling_bamba.mamba2_chunk_scan)
+            and not patches.uses_kernel(RecurrentGemmaRglru._rnn_scan)
+            and patches.uses_kernel(functools.wraps(replaces_functions)(lambda: True))
+        ),
     ),
     Contract(
         patches.with_functions,

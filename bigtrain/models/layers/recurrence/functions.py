@@ -20,7 +20,7 @@ from torch import nn
 
 from bigtrain.models.layers.recurrence.pieces import by_document, current_documents
 from bigtrain.models.torch_patches import shadow, unshadow
-from bigtrain.models.transformers_patches import functions_called, with_functions
+from bigtrain.models.transformers_patches import functions_called, uses_kernel, with_functions
 
 Run = Callable[["Call"], torch.Tensor | None]
 """Computes a call: returns its output [B * T, ...], or None to leave it to the original."""
@@ -38,16 +38,22 @@ number for each head, and elementwise: without a state to start from, and with o
 @dataclass(frozen=True)
 class TokenFunction:
     """A function that mixes tokens. tokens: the dimension of tokens of the parameters, all [B, ...]
-    with batch first. output: of the result. state_options: what makes it return its last state."""
+    with batch first. output: of the result. state_options: what makes it return its last state.
+    first_state: the parameter of the state that it starts from; empty if there is none."""
 
     kind: str
     tokens: Mapping[str, int]
     output: int
     state_options: tuple[str, ...] = ()
+    first_state: str = ""
 
 
 _DELTA_RULE = TokenFunction(
-    MATRIX, dict.fromkeys(("query", "key", "value", "g", "beta"), 1), 1, ("output_final_state",)
+    MATRIX,
+    dict.fromkeys(("query", "key", "value", "g", "beta"), 1),
+    1,
+    ("output_final_state",),
+    "initial_state",
 )
 FUNCTIONS = {
     "causal_conv1d_fn": TokenFunction(CONVOLUTION, {"hidden_states": 2}, 2),
@@ -58,15 +64,24 @@ FUNCTIONS = {
         dict.fromkeys(("hidden_states", "dt", "B", "C", "z"), 1),
         1,
         ("return_final_states",),
+        "initial_states",
     ),
     "mamba_selective_scan": TokenFunction(
         VECTOR, dict.fromkeys(("hidden_states", "dt", "B", "C", "z"), 2), 2, ("return_last_state",)
     ),
     "_rnn_scan": TokenFunction(
-        CHANNELS, dict.fromkeys(("hidden_states", "recurrent_gate", "reset"), 1), 1
+        CHANNELS,
+        dict.fromkeys(("hidden_states", "recurrent_gate", "reset"), 1),
+        1,
+        first_state="recurrent_states",
     ),
 }
 """By name in transformers' files (5.23), or of a method."""
+
+SEGMENT_TOKENS = 4096
+"""Tokens that one call of a torch function computes, at least. Its backward pass writes a gradient
+of all its tokens for each of its chunks, and Mamba 2 has a factor for each pair of chunks: without
+segments, time and memory grow with the square of the tokens."""
 
 _CONVOLUTION_MODULE = TokenFunction(CONVOLUTION, {"hidden_states": 2}, 2)
 
@@ -126,6 +141,27 @@ class Call:
         return self._compute(tensors, options | changes)
 
     def _compute(
+        self, tensors: Mapping[str, torch.Tensor], changes: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute segments one after the other, each from the last state of the segment before."""
+        function = self.function
+        num_tokens = next(iter(tensors.values())).shape[1]
+        segment_tokens = SEGMENT_TOKENS + -SEGMENT_TOKENS % max(self.chunk, 1)
+        is_short = num_tokens <= segment_tokens or not function.first_state
+        if is_short or uses_kernel(self._original):
+            return self._compute_segment(tensors, changes)
+        options = dict.fromkeys(function.state_options, True) | changes
+        outputs = []
+        # Split at once, so that the backward pass writes each gradient once.
+        segments = zip(*(x.split(segment_tokens, 1) for x in tensors.values()), strict=True)
+        for segment in segments:
+            segment_tensors = dict(zip(tensors, segment, strict=True))
+            output, state = self._compute_segment(segment_tensors, options)
+            options = options | {function.first_state: state}
+            outputs.append(output)
+        return torch.cat(outputs, 1), state
+
+    def _compute_segment(
         self, tensors: Mapping[str, torch.Tensor], changes: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         dims = self.function.tokens
