@@ -16,9 +16,10 @@ from bigtrain.settings.run_config import ParallelSection, RunConfig
 
 if TYPE_CHECKING:
     from bigtrain.planner.layout import Layout
+    from bigtrain.planner.legal_layouts import SearchSpace
     from bigtrain.planner.model_costs import ModelCosts
     from bigtrain.planner.run_prediction import RunPrediction
-    from bigtrain.planner.search import Candidate, Cluster, SearchSpace
+    from bigtrain.planner.search import Candidate, Cluster
     from bigtrain.planner.tables.engines import MeasuredEngine
     from bigtrain.planner.tables.hardware import Device as Accelerator
     from bigtrain.settings.compatibility.facts import Device
@@ -225,8 +226,8 @@ def _request(
     config: RunConfig, cluster: Cluster, model: Any, required: Mapping[str, Any]
 ) -> SearchSpace:
     from bigtrain.planner.layout import Layout
+    from bigtrain.planner.legal_layouts import SearchSpace
     from bigtrain.planner.run_prediction import optimizer_costs
-    from bigtrain.planner.search import SearchSpace
     from bigtrain.settings.compatibility.facts import Facts, read_facts
     from bigtrain.settings.deepspeed.engine_config import gradient_dtype_of
     from bigtrain.settings.fast_path import ANY_CUDA, CPU
@@ -281,12 +282,12 @@ def _unmet(request: SearchSpace, cluster: Cluster, overrides: Sequence[str]) -> 
     """Return the overrides without any of which there would be layouts, with the values that the
     others leave to them."""
     from bigtrain.planner.constraints import FIELDS, settings_of
-    from bigtrain.planner.search import legal_values
+    from bigtrain.planner.legal_layouts import legal_values
 
     problems = []
     for setting in settings_of(overrides):
         name = FIELDS[setting][0]
-        values = legal_values(request, cluster, name)
+        values = legal_values(request, cluster.num_devices, cluster.device.devices_per_node, name)
         if values and request.required[name] not in values:
             rule = f"no layout on {cluster.num_devices} devices has this value"
             remedy = f"possible with the other settings: {', '.join(map(str, values))}"

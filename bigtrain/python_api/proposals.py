@@ -16,7 +16,8 @@ from bigtrain.settings.run_config import RunConfig
 from bigtrain.system.units import GIB
 
 if TYPE_CHECKING:
-    from bigtrain.planner.search import Candidate, Cluster, SearchSpace
+    from bigtrain.planner.legal_layouts import SearchSpace
+    from bigtrain.planner.search import Candidate, Cluster
     from bigtrain.planner.tables.engines import Engine
 
 STATES = (

@@ -11,9 +11,10 @@ import pytest
 from bigtrain.planner import search as planner_search
 from bigtrain.planner import stages
 from bigtrain.planner.layout import Layout
+from bigtrain.planner.legal_layouts import SearchSpace
 from bigtrain.planner.model_costs import DenseShape, Matmul, ModelCosts, closed_form
 from bigtrain.planner.plan_text import as_json, nothing_fits, plan_table
-from bigtrain.planner.search import Candidate, Cluster, SearchSpace, assess, longest_sample
+from bigtrain.planner.search import Candidate, Cluster, assess, longest_sample
 from bigtrain.planner.search import search as whole_search
 from bigtrain.planner.seconds import layer as layer_seconds
 from bigtrain.planner.tables.engines import Engine, engine_named
@@ -238,7 +239,7 @@ def test_loss_and_buckets_are_varied_where_that_is_faster_or_lets_something_fit(
     least = min(smallest.fitting, key=lambda c: c.memory.total)
     device = replace(find_device("H100"), memory_bytes=least.memory.total - 1e8)
     tight = Cluster(device, 8, 1e12, margin=0.0)
-    monkeypatch.setattr(planner_search, "_savings", lambda *_: [])
+    monkeypatch.setattr(planner_search, "legal_savings", lambda *_: [])
     assert not whole_search(one, tight, ENGINE).fitting
     rescued = whole_search(replace(one, varies=True), tight, ENGINE).fitting
     assert rescued
