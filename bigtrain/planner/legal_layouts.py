@@ -54,6 +54,8 @@ class SearchSpace:
 
 @dataclass(frozen=True, kw_only=True)
 class StagedDegrees(Degrees):
+    """Degrees of a layout with its ZeRO stage."""
+
     zero_stage: int
 
 
@@ -176,5 +178,6 @@ def legal_values(
 
 @functools.lru_cache(maxsize=1024)
 def divisors(number: int) -> list[int]:
+    """Return the divisors of `number`, ascending."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return small + [number // n for n in reversed(small) if n * n != number]

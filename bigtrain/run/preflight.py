@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bigtrain.data.loading.dataset_checks import check_datasets, open_checked
+from bigtrain.data.loading.dataset_checks import Findings, check_datasets, open_checked
 from bigtrain.data.loading.held_out import check_best, evaluation_notes, open_held_out_datasets
 from bigtrain.data.samples.packing_plan import PackingReport, packing_reports
 from bigtrain.data.samples.phases import SourcePhase, data_hash, identify_sources
@@ -109,17 +109,16 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
         *check_layer_drop(text_config(hf_config).to_dict(), "model.config"),
         *data_problems,
         *(ids.problems if ids else ()),
+        *(_check_files(config, hf_config) if check != "listed" else ()),
     ]
     growth: VocabularyResize | None = None
     held_out_sets: tuple[TokenDataset, ...] = ()
-    data_notes: list[str] = []
-    if check != "listed":
-        problems += _check_files(config, hf_config)
 
     # The data, for the vocabulary of this model.
+    findings = Findings()
     if datasets:
         findings = check_datasets(config, datasets, vocabulary_size(hf_config))
-        problems, data_notes = problems + findings.problems, findings.notes
+        problems += findings.problems
         if check != "listed":
             problems += _check_tokenizer(config, datasets[0])
             if config.output.export:
@@ -150,9 +149,7 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
     if model_plan is None or ids is None or problems:
         raise ConfigError(problems, "the run's inputs")
     if check != "listed" and not _resumes(config):
-        # On data that is legal and rarely meant.
-        notes += [note for dataset in datasets if (note := beginning_note(config, dataset))]
-        notes += [*data_notes, *evaluation_notes(config, datasets, held_out_sets)]
+        notes += findings.notes + _data_notes(config, datasets, held_out_sets)
     return Inputs(
         hf_config,
         data_hash(config.data, datasets),
@@ -336,6 +333,15 @@ def _check_export(
             remedy += ", such as llama or qwen3"
     remedy += "; without an export: output.export=false"
     return [Problem("data.path", str(dataset.path), rule, remedy)]
+
+
+def _data_notes(
+    config: RunConfig, datasets: Sequence[TokenDataset], held_out_sets: Sequence[TokenDataset]
+) -> list[str]:
+    """Return lines on data that is legal and rarely meant: how texts begin, evaluations without
+    data."""
+    beginnings = [beginning_note(config, dataset) for dataset in datasets]
+    return [*filter(None, beginnings), *evaluation_notes(config, datasets, held_out_sets)]
 
 
 def _check_positions(sequence_length: int, hf_config: Any) -> Sequence[Problem]:
