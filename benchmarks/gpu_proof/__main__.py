@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -52,7 +53,7 @@ def _serve() -> None:
     """Fork a process for each case named on the standard input; print its result as a line of
     JSON."""
     load_before_torch()
-    from benchmarks.gpu_proof.step import as_json, trace_case
+    from benchmarks.gpu_proof import step  # noqa: F401  (imported once, before forks)
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
@@ -62,17 +63,41 @@ def _serve() -> None:
         with tempfile.TemporaryFile("w+") as result:
             child = os.fork()
             if child == 0:
-                try:
-                    text = as_json(cases[name], trace_case(cases[name], fault))
-                except BaseException:
-                    text = json.dumps("\n".join(traceback.format_exc().splitlines()[-12:]))
-                result.write(text)
-                result.flush()
+                answer = _answer(cases[name], fault)
+                if answer is not None:
+                    result.write(answer)
+                    result.flush()
                 os._exit(0)  # threads of the fake process group do not end
             os.waitpid(child, 0)
             result.seek(0)
             answers.write((result.read() or json.dumps("its process died")) + "\n")
             answers.flush()
+
+
+def _answer(case: Case, fault: str) -> str | None:
+    """Return the result of a case as JSON, from the process of its traced rank; the processes of
+    its peers, which this one forks, return None."""
+    from benchmarks.gpu_proof.peers import Peers, forked
+    from benchmarks.gpu_proof.step import as_json, trace_case
+
+    peers, children = None, list[int]()
+    folder = Path(tempfile.mkdtemp(prefix="gpu-proof-peers-"))
+    if case.together:
+        rank, children = forked(case.together, case.rank)
+        peers = Peers(folder, rank, case.together)
+    try:
+        text = as_json(case, trace_case(case, fault, peers))
+    except BaseException:
+        error = "\n".join(traceback.format_exc().splitlines()[-12:])
+        if peers is not None:
+            peers.fail(error)
+        text = json.dumps(error)
+    if peers is not None and peers.rank != case.rank:
+        return None
+    for process in children:
+        os.waitpid(process, 0)
+    shutil.rmtree(folder)
+    return text
 
 
 def section(case: Case, traced: dict[str, Any]) -> str:
@@ -81,7 +106,7 @@ def section(case: Case, traced: dict[str, Any]) -> str:
     if case.follows_memory:
         memory += f", planner {traced['predicted'] / 2**20:.0f} MiB"
     name = f"{case.name[0].upper()}{case.name[1:]}"
-    return f"### {name}\n\n{memory}.\n\n{table(case, traced)}"
+    return f"### {name}\n\n{traced['choice']}. {memory}.\n\n{table(case, traced)}"
 
 
 def table(case: Case, traced: dict[str, Any]) -> str:

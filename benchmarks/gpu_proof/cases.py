@@ -47,7 +47,8 @@ class Case:
     """Run of `world_size` ranks, of which rank `rank` is traced. engine: a name in ds_configs/.
     changes: to the run's settings, by section. isolated: the samples hold several documents. base:
     the model is one with weights, in a folder made for the case. follows_memory: fake tensors free
-    what real ones free."""
+    what real ones free. together: ranks that exchange values, all of which are traced, and their
+    collectives compared."""
 
     name: str
     engine: str = "zero1"
@@ -57,6 +58,7 @@ class Case:
     isolated: bool = False
     base: bool = False
     follows_memory: bool = True
+    together: tuple[int, ...] = ()
 
     def run(self) -> dict[str, Any]:
         """Return the settings of the run, as a YAML file has them."""
@@ -72,8 +74,6 @@ def _with(**sections: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 NOT_FOLLOWED = {
-    "pipeline stages": "they send each other pickled outputs before the first step",
-    "Muon": "it finds its partitions by addresses, which fake tensors do not have",
     "memory under tensor parallelism": "fake tensors keep what is set to another's storage",
     "flex attention, torch.compile": "they compile kernels",
     "asynchronous save, generation": "they read values that do not exist",
@@ -125,6 +125,10 @@ CASES = (
          changes=_with(model={"config": BAMBA})),
     Case("zero 1, Mamba 2, tensor 2", follows_memory=False,
          changes=_with(model={"config": BAMBA}, parallel={"tensor": 2})),
+    *(Case(f"zero 1, pipeline 2, {name} stage", rank=rank, together=(0, 1),
+           changes=_with(parallel={"pipeline": 2})) for rank, name in enumerate(("first", "last"))),
+    Case("zero 1, Muon", world_size=2, together=(0, 1),
+         changes=_with(optimizer={"type": "muon"})),
     Case("zero 3, 512 ranks", "zero3", world_size=512,
          changes=_with(batch={"global_batch_size": 1024})),
 )  # fmt: skip

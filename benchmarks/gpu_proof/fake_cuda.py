@@ -119,10 +119,19 @@ class _Event:
 def stand_in_for_cuda(
     on_wait: Callable[[str], None], on_order: Callable[[str], None] = lambda _: None
 ) -> None:
+    """Do `answer_for_cuda`, and replace methods of tensors and modules, for the rest of this
+    process."""
+    answer_for_cuda(on_wait, on_order)
+    replace_methods()
+
+
+def answer_for_cuda(
+    on_wait: Callable[[str], None], on_order: Callable[[str], None] = lambda _: None
+) -> None:
     """Replace what of `torch.cuda` needs a driver, for the rest of this process. `on_order` is
-    called where a stream waits for another, or an event is recorded for one to wait for."""
+    called where a stream waits for another, or an event is recorded for one to wait for. Tensors on
+    the CPU compute as before."""
     import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
 
     cuda: Any = torch.cuda
     current = _Stream(on_wait, on_order)
@@ -158,6 +167,14 @@ def stand_in_for_cuda(
     cuda.synchronize = lambda *_: on_wait("torch.cuda.synchronize")
     for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
         setattr(cuda.nvtx, name, _returning(0))
+
+
+def replace_methods() -> None:
+    """Replace methods of tensors and modules that fake tensors on the device do not have, for the
+    rest of this process."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
     tensor: Any = torch.Tensor
     tensor.record_stream = _returning(None)
     tensor.pin_memory = lambda tensor, *_: tensor

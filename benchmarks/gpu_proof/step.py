@@ -21,8 +21,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.gpu_proof.cases import EXPERT_ROWS, LLAMA, Case
-from benchmarks.gpu_proof.fake_cuda import fake_cuda_tensors, stand_in_for_cuda
-from benchmarks.gpu_proof.trace import Collective, Record, Tracer, ranks_text
+from benchmarks.gpu_proof.fake_cuda import answer_for_cuda, fake_cuda_tensors, replace_methods
+from benchmarks.gpu_proof.faults import FAULTS
+from benchmarks.gpu_proof.peers import Peers, exchange_among
+from benchmarks.gpu_proof.trace import Collective, Record, Tracer, mismatches, ranks_text
 from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.engine.build import build_engine
 from bigtrain.engine.startup.mesh import open_mesh
@@ -33,6 +35,9 @@ from bigtrain.models.layers.kernels import fast_path_of
 from bigtrain.models.layers.plans import LossPlan
 from bigtrain.models.tracing.traced_costs import model_costs
 from bigtrain.planner.run_prediction import layout_of, predict_run
+from bigtrain.settings.compatibility.facts import Facts, read_facts
+from bigtrain.settings.fast_path import ANY_CUDA, choose_fast_path
+from bigtrain.settings.hf_config_keys import EXPERTS, number_of
 from bigtrain.settings.resolve import ResolvedRun, resolve_run
 from bigtrain.settings.run_config import RunConfig
 
@@ -42,21 +47,25 @@ PEAK_ERROR = 0.2
 
 @dataclass
 class Traced:
-    """Result of a case. step: the second optimizer step, without logging. logged: reading its loss
-    and norm. evaluation: of two batches. predicted: bytes of tensors at the peak by the planner.
-    gradient_bytes: of a gradient, by the planner. num_reduced: gradients to reduce in a step."""
+    """Result of a case. step: the third optimizer step, without logging. logged: reading its loss
+    and norm. evaluation: of two batches. choice: what `auto` chose. predicted: bytes of tensors at
+    the peak by the planner. gradient_bytes: of a gradient, by the planner. num_reduced: gradients
+    to reduce in a step. mismatched: what ranks that are traced together exchange differently."""
 
     step: Record
     logged: Record
     evaluation: Record
+    choice: str
     predicted: float
     gradient_bytes: int
     num_reduced: int
+    mismatched: list[str]
 
     def problems(self, case: Case) -> list[str]:
         """Return what contradicts the planner: dtype and number of reduced gradients, the peak."""
         reductions = [each for each in self.step.collectives if _is_of_gradients(each)]
-        differences = [
+        differences = [*self.mismatched]
+        differences += [
             f"{each.operation} of {each.num_elements:,} gradients in {each.dtype} by {each.place}: "
             f"the planner counts {self.gradient_bytes} bytes each"
             for each in reductions
@@ -82,95 +91,15 @@ def _is_of_gradients(each: Collective) -> bool:
     return reduces and not by_model and each.num_elements > 64 and each.dtype.is_floating_point
 
 
-def _mask_on_the_cpu(engine: TrainEngine) -> None:
-    def add(module: Any, args: Any, kwargs: Any) -> Any:
-        tokens = kwargs["hidden_states"].shape[1]
-        mask = torch.zeros(1, 1, tokens, tokens, device="cpu", dtype=torch.bfloat16)
-        return args, {**kwargs, "attention_mask": mask}
-
-    engine.module.model.layers[0].self_attn.register_forward_pre_hook(add, with_kwargs=True)
-
-
-def _item_in_the_loop(engine: TrainEngine) -> None:
-    engine.module.model.layers[0].register_forward_hook(lambda *args: float(args[2].sum()) and None)
-
-
-def _reduction_in_16_bits(engine: TrainEngine) -> None:
-    reduce = dist.all_reduce
-
-    def all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if tensor.dtype == torch.float32 and tensor.numel() > 1:
-            tensor = tensor.bfloat16()
-        return reduce(tensor, *args, **kwargs)
-
-    dist.all_reduce = all_reduce
-
-
-def _count_on_the_cpu(engine: TrainEngine) -> None:
-    def count(micro_batches: Any) -> torch.Tensor:
-        total = torch.tensor(sum(batch.labels.numel() for batch in micro_batches))
-        dist.all_reduce(total, group=engine.mesh.replicas)
-        return total.to(engine.device)
-
-    engine._count_targets = count  # type: ignore[method-assign]
-
-
-def _another_group(engine: TrainEngine) -> None:
-    """Of as many ranks as the right one."""
-    others = [rank ^ 1 for rank in dist.get_process_group_ranks(engine.mesh.replicas)]
-    wrong = dist.new_group([dist.get_rank(), *others[1:]])
-    reduce, right = dist.all_reduce, engine.mesh.replicas
-
-    def all_reduce(tensor: torch.Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
-        return reduce(tensor, *args, group=wrong if group is right else group, **kwargs)
-
-    dist.all_reduce = all_reduce
-
-
-def _no_wait_in_the_feed(engine: TrainEngine) -> None:
-    engine.feed._when_copied = lambda batch, copied: (batch, copied.batch)  # type: ignore[method-assign]
-
-
-def _copy_that_blocks(engine: TrainEngine) -> None:
-    def copy(module: Any, args: Any) -> None:
-        torch.tensor([1.0, 2.0]).to(engine.device)
-
-    engine.module.model.layers[0].register_forward_pre_hook(copy)
-
-
-def _item_for_each_evaluated_batch(engine: TrainEngine) -> None:
-    loss_of = engine._objective.summed_loss
-
-    def summed_loss(passes: Any, batch: Any, moved: Any, *args: Any) -> Any:
-        result = loss_of(passes, batch, moved, *args)
-        if not engine.module.training:
-            float(result[0])
-        return result
-
-    engine._objective.summed_loss = summed_loss  # type: ignore[method-assign]
-
-
-FAULTS = {
-    "count on the CPU": _count_on_the_cpu,
-    "another group of the same size": _another_group,
-    "no wait in the feed": _no_wait_in_the_feed,
-    "copy that blocks": _copy_that_blocks,
-    "item for each evaluated batch": _item_for_each_evaluated_batch,
-    "mask on the CPU": _mask_on_the_cpu,
-    "item in the loop": _item_in_the_loop,
-    "reduction in 16 bits": _reduction_in_16_bits,
-}
-"""Faults that a trace must find, planted in an engine before its steps."""
-
-
-def trace_case(case: Case, fault: str = "") -> Traced:
-    """Trace one step of `case`, with a fault planted if one is named. Raises what the step raises,
-    such as RuntimeError for tensors on two devices."""
-    os.environ |= {"RANK": str(case.rank), "WORLD_SIZE": str(case.world_size), "LOCAL_RANK": "0"}
+def trace_case(case: Case, fault: str = "", peers: Peers | None = None) -> Traced:
+    """Trace one step of `case`, with a fault planted if one is named, on the rank of `peers` if
+    several are traced. Raises what the step raises, such as RuntimeError for tensors on two
+    devices."""
+    rank = case.rank if peers is None else peers.rank
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(case.world_size), "LOCAL_RANK": "0"}
+    # Chosen as on a machine with a GPU: trials compute on the CPU, by torch's own methods.
     tracer = Tracer()
-    stand_in_for_cuda(tracer.waited, tracer.ordered)
-    dist.init_process_group("fake", rank=case.rank, world_size=case.world_size, store=FakeStore())
-    deepspeed.init_distributed(dist_backend="nccl", auto_mpi_discovery=False, verbose=False)
+    answer_for_cuda(tracer.waited, tracer.ordered)
     config = RunConfig.model_validate(_settings(case))
     run = resolve_run(config, case.world_size, None, "cuda")
     hf_config = load_hf_config(config.model)
@@ -178,18 +107,26 @@ def trace_case(case: Case, fault: str = "") -> Traced:
     if plan is None:
         raise ValueError(f"{case.name}: {problems}")
     predicted, gradient_bytes = _predicted(run, hf_config, plan.loss)
+    choice = _choice(run, hf_config, plan.loss)
+    # A world of which only this rank, and its peers, exist.
+    replace_methods()
+    dist.init_process_group("fake", rank=rank, world_size=case.world_size, store=FakeStore())
+    deepspeed.init_distributed(dist_backend="nccl", auto_mpi_discovery=False, verbose=False)
     dist.all_gather_object = _gather_own
+    if peers is not None:
+        exchange_among(peers, tracer)
     with fake_cuda_tensors(lambda tensor: tracer.read_list(tensor, EXPERT_ROWS)), tracer:
-        mesh = open_mesh(run.topology, case.rank)
+        mesh = open_mesh(run.topology, rank)
         device = torch.device("cuda", 0)
         engine = build_engine(config, run.engine, run.plan, hf_config, device, mesh, plan)
         _skip_comparison_of_ranks()
         if fault:
             FAULTS[fault](engine)
-        # Every run has a guard, which asks before each update.
-        engine.train_step(_batches(case, run), 1e-4, lambda _: True)
-        tracer.reset()
-        result = engine.train_step(_batches(case, run), 1e-4, lambda _: True)
+        # DeepSpeed does some things from the third step on. Every run has a guard, which asks
+        # before each update.
+        for _ in range(3):
+            tracer.reset()
+            result = engine.train_step(_batches(case, run), 1e-4, lambda _: True)
         step = tracer.record
         tracer.reset()
         engine.step_loss(result)
@@ -198,9 +135,30 @@ def trace_case(case: Case, fault: str = "") -> Traced:
         tracer.reset()
         # Of two batches: what is done for each is done twice.
         engine.evaluate(_batches(case, run)[:2])
+        evaluation = tracer.record
         times = run.plan.accumulation if run.engine.zero_stage >= 2 else 1
         num_reduced = times * _num_trained(engine)
-        return Traced(step, logged, tracer.record, predicted, gradient_bytes, num_reduced)
+    mismatched = []
+    if peers is not None:
+        collectives = step.collectives + logged.collectives + evaluation.collectives
+        all_collectives = peers.all_gather(collectives, peers.ranks)
+        mismatched = mismatches(dict(zip(peers.ranks, all_collectives, strict=True)))
+    facts = choice, predicted, gradient_bytes, num_reduced, mismatched
+    return Traced(step, logged, evaluation, *facts)
+
+
+def _choice(run: ResolvedRun, hf_config: Any, loss: LossPlan) -> str:
+    """Return what ``auto`` chose for the layers and the loss, and what it would choose for the
+    layers on a CUDA machine, where torch brings Triton."""
+    path = fast_path_of(run.config, run.engine, hf_config, "cuda")
+    num_experts = number_of(hf_config.get_text_config().to_dict(), EXPERTS)
+    facts = read_facts(run.config, run.engine.deepspeed, None) | Facts(num_experts=num_experts)
+    on_cuda = choose_fast_path(run.config.model, facts, ANY_CUDA, str(hf_config.model_type))
+    text = f"Layers {path.words}"
+    if on_cuda.words != path.words:
+        text += f" (with Triton, which is not here, {on_cuda.words})"
+    losses = {"plain": "from all logits at once", "chunked": "in chunks", "liger": "by Liger"}
+    return f"{text}, loss {losses[loss.kind]}"
 
 
 def _settings(case: Case) -> dict[str, Any]:
@@ -269,5 +227,5 @@ def as_json(case: Case, traced: Traced) -> str:
                 for (operation, ranks, dtype), count in exchanged
             ],
         }
-    facts = {"predicted": traced.predicted, "num_reduced": traced.num_reduced}
+    facts = {"choice": traced.choice, "predicted": traced.predicted}
     return json.dumps({**records, **facts, "problems": traced.problems(case)})

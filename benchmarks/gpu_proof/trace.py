@@ -7,6 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import combinations, permutations
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,27 @@ class Collective:
     @property
     def num_bytes(self) -> int:
         return self.num_elements * self.dtype.itemsize
+
+    @property
+    def content(self) -> str:
+        """The exchanged elements in words."""
+        return f"{self.num_elements:,} {str(self.dtype).removeprefix('torch.')}"
+
+    @property
+    def signature(self) -> str:
+        """What all ranks of the group must agree in."""
+        # Ranks send and receive different numbers of elements in an all-to-all.
+        dtype = str(self.dtype).removeprefix("torch.")
+        content = dtype if self.operation.startswith("alltoall") else self.content
+        return f"{self.operation} {content}"
+
+    @property
+    def is_point_to_point(self) -> bool:
+        return self.operation.startswith(("send", "recv"))
+
+    def is_between(self, operation: str, sender: int, receiver: int) -> bool:
+        """Return whether it is `operation` (send, recv) of what `sender` sends to `receiver`."""
+        return self.operation.startswith(operation) and self.ranks == (sender, receiver)
 
 
 @dataclass
@@ -157,6 +179,11 @@ class Tracer(TorchDispatchMode):
                 continue
         widest = max(tensors, key=torch.Tensor.numel)
         name = func.name().removeprefix("c10d::").strip("_")
+        if name == "barrier":
+            self.waited("barrier")
+        if name in ("send", "recv"):  # of tensors, group, rank in the group, tag
+            peer = ranks[args[2]]
+            ranks = (dist.get_rank(), peer) if name == "send" else (peer, dist.get_rank())
         self.record.collectives.append(
             Collective(name, ranks, widest.numel(), widest.dtype, _place())
         )
@@ -175,6 +202,39 @@ class Tracer(TorchDispatchMode):
 
     def _release(self, num_bytes: int) -> None:
         self._live -= num_bytes
+
+
+def mismatches(collectives_by_rank: dict[int, list[Collective]]) -> list[str]:
+    """Return where ranks that are traced together would wait for each other for ever, or read what
+    was not sent: what one sends and the other receives, and what a group exchanges, in order."""
+    problems = []
+    for rank, peer in permutations(collectives_by_rank, 2):
+        sent, received = (
+            [each.content for each in collectives_by_rank[of] if each.is_between(name, rank, peer)]
+            for of, name in ((rank, "send"), (peer, "recv"))
+        )
+        problems += _differences(sent, received, f"rank {rank} sends", f"rank {peer} receives")
+    for rank, peer in combinations(collectives_by_rank, 2):
+        in_groups = [
+            [each for each in collectives_by_rank[of] if not each.is_point_to_point]
+            for of in (rank, peer)
+        ]
+        for ranks in {each.ranks for each in in_groups[0] if peer in each.ranks}:
+            first, second = (
+                [each.signature for each in exchanged if each.ranks == ranks]
+                for exchanged in in_groups
+            )
+            problems += _differences(first, second, f"rank {rank}", f"rank {peer}")
+    return problems
+
+
+def _differences(first: list[str], second: list[str], name: str, other: str) -> list[str]:
+    """Return the first difference of two lists, as a line."""
+    for number in range(max(len(first), len(second))):
+        values = [each[number] if number < len(each) else "nothing" for each in (first, second)]
+        if values[0] != values[1]:
+            return [f"exchange {number + 1}: {name} {values[0]}, {other} {values[1]}"]
+    return []
 
 
 def assumed_value(tensor: torch.Tensor) -> Any:

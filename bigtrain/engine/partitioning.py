@@ -180,6 +180,10 @@ def apply_layer_options(
         from bigtrain.models.layers.tiled_mlp import compile_tiles
 
         compile_tiles(model)
+    if config.parallel.expert > 1:
+        from bigtrain.models.parallel.experts import compile_divided_experts
+
+        compile_divided_experts(model)
     facts = read_facts(config, engine_config.deepspeed, None)
     counts_tokens = any(True for _ in modules_of_experts(model))
     compile_layers(model, divided=facts.divides_layers or counts_tokens)

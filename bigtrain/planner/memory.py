@@ -109,7 +109,8 @@ def usable_memory(memory_bytes: float, margin: float = MARGIN) -> float:
 def peak_memory(model: ModelCosts, layout: Layout, engine: Engine) -> MemoryUse:
     """Return the memory of the fullest rank. Of identical stages the first has the
     most micro-batches in flight."""
-    model = model.fused_as(layout)
+    if layout.fused_layers:
+        model = model.with_fused_operations
     stages = stages_of(model, layout.pipeline_size, engine.balances_stages)
     uses = [_stage_memory(stage, model, layout, engine) for stage in stages]
     return max(uses, key=lambda use: use.total)

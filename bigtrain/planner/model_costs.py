@@ -13,12 +13,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import TypeAdapter
-
-if TYPE_CHECKING:
-    from bigtrain.planner.layout import Layout
 
 BLOCK_SIZE = 64
 """Weights in 4 bits that share a scale; bitsandbytes' default, the only size in transformers."""
@@ -205,48 +202,25 @@ class LayerCosts:
         )
         return self.others.trained(tensor_size) + sum(sizes)
 
-    def with_fused_operations(self, *, divides_experts: bool = False) -> LayerCosts:
+    def with_fused_operations(self) -> LayerCosts:
         """Return the costs of the layer with fused elementwise operations; the same if they are not
-        known. divides_experts: ranks divide the experts, which are then outside of the graphs."""
+        known."""
         fused = self.fused
         if fused is None:
             return self
-        mlp = replace(
-            self.mlp,
-            saved_bytes_whole=fused.mlp_saved_whole,
-            saved_bytes_cut=fused.mlp_saved_cut,
-            moved=fused.mlp_moved,
-        )
-        costs = replace(
+        return replace(
             self,
             saved_bytes_whole=fused.saved_bytes_whole,
             saved_bytes_cut=fused.saved_bytes_cut,
             moved_bytes_whole=fused.moved_bytes_whole,
             moved_bytes_cut=fused.moved_bytes_cut,
             num_kernels=fused.num_kernels,
-            mlp=mlp,
-        )
-        if divides_experts and self.mlp.num_parameters_expert:
-            return costs._with_mlp_of(self)
-        return costs
-
-    def _with_mlp_of(self, other: LayerCosts) -> LayerCosts:
-        """Return the costs with the MLPs of `other`."""
-        moved, other_moved = (
-            costs.mlp.moved * (costs.moved_bytes_whole + costs.moved_bytes_cut)
-            for costs in (self, other)
-        )
-        cut = self.moved_bytes_cut + other_moved - moved
-        num_kernels = min(other.num_kernels, self.num_kernels + other.mlp.num_kernels)
-        saved_whole = self.saved_bytes_whole - self.mlp.saved_bytes_whole
-        saved_cut = self.saved_bytes_cut - self.mlp.saved_bytes_cut
-        return replace(
-            self,
-            saved_bytes_whole=saved_whole + other.mlp.saved_bytes_whole,
-            saved_bytes_cut=saved_cut + other.mlp.saved_bytes_cut,
-            moved_bytes_cut=cut,
-            num_kernels=num_kernels,
-            mlp=replace(other.mlp, moved=other_moved / (self.moved_bytes_whole + cut)),
+            mlp=replace(
+                self.mlp,
+                saved_bytes_whole=fused.mlp_saved_whole,
+                saved_bytes_cut=fused.mlp_saved_cut,
+                moved=fused.mlp_moved,
+            ),
         )
 
     @functools.cached_property
@@ -323,20 +297,6 @@ class ModelCosts:
         """Costs of the model whose layers have fused elementwise operations."""
         kinds = tuple(layer.with_fused_operations() for layer in self.kinds)
         return replace(self, kinds=kinds)
-
-    @functools.cached_property
-    def with_fused_operations_outside_experts(self) -> ModelCosts:
-        """Costs of the model whose layers have them everywhere but in experts."""
-        kinds = tuple(layer.with_fused_operations(divides_experts=True) for layer in self.kinds)
-        return replace(self, kinds=kinds)
-
-    def fused_as(self, layout: Layout) -> ModelCosts:
-        """Return the costs with the fused operations of `layout`."""
-        if not layout.fused_layers:
-            return self
-        if layout.expert_size > 1:
-            return self.with_fused_operations_outside_experts
-        return self.with_fused_operations
 
     def with_layers(self, layers: Sequence[LayerCosts]) -> ModelCosts:
         """Return the costs with `layers` instead of its own, of which equal ones are one kind."""

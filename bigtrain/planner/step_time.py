@@ -84,7 +84,8 @@ def step_time(
         device = replace(device, reach=device.measured_reach)
     if layout.float8:
         gain *= device.float8_gain * engine.float8
-    model = model.fused_as(layout)
+    if layout.fused_layers:
+        model = model.with_fused_operations
     # All other engines have their pipelines outermost: expert- and data-parallel ranks side by
     # side on a node, stages on different ones.
     groups = groups_of(layout, device.devices_per_node, pipeline_outermost=not engine.is_deepspeed)

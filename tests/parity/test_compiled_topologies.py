@@ -103,21 +103,25 @@ CASES = [
     Compiled(2, "zero3", "llama", 1, RING, compiled(**FULL), graphs=2, breaks=ATTENTION),
     Compiled(2, "zero3", "qwen3", 1, SEQUENCE, compiled(**FULL), graphs=2, breaks=ATTENTION),
     Compiled(4, "zero2", "odd", 1, SEQUENCE | TENSOR, compiled(), graphs=2, breaks=ATTENTION),
-    # Experts of ranks that divide them are between two graphs.
-    Compiled(2, "zero1", "qwen3_moe", 1, EXPERT, compiled(), graphs=2, breaks=EXPERTS),
-    Compiled(2, "zero3", "qwen3_moe", 1, EXPERT, compiled(**FULL), graphs=2, breaks=EXPERTS),
-    Compiled(4, "zero1", "qwen3_moe", 1, EXPERT | TENSOR, compiled(), graphs=2, breaks=EXPERTS),
+    # Experts of ranks that divide them are between two graphs, which have one for any
+    # number of rows and one for the sums by token.
+    Compiled(
+        *(2, "zero2", "qwen3_moe", 1, EXPERT, compiled()), slow=False, graphs=4, breaks=EXPERTS
+    ),
+    Compiled(2, "zero1", "qwen3_moe", 1, EXPERT, compiled(), graphs=4, breaks=EXPERTS),
+    Compiled(2, "zero3", "qwen3_moe", 1, EXPERT, compiled(**FULL), graphs=4, breaks=EXPERTS),
+    Compiled(4, "zero1", "qwen3_moe", 1, EXPERT | TENSOR, compiled(), graphs=4, breaks=EXPERTS),
     Compiled(
         *(2, "zero2", "qwen3_moe", 1, EXPERT | SEQUENCE, compiled()),
-        graphs=3,
+        graphs=5,
         breaks=EXPERTS + ATTENTION,
     ),
     # Projections of one input are on both sides of attention.
     Compiled(4, "zero1", "phi", 1, SEQUENCE | TENSOR, compiled(), graphs=2, breaks=ATTENTION),
-    # One graph of the dense layer, two of the layer with experts.
+    # One graph of the dense layer, four of the layer with experts.
     Compiled(
         *(4, "zero1", "shared_moe", 1, EXPERT | TENSOR, compiled(**FULL)),
-        graphs=3,
+        graphs=5,
         breaks=EXPERTS,
     ),
     # A stage compiles one graph more than a model without stages, in its first step too.

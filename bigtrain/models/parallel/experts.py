@@ -32,6 +32,7 @@ from bigtrain.models.torch_patches import shadow, shadowed
 from bigtrain.models.transformers_patches import expanded_plan
 
 _MODULE, _STACK = "ep_dispatch_experts", "grouped_gemm"
+_DISPATCH = "bigtrain_dispatch"
 _ARGUMENTS = ("self", "hidden_states", "top_k_index", "top_k_weights")
 
 
@@ -131,9 +132,18 @@ def shard_experts(
                 parameter.register_hook(partial(summed, group=tensor))
         dispatch = _Dispatch(module, experts.num_experts, exchange)
         shadow(module, EXCHANGE, exchange)
+        shadow(module, _DISPATCH, dispatch)
         forward = dispatch if tensor is None else _Sliced(dispatch, tensor)
         # A compiled layer is divided here: how many rows are exchanged is known when it runs.
         shadow(module, "forward", torch.compiler.disable(forward.__call__, reason=EXCHANGED))
+
+
+def compile_divided_experts(model: nn.Module) -> None:
+    """Make experts of `model` that ranks divide compile, at their first call, what they compute of
+    the rows that they receive. One graph is for any number of rows (but one)."""
+    for module in model.modules():
+        if _DISPATCH in vars(module):
+            vars(module)[_DISPATCH].compile()
 
 
 def check_divides(experts: Experts, size: int) -> None:
@@ -183,6 +193,13 @@ class _Dispatch:
         self._forward = module.forward
         self._num_experts = num_experts
         self._exchange = exchange
+        self._sum = _sum_by_token
+
+    def compile(self) -> None:
+        """Compile what this rank's experts compute, and the sum of a token's outputs; dispatch and
+        return stay outside of graphs."""
+        self._forward = torch.compile(self._forward, dynamic=True)
+        self._sum = torch.compile(_sum_by_token, dynamic=False)
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -222,10 +239,17 @@ class _Dispatch:
 
         # Outputs return to the ranks of the tokens.
         outputs = exchange_rows(outputs, received, sent, self._exchange)
-        inverse_order = torch.empty_like(order)
-        inverse_order[order] = torch.arange(order.numel(), device=order.device)
-        # As transformers adds outputs up (integrations/moe.py, grouped_mm_experts_forward), in the
-        # common dtype of weights and outputs.
-        weighted = outputs[inverse_order] * top_k_weights.reshape(-1, 1)
-        total = weighted.view(-1, num_chosen, weighted.shape[-1]).sum(1)
+        total = self._sum(outputs, order, top_k_weights)
         return total.to(hidden_states.dtype).view(hidden_states.shape)
+
+
+def _sum_by_token(
+    outputs: torch.Tensor, order: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Return the weighted sums [T, h] of `outputs` [T k, h], which are ordered by expert: row i is
+    for the choice number order[i]. As transformers adds outputs up (integrations/moe.py,
+    grouped_mm_experts_forward), in the common dtype of weights and outputs."""
+    inverse_order = torch.empty_like(order)
+    inverse_order[order] = torch.arange(order.numel(), device=order.device)
+    weighted = outputs[inverse_order] * top_k_weights.reshape(-1, 1)
+    return weighted.view(-1, top_k_weights.shape[-1], weighted.shape[-1]).sum(1)

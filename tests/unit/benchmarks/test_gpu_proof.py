@@ -5,16 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.gpu_proof.__main__ import PAGE, table, trace_apart
 from benchmarks.gpu_proof.cases import CASES, NOT_FOLLOWED, Case
 from benchmarks.gpu_proof.fake_cuda import why_not
+from benchmarks.gpu_proof.trace import Collective, mismatches
 
 REASON = why_not()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=REASON or "")
 
 BY_NAME = {case.name: case for case in CASES}
-CORE = ("zero 1", "zero 3, tensor 2", "zero 1, experts 2")
+FIRST_STAGE, MUON = "zero 1, pipeline 2, first stage", "zero 1, Muon"
+CORE = ("zero 1", "zero 3, tensor 2", "zero 1, experts 2", FIRST_STAGE, MUON)
 # By the case that they are planted in.
 FAULTS = {
     "mask on the CPU": "zero 1",
@@ -25,6 +28,18 @@ FAULTS = {
     "no wait in the feed": "zero 1",
     "copy that blocks": "zero 1",
     "item for each evaluated batch": "zero 1",
+    "read of each matrix": MUON,
+    "update in float32 on one rank": MUON,
+    "activations in float32 from one stage": FIRST_STAGE,
+}
+# What ranks that are traced together do differently.
+MISMATCHES = {
+    "activations in float32 from one stage": (
+        "exchange 1: rank 0 sends 1,048,576 float32, rank 1 receives 1,048,576 bfloat16"
+    ),
+    "update in float32 on one rank": (
+        "rank 0 alltoall_base float32, rank 1 alltoall_base bfloat16"
+    ),
 }
 Traced = dict[str, Any] | str
 
@@ -83,6 +98,37 @@ def test_faults_are_found(traced: dict[str, Traced]) -> None:
     assert "the planner counts 4 bytes each" in problem
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", MISMATCHES)
+def test_ranks_that_exchange_different_things_are_found(
+    fault: str, traced: dict[str, Traced]
+) -> None:
+    spoiled = traced[fault]
+    assert not isinstance(spoiled, str), spoiled
+    (problem,) = spoiled["problems"]
+    assert MISMATCHES[fault] in problem
+
+
+def test_what_ranks_exchange_is_compared_in_order() -> None:
+    def exchanged(operation: str, count: int, ranks: tuple[int, ...] = (0, 1)) -> Collective:
+        return Collective(operation, ranks, count, torch.bfloat16, "place")
+
+    right = {
+        0: [exchanged("send", 8), exchanged("allreduce", 4), exchanged("alltoall_base", 3)],
+        1: [exchanged("recv", 8), exchanged("allreduce", 4), exchanged("alltoall_base", 5)],
+    }
+    assert mismatches(right) == []
+    # The sender's peer does not receive; it takes part in other collectives, in another order.
+    assert mismatches({**right, 1: right[1][1:]}) == [
+        "exchange 1: rank 0 sends 8 bfloat16, rank 1 receives nothing"
+    ]
+    assert mismatches({**right, 1: [right[1][0], *right[1][:0:-1]]}) == [
+        "exchange 1: rank 0 allreduce 4 bfloat16, rank 1 alltoall_base bfloat16"
+    ]
+    # Other groups are nothing to them.
+    assert mismatches({**right, 2: [exchanged("allreduce", 9, (2, 3))]}) == []
+
+
 # What a fault adds to the page's table, and what it takes away.
 CHANGES = {
     "item in the loop": (["| waits | 2 x item, ", "| waits in evaluation | 2 x item, "], []),
@@ -99,8 +145,9 @@ CHANGES = {
         ["| waits | 2 x copy to the device, ", "| waits in evaluation | 2 x copy to the device, "],
         [],
     ),
-    "item for each evaluated batch": (
-        ["| waits in evaluation | 5 x item, "], ["| waits in evaluation | 3 x item, "],
+    "item for each evaluated batch": (["| waits in evaluation | 2 x item, "], []),
+    "read of each matrix": (
+        ["| waits | 4 x item, bigtrain/engine/optimizers/muon.py:_orthogonalized"], [],
     ),
 }  # fmt: skip
 
