@@ -19,6 +19,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from bigtrain.models.tracing.meta_trace import trace_model
 from bigtrain.planner.memory import peak_memory
-from bigtrain.planner.run_prediction import layout_of
+from bigtrain.planner.run_prediction import auto_loss_chunk, layout_of
 from bigtrain.planner.tables.engines import engine_named
 from bigtrain.settings.deepspeed.engine_config import find_deepspeed_config, read_deepspeed_config
 from bigtrain.settings.resolve import resolve_run
@@ -214,7 +215,11 @@ def predicted(case: dict[str, Any], world_size: int) -> dict[str, float]:
     run = resolve_run(config, world_size, case["engine"], "cpu")
     hf_config = AutoConfig.from_pretrained(config.model.path)
     model = trace_model(hf_config, getattr(torch, config.precision.dtype))
-    use = peak_memory(model, layout_of(run), engine_named("deepspeed"))
+    layout = layout_of(run)
+    num_tokens = layout.tokens_per_micro_batch
+    loss_chunk_tokens = auto_loss_chunk(config.model, model, num_tokens)
+    layout = replace(layout, loss_chunk_tokens=loss_chunk_tokens)
+    use = peak_memory(model, layout, engine_named("deepspeed"))
     # Here the device's memory and main memory are the same.
     return {"total": use.allocated + use.host_offload, **use.terms(), "offload": use.host_offload}
 
