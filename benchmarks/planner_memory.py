@@ -9,7 +9,8 @@ parallelism, recomputation, chunked loss, offload (to the memory where the rest 
 bit: for each the fullest rank's peak in a step, by torch's profile of every allocation
 (`benchmarks/support/memory_worker.py`). With `--lengths`: one sample of each of these lengths,
 divided among the ranks in every kind of sequence parallelism (hours for 262144 on two cores), or
-computed by one rank, and the seconds of a step.
+computed by one rank, and the seconds of a step. The seconds of a rank's processor hardly depend on
+other work of the machine, but waiting for other ranks counts.
 """
 
 from __future__ import annotations
@@ -261,7 +262,8 @@ def main() -> None:
             terms = ", ".join(f"{k} {v / MIB:.2f}" for k, v in told.items() if v and k != "context")
             print(
                 f"{case['title']:22} measured {measured / MIB:7.2f} MiB (resting "
-                f"{ranks[0]['resting'] / MIB:.2f}), {ranks[0]['seconds']:.1f} s a step, predicted "
+                f"{ranks[0]['resting'] / MIB:.2f}), {ranks[0]['seconds']:.1f} s a step, "
+                f"{max(rank['cpu_seconds'] for rank in ranks):.1f} s of its processor, predicted "
                 f"{errors[-1]:+6.1%}: {terms}"
             )
     mean, worst = sum(map(abs, errors)) / len(errors), max(map(abs, errors))
