@@ -9,7 +9,8 @@ parallelism, recomputation, chunked loss, offload (to the memory where the rest 
 bit: for each the fullest rank's peak in a step, by torch's profile of every allocation
 (`benchmarks/support/memory_worker.py`). With `--lengths`: one sample of each of these lengths,
 divided among the ranks in every kind of sequence parallelism (hours for 262144 on two cores), or
-computed by one rank, and the seconds of a step.
+computed by one rank, and the seconds of a step. The seconds of a rank's processor hardly depend on
+other work of the machine, but waiting for other ranks counts.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from bigtrain.models.tracing.meta_trace import trace_model
 from bigtrain.planner.memory import peak_memory
-from bigtrain.planner.run_prediction import layout_of
+from bigtrain.planner.run_prediction import auto_loss_chunk, layout_of
 from bigtrain.planner.tables.engines import engine_named
 from bigtrain.settings.deepspeed.engine_config import find_deepspeed_config, read_deepspeed_config
 from bigtrain.settings.resolve import resolve_run
@@ -214,7 +216,11 @@ def predicted(case: dict[str, Any], world_size: int) -> dict[str, float]:
     run = resolve_run(config, world_size, case["engine"], "cpu")
     hf_config = AutoConfig.from_pretrained(config.model.path)
     model = trace_model(hf_config, getattr(torch, config.precision.dtype))
-    use = peak_memory(model, layout_of(run), engine_named("deepspeed"))
+    layout = layout_of(run)
+    num_tokens = layout.tokens_per_micro_batch
+    loss_chunk_tokens = auto_loss_chunk(config.model, model, num_tokens)
+    layout = replace(layout, loss_chunk_tokens=loss_chunk_tokens)
+    use = peak_memory(model, layout, engine_named("deepspeed"))
     # Here the device's memory and main memory are the same.
     return {"total": use.allocated + use.host_offload, **use.terms(), "offload": use.host_offload}
 
@@ -256,7 +262,8 @@ def main() -> None:
             terms = ", ".join(f"{k} {v / MIB:.2f}" for k, v in told.items() if v and k != "context")
             print(
                 f"{case['title']:22} measured {measured / MIB:7.2f} MiB (resting "
-                f"{ranks[0]['resting'] / MIB:.2f}), {ranks[0]['seconds']:.1f} s a step, predicted "
+                f"{ranks[0]['resting'] / MIB:.2f}), {ranks[0]['seconds']:.1f} s a step, "
+                f"{max(rank['cpu_seconds'] for rank in ranks):.1f} s of its processor, predicted "
                 f"{errors[-1]:+6.1%}: {terms}"
             )
     mean, worst = sum(map(abs, errors)) / len(errors), max(map(abs, errors))

@@ -1,6 +1,7 @@
 """Try every causal LM of transformers under every kind of parallelism: docs/architectures.md.
 
     python tools/architectures.py [--output docs/architectures.md]
+    python tools/architectures.py --only llama,gpt2 --output docs/architectures.md
     python tools/architectures.py --only llama,gpt2 --column "PP 2"
 
 *exact*: tiny models compute what the plain model of transformers does in one process. With isolated
@@ -13,7 +14,9 @@ refuses the run, with the reason. *wrong*: the numbers differ, or a process ends
 refusal; there must be none, and the exit code is 1 if there is one.
 
 Outcomes are kept in the cache (`bigtrain.system.user_cache`) until a tiny configuration,
-transformers, torch or the tested code changes; so an interrupted sweep continues.
+transformers, torch or the tested code changes; so an interrupted sweep continues. With `--output`
+they are recorded in tools/architecture_outcomes.json, from which the page is written: with `--only`
+the recorded outcomes of other model types stay, if they are of the same versions.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +43,8 @@ from bigtrain.system.local_world import free_port  # noqa: E402
 from bigtrain.system.user_cache import cache_get, key_of, package_fingerprints, source_of  # noqa: E402
 
 COLUMNS = ("documents", "PP 2", "PP 4", "TP 2", "TP 2 x PP 2", "SP 2", "EP 2", "EP 2 x PP 2")
+RECORD = ROOT / "tools" / "architecture_outcomes.json"
+"""Versions, and outcomes by model type and column, from which the page follows."""
 WORKER = ROOT / "tools" / "architecture_trials.py"
 PARTS = [WORKER.with_name(name) for name in ("expert_trials.py", "trial_training.py")]
 HANGS_AFTER_SECONDS = 300.0
@@ -53,9 +59,15 @@ def main() -> int:
     parser.add_argument("--only", metavar="TYPE,...", help="model types (default: all)")
     parser.add_argument("--column", choices=COLUMNS, help="default: all")
     parser.add_argument("--output", type=Path, help="Markdown page (default: not written)")
+    parser.add_argument("--record", type=Path, default=RECORD, help="outcomes of --output")
     args = parser.parse_args()
-    if args.output and (args.only or args.column):
-        parser.error("--output writes the full table: omit --only and --column")
+    if args.output and args.column:
+        parser.error("--output writes all columns: omit --column")
+    recorded: Outcomes = {}
+    if args.output and args.only:
+        versions, recorded = read_record(args.record)
+        if versions != tested_versions():
+            parser.error(f"{args.record} is of {versions}: omit --only")
     # Ended from outside, it takes its processes along.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     columns = (args.column,) if args.column else COLUMNS
@@ -66,7 +78,8 @@ def main() -> int:
     for column in columns:
         print(f"{column:12} {_counts(outcomes, column)}")
     if args.output is not None:
-        args.output.write_text(page(outcomes), encoding="utf-8")
+        write_record(args.record, {**recorded, **outcomes})
+        args.output.write_text(page(args.record), encoding="utf-8")
     wrong = any(
         result == "wrong" for by_column in outcomes.values() for result, _ in by_column.values()
     )
@@ -160,13 +173,42 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], progress: Path) -> str:
     return f"its processes end with exit codes {codes}" if any(codes) else ""
 
 
-def page(outcomes: Outcomes) -> str:
-    """Return the outcomes as a Markdown page."""
-    import torch
-    import transformers
+def tested_versions() -> dict[str, str]:
+    """Return the versions of the libraries that the outcomes depend on."""
+    return {name: version(name).split("+")[0] for name in ("torch", "transformers")}
 
+
+def read_record(path: Path) -> tuple[dict[str, str], Outcomes]:
+    """Return the versions and the outcomes that `write_record` wrote."""
+    tree = json.loads(path.read_text(encoding="utf-8"))
+    outcomes = {
+        name: {column: (result, reason) for column, (result, reason) in by_column.items()}
+        for name, by_column in tree["outcomes"].items()
+    }
+    return tree["versions"], outcomes
+
+
+def write_record(path: Path, outcomes: Outcomes) -> None:
+    """Write a line for each model type, with short reasons."""
+    rows = (
+        f"{json.dumps(name)}: "
+        + json.dumps({c: [result, short(reason)] for c, (result, reason) in by_column.items()})
+        for name, by_column in sorted(outcomes.items())
+    )
+    text = f'{{"versions": {json.dumps(tested_versions())},\n"outcomes": {{\n'
+    path.write_text(text + ",\n".join(rows) + "\n}}\n", encoding="utf-8")
+
+
+def page(record: Path) -> str:
+    """Return the outcomes in `record`, and what weight decay falls on, as a Markdown page."""
     from tools.parameter_table import FOOTER, section
 
+    return "\n".join([*tables(record), *section(), FOOTER, ""])
+
+
+def tables(record: Path) -> list[str]:
+    """Return the lines of the page that follow from the outcomes in `record`."""
+    versions, outcomes = read_record(record)
     notes: dict[str, int] = {}
 
     def cell(outcome: tuple[str, str]) -> str:
@@ -182,11 +224,11 @@ def page(outcomes: Outcomes) -> str:
         if name not in left_out
     ]
     legend = " ".join((__doc__ or "").split("\n\n")[2].split())
-    lines = [
+    return [
         "# Architectures",
         "",
-        f"Tried with transformers {transformers.__version__} and torch "
-        f"{torch.__version__.split('+')[0]}: {len(rows)} of the {len(outcomes)} model types of "
+        f"Tried with transformers {versions['transformers']} and torch "
+        f"{versions['torch']}: {len(rows)} of the {len(outcomes)} model types of "
         f"causal LMs. {len(left_out)} are skipped; their reasons are below the table.",
         "",
         legend,
@@ -213,11 +255,7 @@ def page(outcomes: Outcomes) -> str:
             for name, by_column in sorted(left_out.items())
         ),
         "",
-        *section(),
-        FOOTER,
-        "",
     ]
-    return "\n".join(lines)
 
 
 def statuses(text: str) -> dict[str, dict[str, str]]:

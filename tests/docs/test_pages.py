@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.prose import num_words, sentences
 from tests.support.worlds import ROOT
-from tools.architectures import statuses
+from tools.architectures import RECORD, statuses, tables
 
 DOCS = ROOT / "docs"
 GENERATED = sorted(
@@ -36,6 +36,12 @@ def test_status_counts_the_architectures_of_their_table() -> None:
         f"{num_planned - num_exact}"
     )
     assert expected in status
+
+
+def test_the_table_of_architectures_follows_from_the_recorded_outcomes() -> None:
+    text = (DOCS / "architectures.md").read_text(encoding="utf-8")
+    table, _, _ = text.partition("## Weight decay and Muon")
+    assert table.splitlines() == tables(RECORD)
 
 
 MOST_WORDS = 40

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from tests.parity.conftest import ARCHITECTURES, VOCAB_SIZE, llama
+from tests.support.hybrids import HYBRIDS
 
 OPTIMIZER = {"lr": 3e-3, "clip_norm": 0.5, "eps": 1e-6}  # see cases.EPS
 COEFFICIENT = 0.5  # so that it shows
@@ -89,6 +90,35 @@ MODELS["jamba"] = llama(
     mamba_dt_rank=4,
     use_mamba_kernels=False,
 )
+# Experts and shared experts after the gated delta rule, and after Mamba 2 with groups.
+_QWEN = {
+    "vocab_size": VOCAB_SIZE,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+MODELS["qwen3_next"] = HYBRIDS["qwen3_next"] | _QWEN | {"mlp_only_layers": []}
+MODELS["qwen3_5_moe"] = HYBRIDS["qwen3_5_text"] | _QWEN | {"model_type": "qwen3_5_moe_text"}
+MODELS["nemotron_h"] = {
+    "model_type": "nemotron_h",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 8,
+    "n_groups": 2,
+    "chunk_size": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "moe_shared_expert_intermediate_size": 16,
+}
 # No expert-parallel plan, and experts below each other in two dimensions.
 MODELS["dbrx"] = {
     "model_type": "dbrx",

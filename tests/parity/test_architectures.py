@@ -104,7 +104,7 @@ def test_a_sample_of_families(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.timeout(7200)
 def test_every_architecture(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    swept(tmp_path / "cache", "--output", str(page))
+    swept(tmp_path / "cache", "--output", str(page), "--record", str(tmp_path / "record.json"))
     results_by_name = statuses(page.read_text(encoding="utf-8"))
     assert len(results_by_name) > 150
     table = written()

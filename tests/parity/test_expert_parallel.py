@@ -81,6 +81,12 @@ CASES = [
     divide(4, 2, "zero1", "jamba", sequence=2),
     divide(4, 2, "zero3", "granitemoehybrid", sequence=2),
     divide(4, 2, "zero0", "jamba", more=ANEW, pipeline=2),
+    divide(4, 2, "zero2", "jamba", sequence=2),
+    divide(4, 2, "zero1", "granitemoehybrid", sequence=2),
+    divide(4, 2, "zero1", "granitemoehybrid", tensor=2),
+    divide(4, 2, "zero3", "qwen3_next", tensor=2),
+    divide(4, 2, "zero1", "qwen3_5_moe", tensor=2),
+    divide(4, 2, "zero2", "nemotron_h", tensor=2),
     divide(4, 2, "zero3", "qwen3_moe", tensor=2),
     divide(4, 2, "zero2", sequence=2),
     *(divide(4, 4, f"zero{stage}") for stage in (0, 2)),
@@ -140,7 +146,7 @@ def test_equals_plain_training(case: Case, dataset: Path, runs: PlainRuns) -> No
     biases = [name for name in weights if name.endswith("e_score_correction_bias")]
     for name in biases:
         assert torch.equal(weights[name], BIASES[: weights[name].numel()])
-    assert bool(biases) == (case.model in ("deepseek_v3", "glm4_moe"))
+    assert bool(biases) == (case.model in ("deepseek_v3", "glm4_moe", "nemotron_h"))
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """Models of attention and recurrent layers train as one process does that passes each document
-separately: in samples that documents share, divided among ranks, in stages, recomputed."""
+separately: in samples that documents share, divided among ranks, in stages, recomputed. What they
+have learned is loaded by transformers from an exported directory."""
 
 from __future__ import annotations
 
@@ -8,7 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from bigtrain.data.tokenizers.training import train_tokenizer
+from bigtrain.engine.checkpoint.io import read_full_masters
+from bigtrain.models.configuration import load_hf_config
+from bigtrain.models.export.verified import Destination, Probe, export_model
+from bigtrain.settings.run_config import ModelSection
+from tests.parity import expert_models
 from tests.parity.cases import EPS, RECOMPUTE, Case, PlainRuns
 from tests.parity.conftest import VOCAB_SIZE, each_case
 from tests.support.hybrids import HYBRIDS
@@ -22,7 +31,41 @@ MODELS: dict[str, dict[str, Any]] = {
     for name, model_type in {
         "qwen3_5": "qwen3_5_text",
         **{name: name for name in ("bamba", "jamba", "lfm2", "kimi_linear", "recurrent_gemma")},
+        "falcon_h1": "falcon_h1",
     }.items()
+}
+MODELS |= {
+    name: expert_models.MODELS[name] for name in ("qwen3_next", "granitemoehybrid", "nemotron_h")
+}
+MODELS["olmo_hybrid"] = MODELS["qwen3_5"] | {
+    "model_type": "olmo_hybrid",
+    **{f"{name}_token_id": number for number, name in enumerate(("pad", "bos", "eos"))},
+}
+MODELS["mamba2"] = {
+    "model_type": "mamba2",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_heads": 4,
+    "head_dim": 16,
+    "state_size": 8,
+    "n_groups": 2,
+    "chunk_size": 8,
+}
+# Two layers share the weights of attention and MLP.
+MODELS["zamba2"] = {
+    "model_type": "zamba2",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "n_mamba_heads": 4,
+    "mamba_ngroups": 2,
+    "mamba_d_state": 8,
+    "chunk_size": 8,
 }
 
 
@@ -72,7 +115,19 @@ CASES = [
     hybrid(4, "zero1", "bamba", tensor=2, pipeline=2, accumulation=2),
     hybrid(4, "zero1", "qwen3_5", tensor=2, pipeline=2, accumulation=2),
     hybrid(4, "zero3", "jamba", tensor=2, sequence=2),
+    hybrid(2, "zero1", "falcon_h1", tensor=2),
+    hybrid(2, "zero3", "qwen3_next", tensor=2),
+    hybrid(2, "zero1", "granitemoehybrid", tensor=2),
+    hybrid(2, "zero3", "nemotron_h", tensor=2),
+    hybrid(2, "zero1", "olmo_hybrid", tensor=2),
+    hybrid(2, "zero3", "mamba2", tensor=2),
+    hybrid(2, "zero1", "zamba2", tensor=2),
 ]
+# Of each model the first case under ZeRO 3 or with divided tensors; of three models a fast one.
+_EXPORTABLE = [case for case in CASES if case.engine == "zero3" or "tensor" in case.degrees]
+EXPORTED = list(
+    {case.model: case for case in sorted(_EXPORTABLE, key=lambda c: not c.slow)}.values()
+)
 
 
 @pytest.fixture(scope="module")
@@ -95,3 +150,31 @@ def runs(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> PlainRuns:
 @each_case(CASES)
 def test_equals_plain_training(case: Case, runs: PlainRuns) -> None:
     runs.check(case)
+
+
+@each_case(EXPORTED)
+def test_its_export_is_loaded_by_transformers(case: Case, runs: PlainRuns, tmp_path: Path) -> None:
+    """With the logits of the trained weights to the last bit."""
+    _, place = runs.trained(case)
+    weights = read_full_masters(place / "tensors")
+    model = AutoModelForCausalLM.from_pretrained(runs.directories[case.model], dtype=torch.float32)
+    ids = Probe.make_input(VOCAB_SIZE, LENGTH)
+    with torch.no_grad():
+        untrained_logits = model.eval()(input_ids=ids).logits
+        different_keys = model.load_state_dict(weights, strict=False)
+        logits = model(input_ids=ids).logits
+    assert different_keys.unexpected_keys == []
+    assert not torch.allclose(logits, untrained_logits, atol=1e-3)
+
+    tokenizer = tmp_path / "tokenizer"
+    train_tokenizer(iter([["the theme of the thesis"]]), 260).save(tokenizer)
+    hf_config = load_hf_config(ModelSection(config=MODELS[case.model]))
+    destination = Destination(tmp_path / "hf", tokenizer, "float32")
+    export_model(weights, hf_config, destination, probe=Probe(ids, logits, "float32"))
+    loaded, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "hf", dtype=torch.float32, output_loading_info=True
+    )
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    with torch.no_grad():
+        assert torch.equal(loaded.eval()(input_ids=ids).logits, logits)
