@@ -157,11 +157,11 @@ def llama(shape: Mapping[str, int], sequence_length: int) -> dict[str, Any]:
     }
 
 
-def resolve_point(point: Point, directory: Path) -> ResolvedRun:
-    """Return the point as a run of bigtrain in one process, and its dataset."""
+def resolve_point(point: Point, directory: Path, num_ranks: int = 1) -> ResolvedRun:
+    """Return the point as a run of bigtrain in `num_ranks` processes, and its dataset."""
     shape = SIZES[point.size]
     sequence_length = point.sequence_length or shape["sequence_length"]
-    global_batch_size = point.micro_batch_size * point.accumulation
+    global_batch_size = point.micro_batch_size * point.accumulation * num_ranks
     # A round more than is trained: the loader reads ahead, and the loop must not reach its end,
     # where it would evaluate and save.
     num_tokens = (point.total_steps + 2) * global_batch_size * sequence_length + 1
@@ -197,4 +197,4 @@ def resolve_point(point: Point, directory: Path) -> ResolvedRun:
     if point.memory_every_steps is not None:
         memory = {"every_steps": point.memory_every_steps, "copies": 0}
         config["checkpoint"] = {"memory": memory}
-    return resolve_run(RunConfig.model_validate(config), 1, point.engine_name)
+    return resolve_run(RunConfig.model_validate(config), num_ranks, point.engine_name)
