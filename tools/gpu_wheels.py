@@ -125,6 +125,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--python-version", default="3.12", help="of the GPU machine")
     args = parser.parse_args(argv)
     fetch(args.output, args.python_version)
+    # The copy there has no history, and the check names the commit in its tables.
+    asked = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    said = subprocess.run(asked, capture_output=True, text=True, check=False).stdout
+    (args.output / "commit.txt").write_text(said)
     wheels = sorted(args.output.glob("*.whl"))
     size = sum(wheel.stat().st_size for wheel in wheels)
     for wheel in wheels:

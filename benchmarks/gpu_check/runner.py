@@ -6,9 +6,10 @@
     python -m benchmarks.gpu_check --device cpu --tiny  # the same lines, on a CPU
 
 Exit code 0 where every part passed or was skipped with its reason, 1 where one failed, 2 for wrong
-arguments. ``results.json`` and ``table.md`` (for docs/benchmarks.md) are written after each part,
-so that a check which is ended keeps what it had; ``logs.txt`` has what failed parts printed, and
-``profile.json.gz`` the trace of bigtrain's fastest run (https://ui.perfetto.dev).
+arguments. ``results.json`` and ``table.md`` are written after each part, and on a GPU the tables of
+speed into docs/benchmarks.md, with a copy of the page as ``benchmarks.md``, so that a check which
+is ended keeps what it had; ``logs.txt`` has what failed parts printed, and ``profile.json.gz`` the
+trace of bigtrain's default (https://ui.perfetto.dev).
 
 On a machine without a network, with its own torch, from a copied checkout that has wheels in
 ``.gpu-wheels/`` (`make gpu-wheels`), the same command installs these into a folder of their own
@@ -38,6 +39,7 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import torch
 
+from benchmarks.gpu_check.page import PAGE, ROOT, commit_of, write_page
 from benchmarks.gpu_check.parts import PARTS, Entry, named
 from benchmarks.gpu_check.processes import call, execute, prepare_forks, read_setup, run_part
 from benchmarks.gpu_check.results import Part, Setup, Start, table, write_results
@@ -55,14 +57,18 @@ def run_all(
     *,
     seconds: float,
     start: Start,
+    page: Path | None = None,
 ) -> list[Part]:
     """Run `entries` one after the other within `seconds`; results go to `output` after each.
 
-    setup: device and size, and a folder for what parts write. What no time is left for is skipped
-    by name.
+    setup: device and size, and a folder for what parts write. page: in which tables of speed are
+    written. What no time is left for is skipped by name.
     """
     end = time.monotonic() + seconds
-    machine: dict[str, Any] = {"date": datetime.now(UTC).isoformat(timespec="minutes")}
+    machine: dict[str, Any] = {
+        "date": datetime.now(UTC).isoformat(timespec="minutes"),
+        "commit": commit_of(ROOT),
+    }
     parts: list[Part] = []
     for entry in entries:
         left = end - time.monotonic()
@@ -78,6 +84,9 @@ def run_all(
         print(f"{part.part:<20} {part.status:<8} {part.seconds:6.1f} s  {part.reason}", flush=True)
         write_results(output / "results.json", machine, parts)
         write_whole(output / "table.md", (table(parts) + "\n").encode())
+        if page is not None:
+            write_page(page, machine, parts)
+            write_whole(output / page.name, page.read_bytes())
         _keep(entry, part, setup, output)
     return parts
 
@@ -104,7 +113,7 @@ def _cannot_fork(directory: Path) -> bool:
 
 
 def _keep(entry: Entry, part: Part, setup: Setup, output: Path) -> None:
-    """Keep the log of a part that failed, and the newest trace."""
+    """Keep the log of a part that failed, and a trace."""
     directory = setup.directory / entry.name
     if part.status == "failed":
         with (output / "logs.txt").open("a") as file:
@@ -161,7 +170,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         prepare_forks()
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as directory:
         setup = Setup(device, args.tiny, Path(directory), seconds, args.start)
-        parts = run_all(entries, setup, args.output, seconds=seconds, start=args.start)
+        # Of a tiny model, or a CPU, the page has no use.
+        page = PAGE if setup.on_gpu and not args.tiny else None
+        parts = run_all(entries, setup, args.output, seconds=seconds, start=args.start, page=page)
     print(f"\n{table(parts)}")
     print(json.dumps({"results": str(args.output / "results.json")}))
     return 1 if any(part.status == "failed" for part in parts) else 0

@@ -1,7 +1,8 @@
-"""Parts on speed: bigtrain against a bare loop, HF Trainer + DeepSpeed and litgpt, by model size.
+"""Parts on speed: each measures one contender of one subject, so that results are there after each.
 
-The measuring is `benchmarks/gpu_step.py`'s. Each contender runs in a process of its own, within
-what is left of the part's time; one that does not fit into memory gets a row with that reason.
+The measuring is `benchmarks/gpu_step.py`'s: bigtrain as `train.py` runs it, a bare PyTorch loop, HF
+Trainer + DeepSpeed, of the same model on the same batches. Weights are made up, so no network is
+needed. `page.py` joins the parts to the tables of docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -9,8 +10,7 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
-import time
-from dataclasses import asdict, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,158 +18,191 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_check.processes import live, write
-from benchmarks.gpu_check.results import Part, Setup
+from benchmarks.gpu_check.results import Function, Part, Setup
 from benchmarks.gpu_check.stand_ins import quick_compilation
 from benchmarks.gpu_step import measure
-from benchmarks.support import litgpt_loop
-from benchmarks.support.points import Point
+from benchmarks.support.points import Point, llama
+from bigtrain.planner.flops import peak_flops_per_second
 
-_VARIED = "1b"
-"""The size at which bigtrain's own variants are measured too; compilation takes half a minute."""
-_VARIANTS: dict[str, dict[str, str]] = {
-    "bigtrain, liger": {"kernels": "liger"},
-    "bigtrain, compiled": {"compile": "on"},
-    "bigtrain, compiled, float8": {"compile": "on", "float8": "tensorwise"},
-}
-LEAST_SECONDS = 15.0
-"""Left of a part's time, with less of which no contender begins."""
 TRACE = "profile.json.gz"
-
-_COMMON: dict[str, Any] = {
-    "zero_stage": 1,
-    "accumulation": 1,
-    "dtype": "bf16",
-    "contenders": (),
-    "quick_weights": True,
+CONFIGS = Path(__file__).resolve().parents[2] / "bigtrain" / "recipes" / "configs"
+PEERS = ("bare", "hf")
+"""Contenders that need not fit into the device's memory."""
+CONTENDERS: dict[str, dict[str, str]] = {
+    "default": {"kernels": "auto", "compile": "auto"},
+    "bare": {},
+    "hf": {},
+    "compiled": {"compile": "on"},
+    "liger": {"kernels": "liger"},
+    "float8": {"compile": "on", "float8": "tensorwise"},
 }
-# zero3 with gradients in bfloat16 is what leaves an 8B model and its optimizer, 16 bytes a
-# parameter, on one device of 141 GB: ZeRO 1 makes a float32 copy of all gradients in its step.
-_SIZES: dict[str, dict[str, Any]] = {
-    "1b": {"micro_batch_size": 4},
-    "3b": {"micro_batch_size": 2},
-    "8b": {
-        "micro_batch_size": 1,
-        "checkpointing": "full",
-        "engine": "zero3",
-        "gradient_dtype": "bfloat16",
-    },
-}
+"""What differs between the points of contenders; all but `PEERS` are bigtrain."""
+_NEEDED = {"liger": "liger_kernel", "float8": "torchao"}
+_TINY_MOE = {
+    "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32,
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "vocab_size": 512,
+    "intermediate_size": 64, "num_hidden_layers": 2,
+}  # fmt: skip
 
 
-def speed(size: str, setup: Setup, part: Part) -> None:
-    """Measure tokens/s, utilization and peak memory of every contender at `size`.
+@dataclass(frozen=True)
+class Subject:
+    """A model and a batch that contenders train, and what others published of it.
 
-    The part fails if bigtrain has no result; a peer that has none is a row.
+    title: of its table. contenders: in the order in which they run. settings: of the point.
+    config: a file of bigtrain/recipes/configs, with `changes`, instead of a size. published: a
+    trainer's rate on one H100, by its unit.
     """
-    end = time.monotonic() + setup.seconds - 2.0
-    point = point_of(size, setup)
-    rows: dict[str, Any] = part.figures.setdefault("rows", {})
-    trials = {"bigtrain": point, "bare": point, "hf": point}
-    if litgpt_loop.is_installed():
-        trials["litgpt"] = point
-    if find_spec("torchtitan") is not None:
-        part.note("torchtitan", "is not run from here: measure it separately (gpu_step.py --peer)")
-    if size == _VARIED:
-        trials |= _variants(setup, part, point)
-    for name, at in trials.items():
-        left = end - time.monotonic()
-        if left < LEAST_SECONDS:
-            rows[name] = {"failed": "no time was left"}
-            continue
-        contender = name.partition(",")[0]
-        profiled = contender == "bigtrain"
-        at = replace(at, contenders=(contender,), loss=loss_of(contender), profile=profiled)
-        rows[name] = _measure(at, setup, name, left)
-    _summarize(setup, part)
+
+    title: str
+    contenders: tuple[str, ...]
+    settings: dict[str, Any]
+    config: str | None = None
+    changes: dict[str, Any] = field(default_factory=dict)
+    published: dict[str, float] = field(default_factory=dict)
+    source: str = ""
 
 
-def _variants(setup: Setup, part: Part, point: Point) -> dict[str, Point]:
-    """Return the variants of `point` that can run here, by name."""
-    needed = {"kernels": "liger_kernel", "float8": "torchao"}
-    possible = {}
-    for name, keys in _VARIANTS.items():
-        missing = [needed[k] for k in keys if k in needed and not find_spec(needed[k])]
-        if missing:
-            part.note(name, f"{missing[0]} is not installed")
-        elif "kernels" in keys and not setup.on_gpu:
-            part.note(name, "needs CUDA")
-        else:
-            possible[name] = replace(point, **keys)
-    return possible
+_AUTOMODEL = "NeMo AutoModel, docs.nvidia.com/nemo/automodel/latest/performance-summary.html"
+# zero3 with gradients in bfloat16 leaves most memory: 16 bytes a parameter. ZeRO 1 makes a float32
+# copy of all gradients in its step.
+_LEAST_MEMORY = {"checkpointing": "full", "engine": "zero3", "gradient_dtype": "bfloat16"}
+SUBJECTS: dict[str, Subject] = {
+    # The recipe llama3_1b on 8 GPUs: 2,097,152 tokens a step, in samples of 4,096.
+    "1b": Subject(
+        "Llama 3.2 1B, 262,144 tokens a step",
+        ("default", "bare", "hf", "compiled", "liger", "float8"),
+        {"size": "1b", "micro_batch_size": 4, "accumulation": 16},
+    ),
+    "lora": Subject(
+        "LoRA of Llama 3.1 8B, rank 16 in all linear layers, 32,768 tokens a step",
+        ("default", "bare", "hf"),
+        {
+            "size": "8b", "micro_batch_size": 2, "accumulation": 4, "sequence_length": 4096,
+            "adapters": {"rank": 16, "alpha": 32, "targets": "all-linear"},
+        },
+        config="meta-llama--Llama-3.1-8B",
+        published={"tokens_per_s": 12473, "tflops": 402},
+        source=_AUTOMODEL,
+    ),
+    "moe": Subject(
+        "6 of the 48 layers of Qwen3-30B-A3B, 32,768 tokens a step",
+        ("default", "bare", "hf"),
+        {"size": "8b", "micro_batch_size": 2, "accumulation": 4, "sequence_length": 4096,
+         **_LEAST_MEMORY},
+        config="Qwen--Qwen3-30B-A3B-Base",
+        changes={"num_hidden_layers": 6},
+        published={"tflops": 277},
+        source=f"{_AUTOMODEL}, all layers on 8",
+    ),
+    "8b": Subject(
+        "Llama 3.1 8B with tied embeddings, 4,096 tokens a step",
+        ("default", "bare", "hf"),
+        {"size": "8b", "micro_batch_size": 1, "accumulation": 1, **_LEAST_MEMORY},
+    ),
+}  # fmt: skip
 
 
-def point_of(size: str, setup: Setup) -> Point:
-    """Return the point measured at `size`; the tiny model on few tokens in tests."""
-    common = {**_COMMON, "threads": torch.get_num_threads()}
-    if setup.tiny:
-        few = {**_SIZES[size], "micro_batch_size": 2}
-        return Point(size="tiny", rounds=1, steps_per_round=2, **common, **few)
-    return Point(size=size, rounds=3, steps_per_round=4, **common, **_SIZES[size])
-
-
-def loss_of(contender: str) -> str:
-    """Return bigtrain's own choice of the loss; the others' loops compute it plainly."""
-    return "auto" if contender == "bigtrain" else "plain"
-
-
-def _measure(point: Point, setup: Setup, name: str, limit_seconds: float) -> dict[str, Any]:
-    directory = setup.directory / name.replace(", ", "-")
-    directory.mkdir()
-
-    told = {"point": asdict(point), "directory": str(directory)}
-    life = live("speed:measure_into", told, setup, directory / "output.txt", limit_seconds)
-    # Gigabytes of a run's data are of no use to the next.
-    shutil.rmtree(directory / "shards", ignore_errors=True)
-    if life.code == 0:
-        result: dict[str, Any] = json.loads((directory / "result.json").read_text())
-        return result
-    if life.code is None:
-        return {"failed": f"took longer than {limit_seconds:.0f} s"}
-    lines = [line for line in life.output.strip().splitlines() if line.strip()]
-    reason = next((line for line in lines if "out of memory" in line.lower()), (lines or [""])[-1])
-    return {"failed": reason.strip()[:300]}
-
-
-def measure_into(point: dict[str, Any], directory: str) -> None:
-    """Call `measure` for a point in JSON, with the result in a file of `directory`."""
-    contenders = tuple(point["contenders"])
-    with quick_compilation(point["size"] == "tiny"):
-        result = measure(Point(**{**point, "contenders": contenders}), Path(directory))
-    write(Path(directory) / "result.json", result)
-
-
-def _summarize(setup: Setup, part: Part) -> None:
-    """Add results of all rows, and the trace of bigtrain's fastest next to the results."""
-    rows = part.figures["rows"]
-    for name, row in rows.items():
-        if "failed" in row:
-            part.note(name, row["failed"])
-            continue
-        part.figures[name] = {
-            "tokens_per_s": row["tokens_per_second"],
-            "mfu": row["model_flops_utilization"],
-            "peak_gib": row["peak_gib"],
-            **_beside(row),
-        }
-    base = rows.get("bare", {}).get("tokens_per_second")
-    ours = {
-        name: row["tokens_per_second"]
-        for name, row in rows.items()
-        if name.startswith("bigtrain") and "float8" not in name and "failed" not in row
-    }
-    if not ours:
-        part.fail(f"bigtrain has no result: {rows['bigtrain']['failed']}")
+def contend(subject_name: str, contender: str, setup: Setup, part: Part) -> None:
+    """Measure tokens/s, TFLOP/s, utilization and peak memory of one contender. A peer that runs out
+    of memory is skipped by that reason."""
+    missing = _NEEDED.get(contender)
+    if missing is not None and find_spec(missing) is None:
+        part.skip(f"{missing} is not installed")
         return
-    best = max(ours, key=lambda name: ours[name])
-    if base:
-        part.figures["best_over_bare"] = ours[best] / base
-    part.figures["best"] = best
-    part.figures["top_ops"] = rows[best].get("top_ops", [])
-    _keep_trace(setup.directory / best.replace(", ", "-") / "trace.json", setup.directory / TRACE)
+    if contender == "liger" and not setup.on_gpu:
+        part.skip("needs CUDA")
+        return
+    directory = setup.directory / "run"
+    directory.mkdir()
+    try:
+        with quick_compilation(setup.tiny):
+            row = measure(point_of(subject_name, contender, setup), directory)
+    except torch.OutOfMemoryError:
+        if contender not in PEERS:
+            raise
+        part.skip("out of memory")
+        return
+    finally:
+        # Gigabytes of a run's data are of no use to the next.
+        shutil.rmtree(directory, ignore_errors=True)
+    part.figures |= {
+        "subject": subject_name,
+        "contender": contender,
+        "tokens_per_s": row["tokens_per_second"],
+        "tflops": _tflops(row, setup),
+        "mfu": row["model_flops_utilization"],
+        "peak_gib": row["peak_gib"],
+        **beside(row),
+    }
 
 
-def _beside(row: dict[str, Any]) -> dict[str, Any]:
+def trace(setup: Setup, part: Part) -> None:
+    """Record the kernels of one pass and update of bigtrain's default at the first subject; the
+    trace goes next to the results."""
+    point = replace(point_of("1b", "default", setup), accumulation=1, profile=True)
+    directory = setup.directory / "run"
+    directory.mkdir()
+    with quick_compilation(setup.tiny):
+        row = measure(point, directory)
+    part.check(bool(row["top_ops"]), "the trace has no operations")
+    part.figures["top_ops"] = row["top_ops"]
+    with (
+        (directory / "trace.json").open("rb") as source,
+        gzip.open(setup.directory / TRACE, "wb", compresslevel=6) as file,
+    ):
+        shutil.copyfileobj(source, file)
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def point_of(subject_name: str, contender: str, setup: Setup) -> Point:
+    """Return what `contender` trains; a tiny model on few tokens in tests."""
+    subject = SUBJECTS[subject_name]
+    settings = {"rounds": 2, "steps_per_round": 1, **subject.settings}
+    config = None
+    if subject.config is not None:
+        config = json.loads((CONFIGS / f"{subject.config}.json").read_text()) | subject.changes
+        # The random tokens have no special ones.
+        config |= {"bos_token_id": None, "eos_token_id": None}
+    if setup.tiny:
+        settings |= {"size": "tiny", "rounds": 1, "steps_per_round": 2, "sequence_length": 32}
+        settings |= {"micro_batch_size": 2, "accumulation": min(2, settings["accumulation"])}
+        if config is not None:
+            config = _tiny(config)
+    return Point(
+        zero_stage=1,
+        dtype="bf16",
+        threads=torch.get_num_threads(),
+        quick_weights=True,
+        contenders=(contender if contender in PEERS else "bigtrain",),
+        # The peers' loops compute the loss plainly; bigtrain chooses.
+        loss="plain" if contender in PEERS else "auto",
+        model_config=config,
+        **{**settings, **CONTENDERS[contender]},
+    )
+
+
+def _tiny(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration of the same architecture, as small as that of the tests."""
+    if config["model_type"] == "llama":
+        shape = {
+            "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128,
+            "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
+        }  # fmt: skip
+        return llama(shape, 32)
+    return config | _TINY_MOE
+
+
+def _tflops(row: dict[str, Any], setup: Setup) -> float | None:
+    """Return the model's TFLOP/s, whose formula the utilization has; None if it is not known."""
+    utilization = row["model_flops_utilization"]
+    if utilization is None or not setup.on_gpu:
+        return None
+    peak = peak_flops_per_second(torch.cuda.get_device_name(0), "bfloat16")
+    return None if peak is None else float(utilization * peak / 1e12)
+
+
+def beside(row: dict[str, Any]) -> dict[str, Any]:
     """Return the planner's predictions of bigtrain's own rows, and their ratios to the measured
     ones.
 
@@ -188,11 +221,9 @@ def _beside(row: dict[str, Any]) -> dict[str, Any]:
     return predictions
 
 
-def _keep_trace(trace: Path, target: Path) -> None:
-    if trace.exists():
-        with trace.open("rb") as source, gzip.open(target, "wb", compresslevel=6) as file:
-            shutil.copyfileobj(source, file)
-        trace.unlink()
-
-
-speed_1b, speed_3b, speed_8b = (partial(speed, size) for size in _SIZES)
+def parts_of(subject_name: str) -> dict[str, Function]:
+    """Return the parts of a subject by name, in order."""
+    return {
+        f"speed-{subject_name}-{contender}": partial(contend, subject_name, contender)
+        for contender in SUBJECTS[subject_name].contenders
+    }

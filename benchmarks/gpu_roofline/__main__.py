@@ -26,8 +26,8 @@ LIMIT = 0.1
 """Largest relative error of a predicted step that was measured."""
 
 
-def _answer(module: str, argument: dict[str, Any], *options: str) -> Any:
-    """Return the JSON that `module`, in a process of its own, prints for `argument`."""
+def answers(module: str, argument: Any, *options: str) -> list[Any]:
+    """Return the lines of JSON that `module`, in a process of its own, prints for `argument`."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     result = subprocess.run(
         [sys.executable, "-m", module, json.dumps(argument), *options],
@@ -35,14 +35,14 @@ def _answer(module: str, argument: dict[str, Any], *options: str) -> Any:
     )  # fmt: skip
     if result.returncode != 0:
         raise RuntimeError(f"{module} failed:\n{result.stderr[-2000:]}")
-    return json.loads(result.stdout)
+    return [json.loads(line) for line in result.stdout.splitlines()]
 
 
 @cache
 def _fused(micro_batch_size: int, size: str) -> list[Kernel]:
     """Return the kernels that Inductor generates for a decoder layer, of both passes."""
     point = {**asdict(MEASURED[0].point), "size": size, "micro_batch_size": micro_batch_size}
-    schedules = _answer("benchmarks.gpu_roofline.fused_layer", point)
+    (schedules,) = answers("benchmarks.gpu_roofline.fused_layer", point)
     update = schedules.pop("update")
     # Masters, gradients, moments and factors are read, parameters only written: 30 bytes.
     if update != [{"loads": 5, "stores": 4}]:
@@ -66,16 +66,18 @@ def part_of_fused(operations: Sequence[str]) -> str:
     return "norms" if "sum" in names else "residuals"
 
 
+def kernel_of(values: dict[str, Any]) -> Kernel:
+    """Return the kernel whose fields JSON has."""
+    return Kernel(**{**values, "product": values["product"] and tuple(values["product"])})
+
+
 def kernels_of(row: Row) -> list[Kernel]:
     """Return the kernels of a step of `row`. Of compiled layers, Inductor's instead of those that
     the trace shows."""
     point = asdict(replace(row.point, compile="off"))
     options = ["--before"] if row.measured else []
-    traced = _answer("benchmarks.gpu_roofline.traced_step", point, *options)
-    kernels = [
-        Kernel(**{**kernel, "product": kernel["product"] and tuple(kernel["product"])})
-        for kernel in traced
-    ]
+    (traced,) = answers("benchmarks.gpu_roofline.traced_step", point, *options)
+    kernels = [kernel_of(values) for values in traced]
     if row.point.compile != "on":
         return kernels
     times = SIZES[row.point.size]["num_hidden_layers"] * row.point.accumulation
@@ -122,9 +124,7 @@ def table(priced: dict[str, tuple[Row, Roofline]]) -> str:
     lines.append("| step | " + " | ".join(steps) + f" | {last.least_seconds * 1e3:.0f} |")
     update = []
     for row, roofline in priced.values():
-        moved = sum(
-            roofline.parts[part].num_bytes for part in ("gradients", "optimizer", "exchange")
-        )
+        moved = sum(roofline.parts[part].num_bytes for part in UPDATE_PARTS)
         update.append(f"{moved / shape_of(row).num_parameters:.0f}")
     lines.append("| bytes of the update per parameter | " + " | ".join(update) + " | 30 |")
     rates, measured = [], []

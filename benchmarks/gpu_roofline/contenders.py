@@ -29,7 +29,7 @@ from benchmarks.support.contenders import BareLoop
 from benchmarks.support.points import Point, resolve_point
 from bigtrain.data.loading.micro_batch import MicroBatch
 from bigtrain.engine.build import build_engine
-from bigtrain.engine.deepspeed_patches import fused_adamw
+from bigtrain.engine.deepspeed_patches import bf16_update, fused_adamw
 from bigtrain.engine.deepspeed_patches import step as step_patches
 from bigtrain.engine.startup.mesh import open_mesh
 from bigtrain.models.build import build_model
@@ -41,17 +41,18 @@ from bigtrain.settings.resolve import ResolvedRun, resolve_run
 LR, ENGINE = 1e-4, "zero1"
 
 
-def record_step(point: Point, *, is_before: bool = False) -> list[Kernel]:
-    """Return the kernels of a step of the one contender of `point` on one GPU. is_before: without
-    what bigtrain changed of the update since the rows were measured."""
-    num_ranks = 1
+def record_step(point: Point, num_ranks: int = 1, *, is_before: bool = False) -> list[Kernel]:
+    """Return the kernels of a step of the one contender of `point` on the first of `num_ranks`
+    GPUs, which have other samples each. is_before: without what bigtrain changed of the update
+    since the rows were measured."""
     if is_before:
+        update: Any = bf16_update
+        update.shorten_bf16_update = lambda *_: False
         patches: Any = step_patches
-        patches.shorten_bf16_update = lambda _: False
         patches._skip_lone_reduction = lambda _: None
     os.environ |= {"RANK": "0", "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": "0"}
     with tempfile.TemporaryDirectory() as folder:
-        run = resolve_point(point, Path(folder))
+        run = resolve_point(point, Path(folder), num_ranks)
     # On the CPU, as it is chosen: trials of the model need values.
     hf_config = load_hf_config(run.config.model)
     plan, problems = choose(run.config, hf_config, run.plan)
@@ -113,7 +114,9 @@ def _record_update(recorder: KernelRecorder) -> None:
         recorder.add_launch("fused AdamW", update_bytes(*tensors))
 
     fused_adamw.compile_update = lambda: launched
-    fused_adamw.trial_problem = lambda _: None  # which compares values
+    # The trial compares values, and needs Triton.
+    fused: Any = fused_adamw.FusedAdamW
+    fused.supports = lambda _: True
 
 
 def _bigtrain(contestant: Contestant) -> Callable[[], object]:

@@ -111,8 +111,9 @@ class KernelRecorder(TorchDispatchMode):
             widest = max(_tensors((args, kwargs)), key=torch.Tensor.numel)
             exchanged = widest.numel() * widest.element_size()
             ranks = max((g.size() for g in _groups(args)), default=1)
+            moved = exchange_bytes(func._opname, args) if ranks > 1 else 0
             return Kernel(
-                name, "exchange", exchanged, exchanged_bytes=exchanged, num_ranks=ranks,
+                name, "exchange", moved, exchanged_bytes=exchanged, num_ranks=ranks,
                 is_in_layer=in_layer, is_backward=is_backward,
             )  # fmt: skip
         counter = flop_registry.get(func._overloadpacket)
@@ -258,6 +259,26 @@ def _moved_bytes(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     for tensor in _tensors(result):
         if tensor.is_cuda and id(tensor) not in written:
             total += writes * stored_bytes(tensor)
+    return total
+
+
+def exchange_bytes(name: str, args: Any) -> int:
+    """Return the least bytes that a collective of torch's `c10d` reads and writes in this rank's
+    memory, given its `args`: what the rank sends is read once, what it receives is written once.
+    Buffers of NCCL, and rounds of a ring that come back to the same memory, are not counted."""
+    tensors = [tensor for tensor in _tensors(args) if tensor.is_cuda]
+    total = sum(map(stored_bytes, tensors))
+    if name in ("allreduce_", "all_reduce_"):
+        return 2 * total
+    if name == "reduce_":  # its root writes the sum over what it read
+        group = next(_groups(args))
+        root = next(value for value in args if type(value) is int)
+        return 2 * total if group.rank() == root else total
+    if name in ("_allgather_base_", "allgather_base_"):
+        output, source = tensors
+        # In place, a rank's own part is there already.
+        is_in_place = output.untyped_storage()._cdata == source.untyped_storage()._cdata
+        return total - stored_bytes(source) * is_in_place
     return total
 
 

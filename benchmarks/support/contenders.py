@@ -25,6 +25,8 @@ from bigtrain.models import build
 from bigtrain.models.build import WHOLE, Partitioning, build_model
 from bigtrain.models.layers.compilation import compile_layers
 from bigtrain.models.layers.parameter_roles import split_by_decay
+from bigtrain.models.weights.checksums import sum_of
+from bigtrain.models.weights.import_hf import find_weights
 from bigtrain.run.callbacks import Callbacks
 from bigtrain.run.checkpointing.memory_saver import memory_saver_of
 from bigtrain.run.checkpointing.resume import Recovery
@@ -35,7 +37,7 @@ from bigtrain.run.evaluation import Evaluator
 from bigtrain.run.loop import Loop
 from bigtrain.run.outer_steps import OuterSteps
 from bigtrain.run.preflight import Inputs
-from bigtrain.run.segment_context import SegmentContext
+from bigtrain.run.segment_context import BaseWeights, SegmentContext
 from bigtrain.run.session import begin_writing
 from bigtrain.run.state import TrainState
 from bigtrain.settings.deepspeed.engine_config import find_deepspeed_config
@@ -70,6 +72,23 @@ def weights_of(point: Point) -> AbstractContextManager[Any]:
     return mock.patch.object(build, "initialize_weights", tile_weights)
 
 
+def plain_model(run: ResolvedRun, hf_config: Any, device: torch.device) -> Any:
+    """Return the model of the run on `device`: in float32, with adapters over frozen weights in
+    bfloat16, which are filled."""
+    config = run.config
+    if config.adapters is None:
+        return build_model(config.model, hf_config, seed=config.seed).to(device)
+    model = build_model(
+        config.model, hf_config, seed=config.seed, dtype=torch.bfloat16, weights="left",
+        adapters=config.adapters,
+    ).to(device)  # fmt: skip
+    tile_weights(model, config.seed)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    return model
+
+
 class BareLoop:
     """The arithmetic of a step and nothing else; compiled and recomputed as the run is."""
 
@@ -77,21 +96,24 @@ class BareLoop:
         self, run: ResolvedRun, hf_config: Any, steps: list[list[MicroBatch]], device: torch.device
     ) -> None:
         config = run.config
-        self.model = build_model(config.model, hf_config, seed=config.seed).to(device).train()
+        self.model = plain_model(run, hf_config, device).train()
         if config.model.compile == "on":
             compile_layers(self.model)
         groups = split_by_decay(self.model, decay_embeddings=config.optimizer.decay_embeddings)
+        decay, no_decay = (
+            [p for p in group if p.requires_grad] for group in (groups.decay, groups.no_decay)
+        )
         self.optimizer = torch.optim.AdamW(
             [
-                {"params": groups.decay, "weight_decay": config.optimizer.weight_decay},
-                {"params": groups.no_decay, "weight_decay": 0.0},
+                {"params": decay, "weight_decay": config.optimizer.weight_decay},
+                {"params": no_decay, "weight_decay": 0.0},
             ],
             lr=config.optimizer.lr,
             betas=config.optimizer.betas,
             eps=config.optimizer.eps,
             fused=True,
         )
-        self.parameters = list(self.model.parameters())
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.clip_norm = config.optimizer.clip_norm
         self.autocast = config.precision.dtype == "bfloat16"
         self.steps = iter(steps)
@@ -123,6 +145,15 @@ class BareLoop:
             logits = self.model(input_ids=batch.input_ids.to(self.device), use_cache=False).logits
         labels = batch.labels.to(self.device)
         return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
+
+
+def _unread_base(run: ResolvedRun, hf_config: Any) -> BaseWeights:
+    """Return the base of the run's adapters without checksums of its files, which would be read to
+    the end; nothing is saved that they are compared with."""
+    assert run.config.model.path is not None
+    folder = Path(run.config.model.path)
+    sums = {str(folder / "model.safetensors"): sum_of(folder / "config.json")}
+    return BaseWeights(find_weights(str(folder), hf_config), sums)
 
 
 class _RoundOver(Exception):
@@ -158,7 +189,11 @@ class Bigtrain:
             launch.device,
             open_mesh(run.topology, launch.world.rank),
         )
-        context = SegmentContext(**vars(launch), inputs=inputs, engine=self.engine)
+        base = None
+        if run.config.adapters is not None:
+            tile_weights(self.engine.module, run.config.seed)
+            base = _unread_base(run, inputs.hf_config)
+        context = SegmentContext(**vars(launch), inputs=inputs, engine=self.engine, base=base)
         self.context = context
         self.evaluator = Evaluator(context, [])
         self.state = TrainState()
@@ -285,7 +320,8 @@ def run_hf_trainer(
         disable_tqdm=True,
         seed=config.seed,
     )
-    model = build_model(config.model, hf_config, seed=config.seed)
+    # The Trainer moves it to the device itself.
+    model = plain_model(run, hf_config, torch.device("cpu"))
     trainer = Trainer(
         model=model, args=arguments, train_dataset=_WindowsOfSteps(steps), callbacks=[Turns()]
     )

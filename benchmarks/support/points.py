@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from bigtrain.data.shards.format import token_dtype
 from bigtrain.data.shards.manifest import Manifest, OptionsRecord, TokenizerRecord, write_manifest
@@ -105,6 +108,8 @@ class Point:
     quick_weights: bool = False
     profile: bool = False
     memory_every_steps: int | None = None
+    model_config: dict[str, Any] | None = None
+    adapters: dict[str, Any] | None = None
 
     @property
     def engine_name(self) -> str:
@@ -144,6 +149,38 @@ def write_random_dataset(directory: Path, *, vocab_size: int, num_tokens: int) -
     )
 
 
+def write_empty_weights(directory: Path, config: Mapping[str, Any]) -> None:
+    """Write a model of the Hugging Face configuration `config` in bfloat16 whose weights are a hole
+    in their file, which takes no time and no disk and reads as zeros; measurements of speed fill
+    them. Only embeddings are there: tokens whose rows are equal are refused."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    hf_config = AutoConfig.for_model(**config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf_config)
+    entries: dict[str, Any] = {}
+    end = 0
+    for name, parameter in model.named_parameters():
+        begin, end = end, end + 2 * parameter.numel()
+        shape = list(parameter.shape)
+        entries[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
+    header = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
+    header += b" " * (-len(header) % 8)
+    directory.mkdir(parents=True)
+    hf_config.save_pretrained(directory)
+    with (directory / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.truncate(8 + len(header) + end)
+        embeddings = model.get_input_embeddings().weight
+        begin, end = next(
+            entries[name]["data_offsets"] for name, p in model.named_parameters() if p is embeddings
+        )
+        file.seek(8 + len(header) + begin)
+        # Values of 0.002 to 0.03 in bfloat16.
+        values = np.random.default_rng(0).integers(0x3B00, 0x3D00, (end - begin) // 2, np.uint16)
+        values.tofile(file)
+
+
 def llama(shape: Mapping[str, int], sequence_length: int) -> dict[str, Any]:
     """Return the Hugging Face configuration of a size of `SIZES`, tied embeddings, no special
     tokens."""
@@ -157,20 +194,26 @@ def llama(shape: Mapping[str, int], sequence_length: int) -> dict[str, Any]:
     }
 
 
-def resolve_point(point: Point, directory: Path) -> ResolvedRun:
-    """Return the point as a run of bigtrain in one process, and its dataset."""
+def resolve_point(point: Point, directory: Path, num_ranks: int = 1) -> ResolvedRun:
+    """Return the point as a run of bigtrain in `num_ranks` processes, and its dataset."""
     shape = SIZES[point.size]
     sequence_length = point.sequence_length or shape["sequence_length"]
-    global_batch_size = point.micro_batch_size * point.accumulation
+    model = point.model_config or llama(shape, sequence_length)
+    global_batch_size = point.micro_batch_size * point.accumulation * num_ranks
     # A round more than is trained: the loader reads ahead, and the loop must not reach its end,
     # where it would evaluate and save.
     num_tokens = (point.total_steps + 2) * global_batch_size * sequence_length + 1
     write_random_dataset(
-        directory / "shards", vocab_size=shape["vocab_size"], num_tokens=num_tokens
+        directory / "shards", vocab_size=model["vocab_size"], num_tokens=num_tokens
     )
-    config = {
+    if point.adapters is None:
+        source: dict[str, Any] = {"config": model}
+    else:
+        write_empty_weights(directory / "base", model)
+        source = {"path": str(directory / "base")}
+    config: dict[str, Any] = {
         "model": {
-            "config": llama(shape, sequence_length),
+            **source,
             "compile": point.compile,
             "loss": point.loss,
             "loss_chunk_tokens": point.loss_chunk_tokens,
@@ -192,9 +235,12 @@ def resolve_point(point: Point, directory: Path) -> ResolvedRun:
             "float8": point.float8,
         },
         "logging": {"every_steps": LOG_EVERY_STEPS},
-        "output": {"directory": str(directory / "run")},
+        # The dataset has no tokenizer that an export could have.
+        "output": {"directory": str(directory / "run"), "export": False},
     }
+    if point.adapters is not None:
+        config["adapters"] = point.adapters
     if point.memory_every_steps is not None:
         memory = {"every_steps": point.memory_every_steps, "copies": 0}
         config["checkpoint"] = {"memory": memory}
-    return resolve_run(RunConfig.model_validate(config), 1, point.engine_name)
+    return resolve_run(RunConfig.model_validate(config), num_ranks, point.engine_name)

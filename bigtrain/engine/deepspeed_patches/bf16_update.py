@@ -1,6 +1,6 @@
 """The end of a step of `BF16_Optimizer` (bfloat16 under ZeRO 1, gradients added up in float32),
 with fewer bytes moved. No number changes, but where `fused_adamw` replaces torch's kernel on a
-GPU."""
+GPU, and replicas then sum only what each of them updates."""
 
 from __future__ import annotations
 
@@ -8,44 +8,57 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.utils import (
     all_gather_dp_groups,
     get_global_norm_of_tensors,
     is_invalid_grad_norm,
+    mask_nan_or_inf_with_val_inplace,
 )
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from torch import nn
 
+from bigtrain.engine.deepspeed_patches.fused_adamw import gradient_factor
 from bigtrain.models.torch_patches import shadow
 
-_EPS = 1e-6
-"""Of DeepSpeed 0.19.8's clipping (runtime/utils.py, `clip_tensors_by_global_norm`)."""
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+"""The same under the name of torch 2.13, which warns of the other, and of 2.11."""
 
 
-def shorten_bf16_update(optimizer: Any) -> bool:
-    """Move fewer bytes at the end of a step of a `BF16_Optimizer`; returns whether it is one.
+def shorten_bf16_update(engine: Any, counts_in_norm: Callable[[Any, bool], bool]) -> bool:
+    """Move fewer bytes at the end of a step of a `BF16_Optimizer`; returns whether `engine` has
+    one. counts_in_norm: tells of a parameter, and of whether this is the first rank of a
+    tensor-parallel group, whether the rank counts it.
 
     DeepSpeed 0.19.8 (runtime/bf16_optimizer.py) adds each gradient through a float32 copy to
-    a sum that it sets to zero twice a step (`_update_hp_grad`, `clear_hp_grads`), and clips by a
-    further pass. Here the first gradient of a step is written over the old sum.
+    a sum that it sets to zero twice a step (`_update_hp_grad`, `clear_hp_grads`), sets the 16-bit
+    gradients to zero before each pass, which adds to them, and clips by a further pass. Here the
+    first gradient of a step is written over the old sum.
 
     Price: 24 bytes less for each of 8.03e9 parameters / 2.88 TB/s = 67 ms, 22%; with `fused_adamw`
-    12 more are 33 ms, 11%.
+    12 more are 33 ms, 11%. With replicas DeepSpeed sums all gradients on every rank, divides them,
+    and takes the norm of all (8 + 8 + 4 bytes), where a rank updates 1/N of them.
     """
+    optimizer = engine.optimizer
     if not isinstance(optimizer, BF16_Optimizer) or optimizer.immediate_grad_update:
         return False
-    _Update(optimizer).install()
+    _Update(engine, counts_in_norm).install()
     return True
 
 
 class _Update:
     """Replacement of the methods of a `BF16_Optimizer` that `install` names."""
 
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
+    def __init__(self, engine: Any, counts_in_norm: Callable[[Any, bool], bool]) -> None:
+        self._engine, self._optimizer = engine, engine.optimizer
+        self._counts_in_norm = counts_in_norm
         # Whether sums without a gradient of this step have been set to zero.
         self._is_complete = True
         self._fused: Any = None
+        # Ranks over which this rank's part of the gradients is a sum, and no mean yet.
+        self._num_summed = 1
+        self._counted: list[torch.Tensor] | None = None
 
     def install(self) -> None:
         """Replace the methods."""
@@ -53,6 +66,8 @@ class _Update:
         optimizer._update_hp_grad = self._add
         optimizer.get_grads_for_reduction = self._complete_before(optimizer.get_grads_for_reduction)
         optimizer.clear_hp_grads = self._forget
+        # A pass writes its gradients then, where it would add them to zeros.
+        optimizer.backward_prologue = lambda: optimizer.clear_lp_grads(set_to_none=True)
         optimizer.step = self._complete_before(optimizer.step)
         if optimizer.fp32_groups_flat_partition[0].is_cuda:
             self._fuse()
@@ -69,6 +84,66 @@ class _Update:
             self._fused = FusedAdamW(inner, self._weights())
             shadow(inner, "step", self._fused.step)
             optimizer.step = self._complete_before(self._step)
+            num_replicas = dist.get_world_size(group=optimizer.dp_process_group)
+            if num_replicas > 1 and self._averages_afterwards():
+                self._num_summed = num_replicas
+                self._engine._reduce_non_expert_gradients = self._scatter
+
+    def _averages_afterwards(self) -> bool:
+        """Whether DeepSpeed sums gradients in float32, and divides the sums by the replicas."""
+        engine, optimizer = self._engine, self._optimizer
+        return (
+            engine.gradient_average
+            and engine.postscale_gradients()
+            and engine.gradient_predivide_factor() == 1.0
+            and engine.sequence_parallel_size == 1
+            and engine.communication_data_type == torch.float32
+            and all(
+                group is optimizer.dp_process_group for group in optimizer.real_dp_process_group
+            )
+        )
+
+    @torch.no_grad()
+    def _scatter(self, grads: list[torch.Tensor], elements_per_buffer: int) -> None:
+        """Sum the gradients over the replicas, each rank those that it updates, in place; the
+        update divides them (`_reduce_non_expert_gradients`). Collective over replicas."""
+        optimizer = self._optimizer
+        for part, total in zip(optimizer.fp32_groups_gradient_flat_partition, grads, strict=True):
+            _reduce_scatter(part, total, group=optimizer.dp_process_group)
+
+    def _norm_of_parts(self) -> torch.Tensor:
+        """Return the norm of the mean gradient from what each rank updates, float32 []; -1 if it is
+        not finite, as DeepSpeed's. Collective over replicas and the model-parallel group."""
+        optimizer = self._optimizer
+        if self._counted is None:
+            self._counted = self._counted_parts()
+        total = torch.zeros((), device=optimizer.fp32_groups_flat_partition[0].device)
+        if self._counted:
+            total += torch.stack(torch._foreach_norm(self._counted)).square().sum()
+        dist.all_reduce(total, group=optimizer.dp_process_group)
+        if optimizer.mpu is not None:
+            dist.all_reduce(total, group=optimizer.mpu.get_model_parallel_group())
+        norm = total.sqrt() / self._num_summed
+        mask_nan_or_inf_with_val_inplace(norm, device=norm.device)
+        return norm
+
+    def _counted_parts(self) -> list[torch.Tensor]:
+        """Return this rank's parts of the gradients that it counts, 1-D: each parameter counts once
+        over the ranks that have it, as in `get_grads_for_norm`."""
+        optimizer = self._optimizer
+        rank = dist.get_rank(group=optimizer.dp_process_group)
+        counts_all = bwc_tensor_model_parallel_rank(mpu=optimizer.mpu) == 0
+        counted = []
+        for parameters, part in zip(
+            optimizer.bf16_groups, optimizer.fp32_groups_gradient_flat_partition, strict=True
+        ):
+            begin = -rank * part.numel()  # of a parameter, from where this rank's part begins
+            for parameter in parameters:
+                first, end = max(begin, 0), min(begin + parameter.numel(), part.numel())
+                begin += parameter.numel()
+                if first < end and self._counts_in_norm(parameter, counts_all):
+                    counted.append(part[first:end])
+        return counted
 
     def _weights(self) -> list[torch.Tensor]:
         """Return the 16-bit parameters of this rank's masters, one flat tensor a group."""
@@ -132,10 +207,13 @@ class _Update:
         """Do `BF16_Optimizer.step` with an update that clips, and that writes the parameters."""
         optimizer, fused = self._optimizer, self._fused
         optimizer.overflow = False
-        gradients, _ = optimizer.get_grads_for_norm()
-        norm = get_global_norm_of_tensors(
-            input_tensors=gradients, mpu=optimizer.mpu, norm_type=optimizer.norm_type
-        )
+        if self._num_summed > 1:
+            norm = self._norm_of_parts()
+        else:
+            gradients, _ = optimizer.get_grads_for_norm()
+            norm = get_global_norm_of_tensors(
+                input_tensors=gradients, mpu=optimizer.mpu, norm_type=optimizer.norm_type
+            )
         optimizer._global_grad_norm = norm
         if is_invalid_grad_norm(norm):
             optimizer.overflow = True
@@ -143,10 +221,7 @@ class _Update:
             self._forget()
             optimizer.clear_lp_grads()
             return
-        fused.gradient_factor = None
-        if optimizer.clip_grad > 0.0:
-            # Of 1 where nothing is clipped: the host does not ask.
-            fused.gradient_factor = (optimizer.clip_grad / (norm + _EPS)).clamp(max=1.0)
+        fused.gradient_factor = gradient_factor(norm, optimizer.clip_grad, self._num_summed)
         for master, gradient in zip(
             optimizer.fp32_groups_flat_partition,
             optimizer.fp32_groups_gradient_flat_partition,

@@ -31,14 +31,23 @@ class GroupGradients:
     """Owner of the averaged gradients of parameter group number `group` on this rank.
 
     is_compact: DeepSpeed adds the passes of a step in one buffer; otherwise each pass has a tensor
-    (`partition`), which `end_pass` adds to the tensor of earlier passes.
+    (`partition`), which `end_pass` adds to the tensor of earlier passes. writes_first: the first
+    gradient of a step is written, instead of being added to zeros; `is_written` of the slots says
+    where.
     """
 
     def __init__(
-        self, optimizer: Any, group: int, slots: Mapping[Any, Slot], accelerator: Any
+        self,
+        optimizer: Any,
+        group: int,
+        slots: Mapping[Any, Slot],
+        accelerator: Any,
+        *,
+        writes_first: bool,
     ) -> None:
         """slots: of the parameters of all groups."""
         self.is_compact = bool(optimizer._use_compact_grad_partition_buffer(group))
+        self._writes_first = writes_first
         self._optimizer, self._group = optimizer, group
         self._device = accelerator.current_device_name()
         self._slots = [slot for slot in slots.values() if slot.group == group and slot.count]
@@ -61,7 +70,9 @@ class GroupGradients:
         pass. Its values are not defined where the pass has written none."""
         if self.is_compact:
             if self._optimizer.averaged_gradients.get(self._group) is None:
-                self._publish(self._empty().zero_())
+                self._publish(self._empty() if self._writes_first else self._empty().zero_())
+                for slot in self._slots:
+                    slot.is_written = False
             return self.flat
         if self._partition is None:
             self._partition = self._empty()
@@ -88,11 +99,22 @@ class GroupGradients:
     def hand_over(self) -> None:
         """Give the gradients of the step to the update."""
         if self.is_compact:
-            self.partition()
+            self._complete(self.partition())
         else:
             accumulated = self._optimizer.all_grad_tensors.get(self._group)
             self._publish(self._empty().zero_() if accumulated is None else accumulated[0])
         self._optimizer.all_grad_tensors[self._group] = None
+
+    def _complete(self, flat: torch.Tensor) -> None:
+        """Set to zero what got no gradient in this step, and the padding."""
+        if not self._writes_first:
+            return
+        end = 0
+        for slot in self._slots:
+            if not slot.is_written:
+                flat.narrow(0, slot.begin, slot.count).zero_()
+            end = max(end, slot.begin + slot.count)
+        flat[end:].zero_()
 
     def _publish(self, flat: torch.Tensor) -> None:
         self._optimizer.averaged_gradients[self._group] = FlatGradients(flat, self._sizes)

@@ -12,6 +12,19 @@ import torch
 
 log = logging.getLogger(__name__)
 
+_EPS = 1e-6
+"""Of DeepSpeed 0.19.8's clipping (runtime/utils.py, `clip_tensors_by_global_norm`;
+runtime/zero/stage_1_and_2.py, `unscale_and_clip_grads`)."""
+
+
+def gradient_factor(norm: torch.Tensor, clip_norm: float, num_summed: int) -> torch.Tensor | None:
+    """Return what the update multiplies gradients by, which are sums over `num_summed` replicas:
+    float32 [], None for 1. norm: of their mean. clip_norm: 0 to clip nothing."""
+    if clip_norm > 0.0:
+        # Of 1 where nothing is clipped: the host does not ask.
+        return (clip_norm / (norm + _EPS)).clamp(max=1.0) / num_summed
+    return None if num_summed == 1 else torch.full_like(norm, 1 / num_summed)
+
 
 def update(
     master: torch.Tensor,

@@ -1,10 +1,11 @@
 """Reduction plan of a bucket of gradients under ZeRO 1 and 2, made once for a row of parameters:
 the collectives that DeepSpeed 0.19.8 makes of it (runtime/zero/stage_1_and_2.py, `average_tensor`,
-`allreduce_and_scatter`), and the range of this rank's partitions for each of its elements."""
+`allreduce_and_scatter`), and the range of this rank's partitions for each of its elements; or the
+rank that owns each of them (`OwnerPlan`)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -12,7 +13,9 @@ from typing import Any
 class Slot:
     """One parameter. This rank owns `count` of its `size` elements, from `start` on; they are in
     the group's partition from `begin` on. shares: how many elements each of its ranks owns, in
-    order. step: the last one in which its gradient was taken."""
+    order. step: the last one in which its gradient was taken. offset: of the parameter in the flat
+    tensor that the partitions of the group divide. is_written: whether the partition has a
+    gradient of it in this step."""
 
     parameter: Any
     group: int
@@ -22,6 +25,8 @@ class Slot:
     begin: int = 0
     count: int = 0
     step: int = 0
+    offset: int = 0
+    is_written: bool = False
 
 
 @dataclass(slots=True)
@@ -93,3 +98,61 @@ def plan_of(slots: list[Slot], bucket_size: int) -> ReductionPlan:
         if sizes[-1] > bucket_size:
             sizes.append(0)
     return ReductionPlan(slots, [size for size in sizes if size], pieces, targets)
+
+
+@dataclass(slots=True)
+class RunPiece:
+    """`count` elements of the bucket's gradient number `number`, from `start` on."""
+
+    number: int
+    start: int
+    count: int
+
+
+@dataclass(slots=True)
+class OwnedRun:
+    """Adjacent `pieces` of a group's flat tensor that rank `owner` of the replicas owns: `count`
+    elements of its partition from `begin` on."""
+
+    group: int
+    owner: int
+    begin: int
+    count: int = 0
+    pieces: list[RunPiece] = field(default_factory=list)
+
+    def add(self, piece: RunPiece) -> None:
+        """Append what is next in the partition."""
+        self.pieces.append(piece)
+        self.count += piece.count
+
+
+@dataclass(frozen=True)
+class OwnerPlan:
+    """Reduction of a bucket of `slots` to the ranks that own its elements: `runs`, in order."""
+
+    slots: list[Slot]
+    runs: list[OwnedRun]
+
+
+def owner_plan_of(slots: list[Slot], partition_sizes: list[int]) -> OwnerPlan:
+    """Return the plan of a bucket of `slots`, in as few runs as possible: the same runs in the same
+    order on every rank. partition_sizes: elements of a rank's partition, by group."""
+    runs: list[OwnedRun] = []
+    in_order = sorted(enumerate(slots), key=lambda item: (item[1].group, item[1].offset))
+    for number, slot in in_order:
+        size = partition_sizes[slot.group]
+        start = 0
+        while start < slot.size:
+            owner, begin = divmod(slot.offset + start, size)
+            count = min(slot.size - start, size - begin)
+            last = runs[-1] if runs else None
+            if (
+                last is None
+                or (last.group, last.owner) != (slot.group, owner)
+                or last.begin + last.count != begin
+            ):
+                last = OwnedRun(slot.group, owner, begin)
+                runs.append(last)
+            last.add(RunPiece(number, start, count))
+            start += count
+    return OwnerPlan(slots, runs)

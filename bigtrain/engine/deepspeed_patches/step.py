@@ -43,7 +43,7 @@ def skip_redundant_work(
     if hasattr(engine.optimizer, "_update_hp_grad"):  # bfloat16 under ZeRO 1
         from bigtrain.engine.deepspeed_patches.bf16_update import shorten_bf16_update
 
-        shorten_bf16_update(engine.optimizer)
+        shorten_bf16_update(engine, counts_in_norm)
     skip_redundant_work_of_zero12(engine.optimizer, host_time)
     speed_up_hooks(engine.module)
     if hasattr(engine.optimizer, "parameter_offload"):  # ZeRO 3
@@ -56,7 +56,13 @@ def skip_redundant_work_of_zero12(optimizer: Any, host_time: HostTime) -> None:
     """Do the part of `skip_redundant_work` for ZeRO 1 and 2; nothing to other optimizers."""
     if hasattr(optimizer, "round_robin_bit16_groups"):
         take_norms_at_once(optimizer)
-        replace_reduction(optimizer, host_time)
+        is_fused = False
+        if optimizer.single_partition_of_fp32_groups[0].is_cuda:
+            from bigtrain.engine.deepspeed_patches.zero12_update import FusedUpdate, can_fuse_update
+
+            is_fused = can_fuse_update(optimizer)
+        if replace_reduction(optimizer, host_time, update_averages=is_fused) and is_fused:
+            FusedUpdate(optimizer).install()
 
 
 @dataclass(frozen=True)
@@ -153,7 +159,7 @@ def take_norms_at_once(optimizer: Any) -> None:
     def which_count(params: Sequence[nn.Parameter]) -> list[bool]:
         if id(params) not in counted_by_list:  # which stays: the dict holds the list
             counts_all = optimizer.model_parallel_rank == 0
-            counts = [not is_replicated(p) and (counts_all or is_model_parallel(p)) for p in params]
+            counts = [counts_in_norm(p, counts_all) for p in params]
             counted_by_list[id(params)] = params, counts
         return counted_by_list[id(params)][1]
 
@@ -283,6 +289,12 @@ def is_model_parallel(parameter: Any) -> bool:
     The mark is Megatron's, set by `bigtrain.models.parallel.sharding.tag_shard`. DeepSpeed 0.19.8
     reads it in runtime/utils.py:134 (`is_model_parallel_parameter`)."""
     return bool(getattr(parameter, "tensor_model_parallel", False))
+
+
+def counts_in_norm(parameter: Any, counts_all: bool) -> bool:
+    """Return whether a rank counts `parameter` in the norm: each element counts once over the ranks
+    that have it. counts_all: on the first rank of a tensor-parallel group."""
+    return not is_replicated(parameter) and (counts_all or is_model_parallel(parameter))
 
 
 def mark_model_parallel(gradient: Any) -> None:

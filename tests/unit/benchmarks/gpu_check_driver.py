@@ -21,7 +21,7 @@ from unittest import mock
 
 import torch
 
-from benchmarks.gpu_check import runner
+from benchmarks.gpu_check import runner, speed
 from benchmarks.gpu_check.parts import Entry, named
 from benchmarks.gpu_check.processes import prepare_forks, run_part
 from benchmarks.gpu_check.results import Function, Part, Setup
@@ -96,9 +96,12 @@ FAULTS: dict[str, tuple[str, Any]] = {
         "benchmarks.gpu_check.experts.product",
         lambda rows, stacks, ends: 1.05 * torch.nn.functional.grouped_mm(rows, stacks, offs=ends),
     ),
-    "speed-1b": ("benchmarks.gpu_check.speed.measure", fails),
-    "speed-8b": ("benchmarks.gpu_check.speed.measure", fails),
-    "speed-3b": ("benchmarks.gpu_check.speed.measure", fails),
+    "trace": ("benchmarks.gpu_check.speed.measure", fails),
+    **{
+        name: ("benchmarks.gpu_check.speed.measure", fails)
+        for subject in speed.SUBJECTS
+        for name in speed.parts_of(subject)
+    },
 }
 
 

@@ -12,18 +12,21 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from benchmarks.gpu_check import experts, lives, machine, runner, speed
+from benchmarks.gpu_check.changes import CHANGED
+from benchmarks.gpu_check.page import BEGIN, END, PAGE, commit_of, write_page
 from benchmarks.gpu_check.parts import PARTS
-from benchmarks.gpu_check.results import Part, table
+from benchmarks.gpu_check.results import Part, Setup, table
+from benchmarks.support.points import SIZES
 from tests.support.worlds import ROOT
 from tests.unit.benchmarks.gpu_check_driver import FAULTS, Pretended
 
-# One of these has the lines of all three.
-SLOW = {"speed-1b", "speed-3b"}
 NAMES = [entry.name for entry in PARTS]
 PRETENDED = ["machine", "flight-recorder", "activation-offload"]
-RUN = [name for name in NAMES if name not in SLOW]
+# What needs CUDA is skipped here.
+RUN = [name for name in NAMES if name != "speed-1b-liger"]
 pytestmark = pytest.mark.timeout(900)  # parts run in the first test's set-up
 
 
@@ -107,15 +110,103 @@ def test_every_part_has_a_fault() -> None:
     assert FAULTS.keys() == set(NAMES)
 
 
+def test_what_changed_comes_before_speed_and_the_rest_after_it() -> None:
+    assert set(NAMES) > CHANGED.keys()
+    assert NAMES[0] == "machine"
+    assert set(NAMES[1 : 1 + len(CHANGED)]) == CHANGED.keys()
+    speeds = [NAMES.index(name) for name in NAMES if name.startswith("speed-")]
+    assert speeds[0] == 1 + len(CHANGED)
+    unchanged = NAMES.index("parity-fp32")
+    assert all(place < unchanged for place in speeds if not NAMES[place].startswith("speed-8b-"))
+
+
+def test_a_subject_has_the_batch_of_the_recipe() -> None:
+    batch = yaml.safe_load((ROOT / "bigtrain/recipes/llama3_1b.yaml").read_text())["batch"]
+    point = speed.point_of("1b", "default", Setup("cuda", False, Path(), 1.0))
+    per_step = point.micro_batch_size * point.accumulation * SIZES[point.size]["sequence_length"]
+    assert per_step == batch["global_tokens"] / 8
+
+
+@pytest.mark.parametrize("subject", speed.SUBJECTS)
+def test_subjects_have_the_published_models(subject: str) -> None:
+    point = speed.point_of(subject, "hf", Setup("cuda", False, Path(), 1.0))
+    layers = (point.model_config or SIZES[point.size])["num_hidden_layers"]
+    assert layers == {"1b": 16, "lora": 32, "moe": 48 / 8, "8b": 32}[subject]
+    assert point.contenders == ("hf",)
+
+
+def measured(name: str, **figures: Any) -> Part:
+    _, subject, contender = name.split("-")
+    values = {"tflops": None, "mfu": None, "peak_gib": 50.25, **figures}
+    return Part(name, figures={"subject": subject, "contender": contender, **values})
+
+
+def test_the_commit_of_a_copy_without_history_is_the_noted_one(tmp_path: Path) -> None:
+    assert commit_of(tmp_path) is None
+    (tmp_path / ".gpu-wheels").mkdir()
+    (tmp_path / ".gpu-wheels" / "commit.txt").write_text("0123abc\n")
+    assert commit_of(tmp_path) == "0123abc"
+
+
+def test_tables_of_speed_are_written_into_a_copy_of_the_page(tmp_path: Path) -> None:
+    copy = tmp_path / "benchmarks.md"
+    copy.write_text(PAGE.read_text())
+    machine = {"gpu": "NVIDIA H200", "date": "2026-11-30T10:00+00:00", "torch": "2.11.0"}
+    parts = [Part("machine")]
+    write_page(copy, machine, parts)  # nothing was measured yet
+    assert copy.read_text() == PAGE.read_text()
+    parts += [
+        measured("speed-1b-default", tokens_per_s=52000.4, tflops=469.0, mfu=0.474),
+        measured("speed-1b-bare", tokens_per_s=40000.0),
+        Part("speed-1b-hf", status="skipped", reason="out of\nmemory"),
+    ]
+    write_page(copy, machine, parts)
+    write_page(copy, machine, [*parts, measured("speed-moe-default", tokens_per_s=9000.0)])
+    text = copy.read_text()
+    for line in (
+        "On one NVIDIA H200, 2026-11-30T10:00+00:00, commit not known, torch 2.11.0.",
+        "| **bigtrain** | 52,000 | 469 | 47.4% | 50.2 GiB | 1.30 x |",
+        "| bare PyTorch loop | 40,000 |  |  | 50.2 GiB | 1.00 x |",
+        "| HF Trainer with the same DeepSpeed JSON | skipped: out of memory | | | | |",
+        "python -m benchmarks.gpu_check --output checked --only machine speed-1b-default "
+        "speed-1b-bare speed-1b-hf",
+        "| **bigtrain** | 9,000 |  |  | 50.2 GiB |  |",
+    ):
+        assert text.count(line) == 1, line
+    before, after = PAGE.read_text().split(BEGIN)[0], PAGE.read_text().split(END)[1]
+    assert text.startswith(before)
+    assert text.endswith(after)
+    assert "| published: NeMo AutoModel" in text
+    copy.write_text("a page")
+    with pytest.raises(ValueError, match="has no"):
+        write_page(copy, machine, parts)
+
+
+@pytest.mark.parametrize(
+    ("device", "tiny", "is_written"),
+    [("cuda", False, True), ("cuda", True, False), ("cpu", False, False)],
+)
+def test_the_page_is_written_on_a_gpu_only(
+    device: str, tiny: bool, is_written: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(runner, "run_all", lambda *_, page, **__: asked.append(page) or [])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    words = ["--device", device, "--output", str(tmp_path), "--start", "fresh"]
+    assert runner.main(words + ["--tiny"] * tiny) == 0
+    assert asked == [PAGE if is_written else None]
+
+
 @pytest.mark.slow
 def test_figures_that_matter_are_there(results_by_part: dict[str, Any]) -> None:
     rest = results_by_part
     scaled = rest["parity-fp16"]["figures"]["zero0"]
     assert scaled["skipped_steps"] > 0
     assert scaled["last_scale"] < 2**21
-    figures = rest["speed-8b"]["figures"]
-    assert {"bigtrain", "bare", "hf", "best_over_bare", "top_ops"} <= figures.keys()
-    row = figures["bigtrain"]
+    assert rest["trace"]["figures"]["top_ops"]
+    row = rest["speed-8b-default"]["figures"]
+    assert row["tokens_per_s"] > 0
     assert row["peak_gib"] > 0
     # 16 bytes a parameter of the tiny model, and little more.
     assert 1e-4 < row["planner_gib"] < 1
@@ -150,11 +241,11 @@ def test_a_share_of_the_peak_where_a_device_has_one(
 
 def test_a_row_that_the_planner_has_a_figure_for() -> None:
     row = {"peak_gib": 8.0, "tokens_per_second": 100.0, "predicted_gib": 9.0}
-    assert speed._beside(row) == {"planner_gib": 9.0, "planner_gib_over_measured": 1.125}
-    rated = speed._beside({**row, "predicted_tokens_per_second": 120.0})
+    assert speed.beside(row) == {"planner_gib": 9.0, "planner_gib_over_measured": 1.125}
+    rated = speed.beside({**row, "predicted_tokens_per_second": 120.0})
     assert rated["planner_tokens_per_s_over_measured"] == 1.2
-    assert speed._beside({**row, "not_predicted": "why"}) == {"not_predicted": "why"}
-    assert speed._beside({"peak_gib": 8.0, "tokens_per_second": 1.0}) == {}
+    assert speed.beside({**row, "not_predicted": "why"}) == {"not_predicted": "why"}
+    assert speed.beside({"peak_gib": 8.0, "tokens_per_second": 1.0}) == {}
 
 
 @pytest.mark.slow

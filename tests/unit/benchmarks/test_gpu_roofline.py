@@ -15,7 +15,18 @@ from benchmarks.gpu_roofline.__main__ import LIMIT, kernels_of, part_of_fused, s
 from benchmarks.gpu_roofline.kernel import Kernel
 from benchmarks.gpu_roofline.layouts import AIM, BEGIN, END, PAGE, Priced, table, with_table
 from benchmarks.gpu_roofline.pricing import H100, price, seconds_of
-from benchmarks.gpu_roofline.recorder import KernelRecorder
+from benchmarks.gpu_roofline.recorder import KernelRecorder, exchange_bytes
+from benchmarks.gpu_roofline.replicas import (
+    LAYOUTS,
+    Layout,
+    least_bytes,
+    moved_bytes,
+    num_parameters,
+    traced_kernels,
+)
+from benchmarks.gpu_roofline.replicas import (
+    LIMIT as LIMIT_OF_BYTES,
+)
 from benchmarks.gpu_roofline.rows import MEASURED
 from benchmarks.gpu_roofline.triton_launches import loads_and_stores
 from bigtrain.planner.seconds.communication import Group
@@ -57,6 +68,50 @@ def test_bytes_of_an_operation(name: str) -> None:
         a, b = on_device(MIB), on_device(MIB)
         kernels = recorded(lambda: compute(a, b))
     assert sum(kernel.num_bytes for kernel in kernels) == 4 * MIB * times
+
+
+def test_bytes_of_collectives() -> None:
+    """Of a float32 tensor of MIB elements, which each of two ranks divides in halves."""
+    with FakeTensorMode():
+        whole, apart = on_device(MIB), on_device(MIB // 2)
+        part = whole.narrow(0, MIB // 2, MIB // 2)
+    sizes = {
+        "allreduce_": exchange_bytes("allreduce_", ([whole], None)),
+        "all-gather in place": exchange_bytes("_allgather_base_", (whole, part)),
+        "all-gather": exchange_bytes("_allgather_base_", (whole, apart)),
+        "reduce-scatter": exchange_bytes("_reduce_scatter_base_", (part, whole)),
+    }
+    assert sizes == {
+        "allreduce_": 8 * MIB,
+        "all-gather in place": 4 * MIB,
+        "all-gather": 6 * MIB,
+        "reduce-scatter": 6 * MIB,
+    }
+
+
+@pytest.mark.parametrize(
+    ("layout", "least"),
+    [
+        (Layout(1, 1, 1), 40),
+        (Layout(2, 1, 4), 40 + 3 * 10),
+        (Layout(1, 8, 1), 6 + 4.5 + 34 / 8 + 2),
+        (Layout(1, 8, 4), 6 + 4.5 + 34 / 8 + 2 + 3 * 10),
+        (Layout(2, 8, 1), 6 + 4.5 + 34 / 8 + 2),
+        (Layout(2, 8, 4), 4 * (6 + 4.5) + 3 * 12 / 8 + 34 / 8 + 2),
+    ],
+    ids=str,
+)
+def test_the_least_that_an_update_moves(layout: Layout, least: float) -> None:
+    assert least_bytes(layout) == least
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(REASON is not None, reason=REASON or "")
+def test_an_update_moves_hardly_more_than_the_least() -> None:
+    for layout, kernels in zip(LAYOUTS, traced_kernels(LAYOUTS, "10m"), strict=True):
+        moved = moved_bytes(kernels, num_parameters("10m"))
+        assert 0.99 < sum(moved.values()) / least_bytes(layout) < LIMIT_OF_BYTES, (layout, moved)
+        assert (moved["exchange"] > 1) == (layout.num_replicas > 1), (layout, moved)
 
 
 def test_parts_of_modules() -> None:

@@ -1,7 +1,8 @@
 """A few steps of a small model in bfloat16 under ZeRO 1 with sums in float32, by DeepSpeed's own
 code and by bigtrain's.
 
-As a script, one process of a world: both train every model of `MODELS`, and each rank compares.
+As a script, one process of a world: both train every model of `MODELS`, and each rank compares; so
+does the code for a GPU, to rounding.
 """
 
 from __future__ import annotations
@@ -14,12 +15,18 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
+from bigtrain.engine.deepspeed_patches import bf16_update
 from bigtrain.engine.deepspeed_patches.host_time import HostTime
-from bigtrain.engine.deepspeed_patches.step import skip_redundant_work
+from bigtrain.engine.deepspeed_patches.step import counts_in_norm, skip_redundant_work
 from bigtrain.engine.startup.process_group import process_group
 from bigtrain.system.world import read_world
 from tests.unit.engine.deepspeed_patches.test_zero3_hooks import Frozen, Reentrant, Stack
-from tests.unit.engine.deepspeed_patches.zero12_training import Sometimes, same_bits
+from tests.unit.engine.deepspeed_patches.zero12_training import (
+    Sometimes,
+    assert_close,
+    same_bits,
+    without_compiler,
+)
 
 STEPS, ACCUMULATION = 4, 2
 
@@ -35,6 +42,16 @@ class NeverAgain(Stack):
 
 
 MODELS: tuple[Callable[[], Stack], ...] = (Stack, Frozen, Sometimes, NeverAgain, Reentrant)
+
+
+def fused_as_on_a_gpu(engine: Any) -> None:
+    """Let the CPU's engine take the path of a GPU, without a compiler."""
+    update = bf16_update._Update(engine, counts_in_norm)
+    update.install()
+    update._fuse()
+    assert update._fused is not None
+    num_replicas = dist.get_world_size()
+    assert ("_reduce_non_expert_gradients" in vars(engine)) == (num_replicas > 1)
 
 
 def train(
@@ -87,6 +104,9 @@ def main() -> None:
             assert len(tensors) == len(theirs) > 2 * STEPS
             for number, (a, b) in enumerate(zip(tensors, theirs, strict=True)):
                 assert same_bits(a, b), (make.__name__, number, a, b)
+            with without_compiler():
+                tensors = train(make, ours=False, prepare=fused_as_on_a_gpu)
+            assert_close(tensors, theirs, make.__name__)
     print("same bits")
 
 

@@ -10,15 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from bigtrain.engine.deepspeed_patches import bf16_update, fused_adamw
-from bigtrain.engine.deepspeed_patches.fused_adamw import FusedAdamW
+from bigtrain.engine.deepspeed_patches import fused_adamw
 from bigtrain.engine.startup.process_group import process_group
 from bigtrain.system.world import World
 from tests.support.lives import run_script
 from tests.unit.engine.deepspeed_patches import bf16_training
-from tests.unit.engine.deepspeed_patches.bf16_training import MODELS, train
+from tests.unit.engine.deepspeed_patches.bf16_training import MODELS, fused_as_on_a_gpu, train
 from tests.unit.engine.deepspeed_patches.test_zero3_hooks import Stack
-from tests.unit.engine.deepspeed_patches.zero12_training import same_bits
+from tests.unit.engine.deepspeed_patches.zero12_training import same_bits, without_compiler
 
 # DeepSpeed imports its Muon, compiled by torch.jit, while it makes the optimizer.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
@@ -57,20 +56,11 @@ def test_one_replica_exchanges_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not [count for count in exchanged if count > 64]
 
 
-def fused_as_on_a_gpu(engine: Any) -> None:
-    """Let the CPU's engine take the path of a GPU, without a compiler."""
-    optimizer = engine.optimizer
-    shorter = bf16_update._Update(optimizer)
-    shorter._fuse()
-    assert shorter._fused is not None
-
-
 @pytest.mark.parametrize("clip", [0.1, 1e9, 0.0])
-def test_adamw_in_one_kernel_is_torchs(clip: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adamw_in_one_kernel_is_torchs(clip: float) -> None:
     theirs = train(Stack, ours=False, clip=clip)
-    monkeypatch.setattr(FusedAdamW, "supports", lambda _: True)
-    monkeypatch.setattr(fused_adamw, "compile_update", lambda: fused_adamw.update)
-    tensors = train(Stack, ours=False, clip=clip, prepare=fused_as_on_a_gpu)
+    with without_compiler():
+        tensors = train(Stack, ours=False, clip=clip, prepare=fused_as_on_a_gpu)
     assert len(tensors) == len(theirs)
     for number, (a, b) in enumerate(zip(tensors, theirs, strict=True)):
         # The parameters, last, are in bfloat16: half a unit in the last place of 8 bits.

@@ -47,6 +47,7 @@ from bigtrain.engine.deepspeed_patches import (
     step,
     zero3_hooks,
     zero12_reduction,
+    zero12_update,
 )
 from bigtrain.engine.deepspeed_patches.step import skip_overflow_check
 from bigtrain.engine.startup.process_group import process_group
@@ -201,8 +202,19 @@ _REDUCTION = {
 _BF16_UPDATE = {
     "_update_hp_grad": "026f6bb3edea",
     "clear_hp_grads": "82cb16a0c5b9",
+    "backward_prologue": "411f078ab35b",
+    "clear_lp_grads": "455d9b064085",
+    "get_grads_for_norm": "81ed7f0b119f",
     "step": "9b21d4a28f87",
     "update_lp_params": "128911db918a",
+}
+
+# What `zero12_update` does instead.
+_ZERO12_UPDATE = {
+    "step": "9520884fd916",
+    "update_lp_params": "3cdce069e3c6",
+    "unscale_and_clip_grads": "6bf2ce6f97ea",
+    "scaled_global_norm": "63c6a6fe100c",
 }
 
 CONTRACTS = [
@@ -258,6 +270,29 @@ CONTRACTS = [
         bf16_update.shorten_bf16_update,
         lambda: runtime_utils.clip_tensors_by_global_norm,
         "7acb1d957631",
+    ),
+    is_as_read(
+        bf16_update.shorten_bf16_update,
+        lambda: DeepSpeedEngine._reduce_non_expert_gradients,
+        "673162100f8a",
+    ),
+    is_as_read(
+        bf16_update.shorten_bf16_update,
+        lambda: DeepSpeedEngine.buffered_allreduce_fallback,
+        "c36145108c4f",
+    ),
+    # zero12_update
+    *(
+        is_as_read(
+            zero12_update.FusedUpdate, lambda n=name: getattr(DeepSpeedZeroOptimizer, n), digest
+        )
+        for name, digest in _ZERO12_UPDATE.items()
+    ),
+    sets(
+        zero12_update.can_fuse_update,
+        _ZERO12,
+        "compute_grad_norm check_grad_overflow torch_autocast_gradscaler "
+        "single_partition_of_fp32_groups parallel_partitioned_bit16_groups",
     ),
     # zero12_reduction
     *(
@@ -620,7 +655,7 @@ def test_deepspeed_is_as_it_was_read(contract: Contract) -> None:
 
 def test_every_patch_has_a_contract() -> None:
     rooms = (host_time, optimizers, partitions, pipeline, startup, step, zero3_hooks)
-    rooms += (flat_gradients, zero12_reduction)
+    rooms += (flat_gradients, zero12_reduction, zero12_update)
     wanted = set().union(*map(public_functions, rooms))
     assert wanted - {contract.name for contract in CONTRACTS} == {
         # only ours
@@ -628,6 +663,7 @@ def test_every_patch_has_a_contract() -> None:
         "HostTime",
         "MasterRange",
         "SpeedPatch",
+        "counts_in_norm",
         "has_own_hooks",
         "replaced",
         "speed_patches_in_place",

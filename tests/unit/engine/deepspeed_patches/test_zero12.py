@@ -12,7 +12,16 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from bigtrain.engine.deepspeed_patches import zero12_reduction
-from bigtrain.engine.deepspeed_patches.reduction_plan import ReductionPlan, Slot, Target, plan_of
+from bigtrain.engine.deepspeed_patches.reduction_plan import (
+    OwnedRun,
+    OwnerPlan,
+    ReductionPlan,
+    RunPiece,
+    Slot,
+    Target,
+    owner_plan_of,
+    plan_of,
+)
 from bigtrain.engine.startup.process_group import process_group
 from bigtrain.system.world import World
 from tests.support.lives import run_script
@@ -168,6 +177,24 @@ def test_a_bucket_is_cut_into_what_partitions_take() -> None:
         pieces=[3, 5, 4, 2, 2, 5],
         targets=[Target(0, 0, 12, [5, 3, 1], [4, 2, 1]), Target(1, 1, 2, [4], [3])],
     )
+
+
+def test_each_element_is_summed_at_its_owner() -> None:
+    """In few runs, which are in the order of the partitions."""
+    before, shared, last = (Slot(None, 0, size, [size], offset=at) for size, at in
+                            ((5, 0), (4, 5), (3, 9)))  # fmt: skip
+    other = Slot(None, 1, 2, [2], offset=1)
+    slots = [last, other, shared]  # `before` comes in the next bucket
+    assert owner_plan_of(slots, [6, 2]) == OwnerPlan(
+        slots,
+        [
+            OwnedRun(0, 0, 5, 1, [RunPiece(2, 0, 1)]),
+            OwnedRun(0, 1, 0, 6, [RunPiece(2, 1, 3), RunPiece(0, 0, 3)]),
+            OwnedRun(1, 0, 1, 1, [RunPiece(1, 0, 1)]),
+            OwnedRun(1, 1, 0, 1, [RunPiece(1, 1, 1)]),
+        ],
+    )
+    assert owner_plan_of([before], [6, 2]).runs == [OwnedRun(0, 0, 0, 5, [RunPiece(0, 0, 5)])]
 
 
 def test_parameters_in_the_order_of_their_partition_are_one_piece() -> None:
