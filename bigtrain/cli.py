@@ -37,7 +37,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand. Returns the exit code: 0, or 2 for an error the user can fix."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = next((word for word in arguments if word in COMMANDS), None)
-    parser = build_parser(command)
+    # argparse takes the beginning of an option for the option: --he is --help.
+    asks_help = any(
+        word.startswith("-h") or (len(word) > 2 and "--help".startswith(word)) for word in arguments
+    )
+    only_runs = command is not None and arguments[0] == command and not asks_help
+    parser = build_parser(command, only_runs=only_runs)
     if not arguments:
         parser.print_help()
         return 0

@@ -105,8 +105,10 @@ def similar_option(message: str, parser: argparse.ArgumentParser) -> str | None:
     return next((match[0] for match in matches if match), None)
 
 
-def build_parser(*loaded: str | None) -> CommandParser:
-    """Return the parser of all commands; only the arguments of `loaded` ones are loaded."""
+def build_parser(*loaded: str | None, only_runs: bool = False) -> CommandParser:
+    """Return the parser of all commands; only the arguments of `loaded` ones are loaded.
+    only_runs: the words begin with a loaded command and ask for no help, so that neither other
+    commands nor the texts of help are needed, which take a tenth of `bigtrain check`."""
     parser = CommandParser(
         prog="bigtrain",
         description="Train any Hugging Face causal LM under DeepSpeed. "
@@ -115,23 +117,24 @@ def build_parser(*loaded: str | None) -> CommandParser:
     )
     parser.add_argument("--version", action="version", version=f"bigtrain {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, summary in COMMANDS.items():
+    for name in [name for name in COMMANDS if not only_runs or name in loaded]:
+        summary = COMMANDS[name]
         subparser = subparsers.add_parser(
             name, help=summary, description=summary[:1].upper() + summary[1:], epilog=EXIT_CODES
         )
         parser.commands[name] = subparser
         if name in loaded:
-            _add_arguments(subparser, name)
+            _add_arguments(subparser, name, has_help=not only_runs)
             parser.named_command = subparser
             parser.takes_settings = subparser.format_usage().rstrip().endswith(SETTINGS)
     return parser
 
 
-def _add_arguments(parser: CommandParser, command: str) -> None:
+def _add_arguments(parser: CommandParser, command: str, *, has_help: bool) -> None:
     """Add the arguments of `command`, or of every launcher that it has."""
     module = command_module(command)
     if not hasattr(module, "KINDS"):
-        add_arguments(parser, get_type_hints(module.run)["args"])
+        add_arguments(parser, get_type_hints(module.run)["args"], has_help=has_help)
         return
     records = module.KINDS
     subparsers = parser.add_subparsers(dest="kind", metavar="|".join(records), required=True)
@@ -139,7 +142,7 @@ def _add_arguments(parser: CommandParser, command: str) -> None:
         parser.commands[name] = subparsers.add_parser(
             name, help=record.summary, description=f"Write {record.summary}", epilog=EXIT_CODES
         )
-        add_arguments(parser.commands[name], record)
+        add_arguments(parser.commands[name], record, has_help=has_help)
 
 
 def command_module(command: str) -> Any:

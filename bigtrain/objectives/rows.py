@@ -11,7 +11,14 @@ from typing import Literal, NamedTuple
 
 Rows = Literal["preference", "kto", "classification"]
 """Names of the rows, of ``tokenize --format`` and of ``rows`` in the manifest."""
-AlpacaFormat = Literal["alpaca-instruct", "alpaca-chat", "alpaca-instruct-bare", "alpaca-chat-bare"]
+AlpacaFormat = Literal[
+    "alpaca-instruct",
+    "alpaca-chat",
+    "alpaca-chatml",
+    "alpaca-phi",
+    "alpaca-instruct-bare",
+    "alpaca-chat-bare",
+]
 """Formats of instructions whose prompts are plain text, as Axolotl writes them."""
 RowFormat = Literal[
     "messages", "sharegpt", "alpaca", "prompt-completion", "tokens", AlpacaFormat, Rows

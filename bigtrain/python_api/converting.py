@@ -56,6 +56,9 @@ def convert(
         rule = "exists, and may have been edited"
         fix = "another --output, or --force to replace it"
         raise ConfigError(Problem("--output", str(path), rule, fix))
+    more_words = [] if path == Path("run.yaml") else ["--output", str(path)]
+    if force:
+        more_words.append("--force")
     converted = convert_files(
         [Path(file) for file in files],
         world_size=world_size,
@@ -63,6 +66,7 @@ def convert(
         task=task,
         omitted=omit,
         overrides=overrides,
+        more_words=more_words,
     )
     resolve_run(converted.config, world_size or 1)
     names = ", ".join(str(file) for file in files)

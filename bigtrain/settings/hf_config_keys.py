@@ -344,10 +344,12 @@ def _source_reads(module: str, name: str) -> bool:
 @functools.cache
 def _same_release() -> bool:
     try:
-        installed = importlib.metadata.version("transformers")
+        installed = importlib.metadata.distribution("transformers")
     except importlib.metadata.PackageNotFoundError:  # a login node without it
         return True
-    return installed == str(key_table()["transformers_version"])
+    # Its `version` would parse the file, with the description, as an email.
+    header = (installed.read_text("METADATA") or "").partition("\n\n")[0]
+    return f"Version: {key_table()['transformers_version']}" in header.splitlines()
 
 
 def _figures(

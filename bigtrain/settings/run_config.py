@@ -5,8 +5,6 @@ any depth. Every field states its unit. The DeepSpeed JSON (`ds_configs/`) owns 
 memory and communication; the launcher owns where processes run.
 """
 
-from __future__ import annotations
-
 import difflib
 from typing import Any, Self
 

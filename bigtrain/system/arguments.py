@@ -58,9 +58,10 @@ class Argument:
         return bool(self.flags) and not self.flags[0].startswith("-")
 
 
-def add_arguments(parser: argparse.ArgumentParser, record: type) -> None:
-    """Add an argument for each field of the dataclass `record`, and name `record` in the result."""
-    texts = field_texts(record)
+def add_arguments(parser: argparse.ArgumentParser, record: type, *, has_help: bool = True) -> None:
+    """Add an argument for each field of the dataclass `record`, and name `record` in the result.
+    has_help: whether its source is read for the texts of help."""
+    texts = field_texts(record) if has_help else {}
     groups: dict[str, Any] = {}
     for field, annotation in _written_fields(record):
         argument, settings = _settings(field, annotation)

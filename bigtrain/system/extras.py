@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import shlex
-import tomllib
 
 from bigtrain.system.shipped_files import checkout
 
@@ -21,6 +20,8 @@ def _listed(extra: str) -> list[str]:
     """Return the requirements of `extra`: of the checkout, or of the installed distribution."""
     project = checkout() / "pyproject.toml"
     if project.is_file():
+        import tomllib
+
         tree = tomllib.loads(project.read_text(encoding="utf-8"))
         return list(tree["project"]["optional-dependencies"][extra])
     pattern = re.compile(rf"extra == ['\"]{re.escape(extra)}['\"]")

@@ -1,5 +1,5 @@
 """Prompts that Axolotl writes around rows of an instruction (prompters.py, `AlpacaPrompter` and
-`UnpromptedPrompter`, of July 2026). Pure."""
+`UnpromptedPrompter`, of July 2026, commit 067b021c8b87a9e5e380b9173c704cf7340e30f5). Pure."""
 
 from __future__ import annotations
 
@@ -51,6 +51,16 @@ _CHAT = AlpacaPrompt(
     "USER: {instruction}\n{input}\nASSISTANT:",
     "USER: {instruction}\nASSISTANT:",
 )
+_CHATML_ANSWER = "<|im_end|>\n<|im_start|>assistant\n"
+_CHATML = AlpacaPrompt(
+    f"<|im_start|>user\n{{instruction}}\n{{input}}{_CHATML_ANSWER}",
+    f"<|im_start|>user\n{{instruction}}{_CHATML_ANSWER}",
+)
+# No line breaks around an input, as there.
+_PHI = AlpacaPrompt(
+    "<|user|>\n{instruction}<|end|>{input}<|assistant|>",
+    "<|user|>\n{instruction}<|end|>\n<|assistant|>\n",
+)
 PROMPTS: Mapping[str, Callable[[Values, Roles], Completion]] = {
     "alpaca-instruct": AlpacaPrompt(
         f"{_WITH_INPUT}\n\n{_INSTRUCT.with_input}",
@@ -59,6 +69,14 @@ PROMPTS: Mapping[str, Callable[[Values, Roles], Completion]] = {
     "alpaca-chat": AlpacaPrompt(
         f"SYSTEM: {_WITH_INPUT}\n{_CHAT.with_input}",
         f"SYSTEM: {_WITHOUT_INPUT}\n{_CHAT.without_input}",
+    ).completion_of,
+    "alpaca-chatml": AlpacaPrompt(
+        f"<|im_start|>system\n{_WITH_INPUT}<|im_end|>\n{_CHATML.with_input}",
+        f"<|im_start|>system\n{_WITHOUT_INPUT}<|im_end|>\n{_CHATML.without_input}",
+    ).completion_of,
+    "alpaca-phi": AlpacaPrompt(
+        f"<|system|>\n{_WITH_INPUT}<|end|>\n{_PHI.with_input}",
+        f"<|system|>\n{_WITHOUT_INPUT}<|end|>\n{_PHI.without_input}",
     ).completion_of,
     "alpaca-instruct-bare": _INSTRUCT.completion_of,
     "alpaca-chat-bare": _CHAT.completion_of,

@@ -100,9 +100,9 @@ class TokenizeOptions(ReadingOptions):
     """format of a row; auto detects it from the keys of the first row, and prints it, if neither
     --text-key nor --chat-key is given; for a named pipe it is text; tokens: rows with input_ids
     that are already tokenized; preference: rows with chosen and rejected answers; kto: rows with
-    prompt, completion and label; alpaca-instruct,
-    alpaca-chat and the two with -bare: instruction, input and output in a prompt of plain text, as
-    Axolotl's type alpaca; classification: rows with label, and text or messages (default:
+    prompt, completion and label; alpaca-instruct, alpaca-chat and these with -bare, alpaca-chatml,
+    alpaca-phi: instruction, input and output in a prompt of plain text, as Axolotl's type alpaca;
+    classification: rows with label, and text or messages (default:
     auto)"""
     keys: Annotated[
         Mapping[str, str] | None,

@@ -6,19 +6,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from bigtrain.settings.conversion.axolotl_rows import set_rows
 from bigtrain.settings.conversion.common import (
     set_adam,
     set_batch,
-    set_data,
     set_dtype,
     set_engine,
     set_length,
     set_noise,
     set_optimizer,
-    set_packing,
     set_schedule,
     set_steps,
-    tokenize_command,
 )
 from bigtrain.settings.conversion.draft import Draft, is_unset
 from bigtrain.settings.conversion.methods import METHODS, set_objective
@@ -187,27 +185,6 @@ TABLE: Table = {
 }
 
 
-_TEMPLATES = {
-    "chatml": "chatml",
-    "llama3": "llama3",
-    "gemma3": "gemma3",
-    "gemma3n": "gemma3",
-    "phi_35": "phi3",
-    "qwen_25": "qwen2_5",
-}
-"""Templates of Axolotl that write what one of `bigtrain.data.chat.named_templates` does."""
-
-
-_ALPACA = {
-    **dict.fromkeys(("alpaca", "alpaca:instruct", "alpaca_instruct"), "alpaca-instruct"),
-    "alpaca_instruct.load": "alpaca-instruct",
-    **dict.fromkeys(("alpaca:chat", "alpaca_chat", "alpaca_chat.load"), "alpaca-chat"),
-    "alpaca_instruct.load_no_prompt": "alpaca-instruct-bare",
-    "alpaca_chat.load_no_prompt": "alpaca-chat-bare",
-}
-"""``tokenize --format`` of Axolotl's types of instructions."""
-
-
 def fill(draft: Draft, task: str | None) -> None:
     """Set the settings that follow from several keys."""
     draft.set("optimizer.lr", draft.number("learning_rate"))
@@ -238,7 +215,7 @@ def fill(draft: Draft, task: str | None) -> None:
     _set_model(draft)
     _set_log(draft)
     _set_objective(draft)
-    _set_rows(draft)
+    set_rows(draft)
 
 
 def _set_degrees(draft: Draft) -> int:
@@ -355,114 +332,6 @@ def _set_objective(draft: Draft) -> None:
         beta = draft.number("rl_beta", draft.number("dpo_beta", draft.number("orpo_alpha", 0.1)))
         weights = ("kto_desirable_weight", "kto_undesirable_weight")
         set_objective(draft, METHODS[name], beta, weights)
-
-
-def _set_rows(draft: Draft) -> None:
-    """Set packing, and the commands that make the data."""
-    pairs = "objective" in draft.run
-    if not pairs:
-        packs = bool(draft.value("sample_packing"))
-        set_packing(draft, "sample_packing", packs=packs, length="sequence_len")
-    special = draft.value("special_tokens", {})
-    if isinstance(special, Mapping) and {*special} - {"pad_token"}:
-        draft.refuse(
-            "special_tokens",
-            "changes the tokenizer's control tokens: set them in the tokenizer's directory",
-        )
-    _check_template(draft)
-    held_out = draft.number("val_set_size", 0)
-    options = []
-    if draft.value("chat_template") in _TEMPLATES:
-        options += ["--chat-template", _TEMPLATES[draft.value("chat_template")]]
-    if 0 < held_out < 1:
-        options += ["--held-out", str(held_out)]
-    elif held_out >= 1:
-        draft.notes.append(f"val_set_size = {held_out:g} rows: --held-out takes a share of them")
-    key = "pretraining_dataset" if draft.value("pretraining_dataset") else "datasets"
-    datasets = draft.value(key, [])
-    datasets = [datasets] if isinstance(datasets, (str, Mapping)) else list(datasets)
-    outputs = [f"shards-{number}/" for number in range(len(datasets))]
-    outputs = ["shards/"] if len(datasets) == 1 else outputs
-    commands = []
-    for number, (dataset, output) in enumerate(zip(datasets, outputs, strict=True)):
-        entry = dataset if isinstance(dataset, Mapping) else {"path": dataset}
-        path = str(entry.get("path", "DATA"))
-        row_options = _row_options(draft, f"{key}.{number}", entry, is_text=key != "datasets")
-        tokenizer = str(draft.value("base_model", "TOKENIZER"))
-        commands.append(tokenize_command(path, tokenizer, [*row_options, *options], output))
-    set_data(draft, commands, outputs)
-
-
-def _check_template(draft: Draft) -> None:
-    template = draft.value("chat_template")
-    if draft.value("chat_template_jinja"):
-        draft.notes.append("chat_template_jinja: write its text into template.jinja")
-    elif template not in (None, "tokenizer_default", *_TEMPLATES):
-        draft.refuse(
-            "chat_template",
-            "is a template of Axolotl's own, and a run takes the tokenizer's, or a file",
-            "--omit chat_template takes the tokenizer's; or tokenize --chat-template FILE",
-        )
-
-
-def _row_options(draft: Draft, key: str, entry: Mapping[str, Any], *, is_text: bool) -> list[str]:
-    """Return the options of `tokenize` for a dataset; a problem for rows whose texts Axolotl writes
-    itself. key: of the dataset in problems, such as datasets.0."""
-    options = []
-    if entry.get("name"):
-        options += ["--dataset-config", str(entry["name"])]
-    if entry.get("split") not in (None, "train"):
-        options += ["--dataset-split", str(entry["split"])]
-    row_type = entry.get("type")
-    if is_text or row_type in ("completion", "pretrain"):
-        field = entry.get("field") or entry.get("text_column") or "text"
-        return [*options, "--text-key", str(field)]
-    if isinstance(row_type, str) and row_type.split(".")[0] == "chat_template":
-        return (
-            options if "objective" in draft.run else [*options, *_chat_options(draft, key, entry)]
-        )
-    is_omitted = f"{key}.type" in draft.omitted
-    if isinstance(row_type, str) and row_type in _ALPACA and not is_omitted:
-        draft.notes.append(
-            f"{key}.type = {row_type!r}: a prompt and its answer are tokenized together, so that a "
-            "token may contain the end of the one and the start of the other; Axolotl tokenizes "
-            "them apart"
-        )
-        return [*options, "--format", _ALPACA[row_type]]
-    if not is_omitted:
-        draft.refuse(
-            f"{key}.type",
-            f"{row_type}: Axolotl writes prompts of its own around such rows, and a run renders "
-            "them by the chat template",
-            f"--omit {key}.type renders them by the template",
-        )
-    known = {"alpaca": "alpaca", "sharegpt": "sharegpt"}
-    head = str(row_type).split(":")[0].split(".")[0]
-    return [*options, "--format", known[head]] if head in known else options
-
-
-def _chat_options(draft: Draft, key: str, entry: Mapping[str, Any]) -> list[str]:
-    """Return the options of `tokenize` for conversations; a problem for names of a message's parts
-    that no format of `tokenize` has."""
-    field = entry.get("field_messages", "messages")
-    names = entry.get("message_property_mappings") or {}
-    role = names.get("role", entry.get("message_field_role", "role"))
-    content = names.get("content", entry.get("message_field_content", "content"))
-    if (role, content) == ("from", "value"):
-        conversations = [] if field == "conversations" else ["--key", f"conversations={field}"]
-        return ["--format", "sharegpt", *conversations]
-    if (role, content) != ("role", "content"):
-        draft.refuse(
-            f"{key}.message_property_mappings",
-            f"messages with {role} and {content}: `tokenize` reads role and content, or from and "
-            "value",
-            "rename them in the data",
-        )
-    return [
-        "--format",
-        "messages",
-        *([] if field == "messages" else ["--key", f"messages={field}"]),
-    ]
 
 
 def is_axolotl(keys: Mapping[str, Any]) -> bool:

@@ -7,6 +7,7 @@ if the user omits the key by name.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -96,12 +97,14 @@ def convert(
     task: str | None = None,
     omitted: Collection[str] = (),
     overrides: Sequence[str] = (),
+    more_words: Sequence[str] = (),
 ) -> Conversion:
     """Return the run of `files`, later ones of which replace keys of earlier ones.
 
     world_size: ranks, where the file has the batch of a device. trainer_name: of `TRAINERS`; None:
     as the keys say. task: trainer of TRL. omitted: keys to do without. overrides: settings of the
-    run, as ``section.key=value``. Raises ConfigError with every key that is unknown, or changes the
+    run, as ``section.key=value``. more_words: further options of the command line, for the command
+    that an error names. Raises ConfigError with every key that is unknown, or changes the
     mathematics and has no counterpart, and for a run that bigtrain refuses.
     """
     label = ", ".join(map(str, files))
@@ -110,7 +113,10 @@ def convert(
         tree.update(read_tree(file))
     source = find_trainer(tree, label, trainer_name)
     keys = source.flat(tree)
-    given_settings = [override.partition("=")[0] for override in overrides]
+    given_settings = {}
+    for override in overrides:
+        path, _, text = override.partition("=")
+        given_settings[path] = text
     draft = Draft(source.name, keys, {*omitted}, world_size, source.defaults, given_settings)
     draft.problems += [
         Problem(f"--omit {key}", None, "the file has no such key", "a key of the file")
@@ -123,19 +129,51 @@ def convert(
     source.fill(draft, task)
     apply_overrides(draft.run, overrides)
     if draft.problems:
-        raise ConfigError([*draft.problems, *_all_omitted(draft)], label)
+        arguments = _Arguments(files, world_size, trainer_name, task, overrides, more_words)
+        raise ConfigError([*draft.problems, *_whole_command(draft, arguments)], label)
     config = parse_run_config(draft.run)
     return Conversion(source.name, draft.run, config, draft.commands, draft.notes)
 
 
-def _all_omitted(draft: Draft) -> list[Problem]:
-    """Return the line with which a user does without every key that can be omitted, if there are
-    several."""
-    keys = [p.key for p in draft.problems if f"--omit {p.key} " in f"{p.remedy} "]
-    if len(keys) < 2:
+@dataclass(frozen=True)
+class _Arguments:
+    """What `convert` was called with, but for the omitted keys."""
+
+    files: Sequence[Path]
+    world_size: int | None
+    trainer_name: str | None
+    task: str | None
+    overrides: Sequence[str]
+    more_words: Sequence[str]
+
+
+def _whole_command(draft: Draft, arguments: _Arguments) -> list[Problem]:
+    """Return the line that names every option with which the files can be converted; the whole
+    command, if the options answer every problem. Empty for a single key to omit, whose problem
+    names the option."""
+    omitted = [p.key for p in draft.problems if f"--omit {p.key} " in f"{p.remedy} "]
+    settings = [f"{path}=VALUE" for path in draft.missing_settings]
+    if len(omitted) + 2 * len(settings) < 2:
         return []
-    words = " ".join(dict.fromkeys((*draft.omitted, *keys)))
-    return [Problem("all of these", None, "a run without them is another one", f"--omit {words}")]
+    all_omitted = list(dict.fromkeys((*draft.omitted, *omitted)))
+    options = ["--omit", *all_omitted] if all_omitted else []
+    rule = "a run without them is another one" if omitted else "the value is yours to choose"
+    if len(draft.problems) > len(omitted) + len(settings):
+        return [Problem("all of these", None, rule, shlex.join([*settings, *options]))]
+    first, *others = map(str, arguments.files)
+    # Settings before the options that take several words, which would take them, too.
+    words = ["bigtrain", "convert", first, *arguments.overrides, *settings]
+    if others:
+        words += ["--also", *others]
+    for option, value in (
+        ("--world-size", arguments.world_size),
+        ("--from", arguments.trainer_name),
+        ("--task", arguments.task),
+    ):
+        if value is not None:
+            words += [option, str(value)]
+    command = shlex.join([*words, *arguments.more_words, *options])
+    return [Problem("the command", None, rule, command)]
 
 
 def find_trainer(tree: Mapping[str, Any], label: str, name: str | None) -> Trainer:

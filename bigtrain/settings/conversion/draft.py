@@ -33,10 +33,11 @@ class Draft:
     """Settings of a run, commands before it, and what has no counterpart.
 
     keys: of the other trainer's file. omitted: keys that the user does without. world_size: ranks;
-    None if it was not given. defaults: of keys, in the other trainer. given_settings: dotted keys
-    of the run that the user sets. run: sections of the run. commands: that make the data. notes:
-    lines on keys without counterpart, and on differences. problems: what changes the mathematics
-    and has no counterpart, or is not known.
+    None if it was not given. defaults: of keys, in the other trainer. given_settings: texts of the
+    settings of the run that the user sets, by dotted key. run: sections of the run. commands: that
+    make the data. notes: lines on keys without counterpart, and on differences. problems: what
+    changes the mathematics and has no counterpart, or is not known. missing_settings: dotted keys
+    of the run that the file leaves open, each with a problem.
     """
 
     trainer: str
@@ -44,11 +45,12 @@ class Draft:
     omitted: Collection[str]
     world_size: int | None
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    given_settings: Collection[str] = ()
+    given_settings: Mapping[str, str] = field(default_factory=dict)
     run: dict[str, Any] = field(default_factory=dict)
     commands: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
+    missing_settings: list[str] = field(default_factory=list)
 
     def value(self, key: str, default: Any = None) -> Any:
         """Return the value of a key of the file. Where it is absent, null or omitted: the other
@@ -67,6 +69,21 @@ class Draft:
     def refuse(self, key: str, rule: str, fix: str = "") -> None:
         """Add the problem of a key of the file."""
         self.problems.append(Problem(key, self.keys.get(key), rule, fix or OMIT.format(key)))
+
+    def required_number(self, key: str, path: str, alternative: str = "") -> Any:
+        """Return the number of a key that is a setting of the run, by the dotted key `path`: the
+        file's, else the one that the user sets. 0 where the user sets `alternative` in its place;
+        else a problem, and 1."""
+        given = as_number(self.given_settings.get(path))
+        number = self.number(key) or given
+        if isinstance(number, (int, float)) and number:
+            return number
+        if alternative in self.given_settings:
+            return 0
+        self.missing_settings.append(path)
+        fix = f"{path}=VALUE after the file, or a further file with {key}"
+        self.refuse(key, "is missing", fix)
+        return 1
 
     def number(self, key: str, default: float | None = None) -> Any:
         """Return the number of a key, which YAML may have read as a text (1e-5); a problem for what

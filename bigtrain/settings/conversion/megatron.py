@@ -37,10 +37,12 @@ def fill_neox(draft: Draft, task: str | None) -> None:
     params = {name: as_number(value) for name, value in optimizer.get("params", {}).items()}
     if str(optimizer.get("type", "Adam")).lower() not in ("adam", "adamw"):
         draft.refuse("optimizer", f"{optimizer.get('type')} is not converted", "type: Adam")
-    lr = params.get("lr", draft.number("lr", 0.0))
+    lr = params.get("lr") or draft.required_number("lr", "optimizer.lr")
     _set_optimizer(draft, lr, params.get("betas", [0.9, 0.999]), params.get("eps", 1e-8))
     draft.set("optimizer.clip_norm", draft.number("gradient_clipping", 1.0))
-    steps, warmup = int(draft.number("train_iters", 0)), draft.number("warmup", 0.01)
+    steps = int(draft.required_number("train_iters", "train.steps", "train.epochs"))
+    draft.required_number("seq_length", "batch.sequence_length")
+    warmup = draft.number("warmup", 0.01)
     decay_iters = int(draft.number("lr_decay_iters", steps))
     warmup_steps = int(decay_iters * warmup)
     if warmup_steps:
@@ -85,13 +87,16 @@ def fill_neox(draft: Draft, task: str | None) -> None:
 
 def fill_megatron(draft: Draft, task: str | None) -> None:
     """Set the settings that follow from several arguments of Megatron-LM."""
-    lr = float(draft.number("lr", 0.0))
+    lr = float(draft.required_number("lr", "optimizer.lr"))
     betas = [draft.number("adam_beta1", 0.9), draft.number("adam_beta2", 0.999)]
     if draft.value("optimizer", "adam") != "adam":
         draft.refuse("optimizer", "is not converted: adam")
     _set_optimizer(draft, lr, betas, float(draft.number("adam_eps", 1e-8)))
     draft.set("optimizer.clip_norm", draft.number("clip_grad", 1.0))
-    steps = int(draft.number("train_iters", 0))
+    steps = int(draft.required_number("train_iters", "train.steps", "train.epochs"))
+    draft.required_number("seq_length", "batch.sequence_length")
+    draft.required_number("micro_batch_size", "batch.micro_batch_size")
+    draft.required_number("global_batch_size", "batch.global_batch_size", "batch.global_tokens")
     decay_iters = int(draft.number("lr_decay_iters", steps))
     warmup_steps = int(draft.number("lr_warmup_iters", 0))
     if draft.value("lr_warmup_fraction"):
@@ -114,9 +119,6 @@ def fill_megatron(draft: Draft, task: str | None) -> None:
 
 
 def _set_optimizer(draft: Draft, lr: float, betas: list[float], eps: float) -> None:
-    if not lr:
-        draft.refuse("lr", "is missing", "the learning rate in the file, or another file with it")
-        lr = 1.0
     draft.set("optimizer.type", "adamw")
     draft.set("optimizer.lr", lr)
     draft.set("optimizer.betas", betas)

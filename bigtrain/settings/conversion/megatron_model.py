@@ -121,6 +121,7 @@ def _vocabulary_rows(draft: Draft) -> int:
     tensor_size = draft.number("model_parallel_size", draft.number("tensor_model_parallel_size", 1))
     multiple = int(draft.number("make_vocab_size_divisible_by", 128)) * max(1, int(tensor_size))
     if not num_tokens:
+        draft.missing_settings.append("model.config.vocab_size")
         draft.refuse(
             "vocab_size",
             "is missing, and follows from the tokenizer, which is not on this machine",

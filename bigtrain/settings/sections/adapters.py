@@ -1,7 +1,5 @@
 """Section on adapters, which are trained instead of the model's own weights."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator

@@ -47,11 +47,15 @@ class Section(BaseModel):
             properties[name]["description"] = text
         return schema
 
+    # One validator of all fields, not two: pydantic reads the signature of each for every field.
     @field_validator("*", mode="before")
     @classmethod
-    def _true_is_not_one(cls, value: Any, info: ValidationInfo) -> Any:
-        # pydantic converts true to 1, and 1, "yes" and "on" to true.
+    def _is_plain(cls, value: Any, info: ValidationInfo) -> Any:
+        """Settings are recorded, logged and sent to trackers, so none has a secret: a section looks
+        at its own fields, so that the error names the key. pydantic converts true to 1, and 1,
+        "yes" and "on" to true, which are refused."""
         annotation = cls.model_fields[str(info.field_name)].annotation
+        _refuse_secrets(value, in_dictionaries=section_within(annotation) is None)
         if annotation is bool:
             if not isinstance(value, bool):
                 raise ValueError("must be true or false")
@@ -59,15 +63,6 @@ class Section(BaseModel):
             items = value if isinstance(value, (list, tuple)) else (value,)
             if any(isinstance(item, bool) for item in items):
                 raise ValueError("must be a number, not true or false")
-        return value
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _holds_no_secret(cls, value: Any, info: ValidationInfo) -> Any:
-        """Settings are recorded, logged and sent to trackers. A section looks at its own fields,
-        so that the error names the key."""
-        annotation = cls.model_fields[str(info.field_name)].annotation
-        _refuse_secrets(value, in_dictionaries=section_within(annotation) is None)
         return value
 
 

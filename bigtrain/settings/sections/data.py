@@ -1,7 +1,5 @@
 """Sections on the data: shards, packing of documents into samples, batch size, added tokens."""
 
-from __future__ import annotations
-
 import os.path
 from bisect import bisect_right
 from itertools import accumulate, pairwise
@@ -224,7 +222,7 @@ class BatchSection(Section):
                 raise ValueError(text.replace("batch.", f"batch.phases[{number}].")) from None
         return self
 
-    def of_phase(self, number: int) -> BatchSection:
+    def of_phase(self, number: int) -> "BatchSection":
         """Return the batch of a phase, without phases; the section's own batch after the last
         phase."""
         values = self.model_dump(exclude={"phases"}, exclude_unset=True)
@@ -240,7 +238,7 @@ class BatchSection(Section):
         """Return the last step of each phase."""
         return tuple(accumulate(phase.steps for phase in self.phases))
 
-    def at(self, step: int) -> BatchSection:
+    def at(self, step: int) -> "BatchSection":
         """Return the batch after `step` steps, without phases; `self` if there are none."""
         return self.of_phase(bisect_right(self.ends(), step)) if self.phases else self
 

@@ -1,7 +1,5 @@
 """Section on evaluation: measurements during training, the best checkpoint, early stopping."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection
 from dataclasses import dataclass

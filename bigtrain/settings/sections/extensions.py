@@ -1,7 +1,5 @@
 """Names of user code in the run YAML, and the section of callbacks."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Sections on the model: its source, how its layers run, and its dtypes."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator

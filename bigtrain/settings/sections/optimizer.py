@@ -5,8 +5,6 @@ planner read from it the values of ``optimizer.type``, the settings that it does
 names and bytes of its states.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -110,7 +108,7 @@ def facts_of_optimizer(name: str) -> OptimizerFacts:
     return OPTIMIZERS[name]
 
 
-def check_optimizer_package(section: OptimizerSection) -> list[Problem]:
+def check_optimizer_package(section: "OptimizerSection") -> list[Problem]:
     """Return a problem where the optimizer's package is not installed. Imports nothing."""
     package = section.facts.package
     if package is None or importlib.util.find_spec(package[0]):

@@ -1,8 +1,6 @@
 """Sections on the run itself: parallelism, output, failures (hangs, slow ranks, bad steps), length
 and learning rate."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -1,7 +1,5 @@
 """The section on sites: distant worlds that train one model with rare communication (DiLoCo)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit

@@ -65,6 +65,16 @@ ALPACA_PROMPTS = {
         f"SYSTEM: {PAIRED}{REQUEST}\nUSER: Add {{}}.\n1 2\nASSISTANT:",
         f"SYSTEM: {ALONE}{REQUEST}\nUSER: Add {{}}.\nASSISTANT:",
     ),
+    "alpaca-chatml": (
+        f"<|im_start|>system\n{PAIRED}{REQUEST}<|im_end|>\n"
+        "<|im_start|>user\nAdd {}.\n1 2<|im_end|>\n<|im_start|>assistant\n",
+        f"<|im_start|>system\n{ALONE}{REQUEST}<|im_end|>\n"
+        "<|im_start|>user\nAdd {}.<|im_end|>\n<|im_start|>assistant\n",
+    ),
+    "alpaca-phi": (
+        f"<|system|>\n{PAIRED}{REQUEST}<|end|>\n<|user|>\nAdd {{}}.<|end|>1 2<|assistant|>",
+        f"<|system|>\n{ALONE}{REQUEST}<|end|>\n<|user|>\nAdd {{}}.<|end|>\n<|assistant|>\n",
+    ),
     "alpaca-instruct-bare": (
         "### Instruction:\nAdd {}.\n\n### Input:\n1 2\n\n### Response:\n",
         "### Instruction:\nAdd {}.\n\n### Response:\n",

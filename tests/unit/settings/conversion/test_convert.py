@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +156,7 @@ def test_a_missing_task_hides_no_other_problem(tmp_path: Path) -> None:
 def test_all_keys_can_be_omitted_with_one_line(tmp_path: Path) -> None:
     keys = {**SFT, "packing": False, "group_by_length": True, "label_smoothing": 0.1}
     found = problems(tmp_path, keys)
-    words = found["all of these"].rpartition("--omit ")[2].split()
+    words = found["the command"].rpartition("--omit ")[2].split()
     assert set(words) == {"packing", "group_by_length", "label_smoothing"}
     conversion = convert([write(tmp_path, keys)], world_size=4, omitted=words)
     assert "group_by_length = True: omitted, as --omit asks" in conversion.notes
@@ -206,6 +207,39 @@ MEGATRON: dict[str, Any] = {
     "--attention-dropout": 0,
     "--vocab-size": 1000,
 }
+
+
+OPEN_KEYS = {
+    "--lr": "optimizer.lr",
+    "--train-iters": "train.steps",
+    "--seq-length": "batch.sequence_length",
+    "--micro-batch-size": "batch.micro_batch_size",
+    "--global-batch-size": "batch.global_batch_size",
+}
+"""Settings that a file of Megatron-LM with the model's arguments only leaves open."""
+
+
+def test_the_command_of_an_error_converts_the_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is typed as it is read, with values for VALUE, and keeps the options of the first try."""
+    monkeypatch.chdir(tmp_path)
+    model = {key: value for key, value in MEGATRON.items() if key not in OPEN_KEYS}
+    Path("a model.yaml").write_text(yaml.safe_dump(model))
+    Path("more.yaml").write_text(yaml.safe_dump({"unknown": 3}))
+    words = ["a model.yaml", "--also", "more.yaml", "--from", "megatron", "--world-size", "2"]
+    words += ["--output", "my run.yaml"]
+    assert main(["convert", words[0], "seed=7", *words[1:]]) == 2
+    assert not Path("my run.yaml").exists()
+    command = shlex.split(capsys.readouterr().err.rpartition(" -> ")[2])
+    settings = [word for word in command if word.endswith("=VALUE")]
+    assert {setting.removesuffix("=VALUE") for setting in settings} == {*OPEN_KEYS.values()}
+    assert command[:2] == ["bigtrain", "convert"]
+    assert main([word.replace("VALUE", "8") for word in command[1:]]) == 0
+    run = load_run_config(Path("my run.yaml"))
+    assert (run.train.steps, run.seed, run.optimizer.lr) == (8, 7, 8.0)
+    # --min-lr is a rate, so the ratio is of the rate that the user gives.
+    assert run.schedule.min_lr_ratio == pytest.approx(MEGATRON["--min-lr"] / 8)
 
 
 def test_a_loss_of_pairs_is_its_name(tmp_path: Path) -> None:
@@ -326,7 +360,7 @@ def test_arguments_of_megatron_arrive_at_their_settings(
 def test_a_model_that_would_be_another_one_is_refused(
     tmp_path: Path, keys: dict[str, Any], key: str
 ) -> None:
-    assert problems(tmp_path, keys).keys() == {key}
+    assert problems(tmp_path, keys).keys() - {"the command"} == {key}
 
 
 def test_differences_that_no_key_names_are_listed(tmp_path: Path) -> None:
@@ -491,6 +525,10 @@ def test_options_of_llama_factory_s_rows(tmp_path: Path, keys: dict[str, Any], w
         ("alpaca", "--format alpaca-instruct "),
         ("alpaca_chat.load_no_prompt", "--format alpaca-chat-bare "),
         ("chat_template", "--format messages "),
+        ("alpaca:chatml", "--format alpaca-chatml --parse-special-tokens "),
+        ("alpaca:phi", "--format alpaca-phi --parse-special-tokens "),
+        ("gpteacher", "--format alpaca-instruct --key output=response "),
+        ("gpteacher:chat", "--format alpaca-chat --key output=response "),
     ],
 )
 def test_prompts_of_axolotl_are_formats(tmp_path: Path, row_type: str, words: str) -> None:
@@ -500,6 +538,21 @@ def test_prompts_of_axolotl_are_formats(tmp_path: Path, row_type: str, words: st
     if row_type == "alpaca":  # without its type: by the template
         conversion = convert([write(tmp_path, found)], world_size=4, omitted=["datasets.0.type"])
         assert "--format alpaca " in conversion.commands[0]
+
+
+def test_the_style_of_an_alpaca_chat_dataset(tmp_path: Path) -> None:
+    """`conversation` of a dataset is read by one of Axolotl's types, and ignored by others."""
+    for row_type, words in (
+        ("alpaca_chat.load", "--format alpaca-chatml --parse-special-tokens "),
+        ("alpaca_chat.load_no_prompt", "--format alpaca-chat-bare "),
+        ("alpaca", "--format alpaca-instruct "),
+    ):
+        dataset = {"path": "org/rows", "type": row_type, "conversation": "chatml"}
+        found = {**AXOLOTL, "datasets": [dataset]}
+        assert words in convert([write(tmp_path, found)], world_size=4).commands[0]
+    for row_type in ("alpaca:vicuna", "gpteacher:none", "alpaca_w_system.load_open_orca"):
+        found = {**AXOLOTL, "datasets": [{"path": "org/rows", "type": row_type}]}
+        assert "prompts of its own" in problems(tmp_path, found)["datasets.0.type"]
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,14 @@
 refused by the keys that change the mathematics.
 
 `public_files.json` has their keys and values; ``refused``: keys that are refused; ``omit``: keys
-without which the run is written, absent where it is not; ``task``: TRL's trainer.
+without which the run is written, absent where it is not; ``settings``: of the run, which the file
+leaves open and without which it is refused; ``task``: TRL's trainer.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,9 @@ WORLD_SIZE = 8
 STEPS = 200
 
 
-def converted(name: str, directory: Path, omitted: list[str]) -> Conversion:
+def converted(
+    name: str, directory: Path, omitted: list[str], settings: Sequence[str] = ()
+) -> Conversion:
     """Return the run of a file, which is refused as a run too, by ConfigError. A tokenizer that is
     not here is replaced by a number of rows."""
     path = directory / "found.yaml"
@@ -42,14 +45,14 @@ def converted(name: str, directory: Path, omitted: list[str]) -> Conversion:
         world_size=WORLD_SIZE,
         task=task,
         omitted=omitted,
-        overrides=[] if has_rows else ["model.config.vocab_size=50432"],
+        overrides=[*settings, *([] if has_rows else ["model.config.vocab_size=50432"])],
     )
     resolve_run(conversion.config, WORLD_SIZE)
     return conversion
 
 
 def keys_of(error: ConfigError) -> set[str]:
-    keys = {problem.key for problem in error.problems} - {"all of these"}
+    keys = {problem.key for problem in error.problems} - {"all of these", "the command"}
     return {"" if key.endswith("found.yaml") else key for key in keys}
 
 
@@ -72,7 +75,7 @@ def test_a_file_is_refused_by_what_changes_the_mathematics(name: str, tmp_path: 
     for problem in caught.value.problems:
         assert problem.remedy, problem
     if "omit" in file:
-        conversion = converted(name, tmp_path, file["omit"])
+        conversion = converted(name, tmp_path, file["omit"], file.get("settings", []))
         for key in file["omit"]:
             given = key.partition(".")[0] == key and file["keys"].get(key) is not None
             assert not given or any(note.startswith(f"{key} = ") for note in conversion.notes)
@@ -81,7 +84,8 @@ def test_a_file_is_refused_by_what_changes_the_mathematics(name: str, tmp_path: 
 @pytest.mark.parametrize("name", RUNNING)
 def test_every_key_is_used_or_listed(name: str, tmp_path: Path) -> None:
     """A key that is in no note has a setting: another value of it makes another run."""
-    conversion = converted(name, tmp_path, FILES[name]["omit"])
+    settings = FILES[name].get("settings", [])
+    conversion = converted(name, tmp_path, FILES[name]["omit"], settings)
     text = json.dumps(conversion.tree)
     for key, setting in (
         ("learning_rate", "lr"),

@@ -1,0 +1,166 @@
+"""Rows of Axolotl's datasets: the commands that make a run's data of them. Pure. Types of datasets
+and their prompts are those of Axolotl of July 2026 (utils/data/wrappers.py, prompt_strategies/,
+prompters.py; commit 067b021c8b87a9e5e380b9173c704cf7340e30f5)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from bigtrain.settings.conversion.common import set_data, set_packing, tokenize_command
+from bigtrain.settings.conversion.draft import Draft
+
+_TEMPLATES = {
+    "chatml": "chatml",
+    "llama3": "llama3",
+    "gemma3": "gemma3",
+    "gemma3n": "gemma3",
+    "phi_35": "phi3",
+    "qwen_25": "qwen2_5",
+}
+"""Templates of Axolotl that write what one of `bigtrain.data.chat.named_templates` does."""
+
+_STYLES = ("instruct", "chat", "chatml", "phi")
+"""Styles of `AlpacaPrompter`, of each of which `tokenize --format alpaca-STYLE` writes the
+prompt."""
+_BARE = {
+    "alpaca_instruct.load_no_prompt": "alpaca-instruct-bare",
+    "alpaca_chat.load_no_prompt": "alpaca-chat-bare",
+}
+"""``tokenize --format`` of types of instructions without the sentence about the task."""
+_RESPONSE = ["--key", "output=response"]
+"""Options that read the answer of rows of the type gpteacher."""
+
+
+def set_rows(draft: Draft) -> None:
+    """Set packing, and the commands that make the data."""
+    pairs = "objective" in draft.run
+    if not pairs:
+        packs = bool(draft.value("sample_packing"))
+        set_packing(draft, "sample_packing", packs=packs, length="sequence_len")
+    special = draft.value("special_tokens", {})
+    if isinstance(special, Mapping) and {*special} - {"pad_token"}:
+        draft.refuse(
+            "special_tokens",
+            "changes the tokenizer's control tokens: set them in the tokenizer's directory",
+        )
+    _check_template(draft)
+    held_out = draft.number("val_set_size", 0)
+    options = []
+    if draft.value("chat_template") in _TEMPLATES:
+        options += ["--chat-template", _TEMPLATES[draft.value("chat_template")]]
+    if 0 < held_out < 1:
+        options += ["--held-out", str(held_out)]
+    elif held_out >= 1:
+        draft.notes.append(f"val_set_size = {held_out:g} rows: --held-out takes a share of them")
+    key = "pretraining_dataset" if draft.value("pretraining_dataset") else "datasets"
+    datasets = draft.value(key, [])
+    datasets = [datasets] if isinstance(datasets, (str, Mapping)) else list(datasets)
+    outputs = [f"shards-{number}/" for number in range(len(datasets))]
+    outputs = ["shards/"] if len(datasets) == 1 else outputs
+    commands = []
+    for number, (dataset, output) in enumerate(zip(datasets, outputs, strict=True)):
+        entry = dataset if isinstance(dataset, Mapping) else {"path": dataset}
+        path = str(entry.get("path", "DATA"))
+        row_options = _row_options(draft, f"{key}.{number}", entry, is_text=key != "datasets")
+        tokenizer = str(draft.value("base_model", "TOKENIZER"))
+        commands.append(tokenize_command(path, tokenizer, [*row_options, *options], output))
+    set_data(draft, commands, outputs)
+
+
+def _check_template(draft: Draft) -> None:
+    template = draft.value("chat_template")
+    if draft.value("chat_template_jinja"):
+        draft.notes.append("chat_template_jinja: write its text into template.jinja")
+    elif template not in (None, "tokenizer_default", *_TEMPLATES):
+        draft.refuse(
+            "chat_template",
+            "is a template of Axolotl's own, and a run takes the tokenizer's, or a file",
+            "--omit chat_template takes the tokenizer's; or tokenize --chat-template FILE",
+        )
+
+
+def _row_options(draft: Draft, key: str, entry: Mapping[str, Any], *, is_text: bool) -> list[str]:
+    """Return the options of `tokenize` for a dataset; a problem for rows whose texts Axolotl writes
+    itself. key: of the dataset in problems, such as datasets.0."""
+    options = []
+    if entry.get("name"):
+        options += ["--dataset-config", str(entry["name"])]
+    if entry.get("split") not in (None, "train"):
+        options += ["--dataset-split", str(entry["split"])]
+    row_type = entry.get("type")
+    if is_text or row_type in ("completion", "pretrain"):
+        field = entry.get("field") or entry.get("text_column") or "text"
+        return [*options, "--text-key", str(field)]
+    if isinstance(row_type, str) and row_type.split(".")[0] == "chat_template":
+        return (
+            options if "objective" in draft.run else [*options, *_chat_options(draft, key, entry)]
+        )
+    is_omitted = f"{key}.type" in draft.omitted
+    prompt_options = None if is_omitted else _prompt_options(entry)
+    if prompt_options is not None:
+        draft.notes.append(
+            f"{key}.type = {row_type!r}: a prompt and its answer are tokenized together, so that a "
+            "token may contain the end of the one and the start of the other; Axolotl tokenizes "
+            "them apart"
+        )
+        return [*options, *prompt_options]
+    if not is_omitted:
+        draft.refuse(
+            f"{key}.type",
+            f"{row_type}: Axolotl writes prompts of its own around such rows, and a run renders "
+            "them by the chat template",
+            f"--omit {key}.type renders them by the template",
+        )
+    known = {
+        "alpaca": ["--format", "alpaca"],
+        "gpteacher": ["--format", "alpaca", *_RESPONSE],
+        "sharegpt": ["--format", "sharegpt"],
+    }
+    return [*options, *known.get(str(row_type).split(":")[0].split(".")[0], [])]
+
+
+def _prompt_options(entry: Mapping[str, Any]) -> list[str] | None:
+    """Return the options of `tokenize` that write Axolotl's own prompts around the rows of a
+    dataset; None for rows without such a prompt, and for one that no format writes."""
+    row_type = entry.get("type")
+    if not isinstance(row_type, str):
+        return None
+    base, _, style = row_type.partition(":")
+    if row_type in _BARE:
+        return ["--format", _BARE[row_type]]
+    # The function of this type, and no other, reads `conversation` of the dataset.
+    if row_type in ("alpaca_chat", "alpaca_chat.load"):
+        base, style = "alpaca", str(entry.get("conversation") or "chat")
+    elif row_type in ("alpaca_instruct", "alpaca_instruct.load"):
+        base, style = "alpaca", "instruct"
+    if base not in ("alpaca", "gpteacher") or (style or "instruct") not in _STYLES:
+        return None
+    # The keys of a row, and control tokens, which are texts of the prompt.
+    keys = _RESPONSE if base == "gpteacher" else []
+    control = ["--parse-special-tokens"] if style in ("chatml", "phi") else []
+    return ["--format", f"alpaca-{style or 'instruct'}", *keys, *control]
+
+
+def _chat_options(draft: Draft, key: str, entry: Mapping[str, Any]) -> list[str]:
+    """Return the options of `tokenize` for conversations; a problem for names of a message's parts
+    that no format of `tokenize` has."""
+    field = entry.get("field_messages", "messages")
+    names = entry.get("message_property_mappings") or {}
+    role = names.get("role", entry.get("message_field_role", "role"))
+    content = names.get("content", entry.get("message_field_content", "content"))
+    if (role, content) == ("from", "value"):
+        conversations = [] if field == "conversations" else ["--key", f"conversations={field}"]
+        return ["--format", "sharegpt", *conversations]
+    if (role, content) != ("role", "content"):
+        draft.refuse(
+            f"{key}.message_property_mappings",
+            f"messages with {role} and {content}: `tokenize` reads role and content, or from and "
+            "value",
+            "rename them in the data",
+        )
+    return [
+        "--format",
+        "messages",
+        *([] if field == "messages" else ["--key", f"messages={field}"]),
+    ]
