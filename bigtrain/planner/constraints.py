@@ -1,5 +1,5 @@
-"""Settings that a plan uses of its overrides: those of a layout, to which it is held, and those on
-which costs and legal layouts depend. Pure."""
+"""Overrides that a plan uses: settings of a layout, which every proposed layout then has, and settings
+on which costs and legal layouts depend. Pure."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def unused_settings(overrides: Iterable[str]) -> list[Problem]:
 
 def settings_of(overrides: Iterable[str], settings: Iterable[str] = FIELDS) -> list[str]:
     """Return the keys of `settings` that ``section.key=value`` strings set, as a whole or in part;
-    a section that is set sets all of its keys."""
+    a section sets every key in the section."""
     prefixes = [override.partition("=")[0] + "." for override in overrides]
     return [
         setting

@@ -162,7 +162,7 @@ def legal_savings(degrees: StagedDegrees, request: SearchSpace) -> list[dict[str
 def legal_values(
     request: SearchSpace, num_devices: int, devices_per_node: int, name: str
 ) -> list[Any]:
-    """Return the values of the required field `name` that layouts with the other required fields
+    """Return the values of the required field `name` that layouts with all further required fields
     have, of a degree, the ZeRO stage or the micro-batch; none of other fields."""
     required = {key: value for key, value in request.required.items() if key != name}
     if name == "sequence_size":

@@ -143,7 +143,7 @@ class HostErrorLog:
             self._folder.mkdir(mode=0o700, exist_ok=True)
             if not self._is_ours():
                 return True
-            # Notes of earlier launches by the same parent stay: a rank that removed them could
+            # Notes of earlier launches by this parent stay: a rank that removed them could
             # remove what another rank of this launch has just written.
             digest = hashlib.sha256(text.encode()).hexdigest()
             for number in itertools.count():

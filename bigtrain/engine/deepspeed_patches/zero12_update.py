@@ -55,7 +55,7 @@ class FusedUpdate:
         self._fused = FusedAdamW(optimizer.optimizer, weights)
 
     def install(self) -> None:
-        """Replace the step, and that of the optimizer inside."""
+        """Replace the step, and the step of the optimizer inside."""
         shadow(self._optimizer.optimizer, "step", self._fused.step)
         self._optimizer.step = self._step
 

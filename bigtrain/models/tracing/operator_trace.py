@@ -1,4 +1,4 @@
-"""Operations of a forward pass and what autograd keeps of them, added up by the layer that runs."""
+"""Operations of a forward pass and the tensors that autograd keeps, added up by the running layer."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def run_once(layers: Sequence[nn.Module], on_repeat: Callable[[int, int], None])
 
         return forward
 
-    # Attributes of instances, which hide the methods of their classes.
+    # Attributes of instances hide methods of classes.
     for index, layer in enumerate(layers):
         shadow(layer, "forward", forward_once(index, layer))
     try:
