@@ -155,6 +155,10 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "start --model model --data texts.jsonl": ("model has no tokenizer", "-> train one"),
     "start --model tokenizer --data chats.jsonl --devices 8xH900": ("no such device", "nearest"),
     "start --model tokenizer --data chats.jsonl --devices eight": ("write e.g. 8xH100-80GB",),
+    "start --model adapter --data chats.jsonl": (
+        "is the folder of an adapter",
+        "-> the model with its adapters merged in: `bigtrain export --merge`",
+    ),
     "start --data texts.jsonl": ("required: --model -> bigtrain start --help",),
     "export --run missing --output e": ("no such directory -> name a run's output.directory",),
     "export --run not-a-run --output e": ("has no usable checkpoint -> name a run's",),
@@ -211,6 +215,8 @@ def desk(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (desk / "half.jinja").write_text(turns.removesuffix("%}"))
     (desk / "folder.yaml").mkdir()
     (desk / "no-tokenizer").mkdir()
+    shutil.copytree(desk / "tokenizer", desk / "adapter")
+    (desk / "adapter" / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     (desk / "not-a-run").mkdir()
     return desk
 
