@@ -11,6 +11,7 @@ from typing import Any
 
 from bigtrain.errors import ModelError
 from bigtrain.system.arguments import File
+from bigtrain.system.text_files import TextFileError, read_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,8 +126,10 @@ def _user_messages(prompt: str | None) -> Iterator[str]:
 
 def _read_messages(path: Path) -> list[dict[str, Any]]:
     try:
-        messages = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        messages = json.loads(read_text(path))
+    except TextFileError as error:
+        raise ModelError(f"--messages {path}: {error}") from error
+    except ValueError as error:
         raise ModelError(f"--messages {path}: cannot be read: {error}") from error
     right = isinstance(messages, list) and all(
         isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages

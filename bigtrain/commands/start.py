@@ -169,8 +169,14 @@ def _checked_run(args: StartArguments, directory: Path) -> NewRun:
     check_names(new_run, _to_stderr)
     if Path(args.model).is_dir() and not new_run.is_tokenized:
         from bigtrain.data.tokenizers.tokenizer import load_tokenizer
+        from bigtrain.settings.hf_config_keys import inspect_configuration
+        from bigtrain.settings.run_config import ModelSection
 
-        load_tokenizer(args.model)  # a wrong directory is refused before anything is written
+        # A wrong directory is refused before anything is written.
+        load_tokenizer(args.model)
+        _, problems = inspect_configuration(ModelSection(path=args.model))
+        if problems:
+            raise ConfigError(problems)
     return new_run
 
 

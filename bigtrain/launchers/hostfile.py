@@ -14,6 +14,7 @@ from pathlib import Path
 
 from bigtrain.errors import LaunchError
 from bigtrain.system.slurm import expand_counts, expand_nodelist
+from bigtrain.system.text_files import TextFileError, read_text
 
 _LINE = re.compile(r"(\S+)\s+slots=(\d+)")
 _NAME = re.compile(r"([A-Za-z0-9._-]+@)?[A-Za-z0-9._-]+")
@@ -37,11 +38,10 @@ def read_hostfile(
     Raises LaunchError with all problems.
     """
     try:
-        text = path.read_bytes().decode("utf-8")
-    except OSError as error:
-        raise LaunchError(f"hostfile {path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise LaunchError(f"hostfile {path} is not a text file: {error}") from error
+        read_text(path)
+        text = path.read_bytes().decode("utf-8")  # with line ends, which other programs read, too
+    except TextFileError as error:
+        raise LaunchError(f"hostfile {path} {error}") from error
     hosts, problems = parse_hostfile(text)
     if check_hosts is not None:
         problems += check_hosts(hosts)
@@ -56,6 +56,12 @@ def parse_hostfile(text: str) -> tuple[list[Host], list[str]]:
     """Return the hosts in `text`, and its problems: line, value, rule and fix."""
     hosts: list[Host] = []
     problems: list[str] = []
+    if text.startswith("\ufeff"):
+        problems.append(
+            "line 1: begins with a byte order mark, which mpirun and DeepSpeed read as a part of "
+            "the host's name -> sed -i '1s/^\\xef\\xbb\\xbf//' FILE"
+        )
+        text = text.removeprefix("\ufeff")
     if "\r" in text:
         line = text[: text.index("\r")].count("\n") + 1
         problems.append(

@@ -36,6 +36,7 @@ from bigtrain.launchers.templates import render
 from bigtrain.settings.deepspeed.engine_config import find_deepspeed_config
 from bigtrain.settings.loading import find_config
 from bigtrain.settings.resolve import ResolvedRun, resolve_run_files
+from bigtrain.system.text_files import TextFileError, read_text
 from bigtrain.system.units import GIB
 
 _TOLERATION = re.compile(
@@ -83,8 +84,10 @@ def read_patch(path: Path | None) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        patch = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        patch = yaml.safe_load(read_text(path))
+    except TextFileError as error:
+        raise LaunchError(f"--patch {path} {error}") from error
+    except yaml.YAMLError as error:
         raise LaunchError(f"--patch {path} cannot be read: {error}") from error
     unknown_keys = []
     if isinstance(patch, dict):

@@ -59,6 +59,7 @@ TEXT_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _LAYER_DROP = re.compile(r"layer_?drop(?!out)", re.IGNORECASE)
 _NO_OVERRIDES: Mapping[str, Any] = {}
 _NAME_A_MODEL = "name a directory of a Hugging Face model, or a model of the hub"
+_MERGE = "the model with its adapters merged in: `bigtrain export --merge` of the adapters' run"
 
 
 @dataclass(frozen=True)
@@ -169,6 +170,9 @@ def _read(section: ModelSection) -> tuple[str, Mapping[str, Any], list[Problem]]
         reason = "it is not an object"
     except (OSError, ValueError) as error:
         reason = str(error)
+    if (source / "adapter_config.json").is_file():
+        rule = "is the folder of an adapter, and a run starts from a complete model"
+        return key, {}, [Problem(key, str(source), rule, _MERGE)]
     rule = f"the directory has no usable config.json ({reason})"
     return key, {}, [Problem(key, str(source), rule, _NAME_A_MODEL)]
 

@@ -23,6 +23,7 @@ from bigtrain.settings.run_config import RunConfig, Section
 from bigtrain.settings.sections.base import section_of
 from bigtrain.system.shipped_files import recipes
 from bigtrain.system.storage.stores import is_address
+from bigtrain.system.text_files import TextFileError, read_text
 
 
 class _Loader(yaml.SafeLoader):
@@ -181,9 +182,9 @@ def load_run_config(name_or_path: str, overrides: Sequence[str] = ()) -> RunConf
     """
     path = find_config(name_or_path)
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(Problem("--config", str(path), f"cannot be read: {error}")) from error
+        text = read_text(path)
+    except TextFileError as error:
+        raise ConfigError(Problem("--config", str(path), error.rule, error.fix)) from error
     tree = parse_yaml(text, str(path))
     if not isinstance(tree, dict):
         raise ConfigError(

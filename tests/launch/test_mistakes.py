@@ -56,8 +56,10 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     f"{CHECK} logging.trackers=[tensorbord]": ("did you mean tensorboard?",),
     f"{CHECK} adapters.type=lorra": ("did you mean lora?",),
     f"{CHECK} adapters.rank=8": ("model.path names none -> set model.path",),
-    f"{CHECK} output.directory=~/runs": ("must be written out", "-> output.directory=/"),
+    f"{CHECK} output.directory=~/runs": ("must be written out", "-> /"),
     f"{CHECK} model.path=missing": ("exactly one of", "-> model.config=null"),
+    f"{CHECK} data.path=~/shards": ("data.path = '~/shards': must be written out", "-> /"),
+    f"{CHECK} seed=true": ("must be a number, not true or false -> write a number",),
     # Layouts.
     f"{CHECK} parallel.tensor=3": ("into complete heads -> nearest: 2 or 4",),
     f"{CHECK} parallel.pipeline=5": ("is more than the model's 2 layers -> parallel.pipeline=2",),
@@ -68,6 +70,11 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     # The engine.
     f"{CHECK} engine.deepspeed_config=zero4": ("did you mean zero3?",),
     f"{CHECK} engine.deepspeed_config=engine.json": ("is not JSON", "-> correct the file"),
+    f"{CHECK} --deepspeed_config utf16.json": ("is UTF-16, not UTF-8 -> iconv -f UTF-16",),
+    f"{CHECK} --deepspeed_config fights.json": (
+        "contradicts batch.micro_batch_size",
+        '-> remove it from fights.json or write "auto"',
+    ),
     f"{TRAIN} --deepspeed_config missing.json": ("neither a file nor the name", "names:"),
     f"{TRAIN} --deepspeed ds_config.json": ("-> --deepspeed_config ds_config.json",),
     # The file of the run, and the command line.
@@ -77,6 +84,8 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "check --config tabs.yaml --world-size 2": ("line 2, column 1", "-> correct the line"),
     "check --config list.yaml --world-size 2": ("must hold sections -> begin with `model:`",),
     "check --config empty.yaml --world-size 2": ("must hold sections",),
+    "check --config utf16.yaml --world-size 2": ("is UTF-16, not UTF-8 -> iconv -f UTF-16",),
+    "check --config latin.txt --world-size 2": ("is not UTF-8 text: byte 0xe9 at 3 -> save it",),
     "check --config twice.yaml --world-size 2": ("key 'seed' is given twice",),
     "check --config texts.jsonl --world-size 2": ("line 2", "-> correct the line"),
     "check --config run.yaml --world-size 0": ("must be at least 1 -> start at least one",),
@@ -121,11 +130,35 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "tokenize --input texts.jsonl --held-out 2 --tokenizer tokenizer --output s": ("--help",),
     "tokenizer --input texts.jsonl --vocab-size 100 --output t": ("-> 257 or more",),
     "tokenizer --input texts.jsonl --vocab-size 4k --output t": ("'4k'", "--help"),
+    "tokenize --input list.jsonl --tokenizer tokenizer --output s": (
+        "list.jsonl:1: not a JSON object but list -> name a file that is one list .json",
+    ),
+    "tokenize --input mixed.jsonl --chat-template turns.jinja --tokenizer tokenizer --output s": (
+        "mixed.jsonl:2: no key 'messages'",
+        "one format at a time",
+    ),
+    "tokenize --input chats.jsonl --chat-template half.jinja --tokenizer tokenizer --output s": (
+        "is invalid: line 1",
+        "-> correct the line, or render by another template: --chat-template FILE",
+    ),
+    "tokenize --input chats.jsonl --chat-template users.jinja --tokenizer tokenizer --output s": (
+        "does not write the content of message 2 -> use a template that does",
+    ),
+    "tokenize --input chats.jsonl --chat-template utf16.json --tokenizer tokenizer --output s": (
+        "--chat-template utf16.json is UTF-16, not UTF-8 -> iconv",
+    ),
     # The other commands.
+    "hostfile --check marked-hosts": ("begins with a byte order mark", "-> sed -i"),
+    "hostfile --check utf16.json": ("is UTF-16, not UTF-8 -> iconv",),
+    "convert utf16.yaml --output o.yaml": ("is UTF-16, not UTF-8 -> iconv",),
     "start --model model --data missing.jsonl": ("does not exist -> a file that exists",),
     "start --model model --data texts.jsonl": ("model has no tokenizer", "-> train one"),
     "start --model tokenizer --data chats.jsonl --devices 8xH900": ("no such device", "nearest"),
     "start --model tokenizer --data chats.jsonl --devices eight": ("write e.g. 8xH100-80GB",),
+    "start --model adapter --data chats.jsonl": (
+        "is the folder of an adapter",
+        "-> the model with its adapters merged in: `bigtrain export --merge`",
+    ),
     "start --data texts.jsonl": ("required: --model -> bigtrain start --help",),
     "export --run missing --output e": ("no such directory -> name a run's output.directory",),
     "export --run not-a-run --output e": ("has no usable checkpoint -> name a run's",),
@@ -169,8 +202,21 @@ def desk(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (desk / "empty.yaml").write_text("")
     (desk / "twice.yaml").write_text((desk / "run.yaml").read_text() + "seed: 4\n")
     (desk / "engine.json").write_text('{"zero_optimization": {"stage": 1},}')
+    (desk / "fights.json").write_text('{"train_micro_batch_size_per_gpu": 3}')
+    (desk / "utf16.json").write_text('{"zero_optimization": {"stage": 1}}', encoding="utf-16")
+    (desk / "utf16.yaml").write_text((desk / "run.yaml").read_text(), encoding="utf-16")
+    (desk / "marked-hosts").write_text("localhost slots=2\n", encoding="utf-8-sig")
+    (desk / "list.jsonl").write_text(json.dumps(chats) + "\n")
+    mixed = [*chats, {"instruction": "Add.", "output": "3"}]
+    (desk / "mixed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in mixed))
+    turns = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    (desk / "turns.jinja").write_text(turns)
+    (desk / "users.jinja").write_text(turns.replace("m.content", "m.content * (m.role == 'user')"))
+    (desk / "half.jinja").write_text(turns.removesuffix("%}"))
     (desk / "folder.yaml").mkdir()
     (desk / "no-tokenizer").mkdir()
+    shutil.copytree(desk / "tokenizer", desk / "adapter")
+    (desk / "adapter" / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     (desk / "not-a-run").mkdir()
     return desk
 

@@ -362,7 +362,9 @@ def document_in(
     """Return the document of any JSON value. `chat`: for conversations; `ignored`: keys of text
     that are not to be read."""
     if not isinstance(tree, dict):
-        return Extracted(None, f"not a JSON object but {type(tree).__name__}")
+        is_table = isinstance(tree, list) and bool(tree) and isinstance(tree[0], dict)
+        fix = " -> name a file that is one list .json" if is_table else ""
+        return Extracted(None, f"not a JSON object but {type(tree).__name__}{fix}")
     expected_keys = keys if chat is None else chat.keys[:1]
     present = [key for key in expected_keys if key in tree or value_at(tree, key) is not None]
     if not present:

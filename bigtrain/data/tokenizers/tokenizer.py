@@ -35,6 +35,7 @@ from bigtrain.errors import DataError, first_line, without_secrets
 from bigtrain.system.hub_cache import cached_hub_file
 from bigtrain.system.storage.local_path import local_path
 from bigtrain.system.storage.stores import is_address
+from bigtrain.system.text_files import TextFileError, read_text
 
 logger = logging.getLogger(__name__)
 
@@ -161,9 +162,9 @@ class Tokenizer:
         """Return the tokenizer's chat template, or the template `file`. Raises DataError if there
         is none, it cannot be read, or its syntax is invalid."""
         try:
-            jinja = None if file is None else file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"--chat-template {file} cannot be read: {error}") from error
+            jinja = None if file is None else read_text(file)
+        except TextFileError as error:
+            raise DataError(f"--chat-template {file} {error}") from error
         try:
             # A tokenizer may have one template for conversations with tools and one for others.
             find = self.huggingface.get_chat_template
@@ -210,7 +211,8 @@ def _literals(sources: Iterable[str], origin: str) -> frozenset[str]:
             tree = template_syntax_tree(source)
         except TemplateSyntaxError as error:
             raise DataError(
-                f"the chat template {origin} is invalid: line {error.lineno}: {error.message}"
+                f"the chat template {origin} is invalid: line {error.lineno}: {error.message} -> "
+                "correct the line, or render by another template: --chat-template FILE"
             ) from error
         literals |= {node.data for node in tree.find_all(nodes.TemplateData)}
         values = [node.value for node in tree.find_all(nodes.Const)]

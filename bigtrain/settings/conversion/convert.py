@@ -19,6 +19,7 @@ from bigtrain.settings.conversion.draft import Draft
 from bigtrain.settings.conversion.tables import Table
 from bigtrain.settings.loading import apply_overrides, parse_run_config, parse_yaml
 from bigtrain.settings.run_config import RunConfig
+from bigtrain.system.text_files import TextFileError, read_text
 
 
 @dataclass(frozen=True)
@@ -196,9 +197,9 @@ def find_trainer(tree: Mapping[str, Any], label: str, name: str | None) -> Train
 def read_tree(path: Path) -> dict[str, Any]:
     """Return the keys of a YAML or JSON file. Raises ConfigError."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(Problem(str(path), None, f"cannot be read: {error}")) from error
+        text = read_text(path)
+    except TextFileError as error:
+        raise ConfigError(Problem(str(path), None, error.rule, error.fix)) from error
     tree = json.loads(text) if _is_json(text) else parse_yaml(text, str(path))
     if not isinstance(tree, dict):
         raise ConfigError(Problem(str(path), None, "must hold keys and values"))

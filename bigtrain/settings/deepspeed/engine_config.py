@@ -39,6 +39,7 @@ from bigtrain.settings.deepspeed.ownership import (
 from bigtrain.settings.deepspeed.spellings import omitted_keys, with_known_names, without_keys
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.system.shipped_files import ds_configs
+from bigtrain.system.text_files import TextFileError, read_text
 from bigtrain.system.units import DEEPSPEED_DTYPES
 
 # DeepSpeed would print progress and throughput in addition to bigtrain's.
@@ -128,7 +129,7 @@ def read_deepspeed_config(path: Path) -> dict[str, Any]:
     label = label_of(path)
     try:
         tree = json.loads(
-            path.read_text(encoding="utf-8"),
+            read_text(path),
             object_pairs_hook=_object_without_duplicates,
             parse_constant=_refuse_constant,
         )
@@ -137,7 +138,9 @@ def read_deepspeed_config(path: Path) -> dict[str, Any]:
         raise ConfigError(
             Problem(label, None, f"is not JSON: {error.msg} at {position}", "correct the file")
         ) from error
-    except (OSError, UnicodeDecodeError, ValueError) as error:
+    except TextFileError as error:
+        raise ConfigError(Problem(label, None, error.rule, error.fix)) from error
+    except ValueError as error:
         raise ConfigError(Problem(label, None, f"cannot be read: {error}")) from error
     if not isinstance(tree, dict):
         raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any, get_args
 
 from pydantic import (
@@ -56,13 +57,18 @@ class Section(BaseModel):
         "yes" and "on" to true, which are refused."""
         annotation = cls.model_fields[str(info.field_name)].annotation
         _refuse_secrets(value, in_dictionaries=section_within(annotation) is None)
+        if isinstance(value, str) and value.startswith("~/"):
+            raise ValueError(
+                "must be written out: ~ is expanded by a shell, not in a file -> "
+                f"{os.path.expanduser(value)}"
+            )
         if annotation is bool:
             if not isinstance(value, bool):
                 raise ValueError("must be true or false")
         elif takes_numbers(annotation):
             items = value if isinstance(value, (list, tuple)) else (value,)
             if any(isinstance(item, bool) for item in items):
-                raise ValueError("must be a number, not true or false")
+                raise ValueError("must be a number, not true or false -> write a number")
         return value
 
 

@@ -92,7 +92,7 @@ def test_unknown_name_lists_the_names() -> None:
         ('{"bf16": {}, "bf16": {}}', "key 'bf16' is given twice"),
         ('{"gradient_clipping": NaN}', "NaN is not JSON"),
         ("[1]", "must hold one object"),
-        ("\xff", "cannot be read"),
+        ("\xff", "is not UTF-8 text"),
     ],
 )
 def test_what_is_not_a_json_object_is_refused(tmp_path: Path, text: str, message: str) -> None:
