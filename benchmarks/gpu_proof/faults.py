@@ -92,6 +92,12 @@ def _activations_in_float32(engine: TrainEngine) -> None:
         p2p.send = send_wide
 
 
+def _timed_throughput(engine: TrainEngine) -> None:
+    """As DeepSpeed does by default, from the third step on."""
+    timer = engine.engine.tput_timer
+    timer.config = timer.config.model_copy(update={"enabled": True, "synchronized": True})
+
+
 def _read_of_each_matrix(engine: TrainEngine) -> None:
     orthogonalized = muon.orthogonalized
 
@@ -123,6 +129,7 @@ FAULTS = {
     "item in the loop": _item_in_the_loop,
     "reduction in 16 bits": _reduction_in_16_bits,
     "activations in float32 from one stage": _activations_in_float32,
+    "timed throughput": _timed_throughput,
     "read of each matrix": _read_of_each_matrix,
     "update in float32 on one rank": _update_in_float32,
 }

@@ -28,6 +28,7 @@ FAULTS = {
     "no wait in the feed": "zero 1",
     "copy that blocks": "zero 1",
     "item for each evaluated batch": "zero 1",
+    "timed throughput": "zero 1",
     "read of each matrix": MUON,
     "update in float32 on one rank": MUON,
     "activations in float32 from one stage": FIRST_STAGE,
@@ -146,6 +147,11 @@ CHANGES = {
         [],
     ),
     "item for each evaluated batch": (["| waits in evaluation | 2 x item, "], []),
+    "timed throughput": (
+        ["| waits | 2 x torch.cuda.synchronize, bigtrain/engine/forward.py:_forward",
+         "| waits | 2 x torch.cuda.synchronize, bigtrain/engine/train_engine.py:train_step",
+         "| waits in evaluation | 2 x torch.cuda.synchronize, "], [],
+    ),
     "read of each matrix": (
         ["| waits | 4 x item, bigtrain/engine/optimizers/muon.py:_orthogonalized"], [],
     ),
