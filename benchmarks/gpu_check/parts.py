@@ -47,7 +47,7 @@ _NUMBERS = (
     Entry("zeropp", memory.zeropp, 120),
 )
 # Of a step of 262,144 tokens 5 s, of which three or four are taken; compilation half a minute.
-_LIMITS = {"1b": 75.0, "lora": 60.0, "moe": 60.0, "8b": 60.0}
+_LIMITS = {"1b": 75.0, "lora": 90.0, "moe": 75.0, "8b": 60.0}
 _SPEED = {
     subject: tuple(
         Entry(name, function, _LIMITS[subject], 20.0)

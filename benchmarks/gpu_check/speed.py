@@ -189,7 +189,7 @@ def _tiny(config: dict[str, Any]) -> dict[str, Any]:
             "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128,
             "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
         }  # fmt: skip
-        return llama(shape, 32)
+        return llama(shape, 32) | {"tie_word_embeddings": config["tie_word_embeddings"]}
     return config | _TINY_MOE
 
 

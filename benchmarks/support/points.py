@@ -152,7 +152,7 @@ def write_random_dataset(directory: Path, *, vocab_size: int, num_tokens: int) -
 def write_empty_weights(directory: Path, config: Mapping[str, Any]) -> None:
     """Write a model of the Hugging Face configuration `config` in bfloat16 whose weights are a hole
     in their file, which takes no time and no disk and reads as zeros; measurements of speed fill
-    them. Only embeddings are there: tokens whose rows are equal are refused."""
+    them. Only embeddings and head are there: tokens whose rows are equal are refused."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     hf_config = AutoConfig.for_model(**config)
@@ -171,14 +171,14 @@ def write_empty_weights(directory: Path, config: Mapping[str, Any]) -> None:
     with (directory / "model.safetensors").open("wb") as file:
         file.write(struct.pack("<Q", len(header)) + header)
         file.truncate(8 + len(header) + end)
-        embeddings = model.get_input_embeddings().weight
-        begin, end = next(
-            entries[name]["data_offsets"] for name, p in model.named_parameters() if p is embeddings
-        )
-        file.seek(8 + len(header) + begin)
         # Values of 0.002 to 0.03 in bfloat16.
-        values = np.random.default_rng(0).integers(0x3B00, 0x3D00, (end - begin) // 2, np.uint16)
-        values.tofile(file)
+        random = np.random.default_rng(0)
+        for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+            # Tied ones are one parameter, under its first name.
+            name = next(name for name, p in model.named_parameters() if p is layer.weight)
+            begin, end = entries[name]["data_offsets"]
+            file.seek(8 + len(header) + begin)
+            random.integers(0x3B00, 0x3D00, (end - begin) // 2, np.uint16).tofile(file)
 
 
 def llama(shape: Mapping[str, int], sequence_length: int) -> dict[str, Any]:

@@ -135,6 +135,38 @@ def test_subjects_have_the_published_models(subject: str) -> None:
     assert point.contenders == ("hf",)
 
 
+def test_a_contender_that_cannot_run_here_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = {}
+    for is_installed in (True, False):
+        monkeypatch.setattr(speed, "find_spec", lambda _, found=is_installed: found or None)
+        part = Part("speed-1b-liger")
+        speed.contend("1b", "liger", Setup("cpu", True, tmp_path, 10.0), part)
+        said[is_installed] = (part.status, part.reason)
+    assert said[True] == ("skipped", "needs CUDA")
+    assert said[False] == ("skipped", "liger_kernel is not installed")
+
+
+@pytest.mark.parametrize("contender", ["bare", "default"])
+def test_only_a_peer_may_run_out_of_memory(
+    contender: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(speed, "measure", measure)
+    part = Part(f"speed-1b-{contender}")
+    setup = Setup("cpu", True, tmp_path, 10.0)
+    if contender == "bare":
+        speed.contend("1b", contender, setup, part)
+        assert (part.status, part.reason) == ("skipped", "out of memory")
+    else:
+        with pytest.raises(torch.OutOfMemoryError):
+            speed.contend("1b", contender, setup, part)
+    assert list(tmp_path.iterdir()) == []
+
+
 def measured(name: str, **figures: Any) -> Part:
     _, subject, contender = name.split("-")
     values = {"tflops": None, "mfu": None, "peak_gib": 50.25, **figures}

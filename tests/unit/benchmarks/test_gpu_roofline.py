@@ -24,9 +24,6 @@ from benchmarks.gpu_roofline.replicas import (
     num_parameters,
     traced_kernels,
 )
-from benchmarks.gpu_roofline.replicas import (
-    LIMIT as LIMIT_OF_BYTES,
-)
 from benchmarks.gpu_roofline.rows import MEASURED
 from benchmarks.gpu_roofline.triton_launches import loads_and_stores
 from bigtrain.planner.seconds.communication import Group
@@ -110,7 +107,8 @@ def test_the_least_that_an_update_moves(layout: Layout, least: float) -> None:
 def test_an_update_moves_hardly_more_than_the_least() -> None:
     for layout, kernels in zip(LAYOUTS, traced_kernels(LAYOUTS, "10m"), strict=True):
         moved = moved_bytes(kernels, num_parameters("10m"))
-        assert 0.99 < sum(moved.values()) / least_bytes(layout) < LIMIT_OF_BYTES, (layout, moved)
+        # The aim is 1.2 times the least; so near to it, no copy of the gradients hides.
+        assert 0.99 < sum(moved.values()) / least_bytes(layout) < 1.02, (layout, moved)
         assert (moved["exchange"] > 1) == (layout.num_replicas > 1), (layout, moved)
 
 
