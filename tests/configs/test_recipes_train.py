@@ -131,3 +131,27 @@ def test_it_trains_and_exports(folder: Path, name: str) -> None:
     sent = [json.loads(line).get("optimizer_exchange") for line in lines if '"loss"' in line]
     assert sent
     assert set(map(str, sent)) == {"{'sent_bytes': 0.0}" if name.endswith("_muon") else "None"}
+
+
+@pytest.mark.slow
+def test_the_hybrid_recipe_trains_in_its_layout(folder: Path) -> None:
+    """With its engine, recomputation, isolated documents and dtype, on 2 ranks that share samples
+    instead of 8."""
+    values = {**RUNS["hybrid_9b"], "bos_token_id": 0, "eos_token_id": 0}
+    model = [f"model.config.{key}={value}" for key, value in values.items()]
+    changes = [s for s in SHORT if not s.startswith(("precision", "batch.micro_batch_size"))]
+    words = ("--config", "hybrid_9b", "data.path=shards-meta", *changes, *model)
+    words += ("parallel.sequence=2", "output.directory=runs/hybrid_9b_sequence")
+    words += ("logging.every_steps=1",)
+    worker = [str(WORKERS / "extension_worker.py"), str(folder)]
+    assert "same logits" in run_forked_world(2, [*worker, *words], {})
+    run = folder / "runs" / "hybrid_9b_sequence"
+    settings = json.loads((run / "config.json").read_text())
+    assert settings["parallel"]["sequence"] in (2, {"ulysses": 2, "ring": 1})
+    assert settings["data"]["document_boundaries"] == "isolate"
+    assert settings["model"]["gradient_checkpointing"] == 2
+    assert json.loads((run / "deepspeed.json").read_text())["zero_optimization"]["stage"] == 3
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]

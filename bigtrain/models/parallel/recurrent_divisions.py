@@ -310,8 +310,9 @@ def division_of(layer: nn.Module, called_names: set[str]) -> Division | None:
         return None
     known = {*division.leaves, *division.partial, *division.whole}
     shapes = {name: tuple(parameter.shape) for name, parameter in layer.named_parameters()}
+    # A class of the same attributes may have parameters of another shape, or of fewer dimensions.
     fits = all(
-        shapes[name][leaf.dim] == sum(leaf.parts)
+        shapes[name][leaf.dim : leaf.dim + 1] == (sum(leaf.parts),)
         for name, leaf in division.leaves.items()
         if name in shapes
     )

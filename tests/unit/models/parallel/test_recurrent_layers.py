@@ -17,6 +17,7 @@ from bigtrain.models.parallel.sharding import Shard
 from bigtrain.models.parallel.tensor import _shard_of_style, _styled_parameters, tensor_plan
 from bigtrain.settings.run_config import AdaptersSection
 from tests.support.hybrids import HYBRIDS, hybrid_config
+from tools.tiny_models import tiny_config
 
 
 def shards(model: Any, size: int) -> dict[str, list[Shard]]:
@@ -45,6 +46,14 @@ def test_shards_are_the_full_parameter(model_type: str) -> None:
             assert torch.equal(torch.stack(placed).sum(0), full), name
         elif name.startswith(tuple(f"{layer}." for layer in layers)):
             assert full.numel() <= 128 * 16, name  # norms of a head, biases, low-rank factors
+
+
+def test_a_layer_with_parameters_of_another_shape_is_left_to_the_plan() -> None:
+    """Kimi's function, and its attributes, with a vector where Kimi's layer has four dimensions."""
+    model = empty_model(tiny_config("bailing_hybrid"))
+    assert list(layers_with_functions(model))
+    assert list(recurrent_divisions(model)) == []
+    assert not any(name.endswith("A_log") for name in tensor_plan(model))
 
 
 def _size(shard: Shard) -> int:
