@@ -1,5 +1,5 @@
-"""Overrides that a plan uses: settings of a layout, which every proposed layout then has, and settings
-on which costs and legal layouts depend. Pure."""
+"""Overrides that a plan uses: settings of a layout, which every proposed layout then has, and
+settings on which costs and legal layouts depend. Pure."""
 
 from __future__ import annotations
 

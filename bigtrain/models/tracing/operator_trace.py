@@ -1,4 +1,4 @@
-"""Operations of a forward pass and the tensors that autograd keeps, added up by the running layer."""
+"""Operations of a forward pass and tensors that autograd keeps, added up by the running layer."""
 
 from __future__ import annotations
 
