@@ -158,9 +158,9 @@ def _build(library: str) -> str:
         return f"{library} absent"
     if '"editable": true' in (installed.read_text("direct_url.json") or ""):
         raise LookupError(library)
-    # Two commits of a repository may be installed as the same version; the checksums of their files
-    # differ. The record names the version, too, which is read from its own file only if there is no
-    # record, since reading it takes longer.
+    # Two commits of a repository may be installed as one version, with different checksums of the
+    # files. RECORD names the version, too; METADATA takes longer to read, so it is read only where
+    # there is no RECORD.
     record = installed.read_text("RECORD")
     if not record:
         return f"{library} {installed.version}"

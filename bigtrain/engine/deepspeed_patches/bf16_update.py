@@ -38,7 +38,7 @@ def shorten_bf16_update(engine: Any, counts_in_norm: Callable[[Any, bool], bool]
 
     Price: 24 bytes less for each of 8.03e9 parameters / 2.88 TB/s = 67 ms, 22%; with `fused_adamw`
     12 more are 33 ms, 11%. With replicas DeepSpeed sums all gradients on every rank, divides them,
-    and takes the norm of all (8 + 8 + 4 bytes), where a rank updates 1/N of them.
+    and takes the norm of all (8 + 8 + 4 bytes), where one of N ranks updates 1/N.
     """
     optimizer = engine.optimizer
     if not isinstance(optimizer, BF16_Optimizer) or optimizer.immediate_grad_update:

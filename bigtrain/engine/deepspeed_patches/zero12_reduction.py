@@ -336,7 +336,7 @@ class _Reduction:
         self._in_flight = flat  # until the stream it was allocated on has waited for this one
 
     def _plan_of(self, slots: list[Slot], make: Callable[[list[Slot], Any], Any], size: Any) -> Any:
-        """Return the plan that `make` makes of `slots`, once for each row of them."""
+        """Return the plan that `make` makes of `slots`, made once."""
         key = (id(slots[0]), len(slots))
         plan = self._plans.get(key)
         if plan is None or plan.slots != slots:
@@ -362,7 +362,7 @@ class _Reduction:
         partitions = [group.partition() for group in self._groups]
         sizes = [partition.numel() for partition in partitions]
         plan: OwnerPlan = self._plan_of(slots, owner_plan_of, sizes)
-        # What the partition has nothing of in this step is summed in it.
+        # A run of which nothing is written yet in this step is summed in the partition itself.
         scratch = torch.empty(bucket.elements, dtype=self._dtype, device=gradients[0].device)
         placed, offset = [], 0
         for run in plan.runs:

@@ -1,5 +1,5 @@
 """Rows of Axolotl's datasets: the commands that make a run's data of them. Pure. Types of datasets
-and their prompts are those of Axolotl of July 2026 (utils/data/wrappers.py, prompt_strategies/,
+and their prompts are as in Axolotl of July 2026 (utils/data/wrappers.py, prompt_strategies/,
 prompters.py; commit 067b021c8b87a9e5e380b9173c704cf7340e30f5)."""
 
 from __future__ import annotations

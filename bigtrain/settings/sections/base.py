@@ -48,7 +48,7 @@ class Section(BaseModel):
             properties[name]["description"] = text
         return schema
 
-    # One validator of all fields, not two: pydantic reads the signature of each for every field.
+    # One validator of all fields, not two: pydantic reads a signature for every field.
     @field_validator("*", mode="before")
     @classmethod
     def _is_plain(cls, value: Any, info: ValidationInfo) -> Any:
