@@ -103,7 +103,7 @@ def _check(args: CheckArguments) -> int:
     print(*equations(resolved), *predicted, *unread, sep="\n")
     if not args.inputs:
         print("not read: tokens of the data, code of the model (--inputs reads them, in seconds)")
-    verdict = "this run can start where these can be read" if unread else "this run can start"
+    verdict = "this run can start where these can be used" if unread else "this run can start"
     print(f"{verdict}; {next_lines(train_line(words, size))}")
     return 0
 

@@ -11,13 +11,14 @@ from bigtrain.errors import ModelError, Problem, one_line
 from bigtrain.models.weights.checksums import changed_files, unusable_files
 from bigtrain.models.weights.weight_paths import weight_paths
 from bigtrain.settings.run_config import RunConfig
+from bigtrain.system.files import why_not_creatable
 from bigtrain.system.hub_cache import cached_hub_file, is_hub_name
 from bigtrain.system.storage.stores import is_address
 
 
 def unread_files(config: RunConfig) -> list[str]:
     """Return a line for each model or dataset that `config` names and that is not on this machine,
-    so that nothing can be checked of it."""
+    so that nothing can be checked of it, and for an output directory that cannot be made here."""
     models, data = dict(_named_models(config)), dict(_named_data(config))
     lines = []
     for key, name in {**models, **data}.items():
@@ -29,6 +30,9 @@ def unread_files(config: RunConfig) -> list[str]:
                 continue
             reason = "is neither a directory here nor in the Hub's cache; the run asks the Hub"
         lines.append(f"not read: {key} = {name}: {reason}")
+    reason_against = why_not_creatable(Path(config.output.directory))
+    if reason_against is not None:
+        lines.append(f"not written: output.directory = {config.output.directory}: {reason_against}")
     return lines
 
 

@@ -57,13 +57,25 @@ def check(*settings: str) -> int:
     return main(["check", "--config", "quickstart", *settings])
 
 
+def test_an_output_directory_that_cannot_be_made_here_is_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Elsewhere it may be possible; --inputs and the run refuse it."""
+    assert check("output.directory=/proc/bigtrain/run") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "not written: output.directory = /proc/bigtrain/run: /proc takes no files" in "\n".join(
+        lines
+    )
+    assert any(line.startswith("this run can start where these can be used") for line in lines)
+
+
 def test_what_is_not_here_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Names that the Hub may have; the start is for where they can be read."""
     model = "model={path: owner/name}"
     assert check(model, "data.path=texts/shards", "output.directory=run") == 0
     *_, data, _, verdict, _ = capsys.readouterr().out.splitlines()
     assert data == "not read: data.path = texts/shards: does not exist here"
-    assert verdict == "this run can start where these can be read; next:"
+    assert verdict == "this run can start where these can be used; next:"
     write_dataset(folder / "shards", vocab_size=50)
     assert check("data.path=shards", "output.directory=run") == 0
     assert "this run can start; next:" in capsys.readouterr().out
