@@ -289,32 +289,55 @@ def _of_degrees(
         # saves less than the prediction error: 4% of a 70B's step on 64 H100, where the error is
         # 6%.
         if not roomy:
-            for smaller in _smaller(layout, savings, request):
-                candidate = assess(request.model, smaller, cluster, engine)
-                candidates.append(candidate)
-                if candidate.fits:
-                    break
+            useful = _useful(layout, savings, request)
+            smaller = _with_savings(layout, useful, request.model, cluster, engine, prunes=prunes)
+            candidates += smaller
+            if smaller and not smaller[-1].fits:
+                skipped += len(useful) - len(smaller)
         for candidate in candidates:
             ranked = ranking.fitting if candidate.fits else ranking.others
             ranked.append(candidate)
         if prunes and not any(candidate.fits for candidate in candidates):
             for larger, _ in micro_sizes[index + 1 :]:
                 larger_layout = layout.changed(micro_batch_size=larger)
-                skipped += 2 + (0 if roomy else len(_smaller(larger_layout, savings, request)))
+                skipped += 2 + (0 if roomy else len(_useful(larger_layout, savings, request)))
             return skipped
     return skipped
 
 
-def _smaller(
+def _with_savings(
+    layout: Layout,
+    savings: Sequence[dict[str, Any]],
+    model: ModelCosts,
+    cluster: Cluster,
+    engine: Engine,
+    *,
+    prunes: bool,
+) -> list[Candidate]:
+    """Return `layout` with each of `savings` up to the first with which it fits. If the device is
+    too small even with all savings at once, which are the last, only that layout is assessed
+    (`prunes`)."""
+    if prunes and savings:
+        least = assess(model, layout.changed(**savings[-1]), cluster, engine)
+        if least.memory.total > cluster.usable_memory:
+            return [least]
+    candidates = []
+    for changes in savings:
+        candidates.append(assess(model, layout.changed(**changes), cluster, engine))
+        if candidates[-1].fits:
+            break
+    return candidates
+
+
+def _useful(
     layout: Layout, savings: Sequence[dict[str, Any]], request: SearchSpace
-) -> list[Layout]:
-    """Return `layout` with each of `savings`; with tiles only where there is more than one."""
-    changed = [layout.changed(**changes) for changes in savings]
-    width = request.model.hidden_size
+) -> list[dict[str, Any]]:
+    """Return the `savings` of `layout`; with tiles only where there is more than one."""
+    has_tiles = layout.changed(tiled_mlp="auto").num_tiles(request.model.hidden_size)
     return [
-        smaller_layout
-        for smaller_layout in changed
-        if smaller_layout.tiled_mlp != "auto" or smaller_layout.num_tiles(width)
+        changes
+        for changes in savings
+        if has_tiles or changes.get("tiled_mlp", layout.tiled_mlp) != "auto"
     ]
 
 
