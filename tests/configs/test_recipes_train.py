@@ -121,7 +121,8 @@ def test_it_trains_and_exports(folder: Path, name: str) -> None:
     short = [s.replace("global_tokens=2048", "global_batch_size=32") for s in SHORT]
     words = ("--config", name, f"data.path={shards}", *(short if in_samples else SHORT), *model)
     # Of one process, on a CPU.
-    words += ("parallel.expert=1", "parallel.sequence=1", "model.activation_offload=false")
+    words += tuple(f"parallel.{name}=1" for name in ("tensor", "pipeline", "expert", "sequence"))
+    words += ("model.activation_offload=false",)
     worker = [str(WORKERS / "extension_worker.py"), str(folder)]
     assert "same logits" in run_forked_world(1, [*worker, *words], {})
     written = "adapter_config.json" if is_adapted else "config.json"
