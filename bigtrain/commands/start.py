@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import signal
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -82,8 +83,9 @@ def run(args: StartArguments) -> int:
         shards = directory / SHARDS
         try:
             _tokenize(args, shards)
-        except BigtrainError:
+        except BigtrainError as error:
             _remove_if_unused(directory)
+            _explain_options(args, str(error))
             raise
 
     # The run YAML: written once, and the user's from then on.
@@ -110,6 +112,16 @@ def run(args: StartArguments) -> int:
         same_command = shlex.join(["bigtrain", "start", *command_words(args)])
         print(f"{end_text}; {next_lines(same_command)}", file=sys.stderr)
     return code
+
+
+def _explain_options(args: StartArguments, reason: str) -> None:
+    """Say how options that `reason` names and `start` does not have are used."""
+    options = {f"--{field.name.replace('_', '-')}" for field in fields(args)}
+    foreign_options = sorted(set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", reason)) - options)
+    if foreign_options:
+        line = shlex.join(["bigtrain", "start", "--model", args.model, "--data", "SHARDS"])
+        text = f"{' and '.join(foreign_options)}: of the command `bigtrain tokenize` above; run it "
+        _to_stderr(f"{text}with that, and then, with the directory that it writes: {line}")
 
 
 def _remove_if_unused(directory: Path) -> None:

@@ -162,6 +162,20 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_tokenized(
     assert main(["start", "--model", "base", "--data", "chats.jsonl"]) == 75
 
 
+def test_options_of_another_command_are_explained(
+    folder: Path, trained: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A remedy of `bigtrain tokenize` may name options that only this command has."""
+    rows = [*map(json.dumps, CHATS), "no JSON"]
+    (folder / "broken.jsonl").write_text("\n".join(rows))
+    assert main(["start", "--model", "base", "--data", "broken.jsonl", "--chat"]) == 2
+    explained, refused = capsys.readouterr().err.splitlines()[-2:]
+    assert "--skip-bad" in refused
+    assert explained.startswith("--skip-bad: of the command `bigtrain tokenize` above; run it")
+    assert explained.endswith("bigtrain start --model base --data SHARDS")
+    assert trained == []
+
+
 def test_shards_are_used_and_several_machines_are_named(
     folder: Path, trained: list[list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
