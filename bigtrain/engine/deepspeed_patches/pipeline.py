@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
 from torch import nn
 
 from bigtrain.metrics.recording import recording_if
+from bigtrain.settings.deepspeed.engine_config import NEVER_PRINT_STEPS
 
 
 def replace_loss(engine: Any, loss: Callable[..., torch.Tensor]) -> None:
@@ -45,6 +47,13 @@ def replace_instructions(
 def run_optimizer_step(engine: Any) -> None:
     """Run DeepSpeed's own instruction for the update (0.19.8, runtime/pipe/engine.py:1221)."""
     engine._exec_optimizer_step()
+
+
+def forget_batch_times(engine: Any) -> None:
+    """Forget the times of batches, which DeepSpeed keeps until it prints (0.19.8,
+    runtime/pipe/engine.py:375): two CUDA events a step, for ever in a run that never prints."""
+    if engine.steps_per_print() == NEVER_PRINT_STEPS:
+        engine.timers(TRAIN_BATCH_TIMER).reset()
 
 
 def fill_gradient(parameter: nn.Parameter, optimizer: Any) -> None:

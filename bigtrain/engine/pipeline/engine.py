@@ -17,6 +17,7 @@ from bigtrain.engine.deepspeed_patches.host_time import time_reductions
 from bigtrain.engine.deepspeed_patches.pipeline import (
     accumulated_gradient,
     fill_gradient,
+    forget_batch_times,
     replace_instructions,
     replace_loss,
     run_optimizer_step,
@@ -120,6 +121,7 @@ class PipelineTrainEngine(TrainEngine):
         self._skip_policy, self._num_targets = self._recording(skip_policy), num_targets
         self._reset_step_counters(observe)
         self.engine.train_batch(data_iter=data)
+        forget_batch_times(self.engine)
         return StepResult(self._loss_sum, num_targets, self._end_step())
 
     @torch.no_grad()

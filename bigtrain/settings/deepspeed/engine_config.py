@@ -42,8 +42,9 @@ from bigtrain.system.shipped_files import ds_configs
 from bigtrain.system.text_files import TextFileError, read_text
 from bigtrain.system.units import DEEPSPEED_DTYPES
 
-# DeepSpeed would print progress and throughput in addition to bigtrain's.
-_NEVER_PRINT_STEPS = 1_000_000_000
+NEVER_PRINT_STEPS = 1_000_000_000
+"""``steps_per_print`` of a run whose JSON has none: DeepSpeed would print progress and throughput
+in addition to bigtrain's."""
 
 # Elements. DeepSpeed's 5e8 would reserve 2 GB where gradients are reduced in float32.
 _AUTO_BUCKET_SIZE = 50_000_000
@@ -288,7 +289,7 @@ def _assemble(
     throughput = {"enabled": is_timed, "synchronized": False, **timers.get("throughput", {})}
 
     # Batch, optimizer and number formats of the run.
-    defaults = {"steps_per_print": _NEVER_PRINT_STEPS, "wall_clock_breakdown": False}
+    defaults = {"steps_per_print": NEVER_PRINT_STEPS, "wall_clock_breakdown": False}
     rendered: dict[str, Any] = {
         **defaults,
         **tree,

@@ -34,6 +34,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer, GradPar
 from deepspeed.runtime.zero.utils import apply_to_tensors_only
 from deepspeed.utils import groups, mixed_precision_linkage, nvtx, set_z3_leaf_module
 from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
+from deepspeed.utils.timer import SynchronizedWallClockTimer
 from torch.distributed import distributed_c10d
 
 from bigtrain.engine.deepspeed_patches import (
@@ -51,6 +52,7 @@ from bigtrain.engine.deepspeed_patches import (
 )
 from bigtrain.engine.deepspeed_patches.step import skip_overflow_check
 from bigtrain.engine.startup.process_group import process_group
+from bigtrain.settings.deepspeed.engine_config import NEVER_PRINT_STEPS
 from bigtrain.system.world import World
 from tests.support.contracts import (
     Contract,
@@ -573,6 +575,11 @@ CONTRACTS = [
     takes(
         pipeline.run_optimizer_step, lambda: PipelineEngine._exec_optimizer_step, "self lr_kwargs"
     ),
+    reads(
+        pipeline.forget_batch_times,
+        lambda: PipelineEngine.train_batch,
+        "self.timers(TRAIN_BATCH_TIMER).stop()",
+    ),
     takes(
         pipeline.fill_gradient,
         lambda: BF16_Optimizer._update_hp_grad,
@@ -668,3 +675,14 @@ def test_every_patch_has_a_contract() -> None:
         "replaced",
         "speed_patches_in_place",
     }
+
+
+@pytest.mark.parametrize(("steps_per_print", "num_kept"), [(NEVER_PRINT_STEPS, 0), (10, 3)])
+def test_times_of_batches_are_kept_only_to_be_printed(steps_per_print: int, num_kept: int) -> None:
+    timers = SynchronizedWallClockTimer()
+    engine = SimpleNamespace(steps_per_print=lambda: steps_per_print, timers=timers)
+    for _ in range(3):
+        timers("train_batch").start()
+        timers("train_batch").stop()
+        pipeline.forget_batch_times(engine)
+    assert len(timers("train_batch").event_timers) == num_kept
