@@ -99,9 +99,9 @@ class CommandParser(argparse.ArgumentParser):
 
 def similar_option(message: str, parser: argparse.ArgumentParser) -> str | None:
     """Return the option of `parser` that an unknown one in an error of argparse may mean."""
-    unknown = message.partition("unrecognized arguments: ")[2].split()
+    words = message.partition("unrecognized arguments: ")[2].split()
     options = re.findall(r"--[\w-]+", parser.format_usage())
-    matches = [difflib.get_close_matches(word, options, n=1, cutoff=0.75) for word in unknown]
+    matches = [difflib.get_close_matches(word, options, n=1, cutoff=0.75) for word in words]
     return next((match[0] for match in matches if match), None)
 
 

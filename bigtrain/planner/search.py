@@ -318,9 +318,9 @@ def _with_savings(
     too small even with all savings at once, which are the last, only that layout is assessed
     (`prunes`)."""
     if prunes and savings:
-        least = assess(model, layout.changed(**savings[-1]), cluster, engine)
-        if least.memory.total > cluster.usable_memory:
-            return [least]
+        smallest = assess(model, layout.changed(**savings[-1]), cluster, engine)
+        if smallest.memory.total > cluster.usable_memory:
+            return [smallest]
     candidates = []
     for changes in savings:
         candidates.append(assess(model, layout.changed(**changes), cluster, engine))

@@ -375,8 +375,8 @@ class _Reduction:
         # One call puts the gradients there, and casts them.
         parts = [
             part
-            for each in placed
-            for part in each.buffer.split([piece.count for piece in each.run.pieces])
+            for placed_run in placed
+            for part in placed_run.buffer.split([piece.count for piece in placed_run.run.pieces])
         ]
         pieces = [piece for run in plan.runs for piece in run.pieces]
         torch._foreach_copy_(
@@ -394,16 +394,18 @@ class _Reduction:
 
     def _reduce_runs(self, placed: list[_RunBuffer], slots: list[Slot]) -> None:
         """Sum each run at its owner, and what this rank owns into its partitions."""
-        for each in placed:
-            run = each.run
-            dist.reduce(each.buffer, group=self._optimizer.dp_process_group, group_dst=run.owner)
+        for placed_run in placed:
+            run = placed_run.run
+            dist.reduce(
+                placed_run.buffer, group=self._optimizer.dp_process_group, group_dst=run.owner
+            )
             if run.owner != self._rank:
                 continue
-            if not each.is_in_place:
+            if not placed_run.is_in_place:
                 counts = [piece.count for piece in run.pieces]
                 sums = self._groups[run.group].partition().narrow(0, run.begin, run.count)
                 for piece, earlier, new in zip(
-                    run.pieces, sums.split(counts), each.buffer.split(counts), strict=True
+                    run.pieces, sums.split(counts), placed_run.buffer.split(counts), strict=True
                 ):
                     if slots[piece.number].is_written:
                         earlier.add_(new)

@@ -308,7 +308,7 @@ def division_of(layer: nn.Module, called_names: set[str]) -> Division | None:
         division = make(layer)
     except AttributeError:  # a layer of another kind
         return None
-    known = {*division.leaves, *division.partial, *division.whole}
+    divided_names = {*division.leaves, *division.partial, *division.whole}
     shapes = {name: tuple(parameter.shape) for name, parameter in layer.named_parameters()}
     # A class of the same attributes may have parameters of another shape, or of fewer dimensions.
     fits = all(
@@ -316,7 +316,7 @@ def division_of(layer: nn.Module, called_names: set[str]) -> Division | None:
         for name, leaf in division.leaves.items()
         if name in shapes
     )
-    return division if fits and shapes.keys() <= known else None
+    return division if fits and shapes.keys() <= divided_names else None
 
 
 _CALLED_IN_PARTS = {"_rnn_scan"}

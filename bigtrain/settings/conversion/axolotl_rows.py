@@ -112,12 +112,12 @@ def _row_options(draft: Draft, key: str, entry: Mapping[str, Any], *, is_text: b
             "them by the chat template",
             f"--omit {key}.type renders them by the template",
         )
-    known = {
+    options_by_type = {
         "alpaca": ["--format", "alpaca"],
         "gpteacher": ["--format", "alpaca", *_RESPONSE],
         "sharegpt": ["--format", "sharegpt"],
     }
-    return [*options, *known.get(str(row_type).split(":")[0].split(".")[0], [])]
+    return [*options, *options_by_type.get(str(row_type).split(":")[0].split(".")[0], [])]
 
 
 def _prompt_options(entry: Mapping[str, Any]) -> list[str] | None:
