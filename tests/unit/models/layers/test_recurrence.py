@@ -108,7 +108,13 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "rwkv": {"attention_hidden_size": 32, "intermediate_size": 64},
     "xlstm": {"num_heads": 2, "chunk_size": 16, "embedding_dim": 32},
-    "zaya": {**ATTENTION, **EXPERTS, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "zaya": {
+        **ATTENTION,
+        **EXPERTS,
+        "num_experts_per_tok": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
 }
 FAST = ("qwen3_5_text", "kimi_linear", "bamba", "jamba", "lfm2", "recurrent_gemma", "minimax")
 LENGTHS = ((70, 1, 2, 69), (3, 64, 74, 1))
