@@ -40,15 +40,6 @@ class CheckArguments:
     overrides: Overrides = ()
 
 
-def run(args: CheckArguments) -> int:
-    """Print the batch of the run, its predicted time and memory, and the command that starts it.
-    Raises ConfigError with all problems, LaunchError if it cannot fit `--gpu`, CheckpointError if
-    the run's directory has another run; with `--inputs` ModelError for a model that cannot be
-    found."""
-    with _no_pydantic_plugins():
-        return _check(args)
-
-
 @contextmanager
 def _no_pydantic_plugins() -> Iterator[None]:
     """Keep pydantic from looking for plugins in every installed package (a tenth of the time of a
@@ -64,7 +55,12 @@ def _no_pydantic_plugins() -> Iterator[None]:
         del os.environ[name]
 
 
-def _check(args: CheckArguments) -> int:
+@_no_pydantic_plugins()
+def run(args: CheckArguments) -> int:
+    """Print the batch of the run, its predicted time and memory, and the command that starts it.
+    Raises ConfigError with all problems, LaunchError if it cannot fit `--gpu`, CheckpointError if
+    the run's directory has another run; with `--inputs` ModelError for a model that cannot be
+    found."""
     from bigtrain.python_api.configuring import checked, resolve
     from bigtrain.run.named_files import unread_files
     from bigtrain.settings.resolve import largest_phase

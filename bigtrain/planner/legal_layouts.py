@@ -132,14 +132,14 @@ def _facts_of(facts: Facts, zero_stage: int, world_size: int, sizes: Mapping[str
     )
 
 
-def legal_savings(degrees: StagedDegrees, request: SearchSpace) -> list[dict[str, Any]]:
-    """Return the options with which a layout of `degrees` may fit where recomputation is not
-    enough: MLPs in tiles, and offload, in increasing order of offloaded state."""
-    if degrees.zero_stage < 1 or degrees.pipeline_size > 1:
+def legal_savings(layout: Layout, request: SearchSpace) -> list[dict[str, Any]]:
+    """Return the options with which `layout` may fit where recomputation is not enough: MLPs in
+    tiles, and offload, in increasing order of offloaded state; with the layers that each fuses."""
+    if layout.zero_stage < 1 or layout.pipeline_size > 1:
         return []
 
     def legal(changes: Facts) -> bool:
-        return is_legal(request.facts | changes, degrees.zero_stage, degrees)
+        return is_legal(request.facts | changes, layout.zero_stage, layout)
 
     full = {"recompute": "full"}
     tiles = {**full, "tiled_mlp": "auto"}
@@ -149,11 +149,13 @@ def legal_savings(degrees: StagedDegrees, request: SearchSpace) -> list[dict[str
         layer_savings.append(tiles)
     if legal(Facts(activation_offload=True)):
         layer_savings += [activations, *({**activations, **changes} for changes in layer_savings)]
+    for changes in layer_savings:
+        changes["fused_layers"] = request.with_kernels(layout.changed(**changes)).fused_layers
     options, optimizer = list(layer_savings), {"offload_optimizer": True}
     if legal(Facts(offload_optimizer="cpu")):
         options += [{**optimizer, **changes} for changes in ({}, full, *layer_savings)]
     offloaded = Facts(offload_optimizer="cpu", offload_param="cpu")
-    if degrees.zero_stage == 3 and legal(offloaded):
+    if layout.zero_stage == 3 and legal(offloaded):
         everything = {**optimizer, "offload_parameters": True}
         options += [{**everything, **changes} for changes in (full, *layer_savings)]
     return [changes for changes in options if request.allows(changes)]

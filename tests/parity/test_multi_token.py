@@ -88,7 +88,7 @@ def assert_same_losses(lines: list[dict[str, Any]], plain: Plain, rel: float = 1
         expected = [row["recorded"][name] for row in plain.rows]
         values = [row[name] for row in steps_of(lines)]
         assert values == pytest.approx(expected, abs=1e-5, rel=rel)
-        assert expected[-1] < expected[0]
+        assert min(expected[STEPS // 2 :]) < expected[0]
 
 
 def slow(*values: Any) -> Any:

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.utils import (
-    all_gather_dp_groups,
     get_global_norm_of_tensors,
     is_invalid_grad_norm,
     mask_nan_or_inf_with_val_inplace,
@@ -228,17 +227,7 @@ class _Update:
             strict=True,
         ):
             master.grad = gradient
-        fused.has_written = False
-        optimizer.optimizer.step()
-        optimizer._lazy_init_hp_params_optimizer_state()
-        if fused.has_written:
-            all_gather_dp_groups(
-                groups_flat=optimizer.bf16_groups_flat,
-                partitioned_param_groups=optimizer.bf16_partitioned_groups,
-                dp_process_group=optimizer.real_dp_process_group,
-                start_alignment_factor=optimizer.nccl_start_alignment_factor,
-                allgather_bucket_size=optimizer.allgather_bucket_size,
-            )
-        else:  # the guard skipped the update
-            optimizer.update_lp_params()
+        fused.update_and_gather(
+            optimizer, optimizer.bf16_groups_flat, optimizer.bf16_partitioned_groups
+        )
         self._forget()

@@ -3,7 +3,7 @@ reads, for a pass and summed over the passes of a step."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -82,13 +82,8 @@ class GroupGradients:
         """Add the gradients of the pass number `step` to earlier passes."""
         if self.is_compact:
             return
-        # Set to zero what got no gradient in this pass, and the padding.
-        new, end = self.partition(), 0
-        for slot in self._slots:
-            if slot.step != step:
-                new.narrow(0, slot.begin, slot.count).zero_()
-            end = max(end, slot.begin + slot.count)
-        new[end:].zero_()
+        new = self.partition()
+        self._clear_unwritten(new, lambda slot: slot.step == step)
         earlier = self._optimizer.all_grad_tensors.get(self._group)
         if earlier is None:
             self._optimizer.all_grad_tensors[self._group] = [new]
@@ -99,19 +94,19 @@ class GroupGradients:
     def hand_over(self) -> None:
         """Give the gradients of the step to the update."""
         if self.is_compact:
-            self._complete(self.partition())
+            flat = self.partition()
+            if self._writes_first:
+                self._clear_unwritten(flat, lambda slot: slot.is_written)
         else:
             accumulated = self._optimizer.all_grad_tensors.get(self._group)
             self._publish(self._empty().zero_() if accumulated is None else accumulated[0])
         self._optimizer.all_grad_tensors[self._group] = None
 
-    def _complete(self, flat: torch.Tensor) -> None:
-        """Set to zero what got no gradient in this step, and the padding."""
-        if not self._writes_first:
-            return
+    def _clear_unwritten(self, flat: torch.Tensor, is_written: Callable[[Slot], bool]) -> None:
+        """Set to zero the slots of `flat` that are not written, and the padding."""
         end = 0
         for slot in self._slots:
-            if not slot.is_written:
+            if not is_written(slot):
                 flat.narrow(0, slot.begin, slot.count).zero_()
             end = max(end, slot.begin + slot.count)
         flat[end:].zero_()

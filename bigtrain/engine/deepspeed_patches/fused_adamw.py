@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from deepspeed.runtime.utils import all_gather_dp_groups
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +91,6 @@ class FusedAdamW:
     """Replaces `step` of a torch AdamW whose groups have one flat master each, and keeps its state.
 
     gradient_factor: float32 [], that gradients are multiplied by in the update; None for 1.
-    has_written: set when `step` has written the parameters.
     """
 
     def __init__(self, optimizer: torch.optim.AdamW, weights: list[torch.Tensor]) -> None:
@@ -99,7 +99,8 @@ class FusedAdamW:
         self._weights = weights
         self._compiled = compile_update()
         self.gradient_factor: torch.Tensor | None = None
-        self.has_written = False
+        # Set when `step` has written the parameters.
+        self._has_written = False
 
     @staticmethod
     def supports(optimizer: Any) -> bool:
@@ -140,7 +141,27 @@ class FusedAdamW:
                 betas=group["betas"],
                 eps=group["eps"],
             )
-        self.has_written = True
+        self._has_written = True
+
+    def update_and_gather(
+        self, zero: Any, weights: list[torch.Tensor], partitions: list[list[torch.Tensor]]
+    ) -> None:
+        """Update `zero`, an optimizer of DeepSpeed whose masters hold their gradients, and gather
+        `weights`: the flat 16-bit parameters of each group. partitions: their parts by group and
+        rank. Collective over replicas."""
+        self._has_written = False
+        zero.optimizer.step()
+        zero._lazy_init_hp_params_optimizer_state()
+        if not self._has_written:  # the guard skipped the update
+            zero.update_lp_params()
+            return
+        all_gather_dp_groups(
+            groups_flat=weights,
+            partitioned_param_groups=partitions,
+            dp_process_group=zero.real_dp_process_group,
+            start_alignment_factor=zero.nccl_start_alignment_factor,
+            allgather_bucket_size=zero.allgather_bucket_size,
+        )
 
     def _factors(self, group: dict[str, Any], step: torch.Tensor) -> torch.Tensor:
         """Return what the update multiplies by, computed on the device in float64, float32 [4]."""

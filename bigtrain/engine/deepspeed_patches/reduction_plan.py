@@ -138,8 +138,8 @@ def owner_plan_of(slots: list[Slot], partition_sizes: list[int]) -> OwnerPlan:
     """Return the plan of a bucket of `slots`, in as few runs as possible: the same runs in the same
     order on every rank. partition_sizes: elements of a rank's partition, by group."""
     runs: list[OwnedRun] = []
-    in_order = sorted(enumerate(slots), key=lambda item: (item[1].group, item[1].offset))
-    for number, slot in in_order:
+    numbered_slots = sorted(enumerate(slots), key=lambda item: (item[1].group, item[1].offset))
+    for number, slot in numbered_slots:
         size = partition_sizes[slot.group]
         start = 0
         while start < slot.size:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.utils import all_gather_dp_groups, is_invalid_grad_norm
+from deepspeed.runtime.utils import is_invalid_grad_norm
 from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
 
 from bigtrain.engine.deepspeed_patches.fused_adamw import FusedAdamW, gradient_factor
@@ -80,21 +80,11 @@ class FusedUpdate:
         for group, master in enumerate(masters):
             master.grad = optimizer.averaged_gradients[group].flat_partition
         self._forget_gradients()
-        fused.has_written = False
-        optimizer.optimizer.step()
-        optimizer._lazy_init_hp_params_optimizer_state()
+        fused.update_and_gather(
+            optimizer, optimizer.bit16_groups_flat, optimizer.parallel_partitioned_bit16_groups
+        )
         for master in masters:
             master.grad = None
-        if fused.has_written:
-            all_gather_dp_groups(
-                groups_flat=optimizer.bit16_groups_flat,
-                partitioned_param_groups=optimizer.parallel_partitioned_bit16_groups,
-                dp_process_group=optimizer.real_dp_process_group,
-                start_alignment_factor=optimizer.nccl_start_alignment_factor,
-                allgather_bucket_size=optimizer.allgather_bucket_size,
-            )
-        else:  # the guard skipped the update
-            optimizer.update_lp_params()
 
     def _forget_gradients(self) -> None:
         for group in range(len(self._optimizer.bit16_groups)):

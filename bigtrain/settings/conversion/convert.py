@@ -161,11 +161,11 @@ def _whole_command(draft: Draft, arguments: _Arguments) -> list[Problem]:
     rule = "a run without them is another one" if omitted else "the value is yours to choose"
     if len(draft.problems) > len(omitted) + len(settings):
         return [Problem("all of these", None, rule, shlex.join([*settings, *options]))]
-    first, *others = map(str, arguments.files)
+    first, *further_files = map(str, arguments.files)
     # Settings before the options that take several words, which would take them, too.
     words = ["bigtrain", "convert", first, *arguments.overrides, *settings]
-    if others:
-        words += ["--also", *others]
+    if further_files:
+        words += ["--also", *further_files]
     for option, value in (
         ("--world-size", arguments.world_size),
         ("--from", arguments.trainer_name),

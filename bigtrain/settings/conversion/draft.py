@@ -74,8 +74,7 @@ class Draft:
         """Return the number of a key that is a setting of the run, by the dotted key `path`: the
         file's, else the one that the user sets. 0 where the user sets `alternative` in its place;
         else a problem, and 1."""
-        given = as_number(self.given_settings.get(path))
-        number = self.number(key) or given
+        number = self.number(key) or as_number(self.given_settings.get(path))
         if isinstance(number, (int, float)) and number:
             return number
         if alternative in self.given_settings:

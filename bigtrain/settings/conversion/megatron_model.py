@@ -119,7 +119,7 @@ def _vocabulary_rows(draft: Draft) -> int:
         return 0
     num_tokens = _count_tokens(tokenizer_directory(draft))
     tensor_size = draft.number("model_parallel_size", draft.number("tensor_model_parallel_size", 1))
-    multiple = int(draft.number("make_vocab_size_divisible_by", 128)) * max(1, int(tensor_size))
+    multiple = int(draft.number("make_vocab_size_divisible_by")) * max(1, int(tensor_size))
     if not num_tokens:
         draft.missing_settings.append("model.config.vocab_size")
         draft.refuse(
