@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
@@ -121,12 +120,11 @@ def _divided_experts(num_ranks: int, model: PreTrainedModel) -> dict[str, Values
     models = [copy.deepcopy(model) for _ in range(num_ranks)]
 
     def compute(rank: int) -> dict[str, Values]:
-        with exchange.as_rank(rank):
-            shard_experts(models[rank], exchange)
-            for parameter in models[rank].parameters():
-                cut_parameter(parameter)
-            fit_experts(models[rank])
-            results = training_results(models[rank], seed=rank)
+        shard_experts(models[rank], exchange)
+        for parameter in models[rank].parameters():
+            cut_parameter(parameter)
+        fit_experts(models[rank])
+        results = training_results(models[rank], seed=rank)
         gradients = dict(results[GRADIENT])
         for name, parameter in models[rank].named_parameters():
             shard = shard_of(parameter)
@@ -134,8 +132,7 @@ def _divided_experts(num_ranks: int, model: PreTrainedModel) -> dict[str, Values
                 gradients[name] = shard.put(gradients[name])
         return {LOSS: results[LOSS], GRADIENT: gradients}
 
-    with ThreadPoolExecutor(num_ranks) as pool:
-        return _summed(list(pool.map(compute, range(num_ranks))))
+    return _summed(exchange.run(compute))
 
 
 def _summed(results: Sequence[Mapping[str, Values]]) -> dict[str, Values]:

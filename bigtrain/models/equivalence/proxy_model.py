@@ -8,6 +8,7 @@ out.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Sequence
 
 import torch
@@ -49,9 +50,20 @@ MODEL_FAILURES = (ValueError, TypeError, RuntimeError, KeyError, IndexError, Att
 
 def failure_text(error: BaseException) -> str:
     """Return the text of an error that a model's code raised, with the file and line of the user's
-    class, if it was raised there."""
-    raised_in = user_code_at(error)
+    class, or with the method of transformers' class, if it was raised there."""
+    raised_in = user_code_at(error) or _method_at(error)
     return f"{one_line(error)} ({raised_in})" if raised_in else one_line(error)
+
+
+def _method_at(error: BaseException) -> str:
+    """Return the innermost method of a model of transformers in the traceback of `error`, as
+    ``Class.method``; empty without any."""
+    methods = [
+        frame.f_code.co_qualname
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+        if frame.f_globals.get("__name__", "").startswith("transformers.models.")
+    ]
+    return methods[-1] if methods else ""
 
 
 def build_proxy_model(

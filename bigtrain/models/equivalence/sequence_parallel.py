@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -23,6 +22,7 @@ from bigtrain.models.equivalence.proxy_model import (
     rescale_weights,
 )
 from bigtrain.models.equivalence.reductions import smaller, with_heads
+from bigtrain.models.equivalence.token_mixing import mixing_classes
 from bigtrain.models.equivalence.trial import (
     LOSS,
     OUTPUT,
@@ -107,13 +107,28 @@ def check_sequence_parallel(
             f"({difference.size})"
         )
         if difference.category == OUTPUT:
-            rule += ": it mixes tokens outside attention"
+            rule += f": {_cause(model, size)}"
     except BigtrainError as error:
         rule = str(error)
     except MODEL_FAILURES as error:
         rule = f"a proxy model of {model_type} failed: {failure_text(error)}"
     value = size if ring_size == 1 else {"ulysses": size // ring_size, "ring": ring_size}
     return [Problem("parallel.sequence", value, rule, "parallel.sequence=1")]
+
+
+def _cause(model: PreTrainedModel, size: int) -> str:
+    """Return why parts of a sample have other logits than the full sample."""
+    ids = proxy_tokens(model, size * _TOKENS_OF_PART)
+    with torch.no_grad():
+        default = run_forward(model, input_ids=ids)[OUTPUT]["logits"]
+        counted = torch.arange(ids.shape[1]).expand(ids.shape)
+        given = run_forward(model, input_ids=ids, position_ids=counted)[OUTPUT]["logits"]
+    if float((default - given).abs().max()) > TOLERANCES[OUTPUT].relative * float(default.abs().max()):
+        return "its positions do not begin with 0, and the positions of parts do"
+    classes = mixing_classes(model)
+    if classes:
+        return f"{' and '.join(classes)} need the tokens before them, which are on another rank"
+    return "something else than its attention needs tokens of other ranks"
 
 
 def _trial(model: PreTrainedModel, size: int, ring_size: int, *, isolate: bool) -> Trial:
@@ -200,12 +215,11 @@ def run_in_parts(
     documents = None if positions is None else SampleDocuments(positions)
 
     def compute(rank: int) -> tuple[list[tuple[int, int]], dict[str, Values]]:
-        with threads.as_rank(rank), documents_in_samples(documents):
+        with documents_in_samples(documents):
             return sequence.places(length), run_forward(model, **sequence.inputs(ids, positions))
 
     try:
-        with ThreadPoolExecutor(size) as pool:
-            parts = list(pool.map(compute, range(size)))
+        parts = threads.run(compute)
     finally:
         sequence.close()
     # The logits in the order of the tokens in the samples.

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -21,6 +21,7 @@ from bigtrain.models.parallel.sharding import Shard
 if TYPE_CHECKING:
     from bigtrain.models.parallel.ring_attention import Message, Wait
 
+_T = TypeVar("_T")
 OUTPUT, LOSS, GRADIENT = "output", "loss", "gradient"
 """Categories of compared tensors, in the order of a step."""
 
@@ -209,7 +210,7 @@ _DEADLOCK_SECONDS = 60.0
 
 
 class RankThreads:
-    """An exchange among threads of this process; each enters `as_rank` first."""
+    """An exchange among threads of this process that `run` starts."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -222,15 +223,24 @@ class RankThreads:
         rank: int = self._local.rank
         return rank
 
-    @contextmanager
-    def as_rank(self, rank: int) -> Iterator[None]:
-        """Make this thread rank `rank`. If it fails, release the waiting threads."""
-        self._local.rank = rank
-        try:
-            yield
-        except BaseException:
-            self._barrier.abort()
-            raise
+    def run(self, compute: Callable[[int], _T]) -> list[_T]:
+        """Return what `compute` returns for each rank in a thread of its own. Raises the error of
+        the first rank that failed by itself, whose failure ends the waiting of all ranks."""
+
+        def compute_as(rank: int) -> _T:
+            self._local.rank = rank
+            try:
+                return compute(rank)
+            except BaseException:
+                self._barrier.abort()
+                raise
+
+        with ThreadPoolExecutor(self.size) as pool:
+            tasks = [pool.submit(compute_as, rank) for rank in range(self.size)]
+        errors = [error for task in tasks if (error := task.exception()) is not None]
+        if errors:
+            raise min(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError))
+        return [task.result() for task in tasks]
 
     def all_to_all(self, blocks: torch.Tensor) -> torch.Tensor:
         """See `bigtrain.models.parallel.ring_attention.Exchange`."""

@@ -120,7 +120,7 @@ def test_a_ring_divides_any_attention(model_type: str, size: int, ring_size: int
 @pytest.mark.parametrize(
     ("model_type", "reason", "changes"),
     [
-        ("minimax", "outside attention", {"num_local_experts": 4, "head_dim": 16}),
+        ("minimax", "MiniMaxLightningAttention", {"num_local_experts": 4, "head_dim": 16}),
         ("llama", "dropout", {"attention_dropout": 0.1}),
     ],
 )
@@ -145,8 +145,8 @@ def test_heads_are_divided_among_tensor_parallel_processes_first() -> None:
     ("model_type", "reason"),
     [
         ("bloom", "cannot be replaced"),
-        pytest.param("xlstm", "xlstm", marks=pytest.mark.slow),
-        ("roberta", "roberta"),  # it counts positions from its padding token on
+        pytest.param("xlstm", "xLSTMLayer", marks=pytest.mark.slow),
+        ("roberta", "its positions do not begin with 0"),
     ],
 )
 def test_what_does_not_divide_is_refused(model_type: str, reason: str) -> None:

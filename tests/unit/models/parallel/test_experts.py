@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -37,17 +36,15 @@ def test_idle_experts_get_gradients_of_zeros(width: int) -> None:
     exchange = RankThreads(2)
 
     def train(rank: int) -> list[torch.Tensor | None]:
-        with exchange.as_rank(rank):
-            shard_experts(copies[rank], exchange)
-            for parameter in copies[rank].parameters():
-                cut_parameter(parameter)
-            fit_experts(copies[rank])
-            ids = torch.arange(8).view(1, 8) + rank
-            copies[rank](input_ids=ids, labels=ids, use_cache=False).loss.backward()
-            return [p.grad for p in copies[rank].parameters() if is_expert(p)]
+        shard_experts(copies[rank], exchange)
+        for parameter in copies[rank].parameters():
+            cut_parameter(parameter)
+        fit_experts(copies[rank])
+        ids = torch.arange(8).view(1, 8) + rank
+        copies[rank](input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        return [p.grad for p in copies[rank].parameters() if is_expert(p)]
 
-    with ThreadPoolExecutor(2) as pool:
-        busy, idle = pool.map(train, range(2))
+    busy, idle = exchange.run(train)
     assert len(busy) == len(idle) == 4
     assert all(gradient is not None and gradient.any() for gradient in busy)
     assert all(gradient is not None and not gradient.any() for gradient in idle)

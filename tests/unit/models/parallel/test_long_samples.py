@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -53,12 +52,11 @@ def _step_bytes(model_type: str, length: int, ring_size: int, isolates: bool) ->
     sequence = SequenceParallel(model, exchange)
 
     def compute(rank: int) -> tuple[int, int]:
-        with threads.as_rank(rank), documents_in_samples(documents), _Bytes() as counted:
+        with documents_in_samples(documents), _Bytes() as counted:
             model(**sequence.inputs(ids, positions), use_cache=False).logits.sum().backward()
         return counted.largest, counted.total
 
-    with ThreadPoolExecutor(2) as pool:
-        by_rank = list(pool.map(compute, range(2)))
+    by_rank = threads.run(compute)
     sequence.close()
     return by_rank[0]
 

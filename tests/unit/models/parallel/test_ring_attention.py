@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,21 +124,19 @@ def around(case: Case, inputs: Inputs, threads: Watched) -> list[torch.Tensor]:
                               for t in range(*place)])  # fmt: skip
         states = [x[:, :, order].float().requires_grad_() for x in inputs.states]
         sinks = None if inputs.sinks is None else inputs.sinks.float().requires_grad_()
-        with threads.as_rank(rank):
-            output = ring_attention(
-                AttentionStates(*states),
-                sinks,
-                plan,
-                threads,
-                ScoreScaling(SCALE, case.softcap),
-            )
-            leaves = [*states, *([] if sinks is None else [sinks])]
-            gradient = inputs.gradient[:, :, order].float()
-            gradients = torch.autograd.grad(output, leaves, gradient)
+        output = ring_attention(
+            AttentionStates(*states),
+            sinks,
+            plan,
+            threads,
+            ScoreScaling(SCALE, case.softcap),
+        )
+        leaves = [*states, *([] if sinks is None else [sinks])]
+        gradient = inputs.gradient[:, :, order].float()
+        gradients = torch.autograd.grad(output, leaves, gradient)
         return [order, output.detach(), *gradients]
 
-    with ThreadPoolExecutor(case.size) as pool:
-        orders, *parts = zip(*pool.map(compute, range(case.size)), strict=True)
+    orders, *parts = zip(*threads.run(compute), strict=True)
     inverse = torch.cat(orders).argsort()
     joined = [torch.cat(part, 2)[:, :, inverse] for part in parts[:4]]
     return joined + [torch.stack(part).sum(0) for part in parts[4:]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -60,13 +59,12 @@ def whole_and_divided(
     sequence = SequenceParallel(model, exchange)
 
     def compute(rank: int) -> tuple[list[tuple[int, int]], torch.Tensor]:
-        with threads.as_rank(rank), documents_in_samples(SampleDocuments(positions)):
+        with documents_in_samples(SampleDocuments(positions)):
             part = model(**sequence.inputs(ids, positions), use_cache=False).logits
             (part * sequence.part(weights)).sum().backward()
             return sequence.places(T), part.detach()
 
-    with ThreadPoolExecutor(size) as pool:
-        parts = list(pool.map(compute, range(size)))
+    parts = threads.run(compute)
     sequence.close()
     order = torch.cat([torch.arange(*span) for spans, _ in parts for span in spans])
     found = {"logits": torch.cat([part for _, part in parts], 1)[:, order.argsort()]}
@@ -145,11 +143,10 @@ def test_bytes_do_not_depend_on_the_length(length: int, monkeypatch: pytest.Monk
     ids = torch.full((1, length), 5)
 
     def compute(rank: int) -> None:
-        with threads.as_rank(rank), torch.no_grad():
+        with torch.no_grad():
             model(**sequence.inputs(ids, None), use_cache=False)
 
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(compute, range(2)))
+    threads.run(compute)
     sequence.close()
     heads, width, states, kernel, groups = 4, 16, 8, 4, 2
     channels = heads * width + 2 * groups * states
