@@ -53,6 +53,7 @@ def run(args: GenerateArguments) -> int:
         return _compare(args)
     if args.served_model is not None:
         raise ModelError("--served-model names a model of a server -> add --compare-with URL")
+    # A conversation, in which each line of the user is answered, or one continuation.
     how: dict[str, Any] = {
         "max_new_tokens": args.max_new_tokens,
         "temperature": args.temperature,

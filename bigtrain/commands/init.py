@@ -113,6 +113,7 @@ def _ask() -> dict[str, Any]:
     try:
         print("A run YAML from a few answers; press Enter to accept the default in brackets.")
         answers: dict[str, Any] = {}
+        # The model.
         trained = _yes("Start from trained weights (no: a new model with random weights)?", True)
         if trained:
             answers["model"] = _existing(
@@ -123,6 +124,7 @@ def _ask() -> dict[str, Any]:
         else:
             text = "Configuration (directory, Hugging Face name or recipe)"
             answers["new_model"] = _text(text, "quickstart")
+        # Data and devices.
         text = "Data (shards, or files, a folder or a Hub dataset to tokenize)"
         answers["data"] = _existing(text, lambda answer: NewRun(data=answer).names_nothing_here)
         answers["chat"] = _yes("Are the data conversations?", False)

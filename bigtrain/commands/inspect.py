@@ -109,6 +109,7 @@ def _lines(inspected: Inspected, tree: dict[str, Any]) -> list[str]:
         from bigtrain.data.shards.block_checksums import NOT_VERIFIED
         from bigtrain.data.shards.inspection import summary
 
+        # Datasets: what the manifest says.
         lines = [summary(inspected.path, manifest)]
         record = manifest.tokenizer
         lines.append(
@@ -121,6 +122,7 @@ def _lines(inspected: Inspected, tree: dict[str, Any]) -> list[str]:
         lines.append(f"  inputs:   {len(manifest.sources):,}")
         lines += [f"    {source.path}" for source in manifest.sources[:SHOWN]]
         lines += _more(len(manifest.sources))
+    # Splits, with the first shards of each.
     for split, part in tree["splits"].items():
         lines.append(f"{split}: {part['documents']:,} documents, {part['tokens']:,} tokens")
         for shard in part["shards"][:SHOWN]:

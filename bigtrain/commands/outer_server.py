@@ -72,6 +72,7 @@ def run(args: OuterServerArguments) -> int:
     rules = Rules(args.asynchronous, args.window_seconds)
     scheme = "http" if args.certificate is None else "https"
     _say(f"outer server at {scheme}://{args.host}:{args.port}, directory {args.directory}")
+    # Say who can reach it before it serves.
     reached_from = exposure(args.host)
     if not reached_from:
         _say("only sites on this machine can reach it -> --host ADDRESS for sites on other hosts")

@@ -58,6 +58,7 @@ def run(args: ParityArguments) -> int:
             f"{result}"
         )
 
+    # Rows are printed as the topologies end.
     passed = run_parity(config, args.world_size, lambda note: print(f"note: {note}"), report)
     if refused and not args.refused:
         print(f"{refused} topologies are refused; --refused lists them with the reasons")

@@ -44,6 +44,7 @@ def run(args: ReportArguments) -> int:
     if args.port is not None and not args.live:
         rule = "applies only to --live"
         raise ConfigError(Problem("--port", args.port, rule, "remove it, or add --live"))
+    # Serve until Ctrl-C, or write the page.
     started_at = time.monotonic()
     if args.live:
         from bigtrain.report.live import ADDRESS, open_server

@@ -45,6 +45,7 @@ def run(args: ScoreArguments) -> int:
     """Score the data and print a summary. Collective under a launcher. Raises BigtrainError."""
     from bigtrain.python_api.scoring import PerplexityFilter, score, summary
 
+    # Perplexity limits and a directory for what they keep go together.
     keep = None
     lowest, highest = args.min_perplexity, args.max_perplexity
     if args.filter is not None:
@@ -66,6 +67,7 @@ def run(args: ScoreArguments) -> int:
         deepspeed_config=args.deepspeed_config,
         keep=keep,
     )
+    # What was scored, and the command that uses it.
     world = read_world(os.environ)
     if world.is_main:
         print(*summary(scores), sep="\n")

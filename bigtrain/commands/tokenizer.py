@@ -43,6 +43,7 @@ def run(args: TokenizerArguments) -> int:
     if args.overrides and args.config is None:
         rule = "is a setting of a run, and --config is missing"
         raise ConfigError(Problem("arguments", args.overrides[0], rule, "--config RUN.yaml"))
+    # Which of three things the options ask for: tokens of a run, tokens for a tokenizer, training.
     trains = bool(args.inputs) or args.vocab_size is not None
     if args.config is not None:
         if trains or args.base is not None or args.add_token or args.add_special_token:
@@ -62,6 +63,7 @@ def run(args: TokenizerArguments) -> int:
     if args.add_token or args.add_special_token:
         raise DataError("--add-token and --add-special-token are for an existing tokenizer: --base")
 
+    # Train.
     from bigtrain.python_api.tokenizing import train_tokenizer
 
     reading = ReadingOptions(**{f.name: getattr(args, f.name) for f in fields(ReadingOptions)})

@@ -38,12 +38,14 @@ def run(args: VerifyArguments) -> int:
     from bigtrain.python_api.shards import verify_shards
 
     next_line = ""
+    # Datasets.
     verify_shards(*args.datasets)
     for path in args.datasets:
         splits = open_dataset(path, check="index").table.splits.values()
         num_shards, tokens = sum(map(len, splits)), sum(split.num_tokens for split in splits)
         print(f"{path}: {num_shards} shards, {tokens:,} tokens, all checksums match")
         next_line = shards_line(path)
+    # An exported model.
     if args.model is not None:
         from bigtrain.python_api.results import verify_model
 
@@ -56,6 +58,7 @@ def run(args: VerifyArguments) -> int:
     from bigtrain.run.checkpointing import checkpoints
     from bigtrain.run.checkpointing.listing import one_site_note, verify_checkpoints
 
+    # Checkpoints of a run: all are listed, and one that is corrupt decides the exit code.
     all_complete, site_note = True, ""
     for step, reason in verify_checkpoints(args.run, args.step):
         status = "corrupt: " + reason if reason else "complete, all checksums match"

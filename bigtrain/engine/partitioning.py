@@ -166,6 +166,7 @@ def apply_layer_options(
 
         parts = config.parallel.degrees.sequence_size
         add_embedding_noise(model, section.neftune_noise_alpha, parts)
+    # Kernels and tiles replace modules, so that they come before compilation.
     fast_path = fast_path_of(config, engine_config, model.config, device.type)
     if fast_path.kernels == "liger":
         apply_kernels(model)

@@ -156,6 +156,7 @@ def inspect_environment_file(path: Path) -> list[str]:
         return []
     except OSError as error:
         return [f"{path}: cannot be read: {error.strerror}"]
+    # DeepSpeed splits each line at its first equals sign, and exports what it finds.
     problems = []
     secrets = set()
     for number, line in enumerate(text.splitlines(), 1):

@@ -56,6 +56,7 @@ def parse_hostfile(text: str) -> tuple[list[Host], list[str]]:
     """Return the hosts in `text`, and its problems: line, value, rule and fix."""
     hosts: list[Host] = []
     problems: list[str] = []
+    # Marks that editors of Windows leave, which no reader of hostfiles strips.
     if text.startswith("\ufeff"):
         problems.append(
             "line 1: begins with a byte order mark, which mpirun and DeepSpeed read as a part of "
@@ -68,6 +69,7 @@ def parse_hostfile(text: str) -> tuple[list[Host], list[str]]:
             f"line {line}: has a Windows line ending (CR LF), and shells and mpirun treat the CR "
             "as part of the last word -> sed -i 's/\\r$//' FILE"
         )
+    # Hosts by line.
     for line_number, line_text in enumerate(text.split("\n"), 1):
         entry = line_text.partition("#")[0].strip()
         if not entry:
@@ -88,6 +90,7 @@ def parse_hostfile(text: str) -> tuple[list[Host], list[str]]:
             )
         else:
             hosts.append(Host(name, int(slots_text), line_number))
+    # DeepSpeed ends at a host that is listed twice, and does not say in which lines.
     first_by_name: dict[str, Host] = {}
     for host in hosts:
         first = first_by_name.setdefault(host.name, host)

@@ -108,6 +108,7 @@ def check_pod(pod: PodSettings) -> list[Problem]:
             for name in names
             if not _VARIABLE.fullmatch(name)
         ]
+    # Secrets are read from a Secret, never from the manifest.
     for name, value in pod.variables.items():
         if is_secret(name, value):
             rule = "is a secret, and everyone with access to the pods could read it"

@@ -128,6 +128,7 @@ def check_on_every_number(request: NodesRequest) -> None:
             failures[number] = error
     if not failures:
         return
+    # Report the smallest number that cannot run, and what would let all numbers run.
     number, first = next(iter(failures.items()))
     problems = list(first.problems)
     fitting = [n for n in range(smallest, largest + 1) if n not in failures]

@@ -36,6 +36,7 @@ def serve(host: str, port: int, address: str | None = None) -> int:
     import torch.distributed as dist
 
     hostname = socket.gethostname()
+    # Bind before the store is made, so that a port in use is an error of one line.
     try:
         try_port(port, may_be_bound=True)
         bound = listen_where_reached(address or host, port)
@@ -56,6 +57,7 @@ def serve(host: str, port: int, address: str | None = None) -> int:
             file=sys.stderr,
         )
         return 2
+    # The launcher tells the end of the job, and then of the server, by signals.
     signal.signal(signal.SIGUSR1, lambda *_: store.set(ENDING, ""))
     signal.signal(signal.SIGUSR2, signal.default_int_handler)
     print(f"rendezvous: serving on port {store.port} of {hostname}, {bound_address}", flush=True)

@@ -59,6 +59,7 @@ def render_script(request: SlurmRequest) -> str:
         "chdir": request.directory,
         **request.options,
     }
+    # The shipped script, with this header and these arguments.
     text = _with_header(slurm_script("train.sbatch").read_text(encoding="utf-8"), header)
     arguments = shlex.join(request.arguments())
     text = _replaced(text, 'arguments=("$@")', f'arguments=({arguments} "$@")')

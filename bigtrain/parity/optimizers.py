@@ -47,6 +47,7 @@ def plain_optimizer(
                 (plain_optimizer(model, fast, masters, section), loraplus_lr_ratio),
             ]
         )
+    # Weight decay by role, without matrices that have an optimizer of their own.
     matrix_names = {} if section.facts.beside is None else hidden_matrices(model)
     roles = parameter_roles(model)
     decay, no_decay = [], []
@@ -61,6 +62,7 @@ def plain_optimizer(
         {"params": decay, "weight_decay": section.weight_decay},
         {"params": no_decay, "weight_decay": 0.0},
     ]
+    # The optimizer of all parameters, or of what is left of them beside one of matrices.
     facts = section.facts
     plain = PLAIN[facts.beside or section.type](groups, section)
     if facts.beside is None:

@@ -47,7 +47,7 @@ def run_parity(
     Returns whether all passed; a crashed topology has failed, and all other topologies continue. A
     setting in which an error would not show is a line of `say`, and then the result is False.
     Raises ModelError if no proxy model can be built or plain transformers fails, ConfigError as
-    `shrink`, LaunchError if no process starts.
+    `shrink`, LaunchError if no process starts, BigtrainError if every topology is refused.
     """
     with tempfile.TemporaryDirectory(prefix="bigtrain-parity-") as name:
         directory = Path(name)
@@ -62,6 +62,9 @@ def run_parity(
             elif point.refusal is not None:
                 report(point, None)
         legal = [point for point in all_points if point.refusal is None]
+        has_wrong_points = any(point.is_wrong for point in all_points)
+        if not legal and has_wrong_points:
+            return False
         if not legal:
             raise BigtrainError(f"no topology of {world_size} ranks is legal")
         with without_progress():
@@ -70,7 +73,7 @@ def run_parity(
             invisible = invisible_settings(proxy.config)
         for line in invisible:
             say(f"NOT COMPARED: {line}")
-        passed = not invisible and not any(point.is_wrong for point in all_points)
+        passed = not invisible and not has_wrong_points
         for point, result in train_points(legal, world_size, directory):
             if isinstance(result, str):
                 verdict = Verdict(crash=result)

@@ -37,6 +37,7 @@ def train_case(case: dict[str, Any], world: World, device: torch.device) -> None
     if world.is_main:
         directory.mkdir()
     dist.barrier()
+    # The engine as a run builds it, with weights and adapters.
     config = RunConfig.model_validate(case["config"])
     run = resolve_run(config, world.size, case["engine"], "cpu")
     mesh = open_mesh(run.topology, world.rank)
@@ -50,6 +51,7 @@ def train_case(case: dict[str, Any], world: World, device: torch.device) -> None
         begin_principal_adapters(
             engine, config, hf_config, weights, is_new=True, gather=on_every_rank
         )
+    # The frozen model of a live teacher.
     teacher = resolve_teacher(run)
     if teacher is not None:
         section = teacher.config.model
@@ -62,9 +64,11 @@ def train_case(case: dict[str, Any], world: World, device: torch.device) -> None
         objective = config.objective
         top = TopTokens(objective.teacher_top_k, temperature=objective.temperature)
         engine.teach = LiveTeacher(frozen, top, {})
+    # Outputs of layers name the first difference, before any update.
     first = micro_batches(config, run.plan, 0, coordinates.data_rank)
     outputs = layer_outputs(engine.module, lambda: engine.evaluate(first))
     layers = _sum_over_ranks(outputs if coordinates.tensor_rank == 0 else {})
+    # Train; the first update and the last are compared by weights.
     losses, norms = [], []
     for step in range(config.train.total_steps):
         batches = micro_batches(config, run.plan, step, coordinates.data_rank)

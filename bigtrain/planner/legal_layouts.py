@@ -72,6 +72,7 @@ def legal_degrees(
     layer_types = request.model.kinds
     has_plan = any(layer.num_parameters_cut for layer in layer_types)
     divides = all(layer.attention is not None or layer.passes_states for layer in layer_types)
+    # Degrees that divide the model and the batch.
     shapes: list[Degrees] = []
     for t in divisors(world_size):
         if t > 1 and not (has_plan and all(layer.divides_among(t) for layer in layer_types)):
@@ -92,6 +93,7 @@ def legal_degrees(
                     for ring_size in _rings(request, t, s, devices_per_node)
                     for expert_size in divisors(shared_size)
                 ]
+    # Rules differ by stage.
     for zero_stage in request.zero_stages:
         if not request.allows({"zero_stage": zero_stage}):
             continue

@@ -48,6 +48,7 @@ def convert(
     Raises ConfigError with every key that is unknown, or that changes the mathematics and has no
     counterpart, and for a run that is refused; OutputError.
     """
+    # Refuse before anything is read.
     path = Path(output)
     if missing := [str(file) for file in files if not Path(file).is_file()]:
         rule, fix = "no such file", "the path of the other trainer's file"
@@ -56,6 +57,7 @@ def convert(
         rule = "exists, and may have been edited"
         fix = "another --output, or --force to replace it"
         raise ConfigError(Problem("--output", str(path), rule, fix))
+    # Convert, and check the run as its start would.
     more_words = [] if path == Path("run.yaml") else ["--output", str(path)]
     if force:
         more_words.append("--force")
@@ -69,6 +71,7 @@ def convert(
         more_words=more_words,
     )
     resolve_run(converted.config, world_size or 1)
+    # The YAML begins with what was converted, and what was not.
     names = ", ".join(str(file) for file in files)
     head = [
         f"From {names}, a file of {converted.trainer}, by bigtrain convert.",

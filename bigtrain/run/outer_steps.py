@@ -182,6 +182,7 @@ class OuterSteps:
         sites, steps = self._context.config.sites, self._context.config.train.total_steps
         if sites is None or sites.count == 1:
             return {}
+        # Weights between two outer steps are those of this site only.
         if not self._has_ended(state):
             reason = f"the outer step after step {steps}, with which the run ends, is not on it"
             fix = (

@@ -38,6 +38,7 @@ def log_prediction(context: RunContext, inputs: Inputs) -> RunPrediction | None:
     """Log how the layers compute, and the predicted time and memory; refuse a run that cannot fit
     its device. Collective."""
 
+    # Copies of checkpoints in memory need a second host.
     section, has_partners = context.config.checkpoint.memory, False
     if section is not None:
         from bigtrain.run.checkpointing.host_files import Partners
@@ -45,6 +46,7 @@ def log_prediction(context: RunContext, inputs: Inputs) -> RunPrediction | None:
 
         has_partners = Partners.of(context.hosts) is not None
 
+    # One rank predicts: a trace takes seconds.
     def find() -> RunPrediction | None:
         for line in layer_lines(context.run, inputs.hf_config, context.device.type):
             context.log.info(line)
@@ -119,6 +121,7 @@ def utilization_of(context: RunContext, hf_config: Any) -> Callable[[float], flo
         peak_flops_per_second,
     )
 
+    # A trace of the shape, once, when the first step is logged.
     @cache
     def token_flops() -> int | None:
         shape = _shape_of(empty_model(hf_config))

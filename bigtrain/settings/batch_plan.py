@@ -147,6 +147,7 @@ def _plan_shares(
         )
         nearest = f"nearest: {below} or {below + unit}" if below else f"nearest: {unit}"
         return None, [Problem("batch.global_batch_size", samples, rule, nearest)]
+    # The samples of this site come after the samples of earlier sites.
     samples_per_share = samples // sum(shares)
     site_samples = samples_per_share * shares[site]
     accumulation = site_samples // (micro * data_size)

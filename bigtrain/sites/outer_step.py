@@ -329,6 +329,7 @@ class OuterStep:
         """Note what happened at an attempt, to this site and to others."""
         step_text, site_name = f"step {attempt.step}", f"site {self.sites.index}"
         self.notes += [f"{step_text}: {note}" for note in attempt.notes]
+        # Out of reach of all other sites: it goes on alone.
         if attempt.detached:
             self.events.append(OuterEvent(ALONE, site_name, attempt.detached, self.record.number))
             self.notes.append(
@@ -337,12 +338,14 @@ class OuterStep:
             )
             self.detached, self._others_train = attempt.detached, False
             return
+        # Nothing was exchanged: the next outer step has these steps as well.
         record = attempt.record
         if record is None:
             self.notes.append(
                 f"{step_text}: no outer step after {self.record.number}: {attempt.failure}"
             )
             return
+        # An outer step was made: who took part, by events.
         events, number = attempt.events, record.number
         if self.detached and all((e.event, e.who) != (RETURNED, site_name) for e in events):
             events.append(OuterEvent(RETURNED, site_name, "takes part again", number))
@@ -352,6 +355,7 @@ class OuterStep:
             reason = "no other site is reachable, or came in time"
             events.insert(0, OuterEvent(ALONE, site_name, reason, number))
         self._was_alone = is_alone
+        # For people: the last few events, and samples that are skipped.
         has_changed = attempt.received is not None or record.fragment is not None
         self._others_train = has_changed and len(record.members) > 1
         self.events += events

@@ -37,6 +37,7 @@ def start_own_server(sites: SitesSection, directory: Path) -> str:
     client = ServerClient(sites.server, read_token(Path(sites.token_file or "")))
     if _answers(client):
         return f"the outer server at {sites.server} is running already"
+    # Start it.
     directory.mkdir(parents=True, exist_ok=True)
     log = directory / LOG
     host, port = sites.server_place
@@ -50,6 +51,7 @@ def start_own_server(sites: SitesSection, directory: Path) -> str:
         ],
         log,
     )
+    # Wait until it answers.
     end = time.monotonic() + _START_SECONDS
     while not _answers(client):
         if not _exists(pid) or time.monotonic() > end:

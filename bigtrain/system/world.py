@@ -57,6 +57,7 @@ def read_world(environment: Mapping[str, str]) -> World:
 
     Raises LaunchError if variables are not numbers, incomplete, or contradict each other.
     """
+    # Variables of launchers; of mpirun and srun only where no launcher set any.
     values = {name: environment[name] for name in _VARIABLES if name in environment}
     if not values and _MPIRUN_NAMES[0] in environment:
         values = _given_by_mpirun(environment)
@@ -76,6 +77,7 @@ def read_world(environment: Mapping[str, str]) -> World:
             f"the environment has {', '.join(values)} but not all of RANK and WORLD_SIZE: start "
             "with deepspeed, torchrun or accelerate launch, or unset them to run one process"
         )
+    # All are there: they must be numbers that agree.
     try:
         rank, size = int(values["RANK"]), int(values["WORLD_SIZE"])
         local_rank = int(values.get("LOCAL_RANK") or _local_rank(rank, size, environment))

@@ -205,6 +205,7 @@ class _Update:
     def _step(self) -> None:
         """Do `BF16_Optimizer.step` with an update that clips, and that writes the parameters."""
         optimizer, fused = self._optimizer, self._fused
+        # The norm is not finite if a gradient is not: then nothing is updated.
         optimizer.overflow = False
         if self._num_summed > 1:
             norm = self._norm_of_parts()
@@ -220,6 +221,7 @@ class _Update:
             self._forget()
             optimizer.clear_lp_grads()
             return
+        # One kernel divides, clips, updates and writes the parameters.
         fused.gradient_factor = gradient_factor(norm, optimizer.clip_grad, self._num_summed)
         for master, gradient in zip(
             optimizer.fp32_groups_flat_partition,

@@ -66,6 +66,7 @@ def choose(
 
         if problems := check_mtp_layers(hf_config, config.objective.mtp_weight, length):
             return None, problems
+    # Does the code of the model run at all, and which parameters get gradients?
     reach = find_gradient_reach(hf_config, length, config.model.attention)
     if reach.failure:
         key = "model.path" if config.model.path is not None else "model.config"
@@ -75,6 +76,7 @@ def choose(
         if config.model.type is not None:
             return None, [Problem("model.type", config.model.type, rule, "correct the class")]
         return None, [Problem(key, config.model.path, rule, "correct its sizes")]
+    # Each trial compares a proxy model with and without one change.
     problems, stages, isolation = try_model(config, hf_config, reach)
     if problems:
         return None, problems

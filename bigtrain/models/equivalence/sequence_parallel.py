@@ -123,7 +123,8 @@ def _cause(model: PreTrainedModel, size: int) -> str:
         default = run_forward(model, input_ids=ids)[OUTPUT]["logits"]
         counted = torch.arange(ids.shape[1]).expand(ids.shape)
         given = run_forward(model, input_ids=ids, position_ids=counted)[OUTPUT]["logits"]
-    if float((default - given).abs().max()) > TOLERANCES[OUTPUT].relative * float(default.abs().max()):
+    largest_rounding = TOLERANCES[OUTPUT].relative * float(default.abs().max())
+    if float((default - given).abs().max()) > largest_rounding:
         return "its positions do not begin with 0, and the positions of parts do"
     classes = mixing_classes(model)
     if classes:

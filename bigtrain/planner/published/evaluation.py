@@ -146,6 +146,7 @@ _Pairs = Sequence[tuple[Mapping[str, str], RowPrediction]]
 
 def _of_source(name: str, all_pairs: _Pairs) -> SourceErrors:
     pairs = [pair for pair in all_pairs if not pair[1].guessed]
+    # Speed and memory, where both were published and predicted.
     measured_rows = []
     for row, p in pairs:
         if p.tokens_per_second is not None:

@@ -298,6 +298,7 @@ class MemoryFiles:
                 if error is not None:
                     raise CheckpointError(f"a file from another host: {error}")
 
+        # An error on one rank is raised on all, before and after the transfers.
         if plan:
             self._on_all(make_room)
             errors = [self._transfer(transfer, directory, destination) for transfer in plan]

@@ -241,6 +241,7 @@ def _set_model(draft: Draft) -> None:
         draft.set("model.gradient_checkpointing", "full")
     if recompute == "offload" or draft.value("activation_offloading"):
         draft.set("model.activation_offload", True)
+    # Attention has a key of its own, or one of four older switches.
     attention = draft.value("attn_implementation")
     for key, known in (
         ("flash_attention", "flash_attention_2"),
@@ -253,10 +254,12 @@ def _set_model(draft: Draft) -> None:
         draft.set("model.attention", attention)
     if draft.value("torch_compile"):
         draft.set("model.compile", "on")
+    # FSDP shards what ZeRO 3 shards.
     if draft.value("deepspeed"):
         set_engine(draft, "deepspeed")
     elif draft.value("fsdp") or draft.value("fsdp_config"):
         draft.set("engine.deepspeed_config", "zero3")
+    # Adapters: Axolotl has defaults for neither rank nor modules.
     adapter = draft.value("adapter")
     if adapter in ("lora", "qlora"):
         targets = draft.value("lora_target_modules", [])
@@ -277,6 +280,7 @@ def _set_model(draft: Draft) -> None:
             targets=targets or "all-linear",
             dropout=draft.number("lora_dropout", 0.0),
         )
+        # Options of adapters that change the mathematics.
         if draft.value("loraplus_lr_ratio") and draft.number("weight_decay", 0.0):
             draft.set("optimizer.weight_decay", 0.0)
             draft.notes.append("weight_decay: Axolotl's optimizer of LoRA+ does not decay")

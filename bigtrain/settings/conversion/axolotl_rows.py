@@ -38,6 +38,7 @@ def set_rows(draft: Draft) -> None:
     if not pairs:
         packs = bool(draft.value("sample_packing"))
         set_packing(draft, "sample_packing", packs=packs, length="sequence_len")
+    # Tokens and template.
     special = draft.value("special_tokens", {})
     if isinstance(special, Mapping) and {*special} - {"pad_token"}:
         draft.refuse(
@@ -45,6 +46,7 @@ def set_rows(draft: Draft) -> None:
             "changes the tokenizer's control tokens: set them in the tokenizer's directory",
         )
     _check_template(draft)
+    # Options of all datasets.
     held_out = draft.number("val_set_size", 0)
     options = []
     if draft.value("chat_template") in _TEMPLATES:
@@ -53,6 +55,7 @@ def set_rows(draft: Draft) -> None:
         options += ["--held-out", str(held_out)]
     elif held_out >= 1:
         draft.notes.append(f"val_set_size = {held_out:g} rows: --held-out takes a share of them")
+    # One command for each dataset.
     key = "pretraining_dataset" if draft.value("pretraining_dataset") else "datasets"
     datasets = draft.value(key, [])
     datasets = [datasets] if isinstance(datasets, (str, Mapping)) else list(datasets)

@@ -170,6 +170,7 @@ def _set_adapters(draft: Draft) -> None:
         targets=targets,
         dropout=draft.number("lora_dropout", 0.0),
     )
+    # PiSSA is exact here, and an approximation there by default.
     if draft.value("pissa_init"):
         draft.set("adapters.init", "pissa")
         if draft.number("pissa_iter", 16) != -1 and "pissa_iter" not in draft.omitted:
@@ -179,6 +180,7 @@ def _set_adapters(draft: Draft) -> None:
     if draft.value("additional_target"):
         modules = [name.strip() for name in str(draft.value("additional_target")).split(",")]
         draft.set("adapters.modules_to_save", modules)
+    # The base in 4 or 8 bits.
     bits = draft.value("quantization_bit")
     if bits == 4:
         draft.set("adapters.quantization", draft.value("quantization_type", "nf4"))

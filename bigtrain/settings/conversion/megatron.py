@@ -87,6 +87,7 @@ def fill_neox(draft: Draft, task: str | None) -> None:
 
 def fill_megatron(draft: Draft, task: str | None) -> None:
     """Set the settings that follow from several arguments of Megatron-LM."""
+    # Optimizer and batch.
     lr = float(draft.required_number("lr", "optimizer.lr"))
     betas = [draft.number("adam_beta1", 0.9), draft.number("adam_beta2", 0.999)]
     if draft.value("optimizer", "adam") != "adam":
@@ -97,6 +98,7 @@ def fill_megatron(draft: Draft, task: str | None) -> None:
     draft.required_number("seq_length", "batch.sequence_length")
     draft.required_number("micro_batch_size", "batch.micro_batch_size")
     draft.required_number("global_batch_size", "batch.global_batch_size", "batch.global_tokens")
+    # Schedule.
     decay_iters = int(draft.number("lr_decay_iters", steps))
     warmup_steps = int(draft.number("lr_warmup_iters", 0))
     if draft.value("lr_warmup_fraction"):
@@ -104,6 +106,7 @@ def fill_megatron(draft: Draft, task: str | None) -> None:
     if warmup_steps:
         draft.set("schedule.warmup_steps", warmup_steps)
     _set_schedule(draft, lr, steps, decay_iters, warmup_steps)
+    # Precision, recomputation, documents and model.
     dtype = "bfloat16" if draft.value("bf16") else "float32"
     draft.set("precision.dtype", "float16" if draft.value("fp16") else dtype)
     if draft.value("recompute_activations") or draft.value("recompute_granularity") == "full":

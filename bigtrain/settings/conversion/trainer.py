@@ -232,6 +232,7 @@ def fill(draft: Draft, task: str | None) -> None:
 def set_training(draft: Draft, defaults: Mapping[str, Any]) -> None:
     """Set optimizer, schedule, batch, length, precision, saves and log as TrainingArguments do.
     Shared with LLaMA-Factory, whose keys are the same."""
+    # Optimizer, schedule and batch.
     draft.set("optimizer.lr", draft.number("learning_rate", defaults["learning_rate"]))
     set_optimizer(draft, "optim", "adamw_torch")
     set_adam(draft, ("adam_beta1", "adam_beta2"), "adam_epsilon")
@@ -241,6 +242,7 @@ def set_training(draft: Draft, defaults: Mapping[str, Any]) -> None:
     set_batch(draft, ("per_device_train_batch_size", 8), ("gradient_accumulation_steps", 1))
     set_length(draft, ("num_train_epochs", 3.0), "max_steps")
     set_dtype(draft, default="bfloat16" if defaults.get("bf16") else "float32")
+    # How layers are computed.
     if draft.value("gradient_checkpointing", defaults.get("gradient_checkpointing")):
         draft.set("model.gradient_checkpointing", "full")
     attention = draft.value("attn_implementation")
@@ -254,6 +256,7 @@ def set_training(draft: Draft, defaults: Mapping[str, Any]) -> None:
         draft.set("model.compile", "on")
     if draft.value("model_revision", "main") != "main":
         draft.refuse("model_revision", "a run reads the model's main branch, or a directory")
+    # Engine, and what is logged and saved.
     set_engine(draft, "deepspeed")
     set_noise(draft, "neftune_noise_alpha")
     draft.set(
@@ -306,6 +309,7 @@ def _set_objective(draft: Draft, task: str) -> None:
         if draft.value("lora_target_parameters"):
             draft.set("adapters.target_parameters", draft.value("lora_target_parameters"))
             draft.set("adapters.targets", targets or [])
+    # The loss, which the trainer names, or an argument of DPO.
     method = METHODS[task]
     loss = draft.value("loss_type")
     loss = loss[0] if isinstance(loss, list) and len(loss) == 1 else loss
@@ -360,6 +364,7 @@ def _set_rows(draft: Draft, task: str, default_length: int) -> None:
                 "the assistant's",
                 "--omit assistant_only_loss learns answers only",
             )
+    # One command for each dataset.
     options = [*METHODS[task].rows]
     if draft.value("chat_template"):
         options += ["--chat-template", "template.jinja"]
@@ -377,6 +382,7 @@ def _set_rows(draft: Draft, task: str, default_length: int) -> None:
 
 def _sources(draft: Draft) -> list[dict[str, Any]]:
     """Return name and options of each dataset of the file."""
+    # Three ways to name data: a mixture, a dictionary of shares, one dataset.
     mixture = draft.value("dataset_mixture")
     if isinstance(mixture, Mapping):
         listed = [

@@ -126,6 +126,7 @@ class OuterServer:
     def _refusal_by_headers(self, host: str, marks: _Marks) -> tuple[int, str] | None:
         """Return status and text of a refusal; None for a message whose body may be read."""
         action = marks.action
+        # The sender has the token, and the body is of a size that its action may have.
         expected = protocol.request_signature(
             self._token, action, marks.instance, marks.nonce, marks.length, marks.digest
         )
@@ -138,6 +139,7 @@ class OuterServer:
             return protocol.TOO_LARGE, f"a message of {marks.length:,} bytes is too large"
         if action == "hello":
             return None
+        # A message counts once: its number is larger than the last one of its session.
         if marks.instance != self._instance:
             return protocol.OTHER_START, "the server has started again"
         nonce = _NONCE.fullmatch(marks.nonce)
