@@ -109,7 +109,7 @@ def _lines(inspected: Inspected, tree: dict[str, Any]) -> list[str]:
         from bigtrain.data.shards.block_checksums import NOT_VERIFIED
         from bigtrain.data.shards.inspection import summary
 
-        # Datasets: what the manifest says.
+        # The manifest of a dataset.
         lines = [summary(inspected.path, manifest)]
         record = manifest.tokenizer
         lines.append(

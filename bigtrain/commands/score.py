@@ -67,7 +67,7 @@ def run(args: ScoreArguments) -> int:
         deepspeed_config=args.deepspeed_config,
         keep=keep,
     )
-    # What was scored, and the command that uses it.
+    # The summary, and the command that uses the scores.
     world = read_world(os.environ)
     if world.is_main:
         print(*summary(scores), sep="\n")

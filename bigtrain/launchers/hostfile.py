@@ -90,7 +90,7 @@ def parse_hostfile(text: str) -> tuple[list[Host], list[str]]:
             )
         else:
             hosts.append(Host(name, int(slots_text), line_number))
-    # DeepSpeed ends at a host that is listed twice, and does not say in which lines.
+    # DeepSpeed fails if a host is listed twice, and names no lines.
     first_by_name: dict[str, Host] = {}
     for host in hosts:
         first = first_by_name.setdefault(host.name, host)

@@ -62,7 +62,7 @@ def plain_optimizer(
         {"params": decay, "weight_decay": section.weight_decay},
         {"params": no_decay, "weight_decay": 0.0},
     ]
-    # The optimizer of all parameters, or of what is left of them beside one of matrices.
+    # One optimizer for all parameters, or one for matrices and one for all further parameters.
     facts = section.facts
     plain = PLAIN[facts.beside or section.type](groups, section)
     if facts.beside is None:

@@ -208,7 +208,7 @@ def _left_out(config: RunConfig) -> list[str]:
         )
         if value not in (off, "auto")
     ]
-    # What is random, or rounds by more than an error would change.
+    # Settings that are random, or round by more than an error would change.
     if section.neftune_noise_alpha is not None:
         notes.append(
             f"model.neftune_noise_alpha = {section.neftune_noise_alpha:g} is off here, like all "

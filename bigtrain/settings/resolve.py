@@ -138,7 +138,7 @@ def in_phase(
 def _check_phases(config: RunConfig) -> list[Problem]:
     """Check what does not go with ``batch.phases``."""
     steps, needed = config.train.steps, config.batch.ends()[-1]
-    # Whether a rule applies, and the key, value, rule and remedy of its problem.
+    # For each rule: whether it applies, then the key, value, rule and fix of its problem.
     rules: list[tuple[bool, str, object, str, str]] = [
         *(
             (
@@ -207,7 +207,7 @@ def _check_phases(config: RunConfig) -> list[Problem]:
     problems = [
         Problem(key, value, rule, fix) for applies, key, value, rule, fix in rules if applies
     ]
-    # Samples of every phase are cut from the same chunks of the stream.
+    # A chunk of the stream has to contain complete samples of every phase.
     chunk = config.data.chunk_length
     for number in range(len(config.batch.phases)):
         length = config.batch.of_phase(number).sequence_length

@@ -329,7 +329,7 @@ class OuterStep:
         """Note what happened at an attempt, to this site and to others."""
         step_text, site_name = f"step {attempt.step}", f"site {self.sites.index}"
         self.notes += [f"{step_text}: {note}" for note in attempt.notes]
-        # Out of reach of all other sites: it goes on alone.
+        # No other site is reachable: this site continues without outer steps.
         if attempt.detached:
             self.events.append(OuterEvent(ALONE, site_name, attempt.detached, self.record.number))
             self.notes.append(
