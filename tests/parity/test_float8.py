@@ -44,6 +44,8 @@ MODELS = {
     ),
 }
 ADAPTED: dict[str, Any] = {"adapters": {"type": "lora", "rank": 4}}
+# Casts are in the graph of a layer, which aot_eager traces and divides as Inductor does.
+COMPILED: dict[str, Any] = {"model": {"compile": "on"}}
 
 
 def case(
@@ -69,6 +71,9 @@ CASES = [
     case(2, "zero1", "mxfp8", tensor=2),
     case(4, "zero3", "rowwise", tensor=2),
     case(4, "zero1", "rowwise", tensor=2, pipeline=2),
+    case(2, "zero1", more=COMPILED),
+    case(2, "zero3", "rowwise", more=COMPILED),
+    case(2, "zero1", "rowwise_with_gw_hp", more=COMPILED, tensor=2),
 ]
 
 
@@ -163,7 +168,8 @@ class BlockProduct(torch.autograd.Function):
 @pytest.fixture(scope="module")
 def runs(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> PlainRuns:
     directory = tmp_path_factory.mktemp("float8")
-    return PlainRuns(directory, dataset, MODELS, CASES, from_files=True)
+    job = {"compile_backend": "aot_eager_decomp_partition"}
+    return PlainRuns(directory, dataset, MODELS, CASES, from_files=True, **job)
 
 
 @each_case(CASES)
@@ -171,6 +177,8 @@ def test_equals_torchao(case: Case, runs: PlainRuns) -> None:
     """The first step as in float32."""
     result, _ = runs.trained(case)
     losses, norms = result["losses"], result["norms"]
+    if "model" in case.sections and case.sections["model"].get("compile") == "on":
+        assert (result["graphs"], result["graph_breaks"]) == ([1] * len(losses), {})
     expected = plain(runs, case, case.sections["precision"]["float8"])
     in_float32 = plain(runs, case, "none")
     of_loss = abs(in_float32.losses[0] - expected.losses[0])

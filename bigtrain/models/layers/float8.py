@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from functools import partial
+from types import MethodType
 from typing import Any, Literal
 
 import torch
@@ -54,11 +55,13 @@ def install_float8(model: PreTrainedModel, plan: Float8Plan) -> None:
     for name in plan.names:
         layer = getattr(modules[name], "base_layer", modules[name])
         shadow(layer, "product", product)
-        shadow(layer, "forward", partial(_forward, layer, product))
+        # A bound method: a graph that has compiled a function with the layer in it is of this layer
+        # only, and all others would be compiled again.
+        shadow(layer, "forward", MethodType(_forward, layer))
 
 
-def _forward(layer: Any, product: Product, x: torch.Tensor) -> torch.Tensor:
-    output = product(x, layer.weight)
+def _forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    output = layer.product(x, layer.weight)
     return output if layer.bias is None else output + layer.bias.to(output.dtype)
 
 
