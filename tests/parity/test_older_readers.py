@@ -168,6 +168,8 @@ def test_new_models_are_read_by_transformers_4(
 # xIELU has parameters in bfloat16 there; a window that is set beside `local_attention` is ignored.
 COARSE = {"apertus": 2e-3, "modernbert-decoder": 2e-2}
 NEEDS_KERNELS = {"zamba"}
+# Tiny sizes that transformers 4 does not read; real models have the sizes that it computes.
+COMPUTES_SIZES = {"zamba2"}
 
 
 @torch.no_grad()
@@ -207,7 +209,7 @@ def test_transformers_4_computes_the_same_or_a_note_says_otherwise(
             other.add(model_type)
             assert notes or model_type in NEEDS_KERNELS, (model_type, difference)
     assert compared >= 115
-    assert other - NEEDS_KERNELS == NOT_IN_4 & notes_by_type.keys()
+    assert other - NEEDS_KERNELS == (NOT_IN_4 | COMPUTES_SIZES) & notes_by_type.keys()
 
 
 def test_all_renamed_fields_are_known(python4: Path, tmp_path: Path) -> None:

@@ -110,6 +110,15 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"layer_types": ["linear_attention", "full_attention"]},
         "",
     ),
+    "sizes that 4.57 computes": (
+        {
+            "model_type": "zamba2",
+            "layers_block_type": ["linear_attention", "hybrid"],
+            "attention_head_dim": 8,
+        },
+        {"layers_block_type": ["mamba", "hybrid"], "attention_head_dim": 8},
+        "attention_head_dim = 8: transformers 4.57 computes 32",
+    ),
     "not in 4.57": ({"model_type": "recurrent_gemma"}, {}, "transformers 4.57 refuses a recurrent"),
 }  # fmt: skip
 
