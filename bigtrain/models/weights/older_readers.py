@@ -89,8 +89,8 @@ def complete_config(values: dict[str, Any], config: PreTrainedConfig) -> list[st
     for name, computed in _computed_in_4(values).items():
         if values.get(name, computed) != computed:
             notes.append(
-                f"{name} = {values[name]}: transformers 4.57 computes {computed} instead of reading "
-                "it: load the model with transformers 5"
+                f"{name} = {values[name]}: transformers 4.57 computes {computed} and does not read "
+                "the file's: load the model with transformers 5"
             )
     return notes
 
