@@ -135,6 +135,13 @@ def divide_graphs_in_callees() -> None:
     torch._dynamo.config.nested_graph_breaks = True
 
 
+def keep_graphs(num_graphs: int) -> None:
+    """Let a function have up to `num_graphs` graphs. With more, torch runs it uncompiled, and only
+    warns: by default after 8 (torch/_dynamo/config.py, `recompile_limit`), which kinds of layers,
+    training, evaluation and the lengths of a run's phases can need together. Process-wide."""
+    torch._dynamo.config.recompile_limit = num_graphs
+
+
 # --- the process ---
 
 

@@ -19,16 +19,19 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from bigtrain.errors import ModelError
 from bigtrain.models.layers.parameters import decoder_layers
-from bigtrain.models.torch_patches import divide_graphs_in_callees, shadow
+from bigtrain.models.torch_patches import divide_graphs_in_callees, keep_graphs, shadow
 from bigtrain.models.transformers_patches import forward_without_recomputation, recomputed
 
 _COMPILED = "bigtrain_compiled"
+_MOST_GRAPHS = 256
+"""Of all layers together: some architectures have other widths in each layer."""
 
 
 def compile_layers(model: PreTrainedModel, *, divided: bool = False) -> int:
     """Make the decoder layers of `model` compile at their first call; returns their number. Raises
     ModelError for a model without decoder layers. divided: whether something inside the layers or
     their recomputation stays outside of the graphs; a layer has a graph before and one after it."""
+    keep_graphs(_MOST_GRAPHS)
     if divided:
         divide_graphs_in_callees()
     layers: list[Any] = [

@@ -20,8 +20,8 @@ from tests.unit.models.layers.test_chunked_loss import COMMON, gradients
 LAYERS = 4
 
 
-def model_of(model_type: str) -> Any:
-    config = CONFIG_MAPPING[model_type](**{**COMMON, "num_hidden_layers": LAYERS})
+def model_of(model_type: str, num_layers: int = LAYERS) -> Any:
+    config = CONFIG_MAPPING[model_type](**{**COMMON, "num_hidden_layers": num_layers})
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config)
 
@@ -65,6 +65,29 @@ def test_nothing_is_compiled_after_step_2() -> None:
     with uncompiled(), torch.no_grad():
         models[1](input_ids=ids[:, :5])
     assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_layers_of_any_number_of_widths_are_compiled() -> None:
+    """More than the 8 graphs that torch keeps by default."""
+    torch._dynamo.reset()
+    counters.clear()
+    num_widths = 11
+    model = model_of("llama", num_widths)
+    for number, layer in enumerate(model.model.layers):
+        sizes = (model.config.hidden_size, 16 + number)
+        layer.mlp.gate_proj, layer.mlp.up_proj = torch.nn.Linear(*sizes), torch.nn.Linear(*sizes)
+        layer.mlp.down_proj = torch.nn.Linear(*sizes[::-1])
+    previous_backend = torch.compiler.get_default_backend()
+    torch.compiler.set_default_backend("eager")
+    try:
+        compile_layers(model)
+        for _ in range(2):
+            model(input_ids=torch.arange(1, 9)[None], use_cache=False)
+    finally:
+        torch.compiler.set_default_backend(previous_backend)
+    assert counters["stats"]["unique_graphs"] == num_widths
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
