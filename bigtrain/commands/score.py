@@ -52,11 +52,14 @@ def run(args: ScoreArguments) -> int:
         if lowest is None and highest is None:
             rule, remedy = "has no limits", "--max-perplexity P, --min-perplexity P"
             raise ConfigError(Problem("--filter", str(args.filter), rule, remedy))
-        limits = lowest or 0.0, math.inf if highest is None else highest
-        keep = PerplexityFilter(args.filter, *limits)
+        keep = PerplexityFilter(
+            args.filter, lowest or 0.0, math.inf if highest is None else highest
+        )
     elif lowest is not None or highest is not None:
         rule = "limits have no effect without a directory for the documents"
-        raise ConfigError(Problem("--max-perplexity", highest, rule, "--filter DIR"))
+        key = "--max-perplexity" if lowest is None else "--min-perplexity"
+        value = highest if lowest is None else lowest
+        raise ConfigError(Problem(key, value, rule, "--filter DIR"))
     scores = score(
         args.config,
         *args.overrides,
@@ -72,10 +75,10 @@ def run(args: ScoreArguments) -> int:
     if world.is_main:
         print(*summary(scores), sep="\n")
         if keep is not None:
-            from bigtrain.data.shards.inspection import summary as summary_of
+            from bigtrain.data.shards.inspection import summary as shards_summary
             from bigtrain.data.shards.manifest import read_manifest
 
-            print(summary_of(keep.output, read_manifest(keep.output)))
+            print(shards_summary(keep.output, read_manifest(keep.output)))
             data = f"data.path={keep.output}"
             line = train_line(["--config", args.config, *args.overrides, data], world.size)
         elif args.kind == "top-k":

@@ -38,12 +38,12 @@ class TokenizerArguments(ReadingOptions):
 
 
 def run(args: TokenizerArguments) -> int:
-    """Train or grow, save and print a summary. Raise ConfigError, DataError; then no files
-    remain."""
+    """Train a tokenizer, or add tokens to one; save it, and print a summary. Raise ConfigError,
+    DataError; then no files remain."""
     if args.overrides and args.config is None:
         rule = "is a setting of a run, and --config is missing"
         raise ConfigError(Problem("arguments", args.overrides[0], rule, "--config RUN.yaml"))
-    # Which of three things the options ask for: tokens of a run, tokens for a tokenizer, training.
+    # --config adds the tokens that a run names, --base adds tokens of the command line; else train.
     trains = bool(args.inputs) or args.vocab_size is not None
     if args.config is not None:
         if trains or args.base is not None or args.add_token or args.add_special_token:
@@ -51,7 +51,7 @@ def run(args: TokenizerArguments) -> int:
             raise ConfigError(
                 Problem("--config", args.config, rule, "remove all other options except --output")
             )
-        return _grow(args.output, *_of_run(args.config, args.overrides))
+        return _grow(args.output, *_tokens_of_run(args.config, args.overrides))
     if args.base is not None:
         if trains:
             raise DataError("--base uses a trained tokenizer -> remove --input and --vocab-size")
@@ -63,7 +63,6 @@ def run(args: TokenizerArguments) -> int:
     if args.add_token or args.add_special_token:
         raise DataError("--add-token and --add-special-token are for an existing tokenizer: --base")
 
-    # Train.
     from bigtrain.python_api.tokenizing import train_tokenizer
 
     reading = ReadingOptions(**{f.name: getattr(args, f.name) for f in fields(ReadingOptions)})
@@ -80,7 +79,7 @@ def run(args: TokenizerArguments) -> int:
     return 0
 
 
-def _of_run(name: str, overrides: Sequence[str]) -> tuple[str, Sequence[str], Sequence[str]]:
+def _tokens_of_run(name: str, overrides: Sequence[str]) -> tuple[str, Sequence[str], Sequence[str]]:
     """Return the tokenizer to which a run adds tokens, and its plain and its special tokens."""
     from bigtrain.settings.loading import load_run_config
 

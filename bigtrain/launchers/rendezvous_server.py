@@ -30,8 +30,8 @@ def serve(host: str, port: int, address: str | None = None) -> int:
     """Serve on `port` of `address`, or of the address that `host` resolves to here, until a signal;
     return the exit code.
 
-    If that is a loopback address, which other nodes cannot reach, serve on all addresses of this
-    machine. Returns 2 if the port or `address` cannot be used.
+    If `host` resolves to a loopback address, which other nodes cannot reach, serve on all addresses
+    of this machine. Returns 2 if the port or `address` cannot be used.
     """
     import torch.distributed as dist
 
@@ -39,16 +39,16 @@ def serve(host: str, port: int, address: str | None = None) -> int:
     # Bind before the store is made, so that a port in use is an error of one line.
     try:
         try_port(port, may_be_bound=True)
-        bound = listen_where_reached(address or host, port)
-        if bound is None and address is not None:
+        listener = listen_where_reached(address or host, port)
+        if listener is None and address is not None:
             raise OSError(f"{address} is not an address of this machine")
-        bound_address = bound.getsockname()[0] if bound is not None else "every address"
+        bound_address = listener.getsockname()[0] if listener is not None else "every address"
         store = dist.TCPStore(
-            "localhost" if bound is None else bound_address,
+            "localhost" if listener is None else bound_address,
             port,
             is_master=True,
             wait_for_workers=False,
-            master_listen_fd=None if bound is None else bound.detach(),
+            master_listen_fd=None if listener is None else listener.detach(),
         )
     except (OSError, RuntimeError) as error:
         print(
@@ -57,11 +57,11 @@ def serve(host: str, port: int, address: str | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    # The launcher tells the end of the job, and then of the server, by signals.
+    # The launcher signals the end of the job by SIGUSR1, and ends the server by SIGUSR2.
     signal.signal(signal.SIGUSR1, lambda *_: store.set(ENDING, ""))
     signal.signal(signal.SIGUSR2, signal.default_int_handler)
     print(f"rendezvous: serving on port {store.port} of {hostname}, {bound_address}", flush=True)
-    if bound is None:
+    if listener is None:
         rule = (
             f"{host} does not resolve here to an address that nodes can reach, so every address "
             "is served"

@@ -75,7 +75,7 @@ class OuterSteps:
         """Begin at `state`, which the engine holds; return where the run continues, later if other
         sites are ahead. Raises LaunchError on every rank if sites of a new run have other
         weights."""
-        if self._has_ended(state):
+        if self._has_final_weights(state):
             self._step = None  # nothing is left to exchange
         if self._step is None:
             return state
@@ -162,7 +162,7 @@ class OuterSteps:
             number, sites = values.pop("number"), list(values.pop("sites"))
             metrics.log_outer_step(state.step, outer_step=number, sites=sites, **values)
 
-    def _has_ended(self, state: TrainState) -> bool:
+    def _has_final_weights(self, state: TrainState) -> bool:
         """Return whether the weights at `state` are the weights of the run: the outer server made
         the outer step that ended it with this site, or gave this site its weights."""
         return state.outer_ended >= self._context.config.train.total_steps
@@ -170,27 +170,27 @@ class OuterSteps:
     def make_last(self, state: TrainState) -> TrainState:
         """Make the outer step that ends the run, if this site has trained its last step, was then
         apart from the other sites, and starts again. As `make`."""
-        if self._step is None or self._has_ended(state) or not self.is_due(state):
+        if self._step is None or self._has_final_weights(state) or not self.is_due(state):
             return state
         self._context.heartbeat.set_activity("outer step with the other sites", slow=True)
         return self.make(state)
 
     def final_record(self, state: TrainState) -> dict[str, Any]:
-        """Return, and log, the outer step that the weights at the end of the run are of, and its
-        sites; empty without other sites. Raises LaunchError on every rank if these are not the
-        weights of the run: of all sites that end, only sites with equal weights export."""
+        """Return, and log, the outer step that made the weights at the end of the run, and its
+        sites; empty without other sites. Raises LaunchError on every rank if this site lacks the
+        weights of that outer step: all sites that export have equal weights."""
         sites, steps = self._context.config.sites, self._context.config.train.total_steps
         if sites is None or sites.count == 1:
             return {}
         # Weights between two outer steps are those of this site only.
-        if not self._has_ended(state):
-            reason = f"the outer step after step {steps}, with which the run ends, is not on it"
+        if not self._has_final_weights(state):
+            reason = f"this site lacks the outer step after step {steps}, with which the run ends"
             fix = (
                 "start this site again with the server reachable: it makes that outer step, or "
                 "takes the weights of the sites that made it"
             )
-            if self._step is not None and self._step.detached:
-                reason = self._step.detached
+            if self._step is not None and self._step.detach_reason:
+                reason = self._step.detach_reason
             elif state.step < steps:
                 reason = f"a callback ended it after step {state.step} of {steps}"
                 fix = (

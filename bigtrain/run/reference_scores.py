@@ -100,19 +100,20 @@ class ReferenceScores:
     def _copied(self, dataset: TokenDataset, splits: Sequence[Split], model: Identity) -> Scores:
         """Return the scores that ``objective.reference`` names, copied to the run directory."""
         config, output = self.context.config, self.context.directory / DIRECTORY
-        data = identity_of(dataset)
+        data_identity = identity_of(dataset)
 
         def copy() -> None:
             scores = reference_of(config, dataset, splits)
             refuse_other_model(config, scores, model)
-            directory = scores_directory(output, data)
+            directory = scores_directory(output, data_identity)
             with writing(directory, OUTPUT_REMEDY):
                 shutil.rmtree(directory, ignore_errors=True)
                 copy_documents(scores, splits, directory)
 
         work = self.context.long_work
         work.on_main_rank(copy)
-        return work.on_every_rank(lambda: find_scores(output, data))[self.context.world.rank]
+        scores_by_rank = work.on_every_rank(lambda: find_scores(output, data_identity))
+        return scores_by_rank[self.context.world.rank]
 
     def _scored(self, dataset: TokenDataset, splits: Sequence[Split], model: Identity) -> Scores:
         """Return scores under the initial weights, computed into the run directory."""

@@ -107,7 +107,7 @@ def inspect_configuration(section: ModelSection) -> tuple[ModelDimensions, list[
     if isinstance(section.config, dict):
         label, written = "model.config", section.config
         model_type = written.get("model_type")
-        if not section.type and model_type not in model_types and _same_release():
+        if not section.type and model_type not in model_types and _is_table_of_release():
             close = difflib.get_close_matches(str(model_type), model_types, n=3)
             remedy = f"did you mean {' or '.join(close)}?" if close else ""
             rule = "unknown type of causal LM in transformers"
@@ -116,7 +116,7 @@ def inspect_configuration(section: ModelSection) -> tuple[ModelDimensions, list[
         label, written, problems = _read(section)
         if written and not section.type:
             key = "model.path" if section.path is not None else "model.config"
-            if written.get("model_type") not in model_types and _same_release():
+            if written.get("model_type") not in model_types and _is_table_of_release():
                 problems.append(not_causal(written, key, str(section.path or section.config)))
 
     # Keys and values that the run sets; those in a file are the model's own.
@@ -333,7 +333,7 @@ def _source_reads(module: str, name: str) -> bool:
     if spec is None or spec.origin is None:
         return False
     modules = [module.replace(".configuration_", ".modeling_")]
-    if not _same_release():
+    if not _is_table_of_release():
         modules.append(module)
     for name_of_module in modules:
         path = Path(spec.origin).parent.joinpath(*name_of_module.split("."))
@@ -346,7 +346,7 @@ def _source_reads(module: str, name: str) -> bool:
 
 
 @functools.cache
-def _same_release() -> bool:
+def _is_table_of_release() -> bool:
     try:
         installed = importlib.metadata.distribution("transformers")
     except importlib.metadata.PackageNotFoundError:  # a login node without it
@@ -392,7 +392,7 @@ def _figures(
 
     # Heads that tensor parallelism divides, experts, and layers for multi-token prediction.
     tp_dimensions = (text_entry["cut"] or []) if text_entry else []
-    if text_entry is not None and _same_release():
+    if text_entry is not None and _is_table_of_release():
         dimensions["has_tensor_plan"] = text_entry["cut"] is not None
     if "num_attention_heads" in tp_dimensions:
         dimensions["cut_heads"] = heads

@@ -196,7 +196,7 @@ def load_run_config(name_or_path: str, overrides: Sequence[str] = ()) -> RunConf
 def parse_run_config(
     sections: Mapping[str, Any], overrides: Sequence[str] = (), source: str = "the run"
 ) -> RunConfig:
-    """Return the run of `sections`, as a run YAML holds them, and overrides.
+    """Return the run of `sections`, which are as in a run YAML, with `overrides` applied.
 
     `source`: their origin, for problems. Raises ConfigError with all problems.
     """

@@ -21,8 +21,8 @@ class Attempt:
     weights), tokens (trained on since the fragment's last exchange), local (masters by bucket, if
     they change meanwhile; else empty).
 
-    Results: exactly one of record (of the outer step, which counts on all members), detached (why
-    this site trains without outer steps) and failure (why it does not count). received: by
+    Results: exactly one of record (of the outer step, which counts on all members), detach_reason
+    (why this site trains without outer steps) and failure (why it does not count). received: by
     bucket of the model, the weights and momentum that this site takes from other sites, on a rank
     without buckets empty; None if it takes none; means, errors: by bucket of the fragment,
     the mean of this rank's share and the new rounding errors (None: unchanged). squares: sums for
@@ -39,7 +39,7 @@ class Attempt:
     local: Sequence[torch.Tensor] = ()
 
     record: StepRecord | None = None
-    detached: str = ""
+    detach_reason: str = ""
     failure: str = ""
     received: list[tuple[torch.Tensor, torch.Tensor | None]] | None = None
     means: list[torch.Tensor] = field(default_factory=list)

@@ -78,7 +78,7 @@ class DirectSteps:
             self._make(attempt)
         except DetachedError as error:
             self._close()
-            attempt.detached = str(error)
+            attempt.detach_reason = str(error)
 
     def _make(self, attempt: Attempt) -> None:
         started_at = time.perf_counter()
@@ -92,7 +92,7 @@ class DirectSteps:
             text, unusable = self._exchanged(attempt, plan)
         # The outer step counts for all members or for none, as the server decides.
         membership, is_committed = self._membership, not text
-        if membership is not None:  # detached without the server's answer: it does not count
+        if membership is not None:  # detach_reason without the server's answer: it does not count
             is_committed = self._ranks.on_main(
                 lambda: membership.commit(plan.attempt, is_done=not text, unusable=unusable)
             )
@@ -111,7 +111,7 @@ class DirectSteps:
         """Enter the attempt; return the plan. Collective over the site."""
         membership = self._membership
         if membership is None:
-            return _plan_of_one(attempt, self.state.plain)
+            return _plan_of_only_site(attempt, self.state.plain)
         checksum = sum(self._ranks.gathered(self.state.checksum())) % (1 << 64)
         entry = {name: getattr(attempt, name) for name in _ENTERED}
         entry["digest"] = f"{checksum:016x}"
@@ -254,7 +254,7 @@ class DirectSteps:
         return received if is_taker else []
 
 
-def _plan_of_one(attempt: Attempt, plain: Iterable[str]) -> RoundPlan:
+def _plan_of_only_site(attempt: Attempt, plain: Iterable[str]) -> RoundPlan:
     """Return the plan of the only site of a run."""
     fragment = attempt.fragment
     return RoundPlan(
@@ -263,9 +263,10 @@ def _plan_of_one(attempt: Attempt, plain: Iterable[str]) -> RoundPlan:
         weights=(1,),
         donor=0,
         fragment=fragment,
-        number=attempt.number + (fragment is not None),
+        # The start of a run, which has no fragment, is no outer step of its own.
+        number=attempt.number if fragment is None else attempt.number + 1,
         step=attempt.step,
-        ended_step=attempt.step * attempt.is_last,
+        ended_step=attempt.step if attempt.is_last else 0,
         tokens_seen=attempt.tokens_seen + attempt.tokens,
         plain=tuple(plain),
     )

@@ -51,8 +51,8 @@ class OuterStep:
     main rank. on_wait: called there while this site waits for others that train, which may take
     long. record: of the last outer step, with the sites of the last mean in this launch. notes:
     lines to show; events: of all sites and the server, for the metrics. step: where the run
-    continues after it took weights of sites that are ahead; else None. detached: why this site is
-    in no outer step since then; empty while it takes part.
+    continues after it took weights of sites that are ahead; else None. detach_reason: why this site
+    is in no outer step since then; empty while it takes part.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class OuterStep:
         self.record, self._received_step = StepRecord(), 0
         self._sent_steps = [0] * sites.fragments  # after which each fragment was sent last
         self._was_alone = self._others_train = False
-        self.detached = ""
+        self.detach_reason = ""
         self.notes: list[str] = []
         self.events: list[OuterEvent] = []
         self.step: int | None = None
@@ -131,8 +131,8 @@ class OuterStep:
             self._under_way = Attempt(*under_way, record=StepRecord())
         self._exchange.begin({**self._join, "number": number, "is_new": is_new})
         attempt = self._complete(None, step)
-        if attempt.detached:
-            raise LaunchError(attempt.detached)
+        if attempt.detach_reason:
+            raise LaunchError(attempt.detach_reason)
         if self._merge(attempt, 0.0):
             self._under_way = None
             self._engine.refresh_parameters()
@@ -174,7 +174,7 @@ class OuterStep:
             attempt = self._complete(fragment, step)
             has_moved |= self._merge(attempt, mixing)
             metrics += self._metrics(attempt)
-            ends = bool(attempt.detached) or self.step is not None
+            ends = bool(attempt.detach_reason) or self.step is not None
 
         # Other sites that are not at the last step end the run: this site takes their weights.
         while is_last and self.record.ended_step < step and self._others_train:
@@ -230,13 +230,13 @@ class OuterStep:
 
     def _complete(self, fragment: int | None, step: int) -> Attempt:
         """Make an outer step, again without the sites that are lost meanwhile; it is done, or this
-        site is detached. The global weights are updated, not the masters."""
+        site is detach_reason. The global weights are updated, not the masters."""
         started_at = time.perf_counter()
         for _ in range(2 * self.sites.count + 2):
             attempt = self._entered(fragment, step)
             self._exchange.make(attempt)
             self._apply(attempt)
-            if attempt.record is not None or attempt.detached:
+            if attempt.record is not None or attempt.detach_reason:
                 attempt.seconds = time.perf_counter() - started_at
                 return attempt
         raise LaunchError(f"no outer step after {self.record.number} came about: {self.notes[-1]}")
@@ -330,13 +330,15 @@ class OuterStep:
         step_text, site_name = f"step {attempt.step}", f"site {self.sites.index}"
         self.notes += [f"{step_text}: {note}" for note in attempt.notes]
         # No other site is reachable: this site continues without outer steps.
-        if attempt.detached:
-            self.events.append(OuterEvent(ALONE, site_name, attempt.detached, self.record.number))
-            self.notes.append(
-                f"{step_text}: no outer step after {self.record.number}: {attempt.detached}; this "
-                "site trains on its own until its next outer step"
+        if attempt.detach_reason:
+            self.events.append(
+                OuterEvent(ALONE, site_name, attempt.detach_reason, self.record.number)
             )
-            self.detached, self._others_train = attempt.detached, False
+            self.notes.append(
+                f"{step_text}: no outer step after {self.record.number}: {attempt.detach_reason}; "
+                "this site trains on its own until its next outer step"
+            )
+            self.detach_reason, self._others_train = attempt.detach_reason, False
             return
         # Nothing was exchanged: the next outer step has these steps as well.
         record = attempt.record
@@ -347,9 +349,9 @@ class OuterStep:
             return
         # An outer step was made: who took part, by events.
         events, number = attempt.events, record.number
-        if self.detached and all((e.event, e.who) != (RETURNED, site_name) for e in events):
+        if self.detach_reason and all((e.event, e.who) != (RETURNED, site_name) for e in events):
             events.append(OuterEvent(RETURNED, site_name, "takes part again", number))
-        self.detached = ""
+        self.detach_reason = ""
         is_alone = len(record.members) == 1 < self.sites.count
         if is_alone and not self._was_alone:
             reason = "no other site is reachable, or came in time"

@@ -74,7 +74,7 @@ class ServerSteps:
             else:
                 self._take_part(attempt, deadline)
         except DetachedError as error:
-            attempt.detached = str(error)
+            attempt.detach_reason = str(error)
 
     def _resync(self, attempt: Attempt, deadline: float) -> None:
         """Take the server's weights at the beginning, if this site has other weights."""

@@ -88,7 +88,7 @@ def check_datasets(
     answers = Findings(row_problems) if row_problems else check_answers(config, datasets)
     problems += answers.problems
     problems += check_weights(config, tables)
-    problems += check_masks(config, tables) + check_same_tokenizer(config, tables)
+    problems += check_conversations(config, tables) + check_same_tokenizer(config, tables)
     problems += check_same_beginnings(config, tables) + check_same_templates(config, tables)
     # The vocabulary is checked if the model's files are on this machine.
     if model_vocab_size is None:
@@ -188,7 +188,7 @@ def check_same_directory(config: RunConfig) -> list[Problem]:
     """Check that no two sources are the same by links or mounts: it would be read twice."""
     directories = [os.stat(source.path) for source in config.data.mixture]
     inodes = [(directory.st_dev, directory.st_ino) for directory in directories]
-    firsts = [inodes.index(inode) for inode in inodes]
+    first_numbers = [inodes.index(inode) for inode in inodes]
     return [
         _problem(
             config,
@@ -197,7 +197,7 @@ def check_same_directory(config: RunConfig) -> list[Problem]:
             f"{config.data.mixture[first].path}",
             "list it once, with the sum of both weights",
         )
-        for number, first in enumerate(firsts)
+        for number, first in enumerate(first_numbers)
         if first < number
     ]
 
@@ -357,7 +357,7 @@ def open_answers(config: RunConfig, dataset: TokenDataset, split: Split) -> Stre
     return samples
 
 
-def check_masks(config: RunConfig, tables: Sequence[ShardTable]) -> list[Problem]:
+def check_conversations(config: RunConfig, tables: Sequence[ShardTable]) -> list[Problem]:
     """Check that conversations are isolated: attention must not see another conversation."""
     if config.data.isolates or config.objective.kind.rows:
         return []

@@ -328,7 +328,8 @@ class TokenShard:
             raise self.corrupt(
                 f"its sequences have {position} bytes, {self.bin_path.name} has {self.num_bytes}"
             )
-        # Documents are adjacent in the sequences and cover them.
+        # Documents are adjacent in the sequences and cover them: the last entry is where the last
+        # document ends.
         previous = 0
         for low, high in _chunks(len(self.document_starts)):
             starts = self.document_starts[low:high]

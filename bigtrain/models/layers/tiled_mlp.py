@@ -203,11 +203,12 @@ class _Call:
     def from_arguments(
         cls, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[_Call, list[torch.Tensor]]:
-        """Return the call and its tensors. Raises ModelError for tensors without the tokens."""
+        """Return the call and its tensors. Raises ModelError unless all tensors
+        have the same number of tokens."""
         values: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
         tensors = {key: value for key, value in values if isinstance(value, torch.Tensor)}
-        num_rows = {math.prod(tensor.shape[:-1]) for tensor in tensors.values()}
-        if len(num_rows) != 1 or min(tensor.dim() for tensor in tensors.values()) < 2:
+        row_counts = {math.prod(tensor.shape[:-1]) for tensor in tensors.values()}
+        if len(row_counts) != 1 or min(tensor.dim() for tensor in tensors.values()) < 2:
             shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors.values())
             raise ModelError(f"an MLP is called with tensors of shapes {shapes or None}")
         call = cls(

@@ -24,8 +24,8 @@ where a row is too wide for one block."""
 
 
 def head_work(model: ModelCosts, layout: Layout, machine: TimedMachine) -> Work:
-    """Return the work of logits and losses of a micro-batch, forward and backward. Heads stay in 16
-    bits."""
+    """Return the work of logits and losses of a micro-batch, forward and backward. The output head
+    is not quantized."""
     device, engine = machine.device, machine.engine
     num_losses = 1 + model.num_further_losses
     num_tokens, element_bytes = layout.tokens_per_micro_batch, model.element_bytes
@@ -35,7 +35,7 @@ def head_work(model: ModelCosts, layout: Layout, machine: TimedMachine) -> Work:
     # Logits, gradient of the hidden states, gradient of the head, of every chunk.
     chunk_tokens = layout.loss_chunk_tokens or num_tokens
     num_full, last_tokens = divmod(num_tokens, chunk_tokens)
-    for num_rows, num_equal in ((chunk_tokens, num_full), (last_tokens, 1)):
+    for num_rows, num_chunks in ((chunk_tokens, num_full), (last_tokens, 1)):
         for rows, in_size, out_size in (
             (num_rows, hidden_size, num_columns),
             (num_rows, num_columns, hidden_size),
@@ -44,27 +44,30 @@ def head_work(model: ModelCosts, layout: Layout, machine: TimedMachine) -> Work:
             seconds = matmul_seconds(
                 device, rows, in_size, out_size, element_bytes, gain=engine.products
             )
-            work.matmul += num_losses * num_equal * seconds
+            work.matmul += num_losses * num_chunks * seconds
 
     if layout.tensor_size > 1:
         tensor = machine.groups.tensor
         work.tensor = tensor.all_reduce(device, num_tokens * hidden_size * element_bytes)
-        if engine.is_deepspeed:  # each rank gathers all columns and computes the full loss
+        if engine.is_deepspeed:
+            # Each rank gathers all columns and computes the full loss.
             num_columns = model.vocabulary_size
             work.tensor += tensor.all_gather(device, num_tokens * num_columns * element_bytes)
         else:
-            work.tensor += tensor.all_reduce(device, 12 * num_tokens)
+            # Maximum, sum and the target's logit of each token, in float32.
+            work.tensor += tensor.all_reduce(device, 3 * 4 * num_tokens)
+        work.tensor *= num_losses
 
     loss_bytes = FUSED_LOSS_BYTES if layout.fused_loss else engine.loss_bytes
     moved_bytes = loss_bytes * num_tokens * num_columns
     trains_head = not model.is_frozen or model.others_outside.trained(1) > 0
     if layout.loss_chunk_tokens is not None and trains_head:
-        # After each chunk the chunk's gradient of the head is read and added to a sum in float32
-        # (writing the gradient is a part of the product), or in 16 bits inside of the product.
-        num_chunks = math.ceil(num_tokens / layout.loss_chunk_tokens)
+        # Each chunk but the first adds its gradient of the head: it is read, and added to a sum in
+        # float32. A fused loss adds it to a sum in 16 bits inside of the product.
+        num_additions = math.ceil(num_tokens / layout.loss_chunk_tokens) - 1
         head_parameters = model.vocabulary_size // layout.tensor_size * hidden_size
         bytes_of_sum = 2 * element_bytes if layout.fused_loss else 8 + element_bytes
-        moved_bytes += (num_chunks - 1) * head_parameters * bytes_of_sum
+        moved_bytes += num_additions * head_parameters * bytes_of_sum
     work.memory_bound = num_losses * memory_seconds(device, moved_bytes)
     return work
 

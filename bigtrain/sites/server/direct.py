@@ -32,13 +32,14 @@ Reply = tuple[Header, bytes]
 class _OpenRound:
     """A plan until its verdict.
 
-    tokens: by site in the mean. told: events that the plan contains. absent: sites that are not
-    waited for after it. blamed: for values that nobody can use. first_vote: seconds of the clock.
+    tokens: by site in the mean. reported_events: events that the plan contains. absent: sites that
+    are not waited for after it. blamed: for values that nobody can use. first_vote: seconds of the
+    clock.
     """
 
     plan: RoundPlan
     tokens: dict[int, int]
-    told: Counter[EventKey]
+    reported_events: Counter[EventKey]
     absent: set[int]
     votes: dict[int, bool] = field(default_factory=dict)
     blamed: set[int] = field(default_factory=set)
@@ -261,7 +262,7 @@ class DirectExchange:
             "time": time.time(),
         }
         self._members.write_step(
-            record, current.told, plan.members, current.absent, attempt=plan.attempt
+            record, current.reported_events, plan.members, current.absent, attempt=plan.attempt
         )
         self._open, self._num_undecided = None, 0
         for site in plan.members:

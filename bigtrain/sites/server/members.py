@@ -218,7 +218,7 @@ class Members:
         **contributions: Any,
     ) -> None:
         """Store an outer step of the sites `made_by`; the sites `absent` are not waited for
-        afterwards. reported: earlier events that the record contains. contributions: further
+        afterwards. reported: events that the record already contains. contributions: further
         arguments of `ServerDirectory.write_step`."""
         rows = [
             replace(

@@ -40,7 +40,7 @@ class DirectFile:
         self._begin, self._position = begin, begin
         self._buffers = [mmap.mmap(-1, _PIECE_BYTES) for _ in range(2)]
         self._filled = 0
-        self._thread = ThreadPoolExecutor(1, "direct-file")
+        self._writer = ThreadPoolExecutor(1, "direct-file")
         self._pending: deque[Future[None]] = deque()
 
     def write(self, data: memoryview) -> None:
@@ -62,7 +62,7 @@ class DirectFile:
         aligned = len(data) // ALIGNMENT * ALIGNMENT
         for low in range(0, aligned, _PIECE_BYTES):
             piece = data[low : min(low + _PIECE_BYTES, aligned)]
-            self._pending.append(self._thread.submit(self._write, piece, self._position + low))
+            self._pending.append(self._writer.submit(self._write, piece, self._position + low))
         self._position += aligned
         self.write(data[aligned:])
 
@@ -85,14 +85,14 @@ class DirectFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._thread.shutdown(cancel_futures=True)
+        self._writer.shutdown(cancel_futures=True)
         os.close(self._fd)
 
     def _send(self) -> None:
         """Submit the filled buffer to the thread, and switch buffers."""
         size = -(-self._filled // ALIGNMENT) * ALIGNMENT  # `finish` truncates the excess
         piece = memoryview(self._buffers[0])[:size]
-        self._pending.append(self._thread.submit(self._write, piece, self._position))
+        self._pending.append(self._writer.submit(self._write, piece, self._position))
         self._position += self._filled
         self._filled = 0
         self._buffers.reverse()
