@@ -20,13 +20,18 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
+from torch.nn import Conv1d  # noqa: E402
+
 from bigtrain.models.build import empty_model  # noqa: E402
+from bigtrain.models.layers.parameters import decoder_layers  # noqa: E402
+from bigtrain.models.layers.recurrence.functions import layers_with_functions  # noqa: E402
 from bigtrain.models.parallel.tensor import known_plan  # noqa: E402
 from bigtrain.settings.hf_config_keys import (  # noqa: E402
     HEAD_PROJECTIONS,
     KEY_HEAD_PROJECTIONS,
 )
 from tools.generated_file import write_or_compare  # noqa: E402
+from tools.tiny_models import tiny_config  # noqa: E402
 
 TARGET = ROOT / "bigtrain" / "settings" / "hf_config_keys.json"
 FIGURES = ("num_attention_heads", "num_hidden_layers", "max_position_embeddings")
@@ -56,6 +61,7 @@ def build_table() -> dict[str, Any]:
                 "aliases": dict(sorted(config_class.attribute_map.items())),
                 "defaults": _figures(config_class),
                 "cut": _cut_figures(config_class),
+                **({"recurrent": True} if _is_recurrent(name) else {}),
             }
             for name, config_class in classes.items()
         },
@@ -135,6 +141,17 @@ def _cut_figures(config_class: Any) -> list[str] | None:
     cut = {name.rpartition(".")[2] for name, style in plan.items() if style == "colwise"}
     heads = ["num_attention_heads"] if cut & HEAD_PROJECTIONS else []
     return heads + (["num_key_value_heads"] if cut & KEY_HEAD_PROJECTIONS else [])
+
+
+def _is_recurrent(model_type: str) -> bool:
+    """Whether decoder layers carry a state along the tokens, or convolve them."""
+    try:
+        model = empty_model(tiny_config(model_type))
+        layers = [layer for _, layer in decoder_layers(model)]
+    except Exception:  # it cannot be built, or has no list of layers
+        return False
+    convolves = any(isinstance(module, Conv1d) for layer in layers for module in layer.modules())
+    return convolves or any(layers_with_functions(model))
 
 
 if __name__ == "__main__":

@@ -69,7 +69,8 @@ class ModelDimensions:
     cut_heads, cut_key_heads: query and key-value heads, where tensor-parallel ranks divide them.
     has_tensor_plan: transformers has a tensor-parallel plan for its layers.
     num_experts: routed experts of a layer. num_mtp_layers: layers for multi-token prediction that
-    transformers builds for the architecture.
+    transformers builds for the architecture. has_recurrent_layers: layers carry a state along the
+    tokens.
     """
 
     num_attention_heads: int | None = None
@@ -80,16 +81,23 @@ class ModelDimensions:
     has_tensor_plan: bool | None = None
     num_experts: int | None = None
     num_mtp_layers: int | None = None
+    has_recurrent_layers: bool | None = None
 
 
 @functools.cache
 def key_table() -> Mapping[str, Any]:
     """Return the table: ``transformers_version`` and ``model_types``, each with its ``module``,
-    ``keys`` (to JSON types), ``aliases``, ``defaults`` and ``cut``, the dimensions that
-    tensor-parallel ranks shard (null: transformers has no plan)."""
+    ``keys`` (to JSON types), ``aliases``, ``defaults``, ``cut``, the dimensions that
+    tensor-parallel ranks shard (null: transformers has no plan), and ``recurrent`` where layers
+    carry a state along the tokens."""
     path = Path(__file__).with_name("hf_config_keys.json")
     table: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return table
+
+
+def has_recurrent_layers(model_type: object) -> bool:
+    """Return whether layers of an architecture carry a state along the tokens, or convolve them."""
+    return bool(key_table()["model_types"].get(model_type, {}).get("recurrent"))
 
 
 def inspect_configuration(section: ModelSection) -> tuple[ModelDimensions, list[Problem]]:
@@ -403,6 +411,7 @@ def _figures(
     if experts and experts[0] > 0:
         dimensions["num_experts"] = experts[0]
     if text_entry:
+        dimensions["has_recurrent_layers"] = has_recurrent_layers(values.get("model_type"))
         names = (_MTP_LAYERS, text_entry["aliases"].get(_MTP_LAYERS))
         written_counts = [values[name] or 0 for name in names if name in values]
         if _MTP_LAYERS not in text_entry["keys"]:

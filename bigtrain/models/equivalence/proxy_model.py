@@ -44,7 +44,15 @@ def document_positions(samples: int, tokens: int = TOKENS) -> torch.Tensor:
     return torch.stack(positions)
 
 
-MODEL_FAILURES = (ValueError, TypeError, RuntimeError, KeyError, IndexError, AttributeError)
+MODEL_FAILURES = (
+    ValueError,
+    TypeError,
+    RuntimeError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    AssertionError,
+)
 """Exceptions of a model's code that is used in a way its author did not expect."""
 
 

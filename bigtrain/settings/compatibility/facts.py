@@ -224,6 +224,7 @@ class Facts(_Values):
     num_experts: Fact[int | None] = _model("num_experts")
     max_positions: Fact[int | None] = _model("max_position_embeddings")
     num_mtp_layers: Fact[int | None] = _model("num_mtp_layers")
+    has_recurrent_layers: Fact[int | None] = _model("has_recurrent_layers")
     source: Fact[str] = Fact("DeepSpeed JSON")
 
     def __or__(self, changes: Facts) -> Facts:

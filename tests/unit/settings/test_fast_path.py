@@ -32,6 +32,17 @@ CHOICES: dict[str, Choice] = {
         ("liger", False), ("settings",),
     ),
     "tensor parallelism": ({}, CUDA | Facts(tensor_size=2), BOTH, "llama", ("none", True), ()),
+    "recurrent layers": (
+        {}, CUDA | Facts(has_recurrent_layers=True), BOTH, "llama", ("none", True), (),
+    ),
+    "recurrent layers that ranks divide": (
+        {}, CUDA | Facts(has_recurrent_layers=True, tensor_size=2), ANY_CUDA, "bamba",
+        ("none", False), ("ranks divide recurrent layers", "Liger"),
+    ),
+    "recurrent layers of samples that ranks share": (
+        {}, CUDA | Facts(has_recurrent_layers=True, sequence_size=2), ANY_CUDA, "bamba",
+        ("none", False), ("ranks divide recurrent layers", "Liger"),
+    ),
     "tensor parallelism without Triton": (
         {}, CUDA | Facts(tensor_size=2), ONLY_LIGER, "llama", ("none", False),
         ("compiled: Triton", "Liger's kernels: the run's other"),
