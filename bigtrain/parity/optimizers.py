@@ -47,7 +47,7 @@ def plain_optimizer(
                 (plain_optimizer(model, fast, masters, section), loraplus_lr_ratio),
             ]
         )
-    # Weight decay by role, without matrices that have an optimizer of their own.
+    # Weight decay by role, without matrices that a second optimizer updates.
     matrix_names = {} if section.facts.beside is None else hidden_matrices(model)
     roles = parameter_roles(model)
     decay, no_decay = [], []

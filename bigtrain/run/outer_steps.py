@@ -182,7 +182,7 @@ class OuterSteps:
         sites, steps = self._context.config.sites, self._context.config.train.total_steps
         if sites is None or sites.count == 1:
             return {}
-        # Weights between two outer steps are those of this site only.
+        # Between two outer steps only this site has these weights.
         if not self._has_final_weights(state):
             reason = f"this site lacks the outer step after step {steps}, with which the run ends"
             fix = (

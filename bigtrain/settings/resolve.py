@@ -207,7 +207,12 @@ def _check_phases(config: RunConfig) -> list[Problem]:
     problems = [
         Problem(key, value, rule, fix) for applies, key, value, rule, fix in rules if applies
     ]
-    # A chunk of the stream has to contain complete samples of every phase.
+    return problems + _check_phase_lengths(config)
+
+
+def _check_phase_lengths(config: RunConfig) -> list[Problem]:
+    """Check that a chunk of the stream contains complete samples of every phase."""
+    problems = []
     chunk = config.data.chunk_length
     for number in range(len(config.batch.phases)):
         length = config.batch.of_phase(number).sequence_length

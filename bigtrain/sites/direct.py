@@ -263,7 +263,7 @@ def _plan_of_only_site(attempt: Attempt, plain: Iterable[str]) -> RoundPlan:
         weights=(1,),
         donor=0,
         fragment=fragment,
-        # The start of a run, which has no fragment, is no outer step of its own.
+        # The start of a run has no fragment, and is not counted as an outer step.
         number=attempt.number if fragment is None else attempt.number + 1,
         step=attempt.step,
         ended_step=attempt.step if attempt.is_last else 0,

@@ -237,9 +237,10 @@ class RankThreads:
 
         with ThreadPoolExecutor(self.size) as pool:
             tasks = [pool.submit(compute_as, rank) for rank in range(self.size)]
-        errors = [error for task in tasks if (error := task.exception()) is not None]
-        if errors:
-            raise min(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError))
+        errors = [task.exception() for task in tasks]
+        failures = [error for error in errors if error is not None]
+        if failures:
+            raise min(failures, key=lambda error: isinstance(error, threading.BrokenBarrierError))
         return [task.result() for task in tasks]
 
     def all_to_all(self, blocks: torch.Tensor) -> torch.Tensor:

@@ -55,8 +55,7 @@ def install_float8(model: PreTrainedModel, plan: Float8Plan) -> None:
     for name in plan.names:
         layer = getattr(modules[name], "base_layer", modules[name])
         shadow(layer, "product", product)
-        # A bound method: a graph that has compiled a function with the layer in it is of this layer
-        # only, and all others would be compiled again.
+        # A bound method: torch compiles a function that holds a layer anew for every layer.
         shadow(layer, "forward", MethodType(_forward, layer))
 
 

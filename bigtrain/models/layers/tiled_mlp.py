@@ -203,8 +203,8 @@ class _Call:
     def from_arguments(
         cls, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[_Call, list[torch.Tensor]]:
-        """Return the call and its tensors. Raises ModelError unless all tensors
-        have the same number of tokens."""
+        """Return the call and its tensors. Raises ModelError for tensors with
+        different numbers of tokens."""
         values: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
         tensors = {key: value for key, value in values if isinstance(value, torch.Tensor)}
         row_counts = {math.prod(tensor.shape[:-1]) for tensor in tensors.values()}

@@ -133,7 +133,7 @@ def _mamba2(layer: Any) -> Division:
     projected = (inner, inner, states, states, heads)
     per_head = {name: Leaf(COLWISE, (heads,)) for name in ("A_log", "D", "dt_bias")}
 
-    # Ranks that share a group have one group each, with a part of its states.
+    # Ranks that share a group have one group each, with a part of the states.
     def local(size: int) -> dict[str, int]:
         local_groups = max(1, groups // size)
         return {

@@ -131,7 +131,7 @@ def groups_of(layout: Layout, devices_per_node: int, *, pipeline_outermost: bool
     order: tuple[Axis, ...] = AXES
     if pipeline_outermost:
         order = ("pipeline", *(axis for axis in AXES if axis != "pipeline"))
-    # Ranks of an axis are as far apart as the product of the axes inside of it.
+    # Ranks of an axis are as far apart as the product of the inner axes.
     inner = 1
     next_to: dict[Axis, int] = {}
     for axis in reversed(order):
@@ -141,7 +141,7 @@ def groups_of(layout: Layout, devices_per_node: int, *, pipeline_outermost: bool
     def group(inner: int, size: int) -> Group:
         return place(layout.world_size, inner, size, devices_per_node)
 
-    # Groups, with as many ranks of each as a node has.
+    # Groups, and how many ranks of a group a node has.
     along = {axis: group(next_to[axis], layout.size(axis)) for axis in AXES}
     u = layout.ulysses_size
     partition = Group(

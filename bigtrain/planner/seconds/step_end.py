@@ -54,7 +54,7 @@ def head_work(model: ModelCosts, layout: Layout, machine: TimedMachine) -> Work:
             num_columns = model.vocabulary_size
             work.tensor += tensor.all_gather(device, num_tokens * num_columns * element_bytes)
         else:
-            # Maximum, sum and the target's logit of each token, in float32.
+            # Maximum, sum and the target's logit by token, in float32.
             work.tensor += tensor.all_reduce(device, 3 * 4 * num_tokens)
         work.tensor *= num_losses
 

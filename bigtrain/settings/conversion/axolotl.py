@@ -241,7 +241,7 @@ def _set_model(draft: Draft) -> None:
         draft.set("model.gradient_checkpointing", "full")
     if recompute == "offload" or draft.value("activation_offloading"):
         draft.set("model.activation_offload", True)
-    # Attention has a key of its own, or one of four older switches.
+    # Attention has a key, or one of four older switches.
     attention = draft.value("attn_implementation")
     for key, known in (
         ("flash_attention", "flash_attention_2"),

@@ -46,7 +46,7 @@ def set_rows(draft: Draft) -> None:
             "changes the tokenizer's control tokens: set them in the tokenizer's directory",
         )
     _check_template(draft)
-    # Options of all datasets.
+    # Options that every dataset gets.
     held_out = draft.number("val_set_size", 0)
     options = []
     if draft.value("chat_template") in _TEMPLATES:

@@ -139,7 +139,7 @@ class OuterServer:
             return protocol.TOO_LARGE, f"a message of {marks.length:,} bytes is too large"
         if action == "hello":
             return None
-        # A message counts once: its number is larger than the last one of its session.
+        # A message counts once: its number is larger than every earlier number in the session.
         if marks.instance != self._instance:
             return protocol.OTHER_START, "the server has started again"
         nonce = _NONCE.fullmatch(marks.nonce)
