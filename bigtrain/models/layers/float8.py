@@ -61,7 +61,7 @@ def install_float8(model: PreTrainedModel, plan: Float8Plan) -> None:
 
 
 def _forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
-    output = layer.product(x, layer.weight)
+    output: torch.Tensor = layer.product(x, layer.weight)
     return output if layer.bias is None else output + layer.bias.to(output.dtype)
 
 
