@@ -57,7 +57,9 @@ def compiled(*sections: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, 
 
 ROUTED: dict[str, Any] = {"graphs": 3, "breaks": (STACKS,)}
 MODEL_TILES = {"model": TILES}
+BY_INDUCTOR = Compiled(1, "zero1", accumulation=1, sections=compiled(DORA, EPS), graphs=2)
 CASES = [
+    BY_INDUCTOR,
     # The first layer has graphs of its own: frozen embeddings need no gradient.
     Compiled(1, "zero1", "deep", 1, sections=compiled(EPS), slow=False, graphs=2),
     Compiled(1, "zero3", "deep", 1, sections=compiled(DORA, RECOMPUTE, EPS), slow=False),
@@ -94,6 +96,8 @@ SAME_NUMBERS = "aot_eager"
 def backend_of(case: Case) -> str:
     """Dropout is compared in graphs whose operators are not decomposed, since these draw the random
     numbers of uncompiled layers."""
+    if case is BY_INDUCTOR:
+        return "inductor"
     return SAME_NUMBERS if "dropout" in case.sections.get("adapters", {}) else FAST_BACKEND
 
 
@@ -113,7 +117,7 @@ def results(
             *(dataset, bases, place),
             compile_backend=backend,
         )
-        for backend in (FAST_BACKEND, SAME_NUMBERS)
+        for backend in (FAST_BACKEND, SAME_NUMBERS, "inductor")
     }
     return lambda case: results_by_backend[backend_of(case)](case)
 
