@@ -25,7 +25,7 @@ from bigtrain.models.layers.compilation import compile_layers
 from bigtrain.models.layers.kernels import apply_kernels, fast_path_of
 from bigtrain.models.layers.plans import TilePlan
 from bigtrain.models.parallel.sharding import cut_parameter, is_expert
-from bigtrain.models.transformers_patches import modules_of_experts
+from bigtrain.models.transformers_patches import modules_of_experts, trace_dora
 from bigtrain.settings.compatibility.facts import read_facts
 from bigtrain.settings.deepspeed.engine_config import EngineConfig
 from bigtrain.settings.run_config import RunConfig
@@ -185,7 +185,14 @@ def apply_layer_options(
         from bigtrain.models.parallel.experts import compile_divided_experts
 
         compile_divided_experts(model)
+    keeps_stacks_out = False
+    if has_adapters(model):
+        from bigtrain.models.layers.adapters import keep_stacks_out_of_graphs
+        from bigtrain.models.weights.quantized import weight_in_graph
+
+        keeps_stacks_out = keep_stacks_out_of_graphs(model)
+        trace_dora(model, weight_in_graph)
     facts = read_facts(config, engine_config.deepspeed, None)
     counts_tokens = any(True for _ in modules_of_experts(model))
-    compile_layers(model, divided=facts.divides_layers or counts_tokens)
+    compile_layers(model, divided=facts.divides_layers or counts_tokens or keeps_stacks_out)
     return True

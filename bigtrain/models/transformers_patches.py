@@ -9,7 +9,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -26,7 +26,7 @@ from transformers.utils.logging import (
     is_progress_bar_enabled,
 )
 
-from bigtrain.models.torch_patches import shadowed
+from bigtrain.models.torch_patches import shadow, shadowed
 
 Checkpoint = Callable[..., Any]
 Product = Callable[..., torch.Tensor]
@@ -363,3 +363,32 @@ def targets_as_named() -> Iterator[None]:
     name = "convert_peft_config_for_transformers"
     with shadowed(conversion, {name: lambda *_, **__: None}):
         yield
+
+
+def trace_dora(model: nn.Module, weight_of: Callable[[Any], Any]) -> None:
+    """Let graphs contain the layers of `model` with DoRA, which divide a layer at each adapter and
+    are compiled again for each layer otherwise. Imports peft.
+
+    peft empties a cache at each call, which it fills only for inference and on demand
+    (tuners/lora/dora.py:61): recomputation inside a graph may change nothing outside. And it reads
+    weights by `dequantize_module_weight` (utils/integrations.py:83), whose question for torchao's
+    weights torch cannot trace: in graphs, process-wide, `weight_of` is called instead.
+    """
+    from peft.tuners.lora.dora import DoraLinearLayer
+
+    layers = [module for module in model.modules() if isinstance(module, DoraLinearLayer)]
+    if layers:
+        _replace_in_graphs(weight_of)
+    for layer in layers:
+        shadow(layer, "_cache_clear", _keep_cache)
+
+
+def _keep_cache() -> None:
+    """Do nothing, as one function for all layers: a graph is of the functions that it calls."""
+
+
+@cache  # torch takes no second function
+def _replace_in_graphs(weight_of: Callable[[Any], Any]) -> None:
+    from peft.utils import integrations
+
+    torch.compiler.substitute_in_graph(integrations.dequantize_module_weight)(weight_of)

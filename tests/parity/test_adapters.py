@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count, pairwise
@@ -94,6 +94,7 @@ LORA: dict[str, dict[str, Any]] = {
     },
     "attention": {"rank": 4, "alpha": 16, "targets": "attention"},
     "shared_moe": {"rank": 2, "alpha": 8, "targets": ["attention", "mlp"]},
+    "deep": {"rank": 4, "alpha": 16, "targets": "all-linear"},
 }
 SINGLE = ("mlp", "mlp.shared_experts")
 """The modules whose layers are no experts' in a mixture of these: of a dense layer, and beside."""
@@ -128,7 +129,7 @@ PEFT["shared_moe"] = replace(
         "mlp.experts.down_proj",
     ],
 )
-PEFT |= {"odd": PEFT["llama"], "phi3": PEFT["llama"]}
+PEFT |= {"odd": PEFT["llama"], "phi3": PEFT["llama"], "deep": PEFT["llama"]}
 # Half of its adapters are in a vision tower, and get no gradient from text.
 LORA["composite"] = {"rank": 4, "alpha": 16, "targets": ["*_proj"]}
 PEFT["composite"] = replace(PEFT["llama"], target_modules=r".*_proj")
@@ -147,6 +148,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "attention": llama(),
     "shared_moe": SHARED_MOE,
     "composite": COMPOSITE,
+    # More layers than torch compiles one function for.
+    "deep": llama(num_hidden_layers=10, attention_bias=True),
 }
 """Beside those of `hf_directories`."""
 
@@ -354,9 +357,11 @@ def plain_run(case: Case, data: Path, base: Path, **options: Any) -> Training:
 Results = Callable[[Case], dict[str, Any]]
 
 
-def results_of(cases: list[Case], data: Path, bases: dict[str, Path], root: Path) -> Results:
+def results_of(
+    cases: Sequence[Case], data: Path, bases: dict[str, Path], root: Path, **job: Any
+) -> Results:
     """Of a case, when it is first asked for: then all of its tier that run train in one world for
-    each number of processes."""
+    each number of processes. `job`: what the worker is told besides."""
     results_by_case: dict[str, dict[str, Any]] = {}
 
     def of(case: Case) -> dict[str, Any]:
@@ -367,14 +372,14 @@ def results_of(cases: list[Case], data: Path, bases: dict[str, Path], root: Path
                 if (each.world_size, each.slow) == (case.world_size, case.slow)
                 and (each is case or not is_deselected(each))
             ]
-            results_by_case.update(run_cases(alike, data, bases, root))
+            results_by_case.update(run_cases(alike, data, bases, root, **job))
         return results_by_case[case.name]
 
     return of
 
 
 def run_cases(
-    cases: list[Case], data: Path, bases: dict[str, Path], root: Path
+    cases: list[Case], data: Path, bases: dict[str, Path], root: Path, **job: Any
 ) -> dict[str, dict[str, Any]]:
     place = root / cases[0].name
     place.mkdir()
@@ -383,6 +388,7 @@ def run_cases(
             "config": config_of(case, data, bases[case.model]),
             "deepspeed_config": case.engine,
             "weights": {str(step): str(place / f"{case.name}-{step}.pt") for step in (0, STEPS)},
+            **job,
         }
         for case in cases
     }

@@ -24,6 +24,7 @@ from tests.parity.test_adapters import (
     config_of,
     seed_of,
 )
+from tests.parity.test_compiled_topologies import FAST_BACKEND
 
 pytest.importorskip("bitsandbytes")
 pytestmark = [
@@ -46,6 +47,8 @@ def int8(**more: Any) -> dict[str, dict[str, Any]]:
     return {"adapters": {"quantization": "int8", **more}}
 
 
+# In the graph of a layer, bitsandbytes' products are operators.
+COMPILED: dict[str, dict[str, Any]] = {"model": {"compile": "on"}}
 RESTORED = Case(1, "zero0", accumulation=1, sections=nf4() | RECOMPUTE, slow=False)
 SAVED = Case(2, "zero2", accumulation=2, sections=nf4() | RECOMPUTE, slow=False)
 CASES = [
@@ -67,6 +70,8 @@ CASES = [
     Case(2, "zero2_offload", "llama", 1, sections=int8(loraplus_lr_ratio=1.0)),
     Case(2, "zero1", "gpt2", 2, {"pipeline": 2}, int8()),
     Case(2, "zero1", "llama", 2, {"sequence": 2}, int8(llm_int8_threshold=0.0)),
+    Case(1, "zero0", accumulation=1, sections=nf4(dora=True) | COMPILED),
+    Case(1, "zero2", "gpt2", 1, sections=fp4() | COMPILED),
     *(
         Case(4, "zero1", model, 2, {"pipeline": 2}, nf4() | RECOMPUTE)
         for model in ("gpt2", "first")
@@ -135,6 +140,7 @@ def run_cases(
                 "config": config_of(case, data, bases[case.model]),
                 "deepspeed_config": case.engine,
                 "weights": {str(STEPS): str(root / f"{case.name}.pt")},
+                "compile_backend": FAST_BACKEND,
             }
             for case in cases
             if case.world_size == size
@@ -179,6 +185,10 @@ def test_equals_plain_peft(
 ) -> None:
     results_by_case = request.getfixturevalue("slow_results" if case.slow else "results")
     expected = plain_run(case, dataset, bases[case.model])
+    if "compile" in case.sections.get("model", {}):
+        # The first layer has graphs of its own: its input needs no gradient.
+        result = results_by_case[case.name]
+        assert (result["graphs"], result["graph_breaks"]) == ([2] * STEPS, {})
     assert results_by_case[case.name]["losses"] == pytest.approx(
         expected.losses, abs=LOSS["float32"]
     )

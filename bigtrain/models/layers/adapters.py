@@ -19,7 +19,7 @@ from bigtrain.models.layers.adapter_names import ADAPTER, parameter_layers
 from bigtrain.models.layers.adapter_targets import find_parameters, find_saved, find_targets
 from bigtrain.models.layers.parameters import has_score_head, local_shape
 from bigtrain.models.layers.principal_adapters import add_initial_values
-from bigtrain.models.torch_patches import shadowed
+from bigtrain.models.torch_patches import shadow, shadowed
 from bigtrain.models.transformers_patches import (
     mark_initialized,
     only_errors,
@@ -30,6 +30,9 @@ from bigtrain.settings.sections.adapters import AdaptersSection
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+
+STACKS = "peft adds adapters to stacked weights"
+"""Why a graph ends."""
 
 
 @contextmanager
@@ -133,6 +136,17 @@ def add_adapters(
                 tensor.copy_(parameter.data)
                 parameter.data = tensor
                 mark_initialized(parameter)  # where the base weights are drawn afterwards
+
+
+def keep_stacks_out_of_graphs(model: PreTrainedModel) -> bool:
+    """Let compiled layers call stacks with adapters between two graphs, and return whether `model`
+    has any. At each call peft makes the sum of weights and adapters a parameter of the stack's
+    module, for which every layer would be compiled again, and again in later steps."""
+    layers = parameter_layers(model)
+    for name, layer in layers.values():
+        if not name.endswith(".base_layer"):  # the outer one of a module with several stacks
+            shadow(layer, "forward", torch.compiler.disable(layer.forward, reason=STACKS))
+    return bool(layers)
 
 
 @contextmanager

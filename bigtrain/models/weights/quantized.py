@@ -215,6 +215,17 @@ def dequantized(layer: Any) -> torch.Tensor:
     return full
 
 
+def weight_in_graph(module: Any) -> Any:
+    """Return the weight of a layer [out, in], dequantized from 4 bits, by code that graphs may
+    contain."""
+    weight = module.weight
+    if type(weight) is nn.Parameter:
+        return weight
+    import bitsandbytes
+
+    return bitsandbytes.functional.dequantize_4bit(weight.data, weight.quant_state)
+
+
 def import_bitsandbytes() -> Any:
     """Import bitsandbytes, which is an optional dependency: on use only."""
     with quiet_bitsandbytes():

@@ -82,7 +82,15 @@ OPTIMIZERS: Mapping[str, Rule] = {
 
 ADAPTERS: Mapping[str, Rule] = {
     "adapters with expert parallelism": _PEFT.lacks(has.EXPERTS, _NO_EXPERTS, example=_ZERO_1),
-    "adapters of compiled layers": _PEFT.lacks(has.COMPILED),
+    # bitsandbytes/autograd/_functions.py, MatMul8bitLt; on CPUs a run computes by MatMul8bitFp
+    "compiled layers of a base in 8 bits": Rule(
+        (has.COMPILED, has.FOUR_BIT_BASE),
+        "on CUDA bitsandbytes multiplies columns with outliers by themselves, as many as a batch "
+        "has, and a graph has no such number",
+        fix="model.compile=off, or adapters.quantization=nf4",
+        when=lambda run: run.quantization == "int8",
+        example=Facts(quantization="int8"),
+    ),
     # liger_kernel/transformers/swiglu.py calls the projections; peft has replaced them
     "adapters with Liger's kernels": _PEFT.lacks(has.LIGER_KERNELS),
     "adapters with Liger's loss": _PEFT.lacks(has.LIGER_LOSS),

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
+from torch.utils import checkpoint
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -37,6 +39,7 @@ from transformers.utils import logging, output_capturing
 
 from bigtrain.models import transformers_patches as patches
 from bigtrain.models.layers.recurrence.functions import FUNCTIONS
+from bigtrain.models.weights.quantized import weight_in_graph
 from tests.support.contracts import Contract, has, public_functions, reads, sets, takes, title
 
 SMALL = {
@@ -128,6 +131,27 @@ def gives_adapters_where_it_is_told() -> bool:
         inject_adapter_in_model(config, model)
     adapted = [name for name, _ in model.named_modules() if name.endswith(".lora_A")]
     return len(adapted) == 3 and not any(".experts." in name for name in adapted)
+
+
+def traces_dora() -> bool:
+    """Layers with DoRA are one graph, the same for all, with peft's values."""
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL | {"num_hidden_layers": 3}))
+    inject_adapter_in_model(LoraConfig(target_modules="all-linear", use_dora=True), model)
+    patches.trace_dora(model, weight_in_graph)
+    graphs: list[object] = []
+
+    def count(graph: torch.fx.GraphModule, _: object) -> Any:
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    x = torch.randn(2, 8, requires_grad=True)
+    values = []
+    for index in range(3):
+        layer = model.get_submodule(f"model.layers.{index}.mlp")
+        run = functools.partial(checkpoint.checkpoint, layer, use_reentrant=False)
+        values += [(torch.compile(run, backend=count, fullgraph=True)(x), layer(x))]
+    return all(torch.equal(*pair) for pair in values) and len(graphs) == 1
 
 
 def names_attention() -> bool:
@@ -417,6 +441,11 @@ CONTRACTS = [
         patches.targets_as_named,
         "peft does not call convert_peft_config_for_transformers by name any more",
         gives_adapters_where_it_is_told,
+    ),
+    Contract(
+        patches.trace_dora,
+        "peft reads the weights that DoRA measures by another function",
+        traces_dora,
     ),
     # Not private by name, and documented nowhere.
     Contract(

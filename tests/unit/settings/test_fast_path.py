@@ -55,8 +55,17 @@ CHOICES: dict[str, Choice] = {
     "isolated documents": (
         {}, CUDA | Facts(isolates=True), BOTH, "llama", ("liger", False), ("isolated",),
     ),
-    "adapters": (
-        {}, CUDA | Facts(adapters="lora"), BOTH, "llama", ("none", False), ("settings", "settings"),
+    "adapters": ({}, CUDA | Facts(adapters="lora"), BOTH, "llama", ("none", True), ()),
+    "a base in 4 bits": (
+        {}, CUDA | Facts(adapters="lora", quantization="nf4"), BOTH, "llama", ("none", True), (),
+    ),
+    "a base in 8 bits": (
+        {}, CUDA | Facts(adapters="lora", quantization="int8"), BOTH, "llama", ("none", False),
+        ("settings", "settings"),
+    ),
+    "adapters without Triton": (
+        {}, CUDA | Facts(adapters="lora"), ONLY_LIGER, "llama", ("none", False),
+        ("compiled: Triton", "Liger's kernels: the run's other"),
     ),
     "off": ({"compile": "off"}, CUDA, BOTH, "llama", ("liger", False), ()),
     "both off": ({"compile": "off", "kernels": "none"}, CUDA, BOTH, "llama", ("none", False), ()),
