@@ -203,9 +203,9 @@ def padded_left(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tens
 
 
 def _harness_class(
-    model: TokenModel, texts: TextRecord, prefix: int, ends: frozenset[int]
+    model: TokenModel, texts: TextRecord, prefix_id: int, ends: frozenset[int]
 ) -> type[Any]:
-    """Return a class of lm-eval whose scores and continuations come from `model`. `prefix`: the
+    """Return a class of lm-eval whose scores and continuations come from `model`. `prefix_id`: the
     token that lm-eval puts before a text that it scores completely; `ends`: tokens that end an
     answer."""
     from lm_eval.models.huggingface import HFLM
@@ -245,11 +245,11 @@ def _harness_class(
         ) -> list[tuple[float, bool]]:
             pairs = []
             for _, context, continuation in requests:
-                if context == [prefix] and beginning:
-                    # lm-eval begins a text that it scores completely (rolling) a second time.
+                if context == [prefix_id] and beginning:
+                    # lm-eval adds its beginning to a text that it scores completely (rolling).
                     context, full_text = beginning, texts.begin(continuation)
                     continuation = full_text[len(beginning) :]
-                # All positions, and a last token, which is only predicted.
+                # A token for each position of the model, and one that is only predicted.
                 tokens = [*context, *continuation][-(self.max_length + 1) :]
                 pairs.append((tokens[: len(tokens) - len(continuation)], continuation))
             scores = iter(model.score([pair for pair in pairs if pair[1]]))

@@ -167,7 +167,7 @@ def legal_values(
     request: SearchSpace, num_devices: int, devices_per_node: int, name: str
 ) -> list[Any]:
     """Return the values of the required field `name` that layouts with all further required fields
-    have, of a degree, the ZeRO stage or the micro-batch; none of other fields."""
+    have. name: of a degree, the ZeRO stage or the micro-batch; other fields have no values."""
     required = {key: value for key, value in request.required.items() if key != name}
     if name == "sequence_size":
         required.pop("ring_size", None)

@@ -63,13 +63,13 @@ def train_inputs(
     times = StartTimes()
     times.end(IMPORTS)
     with ExitStack() as lifetimes:
-        opened = lifetimes.enter_context
-        context = opened(open_session(run, world, signals))
+        enter = lifetimes.enter_context
+        context = enter(open_session(run, world, signals))
         memory = None
         if run.config.checkpoint.memory is not None:
             from bigtrain.run.checkpointing.memory_saver import memory_of_earlier_launch
 
-            memory = opened(memory_of_earlier_launch(context))
+            memory = enter(memory_of_earlier_launch(context))
         # Refuse data and settings that cannot be trained before the model is built.
         for line in notes:
             context.log.to_file(line)
@@ -77,7 +77,7 @@ def train_inputs(
             verify_data(context)
         refuse_other_run(context, first.inputs.data_hash)
         refuse_other_samples(context, first.inputs)
-        callbacks = opened(Callbacks(context, caller_callbacks))
+        callbacks = enter(Callbacks(context, caller_callbacks))
         # The segment with the largest micro-batch needs the most memory.
         largest = max(segments, key=lambda segment: segment.run.plan.micro_batch_tokens)
         prediction = log_prediction(replace(context, run=largest.run), largest.inputs)
@@ -113,28 +113,28 @@ def _train_segment(launch: Launch, segment: Segment) -> Outcome:
     after it. Collective."""
     callbacks, inputs, config = launch.callbacks, segment.inputs, segment.run.config
     with ExitStack() as lifetimes:
-        opened = lifetimes.enter_context
-        context = opened(open_engine(launch, segment))
+        enter = lifetimes.enter_context
+        context = enter(open_engine(launch, segment))
         teacher = None
         if inputs.teacher is not None:
             from bigtrain.run.live_teacher import open_teacher
 
-            teacher = opened(open_teacher(context, inputs.teacher))
-        # Before anything is restored: checkpoints contain the global weights, too.
+            teacher = enter(open_teacher(context, inputs.teacher))
+        # Before weights are restored: the global weights of the sites are restored with them.
         outer = OuterSteps(context)
         resumed = resume(launch, segment, context)
         if not isinstance(resumed, Resumed):
             return resumed
         context, evaluator = resumed.context, resumed.evaluator
-        batches = opened(closed_at_end(resumed.batches))
+        batches = enter(closed_at_end(resumed.batches))
 
         # The run directory is claimed: join the other sites, and record the launch.
         state = outer.begin(resumed.state)
-        opened(closed_at_end(outer))
+        enter(closed_at_end(outer))
         start_times, launch.times = launch.times, None
         if start_times is not None:
-            recorded = replace(context, run=launch.context.run)
-            launch.copies = begin_writing(recorded, state, launch.prediction, teacher)
+            launch_context = replace(context, run=launch.context.run)
+            launch.copies = begin_writing(launch_context, state, launch.prediction, teacher)
         # A reference model scores with the weights as they are now, before any step.
         if config.objective.kind.reads_scores(config):
             from bigtrain.run.reference_scores import ReferenceScores
@@ -144,14 +144,14 @@ def _train_segment(launch: Launch, segment: Segment) -> Outcome:
             callbacks.start(state)
             start_times.end(WEIGHTS)
 
-        saver = opened(Saver(context, copies=launch.copies, on_complete=callbacks.checkpoint))
+        saver = enter(Saver(context, copies=launch.copies, on_complete=callbacks.checkpoint))
         memory_saver = None
         if config.checkpoint.memory is None:
             remove_left_over(context, None)
         else:
             from bigtrain.run.checkpointing.memory_saver import memory_saver_of
 
-            memory_saver = opened(memory_saver_of(context, saver, launch.memory))
+            memory_saver = enter(memory_saver_of(context, saver, launch.memory))
         if is_over(config, state):
             # Other sites may have ended the run without this one, or this one has to.
             state = outer.make_last(state)

@@ -361,7 +361,7 @@ class RunConfig(Section):
         return {key: epochs for key, epochs in by_key.items() if epochs is not None}
 
     @model_validator(mode="after")
-    def _epochs_are_of_datasets(self) -> Self:
+    def _epochs_need_unweighted_sources(self) -> Self:
         weighted_keys = [
             f"data.sources.{number}"
             for number, source in enumerate(self.data.sources)

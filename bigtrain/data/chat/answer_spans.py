@@ -239,22 +239,23 @@ def _span(
 def _around_content(
     template: ChatTemplate, control: ControlTokens, rendering: Rendering, number: int
 ) -> Span:
-    """Return the start of a message's content in the rendering, or of the name of the last tool
-    call if it has no content, and the end of the turn."""
+    """Return the span in the rendering from the start of a message's content to the end of the
+    turn; without content from the name of the last tool call."""
     text = rendering.text
     changed = [*rendering.messages]
     changed[number - 1] = _with_placeholder(changed[number - 1])
     before, is_present, after = template.render(changed, rendering.tools)[0].partition(PLACEHOLDER)
     ending = template.render(changed[:number], rendering.tools)[0].partition(PLACEHOLDER)[2]
     # The last turn of a conversation may have more at its end (Phi 3: the end of the text). Both
-    # endings begin alike, at least up to a control token.
+    # endings share characters, at least up to a control token.
     pairs = enumerate(zip(after, ending, strict=False))
-    size = next((n for n, (a, b) in pairs if a != b), min(len(after), len(ending)))
-    if size < len(ending):
-        size = max((m.end() for m in control.find(after) if m.end() <= size), default=-1)
+    num_shared = next((n for n, (a, b) in pairs if a != b), min(len(after), len(ending)))
+    if num_shared < len(ending):
+        ends = [match.end() for match in control.find(after)]
+        num_shared = max((end for end in ends if end <= num_shared), default=-1)
     if (
         not is_present
-        or size < 0
+        or num_shared < 0
         or PLACEHOLDER in after + ending
         or not (text.startswith(before) and text.endswith(after))
         or len(before) + len(after) > len(text)
@@ -262,7 +263,7 @@ def _around_content(
         raise ConversationError(
             REMEDY.format(f"message {number} is rendered differently in a longer conversation")
         )
-    return len(before), len(text) - len(after) + size
+    return len(before), len(text) - len(after) + num_shared
 
 
 def _with_placeholder(message: dict[str, Any]) -> dict[str, Any]:

@@ -136,7 +136,7 @@ class _Update:
         for parameters, part in zip(
             optimizer.bf16_groups, optimizer.fp32_groups_gradient_flat_partition, strict=True
         ):
-            begin = -rank * part.numel()  # of a parameter, from where this rank's part begins
+            begin = -rank * part.numel()  # offset of a parameter to the begin of this rank's part
             for parameter in parameters:
                 first, end = max(begin, 0), min(begin + parameter.numel(), part.numel())
                 begin += parameter.numel()

@@ -426,6 +426,7 @@ class _Reduction:
         pieces = reduced.split(plan.pieces)
         for target, view in zip(plan.targets, views, strict=True):
             owned = [pieces[number] for number in target.pieces]
+            # A compact group has one buffer for all passes of a step.
             adds = self._groups[target.group].is_compact
             if len(owned) > 1 and not adds and reduced.dtype == view.dtype:
                 torch.cat(owned, out=view)

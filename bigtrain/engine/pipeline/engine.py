@@ -149,14 +149,14 @@ class PipelineTrainEngine(TrainEngine):
         added: Callable[[Any], torch.Tensor | None] | None = None,
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Set the micro-batches of the next forward passes, and return the tensors that DeepSpeed
-        loads, on the device: its own copies would wait for it. The stages compute the rows of a
-        micro-batch that the objective trains."""
-        passed = [self._objective.trained(batch) for batch in batches]
+        loads, on the device: copies by DeepSpeed would wait for the device. The stages compute the
+        rows of a micro-batch that the objective trains."""
+        stage_batches = [self._objective.trained(batch) for batch in batches]
         if self._scores_samples:
-            passed = [self._padded(batch) for batch in passed]
+            stage_batches = [self._padded(batch) for batch in stage_batches]
         self._samples = iter(batches)
-        self._stage.feed(passed, factor, added)
-        return self._loaded(passed)
+        self._stage.feed(stage_batches, factor, added)
+        return self._loaded(stage_batches)
 
     def _loaded(self, batches: Sequence[MicroBatch]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for batch in batches:

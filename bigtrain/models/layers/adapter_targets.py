@@ -106,7 +106,8 @@ def quantized_layers(model: PreTrainedModel) -> list[str]:
 def is_product(module: nn.Module) -> bool:
     """Return whether `module` is a linear layer to which a product of two matrices can be added.
     Some subclasses with another forward method are not: routers that return their choice
-    (Llama 4's), products of groups (DeepSeek-V4's). A subclass is called without data."""
+    (Llama 4's), products of groups (DeepSeek-V4's). A subclass of transformers is
+    tried on the meta device."""
     if not isinstance(module, LINEAR):
         return False
     if type(module) in LINEAR or not type(module).__module__.startswith("transformers."):

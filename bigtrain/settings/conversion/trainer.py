@@ -250,7 +250,7 @@ def set_training(draft: Draft, defaults: Mapping[str, Any]) -> None:
         draft.set("model.attention", attention)
     elif attention is not None:
         draft.notes.append(
-            f"attn_implementation = {attention!r}: model.attention=auto, the same sum"
+            f"attn_implementation = {attention!r}: model.attention=auto, the same result"
         )
     if draft.value("torch_compile"):
         draft.set("model.compile", "on")
@@ -380,28 +380,35 @@ def _set_rows(draft: Draft, task: str, default_length: int) -> None:
     set_data(draft, commands, outputs)
 
 
+def _refuse_shares(draft: Draft, key: str, shares: Mapping[str, Any]) -> None:
+    """Refuse to take a part of the rows of a dataset. shares: by the name of the dataset."""
+    for name, share in shares.items():
+        if share != 1.0:
+            rule = f"takes {share} of the rows of {name}"
+            draft.refuse(key, rule, "cut the rows, and 1.0 in the file")
+
+
 def _sources(draft: Draft) -> list[dict[str, Any]]:
     """Return name and options of each dataset of the file."""
     # Three ways to name data: a mixture, a dictionary of shares, one dataset.
     mixture = draft.value("dataset_mixture")
     if isinstance(mixture, Mapping):
         listed = [
-            (entry.get("id"), entry.get("config"), entry.get("split", "train"), entry)
+            (entry.get("id"), entry.get("config"), entry.get("split", "train"))
             for entry in mixture.get("datasets", [])
         ]
-        for name, _, _, entry in listed:
-            if entry.get("weight", 1.0) != 1.0:
-                rule = f"takes {entry['weight']} of the rows of {name}"
-                draft.refuse("dataset_mixture", rule, "cut the rows, and weight: 1.0 in the file")
+        shares = {entry.get("id"): entry.get("weight", 1.0) for entry in mixture["datasets"]}
+        _refuse_shares(draft, "dataset_mixture", shares)
     elif isinstance(draft.value("dataset_mixer"), Mapping):
-        splits = draft.value("dataset_splits", ["train"])
-        listed = [(name, None, splits[0], {}) for name in draft.value("dataset_mixer")]
+        mixer, splits = draft.value("dataset_mixer"), draft.value("dataset_splits", ["train"])
+        listed = [(name, None, splits[0]) for name in mixer]
+        _refuse_shares(draft, "dataset_mixer", mixer)
     else:
         name = draft.value("dataset_name", "DATA")
         split = draft.value("dataset_train_split", "train")
-        listed = [(name, draft.value("dataset_config"), split, {})]
+        listed = [(name, draft.value("dataset_config"), split)]
     sources = []
-    for name, config, split, _ in listed:
+    for name, config, split in listed:
         options = []
         if config not in (None, "default"):
             options += ["--dataset-config", str(config)]

@@ -124,6 +124,18 @@ def test_every_row_names_a_setting_or_a_reason(name: str) -> None:
         ({**DPO, "rpo_alpha": 1.0}, {"task": "dpo"}, "rpo_alpha", "objective.sft_weight weighs"),
         ({**SFT, "use_peft": True}, {}, "lora_target_modules", "by a table of architectures"),
         ({**SFT, "train_sampling_strategy": "sequential"}, {}, "train_sampling_strategy", "always"),
+        (
+            {**SFT, "dataset_mixer": {"org/chats": 1.0, "org/code": 0.5}},
+            {},
+            "dataset_mixer",
+            "takes 0.5 of the rows of org/code",
+        ),
+        (
+            {**SFT, "dataset_mixture": {"datasets": [{"id": "org/chats", "weight": 0.25}]}},
+            {},
+            "dataset_mixture",
+            "takes 0.25 of the rows of org/chats",
+        ),
     ],
 )
 def test_nothing_is_guessed(
