@@ -6,7 +6,7 @@ KTOConfig, RewardConfig, ModelConfig), with which a test compares them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -380,9 +380,10 @@ def _set_rows(draft: Draft, task: str, default_length: int) -> None:
     set_data(draft, commands, outputs)
 
 
-def _refuse_shares(draft: Draft, key: str, shares: Mapping[str, Any]) -> None:
-    """Refuse to take a part of the rows of a dataset. shares: by the name of the dataset."""
-    for name, share in shares.items():
+def _refuse_shares(draft: Draft, key: str, shares: Iterable[tuple[str, Any]]) -> None:
+    """Refuse to take a part of the rows of a dataset. shares: names of datasets, and the share of
+    the rows of each."""
+    for name, share in shares:
         if share != 1.0:
             rule = f"takes {share} of the rows of {name}"
             draft.refuse(key, rule, "cut the rows, and 1.0 in the file")
@@ -393,16 +394,16 @@ def _sources(draft: Draft) -> list[dict[str, Any]]:
     # Three ways to name data: a mixture, a dictionary of shares, one dataset.
     mixture = draft.value("dataset_mixture")
     if isinstance(mixture, Mapping):
+        entries = mixture.get("datasets", [])
         listed = [
-            (entry.get("id"), entry.get("config"), entry.get("split", "train"))
-            for entry in mixture.get("datasets", [])
+            (entry.get("id"), entry.get("config"), entry.get("split", "train")) for entry in entries
         ]
-        shares = {entry.get("id"): entry.get("weight", 1.0) for entry in mixture["datasets"]}
+        shares = [(entry.get("id"), entry.get("weight", 1.0)) for entry in entries]
         _refuse_shares(draft, "dataset_mixture", shares)
     elif isinstance(draft.value("dataset_mixer"), Mapping):
         mixer, splits = draft.value("dataset_mixer"), draft.value("dataset_splits", ["train"])
         listed = [(name, None, splits[0]) for name in mixer]
-        _refuse_shares(draft, "dataset_mixer", mixer)
+        _refuse_shares(draft, "dataset_mixer", mixer.items())
     else:
         name = draft.value("dataset_name", "DATA")
         split = draft.value("dataset_train_split", "train")

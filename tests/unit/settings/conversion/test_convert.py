@@ -136,6 +136,20 @@ def test_every_row_names_a_setting_or_a_reason(name: str) -> None:
             "dataset_mixture",
             "takes 0.25 of the rows of org/chats",
         ),
+        (
+            {
+                **SFT,
+                "dataset_mixture": {
+                    "datasets": [
+                        {"id": "org/chats", "config": "en", "weight": 0.5},
+                        {"id": "org/chats", "config": "de"},
+                    ]
+                },
+            },
+            {},
+            "dataset_mixture",
+            "takes 0.5 of the rows of org/chats",
+        ),
     ],
 )
 def test_nothing_is_guessed(
