@@ -22,6 +22,7 @@ from bigtrain.settings.run_config import RunConfig
 from tests.parity.cases import LOSS, NORM, RECOMPUTE, Case, PlainRuns
 from tests.parity.conftest import SEED, each_case, llama
 from tests.parity.plain import Training, divided
+from tests.parity.test_compiled_topologies import FAST_BACKEND
 
 torchao = pytest.importorskip("torchao.float8")
 matmul_with_hp_or_float8_args = pytest.importorskip(
@@ -169,7 +170,7 @@ class BlockProduct(torch.autograd.Function):
 @pytest.fixture(scope="module")
 def runs(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> PlainRuns:
     directory = tmp_path_factory.mktemp("float8")
-    job = {"compile_backend": "aot_eager_decomp_partition"}
+    job = {"compile_backend": FAST_BACKEND}
     return PlainRuns(directory, dataset, MODELS, CASES, from_files=True, **job)
 
 
@@ -178,7 +179,7 @@ def test_equals_torchao(case: Case, runs: PlainRuns) -> None:
     """The first step as in float32."""
     result, _ = runs.trained(case)
     losses, norms = result["losses"], result["norms"]
-    if "model" in case.sections and case.sections["model"].get("compile") == "on":
+    if case.sections.get("model", {}).get("compile") == "on":
         # Where only adapters are trained, the input of the first layer needs no gradient.
         graphs = 2 if "adapters" in case.sections else 1
         assert (result["graphs"], result["graph_breaks"]) == ([graphs] * len(losses), {})
