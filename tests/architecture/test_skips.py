@@ -52,6 +52,7 @@ def test_which_skips_could_have_run(
     assert skips.could_have_run(reason) == fails
 
 
+@pytest.mark.slow
 def test_a_skip_that_could_have_run_fails(tmp_path: Path) -> None:
     """Also a complete file; in the processes of xdist. Each is named with its reason."""
     (tmp_path / "test_module.py").write_text(TESTS.replace("{module}", "json"))

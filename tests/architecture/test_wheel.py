@@ -38,6 +38,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "site"
 
 
+@pytest.mark.slow
 def test_commands_of_a_wheel_need_no_checkout(installed: Path, tmp_path: Path) -> None:
     """In a folder without one: what is written and shown names the installed files only."""
     write_dataset(tmp_path / "shards", vocab_size=50)

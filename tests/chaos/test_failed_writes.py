@@ -74,6 +74,7 @@ def test_weights_that_are_not_finite_are_never_saved(
     assert_same_run(run, uninterrupted)
 
 
+@pytest.mark.slow
 def test_a_last_checkpoint_that_is_not_finite_ends_the_run_with_an_error(
     server: Server, run_yaml: Path, tmp_path: Path
 ) -> None:
@@ -159,6 +160,7 @@ def test_an_output_directory_that_cannot_be_made(
     assert "-> choose another one" in text
 
 
+@pytest.mark.slow
 def test_a_failed_save_in_between_costs_that_save_alone(
     server: Server, run_yaml: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:

@@ -24,7 +24,8 @@ def contents(run: Path) -> dict[str, tuple[int, bytes]]:
     }
 
 
-@pytest.mark.parametrize("during", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("during", [False, True])
 def test_the_earlier_start_ends_and_changes_nothing(
     server: Server, run_yaml: Path, uninterrupted: Path, tmp_path: Path, during: bool
 ) -> None:

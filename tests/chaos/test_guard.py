@@ -154,6 +154,7 @@ class Damage:
 """
 
 
+@pytest.mark.slow
 def test_nothing_of_a_corrupt_checkpoint_is_left_after_a_rollback(
     server: Server, run_yaml: Path, tmp_path: Path
 ) -> None:

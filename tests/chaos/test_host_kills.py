@@ -183,6 +183,7 @@ class Campaign:
         return sorted(str(one.relative_to(self.memory)) for one in self.memory.glob("*/*"))
 
 
+@pytest.mark.slow
 def test_a_host_lost_in_an_exchange_resumes_with_its_partners_files(
     server: Server, run_yaml: Path, memory: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:

@@ -173,13 +173,8 @@ STARTED_AGAIN = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] if n else [])
-        for n, name in enumerate(STARTED_AGAIN)
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STARTED_AGAIN)
 def test_a_run_without_a_usable_checkpoint_starts_with_a_new_engine(
     name: str,
     server: Server,

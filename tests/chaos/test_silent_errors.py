@@ -79,12 +79,11 @@ def test_two_ranks_that_differ_are_both_named(
     assert "(one of them is wrong, and it is unknown which); continuing from step 12" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "code", "fix"),
     [
-        pytest.param(
-            2, 2, "whose memory or processors may be faulty -> exclude it", marks=pytest.mark.slow
-        ),
+        (2, 2, "whose memory or processors may be faulty -> exclude it"),
         (3, EXIT_FAULTY_HOST, "memory or processors of this host may be faulty -> test it"),
     ],
 )

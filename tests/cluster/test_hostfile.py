@@ -33,6 +33,7 @@ pathlib.Path(f"given-{os.environ['RANK']}.json").write_text(json.dumps(given))
 """
 
 
+@pytest.mark.slow
 def test_pdsh_starts_the_ranks_of_three_hosts(lab: Lab) -> None:
     """Of unequal slots, with the variables that `.deepspeed_env` names."""
     (lab.folder / "hosts").write_text("n1 slots=1\nn2 slots=2\nn0 slots=1\n")

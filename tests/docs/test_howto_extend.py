@@ -191,8 +191,9 @@ def losses_of(folder: Path, name: str) -> list[float]:
     return [line["loss"] for line in lines(folder, name)]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_a_stream_resumes_with_its_next_sample(folder: Path, world_size: int) -> None:
     """At the same world size to the last bit, and at another one."""
     data = json.dumps(yaml.safe_load(blocks("yaml")[4])["data"])

@@ -283,6 +283,7 @@ RUNS: dict[str, Run] = {
             "data.balance_attention": False,
             "batch.sequence_length": 64,
         },
+        slow=True,
     ),
 }
 

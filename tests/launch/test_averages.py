@@ -40,6 +40,7 @@ def train(folder: Path, world_size: int, steps: int, *more: str) -> None:
     run_script(world_size, WORKER, folder, *words)
 
 
+@pytest.mark.slow
 def test_the_export_has_the_weights_of_an_averaged_model(run: Path, tmp_path: Path) -> None:
     output = tmp_path / "average"
     words = ["--run", str(run), "--step", str(STEPS), "--output", str(output)]

@@ -104,6 +104,7 @@ def test_an_export_with_a_changed_configuration_starts_no_run(
     assert not run.exists()
 
 
+@pytest.mark.slow
 def test_a_tokenizer_that_no_export_could_hold_is_refused_before_the_run(
     inputs: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -211,13 +211,10 @@ class Slow:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("seconds", "slow_timeout", "codes"),
-    [
-        (3, 60, [0, 0]),
-        pytest.param(60, 3, [EXIT_HANG, EXIT_HANG], marks=pytest.mark.slow),
-    ],
+    ("seconds", "slow_timeout", "codes"), [(3, 60, [0, 0]), (60, 3, [EXIT_HANG, EXIT_HANG])]
 )
 def test_ranks_that_wait_for_a_slow_callback_have_its_limit(
     inputs: Inputs, tmp_path: Path, seconds: int, slow_timeout: int, codes: list[int]

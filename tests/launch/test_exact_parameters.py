@@ -125,6 +125,7 @@ def test_frozen_parameters_leave_as_they_came(
     assert same_bytes(base, directory / "hf", r"layers\.0\.|norm\.weight$") == 12
 
 
+@pytest.mark.slow
 def test_what_text_does_not_reach_leaves_as_it_came(
     inputs: Inputs, bases: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -48,6 +48,7 @@ def forked_run(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Path
     return directory
 
 
+@pytest.mark.slow
 def test_profiled_steps_leave_a_trace(forked_run: Path, finished_run: Path) -> None:
     (path,) = (forked_run / "profile").iterdir()
     assert path.name == "rank_1_steps_2-3.json"

@@ -50,6 +50,7 @@ def mean_of(run: Path, shares: dict[int, float]) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.slow
 def test_the_mean_of_the_last_ones(run: Path, tmp_path: Path) -> None:
     output = tmp_path / "mean"
     assert main(["merge", "--run", str(run), "--last", "3", "--output", str(output),

@@ -25,6 +25,7 @@ def test_the_page_of_the_docs_runs_from_its_top(tmp_path: Path) -> None:
     assert "parallel.tensor" in output
 
 
+@pytest.mark.slow
 def test_a_process_is_as_before_and_trains_again(inputs: Inputs, tmp_path: Path) -> None:
     assert "trained" in run_script(1, WORKER, "trains", inputs.run_yaml, tmp_path)
 

@@ -116,6 +116,7 @@ def test_exports_what_plain_peft_loads(
     assert float((expected - logits(names["model"])).abs().max()) > 1e-3
 
 
+@pytest.mark.slow
 def test_checkpoints_hold_nothing_of_the_base(adapted: Path) -> None:
     directory = checkpoints.checkpoint_path(adapted, STEPS)
     keys = set()

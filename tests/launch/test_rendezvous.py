@@ -135,6 +135,7 @@ runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """
 
 
+@pytest.mark.slow
 def test_a_spare_continues_without_the_lost_host(tmp_path: Path) -> None:
     """With forked agents and a forked rendezvous, which have nothing to import."""
     hosts = Hosts(tmp_path, "1", 1)

@@ -201,6 +201,7 @@ def check_exported(body: bytes, row: dict[str, Any]) -> None:
     assert "held_out_loss" in entries
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_stall_and_a_killed_rank(inputs: Inputs, tmp_path: Path) -> None:
     """Also if a process that the rank has forked lives on."""

@@ -124,6 +124,7 @@ def test_sites_read_other_samples_and_end_with_the_same_weights(trained: Path) -
         assert torch.equal(weight, second[name]), name
 
 
+@pytest.mark.slow
 def test_goes_on_in_the_middle_of_a_window(trained: Path, inputs: Inputs, tmp_path: Path) -> None:
     for site in ("0", "1"):
         shutil.copytree(trained / site, tmp_path / site)
@@ -287,6 +288,7 @@ def test_a_site_that_is_behind_takes_the_global_weights(
     come_back(inputs, trained, tmp_path, ((), ()), 1, 1)
 
 
+@pytest.mark.slow
 def test_a_site_that_comes_back_after_the_end_of_the_run_exports_nothing(
     trained: Path, inputs: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

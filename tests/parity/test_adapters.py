@@ -181,7 +181,7 @@ CASES = [
     Case(2, "zero3", "shared_moe", 2, TENSOR, slow=False),
     Case(2, "zero3", "odd", sections=SAVED | CHUNKS),
     # With another learning rate of B.
-    Case(2, "zero1", "odd", sections=PLUS, slow=False),
+    Case(2, "zero1", "odd", sections=PLUS),
     Case(2, "zero0", sections=PLUS),
     Case(2, "zero2_offload", "gpt2", 4, sections=PLUS),
     Case(

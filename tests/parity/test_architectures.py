@@ -134,6 +134,7 @@ def test_what_ends_the_processes_is_wrong_and_the_rest_goes_on(
     }
 
 
+@pytest.mark.slow
 def test_wrong_plans_are_named_on_every_process(tmp_path: Path) -> None:
     output = tmp_path / "said"
     run_script(2, Path(__file__).with_name("plan_worker.py"), output)

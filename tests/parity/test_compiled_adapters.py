@@ -61,7 +61,7 @@ BY_INDUCTOR = Compiled(1, "zero1", accumulation=1, sections=compiled(DORA, EPS),
 CASES = [
     BY_INDUCTOR,
     # The first layer has graphs of its own: frozen embeddings need no gradient.
-    Compiled(1, "zero1", "deep", 1, sections=compiled(EPS), slow=False, graphs=2),
+    Compiled(1, "zero1", "deep", 1, sections=compiled(EPS), graphs=2),
     Compiled(1, "zero3", "deep", 1, sections=compiled(DORA, RECOMPUTE, EPS), slow=False),
     Compiled(2, "zero1", "deep", 1, TENSOR, compiled(DORA, EPS), graphs=2),
     # Every kind of adapters with stages of ZeRO.

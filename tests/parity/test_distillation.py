@@ -172,7 +172,7 @@ def test_equals_a_plain_loop(root: Path, name: str, sections: dict[str, Any]) ->
     compare(root / place, lines, plain_run(root, "adapters" in sections, student))
 
 
-@pytest.mark.parametrize("student", ["student", "padded_student"])
+@pytest.mark.parametrize("student", ["padded_student", pytest.param("student", marks=SLOW)])
 def test_rows_after_the_tokens_of_a_stored_teacher_do_not_count(root: Path, student: str) -> None:
     scores = root / "padded_scores"
     if not scores.exists():

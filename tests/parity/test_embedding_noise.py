@@ -28,8 +28,8 @@ NOISE: dict[str, dict[str, Any]] = {"model": {"neftune_noise_alpha": ALPHA}}
 SEQUENCE = {"sequence": 2}
 CASES = [
     Case(2, "zero1", sections=NOISE, slow=False),
-    Case(2, "zero3", "gpt2", 1, sections=NOISE, slow=False),
-    Case(2, "zero1", "llama", 1, SEQUENCE, NOISE, slow=False),
+    Case(2, "zero3", "gpt2", 1, sections=NOISE),
+    Case(2, "zero1", "llama", 1, SEQUENCE, NOISE),
     Case(2, "pipeline_zero1", degrees={"pipeline": 2}, sections=NOISE, slow=False),
     Case(1, "zero0", "gemma", sections=NOISE),
     Case(2, "zero2_offload", accumulation=1, sections=NOISE),
@@ -105,7 +105,7 @@ def test_noise_shows(dataset: Path, runs: PlainRuns) -> None:
 
 
 PLACES = [layout(1, "zero0"), layout(2, "zero3"), layout(2, "zero1", pipeline=2)]
-PAIRS = [Pair(place, place, slow=place is not PLACES[1]) for place in PLACES]
+PAIRS = [Pair(place, place) for place in PLACES]
 
 
 @pytest.fixture(scope="module")

@@ -138,7 +138,7 @@ def case(
 
 ANEW, CHUNKED = EPS | RECOMPUTE, EPS | CHUNKS
 CASES = [
-    case(2, "zero3", "mixtral", "global", "z", more=ANEW, slow=False, expert=2),
+    case(2, "zero3", "mixtral", "global", "z", more=ANEW, expert=2),
     case(2, "zero1", "qwen3_moe", "z", more=CHUNKED, expert=2),
     case(2, "zero1", "deepseek_v3", "bias", slow=False, expert=2),
     case(2, "zero1", "mixtral", "global", accumulation=1),

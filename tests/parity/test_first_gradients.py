@@ -70,7 +70,8 @@ def run(root: Path, name: str, engine: str, script: list[str], **sections: Any) 
     return shared_server().live([], world_size=2, script=[*script, "--config", str(path)])
 
 
-@pytest.mark.parametrize("engine", ["zero3", pytest.param("zero1", marks=SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["zero1", "zero3"])
 def test_compressors_are_trained(root: Path, engine: str) -> None:
     codes, printed = run(root, f"trained-{engine}", engine, [])
     assert codes == [0, 0], printed[-4000:]
@@ -101,7 +102,8 @@ def test_parameters_that_are_frozen_pass_a_blind_probe(root: Path, engine: str) 
     assert codes == [0, 0], printed[-4000:]
 
 
-@pytest.mark.parametrize("engine", ["zero3", pytest.param("zero1", marks=SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["zero1", "zero3"])
 def test_a_blind_probe_is_found_in_the_first_step_of_adapters(root: Path, engine: str) -> None:
     """Their first gradient of A is zeros, since B is zeros: its presence counts."""
     script = script_of(root, "blind", BLIND)
@@ -133,12 +135,9 @@ runpy.run_path({program!r}, run_name="__main__")
 """A probe that says that every parameter gets a gradient."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("engine", "adapters"),
-    [
-        ("pipeline_zero1", {}),
-        *(pytest.param(*each, marks=SLOW) for each in (("zero1", {}), ("zero3", LORA))),
-    ],
+    ("engine", "adapters"), [("pipeline_zero1", {}), ("zero1", {}), ("zero3", LORA)]
 )
 def test_absent_gradients_of_the_first_step_are_named(
     root: Path, engine: str, adapters: dict[str, Any]

@@ -90,7 +90,7 @@ CASES = [
     hybrid(2, "zero2", "bamba", more=RECOMPUTE),
     hybrid(2, "zero3", "jamba", more=RECOMPUTE, slow=False),
     hybrid(2, "zero1", "lfm2"),
-    hybrid(2, "zero1", "qwen3_5", pipeline=2, more=RECOMPUTE, accumulation=2, slow=False),
+    hybrid(2, "zero1", "qwen3_5", pipeline=2, more=RECOMPUTE, accumulation=2),
     hybrid(2, "zero1", "bamba", pipeline=2, accumulation=2),
     hybrid(2, "zero1", "qwen3_5", tensor=2),
     hybrid(2, "zero3", "qwen3_5", sequence=2, more=RECOMPUTE, slow=False),

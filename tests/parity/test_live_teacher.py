@@ -69,13 +69,14 @@ def test_equals_a_plain_loop(root: Path, name: str, sections: dict[str, Any]) ->
     compare(root / place, lines, plain_run(root, "adapters" in sections))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "student", "teacher", "temperature", "loss"),
     [
         ("zero3", "padded_student", "padded_teacher", 2.5, "chunked"),
-        pytest.param("tensor", "student", "padded_teacher", 0.5, "chunked", marks=SLOW),
-        pytest.param("zero1", "padded_student", "teacher", 1.5, "plain", marks=SLOW),
-        pytest.param("sequence", "student", "teacher", 2.0, "plain", marks=SLOW),
+        ("tensor", "student", "padded_teacher", 0.5, "chunked"),
+        ("zero1", "padded_student", "teacher", 1.5, "plain"),
+        ("sequence", "student", "teacher", 2.0, "plain"),
     ],
 )
 def test_temperatures_and_padded_vocabularies(

@@ -377,12 +377,13 @@ def test_equals_a_plain_loop(root: Path, case: Case) -> None:
         assert float(abs(scores.sums("train") - scores.mismatched_sums("train")).max()) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "adapters", "layout"),
     [
         ("sigmoid", {"dora": True}, "zero3"),
-        pytest.param("kto", {"dora": True}, "stages", marks=pytest.mark.slow),
-        pytest.param("sigmoid", {"modules_to_save": ["lm_head"]}, "tensor", marks=pytest.mark.slow),
+        ("kto", {"dora": True}, "stages"),
+        ("sigmoid", {"modules_to_save": ["lm_head"]}, "tensor"),
     ],
 )
 def test_adapters_that_cannot_be_turned_off_have_stored_scores(

@@ -135,9 +135,9 @@ def case(
 
 CASES = [
     case("muon", 2, "zero3", slow=False),
-    case("muon", 2, "zero0", slow=False, tensor=2),
+    case("muon", 2, "zero0", tensor=2),
     case("lion", 2, "zero2", slow=False),
-    case("signum", 2, "zero2", accumulation=1, slow=False),
+    case("signum", 2, "zero2", accumulation=1),
     case("adafactor", 2, "zero3", "qwen3_moe", slow=False, expert=2),
     case("muon original", 2, "zero1"),
     case("muon split", 2, "zero3_offload", "gpt_neox"),

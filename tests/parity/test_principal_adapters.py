@@ -39,7 +39,7 @@ SAVED = {**PISSA, "adapters": {"init": "pissa", "modules_to_save": ["lm_head"]}}
 PROBE = [[5, 6, 7, 8, 9, 10]]
 CASES = [
     Case(2, "zero3", "gpt2", sections=PISSA, slow=False),
-    Case(2, "zero1", "odd", 1, {"tensor": 2}, PISSA, slow=False),
+    Case(2, "zero1", "odd", 1, {"tensor": 2}, PISSA),
     Case(2, "zero1", degrees={"pipeline": 2}, sections=PISSA, slow=False),
     Case(1, "zero0", sections=PISSA),
     Case(2, "zero2_offload", "odd", 4, sections=SAVED),
@@ -201,7 +201,7 @@ def test_conversion_is_that_of_peft(name: str, bases: dict[str, Path], tmp_path:
 
 PLACES = [layout(1, "zero0"), layout(2, "zero3"), layout(2, "zero1", tensor=2)]
 PAIRS = [
-    Pair(layout(2, "zero3"), layout(2, "zero3"), slow=False),
+    Pair(layout(2, "zero3"), layout(2, "zero3")),
     *(Pair(PLACES[0], place) for place in PLACES),
     Pair(layout(2, "zero1", pipeline=2), PLACES[0]),
 ]

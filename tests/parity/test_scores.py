@@ -130,6 +130,7 @@ def test_scores_are_transformers_log_probabilities(
     assert not top[~targets].any()
 
 
+@pytest.mark.slow
 def test_a_killed_pass_writes_the_same_bytes(place: Path) -> None:
     more = ("--part-tokens", "500")
     score(place, 2, "--output", "all", *more)

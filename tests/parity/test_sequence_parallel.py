@@ -20,7 +20,7 @@ BOTH = {"sequence": 2, "tensor": 2}
 CASES = [
     Case(2, "zero3", "qwen3_moe", 1, SEQUENCE, slow=False),
     # DeepSpeed makes its groups once in a process: one such case of a world.
-    Case(4, "zero3_hpz", accumulation=1, degrees=SEQUENCE, slow=False),
+    Case(4, "zero3_hpz", accumulation=1, degrees=SEQUENCE),
     Case(2, "zero3_offload", accumulation=1, degrees=SEQUENCE),
     Case(2, "zero1", "gpt2", 1, SEQUENCE, EPS),
     Case(2, "zero3", "gpt2", 1, SEQUENCE, ISOLATED),

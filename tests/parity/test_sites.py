@@ -353,7 +353,7 @@ CASES = {
     "server between": between("tensor 2", "one rank", more=THROUGH_SERVER),
     "server int8 between": between("zero3", "tensor 2", codec="int8", more=THROUGH_SERVER),
 }
-NORMAL = ["pipeline 2", "zero2 and tensor 2", "server int8 between"]
+NORMAL = ["zero2 and tensor 2", "server int8 between"]
 BETWEEN = [
     name
     for name, case in CASES.items()

@@ -49,10 +49,10 @@ DIVIDED_16 = layout(2, "zero1", EXPERTS, BFLOAT16, expert=2)
 EXPORTED = Pair(DIVIDED, layout(1, "zero0", EXPERTS), slow=False)
 FAST = [
     EXPORTED,
-    Pair(DIVIDED, DIVIDED, slow=False),
+    Pair(DIVIDED, DIVIDED),
     Pair(PLAIN, layout(2, "zero2", EXPERTS, expert=2), slow=False),
     Pair(DIVIDED_16, layout(2, "zero3", EXPERTS, BFLOAT16, expert=2)),
-    Pair(layout(2, "zero1", "odd", tensor=2), layout(2, "zero3", "odd", tensor=2), slow=False),
+    Pair(layout(2, "zero1", "odd", tensor=2), layout(2, "zero3", "odd", tensor=2)),
 ]
 TENSOR, STAGES = {"tensor": 2}, {"pipeline": 2}
 # Every degree of experts with every one of tensor parallelism and pipeline stages, with the fewest

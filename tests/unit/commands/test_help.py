@@ -144,6 +144,7 @@ def test_without_arguments_it_is_the_help(capsys: pytest.CaptureFixture[str]) ->
     assert shown == capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_importing_torchao_says_nothing() -> None:
     """Its warnings of kernels for other devices are no part of what `export` and `generate` say."""
     pytest.importorskip("torchao")

@@ -56,7 +56,7 @@ def test_each_token_counts_once_for_each_of_its_experts(recompute: bool) -> None
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_compiled_layers_count_between_two_graphs(recompute: bool) -> None:
     """The same tokens, and the same gradients; nothing is compiled after the first step."""
     torch._dynamo.reset()

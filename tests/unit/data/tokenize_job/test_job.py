@@ -143,6 +143,7 @@ def kill_at_change(commands: Commands, number: int, output: Path, words: list[ob
     return running.kill()
 
 
+@pytest.mark.slow
 def test_killed_with_all_workers(
     home: Path, commands: Commands, unbroken: Path, tmp_path: Path
 ) -> None:

@@ -115,6 +115,7 @@ def loader(tmp_path: Path) -> Iterator[Loader]:
     running.close()
 
 
+@pytest.mark.slow
 def test_a_start_outlives_those_that_were_killed(loader: Loader) -> None:
     """One in the middle of compiling, while another waits for it; and in the middle of loading."""
     folder, source = loader.folder, loader.folder / "small.cpp"

@@ -172,7 +172,7 @@ FOUND: list[tuple[str, Any, dict[str, int]]] = [
 @pytest.mark.parametrize(
     ("make", "lengths"),
     [
-        pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name == "rates"))
+        pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name in ("rates", "budget")))
         for name, *case in FOUND
     ],
 )
@@ -198,6 +198,7 @@ def test_numbers_become_small_where_samples_cross_them() -> None:
     assert config.compress_rates["compressed_sparse_attention"] < 24
 
 
+@pytest.mark.slow
 def test_documents_are_not_isolated_where_entries_are_longer_than_the_samples_of_trials() -> None:
     config = deepseek_v4(64, 128, 512, 128)
     assert find_isolation(config, "auto", 48)[1] == ""

@@ -67,6 +67,7 @@ def test_nothing_is_compiled_after_step_2() -> None:
     assert counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_layers_of_any_number_of_widths_are_compiled() -> None:

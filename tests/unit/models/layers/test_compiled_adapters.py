@@ -53,7 +53,7 @@ def backend() -> Iterator[None]:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("dora", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_graphs_are_as_many_for_more_layers(dora: bool) -> None:
     """Of layers whose input needs no gradient, of the rest, and of the base without gradients."""
     section = AdaptersSection(rank=2, alpha=4, targets="all-linear", dora=dora)

@@ -75,12 +75,7 @@ def whole_and_divided(
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     ("size", "ring_size"),
-    [
-        (2, 1),
-        pytest.param(2, 2, marks=pytest.mark.slow),
-        pytest.param(4, 4, marks=pytest.mark.slow),
-        (4, 2),
-    ],
+    [*(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, 1), (2, 2), (4, 4))), (4, 2)],
 )
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_divided_samples_are_whole_samples(
