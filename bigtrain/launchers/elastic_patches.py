@@ -249,7 +249,7 @@ class Rendezvous(DynamicRendezvousHandler):
         holder = _StateHolder(node, backend, settings, self._heartbeats)
         super().__init__(node, settings, BACKEND, store, holder)
         self._op_executor = _Executor(node, holder, settings)
-        self._joined: dict[_NodeDesc, int] = {}
+        self._participants: dict[_NodeDesc, int] = {}
         self._round = 0
         super()._start_heartbeats()  # from before this host joins until it leaves
 
@@ -270,7 +270,7 @@ class Rendezvous(DynamicRendezvousHandler):
             self.report_result(TOO_FEW_NODES)
             raise
         state = self._state_holder.state
-        self._joined, self._round = dict(state.participants), state.round
+        self._participants, self._round = dict(state.participants), state.round
         return info
 
     def _start_heartbeats(self) -> None:
@@ -320,7 +320,7 @@ class Rendezvous(DynamicRendezvousHandler):
     def leave(self) -> None:
         """Leave the run, which continues: no host waits for this one, and its end ends no other."""
         super()._stop_heartbeats()
-        self._joined = {}
+        self._participants = {}
 
         def remove(state: _RendezvousState) -> None:
             state.participants.pop(self._this_node, None)
@@ -343,7 +343,7 @@ class Rendezvous(DynamicRendezvousHandler):
     def shutdown(self) -> bool:
         """Close the rendezvous for all, as torch's own; not where this host never had a place."""
         super()._stop_heartbeats()
-        return super().shutdown() if self._joined else True
+        return super().shutdown() if self._participants else True
 
     def lost_hosts(self) -> list[str]:
         """Return the names of the round's hosts that are lost: they neither train nor wait."""
@@ -355,8 +355,8 @@ class Rendezvous(DynamicRendezvousHandler):
         """Return the hosts that have left this agent's round."""
         state = self._state_holder.state
         if state.round != self._round:
-            return list(self._joined)
-        return [node for node in self._joined if node not in state.participants]
+            return list(self._participants)
+        return [node for node in self._participants if node not in state.participants]
 
     def _failed_grace(self) -> int | None:
         failed = _State(self._state_holder.state).failed

@@ -216,8 +216,8 @@ def known_vocab_size(model: ModelSection) -> int | None:
             return None  # a Hub name, or a directory that the model layer will refuse
     for source in (model.overrides, tree):
         if isinstance(source, dict):
-            text = source.get("text_config")
-            for level in (source, text if isinstance(text, dict) else {}):
+            text_config = source.get("text_config")
+            for level in (source, text_config if isinstance(text_config, dict) else {}):
                 if isinstance(level.get("vocab_size"), int):
                     return int(level["vocab_size"])
     return None

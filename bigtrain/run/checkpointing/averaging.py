@@ -67,7 +67,7 @@ def merge_run(
     memory of the model. Raises CheckpointError, ConfigError or ModelError; `output` is then
     unchanged.
     """
-    # Shares that add up to 1.
+    # Check the shares, and divide them by their sum.
     shares = shares or [1.0] * len(steps)
     text = ",".join(f"{share:g}" for share in shares)
     if len(shares) != len(steps):

@@ -317,9 +317,11 @@ def serve(
 ) -> None:
     """Serve the run of `directory` (a new one where it is empty) until SIGINT or SIGTERM.
 
-    until_left: or until every site that joined has left, or none was heard of for `IDLE_SECONDS`.
+    until_left: or until every site that joined has left, or no site has sent a request for
+    `IDLE_SECONDS`.
     """
-    gc.freeze()  # else every large message has the collector look at all that is imported
+    # Else the collector looks at all imported objects after every large message.
+    gc.freeze()
     with closing(ServerDirectory(directory)) as store:
         state = OuterServerState(store, rules, say)
         server = HTTPServer(OuterServer(state, token, say), address)
@@ -331,7 +333,7 @@ def serve(
                 if until_left and state.is_over(IDLE_SECONDS):
                     server.should_exit = True
 
-        ticking = threading.Thread(target=watch, name="windows", daemon=True)
+        ticking = threading.Thread(target=watch, name="close-windows", daemon=True)
         ticking.start()
         try:
             server.run()

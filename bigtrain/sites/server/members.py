@@ -168,12 +168,12 @@ class Members:
             self._alive_until[site] = min(limit, self._alive_until[site])
 
     def is_alive(self, site: int) -> bool:
-        """Return whether a site was heard of in time."""
+        """Return whether the last request of a site is recent enough."""
         return site in self._alive_until and self.clock() < self._alive_until[site]
 
     def is_over(self, idle_seconds: float) -> bool:
-        """Return whether sites have joined this start of the server, and all have left, or none was
-        heard of for so long."""
+        """Return whether sites have joined this start of the server and all have left, or no site
+        has sent a request for `idle_seconds`."""
         have_left = self._has_joined and all(row.has_left for row in self.store.sites().values())
         return have_left or self.clock() - self._last_heard >= idle_seconds
 
