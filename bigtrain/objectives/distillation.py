@@ -72,7 +72,7 @@ class Distillation(ObjectiveKind[DistillationFields]):
             rule = "the teacher's log-probabilities are of documents of shards"
             fix = "data.samples=null, with documents written by bigtrain tokenize"
             return [Problem("data.samples", run.data.samples.type, rule, fix)]
-        if run.data.packing == "best_fit":
+        if run.data.has_complete_documents:
             return []
         rule = "the teacher read each document separately, and so must the student"
         return [Problem("data.packing", run.data.packing, rule, "data.packing=best_fit")]

@@ -166,11 +166,11 @@ def _check_phases(config: RunConfig) -> list[Problem]:
             "omit batch.phases, or train at one site (sites=null)",
         ),
         (
-            config.data.packing == "best_fit",
+            config.data.has_complete_documents,
             "data.packing",
             config.data.packing,
-            "documents are packed for one batch.sequence_length and one order, and batch.phases "
-            "changes it",
+            "samples of documents are made for one batch.sequence_length and one order, and "
+            "batch.phases changes it",
             "data.packing=concatenate, with data.document_boundaries=isolate",
         ),
         (

@@ -33,7 +33,9 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def config_of(data: Path, model: dict[str, Any], **changes: Any) -> dict[str, Any]:
+def config_of(
+    data: Path, model: dict[str, Any], packing: str = "best_fit", **changes: Any
+) -> dict[str, Any]:
     batch = {"sequence_length": LENGTH, "global_batch_size": SAMPLES, "micro_batch_size": SAMPLES}
     config: dict[str, Any] = run_config(
         data,
@@ -44,7 +46,7 @@ def config_of(data: Path, model: dict[str, Any], **changes: Any) -> dict[str, An
         train={"steps": STEPS},
         **changes,
     )
-    config["data"] = {"path": str(data), "packing": "best_fit"}
+    config["data"] = {"path": str(data), "packing": packing}
     return config
 
 
@@ -69,9 +71,11 @@ def chat_dataset(
     return directory / "shards"
 
 
-def documents_of(data: Path, sample: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def documents_of(
+    data: Path, sample: int, packing: str = "best_fit"
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Tokens and mask of the pieces of one sample, each read by itself."""
-    config = RunConfig.model_validate(config_of(data, {"config": llama()}))
+    config = RunConfig.model_validate(config_of(data, {"config": llama()}, packing))
     plan = packing_reports(config, open_sources(config.data))[0].plan
     shards = open_dataset(data).shards("train")
     assert len(shards) == 1
@@ -145,18 +149,21 @@ def transformers_pieces(
     return [known[tuple(tokens.tolist())] for tokens, _ in pieces]
 
 
+@pytest.mark.parametrize("packing", ["best_fit", "none"])
 def test_from_conversations_to_training(
+    packing: str,
     chats: list[list[dict[str, Any]]],
     chat_dataset: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """jsonl, tokenize, two steps of the engine: losses and norms of plain transformers."""
+    """jsonl, tokenize, two steps of the engine: losses and norms of plain transformers, with as
+    many conversations in a step as the packing puts there."""
     directory = tmp_path_factory.mktemp("training")
     torch.manual_seed(1)
     values = dict(MODELS["llama"])
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[values.pop("model_type")](**values))
     model.save_pretrained(directory / "hf")
-    config = config_of(chat_dataset, {"path": str(directory / "hf")})
+    config = config_of(chat_dataset, {"path": str(directory / "hf")}, packing)
     case = {"config": config, "deepspeed_config": "zero1"}
     result = train_cases(1, {"chat": case}, directory)["chat"]
     run = RunConfig.model_validate(config)
@@ -165,7 +172,9 @@ def test_from_conversations_to_training(
     optimizer = adamw(list(model.parameters()), config["optimizer"])
     for step in range(STEPS):
         samples = SampleOrder(plan.num_packs, SEED).windows(step * SAMPLES, SAMPLES).tolist()
-        pieces = [piece for sample in samples for piece in documents_of(chat_dataset, sample)]
+        documents = [documents_of(chat_dataset, sample, packing) for sample in samples]
+        assert packing == "best_fit" or all(len(pieces) == 1 for pieces in documents)
+        pieces = [piece for pieces in documents for piece in pieces]
         optimizer.zero_grad()
         loss = separate_loss(model, transformers_pieces(chats, pieces))
         loss.backward()

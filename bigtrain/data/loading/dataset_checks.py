@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bigtrain.data.samples.documents import shorter_rows
 from bigtrain.data.samples.packing_plan import plan_of
 from bigtrain.data.samples.source import StreamDataset, with_source
 from bigtrain.data.samples.token_stream import StreamSamples, count_windows, split_stream
@@ -87,6 +88,8 @@ def check_datasets(
     row_problems = check_rows(config, tables)
     answers = Findings(row_problems) if row_problems else check_answers(config, datasets)
     problems += answers.problems
+    if config.data.packing == "none" and not problems:
+        answers.notes += _padding_notes(config, datasets)
     problems += check_weights(config, tables)
     problems += check_conversations(config, tables) + check_same_tokenizer(config, tables)
     problems += check_same_beginnings(config, tables) + check_same_templates(config, tables)
@@ -267,12 +270,22 @@ def count_samples(config: RunConfig, dataset: TokenDataset, split: Split) -> int
     """Return the number of samples of a split, counted as in `bigtrain.data.loading.loader`."""
     if config.objective.kind.rows:
         return dataset.table.num_answers(split)
-    if config.data.packing == "best_fit":
+    if config.data.has_complete_documents:
         return plan_of(config, dataset, split).num_packs
     length = config.batch.sequence_length
     chunk_length = config.data.chunk_length or length if split == "train" else length
     num_tokens = dataset.table.num_tokens(split)
     return count_windows(num_tokens, chunk_length) * (chunk_length // length)
+
+
+def _padding_notes(config: RunConfig, datasets: Sequence[TokenDataset]) -> list[str]:
+    """Return a line for each source whose samples are mostly padding."""
+    notes = []
+    for dataset in datasets:
+        longest = int(plan_of(config, dataset, "train").lengths.max(initial=1)) - 1
+        if note := shorter_rows(longest, config.batch.sequence_length):
+            notes.append(f"{dataset.path}: {note}")
+    return notes
 
 
 def check_rows(config: RunConfig, tables: Sequence[ShardTable]) -> list[Problem]:
@@ -359,7 +372,7 @@ def open_answers(config: RunConfig, dataset: TokenDataset, split: Split) -> Stre
 
 def check_conversations(config: RunConfig, tables: Sequence[ShardTable]) -> list[Problem]:
     """Check that conversations are isolated: attention must not see another conversation."""
-    if config.data.isolates or config.objective.kind.rows:
+    if config.data.is_each_document_separate or config.objective.kind.rows:
         return []
     return [
         Problem(

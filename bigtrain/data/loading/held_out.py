@@ -64,7 +64,7 @@ def _unfit(
         return None
     if dataset.table.rows is not None:
         return ROWS[dataset.table.rows].for_next_token
-    if dataset.table.is_masked and not config.data.isolates:
+    if dataset.table.is_masked and not config.data.is_each_document_separate:
         return "has conversations, which would see each other", "data.packing=best_fit"
     if not count_samples(config, dataset, split):
         return (

@@ -356,6 +356,7 @@ def open_training_data(
         options,
         workers=config.data.workers,
         balances=config.data.balance_attention
+        and config.data.packing == "best_fit"
         and all(isinstance(samples, PackedDocuments) for samples in sources),
     )
     if config.objective.teacher is not None:
@@ -435,7 +436,7 @@ def _samples(
             answers = open_answers(config, dataset, split)
             assert answers is not None
             return answers
-        if config.data.packing == "best_fit":
+        if config.data.has_complete_documents:
             return packed_documents(config, dataset, split)
         return PackedWindows(split_stream(dataset, split), sequence_length, chunk_length)
     except DataError as error:

@@ -63,15 +63,20 @@ def pack_blocks(
     sequence_length: int,
     long_documents: LongDocuments,
     counts: PackingCounts,
+    *,
+    packs: bool = True,
 ) -> Iterator[PackBlock]:
-    """Yield the packs of the documents of `shards`, block by block; update `counts`. Raises
-    DataError if an index is corrupt."""
+    """Yield the packs of the documents of `shards`, block by block; update `counts`. `packs`: False
+    makes a pack of each piece. Raises DataError if an index is corrupt."""
     pieces = _pieces(shards, sequence_length, long_documents, counts)
     for starts, lengths in _blocks(pieces):
-        packs, num_packs = best_fit_decreasing(lengths, sequence_length + 1)
-        order = np.argsort(packs, kind="stable")
-        row_ends = np.cumsum(np.bincount(packs, minlength=num_packs))
         counts.packed_tokens += int(lengths.sum())
+        if not packs:
+            yield PackBlock(np.arange(1, len(lengths) + 1), starts, lengths)
+            continue
+        pack_of_item, num_packs = best_fit_decreasing(lengths, sequence_length + 1)
+        order = np.argsort(pack_of_item, kind="stable")
+        row_ends = np.cumsum(np.bincount(pack_of_item, minlength=num_packs))
         yield PackBlock(row_ends, starts[order], lengths[order])
 
 

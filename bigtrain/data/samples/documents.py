@@ -176,9 +176,8 @@ def fitted_lengths(
     width = sequence_length + num_labels_after
     longer = np.flatnonzero(lengths > width)
     if not len(longer):
-        return lengths, _shorter_rows(
-            int(lengths.max(initial=0)) - num_labels_after, sequence_length
-        )
+        longest = int(lengths.max(initial=0)) - num_labels_after
+        return lengths, shorter_rows(longest, sequence_length)
     if not truncates:
         raise DataError(
             f"{len(longer)} of {len(lengths)} documents are longer than a "
@@ -214,7 +213,7 @@ def fitted_lengths(
     return fitted, length_note
 
 
-def _shorter_rows(longest: int, sequence_length: int) -> str:
+def shorter_rows(longest: int, sequence_length: int) -> str:
     """Return a line on rows at least half of which is padding in every document; else an empty one.
     longest: tokens of the longest document that are inputs."""
     step = 64 if longest > 64 else 8

@@ -96,13 +96,19 @@ class PackingPlan:
 
 
 def open_plan(
-    dataset: TokenDataset, split: Split, sequence_length: int, long_documents: LongDocuments
+    dataset: TokenDataset,
+    split: Split,
+    sequence_length: int,
+    long_documents: LongDocuments,
+    *,
+    packs: bool = True,
 ) -> PackingPlan:
     """Return the plan of `split`, read from disk or created now (about a microsecond per document).
-    Any number of processes may call it at once. Raises DataError if an index is corrupt, and if no
-    location has space for it."""
+    Any number of processes may call it at once. `packs`: several documents share a sample. Raises
+    DataError if an index is corrupt, and if no location has space for it."""
     # The file name covers all that the plan depends on: lengths, documents and masks.
-    digest = xxhash.xxh3_64(f"{sequence_length}:{long_documents}".encode())
+    packing = f"{sequence_length}:{long_documents}" + ("" if packs else ":none")
+    digest = xxhash.xxh3_64(packing.encode())
     shards = dataset.table.splits.get(split)
     if shards is not None:
         masks = shards.hexadecimal("mask_xxh3") if shards.is_masked else [None] * len(shards)
@@ -118,7 +124,8 @@ def open_plan(
 
     def make(file: IO[bytes]) -> None:
         counts = PackingCounts()
-        blocks = pack_blocks(dataset.shards(split), sequence_length, long_documents, counts)
+        token_shards = dataset.shards(split)
+        blocks = pack_blocks(token_shards, sequence_length, long_documents, counts, packs=packs)
         with ExitStack() as stack:
             # The sizes are known at the end only: each array is first written to a file.
             arrays = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(3)]
@@ -297,7 +304,7 @@ def packing_reports(
     config: RunConfig, datasets: Sequence[TokenDataset]
 ) -> tuple[PackingReport, ...]:
     """Return reports on `datasets` (the mixture's, in its order) if the run packs; else none."""
-    if config.data.packing != "best_fit":
+    if not config.data.has_complete_documents:
         return ()
     reports = []
     for source, dataset in zip(config.data.mixture, datasets, strict=True):
@@ -310,7 +317,9 @@ def packing_reports(
 
 def plan_of(config: RunConfig, dataset: TokenDataset, split: Split) -> PackingPlan:
     """Return the packing plan by which a run reads `split`."""
-    return open_plan(dataset, split, config.batch.sequence_length, config.data.long_documents)
+    packs = config.data.packing == "best_fit"
+    length, long_documents = config.batch.sequence_length, config.data.long_documents
+    return open_plan(dataset, split, length, long_documents, packs=packs)
 
 
 def packed_documents(config: RunConfig, dataset: TokenDataset, split: Split) -> PackedDocuments:

@@ -357,9 +357,10 @@ def identify_sources(
             length = config.batch.sequence_length
             digest.update(f"{rows.identity}:{length}".encode())
             num_tokens = dataset.table.num_answers("train") * length + 1
-        elif config.data.packing == "best_fit":
+        elif config.data.has_complete_documents:
             length = config.batch.sequence_length
-            digest.update(f"best_fit:{length}:{config.data.long_documents}".encode())
+            packing = f"{config.data.packing}:{length}:{config.data.long_documents}"
+            digest.update(packing.encode())
             plan = plan_of(config, dataset, "train")
             num_tokens = plan.num_packs * length + 1
         digest_text = digest.hexdigest()

@@ -94,7 +94,8 @@ def resumed_phases(
     changes = _changed_settings(document, config)
     if parameters is not None:
         changes += _changed_groups(document["parameters"], parameters, config)
-    if "best_fit" in (document["config"]["data"].get("packing"), config.data.packing):
+    packing_before = document["config"]["data"].get("packing", "concatenate")
+    if packing_before != "concatenate" or config.data.has_complete_documents:
         # Packing permutes the documents of an epoch, so a change leaves unknown what is unread.
         packing = [f"  {key}: {text}" for key, text in changes if key in _PACKING]
         if packing:

@@ -50,14 +50,14 @@ class DataSection(Section):
     """where documents share a sample; ignore: attention also sees the documents before; isolate:
     neither attention nor loss crosses a boundary, and positions, in tokens, start at 0 with each
     document in the sample"""
-    packing: Literal["concatenate", "best_fit"] = "concatenate"
+    packing: Literal["concatenate", "best_fit", "none"] = "concatenate"
     """how documents become samples; concatenate: one after another, split where a sample is full;
     best_fit: undivided, several in a sample that has room for them (best-fit-decreasing), padded at
-    the end, and always isolated"""
+    the end, and always isolated; none: one in a sample, padded at the end"""
     long_documents: Literal["cut", "truncate"] = "cut"
-    """best_fit, for documents longer than a sample; cut: several samples, the later ones without
-    the context before; truncate: one sample, the rest is dropped. Of preference pairs only truncate
-    is possible; cut: a longer answer is refused"""
+    """best_fit and none, for documents longer than a sample; cut: several samples, the later ones
+    without the context before; truncate: one sample, the rest is dropped. Of preference pairs only
+    truncate is possible; cut: a longer answer is refused"""
     balance_attention: bool = True
     """with packing best_fit: divide the samples of a step among the ranks by their attention, the
     sum of squares of the lengths of their documents, so that no rank waits for one with long
@@ -125,17 +125,28 @@ class DataSection(Section):
 
     @model_validator(mode="after")
     def _packs_have_no_chunks(self) -> Self:
-        if self.packing == "best_fit" and self.chunk_length is not None:
+        if self.has_complete_documents and self.chunk_length is not None:
             raise ValueError(
-                f"data.chunk_length = {self.chunk_length}: packed documents (data.packing = "
-                "'best_fit') are packed again for another sequence length; omit it"
+                f"data.chunk_length = {self.chunk_length}: samples of complete documents "
+                f"(data.packing = {self.packing!r}) are made again for another sequence length; "
+                "omit it"
             )
         return self
+
+    @property
+    def has_complete_documents(self) -> bool:
+        """True if a sample is one or several complete documents, or a piece of a longer one."""
+        return self.packing != "concatenate"
 
     @property
     def isolates(self) -> bool:
         """True if documents that share a sample are kept apart."""
         return self.packing == "best_fit" or self.document_boundaries == "isolate"
+
+    @property
+    def is_each_document_separate(self) -> bool:
+        """True if no document sees another: they are kept apart, or do not share a sample."""
+        return self.isolates or self.packing == "none"
 
     @property
     def mixture(self) -> tuple[SourceSection, ...]:

@@ -185,6 +185,7 @@ def test_a_value_under_another_name_is_meant(value: str, meant: str) -> None:
             ["optimizer.type=lion", "optimizer.eps=1e-6"],
             "optimizer.eps = 1e-06: optimizer.type = lion does not read it: ",
         ),
+        (["data.packing=none", "data.chunk_length=64"], "(data.packing = 'none') are made again"),
         (["data.chunk_length=100"], "= 100 is not a multiple of batch.sequence_length = "),
         (["checkpoint.allow_changes=[optimizer.lrr]"], "-> did you mean optimizer.lr?"),
         (["checkpoint.allow_changes=[optimiser]"], "-> did you mean optimizer?"),

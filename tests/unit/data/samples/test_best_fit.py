@@ -179,7 +179,7 @@ def content_of(plan: plans.PackingPlan) -> list[Any]:
     return [plan.row_ends.tolist(), plan.starts.tolist(), plan.lengths.tolist(), plan.counts]
 
 
-def never(*_: object) -> None:
+def never(*_: object, **__: object) -> None:
     raise AssertionError("the plan is made again")
 
 

@@ -125,6 +125,41 @@ def test_an_epoch_holds_every_document(kind: str, request: pytest.FixtureRequest
     assert report.plan.padding_fraction < 0.15
 
 
+@pytest.mark.parametrize("kind", ["plain", "masked"])
+def test_each_document_has_samples_of_its_own(kind: str, request: pytest.FixtureRequest) -> None:
+    """Each row begins with a piece of one document, and is padded after it."""
+    path: Path = request.getfixturevalue(kind)
+    config = config_for({"path": str(path), "packing": "none"})
+    (report, *_) = packing_reports(config, open_sources(config.data))
+    expected = expected_pieces(path)
+    samples = report.plan.num_packs
+    assert samples == len(expected)
+    with closing(open_training_data(config, BatchPlan(samples, samples, 1, 1, LENGTH), 0)) as data:
+        (batch,) = data.step(0)
+    assert batch.position_ids is None
+    found = []
+    for ids, labels in zip(batch.input_ids.tolist(), batch.labels.tolist(), strict=True):
+        length = max(place for place, label in enumerate(labels) if label != -100) + 1
+        found.append((tuple(ids[:length]), tuple(labels[:length])))
+        assert labels[length:] == [-100] * (LENGTH - length)
+    # What follows the last target of a piece is not learned, and not compared.
+    wanted = []
+    for ids, labels in expected:
+        length = max(place for place, label in enumerate(labels) if label != -100) + 1
+        wanted.append((ids[:length], labels[:length]))
+    assert sorted(found) == sorted(wanted)
+
+
+def test_rows_that_are_mostly_padding_are_noted(plain: Path) -> None:
+    longest = max(len(tokens) for tokens, _ in documents_of(plain)) - 1
+    data = {"path": str(plain), "packing": "none"}
+    config = config_for(data, sequence_length=4 * longest)
+    (note,) = check_datasets(config, open_sources(config.data)).notes
+    assert f"the longest document has {longest} tokens" in note
+    config = config_for(data, sequence_length=longest)
+    assert check_datasets(config, open_sources(config.data)).notes == []
+
+
 def test_rows_do_not_depend_on_processes(plain: Path, masked: Path) -> None:
     mixture = {
         "sources": [{"path": str(plain), "weight": 0.5}, {"path": str(masked), "weight": 0.5}],
@@ -226,9 +261,10 @@ def test_identity(plain: Path, masked: Path, tmp_path: Path) -> None:
             config_for({"path": str(plain)}, sequence_length=24),
             config_for({"path": str(plain), "long_documents": "truncate"}),
             config_for({"path": str(plain), "packing": "concatenate"}),
+            config_for({"path": str(plain), "packing": "none"}),
         )
     }
-    assert len(hashes) == 4
+    assert len(hashes) == 5
     twin = write_dataset(tmp_path / "twin", vocab_size=97, seed=1, masked=True)
     config, same = config_for({"path": str(masked)}), config_for({"path": str(twin)})
     assert hash_of(config) == hash_of(same)
@@ -247,6 +283,7 @@ def test_conversations_that_would_see_each_other_are_refused(masked: Path, plain
         "data.document_boundaries=isolate)"
     )
     assert problems_of({"path": str(masked)}) == []
+    assert problems_of({"path": str(masked), "packing": "none"}) == []
     assert problems_of({"path": str(plain), "packing": "concatenate"}) == []
 
 
