@@ -27,8 +27,9 @@ class ConvertArguments:
         Argument("--from"),
     ] = None
     """whose file it is; trainer: HF TrainingArguments and TRL (default: as its keys say)"""
-    task: Literal["sft", "dpo", "orpo", "kto", "reward"] | None = None
-    """trainer of TRL that reads the file (default: as its keys say)"""
+    task: Literal["pretrain", "sft", "dpo", "orpo", "kto", "reward"] | None = None
+    """program that reads the file: run_clm.py (pretrain), or a trainer of TRL (default: as its keys
+    say)"""
     omit: Annotated[tuple[str, ...], "KEY", Argument(nargs="+")] = ()
     """do without these keys, which change the mathematics and have no counterpart"""
     output: File = Path("run.yaml")

@@ -42,8 +42,8 @@ def convert(
 
     files: YAML or JSON; of several files a key counts in the last one. overrides: settings of the
     run, as ``section.key=value``. world_size: devices that the file was run with. trainer: whose
-    file it is, as ``--from`` (default: as its keys say). task: trainer of TRL: sft, dpo, orpo,
-    kto, reward. omit: keys to do without. force: replace `output`.
+    file it is, as ``--from`` (default: as its keys say). task: pretrain (run_clm.py), or the
+    trainer of TRL: sft, dpo, orpo, kto, reward. omit: keys to do without. force: replace `output`.
 
     Raises ConfigError with every key that is unknown, or that changes the mathematics and has no
     counterpart, and for a run that is refused; OutputError.
@@ -84,7 +84,7 @@ def convert(
     size, quoted = world_size or 1, shlex.quote(str(path))
     next_commands = [
         *converted.commands,
-        f"bigtrain check --config {quoted} --world-size {size}",
+        f"bigtrain check --config {quoted} --world-size {size} --inputs",
         train_line(["--config", str(path)], size),
     ]
     return Converted(converted.trainer, converted.config, converted.notes, next_commands)

@@ -37,7 +37,12 @@ def set_rows(draft: Draft) -> None:
     pairs = "objective" in draft.run
     if not pairs:
         packs = bool(draft.value("sample_packing"))
-        set_packing(draft, "sample_packing", packs=packs, length="sequence_len")
+        set_packing(draft, packs=packs, length="sequence_len")
+        is_joined = bool(draft.value("pretraining_dataset")) and not packs
+        if is_joined and "sample_packing" not in draft.omitted:
+            rule = "without it rows of pretraining_dataset share samples, and see each other"
+            fix = "sample_packing: true in the file, or --omit sample_packing: each row in a sample"
+            draft.refuse("sample_packing", rule, fix)
     # Tokens and template.
     special = draft.value("special_tokens", {})
     if isinstance(special, Mapping) and {*special} - {"pad_token"}:

@@ -137,6 +137,11 @@ def set_engine(draft: Draft, key: str) -> None:
     path = draft.value(key)
     if path is None:
         return
+    if draft.run["optimizer"].get("weight_decay"):
+        draft.notes.append(
+            f"{key}: HF Trainer with an optimizer in this JSON also decays norms and biases; a run "
+            "does not"
+        )
     if isinstance(path, str) and Path(path).is_file():
         draft.set("engine.deepspeed_config", path)
     else:
@@ -183,19 +188,24 @@ def set_data(draft: Draft, commands: Sequence[str], outputs: Sequence[str]) -> N
         draft.set("data.sources", [{"path": output, "epochs": 1.0} for output in outputs])
 
 
-def set_packing(draft: Draft, key: str, *, packs: bool, length: str) -> None:
-    """Set how rows become samples: packed and isolated. Without packing a row is a sample of a
-    batch, which a run of next_token does not have."""
-    draft.set("data.packing", "best_fit")
+def model_name(draft: Draft) -> str:
+    """Return the model that the run starts from, whose tokenizer makes the shards: of the file, or
+    as the user sets it."""
+    given = draft.given_settings.get("model.path", "TOKENIZER")
+    return str(draft.value("model_name_or_path", given))
+
+
+def set_packing(draft: Draft, *, packs: bool, length: str) -> None:
+    """Set how rows become samples: packed and isolated, or each in a sample of its own."""
+    draft.set("data.packing", "best_fit" if packs else "none")
     draft.set("data.long_documents", "truncate")
-    if not packs and key not in draft.omitted:
-        draft.refuse(
-            key,
-            f"{draft.trainer} makes a sample of each row, and a run packs several rows into "
-            "one, so "
-            "that a step has more rows",
-            f"--omit {key} accepts packed rows; fewer samples in batch.global_batch_size keep the "
-            "rows of a step about the same",
+    if draft.given_settings.get("data.packing") == "concatenate":
+        draft.run["data"].pop("long_documents")
+        return
+    if not packs:
+        draft.notes.append(
+            f"data.packing = none: a sample is one row, padded to {length}; best_fit packs several "
+            "rows into one, with less work, and a step then has more rows"
         )
     draft.notes.append(
         f"rows longer than {length} are truncated here; other trainers may drop them"

@@ -24,14 +24,16 @@ from bigtrain.system.text_files import TextFileError, read_text
 
 @dataclass(frozen=True)
 class Trainer:
-    """Another trainer: its table of keys, the test of a file, the meaning of several keys, and the
-    defaults of keys that a file need not have."""
+    """Another trainer: its table of keys, the test of a file, the meaning of several keys, the
+    inputs of datasets that further files next to the file name, and the defaults of keys that a
+    file need not have."""
 
     name: str
     table: Table
     owns: Callable[[Mapping[str, Any]], bool]
     fill: Callable[[Draft, str | None], None]
     flat: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
+    inputs: Callable[[Mapping[str, Any], Path], Mapping[str, str]] = lambda keys, folder: {}
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -42,6 +44,7 @@ TRAINERS: Mapping[str, Trainer] = {
         llama_factory.TABLE,
         llama_factory.is_llama_factory,
         llama_factory.fill,
+        inputs=llama_factory.dataset_inputs,
     ),
     "gpt-neox": Trainer(
         megatron_keys.NEOX_NAME,
@@ -49,7 +52,7 @@ TRAINERS: Mapping[str, Trainer] = {
         megatron.is_neox,
         megatron.fill_neox,
         megatron.flat,
-        megatron_keys.NEOX_DEFAULTS,
+        defaults=megatron_keys.NEOX_DEFAULTS,
     ),
     "megatron": Trainer(
         megatron_keys.MEGATRON_NAME,
@@ -57,7 +60,7 @@ TRAINERS: Mapping[str, Trainer] = {
         megatron.is_megatron,
         megatron.fill_megatron,
         megatron.flat,
-        megatron_keys.MEGATRON_DEFAULTS,
+        defaults=megatron_keys.MEGATRON_DEFAULTS,
     ),
     "trainer": Trainer(
         trainer.NAME,
@@ -118,7 +121,15 @@ def convert(
     for override in overrides:
         path, _, text = override.partition("=")
         given_settings[path] = text
-    draft = Draft(source.name, keys, {*omitted}, world_size, source.defaults, given_settings)
+    draft = Draft(
+        source.name,
+        keys,
+        {*omitted},
+        world_size,
+        source.defaults,
+        given_settings,
+        source.inputs(keys, files[0].parent),
+    )
     draft.problems += [
         Problem(f"--omit {key}", None, "the file has no such key", "a key of the file")
         for key in omitted

@@ -34,8 +34,9 @@ class Draft:
 
     keys: of the other trainer's file. omitted: keys that the user does without. world_size: ranks;
     None if it was not given. defaults: of keys, in the other trainer. given_settings: texts of the
-    settings of the run that the user sets, by dotted key. run: sections of the run. commands: that
-    make the data. notes: lines on keys without counterpart, and on differences. problems: what
+    settings of the run that the user sets, by dotted key. dataset_inputs: what ``tokenize --input``
+    reads of a dataset, by the name that the file has for it. run: sections of the run. commands:
+    that make the data. notes: lines on keys without counterpart, and on differences. problems: what
     changes the mathematics and has no counterpart, or is not known. missing_settings: dotted keys
     of the run that the file leaves open, each with a problem.
     """
@@ -46,6 +47,7 @@ class Draft:
     world_size: int | None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     given_settings: Mapping[str, str] = field(default_factory=dict)
+    dataset_inputs: Mapping[str, str] = field(default_factory=dict)
     run: dict[str, Any] = field(default_factory=dict)
     commands: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)

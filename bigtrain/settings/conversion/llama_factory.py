@@ -1,13 +1,15 @@
-"""LLaMA-Factory's YAML: keys of HF TrainingArguments and its own. Pure. Defaults are taken from
-LLaMA-Factory (hparams/, data/template.py) of August 2026."""
+"""LLaMA-Factory's YAML: keys of HF TrainingArguments and its own. Pure but for reading. Defaults
+are taken from LLaMA-Factory (hparams/, data/template.py) of August 2026."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from bigtrain.settings.conversion.common import set_data, set_packing, tokenize_command
+from bigtrain.settings.conversion.common import model_name, set_data, set_packing, tokenize_command
 from bigtrain.settings.conversion.draft import Draft
 from bigtrain.settings.conversion.methods import METHODS, set_objective
 from bigtrain.settings.conversion.tables import Table, note, only, read, refused, rows, sets
@@ -199,23 +201,31 @@ def _set_rows(draft: Draft, stage: str) -> None:
         draft.set("data.packing", "concatenate")
     elif stage == "sft":
         packs = bool(draft.value("neat_packing") or draft.value("packing"))
-        set_packing(draft, "packing", packs=packs, length="cutoff_len")
+        set_packing(draft, packs=packs, length="cutoff_len")
         if draft.value("packing") and not draft.value("neat_packing"):
             draft.refuse(
-                "neat_packing", "false: rows of a pack see each other", "neat_packing: true"
+                "packing",
+                "without neat_packing the rows of a pack see each other",
+                "neat_packing: true in the file, or --omit packing: each row in a sample",
             )
     options = _row_options(draft, stage)
     names = [name.strip() for name in str(draft.value("dataset", "DATA")).split(",")]
     outputs = ["shards/"] if len(names) == 1 else [f"shards-{name}/" for name in names]
-    tokenizer = str(draft.value("model_name_or_path", "TOKENIZER"))
+    tokenizer = model_name(draft)
+    inputs = [draft.dataset_inputs.get(name, f"FILE_OF_{name}") for name in names]
     commands = [
-        tokenize_command(f"FILE_OF_{name}", tokenizer, options, output)
-        for name, output in zip(names, outputs, strict=True)
+        tokenize_command(source, tokenizer, options, output)
+        for source, output in zip(inputs, outputs, strict=True)
     ]
+    folder = draft.value("dataset_dir", "data")
     draft.notes.append(
-        "dataset: data/dataset_info.json has the file, or the Hub's name, of each FILE_OF_...; its "
-        "columns are --key NAME=COLUMN"
+        f"dataset: columns that {folder}/dataset_info.json renames are --key NAME=COLUMN"
     )
+    if not {*names} <= draft.dataset_inputs.keys():
+        draft.notes.append(
+            f"dataset: {folder}/dataset_info.json, which is not here, has the file, or the Hub's "
+            "name, of each FILE_OF_..."
+        )
     set_data(draft, commands, outputs)
 
 
@@ -243,6 +253,27 @@ def _row_options(draft: Draft, stage: str) -> list[str]:
             "--omit template takes the tokenizer's; or tokenize --chat-template FILE",
         )
     return options
+
+
+def dataset_inputs(keys: Mapping[str, Any], folder: Path) -> dict[str, str]:
+    """Return the file or the Hub's name of each dataset of ``dataset_dir``/dataset_info.json, which
+    is relative to the current directory, or to the `folder` of the YAML; empty without it."""
+    directory = Path(str(keys.get("dataset_dir", "data")))
+    for parent in (directory, folder / directory):
+        try:
+            records = json.loads((parent / "dataset_info.json").read_bytes())
+        except (OSError, ValueError):
+            continue
+        inputs = {}
+        rows = records.items() if isinstance(records, dict) else []
+        named = {name: record for name, record in rows if isinstance(record, dict)}
+        for name, record in named.items():
+            if isinstance(record.get("file_name"), str):
+                inputs[name] = str(parent / record["file_name"])
+            elif isinstance(record.get("hf_hub_url"), str):
+                inputs[name] = record["hf_hub_url"]
+        return inputs
+    return {}
 
 
 def is_llama_factory(keys: Mapping[str, Any]) -> bool:

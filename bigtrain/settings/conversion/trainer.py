@@ -1,7 +1,8 @@
 """HF TrainingArguments, and the configurations of TRL's trainers, as JSON or YAML. Pure.
 
 Defaults are taken from transformers 5.23 (training_args.py) and TRL 1.16 (SFTConfig, DPOConfig,
-KTOConfig, RewardConfig, ModelConfig), with which a test compares them.
+KTOConfig, RewardConfig, ModelConfig), with which a test compares them. The task pretrain is
+transformers' examples/pytorch/language-modeling/run_clm.py.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any, get_args
 
 from bigtrain.objectives.preference import PairLoss
 from bigtrain.settings.conversion.common import (
+    model_name,
     set_adam,
     set_batch,
     set_data,
@@ -92,11 +94,20 @@ TABLE: Table = {
         "prompts are not cut; tokenize --max-prompt-tokens drops rows with longer ones"
     ),
     # Data.
+    "block_size": read("`batch.sequence_length`, of run_clm.py"),
+    "validation_split_percentage": read("`tokenize --held-out`"),
+    "train_file": read("`tokenize --input`"),
+    "validation_file": note("tokenize it, and name it in evaluation.held_out"),
+    "dataset_config_name": read("`tokenize --dataset-config`"),
+    "max_train_samples": read("`tokenize --max-samples`"),
+    "max_eval_samples": sets("evaluation.samples"),
+    "tokenizer_name": read("`tokenize --tokenizer`"),
+    **rows("config_overrides config_name", refused("`model.config` and `model.overrides`")),
     "max_length": read("`batch.sequence_length`"),
     "max_seq_length": read("`batch.sequence_length`, the older name of max_length"),
     "packing": read("`data.packing`"),
     "packing_strategy": read("`data.packing`"),
-    "padding_free": note("samples are packed and isolated"),
+    "padding_free": note("it saves padding; data.packing=best_fit does, too"),
     "assistant_only_loss": read("answers alone are learned from conversations"),
     "completion_only_loss": only((True,), "a prompt would be learned too"),
     **rows(
@@ -140,13 +151,18 @@ TABLE: Table = {
         note("data.workers sets the reader threads"),
     ),
     **rows(
-        "do_train do_predict overwrite_output_dir log_level logging_strategy logging_first_step "
+        "do_train do_predict log_level logging_strategy logging_first_step "
         "run_name disable_tqdm remove_unused_columns ddp_timeout ddp_find_unused_parameters "
         "wandb_entity wandb_group wandb_run_group callbacks benchmarks logging_dir local_rank "
-        "save_safetensors load_best_model_at_end metric_for_best_model greater_is_better "
-        "log_on_each_node save_on_each_node",
+        "save_safetensors log_on_each_node save_on_each_node overwrite_cache keep_linebreaks "
+        "low_cpu_mem_usage use_fast_tokenizer",
         note(_ELSEWHERE),
     ),
+    "overwrite_output_dir": note(
+        "a run continues in a directory that it began in; remove the directory to begin again"
+    ),
+    "load_best_model_at_end": read("`checkpoint.keep_best`"),
+    **rows("metric_for_best_model greater_is_better", read("`evaluation.best`")),
     **rows(
         "save_only_model resume_from_checkpoint", note("a run resumes from complete checkpoints")
     ),
@@ -184,14 +200,15 @@ _SHARED: Mapping[str, Any] = {
     "logging_steps": 10,
 }
 _TASKS: Mapping[str, dict[str, Any]] = dict(
+    pretrain={"learning_rate": 5e-5},
     sft={"learning_rate": 2e-5, **_SHARED},
     dpo={"learning_rate": 1e-6, **_SHARED},
     orpo={"learning_rate": 1e-6, **_SHARED},
     kto={"learning_rate": 1e-6, "train_sampling_strategy": "sequential", **_SHARED},
     reward={"learning_rate": 1e-4, **_SHARED},
 )
-"""Defaults of TRL's trainers that differ from those of TrainingArguments. bf16: where fp16 is not
-set."""
+"""Defaults of TRL's trainers that differ from those of TrainingArguments; pretrain: run_clm.py,
+which has none. bf16: where fp16 is not set."""
 TASKS = tuple(_TASKS)
 
 
@@ -203,7 +220,10 @@ def task_of(keys: Mapping[str, Any]) -> str | None:
     if "center_rewards_coefficient" in keys:
         return "reward"
     sft = {"packing", "max_seq_length", "assistant_only_loss", "dataset_text_field"}
-    return "sft" if sft & keys.keys() else None
+    pretrain = {"block_size", "validation_split_percentage", "train_file"}
+    if sft & keys.keys():
+        return "sft"
+    return "pretrain" if pretrain & keys.keys() else None
 
 
 def fill(draft: Draft, task: str | None) -> None:
@@ -212,19 +232,23 @@ def fill(draft: Draft, task: str | None) -> None:
     if task is None:
         draft.refuse(
             "the trainer",
-            "several trainers of TRL have all keys of the file, and compute something else from "
-            "them",
-            f"--task {' or '.join(TASKS)}",
+            "run_clm.py and several trainers of TRL have all keys of the file, and compute "
+            "something else from them",
+            f"--task {' or '.join(TASKS)} (pretrain: run_clm.py)",
         )
         set_training(draft, _TASKS["sft"])  # for the problems of keys that all trainers have
         return
     defaults = _TASKS[task]
     used = [f"{key} = {value}" for key, value in defaults.items() if draft.value(key) is None]
     if used:
-        draft.notes.append(f"defaults of TRL's trainer ({task}): {', '.join(used)}")
+        owner = "TrainingArguments" if task == "pretrain" else f"TRL's trainer ({task})"
+        draft.notes.append(f"defaults of {owner}: {', '.join(used)}")
     if "train_sampling_strategy" in defaults and draft.value("train_sampling_strategy") is None:
         draft.notes.append("TRL reads these rows in their order by default; here they are shuffled")
     set_training(draft, defaults)
+    if task == "pretrain":
+        _set_blocks(draft)
+        return
     _set_objective(draft, task)
     _set_rows(draft, task, defaults["max_length"])
 
@@ -271,6 +295,7 @@ def set_training(draft: Draft, defaults: Mapping[str, Any]) -> None:
 
 
 def _set_saves(draft: Draft) -> None:
+    """Set saves, evaluations and the best checkpoint; list where their defaults differ."""
     if draft.value("save_strategy", "steps") in ("steps", "best"):
         set_steps(draft, "save_steps", "checkpoint.every_steps")
     elif draft.value("save_strategy") == "epoch":
@@ -278,6 +303,14 @@ def _set_saves(draft: Draft) -> None:
     limit = draft.number("save_total_limit")
     if limit:
         draft.set("checkpoint.keep_last", int(limit))
+    elif (
+        draft.value("save_strategy", "steps") != "no"
+        and "checkpoint.keep_last" not in draft.given_settings
+    ):
+        draft.notes.append(
+            "save_total_limit is missing: there all checkpoints are kept; here the newest two: "
+            "checkpoint.keep_last=N"
+        )
     strategy = draft.value("eval_strategy", draft.value("evaluation_strategy", "no"))
     if strategy == "steps":
         set_steps(draft, "eval_steps", "evaluation.every_steps")
@@ -289,6 +322,22 @@ def _set_saves(draft: Draft) -> None:
             "held out: add `--held-out 0.05` to the tokenize line, or tokenize the test split "
             "and name it in evaluation.held_out"
         )
+    is_count_set = "evaluation.samples" in draft.given_settings or draft.value("max_eval_samples")
+    if strategy in ("steps", "epoch") and not is_count_set:
+        draft.notes.append(
+            "an evaluation measures 256 held-out samples, always the same ones; there all of them: "
+            "evaluation.samples=N"
+        )
+    if draft.value("load_best_model_at_end"):
+        draft.set("checkpoint.keep_best", 1)
+        draft.notes.append(
+            "load_best_model_at_end: the best checkpoint is kept, and the run exports its last "
+            "weights; `bigtrain export --best` exports the best"
+        )
+        metric = draft.value("metric_for_best_model", "loss")
+        if metric not in ("loss", "eval_loss"):
+            rule = "is a metric of the program; evaluation.best.metric names one of a run"
+            draft.refuse("metric_for_best_model", rule, "--omit metric_for_best_model: the loss")
 
 
 def _set_objective(draft: Draft, task: str) -> None:
@@ -344,15 +393,37 @@ def set_adapters(
             draft.set(f"adapters.{name}", True)
 
 
+def _set_blocks(draft: Draft) -> None:
+    """Set the data of run_clm.py: the tokens of all rows, one after another, in blocks."""
+    length = draft.required_number("block_size", "batch.sequence_length")
+    draft.set("batch.sequence_length", int(length))
+    draft.set("data.packing", "concatenate")
+    options = [*METHODS["pt"].rows]
+    percentage = draft.number("validation_split_percentage", 0)
+    if percentage:
+        options += ["--held-out", f"{percentage / 100:g}"]
+    if draft.value("dataset_config_name"):
+        options += ["--dataset-config", str(draft.value("dataset_config_name"))]
+    if draft.value("max_train_samples"):
+        options += ["--max-samples", str(int(draft.number("max_train_samples")))]
+    draft.notes.append(
+        "tokenize ends each text with the tokenizer's end token; run_clm.py adds what the "
+        "tokenizer adds by itself, which is often nothing"
+    )
+    source = str(draft.value("train_file", draft.value("dataset_name", "DATA")))
+    tokenizer = str(draft.value("tokenizer_name", model_name(draft)))
+    set_data(draft, [tokenize_command(source, tokenizer, options, "shards/")], ["shards/"])
+
+
 def _set_rows(draft: Draft, task: str, default_length: int) -> None:
     """Set sequence length, packing, and the commands that make the data."""
     length = draft.number("max_length", draft.number("max_seq_length", default_length))
     draft.set("batch.sequence_length", int(length))
     if METHODS[task].objective is None:
-        set_packing(draft, "packing", packs=bool(draft.value("packing")), length="max_length")
+        set_packing(draft, packs=bool(draft.value("packing")), length="max_length")
         if draft.value("packing_strategy") == "wrapped":
             draft.set("data.packing", "concatenate")
-            draft.run["data"].pop("long_documents")
+            draft.run["data"].pop("long_documents", None)
         learns_answers = (
             draft.value("assistant_only_loss") or "assistant_only_loss" in draft.omitted
         )
@@ -369,7 +440,7 @@ def _set_rows(draft: Draft, task: str, default_length: int) -> None:
     if draft.value("chat_template"):
         options += ["--chat-template", "template.jinja"]
         draft.notes.append("chat_template: write its text into template.jinja")
-    tokenizer = str(draft.value("model_name_or_path", "TOKENIZER"))
+    tokenizer = model_name(draft)
     sources = _sources(draft)
     outputs = [f"shards-{number}/" for number in range(len(sources))]
     outputs = ["shards/"] if len(sources) == 1 else outputs

@@ -40,6 +40,21 @@ DPO: dict[str, Any] = {
     "learning_rate": 1e-6,
     "max_length": 256,
 }
+CLM: dict[str, Any] = {
+    "model_name_or_path": "org/model",
+    "output_dir": "runs/clm",
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 4,
+    "block_size": 256,
+    "train_file": "mine.jsonl",
+    "validation_split_percentage": 5,
+    "max_train_samples": 1000,
+    "eval_strategy": "steps",
+    "eval_steps": 25,
+    "save_steps": 50,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "eval_loss",
+}
 
 
 def write(directory: Path, keys: dict[str, Any], name: str = "found.yaml") -> Path:
@@ -114,12 +129,18 @@ def test_every_row_names_a_setting_or_a_reason(name: str) -> None:
             "invented",
             "is not a key of HF Trainer and TRL that bigtrain",
         ),
-        ({**SFT, "packing": False}, {}, "packing", "--omit packing accepts packed rows"),
+        (
+            {**SFT, "load_best_model_at_end": True, "metric_for_best_model": "eval_accuracy"},
+            {},
+            "metric_for_best_model",
+            "--omit metric_for_best_model: the loss",
+        ),
+        ({**CLM, "block_size": None}, {"task": "pretrain"}, "block_size", "batch.sequence_length="),
         ({**SFT, "optim": "rmsprop"}, {}, "optim", "is not an optimizer of bigtrain"),
         ({**SFT, "lr_scheduler_type": "polynomial"}, {}, "lr_scheduler_type", "is not a schedule"),
         ({**SFT, "learning_rate": "fast"}, {}, "learning_rate", "is not a number"),
         (SFT, {"world_size": None}, "per_device_train_batch_size", "--world-size N"),
-        (DPO, {}, "the trainer", "--task sft or dpo or orpo or kto or reward"),
+        (DPO, {}, "the trainer", "--task pretrain or sft or dpo or orpo or kto or reward"),
         ({**DPO, "loss_type": "aot"}, {"task": "dpo"}, "loss_type", "is not a loss of DPO"),
         ({**DPO, "rpo_alpha": 1.0}, {"task": "dpo"}, "rpo_alpha", "objective.sft_weight weighs"),
         ({**SFT, "use_peft": True}, {}, "lora_target_modules", "by a table of architectures"),
@@ -174,16 +195,63 @@ def test_other_files_are_refused_as_a_whole(
     assert text in problem
 
 
+def test_rows_without_packing_are_samples(tmp_path: Path) -> None:
+    conversion = convert([write(tmp_path, {**SFT, "packing": False})], world_size=4)
+    assert conversion.tree["data"]["packing"] == "none"
+    assert any(note.startswith("data.packing = none: ") for note in conversion.notes)
+    packed = convert([write(tmp_path, SFT)], world_size=4)
+    assert packed.tree["data"]["packing"] == "best_fit"
+    # A setting of the user has no note on what it replaces.
+    given = convert([write(tmp_path, SFT)], world_size=4, overrides=["data.packing=concatenate"])
+    assert not any("truncated" in note for note in given.notes)
+    assert "long_documents" not in given.tree["data"]
+
+
+def test_a_file_of_run_clm_is_pretraining(tmp_path: Path) -> None:
+    """Tokens of all rows in blocks, with the defaults of TrainingArguments."""
+    from transformers import TrainingArguments
+
+    conversion = convert([write(tmp_path, CLM)], world_size=2)
+    defaults = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    run: Any = conversion.tree
+    assert run["batch"] == {"sequence_length": 256, "micro_batch_size": 2, "global_batch_size": 16}
+    assert run["data"] == {"packing": "concatenate", "path": "shards/"}
+    assert run["optimizer"]["lr"] == defaults.learning_rate
+    assert (run["precision"]["dtype"], defaults.bf16) == ("float32", False)
+    assert run["checkpoint"]["keep_best"] == 1
+    (command,) = conversion.commands
+    assert command == (
+        "bigtrain tokenize --input mine.jsonl --tokenizer org/model --text-key text --held-out "
+        "0.05 --max-samples 1000 --output shards/"
+    )
+    assert any("bigtrain export --best" in note for note in conversion.notes)
+
+
+def test_datasets_of_llama_factory_are_found_beside_the_file(tmp_path: Path) -> None:
+    records = {
+        "mine": {"file_name": "rows/mine.json"},
+        "public": {"hf_hub_url": "org/rows"},
+        "odd": 3,
+    }
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps(records))
+    keys = {**FACTORY, "dataset": "mine,public,other", "dataset_dir": "data"}
+    conversion = convert([write(tmp_path, keys)], world_size=1)
+    inputs = [command.split()[3] for command in conversion.commands]
+    assert inputs == [str(tmp_path / "data/rows/mine.json"), "org/rows", "FILE_OF_other"]
+    assert any("of each FILE_OF_" in note for note in conversion.notes)
+
+
 def test_a_missing_task_hides_no_other_problem(tmp_path: Path) -> None:
     found = problems(tmp_path, DPO, world_size=None)
     assert found.keys() == {"the trainer", "per_device_train_batch_size"}
 
 
 def test_all_keys_can_be_omitted_with_one_line(tmp_path: Path) -> None:
-    keys = {**SFT, "packing": False, "group_by_length": True, "label_smoothing": 0.1}
+    keys = {**SFT, "weight_noise": 0.1, "group_by_length": True, "label_smoothing": 0.1}
     found = problems(tmp_path, keys)
     words = found["the command"].rpartition("--omit ")[2].split()
-    assert set(words) == {"packing", "group_by_length", "label_smoothing"}
+    assert set(words) == {"weight_noise", "group_by_length", "label_smoothing"}
     conversion = convert([write(tmp_path, keys)], world_size=4, omitted=words)
     assert "group_by_length = True: omitted, as --omit asks" in conversion.notes
 
@@ -599,7 +667,7 @@ def test_values_without_counterpart_are_refused(
 
 
 @pytest.mark.filterwarnings("ignore:You are importing from 'trl.experimental'")
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", [task for task in TASKS if task != "pretrain"])
 def test_defaults_are_those_of_trl(task: str, tmp_path: Path) -> None:
     """Of the installed TRL and transformers: a file with a model and a directory only."""
     trl = pytest.importorskip("trl")
@@ -608,7 +676,7 @@ def test_defaults_are_those_of_trl(task: str, tmp_path: Path) -> None:
     fields = dataclasses.fields(getattr(module, f"{name}Config"))
     theirs = {field.name: field.default for field in fields}
     keys = {"model_name_or_path": "org/model", "output_dir": "out", "learning_rate": None}
-    omitted = ["packing", "assistant_only_loss"] if task == "sft" else []
+    omitted = ["assistant_only_loss"] if task == "sft" else []
     run: Any = convert(
         [write(tmp_path, keys)], world_size=1, task=task, trainer_name="trainer", omitted=omitted
     ).tree
