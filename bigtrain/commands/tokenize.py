@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from pathlib import Path
 
@@ -24,5 +25,6 @@ def run(args: TokenizeOptions) -> int:
         elapsed_s = time.monotonic() - started_at
         tokens = result.built_tokens
         print(f"  {elapsed_s:.1f} s, {tokens:,} tokens here, {tokens / elapsed_s:,.0f} tokens/s")
-    print(next_lines(shards_line(output, str(args.tokenizer))))
+    check = f"bigtrain check --config RUN.yaml data.path={shlex.quote(str(output))} --inputs"
+    print(next_lines(shards_line(output, str(args.tokenizer)), f"{check}   # with a run YAML"))
     return 0

@@ -13,6 +13,7 @@ from bigtrain.data.samples.packing_plan import PackingReport, packing_reports
 from bigtrain.data.samples.phases import SourcePhase, data_hash, identify_sources
 from bigtrain.data.shards.dataset import Level, TokenDataset
 from bigtrain.data.tokenizers.model_tokens import beginning_note, check_model_tokens
+from bigtrain.data.tokenizers.own_file import resave_commands
 from bigtrain.errors import ConfigError, ModelError, Problem
 from bigtrain.models.configuration import (
     load_hf_config,
@@ -329,8 +330,7 @@ def _check_export(
         original = Path(model_path) / "tokenizer.json"
         if original.is_file() and original.read_bytes() == file.read_bytes():
             rule += f"; {model_path} itself has this fault"
-            remedy = "a model with a tokenizer of its family, or a model_type that takes any"
-            remedy += ", such as llama or qwen3"
+            remedy = f"to train with what transformers reads: {resave_commands(Path(model_path))}"
     remedy += "; without an export: output.export=false"
     return [Problem("data.path", str(dataset.path), rule, remedy)]
 

@@ -188,7 +188,11 @@ class EncoderQueue:
 
     def _note(self, encoder: Encoder, reason: str) -> None:
         self.reasons.append(f"not {encoder.engine()}: {reason}")
-        logger.warning("encoder %s is not used: %s", encoder.engine(), reason)
+        logger.warning(
+            "encoder %s is not used: %s; a slower one makes the tokens, and nothing is to be done",
+            encoder.engine(),
+            reason if len(reason) <= 200 else f"{reason[:200]}...",
+        )
 
     def _advance(self) -> None:
         while self.candidates:

@@ -10,6 +10,7 @@ without the class if it encodes or decodes differently.
 from __future__ import annotations
 
 import json
+import shlex
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -47,9 +48,21 @@ def as_in_file(tokenizer: Any, path: Path, **options: Any) -> tuple[Any, str]:
     if (path.parent / "config.json").is_file():
         note += (
             ", while transformers and programs that serve this model use that class and get other "
-            "tokens, so a run with this model refuses to export it"
+            "tokens, so a run with this model and an export is refused -> to train with what "
+            f"transformers reads: {resave_commands(path.parent)}"
         )
     return rebuilt, note
+
+
+def resave_commands(directory: Path) -> str:
+    """Return the commands that make a copy of a model's directory whose tokenizer transformers has
+    saved, and what to do with the copy."""
+    imports = "from transformers import AutoTokenizer as T"
+    program = f"{imports}; T.from_pretrained('NEW').save_pretrained('NEW')"
+    return (
+        f'cp -r {shlex.quote(str(directory))} NEW; python -c "{program}"; then tokenize '
+        "--tokenizer NEW, and train with model.path=NEW"
+    )
 
 
 def without_class(path: Path, named: Any = None, **options: Any) -> Any:

@@ -107,6 +107,24 @@ def is_scheduler_of_run(scheduler: object) -> bool:
     )
 
 
+_SHAPES = {
+    "WarmupLR": "is then constant",
+    "WarmupDecayLR": "then falls linearly to 0",
+    "WarmupCosineLR": "then falls by a cosine to 0.0001 of the peak",
+}
+"""Schedules of DeepSpeed (runtime/lr_schedules.py) after their warm-up."""
+
+
+def _difference_of_shape(scheduler: object) -> str:
+    """Return what the rate of a ``scheduler`` block does, for a type whose shape is known."""
+    after = _SHAPES.get(str(value_at(scheduler, "type")))
+    if after is None:
+        return ""
+    warmup_type = value_at(value_at(scheduler, "params"), "warmup_type")
+    warmup = "linearly" if warmup_type == "linear" else "by the logarithm of the step"
+    return f", not DeepSpeed's, which warms up {warmup} and {after}"
+
+
 def omitted_keys(
     tree: Mapping[str, Any], refused_blocks: Mapping[str, object], parents: str = ""
 ) -> Iterator[tuple[str, str]]:
@@ -118,7 +136,11 @@ def omitted_keys(
             yield key, "is a comment"
         elif key == "scheduler" and is_scheduler_of_run(value):
             kind = value_at(value, "type")
-            yield key, f"({kind}) has no values of its own: schedule.* of the run is used"
+            yield (
+                key,
+                f"({kind}) has no values of its own: schedule.* of the run is used"
+                f"{_difference_of_shape(value)}",
+            )
         elif key in refused_blocks and is_off(value):
             yield key, "is off"
         elif isinstance(value, Mapping):
