@@ -275,7 +275,7 @@ def generation_settings(section: ModelSection) -> dict[str, Any]:
 def save_configuration(section: ModelSection, hf_config: PreTrainedConfig, directory: Path) -> None:
     """Write `hf_config` into `directory`, and the generation settings of the model that `section`
     names, if it has any: unchanged for trained weights, with the ids of `hf_config` for random
-    ones. Settings that were written before the hub could not be reached stay. Raises OSError."""
+    ones. Where the hub cannot be reached, settings that `directory` has stay. Raises OSError."""
     with unmarked(hf_config):
         hf_config.save_pretrained(directory)
     path = _generation_file(section)

@@ -15,7 +15,7 @@ def check_stream(config: RunConfig, samples: object) -> list[Problem]:
     rules: tuple[tuple[bool, str, object, str, str], ...] = (
         *(
             (
-                True,
+                True,  # only settings that the run has are in `epoch_settings`
                 key,
                 epochs,
                 "a stream of samples has no length, so an epoch cannot be counted in steps",

@@ -319,7 +319,7 @@ class ChatEncoder:
             for part in dropped:
                 if part.part_kind not in COUNTED_ONLY:
                     raise refuse(template, part)
-        if is_complete:
+        if is_complete:  # every token is learned, so that no answers are looked for
             control = self._written_control(template, text, messages, tools)
             return RenderedChat(text, (), control, dropped)
 
@@ -336,17 +336,16 @@ class ChatEncoder:
             spans = [span for answer in answers for span in answer.spans]
             return RenderedChat(text, spans, control, dropped, _weights(rendering, answers))
 
-        # Every answer must end in a token that ends generation. Of a dropped answer only its end
-        # remains, which is not learned.
+        # Every answer must end in a token that ends generation. Of an answer that the template
+        # drops, only its end is in the text: it is not learned.
         dropped_messages = {part.message for part in dropped if part.part_kind in (CONTENT, CALLS)}
         learned = []
         for answer in answers:
             filled = Answer(
                 answer.number, tuple(span for span in answer.spans if span[0] < span[1])
             )
-            if filled.spans and (
-                answer.number not in dropped_messages or self._has_text(text, filled)
-            ):
+            is_dropped = answer.number in dropped_messages and not self._has_text(text, filled)
+            if filled.spans and not is_dropped:
                 learned.append(filled)
         conversation = RenderedChat(text, (), control, dropped, _weights(rendering, learned))
         return self.answer_ends.finish(conversation, rendering, learned, marked=marked)

@@ -51,7 +51,7 @@ def divide(workers: int | None, num_units: int, num_bytes: int, machine: Machine
         return Workers(1, machine.num_cores, started=False)
     if workers is not None:
         num_processes = max(1, min(workers, num_units))
-        return Workers(num_processes, workers // num_processes)
+        return Workers(num_processes, workers // num_processes)  # started, even a single one
     limits = [
         machine.num_cores,
         num_units,

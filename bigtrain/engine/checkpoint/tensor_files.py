@@ -79,13 +79,14 @@ def find_boxes(
 ) -> dict[str, list[Part]]:
     """Return the parts that hold the `requests`, each element once, by key. listing: as for
     `find_parts`. ranks: whose headers to read; None for all. Raises CheckpointError for a tensor
-    that is missing or has another shape, and CorruptCheckpointError as `find_parts`."""
+    that is missing (MissingPartsError with `ranks`: the files of other ranks may have it) or has
+    another shape, and CorruptCheckpointError as `find_parts`."""
     listing = listing or files_there(directory)
     if ranks is not None:
         names = set(map(file_name, ranks))
         headers = {name: digest for name, digest in listing.headers.items() if name in names}
         listing = replace(listing, headers=headers)
-    # Parts that overlap a requested rectangle.
+    # Parts that overlap a requested rectangle; no part, for a tensor that other parts hold.
     parts_by_key: dict[str, list[Part]] = {}
     for part in itertools.chain.from_iterable(_read_headers(directory, listing)):
         tensor = requests.get(part.key)

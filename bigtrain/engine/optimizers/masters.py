@@ -72,9 +72,12 @@ def _finder(optimizer: Any) -> Callable[[Any], MasterRange | None]:
     if partitions is not None:
         ranges = zero12_ranges(optimizer, partitions)
         return lambda p: ranges.get(id(p))
-    layout = {id(p): (flat, offset) for p, flat, offset in zero0_layout(optimizer)}
-    if layout:
-        return lambda p: MasterRange(*layout[id(p)], p.numel(), 0, is_replicated=True)
+    replicated_ranges = {
+        id(p): MasterRange(flat, offset, p.numel(), 0, is_replicated=True)
+        for p, flat, offset in zero0_layout(optimizer)
+    }
+    if replicated_ranges:
+        return lambda p: replicated_ranges[id(p)]
     raise CheckpointError(
         f"the optimizer {type(optimizer).__name__} keeps its masters in a way that bigtrain does "
         "not know how to save"

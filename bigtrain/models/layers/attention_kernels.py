@@ -185,6 +185,7 @@ def _attend_in_tiles(states: AttentionStates, band: Band, scores: ScoreScaling) 
     for tile in _tiles(query, key, band, scores):
         tile_lse = tile.scores.logsumexp(-1)
         weights = (tile.scores - finite(tile_lse)[..., None]).exp()
+        # In place, into views of `out` and `lse`.
         merge(
             AttentionOutput(out[..., tile.rows, :], lse[..., tile.rows]),
             AttentionOutput(weights @ value[:, :, None, tile.columns], tile_lse),

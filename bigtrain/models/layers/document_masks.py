@@ -89,7 +89,8 @@ def _attend(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: `query` [B, H, T, D], the result [B, T, H, D]."""
+    """transformers' attention interface: `query` [B, H, T, D], the result [B, T, H, D]. Causal in
+    each document; `attention_mask` is not read."""
     samples, heads, tokens, width = query.shape
     key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
     edges = kwargs.get("cu_seq_lens_q")

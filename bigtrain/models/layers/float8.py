@@ -204,6 +204,7 @@ class _Float8Product(torch.autograd.Function):
         cast = partial(_cast, ctx.config, ctx.products)
         rows = gradient.reshape(-1, gradient.shape[-1])
         grad_input = grad_weight = None
+        # The last argument is the dimension that a product sums over, along which scales are taken.
         if ctx.needs_input_grad[0]:
             weight_cast = cast(weight.t(), "weight_for_grad_input", -1)
             grad_input = torch.mm(cast(rows, "grad_output", -1), weight_cast.t()).reshape(x.shape)

@@ -52,13 +52,16 @@ def number(row: Row, name: str, default: int | None = None) -> int:
         raise ValueError(f"{name} is empty")
     plain = text.replace(",", "").replace("_", "").lower()
     match = re.fullmatch(
-        r"x?\s*([-+.\de]*\d\.?)\s*([km]?)\s*x?(?:\s*[(\[].*|\s*(?:tokens|gpus).*)?", plain
+        r"x?\s*([-+.\de]*\d\.?)"  # the number
+        r"\s*([km]?)\s*x?"  # thousands or millions
+        r"(?:\s*[(\[].*|\s*(?:tokens|gpus).*)?",  # a remark
+        plain,
     )
     try:
-        value = float(match[1]) if match else float(plain)
+        value = float(match[1] if match else plain)
     except ValueError as error:
         raise ValueError(f"{name} = {text} is not a count") from error
-    if match and match[2]:
+    if match and match[2] and math.isfinite(value):
         is_power_of_two = value == int(value) and int(value) & (int(value) - 1) == 0
         value *= (1024 if is_power_of_two else 1000) ** (2 if match[2] == "m" else 1)
     if not 1 <= value <= MOST or value != int(value):

@@ -88,14 +88,14 @@ def merge_run(
         )
 
     # Open the tensors of all checkpoints; the means are computed when they are written.
-    model_config = run_directory / MODEL_CONFIG
-    hf_config = load_hf_config(ModelSection(config=str(model_config), type=config.model.type))
+    model_directory = run_directory / MODEL_CONFIG
+    hf_config = load_hf_config(ModelSection(config=str(model_directory), type=config.model.type))
     opened = [
         open_weights(directory / checkpoints.TENSORS, checkpoints.list_tensors(directory))
         for directory in directories
     ]
     weights = _means(opened, directories, shares)
-    probe = Probe.load(directories[-1] / checkpoints.PROBE, config.precision.dtype)
+    last_probe = Probe.load(directories[-1] / checkpoints.PROBE, config.precision.dtype)
     card = model_card(config, int(state["step"]), run_directory / "metrics.jsonl")
     listed = ", ".join(f"{step} ({share:.3g})" for step, share in zip(steps, shares, strict=True))
     card += f"\nThe weights are the mean of the checkpoints of steps (shares) {listed}.\n"
@@ -109,7 +109,7 @@ def merge_run(
             output,
             run_directory / "tokenizer",
             dtype,
-            model_config / GENERATION_CONFIG,
+            model_directory / GENERATION_CONFIG,
             card,
             max_shard_size=max_shard_size,
         ),
@@ -117,7 +117,7 @@ def merge_run(
         hf_config,
         config,
         as_stored=frozen_names(config, state),
-        probe=probe_of(weights, hf_config, probe),
+        probe=probe_of(weights, hf_config, last_probe),  # logits of the mean for its input
     )
     for note in notes:
         warn(f"{output}: {note}")

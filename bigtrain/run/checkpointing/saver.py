@@ -157,6 +157,7 @@ class Saver:
         ids = Probe.make_input(
             engine.module.config.get_text_config().vocab_size,  # type: ignore[operator, union-attr]
             config.batch.sequence_length,
+            # Samples: a score head returns one row for each, and not one for each token.
             8 if config.objective.kind.scores_samples else 1,
         )
         probe = Probe(ids, engine.logits(ids), config.precision.dtype)

@@ -203,15 +203,17 @@ class ServerExchange:
         after = self._computed(delivered)
         if after is None:  # a delivery was discarded
             return
-        members, number = self._members, self._weights.number + 1
+        members, last_number = self._members, self._weights.number
         reported = members.pending()
-        events = events_of(reported, number - 1)
-        before = self._store.sites()
+        events = events_of(reported, last_number)
+        joined_sites = self._store.sites()
         for site in sorted(absent):
-            refusal = "" if site in before else members.refused.get(site, "")
+            # A site that has joined was not refused, whatever an earlier attempt was told.
+            refusal = "" if site in joined_sites else members.refused.get(site, "")
             reason = f"was refused: {refusal}" if refusal else "missed the outer step"
-            events.append(OuterEvent(LEFT_OUT, f"site {site}", reason, number - 1))
+            events.append(OuterEvent(LEFT_OUT, f"site {site}", reason, last_number))
         after.record["events"] = [asdict(event) for event in events]
+        # The last optimizer step of the run, if this outer step reaches it; else 0.
         last_step = max(delivery.last_step for delivery in delivered.values())
         after.record["ended_step"] = last_step if after.record["step"] >= last_step else 0
         after.record["attempts"] = {str(site): row.attempt for site, row in delivered.items()}
@@ -224,10 +226,10 @@ class ServerExchange:
         self._waits_since = None
         if absent:
             members.log(
-                f"{named(absent)} missed outer step {number} by more than "
+                f"{named(absent)} missed outer step {last_number + 1} by more than "
                 f"{members.rules.window_seconds:g} s: not waited for until they are back"
             )
-        members.log(f"outer step {number} with {named(delivered)}")
+        members.log(f"outer step {last_number + 1} with {named(delivered)}")
 
     def _computed(self, delivered: Mapping[int, DeliverRequest]) -> NextStep | None:
         """Return the state after a step with these deliveries; None if a delivery makes the step
