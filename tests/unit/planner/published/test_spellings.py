@@ -8,7 +8,7 @@ import pytest
 
 from bigtrain.planner.published.evaluation import predict
 from bigtrain.planner.published.rows import run_of
-from bigtrain.planner.published.words import recompute
+from bigtrain.planner.published.words import number, recompute
 from tests.unit.planner.published.test_evaluation import ROW
 
 EMPTY = {**{name: "" for name in ROW}, "source": "a table", "tokens_per_s_per_gpu": "1000"}
@@ -80,6 +80,12 @@ def test_it_is_a_number(name: str) -> None:
     share = spent * prediction.tokens_per_second / run.device.peak_flops
     assert math.isfinite(prediction.peak_gib)
     assert 0.01 < share < 1.6  # of 8-bit products twice as many are done
+
+
+@pytest.mark.parametrize("text", ["1e999k", "-4", "0.3", "k", "8 or so"])
+def test_a_text_that_is_no_count_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=f"num_gpus = {text} is not a count"):
+        number({"num_gpus": text}, "num_gpus")
 
 
 def test_what_the_words_mean() -> None:
