@@ -38,11 +38,6 @@ class ShardFacts:
     is_chat: bool
     has_template: bool
 
-    @property
-    def are_samples(self) -> bool:
-        """Whether documents, or rows of them, are samples: not parts of a stream of text."""
-        return self.is_chat or self.rows is not None
-
     def num_samples(self, length: int) -> int:
         """Return about how many training samples of `length` tokens there are."""
         if self.rows is not None:

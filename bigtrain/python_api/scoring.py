@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.python_api.configuring import resolve
-from bigtrain.settings.resolve import ResolvedRun
 from bigtrain.system.world import read_world
 
 if TYPE_CHECKING:
@@ -57,7 +56,13 @@ def score(
     if top_k is not None and kind != "top-k":
         raise ConfigError(Problem("--top-k", top_k, "has no effect", "--kind top-k"))
     world = read_world(os.environ)
-    run = _of_pass(resolve(config, overrides, world.size, deepspeed_config, scores=True), output)
+    # The run of the pass, with the settings that decide its model and data.
+    run = resolve(config, overrides, world.size, deepspeed_config, scores=True)
+    section = run.config.output.model_copy(
+        update={"directory": str(Path(output) / _WORK), "copy_to": None, "export": False}
+    )
+    changes = {"output": section, "adapters": None, "callbacks": ()}
+    run = replace(run, config=run.config.model_copy(update=changes))
     if keep is not None and (run.config.data.sources or run.config.evaluation.held_out):
         rule = "is for a run with one dataset"
         raise ConfigError(Problem("--filter", str(keep.output), rule, "data.path=DIR only"))
@@ -86,17 +91,6 @@ def score(
     if keep is not None and world.is_main:
         _write_kept(scores[0], inputs.datasets[0], keep)
     return scores
-
-
-def _of_pass(run: ResolvedRun, output: str | Path) -> ResolvedRun:
-    """Return the run of a pass: with the settings of `run` that decide its model and data."""
-    from dataclasses import replace
-
-    section = run.config.output.model_copy(
-        update={"directory": str(Path(output) / _WORK), "copy_to": None, "export": False}
-    )
-    changes = {"output": section, "adapters": None, "callbacks": ()}
-    return replace(run, config=run.config.model_copy(update=changes))
 
 
 def _write_kept(scores: Scores, dataset: Any, keep: PerplexityFilter) -> None:

@@ -204,11 +204,12 @@ def train_tokenizer(options: TrainTokenizerOptions) -> int:
     from bigtrain.data.documents.key_rules import KeyRules
     from bigtrain.data.documents.reader import RejectedDocuments, require_few
     from bigtrain.data.tokenizers.training import train_tokenizer as trained
-    from bigtrain.system.files import existing_above, new_directory, require_free
+    from bigtrain.system.files import new_directory, require_free
 
     target = Path(options.output)
     require_free(target)
-    reading = replace(read_options(options), scratch=existing_above(target))
+    scratch = next(parent for parent in target.absolute().parents if parent.is_dir())
+    reading = replace(read_options(options), scratch=scratch)
     # A tokenizer learns from the text of a row whatever its other keys are.
     reading = replace(reading, ignored_keys=tuple(KeyRules("text", reading.text_keys).refused))
     bad: list[BadDocument] = []
