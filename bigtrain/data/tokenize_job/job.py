@@ -305,6 +305,3 @@ class _Build:
         while (engine := self.encoders.current.engine()) in rejected:
             self.encoders.reject(rejected[engine])
         return self.encoders
-
-    def _finished_by_other(self) -> Manifest:
-        return finished_manifest(self.request, self.sources, self.workspace)
