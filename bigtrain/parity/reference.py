@@ -130,13 +130,13 @@ def _plain_model(config: RunConfig, dtype: torch.dtype) -> _PlainModel:
         model = with_adapters(model, config.adapters, config.seed)
     else:
         # A tied parameter has several names: it is frozen if one of them matches.
-        is_frozen = {
+        frozen_ids = {
             id(parameter)
             for name, parameter in model.named_parameters(remove_duplicate=False)
             if any(fnmatchcase(name, pattern) for pattern in section.frozen)
         }
         for parameter in model.parameters():
-            parameter.requires_grad_(id(parameter) not in is_frozen)
+            parameter.requires_grad_(id(parameter) not in frozen_ids)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     masters = {
         name: values.get(base_name(name), parameter).detach().float().clone()

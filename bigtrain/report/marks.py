@@ -70,7 +70,8 @@ def marks_of(run: Run) -> list[Marks]:
             text += f", Slurm job {start.slurm_job_id}"
         if start.world_size:
             text += f", {start.world_size:,} rank{'s' if start.world_size != 1 else ''}"
-        text += "" if start.step is not None else "; its step was not recorded"
+        if start.step is None:
+            text += "; its step was not recorded"
         rows.append((start.step, text))
     _put(marks, RESTART, [step for step, _ in rows if step is not None], rows)
     rows = []

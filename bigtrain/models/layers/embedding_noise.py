@@ -25,7 +25,8 @@ def add_embedding_noise(model: PreTrainedModel, alpha: float, num_parts: int = 1
     def add_noise(module: nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
         if not module.training:
             return output
-        # alpha / sqrt(T H), equation 1 of the paper, in transformers' rounding.
+        # The largest noise of an element is alpha / sqrt(T H), equation 1 of the paper, in
+        # transformers' rounding.
         num_elements = output.size(1) * num_parts * output.size(2)
         limit = float(alpha / torch.sqrt(torch.tensor(num_elements)))
         return output + torch.zeros_like(output).uniform_(-limit, limit)

@@ -217,6 +217,7 @@ def _rank_correlation(
         if size >= 3:
             first = _ranks([a for a, _ in pairs])
             second = _ranks([b for _, b in pairs])
+            # Spearman's 1 - 6 sum(d^2) / (n (n^2 - 1)), with differences d of ranks.
             squares = sum((a - b) ** 2 for a, b in zip(first, second, strict=True))
             weighed.append((size, 1.0 - 6.0 * squares / (size * (size * size - 1))))
     total = sum(size for size, _ in weighed)
