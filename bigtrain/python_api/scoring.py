@@ -74,19 +74,15 @@ def score(
     refuse_for_device(run.config, world.size)
     inputs = inspect_inputs(run, "sizes" if world.local_rank == 0 else "listed")
     num_ids = min(dataset.table.tokenizer.vocab_size for dataset in inputs.datasets)
-    if kind == "top-k" and (top_k or DEFAULT_TOP_K) > num_ids:
+    top_k = (top_k or DEFAULT_TOP_K) if kind == "top-k" else 0
+    if top_k > num_ids:
         rule = f"the tokenizer of the data has {num_ids} tokens"
-        raise ConfigError(Problem("--top-k", top_k or DEFAULT_TOP_K, rule, f"{num_ids} or less"))
+        raise ConfigError(Problem("--top-k", top_k, rule, f"{num_ids} or less"))
     from bigtrain.data.loading.stored_scores import PART_TOKENS
     from bigtrain.run.score_pass import PassOptions, score_inputs
 
     # The pass is collective; one rank writes the dataset of the kept documents.
-    options = PassOptions(
-        Path(output),
-        kind,
-        (top_k or DEFAULT_TOP_K) if kind == "top-k" else 0,
-        part_tokens or PART_TOKENS,
-    )
+    options = PassOptions(Path(output), kind, top_k, part_tokens or PART_TOKENS)
     scores = score_inputs(run, inputs, world, options)
     if keep is not None and world.is_main:
         _write_kept(scores[0], inputs.datasets[0], keep)
