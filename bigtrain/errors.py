@@ -72,7 +72,10 @@ class Problem:
     remedy: str = ""
 
     def __str__(self) -> str:
-        value_text = "" if self.value is None else f" = {_shorten(self.value)}"
+        value_text = ""
+        if self.value is not None:
+            value = without_secrets(repr(self.value))
+            value_text = f" = {value if len(value) <= 120 else value[:117] + '...'}"
         remedy = f" -> {self.remedy}" if self.remedy else ""
         return without_secrets(f"{self.key}{value_text}: {self.rule}{remedy}")
 
@@ -157,11 +160,6 @@ class StaleLaunchError(LostRunTokenError):
     """This launch is stale: a newer launch of the run holds its directory."""
 
     exit_code = EXIT_STALE_LAUNCH
-
-
-def _shorten(value: object, limit: int = 120) -> str:
-    text = without_secrets(repr(value))
-    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def first_line(error: BaseException) -> str:

@@ -52,17 +52,15 @@ _EXIT_CODES = (
 )
 
 
-def _with_fix(message: str) -> str:
-    """Return an error of argparse with what to type."""
-    if "required: --config" in message:
-        return f"{message} -> --config RUN.yaml, or the name of a recipe"
-    return message if "is written" in message else f"{message} -> train.py --help"
-
-
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        # Without the usage, so that the error is one line.
-        self.exit(2, f"{self.prog}: error: {_with_fix(with_setting_names(message))}\n")
+        # Without the usage, so that the error is one line; with what to type.
+        text = with_setting_names(message)
+        if "required: --config" in text:
+            text += " -> --config RUN.yaml, or the name of a recipe"
+        elif "is written" not in text:
+            text += " -> train.py --help"
+        self.exit(2, f"{self.prog}: error: {text}\n")
 
 
 def build_parser() -> argparse.ArgumentParser:

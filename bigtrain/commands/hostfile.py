@@ -101,7 +101,16 @@ def _resolves(name: str) -> bool:
     """Return whether `name`, or its HostName in ssh's configuration, has an address."""
     if _has_address(name):
         return True
-    ssh_name = _name_for_ssh(name) if ssh_settings_name_hosts() else None
+    if not ssh_settings_name_hosts():
+        return False
+    try:
+        result = subprocess.run(
+            ["ssh", "-G", "--", name], capture_output=True, text=True, timeout=_RESOLVE_SECONDS
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    lines = (line.split() for line in result.stdout.splitlines())
+    ssh_name = next((words[1] for words in lines if words[:1] == ["hostname"]), None)
     return ssh_name is not None and ssh_name != name and _has_address(ssh_name)
 
 
@@ -110,17 +119,6 @@ def _has_address(name: str) -> bool:
         return bool(socket.getaddrinfo(name, 22))
     except (OSError, UnicodeError):
         return False
-
-
-def _name_for_ssh(name: str) -> str | None:
-    try:
-        result = subprocess.run(
-            ["ssh", "-G", "--", name], capture_output=True, text=True, timeout=_RESOLVE_SECONDS
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    lines = (line.split() for line in result.stdout.splitlines())
-    return next((words[1] for words in lines if words[:1] == ["hostname"]), None)
 
 
 @cache

@@ -7,6 +7,7 @@ import difflib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -82,15 +83,12 @@ def run(args: InitArguments) -> int:
     if new_run.names_nothing_here and (close := _similar(new_run.data)):
         rule, remedy = "does not exist", f"did you mean {close}?"
         raise ConfigError(Problem("--data", new_run.data, rule, remedy))
-    written = write_new_run(new_run, args.output, force=args.force, say=_to_stderr)
+    say = partial(print, file=sys.stderr, flush=True)
+    written = write_new_run(new_run, args.output, force=args.force, say=say)
     if new_run.names_nothing_here:
         print(f"note: {new_run.data} does not exist yet", file=sys.stderr)
     print(f"wrote {' and '.join(map(str, written.files))}; {next_lines(*written.next_commands)}")
     return 0
-
-
-def _to_stderr(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def _similar(path: str) -> str | None:

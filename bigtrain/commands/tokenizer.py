@@ -51,7 +51,15 @@ def run(args: TokenizerArguments) -> int:
             raise ConfigError(
                 Problem("--config", args.config, rule, "remove all other options except --output")
             )
-        return _grow(args.output, *_tokens_of_run(args.config, args.overrides))
+        from bigtrain.settings.loading import load_run_config
+
+        config = load_run_config(args.config, args.overrides)
+        base, added = config.base_tokenizer, config.tokenizer
+        if base is None or added is None:
+            rule = "its run does not add tokens to a tokenizer"
+            remedy = "name them in its section: tokenizer.add_special_tokens, tokenizer.add_tokens"
+            raise ConfigError(Problem("--config", args.config, rule, remedy))
+        return _grow(args.output, base, added.add_tokens, added.add_special_tokens)
     if args.base is not None:
         if trains:
             raise DataError("--base uses a trained tokenizer -> remove --input and --vocab-size")
@@ -77,18 +85,6 @@ def run(args: TokenizerArguments) -> int:
     tokenize = ["--tokenizer", str(args.output), "--output", "shards/"]
     print(next_lines(shlex.join(["bigtrain", "tokenize", *command_words(reading), *tokenize])))
     return 0
-
-
-def _tokens_of_run(name: str, overrides: Sequence[str]) -> tuple[str, Sequence[str], Sequence[str]]:
-    """Return the tokenizer to which a run adds tokens, and its plain and its special tokens."""
-    from bigtrain.settings.loading import load_run_config
-
-    config = load_run_config(name, overrides)
-    if config.tokenizer is None or config.base_tokenizer is None:
-        rule = "its run does not add tokens to a tokenizer"
-        remedy = "name them in its section: tokenizer.add_special_tokens, tokenizer.add_tokens"
-        raise ConfigError(Problem("--config", name, rule, remedy))
-    return config.base_tokenizer, config.tokenizer.add_tokens, config.tokenizer.add_special_tokens
 
 
 def _grow(output: Path, base: str, plain: Sequence[str], special: Sequence[str]) -> int:

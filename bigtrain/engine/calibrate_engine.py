@@ -50,7 +50,8 @@ def measure_engine() -> MeasuredEngine:
     deep, wide = _costs(_DEEP), _costs(_WIDE)
     # The deep model is all launches: a forward pass and a backward pass of twice the operations.
     kernel = single["deep 0 1"] / (3 * _num_kernels(deep))
-    hooks = max(0.0, single["deep 3 1"] - single["deep 0 1"]) / _num_tensors(deep)
+    num_tensors = sum(deep.kinds[layer_type].num_tensors for layer_type in deep.layers)
+    hooks = max(0.0, single["deep 3 1"] - single["deep 0 1"]) / num_tensors
     operation_seconds = 3 * _num_kernels(wide) * kernel
     size = wide.num_parameters * 4
     costs = {}
@@ -81,10 +82,6 @@ def _costs(values: dict[str, Any]) -> ModelCosts:
 
 def _num_kernels(costs: ModelCosts) -> float:
     return sum(costs.kinds[layer_type].num_kernels for layer_type in costs.layers)
-
-
-def _num_tensors(costs: ModelCosts) -> float:
-    return sum(costs.kinds[layer_type].num_tensors for layer_type in costs.layers)
 
 
 def _config(values: dict[str, Any], zero: int, accumulation: int, world_size: int) -> RunConfig:

@@ -19,7 +19,6 @@ from bigtrain.models.layers.adapter_targets import find_targets
 from bigtrain.models.layers.principal_adapters import (
     INITIAL,
     initial_product,
-    principal_layers,
     principal_matrices,
 )
 from bigtrain.models.weights.import_hf import Weights
@@ -52,7 +51,7 @@ def begin_principal_adapters(
     by_name = {
         fragment.name: fragment for fragment in owned_fragments(engine.engine, engine.module)
     }
-    layers = principal_layers(engine.module)
+    layers = {n: m for n, m in engine.module.named_modules() if hasattr(m, INITIAL["lora_A"])}
     if is_new:
         # The layers of every stage are dealt to all ranks, one layer each at a time.
         model = empty_model(hf_config)

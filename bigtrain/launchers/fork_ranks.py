@@ -86,11 +86,6 @@ def _run_new_process(script: str, arguments: Sequence[str]) -> int:
     return code if code >= 0 else 128 - code
 
 
-def is_fork_server() -> bool:
-    """Return whether this process is a fork server, or was forked from one."""
-    return any(word.startswith(FORK_SERVER) for word in sys.orig_argv)
-
-
 def _die_with_parent() -> None:
     """Let the kernel kill this process when its parent ends (Linux)."""
     parent = os.getppid()
@@ -104,7 +99,8 @@ def _call_prctl(option: int, value: int | bytes) -> None:
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-# The only way to run something in the fork server is to let it import this module.
-if is_fork_server() and Path("/proc").exists():
+# The only way to run something in the fork server, which is known by its command line, is to let it
+# import this module.
+if any(word.startswith(FORK_SERVER) for word in sys.orig_argv) and Path("/proc").exists():
     _die_with_parent()
     gc.disable()

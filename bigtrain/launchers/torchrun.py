@@ -65,6 +65,8 @@ def render_torchrun(request: TorchrunRequest) -> str:
     run."""
     request.check(_check_request(request), "the torchrun job")
     smallest, largest = node_range(request.nodes)
+    # Whether ranks are forked from a process that has imported their libraries.
+    forks = request.ranks == "forked" or (request.ranks == "auto" and not request.gpus)
     return render(
         "torchrun.sh",
         name=request.name,
@@ -82,15 +84,10 @@ def render_torchrun(request: TorchrunRequest) -> str:
         nnodes=f"{smallest}:{largest}",
         processes=request.processes_per_node,
         restarts=request.restarts,
-        fork=f"--fork {_FORKED_MODULE} " if _forks(request) else "",
-        command="" if _forks(request) else f"--no-python {_NEW_PROCESS}",
+        fork=f"--fork {_FORKED_MODULE} " if forks else "",
+        command="" if forks else f"--no-python {_NEW_PROCESS}",
         settings=",".join(f"{key}={value:g}" for key, value in _settings(request).items()),
     )
-
-
-def _forks(request: TorchrunRequest) -> bool:
-    """Return whether ranks are forked from a process that has imported their libraries."""
-    return request.ranks == "forked" or (request.ranks == "auto" and not request.gpus)
 
 
 def _settings(request: TorchrunRequest) -> dict[str, float]:

@@ -194,7 +194,14 @@ def _completion(
         raise ModelError(f"--compare-with {base_url}: refuses the request: {refusals[-1]}")
     try:
         choice = answer["choices"][0]
-        names, logps = _listed(choice["logprobs"])
+        logprobs = choice["logprobs"]
+        logps: list[float | None]
+        if "content" in logprobs:  # one list of objects, as in OpenAI's chats (llama.cpp)
+            entries = logprobs["content"]
+            names = [entry.get("id", entry["token"]) for entry in entries]
+            logps = [float(entry["logprob"]) for entry in entries]
+        else:  # two lists, as in OpenAI's completions
+            names, logps = list(logprobs["tokens"]), list(logprobs["token_logprobs"])
     except (TypeError, KeyError, IndexError) as error:
         rule = "its completions have no log-probabilities of tokens (logprobs)"
         raise ModelError(f"--compare-with {base_url}: {rule}") from error
@@ -219,17 +226,6 @@ def _completion(
     if echoes:
         return _Served(new_ids, logps, len(ids))
     return _Served([*ids, *new_ids], [*(None for _ in ids), *logps], len(ids))
-
-
-def _listed(logprobs: Any) -> tuple[list[Any], list[float | None]]:
-    """Return the tokens and log-probabilities of an answer: two lists (OpenAI's completions),
-    or one of objects (as in its chats; llama.cpp)."""
-    if "content" in logprobs:
-        entries = logprobs["content"]
-        return [entry.get("id", entry["token"]) for entry in entries], [
-            float(entry["logprob"]) for entry in entries
-        ]
-    return list(logprobs["tokens"]), list(logprobs["token_logprobs"])
 
 
 def _id_of(token: Any, tokenizer: Any) -> int:

@@ -128,9 +128,16 @@ def _plain_model(config: RunConfig, dtype: torch.dtype) -> _PlainModel:
     terms = RouterTerms(model, config.moe, config.batch.sequence_length)
     if config.adapters is not None:
         model = with_adapters(model, config.adapters, config.seed)
-        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     else:
-        parameters = _trained(model, section.frozen)
+        # A tied parameter has several names: it is frozen if one of them matches.
+        frozen_ids = {
+            id(parameter)
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+            if any(fnmatchcase(name, pattern) for pattern in section.frozen)
+        }
+        for parameter in model.parameters():
+            parameter.requires_grad_(id(parameter) not in frozen_ids)
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     masters = {
         name: values.get(base_name(name), parameter).detach().float().clone()
         for name, parameter in parameters.items()
@@ -217,19 +224,6 @@ def _train(
     trace.last = _weights(model, masters, plain.terms)
     trace.last |= {average_name(name): average for name, average in averages.items()}
     return trace
-
-
-def _trained(model: nn.Module, frozen: Sequence[str]) -> dict[str, nn.Parameter]:
-    """Return trained parameters: no name of a trained parameter (tied parameters have several)
-    matches `frozen`."""
-    is_frozen = {
-        id(parameter)
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if any(fnmatchcase(name, pattern) for pattern in frozen)
-    }
-    for parameter in model.parameters():
-        parameter.requires_grad_(id(parameter) not in is_frozen)
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 @torch.no_grad()

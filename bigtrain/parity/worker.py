@@ -67,7 +67,12 @@ def train_case(case: dict[str, Any], world: World, device: torch.device) -> None
     # Outputs of layers name the first difference, before any update.
     first = micro_batches(config, run.plan, 0, coordinates.data_rank)
     outputs = layer_outputs(engine.module, lambda: engine.evaluate(first))
-    layers = _sum_over_ranks(outputs if coordinates.tensor_rank == 0 else {})
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, outputs if coordinates.tensor_rank == 0 else {})
+    layers: dict[str, float] = {}
+    for part in gathered:
+        for name, value in part.items():
+            layers[name] = layers.get(name, 0.0) + value
     # Train; the first update and the last are compared by weights.
     losses, norms = [], []
     for step in range(config.train.total_steps):
@@ -84,16 +89,6 @@ def train_case(case: dict[str, Any], world: World, device: torch.device) -> None
     if world.is_main:
         figures = {"losses": losses, "norms": norms, "layers": layers}
         (directory / "figures.json").write_text(json.dumps(figures))
-
-
-def _sum_over_ranks(outputs: dict[str, float]) -> dict[str, float]:
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, outputs)
-    totals: dict[str, float] = {}
-    for part in gathered:
-        for name, value in part.items():
-            totals[name] = totals.get(name, 0.0) + value
-    return totals
 
 
 def main() -> None:

@@ -87,10 +87,11 @@ def model_shape(
             scan_flops += scan.flops()
         if not has_attention(layer_type) and (scan is not None or not has_scan(layer_type)):
             continue
-        width = _attention_width(layer)
-        if width is None:
+        num_heads = number_of(layer, ["num_attention_heads"])
+        hidden_size = number_of(layer, ["hidden_size"])
+        if num_heads is None or hidden_size is None:
             return None
-        widths.append(width)
+        widths.append(num_heads * (number_of(layer, ["head_dim"]) or hidden_size // num_heads))
     num_dense = num_expert = 0
     for name, count in parameters:
         if name == input_embedding and not tied:
@@ -105,15 +106,6 @@ def model_shape(
             return None
         num_expert = num_expert * num_used // num_all
     return ModelShape(num_dense + num_expert, sum(widths), scan_flops)
-
-
-def _attention_width(layer: object) -> int | None:
-    num_heads, hidden_size = (
-        number_of(layer, [key]) for key in ("num_attention_heads", "hidden_size")
-    )
-    if num_heads is None or hidden_size is None:
-        return None
-    return num_heads * (number_of(layer, ["head_dim"]) or hidden_size // num_heads)
 
 
 @functools.cache

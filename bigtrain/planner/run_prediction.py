@@ -251,12 +251,8 @@ def auto_loss_chunk(section: ModelSection, model: ModelCosts, num_tokens: int) -
         return None
     chunk = chunk_tokens(model.vocabulary_size, section.loss_chunk_tokens)
     if section.loss == "liger":
-        chunk = _liger_chunk_tokens(num_tokens, model.vocabulary_size, model.hidden_size)
+        # Logits as large as the hidden states, rounded up to a power of two
+        # (liger_kernel/ops/fused_linear_cross_entropy.py, 0.8.5).
+        tokens = -(-num_tokens // -(-model.vocabulary_size // model.hidden_size))
+        chunk = 1 << max(0, tokens - 1).bit_length()
     return chunk if num_tokens > chunk else None
-
-
-def _liger_chunk_tokens(num_tokens: int, vocabulary_size: int, hidden_size: int) -> int:
-    """Return the tokens of a chunk of Liger's fused loss: logits as large as the hidden states,
-    rounded up to a power of two (liger_kernel/ops/fused_linear_cross_entropy.py, 0.8.5)."""
-    tokens = -(-num_tokens // -(-vocabulary_size // hidden_size))
-    return 1 << max(0, tokens - 1).bit_length()

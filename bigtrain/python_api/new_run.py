@@ -306,7 +306,7 @@ def _sequence_length(model: dict[str, Any], new_run: NewRun, shards: ShardFacts 
     longest = dimensions.max_position_embeddings or _LONGEST_LENGTH
     if shards is None:
         return min(_SEQUENCE_LENGTH, longest)
-    if shards.are_samples:
+    if shards.is_chat or shards.rows is not None:
         rounded = -(-shards.long_document // _LENGTH_UNIT) * _LENGTH_UNIT
         return min(rounded, _LONGEST_LENGTH, longest)
     length = min(_SEQUENCE_LENGTH, longest)

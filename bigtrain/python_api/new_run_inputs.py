@@ -38,11 +38,6 @@ class ShardFacts:
     is_chat: bool
     has_template: bool
 
-    @property
-    def are_samples(self) -> bool:
-        """Whether documents, or rows of them, are samples: not parts of a stream of text."""
-        return self.is_chat or self.rows is not None
-
     def num_samples(self, length: int) -> int:
         """Return about how many training samples of `length` tokens there are."""
         if self.rows is not None:
@@ -77,8 +72,14 @@ def model_problems(option: str, name: str) -> tuple[list[Problem], str]:
     the Hub's cache."""
     if is_address(name) or Path(name).exists() or published_configuration(name).is_file():
         return [], ""
-    close = _similar(name, recipe_names() if option == "--new-model" else [])
-    remedy = f"did you mean {close}?" if close else "a directory, or a name on the Hugging Face Hub"
+    # Did the user mean a recipe, or a directory next to the missing path?
+    parent = Path(name).parent
+    names = {str(parent / entry.name) for entry in parent.iterdir()} if parent.is_dir() else set()
+    recipes = recipe_names() if option == "--new-model" else []
+    close = difflib.get_close_matches(name, [*recipes, *sorted(names)], n=1, cutoff=0.8)
+    remedy = "a directory, or a name on the Hugging Face Hub"
+    if close:
+        remedy = f"did you mean {close[0]}?"
     if not is_hub_name(name):
         return [Problem(option, name, "no such directory", remedy)], ""
     if cached_hub_file(name, "config.json") is not None:
@@ -118,11 +119,3 @@ def template_problems(option: str, tokenizer: str) -> list[Problem]:
     rule = f"the tokenizer of {tokenizer} has no chat template"
     remedy = "a model tuned for chats (-Instruct, -Chat), or bigtrain tokenize --chat-template FILE"
     return [Problem(option, None, rule, remedy)]
-
-
-def _similar(name: str, recipes: list[str]) -> str | None:
-    """Return a recipe, or a directory next to the missing path `name`, with a similar name."""
-    parent = Path(name).parent
-    names = {str(parent / entry.name) for entry in parent.iterdir()} if parent.is_dir() else set()
-    close = difflib.get_close_matches(name, [*recipes, *sorted(names)], n=1, cutoff=0.8)
-    return close[0] if close else None

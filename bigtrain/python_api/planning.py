@@ -238,7 +238,7 @@ def _request(
     figures, problems = inspect_configuration(config.model)
     if problems:
         raise ConfigError(problems, "the run")
-    raw = _deepspeed_json(1, "")
+    raw = _named_json("zero1")
     device: Device = "cpu" if cluster.device.is_cpu else "cuda"
     facts = read_facts(config, raw, figures) | Facts(
         torch_adam=True, world_size=cluster.num_devices, device=device, async_io=True
@@ -304,10 +304,6 @@ def _no_layout(config: RunConfig, cluster: Cluster) -> Problem:
     return Problem("--gpus", world, rule, remedy)
 
 
-def _deepspeed_json(zero_stage: int, offload: str) -> dict[str, Any]:
-    return _named_json(f"zero{zero_stage}{offload}")
-
-
 def _named_json(name: str) -> dict[str, Any]:
     from bigtrain.settings.deepspeed.engine_config import (
         find_deepspeed_config,
@@ -327,7 +323,8 @@ def run_and_engine(
 
     offload = "_offload" if layout.offload_optimizer else ""
     # No JSON is shipped for ZeRO 1 with an offloaded optimizer: it is ZeRO 2's with another stage.
-    raw = _deepspeed_json(2 if offload and layout.zero_stage == 1 else layout.zero_stage, offload)
+    shipped_stage = 2 if offload and layout.zero_stage == 1 else layout.zero_stage
+    raw = _named_json(f"zero{shipped_stage}{offload}")
     raw["zero_optimization"]["stage"] = layout.zero_stage
     if engine is not None:
         raw = _named_json(engine)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.python_api.configuring import resolve
-from bigtrain.settings.resolve import ResolvedRun
 from bigtrain.system.world import read_world
 
 if TYPE_CHECKING:
@@ -57,7 +56,13 @@ def score(
     if top_k is not None and kind != "top-k":
         raise ConfigError(Problem("--top-k", top_k, "has no effect", "--kind top-k"))
     world = read_world(os.environ)
-    run = _of_pass(resolve(config, overrides, world.size, deepspeed_config, scores=True), output)
+    # The run of the pass, with the settings that decide its model and data.
+    run = resolve(config, overrides, world.size, deepspeed_config, scores=True)
+    section = run.config.output.model_copy(
+        update={"directory": str(Path(output) / _WORK), "copy_to": None, "export": False}
+    )
+    changes = {"output": section, "adapters": None, "callbacks": ()}
+    run = replace(run, config=run.config.model_copy(update=changes))
     if keep is not None and (run.config.data.sources or run.config.evaluation.held_out):
         rule = "is for a run with one dataset"
         raise ConfigError(Problem("--filter", str(keep.output), rule, "data.path=DIR only"))
@@ -69,34 +74,19 @@ def score(
     refuse_for_device(run.config, world.size)
     inputs = inspect_inputs(run, "sizes" if world.local_rank == 0 else "listed")
     num_ids = min(dataset.table.tokenizer.vocab_size for dataset in inputs.datasets)
-    if kind == "top-k" and (top_k or DEFAULT_TOP_K) > num_ids:
+    top_k = (top_k or DEFAULT_TOP_K) if kind == "top-k" else 0
+    if top_k > num_ids:
         rule = f"the tokenizer of the data has {num_ids} tokens"
-        raise ConfigError(Problem("--top-k", top_k or DEFAULT_TOP_K, rule, f"{num_ids} or less"))
+        raise ConfigError(Problem("--top-k", top_k, rule, f"{num_ids} or less"))
     from bigtrain.data.loading.stored_scores import PART_TOKENS
     from bigtrain.run.score_pass import PassOptions, score_inputs
 
     # The pass is collective; one rank writes the dataset of the kept documents.
-    options = PassOptions(
-        Path(output),
-        kind,
-        (top_k or DEFAULT_TOP_K) if kind == "top-k" else 0,
-        part_tokens or PART_TOKENS,
-    )
+    options = PassOptions(Path(output), kind, top_k, part_tokens or PART_TOKENS)
     scores = score_inputs(run, inputs, world, options)
     if keep is not None and world.is_main:
         _write_kept(scores[0], inputs.datasets[0], keep)
     return scores
-
-
-def _of_pass(run: ResolvedRun, output: str | Path) -> ResolvedRun:
-    """Return the run of a pass: with the settings of `run` that decide its model and data."""
-    from dataclasses import replace
-
-    section = run.config.output.model_copy(
-        update={"directory": str(Path(output) / _WORK), "copy_to": None, "export": False}
-    )
-    changes = {"output": section, "adapters": None, "callbacks": ()}
-    return replace(run, config=run.config.model_copy(update=changes))
 
 
 def _write_kept(scores: Scores, dataset: Any, keep: PerplexityFilter) -> None:

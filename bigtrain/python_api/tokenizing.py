@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from bigtrain.data.documents.formats import DocumentReader
     from bigtrain.data.documents.reader import BadDocument, ReadOptions
     from bigtrain.data.shards.dataset import TokenDataset
-    from bigtrain.data.shards.manifest import FillInMiddleRecord, OptionsRecord, TextFilterRecord
+    from bigtrain.data.shards.manifest import FillInMiddleRecord, OptionsRecord
     from bigtrain.data.tokenize_job.job import BuildResult
 
 Parameters = ParamSpec("Parameters")
@@ -92,7 +92,12 @@ def build_tokens(options: TokenizeOptions) -> BuildResult:
 
 def _record_of(reading: ReadOptions, options: TokenizeOptions) -> OptionsRecord:
     """Return the record of a dataset's options. Raise DataError for incompatible ones."""
-    from bigtrain.data.shards.manifest import DEFAULT_SHARD_BYTES, OptionsRecord
+    from bigtrain.data.documents.text_filter import load_filter
+    from bigtrain.data.shards.manifest import (
+        DEFAULT_SHARD_BYTES,
+        OptionsRecord,
+        TextFilterRecord,
+    )
     from bigtrain.objectives.section import ROWS
 
     # The format of rows, which decides the options that have an effect.
@@ -123,7 +128,7 @@ def _record_of(reading: ReadOptions, options: TokenizeOptions) -> OptionsRecord:
         )
     # Recorded as they are given, or as they were resolved.
     names = OptionsRecord.model_fields.keys() & {field.name for field in fields(TokenizeOptions)}
-    resolved = {
+    resolved: dict[str, object] = {
         "labels": _labels(options, name),
         "text_keys": reading.text_keys if rows is None else rows.keys,
         "shard_bytes": options.shard_bytes or DEFAULT_SHARD_BYTES,
@@ -134,8 +139,11 @@ def _record_of(reading: ReadOptions, options: TokenizeOptions) -> OptionsRecord:
         "roles": () if rows is None else rows.roles,
         "ignored_keys": reading.ignored_keys,
         "fill_in_middle": _fill_in_middle(options, is_text=rows is None),
-        "text_filter": _text_filter(options.text_filter),
+        "text_filter": None,
     }
+    if options.text_filter is not None:
+        loaded = load_filter(options.text_filter)
+        resolved["text_filter"] = TextFilterRecord(name=loaded.name, source_xxh3=loaded.source_xxh3)
     return OptionsRecord(**({name: getattr(options, name) for name in names} | resolved))
 
 
@@ -156,17 +164,6 @@ def _labels(options: TokenizeOptions, name: str) -> tuple[str, ...]:
             f"classification needs 2 to {MAX_LABELS} different ones -> --labels negative positive"
         )
     return labels
-
-
-def _text_filter(name: str | None) -> TextFilterRecord | None:
-    """Return the record of a filter. Raise DataError if it cannot be called."""
-    from bigtrain.data.documents.text_filter import load_filter
-    from bigtrain.data.shards.manifest import TextFilterRecord
-
-    if name is None:
-        return None
-    loaded = load_filter(name)
-    return TextFilterRecord(name=loaded.name, source_xxh3=loaded.source_xxh3)
 
 
 def _fill_in_middle(options: TokenizeOptions, *, is_text: bool) -> FillInMiddleRecord | None:
@@ -207,11 +204,12 @@ def train_tokenizer(options: TrainTokenizerOptions) -> int:
     from bigtrain.data.documents.key_rules import KeyRules
     from bigtrain.data.documents.reader import RejectedDocuments, require_few
     from bigtrain.data.tokenizers.training import train_tokenizer as trained
-    from bigtrain.system.files import existing_above, new_directory, require_free
+    from bigtrain.system.files import new_directory, require_free
 
     target = Path(options.output)
     require_free(target)
-    reading = replace(read_options(options), scratch=existing_above(target))
+    scratch = next(parent for parent in target.absolute().parents if parent.is_dir())
+    reading = replace(read_options(options), scratch=scratch)
     # A tokenizer learns from the text of a row whatever its other keys are.
     reading = replace(reading, ignored_keys=tuple(KeyRules("text", reading.text_keys).refused))
     bad: list[BadDocument] = []

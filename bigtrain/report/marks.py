@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bigtrain.report.metrics_file import NON_FINITE, OTHER_SITES, SITES
-from bigtrain.report.run_files import Run, Start
+from bigtrain.report.run_files import Run
 
 RESTART, ROLLBACK, HANG = "restart", "rollback", "hang"
 SKIPPED, STRAGGLER = "skipped step", "straggler"
@@ -63,8 +63,16 @@ class Marks:
 def marks_of(run: Run) -> list[Marks]:
     """Return the marks of `run` by kind, without kinds that have none."""
     marks: dict[str, Marks] = {}
-    rows: list[tuple[int | None, str]]
-    rows = [(start.step, _start_text(start)) for start in run.files.starts[1:]]
+    rows: list[tuple[int | None, str]] = []
+    for start in run.files.starts[1:]:
+        text = f"start {start.generation} on {start.host}, {start.since}"
+        if start.slurm_job_id:
+            text += f", Slurm job {start.slurm_job_id}"
+        if start.world_size:
+            text += f", {start.world_size:,} rank{'s' if start.world_size != 1 else ''}"
+        if start.step is None:
+            text += "; its step was not recorded"
+        rows.append((start.step, text))
     _put(marks, RESTART, [step for step, _ in rows if step is not None], rows)
     rows = []
     for hang in run.files.hangs:
@@ -107,15 +115,6 @@ def _put(
     marks[event_kind] = Marks(
         event_kind, positions.tolist(), counts.tolist(), rows[:_MOST_ROWS], num_events
     )
-
-
-def _start_text(start: Start) -> str:
-    text = f"start {start.generation} on {start.host}, {start.since}"
-    if start.slurm_job_id:
-        text += f", Slurm job {start.slurm_job_id}"
-    if start.world_size:
-        text += f", {start.world_size:,} rank{'s' if start.world_size != 1 else ''}"
-    return text + ("" if start.step is not None else "; its step was not recorded")
 
 
 def _event_text(event_kind: str, line: dict[str, Any]) -> str:

@@ -99,12 +99,18 @@ def sections_html(
     else:
         resolution = " and ".join(f"{width:,} in {name}" for name, width in widths.items())
     several, names = len(runs) > 1, [run.name for run in runs]
+    # Runs with equal topologies share a drawing.
+    runs_by_topology: dict[str, list[tuple[int, str]]] = {}
+    for number, run in enumerate(runs):
+        html = topology_html(run.files.environment)
+        runs_by_topology.setdefault(html, []).append((number, run.name))
+    groups = [(named, html) for html, named in runs_by_topology.items()]
     return {
         **{name: section(name, several=several, **arguments) for name, arguments in values.items()},
         "figures": section("figures", names=names, rows=rows),
         "resolution": section("resolution", number=resolution),
         "curves": section("curves", rows=curve_rows(runs)),
-        "topology": _topologies(runs),
+        "topology": section("topologies", groups=groups) if several else groups[0][1],
         "setup": section("setup", names=names, **setup(runs)),
     }
 
@@ -122,18 +128,6 @@ def _static(name: str) -> str:
 
 def _checksum(program: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(program.encode()).digest()).decode()}"
-
-
-def _topologies(runs: Sequence[Run]) -> str:
-    """Return the topologies; runs with equal topologies share a drawing."""
-    runs_by_topology: dict[str, list[tuple[int, str]]] = {}
-    for number, run in enumerate(runs):
-        html = topology_html(run.files.environment)
-        runs_by_topology.setdefault(html, []).append((number, run.name))
-    if len(runs) == 1:
-        return next(iter(runs_by_topology))
-    groups = [(named, html) for html, named in runs_by_topology.items()]
-    return section("topologies", groups=groups)
 
 
 def _events(runs: Sequence[Run], marks: Sequence[Sequence[Marks]]) -> dict[str, Any]:

@@ -109,7 +109,14 @@ class Reducer:
                 self._series[name].store(bucket, _reduce(matrix))
             begin, self.num_complete = end, next_bucket
             if self.num_complete == self._max:
-                self._merge()
+                num_pairs = self.num_complete // 2
+                for name in self._first:
+                    self._first[name][:num_pairs] = self._first[name][: self._max : 2].copy()
+                    self._last[name][:num_pairs] = self._last[name][1 : self._max : 2].copy()
+                for values in self._series.values():
+                    values.merge(num_pairs)
+                self.num_complete = num_pairs
+                self.width *= 2
 
         # Copies: views would keep the complete block in memory.
         self._pending = {name: column[begin:].copy() for name, column in position_rows.items()}
@@ -142,17 +149,6 @@ class Reducer:
         if since == 0:
             self._cached = reduced
         return reduced
-
-    def _merge(self) -> None:
-        """Merge pairs of buckets."""
-        num_pairs = self.num_complete // 2
-        for name in self._first:
-            self._first[name][:num_pairs] = self._first[name][: self.num_complete : 2].copy()
-            self._last[name][:num_pairs] = self._last[name][1 : self.num_complete : 2].copy()
-        for series in self._series.values():
-            series.merge(num_pairs)
-        self.num_complete = num_pairs
-        self.width *= 2
 
 
 class _Statistics(NamedTuple):

@@ -154,7 +154,11 @@ def _starts(directory: Path, notes: list[str]) -> list[Start]:
     for path in _entries(directory / "generations"):
         if name := _GENERATION.fullmatch(path.name):
             launches[int(name[1])] = _object(path, notes) or {}
-    for line in _lines(directory / "starts.jsonl"):
+    try:
+        texts = (directory / "starts.jsonl").read_bytes().splitlines()
+    except OSError:
+        texts = []
+    for line in _parsed(texts):
         generation = line.get("generation")
         if type(generation) is int:
             launches[generation] = {**launches.get(generation, {}), **line}
@@ -178,16 +182,8 @@ def _start(generation: int, values: dict[str, Any]) -> Start:
     )
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects in a file of lines; skip a truncated line."""
-    try:
-        texts = path.read_bytes().splitlines()
-    except OSError:
-        return
-    yield from _parsed(texts)
-
-
 def _parsed(texts: list[bytes]) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects in the lines of a file; skip a truncated line."""
     for text in texts:
         try:
             line = json.loads(text)
@@ -293,7 +289,16 @@ def open_runs(directories: Sequence[Path], final: bool = True) -> list[Run]:
         max_buckets //= 2
     files = [read_run_files(directory) for directory in directories]
     paths = list(directory_by_path)
-    names = _names(paths) if len(paths) > 1 else [_configured_name(paths[0], files[0].config)]
+    if len(paths) > 1:
+        names = _names(paths)
+    else:
+        # The directory as the user set it, for example ``runs/quickstart/run``; the last part of
+        # its path if it was moved or copied since, or has no settings.
+        names = [paths[0].name]
+        output = (files[0].config or {}).get("output")
+        configured = output.get("directory") if isinstance(output, dict) else None
+        if isinstance(configured, str) and Path(configured).name == paths[0].name:
+            names = [configured.rstrip("/")]
     runs = [
         Run(name, directory, MetricsFile(directory / "metrics.jsonl", max_buckets), run_files)
         for name, directory, run_files in zip(names, directories, files, strict=True)
@@ -301,16 +306,6 @@ def open_runs(directories: Sequence[Path], final: bool = True) -> list[Run]:
     for run in runs:
         run.metrics.read(final)
     return runs
-
-
-def _configured_name(path: Path, config: Mapping[str, Any] | None) -> str:
-    """Return `output.directory` as the user set it, for example ``runs/quickstart/run``; the last
-    part of the directory's path if the directory was moved or copied since, or has no settings."""
-    output = (config or {}).get("output")
-    directory = output.get("directory") if isinstance(output, dict) else None
-    if not isinstance(directory, str) or Path(directory).name != path.name:
-        return path.name
-    return directory.rstrip("/")
 
 
 def _names(paths: Sequence[Path]) -> list[str]:

@@ -65,16 +65,15 @@ def layout_of(environment: Mapping[str, Any] | None) -> RecordedLayout | None:
     order = environment.get("rank_order")
     if not isinstance(order, list) or sorted(map(str, order)) != sorted(AXES):
         order = list(AXES)
-    return RecordedLayout(product, sizes, order, _hosts(environment.get("hosts"), product))
-
-
-def _hosts(value: Any, world_size: int) -> dict[str, list[int]]:
-    if not isinstance(value, dict):
-        return {}
-    hosts = {str(name): ranks for name, ranks in value.items() if isinstance(ranks, list)}
+    # Hosts, if together they have every rank once.
+    value = environment.get("hosts")
+    entries = value.items() if isinstance(value, dict) else ()
+    hosts = {str(name): ranks for name, ranks in entries if isinstance(ranks, list)}
     everyone = [rank for ranks in hosts.values() for rank in ranks]
     all_integers = all(type(rank) is int for rank in everyone)
-    return hosts if all_integers and sorted(everyone) == list(range(world_size)) else {}
+    if not all_integers or sorted(everyone) != list(range(product)):
+        hosts = {}
+    return RecordedLayout(product, sizes, order, hosts)
 
 
 def topology_html(environment: Mapping[str, Any] | None) -> str:

@@ -4,7 +4,7 @@ and tasks of lm-eval: `bigtrain.run.live_model`."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -53,14 +53,21 @@ class Evaluator:
         """Run and log the evaluations due at `state`; every evaluation at the end of the run
         (`last`, or early stopping). Returns the state with the best evaluation so far, and the
         metrics by name."""
-        config = self._context.config
+        config, stopping = self._context.config, self._section.early_stopping
         held_out: HeldOutResult | None = None
         figures: dict[str, float] = {}
         if last or state.is_multiple_of(self._section.every_steps):
             held_out = measure(self._context, self.held_out)
             if held_out is not None:
                 figures |= held_out.figures()
-                self._require_best(figures)
+                # Every rank refuses that settings depend on a metric which nothing recorded.
+                metric = self._section.best.metric
+                depends = config.checkpoint.keep_best > 0 or stopping is not None
+                if depends and config.best_held_out is not None and metric not in figures:
+                    raise ExtensionError(
+                        f"evaluation.best.metric = {metric!r}: nothing recorded it in the "
+                        f"evaluation -> one of {', '.join(sorted(figures))}"
+                    )
             if self._prompts is not None:
                 self._prompts.log(state.step)
         tasks: dict[str, float] = {}
@@ -78,7 +85,6 @@ class Evaluator:
                 {} if held_out is None else held_out.sources,
                 tasks,
             )
-        stopping = self._section.early_stopping
         if stopping is not None and has_stopped(config, evaluated) and not last:
             best = evaluated.best
             self._context.log.info(
@@ -87,17 +93,6 @@ class Evaluator:
                 f"{best.value:.6g}, at step {best.step}"
             )
         return evaluated, figures | tasks
-
-    def _require_best(self, metrics: Mapping[str, float]) -> None:
-        """Raise ExtensionError on every rank if settings depend on a metric of held-out samples
-        that was not recorded."""
-        config, metric = self._context.config, self._section.best.metric
-        depends = config.checkpoint.keep_best > 0 or self._section.early_stopping is not None
-        if depends and config.best_held_out is not None and metric not in metrics:
-            raise ExtensionError(
-                f"evaluation.best.metric = {metric!r}: nothing recorded it in the evaluation -> "
-                f"one of {', '.join(sorted(metrics))}"
-            )
 
     def _run_tasks(self) -> dict[str, float]:
         """Return the finite metrics of lm-eval's tasks, as ``tasks/TASK/METRIC``."""

@@ -4,7 +4,6 @@ refuses of a base model's directory. Imports no torch: `bigtrain check` uses it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 from bigtrain.errors import ModelError, Problem, one_line
@@ -19,7 +18,29 @@ from bigtrain.system.storage.stores import is_address
 def unread_files(config: RunConfig) -> list[str]:
     """Return a line for each model or dataset that `config` names and that is not on this machine,
     so that nothing can be checked of it, and for an output directory that cannot be made here."""
-    models, data = dict(_named_models(config)), dict(_named_data(config))
+    # Models that the run reads, by key.
+    models: dict[str, str] = {}
+    if config.model.path is not None:
+        models["model.path"] = config.model.path
+    elif isinstance(config.model.config, str):
+        models["model.config"] = config.model.config
+    if config.objective.teacher_model is not None:
+        models["objective.teacher_model"] = config.objective.teacher_model
+    if config.checkpoint.initialize_from is not None:
+        models["checkpoint.initialize_from"] = config.checkpoint.initialize_from
+    # Datasets, and stored scores.
+    data: dict[str, str] = {}
+    if config.data.path is not None:
+        data["data.path"] = config.data.path
+    for number, source in enumerate(config.data.sources):
+        data[f"data.sources.{number}.path"] = source.path
+    for number, held_out_set in enumerate(config.evaluation.held_out):
+        data[f"evaluation.held_out.{number}.path"] = held_out_set.path
+    for scores_key in ("reference", "teacher"):
+        scores_path = getattr(config.objective, scores_key)
+        if scores_path is not None:
+            data[f"objective.{scores_key}"] = scores_path
+    # What is not here; the run asks the Hub for a model only.
     lines = []
     for key, name in {**models, **data}.items():
         if is_address(name) or Path(name).exists():
@@ -34,32 +55,6 @@ def unread_files(config: RunConfig) -> list[str]:
     if reason_against is not None:
         lines.append(f"not written: output.directory = {config.output.directory}: {reason_against}")
     return lines
-
-
-def _named_models(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield key and name of each model that the run reads."""
-    if config.model.path is not None:
-        yield "model.path", config.model.path
-    elif isinstance(config.model.config, str):
-        yield "model.config", config.model.config
-    if config.objective.teacher_model is not None:
-        yield "objective.teacher_model", config.objective.teacher_model
-    if config.checkpoint.initialize_from is not None:
-        yield "checkpoint.initialize_from", config.checkpoint.initialize_from
-
-
-def _named_data(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield key and name of each dataset, and of stored scores, that the run reads."""
-    if config.data.path is not None:
-        yield "data.path", config.data.path
-    for number, source in enumerate(config.data.sources):
-        yield f"data.sources.{number}.path", source.path
-    for number, held_out_set in enumerate(config.evaluation.held_out):
-        yield f"evaluation.held_out.{number}.path", held_out_set.path
-    for key in ("reference", "teacher"):
-        name = getattr(config.objective, key)
-        if name is not None:
-            yield f"objective.{key}", name
 
 
 def check_base_files(config: RunConfig) -> list[Problem]:

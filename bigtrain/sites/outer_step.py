@@ -167,7 +167,14 @@ class OuterStep:
         for fragment in self.sites.sent_after(step, self._last_step):
             if ends or self._received_step == step:
                 break
-            self._refuse_own_change(fragment, step)
+            if self._membership is not None:
+                # Leave if no outer step may use the change: then this raises on every rank.
+                buckets = self.state.buckets(fragment)
+                try:
+                    refuse_own_change(buckets, self.sites.index, step, self._ranks)
+                except TrainingError as error:
+                    self.close(str(error.__cause__))
+                    raise
             if self.sites.overlap_steps and not is_last:
                 self._begin_thread(fragment, step)
                 continue
@@ -205,17 +212,6 @@ class OuterStep:
         other sites), so that no site waits for this site."""
         if self._membership is not None and self._is_main:
             self.notes += filter(None, [self._membership.leave(reason)])
-
-    def _refuse_own_change(self, fragment: int, step: int) -> None:
-        """Leave, and raise TrainingError on every rank, if no outer step may use the change."""
-        if self._membership is None:
-            return
-        buckets = self.state.buckets(fragment)
-        try:
-            refuse_own_change(buckets, self.sites.index, step, self._ranks)
-        except TrainingError as error:
-            self.close(str(error.__cause__))
-            raise
 
     # Attempts
 

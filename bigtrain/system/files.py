@@ -150,11 +150,6 @@ def _lock_empty(partial: Path, path: Path) -> int:
         require_free(path)
 
 
-def existing_above(path: Path) -> Path:
-    """Return the nearest existing parent folder of `path`."""
-    return next(parent for parent in path.absolute().parents if parent.is_dir())
-
-
 def sync_tree(directory: Path) -> None:
     """fsync all files and folders of `directory`."""
     for root, _, files in os.walk(directory):

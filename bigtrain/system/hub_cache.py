@@ -18,21 +18,16 @@ def is_hub_name(text: str) -> bool:
 def cached_hub_file(name: str, file: str) -> Path | None:
     """Return `file` of the newest version of the model `name` in the Hub's cache; None if it was
     never downloaded."""
-    snapshots = _cache_directory() / f"models--{name.replace('/', '--')}"
+    # The cache that huggingface_hub reads, by its variables.
+    cache = os.environ.get("HF_HUB_CACHE", os.environ.get("HUGGINGFACE_HUB_CACHE"))
+    if cache is None:
+        default_home = os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
+        cache = os.path.join(os.environ.get("HF_HOME", default_home), "hub")
+    directory = Path(os.path.expandvars(cache)).expanduser()
+    snapshots = directory / f"models--{name.replace('/', '--')}"
     try:
         revision = (snapshots / "refs" / "main").read_text(encoding="utf-8").strip()
     except OSError:
         return None
     path = snapshots / "snapshots" / revision / file
     return path if path.is_file() else None
-
-
-def _cache_directory() -> Path:
-    """Return the directory that huggingface_hub reads, by its variables."""
-    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
-        if name in os.environ:
-            return Path(os.path.expandvars(os.environ[name])).expanduser()
-    home = os.environ.get("HF_HOME")
-    if home is None:
-        home = os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
-    return Path(os.path.expandvars(home)).expanduser() / "hub"

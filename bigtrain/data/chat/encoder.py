@@ -344,17 +344,17 @@ class ChatEncoder:
             filled = Answer(
                 answer.number, tuple(span for span in answer.spans if span[0] < span[1])
             )
-            is_dropped = answer.number in dropped_messages and not self._has_text(text, filled)
-            if filled.spans and not is_dropped:
-                learned.append(filled)
+            if not filled.spans:
+                continue
+            if answer.number in dropped_messages:
+                # Nothing but white space, or one control token.
+                written = "".join(text[begin:end] for begin, end in filled.spans)
+                control_names = [match.group() for match in self.control.find(written)]
+                if written.strip() in ("", *control_names):
+                    continue
+            learned.append(filled)
         conversation = RenderedChat(text, (), control, dropped, _weights(rendering, learned))
         return self.answer_ends.finish(conversation, rendering, learned, marked=marked)
-
-    def _has_text(self, text: str, answer: Answer) -> bool:
-        """Return whether an answer is more than a control token and white space."""
-        written = "".join(text[begin:end] for begin, end in answer.spans)
-        names = [match.group() for match in self.control.find(written)]
-        return bool(written.strip()) and written.strip() not in names
 
     def _written_control(
         self, template: ChatTemplate, text: str, messages: Any, tools: Any

@@ -150,7 +150,12 @@ class JsonLinesReader(PartReader):
             if len(keys) == 1:
                 texts = [row[keys[0]].encode() for row in rows]
             else:
-                texts = [_text_in(row, keys) for row in rows]
+                texts = []
+                for row in rows:
+                    content, _ = text_of([value_at(row, key) for key in keys], keys)
+                    if content is None:
+                        return None
+                    texts.append(content)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return None
         # Of two equal keys orjson drops one: a line by itself reports it.
@@ -290,11 +295,3 @@ def first_lines(source: Source, max_bytes: int) -> Iterator[bytes]:
         for number, line in enumerate(lines):
             if line is not None:
                 yield line if number else line.removeprefix(BYTE_ORDER_MARK)
-
-
-def _text_in(row: dict[str, Any], keys: Sequence[str]) -> bytes:
-    """Return the text of a row. Raise LookupError if it has none."""
-    content, reason = text_of([value_at(row, key) for key in keys], keys)
-    if content is None:
-        raise LookupError(reason)
-    return content

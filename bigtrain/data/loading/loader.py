@@ -62,7 +62,8 @@ class TrainingBatches:
         balances: bool = False,
     ) -> None:
         assert 0 <= data_rank < plan.data_size
-        assert dataset.sequence_length == _row_length(plan)
+        # Tokens of a row as it is read, without the last label; a row may have two answers.
+        assert dataset.sequence_length == plan.rows_per_sample * (plan.sequence_length + 1) - 1
         assert workers >= 1
         self.dataset = dataset
         self.plan = plan
@@ -77,7 +78,7 @@ class TrainingBatches:
         self._closed = Event()
         self._step_rows = plan.accumulation * plan.micro_batch_size
         self.stream = dataset if isinstance(dataset, PositionedSamples) else None
-        tokens = self._step_rows * _row_length(plan)
+        tokens = self._step_rows * dataset.sequence_length
         # A slow stream delays one step only.
         max_steps = STEPS_AT_ONCE if self.stream is None else 1
         self._steps_at_once = min(max_steps, max(1, TOKENS_AT_ONCE // tokens))
@@ -196,12 +197,6 @@ class TrainingBatches:
         with self._order_lock:  # so that no block of the order is computed twice
             samples = self._rank_samples(request.first_sample, request.num_steps)
         reader.read_rows(samples, request.rows.part(0, len(samples)), self._closed.is_set)
-
-
-def _row_length(plan: BatchPlan) -> int:
-    """Return the tokens of a row as it is read, without the last label; a row may have two
-    answers."""
-    return plan.rows_per_sample * (plan.sequence_length + 1) - 1
 
 
 Scores = npt.NDArray[np.float32]

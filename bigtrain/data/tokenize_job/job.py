@@ -153,7 +153,7 @@ class _Build:
             # Another process may have finished the dataset and removed the work folder in the
             # meantime.
             if self.workspace.is_finished():
-                return self._finished_by_other()
+                return finished_manifest(self.request, self.sources, self.workspace)
             if not self.workspace.directory.exists():
                 raise DataError(
                     f"{self.workspace.directory} was deleted during the job, by another process "
@@ -188,7 +188,7 @@ class _Build:
         with TokenizeProgress(total, done_bytes, num_processes) as progress:
             while len(records) < len(self.units):
                 if self.workspace.is_finished():
-                    return self._finished_by_other()
+                    return finished_manifest(self.request, self.sources, self.workspace)
                 self._work(records, progress)
                 records = self._records()
             self.built_tokens = progress.counts().num_tokens
@@ -209,7 +209,7 @@ class _Build:
                         None if self.fim is None else self.fim.ids,
                     ).run(records)
             time.sleep(POLL_S)
-        return self._finished_by_other()
+        return finished_manifest(self.request, self.sources, self.workspace)
 
     def _workers(self, units: Sequence[Unit]) -> Workers:
         """Return the workers for `units`, divided among a known number of commands."""
@@ -305,6 +305,3 @@ class _Build:
         while (engine := self.encoders.current.engine()) in rejected:
             self.encoders.reject(rejected[engine])
         return self.encoders
-
-    def _finished_by_other(self) -> Manifest:
-        return finished_manifest(self.request, self.sources, self.workspace)

@@ -203,7 +203,13 @@ def _scan(shard: TokenShard, tokenizer: Tokenizer, blocks: dict[str, bytes]) -> 
             position += len(tokens)
     name = shard.bin_path.stem
     blocks[name] = blocks_content(hasher.finish(), None)
-    first_positions, last_positions = _document_bounds(shard)
+    # Bounds of the documents that are not empty, in tokens.
+    begins = np.append(
+        shard.sequence_pointers // shard.dtype.itemsize, np.int64(shard.num_tokens)
+    ).astype(np.int64)
+    bounds = begins[shard.document_starts]
+    is_filled = bounds[1:] > bounds[:-1]
+    first_positions, last_positions = bounds[:-1][is_filled], bounds[1:][is_filled] - 1
     record = ShardRecord(
         name=name,
         documents=shard.num_documents,
@@ -219,17 +225,6 @@ def _scan(shard: TokenShard, tokenizer: Tokenizer, blocks: dict[str, bytes]) -> 
         first_ids=_count(shard.tokens[first_positions]),
         last_ids=_count(shard.tokens[last_positions]),
     )
-
-
-def _document_bounds(shard: TokenShard) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the positions of the first and the last token of every document that is not empty,
-    int64 [documents]."""
-    begins = np.append(
-        shard.sequence_pointers // shard.dtype.itemsize, np.int64(shard.num_tokens)
-    ).astype(np.int64)
-    bounds = begins[shard.document_starts]
-    filled = bounds[1:] > bounds[:-1]
-    return bounds[:-1][filled], bounds[1:][filled] - 1
 
 
 def _count(ids: npt.NDArray[np.integer]) -> Counter[int]:

@@ -93,7 +93,14 @@ def _check(config: RunConfig, directory: Path, source: str, key: str, name: str)
         return []
     try:
         trees: list[dict[str, Any]] = [json.loads(content) for content in contents]
-        vocabularies = [_vocabulary(tree) for tree in trees]
+        # The ids of the tokens in both files, by their texts.
+        vocabularies: list[dict[str, int]] = []
+        for tree in trees:
+            vocabulary = tree["model"]["vocab"]
+            if isinstance(vocabulary, list):  # of Unigram: pairs of text and score
+                vocabulary = {entry[0]: number for number, entry in enumerate(vocabulary)}
+            added = {token["content"]: token["id"] for token in tree.get("added_tokens") or []}
+            vocabularies.append({**vocabulary, **added})
     except (ValueError, KeyError, TypeError, AttributeError):
         return []  # not a file of `tokenizers`: loading it is refused elsewhere
     difference = _other_ids(*vocabularies) or _other_splits(trees, vocabularies)
@@ -108,15 +115,6 @@ def _check(config: RunConfig, directory: Path, source: str, key: str, name: str)
             f"or, if this is meant, {KEY}=true",
         )
     ]
-
-
-def _vocabulary(tree: Mapping[str, Any]) -> dict[str, int]:
-    """Return the ids of the tokens in a tokenizer.json, by their texts."""
-    vocabulary = tree["model"]["vocab"]
-    if isinstance(vocabulary, list):  # of Unigram: pairs of text and score
-        vocabulary = {entry[0]: number for number, entry in enumerate(vocabulary)}
-    added = {token["content"]: token["id"] for token in tree.get("added_tokens") or []}
-    return {**vocabulary, **added}
 
 
 def _other_ids(data: Mapping[str, int], model: Mapping[str, int]) -> str:

@@ -80,7 +80,14 @@ class _Update:
         is_plain = not (optimizer.has_moe_layers or optimizer._uses_muon)
         sums_are_wide = optimizer.grad_acc_dtype == torch.float32
         if is_plain and sums_are_wide and FusedAdamW.supports(inner):
-            self._fused = FusedAdamW(inner, self._weights())
+            # The 16-bit parameters of this rank's masters, one flat tensor a group.
+            weights = [
+                partitions[torch.distributed.get_rank(group=group)]
+                for partitions, group in zip(
+                    optimizer.bf16_partitioned_groups, optimizer.real_dp_process_group, strict=True
+                )
+            ]
+            self._fused = FusedAdamW(inner, weights)
             shadow(inner, "step", self._fused.step)
             optimizer.step = self._complete_before(self._step)
             num_replicas = dist.get_world_size(group=optimizer.dp_process_group)
@@ -143,16 +150,6 @@ class _Update:
                 if first < end and self._counts_in_norm(parameter, counts_all):
                     counted.append(part[first:end])
         return counted
-
-    def _weights(self) -> list[torch.Tensor]:
-        """Return the 16-bit parameters of this rank's masters, one flat tensor a group."""
-        optimizer = self._optimizer
-        return [
-            partitions[torch.distributed.get_rank(group=group)]
-            for partitions, group in zip(
-                optimizer.bf16_partitioned_groups, optimizer.real_dp_process_group, strict=True
-            )
-        ]
 
     @torch.no_grad()
     def _add(self, parameter: nn.Parameter, group: int, index: int, clear_lp_grads: bool) -> None:

@@ -131,13 +131,20 @@ class FusedAdamW:
                 state["exp_avg"] = torch.zeros_like(master)
                 state["exp_avg_sq"] = torch.zeros_like(master)
             state["step"] += 1
+            # What the update multiplies by, computed on the device in float64: float32 [4].
+            count, lr = state["step"].double(), float(group["lr"])
+            first, second = (1 - beta**count for beta in group["betas"])
+            one = torch.ones_like(count)
+            factor = one if self.gradient_factor is None else self.gradient_factor.double()
+            decay = one * (1 - lr * group["weight_decay"])
+            factors = torch.stack([factor, decay, lr / first, second.sqrt()]).float()
             self._compiled(
                 master,
                 master.grad,
                 state["exp_avg"],
                 state["exp_avg_sq"],
                 weights,
-                factors=self._factors(group, state["step"]),
+                factors=factors,
                 betas=group["betas"],
                 eps=group["eps"],
             )
@@ -162,12 +169,3 @@ class FusedAdamW:
             start_alignment_factor=zero.nccl_start_alignment_factor,
             allgather_bucket_size=zero.allgather_bucket_size,
         )
-
-    def _factors(self, group: dict[str, Any], step: torch.Tensor) -> torch.Tensor:
-        """Return what the update multiplies by, computed on the device in float64, float32 [4]."""
-        count, lr = step.double(), float(group["lr"])
-        first, second = (1 - beta**count for beta in group["betas"])
-        one = torch.ones_like(count)
-        factor = one if self.gradient_factor is None else self.gradient_factor.double()
-        decay = one * (1 - lr * group["weight_decay"])
-        return torch.stack([factor, decay, lr / first, second.sqrt()]).float()

@@ -194,21 +194,17 @@ class AdamW8bit(UpdateRule):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return both moments with the gradient, in float32."""
         gradient = piece.gradient.reshape(-1)
-        first, second = (
-            self._decode(codes, blocks, scale, table)
-            for codes, scale, table in zip(
-                piece.states, self._scales[piece.parameter], self._tables, strict=True
-            )
-        )
+        moments = []
+        for codes, scale, table in zip(
+            piece.states, self._scales[piece.parameter], self._tables, strict=True
+        ):
+            # Decode: a code's value in the table, times the scale of its block.
+            block_scales = scale[blocks.index].to(codes.device)[:, None].expand(-1, BLOCK_ELEMENTS)
+            moments.append(table[codes.reshape(-1).int()] * blocks.take(block_scales))
+        first, second = moments
         first.mul_(self._betas[0]).add_(gradient, alpha=1.0 - self._betas[0])
         second.mul_(self._betas[1]).addcmul_(gradient, gradient, value=1.0 - self._betas[1])
         return first, second
-
-    def _decode(
-        self, codes: torch.Tensor, blocks: Blocks, scale: torch.Tensor, table: torch.Tensor
-    ) -> torch.Tensor:
-        block_scales = scale[blocks.index].to(codes.device)[:, None].expand(-1, BLOCK_ELEMENTS)
-        return table[codes.reshape(-1).int()] * blocks.take(block_scales)
 
     def _pieces(self, masters: Sequence[Master]) -> Iterator[tuple[UpdatedRectangle, Blocks]]:
         """Yield the rectangles that this rank updates, with their codes and their blocks."""

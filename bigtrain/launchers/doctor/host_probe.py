@@ -41,12 +41,17 @@ def facts(directory: str) -> dict[str, Any]:
     if folder.is_dir():
         devices = filter(None, visible.split(",")) if visible else folder.iterdir()
         num_devices = len(list(devices))
+    driver = None
+    with suppress(OSError):
+        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
+        words = text.split("\n", 1)[0].split()
+        driver = next((word for word in words if word[:1].isdigit() and "." in word), text[:40])
     own_address = None
     with suppress(OSError):
         own_address = socket.gethostbyname(socket.gethostname())
     return {
         "hostname": socket.gethostname(),
-        "versions": {**library_versions(), "driver": _driver()},
+        "versions": {**library_versions(), "driver": driver},
         "bigtrain_at": str(Path(bigtrain.__file__).parent),
         "devices": num_devices,
         "cores": len(os.sched_getaffinity(0)),
@@ -143,15 +148,6 @@ def _accept(listener: socket.socket, connected: set[str]) -> None:
                 connected.add(connection.recv(256).decode())
             except (OSError, UnicodeDecodeError):
                 continue
-
-
-def _driver() -> str | None:
-    try:
-        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
-    except OSError:
-        return None
-    words = text.split("\n", 1)[0].split()
-    return next((word for word in words if word[:1].isdigit() and "." in word), text[:40])
 
 
 def _left_behind_bytes(folder: Path) -> int:

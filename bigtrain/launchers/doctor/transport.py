@@ -137,7 +137,7 @@ def _remote_command(host: Host, command: Sequence[str], transport: Transport) ->
     if transport == "srun":
         step = ["srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host.name}"]
         return [*step, "--immediate=30", "--quiet", *env]
-    if is_this_machine(host.name):
+    if host.name in ("localhost", "127.0.0.1", socket.gethostname()):
         return env
     options = ["-o", "BatchMode=yes", *shlex.split(KEEP_ALIVE)]
     return [
@@ -147,8 +147,3 @@ def _remote_command(host: Host, command: Sequence[str], transport: Transport) ->
         host.name,
         f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join(env)}",
     ]
-
-
-def is_this_machine(name: str) -> bool:
-    """Return whether `name` is this machine, so that ssh is not needed."""
-    return name in ("localhost", "127.0.0.1", socket.gethostname())

@@ -13,12 +13,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 
-def noise_limit(alpha: float, num_tokens: int, hidden_size: int) -> float:
-    """Return the largest magnitude of the noise of an element: alpha / sqrt(T H), equation 1 of
-    the paper, in transformers' rounding."""
-    return float(alpha / torch.sqrt(torch.tensor(num_tokens * hidden_size)))
-
-
 def add_embedding_noise(model: PreTrainedModel, alpha: float, num_parts: int = 1) -> None:
     """Make the embedding of `model` add uniform noise to its output [B, T, H] in training mode.
 
@@ -31,7 +25,10 @@ def add_embedding_noise(model: PreTrainedModel, alpha: float, num_parts: int = 1
     def add_noise(module: nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
         if not module.training:
             return output
-        limit = noise_limit(alpha, output.size(1) * num_parts, output.size(2))
+        # The largest noise of an element is alpha / sqrt(T H), equation 1 of the paper, in
+        # transformers' rounding.
+        num_elements = output.size(1) * num_parts * output.size(2)
+        limit = float(alpha / torch.sqrt(torch.tensor(num_elements)))
         return output + torch.zeros_like(output).uniform_(-limit, limit)
 
     model.get_input_embeddings().register_forward_hook(add_noise)

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
 from bigtrain.models.layers.adapter_names import ADAPTER
 
@@ -45,11 +44,6 @@ def initial_product(layer: Any) -> torch.Tensor:
     )
     product: torch.Tensor = layer.scaling[ADAPTER] * up @ down
     return product.T if layer.fan_in_fan_out else product
-
-
-def principal_layers(model: nn.Module) -> dict[str, Any]:
-    """Return the layers with `INITIAL` values of `model`, by name."""
-    return {n: m for n, m in model.named_modules() if hasattr(m, INITIAL["lora_A"])}
 
 
 def matrices_on_base(weights: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -176,12 +176,15 @@ def _watch(
 def _detached(outputs: Any) -> Any:
     if torch.is_tensor(outputs):
         return outputs.detach()
-    return type(outputs)(_detached(x) for x in outputs) if _is_sequence(outputs) else outputs
+    if isinstance(outputs, (tuple, list)):
+        return type(outputs)(_detached(x) for x in outputs)
+    return outputs
 
 
 def _handover(calls: list[_Call], index: int) -> Handover:
     outputs, following = calls[index].outputs, calls[index + 1].arguments
-    parts = outputs if _is_sequence(outputs) else (outputs,)
+    is_sequence = isinstance(outputs, (tuple, list))
+    parts = outputs if is_sequence else (outputs,)
     routes = tuple(
         next((argument_key for argument_key, value in following.items() if value is part), None)
         if part is not None
@@ -192,7 +195,7 @@ def _handover(calls: list[_Call], index: int) -> Handover:
         raise ModelError(
             f"what layer {index} returns is changed before layer {index + 1} is given it"
         )
-    return Handover(len(parts) if _is_sequence(outputs) else 0, routes)
+    return Handover(len(parts) if is_sequence else 0, routes)
 
 
 def _further_inputs(calls: list[_Call], index: int) -> Iterator[torch.Tensor]:
@@ -230,7 +233,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
         yield value
     elif isinstance(value, (dict, UserDict)):
         yield from (tensor for item in value.values() for tensor in tensors_in(item))
-    elif _is_sequence(value):
+    elif isinstance(value, (tuple, list)):
         yield from (tensor for item in value for tensor in tensors_in(item))
 
 
@@ -241,13 +244,9 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
         return function(value)
     if isinstance(value, (dict, UserDict)):
         return {key: map_tensors(function, item) for key, item in value.items()}
-    if _is_sequence(value):
+    if isinstance(value, (tuple, list)):
         return tuple(map_tensors(function, item) for item in value)
     return value
-
-
-def _is_sequence(value: Any) -> bool:
-    return isinstance(value, (tuple, list))
 
 
 @dataclass(frozen=True)

@@ -86,23 +86,19 @@ def complete_config(values: dict[str, Any], config: PreTrainedConfig) -> list[st
             f"transformers 4.57 refuses a {values['model_type']} that transformers 5 wrote, or "
             "computes other logits: load the model with transformers 5"
         )
-    for name, computed in _computed_in_4(values).items():
-        if values.get(name, computed) != computed:
-            notes.append(
-                f"{name} = {values[name]}: transformers 4.57 computes {computed} and does not read "
-                "the file's: load the model with transformers 5"
-            )
+    if values.get("model_type") in ("zamba", "zamba2"):
+        # The class of transformers 4.57 computes these fields from other fields
+        # (models/zamba/configuration_zamba.py and models/zamba2/configuration_zamba2.py).
+        attention_size = 2 * values["hidden_size"]
+        heads_size = attention_size // values["num_attention_heads"]
+        fields = {"attention_hidden_size": attention_size, "attention_head_dim": heads_size}
+        for name, computed in fields.items():
+            if values.get(name, computed) != computed:
+                notes.append(
+                    f"{name} = {values[name]}: transformers 4.57 computes {computed} and does not "
+                    "read the file's: load the model with transformers 5"
+                )
     return notes
-
-
-def _computed_in_4(values: Mapping[str, Any]) -> dict[str, int]:
-    """Return the fields that the class of transformers 4.57 computes from other fields
-    (models/zamba/configuration_zamba.py and models/zamba2/configuration_zamba2.py)."""
-    if values.get("model_type") not in ("zamba", "zamba2"):
-        return {}
-    attention_size = 2 * values["hidden_size"]
-    heads_size = attention_size // values["num_attention_heads"]
-    return {"attention_hidden_size": attention_size, "attention_head_dim": heads_size}
 
 
 def add_older_names(values: dict[str, Any], prefix: str = "") -> list[str]:

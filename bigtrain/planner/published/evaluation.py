@@ -211,17 +211,17 @@ def _rank_correlation(
     for row, predicted, measured in measured_rows:
         key = tuple(row[k] for k in ("source", "model", "layers", "hidden", "gpu", "num_gpus"))
         groups.setdefault(key, []).append((predicted, measured))
-    weighed = [(len(pairs), _spearman(pairs)) for pairs in groups.values() if len(pairs) >= 3]
+    weighed = []
+    for pairs in groups.values():
+        size = len(pairs)
+        if size >= 3:
+            first = _ranks([a for a, _ in pairs])
+            second = _ranks([b for _, b in pairs])
+            # Spearman's 1 - 6 sum(d^2) / (n (n^2 - 1)), with differences d of ranks.
+            squares = sum((a - b) ** 2 for a, b in zip(first, second, strict=True))
+            weighed.append((size, 1.0 - 6.0 * squares / (size * (size * size - 1))))
     total = sum(size for size, _ in weighed)
     return sum(size * value for size, value in weighed) / total if total else None
-
-
-def _spearman(pairs: Sequence[tuple[float, float]]) -> float:
-    size = len(pairs)
-    first = _ranks([a for a, _ in pairs])
-    second = _ranks([b for _, b in pairs])
-    squares = sum((a - b) ** 2 for a, b in zip(first, second, strict=True))
-    return 1.0 - 6.0 * squares / (size * (size * size - 1))
 
 
 def _ranks(values: Sequence[float]) -> list[float]:

@@ -154,7 +154,9 @@ _NOT_ONE = (OSError, ValueError)
 
 def write_calibration(device: Device, engine: MeasuredEngine | None, path: Path) -> None:
     """Write the measurements of `device` and, on CPUs, of the engine. Raises OSError."""
-    path.write_text(json.dumps(_tree(device, engine), indent=1) + "\n", encoding="utf-8")
+    path.write_text(
+        json.dumps(asdict(_Calibration(device, engine)), indent=1) + "\n", encoding="utf-8"
+    )
 
 
 def load_calibration(path: Path) -> tuple[Device, MeasuredEngine | None]:
@@ -174,7 +176,7 @@ def load_calibration(path: Path) -> tuple[Device, MeasuredEngine | None]:
 
 def keep_calibration(device: Device, engine: MeasuredEngine | None) -> None:
     """Store the measurements of this machine's CPUs in the user's cache."""
-    cache_put(KIND, _machine(), _tree(device, engine))
+    cache_put(KIND, _machine(), asdict(_Calibration(device, engine)))
 
 
 def kept_calibration() -> tuple[Device, MeasuredEngine | None] | None:
@@ -198,10 +200,6 @@ def _machine() -> str:
 class _Calibration:
     device: Device
     engine: MeasuredEngine | None
-
-
-def _tree(device: Device, engine: MeasuredEngine | None) -> dict[str, Any]:
-    return asdict(_Calibration(device, engine))
 
 
 def _read(tree: Any) -> tuple[Device, MeasuredEngine | None]:

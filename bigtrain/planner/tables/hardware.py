@@ -99,17 +99,12 @@ def _table() -> Mapping[str, Any]:
     return tree
 
 
-def device_names() -> list[str]:
-    """Return the names that `find_device` accepts."""
-    return list(_table()["devices"])
-
-
 def find_device(name: str, option: str = "--gpus") -> Device:
     """Return the device called `name`, in upper or lower case, with or without separators; for a
     family ("A100") its most common member. Raises ConfigError that lists the nearest names."""
     entry = _find(name)
     if entry is None:
-        device_list = device_names()
+        device_list = list(_table()["devices"])
         # Compare names without the memory: MI300X is nearer to H100 than to H100-80GB.
         short = {entry.rsplit("-", 1)[0]: entry for entry in reversed(device_list)}
         close = difflib.get_close_matches(name.upper(), list(short), n=3, cutoff=0.0)

@@ -101,12 +101,15 @@ def copy_tree(directory: Path, address: str, last: str | None = None) -> int:
     copied: dict[str, RemoteStat] = {}
     if last is not None:
         names = [*(name for name in names if name != last), last]
-        mark = json.dumps({"of": hashlib.sha256((directory / last).read_bytes()).hexdigest()})
-        copied = _of_same_copy(address, mark.encode())
+        digest = hashlib.sha256((directory / last).read_bytes()).hexdigest()
+        mark, mark_address = json.dumps({"of": digest}).encode(), joined(address, MARK)
+        with suppress(NotFoundError):
+            stat = with_retries(mark_address, "cannot be read", lambda: store.stat(mark_address))
+            if b"".join(resumed(store, mark_address, stat, 0, stat.size)) == mark:
+                copied = list_tree(address)
         if last in copied:
             return 0
-        target = joined(address, MARK)
-        with_retries(target, "cannot be written", lambda: store.put(target, mark.encode()))
+        with_retries(mark_address, "cannot be written", lambda: store.put(mark_address, mark))
     num_bytes = 0
     for name in names:
         file, target = directory / name, joined(address, name)
@@ -173,17 +176,6 @@ def _fetch(address: str, stat: RemoteStat, target: Path) -> int:
         raise StorageError(f"{without_secrets(address)}: received {end:,} of {stat.size:,} bytes")
     draft.replace(target)
     return end - begin
-
-
-def _of_same_copy(address: str, mark: bytes) -> dict[str, RemoteStat]:
-    store, mark_address = store_of(address), joined(address, MARK)
-    try:
-        stat = with_retries(mark_address, "cannot be read", lambda: store.stat(mark_address))
-        if b"".join(resumed(store, mark_address, stat, 0, stat.size)) != mark:
-            return {}
-        return list_tree(address)
-    except NotFoundError:
-        return {}
 
 
 def _identity(stat: RemoteStat) -> list[object]:

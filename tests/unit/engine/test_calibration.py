@@ -78,13 +78,14 @@ def test_costs_are_recovered_from_seconds_of_steps(
     deep, wide = map(calibrate_engine._costs, (calibrate_engine._DEEP, calibrate_engine._WIDE))
     kernel, hook = 1e-5, 2e-5
     launched = 3 * calibrate_engine._num_kernels(wide) * kernel
+    num_tensors = sum(deep.kinds[layer_type].num_tensors for layer_type in deep.layers)
 
     def seconds_of(world_size: int) -> dict[str, float]:
         factor = exchange if world_size == 2 else 1.0
         deep_step = 3 * calibrate_engine._num_kernels(deep) * kernel
         seconds = {
             "deep 0 1": deep_step,
-            "deep 3 1": deep_step + calibrate_engine._num_tensors(deep) * hook,
+            "deep 3 1": deep_step + num_tensors * hook,
         }
         for zero in range(4):
             for count in calibrate_engine._ACCUMULATIONS:
