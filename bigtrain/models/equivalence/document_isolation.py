@@ -13,6 +13,11 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from bigtrain.errors import ModelError, Problem
+from bigtrain.models.equivalence.position_numbering import (
+    find_numbering,
+    plan_numbering,
+    with_uncounted,
+)
 from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
     build_proxy_model,
@@ -28,7 +33,7 @@ from bigtrain.models.layers.document_attention import (
     NOT_ISOLATED,
     Isolation,
 )
-from bigtrain.models.layers.document_masks import document_attention
+from bigtrain.models.layers.document_masks import PLAIN_NUMBERING, document_attention
 from bigtrain.models.layers.position_embeddings import position_embeddings
 from bigtrain.models.layers.recurrence.functions import (
     Call,
@@ -47,14 +52,14 @@ _DOCUMENT_TOKENS = ((7, 9, 8), (1, 20, 3))
 def plan_isolation(
     config: RunConfig, hf_config: PreTrainedConfig
 ) -> tuple[Isolation, list[Problem]]:
-    """Return the document isolation of a run of `config`, and problems with it."""
-    if not config.data.isolates:
-        return NOT_ISOLATED, []
+    """Return the document isolation of a run of `config` and the numbering of its positions, and
+    problems with them."""
+    attention, length = config.model.attention, config.batch.sequence_length
+    numbering, problems = plan_numbering(hf_config, attention, length)
+    if problems or not config.data.isolates:
+        return replace(NOT_ISOLATED, numbering=numbering), problems
     isolation, reason = find_isolation(
-        hf_config,
-        config.model.attention,
-        config.batch.sequence_length,
-        compiled=config.model.compile == "on",
+        hf_config, attention, length, compiled=config.model.compile == "on"
     )
     if not reason:
         return isolation, []
@@ -93,9 +98,13 @@ def find_isolation(
             methods = ["lengths"]
         elif attention in ("auto", "sdpa", "eager") and not compiled:
             methods = ["documents", "masks"]
-        restarts = any(layers_with_functions(model))
-        plain = [Isolation(method, restarts) for method in methods]
+        restarts, numbering = any(layers_with_functions(model)), find_numbering(model)
+        plain = [Isolation(method, restarts, numbering=numbering) for method in methods]
         isolation, reason = _first_that_isolates(model, plain)
+        if numbering != PLAIN_NUMBERING:
+            # The small model has its special tokens at other ids.
+            numbering, _ = plan_numbering(hf_config, attention, sequence_length)
+            isolation = replace(isolation, numbering=numbering)
         if not reason:
             return isolation, ""
         # The model may count positions itself, and other modules than attention and known functions
@@ -138,7 +147,7 @@ def _difference(model: PreTrainedModel, isolation: Isolation) -> str:
         [length + chunk * (length > 8) for length in row] for row in _DOCUMENT_TOKENS
     ]
     # Documents in samples of their own, packed with isolation, and as a control without isolation.
-    ids = proxy_tokens(model, sum(document_tokens[0]))
+    ids = with_uncounted(proxy_tokens(model, sum(document_tokens[0])), isolation.numbering)
     positions = torch.stack(
         [torch.cat([torch.arange(length) for length in lengths]) for lengths in document_tokens]
     )

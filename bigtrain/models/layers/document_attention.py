@@ -21,6 +21,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from bigtrain.errors import ModelError
 from bigtrain.models.layers.document_masks import (
+    PLAIN_NUMBERING,
+    PositionNumbering,
     document_boundaries,
     edges_of_documents,
     lengths_of_documents,
@@ -191,13 +193,15 @@ class Isolation:
     restarts: whether recurrent layers and convolutions start afresh at each document
     (`bigtrain.models.layers.recurrence`). positions: whether positions that the model counts
     itself do (`bigtrain.models.layers.position_embeddings`). modules: classes of modules that mix
-    tokens in another way, and are called for each document.
+    tokens in another way, and are called for each document. numbering: of the positions that the
+    model is given, also for parts of samples that are not isolated.
     """
 
     method: Literal["none", "masks", "documents", "lengths"]
     restarts: bool = False
     positions: bool = False
     modules: tuple[str, ...] = ()
+    numbering: PositionNumbering = PLAIN_NUMBERING
 
     @property
     def reason(self) -> str:
@@ -214,6 +218,8 @@ class Isolation:
             parts.append("states and convolutions of recurrent layers start afresh at each")
         if self.positions:
             parts.append("positions that the model counts itself begin at 0 in each")
+        if self.numbering.first:
+            parts.append(f"positions begin at {self.numbering.first} in each")
         if self.modules:
             parts.append(f"{', '.join(self.modules)} run for each separately")
         return f"documents of a sample are kept apart: {'; '.join(parts)}"
@@ -236,6 +242,10 @@ class Isolation:
                 from bigtrain.models.layers.recurrence.pieces import current_positions
 
                 undo.callback(embed_positions(model, current_positions))
+            if self.numbering != PLAIN_NUMBERING:
+                from bigtrain.models.layers.position_embeddings import number_positions
+
+                undo.callback(number_positions(model, self.numbering))
             return undo.pop_all().close
 
     @contextmanager

@@ -1,11 +1,12 @@
-"""Document boundaries in the form that masks and flash attention take. Variable-length flash
-kernels take all tokens of a micro-batch in one row and document starts (``cu_seqlens``);
-transformers flattens the rows (`_flash_attention_forward`)."""
+"""Document boundaries in the form that masks and flash attention take, and numbers of positions.
+Variable-length flash kernels take all tokens of a micro-batch in one row and document starts
+(``cu_seqlens``); transformers flattens the rows (`_flash_attention_forward`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,6 +47,30 @@ def document_numbers(position_ids: torch.Tensor) -> torch.Tensor:
     documents."""
     before = position_ids[:, :1] - 1
     return (torch.diff(position_ids, prepend=before, dim=-1) != 1).cumsum(-1)
+
+
+@dataclass(frozen=True)
+class PositionNumbering:
+    """Position numbers that a model gives to tokens of a sample without `position_ids`. first:
+    number of the first token. uncounted: a token id that does not advance the numbers, with the
+    number below `first` (RoBERTa's padding); None: every token counts."""
+
+    first: int = 0
+    uncounted: int | None = None
+
+    def numbers(self, input_ids: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor:
+        """Return the model's numbers of `positions` [B, T], which count from 0 in each document of
+        full samples. `input_ids` [B, T]; None for a model that is given no tokens."""
+        if self.uncounted is None or input_ids is None:
+            return positions + self.first
+        is_counted = (input_ids != self.uncounted).long()
+        num_counted = is_counted.cumsum(1)
+        starts = torch.arange(positions.shape[1], device=positions.device) - positions
+        num_before = (num_counted - is_counted).gather(1, starts.clamp(min=0))
+        return (num_counted - num_before) * is_counted + self.first - 1
+
+
+PLAIN_NUMBERING = PositionNumbering()
 
 
 @contextmanager

@@ -70,7 +70,7 @@ def test_compiled_layers_get_masks() -> None:
     assert (isolation.method, reason) == ("masks", "")
 
 
-@pytest.mark.parametrize("model_type", ["bloom", "camembert"])
+@pytest.mark.parametrize("model_type", ["bloom", "rembert"])
 def test_architectures_that_do_not(model_type: str) -> None:
     for attention in ("auto", "eager"):
         _, reason = find(model_type, attention)
@@ -104,7 +104,7 @@ def test_kernels_that_a_cpu_lacks_are_tried_by_what_they_are_told(attention: str
     for model_type in ("llama", "gemma2"):
         kind = "lengths" if attention.startswith("flash") else "masks"
         assert find(model_type, attention) == (kind, "")
-    assert find("camembert", attention)[1]
+    assert find("rembert", attention)[1]
 
 
 def test_lengths_of_documents() -> None:
