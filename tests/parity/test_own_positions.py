@@ -31,7 +31,29 @@ MODELS: dict[str, dict[str, Any]] = {
         "hidden_dropout_prob": 0.0,
         **SPECIAL,
     },
+    "bart": {
+        "model_type": "bart",
+        "vocab_size": VOCAB_SIZE,
+        "d_model": 32,
+        "decoder_layers": 2,
+        "decoder_attention_heads": 4,
+        "decoder_ffn_dim": 64,
+        "max_position_embeddings": LENGTH,
+        "dropout": 0.0,
+        "tie_word_embeddings": False,
+        **SPECIAL,
+    },
+    "bloom": {
+        "model_type": "bloom",
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    },
 }
+MODELS["mvp"] = MODELS["bart"] | {"model_type": "mvp"}
 
 
 def own_positions(
@@ -54,6 +76,14 @@ CASES = [
     own_positions(2, "zero1", "roberta", sequence={"ulysses": 1, "ring": 2}),
     own_positions(2, "zero1", "roberta", sequence=2, data=CONCATENATED, slow=False),
     own_positions(2, "zero1", "roberta", pipeline=2, accumulation=2, slow=False),
+    own_positions(2, "zero2", "bart", more=RECOMPUTE, accumulation=2, slow=False),
+    own_positions(2, "zero3", "bart", sequence=2),
+    own_positions(2, "zero1", "bart", sequence={"ulysses": 1, "ring": 2}),
+    own_positions(2, "zero1", "bart", pipeline=2, accumulation=2),
+    own_positions(2, "zero3", "mvp", more=RECOMPUTE),
+    own_positions(2, "zero1", "mvp", pipeline=2, accumulation=2, slow=False),
+    own_positions(2, "zero2", "bloom", more=RECOMPUTE),
+    own_positions(2, "zero1", "bloom", pipeline=2, accumulation=2),
 ]
 
 

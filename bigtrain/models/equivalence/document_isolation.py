@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -27,7 +27,14 @@ from bigtrain.models.equivalence.proxy_model import (
     rescale_weights,
 )
 from bigtrain.models.equivalence.reductions import smaller, with_heads
-from bigtrain.models.equivalence.trial import OUTPUT, Results, Tolerance, Trial, run_forward
+from bigtrain.models.equivalence.trial import (
+    OUTPUT,
+    Results,
+    Tolerance,
+    Trial,
+    Values,
+    run_forward,
+)
 from bigtrain.models.layers.document_attention import (
     MASKED,
     NOT_ISOLATED,
@@ -47,6 +54,8 @@ TOLERANCES = {OUTPUT: Tolerance(relative=1e-4)}
 """Far above float32 rounding, far below what one wrong token does."""
 
 _DOCUMENT_TOKENS = ((7, 9, 8), (1, 20, 3))
+_LONGEST_SAMPLE = 4096
+"""Tokens of a long sample on a CPU, with masks of all pairs of tokens."""
 
 
 def plan_isolation(
@@ -101,27 +110,41 @@ def find_isolation(
         restarts, numbering = any(layers_with_functions(model)), find_numbering(model)
         plain = [Isolation(method, restarts, numbering=numbering) for method in methods]
         isolation, reason = _first_that_isolates(model, plain)
+        if reason:
+            may_overlay = attention in ("auto", "sdpa", "eager")
+            changed = _with_changes(model, plain, overlays=may_overlay) or plain[-1:]
+            isolation, remaining_reason = _first_that_isolates(model, changed)
+            if remaining_reason:
+                return MASKED, f"{reason}{_leak(model, isolation)}"
+            if isolation.overlays:
+                reason = _leak_of_long_sample(hf_config, attention, sequence_length, isolation)
+                if reason:
+                    return MASKED, reason
         if numbering != PLAIN_NUMBERING:
             # The small model has its special tokens at other ids.
             numbering, _ = plan_numbering(hf_config, attention, sequence_length)
-            isolation = replace(isolation, numbering=numbering)
-        if not reason:
-            return isolation, ""
-        # The model may count positions itself, and other modules than attention and known functions
-        # may mix tokens.
-        changes: dict[str, Any] = {"positions": any(position_embeddings(model))}
-        if not changes["positions"]:
-            from bigtrain.models.equivalence.token_mixing import mixing_classes
-
-            changes = {"modules": mixing_classes(model)}
-        if any(changes.values()):
-            changed = [replace(isolation, **changes) for isolation in plain]
-            isolation, remaining = _first_that_isolates(model, changed)
-            if not remaining:
-                return isolation, ""
-        return MASKED, reason
+        return replace(isolation, numbering=numbering), ""
     except MODEL_FAILURES as error:
         return MASKED, f"its proxy model could not be tested: {failure_text(error)}"
+
+
+def _with_changes(
+    model: PreTrainedModel, isolations: Sequence[Isolation], *, overlays: bool
+) -> list[Isolation]:
+    """Return `isolations` with more changes of `model`. `overlays`: whether masks are made that
+    documents can be added to."""
+    # The model may count positions itself, and make masks without positions.
+    counts = any(position_embeddings(model))
+    changed = [replace(isolation, positions=True) for isolation in isolations if counts]
+    if overlays:
+        changed.append(replace(isolations[-1], positions=counts, overlays=True))
+    # Other modules than attention and known functions may mix tokens.
+    if not counts:
+        from bigtrain.models.equivalence.token_mixing import mixing_classes
+
+        modules = mixing_classes(model)
+        changed += [replace(isolation, modules=modules) for isolation in isolations if modules]
+    return changed
 
 
 def _first_that_isolates(
@@ -141,16 +164,9 @@ def _first_that_isolates(
 
 def _difference(model: PreTrainedModel, isolation: Isolation) -> str:
     """Describe how packed documents differ from separate ones; empty if they do not."""
-    # Documents longer than what a recurrent layer computes together, which begin inside of it.
-    chunk = longest_chunk(model)
-    document_tokens = [
-        [length + chunk * (length > 8) for length in row] for row in _DOCUMENT_TOKENS
-    ]
+    document_tokens = _document_tokens(model)
     # Documents in samples of their own, packed with isolation, and as a control without isolation.
     ids = with_uncounted(proxy_tokens(model, sum(document_tokens[0])), isolation.numbering)
-    positions = torch.stack(
-        [torch.cat([torch.arange(length) for length in lengths]) for lengths in document_tokens]
-    )
 
     def separate(model: PreTrainedModel) -> Results:
         rows = [
@@ -164,16 +180,12 @@ def _difference(model: PreTrainedModel, isolation: Isolation) -> str:
         ]
         return {OUTPUT: {"logits": torch.stack(rows)}}
 
-    def packed(model: PreTrainedModel) -> Results:
-        arguments = isolation.arguments(positions)
-        with ExitStack() as undo:
-            if isolation.method == "lengths":
-                undo.enter_context(document_attention(model))
-            undo.callback(isolation.install(model))
-            undo.enter_context(isolation.document_mask(positions))
-            return run_forward(model, input_ids=ids, position_ids=positions, **arguments)
-
-    trial = Trial(separate, packed, TOLERANCES, lambda model: run_forward(model, input_ids=ids))
+    trial = Trial(
+        separate,
+        lambda model: _run_packed(model, isolation, ids, document_tokens),
+        TOLERANCES,
+        lambda model: run_forward(model, input_ids=ids),
+    )
     difference = trial.difference(model)
     if difference is None:
         return ""
@@ -181,6 +193,89 @@ def _difference(model: PreTrainedModel, isolation: Isolation) -> str:
         f"packed documents are not isolated: their {difference.where} differ from those of the "
         f"separate documents ({difference.size})"
     )
+
+
+def _leak(model: PreTrainedModel, isolation: Isolation) -> str:
+    """Return what distinguishes packed documents that are isolated in this way from separate
+    documents, after a colon; empty if it cannot be tested."""
+    try:
+        if _depends_on_earlier(model, isolation, _document_tokens(model)):
+            return ": tokens attend to the documents before theirs"
+    except (ModelError, *MODEL_FAILURES):
+        return ""
+    return ": positions in a document depend on the tokens before it"
+
+
+def _leak_of_long_sample(
+    hf_config: PreTrainedConfig, attention: str, sequence_length: int, isolation: Isolation
+) -> str:
+    """Return why documents in samples of `sequence_length` are not isolated; empty if they are.
+
+    A model that does not take attention from transformers' registry may use masks in short samples
+    only (BigBird's sparse attention), and may compute all samples as the first one that it gets."""
+
+    def unused(_: PreTrainedModel) -> None: ...
+
+    length = min(sequence_length, _LONGEST_SAMPLE)
+    reductions = smaller(with_heads(2))
+    model = build_proxy_model(
+        hf_config, attention, reductions, unused, sequence_length=sequence_length
+    )
+    rescale_weights(model).eval()
+    if not _depends_on_earlier(model, isolation, [[length // 3, length - length // 3]]):
+        return ""
+    return (
+        f"packed documents are not isolated in samples of {length} tokens: tokens attend to the "
+        "documents before theirs"
+    )
+
+
+def _depends_on_earlier(
+    model: PreTrainedModel, isolation: Isolation, document_tokens: Sequence[Sequence[int]]
+) -> bool:
+    """Return whether logits of the second document and later ones depend on the first document of
+    a sample. `document_tokens`: of the documents of each sample."""
+    ids, other_ids = (proxy_tokens(model, sum(document_tokens[0]), seed) for seed in (0, 1))
+    logits = []
+    for first_ids in (ids, other_ids):
+        rows = [
+            torch.cat([first_row[: lengths[0]], row[lengths[0] :]])
+            for first_row, row, lengths in zip(first_ids, ids, document_tokens, strict=False)
+        ]
+        results = _run_packed(model, isolation, torch.stack(rows), document_tokens)
+        logits.append(results[OUTPUT]["logits"])
+    largest_rounding = TOLERANCES[OUTPUT].relative * float(logits[0].abs().max())
+    differences = [
+        float((row - other_row)[lengths[0] :].abs().max())
+        for row, other_row, lengths in zip(*logits, document_tokens, strict=True)
+    ]
+    return max(differences) > largest_rounding
+
+
+def _document_tokens(model: PreTrainedModel) -> list[list[int]]:
+    """Return the tokens of the documents of two samples of the trial. Documents are longer than
+    what a recurrent layer computes together, and begin inside of it."""
+    chunk = longest_chunk(model)
+    return [[length + chunk * (length > 8) for length in row] for row in _DOCUMENT_TOKENS]
+
+
+def _run_packed(
+    model: PreTrainedModel,
+    isolation: Isolation,
+    ids: torch.Tensor,
+    document_tokens: Sequence[Sequence[int]],
+) -> dict[str, Values]:
+    """Return the results of samples `ids` of isolated documents."""
+    positions = torch.stack(
+        [torch.cat([torch.arange(length) for length in lengths]) for lengths in document_tokens]
+    )
+    arguments = isolation.arguments(positions)
+    with ExitStack() as undo:
+        if isolation.method == "lengths":
+            undo.enter_context(document_attention(model))
+        undo.callback(isolation.install(model))
+        undo.enter_context(isolation.document_mask(positions))
+        return run_forward(model, input_ids=ids, position_ids=positions, **arguments)
 
 
 @torch.no_grad()

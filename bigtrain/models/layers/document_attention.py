@@ -7,7 +7,7 @@ a list of lengths, and layers pass it on to `AttentionInterface`, also when they
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -24,6 +24,7 @@ from bigtrain.models.layers.document_masks import (
     PLAIN_NUMBERING,
     PositionNumbering,
     document_boundaries,
+    documents_in_masks,
     edges_of_documents,
     lengths_of_documents,
 )
@@ -42,6 +43,19 @@ class DocumentBoundaries:
 
     sizes: tuple[int, ...]
     window: int | None
+
+
+@dataclass(frozen=True)
+class RefusedMask:
+    """A mask that layers get and no attention may use: decoders of BART's family make a mask for
+    attention to an encoder, which a causal LM does not have. refusal: text of a ModelError."""
+
+    refusal: str
+
+    @staticmethod
+    def is_asked_for(options: Mapping[str, Any]) -> bool:
+        """Return whether arguments of transformers' mask interface ask for a mask of all tokens."""
+        return "allow_is_bidirectional_skip" in options  # `create_bidirectional_mask`
 
 
 @contextmanager
@@ -82,6 +96,8 @@ def _mask(name: str, **arguments: Any) -> Any:
     refusal = (
         "documents of a sample cannot be kept apart: {} -> set data.document_boundaries=ignore"
     )
+    if RefusedMask.is_asked_for(arguments):
+        return RefusedMask(refusal.format("the model attends to all tokens"))
     return DocumentBoundaries(sizes, require_causal_window(refusal, **arguments))
 
 
@@ -135,6 +151,8 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: `query` [B, H, T, D], the result [B, T, H, D]."""
     base = attention_of(implementation, module)
+    if isinstance(attention_mask, RefusedMask):
+        raise ModelError(attention_mask.refusal)
     if not isinstance(attention_mask, DocumentBoundaries):
         return base(module, query, key, value, attention_mask, **kwargs)[0], None
     if kwargs.get("is_causal") is False or kwargs.get("position_bias") is not None:
@@ -193,7 +211,8 @@ class Isolation:
     restarts: whether recurrent layers and convolutions start afresh at each document
     (`bigtrain.models.layers.recurrence`). positions: whether positions that the model counts
     itself do (`bigtrain.models.layers.position_embeddings`). modules: classes of modules that mix
-    tokens in another way, and are called for each document. numbering: of the positions that the
+    tokens in another way, and are called for each document. overlays: whether documents are added
+    to masks, for a model that makes masks without positions. numbering: of the positions that the
     model is given, also for parts of samples that are not isolated.
     """
 
@@ -201,6 +220,7 @@ class Isolation:
     restarts: bool = False
     positions: bool = False
     modules: tuple[str, ...] = ()
+    overlays: bool = False
     numbering: PositionNumbering = PLAIN_NUMBERING
 
     @property
@@ -213,7 +233,7 @@ class Isolation:
         }
         if self.method not in how:
             return ""
-        parts = [how[self.method]]
+        parts = ["by masks" if self.overlays else how[self.method]]
         if self.restarts:
             parts.append("states and convolutions of recurrent layers start afresh at each")
         if self.positions:
@@ -256,6 +276,8 @@ class Isolation:
         packed = position_ids is not None and not by_document
         with ExitStack() as stack:
             stack.enter_context(document_boundaries(packed=packed))
+            if position_ids is not None and self.overlays:
+                stack.enter_context(documents_in_masks(position_ids))
             if position_ids is not None and by_document:
                 stack.enter_context(per_document_attention(position_ids))
             if self.restarts or self.positions or self.modules:

@@ -7,11 +7,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    and_masks,
+    causal_mask_function,
+    packed_sequence_mask_function,
+)
 
 from bigtrain.models.transformers_patches import attention_name, packed_sequences_found_by
 
@@ -81,6 +88,35 @@ def document_boundaries(*, packed: bool) -> Iterator[None]:
     find_documents = document_numbers if packed else lambda _positions: None
     with packed_sequences_found_by(find_documents):
         yield
+
+
+@contextmanager
+def documents_in_masks(position_ids: torch.Tensor) -> Iterator[None]:
+    """Inside, transformers' masks of full samples separate the documents of `position_ids` [B, T],
+    also in models that make masks without positions."""
+    numbers = document_numbers(position_ids)
+    numbers_by_device: dict[Any, torch.Tensor] = {}
+
+    def with_documents(build: Callable[..., Any], **options: Any) -> Any:
+        length = numbers.shape[1]
+        if (options["q_length"], options["kv_length"]) == (length, length):
+            device = options.get("device", numbers.device)
+            if device not in numbers_by_device:
+                numbers_by_device[device] = numbers.to(device, non_blocking=True)
+            in_document = packed_sequence_mask_function(numbers_by_device[device])
+            mask_function = options.get("mask_function", causal_mask_function)
+            options["mask_function"] = and_masks(in_document, mask_function)
+            options["allow_is_causal_skip"] = options["allow_is_bidirectional_skip"] = False
+        return build(**options)
+
+    before = {name: ALL_MASK_ATTENTION_FUNCTIONS[name] for name in ("sdpa", "eager")}
+    for name, build in before.items():
+        ALL_MASK_ATTENTION_FUNCTIONS[name] = partial(with_documents, build)
+    try:
+        yield
+    finally:
+        for name, build in before.items():
+            ALL_MASK_ATTENTION_FUNCTIONS[name] = build
 
 
 @contextmanager

@@ -34,6 +34,7 @@ from bigtrain.models import experts
 from bigtrain.models.layers.attention_kernels import AttentionStates, ScoreScaling
 from bigtrain.models.layers.document_attention import (
     IMPLEMENTATIONS,
+    RefusedMask,
     attention_of,
     require_causal_window,
 )
@@ -272,6 +273,8 @@ class SequenceParallel:
             value = value.repeat_interleave(copies, dim=1)
         states = AttentionStates(*(self._exchange_heads(x) for x in (query, key, value)))
 
+        if isinstance(attention_mask, RefusedMask):
+            raise ModelError(attention_mask.refusal)
         if isinstance(attention_mask, RingPlan):
             # Queries attend to the keys of every rank of the ring.
             if kwargs.get("dropout"):
@@ -310,6 +313,8 @@ class SequenceParallel:
         """transformers' mask interface: always the mask of full samples."""
         # A ring gets the plan for the samples of the last `inputs` instead of a mask.
         if self._exchanging and self.exchange.ring.size > 1:
+            if RefusedMask.is_asked_for(kwargs):
+                return RefusedMask("a ring has no attention to all tokens")
             length = q_length * self.size
             window = require_causal_window(
                 "{}",
