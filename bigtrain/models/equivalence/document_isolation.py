@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from bigtrain.errors import ModelError, Problem
+from bigtrain.models.build import empty_model
 from bigtrain.models.equivalence.position_numbering import (
     find_numbering,
     plan_numbering,
@@ -43,6 +44,7 @@ from bigtrain.models.layers.document_attention import (
 from bigtrain.models.layers.document_masks import PLAIN_NUMBERING, document_attention
 from bigtrain.models.layers.position_embeddings import position_embeddings
 from bigtrain.models.layers.recurrence.functions import (
+    SEGMENT_TOKENS,
     Call,
     layers_with_functions,
     replace_functions,
@@ -66,7 +68,8 @@ def plan_isolation(
     attention, length = config.model.attention, config.batch.sequence_length
     numbering, problems = plan_numbering(hf_config, attention, length)
     if problems or not config.data.isolates:
-        return replace(NOT_ISOLATED, numbering=numbering), problems
+        is_long = length > SEGMENT_TOKENS and any(layers_with_functions(empty_model(hf_config)))
+        return replace(NOT_ISOLATED, restarts=is_long, numbering=numbering), problems
     isolation, reason = find_isolation(
         hf_config, attention, length, compiled=config.model.compile == "on"
     )

@@ -208,12 +208,13 @@ class Isolation:
     masks from positions. documents: attention runs for each document separately, without a mask
     (`bigtrain.models.layers.document_attention`). lengths: flash attention's arguments.
 
-    restarts: whether recurrent layers and convolutions start afresh at each document
-    (`bigtrain.models.layers.recurrence`). positions: whether positions that the model counts
-    itself do (`bigtrain.models.layers.position_embeddings`). modules: classes of modules that mix
-    tokens in another way, and are called for each document. overlays: whether documents are added
-    to masks, for a model that makes masks without positions. numbering: of the positions that the
-    model is given, also for parts of samples that are not isolated.
+    restarts: whether recurrent layers and convolutions start afresh at each document, and compute
+    long documents in segments (`bigtrain.models.layers.recurrence`). positions: whether positions
+    that the model counts itself begin at each document
+    (`bigtrain.models.layers.position_embeddings`). modules: classes of modules that mix tokens in
+    another way, and are called for each document. overlays: whether documents are added to masks,
+    for a model that makes masks without positions. numbering: of the positions that the model is
+    given, also for parts of samples that are not isolated.
     """
 
     method: Literal["none", "masks", "documents", "lengths"]
@@ -232,7 +233,7 @@ class Isolation:
             "lengths": "by the lengths that flash attention takes",
         }
         if self.method not in how:
-            return ""
+            return "scans of recurrent layers run in segments" if self.restarts else ""
         parts = ["by masks" if self.overlays else how[self.method]]
         if self.restarts:
             parts.append("states and convolutions of recurrent layers start afresh at each")
