@@ -70,9 +70,7 @@ def plan_isolation(
     if problems or not config.data.isolates:
         is_long = length > SEGMENT_TOKENS and any(layers_with_functions(empty_model(hf_config)))
         return replace(NOT_ISOLATED, restarts=is_long, numbering=numbering), problems
-    isolation, reason = find_isolation(
-        hf_config, attention, length, compiled=config.model.compile == "on"
-    )
+    isolation, reason = find_isolation(hf_config, attention, length)
     if not reason:
         return isolation, []
     rule = f"is not supported for model_type {hf_config.model_type}: {reason}"
@@ -83,7 +81,7 @@ def plan_isolation(
 
 
 def find_isolation(
-    hf_config: PreTrainedConfig, attention: str, sequence_length: int, *, compiled: bool = False
+    hf_config: PreTrainedConfig, attention: str, sequence_length: int
 ) -> tuple[Isolation, str]:
     """Return how documents of `hf_config` are isolated in samples of `sequence_length`, and why
     they cannot be (empty if they are).
@@ -104,11 +102,10 @@ def find_isolation(
         implementation = attention_name(model)
         if implementation not in ("sdpa", "eager"):
             return MASKED, f"its attention is {implementation}"
-        # A compiled graph would be specialized to the lengths, and recompiled for other lengths.
         methods: list[Literal["lengths", "documents", "masks"]] = ["masks"]
         if attention.startswith("flash"):
             methods = ["lengths"]
-        elif attention in ("auto", "sdpa", "eager") and not compiled:
+        elif attention in ("auto", "sdpa", "eager"):
             methods = ["documents", "masks"]
         restarts, numbering = any(layers_with_functions(model)), find_numbering(model)
         plain = [Isolation(method, restarts, numbering=numbering) for method in methods]

@@ -77,7 +77,11 @@ def attend_by_document(model: PreTrainedModel) -> Callable[[], None]:
     """
     before = attention_name(model)
     name = IMPLEMENTATIONS[before]
-    AttentionInterface.register(name, partial(_attend, implementation=before))
+    # A compiled layer is divided here: a graph would be compiled again for other documents.
+    attend = torch.compiler.disable(
+        partial(_attend, implementation=before), reason="documents have other lengths"
+    )
+    AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, partial(_mask, before))
     model.set_attn_implementation(name)
     return lambda: model.set_attn_implementation(before)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     CONFIG_MAPPING,
@@ -24,6 +26,7 @@ from bigtrain.models.equivalence import document_isolation
 from bigtrain.models.equivalence.document_isolation import find_isolation
 from bigtrain.models.equivalence.proxy_model import build_proxy_model
 from bigtrain.models.equivalence.reductions import deterministic, with_heads
+from bigtrain.models.layers.compilation import compile_layers
 from bigtrain.models.layers.document_attention import (
     DocumentBoundaries,
     Isolation,
@@ -74,10 +77,37 @@ def test_architectures_that_isolate(model_type: str, kind: str) -> None:
     assert config.to_dict() == before
 
 
-def test_compiled_layers_get_masks() -> None:
-    """Lengths in a graph would be compiled anew for others."""
-    isolation, reason = find_isolation(CONFIG_MAPPING["llama"](), "auto", 32, compiled=True)
-    assert (isolation.method, reason) == ("masks", "")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_compiled_layers_attend_by_document_outside_of_their_graphs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Logits as uncompiled, and no graph is compiled again for other documents."""
+    torch._dynamo.reset()
+    counters.clear()
+    models = [
+        build_proxy_model(
+            CONFIG_MAPPING["llama"](), "sdpa", [with_heads(2)], sequence_length=16
+        ).eval()
+        for _ in range(2)
+    ]
+    isolation = Isolation("documents")
+    for model in models:
+        isolation.install(model)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    compile_layers(models[1], divided=True)
+    num_graphs = []
+    for lengths in ((7, 9, 8), (1, 20, 3), (24,), (5, 5, 5, 5, 4)):
+        positions = torch.cat([torch.arange(length) for length in lengths])[None]
+        ids = torch.randint(1, 64, (1, 24), generator=torch.Generator().manual_seed(0))
+        with torch.no_grad(), isolation.document_mask(positions):
+            logits, compiled_logits = (
+                model(input_ids=ids, position_ids=positions, use_cache=False).logits
+                for model in models
+            )
+        assert torch.allclose(compiled_logits, logits, atol=1e-5)
+        num_graphs.append(counters["stats"]["unique_graphs"])
+    assert num_graphs == [2, 2, 2, 2]
 
 
 def test_architectures_that_do_not() -> None:
