@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 from bigtrain.errors import ModelError, Problem
 from bigtrain.models.equivalence.document_isolation import find_isolation
 from bigtrain.models.equivalence.pipeline_stages import plan_stages, run_in_turn, stage_trial
+from bigtrain.models.equivalence.position_numbering import find_numbering
 from bigtrain.models.equivalence.sequence_parallel import check_sequence_parallel
 from bigtrain.models.equivalence.tensor_parallel import check_tensor_plan, check_tensor_size
 from bigtrain.models.equivalence.trial import (
@@ -40,6 +41,7 @@ from bigtrain.models.equivalence.trial import (
     first_difference,
     pop_gradients,
 )
+from bigtrain.models.layers.position_embeddings import number_positions
 from bigtrain.models.parallel.grouped_experts import fit_experts
 from bigtrain.models.parallel.sequence import SequenceParallel
 from bigtrain.models.parallel.sequence_exchange import GroupExchange, SequenceExchange
@@ -298,6 +300,7 @@ class Trial(TrialModel):
         own = [dist.new_group([rank]) for rank in ranks][dist.get_rank(self.group)]
         everyone = GroupExchange(self.group)
         exchange = SequenceExchange(everyone, everyone, GroupExchange(own))
+        number_positions(model, find_numbering(model))
         sequence = SequenceParallel(model, exchange)
         labels = sequence.part(self.objective.labels)
 

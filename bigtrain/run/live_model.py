@@ -35,6 +35,8 @@ class Prompts:
         self._context, self._model, self._texts = context, model, section.prompts
         self._drawing = Drawing(section.max_new_tokens, section.temperature)
         limit = getattr(text_config(inputs.hf_config), "max_position_embeddings", None)
+        if isinstance(limit, int):
+            limit -= inputs.model_plan.isolation.numbering.first
 
         # Only the main rank has a tokenizer.
         def tokenize() -> list[list[int]]:

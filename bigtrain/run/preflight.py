@@ -105,7 +105,7 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
     # The model and the run's settings; then files, unless another rank of the host checks them.
     problems: list[Problem] = [
         *check_trackers(config.logging.trackers),
-        *_check_positions(config.batch.sequence_length, hf_config),
+        *_check_positions(config, hf_config),
         # Also the defaults of the class.
         *check_layer_drop(text_config(hf_config).to_dict(), "model.config"),
         *data_problems,
@@ -344,12 +344,13 @@ def _data_notes(
     return [*filter(None, beginnings), *evaluation_notes(config, datasets, held_out_sets)]
 
 
-def _check_positions(sequence_length: int, hf_config: Any) -> Sequence[Problem]:
+def _check_positions(config: RunConfig, hf_config: Any) -> Sequence[Problem]:
     longest = getattr(text_config(hf_config), "max_position_embeddings", None)
-    return check_model(
-        Facts(
-            sequence_length=sequence_length,
-            # XLNet's -1 means any length.
-            max_positions=longest if isinstance(longest, int) and longest > 0 else None,
-        )
-    )
+    length = config.batch.sequence_length
+    # XLNet's -1 means any length.
+    if not isinstance(longest, int) or not 0 < longest < length:
+        return []  # a table that is shorter than it says is found by the trials of the model
+    from bigtrain.models.equivalence.position_numbering import plan_numbering
+
+    _, problems = plan_numbering(hf_config, config.model.attention, length)
+    return problems or check_model(Facts(sequence_length=length, max_positions=longest))

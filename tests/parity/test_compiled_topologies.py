@@ -21,7 +21,7 @@ from bigtrain.engine.checkpoint.lazy import open_weights
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.export.verified import Destination, Probe, export_model
 from bigtrain.settings.run_config import ModelSection
-from tests.parity.cases import CHUNKS, EPS, Case, PlainRuns
+from tests.parity.cases import CHUNKS, EPS, ISOLATED, Case, PlainRuns
 from tests.parity.conftest import (
     ARCHITECTURES,
     SHARED_MOE,
@@ -42,6 +42,7 @@ TILES = {"tiled_mlp": 5}
 MLP = ("an MLP is computed in tiles",)
 ATTENTION, EXPERTS = ("ranks exchange tokens or heads",), ("ranks exchange tokens of experts",)
 COUNTS = ("tokens of experts are counted",)
+DOCUMENTS = ("documents have other lengths",)
 _SMALL = {"num_hidden_layers": 2}
 MODELS: dict[str, dict[str, Any]] = {
     **ARCHITECTURES,
@@ -88,6 +89,12 @@ CASES = [
     Compiled(2, "zero3", sections=compiled(), **QUICK),
     Compiled(2, "zero3", sections=compiled(gradient_checkpointing="full", **CHUNKS["model"])),
     Compiled(2, "zero3", "gpt2", sections=compiled()),
+    # Each document attends separately between two graphs, with other lengths in every sample.
+    Compiled(
+        2, "zero3", sections={**compiled(), **ISOLATED}, slow=False, graphs=2, breaks=DOCUMENTS
+    ),
+    Compiled(2, "zero1", sections={**compiled(**FULL), **ISOLATED}, graphs=2, breaks=DOCUMENTS),
+    Compiled(2, "zero2", "gpt2", sections={**compiled(), **ISOLATED}, graphs=2, breaks=DOCUMENTS),
     # Tokens of experts are counted between two graphs.
     Compiled(2, "zero1", "qwen3_moe", sections=compiled(), graphs=2, breaks=COUNTS, **IN_STEPS),
     Compiled(2, "zero3", "qwen3_moe", sections=compiled(**FULL), graphs=2, breaks=COUNTS),

@@ -7,12 +7,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from bigtrain.errors import ModelError, Problem
+from bigtrain.models.build import empty_model
+from bigtrain.models.equivalence.position_numbering import (
+    find_numbering,
+    plan_numbering,
+    with_uncounted,
+)
 from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
     build_proxy_model,
@@ -22,15 +28,23 @@ from bigtrain.models.equivalence.proxy_model import (
     rescale_weights,
 )
 from bigtrain.models.equivalence.reductions import smaller, with_heads
-from bigtrain.models.equivalence.trial import OUTPUT, Results, Tolerance, Trial, run_forward
+from bigtrain.models.equivalence.trial import (
+    OUTPUT,
+    Results,
+    Tolerance,
+    Trial,
+    Values,
+    run_forward,
+)
 from bigtrain.models.layers.document_attention import (
     MASKED,
     NOT_ISOLATED,
     Isolation,
 )
-from bigtrain.models.layers.document_masks import document_attention
+from bigtrain.models.layers.document_masks import PLAIN_NUMBERING, document_attention
 from bigtrain.models.layers.position_embeddings import position_embeddings
 from bigtrain.models.layers.recurrence.functions import (
+    SEGMENT_TOKENS,
     Call,
     layers_with_functions,
     replace_functions,
@@ -42,20 +56,21 @@ TOLERANCES = {OUTPUT: Tolerance(relative=1e-4)}
 """Far above float32 rounding, far below what one wrong token does."""
 
 _DOCUMENT_TOKENS = ((7, 9, 8), (1, 20, 3))
+_LONGEST_SAMPLE = 4096
+"""Tokens of a long sample on a CPU, with masks of all pairs of tokens."""
 
 
 def plan_isolation(
     config: RunConfig, hf_config: PreTrainedConfig
 ) -> tuple[Isolation, list[Problem]]:
-    """Return the document isolation of a run of `config`, and problems with it."""
-    if not config.data.isolates:
-        return NOT_ISOLATED, []
-    isolation, reason = find_isolation(
-        hf_config,
-        config.model.attention,
-        config.batch.sequence_length,
-        compiled=config.model.compile == "on",
-    )
+    """Return the document isolation of a run of `config` and the numbering of its positions, and
+    problems with them."""
+    attention, length = config.model.attention, config.batch.sequence_length
+    numbering, problems = plan_numbering(hf_config, attention, length)
+    if problems or not config.data.isolates:
+        is_long = length > SEGMENT_TOKENS and any(layers_with_functions(empty_model(hf_config)))
+        return replace(NOT_ISOLATED, restarts=is_long, numbering=numbering), problems
+    isolation, reason = find_isolation(hf_config, attention, length)
     if not reason:
         return isolation, []
     rule = f"is not supported for model_type {hf_config.model_type}: {reason}"
@@ -66,7 +81,7 @@ def plan_isolation(
 
 
 def find_isolation(
-    hf_config: PreTrainedConfig, attention: str, sequence_length: int, *, compiled: bool = False
+    hf_config: PreTrainedConfig, attention: str, sequence_length: int
 ) -> tuple[Isolation, str]:
     """Return how documents of `hf_config` are isolated in samples of `sequence_length`, and why
     they cannot be (empty if they are).
@@ -87,32 +102,49 @@ def find_isolation(
         implementation = attention_name(model)
         if implementation not in ("sdpa", "eager"):
             return MASKED, f"its attention is {implementation}"
-        # A compiled graph would be specialized to the lengths, and recompiled for other lengths.
         methods: list[Literal["lengths", "documents", "masks"]] = ["masks"]
         if attention.startswith("flash"):
             methods = ["lengths"]
-        elif attention in ("auto", "sdpa", "eager") and not compiled:
+        elif attention in ("auto", "sdpa", "eager"):
             methods = ["documents", "masks"]
-        restarts = any(layers_with_functions(model))
-        plain = [Isolation(method, restarts) for method in methods]
+        restarts, numbering = any(layers_with_functions(model)), find_numbering(model)
+        plain = [Isolation(method, restarts, numbering=numbering) for method in methods]
         isolation, reason = _first_that_isolates(model, plain)
-        if not reason:
-            return isolation, ""
-        # The model may count positions itself, and other modules than attention and known functions
-        # may mix tokens.
-        changes: dict[str, Any] = {"positions": any(position_embeddings(model))}
-        if not changes["positions"]:
-            from bigtrain.models.equivalence.token_mixing import mixing_classes
-
-            changes = {"modules": mixing_classes(model)}
-        if any(changes.values()):
-            changed = [replace(isolation, **changes) for isolation in plain]
-            isolation, remaining = _first_that_isolates(model, changed)
-            if not remaining:
-                return isolation, ""
-        return MASKED, reason
+        if reason:
+            may_overlay = attention in ("auto", "sdpa", "eager")
+            changed = _with_changes(model, plain, overlays=may_overlay) or plain[-1:]
+            isolation, remaining_reason = _first_that_isolates(model, changed)
+            if remaining_reason:
+                return MASKED, f"{reason}{_leak(model, isolation)}"
+            if isolation.overlays:
+                reason = _leak_of_long_sample(hf_config, attention, sequence_length, isolation)
+                if reason:
+                    return MASKED, reason
+        if numbering != PLAIN_NUMBERING:
+            # The small model has its special tokens at other ids.
+            numbering, _ = plan_numbering(hf_config, attention, sequence_length)
+        return replace(isolation, numbering=numbering), ""
     except MODEL_FAILURES as error:
         return MASKED, f"its proxy model could not be tested: {failure_text(error)}"
+
+
+def _with_changes(
+    model: PreTrainedModel, isolations: Sequence[Isolation], *, overlays: bool
+) -> list[Isolation]:
+    """Return `isolations` with more changes of `model`. `overlays`: whether masks are made that
+    documents can be added to."""
+    # The model may count positions itself, and make masks without positions.
+    counts = any(position_embeddings(model))
+    changed = [replace(isolation, positions=True) for isolation in isolations if counts]
+    if overlays:
+        changed.append(replace(isolations[-1], positions=counts, overlays=True))
+    # Other modules than attention and known functions may mix tokens.
+    if not counts:
+        from bigtrain.models.equivalence.token_mixing import mixing_classes
+
+        modules = mixing_classes(model)
+        changed += [replace(isolation, modules=modules) for isolation in isolations if modules]
+    return changed
 
 
 def _first_that_isolates(
@@ -132,16 +164,9 @@ def _first_that_isolates(
 
 def _difference(model: PreTrainedModel, isolation: Isolation) -> str:
     """Describe how packed documents differ from separate ones; empty if they do not."""
-    # Documents longer than what a recurrent layer computes together, which begin inside of it.
-    chunk = longest_chunk(model)
-    document_tokens = [
-        [length + chunk * (length > 8) for length in row] for row in _DOCUMENT_TOKENS
-    ]
+    document_tokens = _document_tokens(model)
     # Documents in samples of their own, packed with isolation, and as a control without isolation.
-    ids = proxy_tokens(model, sum(document_tokens[0]))
-    positions = torch.stack(
-        [torch.cat([torch.arange(length) for length in lengths]) for lengths in document_tokens]
-    )
+    ids = with_uncounted(proxy_tokens(model, sum(document_tokens[0])), isolation.numbering)
 
     def separate(model: PreTrainedModel) -> Results:
         rows = [
@@ -155,16 +180,12 @@ def _difference(model: PreTrainedModel, isolation: Isolation) -> str:
         ]
         return {OUTPUT: {"logits": torch.stack(rows)}}
 
-    def packed(model: PreTrainedModel) -> Results:
-        arguments = isolation.arguments(positions)
-        with ExitStack() as undo:
-            if isolation.method == "lengths":
-                undo.enter_context(document_attention(model))
-            undo.callback(isolation.install(model))
-            undo.enter_context(isolation.document_mask(positions))
-            return run_forward(model, input_ids=ids, position_ids=positions, **arguments)
-
-    trial = Trial(separate, packed, TOLERANCES, lambda model: run_forward(model, input_ids=ids))
+    trial = Trial(
+        separate,
+        lambda model: _run_packed(model, isolation, ids, document_tokens),
+        TOLERANCES,
+        lambda model: run_forward(model, input_ids=ids),
+    )
     difference = trial.difference(model)
     if difference is None:
         return ""
@@ -172,6 +193,89 @@ def _difference(model: PreTrainedModel, isolation: Isolation) -> str:
         f"packed documents are not isolated: their {difference.where} differ from those of the "
         f"separate documents ({difference.size})"
     )
+
+
+def _leak(model: PreTrainedModel, isolation: Isolation) -> str:
+    """Return what distinguishes packed documents that are isolated in this way from separate
+    documents, after a colon; empty if it cannot be tested."""
+    try:
+        if _depends_on_earlier(model, isolation, _document_tokens(model)):
+            return ": tokens attend to the documents before theirs"
+    except (ModelError, *MODEL_FAILURES):
+        return ""
+    return ": positions in a document depend on the tokens before it"
+
+
+def _leak_of_long_sample(
+    hf_config: PreTrainedConfig, attention: str, sequence_length: int, isolation: Isolation
+) -> str:
+    """Return why documents in samples of `sequence_length` are not isolated; empty if they are.
+
+    A model that does not take attention from transformers' registry may use masks in short samples
+    only (BigBird's sparse attention), and may compute all samples as the first one that it gets."""
+
+    def unused(_: PreTrainedModel) -> None: ...
+
+    length = min(sequence_length, _LONGEST_SAMPLE)
+    reductions = smaller(with_heads(2))
+    model = build_proxy_model(
+        hf_config, attention, reductions, unused, sequence_length=sequence_length
+    )
+    rescale_weights(model).eval()
+    if not _depends_on_earlier(model, isolation, [[length // 3, length - length // 3]]):
+        return ""
+    return (
+        f"packed documents are not isolated in samples of {length} tokens: tokens attend to the "
+        "documents before theirs"
+    )
+
+
+def _depends_on_earlier(
+    model: PreTrainedModel, isolation: Isolation, document_tokens: Sequence[Sequence[int]]
+) -> bool:
+    """Return whether logits of the second document and later ones depend on the first document of
+    a sample. `document_tokens`: of the documents of each sample."""
+    ids, other_ids = (proxy_tokens(model, sum(document_tokens[0]), seed) for seed in (0, 1))
+    logits = []
+    for first_ids in (ids, other_ids):
+        rows = [
+            torch.cat([first_row[: lengths[0]], row[lengths[0] :]])
+            for first_row, row, lengths in zip(first_ids, ids, document_tokens, strict=False)
+        ]
+        results = _run_packed(model, isolation, torch.stack(rows), document_tokens)
+        logits.append(results[OUTPUT]["logits"])
+    largest_rounding = TOLERANCES[OUTPUT].relative * float(logits[0].abs().max())
+    differences = [
+        float((row - other_row)[lengths[0] :].abs().max())
+        for row, other_row, lengths in zip(*logits, document_tokens, strict=True)
+    ]
+    return max(differences) > largest_rounding
+
+
+def _document_tokens(model: PreTrainedModel) -> list[list[int]]:
+    """Return the tokens of the documents of two samples of the trial. Documents are longer than
+    what a recurrent layer computes together, and begin inside of it."""
+    chunk = longest_chunk(model)
+    return [[length + chunk * (length > 8) for length in row] for row in _DOCUMENT_TOKENS]
+
+
+def _run_packed(
+    model: PreTrainedModel,
+    isolation: Isolation,
+    ids: torch.Tensor,
+    document_tokens: Sequence[Sequence[int]],
+) -> dict[str, Values]:
+    """Return the results of samples `ids` of isolated documents."""
+    positions = torch.stack(
+        [torch.cat([torch.arange(length) for length in lengths]) for lengths in document_tokens]
+    )
+    arguments = isolation.arguments(positions)
+    with ExitStack() as undo:
+        if isolation.method == "lengths":
+            undo.enter_context(document_attention(model))
+        undo.callback(isolation.install(model))
+        undo.enter_context(isolation.document_mask(positions))
+        return run_forward(model, input_ids=ids, position_ids=positions, **arguments)
 
 
 @torch.no_grad()

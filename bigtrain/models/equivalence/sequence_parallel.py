@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from bigtrain.errors import BigtrainError, ModelError, Problem
 from bigtrain.models.configuration import scores_samples, text_config
 from bigtrain.models.equivalence.document_isolation import longest_chunk
+from bigtrain.models.equivalence.position_numbering import find_numbering, with_uncounted
 from bigtrain.models.equivalence.proxy_model import (
     MODEL_FAILURES,
     build_proxy_model,
@@ -34,7 +35,11 @@ from bigtrain.models.equivalence.trial import (
     run_forward,
 )
 from bigtrain.models.layers.document_attention import IMPLEMENTATIONS, Isolation
-from bigtrain.models.layers.position_embeddings import position_embeddings
+from bigtrain.models.layers.position_embeddings import (
+    number_positions,
+    numbering_of,
+    position_embeddings,
+)
 from bigtrain.models.layers.recurrence.functions import layers_with_functions
 from bigtrain.models.layers.recurrence.pieces import SampleDocuments, documents_in_samples
 from bigtrain.models.parallel.sequence import SequenceParallel
@@ -93,6 +98,7 @@ def check_sequence_parallel(
             tokens=size * _TOKENS_OF_PART,
         )
         rescale_weights(model).eval()
+        number_positions(model, find_numbering(model))
         trial = _trial(model, size, ring_size, isolate=isolate)
         difference = trial.difference(model)
         if ring_size > 1:
@@ -119,16 +125,16 @@ def check_sequence_parallel(
 def _cause(model: PreTrainedModel, size: int) -> str:
     """Return why parts of a sample have other logits than the full sample."""
     ids = proxy_tokens(model, size * _TOKENS_OF_PART)
-    with torch.no_grad():
-        default = run_forward(model, input_ids=ids)[OUTPUT]["logits"]
-        counted = torch.arange(ids.shape[1]).expand(ids.shape)
-        given = run_forward(model, input_ids=ids, position_ids=counted)[OUTPUT]["logits"]
-    largest_rounding = TOLERANCES[OUTPUT].relative * float(default.abs().max())
-    if float((default - given).abs().max()) > largest_rounding:
-        return "its positions do not begin with 0, and the positions of parts do"
+    counted = torch.arange(ids.shape[1]).expand(ids.shape)
+    own_logits = run_forward(model, input_ids=ids)[OUTPUT]["logits"]
+    counted_logits = run_forward(model, input_ids=ids, position_ids=counted)[OUTPUT]["logits"]
+    largest_rounding = TOLERANCES[OUTPUT].relative * float(own_logits.abs().max())
+    if float((own_logits - counted_logits).abs().max()) > largest_rounding:
+        return "its own positions do not count the tokens, and the positions of parts do"
     classes = mixing_classes(model)
     if classes:
-        return f"{' and '.join(classes)} need the tokens before them, which are on another rank"
+        verb = "needs" if len(classes) == 1 else "need"
+        return f"{' and '.join(classes)} {verb} the tokens before them, which are on another rank"
     return "something else than its attention needs tokens of other ranks"
 
 
@@ -138,7 +144,7 @@ def _trial(model: PreTrainedModel, size: int, ring_size: int, *, isolate: bool) 
     part = _TOKENS_OF_PART + longest_chunk(model)
     part = part if part * size <= _MOST_TOKENS else _TOKENS_OF_PART
     length = size * part
-    ids = proxy_tokens(model, length)
+    ids = with_uncounted(proxy_tokens(model, length), numbering_of(model))
     positions = torch.arange(length).expand(2, length)
     if isolate:
         # Boundaries inside parts, and none at their edges.

@@ -7,7 +7,7 @@ a list of lengths, and layers pass it on to `AttentionInterface`, also when they
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -21,7 +21,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from bigtrain.errors import ModelError
 from bigtrain.models.layers.document_masks import (
+    PLAIN_NUMBERING,
+    PositionNumbering,
     document_boundaries,
+    documents_in_masks,
     edges_of_documents,
     lengths_of_documents,
 )
@@ -40,6 +43,19 @@ class DocumentBoundaries:
 
     sizes: tuple[int, ...]
     window: int | None
+
+
+@dataclass(frozen=True)
+class RefusedMask:
+    """A mask that layers get and no attention may use: decoders of BART's family make a mask for
+    attention to an encoder, which a causal LM does not have. refusal: text of a ModelError."""
+
+    refusal: str
+
+    @staticmethod
+    def is_asked_for(options: Mapping[str, Any]) -> bool:
+        """Return whether arguments of transformers' mask interface ask for a mask of all tokens."""
+        return "allow_is_bidirectional_skip" in options  # `create_bidirectional_mask`
 
 
 @contextmanager
@@ -61,7 +77,11 @@ def attend_by_document(model: PreTrainedModel) -> Callable[[], None]:
     """
     before = attention_name(model)
     name = IMPLEMENTATIONS[before]
-    AttentionInterface.register(name, partial(_attend, implementation=before))
+    # A compiled layer is divided here: a graph would be compiled again for other documents.
+    attend = torch.compiler.disable(
+        partial(_attend, implementation=before), reason="documents have other lengths"
+    )
+    AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, partial(_mask, before))
     model.set_attn_implementation(name)
     return lambda: model.set_attn_implementation(before)
@@ -80,6 +100,8 @@ def _mask(name: str, **arguments: Any) -> Any:
     refusal = (
         "documents of a sample cannot be kept apart: {} -> set data.document_boundaries=ignore"
     )
+    if RefusedMask.is_asked_for(arguments):
+        return RefusedMask(refusal.format("the model attends to all tokens"))
     return DocumentBoundaries(sizes, require_causal_window(refusal, **arguments))
 
 
@@ -133,6 +155,8 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: `query` [B, H, T, D], the result [B, T, H, D]."""
     base = attention_of(implementation, module)
+    if isinstance(attention_mask, RefusedMask):
+        raise ModelError(attention_mask.refusal)
     if not isinstance(attention_mask, DocumentBoundaries):
         return base(module, query, key, value, attention_mask, **kwargs)[0], None
     if kwargs.get("is_causal") is False or kwargs.get("position_bias") is not None:
@@ -188,16 +212,21 @@ class Isolation:
     masks from positions. documents: attention runs for each document separately, without a mask
     (`bigtrain.models.layers.document_attention`). lengths: flash attention's arguments.
 
-    restarts: whether recurrent layers and convolutions start afresh at each document
-    (`bigtrain.models.layers.recurrence`). positions: whether positions that the model counts
-    itself do (`bigtrain.models.layers.position_embeddings`). modules: classes of modules that mix
-    tokens in another way, and are called for each document.
+    restarts: whether recurrent layers and convolutions start afresh at each document, and compute
+    long documents in segments (`bigtrain.models.layers.recurrence`). positions: whether positions
+    that the model counts itself begin at each document
+    (`bigtrain.models.layers.position_embeddings`). modules: classes of modules that mix tokens in
+    another way, and are called for each document. overlays: whether documents are added to masks,
+    for a model that makes masks without positions. numbering: of the positions that the model is
+    given, also for parts of samples that are not isolated.
     """
 
     method: Literal["none", "masks", "documents", "lengths"]
     restarts: bool = False
     positions: bool = False
     modules: tuple[str, ...] = ()
+    overlays: bool = False
+    numbering: PositionNumbering = PLAIN_NUMBERING
 
     @property
     def reason(self) -> str:
@@ -208,12 +237,14 @@ class Isolation:
             "lengths": "by the lengths that flash attention takes",
         }
         if self.method not in how:
-            return ""
-        parts = [how[self.method]]
+            return "scans of recurrent layers run in segments" if self.restarts else ""
+        parts = ["by masks" if self.overlays else how[self.method]]
         if self.restarts:
             parts.append("states and convolutions of recurrent layers start afresh at each")
         if self.positions:
             parts.append("positions that the model counts itself begin at 0 in each")
+        if self.numbering.first:
+            parts.append(f"positions begin at {self.numbering.first} in each")
         if self.modules:
             parts.append(f"{', '.join(self.modules)} run for each separately")
         return f"documents of a sample are kept apart: {'; '.join(parts)}"
@@ -236,6 +267,10 @@ class Isolation:
                 from bigtrain.models.layers.recurrence.pieces import current_positions
 
                 undo.callback(embed_positions(model, current_positions))
+            if self.numbering != PLAIN_NUMBERING:
+                from bigtrain.models.layers.position_embeddings import number_positions
+
+                undo.callback(number_positions(model, self.numbering))
             return undo.pop_all().close
 
     @contextmanager
@@ -246,6 +281,8 @@ class Isolation:
         packed = position_ids is not None and not by_document
         with ExitStack() as stack:
             stack.enter_context(document_boundaries(packed=packed))
+            if position_ids is not None and self.overlays:
+                stack.enter_context(documents_in_masks(position_ids))
             if position_ids is not None and by_document:
                 stack.enter_context(per_document_attention(position_ids))
             if self.restarts or self.positions or self.modules:

@@ -1,16 +1,24 @@
-"""Document boundaries in the form that masks and flash attention take. Variable-length flash
-kernels take all tokens of a micro-batch in one row and document starts (``cu_seqlens``);
-transformers flattens the rows (`_flash_attention_forward`)."""
+"""Document boundaries in the form that masks and flash attention take, and numbers of positions.
+Variable-length flash kernels take all tokens of a micro-batch in one row and document starts
+(``cu_seqlens``); transformers flattens the rows (`_flash_attention_forward`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    and_masks,
+    causal_mask_function,
+    packed_sequence_mask_function,
+)
 
 from bigtrain.models.transformers_patches import attention_name, packed_sequences_found_by
 
@@ -48,6 +56,30 @@ def document_numbers(position_ids: torch.Tensor) -> torch.Tensor:
     return (torch.diff(position_ids, prepend=before, dim=-1) != 1).cumsum(-1)
 
 
+@dataclass(frozen=True)
+class PositionNumbering:
+    """Position numbers that a model gives to tokens of a sample without `position_ids`. first:
+    number of the first token. uncounted: a token id that does not advance the numbers, with the
+    number below `first` (RoBERTa's padding); None: every token counts."""
+
+    first: int = 0
+    uncounted: int | None = None
+
+    def numbers(self, input_ids: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor:
+        """Return the model's numbers of `positions` [B, T], which count from 0 in each document of
+        full samples. `input_ids` [B, T]; None for a model that is given no tokens."""
+        if self.uncounted is None or input_ids is None:
+            return positions + self.first
+        is_counted = (input_ids != self.uncounted).long()
+        num_counted = is_counted.cumsum(1)
+        starts = torch.arange(positions.shape[1], device=positions.device) - positions
+        num_before = (num_counted - is_counted).gather(1, starts.clamp(min=0))
+        return (num_counted - num_before) * is_counted + self.first - 1
+
+
+PLAIN_NUMBERING = PositionNumbering()
+
+
 @contextmanager
 def document_boundaries(*, packed: bool) -> Iterator[None]:
     """Inside, models read from `packed` whether documents share samples. Otherwise transformers
@@ -56,6 +88,35 @@ def document_boundaries(*, packed: bool) -> Iterator[None]:
     find_documents = document_numbers if packed else lambda _positions: None
     with packed_sequences_found_by(find_documents):
         yield
+
+
+@contextmanager
+def documents_in_masks(position_ids: torch.Tensor) -> Iterator[None]:
+    """Inside, transformers' masks of full samples separate the documents of `position_ids` [B, T],
+    also in models that make masks without positions."""
+    numbers = document_numbers(position_ids)
+    numbers_by_device: dict[Any, torch.Tensor] = {}
+
+    def with_documents(build: Callable[..., Any], **options: Any) -> Any:
+        length = numbers.shape[1]
+        if (options["q_length"], options["kv_length"]) == (length, length):
+            device = options.get("device", numbers.device)
+            if device not in numbers_by_device:
+                numbers_by_device[device] = numbers.to(device, non_blocking=True)
+            in_document = packed_sequence_mask_function(numbers_by_device[device])
+            mask_function = options.get("mask_function", causal_mask_function)
+            options["mask_function"] = and_masks(in_document, mask_function)
+            options["allow_is_causal_skip"] = options["allow_is_bidirectional_skip"] = False
+        return build(**options)
+
+    before = {name: ALL_MASK_ATTENTION_FUNCTIONS[name] for name in ("sdpa", "eager")}
+    for name, build in before.items():
+        ALL_MASK_ATTENTION_FUNCTIONS[name] = partial(with_documents, build)
+    try:
+        yield
+    finally:
+        for name, build in before.items():
+            ALL_MASK_ATTENTION_FUNCTIONS[name] = build
 
 
 @contextmanager

@@ -34,11 +34,16 @@ from bigtrain.models import experts
 from bigtrain.models.layers.attention_kernels import AttentionStates, ScoreScaling
 from bigtrain.models.layers.document_attention import (
     IMPLEMENTATIONS,
+    RefusedMask,
     attention_of,
     require_causal_window,
 )
-from bigtrain.models.layers.document_masks import document_numbers
-from bigtrain.models.layers.position_embeddings import embed_positions
+from bigtrain.models.layers.document_masks import PLAIN_NUMBERING, document_numbers
+from bigtrain.models.layers.position_embeddings import (
+    embed_positions,
+    numbering_of,
+    replace_numbers,
+)
 from bigtrain.models.layers.recurrence.functions import (
     layers_with_functions,
     replace_functions,
@@ -78,6 +83,7 @@ class SequenceParallel:
         self._exchanging = True
         # A thread of the check has its own.
         self._own_positions = ContextVar[torch.Tensor | None]("own_positions", default=None)
+        self._own_numbers = ContextVar[torch.Tensor | None]("own_numbers", default=None)
         # The registries are global to the process: a student and its teacher each need a name.
         number = next(number for number in count() if number not in _numbers_in_use)
         self._name = IMPLEMENTATION.format(number)
@@ -97,6 +103,10 @@ class SequenceParallel:
         self._hook = decoder.register_forward_hook(self._all_router_logits)
         self._undo_rotary = choose_by_document(model, self._document_lengths)
         self._undo_positions = embed_positions(model, self._part_of_positions)
+        self._numbering = numbering_of(model)
+        self._undo_numbers: Callable[[], None] | None = None
+        if self._numbering != PLAIN_NUMBERING:
+            self._undo_numbers = replace_numbers(model, self._part_of_numbers)
         self._undo_functions: Callable[[], None] | None = None
         if any(layers_with_functions(model)):
             self._undo_functions = self._pass_states(model)
@@ -120,6 +130,8 @@ class SequenceParallel:
         """Restore the model's attention, rotary embeddings and recurrent layers."""
         if self._undo_functions is not None:
             self._undo_functions()
+        if self._undo_numbers is not None:
+            self._undo_numbers()
         self._undo_positions()
         self._undo_rotary()
         self._hook.remove()
@@ -185,6 +197,10 @@ class SequenceParallel:
             position_ids = position_ids.expand_as(input_ids)
         ids, positions = self.part(input_ids), self.part(position_ids)
         self._own_positions.set(positions)
+        # Numbers depend on all tokens before.
+        if self._numbering != PLAIN_NUMBERING:
+            numbers = self._numbering.numbers(input_ids, position_ids)
+            self._own_numbers.set(self.part(numbers))
         return {
             "input_ids": ids,
             "position_ids": positions,
@@ -214,6 +230,15 @@ class SequenceParallel:
         if not self._exchanging:
             return current_positions()
         return self._own_positions.get()
+
+    def _part_of_numbers(
+        self, input_ids: torch.Tensor | None, position_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the model's numbers of this rank's tokens [B, t]."""
+        numbers = self._own_numbers.get()
+        if numbers is None or not self._exchanging:
+            return self._numbering.numbers(input_ids, position_ids)
+        return numbers
 
     def _attention(
         self,
@@ -248,6 +273,8 @@ class SequenceParallel:
             value = value.repeat_interleave(copies, dim=1)
         states = AttentionStates(*(self._exchange_heads(x) for x in (query, key, value)))
 
+        if isinstance(attention_mask, RefusedMask):
+            raise ModelError(attention_mask.refusal)
         if isinstance(attention_mask, RingPlan):
             # Queries attend to the keys of every rank of the ring.
             if kwargs.get("dropout"):
@@ -286,6 +313,8 @@ class SequenceParallel:
         """transformers' mask interface: always the mask of full samples."""
         # A ring gets the plan for the samples of the last `inputs` instead of a mask.
         if self._exchanging and self.exchange.ring.size > 1:
+            if RefusedMask.is_asked_for(kwargs):
+                return RefusedMask("a ring has no attention to all tokens")
             length = q_length * self.size
             window = require_causal_window(
                 "{}",

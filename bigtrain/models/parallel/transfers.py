@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from bigtrain.models.layers.recurrence.functions import CHANNELS, MATRIX, SCALAR, Call
+from bigtrain.models.layers.recurrence.pieces import VectorScan
 
 Correction = Callable[[torch.Tensor], torch.Tensor]
 """From the state at the start [n, ...] to what it adds to the output [n, width, ...]."""
@@ -36,8 +36,9 @@ def from_nothing(call: Call, tensors: dict[str, torch.Tensor]) -> tuple[torch.Te
     if call.function.kind in (MATRIX, SCALAR, CHANNELS):
         output, state = call.output_and_state(tensors)
         return output, state.float()
-    scan = _VectorScan(call, tensors)
-    return scan.gated(scan.zero_output), scan.state
+    scan = VectorScan(call.output, tensors, call.rest)
+    output, state = scan.run()
+    return scan.gated(output), state
 
 
 def transfer(call: Call, tensors: dict[str, torch.Tensor]) -> Transfer:
@@ -49,8 +50,9 @@ def transfer(call: Call, tensors: dict[str, torch.Tensor]) -> Transfer:
         return _scalar_transfer(call, tensors)
     if call.function.kind == CHANNELS:
         return _channels_transfer(call, tensors)
-    scan = _VectorScan(call, tensors)
-    return Transfer(scan.gated(scan.zero_output), scan.state, scan.factor, scan.correction)
+    scan = VectorScan(call.output, tensors, call.rest)
+    output, state = scan.run()
+    return Transfer(scan.gated(output), state, scan.factor, scan.correction)
 
 
 def factor_shape(factor_kind: str, state: torch.Tensor) -> tuple[int, ...]:
@@ -122,67 +124,3 @@ def _channels_transfer(call: Call, tensors: dict[str, torch.Tensor]) -> Transfer
     return Transfer(
         output, state.float(), factor.float(), lambda incoming: factors * incoming[:, None]
     )
-
-
-class _VectorScan:
-    """Mamba 1: ``S_t = exp(dt_t A) S_{t-1} + dt_t u_t B_t^T`` elementwise, ``y_t = (S_t C_t + D
-    u_t) silu(z_t)``.
-
-    The function takes no state to start from, and the CUDA kernel's last state has no gradient. So
-    N tokens more, with dt = 0 and ``C = e_n``, read the state as ordinary outputs, and N tokens
-    before the tokens of the piece, with ``B = e_n``, write it. Memory grows with the tokens only.
-    """
-
-    def __init__(self, call: Call, tensors: dict[str, torch.Tensor]) -> None:
-        self._call = call
-        self._gate = tensors.get("z")
-        self._dtype = tensors["hidden_states"].dtype
-        options = call.rest
-        steps = tensors["dt"].float()
-        if options.get("delta_bias") is not None:
-            steps = steps + options["delta_bias"].float()
-        self._steps = F.softplus(steps) if options.get("delta_softplus") else steps
-        self._decay = options["A"].float()  # [D, N]
-        self._inputs = tensors["hidden_states"].float()
-        self._write, self._read = tensors["B"].float(), tensors["C"].float()  # [n, width, N]
-        num_states, width = self._decay.shape[1], steps.shape[1]
-        unit = torch.eye(num_states, device=steps.device)
-        self._unit = unit.expand(len(steps), -1, -1)
-
-        def more(x: torch.Tensor) -> torch.Tensor:
-            return F.pad(x, (0, 0, 0, num_states))
-
-        read = torch.cat([self._read, self._unit], 1)
-        output = self._scan(more(self._inputs), more(self._steps), more(self._write), read)
-        self.zero_output = output[:, :width]
-        self.state = output[:, width:].transpose(1, 2)  # [n, D, N]
-        self.factor = torch.exp(self._steps.sum(1)[..., None] * self._decay)
-
-    def _scan(self, *tensors: torch.Tensor) -> torch.Tensor:
-        named_tensors = dict(zip(("hidden_states", "dt", "B", "C"), tensors, strict=True))
-        plain: dict[str, Any] = {"delta_bias": None, "delta_softplus": False, "z": None}
-        return self._call.output(named_tensors, **plain)
-
-    def gated(self, output: torch.Tensor) -> torch.Tensor:
-        if self._gate is not None:
-            output = output * F.silu(self._gate.float())
-        return output.to(self._dtype)
-
-    def correction(self, incoming: torch.Tensor) -> torch.Tensor:
-        """See `Transfer`. Writing token n decays by the tokens that write after it, which is undone
-        in what it writes; steps are so short that this is at most a factor of e."""
-        num_states = self._decay.shape[1]
-        step = 1 / (num_states * self._decay.detach().abs().max().clamp_min(1e-6))
-        later = torch.arange(num_states - 1, -1, -1, device=incoming.device)
-        written = incoming * torch.exp(-step * self._decay * later) / step
-
-        def after(x: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-            return torch.cat([first, x], 1)
-
-        output = self._scan(
-            after(torch.zeros_like(self._inputs), written.transpose(1, 2)),
-            after(self._steps, step.expand_as(written.transpose(1, 2))),
-            after(self._write, self._unit),
-            after(self._read, torch.zeros_like(self._unit)),
-        )
-        return self.gated(output[:, num_states:])

@@ -95,6 +95,10 @@ def _experts_of_model(run: Facts) -> int:
     return largest_divisor(common_divisor, min(common_divisor, run.expert_size))
 
 
+def _longest_sample(run: Facts) -> int:
+    return (run.max_positions or 1) - run.unused_positions
+
+
 PARALLEL: Mapping[str, Rule] = {
     # runtime/zero/partition_parameters.py: each rank has another part of every parameter
     "compared replicas under ZeRO 3": Rule(
@@ -294,14 +298,23 @@ MODEL: Mapping[str, Rule] = {
     ),
     "samples longer than the model's positions": Rule(
         (_LENGTH,),
-        lambda run: f"is more than the model's max_position_embeddings = {run.max_positions}",
-        fix=lambda run: (
-            f"at most {run.max_positions}, or raise model.overrides.max_position_embeddings (not "
-            "of pretrained weights with learned positions, as GPT-2's: they have no more rows)"
+        lambda run: (
+            f"is more than the model's max_position_embeddings = {run.max_positions}"
+            + (
+                f", of which its own positions leave {run.unused_positions} unused"
+                if run.unused_positions
+                else ""
+            )
         ),
-        when=lambda run: run.max_positions is not None and run.sequence_length > run.max_positions,
+        fix=lambda run: (
+            f"at most {_longest_sample(run)}, or raise model.overrides.max_position_embeddings "
+            "(not of pretrained weights with learned positions, as GPT-2's: they have no more rows)"
+        ),
+        when=lambda run: (
+            run.max_positions is not None and (run.sequence_length > _longest_sample(run))
+        ),
         example=Facts(sequence_length=128, max_positions=64),
-        instead=lambda run: Facts(sequence_length=run.max_positions or 1),
+        instead=lambda run: Facts(sequence_length=_longest_sample(run)),
     ),
     "experts that do not divide among expert-parallel ranks": Rule(
         (has.EXPERTS,),

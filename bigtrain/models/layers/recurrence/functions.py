@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bigtrain.models.layers.recurrence.pieces import by_document, current_documents
+from bigtrain.models.layers.recurrence.pieces import VectorScan, by_document, current_documents
 from bigtrain.models.torch_patches import shadow, unshadow
 from bigtrain.models.transformers_patches import functions_called, uses_kernel, with_functions
 
@@ -83,6 +83,10 @@ SEGMENT_TOKENS = 4096
 of all its tokens for each of its chunks, and Mamba 2 has a factor for each pair of chunks: without
 segments, time and memory grow with the square of the tokens."""
 
+_STEPWISE_TOKENS = 256
+"""Tokens of a segment of a function that computes token by token: its backward pass writes a
+gradient of the segment for each token."""
+
 _CONVOLUTION_MODULE = TokenFunction(CONVOLUTION, {"hidden_states": 2}, 2)
 
 _FUSED = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
@@ -146,20 +150,38 @@ class Call:
         """Compute segments one after the other, each from the last state of the segment before."""
         function = self.function
         num_tokens = next(iter(tensors.values())).shape[1]
-        segment_tokens = SEGMENT_TOKENS + -SEGMENT_TOKENS % max(self.chunk, 1)
-        is_short = num_tokens <= segment_tokens or not function.first_state
-        if is_short or uses_kernel(self._original):
+        if not self.is_segmented(num_tokens):
             return self._compute_segment(tensors, changes)
+        segment_tokens = SEGMENT_TOKENS + -SEGMENT_TOKENS % max(self.chunk, 1)
+        if function.kind == VECTOR:
+            segment_tokens = min(SEGMENT_TOKENS, _STEPWISE_TOKENS)
         options = dict.fromkeys(function.state_options, True) | changes
-        outputs = []
+        outputs, state = [], None
         # Split at once, so that the backward pass writes each gradient once.
         segments = zip(*(x.split(segment_tokens, 1) for x in tensors.values()), strict=True)
         for segment in segments:
             segment_tensors = dict(zip(tensors, segment, strict=True))
+            if function.kind == VECTOR:
+                scan = VectorScan(self._output_of_segment, segment_tensors, self.rest | changes)
+                output, state = scan.run(state)
+                outputs.append(scan.gated(output))
+                continue
             output, state = self._compute_segment(segment_tensors, options)
             options = options | {function.first_state: state}
             outputs.append(output)
+        assert state is not None
         return torch.cat(outputs, 1), state
+
+    def is_segmented(self, num_tokens: int) -> bool:
+        """Return whether pieces of `num_tokens` are computed in segments."""
+        has_state = self.function.first_state or self.function.kind == VECTOR
+        return bool(has_state) and num_tokens > SEGMENT_TOKENS and not uses_kernel(self._original)
+
+    def _output_of_segment(
+        self, tensors: Mapping[str, torch.Tensor], **changes: Any
+    ) -> torch.Tensor:
+        output, _ = self._compute_segment(tensors, changes)
+        return output
 
     def _compute_segment(
         self, tensors: Mapping[str, torch.Tensor], changes: dict[str, Any]
@@ -179,10 +201,15 @@ class Call:
 
 
 def run_by_document(call: Call) -> torch.Tensor | None:
-    """Compute each of the current documents from nothing."""
+    """Compute each of the current documents from nothing, or samples that are long."""
     documents = current_documents()
     if documents is None:
-        return None
+        # A caller that asks for the last state continues a sample, and is not trained.
+        asks_for_state = any(call.rest.get(name) for name in call.function.state_options)
+        if asks_for_state or not call.is_segmented(call.shape[1]):
+            return None
+        samples = {name: x.unflatten(0, call.shape) for name, x in call.tensors.items()}
+        return call.output(samples).flatten(0, 1)
     (output,) = by_document(lambda tensors: [call.output(tensors)], call.tensors, documents)
     return output
 

@@ -3,6 +3,8 @@
 A recurrence starts from nothing at each document if it is called for each document. Pieces of
 similar lengths are calls of one batch, padded at their ends, where a causal function passes nothing
 on: a sample of T tokens takes at most log2(T) + 1 calls, on less than twice as many tokens.
+
+`VectorScan` passes a state from piece to piece for a function that takes none (Mamba 1).
 """
 
 from __future__ import annotations
@@ -11,9 +13,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 
 from bigtrain.models.layers.document_masks import edges_of_documents
 
@@ -145,3 +148,86 @@ def by_document(
     ]
     joined = (torch.cat([x.flatten(0, 1) for x in parts]) for parts in zip(*outputs, strict=True))
     return [x.index_select(0, token_places) for x in joined]
+
+
+class Scan(Protocol):
+    """A call of the function."""
+
+    def __call__(self, tensors: Mapping[str, torch.Tensor], **changes: Any) -> torch.Tensor:
+        """Return the output for `tensors` [n, width, ...]; `changes`: of other arguments."""
+
+
+class VectorScan:
+    """``S_t = exp(dt_t A) S_{t-1} + dt_t u_t B_t^T`` elementwise, ``y_t = (S_t C_t + D u_t)
+    silu(z_t)``, of `tensors` [n, width, ...] with the other arguments `options`.
+
+    The function takes no state to start from, and the CUDA kernel's last state has no gradient. So
+    N tokens after the tokens of the piece, with dt = 0 and ``C = e_n``, read the state as ordinary
+    outputs, and N tokens before, with ``B = e_n``, write it. Memory grows with the tokens only.
+    """
+
+    def __init__(
+        self, scan: Scan, tensors: Mapping[str, torch.Tensor], options: Mapping[str, Any]
+    ) -> None:
+        self._scan = scan
+        self._gate = tensors.get("z")
+        self._dtype = tensors["hidden_states"].dtype
+        steps = tensors["dt"].float()
+        if options.get("delta_bias") is not None:
+            steps = steps + options["delta_bias"].float()
+        self._steps = F.softplus(steps) if options.get("delta_softplus") else steps
+        self._decay = options["A"].float()  # [D, N]
+        self._inputs = tensors["hidden_states"].float()
+        self._write, self._read = tensors["B"].float(), tensors["C"].float()  # [n, width, N]
+        unit = torch.eye(self._decay.shape[1], device=steps.device)
+        self._unit = unit.expand(len(steps), -1, -1)
+
+    @property
+    def factor(self) -> torch.Tensor:
+        """What the tokens multiply a state by: [n, D, N]."""
+        return torch.exp(self._steps.sum(1)[..., None] * self._decay)
+
+    def run(self, incoming: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the output [n, width, D] without the gate, and the last state [n, D, N], of a scan
+        that starts from the state `incoming` [n, D, N]; None: from nothing."""
+        num_states, width = self._unit.shape[1], self._steps.shape[1]
+
+        def with_reads(x: torch.Tensor) -> torch.Tensor:
+            return F.pad(x, (0, 0, 0, num_states))
+
+        inputs, steps = with_reads(self._inputs), with_reads(self._steps)
+        write, read = with_reads(self._write), torch.cat([self._read, self._unit], 1)
+        if incoming is None:
+            output = self._compute(inputs, steps, write, read)
+        else:
+            output = self._continue(incoming, (inputs, steps, write, read))
+        return output[:, :width], output[:, width:].transpose(1, 2)
+
+    def correction(self, incoming: torch.Tensor) -> torch.Tensor:
+        """Return what a scan from `incoming` adds to the gated output of a scan from nothing."""
+        zero_inputs = torch.zeros_like(self._inputs)
+        tensors = (zero_inputs, self._steps, self._write, self._read)
+        return self.gated(self._continue(incoming, tensors))
+
+    def gated(self, output: torch.Tensor) -> torch.Tensor:
+        """Return `output` [n, width, D] with the gate, in the dtype of the function's output."""
+        if self._gate is not None:
+            output = output * F.silu(self._gate.float())
+        return output.to(self._dtype)
+
+    def _continue(self, incoming: torch.Tensor, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Return the output of `tensors` after tokens that write the state `incoming`. Writing
+        token n decays by the tokens that write after it, which is undone in what it writes; steps
+        are so short that this is at most a factor of e."""
+        num_states = self._unit.shape[1]
+        step = 1 / (num_states * self._decay.detach().abs().max().clamp_min(1e-6))
+        later = torch.arange(num_states - 1, -1, -1, device=incoming.device)
+        written = (incoming * torch.exp(-step * self._decay * later) / step).transpose(1, 2)
+        before = (written, step.expand_as(written), self._unit, torch.zeros_like(self._unit))
+        joined = (torch.cat([first, x], 1) for first, x in zip(before, tensors, strict=True))
+        return self._compute(*joined)[:, num_states:]
+
+    def _compute(self, *tensors: torch.Tensor) -> torch.Tensor:
+        named_tensors = dict(zip(("hidden_states", "dt", "B", "C"), tensors, strict=True))
+        plain: dict[str, Any] = {"delta_bias": None, "delta_softplus": False, "z": None}
+        return self._scan(named_tensors, **plain)

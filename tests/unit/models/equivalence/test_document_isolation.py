@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import CONFIG_MAPPING, PreTrainedModel, masking_utils
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    masking_utils,
+)
 
 from bigtrain.errors import ConfigError, ModelError
 from bigtrain.models.build import _set_gradient_checkpointing
+from bigtrain.models.equivalence import document_isolation
 from bigtrain.models.equivalence.document_isolation import find_isolation
 from bigtrain.models.equivalence.proxy_model import build_proxy_model
-from bigtrain.models.equivalence.reductions import with_heads
+from bigtrain.models.equivalence.reductions import deterministic, with_heads
+from bigtrain.models.layers.compilation import compile_layers
 from bigtrain.models.layers.document_attention import (
     DocumentBoundaries,
     Isolation,
@@ -53,6 +64,8 @@ def find(model_type: str, attention: str, **values: Any) -> tuple[str, str]:
         ("opt", "documents"),  # its own masks forget documents
         ("biogpt", "documents"),  # makes a mask of padding, of which there is none
         ("gpt_neo", "masks"),  # does not take its attention from the registry
+        pytest.param("mvp", "masks", marks=pytest.mark.slow),  # and makes masks without positions
+        pytest.param("bloom", "masks", marks=pytest.mark.slow),  # ALiBi
     ],
 )
 def test_architectures_that_isolate(model_type: str, kind: str) -> None:
@@ -64,17 +77,64 @@ def test_architectures_that_isolate(model_type: str, kind: str) -> None:
     assert config.to_dict() == before
 
 
-def test_compiled_layers_get_masks() -> None:
-    """Lengths in a graph would be compiled anew for others."""
-    isolation, reason = find_isolation(CONFIG_MAPPING["llama"](), "auto", 32, compiled=True)
-    assert (isolation.method, reason) == ("masks", "")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_compiled_layers_attend_by_document_outside_of_their_graphs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Logits as uncompiled, and no graph is compiled again for other documents."""
+    torch._dynamo.reset()
+    counters.clear()
+    models = [
+        build_proxy_model(
+            CONFIG_MAPPING["llama"](), "sdpa", [with_heads(2)], sequence_length=16
+        ).eval()
+        for _ in range(2)
+    ]
+    isolation = Isolation("documents")
+    for model in models:
+        isolation.install(model)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    compile_layers(models[1], divided=True)
+    num_graphs = []
+    for lengths in ((7, 9, 8), (1, 20, 3), (24,), (5, 5, 5, 5, 4)):
+        positions = torch.cat([torch.arange(length) for length in lengths])[None]
+        ids = torch.randint(1, 64, (1, 24), generator=torch.Generator().manual_seed(0))
+        with torch.no_grad(), isolation.document_mask(positions):
+            logits, compiled_logits = (
+                model(input_ids=ids, position_ids=positions, use_cache=False).logits
+                for model in models
+            )
+        assert torch.allclose(compiled_logits, logits, atol=1e-5)
+        num_graphs.append(counters["stats"]["unique_graphs"])
+    assert num_graphs == [2, 2, 2, 2]
 
 
-@pytest.mark.parametrize("model_type", ["bloom", "camembert"])
-def test_architectures_that_do_not(model_type: str) -> None:
+def test_architectures_that_do_not() -> None:
     for attention in ("auto", "eager"):
-        _, reason = find(model_type, attention)
+        _, reason = find("openai-gpt", attention)
         assert reason.startswith("packed documents are not isolated: their logits differ")
+        assert reason.endswith(": tokens attend to the documents before theirs")
+
+
+def test_positions_that_cannot_be_restarted_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(document_isolation, "position_embeddings", lambda _: iter(()))
+    assert find("bart", "auto", **BART)[1].endswith(
+        ": positions in a document depend on the tokens before it"
+    )
+
+
+def test_masks_that_long_samples_do_not_use_are_not_relied_on() -> None:
+    """BigBird's sparse attention, which begins at 5 + 2 * 3 blocks."""
+    values = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 64}
+    config = CONFIG_MAPPING["big_bird"](
+        **values, block_size=16, intermediate_size=32, is_decoder=True
+    )
+    assert find_isolation(config, "auto", 176)[1] == ""
+    assert find_isolation(config, "auto", 192)[1] == (
+        "packed documents are not isolated in samples of 192 tokens: tokens attend to the "
+        "documents before theirs"
+    )
 
 
 def test_states_start_afresh() -> None:
@@ -84,16 +144,20 @@ def test_states_start_afresh() -> None:
 def test_a_run_is_refused_before_it_starts(tmp_path: Path) -> None:
     path = write_dataset(tmp_path / "d", vocab_size=50)
     data = {"path": str(path), "document_boundaries": "isolate"}
-    llama, bloom = (
-        run_config(model={"config": {"model_type": name, "vocab_size": 50}}, data=data)
-        for name in ("llama", "bloom")
+    llama, gpt = (
+        run_config(
+            model={"config": {"model_type": name, "vocab_size": 50}},
+            data=data,
+            output={"export": False},
+        )
+        for name in ("llama", "openai-gpt")
     )
     inspect_inputs(resolve_run(llama, 1))
     with pytest.raises(ConfigError) as caught:
-        inspect_inputs(resolve_run(bloom, 1))
+        inspect_inputs(resolve_run(gpt, 1))
     (problem,) = caught.value.problems
     assert str(problem).startswith(
-        "data.document_boundaries = 'isolate': is not supported for model_type bloom: packed "
+        "data.document_boundaries = 'isolate': is not supported for model_type openai-gpt: packed "
         "documents are not isolated: their logits differ from those of the separate"
     )
     assert problem.remedy == "set data.document_boundaries=ignore, or choose another architecture"
@@ -104,7 +168,7 @@ def test_kernels_that_a_cpu_lacks_are_tried_by_what_they_are_told(attention: str
     for model_type in ("llama", "gemma2"):
         kind = "lengths" if attention.startswith("flash") else "masks"
         assert find(model_type, attention) == (kind, "")
-    assert find("camembert", attention)[1]
+    assert find("openai-gpt", attention)[1]
 
 
 def test_lengths_of_documents() -> None:
@@ -138,6 +202,25 @@ def test_models_are_told_whether_documents_share_samples() -> None:
     assert masking_utils.find_packed_sequence_indices is look
 
 
+BART = {
+    "d_model": 32,
+    "decoder_layers": 2,
+    "decoder_attention_heads": 4,
+    "decoder_ffn_dim": 32,
+    "max_position_embeddings": 32,
+    "vocab_size": 64,
+    "dropout": 0.0,
+    "is_decoder": True,
+}
+REMBERT = {
+    "hidden_size": 32,
+    "input_embedding_size": 16,
+    "output_embedding_size": 32,
+    "intermediate_size": 32,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "vocab_size": 64,
+}
 SIZES = ((7, 9, 8), (1, 20, 3))
 POSITIONS = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in SIZES])
 
@@ -206,6 +289,60 @@ def test_documents_that_attend_for_themselves_are_documents_alone(
         return logits
 
     assert_equal(*alone_and(model, packed))
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "bart": BART,
+    "mvp": BART,
+    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64},
+    "rembert": REMBERT,
+}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fault"),
+    [
+        *product(MODELS, ("", "attention")),
+        ("bart", "positions"),
+        ("mvp", "positions"),
+    ],
+)
+def test_documents_of_models_without_positions_are_documents_alone(
+    model_type: str, fault: str
+) -> None:
+    """Every gradient; not if positions are not restarted, or masks are not of documents."""
+    values = {"is_decoder": True, **MODELS[model_type]}
+    config = deterministic(CONFIG_MAPPING[model_type](**values))
+    model = AutoModelForCausalLM.from_config(config)
+    isolation, reason = find_isolation(config, "auto", 24)
+    assert reason == ""
+    if fault == "positions":
+        isolation = replace(isolation, positions=False)
+    elif fault == "attention":
+        isolation = replace(isolation, method="masks", overlays=False)
+    isolation.install(model)
+
+    def packed(inputs: dict[str, Any]) -> torch.Tensor:
+        with isolation.document_mask(inputs["position_ids"]):
+            logits: torch.Tensor = model(**inputs).logits
+        return logits
+
+    wanted, gradients_by_name = alone_and(model, packed)
+    if not fault:
+        assert_equal(wanted, gradients_by_name)
+        return
+    with pytest.raises(AssertionError):
+        assert_equal(wanted, gradients_by_name)
+
+
+def test_a_mask_for_an_encoder_is_made_and_refused_where_it_is_used() -> None:
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["bart"](**BART))
+    attend_by_document(model)
+    ids = torch.randint(1, 64, POSITIONS.shape)
+    with per_document_attention(POSITIONS):
+        model(input_ids=ids, use_cache=False)
+        with pytest.raises(ModelError, match="the model attends to all tokens"):
+            model(input_ids=ids, encoder_hidden_states=torch.ones(2, 24, 32), use_cache=False)
 
 
 def test_no_mask_of_sequence_squared_is_made() -> None:

@@ -30,7 +30,7 @@ LLAMA = {
     "max_position_embeddings": 64,
 }
 GEMMA = {**LLAMA, "model_type": "gemma3_text", "head_dim": 8, "sliding_window": 16}
-BLOOM = {"model_type": "bloom", "hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64}
+GPT = {"model_type": "openai-gpt", "n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64}
 
 
 def run_of(
@@ -76,7 +76,7 @@ def test_what_is_kept_is_what_was_found(name: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_refusal_is_not_kept(tmp_path: Path) -> None:
-    run = run_of(BLOOM, 1, data={"document_boundaries": "isolate"})
+    run = run_of(GPT, 1, data={"document_boundaries": "isolate"})
     expected = choose(*run)
     assert expected[1]
     for _ in range(2):

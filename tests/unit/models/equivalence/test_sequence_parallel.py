@@ -146,7 +146,6 @@ def test_heads_are_divided_among_tensor_parallel_processes_first() -> None:
     [
         ("bloom", "cannot be replaced"),
         pytest.param("xlstm", "xLSTMLayer", marks=pytest.mark.slow),
-        ("roberta", "its positions do not begin with 0"),
     ],
 )
 def test_what_does_not_divide_is_refused(model_type: str, reason: str) -> None:
