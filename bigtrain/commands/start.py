@@ -14,7 +14,15 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from bigtrain.errors import EXIT_STOPPED, EXIT_USER_ERROR, BigtrainError, ConfigError, Problem
+from bigtrain.errors import (
+    EXIT_STALE_LAUNCH,
+    EXIT_STOPPED,
+    EXIT_USER_ERROR,
+    BigtrainError,
+    ConfigError,
+    Problem,
+    one_line,
+)
 from bigtrain.system.arguments import Argument, Directory, Positive, command_words
 from bigtrain.system.next_commands import next_lines, train_line
 
@@ -65,11 +73,12 @@ class StartRecord:
     held_out: float = 0.02
 
     def write(self, directory: Path) -> None:
-        """Write the record into `directory`, which is made."""
-        from bigtrain.system.files import write_whole
+        """Write the record into `directory`, which is made. Raises OutputError."""
+        from bigtrain.system.files import write_whole, writing
 
-        directory.mkdir(parents=True, exist_ok=True)
-        write_whole(directory / RECORD, json.dumps(asdict(self)).encode("utf-8"))
+        with writing(directory, "make room, or choose another --output"):
+            directory.mkdir(parents=True, exist_ok=True)
+            write_whole(directory / RECORD, json.dumps(asdict(self)).encode("utf-8"))
 
 
 def run(args: StartArguments) -> int:
@@ -86,6 +95,9 @@ def run(args: StartArguments) -> int:
         end_text = f"ended with exit code {code}; the same command continues"
         if code == EXIT_STOPPED:
             end_text = "stopped and saved; the same command continues"
+        elif code == EXIT_STALE_LAUNCH:
+            end_text = "a newer launch of this run has taken over, and this one stopped writing; "
+            end_text += "the same command takes it over again"
         elif code == EXIT_USER_ERROR:
             end_text = f"refused; once that is mended, in {directory / RUN_YAML} or in the data, "
             end_text += "the same command continues"
@@ -176,7 +188,11 @@ def _stem(name: str) -> str:
 
 def _read_record(directory: Path, options: list[str]) -> StartRecord:
     """Return the record of an earlier start in `directory`, or a new one. Raises ConfigError for
-    other options, and for a directory of something else."""
+    other options, for a directory of something else, and for one that cannot be written."""
+    from bigtrain.system.files import why_not_creatable
+
+    if (rule := why_not_creatable(directory)) is not None:
+        raise ConfigError(Problem("--output", str(directory), rule, "choose another one"))
     try:
         started = StartRecord(**json.loads((directory / RECORD).read_text(encoding="utf-8")))
     except FileNotFoundError:
@@ -184,6 +200,10 @@ def _read_record(directory: Path, options: list[str]) -> StartRecord:
             rule, remedy = "holds files of something else than a start", "another --output"
             raise ConfigError(Problem("--output", str(directory), rule, remedy)) from None
         return StartRecord(options)
+    except (OSError, ValueError, TypeError) as error:
+        rule = f"its {RECORD} is no record of a start ({one_line(error)})"
+        remedy = "another --output; or restore the file, without which the run is not known"
+        raise ConfigError(Problem("--output", str(directory), rule, remedy)) from error
     if started.options != options and [entry.name for entry in directory.iterdir()] != [RECORD]:
         rule = f"was started with other options: {shlex.join(started.options)}"
         remedy = f"the same options (settings: edit {directory / RUN_YAML}), or another --output"

@@ -134,6 +134,10 @@ def test_other_options_and_other_files_are_refused(
     Path("mine/notes.txt").touch()
     assert main([*command, "--output", "mine"]) == 2
     assert "--output = 'mine': holds files of something else" in capsys.readouterr().err
+    for content in ("{", '["a"]', '{"colour": 1}'):
+        Path("mine/start.json").write_text(content)
+        assert main([*command, "--output", "mine"]) == 2
+        assert "its start.json is no record of a start (" in capsys.readouterr().err
     assert len(trained) == 1
 
 
