@@ -50,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(command_module(namespace.command).run(read_arguments(namespace)))
     except BigtrainError as error:
-        print(f"bigtrain {namespace.command}: {error}", file=sys.stderr)
+        notes = getattr(error, "__notes__", ())
+        print(f"bigtrain {namespace.command}: {error}", *notes, sep="\n", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
         # A broken pipe is no error if it is the standard output, and not some socket.

@@ -5,6 +5,7 @@
     BigtrainError
     ├── ConfigError      the run YAML, an override, a DeepSpeed JSON, or their combination
     ├── DataError        inputs, shards, manifests, tokenizers
+    │   └── TooFewAnswersError       of a split, which has nothing to compare them with
     ├── ModelError       model names, configurations, weights, exports
     ├── CheckpointError  checkpoints that are missing, corrupt or do not belong to this run
     │   └── CorruptCheckpointError   found while reading it; an older one may be complete
@@ -112,6 +113,10 @@ class ConfigError(BigtrainError):
 
 class DataError(BigtrainError):
     """Inputs, shards, manifests or tokenizers that cannot be used."""
+
+
+class TooFewAnswersError(DataError):
+    """Rated answers of which none is to another prompt."""
 
 
 class ModelError(BigtrainError):

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from bigtrain.errors import EXIT_STOPPED, EXIT_USER_ERROR, BigtrainError, ConfigError, Problem
+from bigtrain.errors import (
+    EXIT_STALE_LAUNCH,
+    EXIT_STOPPED,
+    EXIT_USER_ERROR,
+    BigtrainError,
+    ConfigError,
+    Problem,
+    one_line,
+)
 from bigtrain.system.arguments import Argument, Directory, Positive, command_words
 from bigtrain.system.next_commands import next_lines, train_line
 
@@ -22,7 +32,6 @@ if TYPE_CHECKING:
 RECORD = "start.json"
 """File of the directory with the options that it was started with."""
 RUN_YAML, SHARDS, RUN = "run.yaml", "shards", "run"
-_HELD_OUT = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +51,8 @@ class StartArguments:
     adapters: bool = False
     """train LoRA adapters (default: all weights)"""
     devices: Annotated[str | None, "NxDEVICE"] = None
-    """plan the layout for these: 8xH100-80GB, 2xCPU (default: the GPUs of this machine, else one
-    process on its CPU)"""
+    """plan the layout for these: 8xH100-80GB, 2xCPU; a number: of the devices of this machine
+    (default: the GPUs of this machine, else one process on its CPU)"""
     epochs: Annotated[float, "E"] = 1.0
     """times that the data is read (default: 1)"""
     sequence_length: Positive | None = None
@@ -54,74 +63,115 @@ class StartArguments:
 
 @dataclass(frozen=True)
 class StartRecord:
-    """Record of a start: its options, the ranks (0: not planned yet), and the ranks of a node."""
+    """Record of a start: its options, the ranks (0: not planned yet), the ranks of a node, whether
+    they are planned for GPUs, and the fraction of the documents that is held out."""
 
     options: list[str]
     num_ranks: int = 0
     ranks_per_node: int = 0
+    on_gpus: bool = False
+    held_out: float = 0.02
 
     def write(self, directory: Path) -> None:
-        """Write the record into `directory`, which is made."""
-        from bigtrain.system.files import write_whole
+        """Write the record into `directory`, which is made. Raises OutputError."""
+        from bigtrain.system.files import write_whole, writing
 
-        directory.mkdir(parents=True, exist_ok=True)
-        write_whole(directory / RECORD, json.dumps(asdict(self)).encode("utf-8"))
+        with writing(directory, "make room, or choose another --output"):
+            directory.mkdir(parents=True, exist_ok=True)
+            write_whole(directory / RECORD, json.dumps(asdict(self)).encode("utf-8"))
 
 
 def run(args: StartArguments) -> int:
     """Tokenize, write the run YAML, train and export; return the exit code of the run. This command
     continues it. Raises BigtrainError."""
     directory = args.output or Path("runs") / f"{_stem(args.model)}-{_stem(args.data)}"
+    same_command = next_lines(shlex.join(["bigtrain", "start", *command_words(args)]))
+    try:
+        code = _start(args, directory)
+    except KeyboardInterrupt:
+        print(f"\nstopped; the same command continues; {same_command}", file=sys.stderr)
+        return 128 + signal.SIGINT
+    if code:
+        end_text = f"ended with exit code {code}; the same command continues"
+        if code == EXIT_STOPPED:
+            end_text = "stopped and saved; the same command continues"
+        elif code == EXIT_STALE_LAUNCH:
+            end_text = "a newer launch of this run has taken over, and this one stopped writing; "
+            end_text += "the same command takes it over again"
+        elif code == EXIT_USER_ERROR:
+            end_text = f"refused; once that is mended, in {directory / RUN_YAML} or in the data, "
+            end_text += "the same command continues"
+        print(f"{end_text}; {same_command}", file=sys.stderr)
+    return code
+
+
+def _start(args: StartArguments, directory: Path) -> int:
+    """Tokenize, write the run YAML, train and export; return the exit code of the run. Raises
+    BigtrainError."""
     started = _read_record(directory, command_words(args))
     new_run = _checked_run(args, directory)
     started.write(directory)
 
     # Shards: of the format that is found, unless they are shards already.
-    if new_run.is_tokenized:
-        shards = Path(new_run.data)
-    else:
-        shards = directory / SHARDS
+    shards = Path(new_run.data) if new_run.is_tokenized else directory / SHARDS
+    if not new_run.is_tokenized:
         try:
-            _tokenize(args, shards)
+            _tokenize(args, shards, started.held_out)
         except BigtrainError as error:
             _remove_if_unused(directory)
-            _explain_options(args, str(error))
+            _explain_options(args, error)
             raise
 
     # The run YAML: written once, and the user's from then on.
+    from bigtrain.data.loading.dataset_checks import is_short_held_out
+
     run_yaml = directory / RUN_YAML
     if started.num_ranks and run_yaml.exists():
         print(f"{run_yaml}: used as it is")
     else:
-        started = _write_run(args, new_run, shards, run_yaml)
+        planned = replace(new_run, data=str(shards), devices=_devices(args.devices))
+        try:
+            started = _write_run(started, planned, run_yaml)
+        except ConfigError as error:
+            # The fraction that is held out was chosen here, and the user has not asked for it.
+            if new_run.is_tokenized or not all(map(is_short_held_out, error.problems)):
+                raise
+            print(f"{error.problems[0].rule}; tokenized again without held-out documents")
+            # Renamed first: what is left of an interrupted removal is no dataset.
+            removed = shards.with_name(f".{SHARDS}.removed")
+            shutil.rmtree(removed, ignore_errors=True)
+            shards.rename(removed)
+            shutil.rmtree(removed)
+            started = replace(started, held_out=0.0)
+            started.write(directory)
+            _tokenize(args, shards, started.held_out)
+            started = _write_run(started, planned, run_yaml)
+
+    # A run for other machines is started there.
     words = ["--config", str(run_yaml)]
+    line = train_line(words, started.num_ranks, started.ranks_per_node)
     if started.num_ranks > started.ranks_per_node:
-        line = train_line(words, started.num_ranks, started.ranks_per_node)
         print(f"{run_yaml}: a run of several machines is started on them; {next_lines(line)}")
+        return 0
+    if started.on_gpus and started.num_ranks > (num_gpus := _num_gpus()):
+        has_text = f"has {num_gpus or 'no'} GPU{'s' if num_gpus > 1 else ''}"
+        place = f"for {started.num_ranks} GPUs, and this machine {has_text}; start it on one that"
+        print(f"{run_yaml}: a run {place} has them; {next_lines(line)}")
         return 0
 
     # The run trains and exports, and ends with the commands that use its model.
-    code = _train(words, started.num_ranks)
-    if code:
-        end_text = f"ended with exit code {code}; the same command continues"
-        if code == EXIT_STOPPED:
-            end_text = "stopped and saved; the same command continues"
-        elif code == EXIT_USER_ERROR:
-            end_text = f"refused; once that is mended, in {run_yaml} or in the data, the same "
-            end_text += "command continues"
-        same_command = shlex.join(["bigtrain", "start", *command_words(args)])
-        print(f"{end_text}; {next_lines(same_command)}", file=sys.stderr)
-    return code
+    return _train(words, started, args.devices)
 
 
-def _explain_options(args: StartArguments, reason: str) -> None:
-    """Say how options that `reason` names and `start` does not have are used."""
+def _explain_options(args: StartArguments, error: BigtrainError) -> None:
+    """Append to `error` how options that it names and `start` does not have are used."""
     options = {f"--{field.name.replace('_', '-')}" for field in fields(args)}
-    foreign_options = sorted(set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", reason)) - options)
+    named_options = re.findall(r"(?<![\w-])--[a-z][a-z-]*", str(error))
+    foreign_options = sorted({*named_options} - options)
     if foreign_options:
         line = shlex.join(["bigtrain", "start", "--model", args.model, "--data", "SHARDS"])
-        text = f"{' and '.join(foreign_options)}: of the command `bigtrain tokenize` above; run it "
-        _to_stderr(f"{text}with that, and then, with the directory that it writes: {line}")
+        text = f"{' and '.join(foreign_options)}: of `bigtrain tokenize`; run the command above "
+        error.add_note(f"{text}with what you need, and then, with the directory it writes: {line}")
 
 
 def _remove_if_unused(directory: Path) -> None:
@@ -138,7 +188,11 @@ def _stem(name: str) -> str:
 
 def _read_record(directory: Path, options: list[str]) -> StartRecord:
     """Return the record of an earlier start in `directory`, or a new one. Raises ConfigError for
-    other options, and for a directory of something else."""
+    other options, for a directory of something else, and for one that cannot be written."""
+    from bigtrain.system.files import why_not_creatable
+
+    if (rule := why_not_creatable(directory)) is not None:
+        raise ConfigError(Problem("--output", str(directory), rule, "choose another one"))
     try:
         started = StartRecord(**json.loads((directory / RECORD).read_text(encoding="utf-8")))
     except FileNotFoundError:
@@ -146,6 +200,10 @@ def _read_record(directory: Path, options: list[str]) -> StartRecord:
             rule, remedy = "holds files of something else than a start", "another --output"
             raise ConfigError(Problem("--output", str(directory), rule, remedy)) from None
         return StartRecord(options)
+    except (OSError, ValueError, TypeError) as error:
+        rule = f"its {RECORD} is no record of a start ({one_line(error)})"
+        remedy = "another --output; or restore the file, without which the run is not known"
+        raise ConfigError(Problem("--output", str(directory), rule, remedy)) from error
     if started.options != options and [entry.name for entry in directory.iterdir()] != [RECORD]:
         rule = f"was started with other options: {shlex.join(started.options)}"
         remedy = f"the same options (settings: edit {directory / RUN_YAML}), or another --output"
@@ -174,10 +232,14 @@ def _checked_run(args: StartArguments, directory: Path) -> NewRun:
         from bigtrain.planner.tables.hardware import find_device
 
         number, _, device = args.devices.partition("x")
-        if not number.isdigit() or not device:
-            rule = "is not a number of devices and their name"
-            raise ConfigError(Problem("--devices", args.devices, rule, "write e.g. 8xH100-80GB"))
-        find_device(device, "--devices")
+        if not number.isdigit() or int(number) == 0 or args.devices.endswith("x"):
+            rule = "is not a number of devices, or that and their name"
+            remedy = "write e.g. 2, 2xCPU or 8xH100-80GB"
+            raise ConfigError(Problem("--devices", args.devices, rule, remedy))
+        if device:
+            find_device(device, "--devices")
+        else:
+            _devices(args.devices)
     check_names(new_run, _to_stderr)
     if Path(args.model).is_dir() and not new_run.is_tokenized:
         from bigtrain.data.tokenizers.tokenizer import load_tokenizer
@@ -192,16 +254,30 @@ def _checked_run(args: StartArguments, directory: Path) -> NewRun:
     return new_run
 
 
-def _devices_here() -> str | None:
-    """Return the GPUs of this machine; None without one."""
+def _num_gpus() -> int:
     import torch
 
-    if not torch.cuda.is_available():
-        return None
-    return f"{torch.cuda.device_count()}x{torch.cuda.get_device_name()}"
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def _tokenize(args: StartArguments, shards: Path) -> None:
+def _devices(devices: str | None) -> str | None:
+    """Return `devices` with their name: by default the GPUs of this machine; None for one process
+    on its CPU. Raises ConfigError for more GPUs than this machine has."""
+    if devices is not None and not devices.isdigit():
+        return devices
+    num_gpus = _num_gpus()
+    if not num_gpus:
+        return None if devices is None else f"{devices}xCPU"
+    if devices is not None and int(devices) > num_gpus:
+        rule = f"this machine has {num_gpus} GPUs"
+        remedy = f"{num_gpus}; or with the name of the GPUs that it will have: {devices}xH100-80GB"
+        raise ConfigError(Problem("--devices", devices, rule, remedy))
+    import torch
+
+    return f"{devices or num_gpus}x{torch.cuda.get_device_name()}"
+
+
+def _tokenize(args: StartArguments, shards: Path, held_out: float) -> None:
     """Tokenize the data into `shards`, or continue; a finished dataset is kept. Raises DataError,
     also for conversations if the rows have another format."""
     from bigtrain.data.shards.inspection import summary
@@ -217,7 +293,7 @@ def _tokenize(args: StartArguments, shards: Path) -> None:
         inputs=[args.data],
         tokenizer=args.model,
         output=shards,
-        held_out=_HELD_OUT,
+        held_out=held_out,
         format=row_format,
     )
     if args.chat:
@@ -227,40 +303,45 @@ def _tokenize(args: StartArguments, shards: Path) -> None:
     print(summary(shards, result.manifest))
 
 
-def _write_run(args: StartArguments, new_run: NewRun, shards: Path, run_yaml: Path) -> StartRecord:
+def _write_run(started: StartRecord, planned: NewRun, run_yaml: Path) -> StartRecord:
     """Write the run YAML for the layout that is planned, and the record. Raises BigtrainError."""
-    from dataclasses import replace
-
     from bigtrain.python_api.new_run import write_new_run
 
-    planned = replace(new_run, data=str(shards), devices=args.devices or _devices_here())
     written = write_new_run(planned, run_yaml, force=True, say=_to_stderr)
     print(f"wrote {' and '.join(map(str, written.files))}, which you may edit")
-    started = StartRecord(command_words(args), written.num_ranks, written.ranks_per_node)
+    started = replace(
+        started,
+        num_ranks=written.num_ranks,
+        ranks_per_node=written.ranks_per_node,
+        on_gpus=written.on_gpus,
+    )
     started.write(run_yaml.parent)
     return started
 
 
-def _train(words: list[str], num_ranks: int) -> int:
+def _train(words: list[str], started: StartRecord, devices: str | None) -> int:
     """Train on this machine; return the exit code. Ctrl-C and SIGTERM stop the run after a saved
     step."""
-    from bigtrain.system.local_world import free_port
     from bigtrain.system.shipped_files import checkout
 
     program = [str(checkout() / "bigtrain/train.py"), *words]
-    command = [sys.executable, *program]
-    if num_ranks > 1:
-        launcher = ["-m", "deepspeed.launcher.runner", "--quiet", "--master_port", str(free_port())]
-        command = [sys.executable, *launcher, "--num_accelerators", str(num_ranks), *program]
-    _show(train_line(words, num_ranks))
-    process = subprocess.Popen(command)
-    # A terminal sends Ctrl-C to the run, too; other signals are passed on.
-    handlers = {
-        signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN),
-        signal.SIGTERM: signal.signal(
-            signal.SIGTERM, lambda number, _: process.send_signal(number)
-        ),
-    }
+    interrupt = signal.SIGINT
+    if started.num_ranks > 1:
+        # The agent waits for ranks that save, which DeepSpeed's launcher kills or leaves behind.
+        agent = ["-m", "bigtrain.launchers.agent", "--fork", "bigtrain.forked_rank"]
+        program = [*agent, "--standalone", f"--nproc-per-node={started.num_ranks}", *program]
+        interrupt = signal.SIGTERM
+    paths = [str(checkout()), os.environ.get("PYTHONPATH")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    if devices is not None and devices.lower().endswith("cpu"):
+        environment.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
+    _show(shlex.join(["python", *program]))
+    # A group of its own, so that a terminal's Ctrl-C reaches the run once, by the handler.
+    process = subprocess.Popen([sys.executable, *program], env=environment, process_group=0)
+    handlers = {}
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        sent = interrupt if number == signal.SIGINT else signal.SIGTERM
+        handlers[number] = signal.signal(number, lambda *_, sent=sent: process.send_signal(sent))
     try:
         code = process.wait()
     finally:

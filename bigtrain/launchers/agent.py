@@ -19,10 +19,12 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import logging
 import os
 import signal
 import sys
 import time
+import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -70,6 +72,8 @@ def _launch(arguments: Sequence[str]) -> int:
     from bigtrain.launchers import agent_patches, elastic_patches
 
     agent_patches.install()
+    # Its tracebacks of a rank's end are the line below, in thirty lines.
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     if options.max_restarts == 0:  # otherwise torchrun would restart ranks that saved and exited
         options.signals_to_handle = "SIGINT"
         signal.signal(signal.SIGTERM, _forward)
@@ -82,7 +86,8 @@ def _launch(arguments: Sequence[str]) -> int:
         rank, failure = error.get_first_failure()
         code = int(failure.exitcode)
         how = f"exit code {code}" if code >= 0 else f"signal {-code}"
-        _say(f"rank {rank} failed first, with {how}; its output is above")
+        verb = "stopped" if code == EXIT_STOPPED else "failed"
+        _say(f"rank {rank} {verb} first, with {how}; its output is above")
         return code if code >= 0 else 128 - code
     except SignalException as error:
         _say(f"ended by {error.sigval.name}, which was sent to its ranks too: see their output")
@@ -119,6 +124,9 @@ def _run_forked(module: str, options: argparse.Namespace) -> None:
     # Else ranks that start at once read addresses of earlier ranks in the store of the rendezvous.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     start_fork_server(module)
+    if options.standalone:  # as torchrun itself replaces it
+        options.rdzv_backend, options.rdzv_endpoint = "c10d", "localhost:0"
+        options.rdzv_id = str(uuid.uuid4())
     options.start_method = "forkserver"
     config, _, _ = run.config_from_args(options)
     launch = run.elastic_launch(config=config, entrypoint=run_rank)

@@ -18,6 +18,10 @@ AlpacaFormat = Literal[
     "alpaca-phi",
     "alpaca-instruct-bare",
     "alpaca-chat-bare",
+    "alpaca-instruct-system",
+    "alpaca-chat-system",
+    "open-orca",
+    "open-orca-chatml",
 ]
 """Formats of instructions whose prompts are plain text, as Axolotl writes them."""
 RowFormat = Literal[

@@ -104,12 +104,13 @@ class NewRun:
 
 @dataclass(frozen=True)
 class WrittenRun:
-    """Written files, the next command lines, and the ranks of the layout."""
+    """Written files, the next command lines, and the layout: ranks, and whether they are GPUs."""
 
     files: tuple[Path, ...]
     next_commands: tuple[str, ...]
     num_ranks: int
     ranks_per_node: int
+    on_gpus: bool
 
 
 def write_new_run(
@@ -166,7 +167,9 @@ def write_new_run(
         rule, fix = "exists, and may have been edited", "another --output, or --force to replace it"
         raise ConfigError(Problem("--output", existing[0], rule, fix))
 
-    # A run must accept the files: of a JSON that must be written first, its settings only.
+    # A run must accept the data, and the files: of a JSON that must be written first, its settings.
+    if wanted.is_tokenized:
+        _check_data(load_config(sections))
     text = commented_yaml(sections, head, output.parent)
     world_size = 1 if plan is None else plan.cluster.num_devices
     if len(files) > 1:
@@ -177,7 +180,17 @@ def write_new_run(
     _write(output, text)
     per_node = RANKS_PER_NODE if plan is None else plan.cluster.device.devices_per_node
     lines = _next_commands(wanted, output, world_size, per_node)
-    return WrittenRun(tuple(files), tuple(lines), world_size, per_node)
+    on_gpus = plan is not None and not plan.cluster.device.is_cpu
+    return WrittenRun(tuple(files), tuple(lines), world_size, per_node, on_gpus)
+
+
+def _check_data(config: RunConfig) -> None:
+    """Raise ConfigError for shards that the run would refuse."""
+    from bigtrain.data.loading.dataset_checks import check_datasets, open_checked
+
+    datasets, problems = open_checked(config)
+    if problems := problems or check_datasets(config, datasets).problems:
+        raise ConfigError(problems, "the run's inputs")
 
 
 def check_names(new_run: NewRun, say: Callable[[str], None]) -> None:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from bigtrain.errors import ConfigError, OutputError, Problem
 from bigtrain.python_api.configuring import Config, load_config
-from bigtrain.python_api.proposals import Proposal, offloads, proposal_lines, proposals
 from bigtrain.settings.run_config import ParallelSection, RunConfig
 
 if TYPE_CHECKING:
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from bigtrain.planner.search import Candidate, Cluster
     from bigtrain.planner.tables.engines import MeasuredEngine
     from bigtrain.planner.tables.hardware import Device as Accelerator
+    from bigtrain.python_api.proposals import Proposal
     from bigtrain.settings.compatibility.facts import Device
     from bigtrain.settings.resolve import ResolvedRun
 
@@ -49,6 +49,8 @@ class Plan:
 
         lines = [plan_table(self.fitting, self.cluster, top)]
         if self.proposals:
+            from bigtrain.python_api.proposals import proposal_lines
+
             lines += ["", *proposal_lines(self.proposals, self.cluster.num_devices)]
         return "\n".join(lines)
 
@@ -132,6 +134,7 @@ def plan(
     from bigtrain.planner.plan_text import nothing_fits
     from bigtrain.planner.search import longest_sample, search
     from bigtrain.planner.tables.engines import engine_named
+    from bigtrain.python_api.proposals import offloads, proposal_lines, proposals
 
     # The hardware, measured where `hardware` or a CPU is given, and the model's costs.
     cluster, measured = _cluster(
@@ -171,9 +174,8 @@ def plan(
     if not ranking.fitting:
         rule, remedy = nothing_fits(ranking.others, cluster)
         if fitting_proposals:
-            remedy += "; or " + "\n    ".join(
-                proposal_lines(fitting_proposals, cluster.num_devices)
-            )
+            lines = proposal_lines(fitting_proposals, cluster.num_devices)
+            remedy += "; or " + "\n    ".join(lines)
         raise ConfigError(Problem("--gpus", devices, rule, remedy))
     if loaded.objective.teacher_model is not None:
         teacher_remark = "without those of the teacher (objective.teacher_model)"

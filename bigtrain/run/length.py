@@ -11,7 +11,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 
-from bigtrain.data.loading.dataset_checks import check_given_stream, count_samples, open_checked
+from bigtrain.data.loading.dataset_checks import (
+    check_given_stream,
+    check_length,
+    count_samples,
+    open_checked,
+)
 from bigtrain.data.shards.dataset import TokenDataset
 from bigtrain.errors import ConfigError, DataError, Problem
 from bigtrain.settings.extensions import check_schedule
@@ -35,9 +40,7 @@ def with_steps(
         raise ConfigError(problems, "the run's settings")
     samples = [count_samples(config, dataset, "train") for dataset in datasets]
     if not sum(samples):
-        rule = "the number of the training samples is not known, so an epoch has no length"
-        key, epochs = next(iter(config.epoch_settings.items()))
-        raise ConfigError(Problem(key, epochs, rule, f"{key.replace('epochs', 'steps')}=N"))
+        raise ConfigError(check_length(config, datasets), "the run's inputs")
     config, lines = _with_distances(config, samples)
     if config.train.epochs is None:
         return replace(run, config=config), lines

@@ -27,6 +27,8 @@ _TEXTS = tuple(
     for suffix in (".txt", ".md", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow")
     for compression in ("", ".gz", ".zst", ".xz", ".bz2")
 )
+_WRITTEN = ("checkpoints", "generations", "hangs", "log.txt", "metrics.jsonl", "starts.jsonl")
+"""Directories in which a run makes files, and files that it appends to; others are replaced."""
 
 _SHOWN = 3
 
@@ -39,7 +41,17 @@ def check_output(directory: Path, *, is_here: bool = True) -> Sequence[Problem]:
     rule, remedy = _owner(directory), f"a directory of its own, such as {parent / 'run'}"
     if rule is None and is_here:
         rule, remedy = why_not_creatable(directory), "choose another one"
+        if rule is None and (part := _unwritable_part(directory)):
+            rule = f"this user cannot write to {part}"
+            remedy = "change its owner or permissions, or choose another one"
     return [] if rule is None else [Problem(KEY, str(directory), rule, remedy)]
+
+
+def _unwritable_part(directory: Path) -> Path | None:
+    """Return a directory or a file in the run's `directory` that the run writes to, and that this
+    user cannot: the first save would notice it."""
+    written = [directory / name for name in _WRITTEN]
+    return next((path for path in written if path.exists() and not os.access(path, os.W_OK)), None)
 
 
 def _owner(directory: Path) -> str | None:

@@ -63,6 +63,8 @@ _ALSO_KNOWN_AS = {
 """Values under the names that other programs use for them."""
 
 
+_ODD_SPACES = {"\t": "tabs", "\xa0": "non-breaking spaces"}
+"""Characters that look like spaces in an editor, and are none in YAML."""
 _SHOWN_COLUMNS = 80
 """Columns that an error shows of a line that cannot be read."""
 
@@ -114,6 +116,7 @@ def parse_yaml(text: str, source: str) -> Any:
         return yaml.load(text, Loader=_Loader)
     # ValueError: a date or an integer that Python does not have. TypeError: a list as a key.
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+        remedy = "correct the value" if "\n" not in text else "correct the line"
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         reason = getattr(error, "problem", None) or getattr(error, "reason", None)
         if mark is None or reason is None:
@@ -125,9 +128,11 @@ def parse_yaml(text: str, source: str) -> Any:
             context = getattr(error, "context", None)
             position = f" line {number + 1}, column {mark.column + 1}"
             rule = f"{context}: {reason}" if context else str(reason)
+            odd_spaces = [name for space, name in _ODD_SPACES.items() if space in lines[number]]
+            if odd_spaces:
+                remedy = f"write spaces instead of {' and '.join(odd_spaces)}"
             line = lines[number].strip()
             rule = f"{rule}: {line[:_SHOWN_COLUMNS]!r}{'...' * (len(line) > _SHOWN_COLUMNS)}"
-        remedy = "correct the value" if "\n" not in text else "correct the line"
         raise ConfigError(
             Problem(f"YAML of {source}{position}", None, rule, remedy), source
         ) from error

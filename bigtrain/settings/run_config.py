@@ -100,18 +100,18 @@ class RunConfig(Section):
     """train adapters, not the model's own weights; absent: train all weights"""
     sites: SitesSection | None = None
     """train with other sites; absent: a single site"""
-    objective: ObjectiveSection = ObjectiveSection()
-    parallel: ParallelSection = ParallelSection()
-    moe: MoeSection = MoeSection()
-    schedule: ScheduleSection = ScheduleSection()
-    precision: PrecisionSection = PrecisionSection()
-    checkpoint: CheckpointSection = CheckpointSection()
-    logging: LoggingSection = LoggingSection()
-    evaluation: EvaluationSection = EvaluationSection()
-    profile: ProfileSection = ProfileSection()
-    watchdog: WatchdogSection = WatchdogSection()
-    guard: GuardSection = GuardSection()
-    engine: EngineSection = EngineSection()
+    objective: ObjectiveSection = ObjectiveSection.model_construct()
+    parallel: ParallelSection = ParallelSection.model_construct()
+    moe: MoeSection = MoeSection.model_construct()
+    schedule: ScheduleSection = ScheduleSection.model_construct()
+    precision: PrecisionSection = PrecisionSection.model_construct()
+    checkpoint: CheckpointSection = CheckpointSection.model_construct()
+    logging: LoggingSection = LoggingSection.model_construct()
+    evaluation: EvaluationSection = EvaluationSection.model_construct()
+    profile: ProfileSection = ProfileSection.model_construct()
+    watchdog: WatchdogSection = WatchdogSection.model_construct()
+    guard: GuardSection = GuardSection.model_construct()
+    engine: EngineSection = EngineSection.model_construct()
     callbacks: tuple[CallbackSection, ...] = ()
     """code that is called at points of the run, in this order"""
     seed: NonNegativeInt = 0

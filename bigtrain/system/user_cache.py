@@ -57,6 +57,14 @@ def cache_get(folder: str, key: str) -> dict[str, Any] | None:
         return None
 
 
+def cache_has(folder: str) -> bool:
+    """Return whether anything was stored in `folder`."""
+    try:
+        return (cache_directory() / folder).is_dir()
+    except (OSError, RuntimeError):
+        return False
+
+
 def cache_put(folder: str, key: str, fact: dict[str, Any]) -> None:
     """Store `fact` for `key`, atomically."""
     try:

@@ -81,7 +81,9 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "check --config run.yml --world-size 2": ("did you mean run.yaml?",),
     "check --config quikstart --world-size 2": ("did you mean quickstart?",),
     "check --config folder.yaml --world-size 2": ("is a directory -> a YAML file",),
-    "check --config tabs.yaml --world-size 2": ("line 2, column 1", "-> correct the line"),
+    "check --config tabs.yaml --world-size 2": ("line 2, column 1", "-> write spaces instead of t"),
+    "check --config tab.yaml --world-size 2": ("line 2, column 8", "-> write spaces instead of ta"),
+    "check --config nbsp.yaml --world-size 2": ("-> write spaces instead of non-breaking spaces",),
     "check --config list.yaml --world-size 2": ("must hold sections -> begin with `model:`",),
     "check --config empty.yaml --world-size 2": ("must hold sections",),
     "check --config utf16.yaml --world-size 2": ("is UTF-16, not UTF-8 -> iconv -f UTF-16",),
@@ -95,6 +97,14 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "train.py --config nothing.yaml": ("neither a file nor the name of a recipe -> ",),
     f"{TRAIN} optimizer.lr_rate=1": ("unknown key",),
     f"{TRAIN} data.path=missing": ("does not exist -> make it with `bigtrain tokenize",),
+    f"{TRAIN} data.path=shard": ("shard does not exist -> did you mean shards? Or make it with",),
+    f"{TRAIN} data.path=renamed": (
+        "train-00000.bin cannot be read: No such file or directory -> rename train-00000.bin.old ",
+    ),
+    f"{TRAIN} data.path=removed": (
+        "held_out-00000.idx cannot be read: No such file or directory -> restore the file, or remo",
+    ),
+    f"{TRAIN} data.path=unlisted": ("it has no manifest.json -> make it with `bigtrain tokenize",),
     f"{TRAIN} output.directory=texts.jsonl/run": ("is not a directory -> choose another",),
     f"{TRAIN} checkpoint.initialize_from=missing": ("-> a directory with weights",),
     "chekc --config run.yaml": ("unknown command chekc -> did you mean check?",),
@@ -103,6 +113,10 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "tokenize --input text.jsonl --tokenizer tokenizer --output s": ("did you mean texts.jsonl?",),
     "tokenize --input texts.jsonl --tokenizer no-tokenizer --output s": (
         "has no tokenizer (tokenizer.json or tokenizer_config.json) -> train one",
+    ),
+    "tokenize --input texts.jsonl --tokenizer endless --output s": (
+        "endless has no end-of-sequence token",
+        '-> set eos_token in its tokenizer_config.json: "eos_token": "<|endoftext|>"',
     ),
     "tokenize --input texts.jsonl --output s": ("required: --tokenizer -> ", "tokenize --help"),
     "tokenize --inputs texts.jsonl --tokenizer tokenizer --output s": ("required: --input",),
@@ -154,7 +168,10 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "start --model model --data missing.jsonl": ("does not exist -> a file that exists",),
     "start --model model --data texts.jsonl": ("model has no tokenizer", "-> train one"),
     "start --model tokenizer --data chats.jsonl --devices 8xH900": ("no such device", "nearest"),
-    "start --model tokenizer --data chats.jsonl --devices eight": ("write e.g. 8xH100-80GB",),
+    "start --model tokenizer --data chats.jsonl --devices eight": ("write e.g. 2, 2xCPU or 8xH10",),
+    "start --model tokenizer --data chats.jsonl --devices 0": ("write e.g. 2, 2xCPU or 8xH100-8",),
+    "start --model endless --data texts.jsonl": ('"eos_token": "<|endoftext|>"',),
+    "start --model tokenizer --data texts.jsonl --output texts.jsonl": ("is not a directory",),
     "start --model adapter --data chats.jsonl": (
         "is the folder of an adapter",
         "-> the model with its adapters merged in: `bigtrain export --merge`",
@@ -198,6 +215,8 @@ def desk(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (desk / "empty.jsonl").write_text("")
     (desk / "latin.txt").write_bytes("caf\xe9\n".encode("latin-1"))
     (desk / "tabs.yaml").write_text("model:\n\tpath: x\n")
+    (desk / "tab.yaml").write_text("model:\n  path:\tx\n")
+    (desk / "nbsp.yaml").write_text("model:\n  path: x\n \xa0path: y\n", encoding="utf-8")
     (desk / "list.yaml").write_text("- model\n")
     (desk / "empty.yaml").write_text("")
     (desk / "twice.yaml").write_text((desk / "run.yaml").read_text() + "seed: 4\n")
@@ -218,6 +237,15 @@ def desk(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(desk / "tokenizer", desk / "adapter")
     (desk / "adapter" / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     (desk / "not-a-run").mkdir()
+    shutil.copytree(desk / "tokenizer", desk / "endless")
+    tokenizer_config = json.loads((desk / "endless/tokenizer_config.json").read_text())
+    del tokenizer_config["eos_token"]
+    (desk / "endless/tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+    for name in ("renamed", "removed", "unlisted"):
+        shutil.copytree(desk / "shards", desk / name)
+    (desk / "renamed/train-00000.bin").rename(desk / "renamed/train-00000.bin.old")
+    (desk / "removed/held_out-00000.idx").unlink()
+    (desk / "unlisted/manifest.json").unlink()
     return desk
 
 
@@ -244,4 +272,4 @@ def test_a_mistake_is_one_error_with_its_remedy(
 
 
 def test_there_are_many_mistakes() -> None:
-    assert len(MISTAKES) >= 90
+    assert len(MISTAKES) >= 105

@@ -296,3 +296,59 @@ def test_spares_that_cannot_be(spares: str, said: str, job_with_spares: Job) -> 
     code, log, calls = job_with_spares(spares, 0)
     assert (code, calls) == (2, []), log
     assert said in log
+
+
+ODD_VARIABLES: dict[str, tuple[dict[str, str | None], str]] = {
+    "no nodes": ({"SLURM_JOB_NUM_NODES": None}, "SLURM_JOB_NUM_NODES is not set, which Slurm"),
+    "no list": ({"SLURM_JOB_NODELIST": None}, "SLURM_JOB_NODELIST is not set, which Slurm"),
+    "GPUs by name": (
+        {"SLURM_GPUS_ON_NODE": "a100:4"},
+        "SLURM_GPUS_ON_NODE = a100:4: is not a number of at least 1 -> BIGTRAIN_PROCESSES_PER_NODE",
+    ),
+    "no GPUs": (
+        {"SLURM_GPUS_ON_NODE": None},
+        "SLURM_GPUS_ON_NODE is not set, and this node has 4 GPUs -> sbatch --gpus-per-node=4, or ",
+    ),
+    "no processes": (
+        {"BIGTRAIN_PROCESSES_PER_NODE": "0"},
+        "BIGTRAIN_PROCESSES_PER_NODE = 0: is not a number of at least 1 -> ",
+    ),
+    "octal": ({"BIGTRAIN_SPARES": "08"}, "BIGTRAIN_SPARES = 08: is not a number of at least 0"),
+    "cores": (
+        {"SLURM_CPUS_PER_TASK": "64,"},
+        "SLURM_CPUS_PER_TASK = 64,: is not a number of at least 1 -> sbatch --cpus-per-task=N",
+    ),
+    "port": ({"MASTER_PORT": "abc"}, "MASTER_PORT = abc: is not a number"),
+    "ranks": ({"BIGTRAIN_RANKS": "fork"}, "BIGTRAIN_RANKS = fork: is none of auto, forked and new"),
+    "python": ({"BIGTRAIN_PYTHON": "/no/python"}, "/no/python is not there: set BIGTRAIN_PYTHON"),
+    "checkout": ({"BIGTRAIN_CHECKOUT": "/no where"}, "/no where holds no bigtrain/train.py: call"),
+}
+
+
+@pytest.mark.parametrize("name", ODD_VARIABLES)
+def test_variables_that_cannot_be(name: str, tmp_path: Path) -> None:
+    """One line that names the variable, exit code 2, and no step of Slurm."""
+    changes, said = ODD_VARIABLES[name]
+    programs = {**FAKE_SLURM, "nvidia-smi": 'for i in 0 1 2 3; do echo "GPU $i: X"; done'}
+    own: dict[str, str | None] = {"SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "localhost"}
+    own |= {"BIGTRAIN_PYTHON": sys.executable, "SLURM_GPUS_ON_NODE": "4", **changes}
+    given = {variable: value for variable, value in own.items() if value is not None}
+    code, log, calls = run_job(tmp_path, programs, "quickstart", **given)
+    assert (code, calls) == (2, []), log
+    assert log.startswith("train.sbatch: ")
+    assert log.count("\n") == 1
+    assert said in log
+
+
+def test_a_port_that_cannot_be_and_a_list_without_a_node(tmp_path: Path) -> None:
+    variables = {"BIGTRAIN_PYTHON": sys.executable, "SLURM_JOB_NUM_NODES": "1"}
+    run = ["quickstart", f"output.directory={tmp_path / 'a run'}", "batch.micro_batch_size=1"]
+    for programs, more, said in (
+        ({}, {"MASTER_PORT": "99999"}, "port 99999 of localhost cannot be used (OverflowError: "),
+        ({"scontrol": "exit 1"}, {}, "SLURM_JOB_NODELIST = node[1: scontrol finds no node of it"),
+    ):
+        own = {**variables, "SLURM_JOB_NODELIST": "node[1", **more}
+        code, log, calls = run_job(tmp_path, {**FAKE_SLURM, **programs}, *run, **own)
+        assert (code, calls) == (2, []), log
+        assert said in log
+        assert log.count("\n") == 1

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from bigtrain.data.documents.alpaca_prompts import ALPACA_KEYS, PROMPTS
+from bigtrain.data.documents.alpaca_prompts import PROMPTS
 from bigtrain.data.documents.conversations import from_text
 from bigtrain.data.documents.key_rules import KeyRules, text_rules
 from bigtrain.data.documents.row_format import (
@@ -171,15 +171,15 @@ FORMATS: Mapping[str, ChatFormat] = {
         *(
             ChatFormat(
                 name,
-                ALPACA_KEYS,
-                frozenset({"instruction", "output"}),
-                make,
+                prompt.keys,
+                frozenset({prompt.keys[0], prompt.keys[2]}),
+                prompt.completion_of,
                 (),
                 noun="an instruction",
                 is_detected=False,
                 has_roles=False,
             )
-            for name, make in PROMPTS.items()
+            for name, prompt in PROMPTS.items()
         ),
         *(
             ChatFormat(

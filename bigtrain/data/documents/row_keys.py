@@ -93,6 +93,8 @@ SFT = ("messages", "sharegpt", "alpaca", "prompt-completion", *PROMPTED)
 OBJECTIVE_ROWS = tuple(rows.name for rows in ROWS.values())
 ANSWERS = tuple(rows.name for rows in ROWS.values() if not rows.has_classes)
 CHATS = (*SFT, *OBJECTIVE_ROWS)
+_SYSTEM_PROMPTED = tuple(name for name in PROMPTED if "system" in PROMPTS[name].keys)
+_ORCA = tuple(name for name in PROMPTED if "system_prompt" in PROMPTS[name].keys)
 MEDIA_KEYS = (
     *("image", "images", "video", "videos", "audio", "audios", "objects"),
     *("rejected_images", "rejected_videos", "rejected_audios"),
@@ -115,13 +117,34 @@ ROW_KEYS: tuple[RowKey, ...] = (
     ),
     RowKey(
         ALPACA_KEYS,
-        PROMPTED,
+        tuple(name for name in PROMPTED if name not in _ORCA),
         "Axolotl",
         "used",
         "question, its context and answer, in a prompt of plain text",
     ),
     RowKey(
-        ("system", "history"),
+        ("system",),
+        _SYSTEM_PROMPTED,
+        "Axolotl",
+        "used",
+        "the system prompt, before the question",
+    ),
+    RowKey(
+        ("question", "input", "response", "system_prompt"),
+        _ORCA,
+        "Axolotl",
+        "used",
+        "question, its context, answer and system prompt, in a prompt of plain text",
+    ),
+    RowKey(
+        ("system",),
+        tuple(name for name in PROMPTED if name not in _SYSTEM_PROMPTED),
+        "Axolotl, LLaMA-Factory, ms-swift",
+        "refused",
+        "its {name} would not be read -> --format alpaca; or --ignore-key {name}",
+    ),
+    RowKey(
+        ("history",),
         PROMPTED,
         "Axolotl, LLaMA-Factory, ms-swift",
         "refused",
@@ -242,7 +265,7 @@ ROW_KEYS: tuple[RowKey, ...] = (
     ),
     RowKey(
         ("system_prompt",),
-        CHATS,
+        tuple(name for name in CHATS if name not in _ORCA),
         "ms-swift",
         "refused",
         "its {name} would not be read -> rename it to system; or --ignore-key {name}",

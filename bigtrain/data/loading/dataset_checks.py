@@ -20,10 +20,17 @@ from bigtrain.data.shards.manifest import TOKENIZER_DIRECTORY, Split
 from bigtrain.data.shards.shard_table import ShardTable
 from bigtrain.data.tokenizers.cache import foreign_file
 from bigtrain.data.tokenizers.model_tokens import check_vocabulary, known_vocab_size
-from bigtrain.errors import DataError, Problem
+from bigtrain.errors import DataError, Problem, TooFewAnswersError
 from bigtrain.objectives.section import ROWS
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.settings.sections.extensions import GIVEN
+
+_HELD_OUT_REMEDY = "tokenize again with a larger --held-out, or without it"
+
+
+def is_short_held_out(problem: Problem) -> bool:
+    """Return whether `problem`, of a dataset, is a held-out split that is too small to measure."""
+    return problem.remedy == _HELD_OUT_REMEDY
 
 
 def open_checked(
@@ -260,7 +267,7 @@ def check_length(config: RunConfig, datasets: Sequence[TokenDataset]) -> list[Pr
                     number,
                     f"the held-out split has {held_out} tokens, too few for one sample of "
                     f"{length} + 1",
-                    "tokenize again with a larger --held-out, or without it",
+                    _HELD_OUT_REMEDY,
                 )
             )
     return problems
@@ -346,6 +353,11 @@ def check_answers(config: RunConfig, datasets: Sequence[TokenDataset]) -> Findin
         for split in dataset.table.splits:
             try:
                 answers = open_answers(config, dataset, split)
+            except TooFewAnswersError as error:
+                rule, _, remedy = f"the {split.replace('_', '-')} split: {error}".partition(" -> ")
+                fix = remedy if split == "train" else _HELD_OUT_REMEDY
+                findings.problems.append(_problem(config, number, rule, fix))
+                continue
             except DataError as error:
                 findings.problems.append(_problem(config, number, f"{split}: {error}"))
                 continue

@@ -14,22 +14,22 @@ import numpy.typing as npt
 
 from bigtrain.data.samples.documents import PaddedSamples, document_lengths, fitted_lengths
 from bigtrain.data.samples.token_stream import Indices, Ranges, TokenStream
-from bigtrain.errors import DataError
+from bigtrain.errors import TooFewAnswersError
 
 
 class RatedSamples(PaddedSamples):
     """Rated answers of `stream`, with mismatched answers. `sequence_length` is the length of a row
     with both. labels: uint8 [samples], 1 if the answer is desirable. `truncates`: longer documents
     are truncated at the end; `length_note`: how that changes them, empty if it does not.
-    Mismatched rows are truncated. Raises DataError if there are fewer than two answers, and as
-    `fitted_lengths`."""
+    Mismatched rows are truncated. Raises TooFewAnswersError if there are fewer than two
+    answers, and as `fitted_lengths`."""
 
     def __init__(
         self, stream: TokenStream, sequence_length: int, *, truncates: bool = False
     ) -> None:
         lengths = document_lengths(stream.shards)
         if len(lengths) < 2:
-            raise DataError(
+            raise TooFewAnswersError(
                 f"{len(lengths)} answers have no other prompt to compare with -> tokenize more rows"
             )
         self._half = sequence_length + 1

@@ -9,6 +9,7 @@ at once from a map less than 1 each (`bigtrain.data.samples.token_stream`).
 
 from __future__ import annotations
 
+import errno
 import operator
 import os
 import time
@@ -29,6 +30,7 @@ from bigtrain.data.shards.manifest import (
     Split,
     corrupt,
     read_manifest,
+    reading,
 )
 from bigtrain.data.shards.shard_table import ROW, ShardColumns, ShardTable, read_table
 from bigtrain.errors import DataError
@@ -228,7 +230,13 @@ def _check_shards(shards: ShardList, check: Level) -> None:
             if check == "index":
                 shard.check_index()
 
-    # The first shards show whether the storage is slow: then many threads wait for it at once.
+    # The first shards show whether this user may read them, before hours of waiting for others.
+    for number in range(min(_FIRST_LOOKS, len(shards))):
+        path = shards[number].bin_path
+        with reading(path):
+            if not os.access(path, os.R_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+    # They also show whether the storage is slow: then many threads wait for it at once.
     start_time = time.perf_counter()
     check_range(range(min(_FIRST_LOOKS, len(shards))))
     remaining = range(_FIRST_LOOKS, len(shards))

@@ -18,8 +18,11 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Literal, Self, get_args
 
@@ -66,6 +69,7 @@ CHECKSUM_FIELDS = {
 """Files of a shard by suffix, and the field of `ShardRecord` with the XXH3-64 of each."""
 REBUILD = "remove the dataset and tokenize again"
 RESTORE = f"restore the file, or {REBUILD}"
+_SHARD_FILE = re.compile(r"(train|held_out)[-_]\d{5,}\.\w+")
 
 
 def corrupt(path: Path, problem: str, fix: str = REBUILD) -> DataError:
@@ -75,11 +79,21 @@ def corrupt(path: Path, problem: str, fix: str = REBUILD) -> DataError:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Raise DataError with `path` for an OSError of the block."""
+    """Raise DataError with `path` for an OSError of the block. For a missing file it names a file
+    in its directory that may be it under another name."""
     try:
         yield
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+        fix = RESTORE
+        if isinstance(error, PermissionError):
+            fix = "let this user read it: chmod, or a directory that the user may enter"
+        elif isinstance(error, FileNotFoundError) and path.parent.is_dir():
+            # Not the files of other shards, whose names differ in a digit.
+            others = [name for name in os.listdir(path.parent) if not _SHARD_FILE.fullmatch(name)]
+            names = [name for name in others if path.name in name or path.suffix in name]
+            if close := get_close_matches(path.name, names, n=1):
+                fix = f"rename {close[0]} back, {fix.removeprefix('restore the file, ')}"
+        raise DataError(f"{path} cannot be read: {error.strerror or error} -> {fix}") from error
 
 
 Times = tuple[int | None, int | None]
@@ -390,7 +404,11 @@ def read_manifest(directory: Path) -> Manifest:
     the shards."""
     if not directory.is_dir():
         problem = "is not a directory" if directory.exists() else "does not exist"
-        raise DataError(f"{directory} {problem} -> make it with `bigtrain tokenize --output`")
+        datasets = [manifest.parent for manifest in directory.parent.glob(f"*/{MANIFEST_NAME}")]
+        close = get_close_matches(directory.name, [path.name for path in datasets], n=1)
+        meant = f"did you mean {directory.parent / close[0]}? Or " if close else ""
+        fix = "make it with `bigtrain tokenize --output`"
+        raise DataError(f"{directory} {problem} -> {meant}{fix}")
     path = directory / MANIFEST_NAME
     try:
         with reading(path):

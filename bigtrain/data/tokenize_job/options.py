@@ -100,10 +100,10 @@ class TokenizeOptions(ReadingOptions):
     """format of a row; auto detects it from the keys of the first row, and prints it, if neither
     --text-key nor --chat-key is given; for a named pipe it is text; tokens: rows with input_ids
     that are already tokenized; preference: rows with chosen and rejected answers; kto: rows with
-    prompt, completion and label; alpaca-instruct, alpaca-chat and these with -bare, alpaca-chatml,
-    alpaca-phi: instruction, input and output in a prompt of plain text, as Axolotl's type alpaca;
-    classification: rows with label, and text or messages (default:
-    auto)"""
+    prompt, completion and label; alpaca-instruct, alpaca-chat and these with -bare or -system,
+    alpaca-chatml, alpaca-phi: instruction, input and output in a prompt of plain text, as Axolotl's
+    type alpaca; open-orca, open-orca-chatml: question, response and system_prompt likewise;
+    classification: rows with label, and text or messages (default: auto)"""
     keys: Annotated[
         Mapping[str, str] | None,
         Argument("--key", metavar="NAME=KEY", example="instruction=question"),

@@ -40,6 +40,8 @@ from bigtrain.system.text_files import TextFileError, read_text
 logger = logging.getLogger(__name__)
 
 FACTS = ("hash", "vocab_size", "end_of_document_id")
+_USUAL_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "<|eot_id|>")
+"""End tokens that a tokenizer may have without naming one."""
 _DATE_FUNCTION = "strftime_now"
 
 
@@ -344,9 +346,11 @@ def describe(name: str, huggingface: Any) -> Tokenizer:
     if getattr(huggingface, "backend_tokenizer", None) is None:
         raise DataError(f"tokenizer {name} has no fast implementation (tokenizer.json)")
     if huggingface.eos_token_id is None:
+        ends = [token for token in _USUAL_ENDS if token in huggingface.get_vocab()]
+        such_as = f': "eos_token": {json.dumps(ends[0])}' if ends else ""
         raise DataError(
             f"tokenizer {name} has no end-of-sequence token to end documents with -> set eos_token "
-            "in its tokenizer_config.json"
+            f"in its tokenizer_config.json{such_as}"
         )
     highest = max(huggingface.get_vocab().values())
     return Tokenizer(

@@ -24,6 +24,7 @@ from bigtrain.settings.run_config import AdaptersSection, ModelSection, RunConfi
 from bigtrain.settings.sections.base import Section
 from bigtrain.system.user_cache import (
     cache_get,
+    cache_has,
     cache_put,
     cached,
     key_of,
@@ -54,7 +55,7 @@ def model_costs(
 def _base_costs(config: RunConfig, hf_config: Any, traces: bool) -> tuple[ModelCosts, str]:
     # Costs of an earlier trace of an equal model, else of a new trace.
     values = written_configuration(config.model)
-    key = _key(config, values, hf_config) if values else None
+    key = _key(config, values, hf_config, makes=traces) if values else None
     if key is not None:
         stored = cache_get(KIND, key)
         if stored is not None:
@@ -89,7 +90,7 @@ def _adapter_costs(
     if not traces and is_simple and section.targets == "all-linear":
         return of_all_linear(costs, section.rank, section.packing)
     values = written_configuration(config.model)
-    key = _key(config, values, None, section) if values else None
+    key = _key(config, values, None, section, makes=traces) if values else None
     stored = cache_get(KIND, key) if key is not None else None
     if stored is not None:
         with suppress(ValueError):
@@ -107,27 +108,31 @@ def _adapter_costs(
 
 
 def _key(
-    config: RunConfig, values: Mapping[str, Any], hf_config: Any, *sections: Section
+    config: RunConfig, values: Mapping[str, Any], hf_config: Any, *sections: Section, makes: bool
 ) -> str | None:
-    """Return the key of cached costs, if the inputs are known. `hf_config`: the traced
-    configuration, whose vocabulary may be larger than in the written configuration."""
+    """Return the key of cached costs, if the inputs are known: ``MODEL/PROGRAM``. `hf_config`: the
+    traced configuration, whose vocabulary may be larger than in the written configuration.
+    `makes`: costs are stored; otherwise the key is None if there are none of this model, without a
+    look at the program, which takes a tenth of `bigtrain check`."""
     if config.model.type is not None:
         return None  # its code may change
     grown = ""
     if hf_config is not None and config.model.vocabulary is not None:
         grown = str(hf_config.get_text_config().vocab_size)
+    model_key = key_of(
+        [
+            json.dumps(values, sort_keys=True),
+            grown,
+            str(config.objective.mtp_weight > 0),
+            config.precision.dtype,
+            *(section.model_dump_json() for section in sections),
+        ]
+    )
+    if not makes and not cache_has(f"{KIND}/{model_key}"):
+        return None
     with suppress(LookupError):
-        return key_of(
-            [
-                json.dumps(values, sort_keys=True),
-                grown,
-                str(config.objective.mtp_weight > 0),
-                config.precision.dtype,
-                package_fingerprints("torch", "transformers", *(("peft",) if sections else ())),
-                package_source(),
-                *(section.model_dump_json() for section in sections),
-            ]
-        )
+        libraries = package_fingerprints("torch", "transformers", *(("peft",) if sections else ()))
+        return f"{model_key}/{key_of([libraries, package_source()])}"
     return None
 
 

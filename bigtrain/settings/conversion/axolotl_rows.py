@@ -23,13 +23,28 @@ _TEMPLATES = {
 _STYLES = ("instruct", "chat", "chatml", "phi")
 """Styles of `AlpacaPrompter`, of each of which `tokenize --format alpaca-STYLE` writes the
 prompt."""
-_BARE = {
-    "alpaca_instruct.load_no_prompt": "alpaca-instruct-bare",
-    "alpaca_chat.load_no_prompt": "alpaca-chat-bare",
+_LOADED = {
+    "alpaca_instruct.load_no_prompt": ["alpaca-instruct-bare"],
+    "alpaca_chat.load_no_prompt": ["alpaca-chat-bare"],
+    "alpaca_w_system": ["alpaca-chat-system"],
+    "alpaca_w_system.load": ["alpaca-chat-system"],
+    "alpaca_w_system.load_chat": ["alpaca-chat-system"],
+    "alpaca_w_system.load_instruct": ["alpaca-instruct-system"],
+    # The class of these types never reads an input.
+    "alpaca_w_system.load_open_orca": ["open-orca", "--ignore-key", "input"],
+    "alpaca_w_system.load_open_orca_chatml": [
+        *("open-orca-chatml", "--ignore-key", "input", "--parse-special-tokens"),
+    ],
 }
-"""``tokenize --format`` of types of instructions without the sentence about the task."""
-_RESPONSE = ["--key", "output=response"]
-"""Options that read the answer of rows of the type gpteacher."""
+"""Value of ``tokenize --format`` and options for types that name a function of Axolotl."""
+_KEYS = {
+    "alpaca": [],
+    "gpteacher": ["--key", "output=response"],
+    "oasst": [
+        *("--key", "instruction=INSTRUCTION", "--key", "output=RESPONSE", "--ignore-key", "input"),
+    ],
+}
+"""Options that read the rows of types with a style."""
 
 
 def set_rows(draft: Draft) -> None:
@@ -122,7 +137,8 @@ def _row_options(draft: Draft, key: str, entry: Mapping[str, Any], *, is_text: b
         )
     options_by_type = {
         "alpaca": ["--format", "alpaca"],
-        "gpteacher": ["--format", "alpaca", *_RESPONSE],
+        "gpteacher": ["--format", "alpaca", *_KEYS["gpteacher"]],
+        "oasst": ["--format", "alpaca", *_KEYS["oasst"]],
         "sharegpt": ["--format", "sharegpt"],
     }
     return [*options, *options_by_type.get(str(row_type).split(":")[0].split(".")[0], [])]
@@ -135,19 +151,18 @@ def _prompt_options(entry: Mapping[str, Any]) -> list[str] | None:
     if not isinstance(row_type, str):
         return None
     base, _, style = row_type.partition(":")
-    if row_type in _BARE:
-        return ["--format", _BARE[row_type]]
+    if row_type in _LOADED:
+        return ["--format", *_LOADED[row_type]]
     # The function of this type, and no other, reads `conversation` of the dataset.
     if row_type in ("alpaca_chat", "alpaca_chat.load"):
         base, style = "alpaca", str(entry.get("conversation") or "chat")
     elif row_type in ("alpaca_instruct", "alpaca_instruct.load"):
         base, style = "alpaca", "instruct"
-    if base not in ("alpaca", "gpteacher") or (style or "instruct") not in _STYLES:
+    if base not in _KEYS or (style or "instruct") not in _STYLES:
         return None
-    # The keys of a row, and control tokens, which are texts of the prompt.
-    keys = _RESPONSE if base == "gpteacher" else []
+    # Control tokens are texts of the prompt.
     control = ["--parse-special-tokens"] if style in ("chatml", "phi") else []
-    return ["--format", f"alpaca-{style or 'instruct'}", *keys, *control]
+    return ["--format", f"alpaca-{style or 'instruct'}", *_KEYS[base], *control]
 
 
 def _chat_options(draft: Draft, key: str, entry: Mapping[str, Any]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from typing import Annotated, Any, get_args
 
@@ -27,7 +28,8 @@ class Section(BaseModel):
     """Base of every section: frozen, no unknown keys, no NaN or infinity. The text below a field
     describes it in the reference, the schema and commented YAML."""
 
-    # The schema of a section is built with the schema of the run, not at its definition, too.
+    # The schema of a section is built with the schema of the run, not at its definition, too: so
+    # sections that are defaults are made by `model_construct`, which needs no schema.
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
 
     @classmethod
@@ -70,6 +72,12 @@ class Section(BaseModel):
             if any(isinstance(item, bool) for item in items):
                 raise ValueError("must be a number, not true or false -> write a number")
         return value
+
+
+# pydantic reads the signature of this validator for each of 300 fields, a fortieth of a check, and
+# Python takes the one that is stored.
+_validator = Section.__dict__["_is_plain"].__func__
+_validator.__signature__ = inspect.signature(_validator)
 
 
 def refuse_two_units(section: str, steps: int | None, epochs: float | None) -> None:

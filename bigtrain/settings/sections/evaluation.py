@@ -140,7 +140,7 @@ class EvaluationSection(Section):
     """examples before each question; default: the task's own number"""
     tasks_chat: bool = False
     """render questions with the tokenizer's chat template"""
-    best: BestSection = BestSection()
+    best: BestSection = BestSection.model_construct()
     early_stopping: EarlyStoppingSection | None = None
     """end the run when the best metric gets no better; absent: never"""
 

@@ -218,8 +218,8 @@ class OptimizerSection(Section):
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     """of moments and momentum; bfloat16 halves their size, with stochastic rounding; adafactor,
     which has none, supports only float32"""
-    muon: MuonSection = MuonSection()
-    adafactor: AdafactorSection = AdafactorSection()
+    muon: MuonSection = MuonSection.model_construct()
+    adafactor: AdafactorSection = AdafactorSection.model_construct()
     ema: AverageSection | None = None
     """average of the trained weights, in float32 and divided among ranks like the optimizer's
     states; in checkpoints, and exported by bigtrain export --average"""

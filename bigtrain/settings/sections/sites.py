@@ -79,7 +79,7 @@ class SitesSection(Section):
     shares: tuple[PositiveInt, ...] | None = None
     """how the samples of a step are divided among the sites, by their speed: [2, 1] gives the first
     twice as many; its weights count so much in the mean. Default: equally"""
-    outer: OuterSection = OuterSection()
+    outer: OuterSection = OuterSection.model_construct()
     codec: Literal["float32", "bfloat16", "int8", "int4"] = "float32"
     """what sites send: float32 weights, or differences to the global weights rounded to bfloat16,
     or to integers in blocks with a scale each (256 elements of int8, 64 of int4); what integers

@@ -19,7 +19,7 @@ from tests.support.datasets import write_dataset
 from tests.support.pairs import write_pairs
 from tests.support.worlds import ROOT
 
-SMALL = ["--steps", "100", "--sequence-length", "256", "--global-batch-size", "8"]
+SMALL = ["--steps", "100", "--sequence-length", "128", "--global-batch-size", "8"]
 
 
 @pytest.fixture(autouse=True)
@@ -282,3 +282,13 @@ def test_the_schema_is_named_by_a_relative_path(folder: Path) -> None:
     name = line.removeprefix("# yaml-language-server: $schema=")
     assert not name.startswith("/")
     assert (ROOT / "runs" / "mine" / name).resolve() == SHIPPED
+
+
+def test_shards_that_the_run_would_refuse_are_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_dataset(folder / "shards", vocab_size=50)
+    given = ["--new-model", "quickstart", "--data", "shards", "--steps", "100"]
+    assert main(["init", *given, "--sequence-length", "256", "--global-batch-size", "8"]) == 2
+    assert "data.path = 'shards': too short for one global batch" in capsys.readouterr().err
+    assert not Path("run.yaml").exists()

@@ -42,8 +42,8 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The arguments of each training, which ends with the exit code that is its last word."""
     calls: list[list[str]] = []
 
-    def train(words: list[str], num_ranks: int) -> int:
-        calls.append([*words, str(num_ranks)])
+    def train(words: list[str], started: start.StartRecord, devices: str | None) -> int:
+        calls.append([*words, str(started.num_ranks)])
         return 75 if len(calls) == 1 else 0
 
     monkeypatch.setattr(start, "_train", train)
@@ -99,20 +99,23 @@ def test_the_format_decides_the_run(
 
 
 def test_a_start_that_was_interrupted_before_the_run_yaml(
-    folder: Path, trained: list[list[str]], monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    trained: list[list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
     command = ["start", "--model", "base", "--data", "texts.jsonl"]
-    with monkeypatch.context() as patched:
-        patched.setattr(start, "_tokenize", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            main(command)
-    with monkeypatch.context() as patched:
-        patched.setattr(start, "_write_run", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            main(command)
+    for function in ("_tokenize", "_write_run"):
+        with monkeypatch.context() as patched:
+            patched.setattr(start, function, interrupted)
+            assert main(command) == 130
+        said = capsys.readouterr().err
+        assert said.endswith(
+            f"stopped; the same command continues; next:\n  bigtrain {' '.join(command)}\n"
+        )
     assert not Path("runs/base-texts/run.yaml").exists()
     assert main(command) == 75
     assert len(trained) == 1
@@ -131,6 +134,10 @@ def test_other_options_and_other_files_are_refused(
     Path("mine/notes.txt").touch()
     assert main([*command, "--output", "mine"]) == 2
     assert "--output = 'mine': holds files of something else" in capsys.readouterr().err
+    for content in ("{", '["a"]', '{"colour": 1}'):
+        Path("mine/start.json").write_text(content)
+        assert main([*command, "--output", "mine"]) == 2
+        assert "its start.json is no record of a start (" in capsys.readouterr().err
     assert len(trained) == 1
 
 
@@ -169,9 +176,9 @@ def test_options_of_another_command_are_explained(
     rows = [*map(json.dumps, CHATS), "no JSON"]
     (folder / "broken.jsonl").write_text("\n".join(rows))
     assert main(["start", "--model", "base", "--data", "broken.jsonl", "--chat"]) == 2
-    explained, refused = capsys.readouterr().err.splitlines()[-2:]
+    refused, explained = capsys.readouterr().err.splitlines()[-2:]
     assert "--skip-bad" in refused
-    assert explained.startswith("--skip-bad: of the command `bigtrain tokenize` above; run it")
+    assert explained.startswith("--skip-bad: of `bigtrain tokenize`; run the command above with")
     assert explained.endswith("bigtrain start --model base --data SHARDS")
     assert trained == []
 
@@ -187,3 +194,82 @@ def test_shards_are_used_and_several_machines_are_named(
     assert "next:\n  deepspeed --hostfile HOSTFILE " in said
     assert trained == []
     assert load_run_config("runs/base-shards/run.yaml").precision.dtype == "bfloat16"
+
+
+def test_documents_are_held_out_only_where_they_can_be_measured(
+    folder: Path,
+    trained: list[list[str]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A fraction of a small file is shorter than a sample; the user did not ask for it."""
+    answers = [{"prompt": f"{n}+1?", "completion": f"it is {n + 1}"} for n in range(120)]
+    rated = [{**answer, "label": True} for answer in answers]
+    texts = [{"text": f"a text about {n} and more, and about {n + 1}"} for n in range(120)]
+    cases = {"rated": (rated, "1 answers have no other"), "short": (texts, "has 35 tokens, too")}
+    for name, (rows, reason) in cases.items():
+        Path(f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        command = ["start", "--model", "base", "--data", f"{name}.jsonl"]
+        main(command)
+        said = capsys.readouterr().out
+        assert reason in said, said
+        assert "; tokenized again without held-out documents\n" in said
+        # The shards and the run have none, and the same command keeps them.
+        shards = Path(f"runs/base-{name}/shards")
+        assert "held_out" not in json.loads((shards / "manifest.json").read_text())["splits"]
+        assert not load_run_config(f"runs/base-{name}/run.yaml").evaluation.every_steps
+        assert not list(shards.parent.glob(".*"))
+        main(command)
+        assert "tokenized again" not in capsys.readouterr().out
+    assert len(trained) == 4
+
+
+def test_data_of_less_than_a_sample_are_refused(
+    folder: Path, trained: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("one.jsonl").write_text(json.dumps({"text": "hello there"}))
+    assert main(["start", "--model", "base", "--data", "one.jsonl"]) == 2
+    refused = capsys.readouterr().err
+    assert "too short for one global batch: 8 training tokens are 0 samples of 64" in refused
+    assert trained == []
+
+
+@pytest.mark.parametrize(
+    ("devices", "code", "words", "num_ranks"),
+    [
+        ("2", 75, "planning for 2xCPU", "2"),
+        ("2xH100-80GB", 0, "for 2 GPUs, and this machine has no GPU; start it on one that", None),
+        ("1xH100-80GB", 0, "next:\n  python ", None),
+        ("0", 2, "--devices = '0': is not a number of devices, or that and their name", None),
+        ("2x", 2, "write e.g. 2, 2xCPU or 8xH100-80GB", None),
+        ("CPU", 2, "write e.g. 2, 2xCPU or 8xH100-80GB", None),
+    ],
+)
+def test_devices_are_those_of_this_machine_or_the_run_starts_elsewhere(
+    folder: Path,
+    trained: list[list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    devices: str,
+    code: int,
+    words: str,
+    num_ranks: str | None,
+) -> None:
+    monkeypatch.setattr(start, "_num_gpus", lambda: 0)
+    command = ["start", "--model", "base", "--data", "chats.jsonl", "--devices", devices]
+    assert main(command) == code
+    said = capsys.readouterr()
+    assert words in said.out + said.err
+    assert [call[-1] for call in trained] == ([] if num_ranks is None else [num_ranks])
+
+
+def test_more_gpus_than_this_machine_has_are_refused(
+    folder: Path,
+    trained: list[list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(start, "_num_gpus", lambda: 2)
+    command = ["start", "--model", "base", "--data", "chats.jsonl", "--devices", "4"]
+    assert main(command) == 2
+    assert "--devices = '4': this machine has 2 GPUs -> 2; or" in capsys.readouterr().err
+    assert not Path("runs").exists()

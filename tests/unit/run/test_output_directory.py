@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -116,3 +117,19 @@ def test_a_file_is_no_directory(tmp_path: Path, *, inputs: bool) -> None:
     settings = f"data.path={data}", f"output.directory={tmp_path}/run", "batch.sequence_length=8"
     with pytest.raises(ConfigError, match=f"is a file -> .*, such as {tmp_path}/run$"):
         check("quickstart", *settings, inputs=inputs)
+
+
+@pytest.mark.parametrize("name", ["checkpoints/", "metrics.jsonl"])
+def test_what_a_save_could_not_write_is_refused_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The tests may run as root, who may write to everything."""
+    run = fill(tmp_path / "run", "run_id", "checkpoints/", "metrics.jsonl", "environment.json")
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: run / name != path and access(path, mode))
+    assert refusal(run).endswith(
+        f"cannot write to {run / name} -> change its owner or permissions, or choose another one"
+    )
+    assert check_output(run, is_here=False) == []
+    (run / name.rstrip("/")).rename(run / "moved")
+    assert refusal(run) == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from bigtrain.settings.run_config import (
     PrecisionSection,
     RunConfig,
     ScheduleSection,
+    Section,
 )
 from bigtrain.settings.sections.evaluation import HeldOutMetric
 from bigtrain.settings.sections.optimizer import OPTIMIZERS
@@ -48,6 +50,27 @@ def problems_of(tmp_path: Path, tree: object, *overrides: str) -> list[str]:
 
 
 # --- reading -----------------------------------------------------------------------------------
+
+
+def _sections(section: type[Section]) -> Iterator[type[Section]]:
+    yield section
+    for name in section.__subclasses__():
+        yield from _sections(name)
+
+
+def test_sections_that_are_defaults_are_as_if_they_were_validated() -> None:
+    """They are made without validation, which takes time at every import of the settings."""
+    defaults = [
+        field.default
+        for section in _sections(Section)
+        for field in section.model_fields.values()
+        if isinstance(field.default, Section)
+    ]
+    assert len(defaults) > 12
+    for default in defaults:
+        validated = type(default)()
+        assert (default, repr(default)) == (validated, repr(validated))
+        assert default.model_fields_set == validated.model_fields_set == set()
 
 
 @pytest.mark.parametrize("recipe", recipe_names())

@@ -82,6 +82,50 @@ ALPACA_PROMPTS = {
     "alpaca-chat-bare": ("USER: Add {}.\n1 2\nASSISTANT:", "USER: Add {}.\nASSISTANT:"),
 }
 
+ORCA = ("question", "response", "system_prompt")
+# As `SystemDataPrompter` and `OpenOrcaSystemDataPrompter` write them: keys, system prompt, prompt.
+SYSTEM_PROMPTS = {
+    "alpaca-instruct-system": (
+        ("instruction", "output", "system"),
+        "Be {short}.\n\n",
+        "### Instruction:\nAdd {}.\n\n### Response:\n",
+    ),
+    "alpaca-chat-system": (
+        ("instruction", "output", "system"),
+        "SYSTEM: Be {short}.\n",
+        "USER: Add {}.\nASSISTANT:",
+    ),
+    "open-orca": (
+        ORCA,
+        "### System:\nBe {short}.\n",
+        "### Human:\nAdd {}.\n### Assistant:\n",
+    ),
+    "open-orca-chatml": (
+        ORCA,
+        "<|im_start|>system\nBe {short}.<|im_end|>\n",
+        "<|im_start|>user\nAdd {}.<|im_end|>\n<|im_start|>assistant\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SYSTEM_PROMPTS)
+def test_system_prompts_of_axolotl(name: str) -> None:
+    (question, answer, system), system_text, prompt = SYSTEM_PROMPTS[name]
+    row = {question: "Add {}.", answer: "3"}
+    given = {**row, system: "Be {short}."}
+    assert document(name, given) == {"prompt": system_text + prompt, "completion": "3"}
+    for none in ({}, {system: ""}, {system: None}):
+        assert document(name, {**row, **none}) == {"prompt": prompt, "completion": "3"}
+    with_input = document(name, {**given, "input": "1 2"})
+    assert "\n1 2" in with_input["prompt"]
+    for wrong, words in (
+        ({system: 1}, f"its {system} is not text"),
+        ({answer: ""}, f"its {answer} is empty"),
+        ({"history": [["a", "b"]]}, "history would not be read -> --format alpaca"),
+    ):
+        with pytest.raises(ConversationError, match=words):
+            document(name, {**given, **wrong})
+
 
 @pytest.mark.parametrize("name", ALPACA_PROMPTS)
 def test_prompts_of_axolotl(name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -139,9 +140,37 @@ def corrupt(dataset: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(dataset, tmp_path / "copy"))
 
 
+def test_a_file_under_another_name_is_named(corrupt: Path) -> None:
+    """Files of other shards, whose names are alike, are none."""
+    path = corrupt / "train_00000.bin"
+    shutil.copy(path, corrupt / "train_00001.bin")
+    for other in ("train_00000.bin.old", "copy of train_00000.bin", "train_00000x.bin"):
+        path.rename(corrupt / other)
+        with pytest.raises(DataError, match=rf"No such file or directory -> rename {other} back, "):
+            open_dataset(corrupt)
+        (corrupt / other).rename(path)
+    path.unlink()
+    with pytest.raises(DataError, match="directory -> restore the file, or remove the dataset"):
+        open_dataset(corrupt)
+
+
+def test_files_that_this_user_may_not_read_are_refused_when_they_are_opened(
+    dataset: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tests may run as root, who may read everything."""
+    access = os.access
+    unreadable = dataset / "train_00000.bin"
+    monkeypatch.setattr(os, "access", lambda path, mode: path != unreadable and access(path, mode))
+    with pytest.raises(DataError, match=r"train_00000\.bin cannot be read: Permission denied -> "):
+        open_dataset(dataset)
+
+
 def test_missing_directory_and_manifest(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"nothing does not exist -> make it with `bigtrain tokeni"):
         open_dataset(tmp_path / "nothing")
+    write_dataset(tmp_path / "others" / "shards", vocab_size=50)
+    with pytest.raises(DataError, match=r"exist -> did you mean \S+/others/shards\? Or make it"):
+        open_dataset(tmp_path / "others" / "shard")
     with pytest.raises(DataError, match=r"is not a finished token dataset: it has no manifest"):
         open_dataset(tmp_path)
     (tmp_path / "file").touch()

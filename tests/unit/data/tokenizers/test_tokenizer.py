@@ -107,5 +107,7 @@ def test_no_end_of_sequence(saved: Path, tmp_path: Path) -> None:
         tmp_path / "x"
     )
     assert "eos_token" in tree
-    with pytest.raises(DataError, match="has no end-of-sequence token"):
+    with pytest.raises(DataError, match="has no end-of-sequence token") as caught:
         load_tokenizer(str(tmp_path / "x"))
+    named_end = json.dumps({"eos_token": tree["eos_token"]})[1:-1]
+    assert str(caught.value).endswith(f"tokenizer_config.json: {named_end}")

@@ -623,6 +623,18 @@ def test_options_of_llama_factory_s_rows(tmp_path: Path, keys: dict[str, Any], w
         ("alpaca:phi", "--format alpaca-phi --parse-special-tokens "),
         ("gpteacher", "--format alpaca-instruct --key output=response "),
         ("gpteacher:chat", "--format alpaca-chat --key output=response "),
+        ("alpaca_w_system", "--format alpaca-chat-system "),
+        ("alpaca_w_system.load_instruct", "--format alpaca-instruct-system "),
+        ("alpaca_w_system.load_open_orca", "--format open-orca --ignore-key input "),
+        (
+            "alpaca_w_system.load_open_orca_chatml",
+            "--format open-orca-chatml --ignore-key input --parse-special-tokens ",
+        ),
+        (
+            "oasst:chat",
+            "--format alpaca-chat --key instruction=INSTRUCTION --key output=RESPONSE "
+            "--ignore-key input ",
+        ),
     ],
 )
 def test_prompts_of_axolotl_are_formats(tmp_path: Path, row_type: str, words: str) -> None:
@@ -644,7 +656,7 @@ def test_the_style_of_an_alpaca_chat_dataset(tmp_path: Path) -> None:
         dataset = {"path": "org/rows", "type": row_type, "conversation": "chatml"}
         found = {**AXOLOTL, "datasets": [dataset]}
         assert words in convert([write(tmp_path, found)], world_size=4).commands[0]
-    for row_type in ("alpaca:vicuna", "gpteacher:none", "alpaca_w_system.load_open_orca"):
+    for row_type in ("alpaca:vicuna", "gpteacher:none", "alpaca_w_system.load_orca", "jeopardy"):
         found = {**AXOLOTL, "datasets": [{"path": "org/rows", "type": row_type}]}
         assert "prompts of its own" in problems(tmp_path, found)["datasets.0.type"]
 
