@@ -273,3 +273,27 @@ def test_more_gpus_than_this_machine_has_are_refused(
     assert main(command) == 2
     assert "--devices = '4': this machine has 2 GPUs -> 2; or" in capsys.readouterr().err
     assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (75, "stopped and saved; the same command continues; next:"),
+        (77, "a newer launch of this run has taken over, and this one stopped writing; the same"),
+        (2, "refused; once that is mended, in runs/base-chats/run.yaml or in the data, the same"),
+        (137, "ended with exit code 137; the same command continues; next:"),
+    ],
+)
+def test_every_end_names_the_next_command(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    code: int,
+    words: str,
+) -> None:
+    monkeypatch.setattr(start, "_train", lambda *_: code)
+    command = ["start", "--model", "base", "--data", "chats.jsonl"]
+    assert main(command) == code
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.endswith(f"next:\n  bigtrain {' '.join(command)}\n")
