@@ -23,6 +23,9 @@ sys.path[:0] = [str(ROOT)]
 from torch.nn import Conv1d  # noqa: E402
 
 from bigtrain.models.build import empty_model  # noqa: E402
+from bigtrain.models.configuration import text_config  # noqa: E402
+from bigtrain.models.equivalence.position_numbering import plan_numbering  # noqa: E402
+from bigtrain.models.equivalence.proxy_model import TOKENS  # noqa: E402
 from bigtrain.models.layers.parameters import decoder_layers  # noqa: E402
 from bigtrain.models.layers.recurrence.functions import layers_with_functions  # noqa: E402
 from bigtrain.models.parallel.tensor import known_plan  # noqa: E402
@@ -62,6 +65,7 @@ def build_table() -> dict[str, Any]:
                 "defaults": _figures(config_class),
                 "cut": _cut_figures(config_class),
                 **({"recurrent": True} if _is_recurrent(name) else {}),
+                **_positions_after(config_class, name),
             }
             for name, config_class in classes.items()
         },
@@ -152,6 +156,20 @@ def _is_recurrent(model_type: str) -> bool:
         return False
     convolves = any(isinstance(module, Conv1d) for layer in layers for module in layer.modules())
     return convolves or any(layers_with_functions(model))
+
+
+def _positions_after(config_class: Any, model_type: str) -> dict[str, int]:
+    """Return the default of the padding after which a model's position numbers begin; empty if
+    they begin with 0."""
+    try:
+        config = tiny_config(model_type)
+        for padding in (1, 5):
+            text_config(config).pad_token_id = padding
+            if plan_numbering(config, "auto", TOKENS)[0].first != padding + 1:
+                return {}
+        return {"positions_after": config_class().get_text_config().pad_token_id}
+    except Exception:  # it cannot be built
+        return {}
 
 
 if __name__ == "__main__":

@@ -210,7 +210,7 @@ def _plan(args: PlanArguments) -> int:
 
             length = plan.config.batch.sequence_length
             line = f"longest sample that fits: {length} tokens"
-            num_positions = inspect_configuration(plan.config.model)[0].max_position_embeddings
+            num_positions = inspect_configuration(plan.config.model)[0].num_positions
             if num_positions is not None and num_positions < length:
                 line += (
                     f"; the model has {num_positions} positions: model.overrides extends them "

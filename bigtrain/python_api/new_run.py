@@ -316,7 +316,7 @@ def _sequence_length(model: dict[str, Any], new_run: NewRun, shards: ShardFacts 
     """Return the default length: at most the model's number of positions, if known. Of shards:
     conversations and pairs are samples, nearly all complete; text has tokens for ten steps."""
     dimensions, _ = inspect_configuration(ModelSection.model_validate(model))
-    longest = dimensions.max_position_embeddings or _LONGEST_LENGTH
+    longest = dimensions.num_positions or _LONGEST_LENGTH
     if shards is None:
         return min(_SEQUENCE_LENGTH, longest)
     if shards.is_chat or shards.rows is not None:

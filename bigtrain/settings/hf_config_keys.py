@@ -70,7 +70,7 @@ class ModelDimensions:
     has_tensor_plan: transformers has a tensor-parallel plan for its layers.
     num_experts: routed experts of a layer. num_mtp_layers: layers for multi-token prediction that
     transformers builds for the architecture. has_recurrent_layers: layers carry a state along the
-    tokens.
+    tokens. unused_positions: of max_position_embeddings, before the position of the first token.
     """
 
     num_attention_heads: int | None = None
@@ -82,14 +82,22 @@ class ModelDimensions:
     num_experts: int | None = None
     num_mtp_layers: int | None = None
     has_recurrent_layers: bool | None = None
+    unused_positions: int | None = None
+
+    @property
+    def num_positions(self) -> int | None:
+        """Tokens of the longest sample; None if unknown."""
+        longest = self.max_position_embeddings
+        return None if longest is None else longest - (self.unused_positions or 0)
 
 
 @functools.cache
 def key_table() -> Mapping[str, Any]:
     """Return the table: ``transformers_version`` and ``model_types``, each with its ``module``,
     ``keys`` (to JSON types), ``aliases``, ``defaults``, ``cut``, the dimensions that
-    tensor-parallel ranks shard (null: transformers has no plan), and ``recurrent`` where layers
-    carry a state along the tokens."""
+    tensor-parallel ranks shard (null: transformers has no plan), ``recurrent`` where layers carry a
+    state along the tokens, and ``positions_after``, the default of the padding, where position
+    numbers begin after the id of the padding."""
     path = Path(__file__).with_name("hf_config_keys.json")
     table: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return table
@@ -389,6 +397,11 @@ def _figures(
             problems.append(Problem(f"{label}.{name}", value, "must be at least 1", "nearest: 1"))
         elif key in _FIGURES:
             dimensions[key] = value
+
+    if text_entry is not None and "positions_after" in text_entry:
+        padding = values.get("pad_token_id", text_entry["positions_after"])
+        if type(padding) is int:
+            dimensions["unused_positions"] = padding + 1
 
     # Query heads share key-value heads in groups of equal size.
     heads, key_heads = dimensions.get("num_attention_heads"), values.get("num_key_value_heads")

@@ -223,7 +223,9 @@ class Facts(_Values):
     num_layers: Fact[int | None] = _model("num_hidden_layers")
     num_experts: Fact[int | None] = _model("num_experts")
     max_positions: Fact[int | None] = _model("max_position_embeddings")
-    unused_positions: Fact[int] = Fact(0)
+    unused_positions: Fact[int] = Fact(
+        0, "", lambda sources: getattr(sources.model, "unused_positions", None)
+    )
     num_mtp_layers: Fact[int | None] = _model("num_mtp_layers")
     has_recurrent_layers: Fact[int | None] = _model("has_recurrent_layers")
     source: Fact[str] = Fact("DeepSpeed JSON")

@@ -154,6 +154,18 @@ def test_local_configuration_is_read_with_overrides(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("model_type", "padding", "num_positions"),
+    [("roberta", {}, 512), ("camembert", {"pad_token_id": 9}, 504), ("gpt2", {}, 514)],
+)
+def test_positions_before_the_first_token_are_unused(
+    model_type: str, padding: dict[str, int], num_positions: int
+) -> None:
+    config = {"model_type": model_type, "max_position_embeddings": 514, **padding}
+    dimensions, problems = inspect_configuration(ModelSection(config=config))
+    assert (dimensions.num_positions, problems) == (num_positions, [])
+
+
+@pytest.mark.parametrize(
     "model_type", ["llama", "qwen3_moe", "gpt_neox", "minicpm3", "glm4_moe_lite", "longcat_flash"]
 )
 @pytest.mark.parametrize(("heads", "key_heads"), [(4, 2), (6, 3)])

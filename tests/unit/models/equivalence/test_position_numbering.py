@@ -170,7 +170,7 @@ def test_a_length_beyond_the_table_gets_the_same_nearest_length() -> None:
 def test_samples_fit_into_the_table_after_its_unused_rows(tmp_path: Path, boundaries: str) -> None:
     data = {"path": str(write_dataset(tmp_path / "d", vocab_size=50))}
     config = {**roberta().to_diff_dict(), "vocab_size": 50, "eos_token_id": 0}
-    for length, is_legal in ((58, True), (59, False), (64, False)):
+    for length, is_legal in ((58, True), (59, False), (64, False), (65, False)):
         run = run_config(
             model={"config": config},
             data={**data, "document_boundaries": boundaries},
