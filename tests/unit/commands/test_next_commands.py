@@ -31,10 +31,11 @@ def test_a_command_ends_with_the_next_one(name: str) -> None:
 
 
 def next_words(output: str) -> list[str]:
-    """The words of the last line of `output`, which is the next command."""
-    *_, head, command = output.splitlines()
-    assert head.endswith("next:")
-    assert command.startswith("  ")
+    """The words of the first line after "next:", which `output` ends with."""
+    commands = output.rpartition("next:\n")[2].splitlines()
+    assert commands
+    assert all(command.startswith("  ") for command in commands)
+    command = commands[0]
     return shlex.split(command, comments=True)
 
 
