@@ -27,6 +27,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from bigtrain.errors import ModelError, Problem
+from bigtrain.models.equivalence.causality import check_causality
 from bigtrain.models.equivalence.document_isolation import find_isolation
 from bigtrain.models.equivalence.pipeline_stages import plan_stages, run_in_turn, stage_trial
 from bigtrain.models.equivalence.position_numbering import find_numbering
@@ -103,6 +104,11 @@ class Trial(TrialModel):
         self, columns: Sequence[str], begin: Callable[[Sequence[str]], None]
     ) -> dict[str, Outcome]:
         """Outcomes of `columns`; `begin` is called with those that are tested next."""
+        # A model that sees later tokens is refused whatever its parallelism.
+        length = self.objective.ids.shape[1]
+        problems = check_causality(self.config, self.attention, length, "model.config")
+        if problems:
+            return dict.fromkeys(columns, ("refused", problems[0].rule))
         outcomes: dict[str, Outcome] = {}
         local = {DOCUMENTS, PP_2, PP_4, SP_2} & {*columns, *_needed(columns)}
         if local:

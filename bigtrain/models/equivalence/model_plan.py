@@ -129,11 +129,15 @@ def try_model(
     router_losses = moe.auxiliary_loss == "global_batch" or moe.z_loss_coefficient > 0
     problems: list[Problem] = []
     # Checks of single settings; most need no proxy model.
+    key = "model.path" if config.model.path is not None else "model.config"
     if scores_samples(hf_config):
         from bigtrain.models.equivalence.scoring import check_scoring
 
-        key = "model.path" if config.model.path is not None else "model.config"
         problems += check_scoring(hf_config, attention, length, key)
+    else:
+        from bigtrain.models.equivalence.causality import check_causality
+
+        problems += check_causality(hf_config, attention, length, key)
     if config.model.frozen:
         problems += check_frozen(empty_model(hf_config), config.model.frozen)
     if config.model.neftune_noise_alpha is not None:
