@@ -336,7 +336,7 @@ def _train(words: list[str], started: StartRecord, devices: str | None) -> int:
     if devices is not None and devices.lower().endswith("cpu"):
         environment.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
     _show(shlex.join(["python", *program]))
-    # A group of its own, so that a terminal's Ctrl-C reaches the run once, by the handler.
+    # In a new process group, so that a terminal's Ctrl-C reaches the run once, by the handler.
     process = subprocess.Popen([sys.executable, *program], env=environment, process_group=0)
     handlers = {}
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -129,7 +129,7 @@ def _plain_model(config: RunConfig, dtype: torch.dtype) -> _PlainModel:
     if config.adapters is not None:
         model = with_adapters(model, config.adapters, config.seed)
     else:
-        # A tied parameter has several names: it is frozen if one of them matches.
+        # A tied parameter has several names: it is frozen if any name matches.
         frozen_ids = {
             id(parameter)
             for name, parameter in model.named_parameters(remove_duplicate=False)

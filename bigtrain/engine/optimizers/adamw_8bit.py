@@ -198,7 +198,7 @@ class AdamW8bit(UpdateRule):
         for codes, scale, table in zip(
             piece.states, self._scales[piece.parameter], self._tables, strict=True
         ):
-            # Decode: a code's value in the table, times the scale of its block.
+            # Decode: the table's value for a code, times the scale of the block.
             block_scales = scale[blocks.index].to(codes.device)[:, None].expand(-1, BLOCK_ELEMENTS)
             moments.append(table[codes.reshape(-1).int()] * blocks.take(block_scales))
         first, second = moments

@@ -36,7 +36,7 @@ def check_causality(
         rescale_weights(model).eval()
         ids = proxy_tokens(model)
         other_ids = ids.clone()
-        other_ids[:, TOKENS // 2 :] = ids[:, TOKENS // 2 :].flip(0)  # of the other sample
+        other_ids[:, TOKENS // 2 :] = ids[:, TOKENS // 2 :].flip(0)  # the other sample's
         with torch.no_grad():
             logits, other_logits = (
                 model(input_ids=tokens, use_cache=False).logits[:, : TOKENS // 2].float()

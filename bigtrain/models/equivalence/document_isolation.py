@@ -234,7 +234,7 @@ def _depends_on_earlier(
     model: PreTrainedModel, isolation: Isolation, document_tokens: Sequence[Sequence[int]]
 ) -> bool:
     """Return whether logits of the second document and later ones depend on the first document of
-    a sample. `document_tokens`: of the documents of each sample."""
+    a sample. `document_tokens`: tokens of each sample's documents."""
     ids, other_ids = (proxy_tokens(model, sum(document_tokens[0]), seed) for seed in (0, 1))
     logits = []
     for first_ids in (ids, other_ids):
@@ -254,7 +254,7 @@ def _depends_on_earlier(
 
 def _document_tokens(model: PreTrainedModel) -> list[list[int]]:
     """Return the tokens of the documents of two samples of the trial. Documents are longer than
-    what a recurrent layer computes together, and begin inside of it."""
+    what a recurrent layer computes together, and begin inside a chunk."""
     chunk = longest_chunk(model)
     return [[length + chunk * (length > 8) for length in row] for row in _DOCUMENT_TOKENS]
 

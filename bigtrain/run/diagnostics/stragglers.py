@@ -47,7 +47,7 @@ class WorkMeter:
         layer, products = next((pair for pair in products_by_layer if pair[1]), (None, []))
         total = sum(_num_elements(module) for module in _products(model))
         sampled = sum(_num_elements(module) for module in products)
-        # The backward pass of a product takes twice the time of its forward pass.
+        # The backward pass of a product takes twice as long as the forward pass.
         self._per_product = 3.0 * total / sampled if sampled else 0.0
         # Hooks of modules in a compiled layer would break its graph.
         timed_modules = [layer] if is_compiled and layer is not None else products

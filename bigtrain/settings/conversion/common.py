@@ -191,12 +191,12 @@ def set_data(draft: Draft, commands: Sequence[str], outputs: Sequence[str]) -> N
 def model_name(draft: Draft) -> str:
     """Return the model that the run starts from, whose tokenizer makes the shards: of the file, or
     as the user sets it."""
-    given = draft.given_settings.get("model.path", "TOKENIZER")
-    return str(draft.value("model_name_or_path", given))
+    path_of_user = draft.given_settings.get("model.path", "TOKENIZER")
+    return str(draft.value("model_name_or_path", path_of_user))
 
 
 def set_packing(draft: Draft, *, packs: bool, length: str) -> None:
-    """Set how rows become samples: packed and isolated, or each in a sample of its own."""
+    """Set how rows become samples: packed and isolated, or each row in a separate sample."""
     draft.set("data.packing", "best_fit" if packs else "none")
     draft.set("data.long_documents", "truncate")
     if draft.given_settings.get("data.packing") == "concatenate":

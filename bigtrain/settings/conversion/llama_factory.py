@@ -1,5 +1,5 @@
-"""LLaMA-Factory's YAML: keys of HF TrainingArguments and its own. Pure but for reading. Defaults
-are taken from LLaMA-Factory (hparams/, data/template.py) of August 2026."""
+"""LLaMA-Factory's YAML: keys of HF TrainingArguments and further keys. Pure but for reading.
+Defaults are taken from LLaMA-Factory (hparams/, data/template.py) of August 2026."""
 
 from __future__ import annotations
 

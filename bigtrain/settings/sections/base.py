@@ -75,7 +75,7 @@ class Section(BaseModel):
 
 
 # pydantic reads the signature of this validator for each of 300 fields, a fortieth of a check, and
-# Python takes the one that is stored.
+# Python takes the stored value.
 _validator = Section.__dict__["_is_plain"].__func__
 _validator.__signature__ = inspect.signature(_validator)
 
