@@ -66,8 +66,8 @@ def pack_blocks(
     *,
     packs: bool = True,
 ) -> Iterator[PackBlock]:
-    """Yield the packs of the documents of `shards`, block by block; update `counts`. `packs`: False puts
-    each piece in a pack. Raises DataError if an index is corrupt."""
+    """Yield the packs of the documents of `shards`, block by block; update `counts`. `packs`:
+    False puts each piece in a pack. Raises DataError if an index is corrupt."""
     pieces = _pieces(shards, sequence_length, long_documents, counts)
     for starts, lengths in _blocks(pieces):
         counts.packed_tokens += int(lengths.sum())

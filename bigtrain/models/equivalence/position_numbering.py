@@ -82,9 +82,9 @@ def find_numbering(model: PreTrainedModel) -> PositionNumbering:
             return PLAIN_NUMBERING
         offsets = {
             offset
-            for own, given in zip(rows, given_rows, strict=True)
-            for offset in (own - given).flatten().tolist()
-            if not torch.equal(own.expand_as(given), given)
+            for own_rows, counted_rows in zip(rows, given_rows, strict=True)
+            for offset in (own_rows - counted_rows).flatten().tolist()
+            if not torch.equal(own_rows.expand_as(counted_rows), counted_rows)
         }
         if len(offsets) > 1:
             return PLAIN_NUMBERING
