@@ -22,7 +22,6 @@ from bigtrain.settings.resolve import ResolvedRun, resolve_run, resolve_run_file
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.settings.sections.extensions import GIVEN
 from bigtrain.settings.sections.optimizer import check_optimizer_package
-from bigtrain.settings.teacher import of_teacher, teacher_run
 from bigtrain.system.stop_signals import StopSignals
 from bigtrain.system.world import World, read_world
 
@@ -82,6 +81,8 @@ def checked(
     resolved = resolve(config, overrides, world_size, deepspeed_config, device=device)
     missing = missing_model(resolved.config.model)
     if resolved.config.objective.teacher_model is not None:
+        from bigtrain.settings.teacher import of_teacher, teacher_run
+
         teacher_problems = missing_model(teacher_run(resolved.config).model)
         missing += [of_teacher(resolved.config, problem) for problem in teacher_problems]
     if missing:

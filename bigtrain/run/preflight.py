@@ -13,7 +13,6 @@ from bigtrain.data.samples.packing_plan import PackingReport, packing_reports
 from bigtrain.data.samples.phases import SourcePhase, data_hash, identify_sources
 from bigtrain.data.shards.dataset import Level, TokenDataset
 from bigtrain.data.tokenizers.model_tokens import beginning_note, check_model_tokens
-from bigtrain.data.tokenizers.own_file import resave_commands
 from bigtrain.errors import ConfigError, ModelError, Problem
 from bigtrain.models.configuration import (
     load_hf_config,
@@ -36,7 +35,6 @@ from bigtrain.settings.hf_config_keys import check_layer_drop
 from bigtrain.settings.resolve import ResolvedRun, resolve_teacher
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.settings.sections.optimizer import check_optimizer_package
-from bigtrain.settings.teacher import of_teacher
 from bigtrain.system.text_record import TextRecord
 
 if TYPE_CHECKING:
@@ -205,6 +203,8 @@ def _inspect_teacher(
     if not problems:
         plan, problems = cached_model_plan(teacher_config, hf_teacher, teacher.plan)
     if plan is None or problems:
+        from bigtrain.settings.teacher import of_teacher
+
         return None, [of_teacher(config, problem) for problem in problems]
     return TeacherInputs(teacher, hf_teacher, plan, num_ids), []
 
@@ -329,6 +329,8 @@ def _check_export(
     if model_path is not None:
         original = Path(model_path) / "tokenizer.json"
         if original.is_file() and original.read_bytes() == file.read_bytes():
+            from bigtrain.data.tokenizers.own_file import resave_commands
+
             rule += f"; {model_path} itself has this fault"
             remedy = f"to train with what transformers reads: {resave_commands(Path(model_path))}"
     remedy += "; without an export: output.export=false"

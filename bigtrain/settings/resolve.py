@@ -39,7 +39,6 @@ from bigtrain.settings.hf_config_keys import (
 from bigtrain.settings.loading import apply_overrides, find_config, load_run_config, parse_yaml
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.settings.sections.extensions import GIVEN, is_imported
-from bigtrain.settings.teacher import of_teacher, teacher_run
 from bigtrain.settings.topology import Topology, derive_topology
 
 
@@ -423,6 +422,8 @@ def _resolve_draft(draft: _Draft) -> ResolvedRun:
     assert json is not None
     # The teacher's run copies settings from this one, so its problems would repeat theirs.
     if not problems and config.objective.teacher_model is not None:
+        from bigtrain.settings.teacher import of_teacher, teacher_run
+
         try:
             resolve_run(teacher_run(config), draft.world_size)
         except ConfigError as error:
@@ -438,6 +439,8 @@ def resolve_teacher(run: ResolvedRun) -> ResolvedRun | None:
     """Return the run of the teacher that `run` computes (`teacher_run`); None without one."""
     if run.config.objective.teacher_model is None:
         return None
+    from bigtrain.settings.teacher import teacher_run
+
     return resolve_run(teacher_run(run.config), run.topology.world_size)
 
 

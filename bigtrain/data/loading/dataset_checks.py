@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bigtrain.data.samples.documents import shorter_rows
 from bigtrain.data.samples.packing_plan import plan_of
 from bigtrain.data.samples.source import StreamDataset, with_source
 from bigtrain.data.samples.token_stream import StreamSamples, count_windows, split_stream
@@ -287,6 +286,8 @@ def count_samples(config: RunConfig, dataset: TokenDataset, split: Split) -> int
 
 def _padding_notes(config: RunConfig, datasets: Sequence[TokenDataset]) -> list[str]:
     """Return a line for each source whose samples are mostly padding."""
+    from bigtrain.data.samples.documents import shorter_rows
+
     notes = []
     for dataset in datasets:
         longest = int(plan_of(config, dataset, "train").lengths.max(initial=1)) - 1
