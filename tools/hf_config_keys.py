@@ -20,14 +20,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
-from torch.nn import Conv1d  # noqa: E402
 
 from bigtrain.models.build import empty_model  # noqa: E402
 from bigtrain.models.configuration import text_config  # noqa: E402
 from bigtrain.models.equivalence.position_numbering import plan_numbering  # noqa: E402
 from bigtrain.models.equivalence.proxy_model import TOKENS  # noqa: E402
-from bigtrain.models.layers.parameters import decoder_layers  # noqa: E402
-from bigtrain.models.layers.recurrence.functions import layers_with_functions  # noqa: E402
 from bigtrain.models.parallel.tensor import known_plan  # noqa: E402
 from bigtrain.settings.hf_config_keys import (  # noqa: E402
     HEAD_PROJECTIONS,
@@ -64,7 +61,6 @@ def build_table() -> dict[str, Any]:
                 "aliases": dict(sorted(config_class.attribute_map.items())),
                 "defaults": _figures(config_class),
                 "cut": _cut_figures(config_class),
-                **({"recurrent": True} if _is_recurrent(name) else {}),
                 **_positions_after(config_class, name),
             }
             for name, config_class in classes.items()
@@ -145,17 +141,6 @@ def _cut_figures(config_class: Any) -> list[str] | None:
     cut = {name.rpartition(".")[2] for name, style in plan.items() if style == "colwise"}
     heads = ["num_attention_heads"] if cut & HEAD_PROJECTIONS else []
     return heads + (["num_key_value_heads"] if cut & KEY_HEAD_PROJECTIONS else [])
-
-
-def _is_recurrent(model_type: str) -> bool:
-    """Whether decoder layers carry a state along the tokens, or convolve them."""
-    try:
-        model = empty_model(tiny_config(model_type))
-        layers = [layer for _, layer in decoder_layers(model)]
-    except Exception:  # it cannot be built, or has no list of layers
-        return False
-    convolves = any(isinstance(module, Conv1d) for layer in layers for module in layer.modules())
-    return convolves or any(layers_with_functions(model))
 
 
 def _positions_after(config_class: Any, model_type: str) -> dict[str, int]:

@@ -155,8 +155,10 @@ def _start(args: StartArguments, directory: Path) -> int:
         return 0
     if started.on_gpus and started.num_ranks > (num_gpus := _num_gpus()):
         has_text = f"has {num_gpus or 'no'} GPU{'s' if num_gpus > 1 else ''}"
-        place = f"for {started.num_ranks} GPUs, and this machine {has_text}; start it on one that"
-        print(f"{run_yaml}: a run {place} has them; {next_lines(line)}")
+        print(
+            f"{run_yaml}: a run for {started.num_ranks} GPUs, and this machine {has_text}; start "
+            f"it on one that has them; {next_lines(line)}"
+        )
         return 0
 
     # The run trains and exports, and ends with the commands that use its model.

@@ -22,11 +22,11 @@ from bigtrain.engine.startup.mesh import Mesh, ModelParallelUnit
 from bigtrain.models.build import WHOLE, Partitioning
 from bigtrain.models.layers.adapter_names import borrowed_parameters, has_adapters
 from bigtrain.models.layers.compilation import compile_layers
-from bigtrain.models.layers.document_attention import IMPLEMENTATIONS
 from bigtrain.models.layers.kernels import apply_kernels, fast_path_of
 from bigtrain.models.layers.plans import TilePlan
+from bigtrain.models.layers.recurrence.functions import has_replaced_functions
 from bigtrain.models.parallel.sharding import cut_parameter, is_expert
-from bigtrain.models.transformers_patches import attention_name, modules_of_experts, trace_dora
+from bigtrain.models.transformers_patches import modules_of_experts, trace_dora
 from bigtrain.settings.compatibility.facts import read_facts
 from bigtrain.settings.deepspeed.engine_config import EngineConfig
 from bigtrain.settings.run_config import RunConfig
@@ -182,6 +182,10 @@ def apply_layer_options(
         from bigtrain.models.layers.tiled_mlp import compile_tiles
 
         compile_tiles(model)
+    if config.parallel.tensor > 1:
+        from bigtrain.models.parallel.recurrent_layers import set_local_attributes
+
+        set_local_attributes(model)
     if config.parallel.expert > 1:
         from bigtrain.models.parallel.experts import compile_divided_experts
 
@@ -196,7 +200,6 @@ def apply_layer_options(
     facts = read_facts(config, engine_config.deepspeed, None)
     # Parts of layers that are computed outside of graphs.
     counts_tokens = any(True for _ in modules_of_experts(model))
-    attends_by_document = attention_name(model) in IMPLEMENTATIONS.values()
-    has_parts_outside = counts_tokens or keeps_stacks_out or attends_by_document
+    has_parts_outside = counts_tokens or keeps_stacks_out or has_replaced_functions(model)
     compile_layers(model, divided=facts.divides_layers or has_parts_outside)
     return True

@@ -201,9 +201,13 @@ def with_functions(module: nn.Module, replaced: Mapping[str, Callable[[Any], Any
 
 
 def _with_globals(function: Any, **names: Any) -> Any:
+    # When dynamo resumes a copy after a graph, it looks names up in the module `__name__`, not in
+    # the copy's globals (torch/_dynamo/symbolic_convert.py, `get_globals_source_and_value`).
+    copied_globals = {**function.__globals__, **names}
+    copied_globals.pop("__name__", None)
     copied = FunctionType(
         function.__code__,
-        {**function.__globals__, **names},
+        copied_globals,
         function.__name__,
         function.__defaults__,
         function.__closure__,

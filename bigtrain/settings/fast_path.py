@@ -86,10 +86,8 @@ def choose_fast_path(
 def _why_not_compiled(facts: Facts, machine: LayerMachine) -> str:
     if TRITON not in machine.packages:
         return "Triton is not installed"
-    if facts.isolates:
-        return "documents are isolated by parts of each sample, whose lengths change"
-    if facts.has_recurrent_layers and (facts.tensor_size > 1 or facts.sequence_size > 1):
-        return "ranks divide recurrent layers, each of which would have graphs of its own"
+    if facts.isolates and facts.attention.startswith("flash"):
+        return "flash attention takes the lengths of documents, with which graphs change"
     if is_violated(facts | Facts(compiles="on")) and not is_violated(facts):
         return "the run's other settings do not allow it"
     return ""

@@ -69,8 +69,8 @@ class ModelDimensions:
     cut_heads, cut_key_heads: query and key-value heads, where tensor-parallel ranks divide them.
     has_tensor_plan: transformers has a tensor-parallel plan for its layers.
     num_experts: routed experts of a layer. num_mtp_layers: layers for multi-token prediction that
-    transformers builds for the architecture. has_recurrent_layers: layers carry a state along the
-    tokens. unused_positions: of max_position_embeddings, before the position of the first token.
+    transformers builds for the architecture. unused_positions: of max_position_embeddings, before
+    the position of the first token.
     """
 
     num_attention_heads: int | None = None
@@ -81,7 +81,6 @@ class ModelDimensions:
     has_tensor_plan: bool | None = None
     num_experts: int | None = None
     num_mtp_layers: int | None = None
-    has_recurrent_layers: bool | None = None
     unused_positions: int | None = None
 
     @property
@@ -95,17 +94,11 @@ class ModelDimensions:
 def key_table() -> Mapping[str, Any]:
     """Return the table: ``transformers_version`` and ``model_types``, each with its ``module``,
     ``keys`` (to JSON types), ``aliases``, ``defaults``, ``cut``, the dimensions that
-    tensor-parallel ranks shard (null: transformers has no plan), ``recurrent`` where layers carry a
-    state along the tokens, and ``positions_after``, the default of the padding, where position
-    numbers begin after the id of the padding."""
+    tensor-parallel ranks shard (null: transformers has no plan), and ``positions_after``, the
+    default of the padding, where position numbers begin after the id of the padding."""
     path = Path(__file__).with_name("hf_config_keys.json")
     table: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return table
-
-
-def has_recurrent_layers(model_type: object) -> bool:
-    """Return whether layers of an architecture carry a state along the tokens, or convolve them."""
-    return bool(key_table()["model_types"].get(model_type, {}).get("recurrent"))
 
 
 def inspect_configuration(section: ModelSection) -> tuple[ModelDimensions, list[Problem]]:
@@ -424,7 +417,6 @@ def _figures(
     if experts and experts[0] > 0:
         dimensions["num_experts"] = experts[0]
     if text_entry:
-        dimensions["has_recurrent_layers"] = has_recurrent_layers(values.get("model_type"))
         names = (_MTP_LAYERS, text_entry["aliases"].get(_MTP_LAYERS))
         written_counts = [values[name] or 0 for name in names if name in values]
         if _MTP_LAYERS not in text_entry["keys"]:

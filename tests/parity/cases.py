@@ -92,6 +92,27 @@ class Case:
         return config
 
 
+KEPT_APART, CONCATENATED = "isolated", "concatenated"
+"""What `document_config` reads in ``data.path`` of a case: whether documents of a sample are kept
+apart."""
+
+
+def document_config(
+    case: Case, model: Mapping[str, Any], data: Path, *, num_samples: int, num_tokens: int
+) -> dict[str, Any]:
+    """Return the run of `case` from shards `data`, in steps of `num_samples` samples of
+    `num_tokens` tokens that documents share."""
+    config = case.config(data, model, num_samples)
+    config["batch"] |= {"sequence_length": num_tokens, "global_batch_size": num_samples}
+    is_concatenated = config["data"]["path"] == CONCATENATED
+    config["data"] = {"path": str(data)}
+    if is_concatenated:
+        config["data"]["mask_end_of_document"] = True
+    else:
+        config["data"]["document_boundaries"] = "isolate"
+    return config
+
+
 class PlainRuns:
     """A file's cases, trained when they are asked for, and the plain loop of each."""
 

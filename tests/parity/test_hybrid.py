@@ -18,14 +18,21 @@ from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.export.verified import Destination, Probe, export_model
 from bigtrain.settings.run_config import ModelSection
 from tests.parity import expert_models
-from tests.parity.cases import EPS, RECOMPUTE, Case, PlainRuns
+from tests.parity.cases import (
+    CONCATENATED,
+    EPS,
+    KEPT_APART,
+    RECOMPUTE,
+    Case,
+    PlainRuns,
+    document_config,
+)
 from tests.parity.conftest import VOCAB_SIZE, each_case
 from tests.support.hybrids import HYBRIDS
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
 
 LENGTH, SAMPLES = 48, 4
-ISOLATED, CONCATENATED = "isolated", "concatenated"
 MODELS: dict[str, dict[str, Any]] = {
     name: HYBRIDS[model_type] | {"vocab_size": VOCAB_SIZE}
     for name, model_type in {
@@ -73,7 +80,7 @@ def hybrid(
     world_size: int,
     engine: str,
     model: str,
-    data: str = ISOLATED,
+    data: str = KEPT_APART,
     more: Mapping[str, Any] = {},
     accumulation: int = 1,
     slow: bool = True,
@@ -133,15 +140,7 @@ EXPORTED = list(
 @pytest.fixture(scope="module")
 def runs(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> PlainRuns:
     def config_of(case: Case, model: Mapping[str, Any]) -> dict[str, Any]:
-        config = case.config(dataset, model, SAMPLES)
-        config["batch"] |= {"sequence_length": LENGTH, "global_batch_size": SAMPLES}
-        kind = config["data"]["path"]
-        config["data"] = {"path": str(dataset)}
-        if kind == CONCATENATED:
-            config["data"]["mask_end_of_document"] = True
-        else:
-            config["data"]["document_boundaries"] = "isolate"
-        return config
+        return document_config(case, model, dataset, num_samples=SAMPLES, num_tokens=LENGTH)
 
     directory = tmp_path_factory.mktemp("hybrid")
     return PlainRuns(directory, dataset, MODELS, CASES, config_of=config_of)

@@ -9,13 +9,20 @@ from typing import Any
 
 import pytest
 
-from tests.parity.cases import EPS, RECOMPUTE, Case, PlainRuns
+from tests.parity.cases import (
+    CONCATENATED,
+    EPS,
+    KEPT_APART,
+    RECOMPUTE,
+    Case,
+    PlainRuns,
+    document_config,
+)
 from tests.parity.conftest import VOCAB_SIZE, each_case
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
 
 LENGTH, SAMPLES = 48, 4
-ISOLATED, CONCATENATED = "isolated", "concatenated"
 SPECIAL = {"pad_token_id": 7, "bos_token_id": 0, "eos_token_id": 0, "is_decoder": True}
 """The padding is a token of the data, which RoBERTa does not count."""
 MODELS: dict[str, dict[str, Any]] = {
@@ -60,7 +67,7 @@ def own_positions(
     world_size: int,
     engine: str,
     model: str,
-    data: str = ISOLATED,
+    data: str = KEPT_APART,
     more: Mapping[str, Any] = {},
     accumulation: int = 1,
     slow: bool = True,
@@ -90,15 +97,7 @@ CASES = [
 @pytest.fixture(scope="module")
 def runs(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> PlainRuns:
     def config_of(case: Case, model: Mapping[str, Any]) -> dict[str, Any]:
-        config = case.config(dataset, model, SAMPLES)
-        config["batch"] |= {"sequence_length": LENGTH, "global_batch_size": SAMPLES}
-        kind = config["data"]["path"]
-        config["data"] = {"path": str(dataset)}
-        if kind == CONCATENATED:
-            config["data"]["mask_end_of_document"] = True
-        else:
-            config["data"]["document_boundaries"] = "isolate"
-        return config
+        return document_config(case, model, dataset, num_samples=SAMPLES, num_tokens=LENGTH)
 
     directory = tmp_path_factory.mktemp("own_positions")
     return PlainRuns(directory, dataset, MODELS, CASES, config_of=config_of)

@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 
-from tests.parity.cases import CHUNKS, EPS, RECOMPUTE, Case, PlainRuns
+from tests.parity.cases import (
+    CHUNKS,
+    CONCATENATED,
+    EPS,
+    KEPT_APART,
+    RECOMPUTE,
+    Case,
+    PlainRuns,
+    document_config,
+)
 from tests.parity.conftest import VOCAB_SIZE, each_case, llama
 from tests.support.datasets import write_dataset
 
@@ -35,8 +44,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt_oss": OF_EXPERTS | {"model_type": "gpt_oss", **_WINDOWED},
     "mixtral": OF_EXPERTS | {"model_type": "mixtral"},
 }
-CONCATENATED, ISOLATED, CHAT = "concatenated", "isolated", "chat"
-"""Data: documents that share samples, apart, or apart with only some tokens learned."""
+CHAT = "chat"
+"""Data: documents that are kept apart, and of which only some tokens are learned."""
 
 
 def ring(
@@ -61,22 +70,22 @@ def ring(
 # gpt-oss has no tensor-parallel plan.
 CASES = [
     ring(1, 2, "zero1", "llama", CONCATENATED, slow=False),
-    ring(1, 2, "zero3", "gemma3", ISOLATED, slow=False),
+    ring(1, 2, "zero3", "gemma3", KEPT_APART, slow=False),
     ring(1, 2, "zero1", "gpt_oss", CHAT),
     ring(1, 3, "zero3", "llama", CHAT),
     ring(1, 3, "zero1", "mixtral", CONCATENATED, tensor=2),
     ring(1, 4, "zero1", "gemma3", CONCATENATED),
-    ring(1, 4, "zero3", "qwen3", ISOLATED, more=RECOMPUTE),
-    ring(2, 2, "zero1", "gpt_oss", ISOLATED),
+    ring(1, 4, "zero3", "qwen3", KEPT_APART, more=RECOMPUTE),
+    ring(2, 2, "zero1", "gpt_oss", KEPT_APART),
     ring(2, 2, "zero3", "llama", CHAT, more=CHUNKS),
     ring(2, 2, "zero1", "qwen3", CONCATENATED, tensor=2),
     ring(1, 2, "zero3", "mixtral", CHAT, replicas=2),
-    ring(1, 2, "zero1", "gemma3", ISOLATED, tensor=2),
-    ring(1, 2, "zero1", "mixtral", ISOLATED, expert=2),
+    ring(1, 2, "zero1", "gemma3", KEPT_APART, tensor=2),
+    ring(1, 2, "zero1", "mixtral", KEPT_APART, expert=2),
     ring(2, 2, "zero3", "mixtral", CHAT, expert=4),
     ring(4, 1, "zero3", "qwen3", CHAT),
     ring(2, 1, "zero3", "gpt_oss", CHAT, replicas=2),
-    ring(1, 2, "zero1", "qwen3", ISOLATED, "bfloat16"),
+    ring(1, 2, "zero1", "qwen3", KEPT_APART, "bfloat16"),
 ]
 
 
@@ -87,15 +96,8 @@ def runs(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> PlainRuns:
     )
 
     def config_of(case: Case, model: Mapping[str, Any]) -> dict[str, Any]:
-        config = case.config(dataset, model, SAMPLES)
-        config["batch"] |= {"sequence_length": LENGTH, "global_batch_size": SAMPLES}
-        kind = config["data"]["path"]
-        config["data"] = {"path": str(chat if kind == CHAT else dataset)}
-        if kind == CONCATENATED:
-            config["data"]["mask_end_of_document"] = True
-        else:
-            config["data"]["document_boundaries"] = "isolate"
-        return config
+        data = chat if case.sections["data"]["path"] == CHAT else dataset
+        return document_config(case, model, data, num_samples=SAMPLES, num_tokens=LENGTH)
 
     directory = tmp_path_factory.mktemp("ring")
     return PlainRuns(directory, dataset, MODELS, CASES, config_of=config_of)

@@ -89,8 +89,8 @@ def reading(path: Path) -> Iterator[None]:
             fix = "let this user read it: chmod, or a directory that the user may enter"
         elif isinstance(error, FileNotFoundError) and path.parent.is_dir():
             # Not the files of other shards, whose names differ in a digit.
-            others = [name for name in os.listdir(path.parent) if not _SHARD_FILE.fullmatch(name)]
-            names = [name for name in others if path.name in name or path.suffix in name]
+            file_names = [n for n in os.listdir(path.parent) if not _SHARD_FILE.fullmatch(n)]
+            names = [name for name in file_names if path.name in name or path.suffix in name]
             if close := get_close_matches(path.name, names, n=1):
                 fix = f"rename {close[0]} back, {fix.removeprefix('restore the file, ')}"
         raise DataError(f"{path} cannot be read: {error.strerror or error} -> {fix}") from error
@@ -406,9 +406,9 @@ def read_manifest(directory: Path) -> Manifest:
         problem = "is not a directory" if directory.exists() else "does not exist"
         datasets = [manifest.parent for manifest in directory.parent.glob(f"*/{MANIFEST_NAME}")]
         close = get_close_matches(directory.name, [path.name for path in datasets], n=1)
-        meant = f"did you mean {directory.parent / close[0]}? Or " if close else ""
+        suggestion = f"did you mean {directory.parent / close[0]}? Or " if close else ""
         fix = "make it with `bigtrain tokenize --output`"
-        raise DataError(f"{directory} {problem} -> {meant}{fix}")
+        raise DataError(f"{directory} {problem} -> {suggestion}{fix}")
     path = directory / MANIFEST_NAME
     try:
         with reading(path):

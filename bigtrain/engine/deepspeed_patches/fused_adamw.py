@@ -134,9 +134,10 @@ class FusedAdamW:
             # What the update multiplies by, computed on the device in float64: float32 [4].
             count, lr = state["step"].double(), float(group["lr"])
             first, second = (1 - beta**count for beta in group["betas"])
-            one = torch.ones_like(count)
-            factor = one if self.gradient_factor is None else self.gradient_factor.double()
-            decay = one * (1 - lr * group["weight_decay"])
+            factor = torch.ones_like(count)
+            if self.gradient_factor is not None:
+                factor = self.gradient_factor.double()
+            decay = torch.full_like(count, 1 - lr * group["weight_decay"])
             factors = torch.stack([factor, decay, lr / first, second.sqrt()]).float()
             self._compiled(
                 master,

@@ -3,7 +3,6 @@ that the model looks up without positions are compared with rows for positions f
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -37,7 +36,8 @@ def plan_numbering(
     """Return the numbering of a model of `hf_config`, and the problem with samples of
     `sequence_length` tokens for which tables of positions are too short. For a model with tables
     builds a proxy model, which keeps the padding and the rows of the tables."""
-    if len(list(_embeddings(empty_model(hf_config)))) < 2:  # of tokens only
+    is_embedding = [isinstance(m, nn.Embedding) for m in empty_model(hf_config).modules()]
+    if sum(is_embedding) < 2:  # of tokens only
         return PLAIN_NUMBERING, []
     padding = getattr(text_config(hf_config), "pad_token_id", None)
 
@@ -98,7 +98,8 @@ def find_numbering(model: PreTrainedModel) -> PositionNumbering:
         for numbering in candidates:
             numbers = numbering.numbers(ids, counted)
             given_rows = [rows for rows, _ in _lookups(model, input_ids=ids, position_ids=numbers)]
-            if all(map(_are_equal, rows, given_rows)):
+            pairs = zip(rows, given_rows, strict=False)
+            if all(bool((rows == own_rows).all()) for own_rows, rows in pairs):
                 return numbering
     except MODEL_FAILURES:
         pass
@@ -124,14 +125,6 @@ def _tokens_and_padding(model: PreTrainedModel) -> tuple[torch.Tensor, int | Non
     # The smallest ids are special tokens, too.
     largest = int(ids[ids != padding].max())
     return ids.masked_fill(ids == padding, largest), padding
-
-
-def _are_equal(rows: torch.Tensor, other_rows: torch.Tensor) -> bool:
-    return bool((rows == other_rows).all())
-
-
-def _embeddings(model: PreTrainedModel) -> Iterator[nn.Embedding]:
-    return (module for module in model.modules() if isinstance(module, nn.Embedding))
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from bigtrain.errors import Problem
 from bigtrain.settings.compatibility.facts import Facts, read_facts
 from bigtrain.settings.deepspeed.engine_config import EngineConfig
 from bigtrain.settings.fast_path import CPU, LIGER, TRITON, FastPath, LayerMachine, choose_fast_path
-from bigtrain.settings.hf_config_keys import EXPERTS, has_recurrent_layers, number_of
+from bigtrain.settings.hf_config_keys import EXPERTS, number_of
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.system.extras import install_line
 
@@ -57,10 +57,7 @@ def fast_path_of(
 ) -> FastPath:
     """Return how the layers of a run compute on this machine's devices."""
     num_experts = number_of(hf_config.get_text_config().to_dict(), EXPERTS)
-    facts = read_facts(config, engine.deepspeed, None) | Facts(
-        num_experts=num_experts,
-        has_recurrent_layers=has_recurrent_layers(hf_config.get_text_config().model_type),
-    )
+    facts = read_facts(config, engine.deepspeed, None) | Facts(num_experts=num_experts)
     return choose_fast_path(config.model, facts, machine_of(device_type), str(hf_config.model_type))
 
 

@@ -16,34 +16,47 @@ from torch.overrides import TorchFunctionMode
 from bigtrain.models.layers.recurrence.functions import divide_functions
 from bigtrain.models.parallel.collectives import Group, gather_last, sum_gradient, sum_partial
 from bigtrain.models.parallel.recurrent_divisions import Division, ranges_of
-from bigtrain.models.torch_patches import shadow
+from bigtrain.models.torch_patches import shadow, unshadow
+
+_SET_ATTRIBUTES = "bigtrain_set_attributes"
 
 
 def divide_layer(layer: nn.Module, division: Division, group: Group) -> None:
     """Make `layer` compute the heads of this rank of `group`; not its linear layers, which are
-    wrapped as all linear layers are. Its attributes change in its first forward pass, since initial
-    weights are drawn for the unsharded layer. Collective forward passes."""
+    wrapped as all linear layers are. Its attributes change in its first forward pass or by
+    `set_local_attributes`, since initial weights are drawn for the unsharded layer. Collective
+    forward passes."""
     rank, size, groups = dist.get_rank(group), dist.get_world_size(group), division.groups
 
-    def set_attributes(module: Any, args: Any) -> None:
+    def set_attributes() -> None:
         hook.remove()
+        unshadow(layer, _SET_ATTRIBUTES)
         for name, value in division.local(size).items():
             path, _, attribute = name.rpartition(".")
-            owner = module.get_submodule(path)
+            owner = layer.get_submodule(path)
             if hasattr(owner, attribute):
                 setattr(owner, attribute, value)
         for name, parts in division.buffers.items():
-            if isinstance(getattr(module, name, None), torch.Tensor):
-                full = getattr(module, name)
+            if isinstance(getattr(layer, name, None), torch.Tensor):
+                full = getattr(layer, name)
                 local = [full[..., start:stop] for start, stop in ranges_of(parts, rank, size)]
-                setattr(module, name, torch.cat(local, -1))
+                setattr(layer, name, torch.cat(local, -1))
 
-    hook = layer.register_forward_pre_hook(set_attributes)
+    hook = layer.register_forward_pre_hook(lambda _module, _args: set_attributes())
+    shadow(layer, _SET_ATTRIBUTES, set_attributes)
     prepare = partial(_gather_states, groups, group) if 0 < groups < size else dict
     divide_functions(layer, prepare)
     norm = getattr(layer, division.norm, None) if division.norm else None
     if norm is not None and 0 < groups < size:
         shadow(norm, "forward", _over_ranks(norm.forward, groups, group))
+
+
+def set_local_attributes(model: nn.Module) -> None:
+    """Let the divided layers of `model`, whose weights are drawn or loaded, have the attributes of
+    their first forward pass: compiled layers whose attributes change are compiled again."""
+    for module in list(model.modules()):
+        if set_attributes := vars(module).get(_SET_ATTRIBUTES):
+            set_attributes()
 
 
 def _gather_states(groups: int, group: Group, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -63,13 +76,16 @@ def _over_ranks(forward: Any, groups: int, group: Group) -> Any:
     """Return the forward pass of a norm whose means are over the channels of every rank that shares
     one of `groups`."""
 
-    def normalize(*args: Any, **kwargs: Any) -> torch.Tensor:
-        with _MeanOverRanks(groups, group):
-            output: torch.Tensor = forward(*args, **kwargs)
-        return output
+    return lambda *args, **kwargs: _normalize(forward, groups, group, args, kwargs)
 
-    # A mode is not traced.
-    return torch.compiler.disable(normalize)
+
+@torch.compiler.disable(reason="the means of a norm are over the channels of several ranks")
+def _normalize(
+    forward: Any, groups: int, group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> torch.Tensor:
+    with _MeanOverRanks(groups, group):  # a mode is not traced
+        output: torch.Tensor = forward(*args, **kwargs)
+    return output
 
 
 class _MeanOverRanks(TorchFunctionMode):

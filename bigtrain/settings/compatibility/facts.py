@@ -227,7 +227,6 @@ class Facts(_Values):
         0, "", lambda sources: getattr(sources.model, "unused_positions", None)
     )
     num_mtp_layers: Fact[int | None] = _model("num_mtp_layers")
-    has_recurrent_layers: Fact[int | None] = _model("has_recurrent_layers")
     source: Fact[str] = Fact("DeepSpeed JSON")
 
     def __or__(self, changes: Facts) -> Facts:
@@ -249,9 +248,10 @@ class Facts(_Values):
     @property
     def divides_layers(self) -> bool:
         """Whether a compiled layer has parts that no graph can contain: the exchanges of sequence
-        and expert parallelism, the division of MLPs into tiles, copies to host memory."""
-        is_divided = self.sequence_size > 1 or self.expert_size > 1
-        return is_divided or self.tiled_mlp != "off" or self.activation_offload
+        and expert parallelism, the division of MLPs into tiles, copies to host memory, attention
+        to documents, whose lengths change."""
+        exchanges = self.sequence_size > 1 or self.expert_size > 1
+        return exchanges or self.tiled_mlp != "off" or self.activation_offload or self.isolates
 
     @property
     def gathers_inside_layers(self) -> bool:

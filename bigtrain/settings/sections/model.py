@@ -105,7 +105,7 @@ class ModelSection(Section):
     the architecture and allowed; none on CPU"""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile of the decoder layers, one compilation for all of them; auto: on with CUDA
-    where it is allowed, for models without experts whose documents are not isolated, off on CPU"""
+    where it is allowed and a trial of the model shows no other results, off on CPU"""
     activation_offload: bool = False
     """keep what recomputation starts from, the inputs of checkpointed layers, in host memory
     (CUDA); for long sequences"""

@@ -32,17 +32,6 @@ CHOICES: dict[str, Choice] = {
         ("liger", False), ("settings",),
     ),
     "tensor parallelism": ({}, CUDA | Facts(tensor_size=2), BOTH, "llama", ("none", True), ()),
-    "recurrent layers": (
-        {}, CUDA | Facts(has_recurrent_layers=True), BOTH, "llama", ("none", True), (),
-    ),
-    "recurrent layers that ranks divide": (
-        {}, CUDA | Facts(has_recurrent_layers=True, tensor_size=2), ANY_CUDA, "bamba",
-        ("none", False), ("ranks divide recurrent layers", "Liger"),
-    ),
-    "recurrent layers of samples that ranks share": (
-        {}, CUDA | Facts(has_recurrent_layers=True, sequence_size=2), ANY_CUDA, "bamba",
-        ("none", False), ("ranks divide recurrent layers", "Liger"),
-    ),
     "tensor parallelism without Triton": (
         {}, CUDA | Facts(tensor_size=2), ONLY_LIGER, "llama", ("none", False),
         ("compiled: Triton", "Liger's kernels: the run's other"),
@@ -52,8 +41,10 @@ CHOICES: dict[str, Choice] = {
         {}, CUDA | Facts(num_experts=8), ONLY_LIGER, "other_moe", ("none", False),
         ("Triton", "other_moe"),
     ),
-    "isolated documents": (
-        {}, CUDA | Facts(isolates=True), BOTH, "llama", ("liger", False), ("isolated",),
+    "isolated documents": ({}, CUDA | Facts(isolates=True), BOTH, "llama", ("none", True), ()),
+    "lengths of documents": (
+        {}, CUDA | Facts(isolates=True, attention="flash_attention_2"), BOTH, "llama",
+        ("liger", False), ("takes the lengths of documents",),
     ),
     "adapters": ({}, CUDA | Facts(adapters="lora"), BOTH, "llama", ("none", True), ()),
     "a base in 4 bits": (

@@ -144,9 +144,7 @@ def test_local_configuration_is_read_with_overrides(tmp_path: Path) -> None:
     config = {"model_type": "gpt2", "n_layer": 3, "n_head": 4, "n_embd": 64}
     (tmp_path / "config.json").write_text(json.dumps(config))
     section = ModelSection(path=str(tmp_path), overrides={"n_positions": 128})
-    dimensions = ModelDimensions(
-        4, 3, 128, has_tensor_plan=False, num_mtp_layers=0, has_recurrent_layers=False
-    )
+    dimensions = ModelDimensions(4, 3, 128, has_tensor_plan=False, num_mtp_layers=0)
     assert inspect_configuration(section) == (dimensions, [])
     section = ModelSection(path=str(tmp_path), overrides={"n_position": 128})
     (problem,) = inspect_configuration(section)[1]

@@ -27,7 +27,7 @@ Run = Callable[["Call"], torch.Tensor | None]
 
 Prepare = Callable[[dict[str, Any]], dict[str, Any]]
 """From the arguments of a layer's call, by name, to the arguments of the function."""
-_PREPARE = "bigtrain_prepare"
+_PREPARE, _REPLACED = "bigtrain_prepare", "bigtrain_replaced"
 
 CONVOLUTION, MATRIX, SCALAR, VECTOR = "convolution", "matrix", "scalar", "vector"
 CHANNELS = "channels"
@@ -92,6 +92,10 @@ _CONVOLUTION_MODULE = TokenFunction(CONVOLUTION, {"hidden_states": 2}, 2)
 _FUSED = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
 """Kernels that contain convolution and scan. They return None where they are not installed, and the
 layer calls the functions above."""
+
+_OUTSIDE = "recurrent layers have documents or ranks of their own"
+"""Reason for which functions are outside of graphs, which would be compiled again for other
+documents."""
 
 _MARKS = ("cu_seqlens", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """Arguments that mark documents."""
@@ -238,6 +242,7 @@ def replace_functions(
     for _, module, called_names in layers_with_functions(model):
         for name, value in _replacements(module, called_names, run, fuses).items():
             replace(module, name, value)
+        replace(module, _REPLACED, True)
     for module in model.modules():
         if isinstance(module, nn.Conv1d) and _is_causal(module):
             replace(module, "forward", _convolution(module, run))
@@ -261,6 +266,12 @@ def divide_functions(layer: nn.Module, prepare: Prepare) -> None:
         replacements = _replacements(layer, called_names, lambda call: None, lambda: False)
         for name, value in replacements.items():
             shadow(layer, name, value)
+        shadow(layer, _REPLACED, True)
+
+
+def has_replaced_functions(model: nn.Module) -> bool:
+    """Return whether layers of `model` compute functions of `FUNCTIONS` outside of graphs."""
+    return any(_REPLACED in vars(module) for module in model.modules())
 
 
 def _replacements(
@@ -306,9 +317,14 @@ def _replaced(
         output = run(call)
         return original(*args, **kwargs) if output is None else call.restored(output)
 
-    # A graph would be compiled anew for other documents.
-    return torch.compiler.disable(compute)
+    return torch.compiler.disable(compute, reason=_OUTSIDE)
 
 
 def _unfused(fuses: Callable[[], bool], original: Any) -> Any:
-    return lambda *args, **kwargs: original(*args, **kwargs) if fuses() else None
+    if not uses_kernel(original):
+        return lambda *args, **kwargs: None
+
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs) if fuses() else None
+
+    return torch.compiler.disable(compute, reason=_OUTSIDE)

@@ -41,8 +41,9 @@ def _call_by_document(model: nn.Module, classes: set[str]) -> Callable[[], None]
     changed = [module for module in model.modules() if type(module).__name__ in classes]
     for module in changed:
         forward = vars(module).get("forward") or partial(type(module).forward, module)
-        # A graph would be compiled anew for other documents.
-        for_each = torch.compiler.disable(partial(_forward, module, forward))
+        for_each = torch.compiler.disable(
+            partial(_forward, module, forward), reason="modules are called for each document"
+        )
         shadow(module, "forward", for_each)
 
     def undo() -> None:
