@@ -111,7 +111,7 @@ def measure(point: Point, directory: Path) -> dict[str, Any]:
 
 def _predicted(run: ResolvedRun, inputs: Inputs, device: torch.device) -> dict[str, Any]:
     """Return the planner's predictions of the measured run; tokens/s only for known devices."""
-    prediction, reason = predict(run, inputs.hf_config, inputs.model_plan.loss, device)
+    prediction, reason = predict(run, inputs.hf_config, inputs.model_plan, device)
     if prediction is None:
         return {"not_predicted": reason}
     rate = prediction.tokens_per_second

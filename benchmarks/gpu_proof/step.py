@@ -30,9 +30,8 @@ from bigtrain.engine.build import build_engine
 from bigtrain.engine.startup.mesh import open_mesh
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.models.configuration import load_hf_config
-from bigtrain.models.equivalence.model_plan import choose
+from bigtrain.models.equivalence.model_plan import ModelPlan, choose
 from bigtrain.models.layers.kernels import fast_path_of
-from bigtrain.models.layers.plans import LossPlan
 from bigtrain.models.tracing.traced_costs import model_costs
 from bigtrain.planner.run_prediction import layout_of, predict_run
 from bigtrain.settings.compatibility.facts import Facts, read_facts
@@ -106,8 +105,8 @@ def trace_case(case: Case, fault: str = "", peers: Peers | None = None) -> Trace
     plan, problems = choose(config, hf_config, run.plan)
     if plan is None:
         raise ValueError(f"{case.name}: {problems}")
-    predicted, gradient_bytes = _predicted(run, hf_config, plan.loss)
-    choice = _choice(run, hf_config, plan.loss)
+    predicted, gradient_bytes = _predicted(run, hf_config, plan)
+    choice = _choice(run, hf_config, plan)
     # A world of which only this rank, and its peers, exist.
     replace_methods()
     dist.init_process_group("fake", rank=rank, world_size=case.world_size, store=FakeStore())
@@ -147,10 +146,10 @@ def trace_case(case: Case, fault: str = "", peers: Peers | None = None) -> Trace
     return Traced(step, logged, evaluation, *facts)
 
 
-def _choice(run: ResolvedRun, hf_config: Any, loss: LossPlan) -> str:
+def _choice(run: ResolvedRun, hf_config: Any, plan: ModelPlan) -> str:
     """Return what ``auto`` chose for the layers and the loss, and what it would choose for the
     layers on a CUDA machine, where torch brings Triton."""
-    path = fast_path_of(run.config, run.engine, hf_config, "cuda")
+    path = fast_path_of(run.config, run.engine, hf_config, "cuda", plan.compilation)
     num_experts = number_of(hf_config.get_text_config().to_dict(), EXPERTS)
     facts = read_facts(run.config, run.engine.deepspeed, None) | Facts(num_experts=num_experts)
     on_cuda = choose_fast_path(run.config.model, facts, ANY_CUDA, str(hf_config.model_type))
@@ -158,7 +157,7 @@ def _choice(run: ResolvedRun, hf_config: Any, loss: LossPlan) -> str:
     if on_cuda.words != path.words:
         text += f" (with Triton, which is not here, {on_cuda.words})"
     losses = {"plain": "from all logits at once", "chunked": "in chunks", "liger": "by Liger"}
-    return f"{text}, loss {losses[loss.kind]}"
+    return f"{text}, loss {losses[plan.loss.kind]}"
 
 
 def _settings(case: Case) -> dict[str, Any]:
@@ -178,11 +177,11 @@ def _gather_own(objects: list[Any], value: Any, group: Any = None) -> None:
     objects[:] = [value] * len(objects)
 
 
-def _predicted(run: ResolvedRun, hf_config: Any, loss: LossPlan) -> tuple[float, int]:
+def _predicted(run: ResolvedRun, hf_config: Any, plan: ModelPlan) -> tuple[float, int]:
     """Return the planner's bytes at the peak, and of one gradient."""
     model, _ = model_costs(run.config, hf_config)
-    chunk = loss.chunk_tokens if loss.kind == "chunked" else None
-    fast_path = fast_path_of(run.config, run.engine, hf_config, "cuda")
+    chunk = plan.loss.chunk_tokens if plan.loss.kind == "chunked" else None
+    fast_path = fast_path_of(run.config, run.engine, hf_config, "cuda", plan.compilation)
     memory = predict_run(run, model, chunk, None, fast_path=fast_path).memory
     return float(memory.allocated), layout_of(run, chunk).gradient_bytes
 

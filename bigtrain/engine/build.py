@@ -101,7 +101,7 @@ def build_engine(
 
         multi_token = MultiTokenLoss(model, layers, config.objective.mtp_weight, device)
     exact = ExactParameters(model, model_plan.parameters.float32_names, device)
-    compiled = apply_layer_options(model, config, engine_config, device, model_plan.tiles)
+    compiled = apply_layer_options(model, config, engine_config, device, model_plan)
     untrained, expert_size = model_plan.parameters.untrained, mesh.topology.expert_size
     groups = parameter_groups(model, config.optimizer, expert_size, untrained, config.adapters)
     engine = _initialize(model, groups, config, engine_config, device=device, mesh=mesh)

@@ -20,10 +20,10 @@ from bigtrain.engine.deepspeed_patches.experts import (
 from bigtrain.engine.deepspeed_patches.partitions import PartitioningInit, partition_parameters
 from bigtrain.engine.startup.mesh import Mesh, ModelParallelUnit
 from bigtrain.models.build import WHOLE, Partitioning
+from bigtrain.models.equivalence.model_plan import ModelPlan
 from bigtrain.models.layers.adapter_names import borrowed_parameters, has_adapters
 from bigtrain.models.layers.compilation import compile_layers
 from bigtrain.models.layers.kernels import apply_kernels, fast_path_of
-from bigtrain.models.layers.plans import TilePlan
 from bigtrain.models.layers.recurrence.functions import has_replaced_functions
 from bigtrain.models.parallel.sharding import cut_parameter, is_expert
 from bigtrain.models.transformers_patches import modules_of_experts, trace_dora
@@ -155,7 +155,7 @@ def apply_layer_options(
     config: RunConfig,
     engine_config: EngineConfig,
     device: torch.device,
-    tiles: TilePlan,
+    plan: ModelPlan,
 ) -> bool:
     """Apply the run's noise on embeddings, kernels, tiles, activation offload and compilation to a
     complete `model` (split into its stage, filled, loss installed); return whether its layers are
@@ -168,10 +168,10 @@ def apply_layer_options(
         parts = config.parallel.degrees.sequence_size
         add_embedding_noise(model, section.neftune_noise_alpha, parts)
     # Kernels and tiles replace modules, so that they come before compilation.
-    fast_path = fast_path_of(config, engine_config, model.config, device.type)
+    fast_path = fast_path_of(config, engine_config, model.config, device.type, plan.compilation)
     if fast_path.kernels == "liger":
         apply_kernels(model)
-    tiles.install(model)
+    plan.tiles.install(model)
     if section.activation_offload:
         from bigtrain.models.layers.activation_offload import offload_checkpoints
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ from bigtrain.models.configuration import auto_class, scores_samples
 from bigtrain.models.layers.multi_token import add_mtp_layers
 from bigtrain.models.layers.parameters import freeze, freeze_named, seed_of
 from bigtrain.models.layers.plans import NO_FLOAT8, Float8Plan
-from bigtrain.models.torch_patches import has_buffers_alone
+from bigtrain.models.torch_patches import has_buffers_alone, shadowed
 from bigtrain.models.transformers_patches import (
     computed_in_float32,
     initialize_module,
@@ -269,14 +269,37 @@ def initialize_weights(
             if partitioning.writes_weights:
                 with _float32_on_cpu(parameters), torch.random.fork_rng(devices=[]):
                     for name, child, child_owner in _post_order(module, prefix, owner, recurse):
-                        if not getattr(child, "is_hollow", False):
-                            torch.manual_seed(seed_of(seed, name))
+                        if getattr(child, "is_hollow", False):
+                            continue
+                        torch.manual_seed(seed_of(seed, name))
+                        with _absent_layers(child):
                             initialize_module(child_owner, child)
         for parameter in parameters:
             # transformers' init functions skip flagged tensors: a tied weight, or a layer that a
             # container's rule would initialize again when it is no longer full.
             mark_initialized(parameter)
             initialized_ids.add(id(parameter))
+
+
+class _Absent:
+    """A module or parameter of another stage's layer, which rules of initialization leave as it is
+    (transformers/initialization.py)."""
+
+    _is_hf_initialized = True
+
+    def __getattr__(self, name: str) -> _Absent:
+        return self
+
+
+@contextmanager
+def _absent_layers(module: nn.Module) -> Iterator[None]:
+    """Inside, layers of `module` on other stages have modules and parameters of any name: a rule
+    for `module` may change tensors of its layers (Falcon-H1)."""
+    layers = [layer for layer in module.modules() if getattr(layer, "is_placeholder", False)]
+    with ExitStack() as undo:
+        for layer in layers:
+            undo.enter_context(shadowed(layer, {"absent": _Absent()}))
+        yield
 
 
 def _units(

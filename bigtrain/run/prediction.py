@@ -12,9 +12,9 @@ import torch
 
 from bigtrain.errors import ConfigError, ModelError, one_line
 from bigtrain.models.build import empty_model
+from bigtrain.models.equivalence.model_plan import ModelPlan
 from bigtrain.models.layers.kernels import fast_path_of
 from bigtrain.models.layers.multi_token import mtp_layers
-from bigtrain.models.layers.plans import LossPlan
 from bigtrain.models.tracing.traced_costs import model_costs
 from bigtrain.planner.run_prediction import (
     RunPrediction,
@@ -48,12 +48,13 @@ def log_prediction(context: RunContext, inputs: Inputs) -> RunPrediction | None:
 
     # One rank predicts: a trace takes seconds.
     def find() -> RunPrediction | None:
-        for line in layer_lines(context.run, inputs.hf_config, context.device.type):
+        compilation = inputs.model_plan.compilation
+        for line in layer_lines(context.run, inputs.hf_config, context.device.type, compilation):
             context.log.info(line)
         prediction, reason = predict(
             context.run,
             inputs.hf_config,
-            inputs.model_plan.loss,
+            inputs.model_plan,
             context.device,
             has_partners=has_partners,
         )
@@ -75,7 +76,7 @@ def log_prediction(context: RunContext, inputs: Inputs) -> RunPrediction | None:
 def predict(
     run: ResolvedRun,
     hf_config: Any,
-    loss: LossPlan,
+    plan: ModelPlan,
     device: torch.device,
     *,
     has_partners: bool = True,
@@ -87,6 +88,7 @@ def predict(
     except (ConfigError, ModelError) as error:
         return None, one_line(error, None)
     # Liger's kernel chooses its chunks itself.
+    loss = plan.loss
     chunk = loss.chunk_tokens if loss.kind == "chunked" else None
     if loss.kind == "liger":
         num_tokens = run.plan.micro_batch_tokens // run.topology.sequence_size
@@ -102,7 +104,7 @@ def predict(
             device_rates = find_device(torch.cuda.get_device_name(device))
     prediction = predict_run(
         run, model, chunk, device_rates, measured, is_cpu=is_cpu, has_partners=has_partners,
-        fast_path=fast_path_of(run.config, run.engine, hf_config, device.type),
+        fast_path=fast_path_of(run.config, run.engine, hf_config, device.type, plan.compilation),
     )  # fmt: skip
     if (teacher := resolve_teacher(run)) is not None:
         teacher_costs, _ = model_costs(teacher.config)

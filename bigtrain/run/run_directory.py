@@ -22,6 +22,7 @@ import torch
 import bigtrain
 from bigtrain.models.configuration import save_configuration
 from bigtrain.models.layers.kernels import fast_path_of
+from bigtrain.models.layers.plans import CompilationPlan
 from bigtrain.models.weights.checksums import BASE_MODEL, Sums, write_sums
 from bigtrain.run.preflight import Inputs
 from bigtrain.settings.degrees import AXES
@@ -86,19 +87,23 @@ def describe_environment(
             host: [rank for rank, name in enumerate(hosts) if name == host]
             for host in dict.fromkeys(hosts)
         },
-        LAYERS: fast_path_of(run.config, run.engine, inputs.hf_config, device.type).words,
+        LAYERS: fast_path_of(
+            run.config, run.engine, inputs.hf_config, device.type, inputs.model_plan.compilation
+        ).words,
         "batch": run.plan.equation(),
         "packing": [report.to_json() for report in inputs.packing],
     }
 
 
-def layer_lines(run: ResolvedRun, hf_config: Any, device_type: str) -> list[str]:
+def layer_lines(
+    run: ResolvedRun, hf_config: Any, device_type: str, compilation: CompilationPlan
+) -> list[str]:
     """Return lines on how the layers of `run` compute; none on a CPU, where nothing is chosen. A
     line names the change if an earlier launch of the run computed them otherwise: the numbers agree
     up to rounding."""
     if device_type != "cuda":
         return []
-    path = fast_path_of(run.config, run.engine, hf_config, device_type)
+    path = fast_path_of(run.config, run.engine, hf_config, device_type, compilation)
     lines = [path.line()]
     directory = Path(run.config.output.directory)
     if any((directory / "checkpoints").glob("step-*")):

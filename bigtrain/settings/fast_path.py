@@ -62,16 +62,21 @@ class FastPath:
 
 
 def choose_fast_path(
-    section: ModelSection, facts: Facts, machine: LayerMachine, model_type: str = ""
+    section: ModelSection,
+    facts: Facts,
+    machine: LayerMachine,
+    model_type: str = "",
+    compilation_refusal: str = "",
 ) -> FastPath:
     """Return how the layers of a run with `section` and `facts` compute on `machine`. Explicit
-    settings stay."""
+    settings stay. `compilation_refusal`: why the model's layers are not compiled, found by a
+    trial."""
     compiles, is_liger = section.compile == "on", section.kernels == "liger"
     if not machine.is_cuda:
         return FastPath("liger" if is_liger else "none", compiles)
     refused: list[str] = []
     if section.compile == "auto" and not is_liger:
-        if reason := _why_not_compiled(facts, machine):
+        if reason := _why_not_compiled(facts, machine) or compilation_refusal:
             refused.append(f"compiled: {reason}")
         else:
             compiles = True

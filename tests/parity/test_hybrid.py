@@ -123,6 +123,8 @@ CASES = [
     hybrid(4, "zero1", "qwen3_5", tensor=2, pipeline=2, accumulation=2),
     hybrid(4, "zero3", "jamba", tensor=2, sequence=2),
     hybrid(2, "zero1", "falcon_h1", tensor=2),
+    # The rule of the model for initial weights reaches into every layer.
+    hybrid(2, "zero1", "falcon_h1", pipeline=2, accumulation=2),
     hybrid(2, "zero3", "qwen3_next", tensor=2),
     hybrid(2, "zero1", "granitemoehybrid", tensor=2),
     hybrid(2, "zero3", "nemotron_h", tensor=2),

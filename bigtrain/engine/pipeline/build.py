@@ -64,7 +64,7 @@ def build_pipeline_engine(
     model_plan.isolation.install(stage.model)
     terms = loss_terms(config.objective)
     computes_loss = stage.is_last and model_plan.loss.install(stage.model, terms) is not None
-    compiled = apply_layer_options(stage.model, config, engine_config, device, model_plan.tiles)
+    compiled = apply_layer_options(stage.model, config, engine_config, device, model_plan)
     objective = make_objective(config.objective)
     per_token = not isinstance(objective, NextTokenLoss)
     isolation = model_plan.isolation

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import TypeAdapter
+from torch.cuda import is_available as is_cuda_available
 from transformers import PreTrainedConfig
 
 from bigtrain.errors import ConfigError, Problem
@@ -25,7 +26,15 @@ from bigtrain.models.equivalence.parameter_plan import (
 )
 from bigtrain.models.layers.document_attention import Isolation
 from bigtrain.models.layers.parameters import check_frozen, freeze
-from bigtrain.models.layers.plans import NO_FLOAT8, NO_TILES, Float8Plan, LossPlan, TilePlan
+from bigtrain.models.layers.plans import (
+    MAY_COMPILE,
+    NO_FLOAT8,
+    NO_TILES,
+    CompilationPlan,
+    Float8Plan,
+    LossPlan,
+    TilePlan,
+)
 from bigtrain.models.parallel.stage_layout import StagePlan
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import RunConfig
@@ -35,8 +44,8 @@ from bigtrain.system.user_cache import cached
 @dataclass(frozen=True)
 class ModelPlan:
     """Pipeline stages, document isolation and loss of a run's model, which of its parameters are
-    trained, which layers compute in float8, and which in tiles. stages: None without pipeline
-    stages."""
+    trained, which layers compute in float8, and which in tiles, and whether layers may be compiled.
+    stages: None without pipeline stages."""
 
     stages: StagePlan | None
     isolation: Isolation
@@ -44,13 +53,14 @@ class ModelPlan:
     parameters: ParameterPlan = field(default_factory=ParameterPlan)
     float8: Float8Plan = NO_FLOAT8
     tiles: TilePlan = NO_TILES
+    compilation: CompilationPlan = MAY_COMPILE
 
     def lines(self, accumulation: int) -> list[str]:
         """Return the plan as human-readable lines; `accumulation`: micro-batches in a pipeline at
         once."""
         stages = self.stages.describe(accumulation) if self.stages else ""
         parts = (self.isolation, self.loss, self.parameters, self.float8, self.tiles)
-        reasons = (part.reason for part in parts)
+        reasons = (part.reason for part in (*parts, self.compilation))
         return [line for line in (stages, *reasons) if line]
 
 
@@ -90,8 +100,14 @@ def choose(
         from bigtrain.models.equivalence.tiles import choose_tiles
 
         tiles, tile_problems = choose_tiles(config, hf_config, plan, parameters.float32_names)
-    model_plan = ModelPlan(stages, isolation, loss, parameters, float8, tiles)
-    return model_plan, [*problems, *float8_problems, *tile_problems]
+    problems += float8_problems + tile_problems
+    compilation = MAY_COMPILE
+    if config.model.compile == "on" or (config.model.compile == "auto" and is_cuda_available()):
+        from bigtrain.models.equivalence.compiled_layers import plan_compilation
+
+        compilation, compilation_problems = plan_compilation(config, hf_config, isolation)
+        problems += compilation_problems
+    return ModelPlan(stages, isolation, loss, parameters, float8, tiles, compilation), problems
 
 
 def choose_float8(

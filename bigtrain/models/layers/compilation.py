@@ -27,10 +27,13 @@ _MOST_GRAPHS = 256
 """Of all layers together: some architectures have other widths in each layer."""
 
 
-def compile_layers(model: PreTrainedModel, *, divided: bool = False) -> int:
+def compile_layers(
+    model: PreTrainedModel, *, divided: bool = False, backend: Callable[..., Any] | None = None
+) -> int:
     """Make the decoder layers of `model` compile at their first call; returns their number. Raises
     ModelError for a model without decoder layers. divided: whether something inside the layers or
-    their recomputation stays outside of the graphs; a layer has a graph before and one after it."""
+    their recomputation stays outside of the graphs; a layer has a graph before and one after it.
+    `backend`: of torch.compile, if not the process's."""
     keep_graphs(_MOST_GRAPHS)
     if divided:
         divide_graphs_in_callees()
@@ -38,15 +41,14 @@ def compile_layers(model: PreTrainedModel, *, divided: bool = False) -> int:
         layer for _, layer in decoder_layers(model) if isinstance(layer, GradientCheckpointingLayer)
     ]
     if not layers:
-        raise ModelError(
-            f"model.compile: a {model.config.model_type} has no decoder layers of transformers' "
-            "kind -> model.compile=off"
-        )
+        raise ModelError(f"a {model.config.model_type} has no decoder layers of transformers' kind")
     for layer in layers:
         # Recomputation is inside the graph, unless it calls what no graph can contain.
         inner_forward = forward_without_recomputation(layer) if divided else None
         # Shapes depend on the micro-batch only: the same in every step.
-        forward = torch.compile(_with_own_input(inner_forward or layer.forward), dynamic=False)
+        viewing_forward = _with_own_input(inner_forward or layer.forward)
+        options = {} if backend is None else {"backend": backend}
+        forward = torch.compile(viewing_forward, dynamic=False, **options)
         shadow(layer, "forward", recomputed(layer, forward) if inner_forward else forward)
         shadow(layer, _COMPILED, True)
     return len(layers)

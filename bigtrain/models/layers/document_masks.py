@@ -103,9 +103,9 @@ def documents_in_masks(position_ids: torch.Tensor) -> Iterator[None]:
             device = options.get("device", numbers.device)
             if device not in numbers_by_device:
                 numbers_by_device[device] = numbers.to(device, non_blocking=True)
-            in_document = packed_sequence_mask_function(numbers_by_device[device])
+            document_function = packed_sequence_mask_function(numbers_by_device[device])
             mask_function = options.get("mask_function", causal_mask_function)
-            options["mask_function"] = and_masks(in_document, mask_function)
+            options["mask_function"] = and_masks(document_function, mask_function)
             options["allow_is_causal_skip"] = options["allow_is_bidirectional_skip"] = False
         return build(**options)
 

@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from bigtrain.errors import Problem
+from bigtrain.models.layers.plans import CompilationPlan
 from bigtrain.settings.compatibility.facts import Facts, read_facts
 from bigtrain.settings.deepspeed.engine_config import EngineConfig
 from bigtrain.settings.fast_path import CPU, LIGER, TRITON, FastPath, LayerMachine, choose_fast_path
@@ -53,12 +54,18 @@ def machine_of(device_type: str) -> LayerMachine:
 
 
 def fast_path_of(
-    config: RunConfig, engine: EngineConfig, hf_config: PreTrainedConfig, device_type: str
+    config: RunConfig,
+    engine: EngineConfig,
+    hf_config: PreTrainedConfig,
+    device_type: str,
+    compilation: CompilationPlan,
 ) -> FastPath:
-    """Return how the layers of a run compute on this machine's devices."""
+    """Return how the layers of a run compute on this machine's devices. `compilation`: of the run's
+    model plan."""
     num_experts = number_of(hf_config.get_text_config().to_dict(), EXPERTS)
     facts = read_facts(config, engine.deepspeed, None) | Facts(num_experts=num_experts)
-    return choose_fast_path(config.model, facts, machine_of(device_type), str(hf_config.model_type))
+    machine, model_type = machine_of(device_type), str(hf_config.model_type)
+    return choose_fast_path(config.model, facts, machine, model_type, compilation.refusal)
 
 
 def apply_kernels(model: PreTrainedModel) -> None:

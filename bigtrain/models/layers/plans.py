@@ -81,3 +81,15 @@ class TilePlan:
 
 
 NO_TILES = TilePlan()
+
+
+@dataclass(frozen=True)
+class CompilationPlan:
+    """Whether the layers of a run's model may be compiled. refusal: why ``auto`` does not compile
+    them. reason: a human-readable line about layers that are compiled nevertheless."""
+
+    refusal: str = ""
+    reason: str = ""
+
+
+MAY_COMPILE = CompilationPlan()

@@ -47,7 +47,11 @@ class Payload:
 
 
 class LayerPlaceholder(nn.Module):
-    """Replaces a layer of another stage. Has the plain attributes of the layer and the class."""
+    """Replaces a layer of another stage. Has the plain attributes of the layer and the class.
+    absent: what modules and parameters of the layer are, if set
+    (`bigtrain.models.build.initialize_weights`)."""
+
+    is_placeholder = True
 
     def __init__(self, layer: nn.Module, handover: Handover | None) -> None:
         super().__init__()
@@ -68,6 +72,8 @@ class LayerPlaceholder(nn.Module):
             if isinstance(value, property) and value.fget is not None:
                 return value.fget(self)
             if value is None or callable(value):
+                if (absent := self.__dict__.get("absent")) is not None:
+                    return absent
                 raise
             return value
 

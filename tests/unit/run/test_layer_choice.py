@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
+from bigtrain.models.layers.plans import MAY_COMPILE
 from bigtrain.run.run_directory import LAYERS, layer_lines
 from bigtrain.settings.loading import parse_run_config
 from bigtrain.settings.resolve import resolve_run
@@ -36,7 +37,7 @@ def test_another_choice_than_the_launch_before_is_said(
         (tmp_path / "checkpoints" / "step-2").mkdir(parents=True)
     record = {} if before is None else {LAYERS: before}
     (tmp_path / "environment.json").write_text(json.dumps(record))
-    first, *rest = layer_lines(run, LlamaConfig(), "cuda")
+    first, *rest = layer_lines(run, LlamaConfig(), "cuda", MAY_COMPILE)
     assert first == "layers: by single kernels"
     if settings is None:
         assert rest == []

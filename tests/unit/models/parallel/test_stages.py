@@ -35,6 +35,7 @@ from bigtrain.models.parallel.stage_layout import StageLayout, find_layout
 from bigtrain.models.parallel.stages import LayerPlaceholder, Payload, Stage, stages_of_parameters
 from bigtrain.planner.stages import StageCosts, balanced_cuts
 from bigtrain.settings.run_config import AdaptersSection, ModelSection
+from tests.support.hybrids import HYBRIDS, hybrid_config
 
 VOCABULARY = 64
 LLAMA: dict[str, Any] = {
@@ -354,3 +355,34 @@ def test_touched_tensors_get_a_gradient() -> None:
     result.sum().backward()
     assert torch.equal(first.grad, torch.tensor([2.0, 2.0]))  # type: ignore[arg-type]
     assert torch.equal(second.grad, torch.zeros(1))  # type: ignore[arg-type]
+
+
+def test_rules_of_a_model_reach_into_layers_of_other_stages() -> None:
+    """Initial weights of stages are the full model's, where the model sets a buffer of each layer
+    (Falcon-H1)."""
+    config = hybrid_config("falcon_h1")
+    plan, problems = plan_stages(config, "auto", 2, 24)
+    assert plan is not None, problems
+    section = ModelSection(config=HYBRIDS["falcon_h1"])
+    full = build_model(section, hybrid_config("falcon_h1"), seed=0)
+    expected = dict(full.named_parameters()) | dict(full.named_buffers())
+    found = set()
+    for index in range(2):
+        stages: list[Stage] = []
+
+        def split(model: Any, index: int = index, stages: list[Stage] = stages) -> None:
+            stages.append(Stage(model, plan.layout, plan.cuts, index))
+
+        build_model(
+            section,
+            hybrid_config("falcon_h1"),
+            seed=0,
+            partitioning=replace(WHOLE, prepare=split),
+            weights="left",
+        )
+        model = stages[0].model
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            assert torch.equal(tensor, expected[name]), name
+            found.add(name)
+    assert found == set(expected)
+    assert "model.layers.1.mamba.mup_vector" in found

@@ -11,6 +11,8 @@ import torch
 
 from bigtrain.errors import LaunchError
 from bigtrain.models.configuration import load_hf_config
+from bigtrain.models.equivalence.model_plan import ModelPlan
+from bigtrain.models.layers.document_attention import NOT_ISOLATED
 from bigtrain.models.layers.plans import LossPlan
 from bigtrain.planner.run_prediction import RunPrediction, refuse_too_large
 from bigtrain.planner.search import Cluster
@@ -23,10 +25,14 @@ from bigtrain.system import user_cache
 PLAIN = LossPlan("plain", 1024, "")
 
 
+def plan_of(loss: LossPlan) -> ModelPlan:
+    return ModelPlan(None, NOT_ISOLATED, loss)
+
+
 def prediction(*overrides: str, world_size: int = 2, loss: LossPlan = PLAIN) -> RunPrediction:
     run = resolve_run_files("quickstart", overrides, world_size)
     hf_config = load_hf_config(run.config.model)
-    run_prediction, reason = predict(run, hf_config, loss, torch.device("cpu"))
+    run_prediction, reason = predict(run, hf_config, plan_of(loss), torch.device("cpu"))
     assert run_prediction is not None, reason
     return run_prediction
 
@@ -36,7 +42,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> RunPrediction:
     run = resolve_run_files("quickstart", ["precision.dtype=bfloat16"], 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H100 80GB HBM3")
     hf_config = load_hf_config(run.config.model)
-    run_prediction, reason = predict(run, hf_config, PLAIN, torch.device("cuda"))
+    run_prediction, reason = predict(run, hf_config, plan_of(PLAIN), torch.device("cuda"))
     assert run_prediction is not None, reason
     return run_prediction
 
