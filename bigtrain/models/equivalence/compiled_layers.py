@@ -99,7 +99,7 @@ def try_compilation(
         graphs.append(graph)
         return graph.forward  # type: ignore[no-any-return]
 
-    num_graphs = []
+    num_graphs: list[int] = []
     torch.compiler.reset()
     try:
         with ExitStack() as undo:

@@ -84,9 +84,10 @@ def _smallest_that_mix(model: PreTrainedModel) -> set[str]:
 def _mixes(module: nn.Module, shape: torch.Size, args: Any, kwargs: Any) -> bool:
     """Return whether results of `module` for the second document depend on the first one."""
     try:
-        token_tensors, rebuild = tensors_of_tokens((args, kwargs), shape)
+        tensors, rebuild = tensors_of_tokens((args, kwargs), shape)
     except ModelError:
         return False  # a module that contains it may be called for each document
+    token_tensors = [x for x in tensors if x is not None]
     if not any(x.is_floating_point() for x in token_tensors):
         return False
     results = []
@@ -101,5 +102,5 @@ def _mixes(module: nn.Module, shape: torch.Size, args: Any, kwargs: Any) -> bool
     return any(
         float((a[:, _CUT:] - b[:, _CUT:]).abs().max()) > _TOLERANCE * float(a.abs().max())
         for a, b in zip(*results, strict=True)
-        if a.is_floating_point()
+        if a is not None and b is not None and a.is_floating_point()
     )

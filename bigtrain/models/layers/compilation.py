@@ -47,7 +47,7 @@ def compile_layers(
         inner_forward = forward_without_recomputation(layer) if divided else None
         # Shapes depend on the micro-batch only: the same in every step.
         viewing_forward = _with_own_input(inner_forward or layer.forward)
-        options = {} if backend is None else {"backend": backend}
+        options: dict[str, Any] = {} if backend is None else {"backend": backend}
         forward = torch.compile(viewing_forward, dynamic=False, **options)
         shadow(layer, "forward", recomputed(layer, forward) if inner_forward else forward)
         shadow(layer, _COMPILED, True)

@@ -76,16 +76,13 @@ def _over_ranks(forward: Any, groups: int, group: Group) -> Any:
     """Return the forward pass of a norm whose means are over the channels of every rank that shares
     one of `groups`."""
 
-    return lambda *args, **kwargs: _normalize(forward, groups, group, args, kwargs)
+    def normalize(*args: Any, **kwargs: Any) -> torch.Tensor:
+        with _MeanOverRanks(groups, group):  # a mode is not traced
+            output: torch.Tensor = forward(*args, **kwargs)
+        return output
 
-
-@torch.compiler.disable(reason="the means of a norm are over the channels of several ranks")
-def _normalize(
-    forward: Any, groups: int, group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> torch.Tensor:
-    with _MeanOverRanks(groups, group):  # a mode is not traced
-        output: torch.Tensor = forward(*args, **kwargs)
-    return output
+    reason = "the means of a norm are over the channels of several ranks"
+    return torch.compiler.disable(normalize, reason=reason)
 
 
 class _MeanOverRanks(TorchFunctionMode):

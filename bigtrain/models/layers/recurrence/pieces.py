@@ -129,12 +129,13 @@ def keep_documents(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def by_document(
-    function: Callable[[dict[str, torch.Tensor]], Sequence[torch.Tensor]],
+    function: Callable[[dict[str, torch.Tensor]], Sequence[torch.Tensor | None]],
     tensors: Tensors,
     documents: SampleDocuments,
-) -> list[torch.Tensor]:
+) -> list[torch.Tensor | None]:
     """Return what `function` returns for each document: [B * T, ...], of `tensors` [B * T, ...].
-    `function` takes and returns tensors [pieces, width, ...]."""
+    `function` takes and returns tensors [pieces, width, ...]; None for pieces of any width is None
+    for all."""
     device = next(iter(tensors.values())).device
     batches, token_places = documents.numbers_on(device)
     outputs = [
@@ -146,8 +147,12 @@ def by_document(
         )
         for tokens in batches
     ]
-    joined = (torch.cat([x.flatten(0, 1) for x in parts]) for parts in zip(*outputs, strict=True))
-    return [x.index_select(0, token_places) for x in joined]
+    results: list[torch.Tensor | None] = []
+    for parts in zip(*outputs, strict=True):
+        rows = [x.flatten(0, 1) for x in parts if x is not None]
+        is_complete = len(rows) == len(parts)
+        results.append(torch.cat(rows).index_select(0, token_places) if is_complete else None)
+    return results
 
 
 class Scan(Protocol):

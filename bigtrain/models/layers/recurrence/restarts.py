@@ -53,7 +53,7 @@ def _call_by_document(model: nn.Module, classes: set[str]) -> Callable[[], None]
     return undo
 
 
-Rebuild = Callable[[Sequence[torch.Tensor]], Any]
+Rebuild = Callable[[Sequence[torch.Tensor | None]], Any]
 """Makes values with other tensors of tokens, in the order in which these were found."""
 
 
@@ -69,7 +69,7 @@ def _forward(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwarg
         raise ModelError(f"{type(module).__name__} is given no values of tokens")
     rebuild_output: Rebuild = tuple
 
-    def call(pieces: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    def call(pieces: dict[str, torch.Tensor]) -> list[torch.Tensor | None]:
         nonlocal rebuild_output
         piece_args, piece_kwargs = rebuild(list(pieces.values()))
         with documents_in_samples(None):
@@ -78,28 +78,32 @@ def _forward(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwarg
         tensors, rebuild_output = tensors_of_tokens(output, piece_shape, keep_rest=False)
         return tensors
 
-    flat = {str(number): x.flatten(0, 1) for number, x in enumerate(token_tensors)}
+    flat = {str(n): x.flatten(0, 1) for n, x in enumerate(token_tensors) if x is not None}
     outputs = by_document(call, flat, documents)
-    return rebuild_output([x.unflatten(0, shape) for x in outputs])
+    return rebuild_output([None if x is None else x.unflatten(0, shape) for x in outputs])
 
 
 def tensors_of_tokens(
     values: Any, shape: torch.Size, *, keep_rest: bool = True
-) -> tuple[list[torch.Tensor], Rebuild]:
+) -> tuple[list[torch.Tensor | None], Rebuild]:
     """Return the tensors of tokens in `values` [B, T, ...], and a function that makes `values` of
-    others. `shape`: B and T. `keep_rest`: whether other tensors stay, or become None. Raises
-    ModelError for a tensor with tokens in another dimension, such as a mask."""
-    tensors_found: list[torch.Tensor] = []
+    others. `shape`: B and T. `keep_rest`: whether other tensors stay in `values`, or are found as
+    None: the size of a state may be T, and is not for pieces of another width. Raises ModelError
+    for a tensor with tokens in another dimension, such as a mask."""
+    tensors_found: list[torch.Tensor | None] = []
 
     def visit(value: Any) -> Rebuild:
         if torch.is_tensor(value):
+            number = len(tensors_found)
             if value.ndim >= 2 and value.shape[1] == shape[1] and value.shape[0] in (1, shape[0]):
-                number = len(tensors_found)
                 tensors_found.append(value.expand(shape[0], *value.shape[1:]))
                 return lambda tensors: tensors[number]
             if keep_rest and shape[1] in value.shape:
                 raise ModelError(f"a tensor {list(value.shape)} has tokens in another dimension")
-            return lambda _: value if keep_rest else None
+            if keep_rest:
+                return lambda _: value
+            tensors_found.append(None)
+            return lambda tensors: tensors[number]
         if isinstance(value, tuple | list):
             parts = [visit(part) for part in value]
             return lambda tensors: tuple(part(tensors) for part in parts)

@@ -17,6 +17,7 @@ from bigtrain.models.layers.parameter_roles import split_by_decay
 from bigtrain.models.layers.recurrence import functions, pieces
 from bigtrain.models.layers.recurrence.functions import layers_with_functions
 from bigtrain.models.layers.recurrence.pieces import SampleDocuments, batches_of
+from bigtrain.models.layers.recurrence.restarts import restart_at_documents
 from bigtrain.models.parallel.hidden_matrices import hidden_matrices
 from bigtrain.settings.run_config import ModelSection
 from tests.unit.models.layers.test_chunked_loss import gradients
@@ -207,6 +208,26 @@ def test_batches_of_pieces_are_padded_by_less_than_their_length() -> None:
     for batch in batches:
         assert batch.width < 2 * min(batch.lengths)
         assert batch.tokens().shape == (len(batch.starts), batch.width)
+
+
+def test_a_state_as_wide_as_a_piece_is_no_result_of_tokens() -> None:
+    """MiniMax's lightning attention returns a state [B, heads, ...], and documents may have as many
+    tokens as it has heads."""
+    num_heads = 4
+
+    class Mixer(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return x.cumsum(1), x.new_ones(len(x), num_heads, 3, 3)
+
+    model = torch.nn.ModuleList([Mixer()])
+    positions = torch.cat([torch.arange(length) for length in (4, 9, 5, 2, 4)])[None]
+    restart_at_documents(model, ["Mixer"])
+    x = torch.arange(24.0)[None, :, None]
+    with pieces.documents_in_samples(pieces.SampleDocuments(positions)):
+        output, state = model[0](x)
+    sums = [document.cumsum(1) for document in x.split((4, 9, 5, 2, 4), 1)]
+    assert torch.equal(output, torch.cat(sums, 1))
+    assert state is None
 
 
 def test_a_sample_without_documents_is_left_to_the_layer() -> None:
