@@ -100,6 +100,7 @@ def build_model(
     freeze_named(model, untrained)
     if adapters is not None:
         from bigtrain.models.layers.adapters import add_adapters
+        from bigtrain.models.layers.recurrence.functions import call_adapted_projections
         from bigtrain.models.weights.quantized import (
             fill_with_zeros,
             finish_layers,
@@ -112,6 +113,7 @@ def build_model(
                 fill_with_zeros(model)
         add_adapters(model, adapters, lambda layer_name: seed_of(seed, layer_name))
         finish_layers(model, adapters)
+        call_adapted_projections(model)
     if float8.recipe != "none":
         from bigtrain.models.layers.float8 import install_float8
 

@@ -269,6 +269,17 @@ def divide_functions(layer: nn.Module, prepare: Prepare) -> None:
         shadow(layer, _REPLACED, True)
 
 
+def call_adapted_projections(model: nn.Module) -> None:
+    """Let recurrent layers with adapters use no kernel that contains their projections. Such a
+    kernel reads weights, and leaves out adapters, which are added where a projection is called."""
+    for _, layer, called_names in layers_with_functions(model):
+        variables = inspect.unwrap(type(layer).forward).__globals__
+        fused = [variables[name] for name in called_names.intersection(_FUSED) if name in variables]
+        has_adapters = any(hasattr(module, "base_layer") for module in layer.modules())
+        if has_adapters and any(map(uses_kernel, fused)):
+            divide_functions(layer, dict)
+
+
 def has_replaced_functions(model: nn.Module) -> bool:
     """Return whether layers of `model` compute functions of `FUNCTIONS` outside of graphs."""
     return any(_REPLACED in vars(module) for module in model.modules())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
-from bigtrain.models.build import _set_gradient_checkpointing
+from bigtrain.models.build import _set_gradient_checkpointing, build_model
 from bigtrain.models.equivalence.document_isolation import find_isolation
 from bigtrain.models.equivalence.proxy_model import rescale_weights
 from bigtrain.models.layers.document_masks import edges_of_documents
@@ -19,7 +21,8 @@ from bigtrain.models.layers.recurrence.functions import layers_with_functions
 from bigtrain.models.layers.recurrence.pieces import SampleDocuments, batches_of
 from bigtrain.models.layers.recurrence.restarts import restart_at_documents
 from bigtrain.models.parallel.hidden_matrices import hidden_matrices
-from bigtrain.settings.run_config import ModelSection
+from bigtrain.settings.run_config import AdaptersSection, ModelSection
+from tests.support.hybrids import HYBRIDS, hybrid_config
 from tests.unit.models.layers.test_chunked_loss import gradients
 
 SIZES = {
@@ -228,6 +231,26 @@ def test_a_state_as_wide_as_a_piece_is_no_result_of_tokens() -> None:
     sums = [document.cumsum(1) for document in x.split((4, 9, 5, 2, 4), 1)]
     assert torch.equal(output, torch.cat(sums, 1))
     assert state is None
+
+
+@pytest.mark.parametrize("has_adapters", [True, False])
+def test_no_kernel_leaves_an_adapter_out(
+    has_adapters: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel of convolution, scan and output projection takes the projection's weight."""
+    name, calls = "mamba2_split_conv1d_scan_combined", []
+    module = importlib.import_module("transformers.models.bamba.modeling_bamba")
+
+    def kernel(*args: Any, **kwargs: Any) -> None:  # that says that it is not installed
+        calls.append(name)
+
+    monkeypatch.setattr(module, name, functools.wraps(getattr(module, name))(kernel))
+    section = ModelSection(config=HYBRIDS["bamba"])
+    adapters = AdaptersSection(targets=["out_proj"], rank=2) if has_adapters else None
+    model = build_model(section, hybrid_config("bamba"), seed=0, adapters=adapters).train()
+    ids = torch.arange(3, 19)[None]
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    assert (calls == []) == has_adapters
 
 
 def test_a_sample_without_documents_is_left_to_the_layer() -> None:
