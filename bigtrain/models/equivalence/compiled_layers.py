@@ -43,7 +43,7 @@ from bigtrain.settings.run_config import RunConfig
 
 KEY = "model.compile"
 _DOCUMENT_TOKENS = (((3, 19, 2), (5, 5, 5, 5, 4)), ((24,), (1, 20, 3)), ((7, 9, 8), (12, 12)))
-"""Of the two samples of each micro-batch."""
+"""Tokens of the documents, by micro-batch and sample."""
 _TOLERANCES = {OUTPUT: Tolerance(relative=1e-5), GRADIENT: Tolerance(common=1e-5)}
 """The graphs' operators run one by one: they compute the same bits, or something else."""
 
@@ -81,8 +81,8 @@ def try_compilation(
     hf_config: PreTrainedConfig, attention: str, sequence_length: int, isolation: Isolation
 ) -> tuple[str, list[int]]:
     """Return what distinguishes compiled layers from uncompiled ones, empty if nothing does, and
-    the number of graphs after each micro-batch. Nothing is found for a model that cannot be built:
-    other trials say so."""
+    the number of graphs after each micro-batch. A model that cannot be built is left to the trials
+    before this one."""
     try:
         model = build_proxy_model(
             deterministic(hf_config),
@@ -110,8 +110,9 @@ def try_compilation(
             batches = range(len(_DOCUMENT_TOKENS))
             expected = [_results(model, isolation, batch) for batch in batches]
             counts = ExpertCounts(model, is_compiled=True)
-            outside = isolation.method in ("documents", "lengths") or has_replaced_functions(model)
-            compile_layers(model, divided=outside or bool(counts.modules), backend=run_by_operators)
+            is_divided = isolation.method in ("documents", "lengths") or bool(counts.modules)
+            is_divided = is_divided or has_replaced_functions(model)
+            compile_layers(model, divided=is_divided, backend=run_by_operators)
             for batch, expected_results in zip(batches, expected, strict=True):
                 results = _results(model, isolation, batch)
                 difference = first_difference(expected_results, results, _TOLERANCES)

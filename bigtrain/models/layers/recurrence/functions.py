@@ -271,7 +271,7 @@ def divide_functions(layer: nn.Module, prepare: Prepare) -> None:
 
 def call_adapted_projections(model: nn.Module) -> None:
     """Let recurrent layers with adapters use no kernel that contains their projections. Such a
-    kernel reads weights, and leaves out adapters, which are added where a projection is called."""
+    kernel reads weights, and skips adapters, which are added where a projection is called."""
     for _, layer, called_names in layers_with_functions(model):
         variables = inspect.unwrap(type(layer).forward).__globals__
         fused = [variables[name] for name in called_names.intersection(_FUSED) if name in variables]
