@@ -59,6 +59,16 @@ MODELS["mamba2"] = {
     "n_groups": 2,
     "chunk_size": 8,
 }
+# A module is called for each document: unequally often on ranks with other samples.
+MODELS["xlstm"] = {
+    "model_type": "xlstm",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "embedding_dim": 32,
+    "num_hidden_layers": 2,
+    "num_heads": 2,
+    "chunk_size": 16,
+}
 # Two layers share the weights of attention and MLP.
 MODELS["zamba2"] = {
     "model_type": "zamba2",
@@ -97,6 +107,7 @@ CASES = [
     hybrid(2, "zero2", "bamba", more=RECOMPUTE),
     hybrid(2, "zero3", "jamba", more=RECOMPUTE, slow=False),
     hybrid(2, "zero1", "lfm2"),
+    hybrid(2, "zero3", "xlstm", accumulation=2),
     hybrid(2, "zero1", "qwen3_5", pipeline=2, more=RECOMPUTE, accumulation=2),
     hybrid(2, "zero1", "bamba", pipeline=2, accumulation=2),
     hybrid(2, "zero1", "qwen3_5", tensor=2),

@@ -22,6 +22,8 @@ from bigtrain.models.layers.recurrence.pieces import (
 from bigtrain.models.torch_patches import shadow, unshadow
 from bigtrain.models.transformers_patches import replace_checkpoint
 
+_BY_DOCUMENT, _EQUALLY_OFTEN = "bigtrain_by_document", "bigtrain_equally_often"
+
 
 def restart_at_documents(model: nn.Module, modules: Iterable[str] = ()) -> Callable[[], None]:
     """Make the states and convolutions of `model` start afresh at each of `current_documents`, also
@@ -45,12 +47,23 @@ def _call_by_document(model: nn.Module, classes: set[str]) -> Callable[[], None]
             partial(_forward, module, forward), reason="modules are called for each document"
         )
         shadow(module, "forward", for_each)
+        shadow(module, _BY_DOCUMENT, True)
 
     def undo() -> None:
         for module in changed:
             unshadow(module, "forward")
+            unshadow(module, _BY_DOCUMENT)
 
     return undo
+
+
+def call_equally_often(model: nn.Module) -> None:
+    """Let modules that are called for each document be called equally often on all ranks: under
+    ZeRO 3 every call gathers parameters, which all ranks must take part in. Adds at most log2(T)
+    calls with one token."""
+    for module in model.modules():
+        if _BY_DOCUMENT in vars(module):
+            shadow(module, _EQUALLY_OFTEN, True)
 
 
 Rebuild = Callable[[Sequence[torch.Tensor | None]], Any]
@@ -80,7 +93,20 @@ def _forward(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwarg
 
     flat = {str(n): x.flatten(0, 1) for n, x in enumerate(token_tensors) if x is not None}
     outputs = by_document(call, flat, documents)
-    return rebuild_output([None if x is None else x.unflatten(0, shape) for x in outputs])
+    rebuild_from = rebuild_output
+    if _EQUALLY_OFTEN in vars(module):
+        # Documents have one batch for each number of bits of a length; a call stands for each batch
+        # that is missing. Its result counts as zero, so that the backward pass has the call, too.
+        num_batches = len(documents.numbers_on(flat["0"].device)[0])
+        one_token = {name: x[:1, None] for name, x in flat.items()}
+        for _ in range(shape[1].bit_length() - num_batches):
+            floats = [x for x in call(one_token) if x is not None and x.is_floating_point()]
+            zero = 0 * torch.stack([x.float().sum() for x in floats]).sum()
+            outputs = [
+                x if x is None or not x.is_floating_point() else x + zero.to(x.dtype)
+                for x in outputs
+            ]
+    return rebuild_from([None if x is None else x.unflatten(0, shape) for x in outputs])
 
 
 def tensors_of_tokens(
