@@ -67,20 +67,20 @@ class Heartbeats(Generic[Host]):
         self._detector: SilenceDetector[Host] = SilenceDetector(
             timeout, max(_LONGEST_GAP_SECONDS, 2 * look_seconds), clock
         )
-        self._count = 0
+        self._num_beats = 0
         self._hosts: frozenset[Host] = frozenset()
         self._watched: list[Host] = []
         self._looked_at = -1.0
-        self._version: bytes | None = None
+        self._num_changes: bytes | None = None
         self.silent: list[Host] = []
-        self._changes = f"{prefix}/changes"
-        call("add", self._changes, 0)
+        self._changes_key = f"{prefix}/changes"
+        call("add", self._changes_key, 0)  # creates the key: reading a missing one blocks
         self.beat()
 
     def beat(self) -> None:
         """Write a heartbeat of this host."""
-        self._count += 1
-        self._call("set", self._key(self._host), str(self._count))
+        self._num_beats += 1
+        self._call("set", self._key(self._host), str(self._num_beats))
 
     def watch(self, hosts: Collection[Host]) -> None:
         """Watch some of `hosts` from the next look on."""
@@ -94,17 +94,17 @@ class Heartbeats(Generic[Host]):
         now = self._clock()
         if 0 <= self._looked_at and now - self._looked_at < self._look_seconds / 2:
             return False
-        keys = [self._changes, *map(self._key, self._watched)]
-        version, *values = self._call("multi_get", keys)
+        keys = [self._changes_key, *map(self._key, self._watched)]
+        num_changes, *values = self._call("multi_get", keys)
         self._looked_at = now
         silent = self._detector.silent(dict(zip(self._watched, values, strict=True)))
-        is_changed = version != self._version or silent != self.silent
-        self._version, self.silent = version, silent
+        is_changed = num_changes != self._num_changes or silent != self.silent
+        self._num_changes, self.silent = num_changes, silent
         return bool(is_changed)
 
     def announce_change(self) -> None:
         """Let all agents read the state at their next look."""
-        self._call("add", self._changes, 1)
+        self._call("add", self._changes_key, 1)
 
     def _key(self, host: Host) -> str:
         return f"{self._prefix}/heartbeat/{host!r}"

@@ -153,15 +153,15 @@ def _listed(numbers: Sequence[int]) -> str:
 def _batch_for_all(
     config: str, overrides: Sequence[str], smallest: int, largest: int, processes_per_node: int
 ) -> str | None:
-    """Return the nearest global batch that is divisible for every number of nodes; None if it is
-    far."""
+    """Return a remedy that names the nearest global batch divisible for every number of nodes; None
+    if it is over `_MOST_GROWTH` times the run's, or if no batch fits the degrees."""
     run = load_run_config(config, overrides)
     degrees = run.parallel.degrees
-    inner = degrees.replica_size
     worlds = [n * processes_per_node for n in range(smallest, largest + 1)]
-    if any(world % inner for world in worlds):
+    if any(world % degrees.replica_size for world in worlds):
         return None
     layouts = [Degrees.of_world(world, degrees) for world in worlds]
+    # Experts divide the ranks over which ZeRO partitions.
     if any(layout.partition_size % degrees.expert_size for layout in layouts):
         return None
     divisor = run.batch.micro_batch_size * math.lcm(*(layout.data_size for layout in layouts))

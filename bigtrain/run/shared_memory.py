@@ -29,10 +29,10 @@ def check_memory_directory(config: RunConfig) -> Sequence[Problem]:
         return []
     directory = Path(section.directory)
     remedy = "a file system in memory, as /dev/shm, or checkpoint.memory=null"
-    rule = None
+    rule, file_system = None, _file_system(directory)
     if not directory.is_dir():
         rule = "is not a directory of this host"
-    elif (file_system := _file_system(directory)) not in (None, *_IN_MEMORY):
+    elif file_system is not None and file_system not in _IN_MEMORY:
         rule = f"is on a disk ({file_system}), not in memory"
     elif not os.access(directory, os.W_OK | os.X_OK):
         rule = "cannot be written by this user"

@@ -91,12 +91,13 @@ class TableReader(RowReader):
     def _blocks(self) -> Iterator[list[bytes]]:
         source, scratch = self.part.source, self.options.scratch
         if source.needs_decompression:
-            assert scratch is not None, "ReadOptions.scratch is for this source"
+            assert scratch is not None, "a compressed table needs ReadOptions.scratch"
             with unpacked(source, self._hash, scratch) as file:
                 yield from self._table(file)
             return
-        require_unchanged(source)
-        yield from self._table(None if source.address is None else open_table(source))
+        require_unchanged(source)  # `unpacked` checks this itself
+        remote_file = None if source.address is None else open_table(source)
+        yield from self._table(remote_file)  # None: the source's local file
         require_unchanged(source)
 
     def _table(self, file: Any = None) -> Iterator[list[bytes]]:

@@ -232,8 +232,8 @@ class _Build:
             progress.wait_for_others(len(missing_units))
             time.sleep(POLL_S)
             return
+        self.workspace.drop_invalid(missing_units)  # records that cannot be used again
         # Workers get encoders, and for conversations an encoder with the chat template.
-        self.workspace.drop_invalid(missing_units)
         progress.show_step("comparing fast encoders with the reference")
         encoders = self._trusted_encoders()
         chat = None
@@ -255,10 +255,13 @@ class _Build:
             )
             if chat.answer_ends is not None and chat.answer_ends.by_next_role:
                 logger.warning(
-                    "the chat template ends answers by the token of the next role (%s): it is "
-                    "learned, and is appended to the last answer of each conversation",
+                    "the chat template ends answers by the token of the next role (%s): that token "
+                    "is learned, and is appended to the last answer of each conversation",
                     chat.answer_ends.usual,
                 )
+        options = self.request.options
+        # Special tokens in texts are only characters.
+        is_plain = not (options.chat or options.parse_special_tokens)
         job = Job(
             encoders.current,
             encoders.reference,
@@ -266,16 +269,14 @@ class _Build:
             token_dtype(self.tokenizer.vocab_size),
             self.request.options.held_out,
             self.reading,
-            allow_bad=self.request.options.max_bad_fraction > 0,
+            allow_bad=options.max_bad_fraction > 0,
             chat=chat,
             rows=self.request.rows,
-            labels=self.request.options.labels,
+            labels=options.labels,
             fim=self.fim,
-            spelled=None
-            if self.request.options.chat or self.request.options.parse_special_tokens
-            else SpelledTokens(encoders.reference.tokenizer_json),
-            max_prompt_tokens=self.request.options.max_prompt_tokens,
-            max_samples=self.request.options.max_samples,
+            spelled=SpelledTokens(encoders.reference.tokenizer_json) if is_plain else None,
+            max_prompt_tokens=options.max_prompt_tokens,
+            max_samples=options.max_samples,
         )
         work = Round(missing_units, self.request.share, job, self.workspace)
         workers = self._workers(missing_units)
@@ -283,7 +284,8 @@ class _Build:
         try:
             run_round(work, workers, progress.update)
         except EncoderError as error:
-            # Earlier output of this encoder may be wrong as well: all its units are rebuilt.
+            # Earlier output of this encoder may be wrong as well: the next round rebuilds all units
+            # that the encoder has built, with the next encoder.
             self.workspace.reject(encoders.current.engine(), str(error))
         finally:
             progress.end_round()

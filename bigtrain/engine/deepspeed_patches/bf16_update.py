@@ -162,7 +162,7 @@ class _Update:
         if optimizer.fp32_groups_has_gradients[group][index]:
             total.add_(gradient)
         else:
-            # Zero is added as to a sum that begins with it: it has no sign then.
+            # Not copied: DeepSpeed adds to a sum that begins with +0.0, which turns -0.0 into +0.0.
             torch.add(gradient, 0.0, out=total)
         marked: Any = parameter
         marked._hp_grad = total

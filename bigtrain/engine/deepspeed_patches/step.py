@@ -53,15 +53,16 @@ def skip_redundant_work(
 
 
 def skip_redundant_work_of_zero12(optimizer: Any, host_time: HostTime) -> None:
-    """Do the part of `skip_redundant_work` for ZeRO 1 and 2; nothing to other optimizers."""
-    if hasattr(optimizer, "round_robin_bit16_groups"):
+    """Do the part of `skip_redundant_work` for ZeRO 1 and 2; other optimizers are not changed."""
+    if hasattr(optimizer, "round_robin_bit16_groups"):  # ZeRO 1 and 2
         take_norms_at_once(optimizer)
-        is_fused = False
+        can_fuse = False
         if optimizer.single_partition_of_fp32_groups[0].is_cuda:
             from bigtrain.engine.deepspeed_patches.zero12_update import FusedUpdate, can_fuse_update
 
-            is_fused = can_fuse_update(optimizer)
-        if replace_reduction(optimizer, host_time, update_averages=is_fused) and is_fused:
+            can_fuse = can_fuse_update(optimizer)
+        is_replaced = replace_reduction(optimizer, host_time, update_averages=can_fuse)
+        if is_replaced and can_fuse:
             FusedUpdate(optimizer).install()
 
 

@@ -62,7 +62,7 @@ class PipelineTrainEngine(TrainEngine):
         stage: StageModule,
         replicas: dict[str, dist.ProcessGroup],
     ) -> None:
-        self._stage = stage
+        self._stage = stage  # before `super()`, which reads `module`
         super().__init__(engine, plan, device, mesh, options)
         time_reductions(engine, self.host_time)
         self._replicas = replicas
@@ -73,18 +73,19 @@ class PipelineTrainEngine(TrainEngine):
         self._scores_samples = has_score_head(self.module)
         self._samples: Iterator[MicroBatch] = iter(())
         self._sums: list[torch.Tensor] | None = None
-        replace_loss(engine, self._last_stage)
+        replace_loss(engine, self._last_stage_loss)
         replace_instructions(
             engine,
             reduce_tied_gradients=lambda _engine: self._sum_replicated_gradients(),
             optimizer_step=self._optimizer_step,
         )
-        # Run one forward pass, so that every stage knows the layout of what it receives. The sample
-        # is as long as the run's: layers may hand over more from some length on.
+        # Run one forward pass, with gradients, so that every stage knows the layout of what it
+        # receives, and which tensors need gradients. The sample has the run's sequence length: in
+        # long samples, layers may hand over more tensors.
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices), torch.enable_grad():
             ids = torch.zeros((1, self.plan.sequence_length), dtype=torch.int64)
-            _, layouts = self._in_turn(ids)
+            _, layouts = self._in_turn(ids)  # layouts[i]: from stage i to stage i + 1
         index = self._stage.stage.index
         self._stage.incoming = layouts[index - 1] if index else None
         self._stage.outgoing = layouts[index] if index < len(layouts) else None
@@ -244,7 +245,7 @@ class PipelineTrainEngine(TrainEngine):
             handed = _moved(box[0], self.device)
         raise AssertionError
 
-    def _last_stage(
+    def _last_stage_loss(
         self, outputs: torch.Tensor | tuple[torch.Tensor, ...], labels: torch.Tensor
     ) -> torch.Tensor:
         answer, *added = (outputs,) if torch.is_tensor(outputs) else outputs

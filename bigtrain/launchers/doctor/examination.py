@@ -114,14 +114,14 @@ def _report_replies(num_hosts: int, say: Callable[[str], None]) -> Callable[[Hos
 
 
 def _groups(hosts: Sequence[Host]) -> list[Sequence[Host]]:
-    """Return groups of hosts small enough to run a probe at once, for probes in which they
-    communicate.
+    """Return `hosts` in groups that can be probed simultaneously, for probes in which the hosts of
+    a group communicate.
 
     The last host of a group is the first host of the next group, so that an isolated group is
     detected.
     """
     size = most_at_once()
-    if len(hosts) <= size or size < 2:
+    if len(hosts) <= size or size < 2:  # a group of one host has nobody to communicate with
         return [hosts]
     return [hosts[begin : begin + size] for begin in range(0, len(hosts) - 1, size - 1)]
 

@@ -129,14 +129,15 @@ def _tokens_and_padding(model: PreTrainedModel) -> tuple[torch.Tensor, int | Non
 
 @torch.no_grad()
 def _num_positions(model: PreTrainedModel) -> int | None:
-    """Return the number of positions in the smallest table of which `model` looks up consecutive
-    rows; None without a table."""
+    """Return how many positions fit, from the first used row on, in the smallest table whose rows
+    `model` looks up consecutively; None without such a table."""
     ids, _ = _tokens_and_padding(model)
     counted = torch.arange(ids.shape[1])
     sizes = []
     for rows, num_rows in _lookups(model, input_ids=ids):
-        if rows.shape[-1:] == counted.shape and bool((rows - rows[..., :1] == counted).all()):
-            sizes.append(num_rows - int(rows.flatten()[0]))
+        has_tokens = rows.shape[-1:] == counted.shape
+        if has_tokens and torch.equal(rows, rows[..., :1] + counted):
+            sizes.append(num_rows - int(rows.flatten()[0]))  # rows before the first are never used
     return min(sizes, default=None)
 
 

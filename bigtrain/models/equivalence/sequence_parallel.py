@@ -141,27 +141,32 @@ def _cause(model: PreTrainedModel, size: int) -> str:
 def _trial(model: PreTrainedModel, size: int, ring_size: int, *, isolate: bool) -> Trial:
     """Compare full samples with `size` parts that exchange tokens; the control is parts that do not
     exchange tokens."""
-    part = _TOKENS_OF_PART + longest_chunk(model)
-    part = part if part * size <= _MOST_TOKENS else _TOKENS_OF_PART
-    length = size * part
+    # Longer than what a recurrent layer computes together, so that its state crosses a chunk; short
+    # parts where that sample would be too long.
+    part_tokens = _TOKENS_OF_PART + longest_chunk(model)
+    if part_tokens * size > _MOST_TOKENS:
+        part_tokens = _TOKENS_OF_PART
+    length = size * part_tokens
     ids = with_uncounted(proxy_tokens(model, length), numbering_of(model))
     positions = torch.arange(length).expand(2, length)
     if isolate:
-        # Boundaries inside parts, and none at their edges.
+        # Both samples have a document from token 4 on, the second sample another one of its last 3
+        # tokens: boundaries inside parts, and none at their edges.
         positions = positions.clone()
         positions[:, 4:] -= 4
         positions[1, length - 3 :] = torch.arange(3)
 
     def full(model: PreTrainedModel) -> dict[str, Values]:
-        if not isolate:  # with the model's default positions: some models do not count from 0
-            results = run_forward(model, input_ids=ids)
-        else:  # tested by `find_isolation`
+        if isolate:  # equal to separate documents, which `find_isolation` has tested
             results = _run_isolated(model, ids, positions)
+        else:  # with the model's default positions: some models do not count from 0
+            results = run_forward(model, input_ids=ids)
+        # Every part must have the loss of the full sample.
         losses = {name: loss.expand(size) for name, loss in results[LOSS].items()}
         return {OUTPUT: results[OUTPUT], LOSS: losses}
 
     def without_exchange(model: PreTrainedModel) -> dict[str, Values]:
-        parts = zip(ids.split(part, 1), positions.split(part, 1), strict=True)
+        parts = zip(ids.split(part_tokens, 1), positions.split(part_tokens, 1), strict=True)
         return _joined(
             [
                 run_forward(model, input_ids=part_ids, position_ids=part_positions)

@@ -174,19 +174,19 @@ class _ExchangeRows(torch.autograd.Function):
 
 
 def sum_gradient(x: Any, group: Group) -> Any:
-    """Identity on a replicated `x`, whose partial gradients are summed over the group. All callers
-    that share `x` (queries, keys and values) get one tensor, in which their gradients add up
-    before a single all-reduce."""
+    """Return the replicated tensor `x` unchanged; its backward pass sums the partial gradients of
+    the group. Callers that share `x` (queries, keys and values) get the same tensor, so that one
+    all-reduce serves all of them."""
     if not (torch.is_tensor(x) and x.requires_grad and torch.is_grad_enabled()):
         return x
-    # Stored on `x` for later callers, until `x` is written to. A graph has no versions: there
-    # torch rewrites what is written in place.
-    stored: Any = getattr(x, _ATTRIBUTE, None)
+    # Stored on `x` for later callers, until `x` is written in place and has another version. While
+    # torch compiles, the version is constant: it replaces writes in place by new tensors.
     version = 0 if torch.compiler.is_compiling() else version_of(x)
-    if stored is None or stored[:2] != (group, version):
-        stored = (group, version, _SumGradient.apply(x, group))  # type: ignore[no-untyped-call]
-        setattr(x, _ATTRIBUTE, stored)
-    return stored[2]
+    stored_for, result = getattr(x, _ATTRIBUTE, (None, None))
+    if stored_for != (group, version):
+        result = _SumGradient.apply(x, group)  # type: ignore[no-untyped-call]
+        setattr(x, _ATTRIBUTE, ((group, version), result))
+    return result
 
 
 def sum_partial(x: torch.Tensor, group: Group) -> torch.Tensor:

@@ -90,26 +90,27 @@ def _matrix_transfer(call: Call, tensors: dict[str, torch.Tensor]) -> Transfer:
 
 def _scalar_transfer(call: Call, tensors: dict[str, torch.Tensor]) -> Transfer:
     """Mamba 2: ``S_t = exp(dt_t A) S_{t-1} + dt_t x_t B_t^T``, with a number A for each head, and
-    ``y_t = S_t C_t + D x_t``."""
+    ``y_t = S_t C_t + D x_t``. An incoming state S adds ``exp(sum of dt A up to t) S C_t``."""
     output, state = call.output_and_state(tensors)
     options = call.rest
-    steps = tensors["dt"].float()
+    dt = tensors["dt"].float()
     if options.get("dt_bias") is not None:
-        steps = steps + options["dt_bias"]
+        dt = dt + options["dt_bias"]
     if options.get("dt_softplus"):
-        steps = F.softplus(steps)
-    steps = steps.clamp(*options.get("dt_limit", (0.0, float("inf"))))
-    decay = (steps * options["A"].float()).cumsum(1).exp()  # [n, width, H]
+        dt = F.softplus(dt)
+    dt = dt.clamp(*options.get("dt_limit", (0.0, float("inf"))))
+    total_decay = (dt * options["A"].float()).cumsum(1).exp()  # from the first token: [n, width, H]
     groups = tensors["C"].shape[2]
     read = tensors["C"].float()  # [n, width, G, N]
 
     def correction(incoming: torch.Tensor) -> torch.Tensor:
-        grouped = incoming.unflatten(1, (groups, -1))  # heads of a group share C
+        # [n, G, H / G, P, N]: heads of a group share C.
+        grouped = incoming.unflatten(1, (groups, -1))
         added = torch.einsum("nwgs,nghps->nwghp", read, grouped).flatten(2, 3)
-        output: torch.Tensor = added * decay[..., None]
+        output: torch.Tensor = added * total_decay[..., None]
         return output
 
-    return Transfer(output, state.float(), decay[:, -1, :, None, None], correction)
+    return Transfer(output, state.float(), total_decay[:, -1, :, None, None], correction)
 
 
 def _channels_transfer(call: Call, tensors: dict[str, torch.Tensor]) -> Transfer:

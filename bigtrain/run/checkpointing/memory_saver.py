@@ -101,7 +101,7 @@ class MemorySaver:
         self._partners = Partners.of(context.hosts) if section.copies else None
         self._pending: _MemoryWrite | None = None
         self._newest = files.resumed_step
-        self._is_off = self._is_measured = self._has_logged_skip = False
+        self._is_off = self._is_space_checked = self._has_logged_skip = False
         self._num_failures = self._num_saved = self._num_skipped = 0
         self._blocked_seconds = 0.0
         if section.copies and self._partners is None:
@@ -229,8 +229,8 @@ class MemorySaver:
         try:
             # The first save checks that two checkpoints of this host fit, with the copies of the
             # partner's files.
-            need = 0
-            if not self._is_measured:
+            need = 0  # bytes; 0: an earlier save has checked the space
+            if not self._is_space_checked:
                 hosts, partners = self._context.hosts, self._partners
                 sizes = [torch.zeros((), dtype=torch.int64) for _ in hosts]
                 num_bytes = torch.tensor(snapshot.own_bytes, dtype=torch.int64)
@@ -245,18 +245,19 @@ class MemorySaver:
                 if not self._files.is_keeper:
                     return
                 directory.keep_only(write.previous_step)
-                free = shutil.disk_usage(directory.path).free + directory.num_bytes()
-                if need and free < need + SPARE_BYTES:
+                # Files in the directory are replaced in time, so that their bytes count as free.
+                available = shutil.disk_usage(directory.path).free + directory.num_bytes()
+                if need and available < need + SPARE_BYTES:
                     raise MemoryTooSmallError(
                         f"two checkpoints of this host need {need / GIB:.3g} GiB, "
                         f"{SPARE_BYTES / GIB:.3g} stay free, and {directory.path.parent} has "
-                        f"{free / GIB:.3g} GiB free -> a larger one (mount -o remount,size=..., "
-                        "docker run --shm-size), or checkpoint.memory=null"
+                        f"{available / GIB:.3g} GiB free -> a larger one (mount -o "
+                        "remount,size=..., docker run --shm-size), or checkpoint.memory=null"
                     )
                 checkpoints.prepare(partial)
 
             on_all_ranks(prepare, group)
-            self._is_measured = True
+            self._is_space_checked = True
             written = snapshot.write(tensors, group, identity)
             error = self._copy_to_partner(tensors)
             documents = on_main_rank(lambda: self._documents(write, written, identity), group)

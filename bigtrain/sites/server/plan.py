@@ -33,28 +33,30 @@ def due(
 ) -> bool:
     """Return whether the sites that are `waiting` begin a round now.
 
-    expected: sites that are alive and take part, those that wait among them. count: of the run.
+    expected: sites that are alive and take part, those that wait among them. count: number of
+    sites of the run.
     is_new: no outer step was made, and no site is from a checkpoint.
     """
     if not waiting:
         return False
     if is_new:
         return len(waiting) == count
-    if not any(row.is_training for row in expected.values()):  # all begin
+    if not any(row.is_training for row in expected.values()):  # every site has just joined
         first = min(site_waiting.since for site_waiting in waiting.values())
         return len(waiting) == count or now - first >= window_seconds
     if expected.keys() <= waiting.keys():
         return True
-    # Sites that are behind, or begin, wait for sites that are further.
+    # Some sites are missing. The window begins with the first site at the newest outer step that
+    # has a fragment to exchange; sites that are behind, or only take weights, wait for it.
     numbers = {site: row.number for site, row in expected.items()}
     numbers |= {site: site_waiting.entry.number for site, site_waiting in waiting.items()}
     newest = max(numbers.values())
-    giving = [
+    waiting_since = [
         site_waiting.since
         for site_waiting in waiting.values()
         if site_waiting.entry.fragment is not None and site_waiting.entry.number == newest
     ]
-    return bool(giving) and now - min(giving) >= window_seconds
+    return bool(waiting_since) and now - min(waiting_since) >= window_seconds
 
 
 def plan_round(

@@ -151,8 +151,9 @@ class ServerDirectory:
     def _commit(self) -> None:
         """Commit; if that fails, as with a failed sync, find out whether the transaction is in the
         database nevertheless."""
-        version = int(self._rows("PRAGMA user_version")[0][0]) + 1
-        self._connection.execute(f"PRAGMA user_version = {version % (1 << 31)}")
+        # A counter that is written in the transaction: it shows whether COMMIT took effect.
+        version = (int(self._rows("PRAGMA user_version")[0][0]) + 1) % (1 << 31)
+        self._connection.execute(f"PRAGMA user_version = {version}")
         try:
             self._connection.execute("COMMIT")
         except sqlite3.OperationalError:

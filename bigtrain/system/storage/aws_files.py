@@ -72,13 +72,18 @@ def s3_options() -> dict[str, Any]:
     options: dict[str, Any] = {}
     if "region" in profile.settings and not _has("AWS_REGION", "AWS_DEFAULT_REGION"):
         options["region"] = profile.settings["region"]
-    ignored = os.environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "").lower() == "true"
-    names = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT")
-    if profile.endpoint and not ignored and not _has(*names):
+    ignores_endpoint = os.environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "").lower() == "true"
+    endpoint_variables = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT")
+    if profile.endpoint and not ignores_endpoint and not _has(*endpoint_variables):
         options["endpoint"] = profile.endpoint
     unsigned = os.environ.get("AWS_SKIP_SIGNATURE", "").lower() in ("true", "1")
-    signs = any(name in profile.settings for name in _SIGNING)  # if not, the machine's role signs
-    if signs and not unsigned and not _has("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE"):
+    # Without credentials in the profile, obstore uses the machine's role.
+    has_credentials = any(name in profile.settings for name in _SIGNING)
+    if (
+        has_credentials
+        and not unsigned
+        and not _has("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE")
+    ):
         options["credential_provider"] = ProfileCredentials(profile.name)
     return options
 
