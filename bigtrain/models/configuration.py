@@ -275,7 +275,8 @@ def generation_settings(section: ModelSection) -> dict[str, Any]:
 def save_configuration(section: ModelSection, hf_config: PreTrainedConfig, directory: Path) -> None:
     """Write `hf_config` into `directory`, and the generation settings of the model that `section`
     names, if it has any: unchanged for trained weights, with the ids of `hf_config` for random
-    ones. Where the hub cannot be reached, settings that `directory` has stay. Raises OSError."""
+    ones. Where the hub cannot be reached, `directory` keeps the settings that it has. Raises
+    OSError."""
     with unmarked(hf_config):
         hf_config.save_pretrained(directory)
     path = _generation_file(section)

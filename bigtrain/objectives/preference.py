@@ -148,7 +148,7 @@ class Preference(ObjectiveKind[_Fields]):
         elif smoothing >= 0.5:
             raise ValueError(
                 f"objective.label_smoothing = {smoothing}: the share of pairs whose preference is "
-                "wrong, and from a half on the rejected answers would be learned -> below 0.5"
+                "wrong; at one half or more, the rejected answers would be learned -> below 0.5"
             )
         elif self.section.loss == "exo_pair" and smoothing == 0:
             raise ValueError(

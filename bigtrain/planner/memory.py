@@ -222,11 +222,13 @@ def _export_bytes(model: ModelCosts) -> float:
 
 
 def _layer_bytes(layer: LayerCosts, model: ModelCosts, layout: Layout, engine: Engine) -> float:
-    """Return the bytes that autograd saves per layer and micro-batch without recomputation."""
+    """Return the bytes that autograd saves per layer and micro-batch if the layer as a whole is not
+    recomputed."""
     t = layout.tensor_size
     undivided_bytes = layer.saved_bytes_whole / (t if layout.tensor_sequence else 1)
     per_token = undivided_bytes + layer.saved_bytes_cut / t
-    per_token -= _mlp_bytes(layer, layout) - _mlp_bytes_kept(layer, model, layout)
+    if layout.num_tiles(model.hidden_size):  # MLPs in tiles keep nothing
+        per_token -= _mlp_bytes(layer, layout)
     keeps_scores = layer.score_bytes and layout.recompute != "attention" and layout.ring_size == 1
     if keeps_scores and layer.attention is not None:
         per_token += (
@@ -251,11 +253,6 @@ def _mlp_bytes(layer: LayerCosts, layout: Layout) -> float:
     """Return the bytes per token that autograd saves inside the MLPs that can be tiled."""
     t, mlp = layout.tensor_size, layer.mlp
     return mlp.saved_bytes_whole / (t if layout.tensor_sequence else 1) + mlp.saved_bytes_cut / t
-
-
-def _mlp_bytes_kept(layer: LayerCosts, model: ModelCosts, layout: Layout) -> float:
-    """Return `_mlp_bytes`, none of which are kept for MLPs in tiles."""
-    return 0.0 if layout.num_tiles(model.hidden_size) else _mlp_bytes(layer, layout)
 
 
 def _tile_bytes(layer: LayerCosts, model: ModelCosts, layout: Layout, engine: Engine) -> float:
@@ -345,7 +342,8 @@ def _layers_bytes(
     if engine.is_deepspeed:
         tokens = layout.tokens_per_micro_batch
         for layer in (model.kinds[layer_type] for layer_type in saved_by_type):
-            mlp_bytes = _mlp_bytes_kept(layer, model, layout)
+            is_tiled = layout.num_tiles(model.hidden_size)  # MLPs in tiles keep nothing
+            mlp_bytes = 0.0 if is_tiled else _mlp_bytes(layer, layout)
             # Before the backward pass of attention the layer has freed what its MLPs saved, and
             # half of what is saved outside of MLPs and not divided by tensor parallelism.
             outside_bytes = layer.saved_bytes_whole - layer.mlp.saved_bytes_whole

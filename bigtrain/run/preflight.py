@@ -210,8 +210,8 @@ def _inspect_teacher(
 
 
 def check_base_weights(config: RunConfig, inputs: Inputs) -> None:
-    """Read the headers of a base's weight files on this host, like the run before its rendezvous,
-    unless it resumes. Raises ModelError as `find_weights`."""
+    """Read the headers of a base's weight files on this host, as the run does before its
+    rendezvous; nothing if the run resumes. Raises ModelError as `find_weights`."""
     path = config.model.path
     if path is None or not Path(path).is_dir() or _resumes(config):
         return

@@ -344,18 +344,19 @@ def _packed(
     pairs = [(owned[patch.index], patch.box) for patch in patches]
     pairs = [(rectangle, box) for rectangle, box in pairs if rectangle.fragment == fragment]
     codecs = dict.fromkeys(rectangle.codec for rectangle, _ in pairs)
+    # Codecs that keep errors first: every rank has the same order.
     for codec in sorted(codecs, key=lambda codec: not codec.keeps_error):
         regions: list[_Region] = []
         count = 0
-        for rectangle, patch in pairs:
+        for rectangle, box in pairs:
             if rectangle.codec != codec:
                 continue
-            for box in patch.split(ELEMENTS_AT_ONCE):
-                if regions and count + box.num_elements > ELEMENTS_AT_ONCE:
+            for piece in box.split(ELEMENTS_AT_ONCE):
+                if regions and count + piece.num_elements > ELEMENTS_AT_ONCE:
                     yield _Transfer(ranks, codec, regions)
                     regions, count = [], 0
-                view = rectangle.view[box.relative_to(rectangle.box).slices]
+                view = rectangle.view[piece.relative_to(rectangle.box).slices]
                 regions.append(_Region.of(rectangle.bucket, rectangle.flat, view))
-                count += box.num_elements
+                count += piece.num_elements
         if regions:
             yield _Transfer(ranks, codec, regions)

@@ -59,8 +59,8 @@ class Argument:
 
 
 def add_arguments(parser: argparse.ArgumentParser, record: type, *, has_help: bool = True) -> None:
-    """Add an argument for each field of the dataclass `record`, and name `record` in the result.
-    has_help: whether its source is read for the texts of help."""
+    """Add an argument for each field of the dataclass `record`, and store `record` itself in the
+    result. has_help: whether help texts are read from the source of `record`."""
     texts = field_texts(record) if has_help else {}
     groups: dict[str, Any] = {}
     for field, annotation in _written_fields(record):

@@ -125,7 +125,7 @@ class ItemReader:
 
 
 def put_item(item: Item, row: int, out: TokenRows) -> None:
-    """Write a sample to a row of `out`, padded at the end without loss."""
+    """Write a sample to a row of `out`; the padding at its end has no loss."""
     assert out.loss_mask is not None
     tokens, targets, weights = item
     out.tokens[row] = 0

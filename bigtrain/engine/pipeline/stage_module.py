@@ -107,8 +107,9 @@ class StageModule(nn.Module):
         positions: torch.Tensor | None,
         **loss: Any,
     ) -> Any:
-        """Return a Payload, or the last stage's logits (with arguments for a `ChunkedLoss`, its
-        summed loss) and the router loss. `positions` are on the host."""
+        """Return a Payload; on the last stage a tuple of the logits, or of the summed loss if
+        `loss` has arguments for a `ChunkedLoss`, and of the router loss. `positions` are on the
+        host."""
         if self.stage.needs_tokens:
             input_ids = input_ids.to(self._device, non_blocking=True).contiguous()
         moved = None if positions is None else positions.to(self._device, non_blocking=True)

@@ -99,7 +99,7 @@ def _one_at_a_time(library: Path) -> Iterator[None]:
             except BlockingIOError:
                 time.sleep(0.1)
                 continue
-            except OSError:  # a file system without
+            except OSError:  # a file system without flock
                 break
             # No other process compiles now: partial folders belong to processes that were killed.
             for abandoned in library.parent.glob(f"{_PARTIAL}*"):

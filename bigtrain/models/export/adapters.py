@@ -168,7 +168,7 @@ def merged_weights(
             raise ModelError(f"the checkpoint holds no adapter {name}") from error
 
     for name in find_targets(model, section).names:
-        for matrix in INITIAL:
+        for matrix in INITIAL:  # missing matrices are refused here, before the products
             trained(f"{name}.{matrix}.{ADAPTER}.weight")
         matrices = matrices_on_base(weights, name)
         product = (matrices["lora_B"] @ matrices["lora_A"]) * section.scale

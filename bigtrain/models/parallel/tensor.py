@@ -207,7 +207,6 @@ def _styled_parameters(
 def _shard_of_style(
     model: PreTrainedModel, name: str, style: str, shape: tuple[int, ...], *, rank: int, size: int
 ) -> Shard:
-    # The dimension that the style divides.
     full_shard = Shard(shape, primary=rank == 0)
     if style in _UNSHARDED or not shape:
         return full_shard
@@ -215,6 +214,8 @@ def _shard_of_style(
         leaf, division = leaf_of(model, name)
         return division.shard(leaf, shape, rank, size)
     is_bias = name.rpartition(".")[2].endswith("bias")
+
+    # The dimension that the style divides.
     if style in ("embedding_rowwise", "embedding_colwise"):
         dim = 0 if style == "embedding_rowwise" else 1
     elif style in _COLWISE:
@@ -244,7 +245,7 @@ def _shard_of_style(
     if dropout is not None:
         raise ModelError(
             f"parallel.tensor: {name} {list(shape)}: with dropout between its layers ({dropout}), "
-            f"{size} ranks need equally wide parts, or their random streams part -> a degree "
+            f"{size} ranks need equally wide parts, or their random streams diverge -> a degree "
             f"that divides {width}, or no dropout"
         )
     if shape[dim] % packed or width < size:
@@ -253,7 +254,7 @@ def _shard_of_style(
             f"x {size} parts -> parallel.tensor={max(1, width)} or less"
         )
     # Stacked experts are split in units of grouped products, if there are enough units.
-    is_stacked = len(shape) + is_bias == 3
+    is_stacked = len(shape) + is_bias == 3  # [experts, out, in], or a bias [experts, out]
     unit = GROUPED_UNIT if is_stacked else 1
     if width % unit or width // unit < size:
         unit = 1

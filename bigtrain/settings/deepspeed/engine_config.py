@@ -342,8 +342,9 @@ def gradient_dtype_of(config: RunConfig, stage: int) -> str | None:
 def _render_optimizer(
     config: RunConfig, block: Mapping[str, Any], tree: Mapping[str, Any], zero: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return torch's AdamW with its fused kernel, which needs no compiler at run time. With
-    ``torch_adam`` DeepSpeed passes keys it does not know to ``torch.optim.AdamW``
+    """Return the block of AdamW: torch's unless the JSON asks for DeepSpeed's
+    (`optimizer_is_torch`), by default with its fused kernel, which needs no compiler at run time.
+    With ``torch_adam`` DeepSpeed passes keys it does not know to ``torch.optim.AdamW``
     (runtime/engine.py:2377)."""
     json_params = dict(block.get("params", {}))
     params: dict[str, Any] = {

@@ -203,12 +203,13 @@ class GlobalWeights:
         shape: tuple[int, ...],
         share: float,
     ) -> Update:
-        """Move the states of a parameter in place, flat views, by the mean `value` of the sites."""
+        """Make an outer step on the states of a parameter: flat views, changed in place. value: the
+        sites' mean of weights, or of differences if `is_relative`."""
         weights, error = part["weights"], part.get("error")
         before = weights.clone()
         target = (weights.double() + share * value if self.is_relative else value).float()
         outer_update(weights, part.get("momentum"), target, self.sites)
-        if not self._codec.is_relative:
+        if not self._codec.is_relative:  # sites receive weights, even if they sent differences
             return Update(self._codec, weights.view(shape).clone())
         # The encoded update, which sites receive, becomes the weights; its error is kept for later.
         change = weights - before

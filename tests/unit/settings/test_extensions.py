@@ -203,7 +203,7 @@ def test_an_objective_of_pairs_reads_two_rows_of_a_sample(code: Path) -> None:
         ),
         (
             {"objective": {"type": "preference", "label_smoothing": 0.5}},
-            "from a half on the rejected answers would be learned -> below 0.5",
+            "at one half or more, the rejected answers would be learned -> below 0.5",
         ),
         (
             {"objective": {"type": "preference", "loss": "hinge", "label_smoothing": 0.1}},
