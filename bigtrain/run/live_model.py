@@ -18,7 +18,7 @@ from bigtrain.data.shards.format import IGNORED_LABEL
 from bigtrain.data.tokenizers.tokenizer import load_tokenizer
 from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.errors import ConfigError, Problem, one_line
-from bigtrain.models.configuration import text_config
+from bigtrain.models.configuration import max_positions
 from bigtrain.models.generation import prompt_ids
 from bigtrain.models.lm_eval_tasks import Drawing, IsFinished, Tasks, Tokens
 from bigtrain.models.text_ids import stop_ids
@@ -34,8 +34,8 @@ class Prompts:
         section, inputs = context.config.evaluation, context.inputs
         self._context, self._model, self._texts = context, model, section.prompts
         self._drawing = Drawing(section.max_new_tokens, section.temperature)
-        limit = getattr(text_config(inputs.hf_config), "max_position_embeddings", None)
-        if isinstance(limit, int):
+        limit = max_positions(inputs.hf_config)
+        if limit is not None:
             limit -= inputs.model_plan.isolation.numbering.first
 
         # Only the main rank has a tokenizer.
@@ -51,7 +51,7 @@ class Prompts:
                 if not ids:
                     raise ConfigError(Problem(key, text, "is empty", "write at least one token"))
                 total = len(ids) + section.max_new_tokens
-                if isinstance(limit, int) and total > limit:
+                if limit is not None and total > limit:
                     rule = f"its {len(ids)} tokens and evaluation.max_new_tokens are {total}, the "
                     rule += f"model has {limit} positions"
                     remedy = f"evaluation.max_new_tokens={max(1, limit - len(ids))} or less"

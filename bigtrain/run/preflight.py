@@ -16,6 +16,7 @@ from bigtrain.data.tokenizers.model_tokens import beginning_note, check_model_to
 from bigtrain.errors import ConfigError, ModelError, Problem
 from bigtrain.models.configuration import (
     load_hf_config,
+    max_positions,
     text_config,
     vocabulary_size,
     with_mtp_layers,
@@ -347,10 +348,9 @@ def _data_notes(
 
 
 def _check_positions(config: RunConfig, hf_config: Any) -> Sequence[Problem]:
-    longest = getattr(text_config(hf_config), "max_position_embeddings", None)
+    longest = max_positions(hf_config)
     length = config.batch.sequence_length
-    # XLNet's -1 means any length.
-    if not isinstance(longest, int) or not 0 < longest < length:
+    if longest is None or longest >= length:
         return []  # a table that is shorter than it says is found by the trials of the model
     from bigtrain.models.equivalence.position_numbering import plan_numbering
 
