@@ -166,6 +166,9 @@ def _read(section: ModelSection) -> tuple[str, Mapping[str, Any], list[Problem]]
     key = "model.path" if section.path is not None else "model.config"
     source = Path(str(section.path if section.path is not None else section.config))
     path = source / "config.json" if source.is_dir() else source
+    if section.path is not None and source.is_file():
+        rule = "is a file, and a run starts from the directory of a model"
+        return key, {}, [Problem(key, str(source), rule, f"its directory, such as {source.parent}")]
     if not source.exists() and not source.is_absolute():
         path = published_configuration(str(source))
         if not path.is_file() and is_hub_name(str(source)):
