@@ -282,19 +282,19 @@ def _checked_run(args: StartArguments, directory: Path) -> NewRun:
             find_device(device, "--devices")
         else:
             _devices(args.devices)
-    new_run = with_checked_inputs(
-        new_run, _to_stderr, "bigtrain start", infers_rows=True, is_text=args.text
-    )
+    # A wrong directory is refused before anything is written.
     if Path(args.model).is_dir() and not new_run.is_tokenized:
         from bigtrain.data.tokenizers.tokenizer import load_tokenizer
         from bigtrain.settings.hf_config_keys import inspect_configuration
         from bigtrain.settings.run_config import ModelSection
 
-        # A wrong directory is refused before anything is written.
         load_tokenizer(args.model)
         _, problems = inspect_configuration(ModelSection(path=args.model))
         if problems:
             raise ConfigError(problems)
+    new_run = with_checked_inputs(
+        new_run, _to_stderr, "bigtrain start", infers_rows=True, is_text=args.text
+    )
     if not (directory / RUN_YAML).exists():
         check_settings(new_run, "bigtrain start")
     return new_run

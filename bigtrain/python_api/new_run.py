@@ -196,8 +196,9 @@ def _check_data(config: RunConfig) -> None:
 
     datasets, problems = open_checked(config)
     problems = problems or check_datasets(config, datasets).problems
-    for dataset in datasets if not problems else ():
-        problems = [*check_model_tokens(config, dataset.tokenizer_path, str(dataset.path))]
+    if not problems:
+        dataset = datasets[0]  # `data` is one directory
+        problems = check_model_tokens(config, dataset.tokenizer_path, str(dataset.path))
     if problems:
         raise ConfigError(problems, "the run's inputs")
 

@@ -181,7 +181,9 @@ def row_problems(
     text = (
         "text without conversations" if row_format == "text" else f"rows of --format {row_format}"
     )
-    needed = "--preference" if is_pairs else "--chat" if is_chat else ""
+    needed = "--preference" if is_pairs else ""
+    if is_chat:
+        needed = "--chat"
     if chat and not is_chat and row_format != "tokens":
         remedy = f"{needed} instead" if needed and not infers else "remove --chat"
         return [Problem("--chat", None, f"{data} has {text}", remedy)]
