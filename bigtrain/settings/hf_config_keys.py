@@ -56,6 +56,9 @@ KEY_HEAD_PROJECTIONS = frozenset(("k_proj",))
 _AT_LEAST_ONE = (*_FIGURES, "vocab_size", "hidden_size", "intermediate_size")
 TEXT_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Keys with the ids of tokens that begin and end texts, and pad them."""
+MAX_PADDING_ROWS = 1024
+"""Rows of an embedding beyond the tokenizer's vocabulary: it is padded to multiples of at most
+this for speed and tensor parallelism; more indicates a different tokenizer."""
 _LAYER_DROP = re.compile(r"layer_?drop(?!out)", re.IGNORECASE)
 _NO_OVERRIDES: Mapping[str, Any] = {}
 _NAME_A_MODEL = "name a directory of a Hugging Face model, or a model of the hub"
