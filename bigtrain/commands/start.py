@@ -121,7 +121,8 @@ def _start(args: StartArguments, directory: Path) -> int:
     new_run = _checked_run(args, directory)
     missing_folders = [path for path in (directory, *directory.parents) if not path.exists()]
     if not keeps_shards and (directory / SHARDS).exists():
-        print(f"{directory / SHARDS}: removed, of a refused start with other data", flush=True)
+        removed_text = "removed: tokens of other data, of a start that has written no run"
+        print(f"{directory / SHARDS}: {removed_text}", flush=True)
         _remove_shards(directory / SHARDS)
     started.write(directory)
 

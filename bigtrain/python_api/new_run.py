@@ -274,10 +274,11 @@ def check_settings(new_run: NewRun, command: str) -> None:
     path = run.config.model.path
     if path is None or not Path(path).is_dir():
         return
-    from bigtrain.models.configuration import load_hf_config
+    from bigtrain.models.configuration import load_hf_config, with_mtp_layers
     from bigtrain.models.weights.import_hf import find_weights
 
-    find_weights(path, load_hf_config(run.config.model))
+    trains_mtp = run.config.objective.mtp_weight > 0
+    find_weights(path, with_mtp_layers(load_hf_config(run.config.model), trains=trains_mtp))
 
 
 def _model_section(new_run: NewRun) -> dict[str, Any]:

@@ -149,8 +149,11 @@ def inspect_data(
     if row_format != "text" or not keys or keys & set(reading.text_keys):
         return row_format, [], ""
     shown = ", ".join(sorted(keys)[:_SHOWN_KEYS])
-    rule = f"its first row has the keys {shown}, and neither text nor a conversation"
-    options = remedy_for(keys).removeprefix(" -> ") or "--text-key KEY"
+    rule, options = f"its first row has the keys {shown}, and no text", ""
+    if not is_text:
+        rule += ", conversation or pair"
+        options = remedy_for(keys).removeprefix(" -> ")
+    options = options or "--text-key KEY"
     remedy = f"bigtrain tokenize {options}, and then --data with the directory it writes"
     return None, [Problem("--data", data, rule, remedy)], ""
 

@@ -316,7 +316,7 @@ ROWS = {
         (
             "other",
             [],
-            "has the keys author, lines, and neither text nor a conversation -> bigt",
+            "has the keys author, lines, and no text, conversation or pair -> bigtrain",
         ),
         ("pairs", ["--chat"], "--chat: pairs.jsonl has rows of --format preference -> --preferen"),
         ("texts", ["--chat"], "--chat: texts.jsonl has text without conversations -> remove"),

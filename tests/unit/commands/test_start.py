@@ -391,7 +391,7 @@ def test_a_refused_start_may_be_repeated_with_other_options(
     assert main([*words, "short.jsonl", "--sequence-length", "128"]) == 2
     capsys.readouterr()
     assert main([*words, "texts.jsonl", "--epochs", "2"]) == 75
-    assert "out/shards: removed, of a refused start with other data" in capsys.readouterr().out
+    assert "out/shards: removed: tokens of other data" in capsys.readouterr().out
     assert load_run_config("out/run.yaml").train.epochs == 2.0
 
 
@@ -414,3 +414,27 @@ def test_the_error_of_a_contradicting_option_has_one_remedy(
         "bigtrain start: 1 problem in the options of bigtrain start",
         "  --chat: pairs.jsonl has rows of --format preference -> remove --chat",
     ]
+
+
+def test_rows_without_text_are_no_documents(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["start", "--model", "base", "--data", "chats.jsonl", "--text"]) == 2
+    rule = "--data = 'chats.jsonl': its first row has the keys messages, and no text -> bigtrain "
+    assert rule + "tokenize --text-key KEY" in capsys.readouterr().err
+    assert not Path("runs").exists()
+
+
+def test_models_that_are_no_directories_are_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The file of a model, and a recipe, which has no trained weights."""
+    for command in ("start", "init"):
+        words = [command, "--data", "texts.jsonl", "--model"]
+        for model, rule in (
+            ("base/config.json", "is a file, and a model is a directory -> its directory, such as"),
+            ("quickstart", "is a recipe, whose weights are random"),
+        ):
+            assert main([*words, model]) == 2
+            assert f"--model = '{model}': {rule}" in capsys.readouterr().err
+    assert not Path("runs").exists()
